@@ -1,0 +1,42 @@
+# Each target sets up what it needs: on a fresh machine `make test` is enough.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: setup test lint types imports pytest docs bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+test: lint types imports pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+imports: $(STAMP)
+	$(BIN)/lint-imports
+
+pytest: $(STAMP)
+	$(BIN)/pytest --numprocesses auto
+
+# Draws every picture of docs/ again, with the tool itself.
+docs: $(STAMP)
+	$(BIN)/python docs/draw_pictures.py
+
+# Prints the tables that docs/ and CHANGELOG.md quote.
+bench: $(STAMP)
+	$(BIN)/python benchmarks/schedule_suite.py
+	$(BIN)/python benchmarks/speed.py
+	$(BIN)/python benchmarks/paper_ladder.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

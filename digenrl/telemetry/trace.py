@@ -1,0 +1,67 @@
+"""The one trace schema, for simulated and real runs alike: what every lane did, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Work(StrEnum):
+    """What a lane can be busy with; a gap between spans is idle time, a bubble."""
+
+    GENERATE = "generate"
+    SCORE = "score"
+    TRAIN = "train"
+    COMMIT = "commit"
+    PUBLISH = "publish"
+    HELP = "help"
+    SWITCH = "switch"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One stretch of work on one lane, in whole nanoseconds from the start of the run.
+
+    `step`, `group`, `first` and `size` name the samples: sample `first` up to `first + size - 1` of a group.
+    Work on no particular group (commit, publish, switch) has `group` -1 and `size` 0.
+    `version` is the weight version used; a generated slice is stale when its version is below its step.
+
+    >>> Span("a100-0", Work.GENERATE, 0, 1_700_000_000, step=1, group=0, first=2, size=2, version=0).stale
+    True
+    """
+
+    lane: str
+    work: Work
+    start_ns: int
+    end_ns: int
+    step: int
+    group: int = -1
+    first: int = 0
+    size: int = 0
+    version: int = 0
+
+    @property
+    def stale(self) -> bool:
+        """Made for a step newer than the weights that made it (TCSS)."""
+        return self.work in (Work.GENERATE, Work.HELP) and self.version < self.step
+
+
+@dataclass(frozen=True, slots=True)
+class LaneInfo:
+    """One row of the picture: its name and the pool it belongs to."""
+
+    name: str
+    pool: str  # "generator", "reward" or "trainer"
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Everything that happened in a run, in the order in which the work started.
+
+    A helper lane of the trainer has a row of its own, with its `help` spans; the row "trainer" shows
+    training, commits and the switches around help.
+    """
+
+    lanes: tuple[LaneInfo, ...]
+    spans: tuple[Span, ...]
+    end_ns: int

@@ -58,7 +58,7 @@ class RewardPool(Frozen):
 class Helper(Frozen):
     """The trainer's own lanes, seen as generators, and what changing its role costs."""
 
-    lanes: Count
+    lanes: Count = 1
     seconds: SliceTable
     switch_in: Duration = Decimal(0)
     switch_out: Duration = Decimal(0)
@@ -114,9 +114,7 @@ class Spec(Frozen):
     @classmethod
     def _some_generators(cls, pools: tuple[GeneratorPool, ...]) -> tuple[GeneratorPool, ...]:
         if not pools:
-            raise ValueError(
-                "no generators; give at least one pool, as {name: a100, count: 4, seconds: {1: 1.0}}"
-            )
+            raise ValueError("no generators; give at least one pool, as {name: a100, count: 4, seconds: {1: 1.0}}")
         return pools
 
     @model_validator(mode="after")

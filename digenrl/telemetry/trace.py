@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
+
+TRAINER_LANE: Final = "trainer"  # the row of the trainer as one unit; its helper lanes have rows of their own
 
 
 class Work(StrEnum):

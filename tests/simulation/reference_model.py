@@ -16,7 +16,7 @@ NANOSECONDS = 10**9
 
 
 def reference_answer(spec: dict) -> dict:
-    """The Answer for one SPEC; `slice: auto` takes the least makespan, ties the largest slice (exactly 16)."""
+    """The Answer for one SPEC; `slice: auto` takes the least makespan, ties the largest (exactly 16)."""
     if spec["slice"] != "auto":
         return answer_for_slice(spec, int(spec["slice"]))
     sizes = reversed(divisors(int(spec["samples_per_prompt"])))
@@ -107,15 +107,17 @@ class Costs:
     def read_policy(self, policy: dict) -> None:
         self.order, self.stream = policy.get("order", "generation"), policy.get("stream", "group")
         self.help, self.colocated = policy.get("help", "none"), policy.get("colocated", False)
-        if not self.colocated and (self.help == "auto" or policy.get("dispatch", "eager") != "eager"):
-            raise NotImplementedError("the reference model knows neither `help: auto` nor `earliest_finish`")
+        if policy.get("dispatch", "eager") != "eager":
+            raise NotImplementedError("the reference model does not know `dispatch: earliest_finish`")
 
     def read_helper(self, helper: dict | None) -> None:
-        """`help` without a helper is `none` (exactly 5)."""
+        """`help` without a helper is `none` (exactly 5); a helper without lanes counts as none."""
         self.helper_lanes = int(helper.get("lanes", 1)) if helper else 0
         if not self.helper_lanes:
             self.help, self.helper_rate = "none", Fraction(0)
             return
+        if self.help == "auto" and not self.colocated:
+            raise NotImplementedError("the reference model does not know `help: auto`")
         self.helper_ns = nanoseconds(table_seconds(helper["seconds"], self.slice_size))
         self.switch_in_ns = nanoseconds(exact(helper.get("switch_in", 0)))
         self.switch_out_ns = nanoseconds(exact(helper.get("switch_out", 0)))
@@ -232,7 +234,7 @@ class World:
         self.ready = [0] * costs.steps
         self.trained = 0  # units of the lowest uncommitted step
         self.committed = 0  # also the newest version on the trainer's own lanes
-        self.published, self.publications = -1, [0]  # the generators' newest; version 0 arrives at t=0 (rule 1)
+        self.published, self.publications = -1, [0]  # on generators; version 0 arrives at t=0 (rule 1)
         self.activity, self.activity_end = "free", 0
         self.in_bubble = False
         self.rounds_wanted = self.rounds_run = 0
@@ -350,9 +352,11 @@ class World:
         """Rules 4 and 5. A bubble opens once (exactly 10) and asks only if a slice may start (exactly 12)."""
         costs = self.costs
         if self.committed == costs.steps:
-            return False
-        if self.activity == "helping":
-            self.next_round_or_return()
+            return False  # the run is over
+        if self.activity == "helping" and self.wants_round():
+            self.run_round()
+        elif self.activity == "helping":
+            self.begin("switch_out", costs.switch_out_ns)
         elif self.activity == "free" and self.trained == costs.units_per_step:
             self.begin("commit", costs.commit_ns)
         elif self.activity == "free" and self.ready[self.committed]:
@@ -369,15 +373,9 @@ class World:
         if rounds:
             self.begin("switch_in", self.costs.switch_in_ns)
 
-    def next_round_or_return(self) -> None:
-        if self.wants_round():
-            self.run_round()
-        else:
-            self.begin("switch_out", self.costs.switch_out_ns)
-
     def wants_round(self) -> bool:
-        """Greedy: the first round whatever is ready (exactly 7). Search: its count, while a slice of the current
-        step is unstarted (exactly 11)."""
+        """Greedy: the first round whatever is ready (exactly 7). Search: the count it chose, while a slice of
+        the current step is unstarted (exactly 11)."""
         if self.costs.help == "greedy":
             something_to_train = self.rounds_run > 0 and self.ready[self.committed] > 0
             return not something_to_train and self.may_start(self.committed)
@@ -424,10 +422,12 @@ def try_rounds(bubble: World, rounds: int, limit: float, known: dict) -> tuple[f
     """Simulate this choice to the step's commit, branching at every further bubble."""
     world, step = bubble.fork(), bubble.committed
     world.settle_bubble(rounds)
-    while world.committed == step:
-        if world.advance():
+    while True:
+        asks = world.advance()
+        if world.committed > step:  # what opens at this very instant is the next step's bubble
+            return world.clock, (), world.rounds_run
+        if asks:
             return *fewest_rounds_to_earliest_commit(world, limit, known), world.rounds_run
-    return world.clock, (), world.rounds_run
 
 
 def earliest_conceivable_commit(bubble: World, rounds: int) -> int:

@@ -1,0 +1,196 @@
+"""Seconds of the pieces of a run: a slice, a training pass, a gather, a commit, a publication, a change of role.
+
+Compute is a roofline per card: matrix products and attention at shares of its bf16 rate, element-wise work at its
+memory bandwidth, and the host's kernel launches as a floor that small batches run into.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, hypot
+
+from digenrl.planning.cards import Card
+from digenrl.planning.cluster import CardPool
+from digenrl.planning.constants import CONSTANTS, Constants
+from digenrl.planning.memory import SHARDED_BYTES_PER_PARAMETER, helper_fits_beside_training
+from digenrl.planning.models import ForwardWork
+from digenrl.planning.workload import Workload
+
+GB = 1e9
+GBIT = 1e9 / 8
+TERA = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerLayout:
+    """How the trainer's cards work together.
+
+    `shard_cards` cards share one copy of the weights (1: each holds its own; all: FSDP; a node's: hybrid sharding).
+    `pack` pairs go through one forward and backward. With `spread_steps` the pairs of a sample go to several ranks
+    (time-step parallelism); without it a sample stays on one rank, its steps one after the other.
+    """
+
+    pool: CardPool
+    cards: int
+    shard_cards: int
+    pack: int
+    checkpointing: bool
+    spread_steps: bool = True
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.shard_cards <= self.cards, "a copy is spread over the trainer's own cards"
+        assert self.pack >= 1
+
+
+def forward_seconds(
+    workload: Workload, card: Card, rows: int, lane_cards: int = 1, constants: Constants = CONSTANTS
+) -> float:
+    """One transformer forward of `rows` sequences on a lane of `lane_cards` tensor-parallel cards."""
+    work = workload.forward_work
+    busy_s = rows * sum(_phases(work, card, constants)) / lane_cards
+    return hypot(work.launch_s, busy_s) + _tensor_parallel_seconds(workload, card, rows, lane_cards, constants)
+
+
+def slice_seconds(
+    workload: Workload, card: Card, size: int, lane_cards: int = 1, constants: Constants = CONSTANTS
+) -> float:
+    """One lane denoises and decodes `size` samples together; guidance doubles the rows of every forward."""
+    forward_s = forward_seconds(workload, card, size * workload.branches, lane_cards, constants)
+    decode_s = size * workload.decode_flop / (card.bf16_tflops * TERA * constants.decode_share)
+    return workload.denoise_steps * forward_s + decode_s
+
+
+def training_pass_seconds(
+    workload: Workload, card: Card, pairs: int, checkpointing: bool, constants: Constants = CONSTANTS
+) -> float:
+    """Forward and backward of `pairs` packed (sample, time-step) pairs on one card, gathers not counted."""
+    work = workload.forward_work
+    matmul_s, attention_s, traffic_s = _phases(work, card, constants)
+    forwards = 1.0 + checkpointing + workload.reference_forward
+    weight_gradients = 2.0 if workload.tuning == "full" else 1.0  # frozen weights need none of their own
+    per_row_s = (
+        matmul_s * (forwards + weight_gradients)
+        + attention_s * (forwards + constants.attention_backward)
+        + traffic_s * (forwards + constants.traffic_backward)
+    )
+    launches = constants.checkpointed_launches if checkpointing else constants.training_launches
+    launch_s = work.launch_s * (launches + workload.reference_forward)
+    return hypot(launch_s, pairs * workload.branches * per_row_s)
+
+
+def gather_seconds(workload: Workload, trainer: TrainerLayout, constants: Constants = CONSTANTS) -> float:
+    """What one training pass sends: bf16 weights for forward and for backward, and full gradients, in fp32."""
+    sent = workload.family.weight_bytes * (4 if workload.tuning == "full" else 2)
+    return all_gather_seconds(sent, trainer, constants)
+
+
+def packed_pass_seconds(
+    workload: Workload, trainer: TrainerLayout, pairs: int, constants: Constants = CONSTANTS
+) -> float:
+    """One pass of `pairs` pairs with its gathers, which hide in part behind the compute (or it behind them)."""
+    compute_s = training_pass_seconds(workload, trainer.pool.card, pairs, trainer.checkpointing, constants)
+    gather_s = gather_seconds(workload, trainer, constants)
+    exposed = (1 - constants.gather_overlap) * min(compute_s, gather_s)
+    return max(compute_s, gather_s) + exposed
+
+
+def unit_seconds(
+    workload: Workload, trainer: TrainerLayout, samples: int, constants: Constants = CONSTANTS
+) -> float:
+    """The trainer trains `samples` samples that arrive together (a group, or a whole step).
+
+    The busiest rank decides: it has the most pairs, cut into the fewest equal packs that fit.
+    """
+    pairs_per_sample = workload.pairs_per_sample
+    if trainer.spread_steps:
+        pairs = ceil(samples * pairs_per_sample / trainer.cards)
+    else:
+        pairs = ceil(samples / trainer.cards) * pairs_per_sample
+    passes = ceil(pairs / trainer.pack)
+    small, larger_passes = divmod(pairs, passes)
+    seconds = (passes - larger_passes) * packed_pass_seconds(workload, trainer, small, constants)
+    if larger_passes:
+        seconds += larger_passes * packed_pass_seconds(workload, trainer, small + 1, constants)
+    return seconds
+
+
+def commit_seconds(workload: Workload, trainer: TrainerLayout, constants: Constants = CONSTANTS) -> float:
+    """Gradients summed over the copies of the weights, then the optimizer step on every card's shard."""
+    copies = trainer.cards // trainer.shard_cards
+    gradient_bytes = 4.0 * workload.trained_parameters
+    between_copies_s = 0.0
+    if copies > 1:
+        link = _link_bytes_s(trainer.pool, trainer.cards, constants)
+        between_copies_s = 2 * gradient_bytes * (copies - 1) / copies / link
+    shard = workload.trained_parameters / trainer.shard_cards
+    optimizer_s = shard * constants.optimizer_bytes_per_parameter / (trainer.pool.card.memory_gb_s * GB)
+    return between_copies_s + optimizer_s + constants.optimizer_fixed_s + constants.collective_latency_s
+
+
+def publish_seconds(workload: Workload, link_bytes_s: float, constants: Constants = CONSTANTS) -> float:
+    """From the trainer to every generator, piped node to node, so the slowest link carries it once."""
+    latency = constants.adapter_swap_s if workload.tuning == "lora" else constants.collective_latency_s
+    return workload.published_bytes / link_bytes_s + latency
+
+
+def switch_seconds(
+    workload: Workload, trainer: TrainerLayout, lane_cards: int, constants: Constants = CONSTANTS
+) -> tuple[float, float]:
+    """What the trainer pays to become a generator, and to train again.
+
+    A lane needs a whole copy: free where each card holds one, else gathered from the shards. Where copy and
+    training state do not fit together, the state goes to the host and comes back.
+    """
+    gathered_bytes = workload.family.weight_bytes / lane_cards
+    gather_s = 0.0 if trainer.shard_cards == 1 else all_gather_seconds(gathered_bytes, trainer, constants)
+    swap_s = constants.adapter_swap_s
+    if helper_fits_beside_training(
+        workload, trainer.pool.card, trainer.shard_cards, lane_cards, constants.memory_headroom
+    ):
+        return gather_s + swap_s, swap_s
+    state_bytes = workload.trained_parameters * SHARDED_BYTES_PER_PARAMETER / trainer.shard_cards
+    offload_s = state_bytes / (trainer.pool.card.host_gb_s * GB * constants.host_link_share)
+    return gather_s + swap_s + offload_s, swap_s + offload_s
+
+
+def network_bytes_s(pool: CardPool, constants: Constants = CONSTANTS) -> float:
+    """What collectives reach between nodes; a node's cards share its network."""
+    return pool.network_gbit_s * GBIT * constants.collective_share
+
+
+def _phases(work: ForwardWork, card: Card, constants: Constants) -> tuple[float, float, float]:
+    """Seconds of one row's matrix products, attention and element-wise work."""
+    rate = card.bf16_tflops * TERA
+    share = constants.masked_attention_share if work.masked_attention else constants.attention_share
+    return (
+        work.matmul_flop / (rate * constants.matmul_share),
+        work.attention_flop / (rate * share),
+        work.traffic_bytes / (card.memory_gb_s * GB),
+    )
+
+
+def _tensor_parallel_seconds(
+    workload: Workload, card: Card, rows: int, lane_cards: int, constants: Constants
+) -> float:
+    """Two sums of the hidden state per block, over the links inside the node."""
+    if lane_cards == 1:
+        return 0.0
+    family = workload.family
+    sent = 2 * family.blocks * rows * family.block_hidden_bytes(workload.tokens)
+    link = card.card_link_gb_s * GB * constants.collective_share
+    return 2 * sent * (lane_cards - 1) / lane_cards / link
+
+
+def _link_bytes_s(pool: CardPool, cards: int, constants: Constants) -> float:
+    """The slowest link of a ring over `cards` cards of the pool, nodes filled one after the other."""
+    inside = pool.card.card_link_gb_s * GB * constants.collective_share
+    return inside if cards <= pool.per_node else min(inside, network_bytes_s(pool, constants))
+
+
+def all_gather_seconds(total_bytes: float, trainer: TrainerLayout, constants: Constants) -> float:
+    """Every card of a shard group receives what the others hold."""
+    ranks = trainer.shard_cards
+    if ranks == 1:
+        return 0.0
+    received = total_bytes * (ranks - 1) / ranks
+    return received / _link_bytes_s(trainer.pool, ranks, constants) + constants.collective_latency_s

@@ -1,0 +1,122 @@
+"""GiB on one card: weights, optimizer state, gradients and activations, for a generator and for a trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from digenrl.planning.cards import Card
+from digenrl.planning.constants import CONSTANTS
+from digenrl.planning.models import BYTES_BF16
+from digenrl.planning.workload import Workload
+
+GIB = float(2**30)
+
+# Full fine-tuning and adapters alike: fp32 weight, fp32 gradient, and AdamW's two fp32 moments.
+SHARDED_BYTES_PER_PARAMETER = 16.0
+# While one sharded block computes, the next one is fetched.
+GATHERED_BLOCKS = 2
+# Checkpointing keeps the hidden state of every block, and two blocks' activations while it recomputes.
+RECOMPUTED_BLOCKS = 2
+# The decoder's widest layers: 128 channels in bf16, four such tensors alive; videos are decoded in short chunks.
+DECODE_BYTES_PER_PIXEL = 128 * BYTES_BF16 * 4
+DECODE_FRAMES_AT_ONCE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """What one card of a side holds at its fullest."""
+
+    weights_gib: float
+    optimizer_gib: float
+    activations_gib: float
+    available_gib: float
+
+    @property
+    def total_gib(self) -> float:
+        return self.weights_gib + self.optimizer_gib + self.activations_gib
+
+    @property
+    def fits(self) -> bool:
+        return self.total_gib <= self.available_gib
+
+
+def generator_memory(
+    workload: Workload, card: Card, size: int, lane_cards: int = 1, headroom: float = CONSTANTS.memory_headroom
+) -> MemoryReport:
+    """A lane of `lane_cards` cards that generates slices of `size` samples; text encoders are off the lanes."""
+    family = workload.family
+    rows = size * workload.branches
+    block_bytes = family.activations_per_block * family.block_hidden_bytes(workload.tokens)
+    adapters = 4.0 * workload.trained_parameters if workload.tuning == "lora" else 0.0
+    pixels = workload.height * workload.width * min(workload.frames, DECODE_FRAMES_AT_ONCE)
+    working = max(rows * RECOMPUTED_BLOCKS * block_bytes / lane_cards, pixels * DECODE_BYTES_PER_PIXEL)
+    return MemoryReport(
+        weights_gib=(family.weight_bytes / lane_cards + adapters) / GIB,
+        optimizer_gib=0.0,
+        activations_gib=working / GIB,
+        available_gib=available_gib(card, headroom),
+    )
+
+
+def trainer_memory(
+    workload: Workload,
+    card: Card,
+    shard_cards: int,
+    pairs: int,
+    checkpointing: bool,
+    headroom: float = CONSTANTS.memory_headroom,
+) -> MemoryReport:
+    """A trainer card that holds one of `shard_cards` shards and packs `pairs` pairs into a pass."""
+    family = workload.family
+    state = workload.trained_parameters * SHARDED_BYTES_PER_PARAMETER
+    if workload.tuning == "full":
+        weights, state = 0.0, state / shard_cards  # the fp32 weights are in the state
+    else:
+        weights = family.weight_bytes / shard_cards
+    if shard_cards > 1 or workload.tuning == "full":
+        weights += GATHERED_BLOCKS * family.weight_bytes / family.blocks
+    return MemoryReport(
+        weights_gib=weights / GIB,
+        optimizer_gib=state / GIB,
+        activations_gib=activation_gib(workload, pairs, checkpointing),
+        available_gib=available_gib(card, headroom),
+    )
+
+
+def activation_gib(workload: Workload, pairs: int, checkpointing: bool) -> float:
+    """What `pairs` pairs keep for their backward."""
+    family = workload.family
+    hidden_bytes = family.block_hidden_bytes(workload.tokens)
+    block_bytes = family.activations_per_block * hidden_bytes
+    if checkpointing:
+        per_row = family.blocks * hidden_bytes + RECOMPUTED_BLOCKS * block_bytes
+    else:
+        per_row = family.blocks * block_bytes
+    return pairs * workload.branches * per_row / GIB
+
+
+def smallest_lane(workload: Workload, card: Card, per_node: int, headroom: float) -> int | None:
+    """The fewest tensor-parallel cards of a node on which one sample can be generated, or None."""
+    lane_cards = 1
+    while lane_cards <= per_node:
+        if generator_memory(workload, card, 1, lane_cards, headroom).fits:
+            return lane_cards
+        lane_cards *= 2
+    return None
+
+
+def helper_fits_beside_training(
+    workload: Workload, card: Card, shard_cards: int, lane_cards: int, headroom: float
+) -> bool:
+    """Whether a trainer card can hold a generator's copy of the weights and its own state at once."""
+    generating = generator_memory(workload, card, 1, lane_cards, headroom)
+    state = workload.trained_parameters * SHARDED_BYTES_PER_PARAMETER
+    beside = state / shard_cards if workload.tuning == "full" else state
+    if workload.tuning == "lora" and shard_cards > 1:
+        beside += workload.family.weight_bytes / shard_cards
+    return generating.total_gib + beside / GIB <= generating.available_gib
+
+
+def available_gib(card: Card, headroom: float) -> float:
+    """What plans may fill of a card."""
+    return card.memory_gib * (1 - headroom)

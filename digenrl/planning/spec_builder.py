@@ -1,0 +1,96 @@
+"""Turns a layout into a SPEC: every number of it comes from the cost model, to six digits."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+from digenrl.config.spec import GeneratorPool, Helper, Policy, RewardPool, Spec, Trainer
+from digenrl.planning.cards import Card
+from digenrl.planning.constants import CONSTANTS, Constants
+from digenrl.planning.costs import (
+    GB,
+    commit_seconds,
+    network_bytes_s,
+    publish_seconds,
+    slice_seconds,
+    switch_seconds,
+    unit_seconds,
+)
+from digenrl.planning.layout import Layout
+from digenrl.planning.workload import Workload
+
+
+def build_spec(
+    workload: Workload,
+    layout: Layout,
+    slice_size: int,
+    policy: Policy,
+    steps: int,
+    constants: Constants = CONSTANTS,
+) -> Spec:
+    """The SPEC of `steps` steps of the workload on that layout under that policy."""
+    samples_per_unit = unit_of(workload, policy)
+    unit_s = unit_seconds(workload, layout.trainer, samples_per_unit, constants)
+    return Spec(
+        steps=steps,
+        prompts=workload.prompts,
+        samples_per_prompt=workload.samples_per_prompt,
+        slice=slice_size,
+        generators=tuple(
+            GeneratorPool(
+                name=generator.pool.name,
+                count=generator.lanes,
+                seconds=slice_table(workload, generator.pool.card, generator.lane_cards, constants),
+            )
+            for generator in layout.generators
+        ),
+        reward=RewardPool(lanes=workload.reward_lanes, seconds=rounded(workload.reward_seconds)),
+        trainer=Trainer(
+            seconds_per_sample=rounded(unit_s / samples_per_unit),
+            commit=rounded(commit_seconds(workload, layout.trainer, constants)),
+            helper=_helper(workload, layout, constants),
+        ),
+        publish=rounded(publish_seconds(workload, publish_link(layout, constants), constants)),
+        policy=policy,
+    )
+
+
+def unit_of(workload: Workload, policy: Policy) -> int:
+    """Samples that the trainer gets at once under that policy."""
+    return {"group": workload.samples_per_prompt, "batch": workload.samples_per_step, "sample": 1}[policy.stream]
+
+
+def slice_table(
+    workload: Workload, card: Card, lane_cards: int, constants: Constants = CONSTANTS
+) -> dict[int, Decimal]:
+    """Slice size to seconds, for every size that cuts a group evenly."""
+    return {
+        size: rounded(slice_seconds(workload, card, size, lane_cards, constants))
+        for size in workload.slice_sizes()
+    }
+
+
+def publish_link(layout: Layout, constants: Constants = CONSTANTS) -> float:
+    """Bytes a second to the generators: the network's slowest part, or the node's own links within one node."""
+    pools = {layout.trainer.pool, *(generator.pool for generator in layout.generators)}
+    trainer_pool = layout.trainer.pool
+    if len(pools) == 1 and trainer_pool.nodes == 1:
+        return trainer_pool.card.card_link_gb_s * GB * constants.collective_share
+    return min(network_bytes_s(pool, constants) for pool in pools)
+
+
+def rounded(seconds: float) -> Decimal:
+    """Six significant digits, which is finer than any of this is known."""
+    return Decimal(f"{Decimal(repr(seconds)):.6g}")
+
+
+def _helper(workload: Workload, layout: Layout, constants: Constants) -> Helper | None:
+    if layout.helper_lane_cards is None or layout.helper_lanes == 0:
+        return None
+    switch_in, switch_out = switch_seconds(workload, layout.trainer, layout.helper_lane_cards, constants)
+    return Helper(
+        lanes=layout.helper_lanes,
+        seconds=slice_table(workload, layout.trainer.pool.card, layout.helper_lane_cards, constants),
+        switch_in=rounded(switch_in),
+        switch_out=rounded(switch_out),
+    )

@@ -1,0 +1,96 @@
+"""What is trained: the model, the size of its samples, the batch, and what of it gets gradients."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from digenrl.config.reading import Frozen, parse_model
+from digenrl.planning.models import ForwardWork, ModelFamily, Tokens, Whole, WholeOrNone, find_model
+
+Tuning = Literal["lora", "full"]
+
+
+class Workload(Frozen):
+    """One training job, as far as its costs go. `workload_for` fills in the family's recipe."""
+
+    model: str
+    tuning: Tuning = "lora"
+    lora_rank: Whole = 32
+    height: Whole
+    width: Whole
+    frames: Whole = 1
+    text_tokens: Whole | None = None
+    denoise_steps: Whole
+    trained_share: Annotated[float, Field(gt=0, le=1)]
+    prompts: Whole
+    samples_per_prompt: Whole
+    guidance: bool = True
+    reference_forward: bool = False
+    compiled: bool = False
+    reward_lanes: WholeOrNone = 0
+    reward_seconds: Annotated[float, Field(ge=0)] = 0.0
+
+    @model_validator(mode="after")
+    def _the_family_can_do_it(self) -> Workload:
+        self.forward_work  # noqa: B018  raises where the family cannot make such samples
+        return self
+
+    @property
+    def family(self) -> ModelFamily:
+        return find_model(self.model)
+
+    @property
+    def tokens(self) -> Tokens:
+        return self.family.tokens(self.height, self.width, self.frames, self.text_tokens)
+
+    @property
+    def forward_work(self) -> ForwardWork:
+        return self.family.forward_work(self.tokens, self.compiled)
+
+    @property
+    def decode_flop(self) -> float:
+        return self.family.decode_flop(self.height, self.width, self.frames)
+
+    @property
+    def branches(self) -> int:
+        """Rows of the batch per sample: two where guidance needs an unconditional forward."""
+        return 2 if self.guidance and self.family.guidance == "batched" else 1
+
+    @property
+    def pairs_per_sample(self) -> int:
+        """Trained time-steps of one sample; the last step is never trained."""
+        return max(1, min(round(self.trained_share * self.denoise_steps), self.denoise_steps - 1))
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.prompts * self.samples_per_prompt
+
+    @property
+    def trained_parameters(self) -> int:
+        if self.tuning == "full":
+            return self.family.parameters
+        return self.family.lora_parameters(self.lora_rank)
+
+    @property
+    def published_bytes(self) -> float:
+        """What a new version sends to every generator: bf16 weights, or fp32 adapters."""
+        if self.tuning == "full":
+            return self.family.weight_bytes
+        return 4.0 * self.trained_parameters
+
+    def slice_sizes(self) -> tuple[int, ...]:
+        """Every slice that cuts a group into equal slices, smallest first."""
+        group = self.samples_per_prompt
+        return tuple(size for size in range(1, group + 1) if group % size == 0)
+
+
+def workload_for(model: str, **overrides: Any) -> Workload:
+    """The family's published recipe, with `overrides`; None leaves the recipe's value.
+
+    Raises ConfigError for an unknown family, an unknown key, or a sample the family cannot make.
+    """
+    family = find_model(model)
+    given = {key: value for key, value in overrides.items() if value is not None}
+    return parse_model(Workload, {"model": family.name, **family.recipe.model_dump(), **given})

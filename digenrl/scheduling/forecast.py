@@ -1,0 +1,442 @@
+"""An exact look into the future: what would happen, by the same rules, if the trainer helped this much.
+
+Searching for the best help means playing thousands of futures, so this model keeps only what times depend on:
+
+- lanes of equal speed that start together end together, so they travel as one *bundle* of slices;
+- training units cost the same, so only their number is kept, not their order;
+- scorers serve first come, first served, at one pace, so their ends are known when a sample arrives.
+
+A property test holds it to the nanosecond against runs driven through `decide`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heappop, heappush
+
+from digenrl.scheduling.dispatch import finished_before
+from digenrl.scheduling.order import group_at
+from digenrl.scheduling.state import SchedulerState, StepProgress, open_step
+from digenrl.scheduling.terms import Terms
+
+NEVER = 1 << 62
+HELPER_CLASS = -1
+MOST_BUNDLES = 64  # above this, lanes that are out of step with each other are rounded together
+RASTER_PER_SLICE = 16
+
+Bundle = tuple[int, int, int, int, tuple[int, ...]]  # (end, sequence, lane class, step, group of each slice)
+
+
+class Facts:
+    """What does not change while looking ahead; shared by all forks of a forecast."""
+
+    __slots__ = (
+        "batch", "budget", "by_sample", "class_ns", "commit_ns", "earliest_finish", "fresh_groups", "full_list",
+        "helper_ns", "helpers", "next_list", "next_stale", "next_step", "publish_ns", "score_ns", "slice_size",
+        "steps", "switch_in_ns", "switch_out_ns", "unit_ns", "units",
+    )  # fmt: skip
+
+    def __init__(self, state: SchedulerState, class_ns: tuple[int, ...]) -> None:
+        terms, costs = state.terms, state.costs
+        self.class_ns = class_ns  # slice time of each class of generator lanes, quickest first
+        self.helpers = len(state.helpers)
+        self.helper_ns = max((state.lanes[index].slice_ns for index in state.helpers), default=NEVER)
+        self.slice_size = terms.slice_size
+        self.steps = terms.steps
+        self.full_list = tuple(group_at(terms, position) for position in range(terms.slices_per_step))
+        # The list of the step after the current one may be begun already.
+        following = open_step(state, state.committed + 1)
+        self.next_step = state.committed + 1
+        self.next_list = self.full_list if following is None else _unstarted_groups(terms, following)
+        self.next_stale = 0 if following is None else following.stale_samples
+        self.fresh_groups = [terms.samples_per_prompt] * terms.prompts
+        self.budget = terms.stale_budget
+        self.by_sample = terms.stream == "sample"
+        self.batch = terms.stream == "batch"
+        self.units = terms.samples_per_step if self.by_sample else terms.prompts
+        self.unit_ns = costs.train_ns(1 if self.by_sample else terms.samples_per_prompt)
+        self.commit_ns, self.publish_ns = costs.commit_ns, costs.publish_ns
+        self.switch_in_ns, self.switch_out_ns = costs.switch_in_ns, costs.switch_out_ns
+        self.score_ns = costs.score_ns if terms.scorers else 0
+        self.earliest_finish = terms.dispatch == "earliest_finish"
+
+
+class Forecast:
+    """One possible future, advanced in place; `fork` before trying something.
+
+    It rests only at moments when the trainer has to decide: at a bubble, or right after a commit.
+    """
+
+    __slots__ = (
+        "_scored",
+        "_sequence",
+        "committed",
+        "cursor_step",
+        "done",
+        "done_next",
+        "facts",
+        "idle",
+        "now",
+        "open_groups",
+        "open_groups_next",
+        "position",
+        "publications",
+        "published",
+        "running",
+        "scorer_free",
+        "stale_used",
+        "todo",
+        "trained",
+    )  # fmt: skip
+
+    facts: Facts
+    now: int
+    running: list[Bundle]  # heap by end
+    idle: list[int]  # idle lanes of each class
+    todo: tuple[int, ...]  # the group of each slice of the cursor's step
+    position: int  # of the next unstarted slice in todo
+    cursor_step: int
+    stale_used: int  # stale samples of the cursor's step
+    open_groups: list[int]  # samples not yet scored, of each group of the current step
+    open_groups_next: list[int]
+    done: int  # scored units of the current step
+    done_next: int
+    trained: int  # trained units of the current step
+    committed: int  # = the current step = the trainer's version
+    published: int  # the generators' version
+    publications: list[int]  # when versions above `published` arrive
+    scorer_free: deque[int]  # when each scorer is free, soonest first
+    _scored: deque[tuple[int, int, int, int]]  # (end, step, group, samples) of what is being scored
+    _sequence: int
+
+    def fork(self) -> Forecast:
+        """An independent copy of this future."""
+        other = Forecast.__new__(Forecast)
+        other.facts, other.now = self.facts, self.now
+        other.running, other.idle = self.running[:], self.idle[:]
+        other.todo, other.position, other.cursor_step = self.todo, self.position, self.cursor_step
+        other.stale_used = self.stale_used
+        other.open_groups, other.open_groups_next = self.open_groups[:], self.open_groups_next[:]
+        other.done, other.done_next, other.trained = self.done, self.done_next, self.trained
+        other.committed, other.published = self.committed, self.published
+        other.publications = self.publications[:]
+        other.scorer_free, other._scored = self.scorer_free.copy(), self._scored.copy()
+        other._sequence = self._sequence
+        return other
+
+    def key(self) -> tuple[object, ...]:
+        """Equal keys mean equal futures."""
+        bundles = sorted((end, kind, step, groups) for end, _, kind, step, groups in self.running)
+        return (
+            self.now, self.cursor_step, self.position, self.stale_used, self.done, self.done_next, self.trained,
+            self.committed, self.published, tuple(self.publications), tuple(self.idle), tuple(bundles),
+            tuple(self.open_groups), tuple(self.open_groups_next), tuple(self.scorer_free), tuple(self._scored),
+        )  # fmt: skip
+
+    # --- What the trainer can do -------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> int:
+        """Units of the current step that could be trained now."""
+        if self.facts.batch and self.done < self.facts.units:
+            return 0
+        return self.done - self.trained
+
+    def run_to_decision(self) -> bool:
+        """Trains what is ready until a bubble (False) or, after the last unit, through the commit (True)."""
+        facts = self.facts
+        while self.trained < facts.units:
+            ready = self.ready
+            if not ready:
+                return False
+            self._work(ready * facts.unit_ns)
+            self.trained += ready
+        self._commit()
+        return True
+
+    def wait(self) -> bool:
+        """Lets time pass until something is ready to train; False if that never happens without help."""
+        while not self.ready:
+            at = self._next_instant()
+            if at == NEVER:
+                self.now = NEVER
+                return False
+            self._settle(at)
+            self._dispatch()
+        return True
+
+    def switch_in(self) -> None:
+        """The helpers become able to generate."""
+        self._work(self.facts.switch_in_ns)
+
+    def switch_out(self) -> None:
+        """The trainer becomes able to train."""
+        self._work(self.facts.switch_out_ns)
+
+    def can_start_round(self, current_step_only: bool) -> bool:
+        """Whether a slice may start on the trainer's lanes."""
+        if not self._startable(self.committed):
+            return False
+        return not current_step_only or self.cursor_step == self.committed
+
+    def round(self) -> int:
+        """Every helper takes one next slice; returns how many did."""
+        left = self.facts.helpers
+        while left:
+            count = min(left, self._startable(self.committed))
+            if not count:
+                break
+            self._start(count, self.committed, HELPER_CLASS, self.facts.helper_ns)
+            left -= count
+        self._work(self.facts.helper_ns)
+        return self.facts.helpers - left
+
+    def current_step_unstarted(self) -> int:
+        """Slices of the current step that nobody has started."""
+        if self.cursor_step > self.committed:
+            return 0
+        return len(self.todo) - self.position
+
+    # --- How time passes ---------------------------------------------------------------------------------------
+
+    def _work(self, duration: int) -> None:
+        """The trainer is busy for so long; at the end generators take slices before it decides again."""
+        until = self.now + duration
+        self._pass_time(until)
+        self._dispatch()
+
+    def _commit(self) -> None:
+        facts = self.facts
+        self._pass_time(self.now + facts.commit_ns)
+        self.committed += 1
+        self.open_groups, self.done = self.open_groups_next, self.done_next
+        self.open_groups_next = facts.fresh_groups[:]
+        self.done_next = self.trained = 0
+        self.publications.append(self.now + facts.publish_ns)
+        self._settle(self.now)
+        self._dispatch()
+
+    def _pass_time(self, until: int) -> None:
+        """Everything before `until` happens; at `until` itself generators have not yet taken slices."""
+        while (at := self._next_instant()) < until:
+            self._settle(at)
+            self._dispatch()
+        self._settle(until)
+
+    def _next_instant(self) -> int:
+        at = self.running[0][0] if self.running else NEVER
+        if self._scored and self._scored[0][0] < at:
+            at = self._scored[0][0]
+        if self.publications and self.publications[0] < at:
+            at = self.publications[0]
+        return at
+
+    def _settle(self, at: int) -> None:
+        """All that is due at this instant is done: slices end, samples are scored, versions arrive."""
+        self.now = at
+        running = self.running
+        while running and running[0][0] <= at:
+            _, _, lane_class, step, groups = heappop(running)
+            if lane_class != HELPER_CLASS:
+                self.idle[lane_class] += len(groups)
+            if self.facts.score_ns:
+                self._queue_for_scoring(step, groups)
+            else:
+                self._mark_scored(step, groups, self.facts.slice_size)
+        scored = self._scored
+        while scored and scored[0][0] <= at:
+            _, step, group, samples = scored.popleft()
+            self._mark_scored(step, (group,), samples)
+        while self.publications and self.publications[0] <= at:
+            del self.publications[0]
+            self.published += 1
+
+    def _mark_scored(self, step: int, groups: tuple[int, ...], samples: int) -> None:
+        is_current = step == self.committed
+        if self.facts.by_sample:
+            completed = samples * len(groups)
+        else:
+            open_groups = self.open_groups if is_current else self.open_groups_next
+            completed = 0
+            for group in groups:
+                left = open_groups[group] - samples
+                open_groups[group] = left
+                if not left:
+                    completed += 1
+        if is_current:
+            self.done += completed
+        else:
+            self.done_next += completed
+
+    def _queue_for_scoring(self, step: int, groups: tuple[int, ...]) -> None:
+        free, score_ns, by_sample = self.scorer_free, self.facts.score_ns, self.facts.by_sample
+        for group in groups:
+            end = self.now
+            for _ in range(self.facts.slice_size):
+                end = max(self.now, free.popleft()) + score_ns
+                free.append(end)
+                if by_sample:
+                    self._scored.append((end, step, group, 1))
+            if not by_sample:
+                self._scored.append((end, step, group, self.facts.slice_size))
+
+    def _dispatch(self) -> None:
+        """Idle generator lanes take slices, the quickest class first."""
+        for lane_class, idle in enumerate(self.idle):
+            while idle:
+                count = min(idle, self._startable(self.published))
+                if not count:
+                    return
+                slice_ns = self.facts.class_ns[lane_class]
+                if self.facts.earliest_finish:
+                    count = self._not_left_for_quicker(count, slice_ns)
+                    if not count:
+                        return
+                self._start(count, self.published, lane_class, slice_ns)
+                idle -= count
+                self.idle[lane_class] = idle
+
+    def _startable(self, version: int) -> int:
+        """How many slices of the cursor's step may start on this version; moves the cursor to the next step."""
+        left = len(self.todo) - self.position
+        if not left:
+            if self.cursor_step + 1 >= self.facts.steps or self.cursor_step > version:
+                return 0
+            left = self._open_next_list()
+        if self.cursor_step <= version:
+            return left
+        if self.cursor_step > version + 1:
+            return 0
+        return min(left, (self.facts.budget - self.stale_used) // self.facts.slice_size)
+
+    def _open_next_list(self) -> int:
+        facts = self.facts
+        self.cursor_step += 1
+        self.position = 0
+        if self.cursor_step == facts.next_step:
+            self.todo, self.stale_used = facts.next_list, facts.next_stale
+        else:
+            self.todo, self.stale_used = facts.full_list, 0
+        return len(self.todo)
+
+    def _start(self, count: int, version: int, lane_class: int, slice_ns: int) -> None:
+        groups = self.todo[self.position : self.position + count]
+        self.position += count
+        if self.cursor_step > version:
+            self.stale_used += count * self.facts.slice_size
+        self._sequence += 1
+        heappush(self.running, (self.now + slice_ns, self._sequence, lane_class, self.cursor_step, groups))
+
+    def _not_left_for_quicker(self, count: int, slice_ns: int) -> int:
+        """Of `count` idle lanes of one class: all, or none if quicker lanes finish what is left sooner."""
+        class_ns = self.facts.class_ns
+        lanes = [(end, class_ns[kind]) for end, _, kind, _, groups in self.running if kind >= 0 for _ in groups]
+        for lane_class, idle in enumerate(self.idle):
+            lanes += [(self.now, class_ns[lane_class])] * idle
+        return 0 if finished_before(lanes, self.now + slice_ns) >= self._startable_in_all() else count
+
+    def _startable_in_all(self) -> int:
+        """As `_startable`, over the cursor's step and the next."""
+        here = self._startable(self.published)
+        if here < len(self.todo) - self.position or self.cursor_step + 1 >= self.facts.steps:
+            return here
+        if self.cursor_step + 1 > self.published + 1:
+            return here
+        return here + min(len(self.facts.full_list), self.facts.budget // self.facts.slice_size)
+
+
+def _unstarted_groups(terms: Terms, step: StepProgress) -> tuple[int, ...]:
+    """The group of each slice of a step that is still to be handed out, in order."""
+    again = tuple(piece.group for piece in step.reissue)
+    ahead = (group_at(terms, position) for position in range(step.cursor, terms.slices_per_step))
+    return again + tuple(group for group in ahead if not step.groups[group].retired)
+
+
+def forecast_from(state: SchedulerState, at_ns: int) -> Forecast:
+    """The future as it looks at a bubble of `state`, when generators have taken what they may."""
+    terms = state.terms
+    generators = [lane for lane in state.lanes if lane.present and not lane.helper]
+    class_ns = tuple(sorted({lane.slice_ns for lane in generators}))
+    class_of = {slice_ns: index for index, slice_ns in enumerate(class_ns)}
+    current, following = state.current, open_step(state, state.committed + 1)
+
+    future = Forecast.__new__(Forecast)
+    future.facts = Facts(state, class_ns)
+    future.now, future.committed = at_ns, state.committed
+    future.published = max((lane.version for lane in generators), default=state.committed)
+    future.publications = [max(at_ns + 1, due) for version, due in state.publishing if version > future.published]
+    future.idle = [0] * len(class_ns)
+    for index in state.idle:
+        future.idle[class_of[state.lanes[index].slice_ns]] += 1
+    future.running = _bundles_under_way(state, at_ns, class_of)
+    future._sequence = len(future.running)
+    future.open_groups = _open_samples(terms, current)
+    future.open_groups_next = _open_samples(terms, following)
+    future.done, future.done_next = _units(terms, current, "scored"), _units(terms, following, "scored")
+    future.trained = _units(terms, current, "trained")
+    future.cursor_step, future.position = current.index, 0
+    future.todo, future.stale_used = _unstarted_groups(terms, current), current.stale_samples
+    future._scored = deque()
+    _resume_scoring(future, state, at_ns)
+    return future
+
+
+def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[int, int]) -> list[Bundle]:
+    """The leases as bundles; what should have ended already is expected any moment."""
+    members: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    leased = [(lane, lane.lease) for lane in state.lanes if lane.lease is not None]
+    for lane, lease in leased:
+        end = max(at_ns + 1, lease.started_ns + lane.slice_ns)
+        lane_class = HELPER_CLASS if lane.helper else class_of[lane.slice_ns]
+        members.setdefault((end, lane_class, lease.slice.step), []).append((lease.epoch, lease.slice.group))
+    if len(members) > MOST_BUNDLES:
+        members = _rounded_up(members, min(lane.slice_ns for lane, _ in leased))
+    ordered = sorted(members.items(), key=lambda item: (item[0][0], min(item[1])))
+    return [
+        (end, sequence, lane_class, step, tuple(group for _, group in sorted(slices)))
+        for sequence, ((end, lane_class, step), slices) in enumerate(ordered)
+    ]
+
+
+def _rounded_up(
+    members: dict[tuple[int, int, int], list[tuple[int, int]]], slice_ns: int
+) -> dict[tuple[int, int, int], list[tuple[int, int]]]:
+    """Many lanes out of step with each other: ends move up to a common raster, which costs a little precision."""
+    raster_ns = max(1, slice_ns // RASTER_PER_SLICE)
+    merged: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    for (end, lane_class, step), slices in members.items():
+        merged.setdefault((-(-end // raster_ns) * raster_ns, lane_class, step), []).extend(slices)
+    return merged
+
+
+def _open_samples(terms: Terms, step: StepProgress | None) -> list[int]:
+    """Samples not yet scored, of each group; a retired group never completes."""
+    if step is None:
+        return [terms.samples_per_prompt] * terms.prompts
+    whole = terms.samples_per_prompt
+    return [NEVER if group.retired else whole - group.scored.bit_count() for group in step.groups]
+
+
+def _units(terms: Terms, step: StepProgress | None, which: str) -> int:
+    """How many training units of a step are scored, or trained."""
+    if step is None:
+        return 0
+    counts = [getattr(group, which).bit_count() for group in step.groups if not group.retired]
+    return sum(counts) if terms.stream == "sample" else counts.count(terms.samples_per_prompt)
+
+
+def _resume_scoring(future: Forecast, state: SchedulerState, at_ns: int) -> None:
+    """Samples in the scorers' hands end when expected; the waiting ones follow in their order."""
+    under_way = sorted(
+        (max(at_ns + 1, job.started_ns + state.costs.score_ns), job.slice.step, job.slice.group, 1)
+        for job in state.scorers
+        if job is not None
+    )
+    free_scorers = len(state.scorers) - len(under_way)
+    future.scorer_free = deque([at_ns] * free_scorers + [end for end, _, _, _ in under_way])
+    future._scored.extend(under_way)
+    for piece in state.unscored:
+        for _ in range(piece.size):
+            end = max(at_ns, future.scorer_free.popleft()) + state.costs.score_ns
+            future.scorer_free.append(end)
+            future._scored.append((end, piece.step, piece.group, 1))

@@ -1,0 +1,59 @@
+"""The constants of one run's schedule: how much work, under which policy, at which expected costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from digenrl.config.spec import Dispatch, Help, Order, Stream
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What has to be done and which techniques are on. `slice_size` divides `samples_per_prompt`."""
+
+    steps: int
+    prompts: int
+    samples_per_prompt: int
+    slice_size: int
+    order: Order = "generation"
+    stream: Stream = "group"
+    help: Help = "none"
+    dispatch: Dispatch = "eager"
+    stale_budget: int = 0  # samples of a step that may come from the version one behind
+    colocated: bool = False
+    scorers: int = 0  # reward lanes; 0 means that scoring takes no lane
+    search_nodes: int = 2_000  # anytime budget of one help decision
+    slice_attempts: int = 3  # a slice that fails this often takes its group into quarantine
+    replacements_per_step: int = 64  # more quarantined groups than this in one step end the run
+
+    @property
+    def slices_per_group(self) -> int:
+        """How many slices a group is cut into."""
+        return self.samples_per_prompt // self.slice_size
+
+    @property
+    def slices_per_step(self) -> int:
+        """How many slices a step's list holds."""
+        return self.prompts * self.slices_per_group
+
+    @property
+    def samples_per_step(self) -> int:
+        """P x G."""
+        return self.prompts * self.samples_per_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Expected times, exact in a simulation and measured in a live run. Slice times belong to the lanes."""
+
+    train_sample_ns: Fraction
+    commit_ns: int = 0
+    publish_ns: int = 0
+    switch_in_ns: int = 0
+    switch_out_ns: int = 0
+    score_ns: int = 0
+
+    def train_ns(self, samples: int) -> int:
+        """The time to train `samples` in one go, rounded half-even to whole nanoseconds."""
+        return round(samples * self.train_sample_ns)

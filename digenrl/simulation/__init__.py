@@ -1,0 +1,1 @@
+"""A runtime with a virtual clock: it drives the production scheduler and answers what a schedule costs."""

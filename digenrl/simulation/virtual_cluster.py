@@ -1,0 +1,151 @@
+"""The simulated runtime: actions take their cost on a virtual clock and come back as events.
+
+At one instant slice ends are reported first, then scores, then what the trainer completed, then publications;
+this repeats until nothing more is due, and then comes the tick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any
+
+from digenrl.records import (
+    Action,
+    Commit,
+    Committed,
+    Event,
+    Generate,
+    Help,
+    HelpersReady,
+    Publish,
+    Published,
+    Quarantine,
+    Return,
+    SampleId,
+    SamplesScored,
+    Score,
+    ScoreFailed,
+    SliceDone,
+    SliceFailed,
+    Tick,
+    Train,
+    Trained,
+    TrainerReturned,
+    Wait,
+)
+from digenrl.scheduling import SchedulerState
+from digenrl.scheduling.order import position_of
+
+SLICE_ENDS, SCORES, TRAINER, PUBLICATIONS = range(4)
+
+
+class StalledError(RuntimeError):
+    """Nothing is under way and the run is not finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What goes wrong in a simulated run: lanes lost or joined at set times, slices and scores that fail."""
+
+    events: tuple[Event, ...] = ()  # WorkerLost and WorkerJoined
+    failing_epochs: frozenset[int] = frozenset()
+    failing_samples: frozenset[SampleId] = frozenset()
+
+
+class VirtualCluster:
+    """Lanes, scorers and a trainer that do nothing but take time."""
+
+    def __init__(self, opening: SchedulerState, faults: Faults | None = None) -> None:
+        self.now_ns = 0
+        self._terms, self._costs = opening.terms, opening.costs
+        self._slice_ns = {lane.index: lane.slice_ns for lane in opening.lanes}
+        self._faults = faults or Faults()
+        self._due: list[tuple[int, int, tuple[int, int], int, Event]] = []
+        self._order_of_submission = 0
+        self._ticked = False
+        for event in self._faults.events:
+            self._report(SLICE_ENDS, event, order=(-1, 0))
+
+    def next_event(self) -> Event:
+        """What is due now, else the tick of this instant, else the clock moves on."""
+        if self._due and self._due[0][0] == self.now_ns:
+            self._ticked = False
+            return self._pop()
+        if not self._ticked:
+            self._ticked = True
+            return Tick(self.now_ns)
+        if not self._due:
+            raise StalledError(f"at {self.now_ns / 1e9:g} s no lane is left that could go on")
+        self.now_ns = self._due[0][0]
+        self._ticked = False
+        return self._pop()
+
+    def submit(self, action: Action) -> None:
+        """Starts the action now."""
+        self._START[type(action)](self, action)
+
+    def learn_lane(self, index: int, slice_ns: int) -> None:
+        """A lane that joined later: how long it takes for a slice."""
+        self._slice_ns[index] = slice_ns
+
+    def _pop(self) -> Event:
+        return heappop(self._due)[-1]
+
+    def _report(self, phase: int, event: Event, order: tuple[int, int] = (0, 0)) -> None:
+        self._order_of_submission += 1
+        heappush(self._due, (event.at_ns, phase, order, self._order_of_submission, event))
+
+    def _generate(self, action: Generate) -> None:
+        lease = action.lease
+        end = self.now_ns + self._slice_ns[lease.lane]
+        order = (lease.slice.step, position_of(self._terms, lease.slice))
+        if lease.epoch in self._faults.failing_epochs:
+            self._report(SLICE_ENDS, SliceFailed(end, lease, "simulated failure"), order)
+        else:
+            self._report(SLICE_ENDS, SliceDone(end, lease), order)
+
+    def _score(self, action: Score) -> None:
+        end = self.now_ns + (self._costs.score_ns if self._terms.scorers else 0)
+        if not self._faults.failing_samples.isdisjoint(action.slice.samples()):
+            self._report(SCORES, ScoreFailed(end, action.slice, action.scorer, "simulated failure"))
+        else:
+            self._report(SCORES, SamplesScored(end, action.slice, action.scorer))
+
+    def _train(self, action: Train) -> None:
+        samples = sum(piece.size for piece in action.slices)
+        self._report(TRAINER, Trained(self.now_ns + self._costs.train_ns(samples), action.slices))
+
+    def _commit(self, action: Commit) -> None:
+        self._report(TRAINER, Committed(self.now_ns + self._costs.commit_ns, action.step))
+
+    def _publish(self, action: Publish) -> None:
+        end = self.now_ns + self._costs.publish_ns
+        self._report(PUBLICATIONS, Published(end, action.version, action.lanes))
+
+    def _help(self, action: Help) -> None:
+        self._report(TRAINER, HelpersReady(self.now_ns + self._costs.switch_in_ns))
+
+    def _return(self, action: Return) -> None:
+        self._report(TRAINER, TrainerReturned(self.now_ns + self._costs.switch_out_ns))
+
+    def _nothing(self, action: Action) -> None:
+        """Takes no time and has no answer."""
+
+    _START: dict[type[Action], Callable[[VirtualCluster, Any], None]] = {
+        Generate: _generate,
+        Score: _score,
+        Train: _train,
+        Commit: _commit,
+        Publish: _publish,
+        Help: _help,
+        Return: _return,
+        Wait: _nothing,
+        Quarantine: _nothing,
+    }
+
+
+def lost_and_joined(events: Iterable[Event]) -> Sequence[Event]:
+    """Fault events in the order of their times."""
+    return sorted(events, key=lambda event: event.at_ns)

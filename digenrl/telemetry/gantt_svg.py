@@ -1,0 +1,319 @@
+"""The Gantt picture of a trace as one self-contained SVG: no scripts, no fonts or files from elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from xml.etree import ElementTree
+
+from digenrl.telemetry import svg_parts as svg
+from digenrl.telemetry.folding import FoldedRow, LaneRow, Row, fold_lanes, pools_of
+from digenrl.telemetry.looks import fresh_look, look_of, looks_in, percent
+from digenrl.telemetry.time_axis import horizon_ns, seconds_text, ticks_ns
+from digenrl.telemetry.trace import LaneInfo, Span, Trace, Work
+from digenrl.telemetry.utilisation import LaneUse, lane_uses, pool_share, spans_by_lane
+
+_MOST_ROWS = 40
+_KEPT_OF_EACH_KIND = 8
+
+# Lengths in pixels.
+_WIDTH = 1100.0
+_MARGIN = 20.0
+_SHARE_WIDTH = 52.0
+_TITLE_HEIGHT = 30.0
+_COMMIT_LABEL_HEIGHT = 20.0
+_POOL_HEADING_HEIGHT = 24.0
+_ROW_PITCH = 25.0
+_BLOCK_HEIGHT = 20.0
+_PUBLISH_HEIGHT = 6.0
+_AXIS_HEIGHT = 40.0
+_LEGEND_LINE_HEIGHT = 22.0
+_THINNEST_BLOCK = 0.8
+_MOST_NAME_CHARACTERS = 24
+_LABEL_SIZE = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """Where the plot lies: `left` is time 0, `right` the horizon."""
+
+    left: float
+    right: float
+    until_ns: int
+
+    def x(self, time_ns: int) -> float:
+        """The horizontal place of a time."""
+        return self.left + (self.right - self.left) * time_ns / self.until_ns
+
+
+@dataclass(frozen=True, slots=True)
+class _Picture:
+    """What every part of the drawing needs: layers from back to front, the frame, the trace by lane."""
+
+    back: svg.Element
+    blocks: svg.Element
+    commit_lines: svg.Element
+    labels: svg.Element
+    frame: _Frame
+    spans: dict[str, tuple[Span, ...]]
+    uses: dict[str, LaneUse]
+
+
+def gantt_svg(trace: Trace, title: str = "") -> str:
+    """Lanes as rows under their pool, blocks coloured by work, bubbles dotted, a line at every commit.
+
+    Every span of a lane with a row of its own is one `rect` of class "span" with a tooltip; every bubble is
+    one of class "idle". Lanes folded together share a row that shows how many of them are busy at each time.
+    """
+    until_ns = max(1, horizon_ns(trace))
+    rows = fold_lanes(trace.lanes, _MOST_ROWS, _KEPT_OF_EACH_KIND)
+    names = [row.lane.name for row in rows if isinstance(row, LaneRow)]
+    left = _MARGIN + 14 + max([svg.text_width(_shortened(name), 12) for name in names] + [60.0])
+    canvas = svg.new_picture(_WIDTH, title or "What every lane did, and when")
+    picture = _Picture(
+        back=svg.layer(canvas),
+        blocks=svg.layer(canvas),
+        commit_lines=svg.layer(canvas),
+        labels=svg.layer(canvas),
+        frame=_Frame(left, _WIDTH - _MARGIN - _SHARE_WIDTH, until_ns),
+        spans=spans_by_lane(trace),
+        uses=lane_uses(trace),
+    )
+
+    if title:
+        svg.text(picture.labels, _MARGIN, _MARGIN + 14, title, size=16, weight="600")
+    plot_top = _MARGIN + _COMMIT_LABEL_HEIGHT + (_TITLE_HEIGHT if title else 0)
+    bottom = plot_top + _rows_height(rows)
+    _draw_grid(picture, plot_top, bottom)
+    _draw_rows(picture, rows, plot_top)
+    _draw_commits(picture, plot_top, bottom)
+    height = _draw_legend(picture, trace.spans, bottom + _AXIS_HEIGHT) + _MARGIN
+    canvas.set("height", f"{height:g}")
+    canvas.set("viewBox", f"0 0 {_WIDTH:g} {height:g}")
+    return ElementTree.tostring(canvas, encoding="unicode") + "\n"
+
+
+def _pools(rows: tuple[Row, ...]) -> dict[str, list[Row]]:
+    pools: dict[str, list[Row]] = {}
+    for row in rows:
+        lane = row.lane if isinstance(row, LaneRow) else row.lanes[0]
+        pools.setdefault(lane.pool, []).append(row)
+    return pools
+
+
+def _rows_height(rows: tuple[Row, ...]) -> float:
+    return len(_pools(rows)) * _POOL_HEADING_HEIGHT + len(rows) * _ROW_PITCH + 4
+
+
+def _draw_grid(picture: _Picture, top: float, bottom: float) -> None:
+    """The time axis below the rows, and a faint line up from each of its ticks."""
+    frame = picture.frame
+    svg.line(picture.back, frame.left, bottom, frame.right, bottom, svg.INK, width=1)
+    for time_ns in ticks_ns(frame.until_ns, most_ticks=12):
+        x = frame.x(time_ns)
+        svg.line(picture.back, x, top, x, bottom + 5, svg.GRID, width=1)
+        svg.text(
+            picture.labels,
+            x,
+            bottom + 18,
+            seconds_text(time_ns),
+            size=11,
+            fill=svg.FAINT_INK,
+            anchor="middle",
+        )
+    svg.text(picture.labels, frame.left - 12, bottom + 18, "seconds", size=11, fill=svg.FAINT_INK, anchor="end")
+
+
+def _draw_rows(picture: _Picture, rows: tuple[Row, ...], top: float) -> None:
+    svg.text(picture.labels, _WIDTH - _MARGIN, top - 6, "busy", size=11, fill=svg.FAINT_INK, anchor="end")
+    lanes_of = pools_of(lane for row in rows for lane in ([row.lane] if isinstance(row, LaneRow) else row.lanes))
+    for pool, pool_rows in _pools(rows).items():
+        _draw_pool_heading(picture, pool, lanes_of[pool], top)
+        top += _POOL_HEADING_HEIGHT
+        for row in pool_rows:
+            if isinstance(row, LaneRow):
+                _draw_lane(picture, row.lane.name, top)
+            else:
+                _draw_folded(picture, row, top)
+            top += _ROW_PITCH
+
+
+def _draw_pool_heading(picture: _Picture, pool: str, lanes: tuple[LaneInfo, ...], top: float) -> None:
+    share = percent(pool_share([lane.name for lane in lanes], picture.uses))
+    baseline = top + _POOL_HEADING_HEIGHT - 7
+    svg.text(picture.labels, _MARGIN, baseline, pool, size=12, weight="600")
+    if len(lanes) > 1:
+        svg.text(picture.labels, _WIDTH - _MARGIN, baseline, share, size=12, weight="600", anchor="end")
+
+
+def _draw_lane(picture: _Picture, name: str, top: float) -> None:
+    use, frame = picture.uses[name], picture.frame
+    _draw_row_ends(picture, name, _shortened(name), use.busy_share, top)
+    for kind, intervals in (("elsewhere", use.elsewhere), ("idle", use.idle)):
+        fill = svg.IDLE_FILL if kind == "idle" else svg.ELSEWHERE_FILL
+        for start_ns, end_ns in intervals:
+            x, width = frame.x(start_ns), frame.x(end_ns) - frame.x(start_ns)
+            stretch = svg.rect(picture.blocks, x, top, width, _BLOCK_HEIGHT, fill, kind)
+            words = "idle" if kind == "idle" else "the card works in another row"
+            _add_tooltip(stretch, f"{words}\n{name}, {_from_to(start_ns, end_ns)}")
+    for span in picture.spans[name]:
+        _draw_span(picture, span, top)
+
+
+def _draw_row_ends(picture: _Picture, name: str, label: str, share: float, top: float) -> None:
+    baseline = top + _BLOCK_HEIGHT / 2 + 4
+    lane_name = svg.text(picture.labels, picture.frame.left - 8, baseline, label, size=12, anchor="end")
+    if name != label:
+        _add_tooltip(lane_name, name)
+    svg.text(picture.labels, _WIDTH - _MARGIN, baseline, percent(share), size=12, fill=svg.FAINT_INK, anchor="end")
+
+
+def _draw_span(picture: _Picture, span: Span, top: float) -> None:
+    frame, look = picture.frame, look_of(span)
+    x = frame.x(span.start_ns)
+    width = max(_THINNEST_BLOCK, frame.x(span.end_ns) - x)
+    height = _BLOCK_HEIGHT
+    if span.work is Work.PUBLISH:  # a strip at the foot: it runs beside the lane's other work
+        height, top = _PUBLISH_HEIGHT, top + _BLOCK_HEIGHT - _PUBLISH_HEIGHT
+    block = svg.rect(picture.blocks, x, top, width, height, svg.fill_of(look), "span")
+    # Outlines tell neighbours apart; on a block of a pixel or two they would hide it.
+    if span.work is Work.HELP:
+        block.set("stroke", "#0a4a3c")
+        block.set("stroke-width", "1.4" if width > 4 else "0")
+    elif width > 3:
+        block.set("stroke", "#ffffff")
+        block.set("stroke-width", "1")
+    _add_tooltip(block, span_words(span))
+    label = _widest_label_that_fits(span, width)
+    if label:
+        middle = x + width / 2
+        halo = look.fill if look.stale else ""
+        baseline = top + height / 2 + 3.5
+        svg.text(
+            picture.labels,
+            middle,
+            baseline,
+            label,
+            size=_LABEL_SIZE,
+            fill=look.ink,
+            anchor="middle",
+            halo=halo,
+        )
+
+
+def _widest_label_that_fits(span: Span, width: float) -> str:
+    if span.work is Work.PUBLISH:
+        return ""
+    if span.work in (Work.GENERATE, Work.HELP):
+        labels = [f"g{span.group} v{span.version}", f"g{span.group}"]
+    elif span.group >= 0:
+        labels = [f"{span.work} g{span.group}", f"g{span.group}"]
+    else:
+        labels = [span.work.value]
+    return next((label for label in labels if svg.text_width(label, _LABEL_SIZE) + 4 <= width), "")
+
+
+def span_words(span: Span) -> str:
+    """All there is to know about a span, in two lines.
+
+    >>> print(span_words(Span("a100-0", Work.GENERATE, 0, 1_700_000_000, step=1, group=3, first=2, size=2)))
+    generate, step 1, group 3, samples 2 to 3, version 0 (stale)
+    a100-0, 0 s to 1.7 s (1.7 s)
+    """
+    words = [span.work.value, f"step {span.step}"]
+    if span.group >= 0:
+        words.append(f"group {span.group}")
+    if span.size == 1:
+        words.append(f"sample {span.first}")
+    elif span.size > 1:
+        words.append(f"samples {span.first} to {span.first + span.size - 1}")
+    words.append(f"version {span.version}{' (stale)' if span.stale else ''}")
+    return f"{', '.join(words)}\n{span.lane}, {_from_to(span.start_ns, span.end_ns)}"
+
+
+def _from_to(start_ns: int, end_ns: int) -> str:
+    return f"{seconds_text(start_ns)} s to {seconds_text(end_ns)} s ({seconds_text(end_ns - start_ns)} s)"
+
+
+def _draw_folded(picture: _Picture, row: FoldedRow, top: float) -> None:
+    """A dotted row with a silhouette in it, as high at each time as the share of the lanes at work."""
+    frame = picture.frame
+    name = f"{len(row.lanes)} more"
+    _draw_row_ends(picture, name, name, row.busy_share(picture.uses), top)
+    svg.rect(picture.blocks, frame.left, top, frame.right - frame.left, _BLOCK_HEIGHT, svg.IDLE_FILL, "folded")
+    foot, path = top + _BLOCK_HEIGHT, [f"M{frame.left:.2f} {top + _BLOCK_HEIGHT:.2f}"]
+    for time_ns, busy_lanes in _busy_lanes_over_time(picture, row):
+        path.append(f"H{frame.x(time_ns):.2f}V{foot - _BLOCK_HEIGHT * busy_lanes / len(row.lanes):.2f}")
+    fill = _fill_of_commonest_work(picture, row)
+    shape = ElementTree.SubElement(
+        picture.blocks, "path", {"d": f"{''.join(path)}Z", "fill": fill, "opacity": "0.55"}
+    )
+    _add_tooltip(shape, f"{row.lanes[0].name} to {row.lanes[-1].name}\nhow many of them are busy, over time")
+
+
+def _busy_lanes_over_time(picture: _Picture, row: FoldedRow) -> list[tuple[int, int]]:
+    """(time, number of lanes busy from then on), one entry per change; the last is 0 lanes."""
+    change_at: dict[int, int] = {}
+    for lane in row.lanes:
+        for start_ns, end_ns in picture.uses[lane.name].own:
+            change_at[start_ns] = change_at.get(start_ns, 0) + 1
+            change_at[end_ns] = change_at.get(end_ns, 0) - 1
+    busy_lanes, levels = 0, []
+    for time_ns in sorted(change_at):
+        busy_lanes += change_at[time_ns]
+        levels.append((time_ns, busy_lanes))
+    return levels
+
+
+def _fill_of_commonest_work(picture: _Picture, row: FoldedRow) -> str:
+    works = [span.work for lane in row.lanes for span in picture.spans[lane.name]]
+    return fresh_look(max(set(works), key=works.count)).fill if works else svg.GRID
+
+
+def _draw_commits(picture: _Picture, top: float, bottom: float) -> None:
+    """A dashed line through all rows where each commit ends, labelled where there is room."""
+    commits = [span for spans in picture.spans.values() for span in spans if span.work is Work.COMMIT]
+    commits.sort(key=lambda span: span.end_ns)
+    frame, free_from = picture.frame, 0.0
+    places = [frame.x(span.end_ns) for span in commits]
+    labels = [f"commit {span.step + 1} / v{span.step + 1}" for span in commits]
+    widest = max((svg.text_width(label, 11) + 8 for label in labels), default=0)
+    if any(right - left < widest for left, right in pairwise(places)):
+        labels = [f"v{span.step + 1}" for span in commits]
+    for x, label in zip(places, labels, strict=True):
+        drawn = svg.line(picture.commit_lines, x, top - 2, x, bottom, svg.INK, width=1.1, dash="4 3")
+        drawn.set("class", "commit")
+        width = svg.text_width(label, 11)
+        middle = min(max(x, frame.left + width / 2), frame.right - width / 2)
+        if middle - width / 2 >= free_from:
+            svg.text(picture.labels, middle, top - 7, label, size=11, anchor="middle", weight="600")
+            free_from = middle + width / 2 + 5
+
+
+def _draw_legend(picture: _Picture, spans: tuple[Span, ...], top: float) -> float:
+    """Swatches and words for what occurs in the picture; returns the height at which the legend ends."""
+    entries = [(svg.fill_of(look), look.words) for look in looks_in(spans)]
+    entries.append((svg.IDLE_FILL, "idle: a bubble"))
+    if any(use.elsewhere for use in picture.uses.values()):
+        entries.append((svg.ELSEWHERE_FILL, "the card works in another row"))
+    x, right = picture.frame.left, _WIDTH - _MARGIN
+    for fill, words in entries:
+        width = 20 + svg.text_width(words, 12) + 20
+        if x + width - 20 > right:
+            x, top = picture.frame.left, top + _LEGEND_LINE_HEIGHT
+        swatch = svg.rect(picture.blocks, x, top, 14, 14, fill, "legend")
+        swatch.set("stroke", "#0a4a3c" if words.startswith("trainer helps") else svg.GRID)
+        svg.text(picture.labels, x + 20, top + 11, words, size=12)
+        x += width
+    return top + _LEGEND_LINE_HEIGHT
+
+
+def _shortened(name: str) -> str:
+    """A long name without its middle: lanes of one kind differ at the end."""
+    if len(name) <= _MOST_NAME_CHARACTERS:
+        return name
+    return f"{name[: _MOST_NAME_CHARACTERS - 11]}…{name[-10:]}"
+
+
+def _add_tooltip(element: svg.Element, words: str) -> None:
+    ElementTree.SubElement(element, "title").text = svg.printable(words)

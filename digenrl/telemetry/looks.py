@@ -1,0 +1,71 @@
+"""How each kind of work looks: one letter, one colour and a few words, the same in every picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from digenrl.telemetry.trace import Span, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The letter for pictures without colour, the colours, and the legend's words."""
+
+    letter: str
+    words: str
+    fill: str
+    ink: str
+    stale: bool = False
+
+
+_FRESH = {
+    Work.GENERATE: Look("g", "generate", fill="#4f86d9", ink="#ffffff"),
+    Work.HELP: Look("h", "trainer helps generate", fill="#17876f", ink="#ffffff"),
+    Work.SCORE: Look("r", "score (reward)", fill="#b694d8", ink="#2b1b3d"),
+    Work.TRAIN: Look("T", "train", fill="#f2a541", ink="#3d2600"),
+    Work.COMMIT: Look("C", "commit (optimizer step)", fill="#2f3640", ink="#ffffff"),
+    Work.SWITCH: Look("x", "switch of role", fill="#8d96a3", ink="#ffffff"),
+    Work.PUBLISH: Look("p", "publish weights", fill="#d6487b", ink="#ffffff"),
+}
+_STALE = {
+    Work.GENERATE: Look("s", "generate, stale weights", fill="#a9c4ee", ink="#12305f", stale=True),
+    Work.HELP: Look("H", "trainer helps, stale weights", fill="#8cc9b9", ink="#063b30", stale=True),
+}
+# The order of a sample's way, as legends list it.
+LEGEND_ORDER: tuple[Look, ...] = (
+    _FRESH[Work.GENERATE],
+    _STALE[Work.GENERATE],
+    _FRESH[Work.HELP],
+    _STALE[Work.HELP],
+    *(_FRESH[work] for work in (Work.SCORE, Work.TRAIN, Work.COMMIT, Work.SWITCH, Work.PUBLISH)),
+)
+
+
+def look_of(span: Span) -> Look:
+    """How this span looks."""
+    return _STALE[span.work] if span.stale else _FRESH[span.work]
+
+
+def fresh_look(work: Work) -> Look:
+    """How this kind of work looks on weights that are not stale."""
+    return _FRESH[work]
+
+
+def looks_in(spans: tuple[Span, ...]) -> tuple[Look, ...]:
+    """The looks that occur in these spans, in the legend's order."""
+    present = {look_of(span) for span in spans}
+    return tuple(look for look in LEGEND_ORDER if look in present)
+
+
+def percent(share: float) -> str:
+    """A share as whole percent; only what is whole reads 0 % or 100 %.
+
+    >>> percent(0.9999), percent(1.0), percent(0.123)
+    ('99 %', '100 %', '12 %')
+    """
+    rounded = round(100 * share)
+    if rounded == 100 and share < 1:
+        rounded = 99
+    if rounded == 0 and share > 0:
+        rounded = 1
+    return f"{rounded} %"

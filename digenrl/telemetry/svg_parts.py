@@ -1,0 +1,127 @@
+"""The strokes an SVG picture is made of: rectangles, lines, text, and the patterns that mark stale and idle.
+
+Everything is built as an element tree, so names and titles are escaped by construction.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+from xml.etree import ElementTree
+
+from digenrl.telemetry.looks import LEGEND_ORDER, Look
+
+Element: TypeAlias = ElementTree.Element
+
+INK = "#2f3640"
+FAINT_INK = "#6b7480"
+GRID = "#dfe3e8"
+IDLE_FILL = "url(#digenrl-idle)"
+ELSEWHERE_FILL = "#fdf0dc"
+_FONT = "-apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
+# Mean width of a character over the font's size; no font is at hand to measure, so it errs on the wide side.
+_CHARACTER_WIDTH = 0.6
+
+
+def new_picture(width: float, spoken_title: str) -> Element:
+    """A picture `width` wide with a title for screen readers, the patterns, and a white background."""
+    picture = ElementTree.Element(
+        "svg",
+        {
+            "xmlns": "http://www.w3.org/2000/svg",
+            "width": f"{width:g}",
+            "font-family": _FONT,
+            "role": "img",
+            "style": "max-width: 100%; height: auto",
+        },
+    )
+    ElementTree.SubElement(picture, "title").text = printable(spoken_title)
+    ElementTree.SubElement(picture, "rect", {"width": "100%", "height": "100%", "fill": "#ffffff"})
+    _add_patterns(picture)
+    return picture
+
+
+def _add_patterns(picture: Element) -> None:
+    """Dots for bubbles, and stripes in the colour of each kind of stale work."""
+    defs = ElementTree.SubElement(picture, "defs")
+    size = {"patternUnits": "userSpaceOnUse", "width": "6", "height": "6"}
+    dots = ElementTree.SubElement(defs, "pattern", {"id": "digenrl-idle", **size})
+    ElementTree.SubElement(dots, "rect", {"width": "6", "height": "6", "fill": "#f5f6f8"})
+    ElementTree.SubElement(dots, "circle", {"cx": "3", "cy": "3", "r": "0.9", "fill": "#aeb7c2"})
+    for look in LEGEND_ORDER:
+        if look.stale:
+            ids = {"id": _pattern_id(look), **size, "patternTransform": "rotate(45)"}
+            stripes = ElementTree.SubElement(defs, "pattern", ids)
+            ElementTree.SubElement(stripes, "rect", {"width": "6", "height": "6", "fill": look.fill})
+            ElementTree.SubElement(stripes, "rect", {"width": "2", "height": "6", "fill": "#ffffff"})
+
+
+def layer(picture: Element) -> Element:
+    """An empty group in front of everything drawn so far."""
+    return ElementTree.SubElement(picture, "g")
+
+
+def fill_of(look: Look) -> str:
+    """The colour of a kind of work, or its stripes when it is stale."""
+    return f"url(#{_pattern_id(look)})" if look.stale else look.fill
+
+
+def rect(parent: Element, x: float, y: float, width: float, height: float, fill: str, kind: str) -> Element:
+    """A rectangle; `kind` becomes its class."""
+    place = {"x": f"{x:.2f}", "y": f"{y:.2f}", "width": f"{width:.2f}", "height": f"{height:.2f}"}
+    return ElementTree.SubElement(parent, "rect", {"class": kind, **place, "fill": fill})
+
+
+def line(
+    parent: Element, x1: float, y1: float, x2: float, y2: float, colour: str, width: float, dash: str = ""
+) -> Element:
+    """A straight line."""
+    ends = {"x1": f"{x1:.2f}", "y1": f"{y1:.2f}", "x2": f"{x2:.2f}", "y2": f"{y2:.2f}"}
+    drawn = ElementTree.SubElement(parent, "line", {**ends, "stroke": colour, "stroke-width": f"{width:g}"})
+    if dash:
+        drawn.set("stroke-dasharray", dash)
+    return drawn
+
+
+def text(
+    parent: Element,
+    x: float,
+    baseline: float,
+    words: str,
+    *,
+    size: float,
+    fill: str = INK,
+    anchor: str = "start",
+    weight: str = "",
+    halo: str = "",
+) -> Element:
+    """A line of text; `halo` is a colour around the letters that keeps them readable on stripes.
+
+    It lets the pointer through, so that the tooltip of the block below it shows.
+    """
+    place = {"x": f"{x:.2f}", "y": f"{baseline:.2f}", "font-size": f"{size:g}", "fill": fill}
+    element = ElementTree.SubElement(parent, "text", {**place, "text-anchor": anchor, "pointer-events": "none"})
+    if weight:
+        element.set("font-weight", weight)
+    if halo:
+        element.attrib |= {
+            "stroke": halo,
+            "stroke-width": "3",
+            "stroke-linejoin": "round",
+            "paint-order": "stroke",
+        }
+    element.text = printable(words)
+    return element
+
+
+def text_width(words: str, size: float) -> float:
+    """About how wide a line of text is, in pixels."""
+    return _CHARACTER_WIDTH * size * len(words)
+
+
+def printable(words: str) -> str:
+    """The words without the control characters that XML cannot hold."""
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in words)
+
+
+def _pattern_id(look: Look) -> str:
+    return f"digenrl-stale-{look.letter}"

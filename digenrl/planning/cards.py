@@ -1,4 +1,4 @@
-"""Cards: what one can do in a second, hold, and cost. The numbers are public data sheets' (catalogue/cards.yaml)."""
+"""Cards: what one does in a second, holds, and costs, from public data sheets (catalogue/cards.yaml)."""
 
 from __future__ import annotations
 

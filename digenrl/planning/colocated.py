@@ -34,10 +34,10 @@ from digenrl.planning.workload import Workload
 class ColocatedAssumptions:
     """What a colocated system pays beyond its arithmetic.
 
-    `node_shards`: weights sharded inside each node instead of over all cards. `packed`: time-steps packed and spread
-    as a disaggregated trainer does. `sharded_rollout`: generates with the sharded weights, gathering them at every
-    denoising step, instead of with a whole copy. `scaling`: share of perfect scaling that training over all cards
-    keeps. `engine_switch_s`: restarting the inference engine, beside the weights that move.
+    `node_shards`: weights sharded inside each node instead of over all cards. `packed`: time-steps packed and
+    spread as a disaggregated trainer does. `sharded_rollout`: generates with the sharded weights, gathering them
+    at every denoising step, instead of with a whole copy. `scaling`: share of perfect scaling that training over
+    all cards keeps. `engine_switch_s`: restarting the inference engine, beside the weights that move.
     """
 
     node_shards: bool = False

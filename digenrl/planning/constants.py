@@ -26,7 +26,8 @@ class Constants:
     checkpointed_launches: float = 8.3
     # Measured: 54.7 of 63 GB/s between pinned host memory and the card.
     host_link_share: float = 0.87
-    # Assumed: what collectives reach of a link, and how much of the shorter of compute and gather hides in the other.
+    # Assumed: what collectives reach of a link, and how much of the shorter of compute and gather hides in the
+    # longer.
     collective_share: float = 0.8
     gather_overlap: float = 0.7
     # Assumed: convolutions of the decoder reach half of what matrix products do.

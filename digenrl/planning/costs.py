@@ -25,7 +25,7 @@ TERA = 1e12
 class TrainerLayout:
     """How the trainer's cards work together.
 
-    `shard_cards` cards share one copy of the weights (1: each holds its own; all: FSDP; a node's: hybrid sharding).
+    `shard_cards` cards share one copy of the weights (1: each has its own; all: FSDP; a node's: hybrid sharding).
     `pack` pairs go through one forward and backward. With `spread_steps` the pairs of a sample go to several ranks
     (time-step parallelism); without it a sample stays on one rank, its steps one after the other.
     """

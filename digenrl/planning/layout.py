@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import ceil
 
 from digenrl.planning.cluster import CardPool
@@ -16,6 +18,9 @@ from digenrl.planning.memory import (
     trainer_memory,
 )
 from digenrl.planning.workload import Workload
+
+# Fewer shards and smaller packs leave memory free and make helping cheaper: worth this much of the trainer's time.
+SIMPLER_MAY_COST = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,27 +83,39 @@ def best_trainer(
     constants: Constants = CONSTANTS,
     packed: bool = True,
 ) -> TrainerLayout | None:
-    """The sharding, pack and checkpointing that train a step soonest and fit; None where none fits.
+    """The simplest sharding, pack and checkpointing within 1 % of the soonest that fit; None where none fits.
 
     They bear on nothing but the trainer's own time, so they are chosen here, outside the search over splits.
     Without `packed` (no time-step parallelism) every pair is a pass of its own and a sample stays on one rank.
     """
     units = ceil(workload.samples_per_step / samples_per_unit)
-    fitting = [
-        TrainerLayout(pool, cards, shard_cards, pack, checkpointing, spread_steps=packed)
-        for shard_cards in _shard_sizes(pool, cards)
-        for checkpointing in (False, True)
-        for pack in (_pack_sizes(workload, cards, samples_per_unit) if packed else (1,))
-        if trainer_memory(workload, pool.card, shard_cards, pack, checkpointing, constants.memory_headroom).fits
-    ]
+    seconds = {
+        trainer: units * unit_seconds(workload, trainer, samples_per_unit, constants)
+        + commit_seconds(workload, trainer, constants)
+        for trainer in _fitting_trainers(workload, pool, cards, samples_per_unit, constants, packed)
+    }
+    if not seconds:
+        return None
+    fast_enough = min(seconds.values()) * (1 + SIMPLER_MAY_COST)
     return min(
-        fitting,
-        key=lambda trainer: (
-            units * unit_seconds(workload, trainer, samples_per_unit, constants)
-            + commit_seconds(workload, trainer, constants)
-        ),
-        default=None,
+        (trainer for trainer in seconds if seconds[trainer] <= fast_enough),
+        key=lambda trainer: (trainer.shard_cards, trainer.pack, trainer.checkpointing),
     )
+
+
+def _fitting_trainers(
+    workload: Workload,
+    pool: CardPool,
+    cards: int,
+    samples_per_unit: int,
+    constants: Constants,
+    packed: bool,
+) -> Iterator[TrainerLayout]:
+    packs = _pack_sizes(workload, cards, samples_per_unit) if packed else (1,)
+    for shard_cards, checkpointing, pack in product(_shard_sizes(pool, cards), (False, True), packs):
+        trainer = TrainerLayout(pool, cards, shard_cards, pack, checkpointing, spread_steps=packed)
+        if memory_of_trainer(workload, trainer, constants.memory_headroom).fits:
+            yield trainer
 
 
 def memory_of_trainer(workload: Workload, trainer: TrainerLayout, headroom: float) -> MemoryReport:

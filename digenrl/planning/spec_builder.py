@@ -29,7 +29,7 @@ def build_spec(
     constants: Constants = CONSTANTS,
 ) -> Spec:
     """The SPEC of `steps` steps of the workload on that layout under that policy."""
-    samples_per_unit = unit_of(workload, policy)
+    samples_per_unit = unit_of(workload, policy.stream)
     unit_s = unit_seconds(workload, layout.trainer, samples_per_unit, constants)
     return Spec(
         steps=steps,
@@ -55,9 +55,9 @@ def build_spec(
     )
 
 
-def unit_of(workload: Workload, policy: Policy) -> int:
-    """Samples that the trainer gets at once under that policy."""
-    return {"group": workload.samples_per_prompt, "batch": workload.samples_per_step, "sample": 1}[policy.stream]
+def unit_of(workload: Workload, stream: Stream) -> int:
+    """Samples that the trainer gets at once."""
+    return {"group": workload.samples_per_prompt, "batch": workload.samples_per_step, "sample": 1}[stream]
 
 
 def slice_table(

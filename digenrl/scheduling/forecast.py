@@ -21,17 +21,25 @@ from digenrl.scheduling.terms import Terms
 
 NEVER = 1 << 62
 HELPER_CLASS = -1
-MOST_BUNDLES = 64  # above this, lanes that are out of step with each other are rounded together
-RASTER_PER_SLICE = 16
+GROUPS_COPIED_PER_INSTANT = 128  # what a fork costs, in instants
 
 Bundle = tuple[int, int, int, int, tuple[int, ...]]  # (end, sequence, lane class, step, group of each slice)
+
+
+class Meter:
+    """Counts the instants that a search has played, over all forks: its budget is a number of these."""
+
+    __slots__ = ("instants",)
+
+    def __init__(self) -> None:
+        self.instants = 0
 
 
 class Facts:
     """What does not change while looking ahead; shared by all forks of a forecast."""
 
     __slots__ = (
-        "batch", "budget", "by_sample", "class_ns", "commit_ns", "earliest_finish", "fresh_groups", "full_list",
+        "batch", "budget", "by_sample", "class_ns", "commit_ns", "earliest_finish", "fork_cost", "fresh_groups", "full_list",
         "helper_ns", "helpers", "next_list", "next_stale", "next_step", "publish_ns", "score_ns", "slice_size",
         "steps", "switch_in_ns", "switch_out_ns", "unit_ns", "units",
     )  # fmt: skip
@@ -47,8 +55,9 @@ class Facts:
         # The list of the step after the current one may be begun already.
         following = open_step(state, state.committed + 1)
         self.next_step = state.committed + 1
-        self.next_list = self.full_list if following is None else _unstarted_groups(terms, following)
+        self.next_list = self.full_list if following is None else unstarted_groups(terms, following)
         self.next_stale = 0 if following is None else following.stale_samples
+        self.fork_cost = 1 + terms.prompts // GROUPS_COPIED_PER_INSTANT
         self.fresh_groups = [terms.samples_per_prompt] * terms.prompts
         self.budget = terms.stale_budget
         self.by_sample = terms.stream == "sample"
@@ -76,6 +85,7 @@ class Forecast:
         "done_next",
         "facts",
         "idle",
+        "meter",
         "now",
         "open_groups",
         "open_groups_next",
@@ -90,6 +100,7 @@ class Forecast:
     )  # fmt: skip
 
     facts: Facts
+    meter: Meter
     now: int
     running: list[Bundle]  # heap by end
     idle: list[int]  # idle lanes of each class
@@ -112,7 +123,8 @@ class Forecast:
     def fork(self) -> Forecast:
         """An independent copy of this future."""
         other = Forecast.__new__(Forecast)
-        other.facts, other.now = self.facts, self.now
+        other.facts, other.meter, other.now = self.facts, self.meter, self.now
+        other.meter.instants += self.facts.fork_cost
         other.running, other.idle = self.running[:], self.idle[:]
         other.todo, other.position, other.cursor_step = self.todo, self.position, self.cursor_step
         other.stale_used = self.stale_used
@@ -234,6 +246,7 @@ class Forecast:
     def _settle(self, at: int) -> None:
         """All that is due at this instant is done: slices end, samples are scored, versions arrive."""
         self.now = at
+        self.meter.instants += 1
         running = self.running
         while running and running[0][0] <= at:
             _, _, lane_class, step, groups = heappop(running)
@@ -345,98 +358,8 @@ class Forecast:
         return here + min(len(self.facts.full_list), self.facts.budget // self.facts.slice_size)
 
 
-def _unstarted_groups(terms: Terms, step: StepProgress) -> tuple[int, ...]:
+def unstarted_groups(terms: Terms, step: StepProgress) -> tuple[int, ...]:
     """The group of each slice of a step that is still to be handed out, in order."""
     again = tuple(piece.group for piece in step.reissue)
     ahead = (group_at(terms, position) for position in range(step.cursor, terms.slices_per_step))
     return again + tuple(group for group in ahead if not step.groups[group].retired)
-
-
-def forecast_from(state: SchedulerState, at_ns: int) -> Forecast:
-    """The future as it looks at a bubble of `state`, when generators have taken what they may."""
-    terms = state.terms
-    generators = [lane for lane in state.lanes if lane.present and not lane.helper]
-    class_ns = tuple(sorted({lane.slice_ns for lane in generators}))
-    class_of = {slice_ns: index for index, slice_ns in enumerate(class_ns)}
-    current, following = state.current, open_step(state, state.committed + 1)
-
-    future = Forecast.__new__(Forecast)
-    future.facts = Facts(state, class_ns)
-    future.now, future.committed = at_ns, state.committed
-    future.published = max((lane.version for lane in generators), default=state.committed)
-    future.publications = [max(at_ns + 1, due) for version, due in state.publishing if version > future.published]
-    future.idle = [0] * len(class_ns)
-    for index in state.idle:
-        future.idle[class_of[state.lanes[index].slice_ns]] += 1
-    future.running = _bundles_under_way(state, at_ns, class_of)
-    future._sequence = len(future.running)
-    future.open_groups = _open_samples(terms, current)
-    future.open_groups_next = _open_samples(terms, following)
-    future.done, future.done_next = _units(terms, current, "scored"), _units(terms, following, "scored")
-    future.trained = _units(terms, current, "trained")
-    future.cursor_step, future.position = current.index, 0
-    future.todo, future.stale_used = _unstarted_groups(terms, current), current.stale_samples
-    future._scored = deque()
-    _resume_scoring(future, state, at_ns)
-    return future
-
-
-def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[int, int]) -> list[Bundle]:
-    """The leases as bundles; what should have ended already is expected any moment."""
-    members: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-    leased = [(lane, lane.lease) for lane in state.lanes if lane.lease is not None]
-    for lane, lease in leased:
-        end = max(at_ns + 1, lease.started_ns + lane.slice_ns)
-        lane_class = HELPER_CLASS if lane.helper else class_of[lane.slice_ns]
-        members.setdefault((end, lane_class, lease.slice.step), []).append((lease.epoch, lease.slice.group))
-    if len(members) > MOST_BUNDLES:
-        members = _rounded_up(members, min(lane.slice_ns for lane, _ in leased))
-    ordered = sorted(members.items(), key=lambda item: (item[0][0], min(item[1])))
-    return [
-        (end, sequence, lane_class, step, tuple(group for _, group in sorted(slices)))
-        for sequence, ((end, lane_class, step), slices) in enumerate(ordered)
-    ]
-
-
-def _rounded_up(
-    members: dict[tuple[int, int, int], list[tuple[int, int]]], slice_ns: int
-) -> dict[tuple[int, int, int], list[tuple[int, int]]]:
-    """Many lanes out of step with each other: ends move up to a common raster, which costs a little precision."""
-    raster_ns = max(1, slice_ns // RASTER_PER_SLICE)
-    merged: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-    for (end, lane_class, step), slices in members.items():
-        merged.setdefault((-(-end // raster_ns) * raster_ns, lane_class, step), []).extend(slices)
-    return merged
-
-
-def _open_samples(terms: Terms, step: StepProgress | None) -> list[int]:
-    """Samples not yet scored, of each group; a retired group never completes."""
-    if step is None:
-        return [terms.samples_per_prompt] * terms.prompts
-    whole = terms.samples_per_prompt
-    return [NEVER if group.retired else whole - group.scored.bit_count() for group in step.groups]
-
-
-def _units(terms: Terms, step: StepProgress | None, which: str) -> int:
-    """How many training units of a step are scored, or trained."""
-    if step is None:
-        return 0
-    counts = [getattr(group, which).bit_count() for group in step.groups if not group.retired]
-    return sum(counts) if terms.stream == "sample" else counts.count(terms.samples_per_prompt)
-
-
-def _resume_scoring(future: Forecast, state: SchedulerState, at_ns: int) -> None:
-    """Samples in the scorers' hands end when expected; the waiting ones follow in their order."""
-    under_way = sorted(
-        (max(at_ns + 1, job.started_ns + state.costs.score_ns), job.slice.step, job.slice.group, 1)
-        for job in state.scorers
-        if job is not None
-    )
-    free_scorers = len(state.scorers) - len(under_way)
-    future.scorer_free = deque([at_ns] * free_scorers + [end for end, _, _, _ in under_way])
-    future._scored.extend(under_way)
-    for piece in state.unscored:
-        for _ in range(piece.size):
-            end = max(at_ns, future.scorer_free.popleft()) + state.costs.score_ns
-            future.scorer_free.append(end)
-            future._scored.append((end, piece.step, piece.group, 1))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from digenrl.scheduling.forecast import forecast_from
-from digenrl.scheduling.search import search_help
-from digenrl.scheduling.state import UNLIMITED, BubblePlan, HelpPlan, SchedulerState
+from dataclasses import replace
 
-Choice = tuple[HelpPlan | None, BubblePlan | None]  # None: wait
+from digenrl.scheduling.lookahead import look_ahead
+from digenrl.scheduling.outlook import forecast_from
+from digenrl.scheduling.search import search_help
+from digenrl.scheduling.state import UNLIMITED, BubblePlan, HelpPlan, PlannedBubble, SchedulerState
+
+Choice = tuple[HelpPlan | None, BubblePlan | None]  # None: wait; and: nothing intended
 
 
 def choose_help(state: SchedulerState, at_ns: int) -> Choice:
@@ -21,15 +24,53 @@ def _greedy(state: SchedulerState, at_ns: int) -> Choice:
 
 def _search(state: SchedulerState, at_ns: int) -> Choice:
     """The round counts with the earliest predicted commit of this step."""
-    intended = state.bubble_plan
-    known = intended.bubbles if intended is not None and intended.step == state.committed else ()
-    if not (intended and intended.exact and known and known[0].opens_ns == at_ns):
-        found = search_help(forecast_from(state, at_ns), state.terms.search_nodes, known)
-        intended = BubblePlan(state.committed, found.bubbles, found.exact)
-        known = found.bubbles
-    rounds = known[0].rounds if known else 0
-    plan = HelpPlan(rounds, stop_when_ready=False, current_step_only=True) if rounds else None
-    return plan, BubblePlan(state.committed, known[1:], intended.exact)
+    plan = _plan_that_holds(state, at_ns)
+    if plan is None:
+        future = forecast_from(state, at_ns)
+        if not future.current_step_unstarted():
+            return None, state.bubble_plan
+        found = search_help(future, state.terms.search_budget, _bubbles_ahead(state, at_ns))
+        plan = BubblePlan(state.committed, found.bubbles, found.exact, len(found.bubbles))
+    return _carry_out(plan, current_step_only=True)
 
 
-_POLICIES = {"greedy": _greedy, "search": _search}
+def _auto(state: SchedulerState, at_ns: int) -> Choice:
+    """On-policy every step stands alone, and the search is all there is to it; else look further ahead."""
+    if not state.terms.stale_budget:
+        return _search(state, at_ns)
+    plan = _plan_that_holds(state, at_ns)
+    if plan is None:
+        future = forecast_from(state, at_ns)
+        bubbles = look_ahead(future, state.terms.search_budget, _bubbles_ahead(state, at_ns))
+        plan = BubblePlan(state.committed, bubbles, exact=True, length=len(bubbles))
+    return _carry_out(plan, current_step_only=False)
+
+
+def _plan_that_holds(state: SchedulerState, at_ns: int) -> BubblePlan | None:
+    """The plan made earlier in this step, if all went as predicted and a new search would hardly find better."""
+    plan = state.bubble_plan
+    if plan is None or plan.step != state.committed or not plan.bubbles or plan.bubbles[0].opens_ns != at_ns:
+        return None
+    # A search that ran out of budget is worth repeating once half of its bubbles have passed.
+    if not plan.exact and 2 * len(plan.bubbles) <= plan.length:
+        return None
+    return plan
+
+
+def _bubbles_ahead(state: SchedulerState, at_ns: int) -> tuple[PlannedBubble, ...]:
+    """What was intended from this very moment on."""
+    plan = state.bubble_plan
+    if plan is None or not plan.bubbles or plan.bubbles[0].opens_ns != at_ns:
+        return ()
+    return plan.bubbles
+
+
+def _carry_out(plan: BubblePlan, current_step_only: bool) -> Choice:
+    rounds = plan.bubbles[0].rounds if plan.bubbles else 0
+    rest = replace(plan, bubbles=plan.bubbles[1:])
+    if not rounds:
+        return None, rest
+    return HelpPlan(rounds, stop_when_ready=False, current_step_only=current_step_only), rest
+
+
+_POLICIES = {"greedy": _greedy, "search": _search, "auto": _auto}

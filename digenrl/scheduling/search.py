@@ -1,8 +1,8 @@
 """BTS: how many rounds of help, at this bubble and the following ones, bring the step's commit forward most.
 
 A depth-first search over round counts, fewest first, in exact futures. A branch is cut when not even the best
-imaginable rest could beat the best plan known, or when an equal state was seen before. It stops at its budget of
-nodes with the best plan found so far, which is never worse, by prediction, than not helping.
+imaginable rest could beat the best plan known, or when an equal state was seen before. It stops at its budget with
+the best plan found so far, which is never worse, by prediction, than not helping.
 """
 
 from __future__ import annotations
@@ -11,61 +11,78 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from digenrl.scheduling.forecast import NEVER, Forecast
+from digenrl.scheduling.playbook import RULES, WAIT_ALWAYS, play
 from digenrl.scheduling.state import PlannedBubble
+
+Plan = tuple[PlannedBubble, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
     """The plan for the rest of the current step; bubbles beyond it are waited through."""
 
-    bubbles: tuple[PlannedBubble, ...]
+    bubbles: Plan
     commit_ns: int
     exact: bool  # the budget sufficed: no plan has an earlier commit, and no equal one has fewer rounds first
 
 
-def search_help(bubble: Forecast, nodes: int, known: tuple[PlannedBubble, ...] = ()) -> SearchResult:
-    """Searches from a bubble of the current step; `known` is an earlier plan from here, if there is one."""
-    hunt = _Hunt(nodes)
-    for rounds_at_each, stop_when_ready in ((0, True), (1, True), (1 << 30, True)):
-        hunt.offer(*_play_rule(bubble.fork(), rounds_at_each, stop_when_ready))
+def search_help(bubble: Forecast, budget: int, known: Plan = ()) -> SearchResult:
+    """Searches from a bubble of the current step, playing about `budget` instants of possible futures.
+
+    `known` is an earlier plan from here on, if there is one.
+    """
+    hunt = _Hunt(bubble, budget)
     if known:
-        hunt.offer(*_play_plan(bubble.fork(), known))
-    hunt.run(bubble)
-    return SearchResult(hunt.best_plan, hunt.best_commit_ns, exact=hunt.nodes_left > 0)
+        hunt.offer(known)
+    for rule in RULES:
+        if rule.current_step_only or rule is WAIT_ALWAYS:
+            future = bubble.fork()
+            hunt.offer(play(future, bubble.committed + 1, (), rule))
+    exact = hunt.run()
+    return SearchResult(hunt.best_plan, hunt.best_commit_ns, exact)
 
 
 class _Hunt:
     """The search's memory: the best plan so far, the states seen, the budget."""
 
-    def __init__(self, nodes: int) -> None:
-        self.nodes_left = nodes
-        self.best_plan: tuple[PlannedBubble, ...] = ()
+    def __init__(self, bubble: Forecast, budget: int) -> None:
+        self.best_plan: Plan = ()
         self.best_commit_ns = NEVER
+        self._bubble = bubble
+        self._last_instant = bubble.meter.instants + budget
         self._seen: set[tuple[object, ...]] = set()
         self._found_by_search = False
 
-    def offer(self, plan: tuple[PlannedBubble, ...], commit_ns: int) -> None:
+    def offer(self, plan: Plan) -> None:
         """A plan from elsewhere: it sets the mark, but an equally early one found in order replaces it."""
-        if commit_ns < self.best_commit_ns:
-            self.best_plan, self.best_commit_ns = plan, commit_ns
+        future = self._bubble.fork()
+        plan = play(future, self._bubble.committed + 1, plan, WAIT_ALWAYS)
+        if future.now < self.best_commit_ns:
+            self.best_plan, self.best_commit_ns = plan, future.now
 
-    def run(self, bubble: Forecast) -> None:
-        """Depth first with an explicit stack: a step can have more bubbles than the interpreter has frames."""
-        stack: list[tuple[Iterator[tuple[int, Forecast]], tuple[PlannedBubble, ...], int]] = []
-        stack.append((_branches(bubble.fork()), (), bubble.now))
-        while stack and self.nodes_left > 0:
+    def run(self) -> bool:
+        """Depth first, with an explicit stack: a step can have more bubbles than the interpreter has frames.
+
+        Returns whether everything was looked at.
+        """
+        stack: list[tuple[Iterator[tuple[int, Forecast]], Plan, int]] = []
+        stack.append((_branches(self._bubble.fork()), (), self._bubble.now))
+        meter = self._bubble.meter
+        while stack:
+            if meter.instants > self._last_instant:
+                return False
             branches, prefix, opens_ns = stack[-1]
             branch = next(branches, None)
             if branch is None:
                 stack.pop()
                 continue
-            self.nodes_left -= 1
             rounds, future = branch
             plan = (*prefix, PlannedBubble(opens_ns, rounds))
             if self._worth_following(future, plan):
                 stack.append((_branches(future), plan, future.now))
+        return True
 
-    def _worth_following(self, future: Forecast, plan: tuple[PlannedBubble, ...]) -> bool:
+    def _worth_following(self, future: Forecast, plan: Plan) -> bool:
         """Plays on to the next choice; records a commit, or tells whether the bubble deserves a look."""
         while not future.run_to_decision():
             if future.current_step_unstarted():
@@ -86,7 +103,7 @@ class _Hunt:
     def _beaten(self, commit_ns: int) -> bool:
         return commit_ns >= self.best_commit_ns + (not self._found_by_search)
 
-    def _record(self, plan: tuple[PlannedBubble, ...], commit_ns: int) -> None:
+    def _record(self, plan: Plan, commit_ns: int) -> None:
         if not self._beaten(commit_ns):
             self.best_plan, self.best_commit_ns, self._found_by_search = plan, commit_ns, True
 
@@ -109,69 +126,40 @@ def _branches(bubble: Forecast) -> Iterator[tuple[int, Forecast]]:
 def least_commit_ns(bubble: Forecast) -> int:
     """No plan from this bubble can commit before this.
 
-    The trainer still has its units to train; and the last slice, if all lanes worked without a pause, ends at
+    The trainer still has its units to train; and the last slice, even if all lanes work without a pause, ends at
     some time after which at least one unit is left to train.
     """
     facts = bubble.facts
     untrained = facts.units - bubble.trained
+    last_units = untrained if facts.batch else 1
     by_training = bubble.now + untrained * facts.unit_ns
-    unstarted = bubble.current_step_unstarted()
-    rate, head_start = 0.0, 0.0  # slices per ns of all lanes; slices lost to lanes that are busy until later
+    by_generating = _least_last_end_ns(bubble) + last_units * facts.unit_ns
+    return max(by_training, by_generating) + facts.commit_ns
+
+
+def _least_last_end_ns(bubble: Forecast) -> int:
+    """The last slice of the step cannot end before this, if work were fluid and help began at once."""
+    facts = bubble.facts
     last_end = bubble.now
+    rate, lost = 0.0, 0.0  # slices per ns of all lanes together; slices not made while lanes are still busy
     for end, _, lane_class, step, groups in bubble.running:
         if step == bubble.committed:
             last_end = max(last_end, end)
         if lane_class >= 0:
             speed = len(groups) / facts.class_ns[lane_class]
             rate += speed
-            head_start += speed * (end - bubble.now)
+            lost += speed * (end - bubble.now)
     for lane_class, idle in enumerate(bubble.idle):
         rate += idle / facts.class_ns[lane_class]
-    rate += facts.helpers / facts.helper_ns
-    head_start += facts.helpers / facts.helper_ns * min(facts.switch_in_ns, facts.helper_ns)
-    fluid_end = bubble.now + int((unstarted + head_start) / rate * (1 - 1e-9)) if unstarted and rate else 0
-    last_units = untrained if facts.batch else 1
-    by_generating = max(last_end, fluid_end) + last_units * facts.unit_ns
-    return max(by_training, by_generating) + facts.commit_ns
-
-
-def _play_rule(
-    future: Forecast, rounds_at_each: int, stop_when_ready: bool
-) -> tuple[tuple[PlannedBubble, ...], int]:
-    """Follows a simple rule to the commit: at each bubble at most so many rounds."""
-    plan: list[PlannedBubble] = []
-    while True:
-        opens_ns, rounds = future.now, 0
-        if rounds_at_each and future.current_step_unstarted():
-            future.switch_in()
-            while rounds < rounds_at_each and future.can_start_round(current_step_only=True):
-                if rounds and stop_when_ready and future.ready:
-                    break
-                future.round()
-                rounds += 1
-            future.switch_out()
-        elif not future.wait():
-            return (), NEVER
-        plan.append(PlannedBubble(opens_ns, rounds))
-        if future.run_to_decision():
-            return tuple(plan), future.now
-
-
-def _play_plan(future: Forecast, plan: tuple[PlannedBubble, ...]) -> tuple[tuple[PlannedBubble, ...], int]:
-    """Follows an earlier plan to the commit, with the bubbles' times as they are predicted now."""
-    played: list[PlannedBubble] = []
-    rest = iter(plan)
-    while True:
-        opens_ns, rounds = future.now, 0
-        wanted = next(rest, PlannedBubble(0, 0)).rounds if future.current_step_unstarted() else 0
-        if wanted:
-            future.switch_in()
-            while rounds < wanted and future.can_start_round(current_step_only=True):
-                future.round()
-                rounds += 1
-            future.switch_out()
-        elif not future.wait():
-            return (), NEVER
-        played.append(PlannedBubble(opens_ns, rounds))
-        if future.run_to_decision():
-            return tuple(played), future.now
+    helper_rate = facts.helpers / facts.helper_ns
+    rate += helper_rate
+    lost += helper_rate * facts.switch_in_ns
+    unstarted = bubble.current_step_unstarted()
+    if not unstarted:
+        return last_end
+    # Lanes that are busy past the end lose less than counted: leave them out until the estimate holds.
+    fluid_ns = (unstarted + lost) / rate
+    slowest_ns = max((end - bubble.now for end, _, kind, _, _ in bubble.running if kind >= 0), default=0)
+    if fluid_ns < max(slowest_ns, facts.switch_in_ns):
+        fluid_ns = unstarted / rate
+    return max(last_end, bubble.now + int(fluid_ns * (1 - 1e-9)))

@@ -149,6 +149,7 @@ class BubblePlan:
     step: int
     bubbles: tuple[PlannedBubble, ...]
     exact: bool  # nothing better exists, by prediction
+    length: int  # how many bubbles it had when it was made
 
 
 @dataclass(frozen=True, slots=True)

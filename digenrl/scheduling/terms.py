@@ -23,7 +23,7 @@ class Terms:
     stale_budget: int = 0  # samples of a step that may come from the version one behind
     colocated: bool = False
     scorers: int = 0  # reward lanes; 0 means that scoring takes no lane
-    search_nodes: int = 2_000  # anytime budget of one help decision
+    search_budget: int = 1_000  # nodes of one help decision: instants played in possible futures
     slice_attempts: int = 3  # a slice that fails this often takes its group into quarantine
     replacements_per_step: int = 64  # more quarantined groups than this in one step end the run
 

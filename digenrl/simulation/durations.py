@@ -49,7 +49,7 @@ def best_rate(table: Mapping[int, Decimal], sizes: tuple[int, ...]) -> Fraction:
     return max(size / slice_seconds(table, size) for size in sizes)
 
 
-def opening_state(spec: Spec, search_nodes: int) -> SchedulerState:
+def opening_state(spec: Spec, search_budget: int) -> SchedulerState:
     """The scheduler at t = 0 of a SPEC, whose slice is a number."""
     assert isinstance(spec.slice, int), "the planner replaces slice: auto before a run"
     generators = [
@@ -57,10 +57,10 @@ def opening_state(spec: Spec, search_nodes: int) -> SchedulerState:
         for which, pool in enumerate(spec.generators)
         for index in range(pool.count)
     ]
-    return initial_state(_terms(spec, search_nodes), _costs(spec, len(generators)), generators, _helpers(spec))
+    return initial_state(_terms(spec, search_budget), _costs(spec, len(generators)), generators, _helpers(spec))
 
 
-def _terms(spec: Spec, search_nodes: int) -> Terms:
+def _terms(spec: Spec, search_budget: int) -> Terms:
     assert isinstance(spec.slice, int)
     policy = spec.policy
     stale = Fraction(policy.stale_fraction) * spec.prompts * spec.samples_per_prompt
@@ -77,7 +77,7 @@ def _terms(spec: Spec, search_nodes: int) -> Terms:
         stale_budget=0 if policy.colocated else int(stale),
         colocated=policy.colocated,
         scorers=spec.reward.lanes if to_ns(spec.reward.seconds) else 0,
-        search_nodes=search_nodes,
+        search_budget=search_budget,
     )
 
 

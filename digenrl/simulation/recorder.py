@@ -30,10 +30,7 @@ from digenrl.records import (
     WorkerLost,
 )
 from digenrl.scheduling import SchedulerState
-from digenrl.telemetry.trace import LaneInfo, Span, Trace, Work
-
-TRAINER = "trainer"
-PUBLISHING = "publish"
+from digenrl.telemetry.trace import TRAINER_LANE, LaneInfo, Span, Trace, Work
 
 
 class Recorder:
@@ -72,7 +69,7 @@ class Recorder:
         generators = [lane for lane in lanes if lane.pool == "generator"]
         scorers = [LaneInfo(f"reward-{index}", "reward") for index in range(terms.scorers)]
         spans = sorted(self.spans, key=lambda span: (span.start_ns, span.end_ns))
-        rows = (*generators, *self._joined, *scorers, LaneInfo(TRAINER, "trainer"), *helpers)
+        rows = (*generators, *self._joined, *scorers, LaneInfo(TRAINER_LANE, "trainer"), *helpers)
         return Trace(rows, tuple(spans), self._now_ns)
 
     def _pool(self, lane: int) -> str:
@@ -130,7 +127,7 @@ class Recorder:
             end = start + (event.at_ns - start) * (index + 1) // count
             self.spans.append(
                 Span(
-                    TRAINER,
+                    TRAINER_LANE,
                     Work.TRAIN,
                     begin,
                     end,
@@ -146,7 +143,7 @@ class Recorder:
         start = self._publishing.get(event.version, event.at_ns)
         if event.at_ns > start:
             self.spans.append(
-                Span(PUBLISHING, Work.PUBLISH, start, event.at_ns, event.version - 1, version=event.version)
+                Span(TRAINER_LANE, Work.PUBLISH, start, event.at_ns, event.version - 1, version=event.version)
             )
 
     def _add(self, lane: str, work: Work, start_ns: int, piece: Slice, version: int = 0) -> None:
@@ -156,5 +153,5 @@ class Recorder:
 
     def _add_unit(self, work: Work, step: int) -> None:
         if self._now_ns > self._trainer_since:
-            span = Span(TRAINER, work, self._trainer_since, self._now_ns, step, version=self._version)
+            span = Span(TRAINER_LANE, work, self._trainer_since, self._now_ns, step, version=self._version)
             self.spans.append(span)

@@ -9,12 +9,12 @@ from digenrl.loop import drive
 from digenrl.scheduling.invariants import Auditor
 from digenrl.simulation.answer import Answer, bound_seconds
 from digenrl.simulation.durations import NS_PER_SECOND, opening_state
-from digenrl.simulation.recorder import TRAINER, Recorder
+from digenrl.simulation.recorder import Recorder
 from digenrl.simulation.virtual_cluster import VirtualCluster
-from digenrl.telemetry.trace import Trace, Work
+from digenrl.telemetry.trace import TRAINER_LANE, Trace, Work
 
 # In a simulation nobody waits for a decision, so a search may look at far more futures than in a live run.
-SIMULATED_SEARCH_NODES = 20_000
+SIMULATED_SEARCH_BUDGET = 200_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +26,16 @@ class SimulatedRun:
     trace: Trace
 
 
-def simulate(spec: Spec, search_nodes: int = SIMULATED_SEARCH_NODES) -> SimulatedRun:
+def simulate(spec: Spec, search_budget: int = SIMULATED_SEARCH_BUDGET) -> SimulatedRun:
     """Runs a SPEC; `slice: auto` takes the size with the least makespan, the largest among equals."""
     if spec.slice != "auto":
-        return _simulate_with_slice(spec, search_nodes)
-    runs = [_simulate_with_slice(spec.with_changes(slice=size), search_nodes) for size in spec.slice_sizes()]
+        return _simulate_with_slice(spec, search_budget)
+    runs = [_simulate_with_slice(spec.with_changes(slice=size), search_budget) for size in spec.slice_sizes()]
     return min(reversed(runs), key=lambda run: run.answer.makespan)
 
 
-def _simulate_with_slice(spec: Spec, search_nodes: int) -> SimulatedRun:
-    opening = opening_state(spec, search_nodes)
+def _simulate_with_slice(spec: Spec, search_budget: int) -> SimulatedRun:
+    opening = opening_state(spec, search_budget)
     recorder, auditor = Recorder(opening), Auditor(opening)
     drive(opening, VirtualCluster(opening), (recorder, auditor))
     trace = recorder.trace()
@@ -63,7 +63,8 @@ def _answer(spec: Spec, recorder: Recorder, auditor: Auditor, trace: Trace) -> A
 
 def _trainer_busy_ns(trace: Trace) -> int:
     """The trainer is one unit: a round of help counts once, from its start to its last end."""
-    busy_ns = sum(s.end_ns - s.start_ns for s in trace.spans if s.lane == TRAINER)
+    own = [span for span in trace.spans if span.lane == TRAINER_LANE and span.work is not Work.PUBLISH]
+    busy_ns = sum(span.end_ns - span.start_ns for span in own)
     rounds: dict[int, int] = {}
     for span in trace.spans:
         if span.work is Work.HELP:

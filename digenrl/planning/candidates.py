@@ -1,0 +1,185 @@
+"""Every plan worth a look: splits of the cluster, and for each its slices and policies, with a bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from itertools import product
+from typing import Literal
+
+from digenrl.config.spec import Dispatch, Help, Policy, Spec, Stream
+from digenrl.planning.bounds import Lanes, Pace, least_makespan
+from digenrl.planning.cluster import CardPool, Cluster
+from digenrl.planning.constants import CONSTANTS, Constants
+from digenrl.planning.costs import (
+    commit_seconds,
+    publish_seconds,
+    slice_seconds,
+    unit_seconds,
+)
+from digenrl.planning.layout import (
+    GeneratorLayout,
+    Layout,
+    best_trainer,
+    fitting_slices,
+    generator_layout,
+)
+from digenrl.planning.spec_builder import build_spec, publish_link, unit_of
+from digenrl.planning.workload import Workload
+
+Objective = Literal["throughput", "cost"]
+
+# A whole step at once is only worth a look where a group leaves ranks of the trainer without work.
+STREAM_GAIN = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What the search may choose from. `stale_shares=(0,)` keeps every sample on-policy."""
+
+    steps: int = 4
+    stale_shares: tuple[float, ...] = (0.0, 0.25, 0.5)
+    helps: tuple[Help, ...] = ("none", "auto")
+    objective: Objective = "throughput"
+    keep: int = 5
+    tolerance: float = 0.005
+    max_evaluations: int = 300
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One plan before it is simulated; `bound_s` is never above its makespan."""
+
+    layout: Layout
+    slice_size: int
+    policy: Policy
+    pace: Pace
+    bound_s: float
+
+    def spec(self, workload: Workload, steps: int, constants: Constants = CONSTANTS) -> Spec:
+        return build_spec(workload, self.layout, self.slice_size, self.policy, steps, constants)
+
+
+def splits(
+    workload: Workload,
+    cluster: Cluster,
+    trainer_pool: CardPool,
+    trainer_cards: int,
+    options: PlanOptions,
+    constants: Constants = CONSTANTS,
+) -> Iterator[tuple[Layout, Stream]]:
+    """The layouts in which `trainer_cards` of that pool train; what is left generates, some of it perhaps not."""
+    trainers = [
+        (best_trainer(workload, trainer_pool, trainer_cards, unit, constants), stream, unit)
+        for stream, unit in _units(workload)
+    ]
+    helper = generator_layout(workload, trainer_pool, trainer_cards, constants)
+    group_s_per_sample: float | None = None
+    for trainer, stream, unit in trainers:
+        if trainer is None:
+            continue
+        s_per_sample = unit_seconds(workload, trainer, unit, constants) / unit
+        if stream == "group":
+            group_s_per_sample = s_per_sample
+        elif group_s_per_sample is not None and s_per_sample > STREAM_GAIN * group_s_per_sample:
+            continue
+        for generators in _generator_choices(workload, cluster, trainer_pool, trainer_cards, options, constants):
+            yield Layout(generators, trainer, helper.lane_cards if helper else None), stream
+
+
+def candidates(
+    workload: Workload,
+    layouts: Iterable[tuple[Layout, Stream]],
+    options: PlanOptions,
+    constants: Constants = CONSTANTS,
+) -> Iterator[Candidate]:
+    """Every slice, help, stale share and dispatch on every layout."""
+    for layout, stream in layouts:
+        helps = options.helps if layout.helper_lanes else ("none",)
+        dispatches: tuple[Dispatch, ...] = ("eager", "earliest_finish")
+        if len(layout.generators) == 1:
+            dispatches = ("eager",)  # equal lanes have no faster one to wait for
+        for slice_size in fitting_slices(workload, layout, constants):
+            pace = pace_of(workload, layout, slice_size, stream, options.steps, constants)
+            for help_policy, stale, dispatch in product(helps, options.stale_shares, dispatches):
+                policy = Policy(
+                    stream=stream,
+                    help=help_policy,
+                    dispatch=dispatch,
+                    stale_fraction=Decimal(repr(stale)),
+                )
+                helpers = None if help_policy == "none" else pace.helpers
+                own_pace = replace(pace, helpers=helpers, stale_share=stale)
+                yield Candidate(layout, slice_size, policy, own_pace, least_makespan(own_pace))
+
+
+def pace_of(
+    workload: Workload,
+    layout: Layout,
+    slice_size: int,
+    stream: Stream,
+    steps: int,
+    constants: Constants = CONSTANTS,
+) -> Pace:
+    """What bounds the makespan on that layout, with help and on-policy: the SPEC's numbers, unrounded."""
+    unit = unit_of(workload, stream)
+    helpers = None
+    if layout.helper_lane_cards is not None:
+        helper_s = slice_seconds(
+            workload, layout.trainer.pool.card, slice_size, layout.helper_lane_cards, constants
+        )
+        helpers = Lanes(layout.helper_lanes, helper_s)
+    return Pace(
+        steps=steps,
+        samples_per_step=workload.samples_per_step,
+        slice_size=slice_size,
+        unit_samples=unit,
+        generators=tuple(
+            Lanes(g.lanes, slice_seconds(workload, g.pool.card, slice_size, g.lane_cards, constants))
+            for g in layout.generators
+        ),
+        helpers=helpers,
+        seconds_per_sample=unit_seconds(workload, layout.trainer, unit, constants) / unit,
+        commit_s=commit_seconds(workload, layout.trainer, constants),
+        publish_s=publish_seconds(workload, publish_link(layout, constants), constants),
+        reward_s=workload.reward_seconds if workload.reward_lanes else 0.0,
+        reward_lanes=workload.reward_lanes,
+        stale_share=0.0,
+    )
+
+
+def _units(workload: Workload) -> tuple[tuple[Stream, int], ...]:
+    return (("group", workload.samples_per_prompt), ("batch", workload.samples_per_step))
+
+
+def _generator_choices(
+    workload: Workload,
+    cluster: Cluster,
+    trainer_pool: CardPool,
+    trainer_cards: int,
+    options: PlanOptions,
+    constants: Constants,
+) -> list[tuple[GeneratorLayout, ...]]:
+    """All that is left; all but one class, since slow lanes can hold a step up; for cost, parts of a class."""
+    left = [
+        generator_layout(workload, pool, pool.cards - (trainer_cards if pool == trainer_pool else 0), constants)
+        for pool in cluster.pools
+    ]
+    everything = tuple(layout for layout in left if layout is not None)
+    choices = [everything]
+    if len(everything) > 1:
+        choices += [everything[:i] + everything[i + 1 :] for i in range(len(everything))]
+    if options.objective == "cost":
+        choices += [part for choice in choices for part in _parts(workload, choice, constants)]
+    return [choice for choice in dict.fromkeys(choices) if choice]
+
+
+def _parts(
+    workload: Workload, choice: tuple[GeneratorLayout, ...], constants: Constants
+) -> Iterator[tuple[GeneratorLayout, ...]]:
+    """The same classes with one of them cut to a half or a quarter."""
+    for index, share in product(range(len(choice)), (2, 4)):
+        cut = generator_layout(workload, choice[index].pool, choice[index].cards // share, constants)
+        if cut is not None:
+            yield (*choice[:index], cut, *choice[index + 1 :])

@@ -1,0 +1,240 @@
+"""Sizes the pools: branch and bound over splits, slices and policies, simulating only what can still win.
+
+Candidates are taken in the order of their bounds. The search ends when the best bound left is no better than the
+best plan in hand (within `tolerance`), so what is not simulated could not have won. Pools too large to try every
+trainer size are searched on a coarse grid of whole nodes first, then twice as finely around the best, and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Protocol
+
+from digenrl.config.reading import ConfigError
+from digenrl.config.spec import Spec
+from digenrl.planning.candidates import Candidate, PlanOptions, candidates, splits
+from digenrl.planning.cluster import CardPool, Cluster
+from digenrl.planning.constants import CONSTANTS, Constants
+from digenrl.planning.layout import memory_of_trainer
+from digenrl.planning.memory import MemoryReport, generator_memory, trainer_memory
+from digenrl.planning.plans import Plan, PlanResult
+from digenrl.planning.reasons import why_it_lost, why_it_won
+from digenrl.planning.workload import Workload
+
+Evaluate = Callable[[Spec], float]
+Progress = Callable[[int, int], None]
+
+# Pools up to this many cards are tried at every size; larger ones at this many sizes, then between them.
+EVERY_SIZE_UP_TO = 32
+COARSE_SIZES = 12
+# Simulations granted to each split that will be shown, beyond what the search for the best gave it.
+POLISH = 4
+
+
+class Outcome(Protocol):
+    """What a full simulation says about a SPEC."""
+
+    @property
+    def makespan(self) -> float: ...
+    @property
+    def throughput(self) -> float: ...
+    @property
+    def efficiency(self) -> float: ...
+    @property
+    def generator_idle(self) -> float: ...
+    @property
+    def trainer_idle(self) -> float: ...
+
+
+Inspect = Callable[[Spec], Outcome]
+
+
+@dataclass
+class _Search:
+    """The search's memory: the best candidate of every split seen, and what it has cost so far."""
+
+    workload: Workload
+    options: PlanOptions
+    constants: Constants
+    evaluate: Evaluate
+    progress: Progress
+    best_of_split: dict[str, tuple[float, Candidate]] = field(default_factory=dict)
+    found: list[Candidate] = field(default_factory=list)
+    tried: set[int] = field(default_factory=set)  # identities of candidates, which `found` keeps alive
+    considered: int = 0
+    least_bound_left: float = inf
+
+    def score(self, candidate: Candidate, makespan_s: float) -> float:
+        """Lower is better: seconds, or dollars for the same samples."""
+        return makespan_s * (candidate.layout.usd_per_hour if self.options.objective == "cost" else 1.0)
+
+    def best(self) -> float:
+        return min((score for score, _ in self.best_of_split.values()), default=inf)
+
+    def explore(self, found: Iterable[Candidate], budget: int) -> None:
+        """Best bound first, until no candidate left can beat the plan in hand by more than the tolerance.
+
+        At most `budget` simulations; what they leave open is remembered in `least_bound_left`.
+        """
+        queue = sorted(found, key=lambda candidate: self.score(candidate, candidate.bound_s))
+        self.considered += len(queue)
+        for place, candidate in enumerate(queue):
+            self.progress(self.considered - len(queue) + place, self.considered)
+            bound = self.score(candidate, candidate.bound_s)
+            if budget == 0 or (self._cannot_win(bound) and len(self.best_of_split) >= self.options.keep):
+                self.least_bound_left = min(self.least_bound_left, bound)
+                break
+            if not self._cannot_win(bound) or candidate.layout.split not in self.best_of_split:
+                self._try(candidate)
+                budget -= 1
+        self.found += queue
+        self.progress(self.considered, self.considered)
+
+    def polish(self) -> None:
+        """Gives the splits that will be shown a few more of their own candidates: a runner-up at its best."""
+        shown = sorted(self.best_of_split, key=lambda split: self.best_of_split[split][0])[: self.options.keep]
+        tries = dict.fromkeys(shown, POLISH)
+        for candidate in sorted(self.found, key=lambda candidate: candidate.bound_s):
+            split = candidate.layout.split
+            if tries.get(split, 0) == 0 or id(candidate) in self.tried:
+                continue
+            if self.score(candidate, candidate.bound_s) < self.best_of_split[split][0]:
+                tries[split] -= 1
+                self._try(candidate)
+
+    def _cannot_win(self, bound: float) -> bool:
+        return bound >= self.best() * (1 - self.options.tolerance)
+
+    def _try(self, candidate: Candidate) -> None:
+        self.tried.add(id(candidate))
+        spec = candidate.spec(self.workload, self.options.steps, self.constants)
+        score = self.score(candidate, self.evaluate(spec))
+        split = candidate.layout.split
+        if score < self.best_of_split.get(split, (inf,))[0]:
+            self.best_of_split[split] = (score, candidate)
+
+
+def plan(
+    workload: Workload,
+    cluster: Cluster,
+    options: PlanOptions,
+    evaluate: Evaluate,
+    inspect: Inspect,
+    progress: Progress = lambda done, total: None,
+    constants: Constants = CONSTANTS,
+) -> PlanResult:
+    """The best plans for the workload on the cluster, best first, at most one per split of the cards.
+
+    `evaluate` predicts a SPEC's makespan in seconds; `inspect` simulates the few plans that are shown.
+    The trainer is of one class of cards: its ranks move in step, so a slower class would set the pace.
+    Raises ConfigError, in one line, when the model does not fit the cluster.
+    """
+    search = _Search(workload, options, constants, evaluate, progress)
+    sizes = {pool: _first_sizes(pool, len(cluster.pools) > 1) for pool in cluster.pools}
+    tried: set[tuple[CardPool, int]] = set()
+    budget = options.max_evaluations
+    while True:
+        fresh = [(pool, size) for pool in sizes for size in sizes[pool] if (pool, size) not in tried]
+        if not fresh:
+            break
+        tried.update(fresh)
+        search.explore(
+            (
+                candidate
+                for pool, size in fresh
+                for candidate in candidates(
+                    workload, splits(workload, cluster, pool, size, options, constants), options, constants
+                )
+            ),
+            budget if len(tried) == len(fresh) else budget // 4,
+        )
+        if not search.best_of_split:
+            raise ConfigError(_does_not_fit(workload, cluster, constants))
+        sizes = _between(search, sizes)
+    search.polish()
+    return _result(search, inspect)
+
+
+def _first_sizes(pool: CardPool, others_generate: bool) -> list[int]:
+    """Trainer sizes to begin with; with other pools to generate, a whole pool may train."""
+    most = pool.cards if others_generate else pool.cards - 1
+    if most <= EVERY_SIZE_UP_TO:
+        return list(range(1, most + 1))
+    inside_a_node = [size for size in (1, 2, 4) if size < pool.per_node]
+    nodes = most // pool.per_node
+    marks = {max(1, round(nodes * (mark / COARSE_SIZES) ** 2)) for mark in range(1, COARSE_SIZES + 1)}
+    return inside_a_node + sorted(mark * pool.per_node for mark in marks)
+
+
+def _between(search: _Search, sizes: dict[CardPool, list[int]]) -> dict[CardPool, list[int]]:
+    """The coarse grid of the best trainer's pool, with whole nodes halfway to its neighbours added."""
+    _, best = min(search.best_of_split.values(), key=lambda entry: entry[0])
+    pool, size = best.layout.trainer.pool, best.layout.trainer.cards
+    if len(sizes[pool]) >= pool.cards - 1 or size not in sizes[pool]:
+        return sizes
+    grid = sizes[pool]
+    place = grid.index(size)
+    halfway = {
+        (size + neighbour) // 2 // pool.per_node * pool.per_node
+        for neighbour in grid[max(0, place - 1) : place + 2]
+    }
+    return {**sizes, pool: sorted({*grid, *(mark for mark in halfway if mark > 0)})}
+
+
+def _result(search: _Search, inspect: Inspect) -> PlanResult:
+    by_score_then_price = sorted(
+        search.best_of_split.values(), key=lambda entry: (entry[0], entry[1].layout.usd_per_hour)
+    )
+    ranked = by_score_then_price[: search.options.keep]
+    plans = [_finished(search, candidate, inspect) for _, candidate in ranked]
+    best = plans[0]
+    told = [replace(best, why=why_it_won(best, search.workload))]
+    told += [replace(other, why=why_it_lost(other, best, search.options.objective)) for other in plans[1:]]
+    proven_gap = max(0.0, 1 - search.least_bound_left / search.best()) if search.least_bound_left < inf else 0.0
+    return PlanResult(
+        workload=search.workload,
+        plans=tuple(told),
+        considered=search.considered,
+        evaluated=len(search.tried),
+        proven_gap=proven_gap,
+    )
+
+
+def _finished(search: _Search, candidate: Candidate, inspect: Inspect) -> Plan:
+    workload, headroom = search.workload, search.constants.memory_headroom
+    spec = candidate.spec(workload, search.options.steps, search.constants)
+    outcome = inspect(spec)
+    usd_per_second = candidate.layout.usd_per_hour / 3600
+    return Plan(
+        layout=candidate.layout,
+        pace=candidate.pace,
+        spec=spec,
+        makespan_s=outcome.makespan,
+        samples_per_second=outcome.throughput,
+        efficiency=outcome.efficiency,
+        generator_busy=1 - outcome.generator_idle,
+        trainer_busy=1 - outcome.trainer_idle,
+        usd_per_1000_samples=1000 * usd_per_second / outcome.throughput,
+        generator_memory=tuple(
+            generator_memory(workload, g.pool.card, candidate.slice_size, g.lane_cards, headroom)
+            for g in candidate.layout.generators
+        ),
+        trainer_memory=memory_of_trainer(workload, candidate.layout.trainer, headroom),
+    )
+
+
+def _does_not_fit(workload: Workload, cluster: Cluster, constants: Constants) -> str:
+    """What the roomiest class lacks, in one line."""
+    headroom = constants.memory_headroom
+    pool = max(cluster.pools, key=lambda pool: pool.card.memory_gib * pool.cards)
+    shards = max(1, pool.cards if len(cluster.pools) > 1 else pool.cards - 1)
+    lane = generator_memory(workload, pool.card, 1, pool.per_node, headroom)
+    trainer: MemoryReport = trainer_memory(workload, pool.card, shards, 1, True, headroom)
+    return (
+        f"{workload.model} ({workload.tuning}) does not fit this cluster of {cluster.cards} cards: on the "
+        f"roomiest, {pool.name}, with {trainer.available_gib:.1f} GiB free a card, a trainer over {shards} needs "
+        f"{trainer.total_gib:.1f} GiB a card and a generator over {pool.per_node} needs {lane.total_gib:.1f}, and "
+        f"at least one card must generate while others train; add cards, take larger ones, or use LoRA"
+    )

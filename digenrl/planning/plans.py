@@ -1,0 +1,53 @@
+"""What the planner hands back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from digenrl.config.spec import Spec
+from digenrl.planning.bounds import Pace
+from digenrl.planning.layout import Layout
+from digenrl.planning.memory import MemoryReport
+from digenrl.planning.workload import Workload
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One split with its best slice and policy, and what the simulator says of it. `spec` is ready to run."""
+
+    layout: Layout
+    pace: Pace
+    spec: Spec
+    makespan_s: float
+    samples_per_second: float
+    efficiency: float
+    generator_busy: float
+    trainer_busy: float
+    usd_per_1000_samples: float
+    generator_memory: tuple[MemoryReport, ...]  # one per pool of layout.generators
+    trainer_memory: MemoryReport
+    why: str = ""
+
+    @property
+    def step_generating_s(self) -> float:
+        """What the generators alone would need for a step's samples."""
+        return self.pace.samples_per_step / self.pace.generator_rate
+
+    @property
+    def step_training_s(self) -> float:
+        return self.pace.step_training_s
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """Plans, best first. No plan of the searched space is better than the first by more than `proven_gap`."""
+
+    workload: Workload
+    plans: tuple[Plan, ...]
+    considered: int
+    evaluated: int
+    proven_gap: float
+
+    @property
+    def best(self) -> Plan:
+        return self.plans[0]

@@ -1,0 +1,128 @@
+"""Plans for people (a table) and for programs (plain dictionaries)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from digenrl.planning.memory import MemoryReport
+from digenrl.planning.plans import Plan, PlanResult
+
+
+def plans_table(plans: Sequence[Plan]) -> Table:
+    """The plans, best first, one row each; the reasons stand below the table, from `plan_reasons`."""
+    table = Table(title="Plans, best first")
+    for heading in ("", "split", "trainer", "slice", "policy"):
+        table.add_column(heading)
+    for heading in ("samples/s", "gen busy", "train busy", "$/1,000", "GiB gen", "GiB train"):
+        table.add_column(heading, justify="right")
+    for rank, plan in enumerate(plans, start=1):
+        table.add_row(
+            str(rank),
+            plan.layout.split,
+            trainer_words(plan),
+            str(plan.spec.slice),
+            policy_words(plan),
+            f"{plan.samples_per_second:.3g}",
+            f"{plan.generator_busy:.0%}",
+            f"{plan.trainer_busy:.0%}",
+            f"{plan.usd_per_1000_samples:.2f}",
+            " / ".join(_memory_words(memory) for memory in plan.generator_memory),
+            _memory_words(plan.trainer_memory),
+        )
+    return table
+
+
+def plan_reasons(plans: Sequence[Plan]) -> list[str]:
+    """One line a plan: why the first won, why each other one lost."""
+    return [f"{rank}. {plan.why}" for rank, plan in enumerate(plans, start=1)]
+
+
+def trainer_words(plan: Plan) -> str:
+    """'pack 4, checkpointing, weights over 8 cards'."""
+    trainer = plan.layout.trainer
+    weights = "a copy per card" if trainer.shard_cards == 1 else f"weights over {trainer.shard_cards} cards"
+    checkpointing = "checkpointing, " if trainer.checkpointing else ""
+    return f"pack {trainer.pack}, {checkpointing}{weights}"
+
+
+def policy_words(plan: Plan) -> str:
+    """'group stream, help auto, stale 0.5'."""
+    policy = plan.spec.policy
+    stale = f"stale {policy.stale_fraction}" if policy.stale_fraction else "on-policy"
+    patient = ", earliest finish" if policy.dispatch == "earliest_finish" else ""
+    return f"{policy.stream} stream, help {policy.help}, {stale}{patient}"
+
+
+def plan_as_dict(plan: Plan) -> dict[str, Any]:
+    """Everything about a plan, ready for JSON; `spec` reads back as a SPEC."""
+    trainer = plan.layout.trainer
+    return {
+        "split": plan.layout.split,
+        "generators": [
+            {"card": g.pool.name, "cards": g.cards, "lanes": g.lanes, "memory": _memory_dict(memory)}
+            for g, memory in zip(plan.layout.generators, plan.generator_memory, strict=True)
+        ],
+        "trainer": {
+            "card": trainer.pool.name,
+            "cards": trainer.cards,
+            "shard_cards": trainer.shard_cards,
+            "pack": trainer.pack,
+            "checkpointing": trainer.checkpointing,
+            "memory": _memory_dict(plan.trainer_memory),
+        },
+        "samples_per_second": plan.samples_per_second,
+        "makespan": plan.makespan_s,
+        "efficiency": plan.efficiency,
+        "generator_busy": plan.generator_busy,
+        "trainer_busy": plan.trainer_busy,
+        "usd_per_1000_samples": plan.usd_per_1000_samples,
+        "why": plan.why,
+        "spec": spec_as_dict(plan),
+    }
+
+
+def result_as_dict(result: PlanResult) -> dict[str, Any]:
+    """The whole answer of a search, ready for JSON."""
+    return {
+        "workload": result.workload.model_dump(mode="json"),
+        "considered": result.considered,
+        "evaluated": result.evaluated,
+        "proven_gap": result.proven_gap,
+        "plans": [plan_as_dict(plan) for plan in result.plans],
+    }
+
+
+def spec_as_dict(plan: Plan) -> dict[str, Any]:
+    """The plan's SPEC with plain numbers, ready for YAML or JSON; absent parts are left out."""
+    content: dict[str, Any] = _plain(plan.spec.model_dump(mode="python", exclude_none=True))
+    content.pop("colocate", None)
+    return content
+
+
+def _plain(value: Any) -> Any:
+    """Decimals as the numbers they print as; tuples as lists."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, int | str | bool):
+        return value
+    number = float(value)
+    return int(number) if number == int(number) and abs(number) < 1e15 else number
+
+
+def _memory_words(memory: MemoryReport) -> str:
+    return f"{memory.total_gib:.0f} of {memory.available_gib:.0f}"
+
+
+def _memory_dict(memory: MemoryReport) -> dict[str, float]:
+    return {
+        "weights_gib": round(memory.weights_gib, 2),
+        "optimizer_gib": round(memory.optimizer_gib, 2),
+        "activations_gib": round(memory.activations_gib, 2),
+        "total_gib": round(memory.total_gib, 2),
+        "available_gib": round(memory.available_gib, 2),
+    }

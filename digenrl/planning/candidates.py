@@ -101,7 +101,9 @@ def candidates(
         if len(layout.generators) == 1:
             dispatches = ("eager",)  # equal lanes have no faster one to wait for
         for slice_size in fitting_slices(workload, layout, constants):
-            pace = pace_of(workload, layout, slice_size, stream, options.steps, constants)
+            pace = pace_of(
+                workload, layout, slice_size, Policy(stream=stream, help="auto"), options.steps, constants
+            )
             for help_policy, stale, dispatch in product(helps, options.stale_shares, dispatches):
                 policy = Policy(
                     stream=stream,
@@ -118,14 +120,14 @@ def pace_of(
     workload: Workload,
     layout: Layout,
     slice_size: int,
-    stream: Stream,
+    policy: Policy,
     steps: int,
     constants: Constants = CONSTANTS,
 ) -> Pace:
-    """What bounds the makespan on that layout, with help and on-policy: the SPEC's numbers, unrounded."""
-    unit = unit_of(workload, stream)
+    """What bounds the makespan on that layout under that policy: the SPEC's numbers, unrounded."""
+    unit = unit_of(workload, policy.stream)
     helpers = None
-    if layout.helper_lane_cards is not None:
+    if policy.help != "none" and layout.helper_lane_cards is not None:
         helper_s = slice_seconds(
             workload, layout.trainer.pool.card, slice_size, layout.helper_lane_cards, constants
         )
@@ -145,7 +147,7 @@ def pace_of(
         publish_s=publish_seconds(workload, publish_link(layout, constants), constants),
         reward_s=workload.reward_seconds if workload.reward_lanes else 0.0,
         reward_lanes=workload.reward_lanes,
-        stale_share=0.0,
+        stale_share=float(policy.stale_fraction),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from decimal import Decimal
 
-from digenrl.config.spec import GeneratorPool, Helper, Policy, RewardPool, Spec, Trainer
+from digenrl.config.spec import GeneratorPool, Helper, Policy, RewardPool, Spec, Stream, Trainer
 from digenrl.planning.cards import Card
 from digenrl.planning.constants import CONSTANTS, Constants
 from digenrl.planning.costs import (

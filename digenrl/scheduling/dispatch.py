@@ -8,6 +8,7 @@ tail of a step that a slow lane must not hold up.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import groupby
 
 from digenrl.scheduling.state import SchedulerState
 
@@ -17,15 +18,22 @@ def leave_for_a_quicker_lane(
 ) -> tuple[int, ...]:
     """The idle lanes that should take a slice now, quickest first; the others leave theirs to quicker lanes."""
     lanes = [lane for lane in state.lanes if lane.present and (state.terms.colocated or not lane.helper)]
-    times = [(lane.lease.started_ns + lane.slice_ns if lane.lease else at_ns, lane.slice_ns) for lane in lanes]
+    free_from = {lane.index: lane.lease.started_ns + lane.slice_ns if lane.lease else at_ns for lane in lanes}
     chosen: list[int] = []
-    for index in state.idle:
-        lane = state.lanes[index]
-        left = startable(lane.version)
-        if finished_before(times, at_ns + lane.slice_ns) >= left:
-            break
-        chosen.append(index)
+    for slice_ns, of_equal_speed in groupby(state.idle, key=lambda index: state.lanes[index].slice_ns):
+        candidates = list(of_equal_speed)
+        left = startable(state.lanes[candidates[0]].version) - len(chosen)
+        times = ((free_from[lane.index], lane.slice_ns) for lane in lanes)
+        wanted = slices_not_finished_before(times, at_ns + slice_ns, left)
+        for index in candidates[:wanted]:
+            chosen.append(index)
+            free_from[index] = at_ns + slice_ns
     return tuple(chosen)
+
+
+def slices_not_finished_before(lanes: Iterable[tuple[int, int]], deadline_ns: int, left: int) -> int:
+    """Of `left` slices, how many would not be finished strictly before the deadline by these lanes."""
+    return max(0, left - finished_before(lanes, deadline_ns))
 
 
 def finished_before(lanes: Iterable[tuple[int, int]], deadline_ns: int) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from heapq import heappop, heappush
 
-from digenrl.scheduling.dispatch import finished_before
+from digenrl.scheduling.dispatch import slices_not_finished_before
 from digenrl.scheduling.order import group_at
 from digenrl.scheduling.state import SchedulerState, StepProgress, open_step
 from digenrl.scheduling.terms import Terms
@@ -39,8 +39,8 @@ class Facts:
     """What does not change while looking ahead; shared by all forks of a forecast."""
 
     __slots__ = (
-        "batch", "budget", "by_sample", "class_ns", "commit_ns", "earliest_finish", "fork_cost", "fresh_groups", "full_list",
-        "helper_ns", "helpers", "next_list", "next_stale", "next_step", "publish_ns", "score_ns", "slice_size",
+        "batch", "budget", "by_sample", "class_ns", "commit_ns", "earliest_finish", "fork_cost", "fresh_groups",
+        "full_list", "helper_ns", "helpers", "next_list", "next_stale", "next_step", "publish_ns", "score_ns", "slice_size",
         "steps", "switch_in_ns", "switch_out_ns", "unit_ns", "units",
     )  # fmt: skip
 
@@ -144,6 +144,10 @@ class Forecast:
             self.committed, self.published, tuple(self.publications), tuple(self.idle), tuple(bundles),
             tuple(self.open_groups), tuple(self.open_groups_next), tuple(self.scorer_free), tuple(self._scored),
         )  # fmt: skip
+
+    def start_generators(self) -> None:
+        """Idle generators take slices now: what the scheduler does before the trainer's first decision."""
+        self._dispatch()
 
     # --- What the trainer can do -------------------------------------------------------------------------------
 
@@ -341,12 +345,17 @@ class Forecast:
         heappush(self.running, (self.now + slice_ns, self._sequence, lane_class, self.cursor_step, groups))
 
     def _not_left_for_quicker(self, count: int, slice_ns: int) -> int:
-        """Of `count` idle lanes of one class: all, or none if quicker lanes finish what is left sooner."""
+        """Of `count` idle lanes of one class, how many take a slice rather than leave it to quicker lanes."""
+        lanes = self.generator_times()
+        return min(count, slices_not_finished_before(lanes, self.now + slice_ns, self._startable_in_all()))
+
+    def generator_times(self) -> list[tuple[int, int]]:
+        """When each generator lane is free, and what it takes for a slice."""
         class_ns = self.facts.class_ns
         lanes = [(end, class_ns[kind]) for end, _, kind, _, groups in self.running if kind >= 0 for _ in groups]
         for lane_class, idle in enumerate(self.idle):
             lanes += [(self.now, class_ns[lane_class])] * idle
-        return 0 if finished_before(lanes, self.now + slice_ns) >= self._startable_in_all() else count
+        return lanes
 
     def _startable_in_all(self) -> int:
         """As `_startable`, over the cursor's step and the next."""

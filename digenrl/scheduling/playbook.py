@@ -21,9 +21,10 @@ class HelpRule:
 
 
 WAIT_ALWAYS = HelpRule("wait", 0)
+GREEDY = HelpRule("greedy", UNLIMITED)
 RULES = (
     WAIT_ALWAYS,
-    HelpRule("greedy", UNLIMITED),
+    GREEDY,
     HelpRule("one round", 1),
     HelpRule("greedy, this step", UNLIMITED, current_step_only=True),
     HelpRule("one round, this step", 1, current_step_only=True),
@@ -88,10 +89,5 @@ def _apply(future: Forecast, rule: HelpRule) -> int:
 def _generators_are_quicker(future: Forecast) -> bool:
     """Whether the generators alone finish what is left of this step before one round of help would end."""
     facts, unstarted = future.facts, future.current_step_unstarted()
-    lanes = [
-        (end, facts.class_ns[kind]) for end, _, kind, _, groups in future.running if kind >= 0 for _ in groups
-    ]
-    for lane_class, idle in enumerate(future.idle):
-        lanes += [(future.now, facts.class_ns[lane_class])] * idle
     round_ends_ns = future.now + facts.switch_in_ns + facts.helper_ns
-    return 0 < unstarted <= finished_before(lanes, round_ends_ns)
+    return 0 < unstarted <= finished_before(future.generator_times(), round_ends_ns)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from digenrl.scheduling.forecast import NEVER, Forecast
-from digenrl.scheduling.playbook import RULES, WAIT_ALWAYS, play
+from digenrl.scheduling.playbook import RULES, WAIT_ALWAYS, HelpRule, play
 from digenrl.scheduling.state import PlannedBubble
 
 Plan = tuple[PlannedBubble, ...]
@@ -33,11 +33,10 @@ def search_help(bubble: Forecast, budget: int, known: Plan = ()) -> SearchResult
     """
     hunt = _Hunt(bubble, budget)
     if known:
-        hunt.offer(known)
+        hunt.offer(known, WAIT_ALWAYS)
     for rule in RULES:
         if rule.current_step_only or rule is WAIT_ALWAYS:
-            future = bubble.fork()
-            hunt.offer(play(future, bubble.committed + 1, (), rule))
+            hunt.offer((), rule)
     exact = hunt.run()
     return SearchResult(hunt.best_plan, hunt.best_commit_ns, exact)
 
@@ -53,10 +52,10 @@ class _Hunt:
         self._seen: set[tuple[object, ...]] = set()
         self._found_by_search = False
 
-    def offer(self, plan: Plan) -> None:
-        """A plan from elsewhere: it sets the mark, but an equally early one found in order replaces it."""
+    def offer(self, plan: Plan, rule: HelpRule) -> None:
+        """A way from elsewhere: it sets the mark, but an equally early one found in order replaces it."""
         future = self._bubble.fork()
-        plan = play(future, self._bubble.committed + 1, plan, WAIT_ALWAYS)
+        plan = play(future, self._bubble.committed + 1, plan, rule)
         if future.now < self.best_commit_ns:
             self.best_plan, self.best_commit_ns = plan, future.now
 

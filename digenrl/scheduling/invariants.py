@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from digenrl.records import (
     Action,
@@ -257,7 +257,7 @@ class Auditor:
             return bool(group.scored & ~group.sent_to_train)
         return group.scored == self._whole_group and not group.sent_to_train
 
-    _EVENTS: dict[type[Event], Callable[[Auditor, Any], None]] = {
+    _EVENTS: ClassVar[dict[type[Event], Callable[[Auditor, Any], None]]] = {
         WorkerJoined: _joined,
         WorkerLost: _lost,
         SliceDone: _done,
@@ -269,7 +269,7 @@ class Auditor:
         Published: _published,
         TrainerReturned: _returned,
     }
-    _ACTIONS: dict[type[Action], Callable[[Auditor, Any], None]] = {
+    _ACTIONS: ClassVar[dict[type[Action], Callable[[Auditor, Any], None]]] = {
         Generate: _generate,
         Score: _score,
         Train: _train,

@@ -6,10 +6,10 @@ this repeats until nothing more is due, and then comes the tick.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, ClassVar
 
 from digenrl.records import (
     Action,
@@ -133,7 +133,7 @@ class VirtualCluster:
     def _nothing(self, action: Action) -> None:
         """Takes no time and has no answer."""
 
-    _START: dict[type[Action], Callable[[VirtualCluster, Any], None]] = {
+    _START: ClassVar[dict[type[Action], Callable[[VirtualCluster, Any], None]]] = {
         Generate: _generate,
         Score: _score,
         Train: _train,
@@ -144,8 +144,3 @@ class VirtualCluster:
         Wait: _nothing,
         Quarantine: _nothing,
     }
-
-
-def lost_and_joined(events: Iterable[Event]) -> Sequence[Event]:
-    """Fault events in the order of their times."""
-    return sorted(events, key=lambda event: event.at_ns)

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from digenrl.telemetry.folding import pools_of
 from digenrl.telemetry.trace import Span, Trace, Work
+from digenrl.telemetry.writing import write_whole
 
 Event: TypeAlias = dict[str, Any]
 
@@ -38,12 +39,7 @@ def perfetto_json(trace: Trace) -> dict[str, Any]:
 
 def write_perfetto(trace: Trace, path: Path) -> None:
     """Write the trace to a file that is complete or absent: a reader never meets half of one."""
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        partial.write_text(json.dumps(perfetto_json(trace)), encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, json.dumps(perfetto_json(trace)))
 
 
 def _thread_name(span: Span) -> str:

@@ -1,0 +1,267 @@
+"""The paper's ladder, simulated: ours beside its figures, from one set of constants, every assumption listed.
+
+    python benchmarks/paper_ladder.py [--json]
+
+The paper (arXiv 2606.24369) gives the speed-ups, the cards' number, memory and fp32 rate, the network, the batch, the
+denoising steps and the trained share. The rest is assumed here, and `SENSITIVITY` shows what each assumption is worth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from digenrl.planning.cluster import CardPool
+from digenrl.planning.colocated import ColocatedAssumptions, colocated_spec
+from digenrl.planning.constants import CONSTANTS, Constants
+from digenrl.planning.evaluation import predicted_makespan
+from digenrl.planning.ladder import RUNGS, Standing, climb
+from digenrl.planning.workload import Workload, workload_for
+
+STEPS = 4  # optimizer steps simulated
+
+A = CardPool.model_validate({"card": "RTX A6000", "nodes": 4, "per_node": 8, "network_gbit_s": 200})
+B = CardPool.model_validate({"card": "H100", "nodes": 4, "per_node": 8, "network_gbit_s": 400})
+C = CardPool.model_validate({"card": "RTX PRO 6000 Blackwell", "nodes": 2, "per_node": 8, "network_gbit_s": 200})
+TESTBEDS = {"A": (A,), "B": (B,), "C": (C,), "A+C": (A, C)}
+
+CLIP = {"height": 240, "width": 416, "frames": 17}
+IMAGE = {"height": 512, "width": 512}
+MODELS = {"HunyuanVideo": CLIP, "Wan2.1-14B": CLIP, "FLUX.1": IMAGE, "Qwen-Image": IMAGE}
+
+PAPER_LADDER = {
+    "HunyuanVideo": (1.52, 1.84, 2.14, 3.05, 3.34),
+    "Wan2.1-14B": (1.58, 1.70, 2.10, 2.79, 2.85),
+}
+PAPER_RANGE = {"Qwen-Image": (1.56, 2.21)}
+PAPER_MIXED = {"colocated": 1.46, "everything on": 1.85}
+SETTINGS = tuple((steps, share) for steps in (20, 30, 40) for share in (0.4, 0.6))
+SHOWN_SETTING = (20, 0.6)
+
+ASSUMPTIONS = (
+    "Cards by their fp32 rate and memory: A is the RTX A6000, B the H100 SXM, C the RTX PRO 6000 Blackwell.",
+    "Nodes of eight cards; the stated network is a node's, shared by its cards. A and C have PCIe inside a node.",
+    "Full fine-tuning with FSDP: bf16 weights gathered for forward and for backward, fp32 gradients scattered, "
+    "once per pass. 70 % of the shorter of compute and communication hides behind the longer.",
+    "Batch 32 is 2 prompts of 16 samples. Videos are 17 frames of 240x416, images 512x512; no second guidance branch.",
+    "Colocated shards over all its cards and runs one time-step at a time, as DanceGRPO's trainer does; generates "
+    "with a whole copy of the weights on each card; pays 1 s to wake or stop its inference engine, and the gather of "
+    "that copy. Its scaling is otherwise perfect. Unequal cards train at the slowest one's pace.",
+    "Disaggregated rungs may shard inside a node where that fits. Without TSP a sample stays on one rank and a pass "
+    "holds one pair. Every rung gets the split and slice that suit it best.",
+    "Rewards and text encoders cost nothing on either side.",
+)
+
+BASELINE = ColocatedAssumptions(engine_switch_s=1.0)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One set of assumptions: the baseline's habits, the constants, the workload and the network."""
+
+    name: str
+    colocated: ColocatedAssumptions = BASELINE
+    constants: Constants = CONSTANTS
+    workload: dict[str, Any] = field(default_factory=dict)
+    network_factor: float = 1.0
+
+
+SENSITIVITY = (
+    Scene("as assumed"),
+    Scene("colocated pays little: node shards, packed, no engine switch", ColocatedAssumptions(True, True)),
+    Scene("colocated shards inside nodes", replace(BASELINE, node_shards=True)),
+    Scene("colocated packs and spreads time-steps", replace(BASELINE, packed=True)),
+    Scene("colocated switches engines for free", replace(BASELINE, engine_switch_s=0.0)),
+    Scene("colocated needs 5 s to switch engines", replace(BASELINE, engine_switch_s=5.0)),
+    Scene("colocated training scales to 0.8", replace(BASELINE, scaling=0.8)),
+    Scene("colocated generates with sharded weights", replace(BASELINE, sharded_rollout=True)),
+    Scene(
+        "colocated pays much: sharded rollout, 5 s, scaling 0.8",
+        ColocatedAssumptions(sharded_rollout=True, scaling=0.8, engine_switch_s=5.0),
+    ),
+    Scene("gathers hide fully", constants=replace(CONSTANTS, gather_overlap=1.0)),
+    Scene("gathers do not hide", constants=replace(CONSTANTS, gather_overlap=0.0)),
+    Scene("the network is a card's, not a node's", network_factor=8.0),
+    Scene("LoRA instead of full fine-tuning", workload={"tuning": "lora"}),
+    Scene("4 prompts of 8 samples", workload={"prompts": 4, "samples_per_prompt": 8}),
+    Scene("clips of 33 frames", workload={"frames": 33}),
+    Scene("clips of 53 frames of 480x480", workload={"height": 480, "width": 480, "frames": 53}),
+    Scene("a second guidance branch, where the family has one", workload={"guidance": True}),
+)
+
+
+def workload_of(model: str, setting: tuple[int, float], changes: dict[str, Any]) -> Workload:
+    """The workload of one model at one setting of the paper's grid."""
+    steps, share = setting
+    base = {
+        "tuning": "full",
+        "prompts": 2,
+        "samples_per_prompt": 16,
+        "guidance": False,
+        "denoise_steps": steps,
+        "trained_share": share,
+    }
+    return workload_for(model, **{**base, **MODELS[model], **changes})
+
+
+def ladder_of(model: str, testbed: str, setting: tuple[int, float], scene: Scene) -> list[Standing]:
+    """Every rung of one model on one testbed."""
+    pools = [
+        pool.model_copy(update={"network_gbit_s": pool.network_gbit_s * scene.network_factor})
+        for pool in TESTBEDS[testbed]
+    ]
+    workload = workload_of(model, setting, scene.workload)
+    return climb(workload, pools, predicted_makespan, STEPS, scene.colocated, scene.constants)
+
+
+def all_ladders() -> dict[str, dict[str, list[Standing]]]:
+    """Model, then testbed, at the shown setting."""
+    return {
+        model: {testbed: ladder_of(model, testbed, SHOWN_SETTING, SENSITIVITY[0]) for testbed in TESTBEDS}
+        for model in MODELS
+    }
+
+
+def ranges() -> dict[str, dict[str, tuple[float, float]]]:
+    """Least and greatest last-rung speed-up over the paper's six settings."""
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for model in MODELS:
+        found[model] = {}
+        for testbed in TESTBEDS:
+            last = [ladder_of(model, testbed, setting, SENSITIVITY[0])[-1].speedup for setting in SETTINGS]
+            found[model][testbed] = (min(last), max(last))
+    return found
+
+
+def mixed_against_a(ladders: dict[str, dict[str, list[Standing]]]) -> dict[str, dict[str, float]]:
+    """What adding testbed C's cards to A brings, against colocated on A alone."""
+    gains = {}
+    for model, by_testbed in ladders.items():
+        alone_s, mixed = by_testbed["A"][0].makespan_s, by_testbed["A+C"]
+        gains[model] = {
+            "colocated": alone_s / mixed[0].makespan_s,
+            "everything on": alone_s / mixed[-1].makespan_s,
+        }
+    return gains
+
+
+def sensitivity() -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
+    """For every scene the last rung's speed-up, of the two models that the paper gives a ladder for."""
+    for scene in SENSITIVITY:
+        yield (
+            scene.name,
+            {
+                model: {
+                    testbed: ladder_of(model, testbed, SHOWN_SETTING, scene)[-1].speedup
+                    for testbed in ("A", "B", "C")
+                }
+                for model in PAPER_LADDER
+            },
+        )
+
+
+def ladder_table(model: str, by_testbed: dict[str, list[Standing]]) -> Table:
+    table = Table(title=f"{model}: speed-up over colocated, {SHOWN_SETTING[0]} steps, {SHOWN_SETTING[1]} trained")
+    table.add_column("rung")
+    table.add_column("paper", justify="right")
+    for testbed in by_testbed:
+        table.add_column(f"ours, {testbed}", justify="right")
+    paper = PAPER_LADDER.get(model, (None,) * len(RUNGS))
+    for row, rung in enumerate(RUNGS):
+        ours = [f"{standings[row + 1].speedup:.2f}" for standings in by_testbed.values()]
+        table.add_row(rung.name, f"{paper[row]:.2f}" if paper[row] else "-", *ours)
+    table.add_row("split of the last rung", "", *(s[-1].split.replace("; ", "\n") for s in by_testbed.values()))
+    table.add_row("colocated, s a step", "", *(f"{s[0].makespan_s / STEPS:.0f}" for s in by_testbed.values()))
+    return table
+
+
+def range_table(found: dict[str, dict[str, tuple[float, float]]]) -> Table:
+    table = Table(title="Everything on, over colocated: least and greatest over 20/30/40 steps, 0.4/0.6 trained")
+    table.add_column("model")
+    table.add_column("paper", justify="right")
+    for testbed in TESTBEDS:
+        table.add_column(f"ours, {testbed}", justify="right")
+    for model, by_testbed in found.items():
+        last = PAPER_LADDER[model][-1:] if model in PAPER_LADDER else PAPER_RANGE.get(model, ())
+        paper = " to ".join(f"{figure:.2f}" for figure in last) or "-"
+        table.add_row(model, paper, *(f"{low:.2f} to {high:.2f}" for low, high in by_testbed.values()))
+    return table
+
+
+def mixed_table(gains: dict[str, dict[str, float]]) -> Table:
+    table = Table(title="A and C together, against colocated on A alone")
+    for heading in ("model", "colocated", "everything on"):
+        table.add_column(heading)
+    table.add_row("paper (model not stated)", *(f"{figure:.2f}" for figure in PAPER_MIXED.values()))
+    for model, gain in gains.items():
+        table.add_row(model, *(f"{figure:.2f}" for figure in gain.values()))
+    return table
+
+
+def sensitivity_table(rows: list[tuple[str, dict[str, dict[str, float]]]]) -> Table:
+    table = Table(title="Everything on, over colocated, when one assumption changes (paper: 3.34 and 2.85)")
+    table.add_column("assumption")
+    for model in PAPER_LADDER:
+        for testbed in ("A", "B", "C"):
+            table.add_column(f"{model.split('2.1')[0]}, {testbed}", justify="right")
+    for name, by_model in rows:
+        figures = [f"{speedup:.2f}" for by_testbed in by_model.values() for speedup in by_testbed.values()]
+        table.add_row(name, *figures)
+    return table
+
+
+def baseline_costs() -> dict[str, dict[str, float]]:
+    """What the colocated step of HunyuanVideo is made of, in seconds, on every testbed."""
+    parts = {}
+    for testbed, pools in TESTBEDS.items():
+        spec = colocated_spec(workload_of("HunyuanVideo", SHOWN_SETTING, {}), pools, 1, BASELINE)
+        lanes = 1 + sum(pool.count for pool in spec.generators)
+        samples = spec.prompts * spec.samples_per_prompt
+        parts[testbed] = {
+            "two switches": float(2 * spec.colocate.switch),
+            "training": float(spec.trainer.seconds_per_sample) * samples / lanes,
+            "commit": float(spec.trainer.commit),
+            "step": predicted_makespan(spec),
+        }
+    return parts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of tables")
+    as_json = parser.parse_args().json
+    ladders, found = all_ladders(), ranges()
+    gains, scenes = mixed_against_a(ladders), list(sensitivity())
+    if as_json:
+        content = {
+            "assumptions": ASSUMPTIONS,
+            "constants": asdict(CONSTANTS),
+            "ladders": {
+                m: {t: [asdict(s) for s in rungs] for t, rungs in by.items()} for m, by in ladders.items()
+            },
+            "paper": {"ladder": PAPER_LADDER, "range": PAPER_RANGE, "mixed": PAPER_MIXED},
+            "ranges": found,
+            "mixed": gains,
+            "colocated_step": baseline_costs(),
+            "sensitivity": dict(scenes),
+        }
+        print(json.dumps(content, indent=2))
+        return
+    console = Console(width=max(Console().width, 150))
+    for model, by_testbed in ladders.items():
+        console.print(ladder_table(model, by_testbed))
+    for table in (range_table(found), mixed_table(gains), sensitivity_table(scenes)):
+        console.print(table)
+    console.print("Assumptions, beside the constants in digenrl/planning/constants.py:")
+    for number, assumption in enumerate(ASSUMPTIONS, start=1):
+        console.print(f"{number}. {assumption}")
+
+
+if __name__ == "__main__":
+    main()

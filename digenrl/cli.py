@@ -1,0 +1,222 @@
+"""The command line: reads, chooses, runs, shows. Mistakes end in one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Annotated, NoReturn, cast, get_args
+
+import typer
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from digenrl import __version__
+from digenrl.config.reading import ConfigError, nearest
+from digenrl.config.spec import read_spec
+from digenrl.planning.candidates import Objective, PlanOptions
+from digenrl.planning.cluster import read_cluster
+from digenrl.planning.planner import plan as search_plans
+from digenrl.planning.view import plan_reasons, plans_table, result_as_dict, spec_as_dict
+from digenrl.planning.workload import workload_for
+from digenrl.simulation.ladder import Rung, climb, rungs
+from digenrl.simulation.quick import quick_makespan
+from digenrl.simulation.simulator import SIMULATED_SEARCH_BUDGET, simulate
+from digenrl.simulation.view import answer_table, ladder_table, title_of
+from digenrl.telemetry.gantt_svg import gantt_svg
+from digenrl.telemetry.gantt_terminal import gantt_text
+from digenrl.telemetry.perfetto import write_perfetto
+from digenrl.telemetry.writing import check_writable, write_whole
+
+app = typer.Typer(
+    name="digenrl",
+    help="RL post-training for diffusion models on separate pools of cards.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+out = Console()
+aside = Console(stderr=True)  # progress and remarks: never in the way of --json
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    """RL post-training for diffusion models on separate pools of cards."""
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command("simulate")
+def simulate_command(
+    spec_file: Annotated[Path, typer.Argument(metavar="SPEC", help="What to schedule: a YAML or JSON file.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace that ui.perfetto.dev opens.")] = None,
+    gantt: Annotated[Path | None, typer.Option(help="Write a picture of the lanes (SVG).")] = None,
+    ladder: Annotated[bool, typer.Option("--ladder", help="Compare all techniques, one by one.")] = False,
+    unpacked: Annotated[
+        str | None,
+        typer.Option(metavar="SECONDS", help="With --ladder: seconds per sample without time-step packing."),
+    ] = None,
+    budget: Annotated[
+        int, typer.Option(min=1, help="Nodes that one help decision may look at.")
+    ] = SIMULATED_SEARCH_BUDGET,
+) -> None:
+    """Run a SPEC through the production scheduler on a virtual clock, and show what it costs."""
+    for path in (trace, gantt):
+        if path is not None:
+            check_writable(path)
+    if unpacked is not None and not ladder:
+        raise ConfigError("--unpacked: only --ladder uses it; add --ladder or leave it out")
+    if ladder and (trace is not None or gantt is not None):
+        raise ConfigError("--ladder: compares several runs and writes no trace or picture; leave one of them out")
+    spec = read_spec(spec_file)
+    if ladder:
+        _climb_and_show(rungs(spec, _seconds("--unpacked", unpacked)), as_json)
+        return
+    run = simulate(spec, budget)
+    if trace is not None:
+        write_perfetto(run.trace, trace)
+    if gantt is not None:
+        write_whole(gantt, gantt_svg(run.trace, title_of(run.spec)))
+    if as_json:
+        typer.echo(json.dumps(run.answer.as_dict()))
+        return
+    out.print(answer_table(run.spec, run.answer))
+    out.print()
+    out.print(gantt_text(run.trace, out.width))
+    _say_written(trace, gantt)
+
+
+def _climb_and_show(ladder: tuple[Rung, ...], as_json: bool) -> None:
+    with _progress("simulating", quiet=as_json) as report:
+        climbed = []
+        for each in climb(ladder):
+            climbed.append(each)
+            report(len(climbed), len(ladder))
+    if as_json:
+        rows = [
+            {"rung": each.rung.name, "note": each.rung.note, "answer": each.answer and each.answer.as_dict()}
+            for each in climbed
+        ]
+        typer.echo(json.dumps(rows))
+    else:
+        out.print(ladder_table(climbed))
+
+
+@app.command("plan")
+def plan_command(
+    model: Annotated[str, typer.Option(help="Model family, as flux.1 or wan2.1-14b.")],
+    cluster: Annotated[Path, typer.Option(help="The cards there are: a YAML or JSON file.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plans as JSON.")] = False,
+    write_spec: Annotated[Path, typer.Option("--spec", help="Where to write the best plan's SPEC.")] = Path(
+        "plan.yaml"
+    ),
+    tuning: Annotated[str | None, typer.Option(help="lora or full.")] = None,
+    lora_rank: Annotated[int | None, typer.Option(help="Rank of the adapters.")] = None,
+    height: Annotated[int | None, typer.Option(help="Pixels.")] = None,
+    width: Annotated[int | None, typer.Option(help="Pixels.")] = None,
+    frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,
+    denoise_steps: Annotated[int | None, typer.Option(help="Steps of a rollout.")] = None,
+    trained_share: Annotated[float | None, typer.Option(help="Share of the steps that is trained.")] = None,
+    prompts: Annotated[int | None, typer.Option(help="Groups per optimizer step.")] = None,
+    samples_per_prompt: Annotated[int | None, typer.Option(help="Samples per group.")] = None,
+    compiled: Annotated[bool | None, typer.Option(help="Cost the models as compiled or eager.")] = None,
+    guidance: Annotated[
+        bool | None, typer.Option(help="Classifier-free guidance, where the family uses it.")
+    ] = None,
+    reward_lanes: Annotated[int | None, typer.Option(help="Reward scorers; 0 is instant.")] = None,
+    reward_seconds: Annotated[float | None, typer.Option(help="Seconds to score one sample.")] = None,
+    on_policy: Annotated[bool, typer.Option("--on-policy", help="No stale starts.")] = False,
+    stale_share: Annotated[
+        list[float] | None, typer.Option(help="A stale share to try; may be given several times.")
+    ] = None,
+    objective: Annotated[str, typer.Option(help="throughput or cost.")] = "throughput",
+    keep: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 5,
+) -> None:
+    """Size the pools for a model on a cluster: which cards generate, which train, and how."""
+    check_writable(write_spec)
+    workload = workload_for(
+        model, tuning=tuning, lora_rank=lora_rank, height=height, width=width, frames=frames,
+        denoise_steps=denoise_steps, trained_share=trained_share, prompts=prompts,
+        samples_per_prompt=samples_per_prompt, compiled=compiled, guidance=guidance,
+        reward_lanes=reward_lanes, reward_seconds=reward_seconds,
+    )  # fmt: skip
+    options = PlanOptions(
+        stale_shares=_stale_shares(on_policy, stale_share), objective=_objective(objective), keep=keep
+    )
+    cards = read_cluster(cluster)
+    with _progress("planning", quiet=as_json) as report:
+        result = search_plans(workload, cards, options, quick_makespan, lambda spec: simulate(spec).answer, report)
+    write_whole(write_spec, yaml.safe_dump(spec_as_dict(result.best), sort_keys=False))
+    if as_json:
+        typer.echo(json.dumps(result_as_dict(result)))
+        return
+    out.print(plans_table(result.plans))
+    for reason in plan_reasons(result.plans):
+        out.print(reason)
+    out.print(
+        f"[dim]{result.considered:,} plans considered, {result.evaluated} simulated; "
+        f"no other is better than the first by more than {result.proven_gap:.1%}.[/dim]"
+    )
+    out.print(f"SPEC of the first plan: {write_spec}  (look at it with: digenrl simulate {write_spec})")
+
+
+def _stale_shares(on_policy: bool, given: list[float] | None) -> tuple[float, ...]:
+    if on_policy and given:
+        raise ConfigError("--on-policy and --stale-share: one forbids what the other asks for; leave one out")
+    for share in given or ():
+        if not 0 <= share <= 1:
+            raise ConfigError(f"--stale-share: must be between 0 and 1, got {share}")
+    return (0.0,) if on_policy else tuple(given) if given else PlanOptions().stale_shares
+
+
+def _objective(word: str) -> Objective:
+    for known in get_args(Objective):
+        if word == known:
+            return cast(Objective, known)
+    raise ConfigError(f"--objective: unknown '{word}'; {nearest(word, list(get_args(Objective)))}")
+
+
+def _seconds(option: str, text: str | None) -> Decimal | None:
+    if text is None:
+        return None
+    try:
+        value = Decimal(text)
+    except InvalidOperation:
+        raise ConfigError(f"{option}: expected seconds, got '{text}'") from None
+    if not value.is_finite() or value <= 0:
+        raise ConfigError(f"{option}: must be above 0, got {text}")
+    return value
+
+
+def _say_written(*paths: Path | None) -> None:
+    for path in paths:
+        if path is not None:
+            out.print(f"wrote {path}")
+
+
+@contextmanager
+def _progress(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar on the side channel, gone when the work is done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=aside, transient=True, disable=quiet) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def main() -> NoReturn:
+    """The entry point; whatever a user got wrong is told in one line."""
+    try:
+        app(standalone_mode=True)
+    except ConfigError as error:
+        typer.echo(f"digenrl: {error}", err=True)
+        sys.exit(2)
+    sys.exit(0)

@@ -2,8 +2,8 @@
 
     python benchmarks/paper_ladder.py [--json]
 
-The paper (arXiv 2606.24369) gives the speed-ups, the cards' number, memory and fp32 rate, the network, the batch, the
-denoising steps and the trained share. The rest is assumed here, and `SENSITIVITY` shows what each assumption is worth.
+The paper (arXiv 2606.24369) gives the speed-ups, the cards' number, memory and fp32 rate, the network, the batch,
+the denoising steps and the trained share. The rest is assumed here, and `SENSITIVITY` shows what each is worth.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ ASSUMPTIONS = (
     "Nodes of eight cards; the stated network is a node's, shared by its cards. A and C have PCIe inside a node.",
     "Full fine-tuning with FSDP: bf16 weights gathered for forward and for backward, fp32 gradients scattered, "
     "once per pass. 70 % of the shorter of compute and communication hides behind the longer.",
-    "Batch 32 is 2 prompts of 16 samples. Videos are 17 frames of 240x416, images 512x512; no second guidance branch.",
+    "Batch 32 is 2 prompts of 16 samples. Videos are 17 frames of 240x416, images 512x512; no second guidance "
+    "branch.",
     "Colocated shards over all its cards and runs one time-step at a time, as DanceGRPO's trainer does; generates "
-    "with a whole copy of the weights on each card; pays 1 s to wake or stop its inference engine, and the gather of "
-    "that copy. Its scaling is otherwise perfect. Unequal cards train at the slowest one's pace.",
-    "Disaggregated rungs may shard inside a node where that fits. Without TSP a sample stays on one rank and a pass "
-    "holds one pair. Every rung gets the split and slice that suit it best.",
+    "with a whole copy of the weights on each card; pays 1 s to wake or stop its inference engine, and the gather "
+    "of that copy. Its scaling is otherwise perfect. Unequal cards train at the slowest one's pace.",
+    "Disaggregated rungs may keep a copy of the weights per node where that fits. Without TSP a sample stays on one "
+    "rank and a pass holds one pair. Every rung gets the split and slice that suit it best.",
     "Rewards and text encoders cost nothing on either side.",
 )
 
@@ -70,12 +71,14 @@ class Scene:
     constants: Constants = CONSTANTS
     workload: dict[str, Any] = field(default_factory=dict)
     network_factor: float = 1.0
+    node_shards: bool = True
 
 
 SENSITIVITY = (
     Scene("as assumed"),
     Scene("colocated pays little: node shards, packed, no engine switch", ColocatedAssumptions(True, True)),
     Scene("colocated shards inside nodes", replace(BASELINE, node_shards=True)),
+    Scene("nobody shards inside nodes", node_shards=False),
     Scene("colocated packs and spreads time-steps", replace(BASELINE, packed=True)),
     Scene("colocated switches engines for free", replace(BASELINE, engine_switch_s=0.0)),
     Scene("colocated needs 5 s to switch engines", replace(BASELINE, engine_switch_s=5.0)),
@@ -117,7 +120,8 @@ def ladder_of(model: str, testbed: str, setting: tuple[int, float], scene: Scene
         for pool in TESTBEDS[testbed]
     ]
     workload = workload_of(model, setting, scene.workload)
-    return climb(workload, pools, predicted_makespan, STEPS, scene.colocated, scene.constants)
+    rungs = [replace(rung, node_shards=scene.node_shards) for rung in RUNGS]
+    return climb(workload, pools, predicted_makespan, STEPS, scene.colocated, scene.constants, rungs)
 
 
 def all_ladders() -> dict[str, dict[str, list[Standing]]]:

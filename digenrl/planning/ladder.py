@@ -23,11 +23,13 @@ from digenrl.planning.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """A rung's name, the policy it runs under, and whether time-steps are packed and spread (TSP)."""
+    """A rung's name, the policy it runs under, whether time-steps are packed and spread (TSP), and whether the
+    trainer may keep a copy of the weights per node."""
 
     name: str
     policy: Policy
     packed: bool
+    node_shards: bool = True
 
 
 STALE_SHARE = "0.5"
@@ -77,7 +79,7 @@ def rung_candidates(
     for trainer_pool in pools:
         quarter = max(1, trainer_pool.per_node // 4)
         for cards in range(quarter, trainer_pool.cards + 1, quarter):
-            trainer = best_trainer(workload, trainer_pool, cards, unit, constants, rung.packed)
+            trainer = best_trainer(workload, trainer_pool, cards, unit, constants, rung.packed, rung.node_shards)
             left = {pool.name: pool.cards - (cards if pool is trainer_pool else 0) for pool in pools}
             lanes = [generator_layout(workload, pool, left[pool.name], constants) for pool in pools]
             generators = tuple(layout for layout in lanes if layout is not None)

@@ -82,17 +82,20 @@ def best_trainer(
     samples_per_unit: int,
     constants: Constants = CONSTANTS,
     packed: bool = True,
+    node_shards: bool = True,
 ) -> TrainerLayout | None:
     """The simplest sharding, pack and checkpointing within 1 % of the soonest that fit; None where none fits.
 
     They bear on nothing but the trainer's own time, so they are chosen here, outside the search over splits.
-    Without `packed` (no time-step parallelism) every pair is a pass of its own and a sample stays on one rank.
+    Without `packed` (no time-step parallelism) every pair is a pass of its own and a sample stays on one rank;
+    without `node_shards` no copy is kept per node.
     """
     units = ceil(workload.samples_per_step / samples_per_unit)
     seconds = {
         trainer: units * unit_seconds(workload, trainer, samples_per_unit, constants)
         + commit_seconds(workload, trainer, constants)
         for trainer in _fitting_trainers(workload, pool, cards, samples_per_unit, constants, packed)
+        if node_shards or trainer.shard_cards in (1, cards)
     }
     if not seconds:
         return None

@@ -189,6 +189,7 @@ def _result(search: _Search, inspect: Inspect) -> PlanResult:
     )
     ranked = by_score_then_price[: search.options.keep]
     plans = [_finished(search, candidate, inspect) for _, candidate in ranked]
+    plans.sort(key=_by_inspection(search.options))  # where it differs from the quick prediction, it has the say
     best = plans[0]
     told = [replace(best, why=why_it_won(best, search.workload))]
     told += [replace(other, why=why_it_lost(other, best, search.options.objective)) for other in plans[1:]]
@@ -200,6 +201,12 @@ def _result(search: _Search, inspect: Inspect) -> PlanResult:
         evaluated=len(search.tried),
         proven_gap=proven_gap,
     )
+
+
+def _by_inspection(options: PlanOptions) -> Callable[[Plan], tuple[float, float]]:
+    if options.objective == "cost":
+        return lambda plan: (plan.usd_per_1000_samples, plan.makespan_s)
+    return lambda plan: (plan.makespan_s, plan.usd_per_1000_samples)
 
 
 def _finished(search: _Search, candidate: Candidate, inspect: Inspect) -> Plan:

@@ -40,8 +40,8 @@ class Facts:
 
     __slots__ = (
         "batch", "budget", "by_sample", "class_ns", "commit_ns", "earliest_finish", "fork_cost", "fresh_groups",
-        "full_list", "helper_ns", "helpers", "next_list", "next_stale", "next_step", "publish_ns", "score_ns", "slice_size",
-        "steps", "switch_in_ns", "switch_out_ns", "unit_ns", "units",
+        "full_list", "helper_ns", "helpers", "next_list", "next_stale", "next_step", "publish_ns", "score_ns",
+        "slice_size", "steps", "switch_in_ns", "switch_out_ns", "unit_ns", "units",
     )  # fmt: skip
 
     def __init__(self, state: SchedulerState, class_ns: tuple[int, ...]) -> None:

@@ -15,7 +15,9 @@ from digenrl.simulation.ladder import Climbed
 def answer_table(spec: Spec, answer: Answer) -> Table:
     """What a schedule cost, one line per figure."""
     samples = spec.steps * spec.prompts * spec.samples_per_prompt
-    table = Table(title=title_of(spec), title_justify="left", show_header=False, box=None, pad_edge=False)
+    table = Table(
+        title=title_of(spec), title_justify="left", show_header=False, box=None, pad_edge=False, padding=(0, 1)
+    )
     table.add_column(style="bold")
     table.add_column(justify="right")
     table.add_column(style="dim")
@@ -34,15 +36,18 @@ def answer_table(spec: Spec, answer: Answer) -> Table:
 
 def ladder_table(climbed: Sequence[Climbed]) -> Table:
     """The rungs side by side, each against the lowest one that could be run."""
-    table = Table(title="What each technique brings", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title="What each technique brings", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1)
+    )
     for heading in ("", "makespan", "samples/s", "speed-up", "gen. idle", "train. idle", "efficiency"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    table.add_column("")
+        table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
+    notes = [f"{each.rung.name}: {each.rung.note}" for each in climbed if each.rung.note]
+    table.caption, table.caption_justify = "; ".join(notes) or None, "left"
     first = next(each.answer for each in climbed if each.answer is not None)
     for each in climbed:
         answer = each.answer
         if answer is None:
-            table.add_row(each.rung.name, *["-"] * 6, each.rung.note)
+            table.add_row(each.rung.name, *["-"] * 6)
             continue
         table.add_row(
             each.rung.name,
@@ -52,7 +57,6 @@ def ladder_table(climbed: Sequence[Climbed]) -> Table:
             percent(answer.generator_idle),
             percent(answer.trainer_idle),
             percent(answer.efficiency),
-            each.rung.note,
         )
     return table
 

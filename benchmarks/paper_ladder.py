@@ -54,8 +54,8 @@ ASSUMPTIONS = (
     "Colocated shards over all its cards and runs one time-step at a time, as DanceGRPO's trainer does; generates "
     "with a whole copy of the weights on each card; pays 1 s to wake or stop its inference engine, and the gather "
     "of that copy. Its scaling is otherwise perfect. Unequal cards train at the slowest one's pace.",
-    "Disaggregated rungs may keep a copy of the weights per node where that fits. Without TSP a sample stays on one "
-    "rank and a pass holds one pair. Every rung gets the split and slice that suit it best.",
+    "Disaggregated rungs may keep a copy of the weights per node where that fits. Without TSP a sample stays on "
+    "one rank and a pass holds one pair. Every rung gets the split and slice that suit it best.",
     "Rewards and text encoders cost nothing on either side.",
 )
 
@@ -91,7 +91,7 @@ SENSITIVITY = (
     Scene("gathers hide fully", constants=replace(CONSTANTS, gather_overlap=1.0)),
     Scene("gathers do not hide", constants=replace(CONSTANTS, gather_overlap=0.0)),
     Scene("the network is a card's, not a node's", network_factor=8.0),
-    Scene("LoRA instead of full fine-tuning", workload={"tuning": "lora"}),
+    Scene("LoRA, colocated still sharded over all cards", workload={"tuning": "lora"}),
     Scene("4 prompts of 8 samples", workload={"prompts": 4, "samples_per_prompt": 8}),
     Scene("clips of 33 frames", workload={"frames": 33}),
     Scene("clips of 53 frames of 480x480", workload={"height": 480, "width": 480, "frames": 53}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any, Protocol, TypeVar
@@ -40,7 +41,9 @@ def find(kind: str, wanted: str, entries: Sequence[Entry]) -> Entry:
     by_name = {_plain(name): entry for entry in entries for name in (entry.name, *entry.aliases)}
     found = by_name.get(_plain(wanted))
     if found is None:
-        raise ConfigError(f"unknown {kind} '{wanted}'; {nearest(wanted, [entry.name for entry in entries])}")
+        names = [entry.name for entry in entries]
+        close = difflib.get_close_matches(_plain(wanted), by_name, n=1, cutoff=0.5)
+        raise ConfigError(f"unknown {kind} '{wanted}'; {nearest(by_name[close[0]].name if close else '', names)}")
     return found
 
 

@@ -18,7 +18,7 @@ from digenrl.planning.candidates import Candidate, PlanOptions, candidates, spli
 from digenrl.planning.cluster import CardPool, Cluster
 from digenrl.planning.constants import CONSTANTS, Constants
 from digenrl.planning.layout import memory_of_trainer
-from digenrl.planning.memory import MemoryReport, generator_memory, trainer_memory
+from digenrl.planning.memory import generator_memory, trainer_memory
 from digenrl.planning.plans import Plan, PlanResult
 from digenrl.planning.reasons import why_it_lost, why_it_won
 from digenrl.planning.workload import Workload
@@ -86,9 +86,11 @@ class _Search:
             if budget == 0 or (self._cannot_win(bound) and len(self.best_of_split) >= self.options.keep):
                 self.least_bound_left = min(self.least_bound_left, bound)
                 break
-            if not self._cannot_win(bound) or candidate.layout.split not in self.best_of_split:
-                self._try(candidate)
-                budget -= 1
+            if self._cannot_win(bound) and candidate.layout.split in self.best_of_split:
+                self.least_bound_left = min(self.least_bound_left, bound)
+                continue
+            self._try(candidate)
+            budget -= 1
         self.found += queue
         self.progress(self.considered, self.considered)
 
@@ -150,11 +152,11 @@ def plan(
             ),
             budget if len(tried) == len(fresh) else budget // 4,
         )
-        if not search.best_of_split:
-            raise ConfigError(_does_not_fit(workload, cluster, constants))
         sizes = _between(search, sizes)
+    if not search.best_of_split:
+        raise ConfigError(_does_not_fit(workload, cluster, constants))
     search.polish()
-    return _result(search, inspect)
+    return _result(search, inspect, all(pool.cards - 1 <= EVERY_SIZE_UP_TO for pool in cluster.pools))
 
 
 def _first_sizes(pool: CardPool, others_generate: bool) -> list[int]:
@@ -170,6 +172,8 @@ def _first_sizes(pool: CardPool, others_generate: bool) -> list[int]:
 
 def _between(search: _Search, sizes: dict[CardPool, list[int]]) -> dict[CardPool, list[int]]:
     """The coarse grid of the best trainer's pool, with whole nodes halfway to its neighbours added."""
+    if not search.best_of_split:
+        return sizes
     _, best = min(search.best_of_split.values(), key=lambda entry: entry[0])
     pool, size = best.layout.trainer.pool, best.layout.trainer.cards
     if len(sizes[pool]) >= pool.cards - 1 or size not in sizes[pool]:
@@ -183,7 +187,7 @@ def _between(search: _Search, sizes: dict[CardPool, list[int]]) -> dict[CardPool
     return {**sizes, pool: sorted({*grid, *(mark for mark in halfway if mark > 0)})}
 
 
-def _result(search: _Search, inspect: Inspect) -> PlanResult:
+def _result(search: _Search, inspect: Inspect, every_size: bool) -> PlanResult:
     by_score_then_price = sorted(
         search.best_of_split.values(), key=lambda entry: (entry[0], entry[1].layout.usd_per_hour)
     )
@@ -200,6 +204,7 @@ def _result(search: _Search, inspect: Inspect) -> PlanResult:
         considered=search.considered,
         evaluated=len(search.tried),
         proven_gap=proven_gap,
+        every_size=every_size,
     )
 
 
@@ -234,14 +239,17 @@ def _finished(search: _Search, candidate: Candidate, inspect: Inspect) -> Plan:
 
 def _does_not_fit(workload: Workload, cluster: Cluster, constants: Constants) -> str:
     """What the roomiest class lacks, in one line."""
+    if cluster.cards == 1:
+        return "a cluster of one card cannot generate and train apart; add a card"
     headroom = constants.memory_headroom
     pool = max(cluster.pools, key=lambda pool: pool.card.memory_gib * pool.cards)
-    shards = max(1, pool.cards if len(cluster.pools) > 1 else pool.cards - 1)
-    lane = generator_memory(workload, pool.card, 1, pool.per_node, headroom)
-    trainer: MemoryReport = trainer_memory(workload, pool.card, shards, 1, True, headroom)
+    shards = pool.cards if len(cluster.pools) > 1 else pool.cards - 1
+    generating = generator_memory(workload, pool.card, 1, pool.per_node, headroom)
+    training = trainer_memory(workload, pool.card, shards, 1, True, headroom)
+    way_out = "add cards or take larger ones" + (", or use LoRA" if workload.tuning == "full" else "")
     return (
-        f"{workload.model} ({workload.tuning}) does not fit this cluster of {cluster.cards} cards: on the "
-        f"roomiest, {pool.name}, with {trainer.available_gib:.1f} GiB free a card, a trainer over {shards} needs "
-        f"{trainer.total_gib:.1f} GiB a card and a generator over {pool.per_node} needs {lane.total_gib:.1f}, and "
-        f"at least one card must generate while others train; add cards, take larger ones, or use LoRA"
+        f"{workload.model} ({workload.tuning}) does not fit this cluster of {cluster.cards} cards: {pool.name}, the "
+        f"roomiest, has {training.available_gib:.1f} GiB free a card; training over {shards} needs "
+        f"{training.total_gib:.1f} a card and generating over {pool.per_node} needs {generating.total_gib:.1f}, "
+        f"on cards of their own; {way_out}"
     )

@@ -40,13 +40,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlanResult:
-    """Plans, best first. No plan of the searched space is better than the first by more than `proven_gap`."""
+    """Plans, best first. No plan of the searched space is better than the first by more than `proven_gap`.
+
+    `every_size` says whether that space had every size of the trainer, or, in large pools, a refined grid of them.
+    """
 
     workload: Workload
     plans: tuple[Plan, ...]
     considered: int
     evaluated: int
     proven_gap: float
+    every_size: bool
 
     @property
     def best(self) -> Plan:

@@ -91,6 +91,7 @@ def result_as_dict(result: PlanResult) -> dict[str, Any]:
         "considered": result.considered,
         "evaluated": result.evaluated,
         "proven_gap": result.proven_gap,
+        "every_size": result.every_size,
         "plans": [plan_as_dict(plan) for plan in result.plans],
     }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from digenrl.config.spec import Spec
@@ -37,7 +36,7 @@ def answer_table(spec: Spec, answer: Answer) -> Table:
 def ladder_table(climbed: Sequence[Climbed]) -> Table:
     """The rungs side by side, each against the lowest one that could be run."""
     table = Table(
-        title="What each technique brings", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1)
+        title="What each technique brings", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0)
     )
     for heading in ("", "makespan", "samples/s", "speed-up", "gen. idle", "train. idle", "efficiency"):
         table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)

@@ -34,6 +34,7 @@ from digenrl.records import (
     Trained,
     TrainerReturned,
     Wait,
+    WorkerJoined,
 )
 from digenrl.scheduling import SchedulerState
 from digenrl.scheduling.order import position_of
@@ -86,12 +87,11 @@ class VirtualCluster:
         """Starts the action now."""
         self._START[type(action)](self, action)
 
-    def learn_lane(self, index: int, slice_ns: int) -> None:
-        """A lane that joined later: how long it takes for a slice."""
-        self._slice_ns[index] = slice_ns
-
     def _pop(self) -> Event:
-        return heappop(self._due)[-1]
+        event = heappop(self._due)[-1]
+        if isinstance(event, WorkerJoined):
+            self._slice_ns[len(self._slice_ns)] = event.offer.slice_ns
+        return event
 
     def _report(self, phase: int, event: Event, order: tuple[int, int] = (0, 0)) -> None:
         self._order_of_submission += 1

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from handmade_traces import SECOND, helped_trace, large_trace, on_policy_trace, span
 
+from digenrl.config.reading import ConfigError
 from digenrl.telemetry.perfetto import perfetto_json, write_perfetto
 from digenrl.telemetry.trace import LaneInfo, Trace, Work
 
@@ -135,7 +136,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_partial_one(
         raise OSError("no space left")
 
     monkeypatch.setattr(Path, "replace", full_disk)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(ConfigError, match="no space left"):
         write_perfetto(on_policy_trace(), path)
     assert path.read_text() == "an older trace"
     assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,73 @@
+"""Random SPECs for the tests, as hypothesis strategies: small enough for an exhaustive oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+# A coarse raster makes events coincide, which is where the order of things at one instant matters.
+RASTERS_MS = (1000, 500, 100, 7)
+
+
+@st.composite
+def seconds(draw: st.DrawFn, least_ms: int = 1, most_ms: int = 3000) -> float:
+    """A time on one of the rasters, as it would be typed."""
+    raster = draw(st.sampled_from(RASTERS_MS))
+    return draw(st.integers(max(1, least_ms // raster), max(1, most_ms // raster))) * raster / 1000
+
+
+@st.composite
+def slice_tables(draw: st.DrawFn) -> dict[int, float]:
+    """Slice size -> seconds, growing with the size."""
+    table, total = {}, 0.0
+    for size in sorted(draw(st.sets(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=3))):
+        total = round(total + draw(seconds()), 3)
+        table[size] = total
+    return table
+
+
+@st.composite
+def spec_contents(
+    draw: st.DrawFn,
+    helps: tuple[str, ...] = ("none", "greedy", "search"),
+    dispatches: tuple[str, ...] = ("eager",),
+    most_samples: int = 16,
+    colocated: bool | None = None,
+) -> dict[str, Any]:
+    """A whole SPEC as it would be read from a file."""
+    group = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+    divisors = [size for size in range(1, group + 1) if group % size == 0]
+    maybe = st.one_of(st.just(0.0), seconds(most_ms=1000))
+    pools = draw(st.lists(st.tuples(st.integers(1, 3), slice_tables()), min_size=1, max_size=2))
+    return {
+        "steps": draw(st.integers(1, 3)),
+        "prompts": draw(st.integers(1, max(1, most_samples // group))),
+        "samples_per_prompt": group,
+        "slice": draw(st.sampled_from(divisors)),
+        "generators": [
+            {"name": f"pool{index}", "count": count, "seconds": table}
+            for index, (count, table) in enumerate(pools)
+        ],
+        "reward": {"lanes": draw(st.integers(0, 3)), "seconds": draw(maybe)},
+        "trainer": {
+            "seconds_per_sample": draw(seconds(most_ms=2000)),
+            "commit": draw(maybe),
+            "helper": {
+                "lanes": draw(st.integers(1, 3)),
+                "seconds": draw(slice_tables()),
+                "switch_in": draw(maybe),
+                "switch_out": draw(maybe),
+            },
+        },
+        "publish": draw(maybe),
+        "policy": {
+            "order": draw(st.sampled_from(["generation", "batch"])),
+            "stream": draw(st.sampled_from(["group", "batch", "sample"])),
+            "help": draw(st.sampled_from(helps)),
+            "dispatch": draw(st.sampled_from(dispatches)),
+            "stale_fraction": draw(st.sampled_from([0, 0.25, 0.3, 0.5, 1])),
+            "colocated": draw(st.booleans()) if colocated is None else colocated,
+        },
+        "colocate": {"switch": draw(maybe)},
+    }

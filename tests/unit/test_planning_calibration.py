@@ -1,0 +1,76 @@
+"""The cost model against what was measured on an H200."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import pytest
+from h200_rows import FORWARD_ROWS, LORA_ROWS, ONLOAD_ROWS, TRAINING_ROWS, WARM_UP_ROW
+
+from digenrl.planning.cards import find_card
+from digenrl.planning.constants import CONSTANTS
+from digenrl.planning.costs import GB, forward_seconds, training_pass_seconds
+from digenrl.planning.memory import GIB, trainer_memory
+from digenrl.planning.models import find_model
+from digenrl.planning.workload import Workload, workload_for
+
+H200 = find_card("H200")
+TIMED_ROWS = [row for row in TRAINING_ROWS if row != WARM_UP_ROW]
+
+
+def measured_workload(family: str, size: int, compiled: bool) -> Workload:
+    shapes = {
+        "flux": {"height": size, "width": size},
+        "qwen": {"height": size, "width": size},
+        "wan": {"height": 480, "width": 832, "frames": size},
+        "hunyuan": {"height": 480, "width": 640, "frames": size},
+    }
+    return workload_for(family, compiled=compiled, guidance=False, **shapes[family])
+
+
+def time_errors() -> list[float]:
+    errors = []
+    for family, size, compiled, samples, seconds in FORWARD_ROWS:
+        predicted = forward_seconds(measured_workload(family, size, compiled), H200, samples)
+        errors.append(predicted / seconds - 1)
+    for family, size, compiled, checkpointing, pairs, seconds, _ in TIMED_ROWS:
+        predicted = training_pass_seconds(measured_workload(family, size, compiled), H200, pairs, checkpointing)
+        errors.append(predicted / seconds - 1)
+    return errors
+
+
+def test_predicted_times_are_within_2_percent_at_the_median_and_30_at_worst():
+    errors = [abs(error) for error in time_errors()]
+    assert len(errors) == 44
+    assert median(errors) < 0.02
+    assert max(errors) < 0.30
+    assert sorted(errors)[-4] < 0.10  # all but three are near
+
+
+def test_predicted_times_lean_to_neither_side():
+    assert abs(median(time_errors())) < 0.01
+
+
+@pytest.mark.parametrize("row", TRAINING_ROWS, ids=lambda row: f"{row[0]}-{row[1]}-{row[2]}-{row[3]}-{row[4]}")
+def test_predicted_memory_is_never_below_the_measured_and_at_most_9_percent_above(row):
+    family, size, compiled, checkpointing, pairs, _, measured_gib = row
+    workload = measured_workload(family, size, compiled)
+    predicted = trainer_memory(workload, H200, 1, pairs, checkpointing).total_gib
+    assert measured_gib <= predicted <= 1.09 * measured_gib
+
+
+def test_what_ran_out_of_memory_is_predicted_not_to_fit():
+    workload = measured_workload("qwen", 512, False)
+    assert trainer_memory(workload, H200, 1, 4, checkpointing=False).fits
+    assert not trainer_memory(workload, H200, 1, 8, checkpointing=False).fits
+
+
+@pytest.mark.parametrize(("family", "trainable"), LORA_ROWS)
+def test_adapter_sizes_are_exact(family, trainable):
+    assert find_model(family).lora_parameters(32, text_stream=False) == trainable
+
+
+@pytest.mark.parametrize(("gib", "seconds"), ONLOAD_ROWS)
+def test_moving_all_weights_over_the_host_link_takes_what_it_took(gib, seconds):
+    predicted = gib * GIB / (H200.host_gb_s * GB * CONSTANTS.host_link_share)
+    assert predicted == pytest.approx(seconds, rel=0.03)

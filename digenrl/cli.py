@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Annotated, NoReturn, cast, get_args
+from typing import Annotated, Any, NoReturn, cast, get_args
 
 import typer
 import yaml
@@ -20,11 +20,12 @@ from digenrl.config.reading import ConfigError, nearest
 from digenrl.config.spec import read_spec
 from digenrl.planning.candidates import Objective, PlanOptions
 from digenrl.planning.cluster import read_cluster
+from digenrl.planning.evaluation import full_answer, predicted_makespan
 from digenrl.planning.planner import plan as search_plans
+from digenrl.planning.plans import PlanResult
 from digenrl.planning.view import plan_reasons, plans_table, result_as_dict, spec_as_dict
-from digenrl.planning.workload import workload_for
+from digenrl.planning.workload import Workload, workload_for
 from digenrl.simulation.ladder import Rung, climb, rungs
-from digenrl.simulation.quick import quick_makespan
 from digenrl.simulation.simulator import SIMULATED_SEARCH_BUDGET, simulate
 from digenrl.simulation.view import answer_table, ladder_table, title_of
 from digenrl.telemetry.gantt_svg import gantt_svg
@@ -40,6 +41,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+WORKLOAD_KEYS = [key for key in Workload.model_fields if key != "model"]
 out = Console()
 aside = Console(stderr=True)  # progress and remarks: never in the way of --json
 
@@ -115,25 +117,15 @@ def _climb_and_show(ladder: tuple[Rung, ...], as_json: bool) -> None:
 def plan_command(
     model: Annotated[str, typer.Option(help="Model family, as flux.1 or wan2.1-14b.")],
     cluster: Annotated[Path, typer.Option(help="The cards there are: a YAML or JSON file.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plans as JSON.")] = False,
-    write_spec: Annotated[Path, typer.Option("--spec", help="Where to write the best plan's SPEC.")] = Path(
-        "plan.yaml"
-    ),
-    tuning: Annotated[str | None, typer.Option(help="lora or full.")] = None,
-    lora_rank: Annotated[int | None, typer.Option(help="Rank of the adapters.")] = None,
-    height: Annotated[int | None, typer.Option(help="Pixels.")] = None,
-    width: Annotated[int | None, typer.Option(help="Pixels.")] = None,
-    frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,
-    denoise_steps: Annotated[int | None, typer.Option(help="Steps of a rollout.")] = None,
-    trained_share: Annotated[float | None, typer.Option(help="Share of the steps that is trained.")] = None,
-    prompts: Annotated[int | None, typer.Option(help="Groups per optimizer step.")] = None,
-    samples_per_prompt: Annotated[int | None, typer.Option(help="Samples per group.")] = None,
-    compiled: Annotated[bool | None, typer.Option(help="Cost the models as compiled or eager.")] = None,
-    guidance: Annotated[
-        bool | None, typer.Option(help="Classifier-free guidance, where the family uses it.")
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help=f"Change the family's recipe: {', '.join(WORKLOAD_KEYS)}."),
     ] = None,
-    reward_lanes: Annotated[int | None, typer.Option(help="Reward scorers; 0 is instant.")] = None,
-    reward_seconds: Annotated[float | None, typer.Option(help="Seconds to score one sample.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plans as JSON.")] = False,
+    spec_file: Annotated[
+        Path, typer.Option("--spec", metavar="FILE", help="Where to write the best plan's SPEC.")
+    ] = Path("plan.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Write over an existing SPEC.")] = False,
     on_policy: Annotated[bool, typer.Option("--on-policy", help="No stale starts.")] = False,
     stale_share: Annotated[
         list[float] | None, typer.Option(help="A stale share to try; may be given several times.")
@@ -142,31 +134,47 @@ def plan_command(
     keep: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 5,
 ) -> None:
     """Size the pools for a model on a cluster: which cards generate, which train, and how."""
-    check_writable(write_spec)
-    workload = workload_for(
-        model, tuning=tuning, lora_rank=lora_rank, height=height, width=width, frames=frames,
-        denoise_steps=denoise_steps, trained_share=trained_share, prompts=prompts,
-        samples_per_prompt=samples_per_prompt, compiled=compiled, guidance=guidance,
-        reward_lanes=reward_lanes, reward_seconds=reward_seconds,
-    )  # fmt: skip
-    options = PlanOptions(
-        stale_shares=_stale_shares(on_policy, stale_share), objective=_objective(objective), keep=keep
-    )
+    if check_writable(spec_file).exists() and not force:
+        raise ConfigError(f"{spec_file}: exists; add --force to write over it, or name another with --spec")
+    workload = workload_for(model, **_key_values(overrides or []))
+    shares = _stale_shares(on_policy, stale_share)
+    options = PlanOptions(stale_shares=shares, objective=_objective(objective), keep=keep)
     cards = read_cluster(cluster)
     with _progress("planning", quiet=as_json) as report:
-        result = search_plans(workload, cards, options, quick_makespan, lambda spec: simulate(spec).answer, report)
-    write_whole(write_spec, yaml.safe_dump(spec_as_dict(result.best), sort_keys=False))
+        result = search_plans(workload, cards, options, predicted_makespan, full_answer, report)
+    write_whole(spec_file, yaml.safe_dump(spec_as_dict(result.best), sort_keys=False))
     if as_json:
         typer.echo(json.dumps(result_as_dict(result)))
-        return
+    else:
+        _show_plans(result, spec_file)
+
+
+def _show_plans(result: PlanResult, spec_file: Path) -> None:
     out.print(plans_table(result.plans))
     for reason in plan_reasons(result.plans):
         out.print(reason)
+    looked_at = f"{result.considered:,} plans considered, {result.evaluated} simulated"
+    of_these = "no other" if result.every_size else "of the trainer sizes tried, none"
     out.print(
-        f"[dim]{result.considered:,} plans considered, {result.evaluated} simulated; "
-        f"no other is better than the first by more than {result.proven_gap:.1%}.[/dim]"
+        f"{looked_at}; {of_these} is better than the first by more than {result.proven_gap:.1%}.", style="dim"
     )
-    out.print(f"SPEC of the first plan: {write_spec}  (look at it with: digenrl simulate {write_spec})")
+    out.print(f"SPEC of the first plan: {spec_file}  (look at it with: digenrl simulate {spec_file})")
+
+
+def _key_values(pairs: list[str]) -> dict[str, Any]:
+    """['frames=33', 'tuning=full'] as a mapping, values read as YAML; a wrong key names the nearest right one."""
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"'{pair}': expected KEY=VALUE, as prompts=8; keys: {', '.join(WORKLOAD_KEYS)}")
+        if key not in WORKLOAD_KEYS:
+            raise ConfigError(f"'{pair}': unknown key '{key}'; {nearest(key, WORKLOAD_KEYS)}")
+        try:
+            values[key] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise ConfigError(f"'{pair}': the value is not valid YAML") from None
+    return values
 
 
 def _stale_shares(on_policy: bool, given: list[float] | None) -> tuple[float, ...]:

@@ -220,7 +220,11 @@ class Wait(Action):
 
 @dataclass(frozen=True, slots=True)
 class Quarantine(Action):
-    """Discard all samples of a group, whatever their state; a fresh group takes its place in the step."""
+    """Discard all samples of a group, whatever their state; a fresh group takes its place in the step.
+
+    That includes what was trained of it: with `stream: sample` a trainer keeps the sums of an open group apart and
+    adds them to the gradient only when the group is whole.
+    """
 
     step: int
     group: int

@@ -1,7 +1,7 @@
-"""Measurements on one NVIDIA H200 (bf16, torch 2.11, diffusers 0.42, random weights) that calibrate the cost model.
+"""Measurements on one NVIDIA H200 that calibrate the cost model: bf16, torch 2.11, diffusers 0.42, random weights.
 
-Sizes are the image's side in pixels (FLUX.1, Qwen-Image) or the frames of a clip of 480x832 (Wan) or 480x640 (Hunyuan).
-Left out: rows with another attention kernel, and rows of FLUX.1 compiled, which fell back to eager and are not its cost.
+Sizes are the image's side in pixels (FLUX.1, Qwen-Image) or the frames of a clip of 480x832 (Wan) or 480x640
+(Hunyuan). Left out: rows with another attention kernel, and FLUX.1 compiled, which fell back to eager midway.
 """
 
 # (family, size, compiled, samples in one forward, seconds)

@@ -24,8 +24,7 @@ from digenrl.planning.costs import (
     training_pass_seconds,
     unit_seconds,
 )
-from digenrl.planning.layout import GeneratorLayout, generator_layout
-from digenrl.planning.memory import trainer_memory
+from digenrl.planning.layout import GeneratorLayout, generator_layout, memory_of_trainer
 from digenrl.planning.spec_builder import rounded
 from digenrl.planning.workload import Workload
 
@@ -93,7 +92,7 @@ def colocated_trainer(
     assumptions: ColocatedAssumptions,
     constants: Constants = CONSTANTS,
 ) -> TrainerLayout:
-    """All cards as one trainer, at the pace of the slowest; checkpointing only where it must."""
+    """All cards as one trainer, at the pace of the slowest; packs and checkpointing as they train soonest."""
     slowest = max(pools, key=lambda pool: training_pass_seconds(workload, pool.card, 1, True, constants))
     pace = slowest.model_copy(
         update={
@@ -103,19 +102,21 @@ def colocated_trainer(
     )
     cards = sum(pool.cards for pool in pools)
     shard_cards = pace.per_node if assumptions.node_shards and cards % pace.per_node == 0 else cards
-    samples_per_rank = ceil(workload.samples_per_step / cards)
-    packs = [2**n for n in range(8) if 2**n <= samples_per_rank * workload.pairs_per_sample]
-    for pack in reversed(packs if assumptions.packed else [1]):
-        for checkpointing in (False, True):
-            memory = trainer_memory(
-                workload, pace.card, shard_cards, pack, checkpointing, constants.memory_headroom
-            )
-            if memory.fits:
-                return TrainerLayout(pace, cards, shard_cards, pack, checkpointing, assumptions.packed)
-    raise ConfigError(
-        f"{workload.model} does not train on {cards} colocated {pace.name}: one pair needs "
-        f"{memory.total_gib:.0f} GiB a card and {memory.available_gib:.0f} are free; add cards, or use LoRA"
-    )
+    pairs = ceil(workload.samples_per_step * workload.pairs_per_sample / cards) if assumptions.packed else 1
+    layouts = [
+        TrainerLayout(pace, cards, shard_cards, pack, checkpointing, assumptions.packed)
+        for pack in range(1, pairs + 1)
+        for checkpointing in (False, True)
+    ]
+    headroom = constants.memory_headroom
+    fitting = [layout for layout in layouts if memory_of_trainer(workload, layout, headroom).fits]
+    if not fitting:
+        needed = memory_of_trainer(workload, layouts[1], headroom)
+        raise ConfigError(
+            f"{workload.model} does not train on {cards} colocated {pace.name}: one pair needs "
+            f"{needed.total_gib:.0f} GiB a card and {needed.available_gib:.0f} are free; add cards, or use LoRA"
+        )
+    return min(fitting, key=lambda layout: unit_seconds(workload, layout, workload.samples_per_step, constants))
 
 
 def _lanes(workload: Workload, pool: CardPool, constants: Constants) -> GeneratorLayout:

@@ -248,8 +248,8 @@ def _does_not_fit(workload: Workload, cluster: Cluster, constants: Constants) ->
     training = trainer_memory(workload, pool.card, shards, 1, True, headroom)
     way_out = "add cards or take larger ones" + (", or use LoRA" if workload.tuning == "full" else "")
     return (
-        f"{workload.model} ({workload.tuning}) does not fit this cluster of {cluster.cards} cards: {pool.name}, the "
-        f"roomiest, has {training.available_gib:.1f} GiB free a card; training over {shards} needs "
+        f"{workload.model} ({workload.tuning}) does not fit this cluster of {cluster.cards} cards: {pool.name}, "
+        f"the roomiest, has {training.available_gib:.1f} GiB free a card; training over {shards} needs "
         f"{training.total_gib:.1f} a card and generating over {pool.per_node} needs {generating.total_gib:.1f}, "
         f"on cards of their own; {way_out}"
     )

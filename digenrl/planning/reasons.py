@@ -24,10 +24,12 @@ def why_it_lost(plan: Plan, best: Plan, objective: Objective = "throughput") -> 
         return f"{behind:.1%} dearer: {_cause(plan, best)}"
     behind = best.samples_per_second / plan.samples_per_second - 1
     if behind < 0.0005:
-        return f"as fast; the best costs ${best.usd_per_1000_samples:.2f} per 1,000 samples, this one " + (
-            f"${plan.usd_per_1000_samples:.2f}"
-        )
+        return f"as fast, at {_price(plan)} per 1,000 samples against {_price(best)}"
     return f"{behind:.1%} slower: {_cause(plan, best)}"
+
+
+def _price(plan: Plan) -> str:
+    return f"${plan.usd_per_1000_samples:.2f}"
 
 
 def _cause(plan: Plan, best: Plan) -> str:

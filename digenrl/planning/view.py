@@ -13,24 +13,19 @@ from digenrl.planning.plans import Plan, PlanResult
 
 def plans_table(plans: Sequence[Plan]) -> Table:
     """The plans, best first, one row each; the reasons stand below the table, from `plan_reasons`."""
-    table = Table(title="Plans, best first")
-    for heading in ("", "split", "trainer", "slice", "policy"):
-        table.add_column(heading)
-    for heading in ("samples/s", "gen busy", "train busy", "$/1,000", "GiB gen", "GiB train"):
-        table.add_column(heading, justify="right")
+    table = Table(title="Plans, best first", show_lines=True)
+    table.add_column("")
+    table.add_column("plan", overflow="fold")
+    for heading in ("samples/s", "gen busy", "train busy", "$ per 1,000"):
+        table.add_column(heading, justify="right", min_width=5)
     for rank, plan in enumerate(plans, start=1):
         table.add_row(
             str(rank),
-            plan.layout.split,
-            trainer_words(plan),
-            str(plan.spec.slice),
-            policy_words(plan),
-            f"{plan.samples_per_second:.3g}",
+            "\n".join((plan.layout.split, policy_words(plan), trainer_words(plan), memory_words(plan))),
+            rate_words(plan.samples_per_second),
             f"{plan.generator_busy:.0%}",
             f"{plan.trainer_busy:.0%}",
             f"{plan.usd_per_1000_samples:.2f}",
-            " / ".join(_memory_words(memory) for memory in plan.generator_memory),
-            _memory_words(plan.trainer_memory),
         )
     return table
 
@@ -49,11 +44,22 @@ def trainer_words(plan: Plan) -> str:
 
 
 def policy_words(plan: Plan) -> str:
-    """'group stream, help auto, stale 0.5'."""
+    """'slices of 2, group stream, help auto, stale 0.5'."""
     policy = plan.spec.policy
     stale = f"stale {policy.stale_fraction}" if policy.stale_fraction else "on-policy"
     patient = ", earliest finish" if policy.dispatch == "earliest_finish" else ""
-    return f"{policy.stream} stream, help {policy.help}, {stale}{patient}"
+    return f"slices of {plan.spec.slice}, {policy.stream} stream, help {policy.help}, {stale}{patient}"
+
+
+def memory_words(plan: Plan) -> str:
+    """'GiB a card: generators 26 of 44, trainer 71 of 73'."""
+    generators = " and ".join(_memory_words(memory) for memory in plan.generator_memory)
+    return f"GiB a card: generators {generators}, trainer {_memory_words(plan.trainer_memory)}"
+
+
+def rate_words(samples_per_second: float) -> str:
+    """Three digits, and whole numbers above them: 0.0123, 4.56, 1,163."""
+    return f"{samples_per_second:,.0f}" if samples_per_second >= 100 else f"{samples_per_second:.3g}"
 
 
 def plan_as_dict(plan: Plan) -> dict[str, Any]:

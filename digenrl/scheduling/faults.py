@@ -75,7 +75,7 @@ def absorb_published(state: SchedulerState, event: Published) -> Outcome:
 
 
 def absorb_slice_failed(state: SchedulerState, event: SliceFailed) -> Outcome:
-    """Tries the slice again, a set number of times for the group; then the group goes into quarantine."""
+    """Hands the slice out again; after a set number of failures its group goes into quarantine."""
     lease = event.lease
     if not holds(state, lease):
         return state, ()
@@ -88,7 +88,7 @@ def absorb_slice_failed(state: SchedulerState, event: SliceFailed) -> Outcome:
         state, replace(step, groups=put_group(step, lease.slice.group, replace(group, failures=failures)))
     )
     state = reissue(state, lease)
-    if failures < state.terms.slice_attempts:
+    if failures < state.terms.slice_failures_per_group:
         return state, ()
     return quarantine(state, lease.slice, event.reason)
 

@@ -2,75 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
+from digenrl.scheduling.forecast import Forecast
 from digenrl.scheduling.lookahead import look_ahead
 from digenrl.scheduling.outlook import forecast_from
 from digenrl.scheduling.search import search_help
 from digenrl.scheduling.state import UNLIMITED, BubblePlan, HelpPlan, PlannedBubble, SchedulerState
+from digenrl.scheduling.terms import Terms
 
-Choice = tuple[HelpPlan | None, BubblePlan | None]  # None: wait; and: nothing intended
-
-
-def choose_help(state: SchedulerState, at_ns: int) -> Choice:
-    """The decision of this bubble, and what is intended for the following ones."""
-    return _POLICIES[state.terms.help](state, at_ns)
+CLOSE_ENOUGH = 10  # measured times stray: a bubble is the one that was planned if it opens within 1/10 of a slice
 
 
-def _greedy(state: SchedulerState, at_ns: int) -> Choice:
-    """Help as long as nothing is ready and a slice may start."""
-    return HelpPlan(UNLIMITED, stop_when_ready=True, current_step_only=False), None
-
-
-def _search(state: SchedulerState, at_ns: int) -> Choice:
-    """The round counts with the earliest predicted commit of this step."""
-    plan = _plan_that_holds(state, at_ns)
-    if plan is None:
-        future = forecast_from(state, at_ns)
-        if not future.current_step_unstarted():
-            return None, state.bubble_plan
-        found = search_help(future, state.terms.search_budget, _bubbles_ahead(state, at_ns))
-        plan = BubblePlan(state.committed, found.bubbles, found.exact, len(found.bubbles))
-    return _carry_out(plan, current_step_only=True)
-
-
-def _auto(state: SchedulerState, at_ns: int) -> Choice:
-    """On-policy every step stands alone, and the search is all there is to it; else look further ahead."""
-    if not state.terms.stale_budget:
-        return _search(state, at_ns)
-    plan = _plan_that_holds(state, at_ns)
-    if plan is None:
-        future = forecast_from(state, at_ns)
-        bubbles = look_ahead(future, state.terms.search_budget, _bubbles_ahead(state, at_ns))
-        plan = BubblePlan(state.committed, bubbles, exact=True, length=len(bubbles))
-    return _carry_out(plan, current_step_only=False)
-
-
-def _plan_that_holds(state: SchedulerState, at_ns: int) -> BubblePlan | None:
-    """The plan made earlier in this step, if all went as predicted and a new search would hardly find better."""
-    plan = state.bubble_plan
-    if plan is None or plan.step != state.committed or not plan.bubbles or plan.bubbles[0].opens_ns != at_ns:
-        return None
-    # A search that ran out of budget is worth repeating once half of its bubbles have passed.
-    if not plan.exact and 2 * len(plan.bubbles) <= plan.length:
-        return None
-    return plan
-
-
-def _bubbles_ahead(state: SchedulerState, at_ns: int) -> tuple[PlannedBubble, ...]:
-    """What was intended from this very moment on."""
-    plan = state.bubble_plan
-    if plan is None or not plan.bubbles or plan.bubbles[0].opens_ns != at_ns:
-        return ()
-    return plan.bubbles
-
-
-def _carry_out(plan: BubblePlan, current_step_only: bool) -> Choice:
-    rounds = plan.bubbles[0].rounds if plan.bubbles else 0
-    rest = replace(plan, bubbles=plan.bubbles[1:])
+def choose_help(state: SchedulerState, at_ns: int) -> tuple[HelpPlan | None, BubblePlan | None]:
+    """The decision of this bubble (None: wait), and what is intended for the following ones."""
+    if state.terms.help == "greedy":
+        return HelpPlan(UNLIMITED, stop_when_ready=True, current_step_only=False), None
+    plan = intend(state.terms, state.committed, at_ns, state.bubble_plan, lambda: forecast_from(state, at_ns))
+    rounds, rest = plan.bubbles[0].rounds if plan.bubbles else 0, replace(plan, bubbles=plan.bubbles[1:])
     if not rounds:
         return None, rest
-    return HelpPlan(rounds, stop_when_ready=False, current_step_only=current_step_only), rest
+    return HelpPlan(rounds, stop_when_ready=False, current_step_only=not looks_further(state.terms)), rest
 
 
-_POLICIES = {"greedy": _greedy, "search": _search, "auto": _auto}
+def looks_further(terms: Terms) -> bool:
+    """Whether more than the next commit counts. On-policy every step stands alone: the search is all there is."""
+    return terms.help == "auto" and terms.stale_budget > 0
+
+
+def intend(
+    terms: Terms, step: int, at_ns: int, earlier: BubblePlan | None, look: Callable[[], Forecast]
+) -> BubblePlan:
+    """What `search` and `auto` intend from the bubble that opens now; its first entry is this bubble.
+
+    `look` gives the forecast; it is asked for only where the earlier plan no longer serves.
+    """
+    if earlier is not None and _still_serves(earlier, step, at_ns):
+        return earlier
+    bubble = look()
+    ahead = _bubbles_ahead(earlier, at_ns, bubble.shortest_slice_ns() // CLOSE_ENOUGH)
+    if looks_further(terms):
+        bubbles = look_ahead(bubble, terms.search_budget, ahead)
+        return BubblePlan(step, bubbles, exact=True, length=len(bubbles))
+    if not bubble.current_step_unstarted():
+        return BubblePlan(step, (), exact=True, length=0)
+    found = search_help(bubble, terms.search_budget, ahead)
+    return BubblePlan(step, found.bubbles, found.exact, len(found.bubbles))
+
+
+def _still_serves(plan: BubblePlan, step: int, at_ns: int) -> bool:
+    """Whether a plan made earlier in this step is kept: all went as predicted, and a new search would hardly
+    find better. One that ran out of budget is worth repeating once half of its bubbles have passed."""
+    if plan.step != step or not plan.bubbles or plan.bubbles[0].opens_ns != at_ns:
+        return False
+    return plan.exact or 2 * len(plan.bubbles) > plan.length
+
+
+def _bubbles_ahead(plan: BubblePlan | None, at_ns: int, tolerance_ns: int) -> tuple[PlannedBubble, ...]:
+    """What was intended from about this moment on, to be tried again; nothing, if reality went another way."""
+    if plan is None or not plan.bubbles or abs(plan.bubbles[0].opens_ns - at_ns) > tolerance_ns:
+        return ()
+    return plan.bubbles

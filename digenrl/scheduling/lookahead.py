@@ -19,7 +19,7 @@ from digenrl.scheduling.state import PlannedBubble
 
 HORIZON_STEPS = 6
 ROUNDS_TRIED = 6
-SEARCH_SHARE = 4  # a search inside a played future gets 1/4 of the budget, shared by the steps of the horizon
+PLAYS = 10  # futures that should fit into the budget; where they are dear, the horizon comes nearer
 
 Plan = tuple[PlannedBubble, ...]
 
@@ -33,33 +33,44 @@ class _Candidate:
 
 def look_ahead(bubble: Forecast, budget: int, known: Plan = ()) -> Plan:
     """The best plan from this bubble to the end of the horizon; `known` is an earlier plan from here on."""
-    until = min(bubble.facts.steps, bubble.committed + HORIZON_STEPS)
-    last_instant = bubble.meter.instants + budget
-    best: _Candidate | None = None
-    for candidate in _candidates(bubble, until, budget, known):
-        if best is None or candidate.end_ns < best.end_ns:
+    last_node = bubble.meter.nodes + budget
+    until, best = _waited(bubble, budget)
+    for candidate in _candidates(bubble, until, budget, known, best):
+        if candidate.end_ns < best.end_ns:
             best = candidate
-        if bubble.meter.instants > last_instant:
+        if bubble.meter.nodes > last_node:
             break
-    assert best is not None, "waiting is always a candidate"
     return best.plan
 
 
-def _candidates(bubble: Forecast, until: int, budget: int, known: Plan) -> Iterator[_Candidate]:
+def _waited(bubble: Forecast, budget: int) -> tuple[int, _Candidate]:
+    """Waiting at every bubble; what playing its first step costs says how far ahead it is affordable to look."""
+    before, future = bubble.meter.nodes, bubble.fork()
+    plan = play(future, bubble.committed + 1, (), WAIT_ALWAYS)
+    affordable = budget // (PLAYS * (bubble.meter.nodes - before))
+    until = min(bubble.facts.steps, bubble.committed + max(1, min(HORIZON_STEPS, affordable)))
+    plan += play(future, until, (), WAIT_ALWAYS)
+    return until, _Candidate(future.now, plan, WAIT_ALWAYS)
+
+
+def _candidates(
+    bubble: Forecast, until: int, budget: int, known: Plan, waited: _Candidate
+) -> Iterator[_Candidate]:
     """What is tried, the most promising first: the budget may end the trying anywhere."""
     if known:
         yield _played(bubble, until, known, WAIT_ALWAYS)
-    by_rule = []
+    by_rule = [waited]
     for rule in RULES:
-        by_rule.append(_played(bubble, until, (), rule))
-        yield by_rule[-1]
+        if rule is not WAIT_ALWAYS:
+            by_rule.append(_played(bubble, until, (), rule))
+            yield by_rule[-1]
     by_rule.sort(key=lambda candidate: candidate.end_ns)
     good_rules = [candidate.rule for candidate in by_rule[:2]]
     if bubble.current_step_unstarted():
-        yield _searched_every_step(bubble, until, budget // SEARCH_SHARE)
-        this_step = search_help(bubble, budget // SEARCH_SHARE).bubbles
+        this_step = search_help(bubble, budget // 2).bubbles
         for rule in good_rules:
             yield _played(bubble, until, this_step, rule)
+        yield _searched_every_step(bubble, until, this_step, budget // 4)
     for rounds in range(ROUNDS_TRIED + 1):
         for rule in good_rules:
             yield _played(bubble, until, (PlannedBubble(bubble.now, rounds),), rule)
@@ -71,10 +82,10 @@ def _played(bubble: Forecast, until: int, planned: Plan, rule: HelpRule) -> _Can
     return _Candidate(future.now, plan, rule)
 
 
-def _searched_every_step(bubble: Forecast, until: int, budget: int) -> _Candidate:
-    """The search as a policy of its own, played to the horizon."""
+def _searched_every_step(bubble: Forecast, until: int, this_step: Plan, budget: int) -> _Candidate:
+    """The search as a policy of its own, played to the horizon; this step's search is done already."""
     future = bubble.fork()
-    plan: list[PlannedBubble] = []
+    plan = [*play(future, bubble.committed + 1, this_step, WAIT_ALWAYS)]
     budget_of_a_step = budget // (until - bubble.committed)
     while future.committed < until and future.now < NEVER:
         step_plan: Plan = ()

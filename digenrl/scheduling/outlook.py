@@ -11,21 +11,23 @@ from digenrl.scheduling.forecast import (
     Facts,
     Forecast,
     Meter,
-    unstarted_groups,
+    unstarted_slices,
 )
 from digenrl.scheduling.state import SchedulerState, StepProgress, open_step
 from digenrl.scheduling.terms import Terms
 
-MOST_BUNDLES = 64  # above this, lanes that are out of step with each other are rounded together
-RASTER_PER_SLICE = 16
+MOST_CLASSES = 8  # up to this many different speeds are kept apart exactly
+SAME_SPEED = 1.1  # beyond, lanes are alike whose times differ by less than this factor
+MOST_BUNDLES = 32  # above this, lanes that are out of step with each other are rounded together
+RASTER_PER_SLICE = 8
 
 
 def forecast_from(state: SchedulerState, at_ns: int) -> Forecast:
     """The future as it looks at a bubble of `state`, when generators have taken what they may."""
     terms = state.terms
-    generators = [lane for lane in state.lanes if lane.present and not lane.helper]
-    class_ns = tuple(sorted({lane.slice_ns for lane in generators}))
-    class_of = {slice_ns: index for index, slice_ns in enumerate(class_ns)}
+    shares_cards = terms.colocated
+    generators = [lane for lane in state.lanes if lane.present and (shares_cards or not lane.helper)]
+    class_ns, class_of = _speed_classes({lane.slice_ns for lane in generators})
     current, following = state.current, open_step(state, state.committed + 1)
 
     future = Forecast.__new__(Forecast)
@@ -40,13 +42,31 @@ def forecast_from(state: SchedulerState, at_ns: int) -> Forecast:
     future._sequence = len(future.running)
     future.open_groups = _open_samples(terms, current)
     future.open_groups_next = _open_samples(terms, following)
-    future.done, future.done_next = _units(terms, current, "scored"), _units(terms, following, "scored")
-    future.trained = _units(terms, current, "trained")
+    future.done = _units_scored(terms, future.open_groups)
+    future.done_next = _units_scored(terms, future.open_groups_next)
+    future.trained = _units_trained(terms, current)
     future.cursor_step, future.position = current.index, 0
-    future.todo, future.stale_used = unstarted_groups(terms, current), current.stale_samples
+    future.todo, future.stale_used = unstarted_slices(terms, current), current.stale_samples
     future._scored = deque()
     _resume_scoring(future, state, at_ns)
     return future
+
+
+def _speed_classes(speeds: set[int]) -> tuple[tuple[int, ...], dict[int, int]]:
+    """The slice times of the classes of lanes, quickest first, and which class a slice time belongs to.
+
+    Lanes whose measured times all differ a little are put into classes of nearly equal speed.
+    """
+    ordered = sorted(speeds)
+    if len(ordered) <= MOST_CLASSES:
+        return tuple(ordered), {slice_ns: index for index, slice_ns in enumerate(ordered)}
+    classes: list[list[int]] = []
+    for slice_ns in ordered:
+        if not classes or slice_ns > classes[-1][0] * SAME_SPEED:
+            classes.append([])
+        classes[-1].append(slice_ns)
+    class_of = {slice_ns: index for index, members in enumerate(classes) for slice_ns in members}
+    return tuple(sum(members) // len(members) for members in classes), class_of
 
 
 def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[int, int]) -> list[Bundle]:
@@ -61,7 +81,7 @@ def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[int, in
         members = _rounded_up(members, min(lane.slice_ns for lane, _ in leased))
     ordered = sorted(members.items(), key=lambda item: (item[0][0], min(item[1])))
     return [
-        (end, sequence, lane_class, step, tuple(group for _, group in sorted(slices)))
+        (end, sequence, lane_class, step, len(slices), tuple((group, 1) for _, group in sorted(slices)))
         for sequence, ((end, lane_class, step), slices) in enumerate(ordered)
     ]
 
@@ -85,26 +105,31 @@ def _open_samples(terms: Terms, step: StepProgress | None) -> list[int]:
     return [NEVER if group.retired else whole - group.scored.bit_count() for group in step.groups]
 
 
-def _units(terms: Terms, step: StepProgress | None, which: str) -> int:
-    """How many training units of a step are scored, or trained."""
-    if step is None:
-        return 0
-    counts = [getattr(group, which).bit_count() for group in step.groups if not group.retired]
-    return sum(counts) if terms.stream == "sample" else counts.count(terms.samples_per_prompt)
+def _units_scored(terms: Terms, open_samples: list[int]) -> int:
+    if terms.stream != "sample":
+        return open_samples.count(0)
+    kept = [samples for samples in open_samples if samples < NEVER]
+    return terms.samples_per_prompt * len(kept) - sum(kept)
+
+
+def _units_trained(terms: Terms, step: StepProgress) -> int:
+    if terms.stream != "sample":
+        return terms.prompts - step.untrained_groups
+    return sum(group.trained.bit_count() for group in step.groups if not group.retired)
 
 
 def _resume_scoring(future: Forecast, state: SchedulerState, at_ns: int) -> None:
     """Samples in the scorers' hands end when expected; the waiting ones follow in their order."""
+    jobs = [job for job in state.scorers if job is not None]
     under_way = sorted(
-        (max(at_ns + 1, job.started_ns + state.costs.score_ns), job.slice.step, job.slice.group, 1)
-        for job in state.scorers
-        if job is not None
+        (max(at_ns + 1, job.started_ns + state.costs.score_ns), job.slice.step, ((job.slice.group, 1),))
+        for job in jobs
     )
-    free_scorers = len(state.scorers) - len(under_way)
-    future.scorer_free = deque([at_ns] * free_scorers + [end for end, _, _, _ in under_way])
+    free = [at_ns] * (len(state.scorers) - len(jobs)) + [end for end, _, _ in under_way]
     future._scored.extend(under_way)
     for piece in state.unscored:
         for _ in range(piece.size):
-            end = max(at_ns, future.scorer_free.popleft()) + state.costs.score_ns
-            future.scorer_free.append(end)
-            future._scored.append((end, piece.step, piece.group, 1))
+            end = max(at_ns, free.pop(0)) + state.costs.score_ns
+            free.append(end)
+            future._scored.append((end, piece.step, ((piece.group, 1),)))
+    future.scorer_free = free

@@ -32,6 +32,8 @@ RULES = (
     HelpRule("greedy, this step, in time", UNLIMITED, current_step_only=True, only_if_in_time=True),
     HelpRule("one round, in time", 1, only_if_in_time=True),
 )
+# What counts when only the current step does; waiting comes first, so that nothing is worse than that.
+STEP_RULES = tuple(rule for rule in RULES if rule.current_step_only or rule is WAIT_ALWAYS)
 
 
 def help_rounds(future: Forecast, rounds: int, current_step_only: bool, stop_when_ready: bool) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from digenrl.scheduling.forecast import NEVER, Forecast
-from digenrl.scheduling.playbook import RULES, WAIT_ALWAYS, HelpRule, play
+from digenrl.scheduling.playbook import STEP_RULES, WAIT_ALWAYS, HelpRule, play
 from digenrl.scheduling.state import PlannedBubble
 
 Plan = tuple[PlannedBubble, ...]
@@ -27,15 +27,15 @@ class SearchResult:
 
 
 def search_help(bubble: Forecast, budget: int, known: Plan = ()) -> SearchResult:
-    """Searches from a bubble of the current step, playing about `budget` instants of possible futures.
+    """Searches from a bubble of the current step, looking at about `budget` nodes: instants of possible futures.
 
     `known` is an earlier plan from here on, if there is one.
     """
     hunt = _Hunt(bubble, budget)
     if known:
         hunt.offer(known, WAIT_ALWAYS)
-    for rule in RULES:
-        if rule.current_step_only or rule is WAIT_ALWAYS:
+    for rule in STEP_RULES:
+        if not hunt.exhausted:
             hunt.offer((), rule)
     exact = hunt.run()
     return SearchResult(hunt.best_plan, hunt.best_commit_ns, exact)
@@ -48,9 +48,14 @@ class _Hunt:
         self.best_plan: Plan = ()
         self.best_commit_ns = NEVER
         self._bubble = bubble
-        self._last_instant = bubble.meter.instants + budget
+        self._last_node = bubble.meter.nodes + budget
         self._seen: set[tuple[object, ...]] = set()
         self._found_by_search = False
+
+    @property
+    def exhausted(self) -> bool:
+        """The budget is spent."""
+        return self._bubble.meter.nodes > self._last_node
 
     def offer(self, plan: Plan, rule: HelpRule) -> None:
         """A way from elsewhere: it sets the mark, but an equally early one found in order replaces it."""
@@ -66,9 +71,8 @@ class _Hunt:
         """
         stack: list[tuple[Iterator[tuple[int, Forecast]], Plan, int]] = []
         stack.append((_branches(self._bubble.fork()), (), self._bubble.now))
-        meter = self._bubble.meter
         while stack:
-            if meter.instants > self._last_instant:
+            if self.exhausted:
                 return False
             branches, prefix, opens_ns = stack[-1]
             branch = next(branches, None)
@@ -141,11 +145,11 @@ def _least_last_end_ns(bubble: Forecast) -> int:
     facts = bubble.facts
     last_end = bubble.now
     rate, lost = 0.0, 0.0  # slices per ns of all lanes together; slices not made while lanes are still busy
-    for end, _, lane_class, step, groups in bubble.running:
+    for end, _, lane_class, step, lanes, _ in bubble.running:
         if step == bubble.committed:
             last_end = max(last_end, end)
         if lane_class >= 0:
-            speed = len(groups) / facts.class_ns[lane_class]
+            speed = lanes / facts.class_ns[lane_class]
             rate += speed
             lost += speed * (end - bubble.now)
     for lane_class, idle in enumerate(bubble.idle):
@@ -158,7 +162,7 @@ def _least_last_end_ns(bubble: Forecast) -> int:
         return last_end
     # Lanes that are busy past the end lose less than counted: leave them out until the estimate holds.
     fluid_ns = (unstarted + lost) / rate
-    slowest_ns = max((end - bubble.now for end, _, kind, _, _ in bubble.running if kind >= 0), default=0)
+    slowest_ns = max((end - bubble.now for end, _, kind, _, _, _ in bubble.running if kind >= 0), default=0)
     if fluid_ns < max(slowest_ns, facts.switch_in_ns):
         fluid_ns = unstarted / rate
     return max(last_end, bubble.now + int(fluid_ns * (1 - 1e-9)))

@@ -23,8 +23,8 @@ class Terms:
     stale_budget: int = 0  # samples of a step that may come from the version one behind
     colocated: bool = False
     scorers: int = 0  # reward lanes; 0 means that scoring takes no lane
-    search_budget: int = 1_000  # nodes of one help decision: instants played in possible futures
-    slice_attempts: int = 3  # a slice that fails this often takes its group into quarantine
+    search_budget: int = 500  # nodes of one help decision: instants of possible futures that it plays
+    slice_failures_per_group: int = 3  # so many failed slices take a group into quarantine
     replacements_per_step: int = 64  # more quarantined groups than this in one step end the run
 
     @property

@@ -5,60 +5,63 @@ For planners that compare thousands of SPECs. A property test holds it against `
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from digenrl.config.spec import Spec
 from digenrl.scheduling.forecast import Forecast
-from digenrl.scheduling.lookahead import look_ahead
+from digenrl.scheduling.help_policy import intend
 from digenrl.scheduling.outlook import forecast_from
-from digenrl.scheduling.playbook import GREEDY, WAIT_ALWAYS, play
-from digenrl.scheduling.search import search_help
-from digenrl.scheduling.state import PlannedBubble
+from digenrl.scheduling.playbook import GREEDY, WAIT_ALWAYS, help_rounds, play
+from digenrl.scheduling.state import BubblePlan, SchedulerState
+from digenrl.scheduling.terms import Terms
 from digenrl.simulation.durations import NS_PER_SECOND, opening_state
-from digenrl.simulation.simulator import simulate
 
 QUICK_SEARCH_BUDGET = 5_000
-
-Plan = tuple[PlannedBubble, ...]
 
 
 def quick_makespan(spec: Spec, search_budget: int = QUICK_SEARCH_BUDGET) -> float:
     """The makespan in seconds; with `slice: auto` that of the best slice size."""
     if spec.slice == "auto":
-        sizes = spec.slice_sizes()
-        return min(quick_makespan(spec.with_changes(slice=size), search_budget) for size in sizes)
-    if spec.policy.colocated:
-        return simulate(spec, search_budget).answer.makespan
+        return quick_makespan(with_best_slice(spec, search_budget), search_budget)
     opening = opening_state(spec, search_budget)
     future = forecast_from(opening, at_ns=0)
     future.start_generators()
-    plan: Plan = ()
-    while future.committed < spec.steps:
-        plan = _play_one_step(future, opening.terms.help, plan, search_budget)
+    if spec.policy.colocated:
+        return _colocated_ns(future, opening) / NS_PER_SECOND
+    if opening.terms.help in ("none", "greedy"):
+        play(future, spec.steps, (), GREEDY if opening.terms.help == "greedy" else WAIT_ALWAYS)
+    else:
+        _play_by_policy(future, opening.terms)
     return future.now / NS_PER_SECOND
 
 
-def _play_one_step(future: Forecast, policy: str, known: Plan, search_budget: int) -> Plan:
-    """Plays until the next commit; returns what is intended beyond it."""
-    until = future.committed + 1
-    rule = GREEDY if policy == "greedy" else WAIT_ALWAYS
-    plan: Plan = ()
-    if policy in ("search", "auto") and _reach_first_choice(future):
-        ahead = tuple(bubble for bubble in known if bubble.opens_ns >= future.now)
-        ahead = ahead if ahead and ahead[0].opens_ns == future.now else ()
-        if policy == "auto" and future.facts.budget:
-            plan = look_ahead(future, search_budget, ahead)
-        elif future.current_step_unstarted():
-            plan = search_help(future, search_budget).bubbles
-    if future.committed < until:
-        play(future, until, plan, rule)
-    return plan
+def with_best_slice(spec: Spec, search_budget: int = QUICK_SEARCH_BUDGET) -> Spec:
+    """The SPEC with the slice of the least makespan, the largest among equals."""
+    candidates = [spec.with_changes(slice=size) for size in reversed(spec.slice_sizes())]
+    return min(candidates, key=lambda candidate: quick_makespan(candidate, search_budget))
 
 
-def _reach_first_choice(future: Forecast) -> bool:
-    """Plays on to the first bubble of the step at which the trainer could help; False if there is none."""
-    step = future.committed
-    while not future.run_to_decision():
+def _play_by_policy(future: Forecast, terms: Terms) -> None:
+    """Asks the policy at every bubble at which a slice may start, as the scheduler does."""
+    plan: BubblePlan | None = None
+    while future.committed < terms.steps:
+        if future.run_to_decision():
+            continue
+        rounds = 0
         if future.can_start_round(current_step_only=False):
-            return True
-        future.wait()
-    assert future.committed == step + 1
-    return False
+            plan = intend(terms, future.committed, future.now, plan, lambda: future)
+            rounds = plan.bubbles[0].rounds if plan.bubbles else 0
+            plan = replace(plan, bubbles=plan.bubbles[1:])
+        if rounds:
+            help_rounds(future, rounds, current_step_only=False, stop_when_ready=False)
+        else:
+            future.wait()
+
+
+def _colocated_ns(future: Forecast, opening: SchedulerState) -> int:
+    """Every step is the same: generate and score everything, change roles, train, commit, change back."""
+    future.wait()
+    terms, costs = opening.terms, opening.costs
+    step_ns = future.now + costs.train_ns(terms.samples_per_step) + costs.commit_ns
+    # The run ends with its last commit: the change back to generating is not needed any more.
+    return terms.steps * (step_ns + costs.switch_out_ns) + (terms.steps - 1) * costs.switch_in_ns

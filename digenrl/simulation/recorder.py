@@ -70,7 +70,7 @@ class Recorder:
         scorers = [LaneInfo(f"reward-{index}", "reward") for index in range(terms.scorers)]
         spans = sorted(self.spans, key=lambda span: (span.start_ns, span.end_ns))
         rows = (*generators, *self._joined, *scorers, LaneInfo(TRAINER_LANE, "trainer"), *helpers)
-        return Trace(rows, tuple(spans), self._now_ns)
+        return Trace(rows, tuple(spans), self._now_ns, shared_cards=terms.colocated)
 
     def _pool(self, lane: int) -> str:
         return "trainer" if lane in self._helpers else "generator"

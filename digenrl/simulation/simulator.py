@@ -9,6 +9,7 @@ from digenrl.loop import drive
 from digenrl.scheduling.invariants import Auditor
 from digenrl.simulation.answer import Answer, bound_seconds
 from digenrl.simulation.durations import NS_PER_SECOND, opening_state
+from digenrl.simulation.quick import with_best_slice
 from digenrl.simulation.recorder import Recorder
 from digenrl.simulation.virtual_cluster import VirtualCluster
 from digenrl.telemetry.trace import TRAINER_LANE, Trace, Work
@@ -28,13 +29,8 @@ class SimulatedRun:
 
 def simulate(spec: Spec, search_budget: int = SIMULATED_SEARCH_BUDGET) -> SimulatedRun:
     """Runs a SPEC; `slice: auto` takes the size with the least makespan, the largest among equals."""
-    if spec.slice != "auto":
-        return _simulate_with_slice(spec, search_budget)
-    runs = [_simulate_with_slice(spec.with_changes(slice=size), search_budget) for size in spec.slice_sizes()]
-    return min(reversed(runs), key=lambda run: run.answer.makespan)
-
-
-def _simulate_with_slice(spec: Spec, search_budget: int) -> SimulatedRun:
+    if spec.slice == "auto":
+        spec = with_best_slice(spec, search_budget)
     opening = opening_state(spec, search_budget)
     recorder, auditor = Recorder(opening), Auditor(opening)
     drive(opening, VirtualCluster(opening), (recorder, auditor))

@@ -42,7 +42,9 @@ def ladder_table(climbed: Sequence[Climbed]) -> Table:
         table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
     notes = [f"{each.rung.name}: {each.rung.note}" for each in climbed if each.rung.note]
     table.caption, table.caption_justify = "; ".join(notes) or None, "left"
-    first = next(each.answer for each in climbed if each.answer is not None)
+    answers = [each.answer for each in climbed if each.answer is not None]
+    # One bound for all rungs, the least: each policy's own would make a rung that helps look less efficient.
+    bound = min(answer.bound for answer in answers)
     for each in climbed:
         answer = each.answer
         if answer is None:
@@ -52,10 +54,10 @@ def ladder_table(climbed: Sequence[Climbed]) -> Table:
             each.rung.name,
             seconds(answer.makespan),
             f"{answer.throughput:.4g}",
-            f"{first.makespan / answer.makespan:.2f}x",
+            f"{answers[0].makespan / answer.makespan:.2f}x",
             percent(answer.generator_idle),
             percent(answer.trainer_idle),
-            percent(answer.efficiency),
+            percent(bound / answer.makespan),
         )
     return table
 
@@ -68,7 +70,8 @@ def title_of(spec: Spec) -> str:
         return f"{lanes}, colocated: {work}"
     policy = spec.policy
     stale = f", stale share {policy.stale_fraction.normalize():f}" if policy.stale_fraction else ", on-policy"
-    return f"{lanes}: {work}; {policy.order} order, stream by {policy.stream}, help {policy.help}{stale}"
+    dispatch = "" if policy.dispatch == "eager" else f", {policy.dispatch.replace('_', ' ')}"
+    return f"{lanes}: {work}; {policy.order} order, stream by {policy.stream}, help {policy.help}{stale}{dispatch}"
 
 
 def seconds(value: float) -> str:

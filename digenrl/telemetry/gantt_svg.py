@@ -59,13 +59,15 @@ class _Picture:
     uses: dict[str, LaneUse]
 
 
-def gantt_svg(trace: Trace, title: str = "") -> str:
+def gantt_svg(trace: Trace, title: str = "", axis_ns: int = 0) -> str:
     """Lanes as rows under their pool, blocks coloured by work, bubbles dotted, a line at every commit.
+
+    The axis ends with the run, or at `axis_ns` if that is later: runs drawn to one scale compare by eye.
 
     Every span of a lane with a row of its own is one `rect` of class "span" with a tooltip; every bubble is
     one of class "idle". Lanes folded together share a row that shows how many of them are busy at each time.
     """
-    until_ns = max(1, horizon_ns(trace))
+    until_ns = max(1, axis_ns, horizon_ns(trace))
     rows = fold_lanes(trace.lanes, _MOST_ROWS, _KEPT_OF_EACH_KIND)
     names = [row.lane.name for row in rows if isinstance(row, LaneRow)]
     left = _MARGIN + 14 + max([svg.text_width(_shortened(name), 12) for name in names] + [60.0])
@@ -156,7 +158,8 @@ def _draw_lane(picture: _Picture, name: str, top: float) -> None:
             stretch = svg.rect(picture.blocks, x, top, width, _BLOCK_HEIGHT, fill, kind)
             words = "idle" if kind == "idle" else "the card works in another row"
             _add_tooltip(stretch, f"{words}\n{name}, {_from_to(start_ns, end_ns)}")
-    for span in picture.spans[name]:
+    # A publication runs beside other work: its strip lies in front.
+    for span in sorted(picture.spans[name], key=lambda span: span.work is Work.PUBLISH):
         _draw_span(picture, span, top)
 
 

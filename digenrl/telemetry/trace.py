@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Final
 
 TRAINER_LANE: Final = "trainer"  # the row of the trainer as one unit; its helper lanes have rows of their own
+GENERATOR_POOL: Final = "generator"
 
 
 class Work(StrEnum):
@@ -54,7 +55,7 @@ class LaneInfo:
     """One row of the picture: its name and the pool it belongs to."""
 
     name: str
-    pool: str  # "generator", "reward" or "trainer"
+    pool: str  # GENERATOR_POOL, "reward" or "trainer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +63,11 @@ class Trace:
     """Everything that happened in a run, in the order in which the work started.
 
     A helper lane of the trainer has a row of its own, with its `help` spans; the row "trainer" shows
-    training, commits and the switches around help.
+    training, commits and the switches around help. With `shared_cards` (colocated) generators and trainer are
+    the same cards in turn: every generator lane's card also does the work of the row "trainer".
     """
 
     lanes: tuple[LaneInfo, ...]
     spans: tuple[Span, ...]
     end_ns: int
+    shared_cards: bool = False

@@ -2,7 +2,8 @@
 
 The trainer's cards appear in several rows: the row "trainer", and one row per helper lane. A card is counted
 as busy in each of its rows whenever it works, wherever that work is drawn: a helper lane is no bubble while
-its card trains, and the trainer is no bubble while its cards help.
+its card trains, and the trainer is no bubble while its cards help. Where generators and trainer share their
+cards, the same holds for every generator lane.
 
 Publishing goes on beside other work and keeps no lane busy. All shares are over [0, end of the run].
 """
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from digenrl.telemetry.trace import TRAINER_LANE, LaneInfo, Span, Trace, Work
+from digenrl.telemetry.trace import GENERATOR_POOL, TRAINER_LANE, LaneInfo, Span, Trace, Work
 
 Intervals: TypeAlias = tuple[tuple[int, int], ...]  # (start_ns, end_ns), sorted, disjoint, none of length 0
 
@@ -81,13 +82,20 @@ def _lane_use(lane: LaneInfo, trace: Trace, spans: dict[str, tuple[Span, ...]]) 
 
 
 def _work_in_other_rows(lane: LaneInfo, trace: Trace, spans: dict[str, tuple[Span, ...]]) -> Iterable[Span]:
-    """The trainer's row lacks the help its cards give; the helper rows lack what the trainer's row shows."""
-    if lane.name == TRAINER_LANE:
-        helpers = [other.name for other in trace.lanes if other.pool == lane.pool and other.name != lane.name]
-        return [s for name in helpers for s in spans[name] if s.work is Work.HELP]
-    if lane.pool in {other.pool for other in trace.lanes if other.name == TRAINER_LANE}:
-        return [s for s in spans[TRAINER_LANE] if s.work is not Work.PUBLISH]
-    return []
+    """The trainer's row lacks what its cards generate; the rows of its cards lack what the trainer's row shows."""
+    trainer = next((other for other in trace.lanes if other.name == TRAINER_LANE), None)
+    if trainer is None:
+        return []
+    cards = [other.name for other in trace.lanes if _is_card_of(trainer, other, trace.shared_cards)]
+    if lane == trainer:
+        work = Work.GENERATE if trace.shared_cards else Work.HELP
+        return [s for name in cards for s in spans[name] if s.work is work]
+    return [s for s in spans[TRAINER_LANE] if s.work is not Work.PUBLISH] if lane.name in cards else []
+
+
+def _is_card_of(trainer: LaneInfo, lane: LaneInfo, shared_cards: bool) -> bool:
+    """The trainer's helper lanes are its cards; where cards are shared, so is every generator lane."""
+    return lane != trainer and (lane.pool == trainer.pool or (shared_cards and lane.pool == GENERATOR_POOL))
 
 
 def _merged(spans: Iterable[Span], end_ns: int) -> Intervals:

@@ -77,6 +77,16 @@ def test_a_block_is_as_wide_as_its_share_of_the_axis() -> None:
     assert number(blocks["fast, 10 s to 12 s (2 s)"], "x") == pytest.approx(start + 5 * two_s, abs=0.05)
 
 
+def test_runs_drawn_to_one_scale_have_blocks_of_one_width() -> None:
+    def width_of_two_seconds(axis_s: int) -> float:
+        picture = ElementTree.fromstring(gantt_svg(on_policy_trace(), axis_ns=axis_s * SECOND))
+        blocks = {tooltip(rect).split("\n")[1]: rect for rect in rects(picture, "span")}
+        return number(blocks["fast, 0 s to 2 s (2 s)"], "width")
+
+    assert width_of_two_seconds(38) == pytest.approx(width_of_two_seconds(0) / 2, abs=0.02)
+    assert width_of_two_seconds(5) == width_of_two_seconds(0)
+
+
 def test_blocks_are_labelled_with_group_and_version_where_they_fit() -> None:
     words = Counter(words_in(parse(on_policy_trace())))
     assert words["g0 v0"] == words["g1 v0"] == words["g0 v1"] == words["g1 v1"] == 2
@@ -125,6 +135,18 @@ def test_stale_slices_are_hatched_and_helped_ones_outlined() -> None:
         assert (block.attrib["stroke"] != "#ffffff") == (one.work is Work.HELP)
         assert one.stale or block.attrib["fill"] == look_of(one).fill
     assert len({block.attrib["fill"] for block in blocks.values()}) == 4
+
+
+def test_a_publication_is_drawn_in_front_of_the_training_beside_it() -> None:
+    trace = Trace(
+        (LaneInfo("trainer", "trainer"),),
+        (
+            span("trainer", Work.PUBLISH, 0, 1, version=1),
+            span("trainer", Work.TRAIN, 0, 4, group=0, size=1),
+        ),
+        4 * SECOND,
+    )
+    assert [tooltip(rect).split(",")[0] for rect in rects(parse(trace), "span")] == ["train", "publish"]
 
 
 def test_names_and_titles_are_escaped() -> None:

@@ -97,3 +97,19 @@ def test_a_span_on_an_unknown_lane_is_refused() -> None:
     trace = Trace((LaneInfo("gen", "generator"),), (span("ghost", Work.TRAIN, 0, 1),), SECOND)
     with pytest.raises(AssertionError, match="unknown lane 'ghost'; known: gen"):
         lane_busy_shares(trace)
+
+
+def test_where_cards_are_shared_a_generator_is_no_bubble_while_its_card_trains_and_neither_is_the_trainer() -> (
+    None
+):
+    lanes = (LaneInfo("gen-0", "generator"), LaneInfo("gen-1", "generator"), LaneInfo("trainer", "trainer"))
+    spans = (
+        span("gen-0", Work.GENERATE, 0, 4, group=0, size=1),
+        span("gen-1", Work.GENERATE, 0, 3, group=1, size=1),
+        span("trainer", Work.SWITCH, 4, 5),
+        span("trainer", Work.TRAIN, 5, 8, group=0, size=2),
+    )
+    idle = idle_intervals(Trace(lanes, spans, 8 * SECOND, shared_cards=True))
+    assert idle["trainer"] == () == idle["gen-0"]
+    assert seconds(idle["gen-1"]) == [(3, 4)]
+    assert seconds(idle_intervals(Trace(lanes, spans, 8 * SECOND))["gen-1"]) == [(3, 8)]

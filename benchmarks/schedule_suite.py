@@ -1,0 +1,182 @@
+"""500 random schedules: how near to the bound `auto` comes, and that it loses to no other help policy.
+
+    python benchmarks/schedule_suite.py            # all 500 specs, shares 0, 0.25, 0.5 and 1
+    python benchmarks/schedule_suite.py --specs 50 # a quick look
+
+200 specs are image-like (8-48 prompts of 16-24 samples, 4-24 lanes), 300 video-like (2-8 prompts of 8-24
+samples, 16 lanes). Training takes 0.3-3 times as long as generating, a switch 0, 1 or 10 % of a sample, a third of
+the specs mixes two kinds of lanes; 5 steps. Every policy runs with its own best slice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from digenrl.config.reading import parse_model
+from digenrl.config.spec import Spec
+from digenrl.simulation.quick import quick_makespan, with_best_slice
+from digenrl.simulation.simulator import simulate
+
+SHARES = (0.0, 0.25, 0.5, 1.0)
+POLICIES = ("none", "greedy", "search", "auto")
+SEARCH_BUDGET = 20_000
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One spec at one stale share: each policy's makespan and, for `auto`, bound / makespan."""
+
+    number: int
+    kind: str
+    share: float
+    makespans: dict[str, float]
+    efficiency: float
+
+
+def random_spec(number: int, kind: str) -> Spec:
+    """The same spec for the same number, whatever the machine."""
+    dice = random.Random(f"{kind} {number}")
+    image = kind == "image"
+    prompts = dice.randint(8, 48) if image else dice.randint(2, 8)
+    group = dice.randint(16, 24) if image else dice.randint(8, 24)
+    lanes = dice.randint(4, 24) if image else 16
+    sample = dice.uniform(0.5, 2) if image else dice.uniform(10, 60)
+    switch = dice.choice([0, 0.01, 0.1]) * sample
+    generators = _generators(dice, lanes, sample, image)
+    rate = sum(pool["count"] * max(size / time for size, time in pool["seconds"].items()) for pool in generators)
+    helper_lanes = max(1, round(lanes * dice.uniform(0.25, 1)))
+    return parse_model(
+        Spec,
+        {
+            "steps": 5,
+            "prompts": prompts,
+            "samples_per_prompt": group,
+            "slice": "auto",
+            "generators": generators,
+            "trainer": {
+                "seconds_per_sample": round(dice.uniform(0.3, 3) / rate, 6),
+                "commit": round(0.05 * sample, 4),
+                "helper": {
+                    "lanes": helper_lanes,
+                    "seconds": _table(dice, sample * dice.uniform(0.7, 1.5), image),
+                    "switch_in": round(switch, 6),
+                    "switch_out": round(switch, 6),
+                },
+            },
+            "publish": round(0.05 * sample, 4),
+        },
+    )
+
+
+def _generators(dice: random.Random, lanes: int, sample: float, image: bool) -> list[dict[str, Any]]:
+    if dice.random() >= 1 / 3:
+        return [{"name": "even", "count": lanes, "seconds": _table(dice, sample, image)}]
+    quick = dice.randint(1, lanes - 1)
+    slow_table = _table(dice, sample * dice.uniform(1.3, 3), image)
+    return [
+        {"name": "quick", "count": quick, "seconds": _table(dice, sample, image)},
+        {"name": "slow", "count": lanes - quick, "seconds": slow_table},
+    ]
+
+
+def _table(dice: random.Random, sample: float, image: bool) -> dict[int, float]:
+    """Images gain from larger slices; a video alone nearly fills a card."""
+    gain = dice.uniform(0.6, 0.95) if image else dice.uniform(0.93, 1)
+    return {size: round(size * sample * gain ** (size > 1) * gain ** (size > 2), 4) for size in (1, 2, 4, 8)}
+
+
+def run_spec(task: tuple[int, str]) -> list[Outcome]:
+    """All policies at all shares, each with its own best slice; `auto` goes through the scheduler itself."""
+    number, kind = task
+    spec = random_spec(number, kind)
+    outcomes = []
+    for share in SHARES:
+        best = {
+            policy: with_best_slice(spec.with_policy(help=policy, stale_fraction=share), SEARCH_BUDGET)
+            for policy in POLICIES
+        }
+        makespans = {policy: quick_makespan(best[policy], SEARCH_BUDGET) for policy in POLICIES}
+        answer = simulate(best["auto"], SEARCH_BUDGET).answer
+        makespans["auto"] = answer.makespan
+        outcomes.append(Outcome(number, kind, share, makespans, answer.efficiency))
+    return outcomes
+
+
+def tenth_percentile(values: list[float]) -> float:
+    """The value that a tenth of them stay below."""
+    return statistics.quantiles(values, n=10)[0]
+
+
+def summary(outcomes: list[Outcome]) -> list[dict[str, Any]]:
+    """One row per share."""
+    rows = []
+    for share in SHARES:
+        of_share = [outcome for outcome in outcomes if outcome.share == share]
+        efficiency = [outcome.efficiency for outcome in of_share]
+        ratios = {
+            policy: [o.makespans["auto"] / o.makespans[policy] for o in of_share]
+            for policy in POLICIES
+            if policy != "auto"
+        }
+        rows.append(
+            {
+                "share": share,
+                "specs": len(of_share),
+                "median efficiency": statistics.median(efficiency),
+                "tenth percentile": tenth_percentile(efficiency),
+                **{f"worst against {policy}": max(values) for policy, values in ratios.items()},
+                **{f"median gain over {policy}": 1 / statistics.median(v) for policy, v in ratios.items()},
+                "greedy slower than none": sum(
+                    o.makespans["greedy"] > o.makespans["none"] * (1 + 1e-9) for o in of_share
+                ),
+            }
+        )
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """The rows as a table, figures down, shares across."""
+    table = Table(title="auto over random schedules, by stale share")
+    table.add_column("")
+    for row in rows:
+        table.add_column(f"{row['share']:g}", justify="right")
+    for figure in list(rows[0])[1:]:
+        cells = [f"{row[figure]:.4f}" if isinstance(row[figure], float) else str(row[figure]) for row in rows]
+        table.add_row(figure, *cells)
+    Console().print(table)
+    Console().print("'worst against' is the largest makespan of auto over the policy's: 1.0000 is never slower.")
+
+
+def main() -> None:
+    """Reads the options, runs the specs on all cores, prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--specs", type=int, default=500, help="how many, two fifths of them image-like")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    options = parser.parse_args()
+    images = options.specs * 2 // 5
+    tasks = [(number, "image") for number in range(images)]
+    tasks += [(number, "video") for number in range(options.specs - images)]
+    with ProcessPoolExecutor() as pool:
+        runs = track(
+            pool.map(run_spec, tasks), "simulating", len(tasks), console=Console(stderr=True), transient=True
+        )
+        outcomes = [outcome for run in runs for outcome in run]
+    rows = summary(outcomes)
+    if options.json:
+        print(json.dumps(rows))
+    else:
+        show(rows)
+
+
+if __name__ == "__main__":
+    main()

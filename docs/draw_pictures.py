@@ -1,0 +1,90 @@
+"""Draws every picture in docs/images with DigenRL's own simulator and Gantt view: `make docs`.
+
+All pictures have one time scale, so that a shorter run is a shorter picture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from digenrl.config.spec import read_spec
+from digenrl.loop import drive
+from digenrl.records import SampleId, WorkerLost
+from digenrl.scheduling.invariants import Auditor
+from digenrl.simulation.durations import NS_PER_SECOND, opening_state
+from digenrl.simulation.recorder import Recorder
+from digenrl.simulation.simulator import SIMULATED_SEARCH_BUDGET
+from digenrl.simulation.virtual_cluster import Faults, VirtualCluster
+from digenrl.telemetry.gantt_svg import gantt_svg
+from digenrl.telemetry.trace import Trace
+from digenrl.telemetry.writing import write_whole
+
+DOCS = Path(__file__).parent
+SPECS = DOCS / "specs"
+IMAGES = DOCS / "images"
+AXIS_S = 86
+
+LANE_LOST_AT_S = 10
+BAD_REWARD = SampleId(step=0, group=3, index=1)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """docs/images/`name`.svg, drawn from docs/specs/`spec`.yaml."""
+
+    name: str
+    spec: str
+    title: str
+    faults: Faults | None = None
+
+
+PICTURES = (
+    Picture("colocated", "colocated", "Colocated: the same cards generate, switch, train and switch back"),
+    Picture("naive", "naive", "Naive: two pools, and a barrier between them"),
+    Picture("gap", "gap", "GAP: groups finish one after the other and stream to the trainer"),
+    Picture("tsp", "tsp", "GAP + TSP: packed time-steps, training takes 0.7 of the time"),
+    Picture("tag_greedy", "tag_greedy", "TAG, greedy: help whenever there is nothing to train"),
+    Picture("tag_search", "tag_search", "TAG, search: help where it brings the commit forward"),
+    Picture("tcss", "tcss", "TCSS without help: half of a step may start on the weights at hand"),
+    Picture("everything_on", "everything_on", "All techniques: GAP, TSP, TAG (auto) and TCSS"),
+    Picture("unequal_eager", "unequal_eager", "Unequal lanes, eager: slow lanes take the last slices"),
+    Picture("unequal", "unequal", "Unequal lanes, earliest_finish: slow lanes leave the last slices"),
+    Picture(
+        "faults",
+        "tsp",
+        "Faults: gen-1 is lost at 10 s, and a reward of group 3 fails",
+        Faults(
+            events=(WorkerLost(LANE_LOST_AT_S * NS_PER_SECOND, lane=1),),
+            failing_samples=frozenset({BAD_REWARD}),
+        ),
+    ),
+)
+
+
+def run(picture: Picture) -> Trace:
+    """The picture's run: the production scheduler on a virtual clock, audited after every event."""
+    spec = read_spec(SPECS / f"{picture.spec}.yaml")
+    opening = opening_state(spec, SIMULATED_SEARCH_BUDGET)
+    recorder = Recorder(opening)
+    drive(opening, VirtualCluster(opening, picture.faults), (recorder, Auditor(opening)))
+    return recorder.trace()
+
+
+def draw(picture: Picture) -> str:
+    """The picture as SVG; its title ends with the makespan."""
+    trace = run(picture)
+    title = f"{picture.title}: {trace.end_ns / NS_PER_SECOND:.4g} s"
+    return gantt_svg(trace, title, axis_ns=AXIS_S * NS_PER_SECOND)
+
+
+def main() -> None:
+    """Draws all of them."""
+    IMAGES.mkdir(exist_ok=True)
+    for picture in PICTURES:
+        write_whole(IMAGES / f"{picture.name}.svg", draw(picture))
+        print(f"docs/images/{picture.name}.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""The command line as a user meets it: in a process of its own, right and wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "video_mixed.yaml"
+SMALL = {
+    "steps": 1,
+    "prompts": 2,
+    "samples_per_prompt": 4,
+    "slice": 2,
+    "generators": [{"name": "a100", "count": 2, "seconds": {1: 1.0, 2: 1.7}}],
+    "trainer": {"seconds_per_sample": 0.5},
+}
+HELPER = {"seconds_per_sample": 0.5, "helper": {"lanes": 1, "seconds": {2: 2.0}}}
+
+
+def digenrl(*arguments: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from digenrl.cli import main; main()", *map(str, arguments)]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        check=False,
+        env={**os.environ, "COLUMNS": "100", **environment},
+    )
+
+
+def spec_file(folder: Path, **changes: Any) -> Path:
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump({**SMALL, **changes}))
+    return path
+
+
+def complaint(result: subprocess.CompletedProcess[str]) -> str:
+    """The one line on stderr of a run that failed as it should."""
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    return lines[0]
+
+
+def test_simulate_prints_a_table_and_a_picture_of_the_lanes() -> None:
+    result = digenrl("simulate", EXAMPLE)
+    assert result.returncode == 0, result.stderr
+    for word in ("makespan", "efficiency", "h100-0", "trainer", "helper-0"):
+        assert word in result.stdout
+
+
+def test_simulate_answers_in_json_with_the_stated_keys() -> None:
+    answer = json.loads(digenrl("simulate", EXAMPLE, "--json").stdout)
+    assert set(answer) == {
+        "makespan", "step_end", "throughput", "bound", "efficiency", "generator_idle", "trainer_idle",
+        "stale_samples", "helped_samples", "help_decisions",
+    }  # fmt: skip
+    assert answer["efficiency"] == pytest.approx(answer["bound"] / answer["makespan"])
+    assert len(answer["step_end"]) == 4
+
+
+def test_a_json_spec_gives_the_answer_of_the_same_yaml_spec(tmp_path: Path) -> None:
+    as_yaml = spec_file(tmp_path)
+    as_json = tmp_path / "spec.json"
+    as_json.write_text(json.dumps(SMALL))
+    answers = [digenrl("simulate", path, "--json").stdout for path in (as_yaml, as_json)]
+    assert answers[0] == answers[1] != ""
+
+
+def test_simulate_writes_a_trace_and_a_picture(tmp_path: Path) -> None:
+    trace, gantt = tmp_path / "trace.json", tmp_path / "lanes.svg"
+    assert digenrl("simulate", EXAMPLE, "--trace", trace, "--gantt", gantt).returncode == 0
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert gantt.read_text().startswith("<svg")
+    assert {path.name for path in tmp_path.iterdir()} == {"trace.json", "lanes.svg"}
+
+
+def test_the_ladder_has_all_rungs_in_order() -> None:
+    rows = json.loads(digenrl("simulate", EXAMPLE, "--ladder", "--unpacked", "3", "--json").stdout)
+    assert [row["rung"] for row in rows] == ["colocated", "naive", "+GAP", "+TSP", "+TAG", "+TCSS"]
+    times = [row["answer"]["makespan"] for row in rows]
+    assert times[1:] == sorted(times[1:], reverse=True)
+
+
+def test_the_ladder_says_what_a_spec_without_a_helper_cannot_show(tmp_path: Path) -> None:
+    result = digenrl("simulate", spec_file(tmp_path), "--ladder")
+    assert result.returncode == 0
+    assert "colocated: needs trainer.helper" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"promts": 3}, "promts: unknown key; did you mean 'prompts'?"),
+        ({"policy": {"stale_faction": 0.5}}, "policy.stale_faction: unknown key; did you mean 'stale_fraction'?"),
+        ({"slice": 3}, "slice: 3 does not divide samples_per_prompt = 4; choose one of 1, 2, 4, or auto"),
+        ({"generators": []}, "generators: no generators"),
+        ({"generators": [{"count": 0, "seconds": {1: 1}}]}, "generators[0].count"),
+        ({"generators": [{"seconds": {1: 0}}]}, "generators[0].seconds[1]: input should be greater than 0, got 0"),
+        ({"generators": [{"seconds": {1: -1}}]}, "greater than 0, got -1"),
+        ({"generators": [{"seconds": {1: 2.0, 2: 1.0}}], "slice": 4}, "comes out as -1000000000 ns"),
+        ({"trainer": {"seconds_per_sample": 0}}, "trainer.seconds_per_sample"),
+        ({"trainer": {"seconds_per_sample": 1, "commit": -1}}, "trainer.commit"),
+        ({"policy": {"help": "greedy"}}, "policy.help: 'greedy' needs trainer.helper, which is absent"),
+        ({"policy": {"colocated": True}}, "policy.colocated: needs trainer.helper"),
+        ({"policy": {"stale_fraction": 1.5}}, "policy.stale_fraction"),
+        ({"steps": None}, "steps"),
+    ],
+)
+def test_a_wrong_spec_is_one_line_that_says_what_to_do(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    line = complaint(digenrl("simulate", spec_file(tmp_path, **changes), "--json"))
+    assert words in line
+    assert "spec.yaml" in line or "comes out as" in line
+
+
+def test_help_auto_without_a_helper_is_no_help(tmp_path: Path) -> None:
+    answers = [
+        digenrl("simulate", spec_file(tmp_path, policy={"help": policy}), "--json").stdout
+        for policy in ("auto", "none")
+    ]
+    assert answers[0] == answers[1] != ""
+
+
+def test_a_missing_file_and_a_folder_that_is_not_there_are_said_before_any_work(tmp_path: Path) -> None:
+    assert "cannot be read" in complaint(digenrl("simulate", tmp_path / "none.yaml"))
+    nowhere = tmp_path / "nowhere" / "x.svg"
+    assert "there is no folder" in complaint(digenrl("simulate", EXAMPLE, "--gantt", nowhere))
+
+
+def test_text_that_is_no_yaml_is_told_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text("steps: [1, 2\nprompts: }")
+    assert "not valid YAML" in complaint(digenrl("simulate", path))
+    path.write_text("just words")
+    assert "expected a mapping" in complaint(digenrl("simulate", path))
+
+
+def test_plan_writes_a_spec_that_simulates(tmp_path: Path) -> None:
+    result = digenrl(
+        "plan", "--model", "wan2.1-1.3b", "--cluster", ROOT / "examples/cluster_small.yaml", cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Plans, best first" in result.stdout
+    assert digenrl("simulate", tmp_path / "plan.yaml", "--json").returncode == 0
+
+
+def test_plan_does_not_write_over_a_spec_unless_told_to(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("mine")
+    arguments = ("plan", "--model", "sd3.5", "--cluster", ROOT / "examples/cluster_small.yaml")
+    assert "exists; add --force" in complaint(digenrl(*arguments, cwd=tmp_path))
+    assert (tmp_path / "plan.yaml").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--model", "flux2"), "unknown model"),
+        (("--model", "flux.1", "promts=3"), "unknown key 'promts'; did you mean 'prompts'?"),
+        (("--model", "flux.1", "prompts"), "expected KEY=VALUE"),
+        (("--model", "flux.1", "prompts=0"), "prompts"),
+        (("--model", "flux.1", "--objective", "speed"), "unknown 'speed'; known: throughput, cost"),
+        (("--model", "flux.1", "--stale-share", "2"), "between 0 and 1"),
+    ],
+)
+def test_wrong_words_for_plan_are_one_line(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    cluster = ROOT / "examples" / "cluster_small.yaml"
+    assert words in complaint(digenrl("plan", "--cluster", cluster, *arguments, cwd=tmp_path))
+
+
+def test_a_cluster_too_small_for_the_model_is_one_line(tmp_path: Path) -> None:
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text("pools: [{card: RTX 4090, nodes: 1, per_node: 2}]")
+    line = complaint(digenrl("plan", "--model", "qwen-image", "--cluster", cluster, "tuning=full", cwd=tmp_path))
+    assert "Qwen-Image" in line
+    assert not (tmp_path / "plan.yaml").exists()
+
+
+def test_simulating_and_planning_load_neither_torch_nor_ray() -> None:
+    script = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(['torch', 'ray', 'numpy', 'diffusers', 'transformers']))\n"
+        "import digenrl.scheduling\n"
+        "sys.argv = ['digenrl', 'simulate', sys.argv[1], '--json']\n"
+        "from digenrl.cli import main\n"
+        "main()\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script, str(EXAMPLE)], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["makespan"] > 0

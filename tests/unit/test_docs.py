@@ -1,0 +1,204 @@
+"""The documents are true: links lead somewhere, SPECs parse, and numbers and pictures are what the tool says."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import re
+import sys
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_args
+
+import pytest
+import yaml
+from pydantic import BaseModel
+from rich.console import Console
+
+from digenrl.config.reading import parse_model
+from digenrl.config.spec import Spec, read_spec
+from digenrl.simulation.ladder import climb, rungs
+from digenrl.simulation.simulator import simulate
+from digenrl.simulation.view import answer_table, ladder_table, percent, seconds
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(DOCS.glob("*.md"))
+YAML_FILES = sorted([*ROOT.glob("examples/*.yaml"), *DOCS.glob("specs/*.yaml")])
+PICTURES = sorted(DOCS.glob("images/*"))
+TOUR = DOCS / "scheduling.md"
+MACHINE_PATH = re.compile(r"(?<![\w.:/])(/(home|Users|root|work|tmp|mnt|opt|var|usr)/|[A-Z]:\\)")
+
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+
+def draw_pictures() -> ModuleType:
+    """The module docs/draw_pictures.py."""
+    found = importlib.util.spec_from_file_location("draw_pictures", DOCS / "draw_pictures.py")
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules["draw_pictures"] = module
+    found.loader.exec_module(module)
+    return module
+
+
+def blocks(document: Path, *languages: str) -> list[str]:
+    """The fenced code blocks of a document in one of these languages."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", document.read_text(encoding="utf-8"), re.M | re.S)
+    return [block for language, block in found if language in languages]
+
+
+def prose(document: Path) -> str:
+    """A document without its code blocks."""
+    return re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def links(document: Path) -> list[str]:
+    """The targets of links and images that stay inside the repository."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose(document))
+    return [target for target in targets if not re.match(r"[a-z]+:", target)]
+
+
+def anchors(document: Path) -> set[str]:
+    """What a link can point at in a document: its headings, as GitHub spells them."""
+    headings = re.findall(r"^#+ (.+)$", prose(document), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def yaml_specs(document: Path) -> Iterator[dict[str, Any]]:
+    """The SPECs among a document's YAML blocks."""
+    for block in blocks(document, "yaml", "yml"):
+        content = yaml.safe_load(block)
+        if isinstance(content, dict) and "steps" in content:
+            yield content
+
+
+def table_rows(document: Path, heading: str) -> list[list[str]]:
+    """The cells of the table whose first column is headed `heading`, without the head."""
+    table = re.search(rf"^\| {heading} \|.*\n\|[-|: ]+\n((?:\|.*\n)+)", document.read_text(encoding="utf-8"), re.M)
+    assert table is not None, f"{document.name} has no table headed {heading}"
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1].splitlines()]
+
+
+def printed(renderable: object) -> set[tuple[str, ...]]:
+    """What the terminal shows, line by line, as words."""
+    console = Console(file=io.StringIO(), width=200)
+    console.print(renderable)
+    assert isinstance(console.file, io.StringIO)
+    return {tuple(line.split()) for line in console.file.getvalue().splitlines()}
+
+
+def keys_of(model: type[BaseModel]) -> set[str]:
+    """The dotted names of all keys of a settings model."""
+    keys = set(model.model_fields)
+    for name, field in model.model_fields.items():
+        for inner in (field.annotation, *get_args(field.annotation)):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                keys |= {f"{name}.{key}" for key in keys_of(inner)}
+    return keys
+
+
+def keys_in(content: object) -> set[str]:
+    """The dotted names of all keys of a mapping; those of a list's entries count as the list's."""
+    if isinstance(content, list):
+        return set().union(*map(keys_in, content))
+    if not isinstance(content, dict):
+        return set()
+    keys = {str(name) for name in content}
+    return keys.union(*({f"{name}.{key}" for key in keys_in(inner)} for name, inner in content.items()))
+
+
+@each_document
+def test_links_and_images_lead_to_files_and_headings_that_exist(document: Path) -> None:
+    for target in links(document):
+        path, _, anchor = target.partition("#")
+        there = (document.parent / path).resolve() if path else document
+        assert there.exists(), f"{document.name} links to {target}"
+        assert there.is_relative_to(ROOT), f"{document.name} links out of the repository: {target}"
+        assert not anchor or anchor in anchors(there), f"{document.name} links to {target}: no such heading"
+
+
+@each_document
+def test_specs_in_documents_parse(document: Path) -> None:
+    for content in yaml_specs(document):
+        parse_model(Spec, content)
+
+
+@pytest.mark.parametrize("path", YAML_FILES, ids=lambda path: path.stem)
+def test_spec_files_parse(path: Path) -> None:
+    if "steps" in yaml.safe_load(path.read_text(encoding="utf-8")):
+        read_spec(path)
+
+
+def test_the_annotated_spec_of_the_readme_has_every_key() -> None:
+    (content,) = yaml_specs(ROOT / "README.md")
+    tables = {"generators.seconds", "trainer.helper.seconds"}
+    named = {key for key in keys_in(content) if key.rpartition(".")[0] not in tables}
+    assert named == keys_of(Spec)
+
+
+def test_every_picture_is_drawn_by_the_script_and_shown_in_a_document() -> None:
+    drawn = {f"{picture.name}.svg" for picture in draw_pictures().PICTURES}
+    assert {path.name for path in PICTURES} == drawn
+    shown = {(document.parent / target).resolve() for document in DOCUMENTS for target in links(document)}
+    assert set(PICTURES) <= shown
+
+
+def test_every_spec_of_the_docs_is_drawn() -> None:
+    assert {path.stem for path in DOCS.glob("specs/*.yaml")} == {each.spec for each in draw_pictures().PICTURES}
+
+
+@pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
+def test_pictures_are_what_the_tool_draws_today(path: Path) -> None:
+    script = draw_pictures()
+    picture = next(each for each in script.PICTURES if each.name == path.stem)
+    assert path.read_text(encoding="utf-8") == script.draw(picture), "run `make docs`, and look at the picture"
+
+
+def test_the_specs_of_the_tour_describe_the_same_work() -> None:
+    def work(path: Path) -> dict[str, Any]:
+        content = read_spec(path).model_dump(exclude={"policy", "generators"})
+        assert content["trainer"].pop("seconds_per_sample") in (Decimal("0.6"), Decimal("0.42"))
+        return content
+
+    first, *others = [work(path) for path in sorted(DOCS.glob("specs/*.yaml"))]
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("row", table_rows(TOUR, "SPEC"), ids=lambda row: row[0])
+def test_the_tour_quotes_what_the_simulator_says(row: list[str]) -> None:
+    link, *quoted = row
+    target = re.search(r"\((.+)\)", link)
+    assert target is not None
+    answer = simulate(read_spec(DOCS / target[1])).answer
+    assert quoted == [seconds(answer.makespan), percent(answer.generator_idle), percent(answer.trainer_idle)]
+
+
+@pytest.mark.parametrize("row", table_rows(TOUR, "stale share"), ids=lambda row: row[0])
+def test_the_help_policies_compare_as_the_tour_says(row: list[str]) -> None:
+    share, *quoted = row
+    spec = read_spec(DOCS / "specs" / "everything_on.yaml")
+    policies = ("none", "greedy", "search", "auto")
+    runs = [simulate(spec.with_policy(help=policy, stale_fraction=share)).answer for policy in policies]
+    assert quoted == [seconds(answer.makespan) for answer in runs]
+
+
+def test_the_readme_quotes_what_the_command_line_prints() -> None:
+    spec = read_spec(DOCS / "specs" / "everything_on.yaml")
+    ladder = list(climb(rungs(spec, Decimal("0.6"))))
+    lines = printed(answer_table(spec, simulate(spec).answer)) | printed(ladder_table(ladder))
+    first_words = (
+        r"makespan|throughput|bound|efficiency|generators|trainer idle|stale|helped|colocated|naive|\+\w+"
+    )
+    quoted = re.findall(rf"^(?:{first_words}) .*$", "\n".join(blocks(ROOT / "README.md", "")), re.M)
+    assert len(quoted) == 14
+    assert {tuple(line.split()) for line in quoted} <= lines
+
+
+def test_no_file_that_is_read_by_people_names_a_place_on_somebodys_machine() -> None:
+    readable = [*DOCUMENTS, *YAML_FILES, *PICTURES, DOCS / "draw_pictures.py"]
+    for path in readable:
+        found = MACHINE_PATH.search(path.read_text(encoding="utf-8"))
+        assert found is None, f"{path.relative_to(ROOT)} names {found[0] if found else ''}"

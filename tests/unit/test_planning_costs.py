@@ -1,0 +1,139 @@
+"""What the pieces of a run cost, and why packing time-steps pays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from digenrl.planning.cards import find_card
+from digenrl.planning.cluster import CardPool
+from digenrl.planning.constants import CONSTANTS
+from digenrl.planning.costs import (
+    TrainerLayout,
+    commit_seconds,
+    forward_seconds,
+    gather_seconds,
+    packed_pass_seconds,
+    publish_seconds,
+    slice_seconds,
+    switch_seconds,
+    training_pass_seconds,
+    unit_seconds,
+)
+from digenrl.planning.workload import workload_for
+
+H100S = CardPool.model_validate({"card": "H100", "nodes": 4, "per_node": 8, "network_gbit_s": 400})
+A6000S = CardPool.model_validate({"card": "RTX A6000", "nodes": 4, "per_node": 8, "network_gbit_s": 200})
+SMALL_CLIP = {"height": 240, "width": 416, "frames": 17}
+FULL = workload_for("hunyuan", tuning="full", denoise_steps=20, trained_share=0.6, **SMALL_CLIP)
+LORA = workload_for("hunyuan", tuning="lora", denoise_steps=20, trained_share=0.6, **SMALL_CLIP)
+
+
+def trainer(**changes) -> TrainerLayout:
+    return replace(TrainerLayout(H100S, 32, 32, 1, False), **changes)
+
+
+def test_a_gather_over_the_network_is_bytes_over_the_slowest_link():
+    sent = 2 * 2 * FULL.family.weight_bytes  # weights twice in bf16, gradients once in fp32
+    expected = sent * 31 / 32 / (400e9 / 8 * CONSTANTS.collective_share)
+    assert gather_seconds(FULL, trainer()) == pytest.approx(expected, rel=0.01)
+
+
+def test_shards_inside_a_node_gather_over_its_own_faster_links():
+    assert gather_seconds(FULL, trainer(shard_cards=8)) < gather_seconds(FULL, trainer()) / 5
+
+
+def test_a_copy_on_every_card_gathers_nothing():
+    assert gather_seconds(LORA, trainer(shard_cards=1)) == 0
+    assert packed_pass_seconds(LORA, trainer(shard_cards=1), 2) == training_pass_seconds(
+        LORA, H100S.card, 2, False
+    )
+
+
+def test_packing_pays_the_gather_once_for_all_pairs_of_the_pack():
+    alone = packed_pass_seconds(FULL, trainer(), 1)
+    together = packed_pass_seconds(FULL, trainer(), 4)
+    assert together < 0.5 * 4 * alone
+
+
+def test_gathers_hide_between_not_at_all_and_fully():
+    sharded = trainer()
+    compute_s = training_pass_seconds(FULL, H100S.card, 1, False)
+    gather_s = gather_seconds(FULL, sharded)
+    never = packed_pass_seconds(FULL, sharded, 1, replace(CONSTANTS, gather_overlap=0.0))
+    fully = packed_pass_seconds(FULL, sharded, 1, replace(CONSTANTS, gather_overlap=1.0))
+    assert never == pytest.approx(compute_s + gather_s)
+    assert fully == pytest.approx(max(compute_s, gather_s))
+    assert fully < packed_pass_seconds(FULL, sharded, 1) < never
+
+
+def test_without_time_step_parallelism_a_group_smaller_than_the_trainer_leaves_ranks_idle():
+    eight_samples_on_32_ranks = unit_seconds(FULL, trainer(spread_steps=False), 8)
+    assert eight_samples_on_32_ranks == pytest.approx(unit_seconds(FULL, trainer(spread_steps=False), 32))
+    assert unit_seconds(FULL, trainer(), 8) == pytest.approx(eight_samples_on_32_ranks / 4)
+
+
+def test_packs_that_do_not_divide_the_pairs_are_cut_evenly():
+    one_rank = TrainerLayout(H100S, 1, 1, 5, False)
+    assert LORA.pairs_per_sample == 12
+    expected = 3 * packed_pass_seconds(LORA, one_rank, 4)  # 12 pairs in packs of at most 5: three of 4
+    assert unit_seconds(LORA, one_rank, 1) == pytest.approx(expected)
+
+
+def test_copies_sum_their_gradients_before_the_optimizer_step():
+    one_copy, four_copies = trainer(), trainer(shard_cards=8)
+    network_s = 2 * 4 * FULL.family.parameters * 3 / 4 / (50e9 * CONSTANTS.collective_share)
+    assert commit_seconds(FULL, four_copies) > commit_seconds(FULL, one_copy)
+    assert commit_seconds(FULL, four_copies) == pytest.approx(network_s, rel=0.1)
+
+
+def test_publishing_adapters_takes_a_hundredth_of_publishing_weights():
+    link = 25e9
+    assert publish_seconds(FULL, link) == pytest.approx(FULL.family.weight_bytes / link, rel=0.01)
+    assert publish_seconds(LORA, link) - CONSTANTS.adapter_swap_s < publish_seconds(FULL, link) / 50
+
+
+def test_a_trainer_with_adapters_and_whole_copies_switches_almost_for_free():
+    assert switch_seconds(LORA, trainer(shard_cards=1), 1) == (CONSTANTS.adapter_swap_s,) * 2
+
+
+def test_a_sharded_trainer_gathers_a_copy_to_help():
+    switch_in, switch_out = switch_seconds(FULL, trainer(), 1)
+    assert switch_in == pytest.approx(FULL.family.weight_bytes / 40e9, rel=0.15)
+    assert switch_out < switch_in
+
+
+def test_where_copy_and_state_do_not_fit_together_the_state_moves_to_the_host_and_back():
+    eight_a6000 = TrainerLayout(A6000S, 8, 8, 1, True)
+    state_s = 16 * FULL.family.parameters / 8 / (31.5e9 * CONSTANTS.host_link_share)
+    roomy = TrainerLayout(A6000S, 32, 32, 1, True)
+    assert switch_seconds(FULL, roomy, 1)[1] == CONSTANTS.adapter_swap_s
+    assert switch_seconds(FULL, eight_a6000, 1)[1] == pytest.approx(state_s + CONSTANTS.adapter_swap_s)
+
+
+def test_guidance_doubles_the_rows_only_where_it_is_batched():
+    wan, flux = workload_for("wan"), workload_for("flux")
+    assert (wan.branches, flux.branches) == (2, 1)
+    unguided = workload_for("wan", guidance=False)
+    assert unguided.branches == 1
+    card = find_card("H100")
+    assert slice_seconds(wan, card, 1) > 1.9 * slice_seconds(unguided, card, 1)
+
+
+def test_a_tensor_parallel_lane_is_faster_but_not_in_proportion():
+    card = find_card("L40S")
+    alone, four = (forward_seconds(FULL, card, 1, lane_cards) for lane_cards in (1, 4))
+    assert alone / 4 < four < alone
+
+
+def test_a_reference_forward_costs_about_a_forward():
+    with_reference = LORA.model_copy(update={"reference_forward": True})
+    card = find_card("H200")
+    extra = training_pass_seconds(with_reference, card, 8, True) - training_pass_seconds(LORA, card, 8, True)
+    assert extra == pytest.approx(forward_seconds(LORA, card, 8), rel=0.1)
+
+
+def test_the_last_step_is_never_trained():
+    assert workload_for("flux", denoise_steps=10, trained_share=1.0).pairs_per_sample == 9
+    assert workload_for("flux", denoise_steps=1, trained_share=1.0).pairs_per_sample == 1

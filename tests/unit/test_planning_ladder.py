@@ -1,0 +1,94 @@
+"""The colocated baseline and the ladder: what decides the speed-up is stated, and turning it off shows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from digenrl.config.reading import ConfigError
+from digenrl.planning.cluster import CardPool
+from digenrl.planning.colocated import ColocatedAssumptions, colocated_spec, colocated_trainer
+from digenrl.planning.costs import slice_seconds, switch_seconds, unit_seconds
+from digenrl.planning.evaluation import predicted_makespan
+from digenrl.planning.ladder import RUNGS, climb
+from digenrl.planning.workload import workload_for
+
+A = CardPool.model_validate({"card": "RTX A6000", "nodes": 4, "network_gbit_s": 200})
+B = CardPool.model_validate({"card": "H100", "nodes": 4, "network_gbit_s": 400})
+AS_ASSUMED = ColocatedAssumptions(engine_switch_s=1.0)
+
+
+def clip(model: str, **changes):
+    base = {
+        "tuning": "full", "prompts": 2, "samples_per_prompt": 16, "denoise_steps": 20, "trained_share": 0.6,
+        "guidance": False, "height": 240, "width": 416, "frames": 17,
+    }  # fmt: skip
+    return workload_for(model, **{**base, **changes})
+
+
+def climbed(workload, pools, assumptions=AS_ASSUMED) -> list[float]:
+    return [standing.speedup for standing in climb(workload, pools, predicted_makespan, 4, assumptions)]
+
+
+def test_a_colocated_step_is_generation_two_switches_training_and_commit():
+    workload = clip("hunyuan")
+    spec = colocated_spec(workload, [B], 1, AS_ASSUMED)
+    trainer = colocated_trainer(workload, [B], AS_ASSUMED)
+    switch_in, switch_out = switch_seconds(workload, trainer, 1)
+    expected = (
+        slice_seconds(workload, B.card, 1)  # 32 samples on 32 lanes
+        + switch_in + switch_out + 2 * AS_ASSUMED.engine_switch_s
+        + unit_seconds(workload, trainer, 32)
+        + float(spec.trainer.commit)
+    )  # fmt: skip
+    second_step_s = predicted_makespan(spec.with_changes(steps=2)) - predicted_makespan(spec)
+    assert second_step_s == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_baseline_trains_unpacked_over_all_cards():
+    trainer = colocated_trainer(clip("hunyuan"), [B], AS_ASSUMED)
+    assert (trainer.cards, trainer.shard_cards, trainer.pack, trainer.spread_steps) == (32, 32, 1, False)
+
+
+def test_every_cost_of_the_baseline_makes_it_slower():
+    workload = clip("hunyuan")
+    cheap = predicted_makespan(colocated_spec(workload, [B], 2, ColocatedAssumptions(True, True)))
+    for dearer in (
+        {"engine_switch_s": 1.0},
+        {"scaling": 0.8},
+        {"packed": False},
+        {"sharded_rollout": True},
+    ):
+        spec = colocated_spec(workload, [B], 2, replace(ColocatedAssumptions(True, True), **dearer))
+        assert predicted_makespan(spec) > cheap, dearer
+
+
+def test_unequal_cards_train_at_the_slowest_ones_pace():
+    workload = clip("hunyuan")
+    mixed = colocated_trainer(workload, [B, A], AS_ASSUMED)
+    assert mixed.pool.card == A.card
+    assert (mixed.cards, mixed.pool.network_gbit_s) == (64, 200)
+
+
+def test_a_baseline_that_does_not_fit_is_told_in_one_line():
+    tiny = CardPool.model_validate({"card": "RTX 4090", "per_node": 2})
+    with pytest.raises(ConfigError, match=r"does not (fit|train) on"):
+        colocated_spec(clip("qwen", height=512, width=512, frames=1), [tiny], 1, AS_ASSUMED)
+
+
+@pytest.mark.parametrize(("model", "papers_last"), [("hunyuan", 3.34), ("wan", 2.85)])
+def test_the_ladder_on_testbed_b_reaches_the_papers_last_rung_as_assumed(model, papers_last):
+    speedups = climbed(clip(model), [B])
+    assert len(speedups) == 1 + len(RUNGS)
+    assert speedups[-1] >= papers_last
+    assert speedups == sorted(speedups)
+
+
+def test_a_baseline_that_packs_and_shards_inside_nodes_leaves_next_to_nothing_to_gain():
+    assert climbed(clip("hunyuan"), [B], ColocatedAssumptions(True, True))[-1] < 1.15
+
+
+def test_longer_clips_hide_the_gathers_and_take_the_gain_away():
+    short, longer = (climbed(clip("hunyuan", frames=frames), [B])[-1] for frames in (17, 33))
+    assert longer < 0.75 * short

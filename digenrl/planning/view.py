@@ -13,11 +13,11 @@ from digenrl.planning.plans import Plan, PlanResult
 
 def plans_table(plans: Sequence[Plan]) -> Table:
     """The plans, best first, one row each; the reasons stand below the table, from `plan_reasons`."""
-    table = Table(title="Plans, best first", show_lines=True)
+    table = Table(title="Plans, best first", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 1, 0))
     table.add_column("")
-    table.add_column("plan", overflow="fold")
-    for heading in ("samples/s", "gen busy", "train busy", "$ per 1,000"):
-        table.add_column(heading, justify="right", min_width=5)
+    table.add_column("plan", ratio=1)
+    for heading in ("samples\nper s", "gen.\nbusy", "train.\nbusy", "$ per\n1,000"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for rank, plan in enumerate(plans, start=1):
         table.add_row(
             str(rank),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
@@ -51,13 +52,24 @@ def best_rate(table: Mapping[int, Decimal], sizes: tuple[int, ...]) -> Fraction:
 
 def opening_state(spec: Spec, search_budget: int) -> SchedulerState:
     """The scheduler at t = 0 of a SPEC, whose slice is a number."""
-    assert isinstance(spec.slice, int), "the planner replaces slice: auto before a run"
-    generators = [
-        LaneOffer(f"{pool.name}-{index}", slice_ns(pool.seconds, spec.slice, f"generators[{which}].seconds"))
-        for which, pool in enumerate(spec.generators)
-        for index in range(pool.count)
-    ]
-    return initial_state(_terms(spec, search_budget), _costs(spec, len(generators)), generators, _helpers(spec))
+    assert isinstance(spec.slice, int), "slice: auto is settled before a run"
+    next_number: Counter[str] = Counter()
+    generators: list[LaneOffer] = []
+    for which, pool in enumerate(spec.generators):
+        duration = slice_ns(pool.seconds, spec.slice, f"generators[{which}].seconds")
+        generators += _lanes(pool.name, pool.count, duration, next_number)
+    helper, helpers = spec.trainer.helper, []
+    if helper is not None and (spec.policy.help != "none" or spec.policy.colocated):
+        duration = slice_ns(helper.seconds, spec.slice, "trainer.helper.seconds")
+        helpers = _lanes("helper", helper.lanes, duration, next_number)
+    return initial_state(_terms(spec, search_budget), _costs(spec, len(generators)), generators, helpers)
+
+
+def _lanes(pool: str, count: int, duration_ns: int, next_number: Counter[str]) -> list[LaneOffer]:
+    """Equal lanes, named after their pool; pools of one name count on, so that no two lanes share a name."""
+    first = next_number[pool]
+    next_number[pool] += count
+    return [LaneOffer(f"{pool}-{first + index}", duration_ns) for index in range(count)]
 
 
 def _terms(spec: Spec, search_budget: int) -> Terms:
@@ -98,12 +110,3 @@ def _costs(spec: Spec, generator_lanes: int) -> Costs:
         switch_out_ns=to_ns(switch_out),
         score_ns=to_ns(spec.reward.seconds),
     )
-
-
-def _helpers(spec: Spec) -> list[LaneOffer]:
-    helper = spec.trainer.helper
-    if helper is None or (spec.policy.help == "none" and not spec.policy.colocated):
-        return []
-    assert isinstance(spec.slice, int)
-    duration = slice_ns(helper.seconds, spec.slice, "trainer.helper.seconds")
-    return [LaneOffer(f"helper-{index}", duration) for index in range(helper.lanes)]

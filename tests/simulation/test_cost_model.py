@@ -92,3 +92,13 @@ def test_a_stale_budget_is_an_exact_floor() -> None:
     """0.29 x 100 is 28.999... in floats; 29 samples may be stale."""
     content = {**SCORED, "prompts": 10, "samples_per_prompt": 10, "trainer": {"seconds_per_sample": 50}}
     assert answer(content, stale_fraction=0.29)["stale_samples"] == 29
+
+
+def test_no_two_lanes_share_a_name_even_if_pools_do() -> None:
+    content = {
+        **HELPED,
+        "generators": [{"seconds": {1: 4}}, {"name": "helper", "seconds": {1: 4}}, {"seconds": {1: 5}}],
+    }
+    spec = parse_model(Spec, {**content, "policy": {"help": "auto"}})
+    names = [lane.name for lane in simulate(spec).trace.lanes]
+    assert names == ["generator-0", "helper-0", "generator-1", "trainer", "helper-1"]

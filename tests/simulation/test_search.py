@@ -14,7 +14,7 @@ from digenrl.simulation.simulator import simulate
 from simulation.reference_model import reference_answer
 
 POLICIES = ("none", "greedy", "search", "auto")
-LIVE_BUDGET = 1_000
+LIVE_BUDGET = 500
 
 
 @settings(max_examples=150)

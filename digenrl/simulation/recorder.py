@@ -40,11 +40,10 @@ class Recorder:
         self._opening = opening
         self._lane_names = [lane.name for lane in opening.lanes]
         self._helpers = {lane.index for lane in opening.lanes if lane.helper and not opening.terms.colocated}
-        self._joined: list[LaneInfo] = []
-        self._lost: set[int] = set()
+        self._joined_ns: dict[int, int] = {}
+        self._left_ns: dict[int, int] = {}
         self._now_ns = 0
         self._trainer_since = 0
-        self._role_changes = 0
         self._leases: dict[int, Lease] = {}
         self._scoring: dict[int, int] = {}
         self._publishing: dict[int, int] = {}
@@ -64,16 +63,17 @@ class Recorder:
     def trace(self) -> Trace:
         """Everything so far, in the order in which the work started."""
         terms = self._opening.terms
-        lanes = [LaneInfo(lane.name, self._pool(lane.index)) for lane in self._opening.lanes]
+        lanes = [self._lane_info(index) for index in range(len(self._lane_names))]
         helpers = [lane for lane in lanes if lane.pool == "trainer"]
         generators = [lane for lane in lanes if lane.pool == "generator"]
         scorers = [LaneInfo(f"reward-{index}", "reward") for index in range(terms.scorers)]
         spans = sorted(self.spans, key=lambda span: (span.start_ns, span.end_ns))
-        rows = (*generators, *self._joined, *scorers, LaneInfo(TRAINER_LANE, "trainer"), *helpers)
+        rows = (*generators, *scorers, LaneInfo(TRAINER_LANE, "trainer"), *helpers)
         return Trace(rows, tuple(spans), self._now_ns, shared_cards=terms.colocated)
 
-    def _pool(self, lane: int) -> str:
-        return "trainer" if lane in self._helpers else "generator"
+    def _lane_info(self, lane: int) -> LaneInfo:
+        pool = "trainer" if lane in self._helpers else "generator"
+        return LaneInfo(self._lane_names[lane], pool, self._joined_ns.get(lane, 0), self._left_ns.get(lane))
 
     def _open(self, action: Action) -> None:
         if isinstance(action, Generate):
@@ -107,10 +107,15 @@ class Recorder:
         elif isinstance(event, Published):
             self._close_publication(event)
         elif isinstance(event, WorkerJoined):
+            self._joined_ns[len(self._lane_names)] = event.at_ns
             self._lane_names.append(event.offer.name)
-            self._joined.append(LaneInfo(event.offer.name, "generator"))
-        elif isinstance(event, WorkerLost) and event.lane in self._leases:
-            self._close_slice(self._leases[event.lane])
+        elif isinstance(event, WorkerLost):
+            self._close_lane(event.lane)
+
+    def _close_lane(self, lane: int) -> None:
+        self._left_ns.setdefault(lane, self._now_ns)
+        if lane in self._leases:
+            self._close_slice(self._leases[lane])
 
     def _close_slice(self, lease: Lease) -> None:
         if self._leases.get(lease.lane) != lease:

@@ -52,10 +52,15 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class LaneInfo:
-    """One row of the picture: its name and the pool it belongs to."""
+    """One row of the picture: its name, the pool it belongs to, and from when to when it was there.
+
+    A lane that stayed to the end of the run has no `left_ns`. Before it joined and after it left it is not idle.
+    """
 
     name: str
     pool: str  # GENERATOR_POOL, "reward" or "trainer"
+    joined_ns: int = 0
+    left_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

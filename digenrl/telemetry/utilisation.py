@@ -5,7 +5,8 @@ as busy in each of its rows whenever it works, wherever that work is drawn: a he
 its card trains, and the trainer is no bubble while its cards help. Where generators and trainer share their
 cards, the same holds for every generator lane.
 
-Publishing goes on beside other work and keeps no lane busy. All shares are over [0, end of the run].
+Publishing goes on beside other work and keeps no lane busy. A lane's share is over the time it was there, which is
+the whole run unless it joined later or was lost.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Intervals: TypeAlias = tuple[tuple[int, int], ...]  # (start_ns, end_ns), sorted
 
 @dataclass(frozen=True, slots=True)
 class LaneUse:
-    """What one lane did with its time; `own`, `elsewhere` less `own`, and `idle` fill [0, end of the run].
+    """What one lane did with its time; `own`, `elsewhere` less `own`, and `idle` fill the time it was there.
 
     `own` is work in the lane's own row, `elsewhere` is work of its card that is drawn in another row.
     """
@@ -29,6 +30,7 @@ class LaneUse:
     own: Intervals
     elsewhere: Intervals
     idle: Intervals
+    present_ns: int
     busy_share: float
 
 
@@ -53,7 +55,7 @@ def idle_intervals(trace: Trace) -> dict[str, Intervals]:
 
 
 def lane_busy_shares(trace: Trace) -> dict[str, float]:
-    """The share of the run, 0 to 1, in which each lane worked; 0 for a run of no length."""
+    """The share of its time, 0 to 1, in which each lane worked; 0 for a run of no length."""
     return {name: use.busy_share for name, use in lane_uses(trace).items()}
 
 
@@ -69,16 +71,20 @@ def pool_busy_shares(trace: Trace) -> dict[str, float]:
 def pool_share(lane_names: list[str], uses: dict[str, LaneUse]) -> float:
     """The busy share of the pool made of these lanes; see `pool_busy_shares`."""
     unit = [TRAINER_LANE] if TRAINER_LANE in lane_names else lane_names
-    return sum(uses[name].busy_share for name in unit) / len(unit)
+    present_ns = sum(uses[name].present_ns for name in unit)
+    busy_ns = sum(uses[name].busy_share * uses[name].present_ns for name in unit)
+    return busy_ns / present_ns if present_ns else 0.0
 
 
 def _lane_use(lane: LaneInfo, trace: Trace, spans: dict[str, tuple[Span, ...]]) -> LaneUse:
     own = _merged((s for s in spans[lane.name] if s.work is not Work.PUBLISH), trace.end_ns)
     elsewhere = _merged(_work_in_other_rows(lane, trace, spans), trace.end_ns)
-    idle = _gaps(_merge(own + elsewhere), trace.end_ns)
+    left_ns = trace.end_ns if lane.left_ns is None else lane.left_ns
+    idle = _within(_gaps(_merge(own + elsewhere), trace.end_ns), lane.joined_ns, left_ns)
     idle_ns = sum(end_ns - start_ns for start_ns, end_ns in idle)
-    busy_share = (trace.end_ns - idle_ns) / trace.end_ns if trace.end_ns else 0.0
-    return LaneUse(own, elsewhere, idle, busy_share)
+    present_ns = left_ns - lane.joined_ns
+    busy_share = (present_ns - idle_ns) / present_ns if present_ns else 0.0
+    return LaneUse(own, elsewhere, idle, present_ns, busy_share)
 
 
 def _work_in_other_rows(lane: LaneInfo, trace: Trace, spans: dict[str, tuple[Span, ...]]) -> Iterable[Span]:
@@ -117,3 +123,8 @@ def _merge(intervals: Iterable[tuple[int, int]]) -> Intervals:
 def _gaps(busy: Intervals, end_ns: int) -> Intervals:
     edges = [0, *(edge for interval in busy for edge in interval), end_ns]
     return tuple((start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end)
+
+
+def _within(intervals: Intervals, first_ns: int, last_ns: int) -> Intervals:
+    clipped = ((max(start, first_ns), min(end, last_ns)) for start, end in intervals)
+    return tuple((start, end) for start, end in clipped if start < end)

@@ -113,3 +113,15 @@ def test_where_cards_are_shared_a_generator_is_no_bubble_while_its_card_trains_a
     assert idle["trainer"] == () == idle["gen-0"]
     assert seconds(idle["gen-1"]) == [(3, 4)]
     assert seconds(idle_intervals(Trace(lanes, spans, 8 * SECOND))["gen-1"]) == [(3, 8)]
+
+
+def test_a_lane_is_not_idle_before_it_joined_and_after_it_was_lost() -> None:
+    lanes = (LaneInfo("early", "generator", left_ns=40), LaneInfo("late", "generator", joined_ns=60))
+    spans = (
+        Span("early", Work.GENERATE, 0, 30, step=0, group=0, size=1),
+        Span("late", Work.GENERATE, 70, 100, step=0, group=1, size=1),
+    )
+    trace = Trace(lanes, spans, end_ns=100)
+    assert idle_intervals(trace) == {"early": ((30, 40),), "late": ((60, 70),)}
+    assert lane_busy_shares(trace) == {"early": 0.75, "late": 0.75}
+    assert pool_busy_shares(trace) == {"generator": 0.75}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from handmade_traces import SECOND, helped_trace, large_trace, on_policy_trace, span
 
-from digenrl.telemetry.trace import LaneInfo, Trace, Work
+from digenrl.telemetry.trace import LaneInfo, Span, Trace, Work
 from digenrl.telemetry.utilisation import (
     idle_intervals,
     lane_busy_shares,

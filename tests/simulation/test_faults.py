@@ -116,6 +116,32 @@ def test_a_late_answer_from_a_lost_lane_is_fenced_off() -> None:
     assert actions == ()
 
 
+def test_a_doubled_answer_is_not_taken_for_the_slice_the_lane_makes_now() -> None:
+    opening = opening_state(small_spec(), search_budget=100)
+    state, actions = decide(opening, Tick(0))
+    first = next(action.lease for action in actions if isinstance(action, Generate))
+    state, _ = decide(state, SliceDone(4 * SECOND, first))
+    state, _ = decide(state, Tick(4 * SECOND))
+    assert state.lanes[first.lane].lease not in (None, first)
+    after, actions = decide(state, SliceDone(5 * SECOND, first))
+    assert (after, actions) == (state, ())
+
+
+def test_a_lost_stale_slice_gives_its_share_back() -> None:
+    opening = opening_state(small_spec(stale_fraction=0.25), search_budget=100)
+    cluster = VirtualCluster(opening)
+    state, stale = opening, None
+    while stale is None:
+        state, actions = decide(state, cluster.next_event())
+        for action in actions:
+            cluster.submit(action)
+            if isinstance(action, Generate) and action.lease.stale:
+                stale = action.lease
+    assert state.steps[1].stale_samples == 2
+    after, _ = decide(state, WorkerLost(cluster.now_ns + 1, stale.lane))
+    assert after.steps[1].stale_samples == 0
+
+
 def test_a_lost_slice_is_handed_out_again_first_and_under_a_new_epoch() -> None:
     opening = opening_state(small_spec(), search_budget=100)
     state, actions = decide(opening, Tick(0))

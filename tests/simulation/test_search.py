@@ -9,6 +9,9 @@ from random_specs import spec_contents
 
 from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
+from digenrl.scheduling.outlook import forecast_from
+from digenrl.scheduling.search import least_commit_ns
+from digenrl.simulation.durations import NS_PER_SECOND, opening_state
 from digenrl.simulation.quick import quick_makespan
 from digenrl.simulation.simulator import simulate
 from simulation.reference_model import reference_answer
@@ -48,6 +51,29 @@ def test_the_smallest_budget_still_gives_a_plan_no_worse_than_waiting_on_policy(
     spec = parse_model(Spec, content)
     starved = simulate(spec, search_budget=1).answer.makespan
     assert starved <= simulate(spec.with_policy(help="none")).answer.makespan + 1e-9
+
+
+@settings(max_examples=300)
+@given(spec_contents(helps=("search",), colocated=False))
+def test_what_the_search_calls_the_least_commit_is_never_above_the_best(content: dict[str, Any]) -> None:
+    """A bound that is too high would cut off the best plan."""
+    content["steps"] = 1
+    first_bubble = forecast_from(opening_state(parse_model(Spec, content), search_budget=1), at_ns=0)
+    first_bubble.start_generators()
+    assert least_commit_ns(first_bubble) <= round(reference_answer(content)["makespan"] * NS_PER_SECOND)
+
+
+def test_greedy_runs_its_first_round_even_if_a_group_became_ready_during_the_switch() -> None:
+    content = {
+        "steps": 1,
+        "prompts": 4,
+        "samples_per_prompt": 1,
+        "slice": 1,
+        "generators": [{"seconds": {1: 1}}],
+        "trainer": {"seconds_per_sample": 1, "helper": {"seconds": {1: 4}, "switch_in": 1.5}},
+        "policy": {"help": "greedy"},
+    }
+    assert simulate(parse_model(Spec, content)).answer.helped_samples == 1
 
 
 def test_earliest_finish_keeps_a_slow_lane_from_holding_up_the_tail() -> None:

@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# One thread per test process: several processes with several threads each are slower than one.
+export OMP_NUM_THREADS ?= 1
 
 .PHONY: setup test lint types imports pytest docs bench clean
 
@@ -10,7 +13,8 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PIP) torch
+	$(PIP) --editable '.[dev,train,ocr,serve]'
 	touch $(STAMP)
 
 test: lint types imports pytest

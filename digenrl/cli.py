@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from digenrl import __version__
 from digenrl.config.reading import ConfigError, nearest
+from digenrl.config.rewards import parse_rewards
 from digenrl.config.spec import read_spec
 from digenrl.planning.candidates import Objective, PlanOptions
 from digenrl.planning.cluster import read_cluster
@@ -41,6 +43,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+reward_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Rewards apart from training.")
+app.add_typer(reward_app, name="reward")
 WORKLOAD_KEYS = [key for key in Workload.model_fields if key != "model"]
 out = Console()
 aside = Console(stderr=True)  # progress and remarks: never in the way of --json
@@ -170,11 +174,63 @@ def _key_values(pairs: list[str]) -> dict[str, Any]:
             raise ConfigError(f"'{pair}': expected KEY=VALUE, as prompts=8; keys: {', '.join(WORKLOAD_KEYS)}")
         if key not in WORKLOAD_KEYS:
             raise ConfigError(f"'{pair}': unknown key '{key}'; {nearest(key, WORKLOAD_KEYS)}")
-        try:
-            values[key] = yaml.safe_load(text)
-        except yaml.YAMLError:
-            raise ConfigError(f"'{pair}': the value is not valid YAML") from None
+        values[key] = _yaml_value(pair, text)
     return values
+
+
+def _yaml_value(where: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"'{where}': the value is not valid YAML") from None
+
+
+@app.command("make-tiny")
+def make_tiny_command(
+    family: Annotated[str, typer.Argument(help="Model family, as sd3 or wan.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder for the pipeline.")],
+    seed: Annotated[int, typer.Option(min=0, help="Of its random weights.")] = 0,
+) -> None:
+    """Write a complete tiny diffusers pipeline with random weights, without a network: for trying things out."""
+    with _needing("train"):
+        from digenrl.models.registry import make_tiny_pipeline
+    make_tiny_pipeline(family, directory, seed)
+    out.print(f"wrote {directory}")
+
+
+@reward_app.command("serve")
+def serve_reward_command(
+    rewards: Annotated[
+        list[str], typer.Argument(metavar="REWARD...", help="A name, package.module:function, or YAML in braces.")
+    ],
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; others than this machine need a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8790,
+    token_env: Annotated[
+        str, typer.Option(help="Environment variable with the token that clients must send.")
+    ] = "DIGENRL_REWARD_TOKEN",
+) -> None:
+    """Serve rewards over HTTP, so that scorers can be on machines of their own."""
+    settings = parse_rewards([_yaml_value("REWARD", text) if text.startswith("{") else text for text in rewards])
+    with _needing("train", "serve"):
+        from digenrl.rewards.building import build_rewards
+        from digenrl.rewards.server import serve, token_for
+    token = os.environ.get(token_env)
+    token_for(host, token)  # complains before any model is loaded
+    serve(build_rewards(settings), host, port, token)
+
+
+@contextmanager
+def _needing(*extras: str) -> Iterator[None]:
+    """What the imports inside need is installed with these extras."""
+    # Without it, transformers prints a remark about every optional package that is not there.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = f"this needs the package '{error.name}', which is not installed"
+        raise ConfigError(f"{missing}; install digenrl[{','.join(extras)}]") from None
 
 
 def _stale_shares(on_policy: bool, given: list[float] | None) -> tuple[float, ...]:

@@ -1,0 +1,1 @@
+"""Turns prompts into samples: noise, denoising, decoding, in slices."""

@@ -1,0 +1,1 @@
+"""The model families behind one contract, and the stochastic step."""

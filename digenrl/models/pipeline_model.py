@@ -1,0 +1,134 @@
+"""What the families share: a `DiffusionModel` around the parts of a diffusers pipeline.
+
+Shape legend: as in contract.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from digenrl.config.reading import ConfigError
+from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
+
+
+class PipelineModel(DiffusionModel):
+    """Holds a pipeline of the family's own class, and never calls it: only its parts and its small helpers.
+
+    Its denoising loop knows one time-step for a whole batch; ours has one per row. All parts are in evaluation
+    mode, the frozen ones (VAE, text encoders) without gradients.
+    """
+
+    text_encoders: ClassVar[tuple[str, ...]]  # parts of the pipeline, by name
+
+    def __init__(self, pipeline: Any) -> None:
+        self.pipeline = pipeline
+        self.transformer: nn.Module = pipeline.transformer
+        self.vae = pipeline.vae
+        frozen = [self.vae, *(getattr(pipeline, name) for name in self.text_encoders)]
+        for part in frozen:
+            if part is not None:
+                part.requires_grad_(False).eval()
+        self.transformer.eval()
+
+    def drop_text_encoders(self) -> None:
+        """Frees the text encoders; `encode` raises from then on."""
+        for name in self.text_encoders:
+            setattr(self.pipeline, name, None)
+
+    def text_device(self) -> torch.device:
+        """Where the text encoders are; raises if they are gone."""
+        encoders = [getattr(self.pipeline, name) for name in self.text_encoders]
+        if any(encoder is None for encoder in encoders):
+            raise RuntimeError(
+                f"{self.family}: the text encoders are not loaded (dropped, left out, or the model has random "
+                "weights); encode all prompts before drop_text_encoders(), or load a pipeline directory"
+            )
+        device: torch.device = encoders[0].device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the transformer's own weights, whatever its adapters have: inputs are cast to it."""
+        return weights_dtype(self.transformer)
+
+    def fresh_scheduler(self) -> Any:
+        """A scheduler as the pipeline's was when loaded: nothing is left behind for the next call."""
+        scheduler = self.pipeline.scheduler
+        return type(scheduler).from_config(scheduler.config)
+
+
+def paired_negatives(prompts: Sequence[str], negative_prompts: Sequence[str] | None) -> list[str]:
+    """One negative prompt per prompt, empty ones by default."""
+    negatives = [""] * len(prompts) if negative_prompts is None else list(negative_prompts)
+    if len(negatives) != len(prompts):
+        raise ValueError(f"expected one negative prompt per prompt, got {len(negatives)} for {len(prompts)}")
+    return negatives
+
+
+def negative_side(conditioning: Conditioning) -> Mapping[str, Tensor | None]:
+    """The unconditional rows, which classifier-free guidance needs."""
+    if conditioning.negative is None:
+        raise ValueError(
+            "a guidance above 1 needs the unconditional rows of the conditioning, got none; "
+            "encode the prompts with this model, or set guidance to 1"
+        )
+    return conditioning.negative
+
+
+def weights_dtype(transformer: nn.Module) -> torch.dtype:
+    """The type that most of a transformer's own weights have; some families keep a few in fp32."""
+    elements_per_dtype: Counter[torch.dtype] = Counter()
+    for name, parameter in transformer.named_parameters():
+        if "lora_" not in name:
+            elements_per_dtype[parameter.dtype] += parameter.numel()
+    return elements_per_dtype.most_common(1)[0][0]
+
+
+def at_least_fp32(value: Tensor) -> Tensor:
+    """In fp32, or in fp64 where the model itself computes in fp64: gradients are compared there."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def pixels_of_images(decoded_BCHW: Tensor) -> Tensor:
+    """What an image VAE gives, in about [-1, 1], as (B, 1, 3, height, width) in [0, 1], fp32."""
+    return (decoded_BCHW * 0.5 + 0.5).clamp(0, 1).float().unsqueeze(1)
+
+
+def latent_height_width(size: SampleSize, pixels_per_latent: int, patch: int = 2) -> tuple[int, int]:
+    """(h, w) of the latents; raises ConfigError unless both sides are whole patches."""
+    multiple = pixels_per_latent * patch
+    if size.height < multiple or size.width < multiple or size.height % multiple or size.width % multiple:
+        raise ConfigError(
+            f"height and width must be positive multiples of {multiple}, got {size.height} x {size.width}"
+        )
+    return size.height // pixels_per_latent, size.width // pixels_per_latent
+
+
+def require_one_frame(size: SampleSize, family: str) -> None:
+    """Raises ConfigError if an image family is asked for a video."""
+    if size.frames != 1:
+        raise ConfigError(f"{family} makes images: frames must be 1, got {size.frames}")
+
+
+def schedule_of(scheduler: Any) -> Schedule:
+    """What a scheduler holds after `set_timesteps`, in fp32 on the CPU."""
+    return Schedule(
+        sigmas=scheduler.sigmas.detach().to(device="cpu", dtype=torch.float32).clone(),
+        timesteps=scheduler.timesteps.detach().to(device="cpu", dtype=torch.float32).clone(),
+    )
+
+
+def shift_from_tokens(config: Mapping[str, Any], tokens: int, default_max_shift: float) -> float:
+    """mu, the schedule's shift for this number of image tokens: a line through two points of the configuration.
+
+    The order of operations is that of the diffusers pipelines, so that the schedule is theirs to the last bit.
+    """
+    base_tokens, max_tokens = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+    base_shift, max_shift = config.get("base_shift", 0.5), config.get("max_shift", default_max_shift)
+    slope = (max_shift - base_shift) / (max_tokens - base_tokens)
+    return float(tokens * slope + (base_shift - slope * base_tokens))

@@ -1,0 +1,243 @@
+"""The stochastic step: one function that samples a step of the rollout and scores it again in training.
+
+Every kind is linear in the latent and the prediction, x' = cx * x + cp * prediction + s * z with z ~ N(0, 1). Its
+three numbers depend on the row's place in the schedule alone, so they are computed on the CPU in fp64 and are the
+same wherever the latents are. The latents are treated in fp32, or fp64 if they come in fp64.
+
+Shape legend as in `digenrl.models.contract`. sigma' is the next sigma, h = sigma - sigma' > 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from digenrl.config.reading import nearest
+from digenrl.models.contract import Schedule
+from digenrl.models.trajectory import NoiseKind, StepNoise
+
+TRUNCATED_STD = 0.45  # the largest std of one truncated step
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Where each row of a batch stands in its schedule; rows may stand at different steps. All on the CPU.
+
+    `timestep_B` is what the model is given. For `ddim`, whose latents are sqrt(abar) x0 + sqrt(1 - abar) noise,
+    sigma is sqrt(1 - abar): the factor of the noise, as in the other kinds.
+    """
+
+    index_B: Tensor
+    sigma_B: Tensor
+    next_sigma_B: Tensor
+    timestep_B: Tensor
+
+    @classmethod
+    def at(cls, schedule: Schedule, index_B: Sequence[int] | Tensor) -> StepTimes:
+        """Rows of one schedule."""
+        index_B = torch.as_tensor(index_B, dtype=torch.int64, device="cpu")
+        return cls(index_B, schedule.sigmas[index_B], schedule.sigmas[index_B + 1], schedule.timesteps[index_B])
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[tuple[Schedule, int]]) -> StepTimes:
+        """Rows that each bring their own schedule."""
+        each = [cls.at(schedule, [index]) for schedule, index in rows]
+        return cls(
+            torch.cat([row.index_B for row in each]),
+            torch.cat([row.sigma_B for row in each]),
+            torch.cat([row.next_sigma_B for row in each]),
+            torch.cat([row.timestep_B for row in each]),
+        )
+
+    @property
+    def step_size_B(self) -> Tensor:
+        """h, by how much sigma falls."""
+        return self.sigma_B - self.next_sigma_B
+
+    def __len__(self) -> int:
+        return len(self.index_B)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did to each row.
+
+    `next_latents_BL` has the dtype of the latents the step started from; `log_prob_B` is of exactly these rounded
+    latents, averaged over a row's elements. Rows without noise have `std_B` 0 and `log_prob_B` NaN: they
+    have no density.
+    """
+
+    next_latents_BL: Tensor
+    mean_BL: Tensor
+    std_B: Tensor
+    log_prob_B: Tensor
+
+
+def stochastic_step(
+    latents_BL: Tensor,
+    prediction_BL: Tensor,
+    times: StepTimes,
+    noise: StepNoise,
+    *,
+    next_latents_BL: Tensor | None = None,
+    z_BL: Tensor | None = None,
+    stochastic_B: Tensor | None = None,
+) -> StepResult:
+    """One step of every row, from its latents and the model's prediction: the velocity, or for `ddim` the noise.
+
+    Given `next_latents_BL` it scores them; given `z_BL`, standard normal noise, it samples; given neither it takes
+    the Euler step. A sampled step scored again from equal latents and prediction has bitwise the same log-prob.
+    `stochastic_B` (on the CPU) says which rows get noise, all by default; the last step of a schedule never does.
+    The gradient flows through the prediction and the mean, never through the next latents.
+    """
+    assert next_latents_BL is None or z_BL is None, "either score the next latents or sample with z, not both"
+    assert len(times) == len(latents_BL), f"{len(times)} places in the schedule for {len(latents_BL)} rows"
+    if next_latents_BL is None and z_BL is None:
+        stochastic_B = torch.zeros(len(times), dtype=torch.bool)
+    coefficients = _coefficients(times, noise, stochastic_B)
+    if next_latents_BL is not None and not bool(coefficients.std_B.all()):
+        row = int(coefficients.std_B.argmin())
+        raise ValueError(
+            f"step {int(times.index_B[row])} of row {row} has no noise, so its log-prob is undefined; "
+            "train only stochastic steps, and never the last"
+        )
+    dtype = torch.promote_types(torch.promote_types(latents_BL.dtype, prediction_BL.dtype), torch.float32)
+
+    def shaped(value_B: Tensor) -> Tensor:
+        value_B = value_B.to(device=latents_BL.device, dtype=dtype)
+        return value_B.view(-1, *[1] * (latents_BL.dim() - 1))
+
+    mean_BL = shaped(coefficients.latents_B) * latents_BL.to(dtype)
+    mean_BL = mean_BL + shaped(coefficients.prediction_B) * prediction_BL.to(dtype)
+    if next_latents_BL is None:
+        next_BL = mean_BL if z_BL is None else mean_BL + shaped(coefficients.std_B) * z_BL.to(mean_BL)
+        next_latents_BL = next_BL.to(latents_BL.dtype)
+    next_latents_BL = next_latents_BL.detach()
+    return StepResult(
+        next_latents_BL=next_latents_BL,
+        mean_BL=mean_BL,
+        std_B=shaped(coefficients.std_B).flatten(),
+        log_prob_B=_log_prob(next_latents_BL, mean_BL, coefficients.std_B),
+    )
+
+
+def _log_prob(next_latents_BL: Tensor, mean_BL: Tensor, std_B: Tensor) -> Tensor:
+    """The mean over a row's elements of ln N(next; mean, std^2); NaN where std is 0."""
+    std_B = torch.where(std_B > 0, std_B, torch.nan)
+    offset_B = (std_B.log() + math.log(2 * math.pi) / 2).to(mean_BL)
+    precision_B = (0.5 / std_B.square()).to(mean_BL)
+    distance_B = (next_latents_BL.to(mean_BL) - mean_BL).square().flatten(1).mean(1)
+    return -distance_B * precision_B - offset_B
+
+
+@dataclass(frozen=True, slots=True)
+class _Coefficients:
+    """x' = latents_B * x + prediction_B * prediction + std_B * z, in fp64 on the CPU."""
+
+    latents_B: Tensor
+    prediction_B: Tensor
+    std_B: Tensor
+
+
+def _coefficients(times: StepTimes, noise: StepNoise, stochastic_B: Tensor | None) -> _Coefficients:
+    """Of every row; rows without noise, and the last step of a schedule, are deterministic."""
+    known: list[str] = [*_KINDS]
+    if noise.kind not in _KINDS:
+        raise ValueError(f"unknown noise kind '{noise.kind}'; {nearest(noise.kind, known)}")
+    highest = 1.0 if noise.kind in ("cps", "ddim") else math.inf
+    if not 0 <= noise.level <= highest or math.isinf(noise.level):
+        raise ValueError(f"the level of {noise.kind} noise must be in [0, {highest}], got {noise.level}")
+    sigma_B, next_sigma_B = times.sigma_B.double(), times.next_sigma_B.double()
+    has_noise_B = next_sigma_B > 0
+    if stochastic_B is not None:
+        has_noise_B = has_noise_B & stochastic_B
+    of_kind = _KINDS[noise.kind](times.index_B, sigma_B, next_sigma_B, noise.level)
+    without = _KINDS["ddim" if noise.kind == "ddim" else "dance"](times.index_B, sigma_B, next_sigma_B, 0.0)
+    # Without noise every kind is the Euler step; taking it from one formula makes it so to the last bit.
+    has_noise_B = has_noise_B & (of_kind.std_B != 0)
+    chosen = _Coefficients(
+        latents_B=torch.where(has_noise_B, of_kind.latents_B, without.latents_B),
+        prediction_B=torch.where(has_noise_B, of_kind.prediction_B, without.prediction_B),
+        std_B=torch.where(has_noise_B, of_kind.std_B, 0.0),
+    )
+    if not bool((chosen.latents_B + chosen.prediction_B + chosen.std_B).isfinite().all()):
+        places = f"{times.sigma_B.tolist()} to {times.next_sigma_B.tolist()}"
+        raise ValueError(
+            f"{noise.kind} noise is not finite from sigma {places}; "
+            "sigma must fall, start from 1 at step 0 alone, and from below 1 for ddim"
+        )
+    return chosen
+
+
+def _diffused(sigma_B: Tensor, next_sigma_B: Tensor, diffusion_B: Tensor) -> _Coefficients:
+    """The SDE of diffusion g with the flow's marginals: mu = x - h [v + g^2 / (2 sigma) noise^], s = g sqrt(h).
+
+    noise^ = x + (1 - sigma) v is the noise that the velocity implies.
+    """
+    size_B = sigma_B - next_sigma_B
+    pull_B = size_B * diffusion_B.square() / (2 * sigma_B)
+    return _Coefficients(
+        latents_B=1 - pull_B,
+        prediction_B=-size_B - pull_B * (1 - sigma_B),
+        std_B=diffusion_B * size_B.sqrt(),
+    )
+
+
+def _flow_diffusion(index_B: Tensor, sigma_B: Tensor, next_sigma_B: Tensor, level: float) -> Tensor:
+    """Flow-GRPO's g = a sqrt(sigma / (1 - sigma)), with sigma_1 in the denominator of step 0.
+
+    Step 0 is known by its index: some schedules start a little below 1, where 1 - sigma is tiny but not zero.
+    """
+    denominator_B = 1 - torch.where(index_B == 0, next_sigma_B, sigma_B)
+    return level * (sigma_B / denominator_B).sqrt()
+
+
+def _flow(index_B: Tensor, sigma_B: Tensor, next_sigma_B: Tensor, level: float) -> _Coefficients:
+    return _diffused(sigma_B, next_sigma_B, _flow_diffusion(index_B, sigma_B, next_sigma_B, level))
+
+
+def _truncated_flow(index_B: Tensor, sigma_B: Tensor, next_sigma_B: Tensor, level: float) -> _Coefficients:
+    """Flow with g <- min(g, .45 / sqrt(h))."""
+    largest_B = TRUNCATED_STD / (sigma_B - next_sigma_B).sqrt()
+    diffusion_B = _flow_diffusion(index_B, sigma_B, next_sigma_B, level)
+    return _diffused(sigma_B, next_sigma_B, torch.minimum(diffusion_B, largest_B))
+
+
+def _dance(index_B: Tensor, sigma_B: Tensor, next_sigma_B: Tensor, level: float) -> _Coefficients:
+    """DanceGRPO's constant g = eta."""
+    return _diffused(sigma_B, next_sigma_B, torch.full_like(sigma_B, level))
+
+
+def _cps(index_B: Tensor, sigma_B: Tensor, next_sigma_B: Tensor, level: float) -> _Coefficients:
+    """Coefficient-preserving: mu = (1 - sigma') x0^ + sigma' cos(a pi/2) noise^, s = sigma' sin(a pi/2)."""
+    kept_B = next_sigma_B * math.cos(level * math.pi / 2)
+    return _Coefficients(
+        latents_B=(1 - next_sigma_B) + kept_B,
+        prediction_B=kept_B * (1 - sigma_B) - (1 - next_sigma_B) * sigma_B,
+        std_B=next_sigma_B * math.sin(level * math.pi / 2),
+    )
+
+
+def _ddim(index_B: Tensor, sigma_B: Tensor, next_sigma_B: Tensor, level: float) -> _Coefficients:
+    """DDIM with eta: mu = sqrt(abar') x0^ + sqrt(1 - abar' - s^2) e for the predicted noise e."""
+    signal_B, next_signal_B = 1 - sigma_B.square(), 1 - next_sigma_B.square()  # abar and abar'
+    variance_B = level**2 * (next_sigma_B / sigma_B).square() * (1 - signal_B / next_signal_B)
+    ratio_B = (next_signal_B / signal_B).sqrt()
+    return _Coefficients(
+        latents_B=ratio_B,
+        prediction_B=(next_sigma_B.square() - variance_B).sqrt() - ratio_B * sigma_B,
+        std_B=variance_B.sqrt(),
+    )
+
+
+_KINDS: dict[NoiseKind, Callable[[Tensor, Tensor, Tensor, float], _Coefficients]] = {
+    "flow": _flow,
+    "dance": _dance,
+    "cps": _cps,
+    "truncated_flow": _truncated_flow,
+    "ddim": _ddim,
+}

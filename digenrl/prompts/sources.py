@@ -1,0 +1,99 @@
+"""Prompts from files: text, one per line; JSON lines; parquet. Every mistake is told with its file and line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from digenrl.config.prompts import PromptSettings
+from digenrl.config.reading import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A text to generate for. `id` is its place in the source, from 0; two prompts may have the same text."""
+
+    id: int
+    text: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_prompts(settings: PromptSettings) -> tuple[Prompt, ...]:
+    """All prompts of a file, in its order; at least one, and none of them empty."""
+    path = settings.path
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; expected prompts as .txt, .jsonl or .parquet")
+    readers = {".txt": _from_text, ".jsonl": _from_json_lines, ".parquet": _from_parquet}
+    prompts = tuple(readers[path.suffix](path, settings.column))
+    if not prompts:
+        raise ConfigError(f"{path}: holds no prompts; at least one is needed")
+    return prompts
+
+
+def _from_text(path: Path, column: str) -> Iterator[Prompt]:
+    """Each line as it is: spaces and '#' belong to the prompt."""
+    del column
+    for index, line in enumerate(_lines(path)):
+        yield Prompt(index, line)
+
+
+def _from_json_lines(path: Path, column: str) -> Iterator[Prompt]:
+    """Each line an object with the prompt under `column`; the other keys are its metadata."""
+    for index, line in enumerate(_lines(path)):
+        where = f"{path}:{index + 1}"
+        try:
+            content = json.loads(line, parse_constant=_refuse_constant)
+        except ValueError as error:
+            raise ConfigError(f"{where}: not valid JSON: {error}") from None
+        if not isinstance(content, dict):
+            raise ConfigError(f'{where}: expected an object such as {{"{column}": "a cat"}}, got {line[:60]}')
+        yield _from_record(index, content, column, where)
+
+
+def _from_parquet(path: Path, column: str) -> Iterator[Prompt]:
+    """Each row a prompt, its other columns are its metadata."""
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ModuleNotFoundError:
+        raise ConfigError(f"{path}: reading parquet needs the package 'pyarrow', which is not installed") from None
+    try:
+        index = 0
+        with ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for record in batch.to_pylist():
+                    yield _from_record(index, record, column, f"{path}, row {index + 1}")
+                    index += 1
+    except (ArrowException, OSError) as error:
+        raise ConfigError(f"{path}: not a readable parquet file: {' '.join(str(error).split())}") from None
+
+
+def _from_record(index: int, record: dict[str, Any], column: str, where: str) -> Prompt:
+    if column not in record:
+        raise ConfigError(f"{where}: no '{column}'; known: {', '.join(record) or 'nothing'}; set `column`")
+    text = record[column]
+    if not isinstance(text, str) or not text.strip():
+        raise ConfigError(f"{where}: '{column}' must be a text that is not empty, got {text!r}")
+    return Prompt(index, text, {key: value for key, value in record.items() if key != column})
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The lines of a UTF-8 file without their ends. Only a line feed ends a line: prompts may hold others."""
+    content = path.read_bytes()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}:{line}: not UTF-8 text; save the file as UTF-8") from None
+    for number, line_text in enumerate(text.removesuffix("\n").split("\n") if text else [], start=1):
+        line_text = line_text.removesuffix("\r")
+        if not line_text.strip():
+            raise ConfigError(f"{path}:{number}: an empty line; every line is a prompt, remove it")
+        yield line_text
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value")

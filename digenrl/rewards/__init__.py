@@ -1,0 +1,1 @@
+"""Scorers behind one contract: images or frames, prompts and metadata in, one number per sample out."""

@@ -1,0 +1,52 @@
+"""LAION's aesthetic predictor: CLIP-L's image embedding at unit length, scored from about 1 to 10 by a head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from digenrl.config.rewards import AestheticSettings
+from digenrl.rewards.clip import ClipImages, load_clip, processor_of
+from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch
+from digenrl.rewards.score_head import ScoreHead
+from digenrl.rewards.weights import pick_device, read_state_dict
+
+
+class AestheticReward(FrameReward):
+    """How pleasing an image is; prompts do not matter."""
+
+    def __init__(self, settings: AestheticSettings) -> None:
+        super().__init__(settings.shown_as, settings.frame_stride)
+        self.batch_size = settings.batch_size
+        self.device = pick_device(settings.device)
+        head_file = Path(settings.head).expanduser()
+        head_state = read_state_dict(head_file)  # small: a wrong file is told before the backbone loads
+        model = load_clip(settings)
+        self.vision = model.vision_model.to(self.device).eval().requires_grad_(False)
+        self.projection = model.visual_projection.to(self.device).requires_grad_(False)
+        self.head = ScoreHead.from_state(head_state, self.projection.out_features, head_file).to(self.device)
+        self._images = ClipImages(processor_of(settings))
+
+    @torch.inference_mode()
+    def score_frames(
+        self,
+        frames_NCHW: Tensor,  # noqa: N803
+        prompts: Sequence[str],
+        metadata: Sequence[Metadata],
+    ) -> RewardBatch:
+        """Neither prompts nor metadata matter."""
+        scores: list[float] = []
+        for batch_NCHW in torch.split(frames_NCHW, self.batch_size):  # noqa: N806
+            pixel_values = self._images(batch_NCHW).to(self.device, self.vision.dtype)
+            embeds_ND = self.projection(self.vision(pixel_values=pixel_values).pooler_output).float()  # noqa: N806
+            scores += self.head(normalize(embeds_ND, dim=-1)).tolist()
+        return RewardBatch(tuple(scores))
+
+
+def build(settings: AestheticSettings) -> AestheticReward:
+    """Loads backbone and head."""
+    return AestheticReward(settings)

@@ -1,0 +1,89 @@
+"""CLIP as the backbone of several rewards: loading, and cosines of images and prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, CLIPModel
+
+from digenrl.config.reading import ConfigError
+from digenrl.config.rewards import ClipRewardSettings
+from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch
+from digenrl.rewards.images import as_pil
+from digenrl.rewards.weights import is_directory, load_pretrained, load_whole_model, pick_device
+
+
+class ClipImages:
+    """CLIP's image processor: frames as the pixel values that the model takes."""
+
+    def __init__(self, processor: str) -> None:
+        self._processor = load_pretrained(AutoImageProcessor.from_pretrained, processor, backend="pil")
+
+    def __call__(self, frames_NCHW: Tensor) -> Tensor:  # noqa: N803
+        """Resized, cropped and normalised as the processor's file says."""
+        pixel_values: Tensor = self._processor(images=list(as_pil(frames_NCHW)), return_tensors="pt")[
+            "pixel_values"
+        ]
+        return pixel_values
+
+
+class ClipPairReward(FrameReward):
+    """The cosine of each image with its own prompt, times `scale`. Rows do not depend on their neighbours."""
+
+    def __init__(self, settings: ClipRewardSettings, model: Any, processor: str, scale: float = 1.0) -> None:
+        super().__init__(settings.shown_as, settings.frame_stride)
+        self.scale = scale
+        self.batch_size = settings.batch_size
+        self.device = pick_device(settings.device)
+        self.model = model.to(self.device).eval().requires_grad_(False)
+        self._images = ClipImages(processor)
+        self._tokenizer = load_pretrained(AutoTokenizer.from_pretrained, processor)
+
+    @torch.inference_mode()
+    def score_frames(
+        self,
+        frames_NCHW: Tensor,  # noqa: N803
+        prompts: Sequence[str],
+        metadata: Sequence[Metadata],
+    ) -> RewardBatch:
+        """Metadata do not matter."""
+        cosines: list[float] = []
+        for start in range(0, len(prompts), self.batch_size):
+            rows = slice(start, start + self.batch_size)
+            cosines += self._cosines(frames_NCHW[rows], prompts[rows])
+        return RewardBatch(tuple(self.scale * cosine for cosine in cosines), {"cosine": tuple(cosines)})
+
+    def _cosines(self, frames_NCHW: Tensor, prompts: Sequence[str]) -> list[float]:  # noqa: N803
+        tokens = self._tokenizer(
+            list(prompts),
+            padding="max_length",
+            truncation=True,
+            max_length=self.model.config.text_config.max_position_embeddings,
+            return_tensors="pt",
+        ).to(self.device)
+        outputs = self.model(
+            input_ids=tokens["input_ids"],
+            attention_mask=tokens["attention_mask"],
+            pixel_values=self._images(frames_NCHW).to(self.device, self.model.dtype),
+        )
+        cosine_N = (outputs.image_embeds.float() * outputs.text_embeds.float()).sum(dim=-1)  # noqa: N806  unit vectors
+        cosines: list[float] = cosine_N.tolist()
+        return cosines
+
+
+def load_clip(settings: ClipRewardSettings) -> Any:
+    """The whole model, after a look at its config: weights of another architecture are not loaded."""
+    config = load_pretrained(AutoConfig.from_pretrained, settings.model)
+    if config.model_type != "clip":
+        raise ConfigError(f"{settings.model}: expected the weights of a CLIP model, got '{config.model_type}'")
+    return load_whole_model(CLIPModel.from_pretrained, settings.model, dtype=getattr(torch, settings.dtype))
+
+
+def processor_of(settings: ClipRewardSettings, published: str | None = None) -> str:
+    """Where tokenizer and image processor are: as set, else with the model, else where the authors point to."""
+    if settings.processor is not None:
+        return settings.processor
+    return settings.model if published is None or is_directory(settings.model) else published

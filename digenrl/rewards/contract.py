@@ -1,0 +1,173 @@
+"""What every reward does: samples in, one finite number per sample out, or an error that names the sample.
+
+Shape legend: B = samples, F = frames of a sample (an image has one), N = single images, C = 3 colours, H and W =
+height and width.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Metadata = Mapping[str, Any]
+ROUNDING = 1e-4  # how far a decoder's pixels may lie outside [0, 1]
+
+
+class RewardError(RuntimeError):
+    """No usable score: whoever asked discards the samples; nobody puts a number in their place.
+
+    `samples` are positions in the batch that was to be scored; empty where the whole batch failed.
+    """
+
+    def __init__(self, reward: str, reason: str, samples: tuple[int, ...] = ()) -> None:
+        super().__init__(reward, reason, samples)  # all three are args, so that it survives pickling
+        self.reward = reward
+        self.reason = reason
+        self.samples = samples
+
+    def __str__(self) -> str:
+        numbers = ", ".join(str(index) for index in self.samples)
+        where = (
+            f"sample {numbers}" if len(self.samples) == 1 else f"samples {numbers}" if numbers else "all samples"
+        )
+        return f"reward '{self.reward}', {where}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class RewardBatch:
+    """One value per sample, and named parts that explain it, each with one number per sample."""
+
+    values: tuple[float, ...]
+    parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, part in self.parts.items():
+            if len(part) != len(self.values):
+                raise ValueError(f"part '{name}' has {len(part)} numbers for {len(self.values)} values")
+
+
+class Reward(ABC):
+    """A scorer. `score` is what others call; a reward's own file writes `_score`."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+
+    def score(  # B, F, C, H, W are shape suffixes
+        self,
+        pixels_BFCHW: Tensor,  # noqa: N803
+        prompts: Sequence[str],
+        metadata: Sequence[Metadata],
+    ) -> RewardBatch:
+        """Scores of pixels in [0, 1], fp32; exactly one finite value per sample, in the same order.
+
+        Raises RewardError where a sample cannot be scored, and ValueError where the call itself is wrong.
+        """
+        check_call(pixels_BFCHW, prompts, metadata)
+        check_pixels(self.label, pixels_BFCHW)
+        try:
+            batch = self._score(pixels_BFCHW, prompts, metadata)
+        except RewardError:
+            raise
+        except Exception as error:  # scorers are foreign code: whatever they raise means "no score"
+            raise RewardError(self.label, f"{type(error).__name__}: {error}") from error
+        return checked(self.label, batch, len(prompts))
+
+    @abstractmethod
+    def _score(
+        self,
+        pixels_BFCHW: Tensor,  # noqa: N803
+        prompts: Sequence[str],
+        metadata: Sequence[Metadata],
+    ) -> RewardBatch:
+        """The scores; may raise anything, and what it returns is checked."""
+
+
+class FrameReward(Reward):
+    """A reward of single images. A video scores the mean over every `frame_stride`-th frame, from the first on.
+
+    Images are rounded to 8 bits first, as they would be in a file: what travels as PNG scores the same.
+    """
+
+    def __init__(self, label: str, frame_stride: int = 1) -> None:
+        super().__init__(label)
+        self.frame_stride = frame_stride
+
+    @abstractmethod
+    def score_frames(
+        self,
+        frames_NCHW: Tensor,  # noqa: N803
+        prompts: Sequence[str],
+        metadata: Sequence[Metadata],
+    ) -> RewardBatch:
+        """Scores of single images, uint8. A RewardError names rows of N."""
+
+    def _score(
+        self,
+        pixels_BFCHW: Tensor,  # noqa: N803
+        prompts: Sequence[str],
+        metadata: Sequence[Metadata],
+    ) -> RewardBatch:
+        frames_BFCHW = as_uint8(pixels_BFCHW[:, :: self.frame_stride])  # noqa: N806
+        count = frames_BFCHW.shape[1]
+        repeated_prompts = [prompt for prompt in prompts for _ in range(count)]
+        repeated_metadata = [one for one in metadata for _ in range(count)]
+        try:
+            scores = self.score_frames(frames_BFCHW.flatten(0, 1), repeated_prompts, repeated_metadata)
+            scores = checked(self.label, scores, len(repeated_prompts))
+        except RewardError as error:
+            samples = tuple(sorted({row // count for row in error.samples}))
+            raise RewardError(error.reward, error.reason, samples) from error
+        parts = {name: _means(part, count) for name, part in scores.parts.items()}
+        return RewardBatch(_means(scores.values, count), parts)
+
+
+def as_uint8(pixels: Tensor) -> Tensor:
+    """Pixels in [0, 1] as whole numbers of 0 to 255 on the CPU, rounded to the nearest."""
+    return (pixels.detach().float() * 255).round().clamp(0, 255).to(device="cpu", dtype=torch.uint8)
+
+
+def check_call(pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> None:  # noqa: N803
+    """Raises ValueError unless there are B samples of (frames, 3, height, width), B prompts and B metadata."""
+    shape = tuple(pixels_BFCHW.shape)
+    if len(shape) != 5 or shape[2] != 3 or 0 in shape:
+        raise ValueError(f"expected pixels of shape (samples, frames, 3, height, width), got {shape}")
+    if not pixels_BFCHW.is_floating_point():
+        raise ValueError(f"expected pixels in [0, 1] as floating point, got {pixels_BFCHW.dtype}")
+    if not len(prompts) == len(metadata) == shape[0]:
+        raise ValueError(
+            f"expected one prompt and one metadata per sample, "
+            f"got {shape[0]} samples, {len(prompts)} prompts and {len(metadata)} metadata"
+        )
+
+
+def check_pixels(label: str, pixels_BFCHW: Tensor) -> None:  # noqa: N803
+    """Raises RewardError naming the samples whose pixels are not numbers of [0, 1]."""
+    flat = pixels_BFCHW.detach().flatten(1)
+    good_B = ((flat >= -ROUNDING) & (flat <= 1 + ROUNDING)).all(dim=1)  # noqa: N806  NaN compares as false
+    if not bool(good_B.all()):
+        bad = tuple(int(index) for index in torch.nonzero(~good_B).flatten())
+        raise RewardError(label, "its pixels are not all numbers in [0, 1]; was the sample decoded?", bad)
+
+
+def checked(label: str, batch: RewardBatch, count: int) -> RewardBatch:
+    """The batch, if it has one finite number per sample everywhere; otherwise RewardError."""
+    if len(batch.values) != count:
+        raise RewardError(
+            label, f"returned {len(batch.values)} scores for {count} samples; one per sample is needed"
+        )
+    for name, numbers in (("the score", batch.values), *((f"part '{n}'", p) for n, p in batch.parts.items())):
+        bad = tuple(index for index, number in enumerate(numbers) if not math.isfinite(number))
+        if bad:
+            raise RewardError(label, f"{name} is {numbers[bad[0]]}, not a finite number", bad)
+    return batch
+
+
+def _means(numbers: tuple[float, ...], count: int) -> tuple[float, ...]:
+    """The mean of each run of `count` neighbours."""
+    return tuple(math.fsum(numbers[at : at + count]) / count for at in range(0, len(numbers), count))

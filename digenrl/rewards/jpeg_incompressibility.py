@@ -1,0 +1,11 @@
+"""Rewards images that JPEG needs many bytes for."""
+
+from __future__ import annotations
+
+from digenrl.config.rewards import JpegIncompressibilitySettings
+from digenrl.rewards.jpeg_compressibility import JpegReward
+
+
+def build(settings: JpegIncompressibilitySettings) -> JpegReward:
+    """The larger the file, the better."""
+    return JpegReward(settings.shown_as, settings.frame_stride, settings.quality, sign=1)

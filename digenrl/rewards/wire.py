@@ -1,0 +1,160 @@
+"""What a reward's client and server say to each other: JSON, with frames as PNG in base64; never pickle."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Annotated, Any
+
+import numpy
+import torch
+from PIL import Image
+from pydantic import ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from digenrl.config.reading import Frozen
+from digenrl.rewards.contract import Metadata, as_uint8
+from digenrl.rewards.images import as_pil
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class WireError(ValueError):
+    """What came over the wire is not what was agreed on; the message says where."""
+
+
+class WireSample(Frozen):
+    """One sample: its frames are RGB PNG files in base64, all of one size."""
+
+    prompt: str
+    metadata: dict[str, Any] = Field(default={})
+    frames: tuple[str, ...] = Field(min_length=1)
+
+
+class ScoreRequest(Frozen):
+    """Samples to score together: as many frames each, all of one size."""
+
+    samples: tuple[WireSample, ...] = Field(min_length=1)
+
+
+class ScoreReply(Frozen):
+    """Finite numbers and nothing that has to be turned into one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    values: list[Finite]
+    parts: dict[str, list[Finite]] = Field(default={})
+
+
+class Refusal(Frozen):
+    """Why there are no scores. `samples` are positions in the request; empty: all of them."""
+
+    error: str
+    samples: list[int] = Field(default=[])
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a server accepts in one request; everything beyond is refused before it takes memory."""
+
+    body_bytes: int = 256 * 2**20
+    samples: int = 256
+    frames_per_sample: int = 512
+    pixels_per_frame: int = 2**24  # 4096 x 4096
+    pixels_in_total: int = 2**27  # 1.5 GiB once they are fp32
+
+
+def encode_request(pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> bytes:  # noqa: N803
+    """The body of a request. Raises WireError for metadata that JSON has no word for."""
+    samples = tuple(
+        WireSample(prompt=prompt, metadata=dict(one), frames=tuple(encode_png(image) for image in as_pil(frames)))
+        for frames, prompt, one in zip(as_uint8(pixels_BFCHW), prompts, metadata, strict=True)
+    )
+    try:
+        return ScoreRequest(samples=samples).model_dump_json().encode()
+    except ValueError as error:
+        raise WireError(f"metadata cannot be written as JSON: {error}") from None
+
+
+def decode_request(body: bytes, limits: Limits) -> tuple[Tensor, list[str], list[Metadata]]:
+    """Pixels (B, F, 3, H, W) in [0, 1], prompts and metadata. Raises WireError that names the sample and frame."""
+    try:
+        request = ScoreRequest.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the body"
+        raise WireError(f"{where}: {first['msg']}") from None
+    _check_counts(request, limits)
+    frames = _decode_frames(request, limits)
+    count = len(request.samples)
+    pixels = torch.stack(frames).float().div_(255).reshape(count, -1, *frames[0].shape)
+    return pixels, [sample.prompt for sample in request.samples], [sample.metadata for sample in request.samples]
+
+
+def encode_png(image: Image.Image) -> str:
+    """Lossless; light compression, for the wire is faster than the compressor."""
+    file = BytesIO()
+    image.save(file, format="PNG", compress_level=1)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def decode_png(text: str, limits: Limits) -> Tensor:
+    """(3, H, W) uint8. Its size is checked before its pixels are unpacked."""
+    try:
+        with Image.open(BytesIO(base64.b64decode(text, validate=True)), formats=("PNG",)) as image:
+            if image.width * image.height > limits.pixels_per_frame:
+                size = f"{image.width} x {image.height}"
+                raise WireError(f"{size} pixels are more than the {limits.pixels_per_frame} allowed")
+            if image.mode != "RGB":
+                raise WireError(f"expected an 8-bit RGB image, got mode {image.mode}")
+            return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
+    except WireError:
+        raise
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        EOFError,
+        struct.error,
+        zlib.error,
+        Image.DecompressionBombError,
+    ) as error:
+        raise WireError(f"not a PNG file in base64: {' '.join(str(error).split())}") from None
+
+
+def _check_counts(request: ScoreRequest, limits: Limits) -> None:
+    if len(request.samples) > limits.samples:
+        raise WireError(
+            f"{len(request.samples)} samples are more than the {limits.samples} allowed in one request"
+        )
+    frames = len(request.samples[0].frames)
+    if frames > limits.frames_per_sample:
+        raise WireError(f"{frames} frames are more than the {limits.frames_per_sample} allowed in one sample")
+    for index, sample in enumerate(request.samples):
+        if len(sample.frames) != frames:
+            raise WireError(
+                f"samples.{index}: has {len(sample.frames)} frames, samples.0 has {frames}; send them apart"
+            )
+
+
+def _decode_frames(request: ScoreRequest, limits: Limits) -> list[Tensor]:
+    """All frames, sample by sample; stops at the first that is wrong, or where the total is reached."""
+    decoded: list[Tensor] = []
+    pixels = 0
+    for index, sample in enumerate(request.samples):
+        for number, text in enumerate(sample.frames):
+            try:
+                frame = decode_png(text, limits)
+            except WireError as error:
+                raise WireError(f"samples.{index}.frames.{number}: {error}") from None
+            if decoded and frame.shape != decoded[0].shape:
+                sizes = f"{tuple(frame.shape)}, the first frame is {tuple(decoded[0].shape)}"
+                raise WireError(f"samples.{index}.frames.{number}: {sizes}; send sizes apart")
+            pixels += frame[0].numel()
+            if pixels > limits.pixels_in_total:
+                raise WireError(f"more than {limits.pixels_in_total} pixels in one request; send fewer samples")
+            decoded.append(frame)
+    return decoded

@@ -1,0 +1,438 @@
+"""What every registered model family promises, shown on its tiny pipeline against diffusers' own pipeline class.
+
+A family is covered by being registered; nothing here names one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from torch import Tensor
+
+from digenrl.config.reading import ConfigError
+from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
+from digenrl.models.family import Family
+from digenrl.models.lora import (
+    adapters_disabled,
+    add_lora,
+    load_lora_state,
+    lora_state,
+    save_lora,
+    trainable_parameters,
+)
+from digenrl.models.registry import FAMILIES, find_family, make_tiny_pipeline
+
+PROMPTS = ["a red cat", "a sign that says hello"]
+STEPS = 3
+
+
+class EulerOver:
+    """Euler steps over another scheduler's noise levels, for pipelines that bring a multistep solver."""
+
+    def __init__(self, levels: Any) -> None:
+        self.levels, self.config, self.order, self.steps_taken = levels, levels.config, 1, 0
+
+    def set_timesteps(self, *arguments: Any, **named: Any) -> None:
+        self.levels.set_timesteps(*arguments, **named)
+        self.timesteps, self.sigmas, self.steps_taken = self.levels.timesteps, self.levels.sigmas, 0
+
+    def set_begin_index(self, begin_index: int) -> None:
+        self.steps_taken = begin_index
+
+    def step(self, velocity: Tensor, _time: Tensor, latents: Tensor, **_named: Any) -> tuple[Tensor]:
+        here, self.steps_taken = self.steps_taken, self.steps_taken + 1
+        return (latents + (self.sigmas[here + 1] - self.sigmas[here]) * velocity,)
+
+
+@pytest.fixture(scope="session", params=list(FAMILIES))
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+@pytest.fixture(scope="session")
+def directory(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny") / family.name
+    make_tiny_pipeline(family.name, path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def shared_model(family: Family, directory: Path) -> DiffusionModel:
+    """For tests that change nothing."""
+    return family.load(directory, torch.float32, "cpu")
+
+
+@pytest.fixture
+def model(family: Family, directory: Path) -> DiffusionModel:
+    """For tests that change something."""
+    return family.load(directory, torch.float32, "cpu")
+
+
+def open_pipeline(family: Family, directory: Path) -> Any:
+    pipeline = family.pipeline_class.from_pretrained(directory)
+    pipeline.set_progress_bar_config(disable=True)
+    if not isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler):
+        pipeline.scheduler = EulerOver(pipeline.scheduler)
+    return pipeline
+
+
+def oblong(family: Family) -> SampleSize:
+    """Not square: height and width must not be confused."""
+    tiny = family.tiny_size
+    return SampleSize(tiny.height, tiny.width + 16, tiny.frames)
+
+
+def noise_of(model: DiffusionModel, size: SampleSize, rows: int = 2, seed: int = 7) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, *model.noise_shape(size), generator=generator)
+
+
+@torch.no_grad()
+def euler_loop(
+    model: DiffusionModel, latents: Tensor, conditioning: Conditioning, guidance: float, size: SampleSize
+) -> Tensor:
+    schedule = model.schedule(STEPS, size)
+    for i, time in enumerate(schedule.timesteps):
+        velocity = model.velocity(latents, time.expand(len(latents)), conditioning, guidance, size)
+        latents = latents + (schedule.sigmas[i + 1] - schedule.sigmas[i]) * velocity
+    return latents
+
+
+def call_pipeline(
+    pipeline: Any, family: Family, model: DiffusionModel, guidance: float, output_type: str
+) -> Tensor:
+    """The family's own pipeline from the same noise; its answer without the record around it."""
+    size = oblong(family)
+    frames = {"num_frames": size.frames} if family.kind == "video" else {}
+    negatives = {"negative_prompt": [""] * len(PROMPTS)} if family.uses_negative_prompts else {}
+    answer: Tensor = pipeline(
+        prompt=PROMPTS,
+        height=size.height,
+        width=size.width,
+        num_inference_steps=STEPS,
+        latents=model.initial_latents(noise_of(model, size), size),
+        output_type=output_type,
+        return_dict=False,
+        **frames,
+        **negatives,
+        **family.call_arguments(model, guidance),
+    )[0]
+    return answer
+
+
+def shake_adapters(model: DiffusionModel) -> None:
+    generator = torch.Generator().manual_seed(5)
+    state = {name: torch.randn(v.shape, generator=generator) * 0.1 for name, v in lora_state(model).items()}
+    load_lora_state(model, state)
+
+
+def mixed_batch(model: DiffusionModel, size: SampleSize) -> tuple[Tensor, Tensor, Conditioning, Schedule]:
+    """Three rows at three different times."""
+    schedule = model.schedule(STEPS, size)
+    latents = model.initial_latents(noise_of(model, size, rows=3), size)
+    return latents, schedule.timesteps[[2, 0, 1]], model.encode([*PROMPTS, "two dogs"]), schedule
+
+
+@pytest.mark.parametrize("guided", [True, False], ids=["guidance on", "guidance off"])
+def test_our_euler_loop_equals_the_diffusers_pipeline_bit_for_bit(
+    family: Family, directory: Path, shared_model: DiffusionModel, guided: bool
+) -> None:
+    model, size = shared_model, oblong(family)
+    guidance = family.default_guidance if guided else 1.0
+    pipeline = open_pipeline(family, directory)
+    theirs = call_pipeline(pipeline, family, model, guidance, "latent")
+    latents = model.initial_latents(noise_of(model, size), size)
+    ours = euler_loop(model, latents, model.encode(PROMPTS), guidance, size)
+    assert torch.isfinite(ours).all()
+    assert ours.shape == theirs.shape
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(ours, latents)
+    schedule = model.schedule(STEPS, size)
+    assert torch.equal(schedule.sigmas, pipeline.scheduler.sigmas)
+    assert torch.equal(schedule.timesteps, pipeline.scheduler.timesteps.float())
+
+
+def test_a_schedule_falls_to_zero_and_does_not_depend_on_the_calls_before_it(
+    family: Family, shared_model: DiffusionModel
+) -> None:
+    size = family.tiny_size
+    first = shared_model.schedule(STEPS, size)
+    shared_model.schedule(STEPS + 4, size)
+    again = shared_model.schedule(STEPS, size)
+    assert torch.equal(first.sigmas, again.sigmas) and torch.equal(first.timesteps, again.timesteps)
+    assert first.sigmas.dtype == first.timesteps.dtype == torch.float32
+    assert first.steps == STEPS and len(first.sigmas) == STEPS + 1
+    assert (first.sigmas.diff() < 0).all() and first.sigmas[-1] == 0
+
+
+@pytest.mark.parametrize("guided", [True, False], ids=["guidance on", "guidance off"])
+@torch.no_grad()
+def test_rows_of_a_mixed_time_batch_are_independent(
+    family: Family, shared_model: DiffusionModel, guided: bool
+) -> None:
+    model, size = shared_model, oblong(family)
+    guidance = family.default_guidance if guided else 1.0
+    latents, times, conditioning, schedule = mixed_batch(model, size)
+    together = model.velocity(latents, times, conditioning, guidance, size)
+    other_latents, other_times = latents.clone(), times.clone()
+    other_latents[1], other_times[1] = other_latents[1] * 2 + 1, schedule.timesteps[2]
+    changed = model.velocity(other_latents, other_times, conditioning, guidance, size)
+    assert torch.equal(changed[[0, 2]], together[[0, 2]])
+    assert not torch.equal(changed[1], together[1])
+    for row in range(3):
+        alone = model.velocity(
+            latents[row : row + 1], times[row : row + 1], conditioning.rows(slice(row, row + 1)), guidance, size
+        )
+        torch.testing.assert_close(alone[0], together[row], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_time_prompt_and_guidance_each_change_the_velocity(family: Family, shared_model: DiffusionModel) -> None:
+    model, size, guidance = shared_model, family.tiny_size, family.default_guidance
+    latents, times, conditioning, _ = mixed_batch(model, size)
+    velocity = model.velocity(latents, times, conditioning, guidance, size)
+    turned = torch.tensor([1, 2, 0])
+    assert velocity.shape == latents.shape and velocity.dtype == torch.float32
+    assert not torch.equal(model.velocity(latents, times[turned], conditioning, guidance, size), velocity)
+    assert not torch.equal(model.velocity(latents, times, conditioning.rows(turned), guidance, size), velocity)
+    assert not torch.equal(model.velocity(latents, times, conditioning, 1.0, size), velocity)
+
+
+@torch.no_grad()
+def test_guidance_of_one_or_less_needs_no_negative_rows_and_more_says_that_it_does(
+    family: Family, shared_model: DiffusionModel
+) -> None:
+    model, size = shared_model, family.tiny_size
+    latents, times, conditioning, _ = mixed_batch(model, size)
+    positive_only = Conditioning(conditioning.positive)
+    off = model.velocity(latents, times, positive_only, 1.0, size)
+    assert torch.equal(off, model.velocity(latents, times, conditioning, 1.0, size))
+    if family.uses_negative_prompts:
+        assert torch.equal(off, model.velocity(latents, times, positive_only, 0.0, size))
+        with pytest.raises(ValueError, match="needs the unconditional rows"):
+            model.velocity(latents, times, positive_only, family.default_guidance, size)
+    else:
+        guided = model.velocity(latents, times, positive_only, family.default_guidance, size)
+        assert torch.equal(guided, model.velocity(latents, times, conditioning, family.default_guidance, size))
+
+
+def test_a_prompt_is_encoded_the_same_in_any_company(family: Family, shared_model: DiffusionModel) -> None:
+    together, alone = shared_model.encode(PROMPTS), shared_model.encode(PROMPTS[:1])
+    assert len(together) == 2 and (together.negative is not None) == family.uses_negative_prompts
+    sides = [(alone.positive, together.positive)]
+    if together.negative is not None and alone.negative is not None:
+        sides.append((alone.negative, together.negative))
+    for one, both in sides:
+        assert one.keys() == both.keys()
+        for name, value in one.items():
+            other = both[name]
+            assert (value is None) == (other is None), name
+            if value is not None and other is not None:
+                assert not value.requires_grad
+                torch.testing.assert_close(value[0], other[0], atol=1e-5, rtol=1e-5)
+
+
+def test_decoding_equals_the_pipelines_own(family: Family, directory: Path, shared_model: DiffusionModel) -> None:
+    model, size, guidance = shared_model, oblong(family), family.default_guidance
+    pipeline = open_pipeline(family, directory)
+    theirs = call_pipeline(pipeline, family, model, guidance, "pt")
+    theirs = theirs if family.kind == "video" else theirs.unsqueeze(1)
+    latents = model.initial_latents(noise_of(model, size), size)
+    ours = model.decode(euler_loop(model, latents, model.encode(PROMPTS), guidance, size), size)
+    assert ours.shape == (2, size.frames, 3, size.height, size.width)
+    assert ours.dtype == torch.float32 and 0 <= float(ours.min()) < float(ours.max()) <= 1
+    torch.testing.assert_close(ours, theirs.float(), atol=1e-5, rtol=0)
+
+
+def gradient_of(model: DiffusionModel, family: Family) -> dict[str, Tensor | None]:
+    latents, times, conditioning, _ = mixed_batch(model, family.tiny_size)
+    velocity = model.velocity(latents, times, conditioning, family.default_guidance, family.tiny_size)
+    model.transformer.zero_grad(set_to_none=True)
+    velocity.square().mean().backward()
+    return {name: parameter.grad for name, parameter in trainable_parameters(model).items()}
+
+
+def test_gradient_checkpointing_leaves_the_gradient_unchanged(family: Family, model: DiffusionModel) -> None:
+    add_lora(model, rank=2, alpha=4, seed=0)
+    shake_adapters(model)
+    plain = gradient_of(model, family)
+    transformer: Any = model.transformer
+    transformer.enable_gradient_checkpointing()
+    assert transformer.is_gradient_checkpointing
+    checkpointed = gradient_of(model, family)
+    assert plain.keys() == checkpointed.keys()
+    reached = 0
+    for name, expected in plain.items():
+        got = checkpointed[name]
+        assert (expected is None) == (got is None), name
+        if expected is not None and got is not None:
+            assert torch.equal(got, expected), name
+            reached += bool(expected.abs().max() > 0)
+    assert reached > len(plain) / 2
+
+
+def test_an_fp64_model_computes_velocity_and_gradient_in_fp64(family: Family, directory: Path) -> None:
+    model = family.load(directory, torch.float64, "cpu")
+    add_lora(model, rank=2, alpha=4, seed=0)
+    latents, times, conditioning, _ = mixed_batch(model, family.tiny_size)
+    velocity = model.velocity(latents, times, conditioning, family.default_guidance, family.tiny_size)
+    single = family.load(directory, torch.float32, "cpu").velocity(
+        latents, times, conditioning.to("cpu", torch.float32), family.default_guidance, family.tiny_size
+    )
+    assert velocity.dtype == torch.float64
+    torch.testing.assert_close(velocity.float(), single, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_saved_lora_loads_into_the_diffusers_pipeline_and_gives_the_same_velocity(
+    family: Family, directory: Path, model: DiffusionModel, tmp_path: Path
+) -> None:
+    size, guidance = family.tiny_size, family.default_guidance
+    latents, times, conditioning, _ = mixed_batch(model, size)
+    base = model.velocity(latents, times, conditioning, guidance, size)
+    add_lora(model, rank=2, alpha=6, seed=0)  # alpha is not the rank: the scale has to survive too
+    shake_adapters(model)
+    adapted = model.velocity(latents, times, conditioning, guidance, size)
+    save_lora(model, tmp_path)
+    pipeline = family.pipeline_class.from_pretrained(directory)
+    pipeline.load_lora_weights(tmp_path)
+    loaded = family.model_class(pipeline).velocity(latents, times, conditioning, guidance, size)
+    assert not torch.equal(adapted, base)
+    assert torch.equal(loaded, adapted)
+
+
+@torch.no_grad()
+def test_disabling_the_adapters_gives_exactly_the_base(family: Family, model: DiffusionModel) -> None:
+    size, guidance = family.tiny_size, family.default_guidance
+    latents, times, conditioning, _ = mixed_batch(model, size)
+    base = model.velocity(latents, times, conditioning, guidance, size)
+    add_lora(model, rank=2, alpha=4, seed=0)
+    shake_adapters(model)
+    assert not torch.equal(model.velocity(latents, times, conditioning, guidance, size), base)
+    with adapters_disabled(model):
+        assert torch.equal(model.velocity(latents, times, conditioning, guidance, size), base)
+
+
+def test_full_sizes_have_the_published_number_of_parameters(family: Family) -> None:
+    for name, size in family.sizes.items():
+        transformer = family.build_transformer(torch.bfloat16, "meta", name)
+        parameters = list(transformer.parameters())
+        assert round(sum(parameter.numel() for parameter in parameters) / 1e9, 2) == size.billions, name
+        assert {parameter.dtype for parameter in parameters} == {torch.bfloat16}
+    assert torch.get_default_dtype() == torch.float32
+    with pytest.raises(ConfigError, match="unknown size"):
+        family.build_transformer(torch.bfloat16, "meta", "9000B")
+
+
+def test_a_full_size_model_is_whole_but_for_its_text_encoders(
+    family: Family, shared_model: DiffusionModel
+) -> None:
+    model = family.build_full(torch.bfloat16, "meta")
+    conditioning = family.random_conditioning(2, torch.bfloat16, "meta", seed=0)
+    real = shared_model.encode(PROMPTS)
+    assert model.family == family.name and model.schedule(4, family.tiny_size).steps == 4
+    assert model.noise_shape(family.tiny_size) == shared_model.noise_shape(family.tiny_size)
+    assert len(conditioning) == 2 and conditioning.positive.keys() == real.positive.keys()
+    assert (conditioning.negative is None) == (real.negative is None)
+    with pytest.raises(RuntimeError, match="text encoders"):
+        model.encode(PROMPTS)
+
+
+def test_encoding_after_the_text_encoders_are_dropped_says_so(
+    family: Family, directory: Path, model: DiffusionModel
+) -> None:
+    model.encode(PROMPTS)
+    model.drop_text_encoders()
+    with pytest.raises(RuntimeError, match="text encoders"):
+        model.encode(PROMPTS)
+    with pytest.raises(RuntimeError, match="text encoders"):
+        family.load(directory, text_encoders=False).encode(PROMPTS)
+
+
+def test_a_size_that_does_not_divide_into_patches_is_refused(family: Family, shared_model: DiffusionModel) -> None:
+    tiny = family.tiny_size
+    for size in (SampleSize(tiny.height + 8, tiny.width, tiny.frames), SampleSize(0, tiny.width, tiny.frames)):
+        with pytest.raises(ValueError, match="multiples of 16"):
+            shared_model.noise_shape(size)
+    with pytest.raises(ValueError, match="frames must be"):
+        shared_model.noise_shape(SampleSize(tiny.height, tiny.width, tiny.frames + 1))
+
+
+def test_a_tiny_pipeline_is_small_and_the_same_for_the_same_seed(
+    family: Family, directory: Path, tmp_path: Path
+) -> None:
+    size_mb = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()) / 1e6
+    assert 0.2 < size_mb < 1.2
+    make_tiny_pipeline(family.name, tmp_path / "again")
+    make_tiny_pipeline(family.name, tmp_path / "other", seed=1)
+    files = [path.relative_to(directory) for path in directory.rglob("*") if path.is_file()]
+    for path in files:  # tokenizers too: another vocabulary is another model
+        assert (tmp_path / "again" / path).read_bytes() == (directory / path).read_bytes(), path
+    weights = [path for path in files if path.suffix == ".safetensors"]
+    assert len(weights) >= 3  # transformer, VAE, text encoders
+    for path in weights:
+        assert (tmp_path / "other" / path).read_bytes() != (directory / path).read_bytes(), path
+    for path in directory.rglob("tokenizer.json"):  # a prompt has the same tokens too, whatever the seed
+        assert (tmp_path / "other" / path.relative_to(directory)).read_bytes() == path.read_bytes()
+
+
+def test_a_directory_of_another_family_is_refused_before_its_weights_are_read(
+    family: Family, directory: Path, tmp_path: Path
+) -> None:
+    for other in FAMILIES.values():
+        if other is not family:
+            with pytest.raises(ConfigError, match=f"expected a {other.pipeline_class.__name__}"):
+                other.load(directory)
+    with pytest.raises(ConfigError, match=r"no model_index\.json"):
+        family.load(tmp_path)
+    with pytest.raises(ConfigError, match="no such directory"):
+        family.load(tmp_path / "nowhere")
+
+
+def test_a_hub_id_that_cannot_be_had_is_told_in_one_line(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ConfigError, match="nobody/nothing: no such directory, and not to be had from the hub"
+    ) as told:
+        family.load("nobody/nothing")
+    assert "\n" not in str(told.value)
+
+
+def test_an_unknown_family_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown model family 'fluxx'; did you mean 'flux'"):
+        find_family("fluxx")
+    with pytest.raises(ConfigError, match="known: sd3, flux"):
+        make_tiny_pipeline("nothing-like-it", tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_not_empty_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="exists and is not empty"):
+        make_tiny_pipeline("sd3", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    (tmp_path / "empty").mkdir()
+    make_tiny_pipeline("sd3", tmp_path / "empty")
+    assert (tmp_path / "empty" / "model_index.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "notes.txt"]
+
+
+def test_a_failure_half_way_leaves_no_directory_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_half(directory: Path, seed: int) -> None:
+        (directory / "model_index.json").write_text("{}")
+        raise OSError("disk full")
+
+    monkeypatch.setitem(FAMILIES, "sd3", replace(FAMILIES["sd3"], write_tiny=write_half))
+    with pytest.raises(OSError, match="disk full"):
+        make_tiny_pipeline("sd3", tmp_path / "half")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_family_is_registered_under_its_own_name() -> None:
+    assert {name: family.name for name, family in FAMILIES.items()} == {name: name for name in FAMILIES}

@@ -1,0 +1,339 @@
+"""A real server, a real client, one machine: the scores are those of the reward itself, and mistakes are told."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from PIL import Image
+from reward_serving import TOKEN, serving
+from tiny_rewards import tiny_settings
+from torch import Tensor
+
+from digenrl.config.reading import ConfigError
+from digenrl.config.rewards import HttpSettings, parse_rewards
+from digenrl.rewards.building import build_reward, build_rewards
+from digenrl.rewards.contract import RewardBatch, RewardError
+from digenrl.rewards.function import FunctionReward
+from digenrl.rewards.http import HttpReward
+from digenrl.rewards.server import create_app, serve, token_for
+from digenrl.rewards.wire import Limits
+
+PIXELS = torch.rand(5, 2, 3, 24, 40, generator=torch.Generator().manual_seed(1))
+PROMPTS = ["one", "two", "three — drei", "four", "five"]
+METADATA: list[dict[str, Any]] = [{"text": "a", "weight": 0.5, "tags": ["x", None]}, {}, {}, {}, {}]
+AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
+
+
+def moody(pixels: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> RewardBatch:
+    """Fails in the way that the metadata ask for."""
+    moods = [one.get("mood") for one in metadata]
+    if "raise" in moods:
+        raise ZeroDivisionError("a bad day")
+    values = tuple(
+        math.nan if mood == "nan" else float(len(prompt)) for mood, prompt in zip(moods, prompts, strict=True)
+    )
+    return RewardBatch(values)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A server of the moody reward with small limits."""
+    limits = Limits(
+        body_bytes=40_000, samples=4, frames_per_sample=2, pixels_per_frame=24 * 40, pixels_in_total=6 * 24 * 40
+    )
+    with serving(FunctionReward("moody", moody, {}), limits) as address:
+        yield address
+
+
+def client(url: str, token: str = TOKEN, **settings: Any) -> HttpReward:
+    return HttpReward(HttpSettings(url=url, backoff_s=0.01, **settings), token)
+
+
+def png(width: int = 8, height: int = 8, mode: str = "RGB", kind: str = "PNG") -> str:
+    file = BytesIO()
+    Image.new(mode, (width, height)).save(file, format=kind)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def sample(*frames: str) -> dict[str, Any]:
+    return {"prompt": "p", "frames": list(frames or (png(),))}
+
+
+def post(url: str, *samples: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{url}/score", json={"samples": samples}, headers=AUTHORIZED, trust_env=False)
+
+
+def test_scores_over_the_wire_are_the_scores_in_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clip = tiny_settings("pickscore", tmp_path).model_copy(update={"weight": 0.25})
+    reward = build_rewards([*parse_rewards("jpeg_incompressibility"), clip])
+    here = reward.score(PIXELS, PROMPTS, METADATA)
+    monkeypatch.setenv("DIGENRL_REWARD_TOKEN", TOKEN)
+    with serving(reward) as url:
+        there = build_reward(HttpSettings(url=url)).score(PIXELS, PROMPTS, METADATA)
+        in_pieces = client(url, batch_size=2).score(PIXELS, PROMPTS, METADATA)
+    assert there == here
+    assert in_pieces.values == pytest.approx(here.values, rel=1e-4)
+    assert list(in_pieces.parts) == list(here.parts)
+
+
+def test_prompts_metadata_and_frames_arrive_as_they_were_sent() -> None:
+    seen: list[Any] = []
+
+    def witness(pixels: Tensor, prompts: object, metadata: object) -> list[float]:
+        seen.append((pixels, prompts, metadata))
+        return [0.0] * len(pixels)
+
+    with serving(FunctionReward("witness", witness, {})) as url:
+        client(url).score(PIXELS, PROMPTS, METADATA)
+        client(url, frame_stride=2).score(PIXELS, PROMPTS, METADATA)
+    pixels, prompts, metadata = seen[0]
+    assert torch.equal(pixels, (PIXELS * 255).round() / 255)
+    assert (prompts, metadata) == (PROMPTS, METADATA)
+    assert torch.equal(seen[1][0], pixels[:, :1])
+
+
+def test_a_wrong_token_is_turned_away_before_anything_is_read(url: str) -> None:
+    with pytest.raises(RewardError, match="answered 401: wrong or missing token"):
+        client(url, token="another token").score(PIXELS[:1], PROMPTS[:1], METADATA[:1])
+    for headers in (
+        {},
+        {"Authorization": TOKEN},
+        {"Authorization": "Bearer x"},
+        {"Authorization": f"Basic {TOKEN}"},
+    ):
+        response = httpx.post(f"{url}/score", content=b"x" * 90_000, headers=headers, trust_env=False)
+        assert response.status_code == 401
+        assert response.headers["WWW-Authenticate"] == "Bearer"
+
+
+def test_health_is_open_and_tells_nothing_else(url: str) -> None:
+    response = httpx.get(f"{url}/health", trust_env=False)
+    assert (response.status_code, response.json()) == (200, {"status": "ok"})
+    for path in ("/docs", "/openapi.json", "/redoc"):
+        assert httpx.get(url + path, trust_env=False).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([sample("not base64!")], "samples.0.frames.0: not a PNG file in base64"),
+        ([sample(), sample(base64.b64encode(b"hello").decode())], "samples.1.frames.0: not a PNG file in base64"),
+        ([sample(png()[: len(png()) // 2])], "samples.0.frames.0: not a PNG file in base64"),
+        ([sample(png(kind="JPEG"))], "samples.0.frames.0: not a PNG file in base64"),
+        ([sample(base64.b64encode(pickle.dumps([1])).decode())], "samples.0.frames.0: not a PNG file in base64"),
+        ([sample(png(mode="RGBA"))], "samples.0.frames.0: expected an 8-bit RGB image, got mode RGBA"),
+        ([sample(png(41, 24))], "samples.0.frames.0: 41 x 24 pixels are more than the 960 allowed"),
+        ([sample(png(), png(9, 8))], "samples.0.frames.1: (3, 8, 9), the first frame is (3, 8, 8)"),
+        ([sample(), sample(png(), png())], "samples.1: has 2 frames, samples.0 has 1"),
+        ([sample(png(), png(), png())], "3 frames are more than the 2 allowed"),
+        ([sample()] * 5, "5 samples are more than the 4 allowed"),
+        ([sample(png(40, 24), png(40, 24))] * 4, "more than 5760 pixels in one request"),
+        ([], "samples: Tuple should have at least 1 item"),
+        ([{"prompt": "p", "frames": []}], "samples.0.frames: Tuple should have at least 1 item"),
+        ([{"frames": [png()]}], "samples.0.prompt: Field required"),
+    ],
+)
+def test_a_malformed_request_is_422_and_says_where(url: str, samples: list[dict[str, Any]], message: str) -> None:
+    response = post(url, *samples)
+    assert response.status_code == 422
+    assert response.json()["error"].startswith(message)
+
+
+def test_a_body_that_is_no_json_is_422_and_one_that_is_too_large_is_413(url: str) -> None:
+    broken = httpx.post(f"{url}/score", content=b"\x80\x04K\x01.", headers=AUTHORIZED, trust_env=False)
+    assert (broken.status_code, "JSON" in broken.json()["error"]) == (422, True)
+
+    def unannounced() -> Iterator[bytes]:
+        for _ in range(50):
+            yield b"x" * 1000
+
+    for content in (b"x" * 50_000, unannounced()):
+        response = httpx.post(f"{url}/score", content=content, headers=AUTHORIZED, trust_env=False)
+        assert response.status_code == 413
+
+
+def test_a_reward_that_fails_is_an_error_and_not_a_number(url: str) -> None:
+    with pytest.raises(
+        RewardError, match="answered 500: reward 'moody', all samples: ZeroDivisionError: a bad day"
+    ):
+        client(url, batch_size=2).score(PIXELS[:2], PROMPTS[:2], [{}, {"mood": "raise"}])
+    with pytest.raises(RewardError, match=r"answered 500: .*the score is nan") as caught:
+        client(url, batch_size=2).score(PIXELS[:4], PROMPTS[:4], [{}, {}, {}, {"mood": "nan"}])
+    assert caught.value.samples == (3,)
+    assert client(url, batch_size=2).score(PIXELS[:2], PROMPTS[:2], METADATA[:2]).values == (3.0, 3.0)
+
+
+def test_metadata_that_json_cannot_hold_are_told(url: str) -> None:
+    with pytest.raises(RewardError, match="metadata cannot be written as JSON"):
+        client(url).score(PIXELS[:1], PROMPTS[:1], [{"thing": object()}])
+
+
+class Scripted(BaseHTTPRequestHandler):
+    """Answers by the list of (status, body) that its server holds, the last one for ever."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        script: list[tuple[int, bytes]] = self.server.script  # type: ignore[attr-defined]
+        self.server.asked += 1  # type: ignore[attr-defined]
+        status, body = script.pop(0) if len(script) > 1 else script[0]
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def scripted() -> Iterator[HTTPServer]:
+    server = HTTPServer(("127.0.0.1", 0), Scripted)
+    server.asked = 0  # type: ignore[attr-defined]
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def ask(
+    server: HTTPServer, *script: tuple[int, bytes], retries: int = 3
+) -> tuple[RewardBatch | RewardError, list[float]]:
+    """What a client makes of a server's answers, and how long it waited between them."""
+    server.script = list(script)  # type: ignore[attr-defined]
+    server.asked = 0  # type: ignore[attr-defined]
+    waits: list[float] = []
+    settings = HttpSettings(
+        url=f"http://127.0.0.1:{server.server_port}", retries=retries, backoff_s=0.5, max_backoff_s=1.5
+    )
+    try:
+        return HttpReward(settings, TOKEN, sleep=waits.append).score(PIXELS[:2], PROMPTS[:2], METADATA[:2]), waits
+    except RewardError as error:
+        return error, waits
+
+
+GOOD = (200, b'{"values": [1, 2.5]}')
+
+
+def test_trouble_that_may_pass_is_tried_again_after_growing_waits(scripted: HTTPServer) -> None:
+    batch, waits = ask(scripted, (503, b""), (502, b""), (429, b""), GOOD)
+    assert isinstance(batch, RewardBatch)
+    assert batch.values == (1.0, 2.5)
+    assert waits == [0.5, 1.0, 1.5]
+
+
+def test_tries_are_bounded_and_the_last_trouble_is_told(scripted: HTTPServer) -> None:
+    error, waits = ask(scripted, (503, b""), retries=2)
+    assert "gave no answer in 3 tries, last status 503" in str(error)
+    assert waits == [0.5, 1.0]
+
+
+def test_a_server_that_is_not_there_is_told_after_the_last_try() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(RewardError, match="gave no answer in 2 tries, last ConnectError"):
+            client(address, retries=1).score(PIXELS, PROMPTS, METADATA)
+
+
+def test_a_server_that_does_not_answer_in_time_is_given_up() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(RewardError, match="gave no answer in 1 tries, last ReadTimeout"):
+            client(address, retries=0, timeout_s=0.2).score(PIXELS, PROMPTS, METADATA)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'{"values": [1, NaN]}', b'{"values": [1, "2"]}', b'{"values": [1, null]}', b'{"values": [true, 1]}',
+     b"<html>", b'{"values": [1]}', b'{"values": [1, 2], "parts": {"p": [1]}}', b'{"values": [1, 1e999]}'],
+)  # fmt: skip
+def test_a_reply_that_is_not_finite_numbers_is_an_error_and_not_asked_again(
+    scripted: HTTPServer, body: bytes
+) -> None:
+    error, waits = ask(scripted, (200, body), GOOD)
+    assert isinstance(error, RewardError)
+    assert error.samples == (0, 1)
+    assert waits == []
+
+
+@pytest.mark.parametrize("status", [302, 400, 401, 404, 422, 500])
+def test_a_refusal_is_not_asked_again(scripted: HTTPServer, status: int) -> None:
+    error, waits = ask(scripted, (status, json.dumps({"error": "no", "samples": [1]}).encode()), GOOD)
+    assert isinstance(error, RewardError)
+    assert f"answered {status}: no" in str(error)
+    assert (error.samples, waits) == ((1,), [])
+
+
+def test_a_token_is_needed_wherever_others_can_reach_the_server() -> None:
+    reward = FunctionReward("moody", moody, {})
+    for host in ("0.0.0.0", "::", "192.168.0.7", "example.org"):
+        with pytest.raises(ConfigError, match="is reachable from other machines and needs a token"):
+            serve(reward, host=host, port=1)
+    with pytest.raises(ConfigError, match="has 5 letters; at least 16"):
+        serve(reward, host="0.0.0.0", port=1, token="short")
+    with pytest.raises(ValueError, match="needs a token"):
+        create_app(reward, "")
+    assert token_for("0.0.0.0", "0123456789abcdef") == "0123456789abcdef"
+    first, second = token_for("127.0.0.1", None), token_for("localhost", None)
+    assert first != second
+    assert len(first) >= 32
+
+
+def test_a_client_without_its_token_says_where_to_put_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MY_TOKEN", raising=False)
+    settings = HttpSettings(url="http://127.0.0.1:9", token_env="MY_TOKEN")
+    with pytest.raises(ConfigError, match="the environment variable MY_TOKEN is not set"):
+        build_reward(settings)
+    monkeypatch.setenv("MY_TOKEN", "secret\n")
+    with pytest.raises(ConfigError, match="its token must be printable ASCII") as caught:
+        build_reward(settings)
+    assert "secret" not in str(caught.value)
+
+
+def test_serve_in_a_process_of_its_own_prints_a_token_that_opens_it() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = (
+        "from digenrl.config.rewards import parse_rewards\n"
+        "from digenrl.rewards.building import build_rewards\n"
+        "from digenrl.rewards.server import serve\n"
+        f"serve(build_rewards(parse_rewards('jpeg_compressibility')), port={port})\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        assert process.stdout is not None
+        token = process.stdout.readline().removeprefix("token: ").strip()
+        assert process.stdout.readline() == f"serving reward 'jpeg_compressibility' on http://127.0.0.1:{port}\n"
+        remote = HttpReward(
+            HttpSettings(url=f"http://127.0.0.1:{port}", retries=20, backoff_s=0.1), token, time.sleep
+        )
+        here = build_rewards(parse_rewards("jpeg_compressibility")).score(PIXELS, PROMPTS, METADATA)
+        assert remote.score(PIXELS, PROMPTS, METADATA) == here
+    finally:
+        process.terminate()
+        process.wait(timeout=30)

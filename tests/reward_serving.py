@@ -1,0 +1,36 @@
+"""A real reward server on a free port of this machine, for as long as a test needs it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from digenrl.rewards.contract import Reward
+from digenrl.rewards.server import create_app
+from digenrl.rewards.wire import Limits
+
+TOKEN = "a token for tests alone"
+
+
+@contextmanager
+def serving(reward: Reward, limits: Limits | None = None) -> Iterator[str]:
+    """The server's address."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(create_app(reward, TOKEN, limits), log_level="warning"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 30
+    while not server.started:
+        assert thread.is_alive() and time.monotonic() < deadline, "the server did not start"
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(timeout=30)

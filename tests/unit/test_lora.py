@@ -1,0 +1,187 @@
+"""Adapters on the smallest model: what is trained, what is carried, what a wrong state does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from digenrl.config.reading import ConfigError
+from digenrl.models.contract import DiffusionModel
+from digenrl.models.lora import (
+    FILE_NAME,
+    adapters_disabled,
+    add_lora,
+    has_lora,
+    load_lora_state,
+    lora_state,
+    read_lora_state,
+    save_lora,
+    trainable_parameters,
+)
+from digenrl.models.registry import find_family, make_tiny_pipeline
+
+FAMILY = find_family("sd3")
+SIZE = FAMILY.tiny_size
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("lora") / "sd3"
+    make_tiny_pipeline("sd3", path)
+    return path
+
+
+@pytest.fixture
+def model(directory: Path) -> DiffusionModel:
+    return FAMILY.load(directory, torch.float32, "cpu")
+
+
+def velocity_of(model: DiffusionModel) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    latents = model.initial_latents(torch.randn(2, *model.noise_shape(SIZE), generator=generator), SIZE)
+    times = model.schedule(4, SIZE).timesteps[[0, 2]]
+    return model.velocity(latents, times, model.encode(["a cat", "a sign"]), guidance=1.0, size=SIZE)
+
+
+def shake_adapters(model: DiffusionModel, seed: int = 5) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    load_lora_state(
+        model, {name: torch.randn(v.shape, generator=generator) * 0.1 for name, v in lora_state(model).items()}
+    )
+
+
+def test_fresh_adapters_leave_the_velocity_as_it_was_and_freeze_the_base(model: DiffusionModel) -> None:
+    before = velocity_of(model)
+    add_lora(model, rank=4, alpha=8, seed=0)
+    assert torch.equal(velocity_of(model), before)
+    names = trainable_parameters(model)
+    assert names and all(".lora_" in name for name in names)
+    frozen = [p for name, p in model.transformer.named_parameters() if ".lora_" not in name]
+    assert frozen and not any(p.requires_grad for p in frozen)
+
+
+def test_every_target_layer_of_every_block_is_adapted(model: DiffusionModel) -> None:
+    targets = [
+        name
+        for name, module in model.transformer.named_modules()
+        if isinstance(module, torch.nn.Linear) and name.endswith(model.lora_targets)
+    ]
+    add_lora(model, rank=4, alpha=8, seed=0)
+    expected = {f"{name}.lora_{side}.weight" for name in targets for side in "AB"}
+    assert lora_state(model).keys() == expected
+
+
+@pytest.mark.parametrize(
+    ("base", "adapters"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
+)
+def test_adapters_are_fp32_whatever_the_base_is_and_fp64_only_in_an_fp64_model(
+    directory: Path, base: torch.dtype, adapters: torch.dtype
+) -> None:
+    model = FAMILY.load(directory, base, "cpu")
+    add_lora(model, rank=2, alpha=2, seed=0)
+    assert {value.dtype for value in lora_state(model).values()} == {adapters}
+    assert model.transformer.get_submodule("proj_out").weight.dtype == base
+
+
+def test_the_first_weights_depend_on_the_seed_alone(directory: Path) -> None:
+    states = []
+    for seed, disturbance in ((1, 10), (1, 11), (2, 10)):
+        torch.manual_seed(disturbance)
+        model = FAMILY.load(directory, torch.float32, "cpu")
+        add_lora(model, rank=4, alpha=8, seed=seed)
+        states.append(lora_state(model))
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert not all(torch.equal(states[0][name], states[2][name]) for name in states[0])
+
+
+def test_disabling_gives_exactly_the_base_and_restores_everything_after(model: DiffusionModel) -> None:
+    base = velocity_of(model)
+    add_lora(model, rank=4, alpha=8, seed=0)
+    shake_adapters(model)
+    adapted = velocity_of(model)
+    assert not torch.equal(adapted, base)
+    next(iter(trainable_parameters(model).values())).requires_grad_(False)
+    trained = list(trainable_parameters(model))
+    with adapters_disabled(model):
+        assert torch.equal(velocity_of(model), base)
+        with adapters_disabled(model):
+            pass
+        assert torch.equal(velocity_of(model), base)
+    assert torch.equal(velocity_of(model), adapted)
+    assert list(trainable_parameters(model)) == trained
+
+
+def test_adapters_come_back_when_the_reference_forward_raises(model: DiffusionModel) -> None:
+    add_lora(model, rank=4, alpha=8, seed=0)
+    shake_adapters(model)
+    adapted = velocity_of(model)
+    with pytest.raises(KeyError), adapters_disabled(model):
+        raise KeyError("from inside")
+    assert torch.equal(velocity_of(model), adapted)
+
+
+def test_a_gradient_reaches_the_adapters_through_a_forward_made_before_disabling(model: DiffusionModel) -> None:
+    add_lora(model, rank=4, alpha=8, seed=0)
+    shake_adapters(model)
+    velocity = velocity_of(model)
+    with adapters_disabled(model), torch.no_grad():
+        reference = velocity_of(model)
+    (velocity - reference).square().mean().backward()
+    grads = [parameter.grad for parameter in trainable_parameters(model).values()]
+    assert sum(float(grad.abs().sum()) for grad in grads if grad is not None) > 0
+
+
+def test_a_state_is_a_copy_and_brings_the_velocity_back(model: DiffusionModel) -> None:
+    add_lora(model, rank=4, alpha=8, seed=0)
+    shake_adapters(model, seed=5)
+    state, velocity = lora_state(model), velocity_of(model)
+    shake_adapters(model, seed=6)
+    assert not torch.equal(velocity_of(model), velocity)
+    load_lora_state(model, state)
+    assert torch.equal(velocity_of(model), velocity)
+
+
+def test_a_state_that_does_not_fit_changes_nothing(model: DiffusionModel, directory: Path) -> None:
+    add_lora(model, rank=4, alpha=8, seed=0)
+    before = lora_state(model)
+    name = next(iter(before))
+    other_rank = FAMILY.load(directory, torch.float32, "cpu")
+    add_lora(other_rank, rank=2, alpha=8, seed=0)
+    lacking = {n: v + 1 for n, v in before.items() if n != name}
+    with pytest.raises(ValueError, match=f"1 missing, 0 foreign, the first: {name}"):
+        load_lora_state(model, lacking)
+    with pytest.raises(ValueError, match="0 missing, 1 foreign, the first: something"):
+        load_lora_state(model, before | {"something": torch.zeros(1)})
+    with pytest.raises(ValueError, match="of another rank"):
+        load_lora_state(model, lora_state(other_rank))
+    after = lora_state(model)
+    assert all(torch.equal(before[n], after[n]) for n in before)
+
+
+def test_a_saved_directory_holds_one_file_that_reads_back_bit_for_bit(
+    model: DiffusionModel, tmp_path: Path
+) -> None:
+    add_lora(model, rank=4, alpha=8, seed=0)
+    shake_adapters(model)
+    save_lora(model, tmp_path / "lora")
+    save_lora(model, tmp_path / "lora")  # an older one is replaced
+    assert [path.name for path in (tmp_path / "lora").iterdir()] == [FILE_NAME]
+    read, state = read_lora_state(tmp_path / "lora"), lora_state(model)
+    assert read.keys() == state.keys()
+    assert all(torch.equal(read[name], state[name]) for name in state)
+
+
+def test_mistakes_are_told_in_one_line(model: DiffusionModel, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no LoRA adapters to disable"), adapters_disabled(model):
+        pass
+    with pytest.raises(ConfigError, match="rank must be at least 1, got 0"):
+        add_lora(model, rank=0, alpha=8, seed=0)
+    assert not has_lora(model)
+    with pytest.raises(ConfigError, match="holds no LoRA weights"):
+        read_lora_state(tmp_path)
+    add_lora(model, rank=4, alpha=8, seed=0)
+    with pytest.raises(ValueError, match="already"):
+        add_lora(model, rank=4, alpha=8, seed=0)

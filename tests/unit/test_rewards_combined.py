@@ -1,0 +1,150 @@
+"""Weights, users' functions, and rewards that fail: a failure is never a number."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from digenrl.config.reading import ConfigError
+from digenrl.config.rewards import parse_reward, parse_rewards
+from digenrl.rewards.building import build_reward, build_rewards
+from digenrl.rewards.contract import FrameReward, RewardBatch, RewardError
+from digenrl.rewards.function import FunctionReward
+from digenrl.rewards.weighted import WeightedReward
+
+PIXELS = torch.full((3, 1, 3, 8, 8), 0.5)
+PROMPTS = ["a", "b", "c"]
+METADATA: list[dict[str, Any]] = [{}, {}, {}]
+
+
+def returning(answer: object, label: str = "mine") -> FunctionReward:
+    return FunctionReward(label, lambda pixels, prompts, metadata: answer, {})
+
+
+def test_raw_scores_are_weighted_then_summed_and_each_stays_visible() -> None:
+    first = returning(RewardBatch((1.0, 2.0, 3.0), {"detail": (7.0, 8.0, 9.0)}), "first")
+    both = WeightedReward([(first, 0.5), (returning([10, 20, 30], "second"), -2.0)])
+    batch = both.score(PIXELS, PROMPTS, METADATA)
+    assert batch.values == (-19.5, -39.0, -58.5)
+    assert batch.parts == {
+        "first": (1.0, 2.0, 3.0),
+        "first/detail": (7.0, 8.0, 9.0),
+        "second": (10.0, 20.0, 30.0),
+    }
+
+
+def test_a_recipe_of_several_rewards_is_built_with_its_weights() -> None:
+    settings = parse_rewards([{"name": "jpeg_compressibility", "weight": 2}, {"name": "jpeg_incompressibility"}])
+    batch = build_rewards(settings).score(PIXELS, PROMPTS, METADATA)
+    small, large = batch.parts["jpeg_compressibility"], batch.parts["jpeg_incompressibility"]
+    assert [-one for one in small] == list(large)
+    assert batch.values == tuple(2 * one + other for one, other in zip(small, large, strict=True))
+    assert batch.parts["jpeg_compressibility/kilobytes"] == large
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_score_or_a_part_that_is_not_finite_is_an_error_that_names_sample_and_reward(bad: float) -> None:
+    for answer in (
+        [0.0, bad, 1.0],
+        torch.tensor([0.0, bad, 1.0]),
+        RewardBatch((0.0,) * 3, {"p": (0.0, bad, 0.0)}),
+    ):
+        with pytest.raises(
+            RewardError, match=r"reward 'mine', sample 1: .* is -?(nan|inf), not a finite number"
+        ) as one:
+            returning(answer).score(PIXELS, PROMPTS, METADATA)
+        assert one.value.samples == (1,)
+        with pytest.raises(RewardError, match="reward 'mine', sample 1"):
+            WeightedReward([(returning([1, 2, 3], "good"), 1.0), (returning(answer), 0.0)]).score(
+                PIXELS, PROMPTS, METADATA
+            )
+
+
+def test_a_weighted_sum_that_overflows_is_an_error() -> None:
+    with pytest.raises(RewardError, match="sample 2: the score is inf"):
+        WeightedReward([(returning([0.0, 0.0, 1e300]), 1e300)]).score(PIXELS, PROMPTS, METADATA)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ([1.0, 2.0], "returned 2 scores for 3 samples"),
+        (torch.zeros(3, 1), r"sample 0: expected a number, got \[0.0\]"),
+        ([1.0, None, 2.0], "sample 1: expected a number, got None"),
+        (0.5, "expected a list of numbers or a RewardBatch, got 0.5"),
+        (None, "expected a list of numbers or a RewardBatch, got None"),
+    ],
+)
+def test_an_answer_of_the_wrong_kind_is_an_error(answer: object, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        returning(answer).score(PIXELS, PROMPTS, METADATA)
+
+
+def test_whatever_a_function_raises_becomes_a_reward_error_with_its_cause() -> None:
+    def broken(pixels: Tensor, prompts: object, metadata: object) -> list[float]:
+        raise ZeroDivisionError("my mistake")
+
+    with pytest.raises(RewardError, match="reward 'broken', all samples: ZeroDivisionError: my mistake") as caught:
+        FunctionReward("broken", broken, {}).score(PIXELS, PROMPTS, METADATA)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_a_users_function_gets_pixels_prompts_metadata_and_its_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "users_own.py").write_text(
+        "def longer(pixels, prompts, metadata, bonus):\n"
+        "    assert pixels.shape == (3, 1, 3, 8, 8)\n"
+        "    return [len(p) + m.get('extra', 0) + bonus for p, m in zip(prompts, metadata)]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward = build_reward(
+        parse_reward({"name": "function", "target": "users_own:longer", "arguments": {"bonus": 0.5}})
+    )
+    assert reward.label == "longer"
+    assert reward.score(PIXELS, ["a", "bb", "ccc"], [{}, {"extra": 10}, {}]).values == (1.5, 12.5, 3.5)
+    with pytest.raises(ConfigError, match="users_own has no function 'longr'; did you mean 'longer'"):
+        build_reward(parse_reward("users_own:longr"))
+    with pytest.raises(ConfigError, match="no module named 'nowhere_to_be_found'; is it on PYTHONPATH"):
+        build_reward(parse_reward("nowhere_to_be_found.sub:f"))
+
+
+def test_a_missing_package_is_told_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needs_more.py").write_text("import a_package_that_is_not_there\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        ConfigError, match="needs the package 'a_package_that_is_not_there', which is not installed"
+    ):
+        build_reward(parse_reward("needs_more:f"))
+
+
+class FailsOnRow(FrameReward):
+    """Fails, or gives NaN, on one image of all."""
+
+    def __init__(self, row: int, raises: bool) -> None:
+        super().__init__("fails")
+        self.row, self.raises = row, raises
+
+    def score_frames(self, frames: Tensor, prompts: object, metadata: object) -> RewardBatch:
+        assert frames.dtype == torch.uint8
+        if self.raises:
+            raise RewardError(self.label, "unreadable", (self.row,))
+        return RewardBatch(tuple(math.nan if row == self.row else 0.0 for row in range(len(frames))))
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_frame_that_fails_names_the_sample_it_belongs_to(raises: bool) -> None:
+    video = PIXELS.expand(3, 4, 3, 8, 8)
+    with pytest.raises(RewardError) as caught:
+        FailsOnRow(row=9, raises=raises).score(video, PROMPTS, METADATA)
+    assert caught.value.samples == (2,)
+
+
+def test_a_batch_whose_parts_have_another_length_cannot_be_made() -> None:
+    with pytest.raises(ValueError, match="part 'p' has 1 numbers for 2 values"):
+        RewardBatch((1.0, 2.0), {"p": (1.0,)})

@@ -1,0 +1,118 @@
+"""The rewards that need no weights of ours: JPEG size and reading."""
+
+from __future__ import annotations
+
+from io import BytesIO
+
+import numpy
+import pytest
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from digenrl.config.rewards import OcrSettings, parse_reward
+from digenrl.rewards.building import build_reward
+from digenrl.rewards.contract import Reward, RewardError
+from digenrl.rewards.ocr import OcrReward, edit_distance, quoted
+
+
+@pytest.fixture(scope="module")
+def ocr() -> OcrReward:
+    return OcrReward(OcrSettings(exact_bonus=0.5))
+
+
+def writing(text: str, height: int = 64, letters: int = 20, ink: str = "black") -> Tensor:
+    """(1, 3, H, W): a text on a light ground, as a decoder would give it."""
+    font = ImageFont.load_default(size=letters)
+    image = Image.new("RGB", (max(height, int(font.getlength(text)) + 12), height), (240, 238, 225))
+    ImageDraw.Draw(image).text((5, (height - letters) // 2 - 1), text, fill=ink, font=font)
+    return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)[None].float() / 255
+
+
+def score(reward: Reward, image: Tensor, prompt: str = "", **metadata: object) -> tuple[float, dict[str, float]]:
+    batch = reward.score(image[None], [prompt], [metadata])
+    return batch.values[0], {name: part[0] for name, part in batch.parts.items()}
+
+
+def test_the_wanted_text_scores_one_and_the_exact_bonus(ocr: OcrReward) -> None:
+    assert score(ocr, writing("OPEN 24"), text="open 24") == (1.5, {"similarity": 1.0, "exact": 1.0})
+
+
+def test_the_wanted_text_may_stand_in_quotes_in_the_prompt(ocr: OcrReward) -> None:
+    assert score(ocr, writing("Coffee"), prompt='a sign that says "Coffee"')[0] == 1.5
+
+
+def test_a_near_miss_scores_less_by_the_share_of_wrong_letters(ocr: OcrReward) -> None:
+    value, parts = score(ocr, writing("Coffee"), text="Toffees")  # one replaced, one missing, of seven
+    assert value == pytest.approx(5 / 7)
+    assert parts["exact"] == 0.0
+
+
+def test_more_text_than_wanted_costs_too_and_no_score_is_below_zero(ocr: OcrReward) -> None:
+    assert score(ocr, writing("Coffee house"), text="Coffee")[0] == pytest.approx(6 / 11)
+    assert score(ocr, writing("Coffee house"), text="X")[0] == 0.0
+
+
+def test_another_text_and_no_text_score_nothing(ocr: OcrReward) -> None:
+    assert score(ocr, writing("XYZ"), text="open")[0] == 0.0
+    assert score(ocr, torch.full((1, 3, 48, 48), 0.9), text="open")[0] == 0.0
+
+
+def test_small_images_are_read_too(ocr: OcrReward) -> None:
+    for height, letters in ((16, 10), (24, 12), (32, 12)):
+        assert score(ocr, writing("Exit", height, letters), text="exit")[1]["exact"] == 1.0
+
+
+def test_colours_reach_the_recogniser_in_its_own_order(ocr: OcrReward, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(ocr, "_engine", lambda image: (seen.append(image), (None, None))[1])
+    red = torch.zeros(1, 3, 300, 300)
+    red[:, 0] = 1.0
+    score(ocr, red, text="x")
+    assert seen[0][0, 0].tolist() == [0, 0, 255]
+
+
+def test_a_sample_with_nothing_to_look_for_is_an_error_that_names_it(ocr: OcrReward) -> None:
+    two = torch.stack([writing("Exit"), writing("Exit")])
+    with pytest.raises(RewardError, match="sample 1: no text to look for in the prompt 'a cat'") as caught:
+        ocr.score(two, ['"Exit"', "a cat"], [{}, {}])
+    assert caught.value.samples == (1,)
+    with pytest.raises(RewardError, match="metadata 'text' must be a string, got 5"):
+        score(ocr, writing("5"), text=5)
+
+
+def test_quotes_of_several_kinds_are_found_and_apostrophes_are_not() -> None:
+    assert quoted("it's the dog's \"bone\" and “ball” and «os»") == "bone ball os"
+    assert quoted("it's nothing") == ""
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "distance"),
+    [
+        ("", "", 0),
+        ("abc", "", 3),
+        ("kitten", "sitting", 3),
+        ("flaw", "lawn", 2),
+        ("same", "same", 0),
+        ("ab", "ba", 2),
+    ],
+)
+def test_edit_distance_counts_insertions_deletions_and_replacements(one: str, other: str, distance: int) -> None:
+    assert edit_distance(one, other) == edit_distance(other, one) == distance
+
+
+def test_jpeg_rewards_are_the_size_of_the_file_that_pillow_writes() -> None:
+    image = torch.rand(3, 40, 56, generator=torch.Generator().manual_seed(3))
+    file = BytesIO()
+    rounded = (image * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+    Image.fromarray(rounded).save(file, format="JPEG", quality=80)
+    kilobytes = len(file.getvalue()) / 1000
+    for name, sign in (("jpeg_compressibility", -1), ("jpeg_incompressibility", 1)):
+        reward = build_reward(parse_reward({"name": name, "quality": 80}))
+        assert score(reward, image[None]) == (sign * kilobytes, {"kilobytes": kilobytes})
+
+
+def test_a_flat_image_compresses_better_than_noise() -> None:
+    reward = build_reward(parse_reward("jpeg_compressibility"))
+    noise = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    assert score(reward, torch.full((1, 3, 32, 32), 0.3))[0] > score(reward, noise)[0]

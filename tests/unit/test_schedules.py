@@ -1,0 +1,86 @@
+"""The noise levels of all five families, as their published schedulers are configured; no weights are read."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from diffusers import UniPCMultistepScheduler
+
+from digenrl.models.contract import DiffusionModel, SampleSize
+from digenrl.models.registry import FAMILIES, find_family
+
+KNOWN = {
+    "sd3": (SampleSize(512, 512), [1, 0.857692, 0.602151, 0.008929, 0]),
+    "flux": (SampleSize(512, 512), [1, 0.849235, 0.652489, 0.384945, 0]),
+    "qwen_image": (SampleSize(1024, 1024), [1, 0.766709, 0.455614, 0.02, 0]),
+    "hunyuan_video": (SampleSize(480, 480, frames=53), [1, 0.954545, 0.875, 0.7, 0]),
+    "wan": (SampleSize(480, 832, frames=53), [0.999999, 0.900120, 0.750375, 0.500999, 0]),
+}
+
+
+@cache
+def full_size(family: str) -> DiffusionModel:
+    """Weighs nothing on "meta"."""
+    return find_family(family).build_full(torch.bfloat16, "meta")
+
+
+def levels(family: str, steps: int, size: SampleSize) -> list[float]:
+    values: list[float] = full_size(family).schedule(steps, size).sigmas.tolist()
+    return values
+
+
+def test_every_family_has_known_noise_levels() -> None:
+    assert set(KNOWN) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_four_steps_have_the_published_noise_levels(family: str) -> None:
+    size, expected = KNOWN[family]
+    assert levels(family, 4, size) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_time_steps_are_a_thousand_times_the_noise_levels_and_whole_numbers_for_wan_alone(family: str) -> None:
+    schedule = full_size(family).schedule(4, KNOWN[family][0])
+    expected = schedule.sigmas[:-1] * 1000
+    torch.testing.assert_close(schedule.timesteps, expected.floor() if family == "wan" else expected)
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_only_flux_and_qwen_image_shift_by_the_size_of_a_sample(family: str) -> None:
+    size, known = KNOWN[family]
+    larger = SampleSize(size.height, size.width + 256, size.frames)
+    assert (levels(family, 4, larger) != levels(family, 4, size)) == (family in {"flux", "qwen_image"})
+    assert known[0] == pytest.approx(levels(family, 4, larger)[0], abs=1e-6)
+
+
+def test_the_shift_of_flux_at_1024_pixels_is_exp_of_1_15() -> None:
+    shift = float(torch.tensor(1.15).exp())
+    half = levels("flux", 2, SampleSize(1024, 1024))[1]
+    assert half == pytest.approx(shift / (shift + 1), abs=1e-6)
+
+
+@pytest.mark.parametrize("steps", [2, 10, 50])
+@pytest.mark.parametrize("side", [512, 1328])
+def test_the_last_noise_level_of_qwen_image_is_always_its_terminal_one(steps: int, side: int) -> None:
+    assert levels("qwen_image", steps, SampleSize(side, side))[-2] == pytest.approx(0.02, abs=1e-6)
+
+
+def test_the_levels_of_hunyuan_video_are_shifted_once_at_their_end_too() -> None:
+    """`set_timesteps(N)` alone starts from an end that is shifted already."""
+    family = find_family("hunyuan_video")
+    twice = family.scheduler.build()
+    twice.set_timesteps(4)
+    once = levels("hunyuan_video", 4, KNOWN["hunyuan_video"][0])
+    assert max(abs(a - b) for a, b in zip(once, twice.sigmas.tolist(), strict=True)) > 0.1
+
+
+def test_another_shift_in_the_scheduler_of_wan_is_followed() -> None:
+    model = find_family("wan").build_full(torch.bfloat16, "meta")
+    published = model.pipeline.scheduler.config
+    model.pipeline.scheduler = UniPCMultistepScheduler.from_config(published, flow_shift=5.0)
+    middle = model.schedule(2, SampleSize(720, 1280, frames=81)).sigmas[1]
+    unshifted = (1 + 1 / 1000) / 2
+    assert float(middle) == pytest.approx(5 * unshifted / (1 + 4 * unshifted), abs=1e-6)

@@ -1,0 +1,200 @@
+"""Facts of Qwen-Image, Wan and HunyuanVideo alone; what every family promises is in the contract suite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import UniPCMultistepScheduler
+from torch import Tensor
+
+from digenrl.config.reading import ConfigError
+from digenrl.models.contract import Conditioning
+from digenrl.models.pipeline_model import PipelineModel
+from digenrl.models.qwen_image import TEXT_LENGTH, shortened
+from digenrl.models.registry import find_family, make_tiny_pipeline
+from digenrl.models.wan import WanModel
+
+PROMPTS = ["a red cat", "two small dogs running through a field of yellow flowers"]
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    for family in ("qwen_image", "wan", "hunyuan_video"):
+        make_tiny_pipeline(family, path / family)
+    return path
+
+
+def load(directory: Path, family: str, dtype: torch.dtype = torch.float32) -> PipelineModel:
+    return find_family(family).load(directory / family, dtype)
+
+
+def first_latents(model: PipelineModel, rows: int = 2) -> Tensor:
+    size = find_family(model.family).tiny_size
+    noise = torch.randn(rows, *model.noise_shape(size), generator=torch.Generator().manual_seed(3))
+    return model.initial_latents(noise, size)
+
+
+def first_velocity(model: PipelineModel, conditioning: Conditioning, guidance: float) -> Tensor:
+    size = find_family(model.family).tiny_size
+    latents = first_latents(model, len(conditioning))
+    times = model.schedule(STEPS, size).timesteps[:1].expand(len(latents))
+    return model.velocity(latents, times, conditioning, guidance, size)
+
+
+def with_noise_behind(conditioning: Conditioning, mask_name: str) -> Conditioning:
+    """Other numbers where the mask says that there is no text."""
+    text, mask = conditioning.positive["encoder_hidden_states"], conditioning.positive[mask_name]
+    assert text is not None and mask is not None and not mask.all()
+    changed = torch.where(mask.bool()[..., None], text, torch.full_like(text, 7.0))
+    return Conditioning({**conditioning.positive, "encoder_hidden_states": changed}, conditioning.negative)
+
+
+@pytest.mark.parametrize(
+    ("family", "mask_name"),
+    [("qwen_image", "encoder_hidden_states_mask"), ("hunyuan_video", "encoder_attention_mask")],
+)
+@torch.no_grad()
+def test_what_stands_behind_the_end_of_a_prompt_does_not_matter(
+    directory: Path, family: str, mask_name: str
+) -> None:
+    model = load(directory, family)
+    conditioning = model.encode(PROMPTS)
+    expected = first_velocity(model, conditioning, model.default_guidance)
+    got = first_velocity(model, with_noise_behind(conditioning, mask_name), model.default_guidance)
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=0)
+
+
+# --- Qwen-Image -------------------------------------------------------------------------------------------------
+
+
+def test_qwen_text_is_as_long_as_the_longest_row_and_masked_only_where_rows_differ(directory: Path) -> None:
+    conditioning = load(directory, "qwen_image").encode(PROMPTS)
+    text, mask = (conditioning.positive[name] for name in ("encoder_hidden_states", "encoder_hidden_states_mask"))
+    assert text is not None and mask is not None and text.shape[1] == mask.shape[1] == TEXT_LENGTH
+    lengths = mask.sum(dim=1).tolist()
+    assert 0 < lengths[0] < lengths[1] < TEXT_LENGTH
+    both, both_mask = shortened(text, mask)
+    assert both.shape[1] == lengths[1] and both_mask is not None
+    assert both_mask.sum(dim=1).tolist() == lengths
+    one, one_mask = shortened(text[:1].repeat(3, 1, 1), mask[:1].repeat(3, 1))
+    assert one.shape[1] == lengths[0] and one_mask is None
+
+
+@torch.no_grad()
+def test_qwen_guidance_turns_the_velocity_of_a_token_and_keeps_its_length(directory: Path) -> None:
+    model = load(directory, "qwen_image")
+    conditioning = model.encode(PROMPTS)
+    plain, guided = (first_velocity(model, conditioning, guidance) for guidance in (1.0, 4.0))
+    assert not torch.allclose(plain, guided, atol=1e-3)
+    torch.testing.assert_close(guided.norm(dim=-1), plain.norm(dim=-1))
+
+
+def test_qwen_trains_after_a_rollout_without_gradients(directory: Path) -> None:
+    """The rotary tables of a rollout are cached and used again by training."""
+    model = load(directory, "qwen_image")
+    conditioning = model.encode(PROMPTS)
+    with torch.no_grad():
+        rolled_out = first_velocity(model, conditioning, 4.0)
+    trained = first_velocity(model, conditioning, 4.0)
+    trained.square().sum().backward()
+    assert torch.equal(trained, rolled_out)
+    gradients = {name: parameter.grad for name, parameter in model.transformer.named_parameters()}
+    assert gradients["img_in.weight"] is not None
+    # Nobody reads the text stream behind the last block: optimizers and reductions meet a gradient of None.
+    assert gradients["transformer_blocks.1.attn.to_add_out.weight"] is None
+
+
+@pytest.mark.parametrize("family", ["qwen_image", "wan"])
+def test_guidance_without_unconditional_rows_says_what_to_do(directory: Path, family: str) -> None:
+    model = load(directory, family)
+    alone = Conditioning(model.encode(PROMPTS).positive)
+    assert first_velocity(model, alone, 1.0).isfinite().all()
+    with pytest.raises(ValueError, match="set guidance to 1"):
+        first_velocity(model, alone, 4.0)
+
+
+# --- Wan --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_wan_with_unipc_at_first_order_is_our_euler_loop(directory: Path) -> None:
+    """Its own scheduler, reduced to the order at which it is Euler's rule: equal up to rounding."""
+    model, size = load(directory, "wan"), find_family("wan").tiny_size
+    conditioning, latents = model.encode(PROMPTS), first_latents(model)
+    ours, schedule = latents, model.schedule(STEPS, size)
+    for i, time in enumerate(schedule.timesteps):
+        velocity = model.velocity(ours, time.expand(2), conditioning, 5.0, size)
+        ours = ours + (schedule.sigmas[i + 1] - schedule.sigmas[i]) * velocity
+    pipeline = model.pipeline
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.scheduler = UniPCMultistepScheduler.from_config(
+        pipeline.scheduler.config, solver_order=1, disable_corrector=list(range(STEPS))
+    )
+    theirs = pipeline(
+        PROMPTS,
+        height=size.height,
+        width=size.width,
+        num_frames=size.frames,
+        num_inference_steps=STEPS,
+        guidance_scale=5.0,
+        max_sequence_length=model.text_length,
+        latents=latents,
+        output_type="latent",
+    ).frames
+    torch.testing.assert_close(theirs, ours, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_wan_in_bf16_keeps_a_few_weights_in_fp32_and_answers_in_fp32(directory: Path) -> None:
+    model = load(directory, "wan", torch.bfloat16)
+    dtypes = {name: parameter.dtype for name, parameter in model.transformer.named_parameters()}
+    assert dtypes["condition_embedder.time_embedder.linear_1.weight"] == torch.float32
+    assert dtypes["blocks.0.attn1.to_q.weight"] == model.dtype == torch.bfloat16
+    velocity = first_velocity(model, model.encode(PROMPTS), 5.0)
+    full = load(directory, "wan")
+    expected = first_velocity(full, full.encode(PROMPTS), 5.0)
+    assert velocity.dtype == torch.float32
+    torch.testing.assert_close(velocity, expected, atol=0.2, rtol=0.1)
+
+
+def test_a_wan_2_2_pipeline_is_refused(directory: Path) -> None:
+    pipeline: Any = load(directory, "wan").pipeline
+    pipeline.register_to_config(boundary_ratio=0.9)
+    with pytest.raises(ConfigError, match=r"Wan2\.2"):
+        WanModel(pipeline)
+
+
+# --- HunyuanVideo -----------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_of_hunyuan_video_gets_through_the_template(directory: Path) -> None:
+    conditioning = load(directory, "hunyuan_video").encode(PROMPTS)
+    text, mask = (conditioning.positive[name] for name in ("encoder_hidden_states", "encoder_attention_mask"))
+    assert text is not None and mask is not None and text.shape[1] == mask.shape[1] == 256
+    lengths = mask.sum(dim=1).tolist()
+    assert 0 < lengths[0] < lengths[1] < 100
+    assert not torch.equal(text[0, : lengths[0]], text[1, : lengths[0]])
+
+
+def test_hunyuan_video_takes_no_negative_prompts(directory: Path) -> None:
+    with pytest.raises(ValueError, match="embedded guidance"):
+        load(directory, "hunyuan_video").encode(PROMPTS, ["ugly", "ugly"])
+
+
+# --- Videos -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["wan", "hunyuan_video"])
+@torch.no_grad()
+def test_videos_of_other_lengths_have_as_many_frames_as_asked_for(directory: Path, family: str) -> None:
+    model, tiny = load(directory, family), find_family(family).tiny_size
+    for frames, latent_frames in ((1, 1), (9, 3)):
+        size = type(tiny)(tiny.height, tiny.width, frames)
+        assert model.noise_shape(size)[:2] == (16, latent_frames)
+        pixels = model.decode(torch.zeros(1, *model.noise_shape(size)), size)
+        assert pixels.shape == (1, frames, 3, tiny.height, tiny.width)

@@ -7,7 +7,6 @@ The transformer is a diffusers model: `add_adapter`, `disable_adapters` and `ena
 Shape legend as in `digenrl.models.contract`; S = tokens of a latent (h * w), T = text tokens, W = width.
 """
 
-
 from __future__ import annotations
 
 import hashlib

@@ -34,15 +34,15 @@ class AestheticReward(FrameReward):
     @torch.inference_mode()
     def score_frames(
         self,
-        frames_NCHW: Tensor,  # noqa: N803
+        frames_NCHW: Tensor,
         prompts: Sequence[str],
         metadata: Sequence[Metadata],
     ) -> RewardBatch:
         """Neither prompts nor metadata matter."""
         scores: list[float] = []
-        for batch_NCHW in torch.split(frames_NCHW, self.batch_size):  # noqa: N806
+        for batch_NCHW in torch.split(frames_NCHW, self.batch_size):
             pixel_values = self._images(batch_NCHW).to(self.device, self.vision.dtype)
-            embeds_ND = self.projection(self.vision(pixel_values=pixel_values).pooler_output).float()  # noqa: N806
+            embeds_ND = self.projection(self.vision(pixel_values=pixel_values).pooler_output).float()
             scores += self.head(normalize(embeds_ND, dim=-1)).tolist()
         return RewardBatch(tuple(scores))
 

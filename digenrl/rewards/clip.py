@@ -22,7 +22,7 @@ class ClipImages:
     def __init__(self, processor: str) -> None:
         self._processor = load_pretrained(AutoImageProcessor.from_pretrained, processor, backend="pil")
 
-    def __call__(self, frames_NCHW: Tensor) -> Tensor:  # noqa: N803
+    def __call__(self, frames_NCHW: Tensor) -> Tensor:
         """Resized, cropped and normalised as the processor's file says."""
         pixel_values: Tensor = self._processor(images=list(as_pil(frames_NCHW)), return_tensors="pt")[
             "pixel_values"
@@ -45,7 +45,7 @@ class ClipPairReward(FrameReward):
     @torch.inference_mode()
     def score_frames(
         self,
-        frames_NCHW: Tensor,  # noqa: N803
+        frames_NCHW: Tensor,
         prompts: Sequence[str],
         metadata: Sequence[Metadata],
     ) -> RewardBatch:
@@ -56,7 +56,7 @@ class ClipPairReward(FrameReward):
             cosines += self._cosines(frames_NCHW[rows], prompts[rows])
         return RewardBatch(tuple(self.scale * cosine for cosine in cosines), {"cosine": tuple(cosines)})
 
-    def _cosines(self, frames_NCHW: Tensor, prompts: Sequence[str]) -> list[float]:  # noqa: N803
+    def _cosines(self, frames_NCHW: Tensor, prompts: Sequence[str]) -> list[float]:
         tokens = self._tokenizer(
             list(prompts),
             padding="max_length",
@@ -69,7 +69,7 @@ class ClipPairReward(FrameReward):
             attention_mask=tokens["attention_mask"],
             pixel_values=self._images(frames_NCHW).to(self.device, self.model.dtype),
         )
-        cosine_N = (outputs.image_embeds.float() * outputs.text_embeds.float()).sum(dim=-1)  # noqa: N806  unit vectors
+        cosine_N = (outputs.image_embeds.float() * outputs.text_embeds.float()).sum(dim=-1)
         cosines: list[float] = cosine_N.tolist()
         return cosines
 

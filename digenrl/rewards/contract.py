@@ -60,7 +60,7 @@ class Reward(ABC):
 
     def score(  # B, F, C, H, W are shape suffixes
         self,
-        pixels_BFCHW: Tensor,  # noqa: N803
+        pixels_BFCHW: Tensor,
         prompts: Sequence[str],
         metadata: Sequence[Metadata],
     ) -> RewardBatch:
@@ -81,7 +81,7 @@ class Reward(ABC):
     @abstractmethod
     def _score(
         self,
-        pixels_BFCHW: Tensor,  # noqa: N803
+        pixels_BFCHW: Tensor,
         prompts: Sequence[str],
         metadata: Sequence[Metadata],
     ) -> RewardBatch:
@@ -101,7 +101,7 @@ class FrameReward(Reward):
     @abstractmethod
     def score_frames(
         self,
-        frames_NCHW: Tensor,  # noqa: N803
+        frames_NCHW: Tensor,
         prompts: Sequence[str],
         metadata: Sequence[Metadata],
     ) -> RewardBatch:
@@ -109,11 +109,11 @@ class FrameReward(Reward):
 
     def _score(
         self,
-        pixels_BFCHW: Tensor,  # noqa: N803
+        pixels_BFCHW: Tensor,
         prompts: Sequence[str],
         metadata: Sequence[Metadata],
     ) -> RewardBatch:
-        frames_BFCHW = as_uint8(pixels_BFCHW[:, :: self.frame_stride])  # noqa: N806
+        frames_BFCHW = as_uint8(pixels_BFCHW[:, :: self.frame_stride])
         count = frames_BFCHW.shape[1]
         repeated_prompts = [prompt for prompt in prompts for _ in range(count)]
         repeated_metadata = [one for one in metadata for _ in range(count)]
@@ -132,7 +132,7 @@ def as_uint8(pixels: Tensor) -> Tensor:
     return (pixels.detach().float() * 255).round().clamp(0, 255).to(device="cpu", dtype=torch.uint8)
 
 
-def check_call(pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> None:  # noqa: N803
+def check_call(pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> None:
     """Raises ValueError unless there are B samples of (frames, 3, height, width), B prompts and B metadata."""
     shape = tuple(pixels_BFCHW.shape)
     if len(shape) != 5 or shape[2] != 3 or 0 in shape:
@@ -146,10 +146,10 @@ def check_call(pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[
         )
 
 
-def check_pixels(label: str, pixels_BFCHW: Tensor) -> None:  # noqa: N803
+def check_pixels(label: str, pixels_BFCHW: Tensor) -> None:
     """Raises RewardError naming the samples whose pixels are not numbers of [0, 1]."""
     flat = pixels_BFCHW.detach().flatten(1)
-    good_B = ((flat >= -ROUNDING) & (flat <= 1 + ROUNDING)).all(dim=1)  # noqa: N806  NaN compares as false
+    good_B = ((flat >= -ROUNDING) & (flat <= 1 + ROUNDING)).all(dim=1)
     if not bool(good_B.all()):
         bad = tuple(int(index) for index in torch.nonzero(~good_B).flatten())
         raise RewardError(label, "its pixels are not all numbers in [0, 1]; was the sample decoded?", bad)

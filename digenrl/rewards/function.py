@@ -26,7 +26,7 @@ class FunctionReward(Reward):
 
     def _score(
         self,
-        pixels_BFCHW: Tensor,  # noqa: N803
+        pixels_BFCHW: Tensor,
         prompts: Sequence[str],
         metadata: Sequence[Metadata],
     ) -> RewardBatch:

@@ -43,11 +43,11 @@ class HttpReward(Reward):
 
     def _score(
         self,
-        pixels_BFCHW: Tensor,  # noqa: N803
+        pixels_BFCHW: Tensor,
         prompts: Sequence[str],
         metadata: Sequence[Metadata],
     ) -> RewardBatch:
-        sent_BFCHW = pixels_BFCHW[:, :: self.settings.frame_stride]  # noqa: N806
+        sent_BFCHW = pixels_BFCHW[:, :: self.settings.frame_stride]
         replies = []
         for start in range(0, len(prompts), self.settings.batch_size):
             rows = slice(start, min(start + self.settings.batch_size, len(prompts)))

@@ -80,7 +80,7 @@ class ImageRewardScorer(FrameReward):
     @torch.inference_mode()
     def score_frames(
         self,
-        frames_NCHW: Tensor,  # noqa: N803
+        frames_NCHW: Tensor,
         prompts: Sequence[str],
         metadata: Sequence[Metadata],
     ) -> RewardBatch:
@@ -91,25 +91,25 @@ class ImageRewardScorer(FrameReward):
             scores += self._scores(frames_NCHW[rows], prompts[rows]).tolist()
         return RewardBatch(tuple(scores))
 
-    def _scores(self, frames_NCHW: Tensor, prompts: Sequence[str]) -> Tensor:  # noqa: N803
+    def _scores(self, frames_NCHW: Tensor, prompts: Sequence[str]) -> Tensor:
         pixels = preprocessed(frames_NCHW, self.vision.config.image_size).to(self.device, self.vision.dtype)
-        image_NPD = self.vision(pixel_values=pixels).last_hidden_state  # noqa: N806  P = patches
+        image_NPD = self.vision(pixel_values=pixels).last_hidden_state
         tokens = self._tokenizer(
             list(prompts), padding="max_length", truncation=True, max_length=PROMPT_TOKENS, return_tensors="pt"
         ).to(self.device)
-        seen_NTD = self.text(  # noqa: N806  T = tokens
+        seen_NTD = self.text(
             input_ids=tokens["input_ids"],
             attention_mask=tokens["attention_mask"],
             encoder_hidden_states=image_NPD,
             encoder_attention_mask=torch.ones(image_NPD.shape[:2], dtype=torch.long, device=self.device),
         ).last_hidden_state
-        raw_N: Tensor = self.head(seen_NTD[:, 0].float())  # noqa: N806
+        raw_N: Tensor = self.head(seen_NTD[:, 0].float())
         return (raw_N - RAW_MEAN) / RAW_STD
 
 
-def preprocessed(frames_NCHW: Tensor, side: int) -> Tensor:  # noqa: N803
+def preprocessed(frames_NCHW: Tensor, side: int) -> Tensor:
     """uint8 frames with the shorter side scaled to `side`, the middle cut out, colours normalised as CLIP's."""
-    cut_NCHW = torch.stack([_square(image, side) for image in as_pil(frames_NCHW)])  # noqa: N806
+    cut_NCHW = torch.stack([_square(image, side) for image in as_pil(frames_NCHW)])
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (COLOUR_MEAN, COLOUR_STD))
     return (cut_NCHW - mean) / std
 

@@ -8,7 +8,7 @@ from PIL import Image
 from torch import Tensor
 
 
-def as_pil(frames_NCHW: Tensor) -> Iterator[Image.Image]:  # noqa: N803
+def as_pil(frames_NCHW: Tensor) -> Iterator[Image.Image]:
     """uint8 frames as RGB images, one by one."""
-    for frame_CHW in frames_NCHW:  # noqa: N806
+    for frame_CHW in frames_NCHW:
         yield Image.fromarray(frame_CHW.permute(1, 2, 0).contiguous().numpy())

@@ -36,7 +36,7 @@ class OcrReward(FrameReward):
 
     def score_frames(
         self,
-        frames_NCHW: Tensor,  # noqa: N803
+        frames_NCHW: Tensor,
         prompts: Sequence[str],
         metadata: Sequence[Metadata],
     ) -> RewardBatch:

@@ -23,10 +23,10 @@ class ScoreHead(nn.Module):
         linears = [nn.Linear(one, other) for one, other in zip(inputs, WIDTHS, strict=True)]
         self.layers = nn.ModuleDict({str(at): linear for at, linear in zip(LINEAR_AT, linears, strict=True)})
 
-    def forward(self, features_ND: Tensor) -> Tensor:  # noqa: N803
+    def forward(self, features_ND: Tensor) -> Tensor:
         """One score per row."""
         for linear in self.layers.values():
-            features_ND = linear(features_ND)  # noqa: N806
+            features_ND = linear(features_ND)
         return features_ND.squeeze(-1)
 
     @classmethod

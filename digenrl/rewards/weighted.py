@@ -23,7 +23,7 @@ class WeightedReward(Reward):
 
     def _score(
         self,
-        pixels_BFCHW: Tensor,  # noqa: N803
+        pixels_BFCHW: Tensor,
         prompts: Sequence[str],
         metadata: Sequence[Metadata],
     ) -> RewardBatch:

@@ -67,7 +67,7 @@ class Limits:
     pixels_in_total: int = 2**27  # 1.5 GiB once they are fp32
 
 
-def encode_request(pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> bytes:  # noqa: N803
+def encode_request(pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> bytes:
     """The body of a request. Raises WireError for metadata that JSON has no word for."""
     samples = tuple(
         WireSample(prompt=prompt, metadata=dict(one), frames=tuple(encode_png(image) for image in as_pil(frames)))

@@ -1,6 +1,5 @@
 """Windows, rollouts of slices, decoding, the prompt cache: on the toy model and every family's tiny pipeline."""
 
-
 from __future__ import annotations
 
 import pickle

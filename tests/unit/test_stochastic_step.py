@@ -1,6 +1,5 @@
 """The stochastic step against hand-computed values, torch's own normal density and the marginals of exact data."""
 
-
 from __future__ import annotations
 
 import math

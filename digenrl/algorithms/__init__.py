@@ -1,0 +1,1 @@
+"""RL algorithms, one file each: advantages and a loss over (sample, time-step) pairs."""

@@ -1,0 +1,74 @@
+"""DiffusionNFT: no likelihoods; final latents are noised again, and the velocity is pulled towards good samples.
+
+With q = A / 2M + 1/2 in [0, 1], the loss (M / beta) [q l+ + (1 - q) l-] is the sum of a part linear in A,
+A / 2 beta * (l+ - l-), and one without it, M / 2 beta * (l+ + l-): it streams like a policy loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from digenrl.algorithms.advantages import WholeBatchStd
+from digenrl.algorithms.contract import AlgorithmSettings, GroupRelative, leading_steps
+from digenrl.algorithms.policy_loss import squared_distance_R
+from digenrl.models.pairs import LossTerms, Needs, PairBatch, RenoisedPairs
+from digenrl.models.trajectory import RolloutPlan
+
+SMALLEST_ERROR = 1e-5  # below this the self-normalised error is no longer divided by its own size
+
+
+class DiffusionNftSettings(AlgorithmSettings):
+    """`advantage.clamp` is M. The generating policy follows: d = min(old_decay_growth * batch, old_decay_max)."""
+
+    advantage: WholeBatchStd = WholeBatchStd()
+    beta: float = Field(default=1.0, gt=0)
+    kl_weight: float = Field(default=1e-4, ge=0)
+    trained_fraction: float = Field(default=0.99, gt=0, le=1)
+    old_decay_growth: float = Field(default=1e-3, ge=0)
+    old_decay_max: float = Field(default=0.5, ge=0, lt=1)
+
+
+class DiffusionNft(GroupRelative):
+    """Rollouts are Euler throughout: no step is stochastic, and only the final latents are kept."""
+
+    name = "diffusion_nft"
+    settings: DiffusionNftSettings
+    replays: Literal["renoised"] = "renoised"
+    rollout_window: ClassVar[Mapping[str, object]] = {"kind": "none"}
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(final_latents=True, old_policy=True, reference=self.settings.kl_weight > 0)
+
+    def trained_steps(self, plan: RolloutPlan) -> tuple[int, ...]:
+        return leading_steps(self.settings.trained_fraction, plan.schedule.steps)
+
+    def old_policy_decay(self, batch: int) -> float:
+        return min(self.settings.old_decay_growth * batch, self.settings.old_decay_max)
+
+    def loss(self, pairs: PairBatch) -> LossTerms:
+        assert isinstance(pairs, RenoisedPairs) and pairs.old_velocity_RL is not None
+        change_RL = self.settings.beta * (pairs.velocity_RL - pairs.old_velocity_RL)
+        towards_R = _normalised_error_R(pairs, pairs.old_velocity_RL + change_RL)
+        away_R = _normalised_error_R(pairs, pairs.old_velocity_RL - change_RL)
+        half = 1 / (2 * self.settings.beta)
+        scaled_R = half * pairs.advantage_R * (towards_R - away_R)
+        fixed_R = half * self.clamp * (towards_R + away_R)
+        measures = {"towards": towards_R.detach(), "away": away_R.detach()}
+        if pairs.reference_velocity_RL is not None:
+            kl_R = squared_distance_R(pairs.velocity_RL, pairs.reference_velocity_RL)
+            fixed_R = fixed_R + self.settings.kl_weight * kl_R
+            measures["kl"] = kl_R.detach()
+        return LossTerms(scaled_R, fixed_R, measures)
+
+
+def _normalised_error_R(pairs: RenoisedPairs, velocity_RL: Tensor) -> Tensor:
+    """mean (x0^ - x0)^2 over its own size, mean |x0^ - x0|, through which no gradient flows."""
+    sigma_R1 = pairs.sigma_R.view(-1, *[1] * (velocity_RL.dim() - 1))
+    error_RL = (pairs.noised_RL - sigma_R1 * velocity_RL - pairs.final_RL).flatten(1)
+    size_R = error_RL.detach().abs().mean(1).clamp(min=SMALLEST_ERROR)
+    return (error_RL**2).mean(1) / size_R

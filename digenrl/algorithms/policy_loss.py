@@ -1,0 +1,94 @@
+"""The clipped policy loss and the distance to the reference policy, row by row.
+
+Log-probs are means over a sample's elements, so that a ratio is the true one to the power 1 / elements: a clip of
+1e-4 is already loose, and what is loose depends on the resolution.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from digenrl.algorithms.contract import AlgorithmSettings, GroupRelative
+from digenrl.models.pairs import LossTerms, Needs, PairBatch, StepPairs
+
+KlForm = Literal["exact", "flow_grpo_image"]
+
+
+class PolicyLossSettings(AlgorithmSettings):
+    """The clipped loss, its penalty, and what is done with samples of older weights.
+
+    `kl_form` is `exact`, (mu - mu_ref)^2 / 2 s^2, or `flow_grpo_image`, over 2 g^2 instead, where s = g sqrt(h).
+    `stale` is `plain` (the ratio to the generating policy covers it) or `decoupled`: the ratio to the policy
+    before the update, weighted by min(that policy / generating policy, `stale_weight_cap`).
+    """
+
+    clip: float = Field(default=1e-4, gt=0, lt=1)
+    kl_weight: float = Field(default=0.0, ge=0)
+    kl_form: KlForm = "exact"
+    stale: Literal["plain", "decoupled"] = "plain"
+    stale_weight_cap: float = Field(default=2.0, ge=1)
+
+
+class PolicyLoss(GroupRelative):
+    """max(-A rho, -A clip(rho, 1 -+ c)) and, with a weight, the KL to the reference."""
+
+    settings: PolicyLossSettings
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(
+            reference=self.settings.kl_weight > 0,
+            recomputed_log_probs=self.settings.stale == "decoupled",
+        )
+
+    def loss(self, pairs: PairBatch) -> LossTerms:
+        assert isinstance(pairs, StepPairs)
+        if self.settings.stale == "plain":
+            return self._with_kl(self._clipped(pairs, self.log_ratio_R(pairs, pairs.old_log_prob_R)), pairs)
+        proximal_R = pairs.proximal_log_prob_R
+        assert proximal_R is not None, "decoupled needs the log-probs recomputed"
+        weight_R = (proximal_R - pairs.old_log_prob_R).exp().clamp(max=self.settings.stale_weight_cap).detach()
+        return self._with_kl(self._clipped(pairs, self.log_ratio_R(pairs, proximal_R), weight_R), pairs)
+
+    def log_ratio_R(self, pairs: StepPairs, base_log_prob_R: Tensor) -> Tensor:
+        """The logarithm of rho."""
+        return pairs.log_prob_R - base_log_prob_R
+
+    def row_weight_R(self, pairs: StepPairs) -> Tensor | None:
+        """A factor on every row's policy term, where the algorithm has one."""
+        return None
+
+    def _clipped(self, pairs: StepPairs, log_ratio_R: Tensor, weight_R: Tensor | None = None) -> LossTerms:
+        ratio_R = log_ratio_R.exp()
+        clip = self.settings.clip
+        policy_R = torch.maximum(
+            -pairs.advantage_R * ratio_R, -pairs.advantage_R * ratio_R.clamp(1 - clip, 1 + clip)
+        )
+        for factor_R in (weight_R, self.row_weight_R(pairs)):
+            policy_R = policy_R if factor_R is None else policy_R * factor_R
+        outside_R = (ratio_R.detach() - 1).abs() > clip
+        measures = {"ratio": ratio_R.detach(), "clipped": outside_R.to(ratio_R.dtype)}
+        return LossTerms(scaled_M=policy_R, fixed_M=None, measures=measures)
+
+    def _with_kl(self, terms: LossTerms, pairs: StepPairs) -> LossTerms:
+        if pairs.reference_mean_RL is None:
+            return terms
+        kl_R = kl_to_reference_R(pairs, self.settings.kl_form)
+        measures = {**terms.measures, "kl": kl_R.detach()}
+        return LossTerms(terms.scaled_M, self.settings.kl_weight * kl_R, measures)
+
+
+def kl_to_reference_R(pairs: StepPairs, form: KlForm) -> Tensor:
+    """The KL between two Gaussian steps of equal std, per row, as a mean over elements."""
+    assert pairs.reference_mean_RL is not None
+    exact_R = squared_distance_R(pairs.mean_RL, pairs.reference_mean_RL) / (2 * pairs.std_R**2)
+    return exact_R if form == "exact" else exact_R * pairs.step_size_R
+
+
+def squared_distance_R(left_RL: Tensor, right_RL: Tensor) -> Tensor:
+    """mean (left - right)^2 over the elements of every row."""
+    return ((left_RL - right_RL) ** 2).flatten(1).mean(1)

@@ -1,0 +1,1 @@
+"""Packed replay, optimizer, adapters and checkpoints; blind to which algorithm it serves."""

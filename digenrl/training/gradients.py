@@ -1,0 +1,61 @@
+"""Sums of gradients, taken off the parameters so that a failed pack or group leaves no trace in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+Gradients = dict[str, Tensor]  # by parameter; one without a gradient is absent
+
+
+@dataclass(slots=True)
+class GradientSums:
+    """What a batch's scale still multiplies, and what is final."""
+
+    waiting: Gradients = field(default_factory=dict)
+    final: Gradients = field(default_factory=dict)
+
+    def add(self, other: GradientSums) -> None:
+        """Takes over the other's sums; the other is not used again."""
+        add_into(self.waiting, other.waiting)
+        add_into(self.final, other.final)
+
+    def total(self, scale: float) -> Gradients:
+        """scale * waiting + final, in new tensors."""
+        total = {name: value * scale for name, value in self.waiting.items()}
+        for name, value in self.final.items():
+            total[name] = total[name] + value if name in total else value.clone()
+        return total
+
+
+def add_into(sums: Gradients, more: Gradients) -> None:
+    """sums += more; tensors that are new to the sums move there."""
+    for name, value in more.items():
+        if name in sums:
+            sums[name] += value
+        else:
+            sums[name] = value
+
+
+def take_gradients(parameters: Mapping[str, nn.Parameter]) -> Gradients:
+    """The gradients of the last backward, which are taken off the parameters."""
+    taken = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    drop_gradients(parameters)
+    return taken
+
+
+def drop_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
+    """No parameter has a gradient."""
+    for parameter in parameters.values():
+        parameter.grad = None
+
+
+def total_norm(gradients: Gradients) -> float:
+    """The Euclidean norm of all gradients together."""
+    if not gradients:
+        return 0.0
+    norms = torch.stack([value.detach().double().norm().cpu() for value in gradients.values()])
+    return float(norms.norm())

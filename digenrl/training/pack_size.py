@@ -1,0 +1,95 @@
+"""The largest pack that fits: two measured packs give a line of memory over pack size.
+
+On a GPU the peak of a forward and backward is measured. On a CPU it is what autograd saves for the backward, which
+is most of it, against half of the memory that is free.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+SECOND_POINTS = (4, 2)  # pack sizes tried beside 1, the larger first
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLine:
+    """bytes = base + per_term * pack size, through two measured points."""
+
+    base: float
+    per_term: float
+
+    @classmethod
+    def through(cls, first: tuple[int, int], second: tuple[int, int]) -> MemoryLine:
+        """Each point is (pack size, bytes); the sizes differ."""
+        per_term = (second[1] - first[1]) / (second[0] - first[0])
+        return cls(base=first[1] - per_term * first[0], per_term=per_term)
+
+    def largest(self, budget: int, limit: int) -> int:
+        """The largest pack within the budget, at least 1 and at most `limit`."""
+        if self.per_term <= 0:
+            return limit
+        return max(1, min(limit, int((budget - self.base) / self.per_term)))
+
+
+def measure_largest_pack(
+    run_pack: Callable[[int], None], terms: int, *, device: torch.device, memory_share: float, limit: int
+) -> int:
+    """Runs packs of 1 and 4 (or 2) terms, of which there are `terms`, and draws the line.
+
+    `run_pack` does a forward and backward of so many terms and leaves no trace. Not even one fitting raises.
+    """
+    if device.type == "cuda":
+        run_pack(1)  # libraries take their workspaces in the first pass; they are not the pack's
+    budget = int(memory_share * _free_bytes(device))
+    first = (1, measured_bytes(lambda: run_pack(1), device))
+    for size in SECOND_POINTS:
+        if size > min(limit, terms):
+            continue
+        try:
+            second = (size, measured_bytes(partial(run_pack, size), device))
+        except torch.OutOfMemoryError:
+            continue
+        return MemoryLine.through(first, second).largest(budget, limit)
+    return 1
+
+
+def measured_bytes(run: Callable[[], None], device: torch.device) -> int:
+    """What a forward and backward takes beyond what was there before."""
+    if device.type != "cuda":
+        with _counting_saved_bytes() as saved:
+            run()
+        return sum(saved.values())
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    unused_by_torch = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused_by_torch
+
+
+@contextmanager
+def _counting_saved_bytes() -> Iterator[dict[int, int]]:
+    """Inside, what autograd saves is counted: bytes by storage, each once."""
+    saved: dict[int, int] = {}
+
+    def pack(value: Tensor) -> Tensor:
+        storage = value.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        yield saved

@@ -1,0 +1,337 @@
+"""Accumulates scored groups in the order they come, and takes an optimizer step when an update's groups are there.
+
+The scalar of an update is L = (1 / Z) sum of w * l over its terms, with Z counted before any forward. No statistic
+crosses terms and the gradient norm is clipped after the whole sum, so that the gradient does not depend on the
+order of groups, the size of packs or the number of ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from digenrl.models.contract import DiffusionModel
+from digenrl.models.pairs import Objective, ScoredGroup, Standing
+from digenrl.training.gradients import Gradients, GradientSums, add_into, total_norm
+from digenrl.training.metrics import Tally, UpdateMetrics, update_metrics
+from digenrl.training.packed import Job, PackedPasses, PassResult
+from digenrl.training.packs import Rank, Term, share_of, terms_of, update_of
+from digenrl.training.policies import Policies, Snapshot, use_gradient_checkpointing
+from digenrl.training.replay import DrawNoise, Replay
+from digenrl.training.settings import TrainerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """How many groups a batch has, and how many samples a group has."""
+
+    groups: int
+    group_size: int
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A group in its place of the batch; its sums stay apart until all its samples are in them."""
+
+    group: ScoredGroup | None  # None once nothing more is replayed of it, so that its trajectories are freed
+    index: int
+    rewards: tuple[float, ...]
+    standing: Standing
+    terms: int  # that it counts in the denominator
+    held: set[int] = field(default_factory=set)  # samples of a later update, not trained yet
+    trained: set[int] = field(default_factory=set)
+    result: PassResult = field(default_factory=PassResult)
+
+
+class Trainer:
+    """One rank's trainer. Every rank is handed the same groups and takes its share of their terms.
+
+    `sum_over_ranks` adds up gradients, of all trained parameters, over all ranks; with one rank it is not needed.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        objective: Objective,
+        settings: TrainerSettings,
+        batch_shape: BatchShape,
+        draw_noise: DrawNoise,
+        *,
+        rank: Rank | None = None,
+        sum_over_ranks: Callable[[Gradients], Gradients] | None = None,
+    ) -> None:
+        _check(batch_shape, objective, settings)
+        self._objective = objective
+        self._settings = settings
+        self._shape = batch_shape
+        self._rank = rank or Rank()
+        self._sum_over_ranks = sum_over_ranks
+        recompute = settings.old_log_probs == "recomputed"
+        keep_old = objective.needs.old_policy or (recompute and objective.updates_per_batch > 1)
+        self.policies = Policies(model, keep_old=keep_old, keep_reference=objective.needs.reference)
+        self.ema = None if settings.ema is None else Snapshot(self.policies.parameters)
+        self.optimizer = make_optimizer(self.policies, settings)
+        use_gradient_checkpointing(model, settings.gradient_checkpointing)
+        autocast = settings.autocast == "bf16"
+        replay = Replay(model, objective, self.policies, draw_noise, recompute=recompute, autocast=autocast)
+        self._passes = PackedPasses(model, objective, self.policies, replay, settings)
+        self.batch = 0  # also the version of the weights that fresh samples are made with
+        self.update = 0  # of this batch
+        self.updates_done = 0
+        self._entries: dict[int, _Entry] = {}
+        self._sums = GradientSums()
+        self._tally = Tally()
+
+    def add_group(
+        self, group: ScoredGroup, place: int | None = None, samples: Iterable[int] | None = None
+    ) -> None:
+        """Adds a group's gradient, or that of some of its samples, to the update that it belongs to.
+
+        `place` is the group's place in the batch, its own index by default; a group that replaces a discarded one
+        takes that one's. A group of a later update is held until the updates before are committed. Whatever raises
+        here leaves the trainer as it was.
+        """
+        place = group.index if place is None else place
+        wanted = set(range(self._shape.group_size) if samples is None else samples)
+        entry = self._checked(group, place, wanted)
+        if self._update_of(place) == self.update:
+            self._train(place, entry, wanted)
+        else:
+            entry.held |= wanted
+        self._entries[place] = entry
+
+    def discard_group(self, place: int) -> None:
+        """Forgets a group, and what was trained of it; one whose samples are all in the gradient stays there."""
+        entry = self._entries.get(place)
+        if entry is not None and len(entry.trained) == self._shape.group_size:
+            raise ValueError(f"the group in place {place} is whole and part of the open gradient")
+        self._entries.pop(place, None)
+
+    @property
+    def pack_size(self) -> int | None:
+        """Terms of one forward and backward: as set, as measured, or less after memory ran out; None before."""
+        return self._passes.pack_size
+
+    def can_commit(self) -> bool:
+        """Whether every group of the open update is trained and, for a batch-wide scale, every reward is known."""
+        return not self._missing()
+
+    def commit(self) -> UpdateMetrics:
+        """Takes the optimizer step of the open update, and begins the next with the groups held for it."""
+        if self._missing():
+            raise RuntimeError(
+                f"update {self.update} of batch {self.batch} is not complete: the groups in places "
+                f"{self._missing()} are missing or not whole; add them before the commit"
+            )
+        gradient = self.gradient()
+        norm = total_norm(gradient)
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"gradient norm of update {self.update} of batch {self.batch} is {norm}; the weights are unchanged"
+            )
+        take_step(self.policies, self.optimizer, gradient, norm, self._settings.gradient_norm)
+        self.updates_done += 1
+        ema = self._settings.ema
+        if ema is not None and self.ema is not None and self.updates_done % ema.every_updates == 0:
+            self.ema.follow(ema.decay)
+        metrics = self._metrics(norm)
+        self._next_update()
+        return metrics
+
+    def gradient(self) -> Gradients:
+        """The gradient of the open update, which is complete, over all ranks and before clipping."""
+        if self._objective.scale_over == "group":
+            total = self._sums.total(1.0)
+        else:
+            in_order = [self._entries[place].rewards for place in sorted(self._entries)]
+            scale = self._objective.scale(in_order)
+            total = self._sums.total(scale)
+            add_into(total, {name: scale * value for name, value in self._clamp_corrections(scale).items()})
+        if self._sum_over_ranks is None:
+            return total
+        # A rank whose share was empty has nothing to add, but takes part in the sum.
+        parameters = self.policies.parameters
+        return self._sum_over_ranks({n: total.get(n, torch.zeros_like(p.data)) for n, p in parameters.items()})
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a trainer of the same settings needs to go on from here; only between batches."""
+        if self.update or self._entries:
+            raise RuntimeError(f"batch {self.batch} is open; save the trainer when it is committed")
+        return {
+            "batch": self.batch,
+            "updates_done": self.updates_done,
+            "policies": self.policies.state(),
+            "ema": None if self.ema is None else self.ema.state(),
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a saved state."""
+        self.batch, self.updates_done = state["batch"], state["updates_done"]
+        self.policies.load_state(state["policies"])
+        if self.ema is not None:
+            self.ema.load_state(state["ema"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def _clamp_corrections(self, scale: float) -> Gradients:
+        """Samples that the clamp catches, now that the scale is known, once more with the difference as weight."""
+        result = PassResult()
+        for place in self._places_of(self.update):
+            entry = self._entries[place]
+            weights = {
+                index: self._objective.clamp / (abs(advantage) * scale) - 1
+                for index, advantage in enumerate(entry.standing.advantages)
+                if abs(advantage) * scale > self._objective.clamp
+            }
+            terms = [
+                replace(term, weight=weights[term.trajectories[0].sample.index])
+                for term in self._share(place, entry, weights)
+            ]
+            result.add(self._run(entry, terms, only_waiting=True))
+        return result.sums.waiting
+
+    # --- Inside -----------------------------------------------------------------------------------------------
+
+    def _checked(self, group: ScoredGroup, place: int, wanted: set[int]) -> _Entry:
+        """The place's entry, once everything about the group is known to be right; changes nothing."""
+        where = f"group {group.index} of step {group.trajectories[0].sample.step}"
+        if group.trajectories[0].sample.step != self.batch:
+            raise ValueError(f"{where} is foreign: the open batch is of step {self.batch}")
+        if not 0 <= place < self._shape.groups or self._update_of(place) < self.update:
+            raise ValueError(
+                f"{where} has no place {place}: {self._shape.groups} groups, update {self.update} open"
+            )
+        if len(group.trajectories) != self._shape.group_size:
+            raise ValueError(f"{where} has {len(group.trajectories)} samples, expected {self._shape.group_size}")
+        if not wanted <= set(range(self._shape.group_size)):
+            raise ValueError(f"{where} has no samples {sorted(wanted - set(range(self._shape.group_size)))}")
+        terms = self._terms_of(group)
+        if any(entry.terms != terms for entry in self._entries.values()):
+            raise ValueError(f"{where} has {terms} terms, other groups of the batch another number")
+        standing = self._objective.standing(group.rewards)
+        if self._objective.scale_over == "group":
+            clamp = self._objective.clamp
+            held = tuple(max(-clamp, min(clamp, advantage)) for advantage in standing.advantages)
+            standing = replace(standing, advantages=held)
+        entry = self._entries.get(place) or _Entry(group, group.index, group.rewards, standing, terms)
+        if (entry.index, entry.rewards) != (group.index, group.rewards):
+            raise ValueError(f"{where} is not the group that place {place} already holds")
+        doubled = wanted & (entry.trained | entry.held)
+        if doubled:
+            raise ValueError(f"{where}: samples {sorted(doubled)} were added before; none is trained twice")
+        return entry
+
+    def _terms_of(self, group: ScoredGroup) -> int:
+        plans = [trajectory.plan for trajectory in group.trajectories]
+        counts = {self._objective.terms_per_group(self._shape.group_size, plan) for plan in plans}
+        assert len(counts) == 1, "the samples of a group are trained on equally many steps"
+        return counts.pop()
+
+    def _train(self, place: int, entry: _Entry, wanted: set[int]) -> None:
+        entry.result.add(self._run(entry, self._share(place, entry, wanted)))
+        entry.trained |= wanted
+        if len(entry.trained) == self._shape.group_size:
+            self._sums.add(entry.result.sums)
+            self._tally.merge(entry.result.tally)
+            entry.result = PassResult()
+            entry.group = entry.group if self._objective.scale_over == "batch" else None
+
+    def _share(self, place: int, entry: _Entry, samples: Iterable[int]) -> list[Term]:
+        assert entry.group is not None
+        terms = terms_of(entry.group, entry.standing, self._objective, samples)
+        return share_of(terms, self._rank, offset=place)
+
+    def _run(self, entry: _Entry, terms: list[Term], only_waiting: bool = False) -> PassResult:
+        assert entry.group is not None
+        return self._passes.run(
+            terms,
+            Job(
+                conditioning=entry.group.conditioning,
+                denominator=self._denominator(entry),
+                before_updates=self.update == 0,
+                only_waiting=only_waiting,
+            ),
+        )
+
+    def _denominator(self, entry: _Entry) -> int:
+        """Z of the open update, the same whatever has arrived: every group counts the terms that this one does."""
+        return entry.terms * len(self._places_of(self.update))
+
+    def _update_of(self, place: int) -> int:
+        return update_of(place, self._shape.groups, self._objective.updates_per_batch)
+
+    def _places_of(self, update: int) -> list[int]:
+        return [place for place in range(self._shape.groups) if self._update_of(place) == update]
+
+    def _missing(self) -> list[int]:
+        whole = {p for p, entry in self._entries.items() if len(entry.trained) == self._shape.group_size}
+        missing = set(self._places_of(self.update)) - whole
+        if self._objective.scale_over == "batch":
+            missing |= set(range(self._shape.groups)) - self._entries.keys()
+        return sorted(missing)
+
+    def _metrics(self, norm: float) -> UpdateMetrics:
+        entries = [self._entries[place] for place in self._places_of(self.update)]
+        return update_metrics(
+            self._tally,
+            batch=self.batch,
+            update=self.update,
+            rewards=[reward for entry in entries for reward in entry.rewards],
+            gradient_norm=norm,
+            zero_spread_groups=sum(not entry.standing.chosen for entry in entries),
+            terms=self._denominator(entries[0]),
+            pack_size=self._passes.pack_size or 0,
+        )
+
+    def _next_update(self) -> None:
+        self._sums, self._tally = GradientSums(), Tally()
+        self.update += 1
+        if self.update == self._objective.updates_per_batch:
+            self.policies.finish_batch(self._objective.old_policy_decay(self.batch))
+            self.batch, self.update = self.batch + 1, 0
+            self._entries = {}
+            return
+        for place in self._places_of(self.update):
+            entry = self._entries.get(place)
+            if entry is not None and entry.held:
+                self._train(place, entry, entry.held)
+                entry.held = set()
+
+
+def make_optimizer(policies: Policies, settings: TrainerSettings) -> torch.optim.AdamW:
+    """AdamW over the trained parameters."""
+    return torch.optim.AdamW(
+        policies.parameters.values(),
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.adam_eps,
+        weight_decay=settings.weight_decay,
+    )
+
+
+def take_step(
+    policies: Policies, optimizer: torch.optim.Optimizer, gradient: Gradients, norm: float, largest_norm: float
+) -> None:
+    """One optimizer step with this gradient, clipped to a norm; parameters are left without gradients."""
+    factor = min(1.0, largest_norm / (norm + 1e-6))
+    for name, parameter in policies.parameters.items():
+        parameter.grad = (gradient[name] * factor).to(parameter.dtype) if name in gradient else None
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _check(shape: BatchShape, objective: Objective, settings: TrainerSettings) -> None:
+    if shape.group_size < 2:
+        raise ValueError(f"group_size must be at least 2, so that samples can be compared; got {shape.group_size}")
+    if shape.groups < objective.updates_per_batch:
+        raise ValueError(
+            f"{objective.updates_per_batch} updates per batch need as many groups, got {shape.groups}; "
+            "use more groups or fewer updates"
+        )
+    if objective.needs.recomputed_log_probs and settings.old_log_probs != "recomputed":
+        raise ValueError("this algorithm needs old_log_probs: recomputed, got rollout")

@@ -1,0 +1,295 @@
+"""One suite for every algorithm in the registry, then each loss by hand on scalars."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from digenrl.algorithms.policy_loss import kl_to_reference_R
+from digenrl.algorithms.registry import ALGORITHMS, build_algorithm
+from digenrl.config.reading import ConfigError
+from digenrl.generation.windows import Window
+from digenrl.models.contract import SampleSize, Schedule
+from digenrl.models.pairs import PairBatch, RenoisedPairs, StepPairs
+from digenrl.models.trajectory import RolloutPlan, StepNoise
+
+EVERY = pytest.mark.parametrize("name", list(ALGORITHMS))
+ROWS = 4
+
+
+def column(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def some_pairs(name: str, rows: int = ROWS) -> PairBatch:
+    """Rows of three elements, all values drawn."""
+    generator = torch.Generator().manual_seed(7)
+
+    def latents() -> Tensor:
+        return torch.randn(rows, 3, generator=generator, dtype=torch.float64)
+
+    def numbers(low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(rows, generator=generator, dtype=torch.float64)
+
+    if build_algorithm(name).replays == "steps":
+        log_prob_R = numbers(-1, 0)
+        return StepPairs(
+            advantage_R=numbers(-2, 2),
+            log_prob_R=log_prob_R.clone().requires_grad_(),
+            old_log_prob_R=log_prob_R + numbers(-2e-4, 2e-4),
+            rollout_log_prob_R=log_prob_R,
+            fresh_R=torch.ones(rows, dtype=torch.bool),
+            std_R=numbers(0.1, 0.5),
+            sigma_R=numbers(0.3, 0.9),
+            step_size_R=numbers(0.05, 0.2),
+            mean_RL=latents().requires_grad_(),
+            velocity_RL=latents(),
+            proximal_log_prob_R=log_prob_R,
+            old_mean_RL=latents(),
+            reference_mean_RL=latents(),
+        )
+    return RenoisedPairs(
+        advantage_R=numbers(-2, 2),
+        sigma_R=numbers(0.3, 0.9),
+        final_RL=latents(),
+        noise_RL=latents(),
+        noised_RL=latents(),
+        velocity_RL=latents().requires_grad_(),
+        old_velocity_RL=latents(),
+        reference_velocity_RL=latents(),
+    )
+
+
+def rows_of(pairs: PairBatch, rows: slice) -> PairBatch:
+    return replace(pairs, **{f.name: getattr(pairs, f.name)[rows] for f in fields(pairs)})
+
+
+@EVERY
+def test_an_algorithm_answers_to_the_name_it_is_listed_under(name):
+    assert build_algorithm(name).name == name
+
+
+@EVERY
+def test_its_scaled_part_grows_with_the_advantages_and_its_fixed_part_does_not_move(name):
+    algorithm, pairs = build_algorithm(name), some_pairs(name)
+    loss = algorithm.loss(pairs)
+    tripled = algorithm.loss(replace(pairs, advantage_R=3 * pairs.advantage_R))
+    assert (loss.scaled_M is None) == (name == "flow_dpo")
+    if loss.scaled_M is not None:
+        torch.testing.assert_close(tripled.scaled_M, 3 * loss.scaled_M, rtol=1e-12, atol=0)
+    if loss.fixed_M is not None:
+        assert torch.equal(tripled.fixed_M, loss.fixed_M)
+
+
+@EVERY
+def test_its_terms_never_look_at_the_rows_of_other_terms(name):
+    algorithm, pairs = build_algorithm(name), some_pairs(name)
+    width = algorithm.rows_per_term
+    together = algorithm.loss(pairs).total_M()
+    assert together.shape == (ROWS // width,)
+    alone = [algorithm.loss(rows_of(pairs, slice(at, at + width))).total_M() for at in range(0, ROWS, width)]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-14, atol=0)
+
+
+@EVERY
+def test_its_loss_moves_the_policy(name):
+    pairs = some_pairs(name)
+    build_algorithm(name).loss(pairs).total_M().sum().backward()
+    moved = pairs.log_prob_R if isinstance(pairs, StepPairs) else pairs.velocity_RL
+    assert moved.grad is not None and moved.grad.abs().max() > 0
+
+
+@EVERY
+def test_its_measures_are_detached_and_one_per_term(name):
+    algorithm = build_algorithm(name)
+    loss = algorithm.loss(some_pairs(name))
+    assert loss.measures
+    for values in loss.measures.values():
+        assert values.shape == (ROWS // algorithm.rows_per_term,)
+        assert not values.requires_grad
+
+
+@EVERY
+def test_its_denominator_counts_what_it_chooses_times_the_steps_it_trains(name):
+    algorithm = build_algorithm(name)
+    kept = () if algorithm.replays == "renoised" else (0, 1, 3)
+    schedule = Schedule(sigmas=torch.linspace(1, 0, 6), timesteps=torch.linspace(1000, 200, 5))
+    plan = RolloutPlan(schedule, SampleSize(8, 8), StepNoise("flow", 0.7), 1.0, kept, kept)
+    steps = algorithm.trained_steps(plan)
+    assert steps == (kept if kept else (0, 1, 2, 3)), "and never the last of five"
+    chosen = algorithm.standing([0.0, 1.0, 2.0, 3.0]).chosen
+    assert algorithm.terms_per_group(4, plan) == len(chosen) // algorithm.rows_per_term * len(steps)
+
+
+@EVERY
+def test_the_window_it_wants_is_one_the_generating_side_knows(name):
+    algorithm = build_algorithm(name)
+    window = TypeAdapter(Window).validate_python(dict(algorithm.rollout_window))
+    window.check(10)
+    keeps_steps = window.kind != "none"
+    assert keeps_steps == (algorithm.replays == "steps")
+    assert algorithm.needs.final_latents == (algorithm.replays == "renoised")
+
+
+@EVERY
+def test_its_settings_are_frozen_and_refuse_unknown_keys_by_naming_the_nearest(name):
+    settings = build_algorithm(name).settings
+    with pytest.raises(ValidationError):
+        settings.updates_per_batch = 3
+    with pytest.raises(ConfigError, match=rf"algorithm {name}: update_per_batch: unknown key; did you mean"):
+        build_algorithm(name, {"update_per_batch": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "complaint"),
+    [
+        ("flow_grpo", {"clip": 0}, "clip: input should be greater than 0, got 0"),
+        ("flow_grpo", {"kl_weight": -1}, "kl_weight: input should be greater than or equal to 0"),
+        ("flow_grpo", {"kl_form": "k3"}, "kl_form: input should be 'exact' or 'flow_grpo_image', got 'k3'"),
+        ("flow_grpo", {"advantage": {"std_over": "world"}}, r"advantage.std_over: input should be 'group' or"),
+        ("dance_grpo", {"best_of_n": {"top": 0, "bottom": 1}}, "best_of_n.top: input should be greater than or"),
+        ("diffusion_nft", {"old_decay_max": 1}, "old_decay_max: input should be less than 1"),
+        ("flow_dpo", {"advantage": {"std_over": "batch"}}, "takes no advantage settings"),
+        ("grpo_guard", {"stale": "decoupled"}, "stale: input should be 'plain', got 'decoupled'"),
+        ("mix_grpo", {"updates_per_batch": 0}, "updates_per_batch: input should be greater than or equal to 1"),
+    ],
+)
+def test_a_wrong_value_fails_when_it_is_read(name, options, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        build_algorithm(name, options)
+
+
+def test_an_unknown_algorithm_is_answered_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r"unknown algorithm 'flow_gpro'; did you mean 'flow_grpo'.*flow_dpo"):
+        build_algorithm("flow_gpro")
+
+
+# --- By hand --------------------------------------------------------------------------------------------------
+
+
+def one_step(**changes: Tensor | None) -> StepPairs:
+    """One row of one element: mu .5, mu_old and mu_ref .3, s .2, h .25."""
+    row = StepPairs(
+        advantage_R=column(1.0),
+        log_prob_R=column(0.0),
+        old_log_prob_R=column(0.0),
+        rollout_log_prob_R=column(0.0),
+        fresh_R=torch.tensor([True]),
+        std_R=column(0.2),
+        sigma_R=column(0.5),
+        step_size_R=column(0.25),
+        mean_RL=column(0.5)[None],
+        velocity_RL=column(0.0)[None],
+        old_mean_RL=column(0.3)[None],
+        reference_mean_RL=None,
+    )
+    return replace(row, **changes)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "log_ratio", "expected"),
+    [
+        (2.0, 0.1, -2.1),  # -2 clip(1.1052, .95, 1.05) is the larger
+        (-2.0, 0.1, 2.2103418361512954),  # 2 exp(.1)
+        (2.0, -0.1, -1.809674836071919),  # -2 exp(-.1)
+        (-2.0, -0.1, 1.9),  # 2 * .95
+        (2.0, 0.02, -2.0404026800535117),  # inside the band
+    ],
+)
+def test_the_clipped_loss_takes_the_more_pessimistic_of_two(advantage, log_ratio, expected):
+    flow = build_algorithm("flow_grpo", {"clip": 0.05, "kl_weight": 0})
+    loss = flow.loss(one_step(advantage_R=column(advantage), log_prob_R=column(log_ratio)))
+    assert loss.fixed_M is None
+    assert loss.total_M().item() == pytest.approx(expected, rel=1e-12)
+    assert loss.measures["ratio"].item() == pytest.approx(math.exp(log_ratio))
+    assert loss.measures["clipped"].item() == (abs(log_ratio) > 0.05)
+
+
+def test_the_kl_is_exact_or_flow_grpos_image_form_by_name():
+    row = one_step(reference_mean_RL=column(0.3)[None])
+    assert kl_to_reference_R(row, "exact").item() == pytest.approx(0.2**2 / (2 * 0.2**2))  # .5
+    assert kl_to_reference_R(row, "flow_grpo_image").item() == pytest.approx(0.5 * 0.25)
+    gaussian = torch.distributions.Normal
+    kl = torch.distributions.kl_divergence(gaussian(0.5, 0.2), gaussian(0.3, 0.2))
+    assert kl_to_reference_R(row, "exact").item() == pytest.approx(float(kl))
+
+
+@pytest.mark.parametrize(("form", "kl"), [("exact", 0.5), ("flow_grpo_image", 0.125)])
+def test_the_kl_is_added_with_its_weight_and_kept_apart(form, kl):
+    flow = build_algorithm("flow_grpo", {"kl_weight": 0.04, "kl_form": form})
+    loss = flow.loss(one_step(reference_mean_RL=column(0.3)[None]))
+    assert loss.scaled_M.item() == -1.0
+    assert loss.fixed_M.item() == pytest.approx(0.04 * kl)
+    assert flow.needs.reference
+
+
+def test_decoupled_staleness_weighs_the_proximal_ratio_and_caps_the_weight():
+    options = {"clip": 0.5, "kl_weight": 0, "stale": "decoupled", "stale_weight_cap": 1.5}
+    flow = build_algorithm("flow_grpo", options)
+    row = one_step(log_prob_R=column(0.3), proximal_log_prob_R=column(0.2), old_log_prob_R=column(0.1))
+    assert flow.loss(row).total_M().item() == pytest.approx(-math.exp(0.1) * math.exp(0.1))
+    far = replace(row, old_log_prob_R=column(-5.0))
+    assert flow.loss(far).total_M().item() == pytest.approx(-1.5 * math.exp(0.1))
+    assert flow.needs.recomputed_log_probs
+
+
+def test_guard_recentres_and_rescales_the_ratio_and_divides_by_the_step():
+    guard = build_algorithm("grpo_guard", {"clip": 0.5, "kl_weight": 0})
+    loss = guard.loss(one_step(log_prob_R=column(-0.45)))
+    # b = .2^2 / (2 * .2^2) = .5; rho = exp((-.45 + .5) * .2) = exp(.01); over h = .25
+    assert loss.total_M().item() == pytest.approx(-math.exp(0.01) / 0.25, rel=1e-12)
+    assert guard.needs.step_means
+
+
+def test_nft_pulls_towards_good_samples_and_away_from_bad_ones():
+    nft = build_algorithm("diffusion_nft", {"beta": 1.0, "kl_weight": 0.1})
+    row = RenoisedPairs(
+        advantage_R=column(2.5),
+        sigma_R=column(0.5),
+        final_RL=column(1.0)[None],
+        noise_RL=column(-1.0)[None],
+        noised_RL=column(0.0)[None],
+        velocity_RL=column(-1.5)[None].requires_grad_(),
+        old_velocity_RL=column(-1.0)[None],
+        reference_velocity_RL=column(-1.0)[None],
+    )
+    # v+ = -1.5, v- = -.5; x0+ = .75, x0- = .25; l+ = .25^2 / .25, l- = .75^2 / .75; q = 2.5 / 10 + .5
+    expected = 5 * (0.75 * 0.25 + 0.25 * 0.75) + 0.1 * 0.25
+    loss = nft.loss(row).total_M()
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+    # The errors -.25 and -.75 move by -+.5 per v and are not divided anew: l+' = 1, l-' = -1; and .1 * 2 * -.5
+    loss.backward()
+    assert row.velocity_RL.grad.item() == pytest.approx(5 * (0.75 * 1 - 0.25 * 1) - 0.1, rel=1e-12)
+
+
+def test_nft_at_the_old_policy_has_the_gradient_of_the_advantage_alone():
+    nft = build_algorithm("diffusion_nft", {"kl_weight": 0})
+    pairs = some_pairs("diffusion_nft")
+    pairs = replace(pairs, old_velocity_RL=pairs.velocity_RL.detach(), advantage_R=torch.zeros(ROWS).double())
+    nft.loss(pairs).total_M().sum().backward()
+    assert pairs.velocity_RL.grad.abs().max() < 1e-15, "good and bad pull equally where the advantage is 0"
+
+
+def test_the_nft_generating_policy_follows_faster_at_first_and_then_at_its_limit():
+    nft = build_algorithm("diffusion_nft", {"old_decay_growth": 0.1, "old_decay_max": 0.25})
+    assert [nft.old_policy_decay(batch) for batch in range(5)] == [0.0, 0.1, 0.2, 0.25, 0.25]
+
+
+def test_dpo_prefers_the_first_of_two_by_what_it_gains_over_the_reference():
+    dpo = build_algorithm("flow_dpo", {"beta": 10})
+    couple = RenoisedPairs(
+        advantage_R=column(1.0, -1.0),
+        sigma_R=column(0.5, 0.5),
+        final_RL=column(1.0, 0.0)[:, None],
+        noise_RL=column(0.0, 0.0)[:, None],
+        noised_RL=column(0.5, 0.0)[:, None],
+        velocity_RL=column(-0.9, 0.3)[:, None],
+        reference_velocity_RL=column(-0.5, 0.1)[:, None],
+    )
+    # best: (.1^2 - .5^2) = -.24; worst: (.3^2 - .1^2) = .08; -ln sigmoid(-5 (-.24 - .08)) = ln(1 + e^-1.6)
+    assert dpo.loss(couple).total_M().tolist() == [pytest.approx(math.log1p(math.exp(-1.6)), rel=1e-12)]

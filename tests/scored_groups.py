@@ -1,0 +1,181 @@
+"""Real rollouts of small models with given rewards: what the trainer's tests train on.
+
+The rollout's policy and the trained one differ by a nudge of the weights, unless a test wants them equal.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+from toy_model import TOY_SIZE, ToyModel
+
+from digenrl.algorithms.contract import Algorithm
+from digenrl.algorithms.registry import build_algorithm
+from digenrl.generation.noise import normal_noise
+from digenrl.generation.rollout import generate_slice
+from digenrl.generation.windows import Window, plan_rollouts
+from digenrl.models.contract import DiffusionModel, SampleSize
+from digenrl.models.lora import add_lora
+from digenrl.models.pairs import ScoredGroup
+from digenrl.models.trajectory import StepNoise, Trajectory
+from digenrl.records import Slice
+from digenrl.training.policies import Policies
+from digenrl.training.replay import DrawNoise
+from digenrl.training.serial import Gradients, SerialReference
+from digenrl.training.settings import TrainerSettings
+from digenrl.training.trainer import BatchShape, Trainer, make_optimizer
+
+RUN_SEED = 11
+FLOW_NOISE = StepNoise("flow", 0.7)
+DRAW_NOISE: DrawNoise = partial(normal_noise, RUN_SEED)
+
+# Settings at which a toy's small nudges clip some ratios and leave others, and the clamp catches some samples.
+LIVELY: dict[str, dict[str, Any]] = {
+    "flow_grpo": {"clip": 1e-4, "kl_weight": 0.1, "updates_per_batch": 1, "advantage": {"clamp": 1.2}},
+    "flow_grpo_fast": {"clip": 1e-4, "updates_per_batch": 1, "kl_weight": 0.1, "kl_form": "exact"},
+    "dance_grpo": {"clip": 1e-4, "best_of_n": {"top": 2, "bottom": 1}},
+    "mix_grpo": {"clip": 1e-4, "updates_per_batch": 1, "advantage": {"clamp": 1.2}},
+    "grpo_guard": {"clip": 1e-4, "updates_per_batch": 1, "advantage": {"clamp": 1.2}},
+    "diffusion_nft": {"beta": 0.7, "kl_weight": 0.1, "advantage": {"clamp": 1.2}},
+    "flow_dpo": {},
+}
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """How the tests' samples are made."""
+
+    groups: int = 3
+    group_size: int = 4
+    steps: int = 5
+    slice_size: int = 4
+    guidance: float = 1.0
+    noise: StepNoise = FLOW_NOISE
+    size: SampleSize = TOY_SIZE
+    step: int = 0
+    version: int = 0
+
+
+def lively(name: str) -> Algorithm:
+    """The algorithm with settings under which every branch of its loss is taken."""
+    return build_algorithm(name, LIVELY[name])
+
+
+def toy(dtype: torch.dtype = torch.float64, lora: bool = True) -> ToyModel:
+    """A toy with adapters that are not zero, so that the reference is another policy."""
+    model = ToyModel(seed=1, dtype=dtype)
+    if lora:
+        add_lora(model, rank=2, alpha=4, seed=3)
+        nudge(model, 0.2, seed=4)
+    return model
+
+
+@torch.no_grad()
+def nudge(model: DiffusionModel, size: float, seed: int) -> None:
+    """Adds noise to all trained weights."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.transformer.parameters():
+        if parameter.requires_grad:
+            parameter += size * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+
+
+def trajectories_of(
+    model: DiffusionModel,
+    algorithm: Algorithm,
+    rollout: Rollout,
+    group: int,
+    window: Mapping[str, Any] | None = None,
+) -> tuple[Trajectory, ...]:
+    """One group's samples, generated slice by slice."""
+    schedule = model.schedule(rollout.steps, rollout.size)
+    chosen: Any = TypeAdapter(Window).validate_python(dict(window or algorithm.rollout_window))
+    trajectories: list[Trajectory] = []
+    for first in range(0, rollout.group_size, rollout.slice_size):
+        size = min(rollout.slice_size, rollout.group_size - first)
+        slice_ = Slice(rollout.step, group, first, size)
+        plans = plan_rollouts(
+            chosen,
+            slice_.samples(),
+            schedule=schedule,
+            size=rollout.size,
+            noise=rollout.noise,
+            guidance=rollout.guidance,
+            run_seed=RUN_SEED,
+        )
+        made = generate_slice(
+            model,
+            model.encode([f"prompt {group}"]),
+            plans,
+            slice_,
+            run_seed=RUN_SEED,
+            version=rollout.version,
+            needs=algorithm.needs,
+            same_noise_in_group=algorithm.same_initial_noise,
+        )
+        trajectories += made.trajectories
+    return tuple(trajectories)
+
+
+def scored_groups(
+    model: DiffusionModel,
+    algorithm: Algorithm,
+    rollout: Rollout = Rollout(),  # noqa: B008  it is frozen
+    rewards: Sequence[Sequence[float]] | None = None,
+    window: Mapping[str, Any] | None = None,
+) -> list[ScoredGroup]:
+    """A batch of groups; unless given, rewards are drawn, and those of group 1 are all alike."""
+    dice = random.Random(5)
+    drawn = [
+        tuple(0.25 if group == 1 else dice.gauss(0, 1 + group) for _ in range(rollout.group_size))
+        for group in range(rollout.groups)
+    ]
+    return [
+        ScoredGroup(
+            conditioning=model.encode([f"prompt {group}"]),
+            trajectories=trajectories_of(model, algorithm, rollout, group, window),
+            rewards=tuple((rewards or drawn)[group]),
+        )
+        for group in range(rollout.groups)
+    ]
+
+
+def trainer_of(
+    model: DiffusionModel,
+    algorithm: Algorithm,
+    groups: Sequence[ScoredGroup],
+    settings: TrainerSettings | None = None,
+    **more: Any,
+) -> Trainer:
+    """A trainer for batches of this shape."""
+    shape = BatchShape(groups=len(groups), group_size=len(groups[0].rewards))
+    return Trainer(model, algorithm, settings or TrainerSettings(pack_size=1), shape, DRAW_NOISE, **more)
+
+
+def serial_of(
+    model: DiffusionModel, algorithm: Algorithm, settings: TrainerSettings | None = None
+) -> SerialReference:
+    """The oracle; its old policy and reference are the model's weights of now."""
+    settings = settings or TrainerSettings()
+    needs = algorithm.needs
+    policies = Policies(model, keep_old=needs.old_policy, keep_reference=needs.reference)
+    optimizer = make_optimizer(policies, settings)
+    return SerialReference(model, algorithm, policies, optimizer, DRAW_NOISE, settings.gradient_norm)
+
+
+def serial_gradient(serial: SerialReference, groups: Sequence[ScoredGroup]) -> Gradients:
+    """Of a batch that is one update, with the weights left alone."""
+    return serial.gradient(groups, serial.objective.advantages([group.rewards for group in groups]))
+
+
+def relative_difference(left: Gradients, right: Gradients) -> float:
+    """The norm of the difference over the norm of the right; both have the same parameters."""
+    assert left.keys() == right.keys(), (sorted(left), sorted(right))
+    flat = [torch.cat([part[name].flatten() for name in right]) for part in (left, right)]
+    assert flat[1].norm() > 0, "a gradient of zero shows nothing"
+    return float((flat[0] - flat[1]).norm() / flat[1].norm())

@@ -1,0 +1,198 @@
+"""The gradient is the serial reference's for every algorithm, pack size, order of arrival, slicing and rank.
+
+The trained policy is nudged away from the one that generated, so that ratios differ from 1 and some are clipped;
+the batch holds a group without spread, and the clamp catches some samples.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from scored_groups import (
+    LIVELY,
+    Rollout,
+    lively,
+    nudge,
+    relative_difference,
+    scored_groups,
+    serial_gradient,
+    serial_of,
+    toy,
+    trainer_of,
+)
+
+from digenrl.algorithms.registry import ALGORITHMS, build_algorithm
+from digenrl.training.packs import Rank
+from digenrl.training.settings import TrainerSettings
+
+EVERY = pytest.mark.parametrize("name", list(ALGORITHMS))
+NARROW = {"flow_grpo_fast": {"kind": "fast", "width": 2}}  # three steps do not fit half of five
+AS_GOOD_AS_EQUAL = 1e-6
+
+
+class Case:
+    """A model, its algorithm and a batch; the trainer's old policy is the one that generated."""
+
+    def __init__(self, name: str, rollout: Rollout | None = None, lora: bool = True) -> None:
+        self.algorithm = lively(name)
+        self.model = toy(lora=lora)
+        self.groups = scored_groups(self.model, self.algorithm, rollout or Rollout(), window=NARROW.get(name))
+        self.serial = serial_of(self.model, self.algorithm)
+        self._old = {n: p.detach().clone() for n, p in self.serial.policies.parameters.items()}
+        nudge(self.model, 0.01, seed=9)
+        self.expected = serial_gradient(self.serial, self.groups)
+        self._new = {n: p.detach().clone() for n, p in self.serial.policies.parameters.items()}
+
+    def trainer(self, pack_size, **more):
+        """Made at the old weights, then moved to the new."""
+        self._load(self._old)
+        settings = TrainerSettings(pack_size=pack_size, gradient_checkpointing=more.pop("checkpointing", False))
+        trainer = trainer_of(self.model, self.algorithm, self.groups, settings, **more)
+        self._load(self._new)
+        return trainer
+
+    def _load(self, weights) -> None:
+        with torch.no_grad():
+            for name, parameter in self.serial.policies.parameters.items():
+                parameter.copy_(weights[name])
+
+
+@pytest.fixture(scope="module")
+def cases():
+    made: dict[str, Case] = {}
+    return lambda name: made.setdefault(name, None) or made.update({name: Case(name)}) or made[name]
+
+
+@EVERY
+@pytest.mark.parametrize("pack_size", [1, 2, 4, 7])
+def test_packs_of_any_size_give_the_serial_gradient(cases, name, pack_size):
+    case = cases(name)
+    trainer = case.trainer(pack_size)
+    for group in case.groups:
+        trainer.add_group(group)
+    assert relative_difference(trainer.gradient(), case.expected) < AS_GOOD_AS_EQUAL
+
+
+@EVERY
+@pytest.mark.parametrize("order", [(2, 1, 0), (1, 0, 2)])
+def test_groups_may_arrive_in_any_order(cases, name, order):
+    case = cases(name)
+    trainer = case.trainer(5)
+    for index in order:
+        trainer.add_group(case.groups[index])
+    assert relative_difference(trainer.gradient(), case.expected) < AS_GOOD_AS_EQUAL
+
+
+@EVERY
+@pytest.mark.parametrize("slice_size", [1, 2])
+def test_slices_of_a_group_may_be_trained_one_by_one(cases, name, slice_size):
+    case = cases(name)
+    trainer = case.trainer(3)
+    firsts = range(0, 4, slice_size)
+    for first, group in itertools.product(reversed(firsts), case.groups):
+        trainer.add_group(group, samples=range(first, first + slice_size))
+    assert relative_difference(trainer.gradient(), case.expected) < AS_GOOD_AS_EQUAL
+
+
+@EVERY
+@pytest.mark.parametrize("slice_size", [1, 2])
+def test_slices_of_a_group_may_be_generated_apart(cases, name, slice_size):
+    whole, sliced = cases(name), Case(name, Rollout(slice_size=slice_size))
+    trainer = sliced.trainer(4)
+    for group in sliced.groups:
+        trainer.add_group(group)
+    assert relative_difference(trainer.gradient(), whole.expected) < AS_GOOD_AS_EQUAL
+
+
+@EVERY
+def test_the_shares_of_two_ranks_add_up_to_the_serial_gradient(cases, name):
+    case = cases(name)
+    shares = []
+    for index in range(2):
+        trainer = case.trainer(4, rank=Rank(index, 2))
+        for group in case.groups:
+            trainer.add_group(group)
+        shares.append(trainer.gradient())
+    total = {parameter: shares[0][parameter] + shares[1][parameter] for parameter in shares[0]}
+    assert relative_difference(total, case.expected) < AS_GOOD_AS_EQUAL
+    assert relative_difference(shares[0], case.expected) > 0.01, "and neither is all of it"
+
+
+def test_a_rank_without_a_share_takes_part_in_the_sum_with_zeros():
+    case = Case("flow_dpo", Rollout(groups=1, group_size=2, steps=2))
+    handed = []
+    for index in range(2):
+        trainer = case.trainer(4, rank=Rank(index, 2), sum_over_ranks=lambda part: handed.append(part) or part)
+        trainer.add_group(case.groups[0])
+        trainer.gradient()
+    empty, full = handed[1], handed[0]
+    assert empty.keys() == full.keys() == case.expected.keys()
+    assert all(value.abs().max() == 0 for value in empty.values())
+    assert relative_difference(full, case.expected) < AS_GOOD_AS_EQUAL
+
+
+@EVERY
+def test_checkpointing_leaves_the_gradient_as_it_is(cases, name):
+    case = cases(name)
+    trainer = case.trainer(4, checkpointing=True)
+    assert case.model.transformer.gradient_checkpointing
+    for group in case.groups:
+        trainer.add_group(group)
+    assert relative_difference(trainer.gradient(), case.expected) < AS_GOOD_AS_EQUAL
+
+
+@pytest.mark.parametrize("name", ["flow_grpo", "diffusion_nft", "flow_dpo"])
+def test_full_fine_tuning_has_a_frozen_copy_as_its_reference(name):
+    case = Case(name, lora=False)
+    trainer = case.trainer(4)
+    for group in case.groups:
+        trainer.add_group(group)
+    assert len(case.expected) == len(list(case.model.transformer.parameters()))
+    assert relative_difference(trainer.gradient(), case.expected) < AS_GOOD_AS_EQUAL
+
+
+def test_guidance_is_replayed_as_in_the_rollout():
+    case = Case("flow_grpo", Rollout(guidance=3.0))
+    trainer = case.trainer(4)
+    for group in case.groups:
+        trainer.add_group(group)
+    assert relative_difference(trainer.gradient(), case.expected) < AS_GOOD_AS_EQUAL
+
+
+def test_the_cases_above_do_clip_ratios_and_do_meet_the_clamp(cases):
+    for name in ("flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard"):
+        case = cases(name)
+        trainer = case.trainer(4)
+        for group in case.groups:
+            trainer.add_group(group)
+        metrics = trainer.commit()
+        assert 0.1 < metrics.clip_fraction < 0.9
+        assert metrics.zero_spread_groups == 1
+        if "clamp" in LIVELY[name].get("advantage", {}):
+            advantages = case.algorithm.advantages([group.rewards for group in case.groups])
+            assert any(abs(value) == 1.2 for group in advantages for value in group)
+
+
+@pytest.mark.parametrize("name", ["flow_grpo", "grpo_guard", "diffusion_nft"])
+def test_the_batch_std_may_come_last_and_the_clamp_after_it(cases, name):
+    """Without the correction for clamped samples, or without the scale, the gradient is another."""
+    case = cases(name)
+    trainer = case.trainer(4)
+    for group in case.groups:
+        trainer.add_group(group)
+    uncorrected = trainer._sums.total(case.algorithm.scale([group.rewards for group in case.groups]))
+    assert relative_difference(uncorrected, case.expected) > 1e-3
+    assert relative_difference(trainer._sums.total(1.0), case.expected) > 1e-3
+    assert relative_difference(trainer.gradient(), case.expected) < AS_GOOD_AS_EQUAL
+
+
+def test_a_group_without_spread_gives_no_gradient_but_stays_in_the_denominator():
+    algorithm = build_algorithm("dance_grpo")
+    model = toy()
+    groups = scored_groups(model, algorithm)
+    with_flat = serial_gradient(serial_of(model, algorithm), groups)
+    without = serial_gradient(serial_of(model, algorithm), [groups[0], groups[2]])
+    thirds = {name: value * 2 / 3 for name, value in without.items()}
+    assert relative_difference(thirds, with_flat) < 1e-12

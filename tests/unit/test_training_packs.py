@@ -1,0 +1,98 @@
+"""Index arithmetic: packs, shares of ranks, updates; and the line of memory over pack size."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from digenrl.training.metrics import Tally
+from digenrl.training.pack_size import MemoryLine, measure_largest_pack
+from digenrl.training.packs import Rank, cut, halves, share_of, update_of
+
+
+@given(st.lists(st.integers()), st.integers(1, 9))
+def test_packs_hold_every_item_once_in_order_and_none_is_too_large(items, largest):
+    packs = cut(items, largest)
+    assert [item for pack in packs for item in pack] == items
+    assert all(1 <= len(pack) <= largest for pack in packs)
+    assert all(len(pack) == largest for pack in packs[:-1])
+
+
+@given(st.lists(st.integers(), min_size=2))
+def test_halves_are_both_smaller_and_lose_nothing(items):
+    first, second = halves(items)
+    assert first + second == items
+    assert len(items) > len(first) >= len(second) >= 1
+
+
+@given(st.integers(0, 50), st.integers(1, 8), st.integers(0, 20))
+def test_ranks_share_evenly_and_completely(count, ranks, offset):
+    shares = [share_of(range(count), Rank(index, ranks), offset) for index in range(ranks)]
+    assert sorted(item for share in shares for item in share) == list(range(count))
+    sizes = [len(share) for share in shares]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_the_odd_terms_go_to_other_ranks_for_other_groups():
+    larger = [len(share_of(range(5), Rank(0, 2), offset)) for offset in range(4)]
+    assert larger == [3, 2, 3, 2]
+
+
+@given(st.integers(1, 60), st.data())
+def test_every_update_has_groups_and_their_numbers_differ_by_one_at_most(groups, data):
+    updates = data.draw(st.integers(1, groups))
+    owners = [update_of(place, groups, updates) for place in range(groups)]
+    assert owners == sorted(owners)
+    sizes = [owners.count(update) for update in range(updates)]
+    assert min(sizes) >= 1
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_two_measured_points_give_the_line():
+    line = MemoryLine.through((1, 1300), (4, 2200))
+    assert (line.base, line.per_term) == (1000, 300)
+    assert line.largest(budget=10_000, limit=64) == 30
+    assert line.largest(budget=10_000, limit=8) == 8
+    assert line.largest(budget=900, limit=8) == 1, "one is tried even if it should not fit"
+    assert MemoryLine.through((1, 500), (4, 500)).largest(budget=1, limit=8) == 8
+
+
+def test_on_a_cpu_memory_is_what_autograd_saves_and_grows_with_the_pack():
+    weight = torch.randn(64, 64, requires_grad=True)
+    sizes = []
+
+    def run_pack(size: int) -> None:
+        sizes.append(size)
+        (torch.tanh(torch.randn(size * 1000, 64) @ weight)).sum().backward()
+
+    cpu = torch.device("cpu")
+    roomy = measure_largest_pack(run_pack, 10, device=cpu, memory_share=0.5, limit=64)
+    assert sizes == [1, 4]
+    assert roomy == 64
+    tight = measure_largest_pack(run_pack, 10, device=cpu, memory_share=1e-12, limit=64)
+    assert tight == 1
+
+
+def test_with_no_room_for_the_second_point_a_smaller_one_is_measured():
+    tried = []
+
+    def run_pack(size: int) -> None:
+        tried.append(size)
+        if size > 2:
+            raise torch.OutOfMemoryError("no room")
+
+    cpu = torch.device("cpu")
+    assert measure_largest_pack(run_pack, 10, device=cpu, memory_share=0.5, limit=64) >= 1
+    assert tried == [1, 4, 2]
+
+
+def test_a_tally_of_parts_is_the_tally_of_the_whole():
+    whole, parts = Tally(), [Tally(), Tally()]
+    whole.add({"ratio": torch.tensor([1.0, 2.0, 6.0])})
+    parts[0].add({"ratio": torch.tensor([6.0])})
+    parts[1].add({"ratio": torch.tensor([2.0, 1.0])})
+    parts[0].merge(parts[1])
+    assert parts[0].mean("ratio") == whole.mean("ratio") == 3
+    assert parts[0].largest("ratio") == whole.largest("ratio") == 6
+    assert whole.mean("kl") is None

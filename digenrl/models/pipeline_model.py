@@ -34,6 +34,9 @@ class PipelineModel(DiffusionModel):
             if part is not None:
                 part.requires_grad_(False).eval()
         self.transformer.eval()
+        # cuDNN's attention kernel crashed in the backward pass on Hopper cards (torch 2.11). Off for the whole
+        # process, not around a forward: gradient checkpointing runs forwards again, from within the backward.
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
     def drop_text_encoders(self) -> None:
         """Frees the text encoders; `encode` raises from then on."""

@@ -41,6 +41,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/schedule_suite.py
 	$(BIN)/python benchmarks/speed.py
 	$(BIN)/python benchmarks/paper_ladder.py
+	$(BIN)/python benchmarks/packing.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -33,6 +33,14 @@ class BatchShape:
     groups: int
     group_size: int
 
+    def __post_init__(self) -> None:
+        if self.groups < 1:
+            raise ValueError(f"a batch needs at least 1 group, got {self.groups}")
+        if self.group_size < 2:
+            raise ValueError(
+                f"group_size must be at least 2, so that samples can be compared; got {self.group_size}"
+            )
+
 
 @dataclass(slots=True)
 class _Entry:
@@ -326,8 +334,6 @@ def take_step(
 
 
 def _check(shape: BatchShape, objective: Objective, settings: TrainerSettings) -> None:
-    if shape.group_size < 2:
-        raise ValueError(f"group_size must be at least 2, so that samples can be compared; got {shape.group_size}")
     if shape.groups < objective.updates_per_batch:
         raise ValueError(
             f"{objective.updates_per_batch} updates per batch need as many groups, got {shape.groups}; "

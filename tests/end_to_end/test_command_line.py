@@ -202,3 +202,25 @@ def test_simulating_and_planning_load_neither_torch_nor_ray() -> None:
     )
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["makespan"] > 0
+
+
+def test_the_example_by_hand_trains_and_says_what_came_of_it() -> None:
+    script = ROOT / "examples" / "rl_by_hand.py"
+    command = [sys.executable, str(script), "--steps", "2"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "mean reward of the first 1 steps" in result.stdout
+
+
+def test_make_tiny_writes_a_pipeline_and_wrong_words_are_one_line(tmp_path: Path) -> None:
+    assert digenrl("make-tiny", "sd3", tmp_path / "tiny").returncode == 0
+    assert (tmp_path / "tiny" / "model_index.json").exists()
+    assert "did you mean 'sd3'?" in complaint(digenrl("make-tiny", "sd4", tmp_path / "other"))
+    assert "exists and is not empty" in complaint(digenrl("make-tiny", "sd3", tmp_path / "tiny"))
+
+
+def test_wrong_words_for_reward_serve_are_one_line() -> None:
+    assert "did you mean 'ocr'?" in complaint(digenrl("reward", "serve", "ocrr"))
+    assert "needs a token" in complaint(
+        digenrl("reward", "serve", "ocr", "--host", "0.0.0.0", DIGENRL_REWARD_TOKEN="")
+    )

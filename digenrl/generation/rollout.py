@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -41,11 +42,13 @@ def generate_slice(
     version: int,
     needs: Needs,
     same_noise_in_group: bool = False,
+    autocast: Literal["off", "bf16"] = "off",
 ) -> GeneratedSlice:
     """Denoises the slice from one row of conditioning, its prompt's, with one plan per sample.
 
     A sample does not depend on the slice it is generated in, but for the rounding of another batch
-    size. Plans differ in their steps alone. `version` is the model's weights'.
+    size. Plans differ in their steps alone. `version` is the model's weights'. With `autocast` as the trainer has
+    it, replaying a step in a batch of the same size gives its log-probability to the last bit.
     """
     samples = tuple(slice_.samples())
     plan = _common_plan(plans, slice_)
@@ -58,7 +61,8 @@ def generate_slice(
     for index in range(plan.schedule.steps):
         times = StepTimes.at(plan.schedule, [index] * slice_.size)
         timesteps_B = times.timestep_B.to(model.device)
-        velocity_BL = model.velocity(latents_BL, timesteps_B, conditioning, plan.guidance, plan.size)
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast == "bf16"):
+            velocity_BL = model.velocity(latents_BL, timesteps_B, conditioning, plan.guidance, plan.size)
         stochastic_B = torch.tensor([index in each.stochastic_steps for each in plans])
         z_BL = step_noise(run_seed, samples, index, latents_BL.shape[1:]) if stochastic_B.any() else None
         step = stochastic_step(latents_BL, velocity_BL, times, plan.noise, z_BL=z_BL, stochastic_B=stochastic_B)

@@ -41,10 +41,7 @@ from digenrl.training.trainer import BatchShape, Trainer
 
 PACKS = (1, 2, 4, 8)
 SAMPLES, KEPT_STEPS, STEPS = 2, (0, 1, 2, 3), 10
-FULL_SIZES = {
-    "image": SampleSize(height=512, width=512),
-    "video": SampleSize(height=480, width=640, frames=33),
-}
+FULL_IMAGE = SampleSize(height=512, width=512)
 DRAW_NOISE = partial(normal_noise, 0)
 
 
@@ -94,12 +91,21 @@ def tiny_subject(family: Family) -> Subject:
     return Subject(model, family.tiny_size, conditioning)
 
 
-def full_subject(family: Family) -> Subject:
+def full_subject(family: Family, clip: SampleSize) -> Subject:
     """The family at full size in bf16 on the GPU, with random weights."""
     model = family.build_full(torch.bfloat16, "cuda")
     add_lora(model, rank=32, alpha=32, seed=0)
     conditioning = family.random_conditioning(1, torch.bfloat16, "cuda", seed=0)
-    return Subject(model, FULL_SIZES[family.kind], conditioning)
+    return Subject(model, clip if family.kind == "video" else FULL_IMAGE, conditioning)
+
+
+def clip_size(text: str) -> SampleSize:
+    """480x640x33 as a size."""
+    try:
+        height, width, frames = map(int, text.split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected HEIGHTxWIDTHxFRAMES, as 480x640x33, got '{text}'") from None
+    return SampleSize(height, width, frames)
 
 
 def new_trainer(subject: Subject, pack: int, checkpointing: bool) -> Trainer:
@@ -169,6 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}; all by default")
     parser.add_argument("--full", action="store_true", help="full size with random weights, on a GPU")
+    parser.add_argument("--clip", type=clip_size, default="480x640x33", help="size of a full-size video")
     parser.add_argument("--checkpointing", action="store_true", help="with gradient checkpointing")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
@@ -181,7 +188,7 @@ def main() -> None:
         sys.exit("--full needs a GPU, and torch sees none; leave it out for tiny models on the CPU")
     rows: list[Row] = []
     for family in families:
-        subject = full_subject(family) if options.full else tiny_subject(family)
+        subject = full_subject(family, options.clip) if options.full else tiny_subject(family)
         rows += rows_of(family.name, subject, options.checkpointing, options.repeats)
         del subject
         if options.full:

@@ -1,0 +1,40 @@
+"""The tables of docs/core.md say what the registries say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from digenrl.algorithms.registry import ALGORITHMS, build_algorithm
+from digenrl.models.registry import FAMILIES
+
+TEXT = (Path(__file__).parents[2] / "docs" / "core.md").read_text(encoding="utf-8")
+STD = {"batch": "whole batch", "group": "group"}
+
+
+def rows(heading: str) -> dict[str, list[str]]:
+    """The cells of each row of a section's table, by the name in its first cell."""
+    section = TEXT.split(f"## {heading}\n")[1].split("\n## ")[0]
+    lines = re.findall(r"^\| `(\w+)` \|(.*)\|$", section, re.M)
+    return {name: [cell.strip() for cell in cells.split("|")] for name, cells in lines}
+
+
+def test_the_table_of_algorithms_has_them_all_with_their_std() -> None:
+    table = rows("Algorithms")
+    assert list(table) == list(ALGORITHMS)
+    for name, (loss, std, _) in table.items():
+        algorithm = build_algorithm(name)
+        assert std == ("none" if name == "flow_dpo" else STD[algorithm.scale_over]), name
+        penalised = getattr(algorithm.settings, "kl_weight", None) or 0
+        assert ("KL to the reference" in loss) == (penalised > 0 and name != "diffusion_nft"), name
+
+
+def test_the_table_of_models_has_every_family_and_size() -> None:
+    table = rows("Models")
+    assert list(table) == list(FAMILIES)
+    for name, (pipeline, sizes, guidance) in table.items():
+        family = FAMILIES[name]
+        assert pipeline == family.pipeline_class.__name__
+        for size in family.sizes.values():
+            assert f"{size.billions:.2f} B" in sizes, name
+        assert guidance.startswith("classifier-free" if family.uses_negative_prompts else "embedded"), name

@@ -26,6 +26,7 @@ from rich.table import Table
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
+from digenrl.config.training import TrainerSettings
 from digenrl.generation.noise import normal_noise
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize
 from digenrl.models.family import Family
@@ -36,7 +37,6 @@ from digenrl.models.trajectory import RolloutPlan, StepNoise, Trajectory
 from digenrl.records import SampleId
 from digenrl.training.gradients import Gradients, total_norm
 from digenrl.training.pack_size import measured_bytes
-from digenrl.training.settings import TrainerSettings
 from digenrl.training.trainer import BatchShape, Trainer
 
 PACKS = (1, 2, 4, 8)

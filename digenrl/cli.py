@@ -27,6 +27,7 @@ from digenrl.planning.planner import plan as search_plans
 from digenrl.planning.plans import PlanResult
 from digenrl.planning.view import plan_reasons, plans_table, result_as_dict, spec_as_dict
 from digenrl.planning.workload import Workload, workload_for
+from digenrl.runs.failing import RunFailedError
 from digenrl.simulation.ladder import Rung, climb, rungs
 from digenrl.simulation.simulator import SIMULATED_SEARCH_BUDGET, simulate
 from digenrl.simulation.view import answer_table, ladder_table, title_of
@@ -46,6 +47,7 @@ app = typer.Typer(
 reward_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Rewards apart from training.")
 app.add_typer(reward_app, name="reward")
 WORKLOAD_KEYS = [key for key in Workload.model_fields if key != "model"]
+INTERRUPTED = 130  # the exit code of a run that saved itself and left, as of any program stopped by Ctrl-C
 out = Console()
 aside = Console(stderr=True)  # progress and remarks: never in the way of --json
 
@@ -185,6 +187,41 @@ def _yaml_value(where: str, text: str) -> Any:
         raise ConfigError(f"'{where}': the value is not valid YAML") from None
 
 
+@app.command("train")
+def train_command(
+    recipe: Annotated[
+        str | None,
+        typer.Argument(metavar="[RECIPE]", help="A YAML file, or the name of a shipped recipe."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Change the recipe, as training.lora.rank=8."),
+    ] = None,
+    out_folder: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="The run's new folder; runs/NAME-1, -2, ... if not given."),
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Go on with a run from its newest checkpoint.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every step as a line of JSON.")] = False,
+) -> None:
+    """Train a model by a recipe: generate, score, train and publish, on separate lanes at the same time."""
+    from digenrl.runs.command import resume_run, start_run
+
+    if resume is not None:
+        if out_folder is not None:
+            raise ConfigError("--out: a run is resumed in its own folder; leave it out")
+        changes = [*([recipe] if recipe else []), *(overrides or [])]
+        status = resume_run(resume, changes, out, as_json)
+    elif recipe is None:
+        raise ConfigError("train: give a recipe, as 'digenrl train demo', or --resume RUN")
+    else:
+        status = start_run(recipe, overrides or [], out_folder, out, as_json)
+    if status == "interrupted":
+        raise typer.Exit(INTERRUPTED)
+
+
 @app.command("make-tiny")
 def make_tiny_command(
     family: Annotated[str, typer.Argument(help="Model family, as sd3 or wan.")],
@@ -283,4 +320,7 @@ def main() -> NoReturn:
     except ConfigError as error:
         typer.echo(f"digenrl: {error}", err=True)
         sys.exit(2)
+    except RunFailedError as error:
+        typer.echo(f"digenrl: {error}", err=True)
+        sys.exit(1)
     sys.exit(0)

@@ -1,13 +1,14 @@
 """What travels between the driver, the scheduling room and the workers: ids, events and actions.
 
 Everything here is frozen and small. Tensors never travel this way; a trajectory is known by its samples' ids.
-Times are whole nanoseconds on the run's own clock, which starts at 0.
+Times are whole nanoseconds on the run's own clock, which starts at 0 (or, after a stop, where it stood).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -154,6 +155,22 @@ class TrainerReturned(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class CostsMeasured(Event):
+    """What things cost by the newest measurements: coming decisions count on these times.
+
+    It replaces all expected costs. Lanes that `lane_slice_ns` does not name keep their slice time.
+    """
+
+    train_sample_ns: Fraction
+    commit_ns: int
+    publish_ns: int
+    switch_in_ns: int
+    switch_out_ns: int
+    score_ns: int  # of one sample
+    lane_slice_ns: tuple[tuple[int, int], ...] = ()  # (lane, time of a slice)
+
+
+@dataclass(frozen=True, slots=True)
 class Tick(Event):
     """Every event of this instant is reported: hand out work now."""
 
@@ -175,7 +192,7 @@ class Generate(Action):
 
 @dataclass(frozen=True, slots=True)
 class Score(Action):
-    """Answered by SamplesScored or ScoreFailed."""
+    """Answered by SamplesScored or ScoreFailed for the same slice."""
 
     slice: Slice
     scorer: int

@@ -21,6 +21,7 @@ from torch import Tensor
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.rewards import parse_rewards
+from digenrl.config.training import TrainerSettings
 from digenrl.generation.noise import normal_noise
 from digenrl.generation.rollout import decode_slice, generate_slice
 from digenrl.generation.windows import plan_rollouts, read_window
@@ -33,7 +34,6 @@ from digenrl.prompts.sources import Prompt
 from digenrl.records import Slice
 from digenrl.rewards.building import build_rewards
 from digenrl.rewards.contract import Reward
-from digenrl.training.settings import TrainerSettings
 from digenrl.training.trainer import BatchShape, Trainer
 
 FAMILY = find_family("sd3")

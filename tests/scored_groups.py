@@ -17,6 +17,7 @@ from toy_model import TOY_SIZE, ToyModel
 
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
+from digenrl.config.training import TrainerSettings
 from digenrl.generation.noise import normal_noise
 from digenrl.generation.rollout import generate_slice
 from digenrl.generation.windows import Window, plan_rollouts
@@ -28,7 +29,6 @@ from digenrl.records import Slice
 from digenrl.training.policies import Policies
 from digenrl.training.replay import DrawNoise
 from digenrl.training.serial import Gradients, SerialReference
-from digenrl.training.settings import TrainerSettings
 from digenrl.training.trainer import BatchShape, Trainer, make_optimizer
 
 RUN_SEED = 11

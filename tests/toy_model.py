@@ -124,8 +124,11 @@ class ToyModel(DiffusionModel):
         self._has_text_encoder = False
 
     def schedule(self, steps: int, size: SampleSize) -> Schedule:
+        return self.shifted_schedule(steps, SHIFT)
+
+    def shifted_schedule(self, steps: int, shift: float) -> Schedule:
         even = torch.linspace(1, 1 / steps, steps, dtype=torch.float64)
-        shifted = SHIFT * even / (1 + (SHIFT - 1) * even)
+        shifted = shift * even / (1 + (shift - 1) * even)
         sigmas = torch.cat([shifted, torch.zeros(1, dtype=torch.float64)]).float()
         return Schedule(sigmas=sigmas, timesteps=sigmas[:-1] * 1000)
 

@@ -49,10 +49,14 @@ class GeneratorPool(Frozen):
 
 
 class RewardPool(Frozen):
-    """Lanes that score one sample at a time; no lanes, or no seconds, is an instant reward."""
+    """Lanes that score; no lanes, or no seconds, is an instant reward.
+
+    A lane takes up to `batch` waiting samples of one slice together, `seconds` for each of them.
+    """
 
     lanes: CountOrNone = 0
     seconds: Duration = Decimal(0)
+    batch: Count = 1
 
 
 class Helper(Frozen):

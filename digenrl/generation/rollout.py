@@ -5,7 +5,7 @@ Shape legend as in `digenrl.models.contract`; K = kept steps of a sample.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,47 +51,94 @@ def generate_slice(
     it, replaying a step in a batch of the same size gives its log-probability to the last bit.
     """
     samples = tuple(slice_.samples())
-    plan = _common_plan(plans, slice_)
     if len(conditioning) != 1:
         raise ValueError(f"a slice has one prompt, so one row of conditioning; got {len(conditioning)}")
-    conditioning = conditioning.to(model.device).repeated(slice_.size)
+    kept = _KeptSteps(plans, needs)
+    final_BL = _denoised(
+        model,
+        conditioning.to(model.device).repeated(slice_.size),
+        plans,
+        samples,
+        run_seed=run_seed,
+        same_noise_in_group=same_noise_in_group,
+        autocast=autocast,
+        watch=kept.add,
+    )
+    trajectories = tuple(
+        kept.trajectory(row, sample, version, final_L=final_BL[row]) for row, sample in enumerate(samples)
+    )
+    return GeneratedSlice(slice_, plans[0].size, trajectories, final_BL)
+
+
+@torch.no_grad()
+def generate_pixels(
+    model: DiffusionModel,
+    conditioning: Conditioning,
+    plans: Sequence[RolloutPlan],
+    samples: Sequence[SampleId],
+    *,
+    run_seed: int,
+    autocast: Literal["off", "bf16"] = "off",
+    rows_at_once: int | None = None,
+) -> Tensor:
+    """Pixels of samples that nobody trains on, one row of conditioning each: (B, frames, 3, height, width)."""
+    final_BL = _denoised(
+        model, conditioning.to(model.device), plans, samples, run_seed=run_seed, autocast=autocast
+    )
+    return _decoded(model, final_BL, plans[0].size, rows_at_once)
+
+
+@torch.no_grad()
+def decode_slice(model: DiffusionModel, generated: GeneratedSlice, rows_at_once: int | None = None) -> Tensor:
+    """Pixels in [0, 1], (B, frames, 3, height, width), on the CPU; fewer rows at once take less memory."""
+    return _decoded(model, generated.final_BL, generated.size, rows_at_once)
+
+
+def _decoded(model: DiffusionModel, final_BL: Tensor, size: SampleSize, rows_at_once: int | None) -> Tensor:
+    chunks = torch.split(final_BL, rows_at_once or len(final_BL))
+    return torch.cat([model.decode(chunk, size).cpu() for chunk in chunks])
+
+
+def _denoised(
+    model: DiffusionModel,
+    conditioning: Conditioning,
+    plans: Sequence[RolloutPlan],
+    samples: Sequence[SampleId],
+    *,
+    run_seed: int,
+    same_noise_in_group: bool = False,
+    autocast: Literal["off", "bf16"] = "off",
+    watch: Callable[[int, Tensor, StepResult], None] | None = None,
+) -> Tensor:
+    """The final latents of samples, one row of conditioning each; `watch` sees every step and what it began with."""
+    plan = _common_plan(plans, samples)
     noise_B = initial_noise(run_seed, samples, model.noise_shape(plan.size), same_noise_in_group)
     latents_BL = model.initial_latents(noise_B.to(model.device), plan.size)
-    kept = _KeptSteps(plans, needs)
     for index in range(plan.schedule.steps):
-        times = StepTimes.at(plan.schedule, [index] * slice_.size)
+        times = StepTimes.at(plan.schedule, [index] * len(samples))
         timesteps_B = times.timestep_B.to(model.device)
         with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast == "bf16"):
             velocity_BL = model.velocity(latents_BL, timesteps_B, conditioning, plan.guidance, plan.size)
         stochastic_B = torch.tensor([index in each.stochastic_steps for each in plans])
         z_BL = step_noise(run_seed, samples, index, latents_BL.shape[1:]) if stochastic_B.any() else None
         step = stochastic_step(latents_BL, velocity_BL, times, plan.noise, z_BL=z_BL, stochastic_B=stochastic_B)
-        kept.add(index, latents_BL, step)
+        if watch is not None:
+            watch(index, latents_BL, step)
         latents_BL = step.next_latents_BL
-    trajectories = tuple(
-        kept.trajectory(row, sample, version, final_L=latents_BL[row]) for row, sample in enumerate(samples)
-    )
-    return GeneratedSlice(slice_, plan.size, trajectories, latents_BL)
+    return latents_BL
 
 
-@torch.no_grad()
-def decode_slice(model: DiffusionModel, generated: GeneratedSlice, rows_at_once: int | None = None) -> Tensor:
-    """Pixels in [0, 1], (B, frames, 3, height, width), on the CPU; fewer rows at once take less memory."""
-    chunks = torch.split(generated.final_BL, rows_at_once or len(generated.final_BL))
-    return torch.cat([model.decode(chunk, generated.size).cpu() for chunk in chunks])
-
-
-def _common_plan(plans: Sequence[RolloutPlan], slice_: Slice) -> RolloutPlan:
-    """What the plans of a slice agree on; they may differ in their steps."""
-    assert len(plans) == slice_.size, f"{len(plans)} plans for a slice of {slice_.size}"
+def _common_plan(plans: Sequence[RolloutPlan], samples: Sequence[SampleId]) -> RolloutPlan:
+    """What the plans of a batch agree on; they may differ in their steps."""
+    assert len(plans) == len(samples), f"{len(plans)} plans for {len(samples)} samples"
     plan = plans[0]
     for other in plans:
         check_plan(other)
         assert torch.equal(other.schedule.sigmas, plan.schedule.sigmas), (
-            "the plans of a slice share their schedule"
+            "the plans of a batch share their schedule"
         )
         shared = (other.size, other.noise, other.guidance) == (plan.size, plan.noise, plan.guidance)
-        assert shared, "the plans of a slice share size, noise and guidance"
+        assert shared, "the plans of a batch share size, noise and guidance"
     return plan
 
 

@@ -63,6 +63,21 @@ class Conditioning:
         """Every row `count` times, copies of a row next to each other."""
         return self._mapped(lambda value: value.repeat_interleave(count, dim=0))
 
+    @staticmethod
+    def joined(rows: Sequence[Conditioning]) -> Conditioning:
+        """Several conditionings as one, rows in order; all of one family."""
+
+        def side(sides: Sequence[Mapping[str, Tensor | None]]) -> dict[str, Tensor | None]:
+            columns = {name: [each[name] for each in sides] for name in sides[0]}
+            return {
+                name: None if values[0] is None else torch.cat([value for value in values if value is not None])
+                for name, values in columns.items()
+            }
+
+        negatives = [row.negative for row in rows if row.negative is not None]
+        assert len(negatives) in (0, len(rows)), "all rows have an unconditional branch, or none has"
+        return Conditioning(side([row.positive for row in rows]), side(negatives) if negatives else None)
+
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Conditioning:
         """On another device; floating-point values also in another type."""
         return self._mapped(
@@ -104,6 +119,10 @@ class DiffusionModel(ABC):
     @abstractmethod
     def schedule(self, steps: int, size: SampleSize) -> Schedule:
         """The sigmas and time-steps of a rollout of so many steps at this size."""
+
+    @abstractmethod
+    def shifted_schedule(self, steps: int, shift: float) -> Schedule:
+        """Even levels s from 1 to 1 / N, as shift * s / (1 + (shift - 1) * s), whatever the size of the samples."""
 
     @abstractmethod
     def noise_shape(self, size: SampleSize) -> tuple[int, ...]:

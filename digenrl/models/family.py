@@ -94,6 +94,13 @@ class Family:
         pipeline = load_pipeline(self.pipeline_class, source, dtype, without)
         return self.model_class(pipeline.to(device))
 
+    def load_text_encoders(
+        self, source: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = LOCAL
+    ) -> PipelineModel:
+        """What encodes prompts, and nothing else: `encode` is all that the model can do."""
+        pipeline = load_pipeline(self.pipeline_class, source, dtype, without=("transformer", "vae"))
+        return self.model_class(pipeline.to(device))
+
     def build_transformer(
         self, dtype: torch.dtype, device: torch.device | str, size: str | None = None
     ) -> nn.Module:

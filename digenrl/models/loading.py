@@ -32,13 +32,11 @@ def load_pipeline(
     arguments: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False}
     arguments |= dict.fromkeys(without)
     path = Path(source)
+    check_source(pipeline_class, path)
     if path.exists():
-        check_pipeline_directory(pipeline_class, path)
         with without_progress_bars():
             return pipeline_class.from_pretrained(path, local_files_only=True, **arguments)
     hub_id = str(source)
-    if HUB_ID.fullmatch(hub_id) is None:
-        raise ConfigError(f"{hub_id}: no such directory, and not a hub id of the form owner/name")
     try:
         return pipeline_class.from_pretrained(hub_id, local_files_only=True, **arguments)
     except OSError:  # not in the local cache, or not all of it
@@ -48,6 +46,14 @@ def load_pipeline(
     except OSError as error:
         reason = shorten(str(error), width=160, placeholder=" ...")
         raise ConfigError(f"{hub_id}: no such directory, and not to be had from the hub: {reason}") from None
+
+
+def check_source(pipeline_class: type[Any], source: str | Path) -> None:
+    """Raises ConfigError if this can be neither a pipeline directory of the class nor a hub id; asks no network."""
+    if Path(source).exists():
+        check_pipeline_directory(pipeline_class, Path(source))
+    elif HUB_ID.fullmatch(str(source)) is None:
+        raise ConfigError(f"{source}: no such directory, and not a hub id of the form owner/name")
 
 
 def check_pipeline_directory(pipeline_class: type[Any], directory: Path) -> None:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -33,7 +34,8 @@ class PipelineModel(DiffusionModel):
         for part in frozen:
             if part is not None:
                 part.requires_grad_(False).eval()
-        self.transformer.eval()
+        if self.transformer is not None:  # absent where prompts are encoded and nothing else
+            self.transformer.eval()
         # cuDNN's attention kernel crashed in the backward pass on Hopper cards (torch 2.11). Off for the whole
         # process, not around a forward: gradient checkpointing runs forwards again, from within the backward.
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -59,10 +61,16 @@ class PipelineModel(DiffusionModel):
         """The type of the transformer's own weights, whatever its adapters have: inputs are cast to it."""
         return weights_dtype(self.transformer)
 
-    def fresh_scheduler(self) -> Any:
+    def fresh_scheduler(self, **changes: Any) -> Any:
         """A scheduler as the pipeline's was when loaded: nothing is left behind for the next call."""
         scheduler = self.pipeline.scheduler
-        return type(scheduler).from_config(scheduler.config)
+        return type(scheduler).from_config(scheduler.config, **changes)
+
+    def shifted_schedule(self, steps: int, shift: float) -> Schedule:
+        """By the scheduler itself, with this fixed shift instead of its own."""
+        scheduler = self.fresh_scheduler(shift=shift, use_dynamic_shifting=False, shift_terminal=None)
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps))
+        return schedule_of(scheduler)
 
 
 def paired_negatives(prompts: Sequence[str], negative_prompts: Sequence[str] | None) -> list[str]:

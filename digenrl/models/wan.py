@@ -71,6 +71,12 @@ class WanModel(PipelineModel):
         scheduler.set_timesteps(steps)
         return schedule_of(scheduler)
 
+    def shifted_schedule(self, steps: int, shift: float) -> Schedule:
+        """UniPC's levels under this shift: its own spacing, which is even to within .001."""
+        scheduler = self.fresh_scheduler(flow_shift=shift)
+        scheduler.set_timesteps(steps)
+        return schedule_of(scheduler)
+
     def noise_shape(self, size: SampleSize) -> tuple[int, ...]:
         """(C, F, h, w)."""
         frames_per_latent = self.pipeline.vae_scale_factor_temporal

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy
 from PIL import Image
@@ -14,6 +15,9 @@ from digenrl.config.rewards import OcrSettings
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, RewardError
 from digenrl.rewards.images import as_pil
 
+LINE_HEIGHT = 48  # pixels of the recogniser's input
+LINES_AT_ONCE = 16  # in one forward; more are not faster
+LEAST_CONFIDENCE = 0.5  # of a line that counts as read; the recogniser's own default
 QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”|«([^»]+)»')
 
 
@@ -27,11 +31,15 @@ class OcrReward(FrameReward):
     def __init__(self, settings: OcrSettings) -> None:
         super().__init__(settings.shown_as, settings.frame_stride)
         self.exact_bonus = settings.exact_bonus
+        self.detect = settings.detect
         self.shorter_side = settings.shorter_side
         self._engine = RapidOCR(
             intra_op_num_threads=settings.threads,
             inter_op_num_threads=1,
+            text_score=LEAST_CONFIDENCE,
             det_limit_side_len=settings.shorter_side,
+            rec_img_shape=[3, LINE_HEIGHT, settings.width],
+            rec_batch_num=LINES_AT_ONCE,
         )
 
     def score_frames(
@@ -42,19 +50,24 @@ class OcrReward(FrameReward):
     ) -> RewardBatch:
         """All wanted texts are known before the first image is read."""
         wanted = [self._wanted(row, prompts[row], metadata[row]) for row in range(len(prompts))]
-        read = [normalised(self.read(image)) for image in as_pil(frames_NCHW)]
+        read = [normalised(text) for text in self.read(list(as_pil(frames_NCHW)))]
         pairs = list(zip(wanted, read, strict=True))
         similarity = tuple(1 - edit_distance(want, got) / max(len(want), len(got)) for want, got in pairs)
         exact = tuple(float(want == got) for want, got in pairs)
         values = tuple(near + self.exact_bonus * same for near, same in zip(similarity, exact, strict=True))
         return RewardBatch(values, {"similarity": similarity, "exact": exact})
 
-    def read(self, image: Image.Image) -> str:
-        """The text in an image, in reading order, pieces apart by spaces; empty where there is none."""
-        bgr = numpy.ascontiguousarray(
-            numpy.asarray(self._upscaled(image))[:, :, ::-1]
-        )  # the channel order it expects
-        lines, _ = self._engine(bgr)
+    def read(self, images: Sequence[Image.Image]) -> list[str]:
+        """The text of each image, empty where there is none; several lines in reading order, apart by spaces."""
+        if self.detect:
+            return [self._found(image) for image in images]
+        # No upscaling here: the recogniser scales every image to the height of its lines, bilinearly too.
+        lines, _ = self._engine.text_rec([_as_bgr(image) for image in images])
+        return [text if confidence >= LEAST_CONFIDENCE else "" for text, confidence in lines]
+
+    def _found(self, image: Image.Image) -> str:
+        """All lines of text that are found in an image."""
+        lines, _ = self._engine(_as_bgr(self._upscaled(image)))
         return " ".join(text for _, text, _ in lines or [])
 
     def _upscaled(self, image: Image.Image) -> Image.Image:
@@ -73,6 +86,11 @@ class OcrReward(FrameReward):
             known = "give it metadata 'text', or put the text in double quotes into the prompt"
             raise RewardError(self.label, f"no text to look for in the prompt {prompt!r}; {known}", (row,))
         return wanted
+
+
+def _as_bgr(image: Image.Image) -> Any:
+    """(height, width, 3) in the channel order that the recogniser expects."""
+    return numpy.ascontiguousarray(numpy.asarray(image)[:, :, ::-1])
 
 
 def quoted(prompt: str) -> str:

@@ -3,6 +3,9 @@
 Every event except Tick only records a fact (and passes generated samples on to be scored). Tick closes an
 instant: idle generator lanes take slices, then the trainer gets its order. Whoever drives it, a virtual clock,
 one machine or a cluster, reports all events of an instant and then ticks.
+
+Answers of generators and scorers may come late or twice: an answer to what its lane no longer holds is dropped.
+The trainer is one unit, whose loss ends the run: it answers each order once.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from typing import Any
 
 from digenrl import records
 from digenrl.records import Action, Event, SliceDone, Tick
-from digenrl.scheduling import faults, scoring, trainer
+from digenrl.scheduling import faults, measuring, scoring, trainer
 from digenrl.scheduling.handout import hand_out
 from digenrl.scheduling.state import Generating, SchedulerState, open_step
 
@@ -31,9 +34,8 @@ def _absorb_slice_done(state: SchedulerState, event: SliceDone) -> Outcome:
     state = faults.release(state, event.lease)
     piece = event.lease.slice
     step = open_step(state, piece.step)
-    assert step is not None, f"{event.lease} outlived its step"
-    if step.groups[piece.group].retired:
-        return state, ()
+    if step is None or step.groups[piece.group].retired:
+        return state, ()  # of a group in quarantine; its step may be committed by now
     return scoring.enqueue(state, piece, event.at_ns)
 
 
@@ -58,4 +60,5 @@ _ABSORB: dict[type[Event], Callable[[SchedulerState, Any], Outcome]] = {
     records.TrainerReturned: trainer.absorb_returned,
     records.WorkerJoined: faults.absorb_joined,
     records.WorkerLost: faults.absorb_lost,
+    records.CostsMeasured: measuring.absorb_costs,
 }

@@ -23,7 +23,7 @@ from digenrl.records import (
     WorkerLost,
 )
 from digenrl.scheduling.order import position_of, slices_of_group
-from digenrl.scheduling.scoring import free_scorer, start_scoring
+from digenrl.scheduling.scoring import awaits_score, free_scorer, start_scoring
 from digenrl.scheduling.state import (
     NO_VERSION,
     BetweenRounds,
@@ -50,7 +50,10 @@ def absorb_joined(state: SchedulerState, event: WorkerJoined) -> Outcome:
 
 
 def absorb_lost(state: SchedulerState, event: WorkerLost) -> Outcome:
-    """The lane is out; its slice waits to be handed out again."""
+    """The lane is out; its slice waits to be handed out again.
+
+    A trainer that chose to wait may have counted on this lane, so it decides again.
+    """
     lane = state.lanes[event.lane]
     if not lane.present:
         return state, ()
@@ -60,7 +63,7 @@ def absorb_lost(state: SchedulerState, event: WorkerLost) -> Outcome:
         idle=tuple(index for index in state.idle if index != lane.index),
         helpers=tuple(index for index in state.helpers if index != lane.index),
     )
-    return (state if lane.lease is None else reissue(state, lane.lease)), ()
+    return reconsider_help(state if lane.lease is None else reissue(state, lane.lease)), ()
 
 
 def absorb_published(state: SchedulerState, event: Published) -> Outcome:
@@ -69,8 +72,9 @@ def absorb_published(state: SchedulerState, event: Published) -> Outcome:
     for index in event.lanes:
         if lanes[index].version < event.version:
             lanes[index] = replace(lanes[index], version=event.version)
-    arrived = min((lane.version for lane in lanes if lane.present and not lane.helper), default=event.version)
-    publishing = tuple(each for each in state.publishing if each[0] > arrived)
+    served = [lane.version for lane in lanes if lane.present and not lane.helper] or [event.version]
+    # What is older than the newest that any lane has is superseded, even if some lane never got it.
+    publishing = tuple(each for each in state.publishing if each[0] > min(served) and each[0] >= max(served))
     return replace(state, lanes=tuple(lanes), publishing=publishing), ()
 
 
@@ -81,7 +85,8 @@ def absorb_slice_failed(state: SchedulerState, event: SliceFailed) -> Outcome:
         return state, ()
     state = release(state, lease)
     step = open_step(state, lease.slice.step)
-    assert step is not None, f"{lease} outlived its step"
+    if step is None:
+        return state, ()  # of a group in quarantine, whose step is committed by now
     group = step.groups[lease.slice.group]
     failures = group.failures + 1
     state = put_step(
@@ -95,7 +100,9 @@ def absorb_slice_failed(state: SchedulerState, event: SliceFailed) -> Outcome:
 
 def absorb_score_failed(state: SchedulerState, event: ScoreFailed) -> Outcome:
     """A failed reward is never a number: the group goes into quarantine."""
-    state = free_scorer(state, event.scorer, event.slice)
+    if not awaits_score(state, event.scorer, event.slice):
+        return state, ()
+    state = free_scorer(state, event.scorer)
     state, actions = quarantine(state, event.slice, event.reason)
     state, more = start_scoring(state, event.at_ns)
     return state, (*actions, *more)

@@ -6,7 +6,8 @@
 5. Training work goes before helping; while a trainer's lanes generate, it neither trains nor commits.
 6. Versions only grow, and a lane works with the version it was given.
 
-The auditor keeps its own books from events and actions alone; it does not trust the scheduler's state.
+The auditor keeps its own books from events and actions alone; it does not trust the scheduler's state. Where a run
+goes on after a stop, it begins with the opening's number of commits and of leases so far.
 """
 
 from __future__ import annotations
@@ -54,10 +55,15 @@ class _GroupBook:
     generated: int = 0
     sent_to_score: int = 0
     scored: int = 0
+    score_failed: int = 0
     sent_to_train: int = 0
     trained: int = 0
     stale: int = 0  # made, or being made, on the version one behind
     retired: bool = False
+
+    @property
+    def being_scored(self) -> int:
+        return self.sent_to_score & ~self.scored & ~self.score_failed
 
 
 @dataclass(slots=True)
@@ -78,12 +84,14 @@ class Auditor:
     def __init__(self, opening: SchedulerState) -> None:
         self._terms = opening.terms
         self._whole_group = (1 << opening.terms.samples_per_prompt) - 1
-        self._lane_version = {lane.index: 0 for lane in opening.lanes}
+        self._lane_version = {lane.index: lane.version for lane in opening.lanes}
         self._helpers = {lane.index for lane in opening.lanes if lane.helper}
         self._leases: dict[int, Lease] = {}  # by lane
-        self._next_epoch = 0
+        self._next_epoch = opening.leases_issued
         self._steps: dict[int, _StepBook] = {}
-        self._committed = 0
+        # Groups in quarantine, of committed steps, of which something is still being made or scored.
+        self._outliving: dict[tuple[int, int], _GroupBook] = {}
+        self._committed = opening.committed
         self._trainer = "train"
         self.trained_samples = 0
         self.stale_samples = 0
@@ -118,9 +126,10 @@ class Auditor:
             return  # late or doubled: its samples must not be used, which the checks below would notice
         del self._leases[lease.lane]
         piece = lease.slice
-        group = self._step(piece).group(piece.group)
+        group = self._group(piece)
         group.being_made &= ~piece.mask()
         if group.retired:
+            self._forget_if_over(piece, group)
             return
         _promise(not group.generated & piece.mask(), "1: {} was made twice", piece)
         group.generated |= piece.mask()
@@ -132,12 +141,16 @@ class Auditor:
             self._void(event.lease)
 
     def _scored(self, event: SamplesScored) -> None:
-        group = self._step(event.slice).group(event.slice.group)
-        group.scored |= event.slice.mask()
+        group = self._group_being_scored(event.slice)
+        if group is not None:
+            group.scored |= event.slice.mask()
+            self._forget_if_over(event.slice, group)
 
     def _score_failed(self, event: ScoreFailed) -> None:
-        group = self._step(event.slice).group(event.slice.group)
-        group.sent_to_score |= event.slice.mask()
+        group = self._group_being_scored(event.slice)
+        if group is not None:
+            group.score_failed |= event.slice.mask()
+            self._forget_if_over(event.slice, group)
 
     def _trained(self, event: Trained) -> None:
         for piece in event.slices:
@@ -150,6 +163,10 @@ class Auditor:
         self.trained_samples += sum(group.trained.bit_count() for group in book.kept())
         self.stale_samples += sum(group.stale.bit_count() for group in book.kept())
         self._committed += 1
+        for index, group in book.groups.items():
+            if group.being_made or group.being_scored:
+                _promise(group.retired, "1: work on group {} outlives the commit of step {}", index, event.step)
+                self._outliving[event.step, index] = group
         for lane in self._lane_version:
             if lane in self._helpers or self._terms.colocated:
                 self._lane_version[lane] = self._committed
@@ -236,6 +253,26 @@ class Auditor:
         _promise(piece.step >= self._committed, "1: {} turns up after its step was committed", piece)
         return self._steps.setdefault(piece.step, _StepBook())
 
+    def _group(self, piece: Slice) -> _GroupBook:
+        """Its group; of a committed step, one in quarantine of which something is still under way."""
+        if piece.step >= self._committed:
+            return self._step(piece).group(piece.group)
+        outliving = self._outliving.get((piece.step, piece.group))
+        _promise(outliving is not None, "1: {} turns up after its step was committed", piece)
+        assert outliving is not None
+        return outliving
+
+    def _group_being_scored(self, piece: Slice) -> _GroupBook | None:
+        """Its group, if these samples are being scored; any other answer is late or doubled."""
+        if piece.step < self._committed and (piece.step, piece.group) not in self._outliving:
+            return None
+        group = self._group(piece)
+        return group if group.being_scored & piece.mask() == piece.mask() else None
+
+    def _forget_if_over(self, piece: Slice, group: _GroupBook) -> None:
+        if not group.being_made and not group.being_scored:
+            self._outliving.pop((piece.step, piece.group), None)
+
     def _enter_stale(self, piece: Slice, group: _GroupBook) -> None:
         book, budget = self._steps[piece.step], self._terms.stale_budget
         group.stale |= piece.mask()
@@ -245,12 +282,13 @@ class Auditor:
     def _void(self, lease: Lease) -> None:
         """The lease will not be fulfilled: its samples are as if never handed out."""
         del self._leases[lease.lane]
-        book, piece = self._step(lease.slice), lease.slice
-        group = book.group(piece.group)
+        piece = lease.slice
+        group = self._group(piece)
         group.being_made &= ~piece.mask()
+        self._forget_if_over(piece, group)
         if lease.stale and not group.retired:
             group.stale &= ~piece.mask()
-            book.stale_samples -= piece.size
+            self._steps[piece.step].stale_samples -= piece.size
 
     def _is_ready(self, group: _GroupBook) -> bool:
         if self._terms.stream == "sample":

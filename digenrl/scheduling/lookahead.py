@@ -38,7 +38,8 @@ def look_ahead(bubble: Forecast, budget: int, known: Plan = ()) -> Plan:
     for candidate in _candidates(bubble, until, budget, known, best):
         if candidate.end_ns < best.end_ns:
             best = candidate
-        if bubble.meter.nodes > last_node:
+        # Not even an empty budget excuses a plan without an end: the trainer may be all that is left to generate.
+        if bubble.meter.nodes > last_node and best.end_ns < NEVER:
             break
     return best.plan
 

@@ -22,14 +22,14 @@ INSTANT_SCORER = -1
 
 
 def enqueue(state: SchedulerState, piece: Slice, at_ns: int) -> tuple[SchedulerState, tuple[Action, ...]]:
-    """Sends a generated slice to be scored: at once, or sample by sample as reward lanes become free."""
+    """Sends a generated slice to be scored: at once, or batch by batch as reward lanes become free."""
     if not state.scorers:
         return state, (Score(piece, INSTANT_SCORER),)
     return start_scoring(replace(state, unscored=(*state.unscored, piece)), at_ns)
 
 
 def start_scoring(state: SchedulerState, at_ns: int) -> tuple[SchedulerState, tuple[Action, ...]]:
-    """Every free reward lane takes the oldest sample that waits."""
+    """Every free reward lane takes the oldest sample that waits, or a batch of its slice from there on."""
     if not state.unscored or None not in state.scorers:
         return state, ()
     scorers, waiting = list(state.scorers), list(state.unscored)
@@ -38,22 +38,30 @@ def start_scoring(state: SchedulerState, at_ns: int) -> tuple[SchedulerState, tu
         if busy_with is not None or not waiting:
             continue
         oldest = waiting[0]
-        sample = replace(oldest, size=1)
-        scorers[scorer] = ScoringJob(sample, at_ns)
-        actions.append(Score(sample, scorer))
-        if oldest.size == 1:
+        taken = min(state.terms.score_batch, oldest.size)
+        batch = replace(oldest, size=taken)
+        scorers[scorer] = ScoringJob(batch, at_ns)
+        actions.append(Score(batch, scorer))
+        if oldest.size == taken:
             waiting.pop(0)
         else:
-            waiting[0] = replace(oldest, first=oldest.first + 1, size=oldest.size - 1)
+            waiting[0] = replace(oldest, first=oldest.first + taken, size=oldest.size - taken)
     return replace(state, scorers=tuple(scorers), unscored=tuple(waiting)), tuple(actions)
 
 
-def free_scorer(state: SchedulerState, scorer: int, piece: Slice) -> SchedulerState:
-    """Takes a reward lane's sample out of its hands."""
+def awaits_score(state: SchedulerState, scorer: int, piece: Slice) -> bool:
+    """Whether this score was asked for and not answered yet; any other answer is late or doubled."""
+    if scorer != INSTANT_SCORER:
+        held = state.scorers[scorer]
+        return held is not None and held.slice == piece
+    step = open_step(state, piece.step)
+    return step is not None and not step.groups[piece.group].scored & piece.mask()
+
+
+def free_scorer(state: SchedulerState, scorer: int) -> SchedulerState:
+    """Takes what a reward lane holds out of its hands."""
     if scorer == INSTANT_SCORER:
         return state
-    held = state.scorers[scorer]
-    assert held is not None and held.slice == piece, f"scorer {scorer} answered for {piece}, it holds {held}"
     scorers = list(state.scorers)
     scorers[scorer] = None
     return replace(state, scorers=tuple(scorers))
@@ -61,7 +69,9 @@ def free_scorer(state: SchedulerState, scorer: int, piece: Slice) -> SchedulerSt
 
 def absorb_scores(state: SchedulerState, event: SamplesScored) -> tuple[SchedulerState, tuple[Action, ...]]:
     """Marks samples as scored; what thereby becomes ready joins the trainer's queue."""
-    state = free_scorer(state, event.scorer, event.slice)
+    if not awaits_score(state, event.scorer, event.slice):
+        return state, ()
+    state = free_scorer(state, event.scorer)
     piece = event.slice
     step = open_step(state, piece.step)
     if step is not None and not step.groups[piece.group].retired:

@@ -34,8 +34,9 @@ def search_help(bubble: Forecast, budget: int, known: Plan = ()) -> SearchResult
     hunt = _Hunt(bubble, budget)
     if known:
         hunt.offer(known, WAIT_ALWAYS)
+    # A plan without an end is none: the trainer may be the only one left that can generate.
     for rule in STEP_RULES:
-        if not hunt.exhausted:
+        if not hunt.exhausted or hunt.best_commit_ns == NEVER:
             hunt.offer((), rule)
     exact = hunt.run()
     return SearchResult(hunt.best_plan, hunt.best_commit_ns, exact)

@@ -182,12 +182,24 @@ class SchedulerState:
 
 
 def initial_state(
-    terms: Terms, costs: Costs, generators: Sequence[LaneOffer], helpers: Sequence[LaneOffer] = ()
+    terms: Terms,
+    costs: Costs,
+    generators: Sequence[LaneOffer],
+    helpers: Sequence[LaneOffer] = (),
+    *,
+    committed: int = 0,
+    leases_issued: int = 0,
 ) -> SchedulerState:
-    """Version 0 is on every lane; nothing is handed out."""
+    """The newest version is on every lane; nothing is handed out.
+
+    A run that goes on after a stop gives the optimizer steps it has `committed` (its newest version) and, so that
+    answers from before the stop are recognised as late, how many leases it had issued. Steps and versions keep
+    their numbers, and `terms.steps` counts from the beginning.
+    """
+    assert 0 <= committed <= terms.steps, f"{committed} of {terms.steps} steps are committed"
     offers = [(offer, False) for offer in generators] + [(offer, True) for offer in helpers]
     lanes = tuple(
-        Lane(index, offer.name, offer.slice_ns, is_helper, version=0)
+        Lane(index, offer.name, offer.slice_ns, is_helper, version=committed)
         for index, (offer, is_helper) in enumerate(offers)
     )
     generating = [lane for lane in lanes if terms.colocated or not lane.helper]
@@ -197,10 +209,12 @@ def initial_state(
         lanes=lanes,
         idle=tuple(lane.index for lane in sorted(generating, key=lambda lane: (lane.slice_ns, lane.index))),
         helpers=() if terms.colocated else tuple(lane.index for lane in lanes if lane.helper),
-        steps=tuple(fresh_step(terms, index) for index in range(min(2, terms.steps))),
+        steps=tuple(fresh_step(terms, index) for index in range(committed, min(committed + 2, terms.steps))),
         scorers=(None,) * terms.scorers,
         unscored=(),
         trainer=Generating() if terms.colocated else Free(),
+        committed=committed,
+        leases_issued=leases_issued,
     )
 
 

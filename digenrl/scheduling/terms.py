@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from math import gcd
 
 from digenrl.config.spec import Dispatch, Help, Order, Stream
 
@@ -23,6 +24,7 @@ class Terms:
     stale_budget: int = 0  # samples of a step that may come from the version one behind
     colocated: bool = False
     scorers: int = 0  # reward lanes; 0 means that scoring takes no lane
+    score_batch: int = 1  # so many waiting samples of one slice, at most, go to a reward lane together
     search_budget: int = 500  # nodes of one help decision: instants of possible futures that it plays
     slice_failures_per_group: int = 3  # so many failed slices take a group into quarantine
     replacements_per_step: int = 64  # more quarantined groups than this in one step end the run
@@ -36,6 +38,11 @@ class Terms:
     def slices_per_step(self) -> int:
         """How many slices a step's list holds."""
         return self.prompts * self.slices_per_group
+
+    @property
+    def score_unit(self) -> int:
+        """Samples that always travel through scoring together: every batch is a whole number of these."""
+        return gcd(min(self.score_batch, self.slice_size), self.slice_size)
 
     @property
     def samples_per_step(self) -> int:
@@ -57,3 +64,7 @@ class Costs:
     def train_ns(self, samples: int) -> int:
         """The time to train `samples` in one go, rounded half-even to whole nanoseconds."""
         return round(samples * self.train_sample_ns)
+
+    def score_batch_ns(self, samples: int) -> int:
+        """The time that a reward lane takes for `samples` at once."""
+        return samples * self.score_ns

@@ -79,6 +79,8 @@ def absorb_committed(state: SchedulerState, event: Committed) -> Outcome:
     if shares_cards:
         return replace(state, trainer=SwitchingIn(plan=None)), (Help(),)
     generators = tuple(lane.index for lane in lanes if lane.present and not lane.helper)
+    if not generators:
+        return state, ()
     due = (version, event.at_ns + state.costs.publish_ns)
     return replace(state, publishing=(*state.publishing, due)), (Publish(version, generators),)
 
@@ -144,7 +146,7 @@ def _help_or_wait(state: SchedulerState, at_ns: int) -> Outcome:
 def _next_round_or_return(state: SchedulerState, between: BetweenRounds, at_ns: int) -> Outcome:
     """Runs another round while the plan asks for one and a slice may start; else the lanes go back."""
     plan, picker = between.plan, SlicePicker(state)
-    wanted = plan.rounds_left > 0
+    wanted = plan.rounds_left > 0 and bool(state.helpers)
     if plan.stop_when_ready and state.current.ready and not between.first:
         wanted = False
     if plan.current_step_only and not picker.current_step_unstarted():

@@ -89,6 +89,7 @@ def _terms(spec: Spec, search_budget: int) -> Terms:
         stale_budget=0 if policy.colocated else int(stale),
         colocated=policy.colocated,
         scorers=spec.reward.lanes if to_ns(spec.reward.seconds) else 0,
+        score_batch=spec.reward.batch,
         search_budget=search_budget,
     )
 

@@ -10,8 +10,8 @@ from digenrl.scheduling.invariants import Auditor
 from digenrl.simulation.answer import Answer, bound_seconds
 from digenrl.simulation.durations import NS_PER_SECOND, opening_state
 from digenrl.simulation.quick import with_best_slice
-from digenrl.simulation.recorder import Recorder
 from digenrl.simulation.virtual_cluster import VirtualCluster
+from digenrl.telemetry.recorder import Recorder
 from digenrl.telemetry.trace import TRAINER_LANE, Trace, Work
 
 # In a simulation nobody waits for a decision, so a search may look at far more futures than in a live run.

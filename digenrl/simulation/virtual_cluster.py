@@ -56,10 +56,10 @@ class Faults:
 
 
 class VirtualCluster:
-    """Lanes, scorers and a trainer that do nothing but take time."""
+    """Lanes, scorers and a trainer that do nothing but take time; the clock starts at `start_ns`."""
 
-    def __init__(self, opening: SchedulerState, faults: Faults | None = None) -> None:
-        self.now_ns = 0
+    def __init__(self, opening: SchedulerState, faults: Faults | None = None, start_ns: int = 0) -> None:
+        self.now_ns = start_ns
         self._terms, self._costs = opening.terms, opening.costs
         self._slice_ns = {lane.index: lane.slice_ns for lane in opening.lanes}
         self._faults = faults or Faults()
@@ -107,7 +107,8 @@ class VirtualCluster:
             self._report(SLICE_ENDS, SliceDone(end, lease), order)
 
     def _score(self, action: Score) -> None:
-        end = self.now_ns + (self._costs.score_ns if self._terms.scorers else 0)
+        takes_ns = self._costs.score_batch_ns(action.slice.size) if self._terms.scorers else 0
+        end = self.now_ns + takes_ns
         if not self._faults.failing_samples.isdisjoint(action.slice.samples()):
             self._report(SCORES, ScoreFailed(end, action.slice, action.scorer, "simulated failure"))
         else:

@@ -26,6 +26,8 @@ _FRESH = {
     Work.COMMIT: Look("C", "commit (optimizer step)", fill="#2f3640", ink="#ffffff"),
     Work.SWITCH: Look("x", "switch of role", fill="#8d96a3", ink="#ffffff"),
     Work.PUBLISH: Look("p", "publish weights", fill="#d6487b", ink="#ffffff"),
+    Work.EVALUATE: Look("e", "evaluate", fill="#3fa7b5", ink="#06292e"),
+    Work.SAVE: Look("w", "save (write a checkpoint)", fill="#8a5a3c", ink="#ffffff"),
 }
 _STALE = {
     Work.GENERATE: Look("s", "generate, stale weights", fill="#a9c4ee", ink="#12305f", stale=True),
@@ -38,6 +40,7 @@ LEGEND_ORDER: tuple[Look, ...] = (
     _FRESH[Work.HELP],
     _STALE[Work.HELP],
     *(_FRESH[work] for work in (Work.SCORE, Work.TRAIN, Work.COMMIT, Work.SWITCH, Work.PUBLISH)),
+    *(_FRESH[work] for work in (Work.EVALUATE, Work.SAVE)),
 )
 
 

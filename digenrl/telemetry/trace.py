@@ -20,6 +20,8 @@ class Work(StrEnum):
     PUBLISH = "publish"
     HELP = "help"
     SWITCH = "switch"
+    EVALUATE = "evaluate"
+    SAVE = "save"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Span:
     """One stretch of work on one lane, in whole nanoseconds from the start of the run.
 
     `step`, `group`, `first` and `size` name the samples: sample `first` up to `first + size - 1` of a group.
-    Work on no particular group (commit, publish, switch) has `group` -1 and `size` 0.
+    Work on no particular group (commit, publish, switch, evaluate, save) has `group` -1 and `size` 0.
     `version` is the weight version used; a generated slice is stale when its version is below its step.
 
     >>> Span("a100-0", Work.GENERATE, 0, 1_700_000_000, step=1, group=0, first=2, size=2, version=0).stale
@@ -67,9 +69,9 @@ class LaneInfo:
 class Trace:
     """Everything that happened in a run, in the order in which the work started.
 
-    A helper lane of the trainer has a row of its own, with its `help` spans; the row "trainer" shows
-    training, commits and the switches around help. With `shared_cards` (colocated) generators and trainer are
-    the same cards in turn: every generator lane's card also does the work of the row "trainer".
+    A helper lane of the trainer has a row of its own, with its `help` spans; the row "trainer" shows training,
+    commits, saves and the switches around help. With `shared_cards` (colocated) generators and trainer are the
+    same cards in turn: every generator lane's card also does the work of the row "trainer".
     """
 
     lanes: tuple[LaneInfo, ...]

@@ -5,8 +5,9 @@ as busy in each of its rows whenever it works, wherever that work is drawn: a he
 its card trains, and the trainer is no bubble while its cards help. Where generators and trainer share their
 cards, the same holds for every generator lane.
 
-Publishing goes on beside other work and keeps no lane busy. A lane's share is over the time it was there, which is
-the whole run unless it joined later or was lost.
+Publishing goes on beside other work and keeps no lane busy. Evaluating and saving keep a lane busy, though they
+bring no step forward: `pool_work_shares` tells them from the rest. A lane's share is over the time it was there,
+which is the whole run unless it joined later or was lost.
 """
 
 from __future__ import annotations
@@ -62,10 +63,7 @@ def lane_busy_shares(trace: Trace) -> dict[str, float]:
 def pool_busy_shares(trace: Trace) -> dict[str, float]:
     """The share of each pool's lane-seconds spent working; the trainer is one unit, its row "trainer"."""
     uses = lane_uses(trace)
-    pools: dict[str, list[str]] = {}
-    for lane in trace.lanes:
-        pools.setdefault(lane.pool, []).append(lane.name)
-    return {pool: pool_share(names, uses) for pool, names in pools.items()}
+    return {pool: pool_share(names, uses) for pool, names in _pools(trace).items()}
 
 
 def pool_share(lane_names: list[str], uses: dict[str, LaneUse]) -> float:
@@ -76,12 +74,48 @@ def pool_share(lane_names: list[str], uses: dict[str, LaneUse]) -> float:
     return busy_ns / present_ns if present_ns else 0.0
 
 
+def pool_work_shares(trace: Trace) -> dict[str, dict[Work, float]]:
+    """The share of each pool's lane-seconds spent on each kind of work that occurs in its rows.
+
+    The trainer is one unit: what several of its rows do at the same time, as in a round of help, counts once.
+    Publishing, beside other work, has its share too.
+    """
+    uses, spans = lane_uses(trace), spans_by_lane(trace)
+    return {pool: _work_shares(names, uses, spans, trace.end_ns) for pool, names in _pools(trace).items()}
+
+
+def _pools(trace: Trace) -> dict[str, list[str]]:
+    pools: dict[str, list[str]] = {}
+    for lane in trace.lanes:
+        pools.setdefault(lane.pool, []).append(lane.name)
+    return pools
+
+
+def _work_shares(
+    names: list[str], uses: dict[str, LaneUse], spans: dict[str, tuple[Span, ...]], end_ns: int
+) -> dict[Work, float]:
+    is_trainer = TRAINER_LANE in names
+    units = [names] if is_trainer else [[name] for name in names]
+    present_ns = uses[TRAINER_LANE].present_ns if is_trainer else sum(uses[name].present_ns for name in names)
+    shares: dict[Work, float] = {}
+    for unit in units:
+        of_unit = [span for name in unit for span in spans[name]]
+        for work in {span.work for span in of_unit}:
+            busy_ns = _length(_merged((span for span in of_unit if span.work is work), end_ns))
+            shares[work] = shares.get(work, 0.0) + (busy_ns / present_ns if present_ns else 0.0)
+    return {work: shares[work] for work in Work if work in shares}
+
+
+def _length(intervals: Intervals) -> int:
+    return sum(end_ns - start_ns for start_ns, end_ns in intervals)
+
+
 def _lane_use(lane: LaneInfo, trace: Trace, spans: dict[str, tuple[Span, ...]]) -> LaneUse:
     own = _merged((s for s in spans[lane.name] if s.work is not Work.PUBLISH), trace.end_ns)
     elsewhere = _merged(_work_in_other_rows(lane, trace, spans), trace.end_ns)
     left_ns = trace.end_ns if lane.left_ns is None else lane.left_ns
     idle = _within(_gaps(_merge(own + elsewhere), trace.end_ns), lane.joined_ns, left_ns)
-    idle_ns = sum(end_ns - start_ns for start_ns, end_ns in idle)
+    idle_ns = _length(idle)
     present_ns = left_ns - lane.joined_ns
     busy_share = (present_ns - idle_ns) / present_ns if present_ns else 0.0
     return LaneUse(own, elsewhere, idle, present_ns, busy_share)
@@ -94,8 +128,8 @@ def _work_in_other_rows(lane: LaneInfo, trace: Trace, spans: dict[str, tuple[Spa
         return []
     cards = [other.name for other in trace.lanes if _is_card_of(trainer, other, trace.shared_cards)]
     if lane == trainer:
-        work = Work.GENERATE if trace.shared_cards else Work.HELP
-        return [s for name in cards for s in spans[name] if s.work is work]
+        works = (Work.GENERATE if trace.shared_cards else Work.HELP, Work.EVALUATE, Work.SAVE)
+        return [s for name in cards for s in spans[name] if s.work in works]
     return [s for s in spans[TRAINER_LANE] if s.work is not Work.PUBLISH] if lane.name in cards else []
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from digenrl.config.training import TrainerSettings
 from digenrl.models.contract import Conditioning, DiffusionModel
 from digenrl.models.pairs import LossTerms, Objective
 from digenrl.training.gradients import Gradients, GradientSums, drop_gradients, take_gradients
@@ -15,7 +16,6 @@ from digenrl.training.pack_size import measure_largest_pack
 from digenrl.training.packs import Term, halves
 from digenrl.training.policies import Policies
 from digenrl.training.replay import Replay
-from digenrl.training.settings import TrainerSettings
 
 
 @dataclass(frozen=True, slots=True)

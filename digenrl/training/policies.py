@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.lora import adapters_disabled, has_lora
+from digenrl.models.published import check_fits, published_name, weights_state
 
 
 def trained_parameters(model: DiffusionModel) -> dict[str, nn.Parameter]:
@@ -60,9 +61,13 @@ class Snapshot:
             else:
                 self.values[name].lerp_(parameter, 1 - decay)
 
+    def equals_current(self) -> bool:
+        """Whether the model's weights are the same to the last bit."""
+        return all(torch.equal(self.values[name], p) for name, p in self._parameters.items())
+
     def state(self) -> dict[str, Tensor]:
-        """A copy of the values."""
-        return {name: value.clone() for name, value in self.values.items()}
+        """A copy of the values, on the CPU."""
+        return cpu_copy(self.values)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Takes over values of the same parameters."""
@@ -71,18 +76,39 @@ class Snapshot:
 
 
 class Policies:
-    """Which weights a forward is made with. Old policy and reference are held only where they are needed."""
+    """Which weights a forward is made with. Old policy and reference are held only where they are needed.
+
+    A version of the weights is what is published when a batch is committed. Inside a batch of several updates the
+    trained weights are of no version; those of the last one are then at hand only as the old policy.
+    """
 
     def __init__(self, model: DiffusionModel, *, keep_old: bool, keep_reference: bool) -> None:
         self.parameters = trained_parameters(model)
         self._model = model
+        self._left_version = False
+        self._last_version: Mapping[str, Tensor] = {}  # trained weights of a version that was left
         self.old_snapshot = Snapshot(self.parameters) if keep_old else None
         frozen_copy = keep_reference and not has_lora(model)
         self._reference_snapshot = Snapshot(self.parameters) if frozen_copy else None
 
     def generating(self) -> AbstractContextManager[None]:
-        """The weights to generate the next batch with: the trained ones, or a policy that follows them."""
-        return nullcontext() if self.old_snapshot is None else self.old_snapshot.applied()
+        """The last version's weights, to generate with: the trained ones, or a policy that follows them."""
+        if self.old_snapshot is not None:
+            return self.old_snapshot.applied()
+        if self._left_version:
+            raise RuntimeError(
+                "inside a batch the weights of the last version are not kept; make the trainer with helps=True, "
+                "or generate between batches"
+            )
+        return nullcontext()
+
+    def published(self) -> dict[str, Tensor]:
+        """A copy of the last version's weights, which `load_published` takes over; where they are at hand."""
+        if self.old_snapshot is None and self._last_version:
+            kept = {published_name(name): value.clone() for name, value in self._last_version.items()}
+            return weights_state(self._model) | kept
+        with self.generating():
+            return weights_state(self._model)
 
     def old(self) -> AbstractContextManager[None]:
         """The weights before the batch's first update or, where an algorithm lets them follow slowly, behind."""
@@ -95,30 +121,55 @@ class Policies:
             return self._reference_snapshot.applied()
         return adapters_disabled(self._model)
 
-    def state(self) -> dict[str, dict[str, Tensor] | None]:
-        """A copy of the trained weights and of the snapshots held."""
+    def state(self, with_reference: bool = True) -> dict[str, dict[str, Tensor] | None]:
+        """A copy, on the CPU, of the trained weights and of the snapshots held.
+
+        An old policy that equals the trained one to the last bit is left out: None, as where there is none.
+        """
+        lags = self.old_snapshot is not None and not self.old_snapshot.equals_current()
         return {
-            "current": {name: parameter.detach().clone() for name, parameter in self.parameters.items()},
-            "old": None if self.old_snapshot is None else self.old_snapshot.state(),
-            "reference": None if self._reference_snapshot is None else self._reference_snapshot.state(),
+            "current": cpu_copy(self.parameters),
+            "old": self.old_snapshot.state() if self.old_snapshot is not None and lags else None,
+            "reference": self.reference_state() if with_reference else None,
         }
+
+    def reference_state(self) -> dict[str, Tensor] | None:
+        """A copy of the frozen weights, which never change; None where the base model is the reference."""
+        return None if self._reference_snapshot is None else self._reference_snapshot.state()
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError unless `load_state` can take it over."""
+        check_fits("state of the trained weights", state["current"], self.parameters)
+        if self.old_snapshot is not None and state["old"] is not None:
+            check_fits("state of the old policy", state["old"], self.parameters)
+        if self._reference_snapshot is not None:
+            check_fits("state of the reference", state["reference"] or {}, self.parameters)
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Takes over the weights and snapshots of policies of the same kind."""
         for name, parameter in self.parameters.items():
             parameter.copy_(state["current"][name])
-        for snapshot, values in (
-            (self.old_snapshot, state["old"]),
-            (self._reference_snapshot, state["reference"]),
-        ):
-            if snapshot is not None:
-                snapshot.load_state(values)
+        if self.old_snapshot is not None:
+            self.old_snapshot.load_state(state["old"] or state["current"])
+        if self._reference_snapshot is not None:
+            self._reference_snapshot.load_state(state["reference"])
+        self._left_version, self._last_version = False, {}
+
+    def leave_version(self, kept: Mapping[str, Tensor] | None = None) -> None:
+        """The trained weights are about to move on from the last version; a copy of them may be kept for it."""
+        self._left_version, self._last_version = True, kept or {}
 
     def finish_batch(self, decay: float) -> None:
-        """old <- decay * old + (1 - decay) * new."""
+        """old <- decay * old + (1 - decay) * new: a version to publish."""
         if self.old_snapshot is not None:
             self.old_snapshot.follow(decay)
+        self._left_version, self._last_version = False, {}
+
+
+def cpu_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies that nothing else holds."""
+    return {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
 
 
 def use_gradient_checkpointing(model: DiffusionModel, on: bool) -> None:

@@ -2,12 +2,12 @@
 
 The scalar of an update is L = (1 / Z) sum of w * l over its terms, with Z counted before any forward. No statistic
 crosses terms and the gradient norm is clipped after the whole sum, so that the gradient does not depend on the
-order of groups, the size of packs or the number of ranks.
+order of groups, the size of packs or the number of ranks: on the order not even in its last bit, as long as groups
+come in the same slices (see `sum_in_order`), on the others only by rounding.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,15 +15,24 @@ from typing import Any
 
 import torch
 
+from digenrl.config.training import TrainerSettings
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.pairs import Objective, ScoredGroup, Standing
+from digenrl.models.published import check_fits
 from digenrl.training.gradients import Gradients, GradientSums, add_into, total_norm
-from digenrl.training.metrics import Tally, UpdateMetrics, update_metrics
+from digenrl.training.metrics import UpdateMetrics, update_metrics
+from digenrl.training.optimizer import (
+    check_moments,
+    load_optimizer_state,
+    make_optimizer,
+    optimizer_state,
+    take_step,
+)
+from digenrl.training.ordered_sums import OrderedSums
 from digenrl.training.packed import Job, PackedPasses, PassResult
 from digenrl.training.packs import Rank, Term, share_of, terms_of, update_of
 from digenrl.training.policies import Policies, Snapshot, use_gradient_checkpointing
 from digenrl.training.replay import DrawNoise, Replay
-from digenrl.training.settings import TrainerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +60,22 @@ class _Entry:
     rewards: tuple[float, ...]
     standing: Standing
     terms: int  # that it counts in the denominator
-    held: set[int] = field(default_factory=set)  # samples of a later update, not trained yet
+    sums: OrderedSums  # over its samples
+    held: list[set[int]] = field(default_factory=list)  # slices of a later update, not trained yet
     trained: set[int] = field(default_factory=set)
-    result: PassResult = field(default_factory=PassResult)
+
+    def added(self) -> set[int]:
+        """The samples that are trained or held."""
+        return self.trained.union(*self.held)
 
 
 class Trainer:
     """One rank's trainer. Every rank is handed the same groups and takes its share of their terms.
 
     `sum_over_ranks` adds up gradients, of all trained parameters, over all ranks; with one rank it is not needed.
+    With several updates per batch, `helps` keeps the last version's weights, so that the trainer can generate with
+    them inside a batch, and `keep_last_version` a copy of the whole state on the CPU, so that
+    `state_at_last_version` is at hand there too. With one update per batch both come for nothing.
     """
 
     def __init__(
@@ -72,6 +88,8 @@ class Trainer:
         *,
         rank: Rank | None = None,
         sum_over_ranks: Callable[[Gradients], Gradients] | None = None,
+        helps: bool = False,
+        keep_last_version: bool = False,
     ) -> None:
         _check(batch_shape, objective, settings)
         self._objective = objective
@@ -80,7 +98,7 @@ class Trainer:
         self._rank = rank or Rank()
         self._sum_over_ranks = sum_over_ranks
         recompute = settings.old_log_probs == "recomputed"
-        keep_old = objective.needs.old_policy or (recompute and objective.updates_per_batch > 1)
+        keep_old = objective.needs.old_policy or (objective.updates_per_batch > 1 and (recompute or helps))
         self.policies = Policies(model, keep_old=keep_old, keep_reference=objective.needs.reference)
         self.ema = None if settings.ema is None else Snapshot(self.policies.parameters)
         self.optimizer = make_optimizer(self.policies, settings)
@@ -91,9 +109,10 @@ class Trainer:
         self.batch = 0  # also the version of the weights that fresh samples are made with
         self.update = 0  # of this batch
         self.updates_done = 0
+        self._keeps_last_version = keep_last_version and objective.updates_per_batch > 1
+        self._last_version: dict[str, Any] | None = None  # kept while updates of the open batch are committed
         self._entries: dict[int, _Entry] = {}
-        self._sums = GradientSums()
-        self._tally = Tally()
+        self._open = self._empty_sums()
 
     def add_group(
         self, group: ScoredGroup, place: int | None = None, samples: Iterable[int] | None = None
@@ -110,7 +129,7 @@ class Trainer:
         if self._update_of(place) == self.update:
             self._train(place, entry, wanted)
         else:
-            entry.held |= wanted
+            entry.held.append(wanted)
         self._entries[place] = entry
 
     def discard_group(self, place: int) -> None:
@@ -119,6 +138,22 @@ class Trainer:
         if entry is not None and len(entry.trained) == self._shape.group_size:
             raise ValueError(f"the group in place {place} is whole and part of the open gradient")
         self._entries.pop(place, None)
+
+    def rehearse(self, group: ScoredGroup) -> None:
+        """Replays a group, of any step and size, and forgets it: finds the pack size and warms caches.
+
+        Its rewards do not matter. Weights, optimizer, the open gradient and all counters stay as they are.
+        """
+        samples = range(len(group.trajectories))
+        if len(samples) < 2:
+            raise ValueError(f"a rehearsal needs a group of at least 2 samples, got {len(samples)}")
+        rows = self._objective.rows_per_term
+        standing = Standing(
+            advantages=tuple(1.0 if index % 2 else -1.0 for index in samples),
+            chosen=tuple(samples[: len(samples) // rows * rows]),
+        )
+        terms = terms_of(group, standing, self._objective, samples)
+        self._passes.run(terms, Job(group.conditioning, denominator=len(terms), before_updates=self.update == 0))
 
     @property
     def pack_size(self) -> int | None:
@@ -142,6 +177,8 @@ class Trainer:
             raise FloatingPointError(
                 f"gradient norm of update {self.update} of batch {self.batch} is {norm}; the weights are unchanged"
             )
+        if self.update == 0:
+            self._leave_version()
         take_step(self.policies, self.optimizer, gradient, norm, self._settings.gradient_norm)
         self.updates_done += 1
         ema = self._settings.ema
@@ -166,25 +203,47 @@ class Trainer:
         parameters = self.policies.parameters
         return self._sum_over_ranks({n: total.get(n, torch.zeros_like(p.data)) for n, p in parameters.items()})
 
+    def abandon_batch(self) -> None:
+        """Forgets everything of the open batch; its updates that are committed are taken back."""
+        if self.update:
+            self.load_state(self.state_at_last_version())
+        self._forget_open_batch()
+
     def state(self) -> dict[str, Any]:
-        """Everything that a trainer of the same settings needs to go on from here; only between batches."""
+        """Everything that a trainer of the same settings needs to go on from here; only between batches.
+
+        A tree of dictionaries with tensors, all copies on the CPU, and of what JSON can hold.
+        """
         if self.update or self._entries:
             raise RuntimeError(f"batch {self.batch} is open; save the trainer when it is committed")
-        return {
-            "batch": self.batch,
-            "updates_done": self.updates_done,
-            "policies": self.policies.state(),
-            "ema": None if self.ema is None else self.ema.state(),
-            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
-        }
+        return self._state_of_now()
+
+    def state_at_last_version(self) -> dict[str, Any]:
+        """The state when the open batch began, whatever has been added and committed since."""
+        if not self.update:
+            return self._state_of_now()  # what is added to the open gradient is no part of a state
+        if self._last_version is None:
+            raise RuntimeError(
+                f"{self.update} updates of batch {self.batch} are committed and the state before is not kept; "
+                "make the trainer with keep_last_version=True"
+            )
+        policies = self._last_version["policies"] | {"reference": self.policies.reference_state()}
+        return self._last_version | {"policies": policies}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a saved state."""
-        self.batch, self.updates_done = state["batch"], state["updates_done"]
-        self.policies.load_state(state["policies"])
+        """Goes on from a saved state; what is open is forgotten. A state that does not fit changes nothing."""
+        parameters = self.policies.parameters
+        self.policies.check_state(state["policies"])
+        check_moments(state["optimizer"], parameters)
         if self.ema is not None:
+            check_fits("state of the moving average", state["ema"] or {}, parameters)
             self.ema.load_state(state["ema"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.policies.load_state(state["policies"])
+        load_optimizer_state(self.optimizer, parameters, state["optimizer"])
+        self.batch, self.updates_done = state["batch"], state["updates_done"]
+        if state["pack_size"] is not None:
+            self._passes.pack_size = state["pack_size"]  # packs of another size round differently
+        self._forget_open_batch()
 
     def _clamp_corrections(self, scale: float) -> Gradients:
         """Samples that the clamp catches, now that the scale is known, once more with the difference as weight."""
@@ -226,10 +285,11 @@ class Trainer:
             clamp = self._objective.clamp
             held = tuple(max(-clamp, min(clamp, advantage)) for advantage in standing.advantages)
             standing = replace(standing, advantages=held)
-        entry = self._entries.get(place) or _Entry(group, group.index, group.rewards, standing, terms)
+        sums = OrderedSums(range(self._shape.group_size), self._settings.sum_in_order)
+        entry = self._entries.get(place) or _Entry(group, group.index, group.rewards, standing, terms, sums)
         if (entry.index, entry.rewards) != (group.index, group.rewards):
             raise ValueError(f"{where} is not the group that place {place} already holds")
-        doubled = wanted & (entry.trained | entry.held)
+        doubled = wanted & entry.added()
         if doubled:
             raise ValueError(f"{where}: samples {sorted(doubled)} were added before; none is trained twice")
         return entry
@@ -241,12 +301,11 @@ class Trainer:
         return counts.pop()
 
     def _train(self, place: int, entry: _Entry, wanted: set[int]) -> None:
-        entry.result.add(self._run(entry, self._share(place, entry, wanted)))
+        entry.sums.add(wanted, self._run(entry, self._share(place, entry, wanted)))
         entry.trained |= wanted
         if len(entry.trained) == self._shape.group_size:
-            self._sums.add(entry.result.sums)
-            self._tally.merge(entry.result.tally)
-            entry.result = PassResult()
+            self._open.add([place], entry.sums.total)
+            entry.sums = OrderedSums([], in_order=False)  # nothing more comes
             entry.group = entry.group if self._objective.scale_over == "batch" else None
 
     def _share(self, place: int, entry: _Entry, samples: Iterable[int]) -> list[Term]:
@@ -286,7 +345,7 @@ class Trainer:
     def _metrics(self, norm: float) -> UpdateMetrics:
         entries = [self._entries[place] for place in self._places_of(self.update)]
         return update_metrics(
-            self._tally,
+            self._open.total.tally,
             batch=self.batch,
             update=self.update,
             rewards=[reward for entry in entries for reward in entry.rewards],
@@ -296,41 +355,49 @@ class Trainer:
             pack_size=self._passes.pack_size or 0,
         )
 
+    def _leave_version(self) -> None:
+        if not self._keeps_last_version:
+            self.policies.leave_version()
+            return
+        self._last_version = self._state_of_now(with_reference=False)
+        self.policies.leave_version(self._last_version["policies"]["current"])
+
     def _next_update(self) -> None:
-        self._sums, self._tally = GradientSums(), Tally()
         self.update += 1
         if self.update == self._objective.updates_per_batch:
             self.policies.finish_batch(self._objective.old_policy_decay(self.batch))
-            self.batch, self.update = self.batch + 1, 0
-            self._entries = {}
+            self.batch += 1
+            self._forget_open_batch()
             return
+        self._open = self._empty_sums()
         for place in self._places_of(self.update):
             entry = self._entries.get(place)
-            if entry is not None and entry.held:
-                self._train(place, entry, entry.held)
-                entry.held = set()
+            while entry is not None and entry.held:
+                self._train(place, entry, entry.held[0])
+                entry.held.pop(0)
 
+    def _forget_open_batch(self) -> None:
+        self.update = 0
+        self._entries = {}
+        self._open = self._empty_sums()
+        self._last_version = None
 
-def make_optimizer(policies: Policies, settings: TrainerSettings) -> torch.optim.AdamW:
-    """AdamW over the trained parameters."""
-    return torch.optim.AdamW(
-        policies.parameters.values(),
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.adam_eps,
-        weight_decay=settings.weight_decay,
-    )
+    def _empty_sums(self) -> OrderedSums:
+        return OrderedSums(self._places_of(self.update), self._settings.sum_in_order)
 
+    @property
+    def _sums(self) -> GradientSums:
+        return self._open.total.sums
 
-def take_step(
-    policies: Policies, optimizer: torch.optim.Optimizer, gradient: Gradients, norm: float, largest_norm: float
-) -> None:
-    """One optimizer step with this gradient, clipped to a norm; parameters are left without gradients."""
-    factor = min(1.0, largest_norm / (norm + 1e-6))
-    for name, parameter in policies.parameters.items():
-        parameter.grad = (gradient[name] * factor).to(parameter.dtype) if name in gradient else None
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    def _state_of_now(self, with_reference: bool = True) -> dict[str, Any]:
+        return {
+            "batch": self.batch,
+            "updates_done": self.updates_done,
+            "pack_size": self._passes.pack_size,
+            "policies": self.policies.state(with_reference),
+            "ema": None if self.ema is None else self.ema.state(),
+            "optimizer": optimizer_state(self.optimizer, self.policies.parameters),
+        }
 
 
 def _check(shape: BatchShape, objective: Objective, settings: TrainerSettings) -> None:

@@ -19,6 +19,7 @@ from scored_groups import DRAW_NOISE, RUN_SEED
 
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
+from digenrl.config.training import TrainerSettings
 from digenrl.generation.rollout import decode_slice, generate_slice
 from digenrl.generation.windows import Window, plan_rollouts
 from digenrl.models.contract import DiffusionModel
@@ -28,7 +29,6 @@ from digenrl.models.trajectory import StepNoise
 from digenrl.records import Slice
 from digenrl.training.policies import Policies
 from digenrl.training.serial import SerialReference
-from digenrl.training.settings import TrainerSettings
 from digenrl.training.trainer import make_optimizer
 
 FAMILY = FAMILIES["sd3"]

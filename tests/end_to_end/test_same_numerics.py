@@ -10,6 +10,7 @@ from scored_groups import DRAW_NOISE, RUN_SEED
 from toy_model import TOY_SIZE, ToyModel
 
 from digenrl.algorithms.registry import build_algorithm
+from digenrl.config.training import TrainerSettings
 from digenrl.generation.rollout import generate_slice
 from digenrl.generation.windows import plan_rollouts, read_window
 from digenrl.models.lora import add_lora
@@ -17,7 +18,6 @@ from digenrl.models.pairs import ScoredGroup
 from digenrl.models.trajectory import StepNoise
 from digenrl.records import Slice
 from digenrl.training.metrics import UpdateMetrics
-from digenrl.training.settings import TrainerSettings
 from digenrl.training.trainer import BatchShape, Trainer
 
 Precision = Literal["off", "bf16"]

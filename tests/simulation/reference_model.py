@@ -3,6 +3,9 @@
 "Rule n" cites the numbered rules of the model's page and "exactly n" its list of exact readings. Times are
 whole nanoseconds inside and float seconds in the answer (exactly 1). Nothing here is shared with the package.
 
+`reward.batch` is read as: a free reward lane takes the oldest sample and, up to `batch` in all, those behind it
+that came with the same slice, `seconds` for each.
+
 Not covered: `help: auto`, `dispatch: earliest_finish` and the validation of a SPEC.
 """
 
@@ -95,6 +98,7 @@ class Costs:
 
         self.reward_ns = nanoseconds(exact(reward.get("seconds", 0)))
         self.reward_lanes = int(reward.get("lanes", 0)) if self.reward_ns else 0  # exactly 3
+        self.reward_batch = int(reward.get("batch", 1))
         self.sample_seconds = exact(trainer["seconds_per_sample"])
         self.unit_size = {"sample": 1, "group": self.group_size, "batch": self.step_size}[self.stream]
         self.units_per_step = self.step_size // self.unit_size
@@ -191,12 +195,14 @@ def generate_on_all_lanes(costs: Costs, start: int) -> list[tuple[int, int]]:
 
 def last_score(costs: Costs, deliveries: list[tuple[int, int]], start: int) -> int:
     """Rule 3: when the last sample of the step is scored."""
-    delivered = sorted(end for end, _duration in deliveries for _ in range(costs.slice_size))
+    delivered = sorted(end for end, _duration in deliveries)
     if not costs.reward_lanes:
         return delivered[-1]
     free_at = [start] * costs.reward_lanes
     for end in delivered:
-        heapq.heappush(free_at, max(end, heapq.heappop(free_at)) + costs.reward_ns)
+        for first in range(0, costs.slice_size, costs.reward_batch):
+            together = min(costs.reward_batch, costs.slice_size - first)
+            heapq.heappush(free_at, max(end, heapq.heappop(free_at)) + together * costs.reward_ns)
     return max(free_at)
 
 
@@ -228,8 +234,8 @@ class World:
         self.cursor = 0  # the next slice that any lane may take
         self.running: list[tuple[int, int, int]] = []  # (end, slice, lane); helper lanes are below 0
         self.stale_started = [0] * costs.steps  # samples per step, against one budget each
-        self.to_score: list[tuple[int, int]] = []  # the FIFO of rule 3; a sample is its (step, group)
-        self.scoring: list[tuple[int, tuple[int, int]]] = []  # (end, sample), oldest first
+        self.to_score: list[int] = []  # the FIFO of rule 3; a sample is known by its slice
+        self.scoring: list[tuple[int, list[int]]] = []  # (end, samples) of each busy reward lane
         self.scored: dict[tuple[int, int], int] = {}
         self.ready = [0] * costs.steps
         self.trained = 0  # units of the lowest uncommitted step
@@ -269,30 +275,35 @@ class World:
 
     def pending_ends(self) -> list[int]:
         trainer = [] if self.activity in ("free", "helping") else [self.activity_end]
-        ends = [end for end, *_ in self.running] + [end for end, _sample in self.scoring]
+        ends = [end for end, *_ in self.running] + [end for end, _samples in self.scoring]
         return ends + self.publications + trainer
 
     def end_slices(self) -> None:
         """Slices that end together enter the FIFO in list order (exactly 3)."""
-        costs = self.costs
         ended = sorted(index for end, index, _lane in self.running if end == self.clock)
         self.running = [entry for entry in self.running if entry[0] != self.clock]
         for index in ended:
-            self.to_score += [(costs.step_of(index), costs.group_of(index))] * costs.slice_size
+            self.to_score += [index] * self.costs.slice_size
 
     def score(self) -> None:
         """Rule 3; without reward lanes a sample is scored as it is delivered."""
-        while self.scoring and self.scoring[0][0] == self.clock:
-            self.mark_scored(self.scoring.pop(0)[1])
+        for end, samples in self.scoring.copy():
+            if end == self.clock:
+                self.scoring.remove((end, samples))
+                for sample in samples:
+                    self.mark_scored(sample)
         if not self.costs.reward_lanes:
             while self.to_score:
                 self.mark_scored(self.to_score.pop(0))
         while self.to_score and len(self.scoring) < self.costs.reward_lanes:
-            self.scoring.append((self.clock + self.costs.reward_ns, self.to_score.pop(0)))
+            ahead = self.to_score[: self.costs.reward_batch]
+            samples = [sample for sample in ahead if sample == ahead[0]]
+            self.scoring.append((self.clock + len(samples) * self.costs.reward_ns, samples))
+            del self.to_score[: len(samples)]
 
-    def mark_scored(self, sample: tuple[int, int]) -> None:
+    def mark_scored(self, sample: int) -> None:
         """Rule 4: a sample, a whole group or a whole step becomes ready, by stream."""
-        step, group = sample
+        step, group = self.costs.step_of(sample), self.costs.group_of(sample)
         unit = (step, 0 if self.costs.stream == "batch" else group)
         self.scored[unit] = self.scored.get(unit, 0) + 1
         if self.scored[unit] % self.costs.unit_size == 0:

@@ -27,8 +27,8 @@ from digenrl.records import (
 from digenrl.scheduling import SchedulerState, decide
 from digenrl.scheduling.invariants import Auditor
 from digenrl.simulation.durations import opening_state
-from digenrl.simulation.recorder import Recorder
 from digenrl.simulation.virtual_cluster import Faults, StalledError, VirtualCluster
+from digenrl.telemetry.recorder import Recorder
 
 SECOND = 1_000_000_000
 HELPS = ("none", "greedy", "search", "auto")

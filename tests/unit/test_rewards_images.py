@@ -15,10 +15,17 @@ from digenrl.rewards.building import build_reward
 from digenrl.rewards.contract import Reward, RewardError
 from digenrl.rewards.ocr import OcrReward, edit_distance, quoted
 
+ANSWERS = [("1234", 0.9), ("1234", 0.3), ("1235", 0.9)]  # of a recogniser: text and confidence
+
 
 @pytest.fixture(scope="module")
 def ocr() -> OcrReward:
     return OcrReward(OcrSettings(exact_bonus=0.5))
+
+
+@pytest.fixture(scope="module")
+def line_reader() -> OcrReward:
+    return OcrReward(OcrSettings(detect=False, width=96))
 
 
 def writing(text: str, height: int = 64, letters: int = 20, ink: str = "black") -> Tensor:
@@ -70,6 +77,39 @@ def test_colours_reach_the_recogniser_in_its_own_order(ocr: OcrReward, monkeypat
     red[:, 0] = 1.0
     score(ocr, red, text="x")
     assert seen[0][0, 0].tolist() == [0, 0, 255]
+
+
+def test_a_picture_that_is_one_line_is_read_without_looking_for_text_in_it(line_reader: OcrReward) -> None:
+    texts = ("4071", "9926", "1358")
+    pictures = torch.stack([writing(text, height=32, letters=22)[:, :, :, :60] for text in texts])
+    batch = line_reader.score(pictures, ['"4071"', '"9928"', '"2469"'], [{}] * 3)
+    assert batch.parts == {"similarity": (1.0, 0.75, 0.0), "exact": (1.0, 0.0, 0.0)}
+
+
+def test_without_detection_all_pictures_are_read_in_one_go_and_at_their_own_size(
+    line_reader: OcrReward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(line_reader._engine, "text_rec", lambda lines: (seen.append(lines), (ANSWERS, 0.0))[1])
+    red = torch.zeros(3, 1, 3, 32, 64)
+    red[:, :, 0] = 1.0
+    batch = line_reader.score(red, ['"1234"'] * 3, [{}] * 3)
+    assert [picture.shape for picture in seen[0]] == [(32, 64, 3)] * 3
+    assert seen[0][0][0, 0].tolist() == [0, 0, 255]
+    assert batch.values == (1.0, 0.0, 0.75)  # the second text is too uncertain to count as read
+
+
+def test_the_recogniser_is_as_wide_as_set_and_widens_for_longer_lines(line_reader: OcrReward) -> None:
+    shapes = []
+    forward = line_reader._engine.text_rec.session
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            line_reader._engine.text_rec, "session", lambda lines: (shapes.append(lines.shape), forward(lines))[1]
+        )
+        assert score(line_reader, writing("4071", height=32, letters=22), text="4071")[0] == 1.0
+        assert score(line_reader, writing("Coffee house", height=32), text="coffee house")[0] == 1.0
+    assert shapes[0] == (1, 3, 48, 96)
+    assert shapes[1][3] > 96
 
 
 def test_a_sample_with_nothing_to_look_for_is_an_error_that_names_it(ocr: OcrReward) -> None:

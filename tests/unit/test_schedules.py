@@ -84,3 +84,12 @@ def test_another_shift_in_the_scheduler_of_wan_is_followed() -> None:
     middle = model.schedule(2, SampleSize(720, 1280, frames=81)).sigmas[1]
     unshifted = (1 + 1 / 1000) / 2
     assert float(middle) == pytest.approx(5 * unshifted / (1 + 4 * unshifted), abs=1e-6)
+
+
+@pytest.mark.parametrize("family", KNOWN)
+@pytest.mark.parametrize("shift", [1.0, 3.0, 5.0])
+def test_a_given_shift_replaces_the_schedulers_own(family: str, shift: float) -> None:
+    found = full_size(family).shifted_schedule(4, shift).sigmas
+    even = torch.tensor([1, 0.75, 0.5, 0.25, 0])
+    tolerance = 2e-3 if family == "wan" else 1e-6  # UniPC spaces its levels in its own way
+    assert torch.allclose(found, shift * even / (1 + (shift - 1) * even), atol=tolerance)

@@ -59,4 +59,4 @@ def test_seconds_are_written_exactly() -> None:
 
 def test_every_look_has_its_own_letter_words_and_colour() -> None:
     for attribute in ("letter", "words", "fill"):
-        assert len({getattr(look, attribute) for look in LEGEND_ORDER}) == len(LEGEND_ORDER) == 9
+        assert len({getattr(look, attribute) for look in LEGEND_ORDER}) == len(LEGEND_ORDER) == 11

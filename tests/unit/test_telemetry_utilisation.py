@@ -11,6 +11,7 @@ from digenrl.telemetry.utilisation import (
     lane_busy_shares,
     lane_uses,
     pool_busy_shares,
+    pool_work_shares,
     spans_by_lane,
 )
 
@@ -125,3 +126,30 @@ def test_a_lane_is_not_idle_before_it_joined_and_after_it_was_lost() -> None:
     assert idle_intervals(trace) == {"early": ((30, 40),), "late": ((60, 70),)}
     assert lane_busy_shares(trace) == {"early": 0.75, "late": 0.75}
     assert pool_busy_shares(trace) == {"generator": 0.75}
+
+
+def test_a_trainer_is_busy_while_its_helper_lanes_evaluate() -> None:
+    lanes = (LaneInfo("trainer", "trainer"), LaneInfo("helper-0", "trainer"))
+    trace = Trace(lanes, (span("helper-0", Work.EVALUATE, 0, 3),), 4 * SECOND)
+    assert pool_busy_shares(trace) == {"trainer": 0.75}
+
+
+def test_shares_by_kind_of_work_count_a_round_of_help_once() -> None:
+    lanes = (LaneInfo("trainer", "trainer"), LaneInfo("helper-0", "trainer"), LaneInfo("helper-1", "trainer"))
+    spans = (
+        span("helper-0", Work.HELP, 0, 3, group=0, size=1),
+        span("helper-1", Work.HELP, 0, 2, group=0, first=1, size=1),
+        span("trainer", Work.TRAIN, 3, 4, group=0, size=2),
+    )
+    assert pool_work_shares(Trace(lanes, spans, 4 * SECOND)) == {"trainer": {Work.TRAIN: 0.25, Work.HELP: 0.75}}
+
+
+def test_shares_by_kind_of_work_of_the_worked_example_add_up_to_the_busy_share() -> None:
+    trace = on_policy_trace()
+    shares = pool_work_shares(trace)
+    assert shares["generator"] == {Work.GENERATE: pytest.approx(10 / 19)}
+    assert shares["trainer"] == {
+        Work.TRAIN: pytest.approx(8 / 19),
+        Work.COMMIT: pytest.approx(1 / 19),
+        Work.PUBLISH: pytest.approx(1 / 19),
+    }

@@ -15,9 +15,9 @@ from scored_groups import (
     trainer_of,
 )
 
+from digenrl.config.training import TrainerSettings
 from digenrl.models.lora import add_lora
 from digenrl.models.registry import FAMILIES, make_tiny_pipeline
-from digenrl.training.settings import TrainerSettings
 
 
 @pytest.mark.parametrize(

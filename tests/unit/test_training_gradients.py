@@ -24,8 +24,8 @@ from scored_groups import (
 )
 
 from digenrl.algorithms.registry import ALGORITHMS, build_algorithm
+from digenrl.config.training import TrainerSettings
 from digenrl.training.packs import Rank
-from digenrl.training.settings import TrainerSettings
 
 EVERY = pytest.mark.parametrize("name", list(ALGORITHMS))
 NARROW = {"flow_grpo_fast": {"kind": "fast", "width": 2}}  # three steps do not fit half of five

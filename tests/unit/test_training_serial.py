@@ -7,8 +7,8 @@ import torch
 from scored_groups import Rollout, relative_difference, scored_groups, serial_gradient, serial_of, toy
 
 from digenrl.algorithms.registry import build_algorithm
+from digenrl.config.training import TrainerSettings
 from digenrl.models.stochastic_step import StepTimes, stochastic_step
-from digenrl.training.settings import TrainerSettings
 
 
 def test_on_policy_it_is_the_score_function_weighted_by_advantages():

@@ -22,8 +22,8 @@ from scored_groups import (
 from toy_model import ToyModel
 
 from digenrl.algorithms.registry import build_algorithm
+from digenrl.config.training import EmaSettings, TrainerSettings
 from digenrl.models.lora import add_lora
-from digenrl.training.settings import EmaSettings, TrainerSettings
 from digenrl.training.trainer import BatchShape, Trainer
 
 

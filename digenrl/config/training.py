@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from digenrl.config.reading import Frozen
+
+
+class LoraSettings(Frozen):
+    """Low-rank adapters on the family's attention layers; everything else is frozen."""
+
+    rank: int = Field(default=32, ge=1)
+    alpha: float = Field(default=64, gt=0)
 
 
 class EmaSettings(Frozen):
@@ -17,11 +24,14 @@ class EmaSettings(Frozen):
 
 
 class TrainerSettings(Frozen):
-    """The optimizer, and how pairs are replayed.
+    """What is trained, the optimizer, and how pairs are replayed.
 
+    Without `lora` all weights of the transformer are trained.
     `pack_size` counts the terms of one forward and backward; `auto` measures the largest that fits
     `memory_share` of the free memory. `old_log_probs` are the rollout's own, or recomputed by the trainer where
-    forwards of another shape or device would not give the same bits.
+    forwards of another shape or device would not give the same bits. With `sum_in_order` the gradients of groups
+    are added up in the order of their places: the weights are the same to the last bit whatever order groups come
+    in, and a group that is early holds a gradient of its own until then.
     """
 
     learning_rate: float = Field(default=3e-4, gt=0)
@@ -35,9 +45,13 @@ class TrainerSettings(Frozen):
     old_log_probs: Literal["rollout", "recomputed"] = "rollout"
     autocast: Literal["off", "bf16"] = "off"
     gradient_checkpointing: bool = False
+    sum_in_order: bool = True
     ema: EmaSettings | None = None
+    lora: LoraSettings | None = None
 
-    def model_post_init(self, context: object, /) -> None:
-        """A pack holds at least one term."""
-        if self.pack_size != "auto" and self.pack_size < 1:
-            raise ValueError(f"pack_size must be at least 1 or 'auto', got {self.pack_size}")
+    @field_validator("pack_size")
+    @classmethod
+    def _a_pack_holds_a_term(cls, size: int | str) -> int | str:
+        if isinstance(size, int) and size < 1:
+            raise ValueError(f"pack_size must be at least 1 or 'auto', got {size}")
+        return size

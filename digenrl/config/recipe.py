@@ -1,0 +1,206 @@
+"""A recipe: everything that one training run is told, validated before anything is loaded.
+
+What depends on other rooms (an algorithm's options, a family's name) is checked by them, still before any weights
+are read; see `digenrl.workers.blueprint`. docs/recipes.md lists every key.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
+
+from digenrl.config.prompts import PromptSettings
+from digenrl.config.reading import Frozen
+from digenrl.config.rewards import Rewards
+from digenrl.config.spec import Dispatch, Help
+from digenrl.config.training import TrainerSettings
+
+Mode = Literal["colocated", "local"]
+NoiseKind = Literal["flow", "dance", "cps", "truncated_flow"]  # no `ddim`: every family predicts velocities
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class ModelSettings(Frozen):
+    """A pretrained diffusers pipeline. `source` is a directory, a hub id, or `demo`, which comes with DigenRL."""
+
+    family: str
+    source: str = Field(min_length=1)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    guidance: float | None = Field(default=None, ge=0, description="the family's own by default")
+    negative_prompt: str | None = None
+
+
+class NoiseSettings(Frozen):
+    """How stochastic steps draw their noise: the kind, and its level (a or eta)."""
+
+    kind: NoiseKind = "flow"
+    level: float = Field(default=0.7, gt=0)
+
+    @field_validator("level")
+    @classmethod
+    def _fits_the_kind(cls, level: float, info: ValidationInfo) -> float:
+        if info.data.get("kind") == "cps" and level > 1:
+            raise ValueError(f"the level of cps noise is a share, at most 1, got {level}; lower it")
+        return level
+
+
+class SampleSettings(Frozen):
+    """What one sample is and how it is denoised for training.
+
+    `window` says which steps are stochastic and kept; the algorithm's own by default.
+    `shift` moves the noise levels up: evenly spaced ones, s, become shift * s / (1 + (shift - 1) * s), whatever
+    the size of a sample; samples of an evaluation likewise. By default the family's scheduler shifts as its
+    configuration says.
+    """
+
+    height: PositiveInt
+    width: PositiveInt
+    frames: PositiveInt = 1
+    denoising_steps: int = Field(default=10, ge=2)
+    shift: float | None = Field(default=None, gt=0, description="a fixed shift; the scheduler's own by default")
+    noise: NoiseSettings = NoiseSettings()
+    window: dict[str, Any] | None = None
+    decode_rows: PositiveInt | None = Field(default=None, description="rows decoded at once; all by default")
+
+
+class BatchSettings(Frozen):
+    """One optimizer step's samples: `prompts` groups of `samples_per_prompt`, generated in slices."""
+
+    prompts: PositiveInt
+    samples_per_prompt: int = Field(ge=2)
+    slice: PositiveInt | Literal["auto"] = "auto"
+
+    @field_validator("slice")
+    @classmethod
+    def _slices_are_equal(cls, size: int | str, info: ValidationInfo) -> int | str:
+        group = info.data.get("samples_per_prompt")
+        if isinstance(size, int) and group is not None and group % size:
+            divisors = ", ".join(str(divisor) for divisor in _divisors(group))
+            raise ValueError(
+                f"{size} does not divide samples_per_prompt = {group}; choose one of {divisors}, or auto"
+            )
+        return size
+
+    def slice_sizes(self) -> tuple[int, ...]:
+        """Every slice size that cuts a group into equal slices, smallest first."""
+        return _divisors(self.samples_per_prompt)
+
+
+def _divisors(group: int) -> tuple[int, ...]:
+    return tuple(size for size in range(1, group + 1) if group % size == 0)
+
+
+class AlgorithmChoice(Frozen):
+    """An algorithm by name; `options` are its own settings."""
+
+    name: str
+    options: dict[str, Any] = Field(default={})
+
+
+class Techniques(Frozen):
+    """What keeps cards from idling; each can be switched off alone. None of them changes what is computed.
+
+    `gap`: groups stream to the trainer as they complete (off: the whole batch is generated first).
+    `tsp`: many (sample, time-step) pairs in one forward (off: one at a time).
+    `tag`: the trainer helps to generate: by a search that predicts whether it pays, or none.
+    `tcss`: the largest share of a batch that may be made with weights one version old (off: 0).
+    """
+
+    gap: bool = True
+    tsp: bool = True
+    tag: Help = "auto"
+    tcss: Share = 0.0
+    dispatch: Dispatch = "earliest_finish"
+
+    @field_validator("tcss", mode="before")
+    @classmethod
+    def _off_is_no_share(cls, share: Any) -> Any:
+        return 0.0 if share is False else share
+
+
+class LaneSettings(Frozen):
+    """Which devices do what: a number of lanes, placed on free devices, or the devices by name.
+
+    With `rewards: 0` the lane that generated a sample scores it. `threads` are of each worker on a CPU.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    trainer: str = "auto"
+    generators: PositiveInt | tuple[str, ...] = 1
+    rewards: Annotated[int, Field(ge=0)] | tuple[str, ...] = 1
+    encoder: str = Field(default="auto", description="where prompts are encoded; the trainer's device by default")
+    threads: PositiveInt | Literal["auto"] = "auto"
+    restarts: int = Field(default=3, ge=0, description="how often a lost generator or reward lane is replaced")
+
+    @field_validator("generators", "rewards")
+    @classmethod
+    def _some_devices(cls, lanes: int | tuple[str, ...]) -> int | tuple[str, ...]:
+        if lanes == ():
+            raise ValueError("an empty list of devices; give a number of lanes, or at least one device")
+        return lanes
+
+
+class EvaluationSettings(Frozen):
+    """Held-out prompts, sampled without noise in the steps, always from the same initial noise."""
+
+    prompts: PromptSettings
+    every: PositiveInt = Field(default=10, description="optimizer steps; also before the first and after the last")
+    count: PositiveInt | None = Field(default=None, description="so many of the prompts; all by default")
+    denoising_steps: PositiveInt = 20
+    guidance: float | None = Field(default=None, ge=0, description="that of training by default")
+    seed: int = Field(default=0, ge=0)
+    batch: PositiveInt = Field(default=8, description="samples denoised together")
+    shown: PositiveInt = Field(default=16, description="images in the grid")
+
+
+class CheckpointSettings(Frozen):
+    """Complete or absent on disk. One is also written at the end, and when the run is interrupted."""
+
+    every: PositiveInt = 10
+    keep: PositiveInt = 3
+
+
+class LoggingSettings(Frozen):
+    """Where numbers go besides `metrics.jsonl`. `wandb` is a project's name; it needs the extra of that name."""
+
+    tensorboard: bool = True
+    wandb: str | None = Field(default=None, min_length=1)
+
+    @field_validator("wandb", mode="before")
+    @classmethod
+    def _off_is_no_project(cls, project: Any) -> Any:
+        return None if project is False else project
+
+
+class Recipe(Frozen):
+    """One run. See `digenrl/recipes/*.yaml`."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    seed: int = Field(default=0, ge=0)
+    steps: PositiveInt
+    mode: Mode = "local"
+    model: ModelSettings
+    prompts: PromptSettings
+    rewards: Rewards
+    sample: SampleSettings
+    batch: BatchSettings
+    algorithm: AlgorithmChoice
+    training: TrainerSettings = TrainerSettings()
+    techniques: Techniques = Techniques()
+    lanes: LaneSettings = LaneSettings()
+    evaluation: EvaluationSettings | None = None
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    logging: LoggingSettings = LoggingSettings()
+    shuffled_rewards: bool = Field(
+        default=False, description="a control: permuted within each group, so that there is nothing to learn"
+    )
+
+    @model_validator(mode="after")
+    def _stale_share_needs_two_pools(self) -> Recipe:
+        if self.mode == "colocated" and self.techniques.tcss > 0:
+            raise ValueError(
+                f"techniques.tcss: {self.techniques.tcss} in mode colocated, where generation and training take "
+                "turns and nothing is stale; set it to 0, or mode to local"
+            )
+        return self

@@ -1,0 +1,157 @@
+"""`key=value` overrides of a recipe: `training.learning_rate=1e-4`, `lanes.generators=[cuda:0, cuda:1]`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel
+
+from digenrl.config.reading import ConfigError, model_inside
+from digenrl.config.recipe import Recipe
+
+OPEN_KEYS = ("rewards", "algorithm.options", "sample.window")  # what is below them is checked by others
+REPLACED_WHOLE = ("sample.window",)  # a choice: keys of the one before mean nothing to the next
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """One override as it was given; its key in dots alone, its value as YAML reads it."""
+
+    text: str
+    key: str
+    value: Any
+
+    def keys_set(self) -> Iterator[str]:
+        """The dotted keys that get a value from it; more than one where the value is a mapping."""
+        yield from _leaves(self.key, self.value)
+
+
+def read_overrides(texts: Sequence[str]) -> list[Override]:
+    """All overrides in order; raises ConfigError for one that the schema does not know, or that is there twice."""
+    overrides: dict[str, Override] = {}
+    for text in texts:
+        override = _read_override(text)
+        before = overrides.get(override.key)
+        if before is not None:
+            raise ConfigError(
+                f"{override.key}: given twice, as {before.text} and as {override.text}; leave one of them out"
+            )
+        overrides[override.key] = override
+    return list(overrides.values())
+
+
+def apply_override(config: DictConfig, override: Override) -> None:
+    """Merges a mapping into the mapping that is there, in place; any other value replaces what is there."""
+    try:
+        before = OmegaConf.select(config, override.key, throw_on_missing=False)
+        both_mappings = isinstance(before, DictConfig) and isinstance(override.value, dict)
+        merge = both_mappings and override.key not in REPLACED_WHOLE
+        OmegaConf.update(config, override.key, override.value, merge=merge)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{override.text}: {in_one_line(error)}") from None
+
+
+def blame(error: ConfigError, overrides: Sequence[Override], otherwise: str) -> ConfigError:
+    """The same complaint, which now begins with the override that it is about, or with `otherwise`."""
+    where = _in_dots(error.where)
+    for override in overrides:
+        if where == override.key:
+            return ConfigError(f"{override.text}: {str(error).removeprefix(f'{error.where}: ')}", error.where)
+        inside = where.startswith(f"{override.key}.")
+        if inside or (where in OPEN_KEYS and override.key.startswith(f"{where}.")):
+            return ConfigError(f"{override.text}: {error}", error.where)
+    return ConfigError(f"{otherwise}: {error}", error.where)
+
+
+def in_one_line(error: Exception) -> str:
+    """OmegaConf's first line, or all of YAML's, which are about one place."""
+    text = str(error)
+    return " ".join(text.split()) if isinstance(error, yaml.YAMLError) else text.splitlines()[0]
+
+
+def _read_override(text: str) -> Override:
+    shown = _shortened(text)
+    name, equals, value = text.partition("=")
+    key = _in_dots(name.strip())
+    if not equals or not key:
+        raise ConfigError(f"{shown}: not an override; expected key=value, such as seed=1")
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{shown}: not valid YAML behind the '=': {in_one_line(error)}; quote it") from None
+    assert isinstance(parsed, dict)
+    override = Override(shown, key, parsed["value"])
+    _check_key(override)
+    return override
+
+
+def _check_key(override: Override) -> None:
+    """Refuses a key that the schema has not, and names the nearest that it has."""
+    parts = override.key.split(".")
+    model: type[BaseModel] | None = Recipe
+    for depth, part in enumerate(parts):
+        above = ".".join(parts[:depth])
+        if model is None:
+            raise ConfigError(f"{override.text}: '{above}' is a single value, with no keys below it")
+        if part not in model.model_fields:
+            hint = _nearest_key(parts, depth, list(model.model_fields))
+            raise ConfigError(f"{override.text}: unknown key; {hint}")
+        if ".".join(parts[: depth + 1]) in OPEN_KEYS:
+            return
+        model = _model_of(model.model_fields[part].annotation)
+
+
+def _nearest_key(parts: list[str], depth: int, beside: list[str]) -> str:
+    """The nearest key beside the wrong part, or else the one that ends most like the override's, anywhere."""
+    known = list(all_keys(Recipe))
+    near = []
+    for name in difflib.get_close_matches(parts[depth], beside, n=1):
+        near += [".".join([*parts[:depth], name, *parts[depth + 1 :]]), ".".join([*parts[:depth], name])]
+    by_last_part = {key.rpartition(".")[2]: key for key in reversed(known)}
+    near += [by_last_part[name] for name in difflib.get_close_matches(parts[-1], by_last_part, n=1, cutoff=0.7)]
+    found = next((key for key in near if key in known), "")
+    did_you_mean = f"did you mean '{found}'? " if found else ""
+    place = f" in {'.'.join(parts[:depth])}" if depth else ""
+    return f"{did_you_mean}known{place}: {', '.join(beside)}"
+
+
+def all_keys(model: type[BaseModel], above: str = "") -> Iterator[str]:
+    """Every dotted key of a settings model, in its order, parts before what is in them."""
+    for name, field in model.model_fields.items():
+        key = f"{above}{name}"
+        yield key
+        inside = _model_of(field.annotation)
+        if inside is not None and key not in OPEN_KEYS:
+            yield from all_keys(inside, f"{key}.")
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    try:
+        return model_inside(annotation)
+    except LookupError:
+        return None
+
+
+def _leaves(key: str, value: Any) -> Iterator[str]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield key
+
+
+def _in_dots(key: str) -> str:
+    """rewards[0].weight reads rewards.0.weight."""
+    return re.sub(r"\[(\w+)\]", r".\1", key)
+
+
+def _shortened(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 100 else f"{text[:97]}..."

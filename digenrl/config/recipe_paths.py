@@ -1,0 +1,70 @@
+"""Where the files are that a recipe names: beside it, here, or in the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from digenrl.config.reading import ConfigError, nearest
+
+PACKAGE = Path(__file__).parents[1]
+DEMO = "demo"  # a model's source, and the folder of prompts, that come with the package
+DEMO_PROMPTS = PACKAGE / "demo" / "prompts"
+REWARD_FILES = ("model", "processor", "checkpoint", "tokenizer", "head")
+
+
+def place_paths(content: dict[str, Any], folder: Path, given_here: set[str]) -> None:
+    """Makes a recipe's relative paths absolute, in place.
+
+    They are relative to the recipe's `folder`; those whose dotted keys are in `given_here` to the current one. A
+    model or a reward's file that is not there is left alone: it may be a hub id.
+    """
+    here, there = Path.cwd(), folder.absolute()
+    for above in ("prompts", "evaluation.prompts"):
+        prompts, key = _mapping_at(content, above), f"{above}.path"
+        if isinstance(prompts.get("path"), str):
+            prompts["path"] = _prompts_path(prompts["path"], here if key in given_here else there, key)
+    model = _mapping_at(content, "model")
+    if isinstance(model.get("source"), str) and model["source"] != DEMO:
+        model["source"] = _where_it_exists(model["source"], here if "model.source" in given_here else there)
+    for reward, key in _rewards(content.get("rewards")):
+        for name in REWARD_FILES:
+            if isinstance(reward.get(name), str):
+                from_here = bool(given_here & {"rewards", key, f"{key}.{name}"})
+                reward[name] = _where_it_exists(reward[name], here if from_here else there)
+
+
+def _prompts_path(text: str, base: Path, key: str) -> str:
+    """`demo/` stands for the prompts that come with the package."""
+    if not text.startswith(f"{DEMO}/"):
+        return str(base / _from_home(text))
+    path = DEMO_PROMPTS / text.removeprefix(f"{DEMO}/")
+    if not path.is_file():
+        known = [f"{DEMO}/{found.name}" for found in sorted(DEMO_PROMPTS.glob("*.txt"))]
+        hint = f"{nearest(text, known)}; for a file of your own write ./{text}"
+        raise ConfigError(f"{key}: {text} does not come with DigenRL; {hint}", key)
+    return str(path)
+
+
+def _where_it_exists(text: str, base: Path) -> str:
+    path = base / _from_home(text)
+    return str(path) if path.exists() or text.startswith((".", "~")) else text
+
+
+def _from_home(text: str) -> Path:
+    return Path.home() / text[2:] if text.startswith("~/") else Path(text)
+
+
+def _rewards(rewards: Any) -> list[tuple[dict[str, Any], str]]:
+    """The rewards that have settings, each with its dotted key."""
+    if isinstance(rewards, dict):
+        return [(rewards, "rewards")]
+    several = enumerate(rewards if isinstance(rewards, list) else ())
+    return [(reward, f"rewards.{index}") for index, reward in several if isinstance(reward, dict)]
+
+
+def _mapping_at(content: dict[str, Any], key: str) -> dict[str, Any]:
+    for part in key.split("."):
+        inner = content.get(part)
+        content = inner if isinstance(inner, dict) else {}
+    return content

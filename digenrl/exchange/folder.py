@@ -1,0 +1,86 @@
+"""The folder of an exchange, as the driver sees it: names and sizes, never tensors. Needs no torch."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "digenrl-"
+SUFFIX = ".safetensors"
+LOCK = "lock"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsReference:
+    """One version's weights in an exchange, as they were put there."""
+
+    name: str
+    bytes: int
+    checksum: int
+
+
+class ExchangeFolder:
+    """One run's folder. Removing it frees everything that was left in it, whoever left it.
+
+    Who created it holds a lock on it for as long as its process lives; a folder without is left over from a run
+    whose every process was killed, and the next run removes it.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._lock: int | None = None
+
+    @classmethod
+    def create(cls, bytes_wanted: int = 256 << 20, places: Iterable[Path] | None = None) -> ExchangeFolder:
+        """A new folder in shared memory or, where there is none with so much room, in the temporary folder.
+
+        Containers often have 64 MB of shared memory; a file elsewhere is still read through the page cache.
+        """
+        candidates = [SHARED_MEMORY] if places is None else list(places)
+        usable = [place for place in candidates if place.is_dir() and os.access(place, os.W_OK)]
+        for place in usable:
+            remove_abandoned(place)
+        roomy = [place for place in usable if shutil.disk_usage(place).free >= bytes_wanted]
+        folder = cls(Path(tempfile.mkdtemp(prefix=PREFIX, dir=roomy[0] if roomy else None)))
+        folder._lock = os.open(folder.root / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(folder._lock, fcntl.LOCK_EX)
+        return folder
+
+    def path(self, name: str) -> Path:
+        """The file of this name."""
+        assert "/" not in name, f"a name, not a path: {name}"
+        return self.root / f"{name}{SUFFIX}"
+
+    def drop(self, name: str) -> None:
+        """Forgets a name; who has its tensors mapped keeps them. Dropping what is not there does nothing."""
+        self.path(name).unlink(missing_ok=True)
+
+    def names(self) -> list[str]:
+        """Everything that is there, in order."""
+        return sorted(path.name.removesuffix(SUFFIX) for path in self.root.glob(f"*{SUFFIX}"))
+
+    def remove(self) -> None:
+        """Frees everything; may be called twice, and by whoever is the last to leave."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def remove_abandoned(place: Path) -> None:
+    """Removes exchange folders whose creator no longer lives; those of other users are not touched."""
+    for root in place.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # gone meanwhile, held by its creator, or not ours
+            lock = os.open(root / LOCK, os.O_RDWR)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(root)
+            finally:
+                os.close(lock)

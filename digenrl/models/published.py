@@ -1,0 +1,66 @@
+"""The weights that make a version: read off a model that is trained, loaded into one that generates.
+
+Names are those of `digenrl.models.lora.lora_state` where the model has adapters, else the transformer's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from digenrl.models.contract import DiffusionModel
+from digenrl.models.lora import ADAPTER, has_lora, load_lora_state, lora_state
+
+
+def weights_state(model: DiffusionModel, device: torch.device | str | None = None) -> dict[str, Tensor]:
+    """A copy of the adapters, or of all weights of a transformer without them; on their own device by default."""
+    if has_lora(model):
+        return {name: value.to(device or value.device) for name, value in lora_state(model).items()}
+    weights = dict(model.transformer.named_parameters())
+    return {name: value.detach().to(device or value.device, copy=True) for name, value in weights.items()}
+
+
+def published_name(parameter: str) -> str:
+    """A parameter's name in a version; adapters leave out what peft calls the set they belong to."""
+    return parameter.replace(f".{ADAPTER}.", ".") if ".lora_" in parameter else parameter
+
+
+def load_published(model: DiffusionModel, state: Mapping[str, Tensor]) -> None:
+    """Overwrites the weights. Everything is checked first: a state that does not fit changes nothing."""
+    if has_lora(model):
+        load_lora_state(model, state)
+        return
+    weights = dict(model.transformer.named_parameters())
+    check_fits(f"state of {model.family}", state, weights)
+    with torch.no_grad():
+        for name, parameter in weights.items():
+            parameter.copy_(state[name])
+
+
+@contextmanager
+def weights_replaced(model: DiffusionModel, state: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, the model has these weights; its own wait on the CPU."""
+    own = weights_state(model, "cpu")
+    load_published(model, state)
+    try:
+        yield
+    finally:
+        load_published(model, own)
+
+
+def check_fits(what: str, state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raises ValueError unless the state has the expected names and shapes."""
+    missing, foreign = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
+    if missing or foreign:
+        raise ValueError(
+            f"{what} does not fit: {len(missing)} missing, {len(foreign)} foreign, "
+            f"the first: {(missing or foreign)[0]}"
+        )
+    for name, value in expected.items():
+        if state[name].shape != value.shape:
+            raise ValueError(
+                f"{what} does not fit: {name} is {tuple(state[name].shape)}, expected {tuple(value.shape)}"
+            )

@@ -1,0 +1,94 @@
+"""`digenrl train`: checks everything, makes or opens the run's folder, trains, and says what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from digenrl.config.reading import ConfigError
+from digenrl.config.recipe_files import fingerprint, read_recipe
+from digenrl.loop import RunGaveUpError
+from digenrl.runs.failing import RunFailedError
+from digenrl.runs.folder import RunFolder, Status, numbered_path
+from digenrl.runs.lines import read_lines
+from digenrl.runs.live_view import Clocks, RunTitle, View, choose_view
+from digenrl.runs.metrics import Evaluation
+from digenrl.runs.resuming import Standing, find_standing
+from digenrl.runs.training import check_recipe, train
+from digenrl.runtimes.placement import Machine
+from digenrl.runtimes.runtime import WorkerFailedError
+from digenrl.telemetry.report.page import write_report
+
+RUNS = Path("runs")
+
+
+def start_run(where: str, overrides: Sequence[str], out: Path | None, console: Console, as_json: bool) -> Status:
+    """A new run. Nothing is written before everything is checked."""
+    recipe = read_recipe(where, overrides)
+    machine = check_recipe(recipe)
+    path = numbered_path(RUNS, recipe.name) if out is None else out
+    folder = RunFolder.create(path, recipe, datetime.now().astimezone())
+    return _train_and_tell(folder, machine, console, as_json)
+
+
+def resume_run(path: Path, overrides: Sequence[str], console: Console, as_json: bool) -> Status:
+    """A run that was interrupted goes on; overrides may change what the computed update does not depend on."""
+    folder = RunFolder.open(path)
+    recipe = read_recipe(str(folder.config), overrides)
+    if fingerprint(recipe) != fingerprint(folder.recipe):
+        raise ConfigError(
+            f"{' '.join(overrides)}: would change what the run computes; a resumed run may change steps, lanes, "
+            "logging, checkpoint, evaluation and techniques other than tcss"
+        )
+    standing = find_standing(folder)
+    done = 0 if standing is None else standing.bookmark.step
+    if done >= recipe.steps:
+        raise ConfigError(
+            f"{path}: has all its {recipe.steps} steps; to go on, give more, as steps={recipe.steps * 2}"
+        )
+    machine = check_recipe(recipe)
+    folder.rewrite(recipe)
+    return _train_and_tell(folder, machine, console, as_json, standing)
+
+
+def _train_and_tell(
+    folder: RunFolder, machine: Machine, console: Console, as_json: bool, standing: Standing | None = None
+) -> Status:
+    title = RunTitle(folder.recipe.name, folder.path, folder.recipe.steps)
+    view = choose_view(title, console, Clocks(time.monotonic, time.thread_time), as_json)
+    if standing is not None:
+        _recall(view, folder, standing)
+    try:
+        status = train(folder, machine, view, standing)
+    except (WorkerFailedError, RunGaveUpError) as error:
+        raise RunFailedError(f"{error}{_how_to_go_on(folder)}") from error
+    report = write_report(folder.path)
+    if not as_json:
+        if status is Status.INTERRUPTED:
+            console.print(f"interrupted; go on with: digenrl train --resume {folder.path}", soft_wrap=True)
+        console.print(f"report: {report}", soft_wrap=True)
+    return status
+
+
+def _recall(view: View, folder: RunFolder, standing: Standing) -> None:
+    """What the run has behind it."""
+    done = standing.bookmark.step
+    steps = [line for line in read_lines(folder.metrics) if line["step"] < done]
+    evaluations = []
+    for line in read_lines(folder.evaluations):
+        step, at_s, count = line.pop("step"), line.pop("at_s"), line.pop("count")
+        grid = line.pop("grid", None)
+        if step <= done:
+            evaluations.append(Evaluation(step, at_s, count, line, grid))
+    view.recall(steps, evaluations)
+
+
+def _how_to_go_on(folder: RunFolder) -> str:
+    standing = find_standing(folder)
+    if standing is None:
+        return ""
+    return f"\n{standing.checkpoint} is whole; go on with: digenrl train --resume {folder.path}"

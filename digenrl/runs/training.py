@@ -1,0 +1,234 @@
+"""One training run from the first file to the last: opens it, drives it, and leaves nothing behind but its folder.
+
+This is the driver. It handles ids, times and numbers, and needs no torch but in mode colocated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from digenrl.config.recipe import Recipe
+from digenrl.config.recipe_files import fingerprint
+from digenrl.exchange.folder import ExchangeFolder
+from digenrl.loop import drive
+from digenrl.prompts.sampler import PromptSampler
+from digenrl.prompts.sources import read_prompts
+from digenrl.runs.folder import LaneEntry, RunFolder, RunLines, Status
+from digenrl.runs.foresight import Foresight
+from digenrl.runs.held_out import HeldOut
+from digenrl.runs.journal import Journal
+from digenrl.runs.keeping import Bookmark, Keeper
+from digenrl.runs.live_view import View
+from digenrl.runs.metrics import StepMetrics
+from digenrl.runs.resuming import Standing
+from digenrl.runs.sinks import check_logging, open_sinks
+from digenrl.runs.span_book import SpanBook
+from digenrl.runs.stopping import Stopper, StopRequested
+from digenrl.runtimes.opening import Rehearsal, lay_out, opening_state, rehearse, settle_slice
+from digenrl.runtimes.placement import Machine, place, threads_per_worker
+from digenrl.runtimes.preflight import cores_here, inspect, inspect_here
+from digenrl.runtimes.processes import ProcessTransport, prepare_fork_server, set_threads
+from digenrl.runtimes.prompt_desk import PromptDesk
+from digenrl.runtimes.runtime import WorkRuntime
+from digenrl.runtimes.transport import Transport
+from digenrl.scheduling import SchedulerState
+from digenrl.scheduling.invariants import Auditor
+from digenrl.telemetry.recorder import Recorder
+from digenrl.telemetry.trace import TRAINER_LANE
+
+
+class RunClock:
+    """Nanoseconds of the run: it begins at 0, or where a run that goes on had come to, when `start` is called."""
+
+    def __init__(self, start_ns: int = 0) -> None:
+        self._start_ns = start_ns
+        self._zero_ns: int | None = None
+
+    def __call__(self) -> int:
+        return self._start_ns if self._zero_ns is None else self._start_ns + time.monotonic_ns() - self._zero_ns
+
+    def start(self) -> None:
+        """From now on it runs."""
+        self._zero_ns = time.monotonic_ns()
+
+
+def check_recipe(recipe: Recipe) -> Machine:
+    """Finds everything that can be found wrong without loading a model; returns what there is to work on."""
+    check_logging(recipe.logging)
+    read_prompts(recipe.prompts)
+    if recipe.evaluation is not None:
+        read_prompts(recipe.evaluation.prompts)
+    threads = threads_per_worker(recipe, Machine(cores_here()))
+    if recipe.mode == "colocated":
+        set_threads(threads)
+        machine = inspect_here(recipe)
+    else:
+        prepare_fork_server(threads)
+        machine = inspect(recipe)
+    place(recipe, machine, Path())
+    return machine
+
+
+def train(folder: RunFolder, machine: Machine, view: View, standing: Standing | None = None) -> Status:
+    """Trains to the recipe's last step, or until somebody asks to stop; a stopped run saves itself first."""
+    with ExitStack() as stack:
+        stack.enter_context(folder.locked())
+        stack.enter_context(_status_kept(folder))
+        exchange = ExchangeFolder.create()
+        stack.callback(exchange.remove)
+        transport = _transport(folder)
+        stack.callback(transport.stop)
+        stack.enter_context(view)
+        run = TrainingRun(folder, machine, transport, exchange, view, standing)
+        stack.callback(run.close)
+        status = run.run()
+        folder.set_status(status)
+    return status
+
+
+class TrainingRun:
+    """The parts of one run and how they are connected; `run` is its story."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        machine: Machine,
+        transport: Transport,
+        exchange: ExchangeFolder,
+        view: View,
+        standing: Standing | None,
+    ) -> None:
+        recipe = folder.recipe
+        self._folder, self._view, self._standing = folder, view, standing
+        self._start = Bookmark(0, 0, 0, {}) if standing is None else standing.bookmark
+        self._lines = RunLines(folder)
+        if standing is None:
+            self._lines.cut_to_nothing()
+        else:
+            self._lines.cut_back(standing.bookmark.positions)
+        self._clock, self._stopper = RunClock(self._start.at_ns), Stopper()
+        self._sampler = PromptSampler(
+            read_prompts(recipe.prompts), recipe.batch.prompts, recipe.seed, recipe.prompts.shuffle
+        )
+        crew = place(recipe, machine, exchange.root, None if standing is None else standing.checkpoint)
+        self._runtime = WorkRuntime(
+            recipe,
+            transport,
+            crew,
+            lambda send, drop: PromptDesk(self._sampler, send, drop),
+            exchange,
+            self._clock,
+            look_around=self._look_around,
+            on_step=lambda numbers: self._metrics.report(numbers.step, numbers.values),
+        )
+        self._sinks = (*open_sinks(folder, self._lines, self._start.step, time.time), view)
+        self._metrics: StepMetrics
+
+    def run(self) -> Status:
+        """Open, drive, close."""
+        with self._stopper.listening():
+            try:
+                state = self._open()
+            except StopRequested:
+                return Status.INTERRUPTED  # before the first step of this process: there is nothing to save
+            return self._drive(state)
+
+    def close(self) -> None:
+        """Closes all files."""
+        for sink in self._sinks:
+            sink.close()
+        self._lines.close()
+
+    def _open(self) -> SchedulerState:
+        """Everybody is there, has the same version and was timed; the recipe's last open question is settled."""
+        runtime, folder = self._runtime, self._folder
+        self._view.say(f"starting {len(runtime.crew.everybody())} workers")
+        runtime.start_everybody()
+        for step in range(self._start.step, min(self._start.step + 2, folder.recipe.steps)):
+            runtime.desk.open_step(step)
+        while not runtime.desk.all_encoded():
+            runtime.receive()
+        published_s = lay_out(runtime)
+        self._view.say("rehearsing, to know what things cost")
+        rehearsal = rehearse(runtime, published_s)
+        slice_size = settle_slice(runtime, rehearsal)
+        batch = folder.recipe.batch.model_copy(update={"slice": slice_size})
+        folder.rewrite(folder.recipe.model_copy(update={"batch": batch}))
+        folder.describe(lanes=self._lanes(), opening=_opening(rehearsal, slice_size), status=Status.RUNNING)
+        return opening_state(
+            runtime,
+            rehearsal,
+            slice_size,
+            committed=self._start.step,
+            leases_issued=self._start.leases_issued,
+        )
+
+    def _drive(self, state: SchedulerState) -> Status:
+        start_ns = self._start.at_ns
+        self._metrics = StepMetrics(state, self._sinks, start_ns)
+        spans = SpanBook(self._lines.spans, self._metrics.add_span)
+        recorder = Recorder(state, start_ns=start_ns, sink=spans.add)
+        foresight = Foresight(lambda step, seconds: self._metrics.report(step, {"predicted_step_s": seconds}))
+        held_out = HeldOut(self._folder, self._runtime, self._clock, self._metrics.evaluated, recorder.add_span)
+        keeper = Keeper(self._folder, self._lines, self._runtime, self._start, self._facts, recorder.add_span)
+        self._view.say("evaluating what there is" if self._standing is None else "")
+        try:
+            held_out.prepare(state.committed, evaluate=self._standing is None)
+            self._view.say("")
+            self._clock.start()
+            self._runtime.begin()
+            journal = Journal(self._lines.journal)
+            observers = (recorder, self._metrics, journal, Auditor(state), foresight, self._view, keeper, held_out)
+            drive(state, self._runtime, observers)
+            keeper.save_now()
+            held_out.finish()
+        except StopRequested as asked:
+            self._view.say(f"{asked}: saving step {keeper.bookmark.step}")
+            keeper.save_now()
+            return Status.INTERRUPTED
+        return Status.FINISHED
+
+    def _look_around(self) -> None:
+        self._view.tick()
+        self._stopper.check()
+
+    def _facts(self, bookmark: Bookmark) -> dict[str, object]:
+        return bookmark.facts(fingerprint(self._folder.recipe), self._sampler.state())
+
+    def _lanes(self) -> tuple[LaneEntry, ...]:
+        """Every row that the trace will have, and its device."""
+        crew = self._runtime.crew
+        rows = [LaneEntry(name=g.name, pool="generator", device=g.device) for g in crew.generators]
+        if not crew.generators:
+            rows = [LaneEntry(name=self._runtime.lane_names()[0], pool="generator", device=crew.trainer.device)]
+        rows += [LaneEntry(name=r.name, pool="reward", device=r.device) for r in crew.rewards]
+        rows.append(LaneEntry(name=TRAINER_LANE, pool="trainer", device=crew.trainer.device))
+        helpers = self._runtime.lane_names()[len(crew.generators) or 1 :]
+        rows += [LaneEntry(name=name, pool="trainer", device=crew.trainer.device) for name in helpers]
+        return tuple(rows)
+
+
+def _opening(rehearsal: Rehearsal, slice_size: int) -> dict[str, object]:
+    return {"slice": slice_size, **asdict(rehearsal)}
+
+
+def _transport(folder: RunFolder) -> Transport:
+    if folder.recipe.mode == "local":
+        return ProcessTransport(folder.path / "logs")
+    from digenrl.runtimes.in_process import InProcessTransport  # brings torch along
+
+    return InProcessTransport()
+
+
+@contextmanager
+def _status_kept(folder: RunFolder) -> Iterator[None]:
+    """A run that ends by an error says so in its folder."""
+    try:
+        yield
+    except BaseException:
+        folder.set_status(Status.FAILED)
+        raise

@@ -1,0 +1,171 @@
+"""The opening of a run: everybody is ready, has the same version and was timed, and the scheduler knows the costs.
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from digenrl.config.recipe import Recipe
+from digenrl.records import LaneOffer
+from digenrl.runtimes.placement import TRAINER
+from digenrl.runtimes.profile import RunningProfile
+from digenrl.runtimes.runtime import WorkRuntime
+from digenrl.scheduling import Costs, SchedulerState, Terms, initial_state
+from digenrl.simulation.prediction import predict
+from digenrl.workers.orders import (
+    EncodedPrompt,
+    LayOutWeights,
+    LearningRehearsed,
+    LoadWeights,
+    MakingRehearsed,
+    Order,
+    RehearseLearning,
+    RehearseMaking,
+    ScoreRehearsal,
+    ScoringRehearsed,
+    WeightsLaidOut,
+    WeightsLoaded,
+)
+
+FORESEEN_STEPS = 4  # when slice sizes are compared
+NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """Seconds that things take, measured with everybody at work. Slices by lane, then by size."""
+
+    slices: tuple[Mapping[int, float], ...]
+    train_sample: float
+    score_sample: float
+    publish: float
+    pack_size: int
+
+    def slice_ns(self, lane: int, size: int) -> int:
+        """From the two sizes that were measured, on a straight line."""
+        points = sorted(self.slices[lane].items())
+        (x0, y0), (x1, y1) = (points[0], points[-1]) if len(points) > 1 else ((0, 0.0), points[0])
+        seconds = y0 + (y1 - y0) * (size - x0) / (x1 - x0)
+        return max(1, round(max(seconds, points[0][1] / 10) * NS))
+
+    def costs(self) -> Costs:
+        """What the scheduler counts on until the run measures itself; a commit is guessed."""
+        return Costs(
+            train_sample_ns=Fraction(max(1, round(self.train_sample * NS))),
+            commit_ns=round(self.train_sample * NS),
+            publish_ns=round(self.publish * NS),
+            score_ns=max(1, round(self.score_sample * NS)) if self.score_sample else 0,
+        )
+
+
+def lay_out(runtime: WorkRuntime) -> float:
+    """The trainer's version goes to everybody; returns the seconds that the slowest took to load it."""
+    laid_out: WeightsLaidOut = runtime.ask([(TRAINER, LayOutWeights())])[0]
+    runtime.take_weights(laid_out.version, laid_out.weights)
+    load = LoadWeights(laid_out.version, laid_out.weights)
+    loaded: list[WeightsLoaded] = runtime.ask([(worker, load) for worker in runtime.generator_workers()])
+    return max(report.seconds for report in loaded)
+
+
+def rehearse(runtime: WorkRuntime, publish_s: float) -> Rehearsal:
+    """Everybody does a little of its work at the same time, twice: once to warm up and once against the clock."""
+    recipe = runtime.recipe
+    prompt = runtime.desk.prompt(0, 0)
+    sizes = _sizes_to_rehearse(recipe)
+    workers = runtime.generator_workers()
+    helps = bool(runtime.crew.generators) and "generate" in runtime.crew.trainer.duties
+    makers: list[tuple[str, Order]] = [(worker, RehearseMaking(prompt, sizes)) for worker in workers]
+    if helps:
+        makers.append((TRAINER, RehearseMaking(prompt, sizes)))
+    made: list[MakingRehearsed] = runtime.ask(makers)
+    samples = min(recipe.batch.samples_per_prompt, 4)
+    learnt: LearningRehearsed = runtime.ask([(TRAINER, RehearseLearning(prompt, samples))])[0]
+    return Rehearsal(
+        slices=tuple(report.seconds for report in made),
+        train_sample=learnt.seconds_per_sample,
+        score_sample=_rehearse_scoring(runtime, prompt, max(sizes)),
+        publish=publish_s,
+        pack_size=learnt.pack_size,
+    )
+
+
+def _sizes_to_rehearse(recipe: Recipe) -> tuple[int, ...]:
+    if isinstance(recipe.batch.slice, int):
+        return (recipe.batch.slice,)
+    sizes = recipe.batch.slice_sizes()
+    return tuple(dict.fromkeys((1, max(size for size in sizes if size <= 4))))
+
+
+def _rehearse_scoring(runtime: WorkRuntime, prompt: EncodedPrompt, samples: int) -> float:
+    if not runtime.reward_workers():
+        return 0.0
+    orders: list[tuple[str, Order]] = [
+        (worker, ScoreRehearsal(prompt, samples)) for worker in runtime.reward_workers()
+    ]
+    scored: list[ScoringRehearsed] = runtime.ask(orders)
+    return max(report.seconds_per_sample for report in scored)
+
+
+def settle_slice(runtime: WorkRuntime, rehearsal: Rehearsal) -> int:
+    """The recipe's slice, or the one with which a few foreseen steps take least, the largest of equals."""
+    recipe = runtime.recipe
+    if isinstance(recipe.batch.slice, int):
+        return recipe.batch.slice
+    if recipe.mode == "colocated":
+        return recipe.batch.samples_per_prompt
+
+    def foreseen_ns(size: int) -> int:
+        generators, helpers = offers(runtime, rehearsal, size)
+        terms = terms_of(recipe, size, steps=FORESEEN_STEPS, scorers=len(runtime.reward_workers()))
+        return predict(terms, rehearsal.costs(), generators, helpers, steps=FORESEEN_STEPS).trace.end_ns
+
+    return min(reversed(recipe.batch.slice_sizes()), key=foreseen_ns)
+
+
+def offers(
+    runtime: WorkRuntime, rehearsal: Rehearsal, size: int
+) -> tuple[tuple[LaneOffer, ...], tuple[LaneOffer, ...]]:
+    """Generator lanes and helper lanes, with what a slice takes on each."""
+    every = tuple(
+        LaneOffer(name, rehearsal.slice_ns(lane, size)) for lane, name in enumerate(runtime.lane_names())
+    )
+    count = len(runtime.crew.generators) or 1
+    return every[:count], every[count:]
+
+
+def terms_of(recipe: Recipe, slice_size: int, *, steps: int, scorers: int) -> Terms:
+    """What the scheduler is told about the recipe's work and techniques."""
+    techniques, batch = recipe.techniques, recipe.batch
+    colocated = recipe.mode == "colocated"
+    streams = techniques.gap and not colocated
+    return Terms(
+        steps=steps,
+        prompts=batch.prompts,
+        samples_per_prompt=batch.samples_per_prompt,
+        slice_size=slice_size,
+        order="generation" if streams else "batch",
+        stream="group" if streams else "batch",
+        help="none" if colocated else techniques.tag,
+        dispatch=techniques.dispatch,
+        stale_budget=int(Fraction(str(techniques.tcss)) * batch.prompts * batch.samples_per_prompt),
+        colocated=colocated,
+        scorers=scorers,
+        score_batch=slice_size,
+    )
+
+
+def opening_state(
+    runtime: WorkRuntime, rehearsal: Rehearsal, slice_size: int, *, committed: int = 0, leases_issued: int = 0
+) -> SchedulerState:
+    """The scheduler before the first tick; the runtime measures from here on."""
+    generators, helpers = offers(runtime, rehearsal, slice_size)
+    costs = rehearsal.costs()
+    runtime.profile = RunningProfile(
+        {lane: offer.slice_ns for lane, offer in enumerate((*generators, *helpers))}, costs
+    )
+    terms = terms_of(runtime.recipe, slice_size, steps=runtime.recipe.steps, scorers=len(runtime.reward_workers()))
+    return initial_state(terms, costs, generators, helpers, committed=committed, leases_issued=leases_issued)

@@ -1,0 +1,158 @@
+"""Everything the page shows, as plain data: what ran, headline numbers, pictures, curves, lanes, the recipe."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import yaml
+
+from digenrl.config.recipe import Recipe, Techniques
+from digenrl.telemetry.report import curves, headline
+from digenrl.telemetry.report.grids import grids
+from digenrl.telemetry.report.lane_shares import LaneShares, Window, mean_busy, shares_of_lanes, steady_window
+from digenrl.telemetry.report.records import RunRecord
+from digenrl.telemetry.report.timeline import timeline
+
+
+def content_of(run: RunRecord) -> dict[str, Any]:
+    """The page's data, ready for JSON."""
+    return {
+        "name": run.name,
+        "status": run.status,
+        "started": run.started,
+        "digenrl": run.digenrl,
+        "about": about(run),
+        "techniques": techniques(run.recipe.techniques),
+        "headline": headline_of(run),
+        "grids": grids(run.evaluations),
+        "curves": {
+            "reward": [asdict(chart) for chart in curves.reward_charts(run)],
+            "parts": [asdict(chart) for chart in curves.part_charts(run)],
+            "held_out": [asdict(chart) for chart in curves.held_out_charts(run)],
+            "health": [asdict(chart) for chart in curves.health_charts(run)],
+            "others": [asdict(chart) for chart in curves.other_charts(run)],
+        },
+        "timeline": timeline(run),
+        "utilisation": utilisation(run),
+        "prediction": prediction_of(run),
+        "recipe": run.recipe_text,
+        "opening": yaml.safe_dump(dict(run.opening), sort_keys=False) if run.opening else "",
+    }
+
+
+def about(run: RunRecord) -> list[tuple[str, str]]:
+    """What was run, line by line."""
+    recipe, batch = run.recipe, run.recipe.batch
+    return [
+        ("Model", f"{recipe.model.family}, {recipe.model.source}"),
+        ("Trained", _trained(recipe)),
+        ("Algorithm", recipe.algorithm.name),
+        ("Rewards", _rewards(recipe)),
+        ("Samples", _samples(recipe)),
+        ("Batch", f"{batch.prompts} prompts × {batch.samples_per_prompt} samples, slice {batch.slice}"),
+        ("Steps", f"{len(run.steps)} of {recipe.steps} optimizer steps, seed {recipe.seed}"),
+        ("Lanes", f"{recipe.mode}: {_lanes(run)}"),
+    ]
+
+
+def techniques(chosen: Techniques) -> list[dict[str, Any]]:
+    """The four techniques: their names, whether they were on, and how."""
+    tag_on, tcss_on = chosen.tag != "none", chosen.tcss > 0
+    return [
+        _technique("GAP", "groups stream to the trainer as they complete", chosen.gap),
+        _technique("TSP", "many (sample, time-step) pairs in one forward", chosen.tsp),
+        _technique("TAG", "the trainer helps to generate", tag_on, str(chosen.tag) if tag_on else ""),
+        _technique(
+            "TCSS", "some samples start on older weights", tcss_on, f"{chosen.tcss:.0%}" if tcss_on else ""
+        ),
+    ]
+
+
+def headline_of(run: RunRecord) -> dict[str, Any]:
+    """The headline numbers; what the run did not measure is None."""
+    reward = headline.reward_change(run.steps)
+    steady = steady_window(run.trace)
+    whole = Window(0, run.trace.end_ns)
+    pools = list(dict.fromkeys(lane.pool for lane in run.trace.lanes))
+    shares = shares_of_lanes(run.trace, steady or whole)
+    prediction = headline.prediction(run.steps)
+    return {
+        "reward": asdict(reward) if reward else None,
+        "reward_steps": headline.ends_averaged(len(run.steps)),
+        "held_out": {name: asdict(change) for name, change in headline.held_out_changes(run).items()},
+        "samples_per_s": headline.samples_per_second(run.steps),
+        "busy": mean_busy(run.trace.lanes, shares) if run.trace.spans else None,
+        "busy_by_pool": {
+            pool: mean_busy([lane for lane in run.trace.lanes if lane.pool == pool], shares) for pool in pools
+        },
+        "steady": steady is not None,
+        "stale_share": headline.share_of_samples(run.steps, "stale_share"),
+        "helped_share": headline.share_of_samples(run.steps, "helped_share"),
+        "prediction_error": prediction.median_error if prediction else None,
+    }
+
+
+def utilisation(run: RunRecord) -> dict[str, Any]:
+    """Every lane's shares, over the run and in the steady state (None where there is none)."""
+    steady = steady_window(run.trace)
+    return {
+        "run": _shares(run, Window(0, run.trace.end_ns)),
+        "steady": _shares(run, steady) if steady else None,
+    }
+
+
+def prediction_of(run: RunRecord) -> dict[str, Any] | None:
+    """Predicted against measured step times; None if nothing was predicted."""
+    found = headline.prediction(run.steps)
+    if found is None:
+        return None
+    return {**asdict(found), "errors": found.errors, "median_error": found.median_error}
+
+
+def _shares(run: RunRecord, window: Window) -> dict[str, Any]:
+    return {
+        "seconds": (window.end_ns - window.start_ns) / 1e9,
+        "lanes": {name: _lane_entry(shares) for name, shares in shares_of_lanes(run.trace, window).items()},
+    }
+
+
+def _lane_entry(shares: LaneShares) -> dict[str, Any]:
+    return {
+        "works": {work.value: share for work, share in shares.works.items()},
+        "elsewhere": shares.elsewhere,
+        "idle": shares.idle,
+        "publishing": shares.publishing,
+    }
+
+
+def _technique(name: str, words: str, on: bool, setting: str = "") -> dict[str, Any]:
+    return {"name": name, "words": words, "on": on, "setting": setting}
+
+
+def _trained(recipe: Recipe) -> str:
+    lora = recipe.training.lora
+    what = f"LoRA of rank {lora.rank}" if lora else "all weights"
+    return f"{what}, learning rate {recipe.training.learning_rate:g}"
+
+
+def _rewards(recipe: Recipe) -> str:
+    several = len(recipe.rewards) > 1
+    names = [f"{reward.weight:g} × {reward.shown_as}" if several else reward.shown_as for reward in recipe.rewards]
+    return " + ".join(names) + (", shuffled within groups (control)" if recipe.shuffled_rewards else "")
+
+
+def _samples(recipe: Recipe) -> str:
+    sample = recipe.sample
+    frames = f", {sample.frames} frames" if sample.frames > 1 else ""
+    return f"{sample.width} × {sample.height}{frames}, {sample.denoising_steps} denoising steps"
+
+
+def _lanes(run: RunRecord) -> str:
+    counts: dict[tuple[str, str], int] = {}
+    for lane in run.trace.lanes:
+        kind = (lane.pool, run.devices.get(lane.name, "").partition(":")[0])
+        counts[kind] = counts.get(kind, 0) + 1
+    return ", ".join(
+        f"{count} {pool}{f' ({device})' if device else ''}" for (pool, device), count in counts.items()
+    )

@@ -1,0 +1,100 @@
+"""The Gantt's data, packed: a long run has a hundred thousand spans, and the page must still open at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from digenrl.telemetry.looks import Look, look_of
+from digenrl.telemetry.report.lane_shares import step_windows
+from digenrl.telemetry.report.records import RunRecord
+from digenrl.telemetry.time_axis import horizon_ns
+from digenrl.telemetry.trace import Span, Trace, Work
+from digenrl.telemetry.utilisation import Intervals, lane_uses, spans_by_lane
+
+_NS_PER_US = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of work as the page draws it."""
+
+    work: Work
+    look: Look
+
+
+def kinds_in(trace: Trace) -> tuple[Kind, ...]:
+    """The kinds that occur, in the order of `Work`, fresh before stale."""
+    kinds = {Kind(span.work, look_of(span)) for span in trace.spans}
+    order = list(Work)
+    return tuple(sorted(kinds, key=lambda kind: (order.index(kind.work), kind.look.stale)))
+
+
+def timeline(run: RunRecord) -> dict[str, Any]:
+    """Lanes, kinds and steps for the page's canvas; times are whole microseconds.
+
+    A lane's `spans` is one flat list, eight numbers a span: start less the previous start, duration, kind, step,
+    group, first, size, version. `idle` and `elsewhere` have two: start less the previous start, and duration.
+    """
+    kinds = kinds_in(run.trace)
+    index = {kind: number for number, kind in enumerate(kinds)}
+    spans, uses = spans_by_lane(run.trace), lane_uses(run.trace)
+    return {
+        "end": horizon_ns(run.trace) // _NS_PER_US,
+        "kinds": [_kind_entry(kind) for kind in kinds],
+        "steps": [
+            [step, window.start_ns // _NS_PER_US, window.end_ns // _NS_PER_US]
+            for step, window in step_windows(run.trace).items()
+        ],
+        "lanes": [
+            {
+                "name": lane.name,
+                "pool": lane.pool,
+                "device": run.devices.get(lane.name, ""),
+                "busy": round(uses[lane.name].busy_share, 4),
+                "spans": pack_spans(spans[lane.name], index),
+                "idle": pack_intervals(uses[lane.name].idle),
+                "elsewhere": pack_intervals(uses[lane.name].elsewhere),
+            }
+            for lane in run.trace.lanes
+        ],
+    }
+
+
+def pack_spans(spans: Iterable[Span], index: dict[Kind, int]) -> list[int]:
+    """Spans in the order of their start as one flat list; see `timeline`."""
+    packed: list[int] = []
+    previous_us = 0
+    for span in spans:
+        # Both ends are cut to microseconds alike, so that neighbours still touch.
+        start_us, end_us = span.start_ns // _NS_PER_US, span.end_ns // _NS_PER_US
+        kind = index[Kind(span.work, look_of(span))]
+        packed += [start_us - previous_us, end_us - start_us, kind]
+        packed += [span.step, span.group, span.first, span.size, span.version]
+        previous_us = start_us
+    return packed
+
+
+def pack_intervals(intervals: Intervals) -> list[int]:
+    """Intervals in order as one flat list; see `timeline`."""
+    packed: list[int] = []
+    previous_us = 0
+    for start_ns, end_ns in intervals:
+        start_us, end_us = start_ns // _NS_PER_US, end_ns // _NS_PER_US
+        packed += [start_us - previous_us, end_us - start_us]
+        previous_us = start_us
+    return packed
+
+
+def _kind_entry(kind: Kind) -> dict[str, Any]:
+    look = kind.look
+    return {
+        "work": kind.work.value,
+        "words": look.words,
+        "fill": look.fill,
+        "ink": look.ink,
+        "stale": look.stale,
+        "helped": kind.work is Work.HELP,
+        "beside": kind.work is Work.PUBLISH,
+    }

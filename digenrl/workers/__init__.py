@@ -1,0 +1,1 @@
+"""What a worker does when it is told to: orders in, reports out, tensors through the exchange."""

@@ -1,0 +1,81 @@
+"""From a recipe to what the rooms make of it, and to a loaded model. The first half reads no weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from digenrl import demo
+from digenrl.algorithms.registry import build_algorithm
+from digenrl.config.reading import ConfigError
+from digenrl.config.recipe import Recipe
+from digenrl.generation.windows import read_window
+from digenrl.models.contract import DiffusionModel, SampleSize
+from digenrl.models.loading import check_source
+from digenrl.models.lora import add_lora
+from digenrl.models.registry import find_family
+from digenrl.models.trajectory import StepNoise
+from digenrl.stages import Blueprint
+
+DEMO_SOURCE = "demo"
+
+
+def read_blueprint(recipe: Recipe) -> Blueprint:
+    """What the recipe asks of each room; raises ConfigError where one of them cannot do it."""
+    family = find_family(recipe.model.family)
+    if family.kind == "image" and recipe.sample.frames != 1:
+        raise ConfigError(f"sample.frames: {family.name} makes images, got {recipe.sample.frames}; set it to 1")
+    check_source(family.pipeline_class, source_of(recipe))
+    algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
+    window = read_window(dict(recipe.sample.window or algorithm.rollout_window))
+    window.check(recipe.sample.denoising_steps)
+    if recipe.batch.prompts < algorithm.updates_per_batch:
+        raise ConfigError(
+            f"algorithm.options.updates_per_batch: {algorithm.updates_per_batch} updates need as many prompts, "
+            f"got batch.prompts = {recipe.batch.prompts}; use more prompts or fewer updates"
+        )
+    if algorithm.needs.recomputed_log_probs and recipe.training.old_log_probs != "recomputed":
+        raise ConfigError(f"training.old_log_probs: {algorithm.name} needs 'recomputed'; set it")
+    if recipe.training.lora is None and recipe.model.dtype != "float32":
+        raise ConfigError(
+            f"model.dtype: {recipe.model.dtype} is too coarse for weights that are trained; use float32 with "
+            "training.autocast: bf16, or adapters (training.lora)"
+        )
+    guidance = family.default_guidance if recipe.model.guidance is None else recipe.model.guidance
+    sample = recipe.sample
+    return Blueprint(
+        recipe=recipe,
+        family=family,
+        algorithm=algorithm,
+        window=window,
+        noise=StepNoise(sample.noise.kind, sample.noise.level),
+        size=SampleSize(sample.height, sample.width, sample.frames),
+        guidance=guidance,
+    )
+
+
+def load_model(blueprint: Blueprint, device: str) -> DiffusionModel:
+    """The recipe's model without text encoders, and with adapters where it trains those."""
+    recipe = blueprint.recipe
+    model = blueprint.family.load(source_of(recipe), dtype_of(recipe), device, text_encoders=False)
+    if recipe.training.lora is not None:
+        add_lora(model, recipe.training.lora.rank, recipe.training.lora.alpha, seed=recipe.seed)
+    return model
+
+
+def load_text_encoders(blueprint: Blueprint, device: str) -> DiffusionModel:
+    """What encodes the recipe's prompts."""
+    recipe = blueprint.recipe
+    return blueprint.family.load_text_encoders(source_of(recipe), dtype_of(recipe), device)
+
+
+def dtype_of(recipe: Recipe) -> torch.dtype:
+    """The type of the weights that are not trained."""
+    dtype: torch.dtype = getattr(torch, recipe.model.dtype)
+    return dtype
+
+
+def source_of(recipe: Recipe) -> str | Path:
+    """Where the model is; the demo's comes with the package."""
+    return demo.model_folder() if recipe.model.source == DEMO_SOURCE else recipe.model.source

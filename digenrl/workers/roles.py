@@ -1,0 +1,318 @@
+"""What a worker can do, as roles; one worker may have several and then shares one model among them.
+
+Every role carries out some kinds of orders. Tensors come from the exchange and go there; reports hold none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from digenrl import stages
+from digenrl.exchange.tensors import TensorExchange
+from digenrl.models.contract import Conditioning, DiffusionModel
+from digenrl.models.pairs import ScoredGroup
+from digenrl.models.published import load_published
+from digenrl.records import Slice
+from digenrl.rewards.contract import Reward, RewardError
+from digenrl.stages import Blueprint
+from digenrl.training.trainer import Trainer
+from digenrl.workers.orders import (
+    ChangeRole,
+    EncodedPrompt,
+    EncodePrompts,
+    EvaluatePrompts,
+    GroupsLearnt,
+    LayOutWeights,
+    LearnableGroup,
+    LearnGroups,
+    LearningRehearsed,
+    LoadWeights,
+    MadeSlice,
+    MakeSlice,
+    MakingRehearsed,
+    Order,
+    PromptsEncoded,
+    PromptsEvaluated,
+    PromptsSampled,
+    RehearseLearning,
+    RehearseMaking,
+    Report,
+    RoleChanged,
+    SamplesRated,
+    ScoreEvaluation,
+    ScoreRehearsal,
+    Scores,
+    ScoreSamples,
+    ScoringRehearsed,
+    SliceMade,
+    StepTaken,
+    TakeStep,
+    WeightsLaidOut,
+    WeightsLoaded,
+)
+from digenrl.workers.pictures import save_pictures
+from digenrl.workers.tensor_files import (
+    conditioning_of,
+    conditioning_tensors,
+    trajectories_of,
+    trajectory_tensors,
+)
+
+Handlers = Mapping[type[Order], Callable[[Any], Report]]
+REHEARSED = -1  # the step of samples that are made and forgotten
+
+
+class Role(Protocol):
+    """Some kinds of orders, and what is done about each."""
+
+    @property
+    def handlers(self) -> Handlers: ...
+
+
+class Encoding:
+    """Encodes prompts, each once, and lays their rows out."""
+
+    def __init__(self, model: DiffusionModel, exchange: TensorExchange, negative_prompt: str | None) -> None:
+        self._model, self._exchange = model, exchange
+        self._negative = None if negative_prompt is None else [negative_prompt]
+        self.handlers: Handlers = {EncodePrompts: self.encode}
+
+    @torch.no_grad()
+    def encode(self, order: EncodePrompts) -> PromptsEncoded:
+        """One prompt at a time: a row's last bits depend on its batch, and a resumed run must see the same."""
+        for prompt in order.prompts:
+            row = self._model.encode([prompt.text], self._negative)
+            self._exchange.put(prompt.row, conditioning_tensors(row.to("cpu")))
+        return PromptsEncoded(tuple(prompt.row for prompt in order.prompts))
+
+
+class Scoring:
+    """Turns pixels into rewards."""
+
+    def __init__(self, blueprint: Blueprint, scorer: Reward, exchange: TensorExchange) -> None:
+        self._blueprint, self._scorer, self._exchange = blueprint, scorer, exchange
+        self.handlers: Handlers = {
+            ScoreSamples: self.score_samples,
+            ScoreEvaluation: self.score_evaluation,
+            ScoreRehearsal: self.rehearse,
+        }
+
+    def score_samples(self, order: ScoreSamples) -> SamplesRated:
+        """Some samples of one slice."""
+        first = order.slice.first - order.of.slice.first
+        pixels_BFCHW = self._exchange.get(pixels_name(order.of.name))["pixels"][first : first + order.slice.size]
+        return SamplesRated(order.slice, self.score(pixels_BFCHW, [order.prompt] * order.slice.size))
+
+    def score_evaluation(self, order: ScoreEvaluation) -> PromptsEvaluated:
+        """Held-out samples, one per prompt; their pixels are not needed any more."""
+        pixels_BFCHW = self._exchange.get(order.name)["pixels"]
+        self._exchange.drop(order.name)
+        return PromptsEvaluated(order.first, self.score(pixels_BFCHW, order.prompts))
+
+    def rehearse(self, order: ScoreRehearsal) -> ScoringRehearsed:
+        """Scores noise twice, the second time against the clock; a reward that finds nothing in it will do."""
+        size = self._blueprint.size
+        noise = torch.Generator().manual_seed(0)
+        pixels_BFCHW = torch.rand(order.samples, size.frames, 3, size.height, size.width, generator=noise)
+        for _ in range(2):
+            began = perf_counter()
+            with suppress(RewardError):
+                self.score(pixels_BFCHW, [order.prompt] * order.samples)
+            seconds = perf_counter() - began
+        return ScoringRehearsed(seconds / order.samples)
+
+    def score(self, pixels_BFCHW: Tensor, prompts: Sequence[EncodedPrompt]) -> Scores:
+        """One number per sample, and its parts."""
+        texts, metadata = [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts]
+        batch = stages.reward(self._scorer, pixels_BFCHW, texts, metadata)
+        return Scores(batch.values, dict(batch.parts))
+
+
+class Generating:
+    """Makes slices and held-out samples.
+
+    With a trainer it shares the trainer's model, and generates with the version that the trainer published last.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        model: DiffusionModel,
+        exchange: TensorExchange,
+        scoring: Scoring | None = None,
+        trainer: Trainer | None = None,
+    ) -> None:
+        self._blueprint, self._model, self._exchange = blueprint, model, exchange
+        self._scoring, self._trainer = scoring, trainer
+        self._loaded_version = 0
+        self.handlers: Handlers = {
+            MakeSlice: self.make_slice,
+            LoadWeights: self.load_weights,
+            EvaluatePrompts: self.evaluate,
+            RehearseMaking: self.rehearse,
+        }
+
+    @property
+    def version(self) -> int:
+        """Of the weights that the next slice is made with."""
+        return self._loaded_version if self._trainer is None else self._trainer.batch
+
+    def make_slice(self, order: MakeSlice) -> SliceMade:
+        """Made with the version at hand: that of the lease, or a newer one that arrived meanwhile."""
+        assert self.version >= order.lease.version, f"{order.lease} asks for weights that never came"
+        piece, name = order.lease.slice, f"slice-{order.lease.epoch}"
+        with self._weights():
+            made, pixels_BFCHW = stages.generate(
+                self._blueprint, self._model, self._row(order.prompt), piece, self.version
+            )
+        self._exchange.put(name, trajectory_tensors(made.trajectories))
+        where = MadeSlice(piece, name, self.version)
+        if self._scoring is None:
+            self._exchange.put(pixels_name(name), {"pixels": pixels_BFCHW})
+            return SliceMade(order.lease, where)
+        try:
+            scores = self._scoring.score(pixels_BFCHW, [order.prompt] * piece.size)
+        except RewardError as error:
+            return SliceMade(order.lease, where, score_failure=str(error))
+        return SliceMade(order.lease, where, scores)
+
+    def load_weights(self, order: LoadWeights) -> WeightsLoaded:
+        """Checked by checksum, names and shapes before anything changes; a version at hand stays."""
+        began = perf_counter()
+        if self._trainer is None and order.version > self._loaded_version:
+            load_published(self._model, self._exchange.get_weights(order.weights))
+            self._loaded_version = order.version
+        return WeightsLoaded(order.version, perf_counter() - began)
+
+    def evaluate(self, order: EvaluatePrompts) -> PromptsSampled:
+        """Samples prompts in batches as the recipe says; pixels go to the exchange."""
+        evaluation = self._blueprint.recipe.evaluation
+        assert evaluation is not None
+        pixels = []
+        for start in range(0, len(order.prompts), evaluation.batch):
+            rows = [self._row(prompt) for prompt in order.prompts[start : start + evaluation.batch]]
+            with self._weights():
+                pixels.append(
+                    stages.held_out_pixels(
+                        self._blueprint, self._model, Conditioning.joined(rows), order.first + start
+                    )
+                )
+        pixels_BFCHW, name = torch.cat(pixels), f"held-out-{order.first}"
+        save_pictures(pixels_BFCHW, Path(order.pictures), order.first, order.shown)
+        self._exchange.put(name, {"pixels": pixels_BFCHW})
+        return PromptsSampled(order.first, order.prompts, name)
+
+    def rehearse(self, order: RehearseMaking) -> MakingRehearsed:
+        """Makes one slice of every size to warm up, and then one against the clock."""
+        return MakingRehearsed({size: self._rehearse_slice(order.prompt, size) for size in order.sizes})
+
+    def make_and_forget(self, prompt: EncodedPrompt, samples: int) -> ScoredGroup:
+        """Some samples with made-up rewards, for a trainer to rehearse with."""
+        piece = Slice(REHEARSED, 0, 0, samples)
+        row = self._row(prompt)
+        with self._weights():
+            made, _ = stages.generate(self._blueprint, self._model, row, piece, self.version)
+        return ScoredGroup(row, made.trajectories, tuple(float(index) for index in range(samples)))
+
+    def _rehearse_slice(self, prompt: EncodedPrompt, size: int) -> float:
+        seconds = []
+        for _ in range(2):
+            began = perf_counter()
+            piece = Slice(REHEARSED, 0, 0, size)
+            with self._weights():
+                made, pixels_BFCHW = stages.generate(
+                    self._blueprint, self._model, self._row(prompt), piece, self.version
+                )
+            self._exchange.put("rehearsal", trajectory_tensors(made.trajectories))
+            self._exchange.drop("rehearsal")
+            if self._scoring is not None:
+                self._scoring.score(pixels_BFCHW, [prompt] * size)
+            seconds.append(perf_counter() - began)
+        return min(seconds)
+
+    def _weights(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._trainer is None else self._trainer.policies.generating()
+
+    def _row(self, prompt: EncodedPrompt) -> Conditioning:
+        return conditioning_of(self._exchange.get(prompt.row)).to(self._model.device)
+
+
+class Learning:
+    """Trains: replays groups, takes optimizer steps, lays new versions out."""
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        model: DiffusionModel,
+        exchange: TensorExchange,
+        trainer: Trainer,
+        generating: Generating,
+    ) -> None:
+        self._blueprint, self._model, self._exchange = blueprint, model, exchange
+        self._trainer, self._generating = trainer, generating
+        self.handlers: Handlers = {
+            LearnGroups: self.learn,
+            TakeStep: self.take_step,
+            ChangeRole: self.change_role,
+            LayOutWeights: self.lay_out_weights,
+            RehearseLearning: self.rehearse,
+        }
+
+    def learn(self, order: LearnGroups) -> GroupsLearnt:
+        """Groups join the gradient in the order given; updates before the batch's last are taken when complete."""
+        updates: list[Mapping[str, Any]] = []
+        for group in order.groups:
+            stages.train(self._trainer, self._scored(group), group.place)
+            last = self._blueprint.algorithm.updates_per_batch - 1
+            while self._trainer.update < last and self._trainer.can_commit():
+                updates.append(asdict(self._trainer.commit()))
+        return GroupsLearnt(tuple(updates))
+
+    def take_step(self, order: TakeStep) -> StepTaken:
+        """The batch's last update; the new version is one more than the step."""
+        updates: list[Mapping[str, Any]] = []
+        while self._trainer.batch == order.step:
+            updates.append(asdict(self._trainer.commit()))
+        return StepTaken(order.step, tuple(updates), self.lay_out_weights(LayOutWeights()).weights)
+
+    def lay_out_weights(self, order: LayOutWeights) -> WeightsLaidOut:
+        """The weights that the next batch is generated with."""
+        version = self._trainer.batch
+        weights = self._exchange.put_weights(f"weights-{version}", stages.publish(self._trainer))
+        return WeightsLaidOut(version, weights)
+
+    def change_role(self, order: ChangeRole) -> RoleChanged:
+        """Nothing to move: one model serves both, and gradients are kept apart from it."""
+        return RoleChanged(order.generating)
+
+    def rehearse(self, order: RehearseLearning) -> LearningRehearsed:
+        """Replays a few samples twice, the second time against the clock."""
+        group = self._generating.make_and_forget(order.prompt, order.samples)
+        self._trainer.rehearse(group)
+        began = perf_counter()
+        self._trainer.rehearse(group)
+        seconds = perf_counter() - began
+        return LearningRehearsed(seconds / order.samples, self._trainer.pack_size or 1)
+
+    def _scored(self, group: LearnableGroup) -> ScoredGroup:
+        trajectories = [trajectory for made in group.slices for trajectory in self._trajectories(made)]
+        row = conditioning_of(self._exchange.get(group.prompt.row)).to(self._model.device)
+        return stages.advantage(self._blueprint, row, trajectories, group.rewards)
+
+    def _trajectories(self, made: MadeSlice) -> Sequence[Any]:
+        samples = tuple(made.slice.samples())
+        tensors = {name: value.to(self._model.device) for name, value in self._exchange.get(made.name).items()}
+        return trajectories_of(tensors, samples, stages.plan(self._blueprint, self._model, samples), made.version)
+
+
+def pixels_name(slice_name: str) -> str:
+    """Where the pixels of a made slice lie until they are scored."""
+    return f"{slice_name}-pixels"

@@ -1,0 +1,76 @@
+"""Conditioning and trajectories as named tensors, and back, to the last bit.
+
+What can be computed from ids alone (plans, schedules) does not travel. Shape legend: B = samples of a slice, K =
+kept steps, L = one sample's latents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from digenrl.models.contract import Conditioning
+from digenrl.models.trajectory import RolloutPlan, Trajectory
+from digenrl.records import SampleId
+
+ABSENT = "absent."  # before the name of a text argument that is None
+
+
+def conditioning_tensors(conditioning: Conditioning) -> dict[str, Tensor]:
+    """One row, by side and name."""
+    tensors: dict[str, Tensor] = {}
+    for side, values in (("positive", conditioning.positive), ("negative", conditioning.negative or {})):
+        for name, value in values.items():
+            key = f"{side}.{name}"
+            tensors.update({key: value} if value is not None else {ABSENT + key: torch.zeros(0)})
+    return tensors
+
+
+def conditioning_of(tensors: Mapping[str, Tensor]) -> Conditioning:
+    """The row that `conditioning_tensors` took apart."""
+    sides: dict[str, dict[str, Tensor | None]] = {"positive": {}, "negative": {}}
+    for key, value in tensors.items():
+        side, _, name = key.removeprefix(ABSENT).partition(".")
+        sides[side][name] = None if key.startswith(ABSENT) else value
+    return Conditioning(sides["positive"], sides["negative"] or None)
+
+
+def trajectory_tensors(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+    """The trajectories of a slice; of steps in a row each latent is stored once."""
+    columns: dict[str, list[Tensor]] = {"log_prob": [t.log_prob_K for t in trajectories]}
+    if all(_in_a_row(t.plan) for t in trajectories):
+        columns["chain"] = [torch.cat([t.latents_KL, t.next_latents_KL[-1:]]) for t in trajectories]
+    else:
+        columns["latents"] = [t.latents_KL for t in trajectories]
+        columns["next_latents"] = [t.next_latents_KL for t in trajectories]
+    columns["mean"] = [t.mean_KL for t in trajectories if t.mean_KL is not None]
+    columns["final"] = [t.final_L for t in trajectories if t.final_L is not None]
+    return {name: torch.stack(rows) for name, rows in columns.items() if rows}
+
+
+def trajectories_of(
+    tensors: Mapping[str, Tensor], samples: Sequence[SampleId], plans: Sequence[RolloutPlan], version: int
+) -> tuple[Trajectory, ...]:
+    """The trajectories that `trajectory_tensors` took apart."""
+
+    def trajectory(row: int) -> Trajectory:
+        chain = tensors["chain"][row] if "chain" in tensors else None
+        return Trajectory(
+            sample=samples[row],
+            version=version,
+            plan=plans[row],
+            latents_KL=tensors["latents"][row] if chain is None else chain[:-1],
+            next_latents_KL=tensors["next_latents"][row] if chain is None else chain[1:],
+            log_prob_K=tensors["log_prob"][row],
+            mean_KL=tensors["mean"][row] if "mean" in tensors else None,
+            final_L=tensors["final"][row] if "final" in tensors else None,
+        )
+
+    return tuple(trajectory(row) for row in range(len(samples)))
+
+
+def _in_a_row(plan: RolloutPlan) -> bool:
+    kept = plan.kept_steps
+    return bool(kept) and kept == tuple(range(kept[0], kept[-1] + 1))

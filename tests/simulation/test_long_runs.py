@@ -1,0 +1,84 @@
+"""Runs of thousands of steps: neither what the scheduler holds nor what a decision costs grows with them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from digenrl.config.reading import parse_model
+from digenrl.config.spec import Spec
+from digenrl.records import Event
+from digenrl.scheduling import SchedulerState, decide
+from digenrl.scheduling.invariants import Auditor
+from digenrl.simulation.durations import opening_state
+from digenrl.simulation.virtual_cluster import VirtualCluster
+
+STEPS = 200
+
+
+def long_run(steps: int, help_policy: str) -> SchedulerState:
+    content = {
+        "steps": steps,
+        "prompts": 2,
+        "samples_per_prompt": 2,
+        "slice": 1,
+        "generators": [{"count": 2, "seconds": {1: 1}}],
+        "reward": {"lanes": 1, "seconds": 0.1},
+        "trainer": {"seconds_per_sample": 0.2, "commit": 0.1, "helper": {"seconds": {1: 1}, "switch_in": 0.1}},
+        "publish": 0.3,
+        "policy": {"help": help_policy, "stale_fraction": 0.5},
+    }
+    return opening_state(parse_model(Spec, content), search_budget=200)
+
+
+class CallCounter:
+    """Counts calls of Python functions: a measure of work that is the same on every machine."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def decided(self, state: SchedulerState, event: Event) -> Any:
+        def count(frame: Any, what: str, argument: Any) -> None:
+            self.calls += what == "call"
+
+        sys.setprofile(count)
+        try:
+            return decide(state, event)
+        finally:
+            sys.setprofile(None)
+
+
+@pytest.mark.parametrize("help_policy", ["none", "search", "auto"])
+def test_state_and_work_of_a_step_do_not_grow_with_the_number_of_steps(help_policy: str) -> None:
+    state = long_run(STEPS, help_policy)
+    cluster, counter, auditor = VirtualCluster(state), CallCounter(), Auditor(state)
+    sizes, calls = [0] * STEPS, [0] * STEPS
+    while not state.finished:
+        step, event = state.committed, cluster.next_event()
+        counter.calls = 0
+        state, actions = counter.decided(state, event)
+        auditor.observe(event, actions, state)
+        for action in actions:
+            cluster.submit(action)
+        sizes[step] = max(sizes[step], len(repr(state)) + len(repr(vars(auditor))))
+        calls[step] += counter.calls
+    early, late = slice(10, 60), slice(STEPS - 60, STEPS - 10)
+    # Numbers get longer as time goes on: a few digits each, and nothing else.
+    assert max(sizes[late]) <= 1.1 * max(sizes[early])
+    assert sum(calls[late]) <= 1.1 * sum(calls[early])
+
+
+@pytest.mark.parametrize("help_policy", ["none", "auto"])
+def test_a_long_run_starts_as_cheaply_as_a_short_one(help_policy: str) -> None:
+    states = [long_run(steps, help_policy) for steps in (10, 100_000)]
+    assert len(repr(states[1])) <= len(repr(states[0])) + 10
+    counters = [CallCounter(), CallCounter()]
+    for state, counter in zip(states, counters, strict=True):
+        cluster = VirtualCluster(state)
+        while state.committed < 3:
+            state, actions = counter.decided(state, cluster.next_event())
+            for action in actions:
+                cluster.submit(action)
+    assert counters[0].calls == counters[1].calls

@@ -1,0 +1,53 @@
+"""Predicting a run from its own profile gives what simulating its SPEC gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from random_specs import spec_contents
+
+from digenrl.config.reading import parse_model
+from digenrl.config.spec import Spec
+from digenrl.records import Commit, LaneOffer
+from digenrl.simulation.durations import NS_PER_SECOND, opening_state
+from digenrl.simulation.prediction import Prediction, predict
+from digenrl.simulation.simulator import simulate
+
+BUDGET = 500
+
+
+def predicted(content: dict[str, Any], **options: int) -> Prediction:
+    opening = opening_state(parse_model(Spec, content), BUDGET)
+    generators = [LaneOffer(lane.name, lane.slice_ns) for lane in opening.lanes if not lane.helper]
+    helpers = [LaneOffer(lane.name, lane.slice_ns) for lane in opening.lanes if lane.helper]
+    return predict(opening.terms, opening.costs, generators, helpers, **{"steps": content["steps"], **options})
+
+
+@settings(max_examples=60)
+@given(spec_contents(helps=("none", "greedy", "search", "auto"), dispatches=("eager", "earliest_finish")))
+def test_a_prediction_is_the_simulation_of_the_same_opening(content: dict[str, Any]) -> None:
+    run, prediction = simulate(parse_model(Spec, content), BUDGET), predicted(content)
+    assert prediction.trace == run.trace
+    assert tuple(at / NS_PER_SECOND for at in prediction.commit_ends_ns) == run.answer.step_end
+    decisions = tuple((at / NS_PER_SECOND, choice) for at, choice in prediction.help_decisions)
+    assert decisions == run.answer.help_decisions
+
+
+CONTENT = {
+    "steps": 2,
+    "prompts": 2,
+    "samples_per_prompt": 2,
+    "slice": 1,
+    "generators": [{"count": 2, "seconds": {1: 1}}],
+    "trainer": {"seconds_per_sample": 1},
+}
+
+
+def test_any_stretch_of_a_run_can_be_predicted() -> None:
+    later = predicted(CONTENT, steps=3, committed=10, start_ns=7)
+    commits = [(at, action.step) for at, action in later.actions if isinstance(action, Commit)]
+    assert [step for _, step in commits] == [10, 11, 12]
+    first = predicted(CONTENT, steps=3)
+    assert [end - 7 for end in later.commit_ends_ns] == list(first.commit_ends_ns)
+    assert later.trace.end_ns == later.commit_ends_ns[-1]

@@ -1,0 +1,120 @@
+"""Reward lanes that take several samples at once: the oracle agrees, and the forecast knows what is ready when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from random_specs import spec_contents
+
+from digenrl.config.reading import ConfigError, parse_model
+from digenrl.config.spec import Spec
+from digenrl.loop import drive
+from digenrl.records import Action, Event, Score
+from digenrl.scheduling import SchedulerState, Terms
+from digenrl.simulation.durations import opening_state
+from digenrl.simulation.quick import quick_makespan
+from digenrl.simulation.simulator import simulate
+from digenrl.simulation.virtual_cluster import VirtualCluster
+from simulation.reference_model import reference_answer
+
+HELPS = ("none", "greedy", "search", "auto")
+DISPATCHES = ("eager", "earliest_finish")
+# One prompt of six samples in one slice; a score takes a second.
+ONE_SLICE = {
+    "steps": 1,
+    "prompts": 1,
+    "samples_per_prompt": 6,
+    "slice": 6,
+    "generators": [{"seconds": {6: 10}}],
+    "reward": {"lanes": 2, "seconds": 1},
+    "trainer": {"seconds_per_sample": 0.001},
+}
+
+
+def with_batch(content: dict[str, Any], batch: int) -> dict[str, Any]:
+    """The same SPEC with rewards taken in batches of so many."""
+    return {**content, "reward": {**content["reward"], "batch": batch}}
+
+
+@settings(max_examples=150)
+@given(spec_contents(), st.integers(2, 5))
+def test_every_answer_equals_the_oracle_with_batches_too(content: dict[str, Any], batch: int) -> None:
+    content = with_batch(content, batch)
+    ours, oracle = simulate(parse_model(Spec, content)).answer, reference_answer(content)
+    assert ours.step_end == pytest.approx(oracle["step_end"], abs=1e-6)
+    assert [choice for _, choice in ours.help_decisions] == [choice for _, choice in oracle["help_decisions"]]
+
+
+@settings(max_examples=150)
+@given(spec_contents(helps=HELPS, dispatches=DISPATCHES), st.integers(2, 9), st.integers(1, 3))
+def test_the_forecast_is_exact_where_batches_divide_the_slice(
+    content: dict[str, Any], batch: int, lanes: int
+) -> None:
+    content["reward"]["lanes"] = lanes
+    assume(content["slice"] % min(batch, content["slice"]) == 0)
+    spec = parse_model(Spec, with_batch(content, batch))
+    assert quick_makespan(spec, 20_000) == simulate(spec, 20_000).answer.makespan
+
+
+@settings(max_examples=150)
+@given(spec_contents(helps=HELPS, dispatches=DISPATCHES), st.integers(2, 9))
+def test_with_one_reward_lane_the_forecast_is_exact_for_whole_groups(content: dict[str, Any], batch: int) -> None:
+    content["reward"]["lanes"] = 1
+    assume(content["policy"]["stream"] != "sample")
+    spec = parse_model(Spec, with_batch(content, batch))
+    assert quick_makespan(spec, 20_000) == simulate(spec, 20_000).answer.makespan
+
+
+@pytest.mark.parametrize(
+    ("batch", "scored_s"),
+    [(1, 3), (2, 4), (3, 3), (4, 4), (5, 5), (6, 6), (100, 6)],
+    ids=lambda value: str(value),
+)
+def test_two_lanes_share_a_slice_in_batches_and_a_batch_is_never_more_than_a_slice(
+    batch: int, scored_s: int
+) -> None:
+    makespan = simulate(parse_model(Spec, with_batch(ONE_SLICE, batch))).answer.makespan
+    assert makespan == pytest.approx(10 + scored_s + 6 * 0.001)
+
+
+class ScoreOrders:
+    """Writes down what reward lanes are given."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.spread: set[int] = set()
+
+    def observe(self, event: Event, actions: tuple[Action, ...], state: SchedulerState) -> None:
+        for action in actions:
+            if isinstance(action, Score):
+                self.sizes.append(action.slice.size)
+                self.spread.add(action.slice.first // state.terms.slice_size)
+
+
+def test_a_batch_holds_samples_of_one_slice_only() -> None:
+    content = {**with_batch(ONE_SLICE, 4), "slice": 3, "generators": [{"count": 2, "seconds": {3: 10}}]}
+    content["reward"]["lanes"] = 1
+    opening, orders = opening_state(parse_model(Spec, content), 100), ScoreOrders()
+    drive(opening, VirtualCluster(opening), (orders,))
+    assert (orders.sizes, orders.spread) == ([3, 3], {0, 1})
+
+
+def test_instant_rewards_know_no_batches() -> None:
+    content = {**ONE_SLICE, "reward": {"lanes": 0, "batch": 2}}
+    opening, orders = opening_state(parse_model(Spec, content), 100), ScoreOrders()
+    drive(opening, VirtualCluster(opening), (orders,))
+    assert orders.sizes == [6]
+
+
+def test_a_batch_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.batch"):
+        parse_model(Spec, with_batch(ONE_SLICE, 0))
+
+
+@pytest.mark.parametrize(("batch", "unit"), [(1, 1), (2, 2), (3, 3), (4, 2), (5, 1), (6, 6), (8, 6)])
+def test_every_batch_of_a_slice_is_a_whole_number_of_units(batch: int, unit: int) -> None:
+    terms = Terms(steps=1, prompts=1, samples_per_prompt=6, slice_size=6, score_batch=batch)
+    assert terms.score_unit == unit

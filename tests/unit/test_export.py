@@ -1,0 +1,107 @@
+"""What is exported loads in diffusers and gives the same velocity to the last bit."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+from scored_groups import Rollout, nudge, scored_groups, trainer_of
+
+from digenrl.algorithms.registry import build_algorithm
+from digenrl.config.training import EmaSettings, TrainerSettings
+from digenrl.models.lora import FILE_NAME, add_lora
+from digenrl.models.published import load_published, weights_state
+from digenrl.models.registry import find_family, make_tiny_pipeline
+from digenrl.training.checkpoints import CheckpointError
+from digenrl.training.export import export_lora, export_transformer, export_weights, weights_to_export
+
+FAMILY = find_family("sd3")
+SIZE = FAMILY.tiny_size
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("export") / "sd3"
+    make_tiny_pipeline("sd3", path)
+    return path
+
+
+def model_of(directory, lora):
+    model = FAMILY.load(directory, torch.float32, "cpu")
+    if lora:
+        add_lora(model, rank=2, alpha=6, seed=0)  # alpha is not the rank: the scale has to survive too
+        nudge(model, 0.1, seed=4)
+    return model
+
+
+@torch.no_grad()
+def velocity_of(model):
+    generator = torch.Generator().manual_seed(3)
+    latents = model.initial_latents(torch.randn(2, *model.noise_shape(SIZE), generator=generator), SIZE)
+    times = model.schedule(4, SIZE).timesteps[[0, 2]]
+    return model.velocity(latents, times, model.encode(["a cat", "a sign"]), guidance=1.0, size=SIZE)
+
+
+def loaded_in_diffusers(directory, folder, lora):
+    pipeline = FAMILY.pipeline_class.from_pretrained(directory)
+    if lora:
+        pipeline.load_lora_weights(folder)
+    else:
+        pipeline.transformer = type(pipeline.transformer).from_pretrained(folder)
+    return FAMILY.model_class(pipeline)
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("ema", [EmaSettings(decay=0.5, every_updates=1), None], ids=["average", "weights"])
+def test_what_was_trained_loads_in_diffusers_and_gives_the_same_velocity(directory, tmp_path, lora, ema):
+    model, algorithm = model_of(directory, lora), build_algorithm("diffusion_nft")
+    rollout = Rollout(groups=1, group_size=2, steps=2, slice_size=2, size=SIZE)
+    groups = scored_groups(model, algorithm, rollout, [(0.0, 1.0)])
+    trainer = trainer_of(model, algorithm, groups, TrainerSettings(pack_size=2, learning_rate=0.01, ema=ema))
+    trainer.add_group(groups[0])
+    trainer.commit()
+    trained = velocity_of(model)
+    values = weights_to_export(trainer.state())
+    folder = export_weights(model, tmp_path, values)
+    assert folder == tmp_path / ("lora" if lora else "transformer")
+    assert torch.equal(velocity_of(model), trained), "the trained weights are as they were"
+    got = velocity_of(loaded_in_diffusers(directory, folder, lora))
+    assert torch.equal(got, trained) == (ema is None)
+    load_published(model, values)
+    assert torch.equal(got, velocity_of(model))
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_a_newer_export_takes_the_place_of_the_older(directory, tmp_path, lora):
+    model = model_of(directory, lora)
+    folder = export_weights(model, tmp_path / "run")
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ([FILE_NAME] if lora else ["config.json", "diffusion_pytorch_model.safetensors"])
+    nudge(model, 0.1, seed=9)
+    export_weights(model, tmp_path / "run")
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [folder.name]
+    assert torch.equal(velocity_of(loaded_in_diffusers(directory, folder, lora)), velocity_of(model))
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_an_export_that_fails_leaves_the_older_and_the_model_as_they_were(directory, tmp_path, lora, monkeypatch):
+    model = model_of(directory, lora)
+    before = weights_state(model)
+    folder = export_weights(model, tmp_path)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    other = {name: value + 1 for name, value in before.items()}
+    with monkeypatch.context() as patch:
+        for name in ("rename", "replace"):
+            patch.setattr(Path, name, full)
+        with pytest.raises(CheckpointError, match=f"{folder}: cannot be written: No space left on device"):
+            (export_lora if lora else export_transformer)(model, folder, other)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+    assert all(torch.equal(value, before[name]) for name, value in weights_state(model).items())

@@ -1,0 +1,86 @@
+"""docs/recipes.md lists every key with its default and every shipped recipe, and its example is a recipe."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from digenrl.config.reading import model_inside, parse_model
+from digenrl.config.recipe import Recipe
+from digenrl.config.recipe_files import NOT_IN_FINGERPRINT, read_recipe, shipped_recipes
+from digenrl.config.recipe_overrides import OPEN_KEYS, all_keys
+
+TEXT = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+
+
+def schema_rows() -> dict[str, str]:
+    """Every key that has a value, or that can be absent as a whole, with its default as it is shown."""
+    keys = list(all_keys(Recipe))
+    whole = {key for key in keys if any(other.startswith(f"{key}.") for other in keys)}
+    shown = {key: field_of(key) for key in keys}
+    return {key: default_of(field) for key, field in shown.items() if key not in whole or field.default is None}
+
+
+def field_of(key: str) -> FieldInfo:
+    model: type[BaseModel] = Recipe
+    *parts, last = key.split(".")
+    for part in parts:
+        model = model_inside(model.model_fields[part].annotation)
+    return model.model_fields[last]
+
+
+def default_of(field: FieldInfo) -> str:
+    """As YAML has it."""
+    if field.is_required():
+        return "required"
+    default = field.default
+    return f"`{default if isinstance(default, str | float) else json.dumps(default)}`"
+
+
+def table(first_heading: str) -> dict[str, list[str]]:
+    """The cells of each row of a table, by the name in the first."""
+    found = re.search(rf"^\| {first_heading} \|.*\n\|[-|]+\n((?:\|.*\n)+)", TEXT, re.M)
+    assert found is not None, f"no table headed {first_heading}"
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in found[1].splitlines()]
+    return {cells[0].strip("`"): cells[1:] for cells in rows}
+
+
+def test_the_table_of_keys_has_them_all_with_their_defaults() -> None:
+    assert {key: cells[0] for key, cells in table("key").items()} == schema_rows()
+
+
+def test_the_table_of_shipped_recipes_has_them_all() -> None:
+    rows = table("recipe")
+    assert sorted(rows) == shipped_recipes()
+    for name, (size, steps, noise, batch, tuned, _) in rows.items():
+        recipe = read_recipe(name, [] if name == "demo" else ["prompts.path=prompts.txt"])
+        sample, lora = recipe.sample, recipe.training.lora
+        frames = [sample.frames] if sample.frames > 1 else []
+        assert size == " x ".join(str(side) for side in [sample.height, sample.width, *frames]), name
+        assert steps == str(sample.denoising_steps), name
+        assert noise == f"{sample.noise.kind} {sample.noise.level:g}", name
+        assert batch == f"{recipe.batch.samples_per_prompt} x {recipe.batch.prompts}", name
+        how = "full" if lora is None else f"LoRA {lora.rank}/{lora.alpha:g}"
+        assert tuned == f"{recipe.training.learning_rate:.0e} {how}".replace("e-0", "e-"), name
+
+
+def test_the_example_is_a_recipe() -> None:
+    (example,) = re.findall(r"^~~~yaml\n(.*?)^~~~", TEXT, re.M | re.S)
+    assert parse_model(Recipe, yaml.safe_load(example)).batch.samples_per_prompt == 8
+
+
+def test_what_the_fingerprint_leaves_out_exists_and_is_documented() -> None:
+    (passage,) = re.findall(r"^A checkpoint is refused.*?(?=\n\n)", TEXT, re.M | re.S)
+    known = set(all_keys(Recipe))
+    for key, left_out in NOT_IN_FINGERPRINT.items():
+        assert key in known
+        parts = left_out if isinstance(left_out, set) else {""}
+        for part in parts if key != "rewards" else ():
+            assert (f"{key}.{part}" if part else key) in known
+            assert f"`{part or key}`" in passage or f"`{key}.{part}`" in passage, (key, part)
+    assert OPEN_KEYS[0] == "rewards"

@@ -1,0 +1,311 @@
+"""Recipes are found, overridden, read, written and told apart."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from digenrl.config.reading import ConfigError, parse_model
+from digenrl.config.recipe import Recipe
+from digenrl.config.recipe_files import fingerprint, read_recipe, shipped_recipes, write_recipe
+from digenrl.config.recipe_paths import DEMO_PROMPTS
+
+TEXT = """
+seed: 3
+steps: 2
+model: {family: sd3, source: demo}
+prompts: {path: prompts.txt}
+rewards: [{name: ocr, weight: 0.7}, jpeg_compressibility]
+sample: {height: 32, width: 64, window: {kind: all, fraction: 0.5}}
+batch: {prompts: 2, samples_per_prompt: 4}
+algorithm: {name: flow_grpo, options: {clip: 1e-4, kl_weight: 0.04}}
+training: {lora: {rank: 4, alpha: 8}}
+"""
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    """A recipe in a folder of its own, with its prompts beside it."""
+    folder = tmp_path / "somewhere"
+    folder.mkdir()
+    (folder / "prompts.txt").write_text("a cat\na dog\n", encoding="utf-8")
+    path = folder / "mine.yaml"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def complaint(where: object, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_recipe(str(where), overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_shipped_recipe_is_found_by_its_name() -> None:
+    assert read_recipe("demo").name == "demo"
+    assert complaint("dmo").startswith("unknown recipe 'dmo'; did you mean 'demo'? known: demo, flux_dance_grpo,")
+    assert complaint("demo.yaml") == "demo.yaml: no such file; for the recipe that comes with DigenRL, write demo"
+
+
+def test_a_file_here_is_meant_only_if_written_as_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "demo.yaml"):
+        Path(name).write_text(f"name: mine\n{TEXT}", encoding="utf-8")
+    assert read_recipe("demo").name == "demo"
+    assert read_recipe("demo.yaml").name == "mine"
+    assert read_recipe("./demo").name == "mine"
+
+
+def test_json_is_read_as_well(recipe_file: Path, tmp_path: Path) -> None:
+    recipe = read_recipe(str(recipe_file))
+    as_json = tmp_path / "recipe.json"
+    as_json.write_text(recipe.model_dump_json(), encoding="utf-8")
+    assert read_recipe(str(as_json)) == recipe
+
+
+def test_what_is_wrong_in_a_file_is_told_with_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(f"{TEXT}\nstpes: 3\n", encoding="utf-8")
+    assert complaint(path).startswith(f"{path}: stpes: unknown key; did you mean 'steps'? known: name,")
+    path.write_text(f"{TEXT}\nseed: 4\n", encoding="utf-8")
+    assert "found duplicate key seed" in complaint(path)
+    path.write_text("[1, 2]", encoding="utf-8")
+    assert complaint(path) == f"{path}: expected a mapping of keys at the top, got [1, 2]"
+    path.write_text(f"{TEXT}\nname: ${{nobody}}\n", encoding="utf-8")
+    assert complaint(path) == f"{path}: name: Interpolation key 'nobody' not found"
+    assert complaint(tmp_path / "absent.yaml").endswith("absent.yaml: cannot be read: No such file or directory")
+
+
+def test_overrides_are_read_as_yaml_in_dot_notation(recipe_file: Path) -> None:
+    overrides = [
+        "steps=7",
+        "training.learning_rate=1e-5",
+        "training.autocast=off",
+        "lanes.generators=[cuda:0, cuda:1]",
+        "rewards=[ocr, {name: jpeg_compressibility, weight: 2}]",
+        "name=run-${seed}",
+        "algorithm.options.clip=5e-3",
+        "evaluation.prompts.path=held_out.txt",
+        "model.negative_prompt=",
+    ]
+    recipe = read_recipe(str(recipe_file), overrides)
+    assert recipe.steps == 7
+    assert recipe.training.learning_rate == 1e-5
+    assert recipe.training.autocast == "off"
+    assert recipe.lanes.generators == ("cuda:0", "cuda:1")
+    assert [(reward.name, reward.weight) for reward in recipe.rewards] == [
+        ("ocr", 1.0),
+        ("jpeg_compressibility", 2.0),
+    ]
+    assert recipe.name == "run-3"
+    assert recipe.algorithm.options == {"clip": 5e-3, "kl_weight": 0.04}
+    assert recipe.evaluation is not None and recipe.evaluation.every == 10
+    assert recipe.model.negative_prompt is None
+
+
+def test_a_mapping_is_merged_and_anything_else_replaces(recipe_file: Path) -> None:
+    recipe = read_recipe(str(recipe_file), ["training={lora: {rank: 8}, weight_decay: 0}", "rewards[0].weight=2"])
+    assert recipe.training.lora is not None
+    assert (recipe.training.lora.rank, recipe.training.lora.alpha) == (8, 8)
+    assert [reward.weight for reward in recipe.rewards] == [2.0, 1.0]
+    assert read_recipe(str(recipe_file), ["training.lora=null"]).training.lora is None
+    assert [reward.name for reward in read_recipe(str(recipe_file), ["rewards={name: ocr}"]).rewards] == ["ocr"]
+
+
+def test_another_window_takes_nothing_from_the_one_before(recipe_file: Path) -> None:
+    recipe = read_recipe(str(recipe_file), ["sample.window={kind: fast, width: 2}"])
+    assert recipe.sample.window == {"kind": "fast", "width": 2}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "training.learning_rat=1",
+            "unknown key; did you mean 'training.learning_rate'? known in training: learning_rate, ",
+        ),
+        ("learning_rate=1", "unknown key; did you mean 'training.learning_rate'? known: name, seed, "),
+        ("trainig.lora.rank=1", "unknown key; did you mean 'training.lora.rank'? known: name, "),
+        ("--steps=3", "unknown key; did you mean 'steps'? "),
+        ("steps.more=3", "'steps' is a single value, with no keys below it"),
+        ("seed", "not an override; expected key=value, such as seed=1"),
+        ("=3", "not an override; expected key=value, such as seed=1"),
+        ("name='x", "not valid YAML behind the '=': "),
+        ("seed=${nobody}", "Interpolation key 'nobody' not found"),
+        ("steps=many", "input should be a whole number, got 'many'"),
+        ("training={lora: {rnk: 1}}", "training.lora.rnk: unknown key; did you mean 'rank'? "),
+        ("lanes.generators=[cuda:0, 1]", "lanes.generators[1]: input should be a string, got 1"),
+        ("batch.slice=3", "3 does not divide samples_per_prompt = 4; choose one of 1, 2, 4, or auto"),
+        ("rewards=[ocrr]", "unknown reward 'ocrr'; did you mean 'ocr'? "),
+        ("rewards.0.wieght=2", "rewards: reward 'ocr': wieght: unknown key; did you mean 'weight'? "),
+        ("rewards.5.weight=2", "list index out of range"),
+        (
+            "prompts.path=demo/trin.txt",
+            "demo/trin.txt does not come with DigenRL; did you mean 'demo/train.txt'? ",
+        ),
+    ],
+)
+def test_what_is_wrong_in_an_override_is_told_with_the_override(
+    recipe_file: Path, override: str, message: str
+) -> None:
+    assert complaint(recipe_file, override).startswith(f"{override}: {message}")
+
+
+def test_an_override_given_twice_is_refused(recipe_file: Path) -> None:
+    told = complaint(recipe_file, "rewards[0].weight=1", "rewards.0.weight=2")
+    assert told == (
+        "rewards.0.weight: given twice, as rewards[0].weight=1 and as rewards.0.weight=2; leave one of them out"
+    )
+
+
+def test_a_value_left_open_must_be_given() -> None:
+    assert complaint("flux_flow_grpo") == (
+        "flux_flow_grpo: prompts.path must be given: digenrl train flux_flow_grpo prompts.path=prompts.txt"
+    )
+    assert complaint("flux_flow_grpo", "name=${prompts.path}").startswith("flux_flow_grpo: prompts.path must be")
+
+
+def test_paths_are_seen_from_the_recipe_and_those_of_overrides_from_here(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, beside = tmp_path / "here", recipe_file.parent
+    for folder in (here / "model", beside / "model", beside / "weights"):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    assert read_recipe(str(recipe_file)).prompts.path == beside / "prompts.txt"
+    assert read_recipe("../somewhere/mine.yaml").prompts.path.resolve() == beside / "prompts.txt"
+
+    recipe_file.write_text(
+        TEXT.replace("source: demo", "source: model").replace("name: ocr", "name: pickscore, model: weights"),
+        encoding="utf-8",
+    )
+    from_file = read_recipe(str(recipe_file), ["prompts={shuffle: false}"])
+    assert from_file.prompts.path == beside / "prompts.txt"
+    assert from_file.model.source == str(beside / "model")
+    assert from_file.rewards[0].model_dump()["model"] == str(beside / "weights")
+
+    overrides = ["model.source=model", "prompts={path: other.txt}", "evaluation.prompts.path=sub/held_out.txt"]
+    from_here = read_recipe(str(recipe_file), overrides)
+    assert from_here.model.source == str(here / "model")
+    assert from_here.prompts.path == here / "other.txt"
+    assert from_here.evaluation is not None and from_here.evaluation.prompts.path == here / "sub/held_out.txt"
+
+
+def test_hub_ids_and_the_demo_are_no_paths(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (recipe_file.parent / "demo").mkdir()
+    monkeypatch.chdir(recipe_file.parent)
+    assert read_recipe(str(recipe_file)).model.source == "demo"
+    assert read_recipe(str(recipe_file), ["model.source=demo"]).model.source == "demo"
+    assert read_recipe(str(recipe_file), ["model.source=owner/name"]).model.source == "owner/name"
+    assert (
+        read_recipe(str(recipe_file), ["prompts.path=demo/train.txt"]).prompts.path == DEMO_PROMPTS / "train.txt"
+    )
+    own = read_recipe(str(recipe_file), ["prompts.path=./demo/train.txt"])
+    assert own.prompts.path == recipe_file.parent / "demo" / "train.txt"
+
+
+AWKWARD = {
+    "name": "1e5",
+    "model": {"family": "sd3", "source": "off", "negative_prompt": "a ${seed} and \\${seed}: null"},
+    "lanes": {"generators": ["cuda:0", "yes"], "trainer": "123"},
+    "logging": {"wandb": "null"},
+    "evaluation": {"prompts": {"path": "/some where/é.txt"}},
+}
+
+
+@pytest.mark.parametrize("changes", [{}, AWKWARD], ids=["plain", "awkward"])
+def test_a_written_recipe_is_read_as_an_equal_one(
+    recipe_file: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    recipe = parse_model(Recipe, {**read_recipe(str(recipe_file)).model_dump(), **changes})
+    text = write_recipe(recipe)
+    assert [line.split(":")[0] for line in text.splitlines() if line[0].isalpha()] == list(Recipe.model_fields)
+    again = tmp_path / "again.yaml"
+    again.write_text(text, encoding="utf-8")
+    assert read_recipe(str(again)) == recipe
+
+
+CHANGES_THE_UPDATE = [
+    "seed=4",
+    "model.guidance=2",
+    "model.dtype=bfloat16",
+    "model.source=owner/name",
+    "prompts.shuffle=false",
+    "prompts.column=text",
+    "rewards=[ocr]",
+    "rewards.0.weight=0.8",
+    "rewards.0.exact_bonus=1",
+    "sample.width=32",
+    "sample.shift=3",
+    "sample.noise.level=0.8",
+    "sample.window.fraction=0.6",
+    "batch.prompts=3",
+    "batch.slice=2",
+    "algorithm.options.clip=1e-5",
+    "algorithm.name=grpo_guard",
+    "training.learning_rate=1e-5",
+    "training.lora.rank=8",
+    "training.lora=null",
+    "training.old_log_probs=recomputed",
+    "training.autocast=bf16",
+    "training.ema={decay: 0.5}",
+    "techniques.tcss=0.1",
+    "shuffled_rewards=true",
+]
+CHANGES_NO_UPDATE = [
+    "name=other",
+    "steps=9",
+    "mode=colocated",
+    "lanes.generators=3",
+    "lanes.device=cpu",
+    "evaluation={prompts: {path: held_out.txt}}",
+    "checkpoint.every=1",
+    "logging.wandb=project",
+    "sample.decode_rows=1",
+    "training.pack_size=1",
+    "training.gradient_checkpointing=true",
+    "techniques={gap: false, tsp: false, tag: none, dispatch: eager}",
+    "rewards.0.label=text",
+    "rewards.0.threads=2",
+    "algorithm.options.clip=0.00010",
+]
+
+
+@pytest.mark.parametrize("override", CHANGES_THE_UPDATE)
+def test_a_fingerprint_tells_runs_apart_whose_updates_differ(recipe_file: Path, override: str) -> None:
+    assert fingerprint(read_recipe(str(recipe_file), [override])) != fingerprint(read_recipe(str(recipe_file)))
+
+
+@pytest.mark.parametrize("override", CHANGES_NO_UPDATE)
+def test_a_fingerprint_does_not_see_what_changes_no_update(recipe_file: Path, override: str) -> None:
+    assert fingerprint(read_recipe(str(recipe_file), [override])) == fingerprint(read_recipe(str(recipe_file)))
+
+
+def test_prompts_count_by_what_they_are_not_by_where(recipe_file: Path, tmp_path: Path) -> None:
+    before = fingerprint(read_recipe(str(recipe_file)))
+    moved = recipe_file.parent.rename(tmp_path / "elsewhere") / recipe_file.name
+    assert fingerprint(read_recipe(str(moved))) == before
+    (moved.parent / "prompts.txt").write_text("a cat\na bird\n", encoding="utf-8")
+    assert fingerprint(read_recipe(str(moved))) != before
+
+
+def test_whole_numbers_and_floats_of_the_same_value_are_one(recipe_file: Path) -> None:
+    whole, other = (
+        read_recipe(str(recipe_file), [f"algorithm.options.kl_weight={text}"]) for text in ("1", "1.0")
+    )
+    assert fingerprint(whole) == fingerprint(other)
+
+
+def test_recipes_are_read_without_torch() -> None:
+    program = "import sys; from digenrl.config.recipe_files import read_recipe; read_recipe('demo'); "
+    program += "assert not {'torch', 'diffusers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_names_of_shipped_recipes_are_those_of_their_files() -> None:
+    for name in shipped_recipes():
+        assert read_recipe(name, ["prompts.path=prompts.txt"]).name == name

@@ -1,0 +1,103 @@
+"""The journal gives back what was decided."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from watched_runs import SPEC, AfterEach, opening_of, watch
+
+from digenrl import records
+from digenrl.config.reading import ConfigError
+from digenrl.records import Action, Committed, Event, LaneOffer, Publish, SampleId, Tick, WorkerJoined, WorkerLost
+from digenrl.runs.journal import Decision, Journal, decision_line, read_journal
+from digenrl.runs.lines import JsonLines
+from digenrl.simulation.virtual_cluster import Faults
+
+SECOND = 1_000_000_000
+
+
+def _kinds(kind: type) -> list[type]:
+    known = [each for each in vars(records).values() if isinstance(each, type) and issubclass(each, kind)]
+    return [each for each in known if each is not kind]
+
+
+def _write(path: Path, *decisions: Decision) -> Path:
+    lines = JsonLines(path)
+    for decision in decisions:
+        lines.append(decision_line(decision.event, decision.actions))
+    lines.close()
+    return path
+
+
+@pytest.mark.parametrize("kind", [*_kinds(Event), *_kinds(Action)], ids=lambda kind: kind.__name__)
+@settings(max_examples=10)
+@given(data=st.data())
+def test_every_event_and_every_action_comes_back_equal(
+    kind: Any, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    record = data.draw(st.from_type(kind))
+    event, actions = (record, ()) if isinstance(record, Event) else (Tick(7), (record, record))
+    path = tmp_path_factory.mktemp("journal") / "journal.jsonl"
+    assert list(read_journal(_write(path, Decision(event, actions)))) == [Decision(event, actions)]
+
+
+def test_a_line_has_the_time_in_front_and_records_by_type_and_fields() -> None:
+    lease = records.Lease(records.Slice(0, 1, 2, 2), lane=3, epoch=4, version=0, started_ns=5)
+    line = decision_line(records.SliceDone(9, lease), (records.Score(lease.slice, scorer=0),))
+    piece = {"step": 0, "group": 1, "first": 2, "size": 2}
+    assert line == {
+        "at_ns": 9,
+        "event": {
+            "type": "SliceDone",
+            "lease": {"slice": piece, "lane": 3, "epoch": 4, "version": 0, "started_ns": 5},
+        },
+        "actions": [{"type": "Score", "slice": piece, "scorer": 0}],
+    }
+
+
+def test_the_journal_of_a_run_with_faults_is_every_decision_but_the_ticks_that_led_to_nothing(
+    tmp_path: Path,
+) -> None:
+    seen: list[Decision] = []
+    keep = AfterEach(lambda event, actions, state: seen.append(Decision(event, tuple(actions))))
+    faults = Faults(
+        events=(WorkerLost(SECOND, 0), WorkerJoined(2 * SECOND, LaneOffer("new", SECOND))),
+        failing_epochs=frozenset({1}),
+        failing_samples=frozenset({SampleId(1, 0, 0)}),
+    )
+    lines = JsonLines(tmp_path / "journal.jsonl")
+    watch(opening_of(), (), faults=faults, after=(Journal(lines), keep))
+    wanted = [each for each in seen if each.actions or not isinstance(each.event, Tick)]
+    assert len(wanted) < len(seen)
+    assert {type(each.event).__name__ for each in wanted} >= {"WorkerLost", "WorkerJoined", "SliceFailed"}
+    assert list(read_journal(lines.path)) == wanted
+    assert sum(isinstance(each.event, Committed) for each in wanted) == SPEC["steps"]
+
+
+GOOD = decision_line(Committed(5, step=0), (Publish(1, (0, 1)),))
+
+
+@pytest.mark.parametrize(
+    ("damaged", "complaint"),
+    [
+        ({**GOOD, "event": {"type": "Commited", "step": 0}}, "unknown type 'Commited'; did you mean 'Committed'"),
+        ({**GOOD, "event": {"type": "Publish", "version": 1, "lanes": []}}, "unknown type 'Publish'"),
+        ({**GOOD, "event": {"type": "Committed"}}, r"Committed with \['at_ns'\] instead of \['at_ns', 'step'\]"),
+        ({**GOOD, "event": {"type": "Committed", "step": "0"}}, "expected int, got '0'"),
+        ({**GOOD, "actions": [{"type": "Publish", "version": 1, "lanes": 3}]}, "no decision"),
+        ({"event": GOOD["event"], "actions": []}, "lacks 'at_ns'"),
+        ({**GOOD, "event": "Committed"}, "no decision"),
+    ],
+)
+def test_a_damaged_decision_is_named_by_file_and_line(
+    tmp_path: Path, damaged: dict[str, Any], complaint: str
+) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_text(f"{json.dumps(GOOD)}\n{json.dumps(damaged)}\n")
+    with pytest.raises(ConfigError, match=rf"journal.jsonl: line 2 .*{complaint}"):
+        list(read_journal(path))

@@ -1,0 +1,267 @@
+"""A step's numbers, counted while the run goes on, against the full trace and an account of every sample."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_specs import spec_contents
+from rich.console import Console
+from watched_runs import SPEC, AfterEach, KeptNumbers, opening_of, watch
+
+from digenrl.config.reading import parse_model
+from digenrl.config.spec import Spec
+from digenrl.loop import drive
+from digenrl.records import (
+    Committed,
+    LaneOffer,
+    Lease,
+    Quarantine,
+    SampleId,
+    SliceDone,
+    Trained,
+    WorkerJoined,
+    WorkerLost,
+)
+from digenrl.runs.busy import BusyMeter
+from digenrl.runs.live_view import Clocks, RunTitle, TerminalView
+from digenrl.runs.metrics import Evaluation, StepMetrics
+from digenrl.scheduling import SchedulerState, initial_state
+from digenrl.simulation.virtual_cluster import Faults, VirtualCluster
+from digenrl.telemetry.recorder import Recorder
+from digenrl.telemetry.trace import LaneInfo, Span, Trace, Work
+from digenrl.telemetry.utilisation import lane_busy_shares
+
+SECOND = 1_000_000_000
+NO_FAULTS = Faults()
+STANDING_CLOCKS = Clocks(now=lambda: 0.0, processor=lambda: 0.0)
+
+
+def _clip(start_ns: int, end_ns: int, window: tuple[int, int]) -> tuple[int, int]:
+    return max(start_ns, window[0]) - window[0], min(end_ns, window[1]) - window[0]
+
+
+def _shares_within(trace: Trace, window: tuple[int, int]) -> dict[str, float]:
+    """Busy shares of a part of a finished run, by the room that draws its pictures."""
+    lanes = []
+    for lane in trace.lanes:
+        left_ns = trace.end_ns if lane.left_ns is None else lane.left_ns
+        joined_ns, left_ns = _clip(lane.joined_ns, left_ns, window)
+        if joined_ns < left_ns:
+            lanes.append(LaneInfo(lane.name, lane.pool, joined_ns, left_ns))
+    known = {lane.name for lane in lanes}
+    spans = []
+    for each in trace.spans:
+        start_ns, end_ns = _clip(each.start_ns, each.end_ns, window)
+        if start_ns < end_ns and each.lane in known:
+            spans.append(Span(each.lane, each.work, start_ns, end_ns, each.step, version=each.version))
+    return lane_busy_shares(Trace(tuple(lanes), tuple(spans), window[1] - window[0], trace.shared_cards))
+
+
+class Account:
+    """Who made every sample, and what was trained in the end: an account of its own, sample by sample."""
+
+    def __init__(self, opening: SchedulerState) -> None:
+        self._before = opening
+        self._makers: dict[SampleId, Lease] = {}
+        self._trained: set[SampleId] = set()
+        self._retired: set[tuple[int, int]] = set()
+
+    def observe(self, event: Any, actions: Any, state: SchedulerState) -> None:
+        if isinstance(event, SliceDone) and self._before.lanes[event.lease.lane].lease == event.lease:
+            self._makers |= dict.fromkeys(event.lease.slice.samples(), event.lease)
+        if isinstance(event, Trained):
+            self._trained |= {sample for piece in event.slices for sample in piece.samples()}
+        self._retired |= {(each.step, each.group) for each in actions if isinstance(each, Quarantine)}
+        self._before = state
+
+    def shares(self, step: int) -> tuple[float, float]:
+        """The stale and the helped share of a step."""
+        terms, lanes = self._before.terms, self._before.lanes
+        kept = [s for s in self._trained if s.step == step and (s.step, s.group) not in self._retired]
+        leases = [self._makers[sample] for sample in kept]
+        helped = 0 if terms.colocated else sum(lanes[lease.lane].helper for lease in leases)
+        return sum(lease.stale for lease in leases) / len(kept), helped / len(kept)
+
+
+def _check_against_the_full_trace(opening: SchedulerState, faults: Faults) -> list[dict[str, float]]:
+    kept, account, recorder = KeptNumbers(), Account(opening), Recorder(opening)
+    watch(opening, [kept], faults=faults, after=(account, recorder))
+    trace, began_ns = recorder.trace(), 0
+    assert [numbers["step"] for numbers in kept.steps] == list(range(opening.terms.steps))
+    for numbers, ended_ns in zip(kept.steps, recorder.commit_ends_ns, strict=True):
+        assert numbers["at_s"] == ended_ns / SECOND
+        assert numbers["step_s"] == (ended_ns - began_ns) / SECOND
+        assert (numbers["stale_share"], numbers["helped_share"]) == account.shares(int(numbers["step"]))
+        busy = {name.removeprefix("busy/"): share for name, share in numbers.items() if name.startswith("busy/")}
+        assert busy == pytest.approx(_shares_within(trace, (began_ns, ended_ns)), abs=1e-12)
+        began_ns = ended_ns
+    return kept.steps
+
+
+def test_a_step_is_told_as_the_full_trace_tells_it() -> None:
+    steps = _check_against_the_full_trace(opening_of(), NO_FAULTS)
+    assert any(numbers["stale_share"] > 0 for numbers in steps)
+    assert any(numbers["helped_share"] > 0 for numbers in steps)
+    assert any(0 < numbers["busy/l40s-0"] < 1 for numbers in steps)
+    assert steps[1]["samples"] == 16
+    assert steps[1]["samples_per_s"] == pytest.approx(16 / steps[1]["step_s"])
+    assert [numbers["version"] for numbers in steps] == [1, 2, 3, 4]
+
+
+@st.composite
+def _faults(draw: st.DrawFn, spec: Spec) -> Faults:
+    """Lanes go and come, slices and scores fail; a quick lane joins at the end, so that every fault heals."""
+    lanes = len(opening_of(spec).lanes)
+    lost = draw(st.lists(st.tuples(st.integers(0, 20 * SECOND), st.integers(0, lanes - 1)), max_size=4))
+    moments = [*sorted(draw(st.sets(st.integers(0, 20 * SECOND), max_size=2))), 21 * SECOND]
+    samples = st.builds(SampleId, st.integers(0, spec.steps - 1), st.integers(0, spec.prompts), st.integers(0, 7))
+    return Faults(
+        events=tuple(WorkerLost(at, lane) for at, lane in lost)
+        + tuple(WorkerJoined(at, LaneOffer(f"new-{at}", SECOND)) for at in moments),
+        failing_epochs=frozenset(draw(st.sets(st.integers(0, 30), max_size=4))),
+        failing_samples=frozenset(draw(st.sets(samples, max_size=2))),
+    )
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_any_run_is_told_as_its_full_trace_tells_it_however_lanes_come_and_go(data: st.DataObject) -> None:
+    spec = parse_model(Spec, data.draw(spec_contents(helps=("none", "greedy", "auto"))))
+    _check_against_the_full_trace(opening_of(spec), data.draw(_faults(spec)))
+
+
+def test_shares_of_all_steps_make_up_the_share_of_the_whole_run() -> None:
+    opening, kept = opening_of(), KeptNumbers()
+    recorder = Recorder(opening)
+    watch(opening, [kept], after=(recorder,))
+    whole = lane_busy_shares(recorder.trace())
+    assert len(whole) == 8
+    for lane, share in whole.items():
+        busy_s = sum(numbers[f"busy/{lane}"] * numbers["step_s"] for numbers in kept.steps)
+        assert busy_s / kept.steps[-1]["at_s"] == pytest.approx(share)
+
+
+def test_an_evaluation_keeps_a_lane_busy_and_a_publication_does_not() -> None:
+    meter = BusyMeter(opening_of())
+    meter.add(Span("a100-0", Work.EVALUATE, 6 * SECOND, 8 * SECOND, step=0))
+    meter.add(Span("a100-0", Work.EVALUATE, 0, 2 * SECOND, step=0))  # told later, as a worker may
+    meter.add(Span("trainer", Work.PUBLISH, 0, 9 * SECOND, step=0))
+    meter.add(Span("helper-0", Work.HELP, 5 * SECOND, 7 * SECOND, step=0))
+    meter.add(Span("helper-1", Work.HELP, 5 * SECOND, 6 * SECOND, step=0))
+    meter.add(Span("trainer", Work.TRAIN, 0, SECOND, step=0))
+    shares = meter.next_window(10 * SECOND, [("a100-1", 9 * SECOND)])
+    assert shares["a100-0"] == 0.4
+    assert shares["a100-1"] == 0.1
+    assert shares["trainer"] == pytest.approx(0.3)
+    assert shares["helper-1"] == pytest.approx(0.2)
+    meter.add(Span("a100-1", Work.GENERATE, 9 * SECOND, 12 * SECOND, step=0))
+    assert meter.next_window(14 * SECOND, ())["a100-1"] == 0.5
+
+
+def _run_with_reports(reports: dict[int, list[tuple[int, dict[str, float | None]]]]) -> list[dict[str, float]]:
+    """A run where, just before the commit of a step is observed, these numbers are reported."""
+    opening, kept = opening_of(), KeptNumbers()
+    metrics = StepMetrics(opening, [kept])
+
+    def report(event: Any, actions: Any, state: SchedulerState) -> None:
+        for step, numbers in reports.get(event.step, ()) if isinstance(event, Committed) else ():
+            metrics.report(step, numbers)
+
+    recorder = Recorder(opening, sink=metrics.add_span)
+    drive(opening, VirtualCluster(opening), (AfterEach(report), recorder, metrics))
+    return kept.steps
+
+
+def test_reported_numbers_stand_in_their_steps_line_and_what_comes_late_in_the_next() -> None:
+    steps = _run_with_reports(
+        {
+            0: [(0, {"reward_mean": 0.5, "kl": None}), (1, {"reward/ocr": 0.75})],
+            1: [(1, {"reward_mean": 0.25}), (1, {"reward_mean": 0.625}), (0, {"publish_s": 0.125})],
+        }
+    )
+    assert steps[0]["reward_mean"] == 0.5
+    assert "kl" not in steps[0] and "reward/ocr" not in steps[0]
+    assert (steps[1]["reward_mean"], steps[1]["reward/ocr"], steps[1]["publish_s"]) == (0.625, 0.75, 0.125)
+    assert "reward_mean" not in steps[2]
+
+
+def test_what_is_counted_here_cannot_be_reported() -> None:
+    metrics = StepMetrics(opening_of(), ())
+    for name in ("step_s", "busy/trainer"):
+        with pytest.raises(AssertionError, match=name):
+            metrics.report(0, {name: 1.0})
+
+
+def test_a_run_that_goes_on_counts_from_where_it_was() -> None:
+    opening = opening_of()
+    kept, whole = KeptNumbers(), KeptNumbers()
+    watch(opening, [whole])
+    offers = [LaneOffer(lane.name, lane.slice_ns) for lane in opening.lanes]
+    generators, helpers = offers[:3], offers[3:]
+    resumed = initial_state(opening.terms, opening.costs, generators, helpers, committed=2)
+    metrics = StepMetrics(resumed, [kept], begin_ns=100 * SECOND)
+    recorder = Recorder(resumed, start_ns=100 * SECOND, sink=metrics.add_span)
+    drive(resumed, VirtualCluster(resumed, start_ns=100 * SECOND), (recorder, metrics))
+    assert [numbers["step"] for numbers in kept.steps] == [2, 3]
+    # It begins as a first step does: nothing is under way yet.
+    assert kept.steps[0]["step_s"] == whole.steps[0]["step_s"]
+    assert kept.steps[0]["busy/a100-0"] == whole.steps[0]["busy/a100-0"]
+
+
+def test_evaluations_and_the_end_reach_every_sink() -> None:
+    sinks = [KeptNumbers(), KeptNumbers()]
+    metrics = StepMetrics(opening_of(), sinks)
+    evaluation = Evaluation(0, 1.5, 200, {"reward_mean": 0.5})
+    metrics.evaluated(evaluation)
+    metrics.close()
+    assert [sink.evaluations for sink in sinks] == [[evaluation]] * 2
+    assert all(sink.closed for sink in sinks)
+
+
+def _entries(thing: object) -> int:
+    """How many entries the containers inside it have, all together."""
+    seen: set[int] = set()
+
+    def count(each: object) -> int:
+        if id(each) in seen or isinstance(each, SchedulerState | str | bytes | int | float):
+            return 0
+        seen.add(id(each))
+        inside: Iterable[object] = ()
+        if isinstance(each, dict):
+            inside = (*each.keys(), *each.values())
+        elif isinstance(each, list | tuple | set | deque):
+            inside = tuple(each)
+        elif type(each).__module__.startswith("digenrl."):
+            names = (*getattr(type(each), "__slots__", ()), *getattr(each, "__dict__", ()))
+            inside = [getattr(each, name) for name in names]
+        return len(list(inside)) + sum(count(part) for part in inside)
+
+    return count(thing)
+
+
+def test_nothing_grows_over_two_thousand_steps() -> None:
+    small = {"prompts": 1, "samples_per_prompt": 4, "slice": 1, "generators": SPEC["generators"][1:]}
+    opening = opening_of(**small, steps=2000, policy={"help": "greedy", "stale_fraction": 0.5})
+    faults = Faults(failing_epochs=frozenset(range(0, 10_000, 7)))
+    view = TerminalView(RunTitle("long", Path("runs/long-1"), 2000), Console(file=StringIO()), STANDING_CLOCKS)
+    metrics = StepMetrics(opening, [view])
+    recorder = Recorder(opening, sink=metrics.add_span)
+    largest = [0, 0]
+
+    def look(event: Any, actions: Any, state: SchedulerState) -> None:
+        if isinstance(event, Committed):
+            metrics.report(event.step + 1, {"kl": 0.5, "reward_mean": event.at_ns})
+            metrics.report(event.step, {"publish_s": 0.5})
+            metrics.evaluated(Evaluation(event.step, 0.0, 1, {"reward_mean": float(event.step)}))
+            half = event.step // 1000
+            largest[half] = max(largest[half], _entries(metrics))  # the view is one of its sinks
+
+    drive(opening, VirtualCluster(opening, faults), (recorder, metrics, view, AfterEach(look)))
+    assert 100 < largest[1] <= largest[0] < 1000

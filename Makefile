@@ -7,7 +7,7 @@ PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint co
 # One thread per test process: several processes with several threads each are slower than one.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup test lint types imports pytest docs bench clean
+.PHONY: setup demo test lint types imports pytest docs bench clean
 
 setup: $(STAMP)
 
@@ -16,6 +16,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) torch
 	$(PIP) --editable '.[dev,train,ocr,serve]'
 	touch $(STAMP)
+
+# About five minutes of training on two cores; ends with the path of the report.
+demo: $(STAMP)
+	$(BIN)/digenrl train demo
 
 test: lint types imports pytest
 
@@ -42,6 +46,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/speed.py
 	$(BIN)/python benchmarks/paper_ladder.py
 	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/overlap.py
+	$(BIN)/python benchmarks/fidelity.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

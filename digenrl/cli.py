@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast, get_args
 
 import typer
 import yaml
@@ -35,6 +35,9 @@ from digenrl.telemetry.gantt_svg import gantt_svg
 from digenrl.telemetry.gantt_terminal import gantt_text
 from digenrl.telemetry.perfetto import write_perfetto
 from digenrl.telemetry.writing import check_writable, write_whole
+
+if TYPE_CHECKING:  # it brings torch along
+    from digenrl.runs.sampling import Sampled
 
 app = typer.Typer(
     name="digenrl",
@@ -222,6 +225,75 @@ def train_command(
         raise typer.Exit(INTERRUPTED)
 
 
+@app.command("report")
+def report_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, as runs/demo-1.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+) -> None:
+    """Write a run's report and trace anew, and say how the run went, or goes."""
+    from digenrl.runs.summary import report_run, summary_table
+
+    reported = report_run(run)
+    if as_json:
+        typer.echo(json.dumps(reported.as_dict()))
+        return
+    out.print(summary_table(reported.summary))
+    _say_written(reported.page, reported.trace)
+
+
+@app.command("sample")
+def sample_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, as runs/demo-1.")],
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="As step_000020, or 'before': the untrained model. The newest if not given."
+        ),
+    ] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="What to show; may be given several times.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Prompts as .txt, .jsonl or .parquet.")
+    ] = None,
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Images in all; prompts repeat if they are fewer.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps.")] = None,
+    guidance: Annotated[float | None, typer.Option(min=0, help="The guidance scale.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the noise that images begin with.")] = None,
+    out_folder: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="A new folder; one in RUN/sampled if not given.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was made as JSON.")] = False,
+) -> None:
+    """Make pictures from a checkpoint of a run: by default those of its evaluation, with the same noise."""
+    if prompt and prompts is not None:
+        raise ConfigError("--prompt and --prompts: give texts or a file, not both")
+    with _needing("train"):
+        from digenrl.runs.sampling import SampleRequest, sample_run
+    wished = prompts if prompts is not None else tuple(prompt or ())
+    request = SampleRequest(checkpoint, wished, count, steps, guidance, seed, device)
+    with _progress("sampling", quiet=as_json) as report:
+        sampled = sample_run(run, request, out_folder, report)
+    if as_json:
+        typer.echo(json.dumps(sampled.as_dict()))
+        return
+    _show_sampled(sampled)
+
+
+def _show_sampled(sampled: Sampled) -> None:
+    out.print(f"{sampled.checkpoint} ({sampled.weights}): {len(sampled.pictures)} samples", highlight=False)
+    if not sampled.as_evaluated:
+        out.print("These weights are the exported ones; evaluations show those that generated.", style="dim")
+    _say_written(sampled.grid)
+    if sampled.loading:
+        out.print("The newest weights in diffusers:")
+        for line in sampled.loading:
+            out.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+
+
 @app.command("make-tiny")
 def make_tiny_command(
     family: Annotated[str, typer.Argument(help="Model family, as sd3 or wan.")],
@@ -301,14 +373,15 @@ def _seconds(option: str, text: str | None) -> Decimal | None:
 def _say_written(*paths: Path | None) -> None:
     for path in paths:
         if path is not None:
-            out.print(f"wrote {path}")
+            out.print(f"wrote {path}", soft_wrap=True)
 
 
 @contextmanager
 def _progress(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """A bar on the side channel, gone when the work is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=aside, transient=True, disable=quiet) as progress:
+    hidden = quiet or not aside.is_terminal
+    with Progress(*columns, console=aside, transient=True, disable=hidden) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 

@@ -34,10 +34,10 @@ def draw_number(number: int, random: Random) -> Image.Image:
     """One picture."""
     ground = tuple(random.randint(215, 255) for _ in range(3))
     ink = tuple(random.randint(0, 60) for _ in range(3))
-    middle = tuple(side / 2 + random.uniform(-LARGEST_SHIFT, LARGEST_SHIFT) for side in (WIDTH, HEIGHT))
+    x, y = (side / 2 + random.uniform(-LARGEST_SHIFT, LARGEST_SHIFT) for side in (WIDTH, HEIGHT))
     image = Image.new("RGB", (WIDTH, HEIGHT), ground)
     font = _font(random.choice(LETTER_SIZES))
-    ImageDraw.Draw(image).text(middle, str(number), fill=ink, font=font, anchor="mm")
+    ImageDraw.Draw(image).text((x, y), str(number), fill=ink, font=font, anchor="mm")
     return image
 
 

@@ -1,6 +1,6 @@
 """Trains the demo model from nothing: first the VAE, then the transformer, which is stopped early on purpose.
 
-    python -m digenrl.demo.pretrain OUT_DIR        # one core: five minutes
+    python -m digenrl.demo.pretrain OUT_DIR        # four minutes on one core
 
 OUT_DIR becomes a diffusers pipeline directory. The model must write some numbers so that they can be read, or no
 reward would tell samples apart, and must leave room for RL.
@@ -77,8 +77,9 @@ def train_vae(vae: Any, numbers: list[int], steps: int, draws: Draws, progress: 
         pictures_BCHW = draw_numbers(draws.random.choices(numbers, k=VAE_BATCH), draws.random)
         posterior = vae.encode(pictures_BCHW).latent_dist
         decoded_BCHW = vae.decode(posterior.sample(draws.generator)).sample
-        kl: Tensor = posterior.kl().mean() / posterior.mean[0].numel()
-        return (decoded_BCHW - pictures_BCHW).square().mean() + KL_WEIGHT * kl
+        kl = posterior.kl().mean() / posterior.mean[0].numel()
+        total: Tensor = (decoded_BCHW - pictures_BCHW).square().mean() + KL_WEIGHT * kl
+        return total
 
     minimise(vae, loss, steps, VAE_LEARNING_RATE, "VAE", progress)
 
@@ -107,7 +108,8 @@ def train_transformer(model: SD3Model, numbers: list[int], steps: int, draws: Dr
         noised_BL = (1 - sigma_BL) * clean_BL + sigma_BL * noise_BL
         conditioning = model.encode([prompt_of(number) for number in chosen])
         velocity_BL = model.velocity(noised_BL, 1000 * sigma_B, conditioning, 1.0, SIZE)
-        return (velocity_BL - (noise_BL - clean_BL)).square().mean()
+        distance: Tensor = (velocity_BL - (noise_BL - clean_BL)).square().mean()
+        return distance
 
     minimise(model.transformer, loss, steps, LEARNING_RATE, "transformer", progress)
 

@@ -45,12 +45,16 @@ class ExchangeFolder:
         """
         candidates = [SHARED_MEMORY] if places is None else list(places)
         usable = [place for place in candidates if place.is_dir() and os.access(place, os.W_OK)]
-        for place in usable:
+        elsewhere = Path(tempfile.gettempdir())
+        for place in {*usable, elsewhere}:
             remove_abandoned(place)
         roomy = [place for place in usable if shutil.disk_usage(place).free >= bytes_wanted]
-        folder = cls(Path(tempfile.mkdtemp(prefix=PREFIX, dir=roomy[0] if roomy else None)))
-        folder._lock = os.open(folder.root / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(folder._lock, fcntl.LOCK_EX)
+        # Hidden until it is locked: another run must not take it for abandoned.
+        hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=roomy[0] if roomy else elsewhere))
+        lock = os.open(hidden / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder = cls(hidden.rename(hidden.with_name(hidden.name.removeprefix("."))))
+        folder._lock = lock
         return folder
 
     def path(self, name: str) -> Path:
@@ -67,8 +71,11 @@ class ExchangeFolder:
         return sorted(path.name.removesuffix(SUFFIX) for path in self.root.glob(f"*{SUFFIX}"))
 
     def remove(self) -> None:
-        """Frees everything; may be called twice, and by whoever is the last to leave."""
-        shutil.rmtree(self.root, ignore_errors=True)
+        """Frees everything; may be called twice, by several at once, and while somebody still writes into it."""
+        gone = self.root.with_name(f"{self.root.name}.gone")
+        with suppress(OSError):  # somebody else was quicker
+            self.root.rename(gone)  # whoever writes finds no folder any more, and leaves nothing behind
+        shutil.rmtree(gone, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

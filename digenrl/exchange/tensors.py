@@ -24,9 +24,12 @@ class TensorExchange:
         """Leaves tensors under a name; returns their size in bytes."""
         path = self._folder.path(name)
         partial = path.with_suffix(".part")
-        save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, partial)
-        size = partial.stat().st_size
-        partial.replace(path)
+        try:
+            save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, partial)
+            size = partial.stat().st_size
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)  # half a file, where there was no room for the whole
         return size
 
     def get(self, name: str) -> dict[str, Tensor]:

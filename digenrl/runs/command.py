@@ -44,14 +44,15 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console, as_json: 
             f"{' '.join(overrides)}: would change what the run computes; a resumed run may change steps, lanes, "
             "logging, checkpoint, evaluation and techniques other than tcss"
         )
-    standing = find_standing(folder)
-    done = 0 if standing is None else standing.bookmark.step
-    if done >= recipe.steps:
-        raise ConfigError(
-            f"{path}: has all its {recipe.steps} steps; to go on, give more, as steps={recipe.steps * 2}"
-        )
-    machine = check_recipe(recipe)
-    folder.rewrite(recipe)
+    with folder.locked():  # whoever trains here keeps its recipe
+        standing = find_standing(folder)
+        done = 0 if standing is None else standing.bookmark.step
+        if done >= recipe.steps:
+            raise ConfigError(
+                f"{path}: has all its {recipe.steps} steps; to go on, give more, as steps={recipe.steps * 2}"
+            )
+        machine = check_recipe(recipe)
+        folder.rewrite(recipe)
     return _train_and_tell(folder, machine, console, as_json, standing)
 
 
@@ -66,6 +67,9 @@ def _train_and_tell(
         status = train(folder, machine, view, standing)
     except (WorkerFailedError, RunGaveUpError) as error:
         raise RunFailedError(f"{error}{_how_to_go_on(folder)}") from error
+    except OSError as error:
+        reason = f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}"
+        raise RunFailedError(f"{folder.path}: cannot be written: {reason}{_how_to_go_on(folder)}") from error
     report = write_report(folder.path)
     if not as_json:
         if status is Status.INTERRUPTED:
@@ -88,7 +92,10 @@ def _recall(view: View, folder: RunFolder, standing: Standing) -> None:
 
 
 def _how_to_go_on(folder: RunFolder) -> str:
-    standing = find_standing(folder)
+    try:
+        standing = find_standing(folder)
+    except ConfigError as error:
+        return f"\n{error}"
     if standing is None:
         return ""
     return f"\n{standing.checkpoint} is whole; go on with: digenrl train --resume {folder.path}"

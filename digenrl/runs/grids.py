@@ -27,7 +27,8 @@ def write_grid(folder: RunFolder, steps_done: int, pictures: Path, scores: Seque
         side_by_side(images, columns).save(file, format="PNG")
     partial.replace(target)
     items = [{"prompt": s.prompt, "reward": s.reward, "parts": dict(s.parts)} for s in scores[: len(images)]]
-    write_whole(folder.grid_words(steps_done), json.dumps({"columns": columns, "items": items}, indent=1))
+    words = {"columns": columns, "gap": GAP, "items": items}
+    write_whole(folder.grid_words(steps_done), json.dumps(words, indent=1))
     shutil.rmtree(pictures)
     return target
 

@@ -51,6 +51,7 @@ class Keeper:
         self._describe, self._on_span = describe, on_span
         self.bookmark = opening
         self.saved_step: int | None = None
+        self._asked_step: int | None = None  # the last that the trainer was told to save
         self._saving = 0
 
     def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
@@ -66,6 +67,7 @@ class Keeper:
         bookmark = self.bookmark
         self._lines.sync()
         self._saving += 1
+        self._asked_step = bookmark.step
 
         def saved(answered: Answered) -> None:
             self._saving -= 1
@@ -79,8 +81,8 @@ class Keeper:
         self._runtime.send(TRAINER, order, saved)
 
     def save_now(self) -> None:
-        """Saves the last version unless it is saved, and waits until it is on the disk."""
-        if self.saved_step != self.bookmark.step and not self._saving:
+        """Saves the last version unless that was asked for, and waits until it is on the disk."""
+        if self._asked_step != self.bookmark.step:
             self.save()
         while self._saving:
             self._runtime.receive()

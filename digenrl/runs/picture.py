@@ -25,6 +25,7 @@ _LABEL_WIDTH = 10
 _ROWS_ABOVE_LANES = 8
 _FEWEST_ROWS, _MOST_ROWS, _KEPT_OF_EACH_KIND = 4, 24, 3
 _MOST_PARTS = 3
+_MAIN_WORK = {"generator": Work.GENERATE, "reward": Work.SCORE, "trainer": Work.TRAIN}
 # The work's colour in traces; a commit's is nearly black, which a dark terminal would swallow.
 _STYLES = {work: Style(color=fresh_look(work).fill) for work in Work} | {Work.COMMIT: _STRONG}
 
@@ -156,7 +157,7 @@ def _append_lanes(text: Text, moment: Moment, canvas: Canvas) -> None:
             text.append(f"{row.lane.name:<{name_width}}")
             _append_doing(text, by_name[row.lane.name], moment.now_ns)
             share = moment.progress.busy_share(row.lane.name)
-            _append_busy(text, share, by_name[row.lane.name].work, canvas)
+            _append_busy(text, share, row.lane.pool, canvas)
 
 
 def _as_told(doing: Doing, told: Mapping[str, tuple[Work, str]]) -> Doing:
@@ -176,9 +177,9 @@ def _append_doing(text: Text, doing: Doing, now_ns: int) -> None:
     text.append(f"{duration(taken_s) if taken_s >= 1 else '':<{_DOING_WIDTH - 32}}", _FAINT)
 
 
-def _append_busy(text: Text, share: float | None, work: Work | None, canvas: Canvas) -> None:
+def _append_busy(text: Text, share: float | None, pool: str, canvas: Canvas) -> None:
     if share is not None:
-        text.append(bar(share, _BUSY_WIDTH, canvas.plain), _STYLES[work] if work else _FAINT)
+        text.append(bar(share, _BUSY_WIDTH, canvas.plain), _STYLES[_MAIN_WORK[pool]])
         text.append(f"{percent(share):>6}")
     text.append("\n")
 
@@ -189,4 +190,4 @@ def _append_folded(
     working = sum(by_name[lane.name].work is not None for lane in row.lanes)
     shares = [share for lane in row.lanes if (share := progress.busy_share(lane.name)) is not None]
     text.append(f"{f'{len(row.lanes)} more like these, {working} at work':<{_DOING_WIDTH}}", _FAINT)
-    _append_busy(text, sum(shares) / len(shares) if shares else None, None, canvas)
+    _append_busy(text, sum(shares) / len(shares) if shares else None, row.lanes[0].pool, canvas)

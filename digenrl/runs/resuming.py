@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,8 @@ class Standing:
 
 def find_standing(folder: RunFolder) -> Standing | None:
     """The newest checkpoint; None for a run that was stopped before its first, and begins again."""
-    steps = {int(found[1]): path for path in folder.checkpoints.iterdir() if (found := NAME.fullmatch(path.name))}
+    inside = list(folder.checkpoints.iterdir()) if folder.checkpoints.is_dir() else []
+    steps = {int(found[1]): path for path in inside if (found := NAME.fullmatch(path.name))}
     if not steps:
         return None
     path = steps[max(steps)]
@@ -40,7 +42,30 @@ def find_standing(folder: RunFolder) -> Standing | None:
         ) from None
     if owner != fingerprint(folder.recipe):
         raise ConfigError(
-            f"{path}: was saved by another run: seed, model, prompts, rewards, batch, algorithm or training differ "
-            f"from {folder.config}; resume in its own folder, or start a new run"
+            f"{path}: was saved by another run: seed, model, prompts, rewards, batch, algorithm or training "
+            f"differ from {folder.config}; resume in its own folder, or start a new run"
         )
     return Standing(path, bookmark)
+
+
+def kept_positions(folder: RunFolder, bookmark: Bookmark) -> dict[str, int]:
+    """How long the growing files stay when a run goes on from a bookmark.
+
+    Evaluations come later than the commit of the version that they are of: those of versions up to the bookmark's
+    hold, wherever they stand in the file.
+    """
+    end = bookmark.positions.get("evaluations", 0)
+    with folder.evaluations.open("rb") as file:
+        file.seek(end)
+        for line in file:
+            if not line.endswith(b"\n") or _step_of(line) > bookmark.step:
+                break
+            end += len(line)
+    return {**bookmark.positions, "evaluations": end}
+
+
+def _step_of(line: bytes) -> float:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf  # not ours: cutting the file back complains about it, or removes it

@@ -22,13 +22,15 @@ from digenrl.runs.foresight import Foresight
 from digenrl.runs.held_out import HeldOut
 from digenrl.runs.journal import Journal
 from digenrl.runs.keeping import Bookmark, Keeper
+from digenrl.runs.lane_book import LaneBook, lanes_of_whole_run
 from digenrl.runs.live_view import View
 from digenrl.runs.metrics import StepMetrics
-from digenrl.runs.resuming import Standing
+from digenrl.runs.replaying import opening_facts
+from digenrl.runs.resuming import Standing, kept_positions
 from digenrl.runs.sinks import check_logging, open_sinks
 from digenrl.runs.span_book import SpanBook
 from digenrl.runs.stopping import Stopper, StopRequested
-from digenrl.runtimes.opening import Rehearsal, lay_out, opening_state, rehearse, settle_slice
+from digenrl.runtimes.opening import lay_out, opening_state, rehearse, settle_slice
 from digenrl.runtimes.placement import Machine, place, threads_per_worker
 from digenrl.runtimes.preflight import cores_here, inspect, inspect_here
 from digenrl.runtimes.processes import ProcessTransport, prepare_fork_server, set_threads
@@ -104,12 +106,13 @@ class TrainingRun:
     ) -> None:
         recipe = folder.recipe
         self._folder, self._view, self._standing = folder, view, standing
-        self._start = Bookmark(0, 0, 0, {}) if standing is None else standing.bookmark
         self._lines = RunLines(folder)
         if standing is None:
             self._lines.cut_to_nothing()
+            self._start = Bookmark(0, 0, 0, self._lines.positions())
         else:
-            self._lines.cut_back(standing.bookmark.positions)
+            self._start = standing.bookmark
+            self._lines.cut_back(kept_positions(folder, standing.bookmark))
         self._clock, self._stopper = RunClock(self._start.at_ns), Stopper()
         self._sampler = PromptSampler(
             read_prompts(recipe.prompts), recipe.batch.prompts, recipe.seed, recipe.prompts.shuffle
@@ -158,14 +161,16 @@ class TrainingRun:
         slice_size = settle_slice(runtime, rehearsal)
         batch = folder.recipe.batch.model_copy(update={"slice": slice_size})
         folder.rewrite(folder.recipe.model_copy(update={"batch": batch}))
-        folder.describe(lanes=self._lanes(), opening=_opening(rehearsal, slice_size), status=Status.RUNNING)
-        return opening_state(
-            runtime,
-            rehearsal,
-            slice_size,
-            committed=self._start.step,
-            leases_issued=self._start.leases_issued,
+        start = self._start
+        state = opening_state(
+            runtime, rehearsal, slice_size, committed=start.step, leases_issued=start.leases_issued
         )
+        opening = opening_facts(state) | {"rehearsal": asdict(rehearsal)}
+        lanes = self._lanes()
+        if self._standing is not None:
+            lanes = lanes_of_whole_run(folder.info.lanes, lanes, start.at_ns)
+        folder.describe(lanes=lanes, opening=opening, status=Status.RUNNING)
+        return state
 
     def _drive(self, state: SchedulerState) -> Status:
         start_ns = self._start.at_ns
@@ -173,28 +178,41 @@ class TrainingRun:
         spans = SpanBook(self._lines.spans, self._metrics.add_span)
         recorder = Recorder(state, start_ns=start_ns, sink=spans.add)
         foresight = Foresight(lambda step, seconds: self._metrics.report(step, {"predicted_step_s": seconds}))
-        held_out = HeldOut(self._folder, self._runtime, self._clock, self._metrics.evaluated, recorder.add_span)
+        held_out = HeldOut(
+            self._folder, self._runtime, self._clock, self._metrics.evaluated, recorder.add_span, self._view.say
+        )
         keeper = Keeper(self._folder, self._lines, self._runtime, self._start, self._facts, recorder.add_span)
-        self._view.say("evaluating what there is" if self._standing is None else "")
         try:
-            held_out.prepare(state.committed, evaluate=self._standing is None)
+            held_out.prepare(state.committed)
             self._view.say("")
             self._clock.start()
             self._runtime.begin()
             journal = Journal(self._lines.journal)
-            observers = (recorder, self._metrics, journal, Auditor(state), foresight, self._view, keeper, held_out)
+            observers = (
+                recorder,
+                self._metrics,
+                journal,
+                Auditor(state),
+                foresight,
+                self._view,
+                LaneBook(self._folder, self._runtime.lane_devices),
+                keeper,
+                held_out,
+            )
             drive(state, self._runtime, observers)
             keeper.save_now()
             held_out.finish()
         except StopRequested as asked:
             self._view.say(f"{asked}: saving step {keeper.bookmark.step}")
             keeper.save_now()
-            return Status.INTERRUPTED
+            if keeper.bookmark.step < self._folder.recipe.steps:
+                return Status.INTERRUPTED
         return Status.FINISHED
 
     def _look_around(self) -> None:
         self._view.tick()
-        self._stopper.check()
+        if not self._runtime.committing:
+            self._stopper.check()
 
     def _facts(self, bookmark: Bookmark) -> dict[str, object]:
         return bookmark.facts(fingerprint(self._folder.recipe), self._sampler.state())
@@ -212,10 +230,6 @@ class TrainingRun:
         return tuple(rows)
 
 
-def _opening(rehearsal: Rehearsal, slice_size: int) -> dict[str, object]:
-    return {"slice": slice_size, **asdict(rehearsal)}
-
-
 def _transport(folder: RunFolder) -> Transport:
     if folder.recipe.mode == "local":
         return ProcessTransport(folder.path / "logs")
@@ -229,6 +243,9 @@ def _status_kept(folder: RunFolder) -> Iterator[None]:
     """A run that ends by an error says so in its folder."""
     try:
         yield
+    except KeyboardInterrupt:
+        folder.set_status(Status.INTERRUPTED)
+        raise
     except BaseException:
         folder.set_status(Status.FAILED)
         raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from digenrl.runtimes.runtime import Answered, WorkRuntime
@@ -11,7 +11,7 @@ from digenrl.workers.orders import (
     EncodedPrompt,
     EncodePrompts,
     EvaluatePrompts,
-    Order,
+    OrderFailed,
     PromptsEvaluated,
     PromptsSampled,
     ScoreEvaluation,
@@ -29,7 +29,7 @@ class HeldOutScore:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """All held-out samples of one version, in the order of their prompts; a folder has pictures of the first few."""
+    """All held-out samples of one version, in the order of their prompts, and the pictures of the first few."""
 
     version: int
     scores: tuple[HeldOutScore, ...]
@@ -46,8 +46,22 @@ class Busy:
     version: int
 
 
+@dataclass(slots=True)
+class _Open:
+    """An evaluation under way."""
+
+    version: int
+    pictures: Path
+    chunks_left: int
+    answers: dict[int, PromptsEvaluated] = field(default_factory=dict)  # by the place of their first prompt
+    failure: tuple[str, OrderFailed] | None = None  # the first, and whose it is
+
+
 class Evaluator:
-    """Spreads held-out prompts over the generators in chunks, has them scored, and puts the answers together."""
+    """Spreads held-out prompts over the generators in chunks, has them scored, and puts the answers together.
+
+    An evaluation is whole or it failed: `on_failed` is told once, with a worker and what went wrong there.
+    """
 
     def __init__(
         self,
@@ -57,12 +71,13 @@ class Evaluator:
         chunk: int,
         shown: int,
         on_done: Callable[[Evaluation], None],
+        on_failed: Callable[[int, str, OrderFailed], None],
         on_busy: Callable[[Busy], None] = lambda busy: None,
     ) -> None:
         self._runtime, self._prompts = runtime, tuple(prompts)
         self._chunk, self._shown = chunk, shown
-        self._on_done, self._on_busy = on_done, on_busy
-        self._open = 0
+        self._on_done, self._on_failed, self._on_busy = on_done, on_failed, on_busy
+        self._open: list[_Open] = []
 
     def prepare(self) -> None:
         """Has the prompts encoded, for good."""
@@ -71,53 +86,65 @@ class Evaluator:
     @property
     def busy(self) -> bool:
         """Whether an evaluation is under way."""
-        return self._open > 0
+        return bool(self._open)
 
     def start(self, version: int, pictures: Path) -> None:
         """Evaluates the newest weights, which are those of `version`; goes on beside everything else."""
-        workers = self._runtime.generator_workers()
-        for worker in workers:
-            self._runtime.bring_newest_weights(worker)
-        answers: dict[int, PromptsEvaluated] = {}
-        for index, first in enumerate(range(0, len(self._prompts), self._chunk)):
-            self._open += 1
+        assert self._runtime.weights is not None and self._runtime.weights[0] == version, "not the newest weights"
+        weights, workers = self._runtime.weights[1], self._runtime.generator_workers()
+        firsts = range(0, len(self._prompts), self._chunk)
+        evaluation = _Open(version, pictures, len(firsts))
+        self._open.append(evaluation)
+        for index, first in enumerate(firsts):
             chunk = self._prompts[first : first + self._chunk]
-            order = EvaluatePrompts(first, chunk, str(pictures), self._shown)
-            worker = workers[index % len(workers)]
-            self._runtime.send(worker, order, self._sampled(worker, version, pictures, answers))
+            name = f"held-out-{version}-{first}"
+            order = EvaluatePrompts(first, chunk, version, weights, name, str(pictures), self._shown)
+            self._sample(evaluation, order, workers[index % len(workers)])
 
     def finish(self) -> None:
         """Waits for what is under way."""
         while self._open:
             self._runtime.receive()
 
-    def _sampled(
-        self, worker: str, version: int, pictures: Path, answers: dict[int, PromptsEvaluated]
-    ) -> Callable[[Answered], None]:
+    def _sample(self, evaluation: _Open, order: EvaluatePrompts, worker: str) -> None:
         def sampled(answered: Answered) -> None:
-            report = answered.report
-            assert isinstance(report, PromptsSampled)
-            self._on_busy(Busy(worker, answered.began_ns, answered.at_ns, version))
+            assert isinstance(answered.report, PromptsSampled)
+            self._on_busy(Busy(worker, answered.began_ns, answered.at_ns, evaluation.version))
             scorers = self._runtime.reward_workers()
-            scorer = scorers[report.first // self._chunk % len(scorers)] if scorers else worker
-            order: Order = ScoreEvaluation(report.first, report.prompts, report.name)
-            self._runtime.send(scorer, order, self._scored(scorer, version, pictures, answers))
+            scorer = scorers[order.first // self._chunk % len(scorers)] if scorers else worker
+            self._score(evaluation, ScoreEvaluation(order.first, order.prompts, order.name), scorer)
 
-        return sampled
+        def failed(report: OrderFailed) -> None:
+            evaluation.failure = evaluation.failure or (worker, report)
+            self._close_chunk(evaluation)
 
-    def _scored(
-        self, scorer: str, version: int, pictures: Path, answers: dict[int, PromptsEvaluated]
-    ) -> Callable[[Answered], None]:
+        self._runtime.send(worker, order, sampled, failed)
+
+    def _score(self, evaluation: _Open, order: ScoreEvaluation, scorer: str) -> None:
         def scored(answered: Answered) -> None:
-            report = answered.report
-            assert isinstance(report, PromptsEvaluated)
-            self._on_busy(Busy(scorer, answered.began_ns, answered.at_ns, version))
-            answers[report.first] = report
-            self._open -= 1
-            if sum(len(each.scores.values) for each in answers.values()) == len(self._prompts):
-                self._on_done(Evaluation(version, self._put_together(answers), pictures))
+            assert isinstance(answered.report, PromptsEvaluated)
+            self._on_busy(Busy(scorer, answered.began_ns, answered.at_ns, evaluation.version))
+            evaluation.answers[order.first] = answered.report
+            self._runtime.exchange.drop(order.name)
+            self._close_chunk(evaluation)
 
-        return scored
+        def failed(report: OrderFailed) -> None:
+            evaluation.failure = evaluation.failure or (scorer, report)
+            self._runtime.exchange.drop(order.name)
+            self._close_chunk(evaluation)
+
+        self._runtime.send(scorer, order, scored, failed)
+
+    def _close_chunk(self, evaluation: _Open) -> None:
+        evaluation.chunks_left -= 1
+        if evaluation.chunks_left:
+            return
+        self._open.remove(evaluation)
+        if evaluation.failure is not None:
+            self._on_failed(evaluation.version, *evaluation.failure)
+        else:
+            scores = self._put_together(evaluation.answers)
+            self._on_done(Evaluation(evaluation.version, scores, evaluation.pictures))
 
     def _put_together(self, answers: Mapping[int, PromptsEvaluated]) -> tuple[HeldOutScore, ...]:
         scores = []

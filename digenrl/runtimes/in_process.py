@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from digenrl.runtimes.transport import Message
 from digenrl.workers.assignment import Assignment
-from digenrl.workers.orders import Order, Ready
-from digenrl.workers.worker import Worker, build_worker
+from digenrl.workers.orders import Order
+from digenrl.workers.worker import Worker, start_worker
 
 
 class InProcessTransport:
@@ -20,9 +20,11 @@ class InProcessTransport:
         self._orders: deque[tuple[str, Order]] = deque()
 
     def start(self, assignment: Assignment) -> None:
-        """Builds the worker at once; what a user got wrong is raised here."""
-        self._workers[assignment.name] = build_worker(assignment)
-        self._started.append(Message(assignment.name, Ready()))
+        """Builds the worker at once."""
+        worker, report = start_worker(assignment)
+        if worker is not None:
+            self._workers[assignment.name] = worker
+        self._started.append(Message(assignment.name, report))
 
     def send(self, worker: str, order: Order) -> None:
         """Waits for `receive`."""

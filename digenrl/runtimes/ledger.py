@@ -22,16 +22,19 @@ class _Group:
 class Ledger:
     """Groups appear with their first slice and are closed when trained or discarded."""
 
-    def __init__(self, groups_per_step: int) -> None:
-        self._groups_per_step = groups_per_step
+    def __init__(self) -> None:
         self._groups: dict[GroupKey, _Group] = {}
         self._places: dict[GroupKey, int] = {}  # of groups that replace others
         self._retired: set[GroupKey] = set()
+        self._closed_step = -1
 
     def add_made(self, made: MadeSlice) -> bool:
-        """Whether anybody wants the slice: a group in quarantine has no use for a late one."""
+        """Whether anybody wants the slice: a group in quarantine has no use for one that comes late.
+
+        It may come so late that its step is closed.
+        """
         key = (made.slice.step, made.slice.group)
-        if key in self._retired:
+        if key in self._retired or made.slice.step <= self._closed_step:
             return False
         self._group(key).made.append(made)
         return True
@@ -85,6 +88,7 @@ class Ledger:
             for index in sorted(group.parts):
                 for name, value in group.parts[index].items():
                     parts.setdefault(name, []).append(value)
+        self._closed_step = step
         self._places = {key: place for key, place in self._places.items() if key[0] > step}
         self._retired = {key for key in self._retired if key[0] > step}
         return rewards, parts, tuple(made)

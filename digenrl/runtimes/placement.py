@@ -49,6 +49,7 @@ def place(recipe: Recipe, machine: Machine, exchange: Path, checkpoint: Path | N
         raise ConfigError("lanes.device: cuda, but no CUDA device is here; set it to cpu or auto")
 
     def assign(name: str, duties: set[Duty], device: str, cores: tuple[int, ...] | None = None) -> Assignment:
+        _check_device(name, device, machine)
         from_here = checkpoint if "learn" in duties else None
         return Assignment(name, frozenset(duties), device, recipe, exchange, cores, from_here)
 
@@ -67,11 +68,15 @@ def place(recipe: Recipe, machine: Machine, exchange: Path, checkpoint: Path | N
         generators=tuple(
             assign(f"generator-{index}", makes, device, blocks[1 + index]) for index, device in enumerate(devices)
         ),
-        rewards=tuple(
-            assign(f"reward-{index}", {"score"}, device) for index, device in enumerate(reward_devices)
-        ),
+        rewards=tuple(assign(f"reward-{index}", {"score"}, device) for index, device in enumerate(reward_devices)),
         encoder=assign(ENCODER, {"encode"}, encoder_device),
     )
+
+
+def _check_device(name: str, device: str, machine: Machine) -> None:
+    known = ["cpu", *(f"cuda:{index}" for index in range(machine.cuda_devices))]
+    if device not in known and not (device == "cuda" and machine.cuda_devices):
+        raise ConfigError(f"lanes: {name} is to be on '{device}', this machine has {', '.join(known)}; use these")
 
 
 def _on_cpu(recipe: Recipe, machine: Machine) -> bool:

@@ -43,10 +43,13 @@ def inspect(recipe: Recipe) -> Machine:
 
 def inspect_here(recipe: Recipe) -> Machine:
     """The same in this process, where torch is needed anyway."""
-    import torch
+    try:
+        import torch
 
-    from digenrl.workers.blueprint import read_blueprint
-
+        from digenrl.workers.blueprint import read_blueprint
+    except ModuleNotFoundError as error:
+        missing = f"training needs the package '{error.name}', which is not installed"
+        raise ConfigError(f"{missing}; install digenrl[train]") from None
     read_blueprint(recipe)
     return Machine(cores_here(), torch.cuda.device_count())
 

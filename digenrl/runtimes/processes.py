@@ -1,6 +1,7 @@
 """Workers as processes of this machine. They come from a fork server that has torch loaded, in milliseconds.
 
-A worker ignores Ctrl-C, which is the driver's to handle, and leaves by itself when the driver is gone.
+Signals are the driver's to handle: a terminal and most supervisors send theirs to every process of a run. A worker
+ignores them, and leaves by itself when the driver is gone.
 """
 
 from __future__ import annotations
@@ -10,36 +11,56 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from digenrl.config.reading import ConfigError
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.runtimes.transport import Gone, Message
 from digenrl.workers.assignment import Assignment
-from digenrl.workers.orders import Order, OrderFailed, Ready
+from digenrl.workers.orders import Order
 
 PRELOADED = ["digenrl.workers.worker"]
-PATIENCE_S = 5.0  # for a worker that was asked to leave
-# Read when torch is imported, which the fork server does once for all workers.
-QUIET = {"ONEDNN_JIT_PROFILE": "0", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+PATIENCE_S = 5.0  # for workers that were asked to leave
+FOR_THE_DRIVER = (signal.SIGINT, signal.SIGTERM)
+# Read when torch is imported, which the fork server does once for all workers. Libraries ask whether there is a card
+# when they are imported; with the NVML check that does not start CUDA, which a forked process could not use then.
+ENVIRONMENT = {
+    "ONEDNN_JIT_PROFILE": "0",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
 
 
 def set_threads(threads: int) -> None:
-    """How many threads torch will have, where it is not imported yet: here, or in a fork server not yet started."""
+    """How many threads torch has where it is imported from now on: here, or in a fork server not yet started."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    for name, value in QUIET.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 def prepare_fork_server(threads: int) -> None:
-    """Sets what workers inherit."""
+    """Sets what workers inherit, and starts it."""
     set_threads(threads)
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    with _ignored(FOR_THE_DRIVER):  # what is ignored when a process starts, it and its children ignore
+        forkserver.ensure_running()
+
+
+@contextmanager
+def _ignored(signals: Sequence[signal.Signals]) -> Iterator[None]:
+    before = {each: signal.signal(each, signal.SIG_IGN) for each in signals}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 @dataclass(slots=True)
@@ -99,7 +120,7 @@ class ProcessTransport:
             while member.connection.poll():
                 messages.append(Message(name, member.connection.recv()))
         except (EOFError, OSError):
-            member.process.join(PATIENCE_S)
+            _end(member.process, PATIENCE_S)
             dead = True
         if dead:
             self._release(name)
@@ -112,16 +133,16 @@ class ProcessTransport:
 
     def stop(self) -> None:
         """Asks every worker to leave, and ends those that do not."""
-        for member in self._members.values():
-            with suppress(OSError):
-                member.connection.send(None)
-        for member in self._members.values():
-            member.process.join(PATIENCE_S)
-            if member.process.is_alive():
-                member.process.kill()
-                member.process.join()
-        for name in list(self._members):
-            self._release(name)
+        try:
+            for member in self._members.values():
+                with suppress(OSError):
+                    member.connection.send(None)
+            deadline_s = time.monotonic() + PATIENCE_S
+            for member in self._members.values():
+                _end(member.process, max(0.0, deadline_s - time.monotonic()))
+        finally:  # whoever is in a hurry interrupts the waiting: without its lifeline a worker leaves by itself
+            for name in list(self._members):
+                self._release(name)
 
     def _release(self, name: str) -> None:
         member = self._members.pop(name)
@@ -133,24 +154,29 @@ class ProcessTransport:
 
 def serve(assignment: Assignment, connection: Connection, lifeline: Connection, log: Path) -> None:
     """A worker process, from beginning to end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for each in FOR_THE_DRIVER:
+        signal.signal(each, signal.SIG_IGN)
     _print_to(log)
     threading.Thread(target=_leave_with_the_driver, args=(lifeline, assignment.exchange), daemon=True).start()
+    _take_place(assignment)
+    from digenrl.workers.worker import start_worker  # loaded by the fork server already
+
+    worker, report = start_worker(assignment)
+    connection.send(report)
+    while worker is not None and (order := connection.recv()) is not None:
+        connection.send(worker.handle(order))
+
+
+def _take_place(assignment: Assignment) -> None:
+    """A worker's own cores, and the one card that `cuda` or `auto` means to it; a worker on the CPU sees none."""
     if assignment.cores is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, assignment.cores)
-    from digenrl.workers.worker import build_worker, failure  # loaded by the fork server already
+    if assignment.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif assignment.device.startswith("cuda:"):
+        import torch
 
-    try:
-        worker = build_worker(assignment)
-    except ConfigError as error:
-        connection.send(OrderFailed(Order(), str(error), mistake=True))
-        return
-    except Exception as error:  # the driver tells it, and ends the run
-        connection.send(failure(Order(), error))
-        return
-    connection.send(Ready())
-    while (order := connection.recv()) is not None:
-        connection.send(worker.handle(order))
+        torch.cuda.set_device(assignment.device)
 
 
 def _leave_with_the_driver(lifeline: Connection, exchange: Path) -> None:
@@ -167,6 +193,14 @@ def _print_to(log: Path) -> None:
         stream.flush()
         os.dup2(target, stream.fileno())
     os.close(target)
+
+
+def _end(process: BaseProcess, patience_s: float) -> None:
+    """Waits for a process that is about to leave; one that does not is ended."""
+    process.join(patience_s)
+    if process.is_alive():
+        process.kill()
+        process.join()
 
 
 def _ending(exit_code: int | None) -> str:

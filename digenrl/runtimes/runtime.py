@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
@@ -50,6 +50,7 @@ from digenrl.workers.assignment import Assignment
 from digenrl.workers.orders import (
     ChangeRole,
     EncodePrompts,
+    EvaluatePrompts,
     GroupsLearnt,
     LearnGroups,
     LoadWeights,
@@ -65,6 +66,7 @@ from digenrl.workers.orders import (
     StepTaken,
     TakeStep,
     WeightsLoaded,
+    slice_name,
 )
 
 SHARED_LANE = "device-0"  # what generates in mode colocated
@@ -94,6 +96,7 @@ class _Expected:
     order: Order
     sent_ns: int
     then: Callable[[Answered], None]
+    otherwise: Callable[[OrderFailed], None] | None = None
 
 
 class WorkRuntime:
@@ -121,14 +124,19 @@ class WorkRuntime:
         self._events: deque[Event] = deque()
         self._now_ns = clock()
         self._ticked = True
+        self._begun = False
         self._lanes: list[str] = [g.name for g in crew.generators] or [TRAINER]
         self._lane_names = [g.name for g in crew.generators] or [SHARED_LANE]
         if crew.generators and "generate" in crew.trainer.duties:
             self._lanes.append(TRAINER)
             self._lane_names.append("helper-0")
+        self.lane_devices = {
+            name: self._assignment(worker).device
+            for name, worker in zip(self._lane_names, self._lanes, strict=True)
+        }
         self._parked: list[Generate] = []  # until their prompt is encoded
         self._lane_scores: dict[Slice, Scores | str] = {}  # of lanes that score what they make
-        self._ledger = Ledger(recipe.batch.prompts)
+        self._ledger = Ledger()
         self._updates: list[Mapping[str, Any]] = []
         self._restarts: dict[str, int] = {}
 
@@ -145,7 +153,7 @@ class WorkRuntime:
 
     def begin(self) -> None:
         """The opening is known: the first tick hands out work."""
-        self._now_ns, self._ticked = self._clock(), False
+        self._now_ns, self._ticked, self._begun = self._clock(), False, True
 
     def submit(self, action: Action) -> None:
         """Turns an action into orders."""
@@ -160,9 +168,18 @@ class WorkRuntime:
         for message in messages:
             self._absorb(message)
 
-    def send(self, worker: str, order: Order, then: Callable[[Answered], None]) -> None:
-        """Gives an order; `then` is called with its report, unless the order fails."""
-        self._expected[worker].append(_Expected(order, self._clock(), then))
+    def send(
+        self,
+        worker: str,
+        order: Order,
+        then: Callable[[Answered], None],
+        otherwise: Callable[[OrderFailed], None] | None = None,
+    ) -> None:
+        """Gives an order; `then` is called with its report, or `otherwise` if it fails.
+
+        Without `otherwise`, the run goes on after a failed slice or score, and ends after any other failure.
+        """
+        self._expected[worker].append(_Expected(order, self._clock(), then, otherwise))
         self.transport.send(worker, order)
 
     def ask(self, orders: Sequence[tuple[str, Order]]) -> list[Any]:
@@ -190,14 +207,23 @@ class WorkRuntime:
         return self._lane_names
 
     def generator_workers(self) -> list[str]:
-        """Who evaluates: the generators that are there, or the one worker that does everything."""
-        present = [name for name in self._lanes if name in self._expected and name != TRAINER]
-        return list(dict.fromkeys(present)) or [TRAINER]
+        """Who evaluates: the generators, also one that is being replaced, or the one worker that does all."""
+        return [each.name for each in self.crew.generators] or [TRAINER]
+
+    @property
+    def committing(self) -> bool:
+        """Whether an optimizer step is under way that the loop was not told about: no moment to save."""
+        orders = self._expected.get(TRAINER, ())
+        return any(isinstance(each.order, TakeStep) for each in orders) or any(
+            isinstance(event, Committed) for event in self._events
+        )
 
     def lane_of(self, worker: str) -> str:
-        """The row of the trace that shows a worker's own work."""
-        rows = {name: lane for name, lane in zip(self._lanes, self._lane_names, strict=True) if name != TRAINER}
-        return rows.get(worker, worker)
+        """The row of the trace that shows a worker's own work, among those that the loop has heard of."""
+        unheard = {event.offer.name for event in self._events if isinstance(event, WorkerJoined)}
+        rows = zip(self._lanes, self._lane_names, strict=True)
+        own = {name: lane for name, lane in rows if name != TRAINER and lane not in unheard}
+        return own.get(worker, worker)
 
     def encoder(self) -> str:
         """Who encodes prompts."""
@@ -211,6 +237,8 @@ class WorkRuntime:
 
     def _generate(self, action: Generate) -> None:
         lease = action.lease
+        if not self._lanes[lease.lane]:
+            return  # lost meanwhile, which the scheduler knows or is about to hear
         prompt = self.desk.prompt(lease.slice.step, lease.slice.group)
         if not self.desk.is_encoded(prompt):
             self.desk.ask_for(lease.slice.step, [prompt])
@@ -257,17 +285,23 @@ class WorkRuntime:
         self._events.append(SamplesScored(at_ns, piece, scorer))
 
     def _train(self, action: Train) -> None:
-        groups = tuple(
-            self._ledger.learnable(piece, self.desk.prompt(piece.step, piece.group)) for piece in action.slices
-        )
+        """Group by group: what else the trainer is to do, as to save, waits for one group at most."""
 
-        def learnt(answered: Answered) -> None:
+        def learn(index: int) -> None:
+            piece = action.slices[index]
+            group = self._ledger.learnable(piece, self.desk.prompt(piece.step, piece.group))
+            self.send(TRAINER, LearnGroups((group,)), lambda answered: learnt(index, answered))
+
+        def learnt(index: int, answered: Answered) -> None:
             assert isinstance(answered.report, GroupsLearnt)
             self._updates += answered.report.updates
-            self._measure("train_sample", answered, sum(piece.size for piece in action.slices))
-            self._events.append(Trained(answered.at_ns, action.slices))
+            self._measure("train_sample", answered, action.slices[index].size)
+            if index + 1 < len(action.slices):
+                learn(index + 1)
+            else:
+                self._events.append(Trained(answered.at_ns, action.slices))
 
-        self.send(TRAINER, LearnGroups(groups), learnt)
+        learn(0)
 
     def _commit(self, action: Commit) -> None:
         self.send(TRAINER, TakeStep(action.step), self._step_taken)
@@ -296,15 +330,9 @@ class WorkRuntime:
         self._laid_out.append(weights.name)
         self._drop_old_weights()
 
-    def bring_newest_weights(self, worker: str) -> None:
-        """Has a worker load the newest version, if it has it not; the scheduler is told by `Published` only."""
-        assert self.weights is not None
-        version, weights = self.weights
-        self.send(worker, LoadWeights(version, weights), lambda answered: self._drop_old_weights())
-
     def _drop_old_weights(self) -> None:
         orders = (expected.order for queue in self._expected.values() for expected in queue)
-        awaited = {order.weights.name for order in orders if isinstance(order, LoadWeights)}
+        awaited = {order.weights.name for order in orders if isinstance(order, LoadWeights | EvaluatePrompts)}
         for name in self._laid_out[:-1]:
             if name not in awaited:
                 self.exchange.drop(name)
@@ -318,6 +346,8 @@ class WorkRuntime:
         """The newest version there is: one that came meanwhile serves as well as the one asked for."""
         assert self.weights is not None
         version, weights = self.weights
+        if not self._lanes[lane]:
+            return  # lost meanwhile, which the scheduler is about to hear
 
         def loaded(answered: Answered) -> None:
             assert isinstance(answered.report, WeightsLoaded)
@@ -375,44 +405,52 @@ class WorkRuntime:
         began = max(expected.sent_ns, self._free_since.get(worker, 0))
         self._free_since[worker] = self._now_ns
         if isinstance(report, OrderFailed):
-            self._fail(worker, expected.order, report)
+            otherwise = expected.otherwise
+            self._fail(worker, expected.order, report) if otherwise is None else otherwise(report)
         else:
             expected.then(Answered(report, began, self._now_ns))
 
     def _fail(self, worker: str, order: Order, report: OrderFailed) -> None:
         if isinstance(order, MakeSlice):
+            self._drop_slice(slice_name(order.lease))
             self._events.append(SliceFailed(self._now_ns, order.lease, report.reason))
         elif isinstance(order, ScoreSamples):
             scorer = self.reward_workers().index(worker)
             self._events.append(ScoreFailed(self._now_ns, order.slice, scorer, report.reason))
-        elif report.mistake:
-            raise ConfigError(report.reason)
         else:
-            raise WorkerFailedError(f"{worker} could not go on: {report.reason}\n{report.details}".rstrip())
+            raise_failure(worker, report)
 
     def _lose(self, worker: str, reason: str) -> None:
-        """Replaces a worker that a run can do without for a while; what it held is done again."""
+        """Replaces a worker that a run can do without for a while; what it held is done again.
+
+        Before the loop has begun, the new one takes the place of the old. After that, a lane is lost for good and
+        a new one joins, which the scheduler hands slices and weights.
+        """
         orders = self._expected.pop(worker)
         used = self._restarts.get(worker, 0)
         if worker == TRAINER or used >= self.recipe.lanes.restarts:
             again = f", after {used} restarts" if used else ""
             raise WorkerFailedError(f"{worker} {reason}{again}; see its file in the run's logs")
         self._restarts[worker] = used + 1
-        assignment = next(each for each in self.crew.everybody() if each.name == worker)
-        lost = [lane for lane, name in enumerate(self._lanes) if name == worker]
+        assignment = self._assignment(worker)
+        lost = [lane for lane, name in enumerate(self._lanes) if name == worker] if self._begun else []
         for lane in lost:
-            self._lanes[lane] = ""  # a lost lane never comes back; a new one joins
+            self._lanes[lane] = ""
             self._events.append(WorkerLost(self._now_ns, lane))
         self._expected[worker] = deque()
         self._free_since.pop(worker, None)
+        starting = [each.then for each in orders if each.order == Order()]  # it had not even come up
         if lost:
             self._start(assignment, lambda answered: self._join(worker, lost[-1], answered.at_ns))
-            self.bring_newest_weights(worker)
         else:
-            self._start(assignment, lambda answered: None)
+            self._start(assignment, starting[0] if starting else lambda answered: None)
+        if not self._begun and self.weights is not None and worker in self.generator_workers():
+            self.send(worker, LoadWeights(*self.weights), lambda answered: None)
         for each in orders:
-            if not isinstance(each.order, MakeSlice | LoadWeights) and each.order != Order():
-                self.send(worker, each.order, each.then)
+            if isinstance(each.order, MakeSlice):
+                self._drop_slice(slice_name(each.order.lease))
+            elif each.order != Order() and not (self._begun and isinstance(each.order, LoadWeights)):
+                self.send(worker, each.order, each.then, each.otherwise)
 
     def _join(self, worker: str, replaces: int, at_ns: int) -> None:
         lane = len(self._lanes)
@@ -422,7 +460,11 @@ class WorkRuntime:
             self.profile.add_lane(lane, slice_ns)
         name = f"{worker} ({self._restarts[worker] + 1})"
         self._lane_names.append(name)
+        self.lane_devices[name] = self._assignment(worker).device
         self._events.append(WorkerJoined(at_ns, LaneOffer(name, slice_ns)))
+
+    def _assignment(self, worker: str) -> Assignment:
+        return next(each for each in self.crew.everybody() if each.name == worker)
 
     def _start(self, assignment: Assignment, ready: Callable[[Answered], None]) -> None:
         self._expected[assignment.name].append(_Expected(Order(), self._clock(), ready))
@@ -451,3 +493,10 @@ class WorkRuntime:
     def _measure(self, kind: str, answered: Answered, samples: int = 1) -> None:
         if self.profile is not None:
             self.profile.add(kind, answered.took_ns // samples)
+
+
+def raise_failure(worker: str, report: OrderFailed) -> NoReturn:
+    """Ends the run: a mistake is the user's to mend, anything else comes with its details."""
+    if report.mistake:
+        raise ConfigError(report.reason)
+    raise WorkerFailedError(f"{worker} could not go on: {report.reason}\n{report.details}".rstrip())

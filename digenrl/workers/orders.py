@@ -49,6 +49,11 @@ class LearnableGroup:
     rewards: tuple[float, ...]
 
 
+def slice_name(lease: Lease) -> str:
+    """Where the trajectories of a lease lie, once they are made."""
+    return f"slice-{lease.epoch}"
+
+
 # --- Orders ------------------------------------------------------------------------------------------------------
 
 
@@ -112,14 +117,17 @@ class ChangeRole(Order):
 
 @dataclass(frozen=True, slots=True)
 class EvaluatePrompts(Order):
-    """Sample held-out prompts with the version at hand. Answered by PromptsSampled.
+    """Sample held-out prompts with a version, which is loaded first if need be. Answered by PromptsSampled.
 
-    `first` is the place of the first of them among all that are evaluated. Pictures of those whose place is
-    below `shown` go to the folder `pictures`.
+    `first` is the place of the first of them among all that are evaluated. Pixels go to the exchange under `name`,
+    pictures of those whose place is below `shown` to the folder `pictures`.
     """
 
     first: int
     prompts: tuple[EncodedPrompt, ...]
+    version: int
+    weights: WeightsReference
+    name: str
     pictures: str
     shown: int
 
@@ -253,8 +261,6 @@ class RoleChanged(Report):
 class PromptsSampled(Report):
     """The pixels of held-out samples lie in the exchange."""
 
-    first: int
-    prompts: tuple[EncodedPrompt, ...]
     name: str
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from digenrl import stages
+from digenrl.exchange.folder import WeightsReference
 from digenrl.exchange.tensors import TensorExchange
 from digenrl.models.contract import Conditioning, DiffusionModel
 from digenrl.models.pairs import ScoredGroup
@@ -57,6 +58,7 @@ from digenrl.workers.orders import (
     TakeStep,
     WeightsLaidOut,
     WeightsLoaded,
+    slice_name,
 )
 from digenrl.workers.pictures import save_pictures
 from digenrl.workers.tensor_files import (
@@ -112,9 +114,8 @@ class Scoring:
         return SamplesRated(order.slice, self.score(pixels_BFCHW, [order.prompt] * order.slice.size))
 
     def score_evaluation(self, order: ScoreEvaluation) -> PromptsEvaluated:
-        """Held-out samples, one per prompt; their pixels are not needed any more."""
+        """Held-out samples, one per prompt."""
         pixels_BFCHW = self._exchange.get(order.name)["pixels"]
-        self._exchange.drop(order.name)
         return PromptsEvaluated(order.first, self.score(pixels_BFCHW, order.prompts))
 
     def rehearse(self, order: ScoreRehearsal) -> ScoringRehearsed:
@@ -168,7 +169,7 @@ class Generating:
     def make_slice(self, order: MakeSlice) -> SliceMade:
         """Made with the version at hand: that of the lease, or a newer one that arrived meanwhile."""
         assert self.version >= order.lease.version, f"{order.lease} asks for weights that never came"
-        piece, name = order.lease.slice, f"slice-{order.lease.epoch}"
+        piece, name = order.lease.slice, slice_name(order.lease)
         with self._weights():
             made, pixels_BFCHW = stages.generate(
                 self._blueprint, self._model, self._row(order.prompt), piece, self.version
@@ -185,17 +186,16 @@ class Generating:
         return SliceMade(order.lease, where, scores)
 
     def load_weights(self, order: LoadWeights) -> WeightsLoaded:
-        """Checked by checksum, names and shapes before anything changes; a version at hand stays."""
+        """From the next slice on."""
         began = perf_counter()
-        if self._trainer is None and order.version > self._loaded_version:
-            load_published(self._model, self._exchange.get_weights(order.weights))
-            self._loaded_version = order.version
+        self._serve(order.version, order.weights)
         return WeightsLoaded(order.version, perf_counter() - began)
 
     def evaluate(self, order: EvaluatePrompts) -> PromptsSampled:
         """Samples prompts in batches as the recipe says; pixels go to the exchange."""
         evaluation = self._blueprint.recipe.evaluation
         assert evaluation is not None
+        self._serve(order.version, order.weights)
         pixels = []
         for start in range(0, len(order.prompts), evaluation.batch):
             rows = [self._row(prompt) for prompt in order.prompts[start : start + evaluation.batch]]
@@ -205,10 +205,10 @@ class Generating:
                         self._blueprint, self._model, Conditioning.joined(rows), order.first + start
                     )
                 )
-        pixels_BFCHW, name = torch.cat(pixels), f"held-out-{order.first}"
+        pixels_BFCHW = torch.cat(pixels)
         save_pictures(pixels_BFCHW, Path(order.pictures), order.first, order.shown)
-        self._exchange.put(name, {"pixels": pixels_BFCHW})
-        return PromptsSampled(order.first, order.prompts, name)
+        self._exchange.put(order.name, {"pixels": pixels_BFCHW})
+        return PromptsSampled(order.name)
 
     def rehearse(self, order: RehearseMaking) -> MakingRehearsed:
         """Makes one slice of every size to warm up, and then one against the clock."""
@@ -237,6 +237,12 @@ class Generating:
                 self._scoring.score(pixels_BFCHW, [prompt] * size)
             seconds.append(perf_counter() - began)
         return min(seconds)
+
+    def _serve(self, version: int, weights: WeightsReference) -> None:
+        """Checked by checksum, names and shapes before anything changes; a version at hand stays."""
+        if self._trainer is None and version > self._loaded_version:
+            load_published(self._model, self._exchange.get_weights(weights))
+            self._loaded_version = version
 
     def _weights(self) -> AbstractContextManager[None]:
         return nullcontext() if self._trainer is None else self._trainer.policies.generating()

@@ -12,7 +12,7 @@ from digenrl.rewards.contract import RewardError
 from digenrl.stages import make_trainer
 from digenrl.workers.assignment import Assignment
 from digenrl.workers.blueprint import load_model, load_text_encoders, read_blueprint
-from digenrl.workers.orders import Order, OrderFailed, Report
+from digenrl.workers.orders import Order, OrderFailed, Ready, Report
 from digenrl.workers.roles import Encoding, Generating, Learning, Role, Scoring
 from digenrl.workers.saving import Saving
 
@@ -37,6 +37,16 @@ def failure(order: Order, error: Exception) -> OrderFailed:
     """A report of something that nobody expected."""
     reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return OrderFailed(order, reason, details=traceback.format_exc())
+
+
+def start_worker(assignment: Assignment) -> tuple[Worker | None, Report]:
+    """A worker and its first report: that it is ready or, without one, why it could not be built."""
+    try:
+        return build_worker(assignment), Ready()
+    except ConfigError as error:
+        return None, OrderFailed(Order(), str(error), mistake=True)
+    except Exception as error:  # whoever starts it tells it, and ends the run
+        return None, failure(Order(), error)
 
 
 def build_worker(assignment: Assignment) -> Worker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,8 +37,10 @@ from digenrl.records import (
     WorkerLost,
 )
 from digenrl.scheduling import SchedulerState, decide
+from digenrl.scheduling.dispatch import leave_for_a_quicker_lane
 from digenrl.scheduling.invariants import Auditor
 from digenrl.scheduling.outlook import forecast_from
+from digenrl.scheduling.playbook import WAIT_ALWAYS, play
 from digenrl.scheduling.state import Free
 from digenrl.simulation.durations import opening_state
 from digenrl.simulation.virtual_cluster import Faults, VirtualCluster
@@ -122,27 +125,29 @@ def test_a_slice_of_a_group_in_quarantine_may_outlive_its_steps_commit() -> None
 
 
 def test_a_replacement_group_in_quarantine_does_not_confuse_the_look_ahead() -> None:
-    """Its number is one that no group of the next step has."""
-    told = Told(opening(lanes=(1, 100), policy={"help": "auto", "stale_fraction": 1}))
-    told.tell(Tick(0))
-    lane_1 = told.state.lanes[1].lease
-    assert lane_1 is not None
-    first = told.state.lanes[0].lease
-    assert first is not None
-    told.tell(
-        SliceDone(1, first), ScoreFailed(1, first.slice, -1, "no number"), SliceFailed(1, lane_1, "x"), Tick(1)
-    )
-    replacement = told.state.lanes[1].lease
-    assert replacement is not None and replacement.slice.group == 1
-    other = told.state.lanes[0].lease
-    assert other is not None
-    told.tell(SliceDone(2, other), ScoreFailed(2, other.slice, -1, "no number"), Tick(2))
+    """Its number is one that no group of a later step has; its slice ends when a later step is under way."""
+    told = Told(opening(lanes=(1, 5), steps=9))
+    quick, slow = (order.lease for order in told.tell(Tick(0)).ordered(Generate))
+    failed = ScoreFailed(1, quick.slice, -1, "no number")
+    told.tell(SliceDone(1, quick), failed, SliceFailed(1, slow, "no luck"), Tick(1))
+    quick, slow = (order.lease for order in told.ordered(Generate))
+    told.tell(SliceDone(2, quick), ScoreFailed(2, quick.slice, -1, "no number"), Tick(2))
+    assert told.state.lanes[1].lease == slow and slow.slice.group == 1
+    assert told.state.current.groups[1].retired
     future = forecast_from(told.state, 3)
-    future.wait()
-    while future.committed < 2:
-        if not future.run_to_decision():
-            assert future.wait()
-    assert future.now < 200 * SECOND
+    play(future, until_step=9, planned=(), rule=WAIT_ALWAYS)
+    assert future.committed == 9
+
+
+@pytest.mark.parametrize("stream", ["group", "sample"])
+def test_a_score_of_a_group_in_quarantine_is_not_counted_on(stream: str) -> None:
+    told = Told(opening(reward={"lanes": 2, "seconds": 1}, policy={"stream": stream}))
+    leases = [order.lease for order in told.tell(Tick(0)).ordered(Generate)]
+    told.tell(*(SliceDone(SECOND, lease) for lease in leases))
+    told.tell(ScoreFailed(SECOND + 1, leases[0].slice, 0, "no number"), Tick(SECOND + 1))
+    future = forecast_from(told.state, SECOND + 1)
+    assert future.wait()
+    assert future.now == 3 * SECOND + 1, "the replacement is made in one second, and scored in another"
 
 
 def test_a_trainer_that_waits_for_generators_that_are_lost_helps_after_all() -> None:
@@ -160,8 +165,15 @@ def test_a_trainer_that_waits_for_generators_that_are_lost_helps_after_all() -> 
 
 @pytest.mark.parametrize(("help_policy", "stale"), [("search", 0), ("auto", 0), ("auto", 1)])
 def test_a_trainer_alone_goes_on_however_small_its_budget(help_policy: str, stale: float) -> None:
-    start = opening(budget=1, policy={"help": help_policy, "stale_fraction": stale})
-    gone = Faults(events=(WorkerLost(1, 0), WorkerLost(1, 1)))
+    """Scores that are still to come use the budget up before anything but waiting for ever was looked at."""
+    start = opening(
+        lanes=(0.1, 0.1),
+        budget=1,
+        samples_per_prompt=8,
+        reward={"lanes": 1, "seconds": 1},
+        policy={"help": help_policy, "stale_fraction": stale},
+    )
+    gone = Faults(events=(WorkerLost(SECOND // 4, 0), WorkerLost(SECOND // 4, 1)))
     assert drive(start, VirtualCluster(start, gone), (Auditor(start),)).finished
 
 
@@ -214,6 +226,13 @@ def test_lanes_of_one_speed_do_not_wait_for_the_one_whose_weights_arrive_last() 
     told.tell(Published(at_ns, 1, (1,)), Published(at_ns, 1, (2,)), Tick(at_ns))
     assert [order.lease.lane for order in told.ordered(Generate)] == [1, 2]
     assert isinstance(told.state.trainer, Free)
+
+
+def test_a_lane_with_newer_weights_goes_before_its_equals() -> None:
+    """The older version may start one slice more, the newer one all that are left."""
+    state = opening(lanes=(1, 1), policy={"dispatch": "earliest_finish"})
+    state = replace(state, lanes=(state.lanes[0], replace(state.lanes[1], version=1)))
+    assert leave_for_a_quicker_lane(state, {0: 1, 1: 2}.__getitem__, at_ns=0) == (1, 0)
 
 
 def test_a_lane_that_waits_for_weights_which_others_have_is_forecast_to_be_free_when_they_are_due() -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_specs import spec_contents
 
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.spec import Spec
 from digenrl.loop import drive
-from digenrl.records import Action, Event, Score
-from digenrl.scheduling import SchedulerState, Terms
+from digenrl.records import Action, Event, Score, Tick
+from digenrl.scheduling import SchedulerState, Terms, decide
+from digenrl.scheduling.outlook import forecast_from
+from digenrl.scheduling.playbook import WAIT_ALWAYS, play
+from digenrl.scheduling.state import Free
 from digenrl.simulation.durations import opening_state
 from digenrl.simulation.quick import quick_makespan
 from digenrl.simulation.simulator import simulate
@@ -48,24 +51,41 @@ def test_every_answer_equals_the_oracle_with_batches_too(content: dict[str, Any]
     assert [choice for _, choice in ours.help_decisions] == [choice for _, choice in oracle["help_decisions"]]
 
 
-@settings(max_examples=150)
-@given(spec_contents(helps=HELPS, dispatches=DISPATCHES), st.integers(2, 9), st.integers(1, 3))
-def test_the_forecast_is_exact_where_batches_divide_the_slice(
-    content: dict[str, Any], batch: int, lanes: int
-) -> None:
-    content["reward"]["lanes"] = lanes
-    assume(content["slice"] % min(batch, content["slice"]) == 0)
-    spec = parse_model(Spec, with_batch(content, batch))
+@st.composite
+def batched_contents(draw: st.DrawFn, helps: tuple[str, ...]) -> dict[str, Any]:
+    """SPECs whose forecast is exact: batches that divide the slice, or one reward lane and no single samples."""
+    content = draw(spec_contents(helps=helps, dispatches=DISPATCHES, colocated=False))
+    size = content["slice"] = max(content["slice"], draw(st.sampled_from([1, content["samples_per_prompt"]])))
+    lanes, batch = draw(st.integers(1, 3)), draw(st.integers(2, 9))
+    if size % min(batch, size) and (lanes > 1 or content["policy"]["stream"] == "sample"):
+        batch = draw(st.sampled_from([part for part in range(1, size + 1) if size % part == 0]))
+    content["reward"] = {"lanes": lanes, "seconds": draw(st.sampled_from([0.01, 0.1, 0.5])), "batch": batch}
+    return content
+
+
+@settings(max_examples=200)
+@given(batched_contents(HELPS))
+def test_the_forecast_of_a_whole_run_knows_batches(content: dict[str, Any]) -> None:
+    spec = parse_model(Spec, content)
     assert quick_makespan(spec, 20_000) == simulate(spec, 20_000).answer.makespan
 
 
-@settings(max_examples=150)
-@given(spec_contents(helps=HELPS, dispatches=DISPATCHES), st.integers(2, 9))
-def test_with_one_reward_lane_the_forecast_is_exact_for_whole_groups(content: dict[str, Any], batch: int) -> None:
-    content["reward"]["lanes"] = 1
-    assume(content["policy"]["stream"] != "sample")
-    spec = parse_model(Spec, with_batch(content, batch))
-    assert quick_makespan(spec, 20_000) == simulate(spec, 20_000).answer.makespan
+@settings(max_examples=100)
+@given(batched_contents(("none",)))
+def test_a_forecast_from_any_bubble_ends_when_the_run_does(content: dict[str, Any]) -> None:
+    """Also from the middle of a batch."""
+    state = opening_state(parse_model(Spec, content), 100)
+    cluster, ends = VirtualCluster(state), set[int]()
+    while not state.finished:
+        event = cluster.next_event()
+        state, actions = decide(state, event)
+        for action in actions:
+            cluster.submit(action)
+        if isinstance(event, Tick) and isinstance(state.trainer, Free):
+            future = forecast_from(state, event.at_ns)
+            play(future, state.terms.steps, (), WAIT_ALWAYS)
+            ends.add(future.now)
+    assert ends <= {cluster.now_ns}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from digenrl.config.spec import Spec
 from digenrl.records import (
     Action,
     Commit,
+    Committed,
     Event,
     Generate,
     Help,
@@ -172,3 +173,19 @@ def test_a_commit_that_the_scheduler_made_up_is_noticed() -> None:
     story.state = replace(story.state, committed=1)
     with broken("6"):
         story.tell(Tick(0))
+
+
+def test_an_epoch_from_before_a_stop_is_noticed() -> None:
+    story = Story()
+    story.auditor = Auditor(replace(story.state, leases_issued=5))
+    with broken("1"):
+        story.tell(Tick(0), Generate(Lease(FIRST, 0, 4, 0, 0)))
+
+
+def test_work_on_a_group_that_is_not_in_quarantine_may_not_outlive_its_step() -> None:
+    whole = Slice(0, 0, 0, 4)
+    story = Story().scored().tell(Tick(4), Train((whole,))).tell(Trained(8, (whole,)), Commit(0))
+    story.tell(Tick(8), Generate(Lease(Slice(0, 1, 0, 2), 0, 2, 0, 8)))
+    story.state = replace(story.state, committed=1)
+    with broken("1"):
+        story.tell(Committed(9, 0))

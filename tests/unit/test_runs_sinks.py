@@ -22,7 +22,7 @@ from digenrl.runs import sinks
 from digenrl.runs.folder import RunFolder, RunLines
 from digenrl.runs.metrics import Evaluation
 from digenrl.runs.sinks import FileSink, check_logging, open_sinks
-from digenrl.runs.spans import span_writer
+from digenrl.runs.spans import span_line
 from digenrl.runs.tensorboard_sink import TensorBoardSink
 from digenrl.telemetry.recorder import Recorder
 from digenrl.telemetry.report.reading import read_run
@@ -175,7 +175,7 @@ def test_the_report_reads_what_a_run_writes(folder: RunFolder) -> None:
     folder.describe(lanes=[{"name": row.name, "pool": row.pool, "device": "cpu"} for row in rows])
     sink = FileSink(lines.metrics, lines.evaluations)
     sink.evaluation(_evaluation(folder, 0, 0.5))
-    watch(opening, [sink], on_span=span_writer(lines.spans), after=(whole,))
+    watch(opening, [sink], on_span=lambda span: lines.spans.append(span_line(span)), after=(whole,))
     lines.close()
 
     read = read_run(folder.path)

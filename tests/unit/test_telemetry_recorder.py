@@ -110,6 +110,14 @@ def test_with_a_sink_a_recorder_stays_as_small_as_it_was() -> None:
     assert max(sizes[-10:]) <= max(sizes[:10])
 
 
+def test_lanes_that_never_answer_leave_nothing_behind_but_the_newest_publications() -> None:
+    told = Told()
+    for version in range(1, 20):
+        told.tell(Tick(version), Publish(version, (0, 1)))
+    told.tell(Published(30, 19, (0, 1))).tell(Published(31, 18, (0, 1))).tell(Published(32, 17, (0, 1)))
+    assert told.spans(Work.PUBLISH) == [("trainer", 18, 31), ("trainer", 19, 30)]
+
+
 def test_a_version_that_arrives_lane_by_lane_is_one_publication_until_the_last_has_it() -> None:
     told = Told().tell(Tick(5), Publish(1, (0, 1)))
     told.tell(Published(7, 1, (1,)))

@@ -61,7 +61,7 @@ def reward_change(steps: tuple[StepMetrics, ...]) -> Change | None:
 
 
 def held_out_changes(run: RunRecord) -> dict[str, Change]:
-    """The held-out reward and its finest parts (`ocr.exact`, `ocr/exact`), first and last evaluation: three at most."""
+    """The held-out reward and its finest parts (`ocr.exact`), first and last evaluation; three at most."""
     if len(run.evaluations) < 2:
         return {}
     first, last = run.evaluations[0].values, run.evaluations[-1].values

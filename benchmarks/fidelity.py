@@ -1,0 +1,118 @@
+"""How well the simulator foresees real runs: its step time from a run's own measured costs, and its decisions.
+
+    python benchmarks/fidelity.py           # 20 short runs of different settings, about six minutes on two idle cores
+
+For every run the journal is decided again (the scheduler of the run and of the simulator are the same code: every
+action must be the same), and the simulator predicts the time of a settled step and the share of samples that the
+trainer helps with, from the costs that the run had measured at its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from live_runs import LiveRun, recipe, run  # first: it sets the number of threads
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from digenrl.config.recipe import Recipe
+from digenrl.runs.foresight import predicted_step_s
+from digenrl.runs.replaying import opening_of, replayed
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run."""
+
+    settings: str
+    measured_s: float
+    predicted_s: float
+    decisions: int
+    different: int  # decisions that came out otherwise when decided again
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, relative."""
+        return self.predicted_s / self.measured_s - 1
+
+
+def settings_of(index: int, steps: int) -> Recipe:
+    """The index-th of endlessly many settings, always the same."""
+    draw = random.Random(f"fidelity {index}")
+    group = draw.choice([4, 6, 8, 12])
+    slices = [size for size in range(2, group + 1) if group % size == 0]
+    batch = {"prompts": draw.choice([3, 4, 6, 8]), "samples_per_prompt": group, "slice": draw.choice(slices)}
+    techniques: dict[str, Any] = {
+        "gap": draw.random() < 0.8,
+        "tsp": draw.random() < 0.8,
+        "tag": draw.choice(["none", "greedy", "search", "auto"]),
+        "tcss": draw.choice([0.0, 0.0, 0.25, 0.5, 1.0]),
+    }
+    denoising = draw.choice([4, 6, 8, 10])
+    fraction = draw.choice([0.5, 0.75, 0.99])
+    return recipe(
+        steps=steps,
+        batch=batch,
+        techniques=techniques,
+        sample={"denoising_steps": denoising, "window": {"kind": "all", "fraction": fraction}},
+    )
+
+
+def words_of(chosen: Recipe) -> str:
+    batch, techniques = chosen.batch, chosen.techniques
+    on = [name for name in ("gap", "tsp") if getattr(techniques, name)]
+    shape = f"{batch.prompts}x{batch.samples_per_prompt}/{batch.slice} N{chosen.sample.denoising_steps}"
+    return f"{shape} {'+'.join(on) or '-'} tag={techniques.tag} tcss={techniques.tcss:g}"
+
+
+def compare(done: LiveRun) -> Row:
+    """The run and what the simulator makes of it."""
+    facts = json.loads((done.folder / "run.json").read_text())["opening"]
+    pairs = list(replayed(opening_of(facts), done.folder / "journal.jsonl"))
+    return Row(
+        settings=words_of(done.recipe),
+        measured_s=fmean(step["step_s"] for step in done.settled()),
+        predicted_s=predicted_step_s(done.log.states[-1]),
+        decisions=len(pairs),
+        different=sum(live.actions != again.actions for live, again in pairs),
+    )
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows = []
+    quiet = options.json or not sys.stderr.isatty()
+    with tempfile.TemporaryDirectory() as parent:
+        for index in track(range(options.runs), "running", disable=quiet, transient=True):
+            rows.append(compare(run(settings_of(index, options.steps), Path(parent) / str(index))))
+    typical = median(abs(row.error) for row in rows)
+    if options.json:
+        print(json.dumps({"median_error": typical, "rows": [asdict(row) for row in rows]}))
+        return
+    table = Table()
+    for heading in ("settings", "measured s", "predicted s", "error", "decisions", "different"):
+        table.add_column(heading, justify="left" if heading == "settings" else "right", no_wrap=True)
+    for row in rows:
+        times = (f"{row.measured_s:.3f}", f"{row.predicted_s:.3f}", f"{row.error:+.1%}")
+        table.add_row(row.settings, *times, str(row.decisions), str(row.different))
+    Console().print(table)
+    print(f"median error of the step time over {len(rows)} runs: {typical:.1%}")
+    print(f"decisions that came out otherwise when decided again: {sum(row.different for row in rows)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Real runs for benchmarks: a recipe of the demo's model with a cheap reward, run in this process's own crew."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: one core per lane is what is compared
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from digenrl.config.reading import parse_model
+from digenrl.config.recipe import Recipe
+from digenrl.demo import train_prompts
+from digenrl.records import Action, Event
+from digenrl.runs.folder import RunFolder
+from digenrl.runs.metrics import Evaluation
+from digenrl.runs.training import check_recipe, train
+from digenrl.scheduling import SchedulerState
+from digenrl.telemetry.trace import Work
+
+
+@dataclass
+class StepLog:
+    """A view that shows nothing and keeps every step's numbers, and this process's CPU seconds at its end."""
+
+    steps: list[Mapping[str, float]] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    states: list[SchedulerState] = field(default_factory=list)  # the newest alone
+
+    def step(self, numbers: Mapping[str, float]) -> None:
+        self.steps.append(dict(numbers))
+        self.cpu_s.append(time.process_time())
+
+    def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
+        self.states[:] = [state]
+
+    def evaluation(self, evaluation: Evaluation) -> None: ...
+    def recall(self, steps: Iterable[Mapping[str, float | None]], evaluations: Iterable[Evaluation]) -> None: ...
+    def say(self, message: str) -> None: ...
+    def tell(self, lane: str, work: Work | None, words: str = "") -> None: ...
+    def tick(self) -> None: ...
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """One run that is over."""
+
+    recipe: Recipe
+    folder: Path
+    log: StepLog
+
+    def settled(self, skip: int = 2) -> list[Mapping[str, float]]:
+        """The steps in which the pipeline is full: not the first few, nor the last."""
+        return self.log.steps[skip:-1]
+
+    def spans(self) -> list[dict[str, Any]]:
+        """Everything that the lanes did."""
+        return [json.loads(line) for line in (self.folder / "spans.jsonl").read_text().splitlines()]
+
+
+def recipe(**changes: Any) -> Recipe:
+    """The demo's model, trained by Flow-GRPO for pictures that compress badly: a reward that costs next to nothing."""
+    content: dict[str, Any] = {
+        "name": "benchmark",
+        "steps": 8,
+        "model": {"family": "sd3", "source": "demo", "guidance": 1},
+        "prompts": {"path": str(train_prompts())},
+        "rewards": [{"name": "jpeg_incompressibility"}],
+        "sample": {"height": 32, "width": 64, "denoising_steps": 8},
+        "batch": {"prompts": 6, "samples_per_prompt": 8, "slice": 4},
+        "algorithm": {"name": "flow_grpo", "options": {"updates_per_batch": 1, "kl_weight": 0}},
+        "training": {"learning_rate": 1e-6, "pack_size": 16},
+        "lanes": {"device": "cpu", "rewards": 0, "threads": 1},
+        "logging": {"tensorboard": False},
+        "checkpoint": {"every": 1000},
+    }
+    for key, value in changes.items():
+        content[key] = {**content[key], **value} if isinstance(content.get(key), dict) else value
+    return parse_model(Recipe, content)
+
+
+def run(chosen: Recipe, folder: Path) -> LiveRun:
+    """Runs it to its end."""
+    log = StepLog()
+    machine = check_recipe(chosen)
+    train(RunFolder.create(folder, chosen, datetime.now(UTC)), machine, log)
+    return LiveRun(chosen, folder, log)

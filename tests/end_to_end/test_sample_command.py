@@ -1,0 +1,287 @@
+"""`digenrl sample`: pictures from a checkpoint, by default the very ones that the run's evaluation showed."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image, ImageChops
+from rich.console import Console
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from digenrl.cli import app
+from digenrl.config.reading import ConfigError, parse_model
+from digenrl.config.recipe import Recipe
+from digenrl.models.registry import make_tiny_pipeline
+from digenrl.runs.command import start_run
+from digenrl.runs.folder import RunFolder
+
+HELD_OUT = ("a red cat", "a blue dog", "a green apple", "a ship", "a yellow cab", "snow", "a door")
+TRAINED_ON = ("a lake", "a roof")
+SHOWN = 3  # fewer than a batch of an evaluation has
+SIZE = (64, 32)
+
+
+def recipe_of(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Two steps that move the weights enough to be seen, on one device."""
+    (folder / "held_out.txt").write_text("\n".join(HELD_OUT))
+    (folder / "train.txt").write_text("\n".join(TRAINED_ON))
+    return {
+        "name": "tiny",
+        "steps": 2,
+        "mode": "colocated",
+        "model": {"family": "sd3", "source": str(folder / "sd3"), "guidance": 1.0},
+        "prompts": {"path": str(folder / "train.txt")},
+        "rewards": "jpeg_compressibility",
+        "sample": {"height": SIZE[1], "width": SIZE[0], "denoising_steps": 3},
+        "batch": {"prompts": 2, "samples_per_prompt": 2},
+        "algorithm": {"name": "flow_grpo", "options": {"updates_per_batch": 1, "kl_weight": 0}},
+        "training": {"learning_rate": 1e-2, "pack_size": 4},
+        "evaluation": {
+            "prompts": {"path": str(folder / "held_out.txt")},
+            "every": 1,
+            "denoising_steps": 2,
+            "batch": 5,
+            "shown": SHOWN,
+            "seed": 7,
+        },
+        "checkpoint": {"every": 1},
+        "logging": {"tensorboard": False},
+        **changes,
+    }
+
+
+def trained(folder: Path, **changes: Any) -> Path:
+    """A run in this process."""
+    make_tiny_pipeline("sd3", folder / "sd3")
+    path = folder / "recipe.json"
+    path.write_text(json.dumps(recipe_of(folder, **changes)))
+    start_run(str(path), [], folder / "run", Console(file=io.StringIO()), as_json=True)
+    return folder / "run"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unchanged_environment() -> Iterator[None]:
+    """A run sets the number of threads for its workers."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All weights are trained."""
+    return trained(tmp_path_factory.mktemp("full"))
+
+
+@pytest.fixture(scope="module")
+def averaged_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Adapters, and a moving average of them that is exported."""
+    training = {
+        "learning_rate": 1e-2,
+        "pack_size": 4,
+        "lora": {"rank": 2},
+        "ema": {"decay": 0.5, "every_updates": 1},
+    }
+    return trained(tmp_path_factory.mktemp("averaged"), training=training)
+
+
+def sample(*arguments: object) -> str:
+    """What the command prints; what it raises is raised here."""
+    result = CliRunner().invoke(app, ["sample", *map(str, arguments)])
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
+
+
+def sampled(*arguments: object) -> dict[str, Any]:
+    content = json.loads(sample(*arguments, "--json"))
+    assert isinstance(content, dict)
+    return content
+
+
+def same_pixels(left: Path, right: Path) -> bool:
+    with Image.open(left) as one, Image.open(right) as other:
+        return one.size == other.size and ImageChops.difference(one, other).getbbox() is None
+
+
+def prompts_of(content: dict[str, Any]) -> list[str]:
+    return [picture["prompt"] for picture in content["pictures"]]
+
+
+def test_without_wishes_the_newest_checkpoint_gives_the_evaluations_grid(run: Path, tmp_path: Path) -> None:
+    printed = sample(run, "--out", tmp_path / "pictures")
+    assert same_pixels(tmp_path / "pictures" / "grid.png", run / "samples" / "step_000002.png")
+    assert "step_000002 (trained): 3 samples" in printed
+    names = {path.name for path in (tmp_path / "pictures").iterdir()}
+    assert names == {"0000.png", "0001.png", "0002.png", "grid.png", "samples.json"}
+
+
+@pytest.mark.parametrize(("name", "steps_done"), [("before", 0), ("step_000001", 1)])
+def test_every_checkpoint_and_the_untrained_model_give_theirs(
+    run: Path, tmp_path: Path, name: str, steps_done: int
+) -> None:
+    content = sampled(run, "--checkpoint", name, "--out", tmp_path / "pictures")
+    assert content["weights"] == ("trained" if steps_done else "untrained")
+    grids = [RunFolder.open(run).grid(step) for step in range(3)]
+    assert same_pixels(Path(content["grid"]), grids[steps_done])
+    assert not same_pixels(Path(content["grid"]), grids[2])  # else this test could not tell them apart
+
+
+def test_a_picture_is_the_grids_and_its_words_stand_beside_it(run: Path, tmp_path: Path) -> None:
+    content = sampled(run, "--out", tmp_path / "pictures")
+    words = json.loads((tmp_path / "pictures" / "samples.json").read_text())
+    assert words["pictures"] == content["pictures"]
+    assert prompts_of(content) == list(HELD_OUT[:SHOWN])
+    assert (words["denoising_steps"], words["guidance"], words["seed"]) == (2, 1.0, 7)
+    with Image.open(content["grid"]) as grid, Image.open(tmp_path / "pictures" / "0000.png") as first:
+        assert first.size == SIZE
+        corner = grid.crop((2, 2, 2 + SIZE[0], 2 + SIZE[1]))
+        assert ImageChops.difference(first, corner).getbbox() is None
+
+
+def test_without_a_folder_each_call_makes_a_new_one_in_the_run(run: Path) -> None:
+    folders = [Path(sampled(run, "--count", 1)["folder"]) for _ in range(2)]
+    assert folders == [run / "sampled" / "step_000002-1", run / "sampled" / "step_000002-2"]
+
+
+def test_prompts_come_in_turn_each_time_with_other_noise(run: Path, tmp_path: Path) -> None:
+    given = ("--prompt", "a house", "--prompt", "a hill")
+    content = sampled(run, *given, "--count", 3, "--out", tmp_path / "pictures")
+    assert prompts_of(content) == ["a house", "a hill", "a house"]
+    assert not same_pixels(tmp_path / "pictures" / "0000.png", tmp_path / "pictures" / "0002.png")
+    assert prompts_of(sampled(run, *given)) == ["a house", "a hill"]
+
+
+def test_of_a_file_as_many_prompts_are_taken_as_a_grid_has(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"number {index}"}) + "\n" for index in range(5)))
+    assert prompts_of(sampled(run, "--prompts", file)) == ["number 0", "number 1", "number 2"]
+
+
+@pytest.mark.parametrize("wish", [("--seed", 8), ("--steps", 3), ("--guidance", 4.0)])
+def test_other_settings_give_other_pictures(run: Path, tmp_path: Path, wish: tuple[str, object]) -> None:
+    content = sampled(run, *wish, "--out", tmp_path / "pictures")
+    assert not same_pixels(Path(content["grid"]), run / "samples" / "step_000002.png")
+
+
+def test_the_exported_average_is_sampled_and_said(averaged_run: Path, tmp_path: Path) -> None:
+    printed = sample(averaged_run, "--out", tmp_path / "pictures")
+    assert "step_000002 (moving average): 3 samples" in printed
+    assert "evaluations show those that generated" in printed
+    assert not same_pixels(tmp_path / "pictures" / "grid.png", averaged_run / "samples" / "step_000002.png")
+
+
+def test_untrained_adapters_change_nothing(averaged_run: Path, tmp_path: Path) -> None:
+    content = sampled(averaged_run, "--checkpoint", "before", "--out", tmp_path / "pictures")
+    assert same_pixels(Path(content["grid"]), averaged_run / "samples" / "step_000000.png")
+
+
+def test_the_printed_lines_load_full_weights_into_diffusers(run: Path) -> None:
+    names: dict[str, Any] = {}
+    exec("\n".join(sampled(run, "--count", 1)["loading"]), names)
+    loaded = names["pipe"].transformer.state_dict()
+    saved = load_file(run / "checkpoints" / "step_000002" / "weights.safetensors")
+    assert saved
+    assert all(torch.equal(loaded[name], value) for name, value in saved.items())
+
+
+def test_the_printed_lines_load_adapters_into_diffusers(averaged_run: Path) -> None:
+    names: dict[str, Any] = {}
+    exec("\n".join(sampled(averaged_run, "--count", 1)["loading"]), names)
+    average = load_file(averaged_run / "checkpoints" / "step_000002" / "average.safetensors")
+    parameters = names["pipe"].transformer.named_parameters()
+    adapters = {name.replace(".default_0.", ".default."): value for name, value in parameters if ".lora_" in name}
+    assert adapters.keys() == average.keys() != set()
+    assert all(torch.equal(adapters[name], value) for name, value in average.items())
+
+
+# --- Runs that were never trained -------------------------------------------------------------------------------
+
+
+def begun(folder: Path, family: str, **changes: Any) -> Path:
+    """A run's folder as it is before the first checkpoint."""
+    make_tiny_pipeline(family, folder / "pipeline")
+    model = {"family": family, "source": str(folder / "pipeline"), "guidance": 1.0}
+    recipe = parse_model(Recipe, recipe_of(folder, model=model, **changes))
+    return RunFolder.create(folder / "run", recipe, datetime.now(UTC)).path
+
+
+def test_a_run_without_evaluation_shows_its_training_prompts(tmp_path: Path) -> None:
+    run = begun(tmp_path, "sd3", evaluation=None)
+    content = sampled(run, "--checkpoint", "before", "--steps", 1)
+    assert prompts_of(content) == list(TRAINED_ON)
+    assert content["loading"] == []
+
+
+def test_a_video_is_an_animation_and_the_frame_in_the_middle(tmp_path: Path) -> None:
+    size = {"height": 32, "width": 32, "frames": 5, "denoising_steps": 2}
+    run = begun(tmp_path, "wan", sample=size)
+    content = sampled(run, "--checkpoint", "before", "--count", 1, "--steps", 1)
+    (picture,) = content["pictures"]
+    with Image.open(Path(content["folder"]) / picture["animation"]) as animation:
+        assert (animation.n_frames, animation.size) == (5, (32, 32))
+        assert animation.info["duration"] > 0
+    with Image.open(Path(content["folder"]) / picture["file"]) as still:
+        assert still.size == (32, 32)
+
+
+def test_before_the_first_checkpoint_the_untrained_model_is_proposed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no checkpoint yet; .* --checkpoint before"):
+        sample(begun(tmp_path, "sd3"))
+
+
+# --- Mistakes ---------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_checkpoint_is_answered_with_the_nearest_and_all_others(run: Path) -> None:
+    expected = "did you mean 'step_000002'. known: before, step_000001, step_000002"
+    with pytest.raises(ConfigError, match=expected):
+        sample(run, "--checkpoint", "step_00002")
+
+
+def test_a_folder_that_is_not_empty_is_never_written_into(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("keep me")
+    with pytest.raises(ConfigError, match=r"is not empty, it has mine.txt; name a new folder"):
+        sample(run, "--out", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    with pytest.raises(ConfigError, match="cannot be written"):
+        sample(run, "--out", tmp_path / "mine.txt")
+
+
+def test_a_damaged_checkpoint_is_refused_and_leaves_no_folder_behind(run: Path, tmp_path: Path) -> None:
+    weights = run / "checkpoints" / "step_000001" / "weights.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    try:
+        with pytest.raises(ConfigError, match="damaged"):
+            sample(run, "--checkpoint", "step_000001", "--out", tmp_path / "pictures")
+    finally:
+        weights.write_bytes(whole)
+    assert not (tmp_path / "pictures").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--prompt", " "), "--prompt: an empty text"),
+        (("--prompt", "a cat", "--prompts", "p.txt"), "give texts or a file, not both"),
+        (("--prompts", "p.csv"), "--prompts: p.csv: cannot read prompts from a '.csv' file"),
+        (("--prompts", "nowhere.txt"), "nowhere.txt: no such file"),
+        (("--device", "gpu"), "--device: unknown 'gpu'; known: cpu, cuda"),
+        (("--device", "cuda:99"), "--device: cuda:99, but there are"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_loaded(run: Path, arguments: tuple[str, ...], words: str) -> None:
+    before = sorted(run.iterdir())
+    with pytest.raises(ConfigError) as told:
+        sample(run, *arguments)
+    assert words in str(told.value)
+    assert sorted(run.iterdir()) == before

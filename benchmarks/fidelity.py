@@ -1,6 +1,6 @@
 """How well the simulator foresees real runs: its step time from a run's own measured costs, and its decisions.
 
-    python benchmarks/fidelity.py           # 20 short runs of different settings, about six minutes on two idle cores
+    python benchmarks/fidelity.py           # 20 short runs of different settings, on two idle cores
 
 For every run the journal is decided again (the scheduler of the run and of the simulator are the same code: every
 action must be the same), and the simulator predicts the time of a settled step and the share of samples that the

@@ -74,7 +74,7 @@ class LiveRun:
 
 
 def recipe(**changes: Any) -> Recipe:
-    """The demo's model, trained by Flow-GRPO for pictures that compress badly: a reward that costs next to nothing."""
+    """The demo's model, trained by Flow-GRPO for pictures that compress badly: the reward costs little."""
     content: dict[str, Any] = {
         "name": "benchmark",
         "steps": 8,

@@ -2,9 +2,9 @@
 
     python benchmarks/overlap.py            # about three minutes on an idle machine with two cores
 
-All runs train the demo's model on the same samples. The first takes turns in one process (colocated); then generation
-and training are apart, first without and then with each technique in turn. The limit of two cores is twice the samples
-that one core does per CPU second when it generates and trains in turn, packs included.
+All runs train the demo's model on the same samples. The first takes turns in one process (colocated); then
+generation and training are apart, first without and then with each technique in turn. The limit of two cores is
+twice the samples that one core does per CPU second when it generates and trains in turn, packs included.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from digenrl.loop import drive
 from digenrl.records import SampleId, WorkerLost
 from digenrl.scheduling.invariants import Auditor
 from digenrl.simulation.durations import NS_PER_SECOND, opening_state
-from digenrl.telemetry.recorder import Recorder
 from digenrl.simulation.simulator import SIMULATED_SEARCH_BUDGET
 from digenrl.simulation.virtual_cluster import Faults, VirtualCluster
 from digenrl.telemetry.gantt_svg import gantt_svg
+from digenrl.telemetry.recorder import Recorder
 from digenrl.telemetry.trace import Trace
 from digenrl.telemetry.writing import write_whole
 

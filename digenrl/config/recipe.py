@@ -6,6 +6,7 @@ are read; see `digenrl.workers.blueprint`. docs/recipes.md lists every key.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
@@ -99,7 +100,7 @@ class AlgorithmChoice(Frozen):
 
 
 class Techniques(Frozen):
-    """What keeps cards from idling; each can be switched off alone. None of them changes what is computed.
+    """What keeps cards from idling; each can be switched off alone. Only `tcss` changes what is computed.
 
     `gap`: groups stream to the trainer as they complete (off: the whole batch is generated first).
     `tsp`: many (sample, time-step) pairs in one forward (off: one at a time).
@@ -131,6 +132,9 @@ class LaneSettings(Frozen):
     rewards: Annotated[int, Field(ge=0)] | tuple[str, ...] = 1
     encoder: str = Field(default="auto", description="where prompts are encoded; the trainer's device by default")
     threads: PositiveInt | Literal["auto"] = "auto"
+    exchange: Path | None = Field(
+        default=None, description="where workers leave tensors for each other; shared memory by default"
+    )
     restarts: int = Field(default=3, ge=0, description="how often a lost generator or reward lane is replaced")
 
     @field_validator("generators", "rewards")

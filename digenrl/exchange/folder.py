@@ -57,6 +57,10 @@ class ExchangeFolder:
         folder._lock = lock
         return folder
 
+    def free_bytes(self) -> int:
+        """How much more it can hold."""
+        return shutil.disk_usage(self.root).free
+
     def path(self, name: str) -> Path:
         """The file of this name."""
         assert "/" not in name, f"a name, not a path: {name}"

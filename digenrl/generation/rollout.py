@@ -110,7 +110,7 @@ def _denoised(
     autocast: Literal["off", "bf16"] = "off",
     watch: Callable[[int, Tensor, StepResult], None] | None = None,
 ) -> Tensor:
-    """The final latents of samples, one row of conditioning each; `watch` sees every step and what it began with."""
+    """The final latents of samples, one row of conditioning each; `watch` sees every step and its beginning."""
     plan = _common_plan(plans, samples)
     noise_B = initial_noise(run_seed, samples, model.noise_shape(plan.size), same_noise_in_group)
     latents_BL = model.initial_latents(noise_B.to(model.device), plan.size)

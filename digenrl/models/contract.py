@@ -122,7 +122,7 @@ class DiffusionModel(ABC):
 
     @abstractmethod
     def shifted_schedule(self, steps: int, shift: float) -> Schedule:
-        """Even levels s from 1 to 1 / N, as shift * s / (1 + (shift - 1) * s), whatever the size of the samples."""
+        """Even levels s from 1 to 1 / N, as shift * s / (1 + (shift - 1) * s), whatever the samples' size."""
 
     @abstractmethod
     def noise_shape(self, size: SampleSize) -> tuple[int, ...]:

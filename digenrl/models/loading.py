@@ -49,7 +49,7 @@ def load_pipeline(
 
 
 def check_source(pipeline_class: type[Any], source: str | Path) -> None:
-    """Raises ConfigError if this can be neither a pipeline directory of the class nor a hub id; asks no network."""
+    """Raises ConfigError if this is no pipeline directory of the class and no hub id; asks no network."""
     if Path(source).exists():
         check_pipeline_directory(pipeline_class, Path(source))
     elif HUB_ID.fullmatch(str(source)) is None:

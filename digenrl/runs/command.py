@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -26,8 +27,12 @@ from digenrl.telemetry.report.page import write_report
 RUNS = Path("runs")
 
 
+NEEDED = ("diffusers", "numpy", "peft", "PIL", "safetensors", "torch", "transformers")
+
+
 def start_run(where: str, overrides: Sequence[str], out: Path | None, console: Console, as_json: bool) -> Status:
     """A new run. Nothing is written before everything is checked."""
+    check_installed()
     recipe = read_recipe(where, overrides)
     machine = check_recipe(recipe)
     path = numbered_path(RUNS, recipe.name) if out is None else out
@@ -37,6 +42,7 @@ def start_run(where: str, overrides: Sequence[str], out: Path | None, console: C
 
 def resume_run(path: Path, overrides: Sequence[str], console: Console, as_json: bool) -> Status:
     """A run that was interrupted goes on; overrides may change what the computed update does not depend on."""
+    check_installed()
     folder = RunFolder.open(path)
     recipe = read_recipe(str(folder.config), overrides)
     if fingerprint(recipe) != fingerprint(folder.recipe):
@@ -54,6 +60,16 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console, as_json: 
         machine = check_recipe(recipe)
         folder.rewrite(recipe)
     return _train_and_tell(folder, machine, console, as_json, standing)
+
+
+def check_installed() -> None:
+    """Complains about packages that workers need; this process does not import them."""
+    missing = [package for package in NEEDED if find_spec(package) is None]
+    if missing:
+        raise ConfigError(
+            f"training needs the package{'s' if len(missing) > 1 else ''} {', '.join(missing)}, not installed; "
+            "install digenrl[train], and for the OCR reward digenrl[train,ocr]"
+        )
 
 
 def _train_and_tell(

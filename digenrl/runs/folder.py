@@ -12,12 +12,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import yaml
 from pydantic import Field
 
 from digenrl import __version__
 from digenrl.config.reading import ConfigError, Frozen, parse_model, read_mapping, read_model
 from digenrl.config.recipe import Recipe
+from digenrl.config.recipe_files import read_recipe, write_recipe
 from digenrl.runs.lines import JsonLines
 from digenrl.telemetry.writing import write_whole
 
@@ -98,8 +98,7 @@ class RunFolder:
     def rewrite(self, recipe: Recipe) -> None:
         """Writes config.yaml anew: a recipe that was resumed with changes, or whose last question was settled."""
         self.recipe = recipe
-        content = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-        write_whole(self.config, content)
+        write_whole(self.config, write_recipe(recipe))
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -112,7 +111,7 @@ class RunFolder:
             raise ConfigError(f"{path}: holds no run: {' and '.join(missing)} are missing; give a run's folder")
         if missing:
             raise ConfigError(f"{path}: {missing[0]} is missing; restore it, or start a new run in another folder")
-        return cls(path, read_model(Recipe, files[0]), _read_info(files[1]))
+        return cls(path, read_recipe(str(files[0])), _read_info(files[1]))
 
     def describe(self, **changes: Any) -> None:
         """Writes run.json with these values of `RunInfo` changed."""

@@ -82,8 +82,10 @@ class Reported:
 
 def report_run(path: Path) -> Reported:
     """Writes the report and the trace of a run that is going on, or has ended in whatever way."""
-    page = write_report(path)
     folder = RunFolder.open(path)
+    if folder.standing() is not folder.info.status:
+        folder.set_status(folder.standing())  # its process was killed: nobody else would write it down
+    page = write_report(path)
     return Reported(page, folder.trace, summary_of(read_run(path), folder.standing()))
 
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_files import fingerprint
 from digenrl.exchange.folder import ExchangeFolder
@@ -80,7 +81,7 @@ def train(folder: RunFolder, machine: Machine, view: View, standing: Standing | 
     with ExitStack() as stack:
         stack.enter_context(folder.locked())
         stack.enter_context(_status_kept(folder))
-        exchange = ExchangeFolder.create()
+        exchange = _exchange(folder.recipe)
         stack.callback(exchange.remove)
         transport = _transport(folder)
         stack.callback(transport.stop)
@@ -228,6 +229,15 @@ class TrainingRun:
         helpers = self._runtime.lane_names()[len(crew.generators) or 1 :]
         rows += [LaneEntry(name=name, pool="trainer", device=crew.trainer.device) for name in helpers]
         return tuple(rows)
+
+
+def _exchange(recipe: Recipe) -> ExchangeFolder:
+    place = recipe.lanes.exchange
+    if place is None:
+        return ExchangeFolder.create()
+    if not place.is_dir():
+        raise ConfigError(f"lanes.exchange: {place} is no folder; make it, or leave the key out")
+    return ExchangeFolder.create(bytes_wanted=0, places=[place])
 
 
 def _transport(folder: RunFolder) -> Transport:

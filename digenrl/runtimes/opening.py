@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
+from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
+from digenrl.exchange.folder import ExchangeFolder
 from digenrl.records import LaneOffer
 from digenrl.runtimes.placement import TRAINER
 from digenrl.runtimes.profile import RunningProfile
@@ -66,9 +68,20 @@ def lay_out(runtime: WorkRuntime) -> float:
     """The trainer's version goes to everybody; returns the seconds that the slowest took to load it."""
     laid_out: WeightsLaidOut = runtime.ask([(TRAINER, LayOutWeights())])[0]
     runtime.take_weights(laid_out.version, laid_out.weights)
+    check_room(runtime.exchange, laid_out.weights.bytes)
     load = LoadWeights(laid_out.version, laid_out.weights)
     loaded: list[WeightsLoaded] = runtime.ask([(worker, load) for worker in runtime.generator_workers()])
     return max(report.seconds for report in loaded)
+
+
+def check_room(exchange: ExchangeFolder, version_bytes: int) -> None:
+    """Raises ConfigError unless two more versions fit: one is laid out while some still load the one before."""
+    free = exchange.free_bytes()
+    if free < 2 * version_bytes:
+        raise ConfigError(
+            f"lanes.exchange: {exchange.root} has {free / 1e9:.1f} GB free, and two versions of the weights take "
+            f"{2 * version_bytes / 1e9:.1f} GB; give a folder with more room, as lanes.exchange=DIR, or use LoRA"
+        )
 
 
 def rehearse(runtime: WorkRuntime, publish_s: float) -> Rehearsal:

@@ -28,8 +28,8 @@ from digenrl.workers.orders import Order
 PRELOADED = ["digenrl.workers.worker"]
 PATIENCE_S = 5.0  # for workers that were asked to leave
 FOR_THE_DRIVER = (signal.SIGINT, signal.SIGTERM)
-# Read when torch is imported, which the fork server does once for all workers. Libraries ask whether there is a card
-# when they are imported; with the NVML check that does not start CUDA, which a forked process could not use then.
+# Read when torch is imported, which the fork server does once for all workers. Libraries ask whether there is a
+# card when they are imported; with the NVML check that does not start CUDA, which a fork could not use then.
 ENVIRONMENT = {
     "ONEDNN_JIT_PROFILE": "0",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",

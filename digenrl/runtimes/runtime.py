@@ -139,6 +139,7 @@ class WorkRuntime:
         self._ledger = Ledger()
         self._updates: list[Mapping[str, Any]] = []
         self._restarts: dict[str, int] = {}
+        self._publish_s = 0.0
 
     # --- The loop's side --------------------------------------------------------------------------------------
 
@@ -319,7 +320,8 @@ class WorkRuntime:
         self.desk.close_step(report.step)
         if report.step + 2 < self.recipe.steps:
             self.desk.open_step(report.step + 2)
-        self._on_step(step_numbers(report.step, rewards, parts, updates, report.weights.bytes))
+        publish_s, self._publish_s = self._publish_s, 0.0  # of the slowest lane, for the version before this one
+        self._on_step(step_numbers(report.step, rewards, parts, updates, report.weights.bytes, publish_s))
         self._events.append(Committed(answered.at_ns, report.step))
         if self.profile is not None:
             self._events.append(self.profile.costs(answered.at_ns))
@@ -353,6 +355,7 @@ class WorkRuntime:
             assert isinstance(answered.report, WeightsLoaded)
             if self.profile is not None:
                 self.profile.add("publish", round(answered.report.seconds * 1e9))
+            self._publish_s = max(self._publish_s, answered.report.seconds)
             self._drop_old_weights()
             self._events.append(Published(answered.at_ns, asked, (lane,)))
 

@@ -27,6 +27,7 @@ def step_numbers(
     parts: Mapping[str, Sequence[float]],
     updates: Sequence[Mapping[str, Any]],
     publish_bytes: int,
+    publish_s: float = 0.0,
 ) -> StepNumbers:
     """Means over the step's updates; the largest of what is a largest. What an algorithm has not is absent."""
     mean = fmean(rewards.values())
@@ -35,6 +36,7 @@ def step_numbers(
         "reward_std": math.sqrt(fmean((reward - mean) ** 2 for reward in rewards.values())),
         "updates": len(updates),
         "publish_bytes": publish_bytes,
+        "publish_s": publish_s,
     }
     values |= {f"reward/{name}": fmean(numbers) for name, numbers in sorted(parts.items())}
     for name in AVERAGED:

@@ -26,6 +26,10 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
     family = find_family(recipe.model.family)
     if family.kind == "image" and recipe.sample.frames != 1:
         raise ConfigError(f"sample.frames: {family.name} makes images, got {recipe.sample.frames}; set it to 1")
+    if recipe.model.negative_prompt is not None and not family.uses_negative_prompts:
+        raise ConfigError(
+            f"model.negative_prompt: {family.name} has embedded guidance and takes none; leave it out"
+        )
     check_source(family.pipeline_class, source_of(recipe))
     algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
     window = read_window(dict(recipe.sample.window or algorithm.rollout_window))

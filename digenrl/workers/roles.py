@@ -234,7 +234,8 @@ class Generating:
             self._exchange.put("rehearsal", trajectory_tensors(made.trajectories))
             self._exchange.drop("rehearsal")
             if self._scoring is not None:
-                self._scoring.score(pixels_BFCHW, [prompt] * size)
+                with suppress(RewardError):  # a prompt that cannot be scored is no reason not to begin
+                    self._scoring.score(pixels_BFCHW, [prompt] * size)
             seconds.append(perf_counter() - began)
         return min(seconds)
 

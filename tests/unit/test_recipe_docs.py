@@ -70,7 +70,7 @@ def test_the_table_of_shipped_recipes_has_them_all() -> None:
 
 
 def test_the_example_is_a_recipe() -> None:
-    (example,) = re.findall(r"^~~~yaml\n(.*?)^~~~", TEXT, re.M | re.S)
+    (example,) = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.M | re.S)
     assert parse_model(Recipe, yaml.safe_load(example)).batch.samples_per_prompt == 8
 
 

@@ -1,0 +1,225 @@
+"""Workers that are ended, rewards that fail, promises that are broken: the run goes on or says why, and cleans up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_runs import (
+    Gates,
+    LiveRuns,
+    Meanwhile,
+    assert_nothing_is_left,
+    exchange_of,
+    is_stalled,
+    lines_of,
+    metric,
+    steps_done,
+    trained,
+    wait_for,
+    workers_of,
+)
+
+from digenrl.config.reading import ConfigError
+from digenrl.records import Committed, Generate, Quarantine, SliceDone, WorkerJoined, WorkerLost
+from digenrl.runs import training
+from digenrl.runs.failing import RunFailedError
+from digenrl.runs.folder import RunFolder, Status
+from digenrl.runs.journal import read_journal
+from digenrl.scheduling.invariants import Auditor, BrokenPromiseError
+from digenrl.telemetry.report.page import write_report
+
+
+class Hurt:
+    """Ends workers of a run while it is driven here, and remembers where its tensors were."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.exchange: Path | None = None
+
+    def after(self, steps: int) -> dict[str, int]:
+        """The workers, once so many steps are done."""
+        self.exchange = exchange_of(os.getpid())
+        wait_for(lambda: steps_done(self.run) >= steps, f"step {steps}")
+        return workers_of(self.run)
+
+    def kill(self, worker: str, steps: int = 1) -> None:
+        os.kill(self.after(steps)[worker], signal.SIGKILL)
+
+    def kill_inside_a_slice(self, worker: str) -> None:
+        """Stopped first, so that it cannot finish the slice that it then is given, or has."""
+        pid = self.after(1)[worker]
+        os.kill(pid, signal.SIGSTOP)
+        wait_for(lambda: open_leases(self.run, lane=0), "a slice")
+        os.kill(pid, signal.SIGKILL)
+
+    def assert_nothing_is_left(self) -> None:
+        assert self.exchange is not None
+        assert_nothing_is_left(self.run, self.exchange)
+
+
+def open_leases(run: Path, lane: int) -> set[int]:
+    """The epochs of slices that a lane was given and did not finish."""
+    given: set[int] = set()
+    for decision in read_journal(run / "journal.jsonl"):
+        if isinstance(decision.event, SliceDone):
+            given.discard(decision.event.lease.epoch)
+        for action in decision.actions:
+            if isinstance(action, Generate) and action.lease.lane == lane:
+                given.add(action.lease.epoch)
+    return given
+
+
+def test_a_generator_that_is_killed_inside_a_slice_is_replaced_and_the_weights_are_the_same(live: LiveRuns) -> None:
+    path = live.new_path()
+    hurt = Hurt(path)
+    with Meanwhile(lambda: hurt.kill_inside_a_slice("generator-0")):
+        status, run = live.run("steps=6", "techniques.tag=none", out=path)
+    assert status is Status.FINISHED
+    assert trained(run, 6) == trained(live.finished("steps=6", "mode=colocated"), 6)
+    assert metric(run, "step") == list(range(6))
+    events = [decision.event for decision in read_journal(run.journal)]
+    lost = next(event for event in events if isinstance(event, WorkerLost))
+    joined = next(event for event in events if isinstance(event, WorkerJoined))
+    lanes = {lane.name: lane for lane in run.info.lanes}
+    assert lanes["generator-0"].left_ns == lost.at_ns
+    assert lanes["generator-0 (2)"].joined_ns == joined.at_ns > lost.at_ns
+    assert "generator-0 (2)" in {span["lane"] for span in lines_of(run.spans)}
+    assert write_report(run.path).exists(), "the report knows the lane that joined"
+    hurt.assert_nothing_is_left()
+
+
+def test_a_reward_worker_and_an_encoder_that_are_killed_are_replaced(live: LiveRuns) -> None:
+    path = live.new_path()
+    hurt = Hurt(path)
+
+    def kill() -> None:
+        hurt.kill("encoder")
+        hurt.kill("reward-0")
+
+    with Meanwhile(kill):
+        status, run = live.run("steps=6", out=path)
+    assert status is Status.FINISHED
+    assert trained(run, 6) == trained(live.finished("steps=6", "mode=colocated"), 6)
+    hurt.assert_nothing_is_left()
+
+
+def test_a_killed_trainer_ends_the_run_and_the_message_says_how_to_go_on(live: LiveRuns) -> None:
+    path = live.new_path()
+    hurt = Hurt(path)
+    with Meanwhile(lambda: hurt.kill("trainer", steps=3)), pytest.raises(RunFailedError) as caught:
+        live.run("steps=500", "checkpoint.every=1", "checkpoint.keep=1", out=path)
+    told = str(caught.value).splitlines()
+    assert told[0] == "trainer ended by signal 9 (SIGKILL); see its file in the run's logs"
+    (checkpoint,) = (path / "checkpoints").glob("step_*")
+    assert told[1] == f"{checkpoint} is whole; go on with: digenrl train --resume {path}"
+    assert RunFolder.open(path).info.status is Status.FAILED
+    hurt.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("lanes", ["lanes.rewards=1", "lanes.rewards=0", "mode=colocated"])
+def test_a_prompt_that_cannot_be_scored_is_replaced_by_another(lanes: str, live: LiveRuns) -> None:
+    refusing = {"name": "function", "target": "live_rewards:refuses", "arguments": {"prompt": "a dog"}}
+    status, run = live.run(f"rewards={json.dumps(refusing)}", lanes)
+    assert status is Status.FINISHED
+    quarantined = [
+        action
+        for decision in read_journal(run.journal)
+        for action in decision.actions
+        if isinstance(action, Quarantine)
+    ]
+    assert quarantined
+    assert {(action.step, action.group, action.replaced_by) for action in quarantined} <= {
+        (step, group, 2) for step in range(3) for group in range(2)
+    }
+    assert all("nothing to see in 'a dog'" in action.reason for action in quarantined)
+    assert metric(run, "step") == [0, 1, 2]
+
+
+def test_a_prompt_that_is_replaced_gives_the_same_weights_whoever_scores(live: LiveRuns) -> None:
+    refusing = {"name": "function", "target": "live_rewards:refuses", "arguments": {"prompt": "a dog"}}
+    rewards = f"rewards={json.dumps(refusing)}"
+    assert trained(live.finished(rewards, "techniques.tag=auto"), 3) == trained(
+        live.finished(rewards, "mode=colocated"), 3
+    )
+
+
+def test_a_reward_that_always_fails_ends_the_run_with_its_reason(live: LiveRuns) -> None:
+    path = live.new_path()
+    with pytest.raises(RunFailedError, match="groups of step 0 failed: reward .*: ConnectionError: the scorer is away"):
+        live.run("rewards=live_rewards:broken", "mode=colocated", "sample.denoising_steps=2", out=path)
+    assert RunFolder.open(path).info.status is Status.FAILED
+
+
+def test_a_broken_promise_ends_a_live_run_and_nobody_stays(live: LiveRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Strict(Auditor):
+        def observe(self, event: Any, actions: Any, state: Any) -> None:
+            super().observe(event, actions, state)
+            if isinstance(event, Committed):
+                raise BrokenPromiseError("promise 0: no commits today")
+
+    monkeypatch.setattr(training, "Auditor", Strict)
+    path = live.new_path()
+    hurt = Hurt(path)
+    with Meanwhile(lambda: hurt.after(0)), pytest.raises(BrokenPromiseError, match="no commits today"):
+        live.run(out=path)
+    assert RunFolder.open(path).info.status is Status.FAILED
+    hurt.assert_nothing_is_left()
+
+
+def test_a_model_that_cannot_be_loaded_is_told_in_one_line(live: LiveRuns, tmp_path: Path) -> None:
+    broken = tmp_path / "model"
+    broken.mkdir()
+    for part in (live.root / "model").rglob("*"):
+        target = broken / part.relative_to(live.root / "model")
+        target.mkdir() if part.is_dir() else target.write_bytes(part.read_bytes())
+    (weights,) = (broken / "transformer").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:1000])
+    for mode in ("local", "colocated"):
+        path = live.new_path()
+        with pytest.raises((RunFailedError, ConfigError)) as caught:
+            live.run(f"model.source={broken}", f"mode={mode}", out=path)
+        first = str(caught.value).splitlines()[0]
+        assert str(broken) in first or "safetensors" in first.lower(), first
+        assert_nothing_is_left(path)
+
+
+def test_a_run_that_waits_for_a_score_leaves_at_once_when_it_is_asked_to(live: LiveRuns, tmp_path: Path) -> None:
+    """In the middle of a batch of two updates: what was committed of it is taken back by who resumes."""
+    gates = Gates(tmp_path / "gates")
+    path = live.new_path()
+    options = ("algorithm.options.updates_per_batch=2", "steps=4", gates.rewards)
+    sampler_last = prompts_of_step(live, 2)[1]
+
+    def stop_in_the_middle() -> None:
+        wait_for(lambda: steps_done(path) >= 1, "a step")
+        gates.close(sampler_last)
+        wait_for(lambda: is_stalled(path), "everybody to wait")
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(lambda: (path / "checkpoints").exists() and any((path / "checkpoints").iterdir()), "a checkpoint")
+        gates.open()
+
+    with Meanwhile(stop_in_the_middle):
+        status, run = live.run(*options, out=path)
+    assert status is Status.INTERRUPTED
+    assert run.info.status is Status.INTERRUPTED
+    before = steps_done(path)
+    assert 1 <= before < 4
+    assert [checkpoint.name for checkpoint in run.checkpoints.iterdir()] == [f"step_{before:06d}"]
+    assert_nothing_is_left(path)
+    assert live.resume(path) is Status.FINISHED
+    assert trained(run, 4) == trained(live.finished("algorithm.options.updates_per_batch=2", "steps=4", "mode=colocated"), 4)
+    assert metric(run, "step") == [0, 1, 2, 3]
+
+
+def prompts_of_step(live: LiveRuns, step: int) -> list[str]:
+    from digenrl.prompts.sampler import PromptSampler
+    from digenrl.prompts.sources import Prompt
+
+    texts = (live.root / "prompts.txt").read_text().splitlines()
+    sampler = PromptSampler([Prompt(index, text) for index, text in enumerate(texts)], 2, seed=0)
+    return [sampler.prompt_for(step, group).text for group in range(2)]

@@ -1,0 +1,77 @@
+"""The weights are the same to the last bit whoever does what, where and when."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from live_runs import NAIVE, LiveRuns, lines_of, metric, trained
+
+from digenrl.records import Generate
+from digenrl.runs.journal import read_journal
+from digenrl.runs.replaying import opening_of, replayed
+
+PIPELINED = ("techniques.tag=auto",)
+COLOCATED = ("mode=colocated",)
+WAYS = {
+    "naive": NAIVE,
+    "pipelined": PIPELINED,
+    "scored by the generator": ("lanes.rewards=0",),
+    "two generators": ("lanes.generators=[cpu,cpu]", "techniques.tag=none"),
+}
+TASKS = {
+    "flow_grpo, two updates": ("algorithm.options.updates_per_batch=2",),
+    "flow_grpo, all weights": ("training.lora=null", "algorithm.options.kl_weight=0.01"),
+    "diffusion_nft": ("algorithm={name: diffusion_nft, options: {}}",),
+    "dance_grpo": ("algorithm={name: dance_grpo, options: {}}",),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_weights_do_not_depend_on_who_does_what(way: str, live: LiveRuns) -> None:
+    assert trained(live.finished(*WAYS[way]), 3) == trained(live.finished(*COLOCATED), 3)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_weights_do_not_depend_on_the_schedule_whatever_is_trained(task: str, live: LiveRuns) -> None:
+    pipelined, colocated = live.finished(*TASKS[task], *PIPELINED), live.finished(*TASKS[task], *COLOCATED)
+    assert trained(pipelined, 3) == trained(colocated, 3)
+
+
+def test_different_tasks_give_different_weights(live: LiveRuns) -> None:
+    runs = [live.finished(*COLOCATED), *(live.finished(*task, *COLOCATED) for task in TASKS.values())]
+    weights = [trained(run, 3)["weights.safetensors"] for run in runs]
+    assert len(set(weights)) == len(weights)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_stale_samples_are_at_most_the_share_and_one_version_old(share: float, live: LiveRuns) -> None:
+    run = live.finished(f"techniques.tcss={share}", "steps=5", "lanes.generators=[cpu,cpu]")
+    shares = metric(run, "stale_share")
+    assert max(shares) <= share
+    assert any(shares), "nothing was stale: the run shows nothing"
+    assert shares[0] == 0
+    actions = [action for decision in read_journal(run.journal) for action in decision.actions]
+    leases = [action.lease for action in actions if isinstance(action, Generate)]
+    assert all(lease.slice.step - 1 <= lease.version <= lease.slice.step for lease in leases)
+    assert len({lease.epoch for lease in leases}) == len(leases)
+
+
+def test_a_journal_decides_the_same_again(live: LiveRuns) -> None:
+    for run in (live.finished(*PIPELINED), live.finished(*COLOCATED), live.finished(*WAYS["two generators"])):
+        opening = opening_of(json.loads(run.run.read_text())["opening"])
+        for told, decided in replayed(opening, run.journal):
+            assert told.actions == decided.actions
+
+
+def test_metrics_tell_every_step_once_and_spans_name_known_lanes(live: LiveRuns) -> None:
+    run = live.finished(*PIPELINED)
+    assert metric(run, "step") == [0, 1, 2]
+    assert metric(run, "version") == [1, 2, 3]
+    assert all(mismatch == 0 for mismatch in metric(run, "log_prob_mismatch")), "generated as it is replayed"
+    lanes = {lane.name for lane in run.info.lanes}
+    spans = lines_of(run.spans)
+    assert {span["lane"] for span in spans} <= lanes
+    assert {"generate", "score", "train", "commit"} <= {span["work"] for span in spans}
+    made = [span for span in spans if span["work"] in ("generate", "help")]
+    assert sum(span["size"] for span in made) == 3 * 2 * 4

@@ -1,0 +1,35 @@
+"""Rewards for tests of whole runs: quick, different for every sample, and able to wait or to fail."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+
+def redness(pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Any]) -> list[float]:
+    """How red samples are."""
+    red_B = pixels_BFCHW[:, :, 0].mean(dim=(1, 2, 3)) - pixels_BFCHW[:, :, 1:].mean(dim=(1, 2, 3, 4))
+    return [float(value) for value in red_B]
+
+
+def gated(pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Any], gates: str) -> list[float]:
+    """Redness, but a prompt waits while the folder `gates` has a file of its name."""
+    while any((Path(gates) / prompt).exists() for prompt in prompts):
+        time.sleep(0.01)
+    return redness(pixels_BFCHW, prompts, metadata)
+
+
+def refuses(pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Any], prompt: str) -> list[float]:
+    """Redness, but no score for one prompt."""
+    if prompt in prompts:
+        raise ValueError(f"nothing to see in {prompt!r}")
+    return redness(pixels_BFCHW, prompts, metadata)
+
+
+def broken(pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Any]) -> list[float]:
+    """Never a score for a picture; noise, as in a rehearsal, is none."""
+    raise ConnectionError("the scorer is away")

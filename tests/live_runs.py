@@ -1,0 +1,234 @@
+"""Whole runs of a tiny model, with real worker processes: started, watched, hurt, and looked at afterwards."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from digenrl.models.registry import make_tiny_pipeline
+from digenrl.runs.command import resume_run, start_run
+from digenrl.runs.folder import RunFolder, Status
+from digenrl.runs.lines import read_lines
+
+TESTS = Path(__file__).parent
+PATIENCE_S = 60.0
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "steps": 3,
+    "model": {"family": "sd3", "source": "model", "guidance": 1.0},
+    "prompts": {"path": "prompts.txt"},
+    "rewards": "live_rewards:redness",
+    "sample": {"height": 16, "width": 16, "denoising_steps": 4},
+    "batch": {"prompts": 2, "samples_per_prompt": 4, "slice": 2},
+    "algorithm": {"name": "flow_grpo", "options": {"updates_per_batch": 1, "kl_weight": 0}},
+    "training": {"learning_rate": 1e-3, "pack_size": 6, "lora": {"rank": 2, "alpha": 4}},
+    "lanes": {"generators": ["cpu"], "threads": 1},
+    "logging": {"tensorboard": False},
+}
+NAIVE = ("techniques.gap=false", "techniques.tag=none")
+
+
+class LiveRuns:
+    """A folder with a tiny model, prompts and a recipe, in which runs are made."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        make_tiny_pipeline("sd3", root / "model")
+        (root / "prompts.txt").write_text("a cat\na dog\na red bird\na fish\na boat\n")
+        (root / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+        self._finished: dict[tuple[str, ...], RunFolder] = {}
+        self._count = 0
+
+    def finished(self, *overrides: str) -> RunFolder:
+        """A run that nobody disturbed; asked for again, it is the same one."""
+        if overrides not in self._finished:
+            status, folder = self.run(*overrides)
+            assert status is Status.FINISHED
+            self._finished[overrides] = folder
+        return self._finished[overrides]
+
+    def new_path(self) -> Path:
+        """Where the next run goes."""
+        self._count += 1
+        return self.root / f"run-{self._count}"
+
+    def run(self, *overrides: str, out: Path | None = None) -> tuple[Status, RunFolder]:
+        """A run with its driver in this process, to whatever end; errors come through."""
+        out = out or self.new_path()
+        status = start_run(str(self.root / "tiny.yaml"), overrides, out, Console(file=io.StringIO()), True)
+        return status, RunFolder.open(out)
+
+    def resume(self, path: Path, *overrides: str) -> Status:
+        """A run goes on with its driver in this process."""
+        return resume_run(path, overrides, Console(file=io.StringIO()), True)
+
+    def command(self, *arguments: str) -> subprocess.Popen[str]:
+        """`digenrl train ...`, in a session of its own as in a terminal of its own."""
+        search = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+        return subprocess.Popen(
+            [sys.executable, "-c", "from digenrl.cli import main; main()", "train", *arguments],
+            cwd=self.root,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+
+# --- Looking on ---------------------------------------------------------------------------------------------------
+
+
+def wait_for(true: Callable[[], Any], what: str) -> Any:
+    """Waits until something is true, and returns it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := true()):
+        assert time.monotonic() < deadline, f"waited for {what} in vain"
+        time.sleep(0.01)
+    return found
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """What is in a file of lines by now."""
+    return list(read_lines(path)) if path.exists() else []
+
+
+def steps_done(run: Path) -> int:
+    """Optimizer steps that metrics.jsonl tells of."""
+    return len(lines_of(run / "metrics.jsonl"))
+
+
+def workers_of(run: Path) -> dict[str, int]:
+    """The worker processes of a run, by name: those who print into its logs."""
+    found: dict[str, int] = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            target = Path(os.readlink(process / "fd" / "1"))
+            ended = (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except OSError:
+            continue
+        if target.parent == run / "logs" and not ended:
+            found[target.stem] = int(process.name)
+    return found
+
+
+def session_of(pid: int) -> list[int]:
+    """The processes of a session that have not ended."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(session) == pid and state != "Z":
+            found.append(int(process.name))
+    return found
+
+
+def exchange_of(pid: int) -> Path:
+    """The exchange folder of a driver: the one that it holds a lock in."""
+
+    def find() -> Path | None:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                target = Path(os.readlink(descriptor))
+            except OSError:
+                continue
+            if target.name == "lock" and target.parent.name.startswith("digenrl-"):
+                return target.parent
+        return None
+
+    found: Path = wait_for(find, "an exchange folder")
+    return found
+
+
+def is_stalled(run: Path) -> bool:
+    """Whether nothing has been decided for a while: everybody waits."""
+    journal = run / "journal.jsonl"
+    before = journal.stat().st_size
+    time.sleep(0.4)
+    return before == journal.stat().st_size
+
+
+# --- Hands --------------------------------------------------------------------------------------------------------
+
+
+class Meanwhile:
+    """Does something in a thread while a run is driven here; what goes wrong there is raised at the end."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        try:
+            self._act()
+        except BaseException as error:  # shown by the test
+            self._error = error
+
+    def __enter__(self) -> Meanwhile:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._thread.join(PATIENCE_S)
+        if self._error is not None:
+            raise self._error
+
+
+class Gates:
+    """Prompts whose scores wait; see `live_rewards.gated`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+
+    @property
+    def rewards(self) -> str:
+        """The override that gives a run this reward."""
+        settings = {"name": "function", "target": "live_rewards:gated", "arguments": {"gates": str(self.folder)}}
+        return f"rewards={json.dumps(settings)}"
+
+    def close(self, *prompts: str) -> None:
+        """From now on these wait."""
+        for prompt in prompts:
+            (self.folder / prompt).touch()
+
+    def open(self) -> None:
+        """Nobody waits."""
+        for gate in self.folder.iterdir():
+            gate.unlink()
+
+
+# --- What came of it ----------------------------------------------------------------------------------------------
+
+
+def trained(folder: RunFolder, step: int) -> dict[str, bytes]:
+    """Weights, optimizer and all other tensors of a checkpoint, byte by byte."""
+    files = {path.name: path.read_bytes() for path in folder.checkpoint(step).glob("*.safetensors")}
+    assert {"weights.safetensors", "optimizer.safetensors"} <= files.keys()
+    return files
+
+
+def assert_nothing_is_left(run: Path, exchange: Path | None = None) -> None:
+    """No worker, no file in memory."""
+    wait_for(lambda: not workers_of(run), f"the end of {workers_of(run)}")
+    if exchange is not None:
+        wait_for(lambda: not exchange.exists(), f"the end of {exchange}")
+
+
+def metric(folder: RunFolder, name: str) -> Sequence[Any]:
+    """One number of every step."""
+    return [line[name] for line in lines_of(folder.metrics)]

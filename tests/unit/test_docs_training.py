@@ -1,0 +1,181 @@
+"""docs/training.md names commands, options, keys, files and numbers that exist, and all of those in its tables.
+
+CONTRIBUTING.md names the rooms.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import shlex
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import typer
+from watched_runs import KeptNumbers, opening_of, watch
+
+from digenrl import stages
+from digenrl.cli import INTERRUPTED, app
+from digenrl.config.recipe import Mode, Recipe
+from digenrl.config.recipe_files import read_recipe, shipped_recipes
+from digenrl.config.recipe_overrides import all_keys
+from digenrl.models.registry import FAMILIES
+from digenrl.records import SampleId
+from digenrl.runs.folder import RunFolder, RunInfo
+from digenrl.runtimes.step_numbers import AVERAGED, step_numbers
+from digenrl.scheduling import Terms
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+PROSE = re.sub(r"^```.*?^```", "", TEXT, flags=re.M | re.S)
+OTHER_COMMANDS = {"tensorboard"}
+
+
+def rows(first_heading: str, behind: str = "") -> list[list[str]]:
+    """The cells of the first table of this heading behind a passage, row by row, without the head."""
+    text = TEXT[TEXT.index(behind) :]
+    found = re.search(rf"^\| {re.escape(first_heading)} \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.M)
+    assert found is not None, f"no table headed {first_heading}"
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in found[1].splitlines()]
+
+
+def code(cell: str) -> list[str]:
+    """What stands in backticks."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.M | re.S)
+
+
+def command_lines() -> list[list[str]]:
+    """Every command of the page, as the shell takes it apart."""
+    text = "\n".join(blocks("sh")).replace("\\\n", " ")
+    return [shlex.split(line, comments=True) for line in text.splitlines() if line.strip()]
+
+
+def options_of(command: str) -> set[str]:
+    click_command: Any = typer.main.get_command(app)
+    known = click_command.commands[command].params
+    return {option for parameter in known for option in parameter.opts if option.startswith("--")}
+
+
+def test_the_stages_are_those_of_the_code_in_its_order() -> None:
+    numbered = [
+        name
+        for name, function in inspect.getmembers(stages, inspect.isfunction)
+        if function.__module__ == stages.__name__ and re.match(r"\d\. ", function.__doc__ or "")
+    ]
+    in_order = sorted(numbered, key=lambda name: str(getattr(stages, name).__doc__))
+    assert [code(cells[0])[0] for cells in rows("stage")] == in_order
+
+
+def test_the_modes_are_all_there() -> None:
+    assert {code(cells[0])[0] for cells in rows("`mode`")} == set(get_args(Mode))
+
+
+def test_the_defaults_of_techniques_are_theirs_and_each_can_be_switched_off() -> None:
+    plain = read_recipe("demo")
+    table = rows("technique")
+    keys = set()
+    for _, default, off, _ in table:
+        (given,), (switch,) = code(default), code(off)
+        keys.add(given.split("=")[0].removeprefix("techniques."))
+        assert read_recipe("demo", [given]).techniques == plain.techniques
+        changed = read_recipe("demo", [switch]).techniques
+        assert (changed == plain.techniques) == (given == switch), switch
+    assert keys == set(type(plain.techniques).model_fields)
+
+
+def test_the_table_of_the_folder_has_everything_in_it(tmp_path: Path) -> None:
+    demo = read_recipe("demo")
+    info = RunInfo.model_validate({"name": "demo", "started": "2026-01-02T03:04:05Z"})
+    folder = RunFolder(tmp_path, demo, info)
+    known = {path.name for path in vars(folder).values() if isinstance(path, Path)} - {tmp_path.name}
+    listed = [name for cells in rows("name", behind="## The run's folder") for name in code(cells[0])]
+    assert sorted(listed) == sorted(known | {"logs", "sampled"})
+
+
+def test_the_table_of_a_steps_numbers_has_them_all() -> None:
+    kept = KeptNumbers()
+    watch(opening_of(), [kept])
+    update = dict.fromkeys((*AVERAGED, "ratio_max", "zero_spread_groups", "pack_size"), 1)
+    reported = step_numbers(0, {SampleId(0, 0, 0): 1.0}, {"ocr": [1.0]}, [update], 1)
+    written = {*kept.steps[-1], *reported.values, "predicted_step_s"}
+    known = {re.sub("^busy/.*", "busy/LANE", re.sub("^reward/.*", "reward/NAME", name)) for name in written}
+    listed = [name for cells in rows("name", behind="The numbers of a step") for name in code(cells[0])]
+    assert sorted(listed) == sorted(known)
+
+
+def test_commands_and_their_options_exist() -> None:
+    lines = command_lines()
+    assert len(lines) > 10
+    click_command: Any = typer.main.get_command(app)
+    for program, *arguments in lines:
+        if program in OTHER_COMMANDS:
+            continue
+        assert program == "digenrl"
+        assert arguments[0] in click_command.commands, arguments
+        used = {word for word in arguments if word.startswith("--")}
+        assert used <= options_of(arguments[0]), arguments
+
+
+@pytest.mark.parametrize(
+    "arguments", [line[2:] for line in command_lines() if line[1] == "train"], ids=lambda words: " ".join(words)
+)
+def test_recipes_and_overrides_of_train_commands_are_accepted(arguments: list[str]) -> None:
+    positional = [word for before, word in zip(["", *arguments], arguments, strict=False) if before != "--resume"]
+    words = [word for word in positional if not word.startswith("--")]
+    recipe = words.pop(0) if words and "=" not in words[0] else "demo"
+    assert recipe in [*shipped_recipes(), "mine.yaml"]
+    read_recipe("demo" if recipe == "mine.yaml" else recipe, words)
+
+
+def test_the_options_of_sample_are_all_explained() -> None:
+    listed = {option for cells in rows("option") for option in code(cells[0])}
+    assert listed == options_of("sample") - {"--help"}
+
+
+def test_keys_and_settings_in_the_text_are_those_of_recipes() -> None:
+    known, parts = set(all_keys(Recipe)), set(Recipe.model_fields)
+    settings = [word for word in code(PROSE) if "=" in word and not word.startswith(("-", "docker"))]
+    assert len(settings) > 10
+    for setting in settings:
+        read_recipe("demo", [setting])
+    for word in code(PROSE):
+        if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", word) and word.split(".")[0] in parts:
+            assert word in known, word
+
+
+def test_the_exit_codes_are_all_there() -> None:
+    assert [int(cells[0]) for cells in rows("exit code")] == [0, 1, 2, INTERRUPTED]
+
+
+def test_the_limits_of_failures_are_the_schedulers() -> None:
+    limits = inspect.signature(Terms).parameters
+    assert limits["slice_failures_per_group"].default == 3
+    assert "after three failures in a group" in TEXT
+    assert f"after {limits['replacements_per_step'].default} replaced groups in a step" in TEXT
+
+
+def test_the_lines_for_diffusers_are_python_and_name_its_classes() -> None:
+    family = FAMILIES["sd3"]
+    classes = {family.pipeline_class.__name__, family.full_size().transformer.cls.__name__}
+    for block in blocks("python"):
+        imported = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom)]
+        assert {alias.name for node in imported for alias in node.names} <= classes
+
+
+def test_the_rooms_of_contributing_are_those_of_the_import_rules() -> None:
+    rules = (ROOT / ".importlinter").read_text(encoding="utf-8")
+    (layers,) = re.findall(r"^layers =\n((?:    .+\n)+)", rules, re.M)
+    expected = [re.findall(r"digenrl\.(\w+)", line) for line in layers.splitlines()]
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"^\| rooms, from the top .*\n\|[-|]+\n((?:\|.*\n)+)", text, re.M)
+    named = [code(line.split(" | ")[0]) for line in table.splitlines()]
+    assert [sorted(rooms) for rooms in named] == [sorted(rooms) for rooms in expected]
+    beside = {"recipes", "demo", "py.typed", "__init__.py"}
+    there = {path.name.removesuffix(".py") for path in (ROOT / "digenrl").iterdir() if path.name[0] != "_"}
+    assert there - beside == {room for rooms in expected for room in rooms}

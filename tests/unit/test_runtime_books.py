@@ -1,0 +1,251 @@
+"""What a runtime keeps about samples, prompts, costs and numbers: ids in, ids out, nothing kept for good."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from statistics import fmean
+
+import pytest
+from fake_crew import UPDATE
+
+from digenrl.prompts.sampler import PromptSampler
+from digenrl.prompts.sources import Prompt
+from digenrl.records import SampleId, Slice
+from digenrl.runtimes.ledger import Ledger
+from digenrl.runtimes.profile import REMEMBERED, RunningProfile
+from digenrl.runtimes.prompt_desk import PromptDesk
+from digenrl.runtimes.step_numbers import step_numbers
+from digenrl.scheduling import Costs
+from digenrl.workers.orders import EncodedPrompt, EncodePrompts, MadeSlice, Scores
+
+PROMPT = EncodedPrompt("prompt-0", "a cat", {})
+
+
+def made(step: int = 0, group: int = 0, first: int = 0, epoch: int = 0) -> MadeSlice:
+    return MadeSlice(Slice(step, group, first, 2), f"slice-{epoch}", step)
+
+
+def scores(*values: float) -> Scores:
+    return Scores(values, {"half": tuple(value / 2 for value in values)})
+
+
+def whole_group(ledger: Ledger, step: int, group: int, epoch: int = 0) -> None:
+    """Two slices, the second one first."""
+    for first in (2, 0):
+        assert ledger.add_made(made(step, group, first, epoch + first))
+        ledger.add_scores(Slice(step, group, first, 2), scores(first, first + 1))
+
+
+# --- Ledger -------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_comes_out_in_the_order_of_its_samples() -> None:
+    ledger = Ledger()
+    whole_group(ledger, step=0, group=1)
+    group = ledger.learnable(Slice(0, 1, 0, 4), PROMPT)
+    assert [each.slice.first for each in group.slices] == [0, 2]
+    assert group.rewards == (0, 1, 2, 3)
+    assert group.place == 1
+
+
+def test_samples_are_found_in_the_slice_that_they_were_made_in() -> None:
+    ledger = Ledger()
+    ledger.add_made(made(first=0, epoch=5))
+    ledger.add_made(made(first=2, epoch=6))
+    assert ledger.slice_of(Slice(0, 0, 3, 1)) == made(first=2, epoch=6)
+    assert ledger.slice_of(Slice(0, 0, 4, 1)) is None
+    assert ledger.slice_of(Slice(0, 1, 0, 1)) is None
+
+
+def test_a_slice_is_scored_when_its_last_sample_is() -> None:
+    ledger = Ledger()
+    ledger.add_made(made())
+    ledger.add_scores(Slice(0, 0, 0, 1), scores(1))
+    assert not ledger.all_scored(made())
+    ledger.add_scores(Slice(0, 0, 1, 1), scores(1))
+    assert ledger.all_scored(made())
+
+
+def test_a_replacement_takes_the_place_of_the_first_in_line() -> None:
+    ledger = Ledger()
+    whole_group(ledger, step=0, group=1)
+    gone = ledger.replace(0, group=1, replaced_by=3)
+    assert sorted(each.name for each in gone) == ["slice-0", "slice-2"]
+    assert ledger.replace(0, group=3, replaced_by=4) == ()
+    whole_group(ledger, step=0, group=4, epoch=10)
+    assert ledger.learnable(Slice(0, 4, 0, 4), PROMPT).place == 1
+
+
+def test_late_slices_and_scores_of_a_group_in_quarantine_are_not_wanted() -> None:
+    ledger = Ledger()
+    ledger.add_made(made())
+    ledger.replace(0, group=0, replaced_by=2)
+    assert not ledger.add_made(made(first=2))
+    ledger.add_scores(Slice(0, 0, 0, 2), scores(1, 2))
+    assert ledger.all_scored(made())
+    assert ledger.slice_of(Slice(0, 0, 0, 2)) is None
+    assert ledger.close_step(0) == ({}, {}, ())
+
+
+def test_a_slice_that_comes_after_its_step_was_closed_is_not_wanted_and_not_kept() -> None:
+    ledger = Ledger()
+    ledger.replace(3, group=0, replaced_by=2)
+    ledger.close_step(3)
+    assert not ledger.add_made(made(step=3))
+    assert ledger.slice_of(Slice(3, 0, 0, 2)) is None
+    assert ledger.add_made(made(step=4))
+
+
+def test_closing_a_step_gives_its_rewards_and_leaves_the_next_alone() -> None:
+    ledger = Ledger()
+    whole_group(ledger, step=0, group=1)
+    whole_group(ledger, step=0, group=0)
+    whole_group(ledger, step=1, group=0)
+    rewards, parts, slices = ledger.close_step(0)
+    assert list(rewards) == [SampleId(0, group, index) for group in (0, 1) for index in range(4)]
+    assert parts == {"half": [0, 0.5, 1, 1.5] * 2}
+    assert len(slices) == 4
+    assert ledger.close_step(0) == ({}, {}, ())
+    assert len(ledger.close_step(1)[0]) == 4
+
+
+# --- Prompt desk --------------------------------------------------------------------------------------------------
+
+
+class Desk:
+    """A desk over ten prompts, two a step, and what it asked for."""
+
+    def __init__(self, kept: int = 1024, prompts: int = 10) -> None:
+        self.sent: list[str] = []
+        self.dropped: list[str] = []
+        sampler = PromptSampler([Prompt(index, f"text {index}") for index in range(prompts)], 2, seed=0)
+        self.desk = PromptDesk(sampler, self._send, self.dropped.append, kept)
+
+    def _send(self, order: EncodePrompts) -> None:
+        self.sent += [prompt.row for prompt in order.prompts]
+
+    def rows(self, step: int) -> list[str]:
+        return [self.desk.prompt(step, group).row for group in range(2)]
+
+
+def test_each_prompt_is_encoded_once() -> None:
+    desk = Desk(prompts=3)
+    for step in range(6):
+        desk.desk.open_step(step)
+        desk.desk.mark_encoded(desk.rows(step))
+        desk.desk.close_step(step)
+    assert sorted(desk.sent) == ["prompt-0", "prompt-1", "prompt-2"]
+    assert not desk.dropped
+
+
+def test_a_prompt_is_encoded_when_its_row_is_there_and_asked_for_once_until_then() -> None:
+    desk = Desk()
+    prompt = desk.desk.prompt(0, 0)
+    desk.desk.ask_for(0, [prompt, prompt])
+    desk.desk.ask_for(0, [prompt])
+    assert desk.sent == [prompt.row]
+    assert not desk.desk.is_encoded(prompt)
+    assert not desk.desk.all_encoded()
+    desk.desk.mark_encoded([prompt.row])
+    assert desk.desk.is_encoded(prompt)
+    assert desk.desk.all_encoded()
+
+
+def test_rows_of_open_steps_are_never_dropped_and_the_oldest_of_others_go_first() -> None:
+    desk = Desk(kept=4)
+    for step in range(4):
+        desk.desk.open_step(step)
+        desk.desk.mark_encoded(desk.rows(step))
+    desk.desk.close_step(0)
+    assert sorted(desk.dropped) == sorted(desk.rows(0)), "four are kept, and two steps more are open"
+    desk.desk.close_step(1)
+    assert sorted(desk.dropped) == sorted(desk.rows(0) + desk.rows(1))
+    desk.desk.close_step(2)
+    desk.desk.close_step(3)
+    assert len(desk.dropped) == 4
+
+
+def test_a_dropped_row_is_encoded_again_when_it_is_needed() -> None:
+    desk = Desk(kept=1)
+    desk.desk.open_step(0)
+    desk.desk.mark_encoded(desk.rows(0))
+    desk.desk.close_step(0)
+    (row,) = desk.dropped
+    group = desk.rows(0).index(row)
+    desk.desk.ask_for(5, [desk.desk.prompt(0, group)])
+    assert desk.sent.count(row) == 2
+
+
+def test_a_row_that_is_still_being_encoded_is_not_dropped() -> None:
+    desk = Desk(kept=0)
+    desk.desk.open_step(0)
+    desk.desk.close_step(0)
+    assert not desk.dropped
+
+
+def test_a_replacements_row_stays_with_its_step() -> None:
+    desk = Desk(kept=0)
+    replacement = desk.desk.prompt(1, 2)
+    assert replacement.row not in desk.rows(1)
+    desk.desk.open_step(0)
+    desk.desk.ask_for(1, [replacement])
+    desk.desk.mark_encoded([*desk.rows(0), replacement.row])
+    desk.desk.close_step(0)
+    assert replacement.row not in desk.dropped
+    desk.desk.close_step(1)
+    assert replacement.row in desk.dropped
+
+
+# --- Numbers ------------------------------------------------------------------------------------------------------
+
+
+def test_the_numbers_of_a_step_are_means_over_samples_and_updates() -> None:
+    rewards = {SampleId(4, 0, index): value for index, value in enumerate([1.0, 2.0, 3.0, 6.0])}
+    updates = [UPDATE, {**UPDATE, "gradient_norm": 3.0, "ratio_max": 1.2, "pack_size": 2, "kl": 0.5}]
+    numbers = step_numbers(4, rewards, {"b": [1.0, 3.0], "a": [2.0, 2.0]}, updates, publish_bytes=77)
+    assert numbers.step == 4
+    assert numbers.values == {
+        "reward_mean": 3.0,
+        "reward_std": math.sqrt(3.5),
+        "reward/a": 2.0,
+        "reward/b": 2.0,
+        "updates": 2,
+        "publish_bytes": 77,
+        "gradient_norm": 2.0,
+        "ratio_mean": 1.0,
+        "ratio_max": 1.5,
+        "clip_fraction": 0.25,
+        "kl": 0.5,
+        "log_prob_mismatch": 0.0,
+        "zero_spread_groups": 2,
+        "pack_size": 2,
+    }
+
+
+def test_what_an_algorithm_has_not_is_absent() -> None:
+    bare = {**UPDATE, "ratio_mean": None, "ratio_max": None, "clip_fraction": None, "log_prob_mismatch": None}
+    numbers = step_numbers(0, {SampleId(0, 0, 0): 1.0}, {}, [bare], publish_bytes=0)
+    assert not {"ratio_mean", "ratio_max", "clip_fraction", "kl", "log_prob_mismatch"} & numbers.values.keys()
+    assert fmean([numbers.values["reward_std"]]) == 0
+
+
+def test_costs_follow_the_run_and_a_hiccup_does_not_move_them() -> None:
+    profile = RunningProfile({0: 100, 1: 200}, Costs(train_sample_ns=Fraction(7), commit_ns=5, score_ns=3))
+    assert profile.costs(9).train_sample_ns == 7
+    for _ in range(REMEMBERED):
+        profile.add_slice(0, 300)
+        profile.add("train_sample", 10)
+    profile.add_slice(0, 10**9)
+    profile.add_lane(2, 450)
+    costs = profile.costs(9)
+    assert (costs.at_ns, costs.train_sample_ns, costs.commit_ns, costs.score_ns) == (9, 10, 5, 3)
+    assert costs.lane_slice_ns == ((0, 300), (1, 200), (2, 450))
+
+
+def test_a_cost_is_never_nothing() -> None:
+    profile = RunningProfile({0: 100}, Costs(train_sample_ns=Fraction(7)))
+    profile.add("publish", 0)
+    assert profile.costs(0).publish_ns == 1
+    with pytest.raises(KeyError):
+        profile.add("coffee", 1)

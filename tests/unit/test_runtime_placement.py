@@ -1,0 +1,142 @@
+"""Who works where: lanes on devices, duties, cores, and one line about what is lacking."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_crew import fake_recipe
+
+from digenrl.config.reading import ConfigError
+from digenrl.runtimes.placement import Crew, Machine, place, threads_per_worker
+
+CPU = Machine(tuple(range(8)))
+CARDS = Machine(tuple(range(8)), cuda_devices=4)
+
+
+def crew(machine: Machine, mode: str = "local", tag: str = "auto", **lanes: Any) -> Crew:
+    recipe = fake_recipe(mode=mode, techniques={"tag": tag}, lanes={"generators": 1, **lanes})
+    return place(recipe, machine, Path("exchange"), Path("checkpoint"))
+
+
+def complaint(machine: Machine, **lanes: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        crew(machine, **lanes)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def devices(of: Crew) -> dict[str, str]:
+    return {each.name: each.device for each in of.everybody()}
+
+
+def test_on_a_cpu_everybody_is_on_the_cpu() -> None:
+    assert devices(crew(CPU, generators=2, rewards=2)) == dict.fromkeys(
+        ("trainer", "generator-0", "generator-1", "reward-0", "reward-1", "encoder"), "cpu"
+    )
+
+
+def test_on_cards_the_trainer_has_the_first_and_rewards_what_generators_leave() -> None:
+    found = devices(crew(CARDS, generators=2, rewards=2))
+    assert found == {
+        "trainer": "cuda:0",
+        "generator-0": "cuda:1",
+        "generator-1": "cuda:2",
+        "reward-0": "cuda:3",
+        "reward-1": "cuda:3",
+        "encoder": "cuda:0",
+    }
+
+
+def test_devices_may_be_named() -> None:
+    found = devices(
+        crew(CARDS, trainer="cuda:3", generators=("cuda:1", "cuda"), rewards=("cpu",), encoder="cuda:2")
+    )
+    assert found == {
+        "trainer": "cuda:3",
+        "generator-0": "cuda:1",
+        "generator-1": "cuda",
+        "reward-0": "cpu",
+        "encoder": "cuda:2",
+    }
+
+
+def test_a_cpu_may_be_asked_for_where_there_are_cards() -> None:
+    assert set(devices(crew(CARDS, device="cpu")).values()) == {"cpu"}
+
+
+@pytest.mark.parametrize("machine", [CPU, CARDS])
+def test_colocated_one_worker_does_everything(machine: Machine) -> None:
+    found = crew(machine, mode="colocated")
+    assert found.everybody() == (found.trainer,)
+    assert found.trainer.duties == {"encode", "generate", "score", "learn"}
+    assert found.trainer.device == ("cuda:0" if machine.cuda_devices else "cpu")
+    assert found.trainer.checkpoint == Path("checkpoint")
+
+
+def test_duties_follow_the_techniques_and_the_reward_lanes() -> None:
+    duties = {each.name: each.duties for each in crew(CPU).everybody()}
+    assert duties == {
+        "trainer": {"learn", "generate"},
+        "generator-0": {"generate"},
+        "reward-0": {"score"},
+        "encoder": {"encode"},
+    }
+    duties = {each.name: each.duties for each in crew(CPU, tag="none", rewards=0).everybody()}
+    assert duties == {"trainer": {"learn"}, "generator-0": {"generate", "score"}, "encoder": {"encode"}}
+    duties = {each.name: each.duties for each in crew(CPU, rewards=0).everybody()}
+    assert duties["trainer"] == {"learn", "generate", "score"}
+
+
+def test_only_the_trainer_begins_from_a_checkpoint() -> None:
+    found = crew(CPU)
+    assert {each.name for each in found.everybody() if each.checkpoint is not None} == {"trainer"}
+    assert {each.exchange for each in found.everybody()} == {Path("exchange")}
+
+
+def test_those_who_compute_all_the_time_have_cores_of_their_own() -> None:
+    found = crew(CPU, generators=3)
+    assert [each.cores for each in (found.trainer, *found.generators)] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert all(each.cores is None for each in (*found.rewards, found.encoder) if each is not None)
+
+
+def test_lanes_that_share_cores_or_are_on_cards_are_not_pinned() -> None:
+    assert crew(CPU, generators=("cpu",) * 8).trainer.cores is None
+    assert crew(CARDS).trainer.cores is None
+
+
+def test_threads_are_the_share_of_the_cores() -> None:
+    def threads(machine: Machine, mode: str = "local", **lanes: Any) -> int:
+        return threads_per_worker(fake_recipe(mode=mode, lanes={"generators": 1, **lanes}), machine)
+
+    assert threads(CPU) == 4
+    assert threads(CPU, generators=("cpu", "cpu")) == 2
+    assert threads(CPU, generators=("cpu",) * 20) == 1
+    assert threads(CPU, mode="colocated") == 8
+    assert threads(CPU, threads=3) == 3
+    assert threads(CARDS) == 4
+
+
+def test_more_lanes_than_cores_are_refused_with_a_way_out() -> None:
+    told = complaint(Machine((0, 1)), generators=2, threads=1)
+    assert told.startswith("lanes.generators: 2 generators and the trainer with 1 thread each need 3 cores")
+    assert "this machine has 2" in told and "lanes.generators=[cpu,cpu]" in told
+    assert "with 4 threads each need 12 cores" in complaint(CPU, generators=2, threads=4)
+
+
+def test_more_lanes_than_cards_are_refused_with_a_way_out() -> None:
+    told = complaint(CARDS, generators=4)
+    assert "4 generators and the trainer need 5 CUDA devices, this machine has 4" in told
+    assert "colocated" in told
+
+
+def test_devices_that_are_not_there_are_refused() -> None:
+    assert complaint(CPU, device="cuda").startswith("lanes.device: cuda, but no CUDA device is here")
+    told = complaint(CARDS, generators=("cuda:1", "cuda:4"))
+    assert told == (
+        "lanes: generator-1 is to be on 'cuda:4', this machine has cpu, cuda:0, cuda:1, cuda:2, cuda:3; use these"
+    )
+    assert "trainer is to be on 'gpu'" in complaint(CARDS, trainer="gpu")
+    assert "encoder is to be on 'cuda'" in complaint(CPU, encoder="cuda")
+    assert "reward-0 is to be on 'tpu:0'" in complaint(CPU, rewards=("tpu:0",))

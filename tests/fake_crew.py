@@ -1,6 +1,6 @@
 """Workers without models, to test a runtime with: they keep a real crew's rules, in an order that dice choose.
 
-Files in the exchange are empty but real: an order fails where it names one that is not there, as it would for real.
+Files in the exchange are empty but real: an order fails where it names one that is not there.
 Workers answer one order at a time, several of them may report in one go, and dice may end one at any moment.
 """
 
@@ -188,6 +188,8 @@ class FakeCrew:
     def _report(self, worker: _FakeWorker, order: Order) -> Report:
         reason = self._fails(order)
         if reason is not None:
+            if isinstance(order, MakeSlice):
+                self._put(slice_name(order.lease))  # it may fail when half of it is done
             return OrderFailed(order, reason, mistake=True)
         try:
             return self._carry_out[type(order)](worker, order)

@@ -30,7 +30,7 @@ def recipe(**changes: Any) -> Recipe:
         "name": "handmade",
         "steps": 2,
         "model": {"family": "sd3", "source": "demo"},
-        "prompts": {"path": "train.txt"},
+        "prompts": {"path": "/prompts/train.txt"},
         "rewards": ["ocr"],
         "sample": {"height": 64, "width": 64},
         "batch": {"prompts": 2, "samples_per_prompt": 2},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -87,7 +88,7 @@ class LiveRuns:
         )
 
 
-# --- Looking on ---------------------------------------------------------------------------------------------------
+# --- Looking on --------------------------------------------------------------------------------------------------
 
 
 def wait_for(true: Callable[[], Any], what: str) -> Any:
@@ -114,7 +115,7 @@ def workers_of(run: Path) -> dict[str, int]:
     found: dict[str, int] = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            target = Path(os.readlink(process / "fd" / "1"))
+            target = (process / "fd" / "1").readlink()
             ended = (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
         except OSError:
             continue
@@ -142,7 +143,7 @@ def exchange_of(pid: int) -> Path:
     def find() -> Path | None:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             try:
-                target = Path(os.readlink(descriptor))
+                target = descriptor.readlink()
             except OSError:
                 continue
             if target.name == "lock" and target.parent.name.startswith("digenrl-"):
@@ -161,22 +162,24 @@ def is_stalled(run: Path) -> bool:
     return before == journal.stat().st_size
 
 
-# --- Hands --------------------------------------------------------------------------------------------------------
+# --- Hands -------------------------------------------------------------------------------------------------------
 
 
 class Meanwhile:
-    """Does something in a thread while a run is driven here; what goes wrong there is raised at the end."""
+    """Does something in a thread while a run is driven here; if it goes wrong, the run ends and the test fails."""
 
-    def __init__(self, act: Callable[[], None]) -> None:
-        self._act = act
+    def __init__(self, run: Path, act: Callable[[], None]) -> None:
+        self._driven, self._act = run, act
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
         try:
             self._act()
-        except BaseException as error:  # shown by the test
+        except BaseException as error:  # the test shows it, once the run is over
             self._error = error
+            for pid in workers_of(self._driven).values():
+                os.kill(pid, signal.SIGKILL)
 
     def __enter__(self) -> Meanwhile:
         self._thread.start()
@@ -186,6 +189,12 @@ class Meanwhile:
         self._thread.join(PATIENCE_S)
         if self._error is not None:
             raise self._error
+
+
+def ask_to_stop(number: signal.Signals) -> None:
+    """A signal to the run that is driven in this process; if it is over, the signal would end the tests."""
+    assert signal.getsignal(number) not in (signal.SIG_DFL, signal.default_int_handler), "the run is over"
+    os.kill(os.getpid(), number)
 
 
 class Gates:
@@ -212,7 +221,7 @@ class Gates:
             gate.unlink()
 
 
-# --- What came of it ----------------------------------------------------------------------------------------------
+# --- What came of it ---------------------------------------------------------------------------------------------
 
 
 def trained(folder: RunFolder, step: int) -> dict[str, bytes]:

@@ -158,7 +158,7 @@ class TrainingRun:
             runtime.receive()
         published_s = lay_out(runtime)
         self._view.say("rehearsing, to know what things cost")
-        rehearsal = rehearse(runtime, published_s)
+        rehearsal = rehearse(runtime, published_s, self._start.step)
         slice_size = settle_slice(runtime, rehearsal)
         batch = folder.recipe.batch.model_copy(update={"slice": slice_size})
         folder.rewrite(folder.recipe.model_copy(update={"batch": batch}))

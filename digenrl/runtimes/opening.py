@@ -84,10 +84,13 @@ def check_room(exchange: ExchangeFolder, version_bytes: int) -> None:
         )
 
 
-def rehearse(runtime: WorkRuntime, publish_s: float) -> Rehearsal:
-    """Everybody does a little of its work at the same time, twice: once to warm up and once against the clock."""
+def rehearse(runtime: WorkRuntime, publish_s: float, first_step: int = 0) -> Rehearsal:
+    """Everybody does a little of its work at the same time, twice: once to warm up and once against the clock.
+
+    The prompt is one of the step that the run begins with: those of other steps may not be encoded.
+    """
     recipe = runtime.recipe
-    prompt = runtime.desk.prompt(0, 0)
+    prompt = runtime.desk.prompt(first_step, 0)
     sizes = _sizes_to_rehearse(recipe)
     workers = runtime.generator_workers()
     helps = bool(runtime.crew.generators) and "generate" in runtime.crew.trainer.duties

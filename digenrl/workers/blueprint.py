@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from digenrl import demo
 from digenrl.algorithms.registry import build_algorithm
@@ -62,7 +65,8 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
 def load_model(blueprint: Blueprint, device: str) -> DiffusionModel:
     """The recipe's model without text encoders, and with adapters where it trains those."""
     recipe = blueprint.recipe
-    model = blueprint.family.load(source_of(recipe), dtype_of(recipe), device, text_encoders=False)
+    with _told_in_one_line(recipe):
+        model = blueprint.family.load(source_of(recipe), dtype_of(recipe), device, text_encoders=False)
     if recipe.training.lora is not None:
         add_lora(model, recipe.training.lora.rank, recipe.training.lora.alpha, seed=recipe.seed)
     return model
@@ -71,7 +75,20 @@ def load_model(blueprint: Blueprint, device: str) -> DiffusionModel:
 def load_text_encoders(blueprint: Blueprint, device: str) -> DiffusionModel:
     """What encodes the recipe's prompts."""
     recipe = blueprint.recipe
-    return blueprint.family.load_text_encoders(source_of(recipe), dtype_of(recipe), device)
+    with _told_in_one_line(recipe):
+        return blueprint.family.load_text_encoders(source_of(recipe), dtype_of(recipe), device)
+
+
+@contextmanager
+def _told_in_one_line(recipe: Recipe) -> Iterator[None]:
+    """A file that is missing, cut short or of another model is not a worker's fault."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model.source: {source_of(recipe)} cannot be loaded: {reason}") from error
 
 
 def dtype_of(recipe: Recipe) -> torch.dtype:

@@ -5,6 +5,7 @@ Every role carries out some kinds of orders. Tensors come from the exchange and 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
@@ -223,7 +224,7 @@ class Generating:
         return ScoredGroup(row, made.trajectories, tuple(float(index) for index in range(samples)))
 
     def _rehearse_slice(self, prompt: EncodedPrompt, size: int) -> float:
-        seconds = []
+        seconds, name = [], f"rehearsal-{os.getpid()}"  # everybody rehearses at the same time
         for _ in range(2):
             began = perf_counter()
             piece = Slice(REHEARSED, 0, 0, size)
@@ -231,8 +232,8 @@ class Generating:
                 made, pixels_BFCHW = stages.generate(
                     self._blueprint, self._model, self._row(prompt), piece, self.version
                 )
-            self._exchange.put("rehearsal", trajectory_tensors(made.trajectories))
-            self._exchange.drop("rehearsal")
+            self._exchange.put(name, trajectory_tensors(made.trajectories))
+            self._exchange.drop(name)
             if self._scoring is not None:
                 with suppress(RewardError):  # a prompt that cannot be scored is no reason not to begin
                     self._scoring.score(pixels_BFCHW, [prompt] * size)

@@ -1,4 +1,4 @@
-"""Workers that are ended, rewards that fail, promises that are broken: the run goes on or says why, and cleans up."""
+"""Workers that are ended, rewards that fail, promises that are broken: runs go on or say why, and clean up."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from live_runs import (
     Gates,
     LiveRuns,
     Meanwhile,
+    ask_to_stop,
     assert_nothing_is_left,
     exchange_of,
     is_stalled,
@@ -25,7 +26,7 @@ from live_runs import (
 )
 
 from digenrl.config.reading import ConfigError
-from digenrl.records import Committed, Generate, Quarantine, SliceDone, WorkerJoined, WorkerLost
+from digenrl.records import Committed, Generate, Quarantine, SliceDone, Trained, WorkerJoined, WorkerLost
 from digenrl.runs import training
 from digenrl.runs.failing import RunFailedError
 from digenrl.runs.folder import RunFolder, Status
@@ -51,10 +52,18 @@ class Hurt:
         os.kill(self.after(steps)[worker], signal.SIGKILL)
 
     def kill_inside_a_slice(self, worker: str) -> None:
-        """Stopped first, so that it cannot finish the slice that it then is given, or has."""
+        """Stopped first, at something that it then cannot finish; if that is no slice, it goes on for a while."""
         pid = self.after(1)[worker]
-        os.kill(pid, signal.SIGSTOP)
-        wait_for(lambda: open_leases(self.run, lane=0), "a slice")
+
+        def stopped_inside() -> bool:
+            os.kill(pid, signal.SIGSTOP)
+            wait_for(lambda: is_stalled(self.run), "everybody to wait")
+            if open_leases(self.run, lane=0):
+                return True
+            os.kill(pid, signal.SIGCONT)
+            return False
+
+        wait_for(stopped_inside, "a slice")
         os.kill(pid, signal.SIGKILL)
 
     def assert_nothing_is_left(self) -> None:
@@ -74,10 +83,12 @@ def open_leases(run: Path, lane: int) -> set[int]:
     return given
 
 
-def test_a_generator_that_is_killed_inside_a_slice_is_replaced_and_the_weights_are_the_same(live: LiveRuns) -> None:
+def test_a_generator_killed_inside_a_slice_is_replaced_and_the_weights_are_the_same(
+    live: LiveRuns,
+) -> None:
     path = live.new_path()
     hurt = Hurt(path)
-    with Meanwhile(lambda: hurt.kill_inside_a_slice("generator-0")):
+    with Meanwhile(path, lambda: hurt.kill_inside_a_slice("generator-0")):
         status, run = live.run("steps=6", "techniques.tag=none", out=path)
     assert status is Status.FINISHED
     assert trained(run, 6) == trained(live.finished("steps=6", "mode=colocated"), 6)
@@ -101,7 +112,7 @@ def test_a_reward_worker_and_an_encoder_that_are_killed_are_replaced(live: LiveR
         hurt.kill("encoder")
         hurt.kill("reward-0")
 
-    with Meanwhile(kill):
+    with Meanwhile(path, kill):
         status, run = live.run("steps=6", out=path)
     assert status is Status.FINISHED
     assert trained(run, 6) == trained(live.finished("steps=6", "mode=colocated"), 6)
@@ -111,7 +122,7 @@ def test_a_reward_worker_and_an_encoder_that_are_killed_are_replaced(live: LiveR
 def test_a_killed_trainer_ends_the_run_and_the_message_says_how_to_go_on(live: LiveRuns) -> None:
     path = live.new_path()
     hurt = Hurt(path)
-    with Meanwhile(lambda: hurt.kill("trainer", steps=3)), pytest.raises(RunFailedError) as caught:
+    with Meanwhile(path, lambda: hurt.kill("trainer", steps=3)), pytest.raises(RunFailedError) as caught:
         live.run("steps=500", "checkpoint.every=1", "checkpoint.keep=1", out=path)
     told = str(caught.value).splitlines()
     assert told[0] == "trainer ended by signal 9 (SIGKILL); see its file in the run's logs"
@@ -150,12 +161,15 @@ def test_a_prompt_that_is_replaced_gives_the_same_weights_whoever_scores(live: L
 
 def test_a_reward_that_always_fails_ends_the_run_with_its_reason(live: LiveRuns) -> None:
     path = live.new_path()
-    with pytest.raises(RunFailedError, match="groups of step 0 failed: reward .*: ConnectionError: the scorer is away"):
+    told = r"groups of step 0 failed: reward 'broken', .*: ConnectionError: the scorer is away"
+    with pytest.raises(RunFailedError, match=told):
         live.run("rewards=live_rewards:broken", "mode=colocated", "sample.denoising_steps=2", out=path)
     assert RunFolder.open(path).info.status is Status.FAILED
 
 
-def test_a_broken_promise_ends_a_live_run_and_nobody_stays(live: LiveRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_promise_ends_a_live_run_and_nobody_stays(
+    live: LiveRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Strict(Auditor):
         def observe(self, event: Any, actions: Any, state: Any) -> None:
             super().observe(event, actions, state)
@@ -165,7 +179,7 @@ def test_a_broken_promise_ends_a_live_run_and_nobody_stays(live: LiveRuns, monke
     monkeypatch.setattr(training, "Auditor", Strict)
     path = live.new_path()
     hurt = Hurt(path)
-    with Meanwhile(lambda: hurt.after(0)), pytest.raises(BrokenPromiseError, match="no commits today"):
+    with Meanwhile(path, lambda: hurt.after(0)), pytest.raises(BrokenPromiseError, match="no commits today"):
         live.run(out=path)
     assert RunFolder.open(path).info.status is Status.FAILED
     hurt.assert_nothing_is_left()
@@ -181,29 +195,34 @@ def test_a_model_that_cannot_be_loaded_is_told_in_one_line(live: LiveRuns, tmp_p
     weights.write_bytes(weights.read_bytes()[:1000])
     for mode in ("local", "colocated"):
         path = live.new_path()
-        with pytest.raises((RunFailedError, ConfigError)) as caught:
+        with pytest.raises(ConfigError, match=f"^model.source: {broken} cannot be loaded: .*{weights}") as caught:
             live.run(f"model.source={broken}", f"mode={mode}", out=path)
-        first = str(caught.value).splitlines()[0]
-        assert str(broken) in first or "safetensors" in first.lower(), first
+        assert "\n" not in str(caught.value)
         assert_nothing_is_left(path)
 
 
-def test_a_run_that_waits_for_a_score_leaves_at_once_when_it_is_asked_to(live: LiveRuns, tmp_path: Path) -> None:
-    """In the middle of a batch of two updates: what was committed of it is taken back by who resumes."""
+def test_a_run_stopped_in_the_middle_of_a_batch_of_two_updates_goes_on_before_it(
+    live: LiveRuns, tmp_path: Path
+) -> None:
+    """What was committed of the batch is done again by who resumes."""
     gates = Gates(tmp_path / "gates")
     path = live.new_path()
     options = ("algorithm.options.updates_per_batch=2", "steps=4", gates.rewards)
-    sampler_last = prompts_of_step(live, 2)[1]
+    last_of_the_third_step = prompts_of_step(live, 2)[1]
 
     def stop_in_the_middle() -> None:
         wait_for(lambda: steps_done(path) >= 1, "a step")
-        gates.close(sampler_last)
+        gates.close(last_of_the_third_step)
         wait_for(lambda: is_stalled(path), "everybody to wait")
-        os.kill(os.getpid(), signal.SIGTERM)
+        kinds = [type(decision.event) for decision in read_journal(path / "journal.jsonl")]
+        assert Trained in kinds[-1 : len(kinds) - 1 - kinds[::-1].index(Committed) : -1], (
+            "in the middle of a batch"
+        )
+        ask_to_stop(signal.SIGTERM)
         wait_for(lambda: (path / "checkpoints").exists() and any((path / "checkpoints").iterdir()), "a checkpoint")
         gates.open()
 
-    with Meanwhile(stop_in_the_middle):
+    with Meanwhile(path, stop_in_the_middle):
         status, run = live.run(*options, out=path)
     assert status is Status.INTERRUPTED
     assert run.info.status is Status.INTERRUPTED
@@ -212,7 +231,8 @@ def test_a_run_that_waits_for_a_score_leaves_at_once_when_it_is_asked_to(live: L
     assert [checkpoint.name for checkpoint in run.checkpoints.iterdir()] == [f"step_{before:06d}"]
     assert_nothing_is_left(path)
     assert live.resume(path) is Status.FINISHED
-    assert trained(run, 4) == trained(live.finished("algorithm.options.updates_per_batch=2", "steps=4", "mode=colocated"), 4)
+    quiet = live.finished("algorithm.options.updates_per_batch=2", "steps=4", "mode=colocated")
+    assert trained(run, 4) == trained(quiet, 4)
     assert metric(run, "step") == [0, 1, 2, 3]
 
 

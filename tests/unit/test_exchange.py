@@ -102,7 +102,7 @@ def test_names_are_no_paths(tmp_path: Path) -> None:
         ExchangeFolder(tmp_path).path("../secret")
 
 
-# --- Folders ------------------------------------------------------------------------------------------------------
+# --- Folders -----------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_is_its_users_alone_and_goes_with_everything_in_it(tmp_path: Path) -> None:

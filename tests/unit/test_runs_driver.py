@@ -44,7 +44,7 @@ def folder_of(tmp_path: Path, **changes: Any) -> RunFolder:
     return RunFolder.create(tmp_path / "run", fake_recipe(prompts={"path": str(prompts)}, **changes), NOW)
 
 
-# --- Grids --------------------------------------------------------------------------------------------------------
+# --- Grids -------------------------------------------------------------------------------------------------------
 
 
 def test_a_grid_shows_pictures_row_by_row_with_their_words(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_grid_is_about_square_and_at_most_eight_wide() -> None:
     assert [columns_for(count) for count in (1, 2, 3, 4, 9, 16, 63, 64, 500)] == [1, 1, 1, 2, 3, 4, 7, 8, 8]
 
 
-# --- Spans --------------------------------------------------------------------------------------------------------
+# --- Spans -------------------------------------------------------------------------------------------------------
 
 
 def test_a_lane_is_never_shown_at_two_things_at_once(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_lane_is_never_shown_at_two_things_at_once(tmp_path: Path) -> None:
     assert [(span.start_ns, span.end_ns) for span in handed_on] == times
 
 
-# --- Stopping -----------------------------------------------------------------------------------------------------
+# --- Stopping ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -116,7 +116,7 @@ def test_the_second_signal_ends_the_run_at_once(second: signal.Signals) -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-# --- Foresight ----------------------------------------------------------------------------------------------------
+# --- Foresight ---------------------------------------------------------------------------------------------------
 
 
 def test_predictions_come_with_the_costs_of_a_commit_and_match_a_run_of_those_costs() -> None:
@@ -146,7 +146,7 @@ def test_predictions_come_with_the_costs_of_a_commit_and_match_a_run_of_those_co
     assert predicted_step_s(opening) == pytest.approx(told[3], rel=0.1)
 
 
-# --- Shuffled rewards ---------------------------------------------------------------------------------------------
+# --- Shuffled rewards --------------------------------------------------------------------------------------------
 
 
 def test_shuffled_rewards_are_the_same_numbers_in_an_order_of_their_own() -> None:
@@ -161,7 +161,7 @@ def test_shuffled_rewards_are_the_same_numbers_in_an_order_of_their_own() -> Non
     assert reversed_rewards == tuple(23 - reward for reward in once), "the order does not look at the rewards"
 
 
-# --- Keeping ------------------------------------------------------------------------------------------------------
+# --- Keeping -----------------------------------------------------------------------------------------------------
 
 
 class Kept:
@@ -220,15 +220,14 @@ def test_a_bookmark_has_the_length_of_every_file_at_the_commit(tmp_path: Path) -
     kept = Kept(tmp_path, steps=1, checkpoint={"every": 1})
     kept.lines.metrics.append({"step": 0})
     drive(kept.state, kept.run.runtime, (kept.keeper,))
-    order = next(order for _, order in kept.run.crew.log if isinstance(order, SaveCheckpoint)) if kept.saved() else None
     kept.keeper.save_now()
-    order = order or next(order for _, order in kept.run.crew.log if isinstance(order, SaveCheckpoint))
+    order = next(order for _, order in kept.run.crew.log if isinstance(order, SaveCheckpoint))
     assert order.facts["positions"] == {"journal": 0, "spans": 0, "metrics": 11, "evaluations": 0}
     assert order.facts["fingerprint"] == "print"
     assert order.facts["leases_issued"] == 6
 
 
-# --- Held-out prompts ---------------------------------------------------------------------------------------------
+# --- Held-out prompts --------------------------------------------------------------------------------------------
 
 
 class HeldOutRun(Kept):
@@ -293,7 +292,7 @@ def test_a_run_that_goes_on_evaluates_what_is_due_and_not_there(tmp_path: Path) 
 
 def test_an_evaluation_that_cannot_work_ends_a_run_before_it_begins(tmp_path: Path) -> None:
     run = HeldOutRun(tmp_path, lambda order: "no reader" if isinstance(order, ScoreEvaluation) else None)
-    with pytest.raises(ConfigError, match="^no reader$"):
+    with pytest.raises(ConfigError, match=r"^no reader$"):
         run.held_out.prepare(0)
 
 
@@ -325,7 +324,7 @@ def test_a_worker_that_breaks_in_the_first_evaluation_is_told_with_details(tmp_p
         run.held_out.prepare(0)
 
 
-# --- Lanes in run.json --------------------------------------------------------------------------------------------
+# --- Lanes in run.json -------------------------------------------------------------------------------------------
 
 
 def test_lanes_that_leave_and_join_are_written_down(tmp_path: Path) -> None:
@@ -354,7 +353,7 @@ def test_a_run_that_goes_on_knows_the_lanes_that_it_had() -> None:
     assert lanes == (lane("a"), lane("c", 100), lane("a (2)", 45, 100), lane("b", left_ns=100), trainer)
 
 
-# --- Resuming -----------------------------------------------------------------------------------------------------
+# --- Resuming ----------------------------------------------------------------------------------------------------
 
 
 def write_checkpoint(folder: RunFolder, step: int, **facts: Any) -> None:

@@ -10,12 +10,12 @@ from fake_crew import FakeRun, fake_recipe
 
 from digenrl.config.reading import ConfigError
 from digenrl.loop import RunGaveUpError, drive
+from digenrl.prompts.sources import Prompt
 from digenrl.records import Generate, Lease, Publish, Slice, WorkerJoined, WorkerLost
 from digenrl.runtimes.evaluation import Evaluation, Evaluator
 from digenrl.runtimes.placement import TRAINER
 from digenrl.runtimes.prompt_desk import as_encoded
 from digenrl.runtimes.runtime import WorkerFailedError
-from digenrl.prompts.sources import Prompt
 from digenrl.scheduling.invariants import Auditor
 from digenrl.telemetry.recorder import Recorder
 from digenrl.workers.orders import (
@@ -146,7 +146,7 @@ def test_a_runtime_does_not_grow(tmp_path: Path) -> None:
     assert max(size["files"] for size in sizes) < 60
 
 
-# --- One moment at a time -----------------------------------------------------------------------------------------
+# --- One moment at a time ----------------------------------------------------------------------------------------
 
 
 def opened(tmp_path: Path, **changes: Any) -> FakeRun:
@@ -262,7 +262,7 @@ def test_a_users_mistake_is_told_as_one_and_anything_else_with_its_details(tmp_p
     order = SaveCheckpoint("run", 0, {}, keep=1)
     run.runtime.send(TRAINER, order, lambda answered: None)
     run.crew._waiting.append(_message(OrderFailed(order, "the disk is full", mistake=True)))
-    with pytest.raises(ConfigError, match="^the disk is full$"):
+    with pytest.raises(ConfigError, match=r"^the disk is full$"):
         run.runtime.receive()
     run.runtime.send(TRAINER, order, lambda answered: None)
     run.crew._waiting.append(_message(OrderFailed(order, "KeyError: 'x'", details="Traceback ...")))
@@ -312,7 +312,7 @@ def test_an_optimizer_step_is_under_way_until_the_loop_hears_of_it(tmp_path: Pat
     assert any(during)
 
 
-# --- Evaluation ---------------------------------------------------------------------------------------------------
+# --- Evaluation --------------------------------------------------------------------------------------------------
 
 
 class Evaluated:

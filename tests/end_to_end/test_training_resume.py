@@ -1,0 +1,221 @@
+"""Runs that are interrupted, by whatever, go on as if they had not been; the command line, with real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from live_runs import (
+    LiveRuns,
+    Meanwhile,
+    ask_to_stop,
+    assert_nothing_is_left,
+    exchange_of,
+    lines_of,
+    metric,
+    session_of,
+    steps_done,
+    trained,
+    wait_for,
+)
+
+from digenrl.config.reading import ConfigError
+from digenrl.runs.folder import RunFolder, Status
+
+SAVES_WITHIN_S = 30
+
+
+def evaluation(live: LiveRuns, every: int) -> str:
+    """The override that has a run evaluated every so many steps."""
+    (live.root / "held_out.txt").write_text("a moon\na lamp\n")
+    path = live.root / "held_out.txt"
+    return f"evaluation={{prompts: {{path: {path}}}, every: {every}, denoising_steps: 2, batch: 2}}"
+
+
+def interrupted(command: subprocess.Popen[str], run: Path, after: int, how: signal.Signals) -> tuple[int, str]:
+    """Signals a whole session, as a terminal or a supervisor does, in a step; the exit code and the last words."""
+    exchange = exchange_of(command.pid)
+    wait_for(lambda: steps_done(run) >= after or command.poll() is not None, f"step {after}")
+    asked = time.monotonic()
+    os.killpg(command.pid, how)
+    out, err = command.communicate(timeout=SAVES_WITHIN_S)
+    assert time.monotonic() - asked < SAVES_WITHIN_S
+    wait_for(lambda: not session_of(command.pid), "the end of all processes")
+    assert_nothing_is_left(run, exchange)
+    return command.returncode, out + err
+
+
+def test_a_run_that_is_interrupted_three_times_ends_as_if_it_had_not_been(live: LiveRuns) -> None:
+    run = live.new_path()
+    steps = "steps=18"
+    common = (steps, "checkpoint.every=3", evaluation(live, every=6))
+
+    command = live.command("tiny.yaml", *common, "--out", str(run))
+    code, told = interrupted(command, run, after=2, how=signal.SIGTERM)
+    assert code == 130, told
+    assert f"interrupted; go on with: digenrl train --resume {run}" in told
+    folder = RunFolder.open(run)
+    assert folder.info.status is Status.INTERRUPTED
+    first_stop = steps_done(run)
+    assert folder.checkpoint(first_stop).is_dir(), "the last step that was taken is the one that was saved"
+
+    command = live.command("--resume", str(run))
+    code, told = interrupted(command, run, after=first_stop + 2, how=signal.SIGINT)
+    assert code == 130, told
+    second_stop = steps_done(run)
+    assert first_stop + 2 <= second_stop < 18
+
+    command = live.command("--resume", str(run))
+    exchange = exchange_of(command.pid)
+    wait_for(lambda: steps_done(run) >= second_stop + 5, "some steps, and a checkpoint on the way")
+    command.kill()  # the driver alone: the others have to notice
+    command.communicate()
+    wait_for(lambda: not session_of(command.pid), "the end of all processes")
+    assert_nothing_is_left(run, exchange)
+    assert RunFolder.open(run).standing() is Status.INTERRUPTED
+    assert RunFolder.open(run).info.status is Status.RUNNING, "it had no time to say so"
+
+    assert live.resume(run) is Status.FINISHED
+    quiet = live.finished("mode=colocated", *common)
+    assert trained(RunFolder.open(run), 18) == trained(quiet, 18)
+    assert metric(folder, "step") == list(range(18))
+    assert metric(folder, "reward_mean") == metric(quiet, "reward_mean")
+    evaluations = {line["step"]: line["reward_mean"] for line in lines_of(folder.evaluations)}
+    expected = {line["step"]: line["reward_mean"] for line in lines_of(quiet.evaluations)}
+    assert evaluations.items() <= expected.items()
+    assert {0, 18} <= evaluations.keys()
+    assert len(lines_of(folder.evaluations)) == len(evaluations)
+
+
+@pytest.mark.parametrize("mode", ["local", "colocated"])
+def test_a_run_stopped_before_its_first_step_begins_again(mode: str, live: LiveRuns) -> None:
+    run = live.new_path()
+
+    def stop() -> None:
+        wait_for(lambda: (run / "spans.jsonl").exists(), "the run to open")
+        ask_to_stop(signal.SIGINT)
+
+    with Meanwhile(run, stop):
+        status, folder = live.run(f"mode={mode}", evaluation(live, every=2), out=run)
+    assert status is Status.INTERRUPTED
+    assert steps_done(run) <= 1
+    assert live.resume(run) is Status.FINISHED
+    assert trained(folder, 3) == trained(live.finished("mode=colocated"), 3)
+    assert [line["step"] for line in lines_of(folder.evaluations)] == [0, 2, 3]
+
+
+def test_a_colocated_run_saves_itself_when_it_is_asked_to_stop(live: LiveRuns) -> None:
+    run = live.new_path()
+
+    def stop() -> None:
+        wait_for(lambda: steps_done(run) >= 2, "two steps")
+        ask_to_stop(signal.SIGINT)
+
+    with Meanwhile(run, stop):
+        status, folder = live.run("mode=colocated", "steps=200", out=run)
+    assert status is Status.INTERRUPTED
+    done = steps_done(run)
+    assert [path.name for path in folder.checkpoints.iterdir()] == [f"step_{done:06d}"]
+    assert live.resume(run, f"steps={done + 1}", "mode=local") is Status.FINISHED
+    assert metric(folder, "step") == list(range(done + 1))
+
+
+def test_a_finished_run_goes_on_with_more_steps(live: LiveRuns) -> None:
+    status, folder = live.run("steps=2")
+    assert status is Status.FINISHED
+    with pytest.raises(ConfigError, match="has all its 2 steps; to go on, give more, as steps=4"):
+        live.resume(folder.path)
+    assert live.resume(folder.path, "steps=3") is Status.FINISHED
+    assert trained(folder, 3) == trained(live.finished("mode=colocated"), 3)
+
+
+# --- What cannot go on -------------------------------------------------------------------------------------------
+
+
+def test_foreign_and_incomplete_folders_are_refused_in_one_line(live: LiveRuns, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        live.resume(tmp_path / "nowhere")
+    (tmp_path / "photo.jpg").touch()
+    with pytest.raises(ConfigError, match=r"holds no run: config.yaml and run.json are missing"):
+        live.resume(tmp_path)
+    (tmp_path / "config.yaml").write_text("steps: 3")
+    with pytest.raises(ConfigError, match=r"run.json is missing"):
+        live.resume(tmp_path)
+
+
+def test_a_resumed_run_may_not_change_what_it_computes(live: LiveRuns) -> None:
+    folder = live.finished("mode=colocated")
+    before = folder.config.read_text()
+    with pytest.raises(ConfigError, match=r"^training.learning_rate=0.5: would change what the run computes"):
+        live.resume(folder.path, "training.learning_rate=0.5")
+    assert folder.config.read_text() == before
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_can_be_used(live: LiveRuns) -> None:
+    status, folder = live.run("steps=2", "checkpoint.every=1")
+    assert status is Status.FINISHED
+    weights = folder.checkpoint(2) / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-7])
+    with pytest.raises(ConfigError) as caught:
+        live.resume(folder.path, "steps=3")
+    told = str(caught.value)
+    assert "step_000002: is damaged: weights.safetensors has" in told
+    assert f"the last good checkpoint is {folder.checkpoint(1)}" in told
+    assert "\n" not in told
+    assert_nothing_is_left(folder.path)
+    for path in folder.checkpoint(2).iterdir():
+        path.unlink()
+    folder.checkpoint(2).rmdir()
+    assert live.resume(folder.path, "steps=3") is Status.FINISHED
+    assert trained(folder, 3) == trained(live.finished("mode=colocated"), 3)
+    assert metric(folder, "step") == [0, 1, 2]
+
+
+def test_two_processes_do_not_train_in_one_folder(live: LiveRuns) -> None:
+    folder = live.finished("mode=colocated")
+    before = folder.config.read_text(), folder.run.read_text()
+    with folder.locked(), pytest.raises(ConfigError, match=f"process {os.getpid()} is training in this folder"):
+        live.resume(folder.path, "steps=7")
+    assert (folder.config.read_text(), folder.run.read_text()) == before
+
+
+@pytest.mark.parametrize("mode", ["local", "colocated"])
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_last_good_one_stays(
+    mode: str, live: LiveRuns
+) -> None:
+    run = live.new_path()
+
+    def fill_the_disk() -> None:
+        """A file lies where the next checkpoint would be written."""
+        wait_for(lambda: (run / "checkpoints" / "step_000002").is_dir(), "a checkpoint")
+        for step in range(3, 60):
+            (run / "checkpoints" / f".saving-step_{step:06d}").touch()
+
+    with Meanwhile(run, fill_the_disk), pytest.raises(ConfigError) as caught:
+        live.run(f"mode={mode}", "steps=60", "checkpoint.every=1", "checkpoint.keep=60", out=run)
+    told = str(caught.value)
+    assert "could not be saved: Not a directory; the last good checkpoint is" in told
+    assert "\n" not in told
+    good = Path(told.rpartition(" is ")[2])
+    assert good.is_dir()
+    assert RunFolder.open(run).info.status is Status.FAILED
+    assert_nothing_is_left(run)
+    for left in (run / "checkpoints").glob(".saving-*"):
+        left.unlink() if left.is_file() else None
+    steps = int(good.name.removeprefix("step_")) + 1
+    assert live.resume(run, f"steps={steps}") is Status.FINISHED
+
+
+def test_the_driver_needs_no_torch() -> None:
+    look = (
+        "import sys, digenrl.runs.command, digenrl.cli;"
+        "heavy = {'torch', 'diffusers', 'transformers', 'safetensors'} & sys.modules.keys();"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr

@@ -96,7 +96,7 @@ def wait_for(true: Callable[[], Any], what: str) -> Any:
     deadline = time.monotonic() + PATIENCE_S
     while not (found := true()):
         assert time.monotonic() < deadline, f"waited for {what} in vain"
-        time.sleep(0.01)
+        time.sleep(0.04)  # looking costs the run its processor
     return found
 
 

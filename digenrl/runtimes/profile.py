@@ -6,12 +6,13 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from statistics import median
+from statistics import fmean, median
 
 from digenrl.records import CostsMeasured
 from digenrl.scheduling import Costs
 
-REMEMBERED = 15  # of each kind; the median of so many is not moved by a hiccup
+REMEMBERED = 20  # measurements of each kind
+HICCUP = 2  # times the median: what took longer waited for something else
 
 
 @dataclass(slots=True)
@@ -25,7 +26,11 @@ class _Recent:
         self.values.append(max(1, ns))
 
     def typical_ns(self) -> int:
-        return round(median(self.values)) if self.values else self.estimate_ns
+        """The mean, because times are added up, without hiccups."""
+        if not self.values:
+            return self.estimate_ns
+        longest = HICCUP * median(self.values)
+        return round(fmean(value for value in self.values if value <= longest))
 
 
 class RunningProfile:

@@ -71,7 +71,7 @@ def words_of(chosen: Recipe) -> str:
     batch, techniques = chosen.batch, chosen.techniques
     on = [name for name in ("gap", "tsp") if getattr(techniques, name)]
     shape = f"{batch.prompts}x{batch.samples_per_prompt}/{batch.slice} N{chosen.sample.denoising_steps}"
-    return f"{shape} {'+'.join(on) or '-'} tag={techniques.tag} tcss={techniques.tcss:g}"
+    return f"{shape} {'+'.join(on) or '-'} {techniques.tag} {techniques.tcss:g}"
 
 
 def compare(done: LiveRun) -> Row:
@@ -91,7 +91,7 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = []
@@ -104,7 +104,7 @@ def main() -> None:
         print(json.dumps({"median_error": typical, "rows": [asdict(row) for row in rows]}))
         return
     table = Table()
-    for heading in ("settings", "measured s", "predicted s", "error", "decisions", "different"):
+    for heading in ("settings", "measured", "predicted", "error", "decisions", "differ"):
         table.add_column(heading, justify="left" if heading == "settings" else "right", no_wrap=True)
     for row in rows:
         times = (f"{row.measured_s:.3f}", f"{row.predicted_s:.3f}", f"{row.error:+.1%}")

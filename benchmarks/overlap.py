@@ -25,7 +25,7 @@ from rich.table import Table
 
 NAIVE = {"gap": False, "tsp": False, "tag": "none", "tcss": 0.0}
 LADDER: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("naive disaggregation", NAIVE),
+    ("naive", NAIVE),
     ("+ GAP", NAIVE | {"gap": True}),
     ("+ TSP", NAIVE | {"gap": True, "tsp": True}),
     ("+ TAG", NAIVE | {"gap": True, "tsp": True, "tag": "auto"}),
@@ -68,7 +68,7 @@ def climb(steps: int, show: bool) -> tuple[list[Row], float]:
     runs: list[tuple[str, LiveRun]] = []
     with tempfile.TemporaryDirectory() as parent:
         plans: list[tuple[str, dict[str, Any]]] = [
-            ("colocated, one core", {"mode": "colocated", "techniques": {"tag": "none"}}),
+            ("colocated", {"mode": "colocated", "techniques": {"tag": "none"}}),
             *((name, {"techniques": techniques}) for name, techniques in LADDER),
         ]
         for index, (name, changes) in enumerate(track(plans, "running", disable=not show, transient=True)):
@@ -95,7 +95,7 @@ def row(name: str, done: LiveRun, naive: float, limit: float) -> Row:
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows, limit = climb(options.steps, show=not options.json and sys.stderr.isatty())
@@ -103,8 +103,8 @@ def main() -> None:
         print(json.dumps({"two_core_limit": limit, "rows": [asdict(each) for each in rows]}))
         return
     table = Table(title=f"limit of two cores: {limit:.1f} samples/s", title_justify="left")
-    for heading in ("", "samples/s", "x naive", "of limit", "generator idle", "trainer idle", "helped", "stale"):
-        table.add_column(heading, justify="right" if heading else "left")
+    for heading in ("", "samples/s", "x naive", "of limit", "gen. idle", "train. idle", "helped", "stale"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for each in rows:
         cells = (f"{each.samples_per_s:.1f}", f"{each.over_naive:.2f}", f"{each.of_limit:.2f}")
         shares = (each.generator_idle, each.trainer_idle, each.helped, each.stale)

@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(DOCS.glob("*.md"))
 YAML_FILES = sorted([*ROOT.glob("examples/*.yaml"), *DOCS.glob("specs/*.yaml")])
-PICTURES = sorted(DOCS.glob("images/*"))
+PICTURES = sorted(DOCS.glob("images/*.svg"))
+PHOTOGRAPHS = sorted(DOCS.glob("images/*/*"))  # of runs
 TOUR = DOCS / "scheduling.md"
 MACHINE_PATH = re.compile(r"(?<![\w.:/])(/(home|Users|root|work|tmp|mnt|opt|var|usr)/|[A-Z]:\\)")
 
@@ -143,7 +144,7 @@ def test_every_picture_is_drawn_by_the_script_and_shown_in_a_document() -> None:
     drawn = {f"{picture.name}.svg" for picture in draw_pictures().PICTURES}
     assert {path.name for path in PICTURES} == drawn
     shown = {(document.parent / target).resolve() for document in DOCUMENTS for target in links(document)}
-    assert set(PICTURES) <= shown
+    assert {*PICTURES, *PHOTOGRAPHS} <= shown
 
 
 def test_every_spec_of_the_docs_is_drawn() -> None:

@@ -43,14 +43,14 @@ def main() -> None:
     if browser is None:
         sys.exit("no Chromium found")
     IMAGES.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        with browser_page(browser, Path(profile)) as page:
-            page.open(write_report(run), width=WIDTH, height=HEIGHT)
-            page.settle()
-            top = "document.querySelector('header') ?? document.body.firstElementChild"
-            photograph(page, f"({top})", "document.getElementById('samples')", IMAGES / "report.png")
-            lanes = "document.getElementById('timeline')"
-            photograph(page, lanes, lanes, IMAGES / "lanes.png")
+    temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    with temporary as profile, browser_page(browser, Path(profile)) as page:
+        page.open(write_report(run), width=WIDTH, height=HEIGHT)
+        page.settle()
+        top = "document.querySelector('header') ?? document.body.firstElementChild"
+        photograph(page, f"({top})", "document.getElementById('samples')", IMAGES / "report.png")
+        lanes = "document.getElementById('timeline')"
+        photograph(page, lanes, lanes, IMAGES / "lanes.png")
     grids = sorted((run / "samples").glob("step_*.png"))
     for name, path in (("before", grids[0]), ("after", grids[-1])):
         grid = Image.open(path)

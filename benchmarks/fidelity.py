@@ -109,7 +109,7 @@ def main() -> None:
     for row in rows:
         times = (f"{row.measured_s:.3f}", f"{row.predicted_s:.3f}", f"{row.error:+.1%}")
         table.add_row(row.settings, *times, str(row.decisions), str(row.different))
-    Console().print(table)
+    Console(width=100).print(table)
     print(f"median error of the step time over {len(rows)} runs: {typical:.1%}")
     print(f"decisions that came out otherwise when decided again: {sum(row.different for row in rows)}")
 

@@ -123,7 +123,7 @@ def test_without_a_prediction_the_measured_time_leaves_out_the_first_step(tmp_pa
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         report(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"not the folder of a run: it has no config.yaml and no run.json"):
+    with pytest.raises(ConfigError, match=r"holds no run: config.yaml and run.json are missing"):
         report(tmp_path)
     run = write_run(tmp_path / "run")
     about = json.loads((run / "run.json").read_text())

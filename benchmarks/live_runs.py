@@ -97,6 +97,6 @@ def recipe(**changes: Any) -> Recipe:
 def run(chosen: Recipe, folder: Path) -> LiveRun:
     """Runs it to its end."""
     log = StepLog()
-    machine = check_recipe(chosen)
-    train(RunFolder.create(folder, chosen, datetime.now(UTC)), machine, log)
+    grounds = check_recipe(chosen)
+    train(RunFolder.create(folder, chosen, datetime.now(UTC)), grounds, log)
     return LiveRun(chosen, folder, log)

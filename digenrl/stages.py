@@ -26,6 +26,7 @@ from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import Prompt
 from digenrl.records import SampleId, Slice
 from digenrl.rewards.contract import Reward, RewardBatch
+from digenrl.training.ranks import RankGroup
 from digenrl.training.trainer import BatchShape, Trainer
 
 HELD_OUT_STEP = 0  # held-out samples have ids of their own seed: always the same initial noise
@@ -119,8 +120,10 @@ def publish(trainer: Trainer) -> dict[str, Tensor]:
     return trainer.policies.published()
 
 
-def make_trainer(blueprint: Blueprint, model: DiffusionModel, *, helps: bool) -> Trainer:
-    """The trainer of a recipe. One that also generates keeps the last version at hand."""
+def make_trainer(
+    blueprint: Blueprint, model: DiffusionModel, *, helps: bool, ranks: RankGroup | None = None
+) -> Trainer:
+    """The trainer of a recipe, one of several `ranks` or alone. One that also generates keeps the last version."""
     settings = blueprint.recipe.training
     if not blueprint.recipe.techniques.tsp:
         settings = settings.model_copy(update={"pack_size": 1})
@@ -130,6 +133,7 @@ def make_trainer(blueprint: Blueprint, model: DiffusionModel, *, helps: bool) ->
         settings,
         blueprint.shape,
         draw_noise=partial(normal_noise, blueprint.recipe.seed),
+        ranks=ranks,
         helps=helps,
         keep_last_version=True,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ from digenrl.exchange.folder import ExchangeFolder, WeightsReference
 from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import Prompt
 from digenrl.runtimes.opening import Rehearsal, opening_state
-from digenrl.runtimes.placement import TRAINER, Machine, place
+from digenrl.runtimes.placement import TRAINER, Crew, Machine, place
 from digenrl.runtimes.prompt_desk import PromptDesk
 from digenrl.runtimes.runtime import WorkRuntime
 from digenrl.runtimes.step_numbers import StepNumbers
-from digenrl.runtimes.transport import Gone, Message
+from digenrl.runtimes.transport import Gone, Message, TensorsLost
 from digenrl.scheduling import SchedulerState
 from digenrl.workers.assignment import Assignment
 from digenrl.workers.orders import (
@@ -37,13 +37,16 @@ from digenrl.workers.orders import (
     LoadWeights,
     MadeSlice,
     MakeSlice,
+    MakingRehearsed,
     Order,
     OrderFailed,
     PromptsEncoded,
     PromptsEvaluated,
     PromptsSampled,
     Ready,
+    RehearseMaking,
     Report,
+    RestoreState,
     RoleChanged,
     SamplesRated,
     SaveCheckpoint,
@@ -51,6 +54,7 @@ from digenrl.workers.orders import (
     Scores,
     ScoreSamples,
     SliceMade,
+    StateRestored,
     StepTaken,
     TakeStep,
     WeightsLaidOut,
@@ -105,13 +109,18 @@ class FakeCrew:
         *,
         kills: int = 0,
         fails: Callable[[Order], str | None] = lambda order: None,
+        mortal_trainer: bool = False,
+        vanishing: int = 0,
     ) -> None:
         self._exchange, self._dice, self._fails = exchange, dice, fails
-        self.kills_left = kills
+        self.kills_left, self.vanishing_left = kills, vanishing
+        self._mortal_trainer = mortal_trainer
+        self._vanished: set[str] = set()
+        self.no_room_for: set[str] = set()
         self.workers: dict[str, _FakeWorker] = {}
         self.trained: list[tuple[int, tuple[int, ...]]] = []  # step, and the place and samples of each group
         self.log: list[tuple[str, Order]] = []  # what was answered
-        self._batch = 0
+        self._batch = self._committed = 0
         self._waiting: deque[Message] = deque()
         self._carry_out: dict[type[Order], Callable[[_FakeWorker, Any], Report]] = {
             Order: lambda worker, order: Ready(),
@@ -122,10 +131,12 @@ class FakeCrew:
             TakeStep: self._take_step,
             LoadWeights: self._load,
             LayOutWeights: self._lay_out,
+            RestoreState: self._restore,
             ChangeRole: lambda worker, order: RoleChanged(order.generating),
             EvaluatePrompts: self._evaluate,
             ScoreEvaluation: self._score_evaluation,
             SaveCheckpoint: self._save,
+            RehearseMaking: lambda worker, order: MakingRehearsed(dict.fromkeys(order.sizes, 0.01)),
         }
 
     # --- Transport ----------------------------------------------------------------------------------------------
@@ -148,13 +159,22 @@ class FakeCrew:
         assert busy, "everybody waits: the run hangs"
         for name in self._dice.sample(busy, self._dice.randint(1, len(busy))):
             self.answer(name)
-        mortal = [name for name in self.workers if name != TRAINER]
+        mortal = [name for name in self.workers if name != TRAINER or self._mortal_trainer]
         if self.kills_left and self._dice.random() < 0.08:
             self.kills_left -= 1
             self.kill(self._dice.choice(mortal))
+        if self.vanishing_left and self._dice.random() < 0.1:
+            self.vanishing_left -= 1
+            self.vanish(*(name for name in self._exchange.names() if self._dice.random() < 0.5))
         messages = list(self._waiting)
         self._waiting.clear()
         return messages
+
+    def has_room(self, assignment: Assignment) -> bool:
+        return assignment.name not in self.no_room_for
+
+    def end(self, worker: str) -> None:
+        self.workers.pop(worker, None)
 
     def stop(self) -> None:
         self.workers.clear()
@@ -175,9 +195,19 @@ class FakeCrew:
             self.answer(name, len(worker.orders))
 
     def kill(self, name: str) -> None:
-        """The worker is gone, with its orders."""
+        """The worker is gone, with its orders; a trainer also with its open gradient."""
         del self.workers[name]
+        if name == TRAINER:
+            self.trained = [each for each in self.trained if each[0] < self._committed]
+            self._batch = 0  # who takes its place begins anew, unless it is told where to go on
         self._waiting.append(Message(name, Gone("ended by signal 9 (SIGKILL)")))
+
+    def vanish(self, *names: str) -> None:
+        """These names are lost with a machine; the trainer's state has a copy elsewhere."""
+        for name in names:
+            if not name.startswith("state-"):
+                self._exchange.drop(name)
+                self._vanished.add(name)
 
     def orders_of(self, name: str) -> list[type[Order]]:
         """The kinds of orders that a worker has before it."""
@@ -194,11 +224,13 @@ class FakeCrew:
         try:
             return self._carry_out[type(order)](worker, order)
         except FileNotFoundError as error:
-            return OrderFailed(order, f"FileNotFoundError: {error}")
+            lost = tuple(name for name in order.reads() if name in self._vanished)
+            return TensorsLost(lost) if lost else OrderFailed(order, f"FileNotFoundError: {error}")
 
     def _put(self, *names: str) -> None:
         for name in names:
             self._exchange.path(name).touch()
+            self._vanished.discard(name)
 
     def _need(self, names: Iterable[str]) -> None:
         for name in names:
@@ -244,11 +276,20 @@ class FakeCrew:
 
     def _take_step(self, worker: _FakeWorker, order: TakeStep) -> Report:
         assert order.step == self._batch
-        self._batch += 1
+        self._batch = self._committed = order.step + 1
+        self._put(*order.leaves())
         return StepTaken(order.step, (UPDATE,), self._laid_out())
 
     def _lay_out(self, worker: _FakeWorker, order: LayOutWeights) -> Report:
+        if order.version != self._batch:
+            return WeightsLaidOut(self._batch, WeightsReference("", 0, 0))
+        self._put(*order.leaves())
         return WeightsLaidOut(self._batch, self._laid_out())
+
+    def _restore(self, worker: _FakeWorker, order: RestoreState) -> Report:
+        self._need(order.reads())
+        self._batch = order.version
+        return StateRestored(order.version)
 
     def _laid_out(self) -> WeightsReference:
         self._put(f"weights-{self._batch}")
@@ -281,6 +322,12 @@ def _scores(count: int, first: int = 0) -> Scores:
     return Scores(values, {"size": values})
 
 
+def with_reserve(crew: Crew, count: int) -> Crew:
+    """The crew, and so many generators that may join."""
+    names = (f"generator-{len(crew.generators) + index}" for index in range(count))
+    return replace(crew, reserve=tuple(replace(crew.generators[0], name=name) for name in names))
+
+
 class FakeRun:
     """A runtime and its crew, and a clock that goes on by a millisecond whenever somebody looks."""
 
@@ -294,9 +341,19 @@ class FakeRun:
         fails: Callable[[Order], str | None] = lambda order: None,
         prompts: int = 5,
         kept_rows: int = 1024,
+        mortal_trainer: bool = False,
+        vanishing: int = 0,
+        reserve: int = 0,
     ) -> None:
         self.exchange = ExchangeFolder(root)
-        self.crew = FakeCrew(self.exchange, random.Random(seed), kills=kills, fails=fails)
+        self.crew = FakeCrew(
+            self.exchange,
+            random.Random(seed),
+            kills=kills,
+            fails=fails,
+            mortal_trainer=mortal_trainer,
+            vanishing=vanishing,
+        )
         self.steps: list[StepNumbers] = []
         self._ns = 0
         sampler = PromptSampler(
@@ -305,7 +362,7 @@ class FakeRun:
         self.runtime = WorkRuntime(
             recipe,
             self.crew,
-            place(recipe, Machine((0, 1)), root),
+            with_reserve(place(recipe, Machine((0, 1)), root), reserve),
             lambda send, drop: PromptDesk(sampler, send, drop, kept_rows),
             self.exchange,
             self.clock,
@@ -325,8 +382,7 @@ class FakeRun:
             runtime.desk.open_step(step)
         while not runtime.desk.all_encoded():
             runtime.receive()
-        laid_out: WeightsLaidOut = runtime.ask([(TRAINER, LayOutWeights())])[0]
-        runtime.take_weights(laid_out.version, laid_out.weights)
+        laid_out = runtime.lay_out(self.crew._batch)
         load = LoadWeights(laid_out.version, laid_out.weights)
         runtime.ask([(worker, load) for worker in runtime.generator_workers()])
         rehearsal = Rehearsal(tuple({slice_size: 0.01} for _ in lanes), 0.002, 0.001, 0.001, pack_size=4)

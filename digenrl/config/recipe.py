@@ -11,13 +11,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
+from digenrl.config.cluster import ClusterSettings
 from digenrl.config.prompts import PromptSettings
 from digenrl.config.reading import Frozen
 from digenrl.config.rewards import Rewards
 from digenrl.config.spec import Dispatch, Help
 from digenrl.config.training import TrainerSettings
 
-Mode = Literal["colocated", "local"]
+Mode = Literal["colocated", "local", "ray"]
 NoiseKind = Literal["flow", "dance", "cps", "truncated_flow"]  # no `ddim`: every family predicts velocities
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -123,11 +124,13 @@ class Techniques(Frozen):
 class LaneSettings(Frozen):
     """Which devices do what: a number of lanes, placed on free devices, or the devices by name.
 
-    With `rewards: 0` the lane that generated a sample scores it. `threads` are of each worker on a CPU.
+    With `rewards: 0` the lane that generated a sample scores it. `ranks` processes train together, each on a
+    device of its own. `threads` are of each worker on a CPU. In mode ray numbers count, and `cluster` says where.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     trainer: str = "auto"
+    ranks: PositiveInt = 1
     generators: PositiveInt | tuple[str, ...] = 1
     rewards: Annotated[int, Field(ge=0)] | tuple[str, ...] = 1
     encoder: str = Field(default="auto", description="where prompts are encoded; the trainer's device by default")
@@ -135,7 +138,10 @@ class LaneSettings(Frozen):
     exchange: Path | None = Field(
         default=None, description="where workers leave tensors for each other; shared memory by default"
     )
-    restarts: int = Field(default=3, ge=0, description="how often a lost generator or reward lane is replaced")
+    restarts: int = Field(default=3, ge=0, description="how often a worker that ended is replaced")
+    patience_s: float = Field(
+        default=120.0, gt=0, description="a worker without a sign of life for so long is taken for dead"
+    )
 
     @field_validator("generators", "rewards")
     @classmethod
@@ -163,6 +169,9 @@ class CheckpointSettings(Frozen):
 
     every: PositiveInt = 10
     keep: PositiveInt = 3
+    in_memory: bool = Field(
+        default=True, description="every commit's state is also kept in memory, for a trainer that takes its place"
+    )
 
 
 class LoggingSettings(Frozen):
@@ -193,6 +202,7 @@ class Recipe(Frozen):
     training: TrainerSettings = TrainerSettings()
     techniques: Techniques = Techniques()
     lanes: LaneSettings = LaneSettings()
+    cluster: ClusterSettings = ClusterSettings()
     evaluation: EvaluationSettings | None = None
     checkpoint: CheckpointSettings = CheckpointSettings()
     logging: LoggingSettings = LoggingSettings()
@@ -208,3 +218,39 @@ class Recipe(Frozen):
                 "turns and nothing is stale; set it to 0, or mode to local"
             )
         return self
+
+    @model_validator(mode="after")
+    def _several_ranks_have_a_mode_for_it(self) -> Recipe:
+        if self.mode == "colocated" and self.lanes.ranks > 1:
+            raise ValueError(
+                f"lanes.ranks: {self.lanes.ranks} in mode colocated, which is one process; set it to 1, or mode "
+                "to local"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sharded_weights_cannot_help(self) -> Recipe:
+        if self.sharded and self.techniques.tag not in ("none", "auto"):
+            raise ValueError(
+                f"techniques.tag: {self.techniques.tag}, but no rank of lanes.ranks = {self.lanes.ranks} has all "
+                "weights to generate with; set it to none, or train adapters (training.lora)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pools_cut_groups_evenly(self) -> Recipe:
+        group, unit = self.batch.samples_per_prompt, self.batch.slice
+        for pool in self.cluster.generators:
+            if pool.slice is None:
+                continue
+            if group % pool.slice or (isinstance(unit, int) and pool.slice % unit):
+                raise ValueError(
+                    f"cluster.generators: pool '{pool.name}' has slice = {pool.slice}, which has to divide "
+                    f"samples_per_prompt = {group} and be a multiple of batch.slice = {unit}; change one of them"
+                )
+        return self
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the trained weights are spread over the trainer's ranks: full fine-tuning by several."""
+        return self.training.lora is None and self.lanes.ranks > 1

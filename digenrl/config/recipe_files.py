@@ -29,7 +29,7 @@ EXAMPLES = {"prompts.path": "prompts.txt", "evaluation.prompts.path": "held_out.
 
 # What the computed update does not depend on, but for the rounding of its sums. All other keys count.
 NOT_IN_FINGERPRINT: dict[str, Any] = {
-    **dict.fromkeys(("name", "steps", "mode", "lanes", "evaluation", "checkpoint", "logging"), True),
+    **dict.fromkeys(("name", "steps", "mode", "lanes", "cluster", "evaluation", "checkpoint", "logging"), True),
     "sample": {"decode_rows"},
     "training": {"pack_size", "largest_pack", "memory_share", "gradient_checkpointing", "sum_in_order"},
     "techniques": {"gap", "tsp", "tag", "dispatch"},
@@ -47,17 +47,20 @@ def shipped_recipes() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
-def read_recipe(where: str, overrides: Sequence[str] = ()) -> Recipe:
+def read_recipe(where: str, overrides: Sequence[str] = (), *, without_prompts: bool = False) -> Recipe:
     """The recipe of a file or of a shipped name, with overrides such as `training.learning_rate=1e-4`.
 
     A mapping given as a value is merged into what is there, anything else replaces it. Relative paths are relative
-    to the recipe's file, those of overrides to the current folder; they come out absolute.
+    to the recipe's file, those of overrides to the current folder; they come out absolute. `without_prompts` reads
+    a recipe that leaves its prompts open, for who will not draw any.
     """
     path = find_recipe(where)
     given = read_overrides(overrides)
     config = _load(path)
     for override in given:
         apply_override(config, override)
+    if without_prompts:
+        _fill_in_examples(config)
     _refuse_missing(config, where)
     try:
         content = _resolved(config)
@@ -111,6 +114,12 @@ def _load(path: Path) -> DictConfig:
         raise ConfigError(f"{path}: {in_one_line(error)}") from None
     assert isinstance(config, DictConfig), "the mapping that was read before"
     return config
+
+
+def _fill_in_examples(config: DictConfig) -> None:
+    for key in _missing_keys(OmegaConf.to_container(config), ""):
+        if key in EXAMPLES:
+            OmegaConf.update(config, key, EXAMPLES[key])
 
 
 def _refuse_missing(config: DictConfig, where: str) -> None:

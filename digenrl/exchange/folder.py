@@ -61,6 +61,10 @@ class ExchangeFolder:
         """How much more it can hold."""
         return shutil.disk_usage(self.root).free
 
+    def where(self) -> str:
+        """What it is called, for people."""
+        return str(self.root)
+
     def path(self, name: str) -> Path:
         """The file of this name."""
         assert "/" not in name, f"a name, not a path: {name}"

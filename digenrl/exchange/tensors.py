@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -12,6 +13,25 @@ from torch import Tensor
 from digenrl.exchange.folder import ExchangeFolder, WeightsReference
 
 CHUNK = 1 << 24
+
+
+class Exchange(Protocol):
+    """A worker's side of an exchange. What was put is not changed any more, and what was got is not to be."""
+
+    def put(self, name: str, tensors: Mapping[str, Tensor]) -> int:
+        """Leaves tensors under a name; returns their size in bytes."""
+
+    def get(self, name: str) -> dict[str, Tensor]:
+        """The tensors of a name."""
+
+    def drop(self, name: str) -> None:
+        """Forgets a name."""
+
+    def put_weights(self, name: str, tensors: Mapping[str, Tensor]) -> WeightsReference:
+        """Like `put`, with a checksum that every reader compares."""
+
+    def get_weights(self, reference: WeightsReference) -> dict[str, Tensor]:
+        """The weights of a reference; raises ValueError if they are not, byte for byte, those that were put."""
 
 
 class TensorExchange:

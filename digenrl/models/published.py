@@ -13,14 +13,27 @@ from torch import Tensor
 
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.lora import ADAPTER, has_lora, load_lora_state, lora_state
+from digenrl.models.shards import gathered, is_sharded, own_part
 
 
 def weights_state(model: DiffusionModel, device: torch.device | str | None = None) -> dict[str, Tensor]:
-    """A copy of the adapters, or of all weights of a transformer without them; on their own device by default."""
+    """A copy of the adapters, or of all weights of a transformer without them; on their own device by default.
+
+    Of a sharded model all ranks ask, and the first gets whole weights, on its CPU; the others get none.
+    """
     if has_lora(model):
         return {name: value.to(device or value.device) for name, value in lora_state(model).items()}
+    if is_sharded(model.transformer):
+        return gathered_weights(model, {})
     weights = dict(model.transformer.named_parameters())
     return {name: value.detach().to(device or value.device, copy=True) for name, value in weights.items()}
+
+
+def gathered_weights(model: DiffusionModel, instead: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All weights of a sharded model, with some parts `instead` of its own, as `gathered` gives them."""
+    weights = dict(model.transformer.named_parameters())
+    parts = {name: own_part(value.detach()) for name, value in weights.items()}
+    return gathered(weights, parts | dict(instead))
 
 
 def published_name(parameter: str) -> str:

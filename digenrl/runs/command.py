@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,8 +21,8 @@ from digenrl.runs.live_view import Clocks, RunTitle, View, choose_view
 from digenrl.runs.metrics import Evaluation
 from digenrl.runs.resuming import Standing, find_standing
 from digenrl.runs.training import check_recipe, train
-from digenrl.runtimes.placement import Machine
-from digenrl.runtimes.runtime import WorkerFailedError
+from digenrl.runtimes.sites import Grounds
+from digenrl.runtimes.staffing import TrainerLostError, WorkerFailedError
 from digenrl.telemetry.report.page import write_report
 
 RUNS = Path("runs")
@@ -34,10 +35,11 @@ def start_run(where: str, overrides: Sequence[str], out: Path | None, console: C
     """A new run. Nothing is written before everything is checked."""
     check_installed()
     recipe = read_recipe(where, overrides)
-    machine = check_recipe(recipe)
-    path = numbered_path(RUNS, recipe.name) if out is None else out
-    folder = RunFolder.create(path, recipe, datetime.now().astimezone())
-    return _train_and_tell(folder, machine, console, as_json)
+    grounds = check_recipe(recipe)
+    with closing_grounds(grounds):
+        path = numbered_path(RUNS, recipe.name) if out is None else out
+        folder = RunFolder.create(path, recipe, datetime.now().astimezone())
+        return _train_and_tell(folder, grounds, console, as_json)
 
 
 def resume_run(path: Path, overrides: Sequence[str], console: Console, as_json: bool) -> Status:
@@ -57,9 +59,19 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console, as_json: 
             raise ConfigError(
                 f"{path}: has all its {recipe.steps} steps; to go on, give more, as steps={recipe.steps * 2}"
             )
-        machine = check_recipe(recipe)
+        grounds = check_recipe(recipe)
         folder.rewrite(recipe)
-    return _train_and_tell(folder, machine, console, as_json, standing)
+    with closing_grounds(grounds):
+        return _train_and_tell(folder, grounds, console, as_json, standing)
+
+
+@contextmanager
+def closing_grounds(grounds: Grounds) -> Iterator[None]:
+    """Lets go of what a run worked on, however it ended."""
+    try:
+        yield
+    finally:
+        grounds.leave()
 
 
 def check_installed() -> None:
@@ -73,14 +85,10 @@ def check_installed() -> None:
 
 
 def _train_and_tell(
-    folder: RunFolder, machine: Machine, console: Console, as_json: bool, standing: Standing | None = None
+    folder: RunFolder, grounds: Grounds, console: Console, as_json: bool, standing: Standing | None = None
 ) -> Status:
-    title = RunTitle(folder.recipe.name, folder.path, folder.recipe.steps)
-    view = choose_view(title, console, Clocks(time.monotonic, time.thread_time), as_json)
-    if standing is not None:
-        _recall(view, folder, standing)
     try:
-        status = train(folder, machine, view, standing)
+        status = _train_with_new_trainers(folder, grounds, console, as_json, standing)
     except (WorkerFailedError, RunGaveUpError) as error:
         raise RunFailedError(f"{error}{_how_to_go_on(folder)}") from error
     except OSError as error:
@@ -92,6 +100,26 @@ def _train_and_tell(
             console.print(f"interrupted; go on with: digenrl train --resume {folder.path}", soft_wrap=True)
         console.print(f"report: {report}", soft_wrap=True)
     return status
+
+
+def _train_with_new_trainers(
+    folder: RunFolder, grounds: Grounds, console: Console, as_json: bool, standing: Standing | None
+) -> Status:
+    """A run whose trainer is lost with all that it stood for goes on from its last checkpoint, a few times."""
+    title = RunTitle(folder.recipe.name, folder.path, folder.recipe.steps)
+    for restarts_left in range(folder.recipe.lanes.restarts, -1, -1):
+        view = choose_view(title, console, Clocks(time.monotonic, time.thread_time), as_json)
+        if standing is not None:
+            _recall(view, folder, standing)
+        try:
+            return train(folder, grounds, view, standing)
+        except TrainerLostError as error:
+            standing = find_standing(folder)
+            if not restarts_left or standing is None:
+                raise
+            if not as_json:
+                console.print(f"{error}; going on from {standing.checkpoint}", soft_wrap=True)
+    raise AssertionError("the last try returns or raises")
 
 
 def _recall(view: View, folder: RunFolder, standing: Standing) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 from digenrl.records import Action, Committed, Event
 from digenrl.runs.folder import RunFolder, RunLines
+from digenrl.runtimes.correspondence import Answered
 from digenrl.runtimes.placement import TRAINER
-from digenrl.runtimes.runtime import Answered, WorkRuntime
+from digenrl.runtimes.runtime import WorkRuntime
 from digenrl.scheduling import SchedulerState
 from digenrl.telemetry.trace import TRAINER_LANE, Span, Work
 from digenrl.workers.orders import SaveCheckpoint

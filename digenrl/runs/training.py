@@ -9,12 +9,9 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from pathlib import Path
 
-from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_files import fingerprint
-from digenrl.exchange.folder import ExchangeFolder
 from digenrl.loop import drive
 from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import read_prompts
@@ -32,12 +29,9 @@ from digenrl.runs.sinks import check_logging, open_sinks
 from digenrl.runs.span_book import SpanBook
 from digenrl.runs.stopping import Stopper, StopRequested
 from digenrl.runtimes.opening import lay_out, opening_state, rehearse, settle_slice
-from digenrl.runtimes.placement import Machine, place, threads_per_worker
-from digenrl.runtimes.preflight import cores_here, inspect, inspect_here
-from digenrl.runtimes.processes import ProcessTransport, prepare_fork_server, set_threads
 from digenrl.runtimes.prompt_desk import PromptDesk
 from digenrl.runtimes.runtime import WorkRuntime
-from digenrl.runtimes.transport import Transport
+from digenrl.runtimes.sites import Grounds, Site, find_grounds
 from digenrl.scheduling import SchedulerState
 from digenrl.scheduling.invariants import Auditor
 from digenrl.telemetry.recorder import Recorder
@@ -59,34 +53,24 @@ class RunClock:
         self._zero_ns = time.monotonic_ns()
 
 
-def check_recipe(recipe: Recipe) -> Machine:
+def check_recipe(recipe: Recipe) -> Grounds:
     """Finds everything that can be found wrong without loading a model; returns what there is to work on."""
     check_logging(recipe.logging)
     read_prompts(recipe.prompts)
     if recipe.evaluation is not None:
         read_prompts(recipe.evaluation.prompts)
-    threads = threads_per_worker(recipe, Machine(cores_here()))
-    if recipe.mode == "colocated":
-        set_threads(threads)
-        machine = inspect_here(recipe)
-    else:
-        prepare_fork_server(threads)
-        machine = inspect(recipe)
-    place(recipe, machine, Path())
-    return machine
+    return find_grounds(recipe)
 
 
-def train(folder: RunFolder, machine: Machine, view: View, standing: Standing | None = None) -> Status:
+def train(folder: RunFolder, grounds: Grounds, view: View, standing: Standing | None = None) -> Status:
     """Trains to the recipe's last step, or until somebody asks to stop; a stopped run saves itself first."""
     with ExitStack() as stack:
         stack.enter_context(folder.locked())
         stack.enter_context(_status_kept(folder))
-        exchange = _exchange(folder.recipe)
-        stack.callback(exchange.remove)
-        transport = _transport(folder)
-        stack.callback(transport.stop)
+        site = grounds.settle(folder.recipe, folder.path, None if standing is None else standing.checkpoint)
+        stack.callback(site.close)
         stack.enter_context(view)
-        run = TrainingRun(folder, machine, transport, exchange, view, standing)
+        run = TrainingRun(folder, site, view, standing)
         stack.callback(run.close)
         status = run.run()
         folder.set_status(status)
@@ -99,9 +83,7 @@ class TrainingRun:
     def __init__(
         self,
         folder: RunFolder,
-        machine: Machine,
-        transport: Transport,
-        exchange: ExchangeFolder,
+        site: Site,
         view: View,
         standing: Standing | None,
     ) -> None:
@@ -118,16 +100,16 @@ class TrainingRun:
         self._sampler = PromptSampler(
             read_prompts(recipe.prompts), recipe.batch.prompts, recipe.seed, recipe.prompts.shuffle
         )
-        crew = place(recipe, machine, exchange.root, None if standing is None else standing.checkpoint)
         self._runtime = WorkRuntime(
             recipe,
-            transport,
-            crew,
+            site.transport,
+            site.crew,
             lambda send, drop: PromptDesk(self._sampler, send, drop),
-            exchange,
+            site.exchange,
             self._clock,
             look_around=self._look_around,
             on_step=lambda numbers: self._metrics.report(numbers.step, numbers.values),
+            say=view.say,
         )
         self._sinks = (*open_sinks(folder, self._lines, self._start.step, time.time), view)
         self._metrics: StepMetrics
@@ -156,7 +138,7 @@ class TrainingRun:
             runtime.desk.open_step(step)
         while not runtime.desk.all_encoded():
             runtime.receive()
-        published_s = lay_out(runtime)
+        published_s = lay_out(runtime, self._start.step)
         self._view.say("rehearsing, to know what things cost")
         rehearsal = rehearse(runtime, published_s, self._start.step)
         slice_size = settle_slice(runtime, rehearsal)
@@ -229,23 +211,6 @@ class TrainingRun:
         helpers = self._runtime.lane_names()[len(crew.generators) or 1 :]
         rows += [LaneEntry(name=name, pool="trainer", device=crew.trainer.device) for name in helpers]
         return tuple(rows)
-
-
-def _exchange(recipe: Recipe) -> ExchangeFolder:
-    place = recipe.lanes.exchange
-    if place is None:
-        return ExchangeFolder.create()
-    if not place.is_dir():
-        raise ConfigError(f"lanes.exchange: {place} is no folder; make it, or leave the key out")
-    return ExchangeFolder.create(bytes_wanted=0, places=[place])
-
-
-def _transport(folder: RunFolder) -> Transport:
-    if folder.recipe.mode == "local":
-        return ProcessTransport(folder.path / "logs")
-    from digenrl.runtimes.in_process import InProcessTransport  # brings torch along
-
-    return InProcessTransport()
 
 
 @contextmanager

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from digenrl.runtimes.runtime import Answered, WorkRuntime
+from digenrl.runtimes.correspondence import Answered
+from digenrl.runtimes.runtime import WorkRuntime
 from digenrl.workers.orders import (
     EncodedPrompt,
     EncodePrompts,
@@ -109,10 +110,10 @@ class Evaluator:
     def _sample(self, evaluation: _Open, order: EvaluatePrompts, worker: str) -> None:
         def sampled(answered: Answered) -> None:
             assert isinstance(answered.report, PromptsSampled)
-            self._on_busy(Busy(worker, answered.began_ns, answered.at_ns, evaluation.version))
+            self._on_busy(Busy(answered.worker, answered.began_ns, answered.at_ns, evaluation.version))
             scorers = self._runtime.reward_workers()
-            scorer = scorers[order.first // self._chunk % len(scorers)] if scorers else worker
-            self._score(evaluation, ScoreEvaluation(order.first, order.prompts, order.name), scorer)
+            scorer = scorers[order.first // self._chunk % len(scorers)] if scorers else answered.worker
+            self._score(evaluation, order, scorer)
 
         def failed(report: OrderFailed) -> None:
             evaluation.failure = evaluation.failure or (worker, report)
@@ -120,10 +121,12 @@ class Evaluator:
 
         self._runtime.send(worker, order, sampled, failed)
 
-    def _score(self, evaluation: _Open, order: ScoreEvaluation, scorer: str) -> None:
+    def _score(self, evaluation: _Open, sampled: EvaluatePrompts, scorer: str) -> None:
+        order = ScoreEvaluation(sampled.first, sampled.prompts, sampled.name)
+
         def scored(answered: Answered) -> None:
             assert isinstance(answered.report, PromptsEvaluated)
-            self._on_busy(Busy(scorer, answered.began_ns, answered.at_ns, evaluation.version))
+            self._on_busy(Busy(answered.worker, answered.began_ns, answered.at_ns, evaluation.version))
             evaluation.answers[order.first] = answered.report
             self._runtime.exchange.drop(order.name)
             self._close_chunk(evaluation)
@@ -133,7 +136,11 @@ class Evaluator:
             self._runtime.exchange.drop(order.name)
             self._close_chunk(evaluation)
 
-        self._runtime.send(scorer, order, scored, failed)
+        def lost() -> None:
+            workers = self._runtime.generator_workers()
+            self._sample(evaluation, sampled, workers[order.first // self._chunk % len(workers)])
+
+        self._runtime.send(scorer, order, scored, failed, lost)
 
     def _close_chunk(self, evaluation: _Open) -> None:
         evaluation.chunks_left -= 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from digenrl.exchange.folder import ExchangeFolder
+from digenrl.exchange.tensors import TensorExchange
 from digenrl.runtimes.transport import Message
 from digenrl.workers.assignment import Assignment
 from digenrl.workers.orders import Order
@@ -21,10 +23,15 @@ class InProcessTransport:
 
     def start(self, assignment: Assignment) -> None:
         """Builds the worker at once."""
-        worker, report = start_worker(assignment)
+        assert assignment.exchange is not None
+        worker, report = start_worker(assignment, TensorExchange(ExchangeFolder(assignment.exchange)))
         if worker is not None:
             self._workers[assignment.name] = worker
         self._started.append(Message(assignment.name, report))
+
+    def has_room(self, assignment: Assignment) -> bool:
+        """Always."""
+        return True
 
     def send(self, worker: str, order: Order) -> None:
         """Waits for `receive`."""
@@ -38,6 +45,11 @@ class InProcessTransport:
             return []
         name, order = self._orders.popleft()
         return [Message(name, self._workers[name].handle(order))]
+
+    def end(self, worker: str) -> None:
+        """Lets go of it, and of its orders."""
+        self._workers.pop(worker, None)
+        self._orders = deque(each for each in self._orders if each[0] != worker)
 
     def stop(self) -> None:
         """Lets go of the workers."""

@@ -39,6 +39,12 @@ class Ledger:
         self._group(key).made.append(made)
         return True
 
+    def replace_made(self, made: MadeSlice) -> None:
+        """A slice that was lost is there again, perhaps by a newer version."""
+        group = self._groups.get((made.slice.step, made.slice.group))
+        if group is not None:
+            group.made = [made if each.name == made.name else each for each in group.made]
+
     def slice_of(self, piece: Slice) -> MadeSlice | None:
         """The made slice that these samples belong to; None if their group was discarded."""
         group = self._groups.get((piece.step, piece.group))

@@ -11,16 +11,15 @@ from fractions import Fraction
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
-from digenrl.exchange.folder import ExchangeFolder
 from digenrl.records import LaneOffer
-from digenrl.runtimes.placement import TRAINER
+from digenrl.runtimes.placement import TRAINER, rank_names
 from digenrl.runtimes.profile import RunningProfile
 from digenrl.runtimes.runtime import WorkRuntime
+from digenrl.runtimes.transport import Shelf
 from digenrl.scheduling import Costs, SchedulerState, Terms, initial_state
 from digenrl.simulation.prediction import predict
 from digenrl.workers.orders import (
     EncodedPrompt,
-    LayOutWeights,
     LearningRehearsed,
     LoadWeights,
     MakingRehearsed,
@@ -29,7 +28,6 @@ from digenrl.workers.orders import (
     RehearseMaking,
     ScoreRehearsal,
     ScoringRehearsed,
-    WeightsLaidOut,
     WeightsLoaded,
 )
 
@@ -64,23 +62,23 @@ class Rehearsal:
         )
 
 
-def lay_out(runtime: WorkRuntime) -> float:
+def lay_out(runtime: WorkRuntime, version: int) -> float:
     """The trainer's version goes to everybody; returns the seconds that the slowest took to load it."""
-    laid_out: WeightsLaidOut = runtime.ask([(TRAINER, LayOutWeights())])[0]
-    runtime.take_weights(laid_out.version, laid_out.weights)
+    laid_out = runtime.lay_out(version)
     check_room(runtime.exchange, laid_out.weights.bytes)
     load = LoadWeights(laid_out.version, laid_out.weights)
     loaded: list[WeightsLoaded] = runtime.ask([(worker, load) for worker in runtime.generator_workers()])
     return max(report.seconds for report in loaded)
 
 
-def check_room(exchange: ExchangeFolder, version_bytes: int) -> None:
+def check_room(exchange: Shelf, version_bytes: int) -> None:
     """Raises ConfigError unless two more versions fit: one is laid out while some still load the one before."""
     free = exchange.free_bytes()
     if free < 2 * version_bytes:
         raise ConfigError(
-            f"lanes.exchange: {exchange.root} has {free / 1e9:.1f} GB free, and two versions of the weights take "
-            f"{2 * version_bytes / 1e9:.1f} GB; give a folder with more room, as lanes.exchange=DIR, or use LoRA"
+            f"lanes.exchange: {exchange.where()} has {free / 1e9:.1f} GB free, and two versions of the weights "
+            f"take {2 * version_bytes / 1e9:.1f} GB; give a folder with more room, as lanes.exchange=DIR, or use "
+            "LoRA"
         )
 
 
@@ -94,9 +92,8 @@ def rehearse(runtime: WorkRuntime, publish_s: float, first_step: int = 0) -> Reh
     sizes = _sizes_to_rehearse(recipe)
     workers = runtime.generator_workers()
     helps = bool(runtime.crew.generators) and "generate" in runtime.crew.trainer.duties
-    makers: list[tuple[str, Order]] = [(worker, RehearseMaking(prompt, sizes)) for worker in workers]
-    if helps:
-        makers.append((TRAINER, RehearseMaking(prompt, sizes)))
+    helpers = rank_names(runtime.crew.trainer) if helps else []
+    makers: list[tuple[str, Order]] = [(worker, RehearseMaking(prompt, sizes)) for worker in (*workers, *helpers)]
     made: list[MakingRehearsed] = runtime.ask(makers)
     samples = min(recipe.batch.samples_per_prompt, 4)
     learnt: LearningRehearsed = runtime.ask([(TRAINER, RehearseLearning(prompt, samples))])[0]
@@ -180,8 +177,7 @@ def opening_state(
     """The scheduler before the first tick; the runtime measures from here on."""
     generators, helpers = offers(runtime, rehearsal, slice_size)
     costs = rehearsal.costs()
-    runtime.profile = RunningProfile(
-        {lane: offer.slice_ns for lane, offer in enumerate((*generators, *helpers))}, costs
-    )
+    profile = RunningProfile({lane: offer.slice_ns for lane, offer in enumerate((*generators, *helpers))}, costs)
+    runtime.measure(profile, slice_size)
     terms = terms_of(runtime.recipe, slice_size, steps=runtime.recipe.steps, scorers=len(runtime.reward_workers()))
     return initial_state(terms, costs, generators, helpers, committed=committed, leases_issued=leases_issued)

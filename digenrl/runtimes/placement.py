@@ -23,17 +23,33 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Crew:
-    """All workers of a run. In mode colocated the trainer does everything and there is nobody else."""
+    """All workers of a run. In mode colocated the trainer does everything and there is nobody else.
+
+    `reserve` are generators that join while the run goes on, as soon as there is room for them.
+    """
 
     trainer: Assignment
     generators: tuple[Assignment, ...] = ()
     rewards: tuple[Assignment, ...] = ()
     encoder: Assignment | None = None
+    reserve: tuple[Assignment, ...] = ()
 
     def everybody(self) -> tuple[Assignment, ...]:
-        """The slowest to load first."""
+        """Who is there from the beginning, the slowest to load first."""
         encoder = () if self.encoder is None else (self.encoder,)
         return (self.trainer, *self.generators, *self.rewards, *encoder)
+
+
+def rank_names(assignment: Assignment) -> list[str]:
+    """The processes that a worker is made of; most are one, under their own name."""
+    count = assignment.recipe.lanes.ranks if "learn" in assignment.duties else 1
+    return [assignment.name] if count == 1 else [f"{assignment.name}/{index}" for index in range(count)]
+
+
+def rank_device(device: str, rank: int) -> str:
+    """Where a rank computes: the first on the device itself, the others on those that follow."""
+    kind, colon, index = device.partition(":")
+    return f"{kind}:{int(index) + rank}" if colon else device
 
 
 def threads_per_worker(recipe: Recipe, machine: Machine) -> int:
@@ -43,15 +59,17 @@ def threads_per_worker(recipe: Recipe, machine: Machine) -> int:
     return max(1, len(machine.cores) // _lanes_of(recipe)) if _on_cpu(recipe, machine) else 4
 
 
-def place(recipe: Recipe, machine: Machine, exchange: Path, checkpoint: Path | None = None) -> Crew:
-    """Everybody's assignment; raises ConfigError where there are more lanes than devices."""
+def place(
+    recipe: Recipe, machine: Machine, exchange: Path, checkpoint: Path | None = None, run: Path | None = None
+) -> Crew:
+    """Everybody's assignment on this machine; raises ConfigError where there are more lanes than devices."""
     if recipe.lanes.device == "cuda" and machine.cuda_devices == 0:
         raise ConfigError("lanes.device: cuda, but no CUDA device is here; set it to cpu or auto")
 
     def assign(name: str, duties: set[Duty], device: str, cores: tuple[int, ...] | None = None) -> Assignment:
         _check_device(name, device, machine)
         from_here = checkpoint if "learn" in duties else None
-        return Assignment(name, frozenset(duties), device, recipe, exchange, cores, from_here)
+        return Assignment(name, frozenset(duties), device, recipe, exchange, cores, from_here, run=run)
 
     if recipe.mode == "colocated":
         device = _trainer_device(recipe, machine)
@@ -59,10 +77,12 @@ def place(recipe: Recipe, machine: Machine, exchange: Path, checkpoint: Path | N
     devices, blocks = _generator_devices(recipe, machine), _core_blocks(recipe, machine)
     scores: set[Duty] = {"score"} if recipe.lanes.rewards == 0 else set()
     makes: set[Duty] = {"generate", *scores}
-    helps: set[Duty] = makes if recipe.techniques.tag != "none" else set()
+    helps: set[Duty] = makes if recipe.techniques.tag != "none" and not recipe.sharded else set()
     trainer_device = _trainer_device(recipe, machine)
+    for rank in range(recipe.lanes.ranks):
+        _check_device(f"rank {rank} of the trainer", rank_device(trainer_device, rank), machine)
     encoder_device = trainer_device if recipe.lanes.encoder == "auto" else recipe.lanes.encoder
-    reward_devices = _reward_devices(recipe, machine, len(devices))
+    reward_devices = _reward_devices(recipe, machine, recipe.lanes.ranks + len(devices))
     return Crew(
         trainer=assign(TRAINER, {"learn", *helps}, trainer_device, blocks[0]),
         generators=tuple(
@@ -84,11 +104,11 @@ def _on_cpu(recipe: Recipe, machine: Machine) -> bool:
 
 
 def _lanes_of(recipe: Recipe) -> int:
-    """Generators and the trainer: those who compute all the time."""
+    """Generators and the trainer's ranks: those who compute all the time."""
     if recipe.mode == "colocated":
         return 1
     generators = recipe.lanes.generators
-    return 1 + (generators if isinstance(generators, int) else len(generators))
+    return recipe.lanes.ranks + (generators if isinstance(generators, int) else len(generators))
 
 
 def _trainer_device(recipe: Recipe, machine: Machine) -> str:
@@ -101,25 +121,27 @@ def _generator_devices(recipe: Recipe, machine: Machine) -> tuple[str, ...]:
     generators = recipe.lanes.generators
     if not isinstance(generators, int):
         return generators
-    lanes = f"lanes.generators: {generators} generators and the trainer"
+    ranks = recipe.lanes.ranks
+    trainer = "the trainer" if ranks == 1 else f"{ranks} trainer ranks"
+    lanes = f"lanes.generators: {generators} generators and {trainer}"
     if _on_cpu(recipe, machine):
         threads = threads_per_worker(recipe, machine)
-        if (1 + generators) * threads > len(machine.cores):
+        if (ranks + generators) * threads > len(machine.cores):
             raise ConfigError(
                 f"{lanes} with {threads} thread{'s' if threads > 1 else ''} each need "
-                f"{(1 + generators) * threads} cores, this machine has {len(machine.cores)}; use fewer, or "
+                f"{(ranks + generators) * threads} cores, this machine has {len(machine.cores)}; use fewer, or "
                 "mode: colocated, or name the devices (lanes.generators=[cpu,cpu]) to share cores"
             )
         return ("cpu",) * generators
-    if 1 + generators > machine.cuda_devices:
+    if ranks + generators > machine.cuda_devices:
         raise ConfigError(
-            f"{lanes} need {1 + generators} CUDA devices, this machine has {machine.cuda_devices}; use fewer, or "
-            "mode: colocated, or name the devices (lanes.generators=[cuda:0]) to share one"
+            f"{lanes} need {ranks + generators} CUDA devices, this machine has {machine.cuda_devices}; use fewer, "
+            "or mode: colocated, or name the devices (lanes.generators=[cuda:0]) to share one"
         )
-    return tuple(f"cuda:{1 + index}" for index in range(generators))
+    return tuple(f"cuda:{ranks + index}" for index in range(generators))
 
 
-def _reward_devices(recipe: Recipe, machine: Machine, generators: int) -> tuple[str, ...]:
+def _reward_devices(recipe: Recipe, machine: Machine, taken: int) -> tuple[str, ...]:
     """On cards that nobody else has, then on the last of them."""
     rewards = recipe.lanes.rewards
     if not isinstance(rewards, int):
@@ -127,7 +149,7 @@ def _reward_devices(recipe: Recipe, machine: Machine, generators: int) -> tuple[
     if _on_cpu(recipe, machine):
         return ("cpu",) * rewards
     last = machine.cuda_devices - 1
-    return tuple(f"cuda:{min(1 + generators + index, last)}" for index in range(rewards))
+    return tuple(f"cuda:{min(taken + index, last)}" for index in range(rewards))
 
 
 def _core_blocks(recipe: Recipe, machine: Machine) -> Sequence[tuple[int, ...] | None]:
@@ -135,4 +157,6 @@ def _core_blocks(recipe: Recipe, machine: Machine) -> Sequence[tuple[int, ...] |
     threads, lanes = threads_per_worker(recipe, machine), _lanes_of(recipe)
     if not _on_cpu(recipe, machine) or threads * lanes > len(machine.cores):
         return [None] * lanes
-    return [machine.cores[index * threads : (index + 1) * threads] for index in range(lanes)]
+    firsts = [0, *range(recipe.lanes.ranks * threads, lanes * threads, threads)]
+    ends = [*firsts[1:], lanes * threads]
+    return [machine.cores[first:end] for first, end in zip(firsts, ends, strict=True)]

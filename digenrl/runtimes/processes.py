@@ -6,6 +6,7 @@ ignores them, and leaves by itself when the driver is gone.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -27,6 +28,7 @@ from digenrl.workers.orders import Order
 
 PRELOADED = ["digenrl.workers.worker"]
 PATIENCE_S = 5.0  # for workers that were asked to leave
+SIGN_EVERY_S = 1.0  # of life, which every worker gives
 FOR_THE_DRIVER = (signal.SIGINT, signal.SIGTERM)
 # Read when torch is imported, which the fork server does once for all workers. Libraries ask whether there is a
 # card when they are imported; with the NVML check that does not start CUDA, which a fork could not use then.
@@ -68,6 +70,8 @@ class _Member:
     process: BaseProcess
     connection: Connection
     lifeline: Connection  # its other end tells the worker that the driver lives
+    sign: ctypes.c_double  # when the worker last gave a sign of life, by the monotonic clock
+    patience_s: float
 
 
 class ProcessTransport:
@@ -84,16 +88,23 @@ class ProcessTransport:
         self._logs.mkdir(parents=True, exist_ok=True)
         ours, theirs = self._context.Pipe()
         their_lifeline, our_lifeline = self._context.Pipe(duplex=False)
+        sign = self._context.RawValue(ctypes.c_double, time.monotonic())
+        log = self._logs / f"{assignment.name.replace('/', '-')}.log"
         process = self._context.Process(
             target=serve,
-            args=(assignment, theirs, their_lifeline, self._logs / f"{assignment.name}.log"),
+            args=(assignment, theirs, their_lifeline, sign, log),
             name=f"digenrl {assignment.name}",
             daemon=True,
         )
         process.start()
         theirs.close()
         their_lifeline.close()
-        self._members[assignment.name] = _Member(process, ours, our_lifeline)
+        patience_s = assignment.recipe.lanes.patience_s
+        self._members[assignment.name] = _Member(process, ours, our_lifeline, sign, patience_s)
+
+    def has_room(self, assignment: Assignment) -> bool:
+        """This machine always has: who may be on it was settled before."""
+        return True
 
     def send(self, worker: str, order: Order) -> None:
         """A worker that died meanwhile is reported by `receive`."""
@@ -110,7 +121,15 @@ class ProcessTransport:
         ready = wait([*handles, *sentinels], timeout_s)
         for name in dict.fromkeys(handles.get(each) or sentinels[each] for each in ready):  # type: ignore[call-overload, index]
             messages += self._reports_of(name)
-        return messages
+        return [*messages, *self._end_the_silent()]
+
+    def _end_the_silent(self) -> list[Message]:
+        """A process that is stopped, or stuck where no thread of it can run, is not coming back."""
+        now_s = time.monotonic()
+        silent = [name for name, m in self._members.items() if now_s - m.sign.value > m.patience_s]
+        for name in silent:
+            self.end(name)
+        return [Message(name, Gone("gave no sign of life any more and was ended")) for name in silent]
 
     def _reports_of(self, name: str) -> list[Message]:
         member = self._members[name]
@@ -126,6 +145,13 @@ class ProcessTransport:
             self._release(name)
             messages.append(Message(name, Gone(_ending(member.process.exitcode))))
         return messages
+
+    def end(self, worker: str) -> None:
+        """Kills the process, whatever it is at."""
+        member = self._members.get(worker)
+        if member is not None:
+            _end(member.process, 0.0)
+            self._release(worker)
 
     def pids(self) -> dict[str, int]:
         """The processes there are, by worker."""
@@ -152,16 +178,22 @@ class ProcessTransport:
             member.process.join()
 
 
-def serve(assignment: Assignment, connection: Connection, lifeline: Connection, log: Path) -> None:
+def serve(
+    assignment: Assignment, connection: Connection, lifeline: Connection, sign: ctypes.c_double, log: Path
+) -> None:
     """A worker process, from beginning to end."""
+    assert assignment.exchange is not None
     for each in FOR_THE_DRIVER:
         signal.signal(each, signal.SIG_IGN)
     _print_to(log)
     threading.Thread(target=_leave_with_the_driver, args=(lifeline, assignment.exchange), daemon=True).start()
+    threading.Thread(target=_give_signs, args=(sign,), daemon=True).start()
     _take_place(assignment)
+    from digenrl.exchange.tensors import TensorExchange
     from digenrl.workers.worker import start_worker  # loaded by the fork server already
 
-    worker, report = start_worker(assignment)
+    exchange = ExchangeFolder(assignment.exchange)
+    worker, report = start_worker(assignment, TensorExchange(exchange), _rendezvous(assignment))
     connection.send(report)
     while worker is not None and (order := connection.recv()) is not None:
         connection.send(worker.handle(order))
@@ -177,6 +209,21 @@ def _take_place(assignment: Assignment) -> None:
         import torch
 
         torch.cuda.set_device(assignment.device)
+
+
+def _rendezvous(assignment: Assignment) -> str:
+    """Ranks of one machine meet in a file; they start again under another epoch, in another file."""
+    if assignment.ranks is None:
+        return ""
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # they need no other machine
+    return f"file://{assignment.exchange}/ranks-{assignment.ranks.epoch}"
+
+
+def _give_signs(sign: ctypes.c_double) -> None:
+    while True:
+        sign.value = time.monotonic()
+        time.sleep(SIGN_EVERY_S)
 
 
 def _leave_with_the_driver(lifeline: Connection, exchange: Path) -> None:

@@ -12,9 +12,17 @@ from digenrl.workers.orders import Order, Report
 
 @dataclass(frozen=True, slots=True)
 class Gone(Report):
-    """The worker is no more; its orders are not answered."""
+    """The worker is no more; its orders are not answered. Not its `fault`: its machine went away."""
 
     reason: str
+    fault: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TensorsLost(Report):
+    """The answer to an order that was not carried out: what it reads went away with the machine that held it."""
+
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +39,33 @@ class Transport(Protocol):
     def start(self, assignment: Assignment) -> None:
         """Starts a worker; its first report is Ready, or OrderFailed if it cannot be built."""
 
+    def has_room(self, assignment: Assignment) -> bool:
+        """Whether a worker that is started now would find a place."""
+
     def send(self, worker: str, order: Order) -> None:
         """Hands over an order; to a worker that is gone, this does nothing."""
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
-        """Everything that has arrived; waits for the first for so long."""
+        """Everything that has arrived; waits for the first for so long.
+
+        A worker without a sign of life for the recipe's `lanes.patience_s` is ended and reported as gone.
+        """
+
+    def end(self, worker: str) -> None:
+        """Ends a worker at once; it does not report any more, not even that it is gone."""
 
     def stop(self) -> None:
         """Ends all workers; may be called twice."""
+
+
+class Shelf(Protocol):
+    """The driver's side of an exchange: names that it can forget, never tensors."""
+
+    def drop(self, name: str) -> None:
+        """Forgets a name; dropping what is not there does nothing."""
+
+    def free_bytes(self) -> int:
+        """How much more it can hold."""
+
+    def where(self) -> str:
+        """What it is called, for people."""

@@ -1,9 +1,10 @@
 """Checkpoints of a trainer: complete or absent, checked when they are read, nothing pickled.
 
 A folder `step_000010` (10 optimizer steps done) holds the tensors of the trainer's state in safetensors files, by
-the names of parameters, and `state.json` with everything else and the size and checksum of every file. The frozen
-reference of full fine-tuning never changes: a new checkpoint shares the file of an older one by a hard link, where
-the file system has them.
+the names of parameters, and `state.json` with everything else and the size and checksum of every file. Of a
+sharded trainer there is a folder of parts in place of each file, and every rank writes its own; any number of
+ranks, or one process, can read them. The frozen reference of full fine-tuning never changes: a new checkpoint shares
+the files of an older one by hard links, where the file system has them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b, file_digest
 from pathlib import Path
@@ -22,19 +24,24 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
-from digenrl.training.whole_folders import remove_whole, restore, tidy, written_whole
+from digenrl.training.part_files import part_name, read_parts, read_rows, write_parts
+from digenrl.training.ranks import RankGroup, RanksError, together
+from digenrl.training.sharding import Cut
+from digenrl.training.state_trees import put_tensors, tensors_in, without_tensors
+from digenrl.training.whole_folders import partial_of, remove_whole, restore, tidy, written_whole
 
-FORMAT = 1
+WHOLE, PARTS = 1, 2  # formats: one file for each of the kinds below, or a folder with a part of every rank
 STATE = "state.json"
-REFERENCE = "reference.safetensors"
-FILES: dict[str, tuple[str, ...]] = {  # where in a trainer's state the tensors of a file stand
-    "weights.safetensors": ("policies", "current"),
-    "old_policy.safetensors": ("policies", "old"),
-    REFERENCE: ("policies", "reference"),
-    "average.safetensors": ("ema",),
-    "optimizer.safetensors": ("optimizer",),
+KINDS = {  # where in a trainer's state the tensors of each kind stand
+    "weights": "policies/current/",
+    "old_policy": "policies/old/",
+    "reference": "policies/reference/",
+    "average": "ema/",
+    "optimizer": "optimizer/",
 }
+SHARED = "reference"  # the kind that never changes
 NAME = re.compile(r"step_(\d{6,})")
+Records = dict[str, Mapping[str, Any]]  # of files by name: size and checksum
 
 
 class CheckpointError(ConfigError):
@@ -56,51 +63,67 @@ def save_checkpoint(
     trainer_state: Mapping[str, Any],
     facts: Mapping[str, Any],
     export: Callable[[Path], None] | None = None,
+    ranks: RankGroup | None = None,
 ) -> Path:
     """Writes folder/step_NNNNNN and returns it; one of the same step is replaced.
 
     `facts` are for JSON; "fingerprint" among them says whose checkpoint it is. `export` may write more into the
     folder that it is given. If anything goes wrong, nothing of it is left and older checkpoints are as they were.
+    All `ranks` call it with their own state and see the same folder. The first writes, or each its parts of a
+    sharded state; it is saved for all of them, or raises on all.
     """
-    target = folder / f"step_{step:06d}"
+    target, first = folder / f"step_{step:06d}", ranks is None or ranks.first
+    tensors, shard = _by_kind(trainer_state), trainer_state.get("shard")
+    assert shard is None or ranks is not None, "parts of a state are saved by all ranks together"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tidy(folder)
-        with written_whole(target) as partial:
-            known = _write_tensors(partial, trainer_state, checkpoints_in(folder))
-            if export is not None:
-                export(partial)
-            content = {
-                "format": FORMAT,
-                "step": step,
-                "trainer": _without_tensors(trainer_state),
-                "facts": dict(facts),
-                "files": _records_of(partial, known),
-            }
-            text = json.dumps(content | {"checksum": fingerprint_of(content)}, indent=1)
-            (partial / STATE).write_text(text, encoding="utf-8")
-    except (OSError, SafetensorError, CheckpointError) as error:
+        with ExitStack() as opened:
+            with together(ranks):
+                if first:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    tidy(folder)
+                    opened.enter_context(written_whole(target))
+            records: Records = {}
+            if shard is not None and ranks is not None:
+                records = _write_parts(partial_of(target), tensors, Cut.of_facts(shard), ranks)
+            with together(ranks):
+                if first:
+                    records = records or _write_whole(partial_of(target), tensors)
+                    if export is not None:
+                        export(partial_of(target))
+                    _write_state(partial_of(target), step, trainer_state, facts, records)
+                    opened.close()
+    except (OSError, SafetensorError, CheckpointError, RanksError) as error:
         raise CheckpointError(f"{target}: could not be saved: {reason_of(error)}; {_last_good(folder)}") from error
     return target
 
 
-def read_checkpoint(path: Path, fingerprint: str | None = None) -> Checkpoint:
+def read_checkpoint(
+    path: Path, fingerprint: str | None = None, cut: Cut | None = None, ranks: RankGroup | None = None
+) -> Checkpoint:
     """The checkpoint in this folder, once every file has the size and checksum that were written down.
 
-    With a `fingerprint`, one whose facts name another is refused.
+    With a `fingerprint`, one whose facts name another is refused. Without `ranks` it is read whole. They share the
+    work of checking, all call it, and it is read by all or raises on all; with a `cut` each reads its parts alone.
     """
-    content = _read_state(path)
-    found = content["facts"].get("fingerprint")
-    if fingerprint is not None and found != fingerprint:
-        raise CheckpointError(
-            f"{path}: was made with another recipe (fingerprint {found}, this one has {fingerprint}); resume with "
-            "the recipe it was made with, or start a new run"
-        )
-    for name, record in content["files"].items():
-        _check_file(path, name, record)
-    state = content["trainer"]
-    for name in content["files"].keys() & FILES.keys():
-        _put(state, FILES[name], load_file(path / name))
+    try:
+        with together(ranks):
+            content = _read_state(path)
+            _check_fingerprint(path, content["facts"].get("fingerprint"), fingerprint)
+            for index, (name, record) in enumerate(sorted(content["files"].items())):
+                if ranks is None or index % ranks.count == ranks.index:
+                    _check_file(path, name, record)
+    except RanksError as error:
+        raise CheckpointError(f"{path}: cannot be read by all ranks: {error}") from error
+    state = content["trainer"] | {"shard": None if cut is None else cut.facts()}
+    for kind, place in KINDS.items():
+        if f"{kind}.safetensors" in content["files"]:
+            file = path / f"{kind}.safetensors"
+            found = load_file(file) if cut is None else read_rows(file, cut)
+        elif any(name.startswith(f"{kind}/") for name in content["files"]):
+            found = read_parts(path / kind, cut, ranks)
+        else:
+            continue
+        put_tensors(state, {place + name: value for name, value in found.items()})
     return Checkpoint(content["step"], state, content["facts"])
 
 
@@ -144,49 +167,98 @@ def reason_of(error: Exception) -> str:
 # --- Writing --------------------------------------------------------------------------------------------------
 
 
-def _write_tensors(
-    partial: Path, trainer_state: Mapping[str, Any], older: list[Path]
-) -> dict[str, Mapping[str, Any]]:
-    """Writes all tensor files; returns the records of those whose checksum is known already."""
-    tensors = _tensors_in(trainer_state)
-    known: dict[str, Mapping[str, Any]] = {}
-    for name, place in FILES.items():
-        prefix = "".join(f"{key}/" for key in place)
-        part = {path.removeprefix(prefix): tensors.pop(path) for path in list(tensors) if path.startswith(prefix)}
-        if not part:
-            continue
-        if name == REFERENCE:
-            known[name] = _share_or_write(partial / name, part, older)
-        else:
-            save_file(part, partial / name)
+def _by_kind(trainer_state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """The tensors of a state, by the kind of file they belong to and the path from there on."""
+    tensors = tensors_in(trainer_state)
+    kinds = {
+        kind: {path.removeprefix(place): tensors.pop(path) for path in list(tensors) if path.startswith(place)}
+        for kind, place in KINDS.items()
+    }
     assert not tensors, f"a trainer's state holds tensors that have no file: {sorted(tensors)[:3]}"
-    return known
+    return {kind: part for kind, part in kinds.items() if part}
 
 
-def _share_or_write(path: Path, tensors: Mapping[str, Tensor], older: list[Path]) -> dict[str, Any]:
-    """The record of a file that one of the older checkpoints may have already."""
-    content = _content_of(tensors)
-    for checkpoint in reversed(older):
+def _write_whole(partial: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> Records:
+    """One file of each kind."""
+    records: Records = {}
+    for kind, values in tensors.items():
+        name = f"{kind}.safetensors"
+        content = {name: _content_of(values)} if kind == SHARED else {}
+        shared = _link_older(partial, content)
+        if not shared:
+            save_file(dict(values), partial / name)
+        records |= shared or {name: _record_of(partial / name, content.get(name))}
+    return records
+
+
+def _write_parts(
+    partial: Path, tensors: Mapping[str, Mapping[str, Tensor]], cut: Cut, ranks: RankGroup
+) -> Records:
+    """One folder of each kind, with a file of every rank; all ranks return the records of all files."""
+    records: Records = {}
+    for kind, values in tensors.items():
+        own = _content_of(values) if kind == SHARED else None
+        told = ranks.gather(own)
+        content = {f"{kind}/{part_name(rank)}": each for rank, each in enumerate(told) if each is not None}
+        shared = ranks.gather(_link_older(partial, content) if ranks.first else None)[0]
+        if not shared:
+            write_parts(partial / kind, values, cut, ranks)
+        name = f"{kind}/{part_name(ranks.index)}"
+        with together(ranks):
+            wrote = not shared and (partial / name).is_file()
+            record = {name: _record_of(partial / name, own)} if wrote else {}
+        for each in ranks.gather(record):
+            records |= each
+        records |= shared
+    return records
+
+
+def _link_older(partial: Path, content: Mapping[str, str]) -> Records:
+    """Takes over files of this content from the newest checkpoint that has all of them; returns their records."""
+    for checkpoint in reversed(checkpoints_in(partial.parent)) if content else ():
         try:
-            record: dict[str, Any] = _read_state(checkpoint)["files"].get(path.name, {})
-            if record.get("content") == content and (checkpoint / path.name).stat().st_size == record["bytes"]:
-                path.hardlink_to(checkpoint / path.name)
-                return record
-        except (OSError, CheckpointError):
-            continue  # no hard links here, or that one is damaged: the file is written once more
-    save_file(dict(tensors), path)
-    return _record_of(path) | {"content": content}
+            files = _read_state(checkpoint)["files"]
+            records: Records = {name: files.get(name, {}) for name in content}
+            if not all(_still_has(checkpoint / name, records[name], content[name]) for name in content):
+                continue
+            for name in content:
+                (partial / name).parent.mkdir(exist_ok=True)
+                (partial / name).hardlink_to(checkpoint / name)
+            return records
+        except (
+            OSError,
+            CheckpointError,
+        ):  # no hard links here, or that one is damaged: they are written once more
+            for name in content:
+                (partial / name).unlink(missing_ok=True)
+    return {}
 
 
-def _records_of(partial: Path, known: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def _still_has(file: Path, record: Mapping[str, Any], content: str) -> bool:
+    return record.get("content") == content and file.stat().st_size == record["bytes"]
+
+
+def _write_state(
+    partial: Path, step: int, trainer_state: Mapping[str, Any], facts: Mapping[str, Any], known: Records
+) -> None:
+    """`state.json`, which makes a folder a checkpoint: after everything that it tells the checksums of."""
     files = sorted(path for path in partial.rglob("*") if path.is_file())
     names = [path.relative_to(partial).as_posix() for path in files]
-    return {name: known.get(name) or _record_of(path) for name, path in zip(names, files, strict=True)}
+    content = {
+        "format": WHOLE if trainer_state.get("shard") is None else PARTS,
+        "step": step,
+        "trainer": {key: value for key, value in without_tensors(trainer_state).items() if key != "shard"},
+        "facts": dict(facts),
+        "files": {name: known.get(name) or _record_of(path) for name, path in zip(names, files, strict=True)},
+    }
+    text = json.dumps(content | {"checksum": fingerprint_of(content)}, indent=1)
+    (partial / STATE).write_text(text, encoding="utf-8")
 
 
-def _record_of(path: Path) -> dict[str, Any]:
+def _record_of(path: Path, content: str | None = None) -> dict[str, Any]:
     with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "blake2b": file_digest(file, blake2b).hexdigest()}
+        record = {"bytes": path.stat().st_size, "blake2b": file_digest(file, blake2b).hexdigest()}
+    return record if content is None else record | {"content": content}
 
 
 def _content_of(tensors: Mapping[str, Tensor]) -> str:
@@ -197,26 +269,6 @@ def _content_of(tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {value.dtype} {tuple(value.shape)};".encode())
         digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _tensors_in(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
-    """Every tensor of the tree under its path, keys joined by slashes."""
-    found: dict[str, Tensor] = {}
-    for key, value in tree.items():
-        assert "/" not in key, f"a slash in the name {key!r} would break its path"
-        if isinstance(value, Tensor):
-            found[prefix + key] = value.contiguous()
-        elif isinstance(value, Mapping):
-            found |= _tensors_in(value, f"{prefix}{key}/")
-    return found
-
-
-def _without_tensors(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_tensors(value) if isinstance(value, Mapping) else value
-        for key, value in tree.items()
-        if not isinstance(value, Tensor)
-    }
 
 
 # --- Reading --------------------------------------------------------------------------------------------------
@@ -235,15 +287,23 @@ def _read_state(path: Path) -> dict[str, Any]:
         raise _damaged(path, f"{STATE} cannot be read: {reason_of(error)}") from None
     if not isinstance(content, dict) or "format" not in content:
         raise CheckpointError(f"{path}: {STATE} is not of a DigenRL checkpoint: it names no format")
-    if content["format"] != FORMAT:
+    if content["format"] not in (WHOLE, PARTS):
         raise CheckpointError(
-            f"{path}: is of format {content['format']!r}, known: {FORMAT}; "
+            f"{path}: is of format {content['format']!r}, known: {WHOLE}, {PARTS}; "
             "resume with the version of DigenRL that wrote it"
         )
     checksum = content.pop("checksum", None)
     if checksum != fingerprint_of(content):
         raise _damaged(path, f"{STATE} does not match its checksum")
     return content
+
+
+def _check_fingerprint(path: Path, found: str | None, wanted: str | None) -> None:
+    if wanted is not None and found != wanted:
+        raise CheckpointError(
+            f"{path}: was made with another recipe (fingerprint {found}, this one has {wanted}); resume with "
+            "the recipe it was made with, or start a new run"
+        )
 
 
 def _check_file(path: Path, name: str, record: Mapping[str, Any]) -> None:
@@ -268,12 +328,3 @@ def _damaged(path: Path, what: str) -> CheckpointError:
 def _last_good(folder: Path, but: Path | None = None) -> str:
     others = [path for path in checkpoints_in(folder) if path != but]
     return f"the last good checkpoint is {others[-1]}" if others else "there is no other checkpoint"
-
-
-def _put(state: dict[str, Any], place: tuple[str, ...], tensors: Mapping[str, Tensor]) -> None:
-    for name, value in tensors.items():
-        *way, last = (*place, *name.split("/"))
-        inside = state
-        for key in way:
-            inside = inside[key]
-        inside[last] = value

@@ -7,13 +7,16 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.lora import has_lora, save_lora
 from digenrl.models.published import published_name, weights_replaced, weights_state
+from digenrl.models.shards import is_sharded
 from digenrl.training.checkpoints import CheckpointError, reason_of
+from digenrl.training.sharding import plain_class
 from digenrl.training.whole_folders import tidy, written_whole
 
 
@@ -39,13 +42,15 @@ def export_lora(model: DiffusionModel, folder: Path, values: Mapping[str, Tensor
 def export_transformer(model: DiffusionModel, folder: Path, values: Mapping[str, Tensor] | None = None) -> None:
     """Writes the transformer so that its class's `from_pretrained(folder)` reads it, in place of an older one.
 
-    `values` as in `export_lora`; a weight that they do not name is the model's own.
+    `values` as in `export_lora`; a weight that they do not name is the model's own. Of a sharded model they are
+    whole and name all weights, as `gathered_weights` gives them.
     """
-    transformer: Any = model.transformer
+    own = {} if is_sharded(model.transformer) else weights_state(model, "cpu")
+    transformer = _transformer_with(model, own | dict(values or {}))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         tidy(folder.parent)
-        with _with_values(model, values), written_whole(folder) as partial:
+        with written_whole(folder) as partial:
             transformer.save_pretrained(partial)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: cannot be written: {reason_of(error)}") from error
@@ -61,3 +66,15 @@ def _with_values(model: DiffusionModel, values: Mapping[str, Tensor] | None) -> 
     if values is None:
         return nullcontext()
     return weights_replaced(model, weights_state(model, "cpu") | dict(values))
+
+
+def _transformer_with(model: DiffusionModel, weights: Mapping[str, Tensor]) -> Any:
+    """A transformer of the same configuration around these weights; the model's own is left alone."""
+    parameters = dict(model.transformer.named_parameters())
+    saved = model.transformer.state_dict()
+    buffers = {name: value.cpu() for name, value in saved.items() if name not in parameters}
+    configuration: Any = model.transformer.config
+    with torch.device("meta"):
+        transformer = plain_class(model.transformer).from_config(configuration)
+    transformer.load_state_dict(buffers | dict(weights), assign=True)
+    return transformer

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from digenrl.models.shards import own_part
+
 Gradients = dict[str, Tensor]  # by parameter; one without a gradient is absent
 
 
@@ -41,8 +43,8 @@ def add_into(sums: Gradients, more: Gradients) -> None:
 
 
 def take_gradients(parameters: Mapping[str, nn.Parameter]) -> Gradients:
-    """The gradients of the last backward, which are taken off the parameters."""
-    taken = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    """The gradients of the last backward, taken off the parameters; of sharded ones this rank's parts."""
+    taken = {name: own_part(p.grad) for name, p in parameters.items() if p.grad is not None}
     drop_gradients(parameters)
     return taken
 

@@ -22,7 +22,8 @@ class Tally:
     def add(self, measures: Mapping[str, Tensor]) -> None:
         """One value per term, by name."""
         for name, values in measures.items():
-            self._add(name, values.numel(), float(values.double().sum()), float(values.max()))
+            if values.numel():
+                self._add(name, values.numel(), float(values.double().sum()), float(values.max()))
 
     def merge(self, other: Tally) -> None:
         """Adds everything the other has counted."""
@@ -45,6 +46,15 @@ class Tally:
     def means(self) -> dict[str, float]:
         """All means, by name."""
         return {name: self._sum[name] / self._count[name] for name in sorted(self._count)}
+
+    def facts(self) -> dict[str, list[float]]:
+        """Everything counted, for JSON."""
+        return {name: [self._count[name], self._sum[name], self._largest[name]] for name in self._count}
+
+    def add_facts(self, facts: Mapping[str, tuple[int, float, float]]) -> None:
+        """Adds what another tally counted, as its `facts` say."""
+        for name, (count, total, largest) in facts.items():
+            self._add(name, count, total, largest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +103,9 @@ def update_metrics(
     )
 
 
-def log_prob_mismatch(pairs: PairBatch) -> Mapping[str, Tensor]:
-    """How far this trainer's log-probs are from the rollout's, for samples of the same weights."""
-    if not isinstance(pairs, StepPairs) or not bool(pairs.fresh_R.any()):
+def log_prob_mismatch(pairs: PairBatch, rows: int) -> Mapping[str, Tensor]:
+    """How far log-probs of the first rows are from the rollout's, for samples of the same weights."""
+    if not isinstance(pairs, StepPairs):
         return {}
-    return {"log_prob_mismatch": (pairs.log_prob_R - pairs.rollout_log_prob_R).detach().abs()[pairs.fresh_R]}
+    off_R = (pairs.log_prob_R - pairs.rollout_log_prob_R).detach().abs()
+    return {"log_prob_mismatch": off_R[:rows][pairs.fresh_R[:rows]]}

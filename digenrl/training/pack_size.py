@@ -39,15 +39,22 @@ class MemoryLine:
 
 
 def measure_largest_pack(
-    run_pack: Callable[[int], None], terms: int, *, device: torch.device, memory_share: float, limit: int
+    run_pack: Callable[[int], None],
+    terms: int,
+    *,
+    device: torch.device,
+    memory_share: float,
+    limit: int,
+    reserved_bytes: int = 0,
 ) -> int:
     """Runs packs of 1 and 4 (or 2) terms, of which there are `terms`, and draws the line.
 
     `run_pack` does a forward and backward of so many terms and leaves no trace. Not even one fitting raises.
+    `reserved_bytes` are for what several packs in a row hold and one alone does not.
     """
     if device.type == "cuda":
         run_pack(1)  # libraries take their workspaces in the first pass; they are not the pack's
-    budget = int(memory_share * _free_bytes(device))
+    budget = int(memory_share * _free_bytes(device)) - reserved_bytes
     first = (1, measured_bytes(lambda: run_pack(1), device))
     for size in SECOND_POINTS:
         if size > min(limit, terms):

@@ -1,4 +1,8 @@
-"""Forward and backward in packs; one that does not fit in memory is halved and repeated, same gradient."""
+"""Forward and backward in packs; one that does not fit in memory is halved and repeated, same gradient.
+
+Of several ranks each runs its share of the terms. Ranks of a sharded model gather weights and add gradients up
+inside a pass, so that all run the same packs: fillers make shares equally long, and no rank halves a pack alone.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +11,34 @@ from dataclasses import dataclass, field
 
 import torch
 
+from digenrl.config.reading import ConfigError
 from digenrl.config.training import TrainerSettings
 from digenrl.models.contract import Conditioning, DiffusionModel
 from digenrl.models.pairs import LossTerms, Objective
+from digenrl.training.agreement import check_same
 from digenrl.training.gradients import Gradients, GradientSums, drop_gradients, take_gradients
 from digenrl.training.metrics import Tally, log_prob_mismatch
 from digenrl.training.pack_size import measure_largest_pack
-from digenrl.training.packs import Term, halves
+from digenrl.training.packs import Rank, Term, filled_up, halves, share_of
 from digenrl.training.policies import Policies
+from digenrl.training.ranks import RankGroup
 from digenrl.training.replay import Replay
+from digenrl.training.sharding import add_up_in_next_backward
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """What all terms of one pass share.
 
-    `denominator` is Z. With `only_waiting` only the part that waits for the batch's scale is added up.
+    `denominator` is Z. With `only_waiting` only the part that waits for the batch's scale is added up. Another
+    `place` gives the odd terms to other ranks.
     """
 
     conditioning: Conditioning
     denominator: int
     before_updates: bool
     only_waiting: bool = False
+    place: int = 0
 
 
 @dataclass(slots=True)
@@ -45,7 +55,10 @@ class PassResult:
 
 
 class PackedPasses:
-    """Turns terms into gradients. Parameters have no gradient before and after, whatever happens."""
+    """Turns terms into gradients. Parameters have no gradient before and after, whatever happens.
+
+    But for a sharded model, where a pass that fails leaves others' collectives open: no other pass is run then.
+    """
 
     def __init__(
         self,
@@ -54,48 +67,78 @@ class PackedPasses:
         policies: Policies,
         replay: Replay,
         settings: TrainerSettings,
+        ranks: RankGroup | None = None,
     ) -> None:
         self._model = model
         self._objective = objective
-        self._parameters = policies.parameters
+        self._parameters = policies.model_parameters
+        self._sharded = policies.sharded
         self._replay = replay
         self._settings = settings
+        self._ranks = ranks
+        self._rank = Rank() if ranks is None else ranks.rank
+        self._unfinished = False
         self.pack_size = None if settings.pack_size == "auto" else settings.pack_size
 
     def run(self, terms: Sequence[Term], job: Job) -> PassResult:
-        """The sum over these terms of w * l / Z, as gradients."""
+        """The sum over this rank's share of w * l / Z, as gradients; of a sharded model over all these terms."""
+        if self._sharded:
+            self._check_all_run(len(terms))
+        self._unfinished = True
         result = PassResult()
         drop_gradients(self._parameters)
-        rest = terms
+        share = self._share_of(terms, job)
+        rest = share
         while rest:
-            size = self._current_pack_size(terms, job)
-            result.add(self._run_pack(rest[:size], job))
+            size = self._current_pack_size(share, len(terms), job)
+            result.add(self._run_pack(rest[:size], job, last=len(rest) <= size))
             rest = rest[size:]
+        self._unfinished = False
         return result
 
-    def _current_pack_size(self, terms: Sequence[Term], job: Job) -> int:
-        if self.pack_size is None and len(terms) == 1:
-            return 1  # too few to measure with
+    def _check_all_run(self, terms: int) -> None:
+        """Ranks that run another number of packs would wait for each other in vain."""
+        if self._unfinished:
+            raise RuntimeError("an earlier pass of this sharded trainer failed; make it anew on all ranks")
+        if self._ranks is not None:
+            check_same("number of terms of a group", self._ranks.gather(terms))
+
+    def _share_of(self, terms: Sequence[Term], job: Job) -> Sequence[Term]:
+        share = share_of(terms, self._rank, offset=job.place)
+        return filled_up(share, terms, self._rank.count) if self._sharded and terms else share
+
+    def _current_pack_size(self, share: Sequence[Term], terms_of_all: int, job: Job) -> int:
+        smallest_share = len(share) if self._sharded else terms_of_all // self._rank.count
+        if self.pack_size is None and smallest_share < 2:
+            return 1  # too few to measure with, on one rank at least
         if self.pack_size is None:
-            self.pack_size = measure_largest_pack(
-                lambda size: self._discarded(terms[:size], job),
-                len(terms),
+            measured = measure_largest_pack(
+                lambda size: self._discarded(share[:size], job),
+                smallest_share,
                 device=self._model.device,
                 memory_share=self._settings.memory_share,
                 limit=self._settings.largest_pack,
+                reserved_bytes=sum(p.nbytes for p in self._parameters.values()) if self._sharded else 0,
             )
+            self.pack_size = measured if self._ranks is None else min(self._ranks.gather(measured))
         return self.pack_size
 
     def _discarded(self, terms: Sequence[Term], job: Job) -> None:
         try:
-            self._forward_backward(terms, job)
+            self._forward_backward(terms, job, last=True)
+        except torch.OutOfMemoryError as error:
+            if self._sharded:
+                raise self._out_of_memory(len(terms)) from error
+            raise
         finally:
             drop_gradients(self._parameters)
 
-    def _run_pack(self, terms: Sequence[Term], job: Job) -> PassResult:
+    def _run_pack(self, terms: Sequence[Term], job: Job, last: bool) -> PassResult:
         try:
-            return self._forward_backward(terms, job)
-        except torch.OutOfMemoryError:
+            return self._forward_backward(terms, job, last)
+        except torch.OutOfMemoryError as error:
+            if self._sharded:
+                raise self._out_of_memory(len(terms)) from error
             if len(terms) == 1:
                 raise
         finally:
@@ -105,35 +148,52 @@ class PackedPasses:
             torch.cuda.empty_cache()
         first, second = halves(terms)
         self.pack_size = min(self.pack_size or len(terms), len(first))
-        result = self._run_pack(first, job)
-        result.add(self._run_pack(second, job))
+        result = self._run_pack(first, job, last)
+        result.add(self._run_pack(second, job, last))
         return result
 
-    def _forward_backward(self, terms: Sequence[Term], job: Job) -> PassResult:
+    def _out_of_memory(self, terms: int) -> ConfigError:
+        return ConfigError(
+            f"memory ran out in a pack of {terms} terms on rank {self._rank.index} of {self._rank.count}, and "
+            "ranks that share weights cannot halve it; lower training.pack_size, or set "
+            "training.gradient_checkpointing: true"
+        )
+
+    def _forward_backward(self, terms: Sequence[Term], job: Job, last: bool) -> PassResult:
         pairs = self._replay.pairs(terms, job.conditioning, before_updates=job.before_updates)
         loss = self._objective.loss(pairs)
-        result = PassResult(self._backward(loss, [term.weight / job.denominator for term in terms], job))
-        result.tally.add(loss.measures)
+        weights = [term.weight / job.denominator for term in terms]
+        result = PassResult(self._backward(loss, weights, job, last))
+        counted = sum(term.weight != 0 for term in terms)  # fillers come last
+        result.tally.add({name: values[:counted] for name, values in loss.measures.items()})
         if job.before_updates:
-            result.tally.add(log_prob_mismatch(pairs))
+            result.tally.add(log_prob_mismatch(pairs, counted * self._objective.rows_per_term))
         return result
 
-    def _backward(self, loss: LossTerms, weights: list[float], job: Job) -> GradientSums:
+    def _backward(self, loss: LossTerms, weights: list[float], job: Job, last: bool) -> GradientSums:
         total_M = loss.total_M()
         assert total_M.shape == (len(weights),), (
             f"{len(weights)} terms, but a loss of shape {tuple(total_M.shape)}"
         )
         weight_M = torch.tensor(weights, dtype=torch.float64).to(total_M)
         if self._objective.scale_over == "group":
-            return GradientSums(final=self._gradient_of((total_M * weight_M).sum()))
+            return GradientSums(final=self._gradient_of((total_M * weight_M).sum(), add_up=last))
         sums = GradientSums()
         fixed_M = None if job.only_waiting else loss.fixed_M
+        both = loss.scaled_M is not None and fixed_M is not None
         if loss.scaled_M is not None:
-            sums.waiting = self._gradient_of((loss.scaled_M * weight_M).sum(), keep_graph=fixed_M is not None)
+            waiting = (loss.scaled_M * weight_M).sum()
+            sums.waiting = self._gradient_of(waiting, add_up=last or both, keep_graph=both)
         if fixed_M is not None:
-            sums.final = self._gradient_of((fixed_M * weight_M).sum())
+            sums.final = self._gradient_of((fixed_M * weight_M).sum(), add_up=last or both)
         return sums
 
-    def _gradient_of(self, scalar: torch.Tensor, keep_graph: bool = False) -> Gradients:
+    def _gradient_of(self, scalar: torch.Tensor, add_up: bool, keep_graph: bool = False) -> Gradients:
+        """Of a sharded model none unless it is to `add_up`, and then also that of the backwards before.
+
+        FSDP2 keeps what is not added up in one place: gradients that are not to mix are added up every time.
+        """
+        if self._sharded:
+            add_up_in_next_backward(self._model.transformer, add_up)
         scalar.backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
         return take_gradients(self._parameters)

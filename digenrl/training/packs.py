@@ -6,7 +6,7 @@ A term is one summand of the loss: one sample at one step, or two samples compar
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from digenrl.models.pairs import Objective, ScoredGroup, Standing
@@ -17,7 +17,10 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One summand: its rows' trajectories and advantages, the step of the schedule, and its weight in the sum."""
+    """One summand: its rows' trajectories and advantages, the step of the schedule, and its weight in the sum.
+
+    One of weight 0 is a filler: it takes part in a forward and counts nowhere.
+    """
 
     trajectories: tuple[Trajectory, ...]
     advantages: tuple[float, ...]
@@ -52,6 +55,12 @@ def terms_of(group: ScoredGroup, standing: Standing, objective: Objective, sampl
 def share_of(items: Sequence[Item], rank: Rank, offset: int) -> list[Item]:
     """Every count-th item: shares differ by one at most, and another offset gives the odd ones to other ranks."""
     return [item for place, item in enumerate(items) if (place + offset) % rank.count == rank.index]
+
+
+def filled_up(share: Sequence[Term], terms: Sequence[Term], count: int) -> list[Term]:
+    """A share of these terms with fillers after it, so that the shares of all `count` ranks are equally long."""
+    largest = -(-len(terms) // count)
+    return [*share, *(replace(terms[0], weight=0.0) for _ in range(largest - len(share)))]
 
 
 def cut(items: Sequence[Item], largest: int) -> list[Sequence[Item]]:

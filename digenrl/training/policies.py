@@ -1,7 +1,7 @@
 """The policies of a trainer: the one it trains, the one before the batch, the reference, and a moving average.
 
 They share one model. A snapshot holds the trained weights alone and stands in for them inside a `with`; a graph
-that was built on the model's own weights must not be open then.
+that was built on the model's own weights must not be open then. Of a sharded model every rank holds its parts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.lora import adapters_disabled, has_lora
-from digenrl.models.published import check_fits, published_name, weights_state
+from digenrl.models.published import check_fits, gathered_weights, published_name, weights_state
+from digenrl.models.shards import is_sharded, own_part
 
 
 def trained_parameters(model: DiffusionModel) -> dict[str, nn.Parameter]:
@@ -33,10 +34,11 @@ def trained_parameters(model: DiffusionModel) -> dict[str, nn.Parameter]:
 
 
 class Snapshot:
-    """A copy of the trained weights."""
+    """A copy of the trained weights. `in_place` where others hold the parameters' very memory, as FSDP2 does."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: dict[str, nn.Parameter], in_place: bool = False) -> None:
         self._parameters = parameters
+        self._in_place = in_place
         self.values: dict[str, Tensor] = {name: p.detach().clone() for name, p in parameters.items()}
 
     @contextmanager
@@ -50,7 +52,12 @@ class Snapshot:
 
     def _swap(self) -> None:
         for name, parameter in self._parameters.items():
-            parameter.data, self.values[name] = self.values[name], parameter.data
+            if self._in_place:
+                other = self.values[name].clone()
+                self.values[name].copy_(parameter.data)
+                parameter.data.copy_(other)
+            else:
+                parameter.data, self.values[name] = self.values[name], parameter.data
 
     @torch.no_grad()
     def follow(self, decay: float) -> None:
@@ -80,16 +87,28 @@ class Policies:
 
     A version of the weights is what is published when a batch is committed. Inside a batch of several updates the
     trained weights are of no version; those of the last one are then at hand only as the old policy.
+
+    `model_parameters` are those that get gradients, `parameters` what the optimizer changes: the same or, of a
+    sharded model, this rank's parts of them.
     """
 
     def __init__(self, model: DiffusionModel, *, keep_old: bool, keep_reference: bool) -> None:
-        self.parameters = trained_parameters(model)
+        self.model_parameters = trained_parameters(model)
+        self.sharded = is_sharded(model.transformer)
+        self.parameters = self.model_parameters
+        if self.sharded:
+            parts = {name: own_part(value.detach()) for name, value in self.model_parameters.items()}
+            self.parameters = {name: nn.Parameter(part) for name, part in parts.items()}
         self._model = model
         self._left_version = False
         self._last_version: Mapping[str, Tensor] = {}  # trained weights of a version that was left
-        self.old_snapshot = Snapshot(self.parameters) if keep_old else None
+        self.old_snapshot = self.snapshot() if keep_old else None
         frozen_copy = keep_reference and not has_lora(model)
-        self._reference_snapshot = Snapshot(self.parameters) if frozen_copy else None
+        self._reference_snapshot = self.snapshot() if frozen_copy else None
+
+    def snapshot(self) -> Snapshot:
+        """A copy of the trained weights of now."""
+        return Snapshot(self.parameters, in_place=self.sharded)
 
     def generating(self) -> AbstractContextManager[None]:
         """The last version's weights, to generate with: the trained ones, or a policy that follows them."""
@@ -103,12 +122,24 @@ class Policies:
         return nullcontext()
 
     def published(self) -> dict[str, Tensor]:
-        """A copy of the last version's weights, which `load_published` takes over; where they are at hand."""
+        """A copy of the last version's weights, which `load_published` takes over; where they are at hand.
+
+        Of a sharded model all ranks ask; the first gets whole weights, on its CPU, and the others none.
+        """
+        if self.sharded:
+            return self._published_by_all()
         if self.old_snapshot is None and self._last_version:
             kept = {published_name(name): value.clone() for name, value in self._last_version.items()}
             return weights_state(self._model) | kept
         with self.generating():
             return weights_state(self._model)
+
+    def _published_by_all(self) -> dict[str, Tensor]:
+        if self.old_snapshot is not None:
+            return gathered_weights(self._model, self.old_snapshot.values)
+        if not self._last_version:
+            self.generating()  # raises where the last version is not at hand
+        return gathered_weights(self._model, self._last_version)
 
     def old(self) -> AbstractContextManager[None]:
         """The weights before the batch's first update or, where an algorithm lets them follow slowly, behind."""
@@ -124,9 +155,10 @@ class Policies:
     def state(self, with_reference: bool = True) -> dict[str, dict[str, Tensor] | None]:
         """A copy, on the CPU, of the trained weights and of the snapshots held.
 
-        An old policy that equals the trained one to the last bit is left out: None, as where there is none.
+        An old policy that equals the trained one to the last bit is left out: None, as where there is none. Not of
+        a sharded model: a rank's parts may be equal where others' are not.
         """
-        lags = self.old_snapshot is not None and not self.old_snapshot.equals_current()
+        lags = self.old_snapshot is not None and (self.sharded or not self.old_snapshot.equals_current())
         return {
             "current": cpu_copy(self.parameters),
             "old": self.old_snapshot.state() if self.old_snapshot is not None and lags else None,

@@ -9,7 +9,7 @@ come in the same slices (see `sum_in_order`), on the others only by rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from digenrl.config.training import TrainerSettings
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.pairs import Objective, ScoredGroup, Standing
 from digenrl.models.published import check_fits
+from digenrl.training.agreement import Agreed, UpdateFacts, agree
 from digenrl.training.gradients import Gradients, GradientSums, add_into, total_norm
 from digenrl.training.metrics import UpdateMetrics, update_metrics
 from digenrl.training.optimizer import (
@@ -30,9 +31,11 @@ from digenrl.training.optimizer import (
 )
 from digenrl.training.ordered_sums import OrderedSums
 from digenrl.training.packed import Job, PackedPasses, PassResult
-from digenrl.training.packs import Rank, Term, share_of, terms_of, update_of
-from digenrl.training.policies import Policies, Snapshot, use_gradient_checkpointing
+from digenrl.training.packs import Term, terms_of, update_of
+from digenrl.training.policies import Policies, use_gradient_checkpointing
+from digenrl.training.ranks import RankGroup
 from digenrl.training.replay import DrawNoise, Replay
+from digenrl.training.sharding import Cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +73,12 @@ class _Entry:
 
 
 class Trainer:
-    """One rank's trainer. Every rank is handed the same groups and takes its share of their terms.
+    """One rank's trainer. All ranks are handed the same groups in the same order; each takes its share of terms.
 
-    `sum_over_ranks` adds up gradients, of all trained parameters, over all ranks; with one rank it is not needed.
+    Of several `ranks` each holds the whole model, and gradients are added up when an update is committed. Or the
+    model is sharded (see `digenrl.training.sharding`): every rank holds its parts of weights, gradients and
+    moments, and none can generate by itself. An update is committed on all ranks or on none.
+
     With several updates per batch, `helps` keeps the last version's weights, so that the trainer can generate with
     them inside a batch, and `keep_last_version` a copy of the whole state on the CPU, so that
     `state_at_last_version` is at hand there too. With one update per batch both come for nothing.
@@ -86,8 +92,7 @@ class Trainer:
         batch_shape: BatchShape,
         draw_noise: DrawNoise,
         *,
-        rank: Rank | None = None,
-        sum_over_ranks: Callable[[Gradients], Gradients] | None = None,
+        ranks: RankGroup | None = None,
         helps: bool = False,
         keep_last_version: bool = False,
     ) -> None:
@@ -95,17 +100,18 @@ class Trainer:
         self._objective = objective
         self._settings = settings
         self._shape = batch_shape
-        self._rank = rank or Rank()
-        self._sum_over_ranks = sum_over_ranks
+        self.ranks = ranks
         recompute = settings.old_log_probs == "recomputed"
         keep_old = objective.needs.old_policy or (objective.updates_per_batch > 1 and (recompute or helps))
         self.policies = Policies(model, keep_old=keep_old, keep_reference=objective.needs.reference)
-        self.ema = None if settings.ema is None else Snapshot(self.policies.parameters)
+        _check_sharding(self.policies, ranks, helps)
+        self.cut = Cut.of(self.policies.model_parameters, ranks) if ranks and self.policies.sharded else None
+        self.ema = None if settings.ema is None else self.policies.snapshot()
         self.optimizer = make_optimizer(self.policies, settings)
         use_gradient_checkpointing(model, settings.gradient_checkpointing)
         autocast = settings.autocast == "bf16"
         replay = Replay(model, objective, self.policies, draw_noise, recompute=recompute, autocast=autocast)
-        self._passes = PackedPasses(model, objective, self.policies, replay, settings)
+        self._passes = PackedPasses(model, objective, self.policies, replay, settings, ranks)
         self.batch = 0  # also the version of the weights that fresh samples are made with
         self.update = 0  # of this batch
         self.updates_done = 0
@@ -172,24 +178,29 @@ class Trainer:
                 f"{self._missing()} are missing or not whole; add them before the commit"
             )
         gradient = self.gradient()
-        norm = total_norm(gradient)
-        if not math.isfinite(norm):
+        agreed = self._agreed(gradient)
+        if not math.isfinite(agreed.norm):
             raise FloatingPointError(
-                f"gradient norm of update {self.update} of batch {self.batch} is {norm}; the weights are unchanged"
+                f"gradient norm of update {self.update} of batch {self.batch} is {agreed.norm}; "
+                "the weights are unchanged"
             )
+        self._passes.pack_size = agreed.pack_size
         if self.update == 0:
             self._leave_version()
-        take_step(self.policies, self.optimizer, gradient, norm, self._settings.gradient_norm)
+        take_step(self.policies, self.optimizer, gradient, agreed.norm, self._settings.gradient_norm)
         self.updates_done += 1
         ema = self._settings.ema
         if ema is not None and self.ema is not None and self.updates_done % ema.every_updates == 0:
             self.ema.follow(ema.decay)
-        metrics = self._metrics(norm)
+        metrics = self._metrics(agreed)
         self._next_update()
         return metrics
 
     def gradient(self) -> Gradients:
-        """The gradient of the open update, which is complete, over all ranks and before clipping."""
+        """The gradient of the open update, which is complete, over all ranks and before clipping.
+
+        Of a sharded model this rank's parts of it.
+        """
         if self._objective.scale_over == "group":
             total = self._sums.total(1.0)
         else:
@@ -197,11 +208,13 @@ class Trainer:
             scale = self._objective.scale(in_order)
             total = self._sums.total(scale)
             add_into(total, {name: scale * value for name, value in self._clamp_corrections(scale).items()})
-        if self._sum_over_ranks is None:
+        if self.ranks is None or self.policies.sharded:
             return total
         # A rank whose share was empty has nothing to add, but takes part in the sum.
         parameters = self.policies.parameters
-        return self._sum_over_ranks({n: total.get(n, torch.zeros_like(p.data)) for n, p in parameters.items()})
+        total = {n: total[n] if n in total else torch.zeros_like(p.data) for n, p in parameters.items()}
+        self.ranks.sum_up(total)
+        return total
 
     def abandon_batch(self) -> None:
         """Forgets everything of the open batch; its updates that are committed are taken back."""
@@ -212,7 +225,8 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Everything that a trainer of the same settings needs to go on from here; only between batches.
 
-        A tree of dictionaries with tensors, all copies on the CPU, and of what JSON can hold.
+        A tree of dictionaries with tensors, all copies on the CPU, and of what JSON can hold. Of a sharded model
+        it holds this rank's parts, and under "shard" how they are cut.
         """
         if self.update or self._entries:
             raise RuntimeError(f"batch {self.batch} is open; save the trainer when it is committed")
@@ -231,8 +245,12 @@ class Trainer:
         return self._last_version | {"policies": policies}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a saved state; what is open is forgotten. A state that does not fit changes nothing."""
+        """Goes on from a saved state; what is open is forgotten. A state that does not fit changes nothing.
+
+        A sharded trainer takes whole states too, and those of the same rank among as many.
+        """
         parameters = self.policies.parameters
+        state = self._own_parts(state)
         self.policies.check_state(state["policies"])
         check_moments(state["optimizer"], parameters)
         if self.ema is not None:
@@ -257,9 +275,9 @@ class Trainer:
             }
             terms = [
                 replace(term, weight=weights[term.trajectories[0].sample.index])
-                for term in self._share(place, entry, weights)
+                for term in self._terms(entry, weights)
             ]
-            result.add(self._run(entry, terms, only_waiting=True))
+            result.add(self._run(place, entry, terms, only_waiting=True))
         return result.sums.waiting
 
     # --- Inside -----------------------------------------------------------------------------------------------
@@ -301,19 +319,18 @@ class Trainer:
         return counts.pop()
 
     def _train(self, place: int, entry: _Entry, wanted: set[int]) -> None:
-        entry.sums.add(wanted, self._run(entry, self._share(place, entry, wanted)))
+        entry.sums.add(wanted, self._run(place, entry, self._terms(entry, wanted)))
         entry.trained |= wanted
         if len(entry.trained) == self._shape.group_size:
             self._open.add([place], entry.sums.total)
             entry.sums = OrderedSums([], in_order=False)  # nothing more comes
             entry.group = entry.group if self._objective.scale_over == "batch" else None
 
-    def _share(self, place: int, entry: _Entry, samples: Iterable[int]) -> list[Term]:
+    def _terms(self, entry: _Entry, samples: Iterable[int]) -> list[Term]:
         assert entry.group is not None
-        terms = terms_of(entry.group, entry.standing, self._objective, samples)
-        return share_of(terms, self._rank, offset=place)
+        return terms_of(entry.group, entry.standing, self._objective, samples)
 
-    def _run(self, entry: _Entry, terms: list[Term], only_waiting: bool = False) -> PassResult:
+    def _run(self, place: int, entry: _Entry, terms: list[Term], only_waiting: bool = False) -> PassResult:
         assert entry.group is not None
         return self._passes.run(
             terms,
@@ -322,6 +339,7 @@ class Trainer:
                 denominator=self._denominator(entry),
                 before_updates=self.update == 0,
                 only_waiting=only_waiting,
+                place=place,
             ),
         )
 
@@ -342,14 +360,27 @@ class Trainer:
             missing |= set(range(self._shape.groups)) - self._entries.keys()
         return sorted(missing)
 
-    def _metrics(self, norm: float) -> UpdateMetrics:
+    def _agreed(self, gradient: Gradients) -> Agreed:
+        """What all ranks say of the open update, once they agree."""
+        facts = UpdateFacts(
+            batch=self.batch,
+            update=self.update,
+            updates_done=self.updates_done,
+            groups=[(place, entry.index, entry.rewards) for place, entry in sorted(self._entries.items())],
+            norm=total_norm(gradient),
+            pack_size=self._passes.pack_size,
+            tally=self._open.total.tally,
+        )
+        return agree(facts, self.ranks, sharded=self.policies.sharded)
+
+    def _metrics(self, agreed: Agreed) -> UpdateMetrics:
         entries = [self._entries[place] for place in self._places_of(self.update)]
         return update_metrics(
-            self._open.total.tally,
+            agreed.tally,
             batch=self.batch,
             update=self.update,
             rewards=[reward for entry in entries for reward in entry.rewards],
-            gradient_norm=norm,
+            gradient_norm=agreed.norm,
             zero_spread_groups=sum(not entry.standing.chosen for entry in entries),
             terms=self._denominator(entries[0]),
             pack_size=self._passes.pack_size or 0,
@@ -397,7 +428,24 @@ class Trainer:
             "policies": self.policies.state(with_reference),
             "ema": None if self.ema is None else self.ema.state(),
             "optimizer": optimizer_state(self.optimizer, self.policies.parameters),
+            "shard": None if self.cut is None else self.cut.facts(),
         }
+
+    def _own_parts(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The state as this rank holds it."""
+        shard = state.get("shard")
+        if shard is None and self.cut is not None:
+            whole = self.policies.model_parameters
+            check_fits("state of the trained weights", state["policies"]["current"], whole)
+            return self.cut.parts_of(state)
+        if shard is not None and (self.cut is None or Cut.of_facts(shard) != self.cut):
+            cut = self.cut
+            here = "holds whole weights" if cut is None else f"is rank {cut.index} of {cut.count}"
+            raise ValueError(
+                f"state does not fit: it has the parts of rank {shard['index']} of {shard['count']}, and this "
+                f"trainer {here}; save a checkpoint with those ranks, and read it with these"
+            )
+        return state
 
 
 def _check(shape: BatchShape, objective: Objective, settings: TrainerSettings) -> None:
@@ -408,3 +456,12 @@ def _check(shape: BatchShape, objective: Objective, settings: TrainerSettings) -
         )
     if objective.needs.recomputed_log_probs and settings.old_log_probs != "recomputed":
         raise ValueError("this algorithm needs old_log_probs: recomputed, got rollout")
+
+
+def _check_sharding(policies: Policies, ranks: RankGroup | None, helps: bool) -> None:
+    if policies.sharded and ranks is None:
+        raise ValueError("a sharded model is trained by the ranks that it is spread over; hand them over")
+    if policies.sharded and helps:
+        raise ValueError(
+            "a sharded trainer cannot generate: no rank holds all weights; use helps=False, or train adapters"
+        )

@@ -21,7 +21,7 @@ def written_whole(target: Path) -> Iterator[Path]:
 
     What stood there before is replaced. If anything raises, it stays as it was and the new folder is gone.
     """
-    partial = target.with_name(SAVING + target.name)
+    partial = partial_of(target)
     if partial.exists():
         shutil.rmtree(partial)
     try:
@@ -31,6 +31,11 @@ def written_whole(target: Path) -> Iterator[Path]:
         _put_in_place(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def partial_of(target: Path) -> Path:
+    """Where `written_whole` has a folder written, for others who write into it too."""
+    return target.with_name(SAVING + target.name)
 
 
 def remove_whole(folder: Path) -> None:

@@ -1,12 +1,13 @@
 """What travels between a runtime and its workers: orders and reports. Ids, texts and numbers; never tensors.
 
-A worker carries out its orders one after the other and answers each with one report. Needs no torch.
+A worker carries out its orders one after the other and answers each with one report. An order knows the names in
+the exchange that it reads and those that it may leave there. Needs no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from digenrl.exchange.folder import WeightsReference
@@ -54,12 +55,39 @@ def slice_name(lease: Lease) -> str:
     return f"slice-{lease.epoch}"
 
 
+def pixels_name(slice_name: str) -> str:
+    """Where the pixels of a made slice lie until they are scored."""
+    return f"{slice_name}-pixels"
+
+
+def weights_name(version: int) -> str:
+    """Where a version's weights lie."""
+    return f"weights-{version}"
+
+
+def state_name(version: int, rank: int) -> str:
+    """Where a trainer's state at a version lies, for one that takes its place; each rank's where it is sharded."""
+    return f"state-{version}-{rank}"
+
+
 # --- Orders ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
     """Something to do; answered by one report."""
+
+    def reads(self) -> tuple[str, ...]:
+        """Names that have to lie in the exchange."""
+        return ()
+
+    def leaves(self) -> tuple[str, ...]:
+        """Names that may lie in the exchange afterwards."""
+        return ()
+
+    def for_rank(self, rank: int) -> Order:
+        """The same order, as one of several ranks that carry it out together gets it."""
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +96,9 @@ class EncodePrompts(Order):
 
     prompts: tuple[EncodedPrompt, ...]
 
+    def leaves(self) -> tuple[str, ...]:
+        return _rows(self.prompts)
+
 
 @dataclass(frozen=True, slots=True)
 class MakeSlice(Order):
@@ -75,6 +106,13 @@ class MakeSlice(Order):
 
     lease: Lease
     prompt: EncodedPrompt
+
+    def reads(self) -> tuple[str, ...]:
+        return (self.prompt.row,)
+
+    def leaves(self) -> tuple[str, ...]:
+        name = slice_name(self.lease)
+        return (name, pixels_name(name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +123,9 @@ class ScoreSamples(Order):
     of: MadeSlice
     prompt: EncodedPrompt
 
+    def reads(self) -> tuple[str, ...]:
+        return (pixels_name(self.of.name),)
+
 
 @dataclass(frozen=True, slots=True)
 class LearnGroups(Order):
@@ -92,12 +133,46 @@ class LearnGroups(Order):
 
     groups: tuple[LearnableGroup, ...]
 
+    def reads(self) -> tuple[str, ...]:
+        made = tuple(each.name for group in self.groups for each in group.slices)
+        return (*_rows(group.prompt for group in self.groups), *made)
+
 
 @dataclass(frozen=True, slots=True)
 class TakeStep(Order):
-    """Take the optimizer step and lay the new version out for others. Answered by StepTaken."""
+    """Take the optimizer step and lay the new version out for others. Answered by StepTaken.
+
+    With `keep` the whole state is laid out too, for a trainer that takes this one's place. Of a replicated trainer
+    the first rank does so, of a `sharded` one every rank.
+    """
 
     step: int
+    keep: bool = False
+    sharded: bool = False
+    rank: int = 0
+
+    def leaves(self) -> tuple[str, ...]:
+        weights = (weights_name(self.step + 1),) if self.rank == 0 else ()
+        keeps = self.keep and (self.sharded or self.rank == 0)
+        return (*weights, state_name(self.step + 1, self.rank)) if keeps else weights
+
+    def for_rank(self, rank: int) -> TakeStep:
+        return replace(self, rank=rank)
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreState(Order):
+    """Go on from the state that a trainer before this one laid out at `version`. Answered by StateRestored."""
+
+    version: int
+    sharded: bool = False
+    rank: int = 0
+
+    def reads(self) -> tuple[str, ...]:
+        return (state_name(self.version, self.rank if self.sharded else 0),)
+
+    def for_rank(self, rank: int) -> RestoreState:
+        return replace(self, rank=rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +181,9 @@ class LoadWeights(Order):
 
     version: int
     weights: WeightsReference
+
+    def reads(self) -> tuple[str, ...]:
+        return (self.weights.name,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +209,12 @@ class EvaluatePrompts(Order):
     pictures: str
     shown: int
 
+    def reads(self) -> tuple[str, ...]:
+        return (self.weights.name, *_rows(self.prompts))
+
+    def leaves(self) -> tuple[str, ...]:
+        return (self.name,)
+
 
 @dataclass(frozen=True, slots=True)
 class ScoreEvaluation(Order):
@@ -139,6 +223,9 @@ class ScoreEvaluation(Order):
     first: int
     prompts: tuple[EncodedPrompt, ...]
     name: str
+
+    def reads(self) -> tuple[str, ...]:
+        return (self.name,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +245,9 @@ class RehearseMaking(Order):
     prompt: EncodedPrompt
     sizes: tuple[int, ...]
 
+    def reads(self) -> tuple[str, ...]:
+        return (self.prompt.row,)
+
 
 @dataclass(frozen=True, slots=True)
 class RehearseLearning(Order):
@@ -165,6 +255,9 @@ class RehearseLearning(Order):
 
     prompt: EncodedPrompt
     samples: int
+
+    def reads(self) -> tuple[str, ...]:
+        return (self.prompt.row,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +270,25 @@ class ScoreRehearsal(Order):
 
 @dataclass(frozen=True, slots=True)
 class LayOutWeights(Order):
-    """Lay the trainer's version out for others. Answered by WeightsLaidOut."""
+    """Lay the trainer's version, which is this one, out for others. Answered by WeightsLaidOut.
+
+    `keep` and what follows are as in TakeStep.
+    """
+
+    version: int
+    keep: bool = False
+    sharded: bool = False
+    rank: int = 0
+
+    def leaves(self) -> tuple[str, ...]:
+        return TakeStep(self.version - 1, self.keep, self.sharded, self.rank).leaves()
+
+    def for_rank(self, rank: int) -> LayOutWeights:
+        return replace(self, rank=rank)
+
+
+def _rows(prompts: Iterable[EncodedPrompt]) -> tuple[str, ...]:
+    return tuple(prompt.row for prompt in prompts)
 
 
 # --- Reports -----------------------------------------------------------------------------------------------------
@@ -235,8 +346,15 @@ class StepTaken(Report):
 
 
 @dataclass(frozen=True, slots=True)
+class StateRestored(Report):
+    """The trainer stands where its predecessor did."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class WeightsLaidOut(Report):
-    """The trainer's version lies in the exchange."""
+    """The trainer's version lies in the exchange; without weights if it is not the one that was asked for."""
 
     version: int
     weights: WeightsReference

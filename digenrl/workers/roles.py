@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any, Protocol
 
 import torch
@@ -18,13 +18,15 @@ from torch import Tensor
 
 from digenrl import stages
 from digenrl.exchange.folder import WeightsReference
-from digenrl.exchange.tensors import TensorExchange
+from digenrl.exchange.tensors import Exchange
+from digenrl.generation.rollout import GeneratedSlice
 from digenrl.models.contract import Conditioning, DiffusionModel
 from digenrl.models.pairs import ScoredGroup
 from digenrl.models.published import load_published
 from digenrl.records import Slice
 from digenrl.rewards.contract import Reward, RewardError
 from digenrl.stages import Blueprint
+from digenrl.training.state_trees import state_as_tensors, state_of_tensors
 from digenrl.training.trainer import Trainer
 from digenrl.workers.orders import (
     ChangeRole,
@@ -47,6 +49,7 @@ from digenrl.workers.orders import (
     RehearseLearning,
     RehearseMaking,
     Report,
+    RestoreState,
     RoleChanged,
     SamplesRated,
     ScoreEvaluation,
@@ -55,11 +58,15 @@ from digenrl.workers.orders import (
     ScoreSamples,
     ScoringRehearsed,
     SliceMade,
+    StateRestored,
     StepTaken,
     TakeStep,
     WeightsLaidOut,
     WeightsLoaded,
+    pixels_name,
     slice_name,
+    state_name,
+    weights_name,
 )
 from digenrl.workers.pictures import save_pictures
 from digenrl.workers.tensor_files import (
@@ -71,6 +78,7 @@ from digenrl.workers.tensor_files import (
 
 Handlers = Mapping[type[Order], Callable[[Any], Report]]
 REHEARSED = -1  # the step of samples that are made and forgotten
+NO_WEIGHTS = WeightsReference("", 0, 0)  # of ranks that leave publishing to the first
 
 
 class Role(Protocol):
@@ -83,7 +91,7 @@ class Role(Protocol):
 class Encoding:
     """Encodes prompts, each once, and lays their rows out."""
 
-    def __init__(self, model: DiffusionModel, exchange: TensorExchange, negative_prompt: str | None) -> None:
+    def __init__(self, model: DiffusionModel, exchange: Exchange, negative_prompt: str | None) -> None:
         self._model, self._exchange = model, exchange
         self._negative = None if negative_prompt is None else [negative_prompt]
         self.handlers: Handlers = {EncodePrompts: self.encode}
@@ -100,7 +108,7 @@ class Encoding:
 class Scoring:
     """Turns pixels into rewards."""
 
-    def __init__(self, blueprint: Blueprint, scorer: Reward, exchange: TensorExchange) -> None:
+    def __init__(self, blueprint: Blueprint, scorer: Reward, exchange: Exchange) -> None:
         self._blueprint, self._scorer, self._exchange = blueprint, scorer, exchange
         self.handlers: Handlers = {
             ScoreSamples: self.score_samples,
@@ -148,12 +156,13 @@ class Generating:
         self,
         blueprint: Blueprint,
         model: DiffusionModel,
-        exchange: TensorExchange,
+        exchange: Exchange,
         scoring: Scoring | None = None,
         trainer: Trainer | None = None,
+        slowdown: float = 1.0,
     ) -> None:
         self._blueprint, self._model, self._exchange = blueprint, model, exchange
-        self._scoring, self._trainer = scoring, trainer
+        self._scoring, self._trainer, self._slowdown = scoring, trainer, slowdown
         self._loaded_version = 0
         self.handlers: Handlers = {
             MakeSlice: self.make_slice,
@@ -171,10 +180,7 @@ class Generating:
         """Made with the version at hand: that of the lease, or a newer one that arrived meanwhile."""
         assert self.version >= order.lease.version, f"{order.lease} asks for weights that never came"
         piece, name = order.lease.slice, slice_name(order.lease)
-        with self._weights():
-            made, pixels_BFCHW = stages.generate(
-                self._blueprint, self._model, self._row(order.prompt), piece, self.version
-            )
+        made, pixels_BFCHW = self._generate(order.prompt, piece)
         self._exchange.put(name, trajectory_tensors(made.trajectories))
         where = MadeSlice(piece, name, self.version)
         if self._scoring is None:
@@ -223,15 +229,19 @@ class Generating:
             made, _ = stages.generate(self._blueprint, self._model, row, piece, self.version)
         return ScoredGroup(row, made.trajectories, tuple(float(index) for index in range(samples)))
 
+    def _generate(self, prompt: EncodedPrompt, piece: Slice) -> tuple[GeneratedSlice, Tensor]:
+        began = perf_counter()
+        with self._weights():
+            made = stages.generate(self._blueprint, self._model, self._row(prompt), piece, self.version)
+        if self._slowdown > 1:
+            sleep((perf_counter() - began) * (self._slowdown - 1))
+        return made
+
     def _rehearse_slice(self, prompt: EncodedPrompt, size: int) -> float:
         seconds, name = [], f"rehearsal-{os.getpid()}"  # everybody rehearses at the same time
         for _ in range(2):
             began = perf_counter()
-            piece = Slice(REHEARSED, 0, 0, size)
-            with self._weights():
-                made, pixels_BFCHW = stages.generate(
-                    self._blueprint, self._model, self._row(prompt), piece, self.version
-                )
+            made, pixels_BFCHW = self._generate(prompt, Slice(REHEARSED, 0, 0, size))
             self._exchange.put(name, trajectory_tensors(made.trajectories))
             self._exchange.drop(name)
             if self._scoring is not None:
@@ -260,7 +270,7 @@ class Learning:
         self,
         blueprint: Blueprint,
         model: DiffusionModel,
-        exchange: TensorExchange,
+        exchange: Exchange,
         trainer: Trainer,
         generating: Generating,
     ) -> None:
@@ -271,6 +281,7 @@ class Learning:
             TakeStep: self.take_step,
             ChangeRole: self.change_role,
             LayOutWeights: self.lay_out_weights,
+            RestoreState: self.restore,
             RehearseLearning: self.rehearse,
         }
 
@@ -289,13 +300,30 @@ class Learning:
         updates: list[Mapping[str, Any]] = []
         while self._trainer.batch == order.step:
             updates.append(asdict(self._trainer.commit()))
-        return StepTaken(order.step, tuple(updates), self.lay_out_weights(LayOutWeights()).weights)
+        version = LayOutWeights(order.step + 1, order.keep, order.sharded, order.rank)
+        return StepTaken(order.step, tuple(updates), self.lay_out_weights(version).weights)
 
     def lay_out_weights(self, order: LayOutWeights) -> WeightsLaidOut:
-        """The weights that the next batch is generated with."""
-        version = self._trainer.batch
-        weights = self._exchange.put_weights(f"weights-{version}", stages.publish(self._trainer))
-        return WeightsLaidOut(version, weights)
+        """The weights that the next batch is generated with and, if asked for, all that a successor needs.
+
+        A version that the trainer has left meanwhile is nobody's concern any more.
+        """
+        if order.version != self._trainer.batch:
+            return WeightsLaidOut(self._trainer.batch, NO_WEIGHTS)
+        published = stages.publish(self._trainer)  # by all ranks together, where weights are sharded
+        weights = NO_WEIGHTS
+        if order.rank == 0:
+            weights = self._exchange.put_weights(weights_name(order.version), published)
+        if order.keep and (order.sharded or order.rank == 0):
+            state = state_as_tensors(self._trainer.state_at_last_version())
+            self._exchange.put(state_name(order.version, order.rank), state)
+        return WeightsLaidOut(order.version, weights)
+
+    def restore(self, order: RestoreState) -> StateRestored:
+        """What was open is the driver's to hand out again."""
+        (name,) = order.reads()
+        self._trainer.load_state(state_of_tensors(self._exchange.get(name)))
+        return StateRestored(order.version)
 
     def change_role(self, order: ChangeRole) -> RoleChanged:
         """Nothing to move: one model serves both, and gradients are kept apart from it."""
@@ -319,8 +347,3 @@ class Learning:
         samples = tuple(made.slice.samples())
         tensors = {name: value.to(self._model.device) for name, value in self._exchange.get(made.name).items()}
         return trajectories_of(tensors, samples, stages.plan(self._blueprint, self._model, samples), made.version)
-
-
-def pixels_name(slice_name: str) -> str:
-    """Where the pixels of a made slice lie until they are scored."""
-    return f"{slice_name}-pixels"

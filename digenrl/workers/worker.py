@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import traceback
+from socket import gethostname
 
 from digenrl.config.reading import ConfigError
-from digenrl.exchange.folder import ExchangeFolder
-from digenrl.exchange.tensors import TensorExchange
+from digenrl.exchange.tensors import Exchange
+from digenrl.models.contract import DiffusionModel
 from digenrl.rewards.building import build_rewards
 from digenrl.rewards.contract import RewardError
-from digenrl.stages import make_trainer
+from digenrl.stages import Blueprint, make_trainer
+from digenrl.training.ranks import join_ranks
+from digenrl.training.sharding import shard_model
+from digenrl.training.trainer import Trainer
 from digenrl.workers.assignment import Assignment
 from digenrl.workers.blueprint import load_model, load_text_encoders, read_blueprint
 from digenrl.workers.orders import Order, OrderFailed, Ready, Report
@@ -39,21 +43,24 @@ def failure(order: Order, error: Exception) -> OrderFailed:
     return OrderFailed(order, reason, details=traceback.format_exc())
 
 
-def start_worker(assignment: Assignment) -> tuple[Worker | None, Report]:
-    """A worker and its first report: that it is ready or, without one, why it could not be built."""
+def start_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "") -> tuple[Worker | None, Report]:
+    """A worker and its first report: that it is ready or, without one, why it could not be built.
+
+    `rendezvous` is where the ranks of a trainer meet, as `torch.distributed` takes it.
+    """
     try:
-        return build_worker(assignment), Ready()
+        return build_worker(assignment, exchange, rendezvous), Ready()
     except ConfigError as error:
         return None, OrderFailed(Order(), str(error), mistake=True)
     except Exception as error:  # whoever starts it tells it, and ends the run
         return None, failure(Order(), error)
 
 
-def build_worker(assignment: Assignment) -> Worker:
+def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "") -> Worker:
     """Loads what the duties need, each once; raises ConfigError for what a user got wrong."""
     duties, recipe = assignment.duties, assignment.recipe
     blueprint = read_blueprint(recipe)
-    exchange = TensorExchange(ExchangeFolder(assignment.exchange))
+    _check_run_is_here(assignment)
     roles: list[Role] = []
     scoring = Scoring(blueprint, build_rewards(recipe.rewards), exchange) if "score" in duties else None
     if scoring is not None:
@@ -63,8 +70,8 @@ def build_worker(assignment: Assignment) -> Worker:
         roles.append(Encoding(encoders, exchange, recipe.model.negative_prompt))
     if "generate" in duties or "learn" in duties:
         model = load_model(blueprint, assignment.device)
-        trainer = make_trainer(blueprint, model, helps="generate" in duties) if "learn" in duties else None
-        generating = Generating(blueprint, model, exchange, scoring, trainer)
+        trainer = _build_trainer(blueprint, model, assignment, rendezvous) if "learn" in duties else None
+        generating = Generating(blueprint, model, exchange, scoring, trainer, assignment.slowdown)
         roles.append(generating)
         if trainer is not None:
             saving = Saving(model, trainer)
@@ -72,3 +79,23 @@ def build_worker(assignment: Assignment) -> Worker:
                 saving.resume(assignment.checkpoint)
             roles += [Learning(blueprint, model, exchange, trainer, generating), saving]
     return Worker(roles)
+
+
+def _build_trainer(
+    blueprint: Blueprint, model: DiffusionModel, assignment: Assignment, rendezvous: str
+) -> Trainer:
+    place = assignment.ranks
+    ranks = None if place is None else join_ranks(rendezvous, place.index, place.count, model.device)
+    if ranks is not None and blueprint.recipe.sharded:
+        shard_model(model, ranks)
+    return make_trainer(blueprint, model, helps="generate" in assignment.duties, ranks=ranks)
+
+
+def _check_run_is_here(assignment: Assignment) -> None:
+    """Files of a run are written where they are made: all machines have to see its folder."""
+    run = assignment.run
+    if run is not None and not run.is_dir():
+        raise ConfigError(
+            f"{assignment.name} on {gethostname()} does not see the run's folder {run}; give one that all "
+            "machines share with --out, or run on this machine alone"
+        )

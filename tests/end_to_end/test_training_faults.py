@@ -66,6 +66,21 @@ class Hurt:
         wait_for(stopped_inside, "a slice")
         os.kill(pid, signal.SIGKILL)
 
+    def kill_inside_training(self, worker: str) -> None:
+        """Stopped first, with something in the open gradient that the rest of the step waits for."""
+        pid = self.after(1)[worker]
+
+        def stopped_inside() -> bool:
+            os.kill(pid, signal.SIGSTOP)
+            wait_for(lambda: is_stalled(self.run), "everybody to wait")
+            if open_gradient(self.run):
+                return True
+            os.kill(pid, signal.SIGCONT)
+            return False
+
+        wait_for(stopped_inside, "an open gradient")
+        os.kill(pid, signal.SIGKILL)
+
     def assert_nothing_is_left(self) -> None:
         assert self.exchange is not None
         assert_nothing_is_left(self.run, self.exchange)
@@ -81,6 +96,17 @@ def open_leases(run: Path, lane: int) -> set[int]:
             if isinstance(action, Generate) and action.lease.lane == lane:
                 given.add(action.lease.epoch)
     return given
+
+
+def open_gradient(run: Path) -> int:
+    """How many groups are trained and not committed."""
+    groups = 0
+    for decision in read_journal(run / "journal.jsonl"):
+        if isinstance(decision.event, Committed):
+            groups = 0
+        elif isinstance(decision.event, Trained):
+            groups += 1
+    return groups
 
 
 def test_a_generator_killed_inside_a_slice_is_replaced_and_the_weights_are_the_same(
@@ -119,11 +145,48 @@ def test_a_reward_worker_and_an_encoder_that_are_killed_are_replaced(live: LiveR
     hurt.assert_nothing_is_left()
 
 
-def test_a_killed_trainer_ends_the_run_and_the_message_says_how_to_go_on(live: LiveRuns) -> None:
+@pytest.mark.parametrize("options", [(), ("algorithm.options.updates_per_batch=2",)])
+def test_a_killed_trainer_is_replaced_by_one_that_goes_on_from_the_last_commit(
+    options: tuple[str, ...], live: LiveRuns
+) -> None:
+    path = live.new_path()
+    hurt = Hurt(path)
+    with Meanwhile(path, lambda: hurt.kill_inside_training("trainer")):
+        status, run = live.run("steps=6", *options, out=path)
+    assert status is Status.FINISHED
+    assert trained(run, 6) == trained(live.finished("steps=6", "mode=colocated", *options), 6)
+    assert metric(run, "step") == list(range(6))
+    hurt.assert_nothing_is_left()
+
+
+def test_a_killed_trainer_whose_state_is_not_in_memory_goes_on_from_the_last_checkpoint(live: LiveRuns) -> None:
+    path = live.new_path()
+    hurt = Hurt(path)
+    with Meanwhile(path, lambda: hurt.kill("trainer", steps=3)):
+        status, run = live.run(
+            "steps=30", "checkpoint.in_memory=false", "checkpoint.every=2", "checkpoint.keep=99", out=path
+        )
+    assert status is Status.FINISHED
+    assert trained(run, 30) == trained(live.finished("steps=30", "mode=colocated"), 30)
+    assert metric(run, "step") == list(range(30))
+    hurt.assert_nothing_is_left()
+
+
+def test_a_stopped_worker_is_taken_for_dead_and_replaced(live: LiveRuns) -> None:
+    path = live.new_path()
+    hurt = Hurt(path)
+    with Meanwhile(path, lambda: os.kill(hurt.after(1)["generator-0"], signal.SIGSTOP)):
+        status, run = live.run("steps=6", "lanes.patience_s=3", out=path)
+    assert status is Status.FINISHED
+    assert trained(run, 6) == trained(live.finished("steps=6", "mode=colocated"), 6)
+    hurt.assert_nothing_is_left()
+
+
+def test_a_trainer_killed_too_often_ends_the_run_and_the_message_says_how_to_go_on(live: LiveRuns) -> None:
     path = live.new_path()
     hurt = Hurt(path)
     with Meanwhile(path, lambda: hurt.kill("trainer", steps=3)), pytest.raises(RunFailedError) as caught:
-        live.run("steps=500", "checkpoint.every=1", "checkpoint.keep=1", out=path)
+        live.run("steps=500", "checkpoint.every=1", "checkpoint.keep=1", "lanes.restarts=0", out=path)
     told = str(caught.value).splitlines()
     assert told[0] == "trainer ended by signal 9 (SIGKILL); see its file in the run's logs"
     (checkpoint,) = (path / "checkpoints").glob("step_*")

@@ -30,7 +30,7 @@ from digenrl.runs.resuming import find_standing, kept_positions
 from digenrl.runs.span_book import SpanBook
 from digenrl.runs.stopping import Stopper, StopRequested
 from digenrl.runtimes.evaluation import HeldOutScore
-from digenrl.runtimes.runtime import WorkerFailedError
+from digenrl.runtimes.staffing import WorkerFailedError
 from digenrl.simulation.virtual_cluster import VirtualCluster
 from digenrl.telemetry.trace import Span, Work
 from digenrl.workers.orders import Order, SaveCheckpoint, ScoreEvaluation

@@ -1,0 +1,75 @@
+"""Where a run's workers go on a Ray cluster: one pool per class of cards or machines."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, PositiveInt, field_validator, model_validator
+
+from digenrl.config.reading import Frozen
+
+NAME = r"^[a-z0-9][a-z0-9_-]*$"
+
+
+class Place(Frozen):
+    """What one worker takes, and which machines may give it.
+
+    `gpus` is 1 by default where `lanes.device` means CUDA, else 0. `accelerator` is Ray's name of a card, as H100
+    or A6000; `labels` are those that `ray start --labels` gave a machine; `resources` are custom ones, by amount.
+    """
+
+    gpus: Annotated[float, Field(ge=0)] | None = None
+    cpus: float = Field(default=1.0, ge=0)
+    accelerator: str | None = Field(default=None, min_length=1)
+    labels: dict[str, str] = Field(default={})
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
+
+
+class GeneratorPool(Place):
+    """Equal generator lanes. `up_to` lets more join while the run goes on, as machines are added.
+
+    `slice` is how many samples a lane of this pool makes at once: a multiple of `batch.slice`, which is the
+    default. A `slowdown` makes lanes take so many times as long as they need, to try unequal lanes on equal
+    machines.
+    """
+
+    name: str = Field(default="generator", pattern=NAME)
+    count: PositiveInt = 1
+    up_to: PositiveInt | None = None
+    slice: PositiveInt | None = None
+    slowdown: float = Field(default=1.0, ge=1)
+
+    @model_validator(mode="after")
+    def _grows(self) -> GeneratorPool:
+        if self.up_to is not None and self.up_to < self.count:
+            raise ValueError(f"up_to = {self.up_to} is less than count = {self.count}; raise it, or leave it out")
+        return self
+
+
+class ClusterSettings(Frozen):
+    """The Ray cluster of mode ray. Numbers of trainer ranks and reward lanes stand in `lanes`.
+
+    `address` is that of a running cluster, as 10.0.0.1:6379; `auto` joins the one that this machine belongs to, or
+    starts one on this machine; `local` always starts one. Without `generators`, there are `lanes.generators` of
+    them, wherever there is room.
+    """
+
+    address: str = Field(default="auto", min_length=1)
+    generators: tuple[GeneratorPool, ...] = ()
+    trainer: Place = Place()
+    rewards: Place = Place(gpus=0)
+    encoder: Place = Place(gpus=0)
+    start_timeout_s: float = Field(default=10.0, gt=0, description="how long to wait for the cluster to answer")
+
+    @field_validator("generators", mode="before")
+    @classmethod
+    def _one_pool_needs_no_list(cls, pools: Any) -> Any:
+        return [pools] if isinstance(pools, dict) else pools
+
+    @model_validator(mode="after")
+    def _pools_have_names_of_their_own(self) -> ClusterSettings:
+        names = [pool.name for pool in self.generators]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"generators: '{twice}' names two pools; give each a name of its own")
+        return self

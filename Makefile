@@ -14,7 +14,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) --editable '.[dev,train,ocr,serve]'
+	$(PIP) --editable '.[dev,train,ray,ocr,serve]'
 	touch $(STAMP)
 
 # About five minutes of training on two cores; ends with the path of the report.

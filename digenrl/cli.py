@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,16 +18,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from digenrl import __version__
+from digenrl.config.plan_files import check_planned_for, overrides_of, read_plan
 from digenrl.config.reading import ConfigError, nearest
+from digenrl.config.recipe import Recipe
+from digenrl.config.recipe_files import read_recipe
 from digenrl.config.rewards import parse_rewards
 from digenrl.config.spec import read_spec
 from digenrl.planning.candidates import Objective, PlanOptions
 from digenrl.planning.cluster import read_cluster
-from digenrl.planning.evaluation import full_answer, predicted_makespan
-from digenrl.planning.planner import plan as search_plans
+from digenrl.planning.command import PlanFiles, places_for, search_plans, what_to_plan
+from digenrl.planning.overlay import overlay, overlay_text
 from digenrl.planning.plans import PlanResult
 from digenrl.planning.view import plan_reasons, plans_table, result_as_dict, spec_as_dict
-from digenrl.planning.workload import Workload, workload_for
+from digenrl.planning.workload import WORKLOAD_KEYS
 from digenrl.runs.failing import RunFailedError
 from digenrl.simulation.ladder import Rung, climb, rungs
 from digenrl.simulation.simulator import SIMULATED_SEARCH_BUDGET, simulate
@@ -49,7 +53,6 @@ app = typer.Typer(
 )
 reward_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Rewards apart from training.")
 app.add_typer(reward_app, name="reward")
-WORKLOAD_KEYS = [key for key in Workload.model_fields if key != "model"]
 INTERRUPTED = 130  # the exit code of a run that saved itself and left, as of any program stopped by Ctrl-C
 out = Console()
 aside = Console(stderr=True)  # progress and remarks: never in the way of --json
@@ -124,63 +127,84 @@ def _climb_and_show(ladder: tuple[Rung, ...], as_json: bool) -> None:
 
 @app.command("plan")
 def plan_command(
-    model: Annotated[str, typer.Option(help="Model family, as flux.1 or wan2.1-14b.")],
     cluster: Annotated[Path, typer.Option(help="The cards there are: a YAML or JSON file.")],
+    recipe: Annotated[
+        str | None,
+        typer.Argument(metavar="[RECIPE]", help="What to train: a YAML file, or the name of a shipped recipe."),
+    ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help=f"Change the family's recipe: {', '.join(WORKLOAD_KEYS)}."),
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help=f"Change the recipe, as batch.prompts=8; with --model: {', '.join(WORKLOAD_KEYS)}.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Without a recipe: a model by its published settings, as flux.1 or wan2.1-14b."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plans as JSON.")] = False,
+    out_file: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Where to write the best plan of a recipe; plan.yaml."),
+    ] = None,
     spec_file: Annotated[
-        Path, typer.Option("--spec", metavar="FILE", help="Where to write the best plan's SPEC.")
-    ] = Path("plan.yaml"),
-    force: Annotated[bool, typer.Option("--force", help="Write over an existing SPEC.")] = False,
+        Path | None,
+        typer.Option("--spec", metavar="FILE", help="Where to write its SPEC; with --model plan.yaml."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over existing files.")] = False,
     on_policy: Annotated[bool, typer.Option("--on-policy", help="No stale starts.")] = False,
     stale_share: Annotated[
         list[float] | None, typer.Option(help="A stale share to try; may be given several times.")
     ] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="So many cards train; as many as pay.")] = None,
     objective: Annotated[str, typer.Option(help="throughput or cost.")] = "throughput",
     keep: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 5,
 ) -> None:
-    """Size the pools for a model on a cluster: which cards generate, which train, and how."""
-    if check_writable(spec_file).exists() and not force:
-        raise ConfigError(f"{spec_file}: exists; add --force to write over it, or name another with --spec")
-    workload = workload_for(model, **_key_values(overrides or []))
-    shares = _stale_shares(on_policy, stale_share)
-    options = PlanOptions(stale_shares=shares, objective=_objective(objective), keep=keep)
-    cards = read_cluster(cluster)
+    """Size the pools for a recipe on a cluster: which cards generate, which train, and how."""
+    words = [*([recipe] if recipe else []), *(overrides or [])]
+    wanted = what_to_plan(words, model)
+    files = places_for(wanted, out_file, spec_file, force)
+    own_share = wanted.techniques.tcss if isinstance(wanted, Recipe) else 0.0
+    shares = _stale_shares(on_policy, stale_share, own_share)
+    options = PlanOptions(stale_shares=shares, ranks=ranks, objective=_objective(objective), keep=keep)
     with _progress("planning", quiet=as_json) as report:
-        result = search_plans(workload, cards, options, predicted_makespan, full_answer, report)
-    write_whole(spec_file, yaml.safe_dump(spec_as_dict(result.best), sort_keys=False))
+        result = search_plans(wanted, read_cluster(cluster), options, report)
+    content = result_as_dict(result)
+    if isinstance(wanted, Recipe) and files.plan is not None:
+        content["overlay"] = overlay(result.best, wanted, words[0])
+        write_whole(files.plan, overlay_text(content["overlay"], result.best))
+    if files.spec is not None:
+        write_whole(files.spec, yaml.safe_dump(spec_as_dict(result.best), sort_keys=False))
     if as_json:
-        typer.echo(json.dumps(result_as_dict(result)))
+        typer.echo(json.dumps(content))
     else:
-        _show_plans(result, spec_file)
+        _show_plans(result, words, files)
 
 
-def _show_plans(result: PlanResult, spec_file: Path) -> None:
+def _show_plans(result: PlanResult, words: list[str], files: PlanFiles) -> None:
     out.print(plans_table(result.plans))
     for reason in plan_reasons(result.plans):
-        out.print(reason)
+        out.print(reason, highlight=False)
     looked_at = f"{result.considered:,} plans considered, {result.evaluated} simulated"
     of_these = "no other" if result.every_size else "of the trainer sizes tried, none"
-    out.print(
-        f"{looked_at}; {of_these} is better than the first by more than {result.proven_gap:.1%}.", style="dim"
-    )
-    out.print(f"SPEC of the first plan: {spec_file}  (look at it with: digenrl simulate {spec_file})")
-
-
-def _key_values(pairs: list[str]) -> dict[str, Any]:
-    """['frames=33', 'tuning=full'] as a mapping, values read as YAML; a wrong key names the nearest right one."""
-    values: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, text = pair.partition("=")
-        if not equals:
-            raise ConfigError(f"'{pair}': expected KEY=VALUE, as prompts=8; keys: {', '.join(WORKLOAD_KEYS)}")
-        if key not in WORKLOAD_KEYS:
-            raise ConfigError(f"'{pair}': unknown key '{key}'; {nearest(key, WORKLOAD_KEYS)}")
-        values[key] = _yaml_value(pair, text)
-    return values
+    with_equal = "with slices of one size is better than the first by more than"
+    out.print(f"{looked_at}; {of_these} {with_equal} {result.proven_gap:.1%}.", style="dim")
+    if files.plan is not None:
+        if not result.workload.reward_seconds:
+            out.print("Scoring counts as free: no pool of the cluster gives measured.score_seconds.", style="dim")
+        stale = result.best.spec.policy.stale_fraction
+        if stale:
+            out.print(
+                f"It starts up to {stale:.0%} of a step on weights one version old (techniques.tcss={stale}), "
+                "which changes what is computed; --on-policy plans without.",
+                highlight=False,
+            )
+        command = shlex.join(["digenrl", "train", *words, "--plan", str(files.plan)])
+        out.print(f"The first plan: {files.plan}  (start it with: {command})", soft_wrap=True, highlight=False)
+    if files.spec is not None:
+        looked_at = f"look at it with: digenrl simulate {files.spec}"
+        out.print(f"SPEC of the first plan: {files.spec}  ({looked_at})", soft_wrap=True)
 
 
 def _yaml_value(where: str, text: str) -> Any:
@@ -207,6 +231,10 @@ def train_command(
     resume: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Go on with a run from its newest checkpoint.")
     ] = None,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option("--plan", metavar="FILE", help="Lanes, slices and techniques as digenrl plan chose them."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print every step as a line of JSON.")] = False,
 ) -> None:
     """Train a model by a recipe: generate, score, train and publish, on separate lanes at the same time."""
@@ -215,14 +243,30 @@ def train_command(
     if resume is not None:
         if out_folder is not None:
             raise ConfigError("--out: a run is resumed in its own folder; leave it out")
+        if plan_file is not None:
+            raise ConfigError("--plan: a run is resumed with its own; give what is to change as key=value")
         changes = [*([recipe] if recipe else []), *(overrides or [])]
         status = resume_run(resume, changes, out, as_json)
     elif recipe is None:
         raise ConfigError("train: give a recipe, as 'digenrl train demo', or --resume RUN")
     else:
-        status = start_run(recipe, overrides or [], out_folder, out, as_json)
+        changes = overrides or [] if plan_file is None else _with_plan(recipe, overrides or [], plan_file)
+        status = start_run(recipe, changes, out_folder, out, as_json)
     if status == "interrupted":
         raise typer.Exit(INTERRUPTED)
+
+
+def _with_plan(recipe: str, overrides: list[str], plan_file: Path) -> list[str]:
+    """The overrides behind those of the plan, which has to be one for this recipe with these overrides."""
+    plan = read_plan(plan_file)
+    together = overrides_of(plan, overrides)
+    try:
+        check_planned_for(read_recipe(recipe, together), plan, plan_file)
+    except ConfigError as error:
+        # A mistake of the recipe's own, or a recipe that the plan is not for, is told as such first.
+        check_planned_for(read_recipe(recipe, overrides), plan, plan_file)
+        raise ConfigError(f"{plan_file}: {error}") from None
+    return together
 
 
 @app.command("report")
@@ -342,13 +386,16 @@ def _needing(*extras: str) -> Iterator[None]:
         raise ConfigError(f"{missing}; install digenrl[{','.join(extras)}]") from None
 
 
-def _stale_shares(on_policy: bool, given: list[float] | None) -> tuple[float, ...]:
+def _stale_shares(on_policy: bool, given: list[float] | None, own: float) -> tuple[float, ...]:
+    """The shares to try; where none are given, a recipe's own among them."""
     if on_policy and given:
         raise ConfigError("--on-policy and --stale-share: one forbids what the other asks for; leave one out")
     for share in given or ():
         if not 0 <= share <= 1:
             raise ConfigError(f"--stale-share: must be between 0 and 1, got {share}")
-    return (0.0,) if on_policy else tuple(given) if given else PlanOptions().stale_shares
+    if on_policy:
+        return (0.0,)
+    return tuple(given) if given else tuple(sorted({*PlanOptions().stale_shares, own}))
 
 
 def _objective(word: str) -> Objective:

@@ -25,6 +25,12 @@ class Place(Frozen):
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
 
 
+class LightPlace(Place):
+    """The same for workers that need no card unless they are given one, or a share of one."""
+
+    gpus: Annotated[float, Field(ge=0)] | None = 0.0
+
+
 class GeneratorPool(Place):
     """Equal generator lanes. `up_to` lets more join while the run goes on, as machines are added.
 
@@ -57,8 +63,8 @@ class ClusterSettings(Frozen):
     address: str = Field(default="auto", min_length=1)
     generators: tuple[GeneratorPool, ...] = ()
     trainer: Place = Place()
-    rewards: Place = Place(gpus=0)
-    encoder: Place = Place(gpus=0)
+    rewards: LightPlace = LightPlace()
+    encoder: LightPlace = LightPlace()
     start_timeout_s: float = Field(default=10.0, gt=0, description="how long to wait for the cluster to answer")
 
     @field_validator("generators", mode="before")

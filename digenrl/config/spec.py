@@ -41,11 +41,16 @@ SliceTable = Annotated[dict[Count, PositiveDuration], Field(min_length=1)]
 
 
 class GeneratorPool(Frozen):
-    """`count` equal generator lanes; `seconds` maps a slice size to the time one lane takes for it."""
+    """`count` equal generator lanes; `seconds` maps a slice size to the time one lane takes for it.
+
+    `slice` is what a lane of this pool generates together where that is more than the SPEC's `slice`: a multiple
+    of it. A lane takes less where its group has less left, in multiples of the SPEC's `slice`.
+    """
 
     name: str = "generator"
     count: Count = 1
     seconds: SliceTable
+    slice: Count | None = None
 
 
 class RewardPool(Frozen):
@@ -129,9 +134,27 @@ class Spec(Frozen):
                 f"slice: {self.slice} does not divide samples_per_prompt = {self.samples_per_prompt}; "
                 f"choose one of {divisors}, or auto"
             )
+        for index, pool in enumerate(self.generators):
+            if pool.slice is not None:
+                self._check_pool_slice(f"generators[{index}].slice", pool.slice, max(pool.seconds))
         if self.trainer.helper is None:
             self._check_needs_no_helper()
         return self
+
+    def _check_pool_slice(self, where: str, own: int, largest_timed: int) -> None:
+        unit = 1 if self.slice == "auto" else self.slice
+        fitting = [size for size in self.slice_sizes() if size % unit == 0]
+        if own not in fitting:
+            wanted = f"divides samples_per_prompt = {self.samples_per_prompt}"
+            if unit > 1:
+                wanted = f"is a multiple of slice = {unit} and {wanted}"
+            known = ", ".join(map(str, fitting))
+            raise ValueError(f"{where}: expected a number that {wanted}, got {own}; choose one of {known}")
+        if own > largest_timed:
+            raise ValueError(
+                f"{where}: {own} is beyond its table of seconds, which ends at {largest_timed}; "
+                f"add the time of a slice of {own}, or choose {largest_timed} or less"
+            )
 
     def _check_needs_no_helper(self) -> None:
         if self.policy.colocated:
@@ -148,6 +171,11 @@ class Spec(Frozen):
         """Every slice size that cuts a group into equal slices, smallest first."""
         group = self.samples_per_prompt
         return tuple(size for size in range(1, group + 1) if group % size == 0)
+
+    def unit_sizes(self) -> tuple[int, ...]:
+        """The sizes that `slice` may have beside the pools' own: every pool's own is a multiple of it."""
+        own = [pool.slice for pool in self.generators if pool.slice is not None]
+        return tuple(size for size in self.slice_sizes() if not any(each % size for each in own))
 
     def with_policy(self, **changes: Any) -> Spec:
         """The same run under another policy, validated again."""

@@ -1,1 +1,1 @@
-"""Where workers of one machine leave tensors for each other: named files in memory that nobody copies."""
+"""How workers leave tensors for each other: files in memory, an object store, or a broadcast of full weights."""

@@ -53,9 +53,13 @@ class Sent:
 class WeightsSender:
     """The trainer's side. Stages one version at a time, and hosts the store in which members meet.
 
-    `host` is the address of this machine that generators reach; nothing listens on any other. With a CUDA device
-    buckets pass through it, and through NCCL; weights are staged on the CPU all the same. A version costs one copy
-    of the weights; there are two only while an older one is still being sent.
+    `host` is the address of this machine that generators reach; nothing listens on any other. A version costs one
+    copy of the weights; there are two only while an older one is still being sent.
+
+    With a CUDA device, on all sides, buckets pass through it and NCCL; weights are staged on the CPU all the same.
+    NCCL chooses its sockets itself (NCCL_SOCKET_IFNAME), and ends every process whose peer died, unless all run
+    with TORCH_NCCL_ASYNC_ERROR_HANDLING=0, TORCH_NCCL_DUMP_ON_TIMEOUT=0 and
+    TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC=100.
     """
 
     def __init__(self, host: str, device: str = "cpu", stall_s: float = STALL_S) -> None:

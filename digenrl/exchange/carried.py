@@ -1,4 +1,4 @@
-"""Tensors that travel with orders: each name's in one array of bytes, which an object store keeps for the driver."""
+"""Tensors that travel with orders: each name's are one array of bytes, which an object store keeps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One distribution: a process group among exactly those that send and receive one version, gone when it ends.
 
-Members meet in the sender's store under the distribution's epoch. No default process group is touched, and every
-socket listens on the host that was given or, at a receiver, on the address by which it reaches the sender.
+Members meet in the sender's store under the distribution's epoch. No default process group is touched. On the CPU
+every socket listens on the host that was given or, at a receiver, on the address by which it reaches the sender.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Distribution:
         over = torch.cuda.Event()  # type: ignore[no-untyped-call]
         over.record()
         ends_s = time.monotonic() + limit_s
-        while not over.query():
+        while not over.query():  # type: ignore[no-untyped-call]
             if time.monotonic() >= ends_s:
                 raise BroadcastError(f"nothing moved for {limit_s:.1f} s")
             time.sleep(POLL_S / 10)

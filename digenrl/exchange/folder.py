@@ -19,7 +19,7 @@ LOCK = "lock"
 
 @dataclass(frozen=True, slots=True)
 class WeightsReference:
-    """One version's weights in an exchange, as they were put there."""
+    """One version's weights in an exchange, or on their way to it, as they were laid out."""
 
     name: str
     bytes: int

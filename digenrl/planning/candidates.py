@@ -14,18 +14,21 @@ from digenrl.planning.cluster import CardPool, Cluster
 from digenrl.planning.constants import CONSTANTS, Constants
 from digenrl.planning.costs import (
     commit_seconds,
-    publish_seconds,
-    slice_seconds,
+    lane_slice_seconds,
     unit_seconds,
 )
 from digenrl.planning.layout import (
+    EVERYTHING,
+    Abilities,
     GeneratorLayout,
     Layout,
     best_trainer,
+    can_help,
     fitting_slices,
     generator_layout,
+    helper_lane_cards,
 )
-from digenrl.planning.spec_builder import build_spec, publish_link, unit_of
+from digenrl.planning.spec_builder import build_spec, publication_seconds, unit_of
 from digenrl.planning.workload import Workload
 
 Objective = Literal["throughput", "cost"]
@@ -36,9 +39,13 @@ STREAM_GAIN = 0.95
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What the search may choose from. `stale_shares=(0,)` keeps every sample on-policy."""
+    """What the search may choose from. `stale_shares=(0,)` keeps every sample on-policy; `ranks` is how many cards
+    train, where that is settled."""
 
     steps: int = 4
+    ranks: int | None = None
+    streams: tuple[Stream, ...] = ("group", "batch")
+    abilities: Abilities = EVERYTHING
     stale_shares: tuple[float, ...] = (0.0, 0.25, 0.5)
     helps: tuple[Help, ...] = ("none", "auto")
     objective: Objective = "throughput"
@@ -49,16 +56,32 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan before it is simulated; `bound_s` is never above its makespan."""
+    """One plan before it is simulated.
+
+    `pool_slices` are the layout's generators' own slices, multiples of `slice_size`; empty where all make that.
+    `bound_s` is never above the makespan where they do; with slices of several sizes it is an estimate.
+    """
 
     layout: Layout
     slice_size: int
     policy: Policy
     pace: Pace
     bound_s: float
+    pool_slices: tuple[int, ...] = ()
 
     def spec(self, workload: Workload, steps: int, constants: Constants = CONSTANTS) -> Spec:
-        return build_spec(workload, self.layout, self.slice_size, self.policy, steps, constants)
+        return build_spec(workload, self.layout, self.slice_size, self.policy, steps, constants, self.pool_slices)
+
+    def with_stale_share(self, share: float) -> Candidate:
+        """The same plan with another share of stale starts."""
+        policy = self.policy.model_copy(update={"stale_fraction": Decimal(repr(share))})
+        pace = replace(self.pace, stale_share=share)
+        return replace(self, policy=policy, pace=pace, bound_s=least_makespan(pace))
+
+    @property
+    def own_slices(self) -> tuple[int, ...]:
+        """What each pool of the layout's generators makes at once."""
+        return self.pool_slices or (self.slice_size,) * len(self.layout.generators)
 
 
 def splits(
@@ -71,10 +94,9 @@ def splits(
 ) -> Iterator[tuple[Layout, Stream]]:
     """The layouts in which `trainer_cards` of that pool train; what is left generates, some of it perhaps not."""
     trainers = [
-        (best_trainer(workload, trainer_pool, trainer_cards, unit, constants), stream, unit)
-        for stream, unit in _units(workload)
+        (best_trainer(workload, trainer_pool, trainer_cards, unit, constants, options.abilities), stream, unit)
+        for stream, unit in _units(workload, options)
     ]
-    helper = generator_layout(workload, trainer_pool, trainer_cards, constants)
     group_s_per_sample: float | None = None
     for trainer, stream, unit in trainers:
         if trainer is None:
@@ -85,7 +107,10 @@ def splits(
         elif group_s_per_sample is not None and s_per_sample > STREAM_GAIN * group_s_per_sample:
             continue
         for generators in _generator_choices(workload, cluster, trainer_pool, trainer_cards, options, constants):
-            yield Layout(generators, trainer, helper.lane_cards if helper else None), stream
+            yield (
+                Layout(generators, trainer, helper_lane_cards(workload, trainer, constants, options.abilities)),
+                stream,
+            )
 
 
 def candidates(
@@ -96,16 +121,17 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Every slice, help, stale share and dispatch on every layout."""
     for layout, stream in layouts:
-        helps = options.helps if layout.helper_lanes else ("none",)
         dispatches: tuple[Dispatch, ...] = ("eager", "earliest_finish")
         if len(layout.generators) == 1:
             dispatches = ("eager",)  # equal lanes have no faster one to wait for
         for slice_size in fitting_slices(workload, layout, constants):
+            helps = options.helps if can_help(layout, slice_size) else ("none",)
             pace = pace_of(
                 workload, layout, slice_size, Policy(stream=stream, help="auto"), options.steps, constants
             )
             for help_policy, stale, dispatch in product(helps, options.stale_shares, dispatches):
                 policy = Policy(
+                    order="generation" if stream == "group" else "batch",
                     stream=stream,
                     help=help_policy,
                     dispatch=dispatch,
@@ -123,13 +149,18 @@ def pace_of(
     policy: Policy,
     steps: int,
     constants: Constants = CONSTANTS,
+    pool_slices: tuple[int, ...] = (),
 ) -> Pace:
-    """What bounds the makespan on that layout under that policy: the SPEC's numbers, unrounded."""
+    """What bounds the makespan on that layout under that policy: the SPEC's numbers, unrounded.
+
+    A lane of larger slices counts as one that makes slices of `slice_size`, one after the other, at the same rate.
+    """
+    own_slices = pool_slices or (slice_size,) * len(layout.generators)
     unit = unit_of(workload, policy.stream)
     helpers = None
-    if policy.help != "none" and layout.helper_lane_cards is not None:
-        helper_s = slice_seconds(
-            workload, layout.trainer.pool.card, slice_size, layout.helper_lane_cards, constants
+    if policy.help != "none" and layout.helper_lane_cards is not None and can_help(layout, slice_size):
+        helper_s = lane_slice_seconds(
+            workload, layout.trainer.pool, slice_size, layout.helper_lane_cards, constants
         )
         helpers = Lanes(layout.helper_lanes, helper_s)
     return Pace(
@@ -138,21 +169,24 @@ def pace_of(
         slice_size=slice_size,
         unit_samples=unit,
         generators=tuple(
-            Lanes(g.lanes, slice_seconds(workload, g.pool.card, slice_size, g.lane_cards, constants))
-            for g in layout.generators
+            Lanes(
+                g.lanes,
+                lane_slice_seconds(workload, g.pool, own, g.lane_cards, constants) * slice_size / own,
+            )
+            for g, own in zip(layout.generators, own_slices, strict=True)
         ),
         helpers=helpers,
         seconds_per_sample=unit_seconds(workload, layout.trainer, unit, constants) / unit,
         commit_s=commit_seconds(workload, layout.trainer, constants),
-        publish_s=publish_seconds(workload, publish_link(layout, constants), constants),
+        publish_s=publication_seconds(workload, layout, constants),
         reward_s=workload.reward_seconds if workload.reward_lanes else 0.0,
         reward_lanes=workload.reward_lanes,
         stale_share=float(policy.stale_fraction),
     )
 
 
-def _units(workload: Workload) -> tuple[tuple[Stream, int], ...]:
-    return (("group", workload.samples_per_prompt), ("batch", workload.samples_per_step))
+def _units(workload: Workload, options: PlanOptions) -> list[tuple[Stream, int]]:
+    return [(stream, unit_of(workload, stream)) for stream in options.streams]
 
 
 def _generator_choices(
@@ -165,7 +199,13 @@ def _generator_choices(
 ) -> list[tuple[GeneratorLayout, ...]]:
     """All that is left; all but one class, since slow lanes can hold a step up; for cost, parts of a class."""
     left = [
-        generator_layout(workload, pool, pool.cards - (trainer_cards if pool == trainer_pool else 0), constants)
+        generator_layout(
+            workload,
+            pool,
+            pool.cards - (trainer_cards if pool == trainer_pool else 0),
+            constants,
+            options.abilities,
+        )
         for pool in cluster.pools
     ]
     everything = tuple(layout for layout in left if layout is not None)

@@ -18,12 +18,30 @@ class Card(Frozen):
 
     name: str
     aliases: tuple[str, ...] = ()
+    accelerator: str | None = None
     bf16_tflops: Positive
     memory_gib: Positive
     memory_gb_s: Positive
     host_gb_s: Positive
     card_link_gb_s: Positive
     usd_per_hour: Annotated[float, Field(ge=0)] = 0.0
+    described: bool = True
+
+
+def undescribed_card(name: str) -> Card:
+    """A machine that no data sheet describes. Nothing fits it by the cost model: only measured costs use it.
+
+    Its links are taken for PCIe 4.0's.
+    """
+    return Card(
+        name=name,
+        described=False,
+        bf16_tflops=1e-6,
+        memory_gib=1e-6,
+        memory_gb_s=1e-6,
+        host_gb_s=31.5,
+        card_link_gb_s=31.5,
+    )
 
 
 @cache

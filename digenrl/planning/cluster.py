@@ -1,34 +1,92 @@
-"""The CLUSTER file: which cards there are, how they sit in nodes, and what joins the nodes."""
+"""The CLUSTER file: which cards there are, how they sit in nodes, what joins the nodes, and what was measured."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from digenrl.config.reading import Frozen, read_model
-from digenrl.planning.cards import Card, Positive, find_card
+from digenrl.planning.cards import Card, Positive, find_card, undescribed_card
 from digenrl.planning.models import Whole
+
+Seconds = Annotated[float, Field(ge=0)]
+
+
+class Measured(Frozen):
+    """Seconds that were measured on one card of a pool; the cost model is asked for the rest.
+
+    `slice_seconds` maps a slice's size to a lane's seconds; sizes between two measured ones are on a straight
+    line, others are not planned with. `train_seconds_per_sample` is of one rank, of a sample that was generated;
+    several ranks share a group's pairs. `publish_seconds` runs from a commit until the pool's lanes have the new
+    version, `score_seconds` is of one sample on a reward lane, `switch_seconds` of one change of a trainer's role.
+    """
+
+    slice_seconds: Annotated[dict[Whole, Positive], Field(min_length=1)] | None = None
+    train_seconds_per_sample: Positive | None = None
+    commit_seconds: Seconds | None = None
+    publish_seconds: Seconds | None = None
+    score_seconds: Seconds | None = None
+    switch_seconds: Seconds | None = None
+
+    def covers(self, size: int) -> bool:
+        """Whether a slice of this size was measured, or lies between two that were."""
+        return self.slice_seconds is not None and min(self.slice_seconds) <= size <= max(self.slice_seconds)
+
+    def slice_s(self, size: int) -> float:
+        """A lane's seconds for a slice of a size that is covered."""
+        assert self.slice_seconds is not None and self.covers(size)
+        if size in self.slice_seconds:
+            return self.slice_seconds[size]
+        below, above = next(pair for pair in pairwise(sorted(self.slice_seconds)) if pair[0] < size < pair[1])
+        below_s, above_s = self.slice_seconds[below], self.slice_seconds[above]
+        return below_s + (above_s - below_s) * (size - below) / (above - below)
 
 
 class CardPool(Frozen):
-    """Equal nodes of equal cards. `network_gbit_s` is what one node sends, shared by its cards."""
+    """Equal nodes of equal cards. `network_gbit_s` is what one node sends, shared by its cards.
+
+    With `measured` costs a `name` may stand in place of the card. `accelerator`, `labels` and `resources` say
+    which machines of a Ray cluster are the pool's; the accelerator is the card's own where none of them is given.
+    """
 
     card: Card
+    name: str = Field(default="", validate_default=True)
     nodes: Whole = 1
     per_node: Whole = 8
     network_gbit_s: Positive = 100.0
     usd_per_hour: Annotated[float, Field(ge=0)] | None = None
+    measured: Measured = Measured()
+    accelerator: str | None = Field(default=None, min_length=1)
+    labels: dict[str, str] = Field(default={})
+    resources: dict[str, Positive] = Field(default={})
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.nodes, self.per_node))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _measured_machines_need_no_card(cls, content: Any) -> Any:
+        if not isinstance(content, Mapping) or content.get("card") is not None:
+            return content
+        name = content.get("name")
+        if not content.get("measured") or not isinstance(name, str) or not name:
+            raise ValueError("no card; give one, as card: H100, or a name and measured costs")
+        return {**content, "card": undescribed_card(name)}
 
     @field_validator("card", mode="before")
     @classmethod
     def _by_name(cls, value: Any) -> Any:
         return find_card(value) if isinstance(value, str) else value
 
-    @property
-    def name(self) -> str:
-        return self.card.name
+    @field_validator("name")
+    @classmethod
+    def _else_the_cards(cls, name: str, info: ValidationInfo) -> str:
+        card = info.data.get("card")
+        return name or (card.name if card is not None else "")
 
     @property
     def cards(self) -> int:
@@ -38,9 +96,18 @@ class CardPool(Frozen):
     def usd_per_card_hour(self) -> float:
         return self.card.usd_per_hour if self.usd_per_hour is None else self.usd_per_hour
 
+    @property
+    def place(self) -> dict[str, Any]:
+        """What tells Ray the pool's machines from others; empty where nothing does."""
+        given = {"accelerator": self.accelerator, "labels": {**self.labels}, "resources": {**self.resources}}
+        chosen = {key: value for key, value in given.items() if value}
+        if not chosen and self.card.accelerator is not None:
+            chosen = {"accelerator": self.card.accelerator}
+        return chosen
+
 
 class Cluster(Frozen):
-    """Pools of cards; a class of cards stays one pool, so its name stands once."""
+    """Pools of cards, each with a name of its own: its card's, where it is not given one."""
 
     pools: tuple[CardPool, ...]
 
@@ -52,7 +119,7 @@ class Cluster(Frozen):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(
-                f"pools: '{twice}' stands twice; put its nodes in one pool, or give a custom card another name"
+                f"pools: '{twice}' stands twice; put its nodes in one pool, or give each pool a name of its own"
             )
         return self
 

@@ -60,13 +60,27 @@ def slice_seconds(
     return workload.denoise_steps * forward_s + decode_s
 
 
+def lane_slice_seconds(
+    workload: Workload, pool: CardPool, size: int, lane_cards: int = 1, constants: Constants = CONSTANTS
+) -> float:
+    """What a slice takes on a lane of the pool, as measured or else as modelled.
+
+    Without reward lanes the lane scores its own samples.
+    """
+    scoring_s = 0.0 if workload.reward_lanes else size * workload.reward_seconds
+    if pool.measured.slice_seconds is not None:
+        return pool.measured.slice_s(size) + scoring_s
+    return slice_seconds(workload, pool.card, size, lane_cards, constants) + scoring_s
+
+
 def training_pass_seconds(
     workload: Workload, card: Card, pairs: int, checkpointing: bool, constants: Constants = CONSTANTS
 ) -> float:
     """Forward and backward of `pairs` packed (sample, time-step) pairs on one card, gathers not counted."""
     work = workload.forward_work
     matmul_s, attention_s, traffic_s = _phases(work, card, constants)
-    forwards = 1.0 + checkpointing + workload.reference_forward
+    without_gradient = workload.reference_forward + workload.old_policy_forward
+    forwards = 1.0 + checkpointing + without_gradient
     weight_gradients = 2.0 if workload.tuning == "full" else 1.0  # frozen weights need none of their own
     per_row_s = (
         matmul_s * (forwards + weight_gradients)
@@ -74,13 +88,14 @@ def training_pass_seconds(
         + traffic_s * (forwards + constants.traffic_backward)
     )
     launches = constants.checkpointed_launches if checkpointing else constants.training_launches
-    launch_s = work.launch_s * (launches + workload.reference_forward)
+    launch_s = work.launch_s * (launches + without_gradient)
     return hypot(launch_s, pairs * workload.branches * per_row_s)
 
 
 def gather_seconds(workload: Workload, trainer: TrainerLayout, constants: Constants = CONSTANTS) -> float:
-    """What one training pass sends: bf16 weights for forward and for backward, and full gradients, in fp32."""
-    sent = workload.family.weight_bytes * (4 if workload.tuning == "full" else 2)
+    """What one training pass sends: weights for forward and for backward, and full gradients, in fp32."""
+    gradients = 4.0 * workload.trained_parameters if workload.tuning == "full" else 0.0
+    sent = 2 * workload.weight_bytes + gradients
     return all_gather_seconds(sent, trainer, constants)
 
 
@@ -97,15 +112,18 @@ def packed_pass_seconds(
 def unit_seconds(
     workload: Workload, trainer: TrainerLayout, samples: int, constants: Constants = CONSTANTS
 ) -> float:
-    """The trainer trains `samples` samples that arrive together (a group, or a whole step).
+    """The trainer trains what it is to train of `samples` samples that arrive together (a group, or a whole step).
 
     The busiest rank decides: it has the most pairs, cut into the fewest equal packs that fit.
     """
-    pairs_per_sample = workload.pairs_per_sample
+    trained, pairs_per_sample = workload.trained_samples(samples), workload.pairs_per_sample
     if trainer.spread_steps:
-        pairs = ceil(samples * pairs_per_sample / trainer.cards)
+        pairs = ceil(trained * pairs_per_sample / trainer.cards)
     else:
-        pairs = ceil(samples / trainer.cards) * pairs_per_sample
+        pairs = ceil(trained / trainer.cards) * pairs_per_sample
+    alone_s = trainer.pool.measured.train_seconds_per_sample
+    if alone_s is not None:
+        return samples * alone_s * pairs / (trained * pairs_per_sample)
     passes = ceil(pairs / trainer.pack)
     small, larger_passes = divmod(pairs, passes)
     seconds = (passes - larger_passes) * packed_pass_seconds(workload, trainer, small, constants)
@@ -115,7 +133,11 @@ def unit_seconds(
 
 
 def commit_seconds(workload: Workload, trainer: TrainerLayout, constants: Constants = CONSTANTS) -> float:
-    """Gradients summed over the copies of the weights, then the optimizer step on every card's shard."""
+    """Of every update: gradients summed over the copies of the weights, then the optimizer step on every shard."""
+    if trainer.pool.measured.commit_seconds is not None:
+        return trainer.pool.measured.commit_seconds
+    if not workload.catalogued:
+        return 0.0
     copies = trainer.cards // trainer.shard_cards
     gradient_bytes = 4.0 * workload.trained_parameters
     between_copies_s = 0.0
@@ -124,7 +146,8 @@ def commit_seconds(workload: Workload, trainer: TrainerLayout, constants: Consta
         between_copies_s = 2 * gradient_bytes * (copies - 1) / copies / link
     shard = workload.trained_parameters / trainer.shard_cards
     optimizer_s = shard * constants.optimizer_bytes_per_parameter / (trainer.pool.card.memory_gb_s * GB)
-    return between_copies_s + optimizer_s + constants.optimizer_fixed_s + constants.collective_latency_s
+    fixed_s = constants.optimizer_fixed_s + constants.collective_latency_s
+    return workload.updates_per_batch * (between_copies_s + optimizer_s + fixed_s)
 
 
 def publish_seconds(workload: Workload, link_bytes_s: float, constants: Constants = CONSTANTS) -> float:
@@ -141,7 +164,11 @@ def switch_seconds(
     A lane needs a whole copy: free where each card holds one, else gathered from the shards. Where copy and
     training state do not fit together, the state goes to the host and comes back.
     """
-    gathered_bytes = workload.family.weight_bytes / lane_cards
+    if trainer.pool.measured.switch_seconds is not None:
+        return trainer.pool.measured.switch_seconds, trainer.pool.measured.switch_seconds
+    if not workload.catalogued:
+        return 0.0, 0.0
+    gathered_bytes = workload.weight_bytes / lane_cards
     gather_s = 0.0 if trainer.shard_cards == 1 else all_gather_seconds(gathered_bytes, trainer, constants)
     swap_s = constants.adapter_swap_s
     if helper_fits_beside_training(

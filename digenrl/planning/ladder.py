@@ -16,7 +16,7 @@ from digenrl.planning.candidates import Candidate, pace_of
 from digenrl.planning.cluster import CardPool
 from digenrl.planning.colocated import ColocatedAssumptions, colocated_spec
 from digenrl.planning.constants import CONSTANTS, Constants
-from digenrl.planning.layout import Layout, best_trainer, fitting_slices, generator_layout
+from digenrl.planning.layout import Abilities, Layout, best_trainer, fitting_slices, generator_layout
 from digenrl.planning.spec_builder import unit_of
 from digenrl.planning.workload import Workload
 
@@ -76,10 +76,11 @@ def rung_candidates(
 ) -> Iterator[Candidate]:
     """Every split in quarters of a node, and every slice of it, under the rung's policy."""
     unit = unit_of(workload, rung.policy.stream)
+    abilities = Abilities(packed=rung.packed, shards="any" if rung.node_shards else "no_nodes")
     for trainer_pool in pools:
         quarter = max(1, trainer_pool.per_node // 4)
         for cards in range(quarter, trainer_pool.cards + 1, quarter):
-            trainer = best_trainer(workload, trainer_pool, cards, unit, constants, rung.packed, rung.node_shards)
+            trainer = best_trainer(workload, trainer_pool, cards, unit, constants, abilities)
             left = {pool.name: pool.cards - (cards if pool is trainer_pool else 0) for pool in pools}
             lanes = [generator_layout(workload, pool, left[pool.name], constants) for pool in pools]
             generators = tuple(layout for layout in lanes if layout is not None)

@@ -51,7 +51,7 @@ def generator_memory(
     pixels = workload.height * workload.width * min(workload.frames, DECODE_FRAMES_AT_ONCE)
     working = max(rows * RECOMPUTED_BLOCKS * block_bytes / lane_cards, pixels * DECODE_BYTES_PER_PIXEL)
     return MemoryReport(
-        weights_gib=(family.weight_bytes / lane_cards + adapters) / GIB,
+        weights_gib=(workload.weight_bytes / lane_cards + adapters) / GIB,
         optimizer_gib=0.0,
         activations_gib=working / GIB,
         available_gib=available_gib(card, headroom),
@@ -72,9 +72,9 @@ def trainer_memory(
     if workload.tuning == "full":
         weights, state = 0.0, state / shard_cards  # the fp32 weights are in the state
     else:
-        weights = family.weight_bytes / shard_cards
+        weights = workload.weight_bytes / shard_cards
     if shard_cards > 1 or workload.tuning == "full":
-        weights += GATHERED_BLOCKS * family.weight_bytes / family.blocks
+        weights += GATHERED_BLOCKS * workload.weight_bytes / family.blocks
     return MemoryReport(
         weights_gib=weights / GIB,
         optimizer_gib=state / GIB,
@@ -113,7 +113,7 @@ def helper_fits_beside_training(
     state = workload.trained_parameters * SHARDED_BYTES_PER_PARAMETER
     beside = state / shard_cards if workload.tuning == "full" else state
     if workload.tuning == "lora" and shard_cards > 1:
-        beside += workload.family.weight_bytes / shard_cards
+        beside += workload.weight_bytes / shard_cards
     return generating.total_gib + beside / GIB <= generating.available_gib
 
 

@@ -62,6 +62,8 @@ class ModelFamily(Frozen):
 
     name: str
     aliases: tuple[str, ...] = ()
+    family: str
+    sources: tuple[str, ...]
     parameters: Whole
     hidden: Whole
     blocks: Whole

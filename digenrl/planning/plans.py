@@ -13,19 +13,24 @@ from digenrl.planning.workload import Workload
 
 @dataclass(frozen=True)
 class Plan:
-    """One split with its best slice and policy, and what the simulator says of it. `spec` is ready to run."""
+    """One split with its best slices and policy, and what the simulator says of it. `spec` is ready to run.
+
+    `step_s` is a step's time once the pipeline is full. Memory is None where a measurement shows that it fits.
+    """
 
     layout: Layout
     pace: Pace
     spec: Spec
     makespan_s: float
+    step_s: float
     samples_per_second: float
     efficiency: float
     generator_busy: float
     trainer_busy: float
     usd_per_1000_samples: float
-    generator_memory: tuple[MemoryReport, ...]  # one per pool of layout.generators
-    trainer_memory: MemoryReport
+    slices: tuple[int, ...]  # one per pool of layout.generators
+    generator_memory: tuple[MemoryReport | None, ...]  # likewise
+    trainer_memory: MemoryReport | None
     why: str = ""
 
     @property
@@ -40,9 +45,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlanResult:
-    """Plans, best first. No plan of the searched space is better than the first by more than `proven_gap`.
+    """Plans, best first.
 
-    `every_size` says whether that space had every size of the trainer, or, in large pools, a refined grid of them.
+    No plan of the searched space in which all lanes make slices of one size is better than the first by more than
+    `proven_gap`; slices per pool are tried on the best splits alone. `every_size` says whether that space had
+    every size of the trainer, or, in large pools, a refined grid of them.
     """
 
     workload: Workload

@@ -5,14 +5,14 @@ from __future__ import annotations
 from decimal import Decimal
 
 from digenrl.config.spec import GeneratorPool, Helper, Policy, RewardPool, Spec, Stream, Trainer
-from digenrl.planning.cards import Card
+from digenrl.planning.cluster import CardPool
 from digenrl.planning.constants import CONSTANTS, Constants
 from digenrl.planning.costs import (
     GB,
     commit_seconds,
+    lane_slice_seconds,
     network_bytes_s,
     publish_seconds,
-    slice_seconds,
     switch_seconds,
     unit_seconds,
 )
@@ -27,8 +27,13 @@ def build_spec(
     policy: Policy,
     steps: int,
     constants: Constants = CONSTANTS,
+    pool_slices: tuple[int, ...] = (),
 ) -> Spec:
-    """The SPEC of `steps` steps of the workload on that layout under that policy."""
+    """The SPEC of `steps` steps of the workload on that layout under that policy.
+
+    `pool_slices` are the slices of the layout's generators, in its order, where they are not all `slice_size`.
+    """
+    own_slices = pool_slices or (slice_size,) * len(layout.generators)
     samples_per_unit = unit_of(workload, policy.stream)
     unit_s = unit_seconds(workload, layout.trainer, samples_per_unit, constants)
     return Spec(
@@ -40,17 +45,18 @@ def build_spec(
             GeneratorPool(
                 name=generator.pool.name,
                 count=generator.lanes,
-                seconds=slice_table(workload, generator.pool.card, generator.lane_cards, constants),
+                seconds=slice_table(workload, generator.pool, generator.lane_cards, constants),
+                slice=own if own != slice_size else None,
             )
-            for generator in layout.generators
+            for generator, own in zip(layout.generators, own_slices, strict=True)
         ),
-        reward=RewardPool(lanes=workload.reward_lanes, seconds=rounded(workload.reward_seconds)),
+        reward=RewardPool(lanes=workload.reward_lanes, seconds=rounded(workload.reward_seconds), batch=slice_size),
         trainer=Trainer(
             seconds_per_sample=rounded(unit_s / samples_per_unit),
             commit=rounded(commit_seconds(workload, layout.trainer, constants)),
             helper=_helper(workload, layout, constants),
         ),
-        publish=rounded(publish_seconds(workload, publish_link(layout, constants), constants)),
+        publish=rounded(publication_seconds(workload, layout, constants)),
         policy=policy,
     )
 
@@ -61,13 +67,24 @@ def unit_of(workload: Workload, stream: Stream) -> int:
 
 
 def slice_table(
-    workload: Workload, card: Card, lane_cards: int, constants: Constants = CONSTANTS
+    workload: Workload, pool: CardPool, lane_cards: int, constants: Constants = CONSTANTS
 ) -> dict[int, Decimal]:
-    """Slice size to seconds, for every size that cuts a group evenly."""
+    """Slice size to seconds, for every size that cuts a group evenly and that measurements, if any, cover."""
+    modelled = pool.measured.slice_seconds is None
     return {
-        size: rounded(slice_seconds(workload, card, size, lane_cards, constants))
+        size: rounded(lane_slice_seconds(workload, pool, size, lane_cards, constants))
         for size in workload.slice_sizes()
+        if modelled or pool.measured.covers(size)
     }
+
+
+def publication_seconds(workload: Workload, layout: Layout, constants: Constants = CONSTANTS) -> float:
+    """Until the last generator has a new version: the slowest pool's measured time, or the modelled one."""
+    measured = [generator.pool.measured.publish_seconds for generator in layout.generators]
+    known = [seconds for seconds in measured if seconds is not None]
+    if len(known) == len(measured) or not workload.catalogued:
+        return max(known, default=0.0)
+    return max([*known, publish_seconds(workload, publish_link(layout, constants), constants)])
 
 
 def publish_link(layout: Layout, constants: Constants = CONSTANTS) -> float:
@@ -90,7 +107,7 @@ def _helper(workload: Workload, layout: Layout, constants: Constants) -> Helper 
     switch_in, switch_out = switch_seconds(workload, layout.trainer, layout.helper_lane_cards, constants)
     return Helper(
         lanes=layout.helper_lanes,
-        seconds=slice_table(workload, layout.trainer.pool.card, layout.helper_lane_cards, constants),
+        seconds=slice_table(workload, layout.trainer.pool, layout.helper_lane_cards, constants),
         switch_in=rounded(switch_in),
         switch_out=rounded(switch_out),
     )

@@ -16,13 +16,14 @@ def plans_table(plans: Sequence[Plan]) -> Table:
     table = Table(title="Plans, best first", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 1, 0))
     table.add_column("")
     table.add_column("plan", ratio=1)
-    for heading in ("samples\nper s", "gen.\nbusy", "train.\nbusy", "$ per\n1,000"):
+    for heading in ("samples\nper s", "s per\nstep", "gen.\nbusy", "train.\nbusy", "$ per\n1,000"):
         table.add_column(heading, justify="right", no_wrap=True)
     for rank, plan in enumerate(plans, start=1):
         table.add_row(
             str(rank),
             "\n".join((plan.layout.split, policy_words(plan), trainer_words(plan), memory_words(plan))),
             rate_words(plan.samples_per_second),
+            rate_words(plan.step_s),
             f"{plan.generator_busy:.0%}",
             f"{plan.trainer_busy:.0%}",
             f"{plan.usd_per_1000_samples:.2f}",
@@ -36,23 +37,35 @@ def plan_reasons(plans: Sequence[Plan]) -> list[str]:
 
 
 def trainer_words(plan: Plan) -> str:
-    """'pack 4, checkpointing, weights over 8 cards'."""
+    """'8 ranks: pack 4, checkpointing, weights over 8 cards'."""
     trainer = plan.layout.trainer
+    ranks = f"{trainer.cards} rank{'s' if trainer.cards > 1 else ''}"
+    if plan.trainer_memory is None:
+        return f"{ranks}: as measured"
     weights = "a copy per card" if trainer.shard_cards == 1 else f"weights over {trainer.shard_cards} cards"
     checkpointing = "checkpointing, " if trainer.checkpointing else ""
-    return f"pack {trainer.pack}, {checkpointing}{weights}"
+    return f"{ranks}: pack {trainer.pack}, {checkpointing}{weights}"
 
 
 def policy_words(plan: Plan) -> str:
-    """'slices of 2, group stream, help auto, stale 0.5'."""
+    """'slices of 2 (H100 8), group stream, help auto, stale 0.5'."""
     policy = plan.spec.policy
     stale = f"stale {policy.stale_fraction}" if policy.stale_fraction else "on-policy"
     patient = ", earliest finish" if policy.dispatch == "earliest_finish" else ""
-    return f"slices of {plan.spec.slice}, {policy.stream} stream, help {policy.help}, {stale}{patient}"
+    return f"{slice_words(plan)}, {policy.stream} stream, help {policy.help}, {stale}{patient}"
+
+
+def slice_words(plan: Plan) -> str:
+    """'slices of 2', and in brackets which pools make larger ones: 'slices of 2 (H100 8)'."""
+    pools = zip(plan.layout.generators, plan.slices, strict=True)
+    larger = [f"{generator.pool.name} {own}" for generator, own in pools if own != plan.spec.slice]
+    return f"slices of {plan.spec.slice}" + (f" ({', '.join(larger)})" if larger else "")
 
 
 def memory_words(plan: Plan) -> str:
     """'GiB a card: generators 26 of 44, trainer 71 of 73'."""
+    if plan.trainer_memory is None and not any(plan.generator_memory):
+        return "memory as measured"
     generators = " and ".join(_memory_words(memory) for memory in plan.generator_memory)
     return f"GiB a card: generators {generators}, trainer {_memory_words(plan.trainer_memory)}"
 
@@ -68,8 +81,14 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
     return {
         "split": plan.layout.split,
         "generators": [
-            {"card": g.pool.name, "cards": g.cards, "lanes": g.lanes, "memory": _memory_dict(memory)}
-            for g, memory in zip(plan.layout.generators, plan.generator_memory, strict=True)
+            {
+                "card": g.pool.name,
+                "cards": g.cards,
+                "lanes": g.lanes,
+                "slice": own,
+                "memory": _memory_dict(memory),
+            }
+            for g, own, memory in zip(plan.layout.generators, plan.slices, plan.generator_memory, strict=True)
         ],
         "trainer": {
             "card": trainer.pool.name,
@@ -81,6 +100,7 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         },
         "samples_per_second": plan.samples_per_second,
         "makespan": plan.makespan_s,
+        "step_seconds": plan.step_s,
         "efficiency": plan.efficiency,
         "generator_busy": plan.generator_busy,
         "trainer_busy": plan.trainer_busy,
@@ -121,11 +141,15 @@ def _plain(value: Any) -> Any:
     return int(number) if number == int(number) and abs(number) < 1e15 else number
 
 
-def _memory_words(memory: MemoryReport) -> str:
+def _memory_words(memory: MemoryReport | None) -> str:
+    if memory is None:
+        return "as measured"
     return f"{memory.total_gib:.0f} of {memory.available_gib:.0f}"
 
 
-def _memory_dict(memory: MemoryReport) -> dict[str, float]:
+def _memory_dict(memory: MemoryReport | None) -> dict[str, float] | None:
+    if memory is None:
+        return None
     return {
         "weights_gib": round(memory.weights_gib, 2),
         "optimizer_gib": round(memory.optimizer_gib, 2),

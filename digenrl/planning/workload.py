@@ -13,9 +13,15 @@ Tuning = Literal["lora", "full"]
 
 
 class Workload(Frozen):
-    """One training job, as far as its costs go. `workload_for` fills in the family's recipe."""
+    """One training job, as far as its costs go. `workload_for` fills in the family's recipe.
+
+    `trained_per_prompt` samples of each group are trained, all of them by default. `old_policy_forward` is the
+    share of pairs that also get a forward of the policy before the update. A model that is not `catalogued` has no
+    costs but measured ones.
+    """
 
     model: str
+    catalogued: bool = True
     tuning: Tuning = "lora"
     lora_rank: Whole = 32
     height: Whole
@@ -26,15 +32,29 @@ class Workload(Frozen):
     trained_share: Annotated[float, Field(gt=0, le=1)]
     prompts: Whole
     samples_per_prompt: Whole
+    trained_per_prompt: Whole | None = None
+    updates_per_batch: Whole = 1
     guidance: bool = True
     reference_forward: bool = False
+    old_policy_forward: Annotated[float, Field(ge=0, le=1)] = 0.0
+    float32_weights: bool = False
     compiled: bool = False
     reward_lanes: WholeOrNone = 0
     reward_seconds: Annotated[float, Field(ge=0)] = 0.0
 
     @model_validator(mode="after")
     def _the_family_can_do_it(self) -> Workload:
-        self.forward_work  # noqa: B018  raises where the family cannot make such samples
+        if self.catalogued:
+            self.forward_work  # noqa: B018  raises where the family cannot make such samples
+        return self
+
+    @model_validator(mode="after")
+    def _trains_what_it_generates(self) -> Workload:
+        if self.trained_per_prompt is not None and self.trained_per_prompt > self.samples_per_prompt:
+            raise ValueError(
+                f"trained_per_prompt: {self.trained_per_prompt} is more than samples_per_prompt = "
+                f"{self.samples_per_prompt}; lower it"
+            )
         return self
 
     @property
@@ -67,6 +87,16 @@ class Workload(Frozen):
     def samples_per_step(self) -> int:
         return self.prompts * self.samples_per_prompt
 
+    def trained_samples(self, samples: int) -> int:
+        """How many of so many generated samples are trained."""
+        share = self.trained_per_prompt or self.samples_per_prompt
+        return max(1, samples * share // self.samples_per_prompt)
+
+    @property
+    def weight_bytes(self) -> float:
+        """All weights, in the type that they are kept in."""
+        return self.family.weight_bytes * (2 if self.float32_weights else 1)
+
     @property
     def trained_parameters(self) -> int:
         if self.tuning == "full":
@@ -75,15 +105,18 @@ class Workload(Frozen):
 
     @property
     def published_bytes(self) -> float:
-        """What a new version sends to every generator: bf16 weights, or fp32 adapters."""
+        """What a new version sends to every generator: all weights, or fp32 adapters."""
         if self.tuning == "full":
-            return self.family.weight_bytes
+            return self.weight_bytes
         return 4.0 * self.trained_parameters
 
     def slice_sizes(self) -> tuple[int, ...]:
         """Every slice that cuts a group into equal slices, smallest first."""
         group = self.samples_per_prompt
         return tuple(size for size in range(1, group + 1) if group % size == 0)
+
+
+WORKLOAD_KEYS = [key for key in Workload.model_fields if key not in ("model", "catalogued")]
 
 
 def workload_for(model: str, **overrides: Any) -> Workload:

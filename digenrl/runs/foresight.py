@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import fmean
 
-from digenrl.records import Action, Committed, CostsMeasured, Event, LaneOffer
+from digenrl.records import Action, Committed, CostsMeasured, Event
 from digenrl.scheduling import SchedulerState
 from digenrl.simulation.prediction import predict
 
@@ -36,7 +36,7 @@ class Foresight:
 def predicted_step_s(state: SchedulerState) -> float:
     """The time of a settled step with the costs that the scheduler counts on now, and the lanes that are there."""
     present = [lane for lane in state.lanes if lane.present]
-    offers = [(LaneOffer(lane.name, lane.slice_ns), lane.helper) for lane in present]
+    offers = [(lane.offer, lane.helper) for lane in present]
     foreseen = predict(
         state.terms,
         state.costs,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -104,9 +104,15 @@ def _read_record(known: Mapping[str, type[Record]], content: Mapping[str, Any]) 
 def _read_fields(record: type[Record], content: Mapping[str, Any]) -> Record:
     kind: type = record
     readers = _readers(kind)
-    if content.keys() != readers.keys():
+    if not _needed(kind) <= content.keys() <= readers.keys():
         raise ValueError(f"{record.__name__} with {sorted(content)} instead of {sorted(readers)}")
-    return record(**{name: read(content[name]) for name, read in readers.items()})
+    return record(**{name: readers[name](value) for name, value in content.items()})
+
+
+@cache
+def _needed(record: type) -> frozenset[str]:
+    """The fields without a default: an older journal may lack the others."""
+    return frozenset(field.name for field in fields(record) if field.default is MISSING)
 
 
 @cache

@@ -17,7 +17,7 @@ from digenrl.scheduling import Costs, SchedulerState, Terms, decide, initial_sta
 def opening_facts(state: SchedulerState) -> dict[str, Any]:
     """An opening as JSON can hold it, for run.json."""
     costs = asdict(state.costs) | {"train_sample_ns": str(state.costs.train_sample_ns)}
-    lanes = [{"name": lane.name, "slice_ns": lane.slice_ns, "helper": lane.helper} for lane in state.lanes]
+    lanes = [asdict(lane.offer) | {"helper": lane.helper} for lane in state.lanes]
     return {
         "terms": asdict(state.terms),
         "costs": costs,
@@ -30,7 +30,7 @@ def opening_facts(state: SchedulerState) -> dict[str, Any]:
 def opening_of(facts: dict[str, Any]) -> SchedulerState:
     """The opening that `opening_facts` wrote down."""
     costs = Costs(**(facts["costs"] | {"train_sample_ns": Fraction(facts["costs"]["train_sample_ns"])}))
-    offers = [(LaneOffer(lane["name"], lane["slice_ns"]), lane["helper"]) for lane in facts["lanes"]]
+    offers = [(_offer(lane), lane["helper"]) for lane in facts["lanes"]]
     return initial_state(
         Terms(**facts["terms"]),
         costs,
@@ -39,6 +39,11 @@ def opening_of(facts: dict[str, Any]) -> SchedulerState:
         committed=facts["committed"],
         leases_issued=facts["leases_issued"],
     )
+
+
+def _offer(lane: dict[str, Any]) -> LaneOffer:
+    takes = {key: value for key, value in lane.items() if key != "helper"}
+    return LaneOffer(**takes | {"take_ns": tuple(takes.get("take_ns", ()))})
 
 
 def replayed(opening: SchedulerState, journal: Path) -> Iterator[tuple[Decision, Decision]]:

@@ -108,7 +108,7 @@ class TrainingRun:
             site.exchange,
             self._clock,
             look_around=self._look_around,
-            on_step=lambda numbers: self._metrics.report(numbers.step, numbers.values),
+            on_step=lambda numbers: self._metrics.report(numbers.step, {**numbers.values, **site.carried()}),
             say=view.say,
         )
         self._sinks = (*open_sinks(folder, self._lines, self._start.step, time.time), view)

@@ -12,8 +12,8 @@ from fractions import Fraction
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
 from digenrl.records import LaneOffer
-from digenrl.runtimes.placement import TRAINER, rank_names
-from digenrl.runtimes.profile import RunningProfile
+from digenrl.runtimes.placement import TRAINER, own_slice, rank_names
+from digenrl.runtimes.profile import NS, RunningProfile, timed_offer
 from digenrl.runtimes.runtime import WorkRuntime
 from digenrl.runtimes.transport import Shelf
 from digenrl.scheduling import Costs, SchedulerState, Terms, initial_state
@@ -32,7 +32,6 @@ from digenrl.workers.orders import (
 )
 
 FORESEEN_STEPS = 4  # when slice sizes are compared
-NS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +43,6 @@ class Rehearsal:
     score_sample: float
     publish: float
     pack_size: int
-
-    def slice_ns(self, lane: int, size: int) -> int:
-        """From the two sizes that were measured, on a straight line."""
-        points = sorted(self.slices[lane].items())
-        (x0, y0), (x1, y1) = (points[0], points[-1]) if len(points) > 1 else ((0, 0.0), points[0])
-        seconds = y0 + (y1 - y0) * (size - x0) / (x1 - x0)
-        return max(1, round(max(seconds, points[0][1] / 10) * NS))
 
     def costs(self) -> Costs:
         """What the scheduler counts on until the run measures itself; a commit is guessed."""
@@ -90,10 +82,14 @@ def rehearse(runtime: WorkRuntime, publish_s: float, first_step: int = 0) -> Reh
     recipe = runtime.recipe
     prompt = runtime.desk.prompt(first_step, 0)
     sizes = _sizes_to_rehearse(recipe)
-    workers = runtime.generator_workers()
+    workers = [each.name for each in runtime.crew.generators] or [TRAINER]
     helps = bool(runtime.crew.generators) and "generate" in runtime.crew.trainer.duties
     helpers = rank_names(runtime.crew.trainer) if helps else []
-    makers: list[tuple[str, Order]] = [(worker, RehearseMaking(prompt, sizes)) for worker in (*workers, *helpers)]
+    own = {each.name: own_slice(each, max(sizes)) for each in runtime.crew.generators}
+    makers: list[tuple[str, Order]] = [
+        (worker, RehearseMaking(prompt, tuple(dict.fromkeys((*sizes, own.get(worker, max(sizes)))))))
+        for worker in (*workers, *helpers)
+    ]
     made: list[MakingRehearsed] = runtime.ask(makers)
     samples = min(recipe.batch.samples_per_prompt, 4)
     learnt: LearningRehearsed = runtime.ask([(TRAINER, RehearseLearning(prompt, samples))])[0]
@@ -131,20 +127,25 @@ def settle_slice(runtime: WorkRuntime, rehearsal: Rehearsal) -> int:
     if recipe.mode == "colocated":
         return recipe.batch.samples_per_prompt
 
+    pools = [pool.slice for pool in recipe.cluster.generators if pool.slice is not None]
+    sizes = [size for size in recipe.batch.slice_sizes() if not any(own % size for own in pools)]
+
     def foreseen_ns(size: int) -> int:
         generators, helpers = offers(runtime, rehearsal, size)
         terms = terms_of(recipe, size, steps=FORESEEN_STEPS, scorers=len(runtime.reward_workers()))
         return predict(terms, rehearsal.costs(), generators, helpers, steps=FORESEEN_STEPS).trace.end_ns
 
-    return min(reversed(recipe.batch.slice_sizes()), key=foreseen_ns)
+    return min(reversed(sizes), key=foreseen_ns)
 
 
 def offers(
     runtime: WorkRuntime, rehearsal: Rehearsal, size: int
 ) -> tuple[tuple[LaneOffer, ...], tuple[LaneOffer, ...]]:
-    """Generator lanes and helper lanes, with what a slice takes on each."""
+    """Generator lanes and helper lanes, with what they take at once and how long that takes each."""
+    own = [own_slice(each, size) for each in runtime.crew.generators]
     every = tuple(
-        LaneOffer(name, rehearsal.slice_ns(lane, size)) for lane, name in enumerate(runtime.lane_names())
+        timed_offer(name, rehearsal.slices[lane], size, own[lane] if lane < len(own) else size)
+        for lane, name in enumerate(runtime.lane_names())
     )
     count = len(runtime.crew.generators) or 1
     return every[:count], every[count:]
@@ -177,7 +178,7 @@ def opening_state(
     """The scheduler before the first tick; the runtime measures from here on."""
     generators, helpers = offers(runtime, rehearsal, slice_size)
     costs = rehearsal.costs()
-    profile = RunningProfile({lane: offer.slice_ns for lane, offer in enumerate((*generators, *helpers))}, costs)
+    profile = RunningProfile(dict(enumerate((*generators, *helpers))), costs)
     runtime.measure(profile, slice_size)
     terms = terms_of(runtime.recipe, slice_size, steps=runtime.recipe.steps, scorers=len(runtime.reward_workers()))
     return initial_state(terms, costs, generators, helpers, committed=committed, leases_issued=leases_issued)

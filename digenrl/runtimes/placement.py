@@ -46,6 +46,13 @@ def rank_names(assignment: Assignment) -> list[str]:
     return [assignment.name] if count == 1 else [f"{assignment.name}/{index}" for index in range(count)]
 
 
+def own_slice(assignment: Assignment, unit: int) -> int:
+    """How many samples a generator makes at once: its pool's number, or one slice."""
+    pools = assignment.recipe.cluster.generators
+    own = next((pool.slice for pool in pools if pool.name == assignment.pool), None)
+    return own or unit
+
+
 def rank_device(device: str, rank: int) -> str:
     """Where a rank computes: the first on the device itself, the others on those that follow."""
     kind, colon, index = device.partition(":")

@@ -10,8 +10,8 @@ from digenrl.records import Event, LaneOffer, WorkerJoined, WorkerLost
 from digenrl.runtimes.correspondence import STARTING, Answered, Correspondence, Expected
 from digenrl.runtimes.lanes import Lanes
 from digenrl.runtimes.ledger import Ledger
-from digenrl.runtimes.placement import ENCODER, TRAINER, Crew, rank_names
-from digenrl.runtimes.profile import RunningProfile
+from digenrl.runtimes.placement import ENCODER, TRAINER, Crew, own_slice, rank_names
+from digenrl.runtimes.profile import RunningProfile, timed_offer
 from digenrl.runtimes.prompt_desk import PromptDesk
 from digenrl.runtimes.staffing import Staff, TrainerLostError
 from digenrl.runtimes.transport import Gone, Shelf
@@ -122,8 +122,9 @@ class Repairs:
 
     def _when_ready(self, worker: str, orders: list[Expected], lost: list[int]) -> Callable[[Answered], None]:
         if lost:
-            slice_ns = 1 if self.profile is None else self.profile.slice_ns(lost[-1])
-            return lambda answered: self._join(worker, slice_ns, answered.at_ns)
+            assert self.profile is not None
+            offer = self.profile.offer(lost[-1], worker)
+            return lambda answered: self._join(offer, answered.at_ns)
         starting = [each.then for each in orders if each.order is STARTING]  # it had not even come up
         return starting[0] if starting else lambda answered: None
 
@@ -190,16 +191,19 @@ class Repairs:
 
         def timed(answered: Answered) -> None:
             assert isinstance(answered.report, MakingRehearsed)
-            seconds = answered.report.seconds[self.slice_size]
-            self._join(worker, max(1, round(seconds * 1e9)), answered.at_ns)
+            self._join(timed_offer(worker, answered.report.seconds, self.slice_size, own), answered.at_ns)
 
-        self._post.send(worker, RehearseMaking(prompt, (self.slice_size,)), timed)
+        own = own_slice(self._staff.assignment(worker), self.slice_size)
+        sizes = tuple(dict.fromkeys((self.slice_size, own)))
+        self._post.send(worker, RehearseMaking(prompt, sizes), timed)
 
-    def _join(self, worker: str, slice_ns: int, at_ns: int) -> None:
-        lane = self._lanes.join(self._staff.assignment(worker))
+    def _join(self, offer: LaneOffer, at_ns: int) -> None:
+        """A lane of the worker that the offer names; the lane's own name tells the how manieth of it this is."""
+        lane = self._lanes.join(self._staff.assignment(offer.name))
+        offer = replace(offer, name=self._lanes.names[lane])
         if self.profile is not None:
-            self.profile.add_lane(lane, slice_ns)
-        self._tell(WorkerJoined(at_ns, LaneOffer(self._lanes.names[lane], slice_ns)))
+            self.profile.add_lane(lane, offer)
+        self._tell(WorkerJoined(at_ns, offer))
 
     # --- What was lost with a machine, made again: see `digenrl.runtimes.remaking` ------------------------------
 

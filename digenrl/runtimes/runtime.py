@@ -249,7 +249,8 @@ class WorkRuntime:
             report = answered.report
             assert isinstance(report, SliceMade)
             if self.profile is not None:
-                self.profile.add_slice(lease.lane, answered.took_ns)
+                slices = lease.slice.size // self._repairs.slice_size
+                self.profile.add_take(lease.lane, slices, answered.took_ns)
             if not self._ledger.add_made(report.made):
                 self._drop_slice(report.made.name)
             elif report.scores is not None or report.score_failure is not None:

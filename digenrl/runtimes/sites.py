@@ -19,12 +19,16 @@ from digenrl.runtimes.transport import Shelf, Transport
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What one run works with. `close` ends its workers and frees what they left; it may be called twice."""
+    """What one run works with. `close` ends its workers and frees what they left; it may be called twice.
+
+    `carried` are numbers about what went over a network since it was asked last, where there is one.
+    """
 
     transport: Transport
     exchange: Shelf
     crew: Crew
     close: Callable[[], None]
+    carried: Callable[[], dict[str, float]] = dict
 
 
 class Grounds(Protocol):

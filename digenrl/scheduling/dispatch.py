@@ -1,75 +1,120 @@
-"""Which idle lane takes the next slice.
+"""Which idle lane takes which slices.
 
-`eager` gives every idle lane a slice at once. `earliest_finish` lets a slow lane pass when quicker lanes, busy
-ones included, would finish everything that is left before the slow one could finish a single slice: it is the
-tail of a step that a slow lane must not hold up.
+`eager` gives every idle lane the next slices at once. `earliest_finish` keeps a promise: whenever a lane is handed
+a piece, no other lane, counted from when it is free, would have finished that very piece earlier after everything
+that stands before it in the list. So no group waits for a slow lane while a quick one could have made the same
+slices earlier. Where all lanes take one slice at a time it holds for all the others together: each going on
+without a pause, they would not have come to that slice and finished it earlier.
+
+A lane finds its piece by counting what others finish first. One that is free at f, makes a piece of this length in
+T and a take of its own in t, has takes reserved at f, f + t, f + 2t, ... as long as the piece, begun then, would
+be finished before this lane's deadline. What is reserved is left standing: a slow lane starts behind it, or takes
+nothing where the list ends before that. Reservations bind nobody; they are counted anew at every decision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import groupby
+from bisect import bisect_left, bisect_right, insort
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
-from digenrl.scheduling.state import SchedulerState
+from digenrl.records import LaneOffer
+from digenrl.scheduling.state import Lane, SchedulerState
 
 
-def leave_for_a_quicker_lane(
-    state: SchedulerState, startable: Callable[[int], int], at_ns: int
-) -> tuple[int, ...]:
-    """The idle lanes that should take a slice now, quickest first; the others leave theirs to quicker lanes.
+class Reservations:
+    """What other lanes would finish first, while idle lanes take slices one after the other at one instant."""
 
-    `startable` says how many slices may start on a version. An idle lane whose weights are too old for any of them
-    neither takes one nor is counted on.
-    """
-    startable_on = {
-        version: startable(version) for version in {state.lanes[index].version for index in state.idle}
+    def __init__(self, state: SchedulerState, able: Sequence[int], listed: int, at_ns: int) -> None:
+        """`able` are the idle lanes that may start a slice, the quickest first; other idle ones do not count.
+
+        So many slices are `listed` as unstarted: who has that many reserved leaves nothing to others.
+        """
+        self._lanes, self._at_ns, self._able, self._listed = state.lanes, at_ns, able, listed
+        self._free_ns = _busy_until(state, at_ns) | dict.fromkeys(able, at_ns)
+        self._at_first: dict[int, dict[int, int]] = {}  # by length: what is reserved before each idle lane's piece
+        # By length, then by slices at once: the times for a piece of lanes that have taken theirs.
+        self._done: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+
+    def before(self, index: int, length: int) -> int:
+        """How many slices are reserved for others before a piece of so many that this idle lane would take."""
+        lane = self._lanes[index]
+        if length != lane.slices_at_once:
+            return self._counted(lane, length)
+        if length not in self._at_first:
+            self._count_for_all_idle(length)
+        takes_ns = lane.slice_ns
+        gone = sum(at_once * bisect_left(times, takes_ns) for at_once, times in self._done[length].items())
+        return self._at_first[length][index] - gone
+
+    def taken(self, index: int, length: int) -> None:
+        """The lane is busy from now on with a piece of this length."""
+        lane = self._lanes[index]
+        self._free_ns[index] = self._at_ns + lane.expected_ns(length)
+        if length < lane.slices_at_once:
+            self._at_first.clear()  # it is free earlier than was counted on
+            self._done.clear()
+            return
+        for counted in self._at_first:
+            insort(self._done[counted][lane.slices_at_once], piece_ns(lane, counted))
+
+    def _counted(self, lane: Lane, length: int) -> int:
+        others = ((self._lanes[index], free_ns) for index, free_ns in self._free_ns.items() if index != lane.index)
+        return reserved_before(others, length, [self._at_ns + lane.expected_ns(length)], self._listed)[0]
+
+    def _count_for_all_idle(self, length: int) -> None:
+        idle = [
+            index
+            for index in self._able
+            if self._lanes[index].slices_at_once == length and self._free_ns[index] == self._at_ns
+        ]
+        deadlines = [self._at_ns + self._lanes[index].slice_ns for index in idle]
+        lanes = ((self._lanes[index], free_ns) for index, free_ns in self._free_ns.items())
+        counts = reserved_before(lanes, length, deadlines, self._listed)
+        self._at_first[length] = dict(zip(idle, counts, strict=True))
+
+
+def _busy_until(state: SchedulerState, at_ns: int) -> dict[int, int]:
+    """When each generator lane that holds a lease is expected to be free; one that is late, any moment."""
+    return {
+        lane.index: max(
+            at_ns, lane.lease.started_ns + lane.expected_ns(state.terms.slices_in(lane.lease.slice.size))
+        )
+        for lane in state.lanes
+        if lane.lease and (state.terms.colocated or not lane.helper)
     }
-    able = [index for index in state.idle if startable_on[state.lanes[index].version]]
-    if not able:
-        return ()
-    free_from = _free_from(state, able, at_ns)
-    if _more_left_than_lanes(state, able, startable_on, free_from, at_ns):
-        return tuple(able)
-    chosen: list[int] = []
-    for slice_ns, of_equal_speed in groupby(able, key=lambda index: state.lanes[index].slice_ns):
-        candidates = sorted(of_equal_speed, key=lambda index: -state.lanes[index].version)
-        left = startable_on[state.lanes[candidates[0]].version] - len(chosen)
-        wanted = slices_not_finished_before(_times(state, free_from), at_ns + slice_ns, left)
-        for index in candidates[:wanted]:
-            chosen.append(index)
-            free_from[index] = at_ns + slice_ns
-    return tuple(chosen)
 
 
-def _free_from(state: SchedulerState, able: list[int], at_ns: int) -> dict[int, int]:
-    """When each lane that counts is free: the busy ones at their expected end, those of `able` now."""
-    lanes = (lane for lane in state.lanes if lane.lease and (state.terms.colocated or not lane.helper))
-    busy = {lane.index: lane.lease.started_ns + lane.slice_ns for lane in lanes if lane.lease}
-    return busy | dict.fromkeys(able, at_ns)
+def reserved_before(
+    lanes: Iterable[tuple[Lane | LaneOffer, int]], length: int, deadlines_ns: Sequence[int], listed: int
+) -> list[int]:
+    """For each deadline, soonest first: slices reserved for these lanes, each free from a time on.
 
+    For one lane it counts as far as the list reaches.
 
-def _times(state: SchedulerState, free_from: dict[int, int]) -> Iterable[tuple[int, int]]:
-    return ((free_ns, state.lanes[index].slice_ns) for index, free_ns in free_from.items())
-
-
-def _more_left_than_lanes(
-    state: SchedulerState, able: list[int], startable_on: dict[int, int], free_from: dict[int, int], at_ns: int
-) -> bool:
-    """Whether even the slowest idle lane is needed: the middle of a step, settled without a look at each lane."""
-    slowest_ns = state.lanes[able[-1]].slice_ns
-    fewest = min(startable_on[state.lanes[index].version] for index in able)
-    return fewest - len(able) >= finished_before(_times(state, free_from), at_ns + slowest_ns)
-
-
-def slices_not_finished_before(lanes: Iterable[tuple[int, int]], deadline_ns: int, left: int) -> int:
-    """Of `left` slices, how many would not be finished strictly before the deadline by these lanes."""
-    return max(0, left - finished_before(lanes, deadline_ns))
-
-
-def finished_before(lanes: Iterable[tuple[int, int]], deadline_ns: int) -> int:
-    """How many further slices lanes of (free from, slice time) would finish strictly before the deadline.
-
-    >>> finished_before([(0, 2), (3, 2)], deadline_ns=6)
-    3
+    >>> lanes = [(LaneOffer("quick", 2), 0), (LaneOffer("busy", 2), 3)]
+    >>> reserved_before(lanes, length=1, deadlines_ns=[2, 6], listed=8)
+    [0, 3]
     """
-    return sum(max(0, (deadline_ns - free_ns - 1) // slice_ns) for free_ns, slice_ns in lanes)
+    first_ns, last_ns = deadlines_ns[0], deadlines_ns[-1]
+    total, more = 0, [0] * (len(deadlines_ns) + 1)
+    for lane, free_ns in lanes:
+        every_ns, at_once = lane.slice_ns, lane.slices_at_once
+        done_ns = free_ns + piece_ns(lane, length)  # if it were the lane's next
+        takes = max(0, (first_ns - done_ns - 1) // every_ns + 1)
+        total += takes * at_once
+        done_ns += takes * every_ns
+        while done_ns < last_ns and takes * at_once < listed:
+            more[bisect_right(deadlines_ns, done_ns)] += at_once
+            done_ns += every_ns
+            takes += 1
+    return [total + further for further in accumulate(more[:-1])]
+
+
+def piece_ns(lane: Lane | LaneOffer, slices: int) -> int:
+    """The time in which a lane makes so many slices, in takes of its own and a last one of what remains."""
+    if slices == lane.slices_at_once:
+        return lane.slice_ns
+    takes, rest = divmod(slices, lane.slices_at_once)
+    return takes * lane.slice_ns + (lane.expected_ns(rest) if rest else 0)

@@ -1,7 +1,8 @@
 """Lanes that come and go, slices that fail, rewards that fail: nothing is lost, nothing is used twice.
 
-A lost or failed slice is handed out again under a new epoch, and gives the same samples. A group with a sample
-that cannot be made or scored goes into quarantine whole, and a fresh group takes its place in the step.
+What was lost or failed is handed out again, together or slice by slice, under new epochs, and gives the same
+samples. A group with a sample that cannot be made or scored goes into quarantine whole, and a fresh group takes
+its place in the step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from digenrl.records import (
     WorkerJoined,
     WorkerLost,
 )
-from digenrl.scheduling.order import position_of, slices_of_group
+from digenrl.scheduling.order import positions, positions_of_group, slices_in, slices_of_group
 from digenrl.scheduling.scoring import awaits_score, free_scorer, start_scoring
 from digenrl.scheduling.state import (
     NO_VERSION,
@@ -31,12 +32,15 @@ from digenrl.scheduling.state import (
     Helping,
     Lane,
     SchedulerState,
+    StepProgress,
+    lane_of,
     open_step,
     put_group,
     put_lane,
     put_step,
     reconsider_help,
 )
+from digenrl.scheduling.terms import Terms
 
 Outcome = tuple[SchedulerState, tuple[Action, ...]]
 
@@ -44,7 +48,7 @@ Outcome = tuple[SchedulerState, tuple[Action, ...]]
 def absorb_joined(state: SchedulerState, event: WorkerJoined) -> Outcome:
     """A new lane gets the newest version first; it takes slices once that is loaded."""
     index = len(state.lanes)
-    lane = Lane(index, event.offer.name, event.offer.slice_ns, helper=False, version=NO_VERSION)
+    lane = lane_of(index, event.offer, helper=False, version=NO_VERSION)
     state = replace(state, lanes=(*state.lanes, lane))
     return make_idle(state, lane), (Publish(state.committed, (index,)),)
 
@@ -131,13 +135,14 @@ def make_idle(state: SchedulerState, lane: Lane) -> SchedulerState:
 
 
 def reissue(state: SchedulerState, lease: Lease) -> SchedulerState:
-    """Puts a slice back into its step's list, before everything that was never started."""
+    """Puts the slices of a lease back into its step's list, before everything that was never started."""
     step, piece = open_step(state, lease.slice.step), lease.slice
     state = _end_round_if_over(state)
     if step is None or step.groups[piece.group].retired:
         return state
     waiting = list(step.reissue)
-    insort(waiting, piece, key=lambda each: position_of(state.terms, each))
+    for each in slices_in(state.terms, piece):
+        insort(waiting, each, key=positions(state.terms))
     group = step.groups[piece.group]
     returned = piece.size if lease.stale else 0
     step = replace(
@@ -167,10 +172,19 @@ def quarantine(state: SchedulerState, piece: Slice, reason: str) -> Outcome:
         ready=tuple(unit for unit in step.ready if unit.group != piece.group),
         unscored_groups=step.unscored_groups + was_complete,
         stale_samples=step.stale_samples - old.stale,
+        ahead=_with_retired(terms, step, piece.group),
     )
     state = reconsider_help(put_step(state, step))
     unscored = tuple(each for each in state.unscored if (each.step, each.group) != (piece.step, piece.group))
     return replace(state, unscored=unscored), (Quarantine(step.index, piece.group, replaced_by, reason),)
+
+
+def _with_retired(terms: Terms, step: StepProgress, group: int) -> tuple[int, ...]:
+    """The positions that are not to be handed out any more, those of a retired group among them."""
+    if group >= terms.prompts:
+        return step.ahead  # a replacement: its slices never were in the list
+    retired = (position for position in positions_of_group(terms, group) if position >= step.cursor)
+    return tuple(sorted({*step.ahead, *retired}))
 
 
 def _end_round_if_over(state: SchedulerState) -> SchedulerState:

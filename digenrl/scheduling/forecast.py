@@ -9,17 +9,22 @@ Searching for the best help means playing thousands of futures, so this model ke
 
 A property test holds it to the nanosecond against runs driven through `decide`. Reward batches are played in
 their common divisor with the slice. That is exact where a batch divides the slice (or is larger), and with one
-reward lane for whole groups; several lanes with batches that leave a rest of a slice are an estimate.
+reward lane for whole groups; several lanes with batches that leave a rest of a slice are an estimate. So is a run
+in which a lane takes several slices at once: in `batch` order they are played as if they stood together in the
+list, and rewards for them in batches of one slice. Every slice is still played once, so that no future is without
+an end that has one.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from heapq import heappop, heappush
 
-from digenrl.scheduling.order import group_at
-from digenrl.scheduling.state import SchedulerState, StepProgress, open_step
-from digenrl.scheduling.terms import Terms
+from digenrl.records import LaneOffer
+from digenrl.scheduling.dispatch import piece_ns
+from digenrl.scheduling.slice_lists import Runs, SliceList, unstarted_slices
+from digenrl.scheduling.state import SchedulerState, open_step
 
 NEVER = 1 << 62
 HELPER_CLASS = -1
@@ -30,8 +35,8 @@ COPIES_PER_NODE = 256  # and so many copied entries
 EXACT_SCORES_UP_TO = 256
 SCORE_RASTER_PER_SLICE = 8
 
-Runs = tuple[tuple[int, int], ...]  # (group, number of slices)
-Bundle = tuple[int, int, int, int, int, Runs]  # (end, sequence, lane class, step, lanes, slices)
+# (end, place in the order of all steps' lists, lane class, step, lanes that become free, slices)
+Bundle = tuple[int, int, int, int, int, Runs]
 
 
 class Meter:
@@ -43,49 +48,25 @@ class Meter:
         self.nodes = 0
 
 
-class SliceList:
-    """The slices of a step that are still to be handed out: one by one, or as a stretch of the full list."""
-
-    __slots__ = ("_by_group", "_first", "_listed", "_per_group", "_prompts", "length")
-
-    def __init__(self, terms: Terms, first: int, listed: tuple[int, ...] | None = None) -> None:
-        self._first, self._listed = first, listed
-        self._by_group, self._per_group = terms.order == "generation", terms.slices_per_group
-        self._prompts = terms.prompts
-        self.length = terms.slices_per_step - first if listed is None else len(listed)
-
-    def runs(self, position: int, count: int) -> Runs:
-        """The groups of `count` slices from `position` on."""
-        if self._listed is not None:
-            return tuple((group, 1) for group in self._listed[position : position + count])
-        at = self._first + position
-        if not self._by_group:
-            return tuple((place % self._prompts, 1) for place in range(at, at + count))
-        whole = self._per_group
-        group, offset = divmod(at, whole)
-        if offset + count <= whole:
-            return ((group, count),)
-        last_group, in_last = divmod(at + count, whole)
-        head = ((group, whole - offset),)
-        tail = ((last_group, in_last),) if in_last else ()
-        return (*head, *((between, whole) for between in range(group + 1, last_group)), *tail)
-
-
 class Facts:
     """What does not change while looking ahead; shared by all forks of a forecast."""
 
     __slots__ = (
-        "batch", "budget", "by_sample", "class_ns", "commit_ns", "copied_entries", "earliest_finish",
-        "fresh_groups", "full_list", "helper_ns", "helpers", "next_list", "next_stale", "next_step", "publish_ns",
-        "score_ns", "score_raster_ns", "score_unit", "slice_size", "steps", "switch_in_ns", "switch_out_ns",
-        "unit_ns", "units", "whole_step_ns",
+        "batch", "budget", "by_sample", "class_ns", "classes", "commit_ns", "copied_entries", "earliest_finish",
+        "fresh_groups", "full_list", "helper", "helper_ns", "helpers", "next_list", "next_stale", "next_step",
+        "publish_ns", "score_ns", "score_raster_ns", "score_unit", "slice_size", "slices_per_step", "steps",
+        "switch_in_ns", "switch_out_ns", "unit_ns", "units", "whole_step_ns",
     )  # fmt: skip
 
-    def __init__(self, state: SchedulerState, class_ns: tuple[int, ...]) -> None:
+    def __init__(self, state: SchedulerState, classes: tuple[LaneOffer, ...]) -> None:
         terms, costs = state.terms, state.costs
-        self.class_ns = class_ns  # slice time of each class of generator lanes, quickest first
+        self.classes = classes  # what a lane of each class of generator lanes offers, quickest first
+        self.class_ns = class_ns = tuple(offer.slice_ns for offer in classes)
         self.helpers = len(state.helpers)
-        self.helper_ns = max((state.lanes[index].slice_ns for index in state.helpers), default=NEVER)
+        helpers = [state.lanes[index].offer for index in state.helpers]
+        self.helper = max(helpers, key=lambda offer: offer.slice_ns, default=LaneOffer("", NEVER))
+        self.helper_ns = self.helper.slice_ns
+        self.slices_per_step = terms.slices_per_step
         self.slice_size = terms.slice_size
         self.steps = terms.steps
         self.full_list = SliceList(terms, first=0)
@@ -120,12 +101,12 @@ class Forecast:
 
     __slots__ = (
         "_scored",
-        "_sequence",
         "committed",
         "cursor_step",
         "done",
         "done_next",
         "facts",
+        "holes",
         "idle",
         "meter",
         "now",
@@ -136,6 +117,7 @@ class Forecast:
         "published",
         "running",
         "scorer_free",
+        "stale_next",
         "stale_used",
         "todo",
         "trained",
@@ -147,9 +129,11 @@ class Forecast:
     running: list[Bundle]  # heap by end
     idle: list[int]  # idle lanes of each class
     todo: SliceList  # of the cursor's step
-    position: int  # of the next unstarted slice in todo
+    position: int  # place in todo of the next unstarted slice
+    holes: list[int]  # places behind it that are started; those of the next step's list count on from todo's end
     cursor_step: int
     stale_used: int  # stale samples of the cursor's step
+    stale_next: int  # and of the next one's, since this forecast began
     open_groups: list[int]  # samples not yet scored, of each group of the current step
     open_groups_next: list[int]
     done: int  # scored units of the current step
@@ -160,7 +144,6 @@ class Forecast:
     publications: list[int]  # when versions above `published` arrive
     scorer_free: list[int]  # when each scorer is free, soonest first
     _scored: deque[tuple[int, int, Runs]]  # (end, step, samples of each group) of what is being scored
-    _sequence: int
 
     def fork(self) -> Forecast:
         """An independent copy of this future."""
@@ -169,13 +152,13 @@ class Forecast:
         self.meter.nodes += 1 + (self.facts.copied_entries + len(self.running)) // COPIES_PER_NODE
         other.running, other.idle = self.running[:], self.idle[:]
         other.todo, other.position, other.cursor_step = self.todo, self.position, self.cursor_step
-        other.stale_used = self.stale_used
+        other.holes = self.holes[:]
+        other.stale_used, other.stale_next = self.stale_used, self.stale_next
         other.open_groups, other.open_groups_next = self.open_groups[:], self.open_groups_next[:]
         other.done, other.done_next, other.trained = self.done, self.done_next, self.trained
         other.committed, other.published = self.committed, self.published
         other.publications = self.publications[:]
         other.scorer_free, other._scored = self.scorer_free, self._scored.copy()
-        other._sequence = self._sequence
         return other
 
     def key(self) -> tuple[object, ...]:
@@ -183,7 +166,8 @@ class Forecast:
         bundles = sorted((end, kind, step, runs) for end, _, kind, step, _, runs in self.running)
         self.meter.nodes += (self.facts.copied_entries + len(bundles)) // GROUPS_PER_NODE
         return (
-            self.now, self.cursor_step, self.position, self.stale_used, self.done, self.done_next, self.trained,
+            self.now, self.cursor_step, self.position, tuple(self.holes), self.stale_used, self.stale_next,
+            self.done, self.done_next, self.trained,
             self.committed, self.published, tuple(self.publications), tuple(self.idle), tuple(bundles),
             tuple(self.open_groups), tuple(self.open_groups_next), tuple(self.scorer_free), tuple(self._scored),
         )  # fmt: skip
@@ -239,25 +223,28 @@ class Forecast:
         return not current_step_only or self.cursor_step == self.committed
 
     def round(self) -> int:
-        """Every helper takes one next slice; returns how many did."""
-        left = self.facts.helpers
+        """Every helper takes what it can at once; returns how many took something."""
+        facts, longest_ns, left = self.facts, 0, self.facts.helpers
         while left:
-            count = min(left, self._startable(self.committed))
-            if not count:
+            startable = self._startable(self.committed)
+            if not startable:
                 break
-            self._start(count, self.committed, HELPER_CLASS, self.facts.helper_ns)
-            left -= count
-        self._work(self.facts.helper_ns)
-        return self.facts.helpers - left
+            slices, lanes = self.todo.equal_takes(self.position, facts.helper.slices_at_once, left, startable)
+            takes_ns = facts.helper.expected_ns(slices)
+            self._start(lanes, slices, self.committed, HELPER_CLASS, takes_ns)
+            longest_ns = max(longest_ns, takes_ns)
+            left -= lanes
+        self._work(longest_ns)
+        return facts.helpers - left
 
     def current_step_unstarted(self) -> int:
         """Slices of the current step that nobody has started."""
         if self.cursor_step > self.committed:
             return 0
-        return self.todo.length - self.position
+        return self._unstarted_here()
 
     def shortest_slice_ns(self) -> int:
-        """What the quickest lane takes for a slice."""
+        """What the quickest lane takes for what it takes at once."""
         return min((*self.facts.class_ns, self.facts.helper_ns))
 
     # --- How time passes ---------------------------------------------------------------------------------------
@@ -357,88 +344,173 @@ class Forecast:
 
     def _dispatch(self) -> None:
         """Idle generator lanes take slices, the quickest class first."""
+        if self.facts.earliest_finish:
+            self._dispatch_by_finish()
+            return
         for lane_class, idle in enumerate(self.idle):
             while idle:
-                count = min(idle, self._startable(self.published))
-                if not count:
+                startable = self._startable(self.published)
+                if not startable:
                     return
-                slice_ns = self.facts.class_ns[lane_class]
-                if self.facts.earliest_finish:
-                    count = self._not_left_for_quicker(count, slice_ns)
-                    if not count:
-                        return
-                self._start(count, self.published, lane_class, slice_ns)
-                idle -= count
+                offer = self.facts.classes[lane_class]
+                slices, lanes = self.todo.equal_takes(self.position, offer.slices_at_once, idle, startable)
+                self._start(lanes, slices, self.published, lane_class, offer.expected_ns(slices))
+                idle -= lanes
                 self.idle[lane_class] = idle
+
+    def _dispatch_by_finish(self) -> None:
+        """As `handout` does it under `earliest_finish`: a lane starts behind what others would finish first."""
+        for lane_class, offer in enumerate(self.facts.classes):
+            while idle := self.idle[lane_class]:
+                slices, lanes, behind = self._first_not_sooner_elsewhere(offer, idle)
+                if not lanes:
+                    break
+                self._start(lanes, slices, self.published, lane_class, offer.expected_ns(slices), behind)
+                self.idle[lane_class] = idle - lanes
+
+    def _first_not_sooner_elsewhere(self, offer: LaneOffer, idle: int) -> tuple[int, int, int]:
+        """Slices of the next take, how many equal lanes take as many there, and behind how many unstarted ones."""
+        here = self._startable(self.published)
+        in_all, behind = here + self._startable_next(here), 0
+        while behind < in_all:
+            todo, place, left = self.todo, self._place(behind), here - behind
+            if left <= 0:
+                todo, place, left = self._next_list(), place - todo.length, in_all - behind
+            slices, lanes = todo.equal_takes(place, offer.slices_at_once, idle, left)
+            reserved = self._reserved_before(slices, self.now + offer.expected_ns(slices))
+            if reserved <= behind:
+                return slices, lanes, behind
+            behind = reserved
+        return 0, 0, behind
+
+    def _reserved_before(self, length: int, deadline: int) -> int:
+        """As `dispatch.reserved_before`, for classes of lanes: this is asked at every instant played."""
+        total, now = 0, self.now
+        for offer, idle in zip(self.facts.classes, self.idle, strict=True):
+            if idle:
+                takes = (deadline - now - piece_ns(offer, length) - 1) // offer.slice_ns + 1
+                if takes > 0:
+                    total += idle * takes * offer.slices_at_once
+        for end, _, lane_class, _, lanes, _ in self.running:
+            if end < deadline and lane_class >= 0:
+                offer = self.facts.classes[lane_class]
+                takes = (deadline - end - piece_ns(offer, length) - 1) // offer.slice_ns + 1
+                if takes > 0:
+                    total += lanes * takes * offer.slices_at_once
+        return total
+
+    # --- What is left of the lists -----------------------------------------------------------------------------
+
+    def _unstarted_here(self) -> int:
+        """Of the cursor's step."""
+        left = self.todo.length - self.position
+        return left - bisect_left(self.holes, self.todo.length) if self.holes else left
 
     def _startable(self, version: int) -> int:
         """How many slices of the cursor's step may start on this version; moves the cursor to the next step."""
-        left = self.todo.length - self.position
+        left = self._unstarted_here()
         if not left:
             if self.cursor_step + 1 >= self.facts.steps or self.cursor_step > version:
                 return 0
-            left = self._open_next_list()
+            self._open_next_list()
+            left = self._unstarted_here()
         if self.cursor_step <= version:
             return left
         if self.cursor_step > version + 1:
             return 0
         return min(left, (self.facts.budget - self.stale_used) // self.facts.slice_size)
 
-    def _open_next_list(self) -> int:
+    def _startable_next(self, startable_here: int) -> int:
+        """How many slices of the next step may start on the generators' version, behind all of the cursor's."""
         facts = self.facts
+        if startable_here < self._unstarted_here() or self.cursor_step + 1 >= facts.steps:
+            return 0
+        if self.cursor_step > self.published:
+            return 0
+        started = len(self.holes) - bisect_left(self.holes, self.todo.length)
+        stale = self.stale_next + (facts.next_stale if self.cursor_step + 1 == facts.next_step else 0)
+        return min(self._next_list().length - started, (facts.budget - stale) // facts.slice_size)
+
+    def _next_list(self) -> SliceList:
+        facts = self.facts
+        return facts.next_list if self.cursor_step + 1 == facts.next_step else facts.full_list
+
+    def _open_next_list(self) -> None:
+        facts, length = self.facts, self.todo.length
+        self.todo = self._next_list()
         self.cursor_step += 1
-        self.position = 0
-        if self.cursor_step == facts.next_step:
-            self.todo, self.stale_used = facts.next_list, facts.next_stale
+        self.stale_used = self.stale_next + (facts.next_stale if self.cursor_step == facts.next_step else 0)
+        self.stale_next = self.position = 0
+        if self.holes:
+            self.holes = [place - length for place in self.holes if place >= length]
+            self._skip_holes()
+
+    def _skip_holes(self) -> None:
+        passed = 0
+        while passed < len(self.holes) and self.holes[passed] == self.position < self.todo.length:
+            self.position += 1
+            passed += 1
+        del self.holes[:passed]
+
+    def _place(self, behind: int) -> int:
+        """The place of the unstarted slice before which so many others stand."""
+        place = self.position + behind
+        for hole in self.holes:
+            if hole > place:
+                break
+            place += 1
+        return place
+
+    def _start(
+        self, lanes: int, slices: int, version: int, lane_class: int, takes_ns: int, behind: int = 0
+    ) -> None:
+        """So many lanes start as many slices each, behind so many unstarted ones."""
+        if behind or self.holes:
+            stretches = self._take_stretches(lanes * slices, behind)
         else:
-            self.todo, self.stale_used = facts.full_list, 0
-        return self.todo.length
+            stretches = [(self.position, lanes * slices)]
+            self.position += lanes * slices
+        for place, count in stretches:
+            step, todo = self.cursor_step, self.todo
+            if place >= todo.length:
+                step, place, todo = step + 1, place - todo.length, self._next_list()
+            if step > version:
+                if step == self.cursor_step:
+                    self.stale_used += count * self.facts.slice_size
+                else:
+                    self.stale_next += count * self.facts.slice_size
+            order = step * self.facts.slices_per_step + todo.position(place)
+            bundle = (self.now + takes_ns, order, lane_class, step, lanes, todo.runs(place, count))
+            heappush(self.running, bundle)
+            lanes = 0  # they become free together, with the first of their slices
 
-    def _start(self, count: int, version: int, lane_class: int, slice_ns: int) -> None:
-        runs = self.todo.runs(self.position, count)
-        self.position += count
-        if self.cursor_step > version:
-            self.stale_used += count * self.facts.slice_size
-        self._sequence += 1
-        heappush(self.running, (self.now + slice_ns, self._sequence, lane_class, self.cursor_step, count, runs))
+    def _take_stretches(self, count: int, behind: int) -> list[tuple[int, int]]:
+        """Takes unstarted slices behind so many others: places and lengths of stretches without a hole.
 
-    def _not_left_for_quicker(self, count: int, slice_ns: int) -> int:
-        """Of `count` idle lanes of one class, how many take a slice rather than leave it to quicker lanes.
-
-        As `slices_not_finished_before`, without a list of all lanes: this is asked at every instant played.
+        Slices that end together are scored in the order of the list, so a bundle has no hole in it.
         """
-        class_ns, deadline = self.facts.class_ns, self.now + slice_ns
-        left = self._startable_in_all()
-        for lane_class, idle in enumerate(self.idle):
-            left -= idle * ((slice_ns - 1) // class_ns[lane_class])
-        for end, _, lane_class, _, lanes, _ in self.running:
-            if end < deadline and lane_class >= 0:
-                left -= lanes * ((deadline - end - 1) // class_ns[lane_class])
-        return max(0, min(count, left))
+        stretches: list[tuple[int, int]] = []
+        holes, border, place = self.holes, self.todo.length, self._place(behind)
+        nth = bisect_left(holes, place)
+        while count:
+            end = holes[nth] if nth < len(holes) else place + count
+            if place < border:
+                end = min(end, border)
+            length = min(count, end - place)
+            if length:
+                stretches.append((place, length))
+                holes[nth:nth] = range(place, place + length)
+                nth += length
+                count -= length
+            place += length
+            while nth < len(holes) and holes[nth] == place:
+                place += 1
+                nth += 1
+        self._skip_holes()
+        return stretches
 
-    def generator_times(self) -> list[tuple[int, int]]:
-        """When each generator lane is free, and what it takes for a slice."""
-        class_ns = self.facts.class_ns
-        busy = [(end, class_ns[kind], count) for end, _, kind, _, count, _ in self.running if kind >= 0]
-        lanes = [(end, slice_ns) for end, slice_ns, count in busy for _ in range(count)]
-        for lane_class, idle in enumerate(self.idle):
-            lanes += [(self.now, class_ns[lane_class])] * idle
-        return lanes
-
-    def _startable_in_all(self) -> int:
-        """As `_startable`, over the cursor's step and the next."""
-        here = self._startable(self.published)
-        if here < self.todo.length - self.position or self.cursor_step + 1 >= self.facts.steps:
-            return here
-        if self.cursor_step + 1 > self.published + 1:
-            return here
-        return here + min(self.facts.full_list.length, self.facts.budget // self.facts.slice_size)
-
-
-def unstarted_slices(terms: Terms, step: StepProgress) -> SliceList:
-    """What is still to be handed out of a step, in order."""
-    if not step.reissue and len(step.groups) == terms.prompts:
-        return SliceList(terms, step.cursor)
-    again = tuple(piece.group for piece in step.reissue)
-    ahead = (group_at(terms, position) for position in range(step.cursor, terms.slices_per_step))
-    return SliceList(terms, 0, again + tuple(group for group in ahead if not step.groups[group].retired))
+    def generator_takes(self) -> list[tuple[LaneOffer, int, int]]:
+        """What each generator lane offers, when it is free, and how many such lanes there are."""
+        classes = self.facts.classes
+        takes = [(classes[kind], end, count) for end, _, kind, _, count, _ in self.running if kind >= 0]
+        return takes + [(offer, self.now, idle) for offer, idle in zip(classes, self.idle, strict=True)]

@@ -1,54 +1,63 @@
-"""Hands slices to idle lanes: one cursor over the steps' lists, shared by all lanes, that skips nothing."""
+"""Hands slices to idle lanes: one list for every open step, shared by all lanes, mostly taken from its front."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from digenrl.records import Generate, Lease, Slice
-from digenrl.scheduling.dispatch import leave_for_a_quicker_lane
+from digenrl.scheduling.dispatch import Reservations
 from digenrl.scheduling.order import slice_at
-from digenrl.scheduling.staleness import may_start
+from digenrl.scheduling.staleness import admitted_samples
 from digenrl.scheduling.state import GroupProgress, SchedulerState, StepProgress
 from digenrl.scheduling.terms import Terms
 
 
 class SlicePicker:
-    """The unstarted slices of the open steps, taken in order. Local to one decision; `steps()` is the outcome."""
+    """The unstarted slices of the open steps, in order. Local to one decision; `steps()` is the outcome.
+
+    Places count from the front over all open steps: 0 is the next slice.
+    """
 
     def __init__(self, state: SchedulerState) -> None:
-        self._terms = state.terms
         self._lists = [_OpenList(state.terms, step) for step in state.steps]
 
-    def peek(self, version: int) -> Slice | None:
-        """The next slice, if it may start on this version; None also when nothing is left."""
-        for steps_list in self._lists:
-            piece = steps_list.first_unstarted()
-            if piece is not None:
-                return piece if steps_list.admits(piece, version) else None
-        return None
+    def length_at(self, version: int, place: int, at_most: int) -> int:
+        """How many slices one take from `place` on would get: neighbours of one group that may start together.
 
-    def take(self, version: int) -> Slice | None:
-        """Takes what `peek` shows."""
-        piece = self.peek(version)
-        if piece is not None:
-            next(each for each in self._lists if each.step.index == piece.step).take(piece, version)
-        return piece
+        None where a slice before the place, or at it, may not start on this version.
+        """
+        return self._found(version, place, at_most)[1]
 
-    def startable(self, version: int) -> int:
-        """How many slices may start one after the other on this version."""
-        total = 0
-        for steps_list in self._lists:
-            left = steps_list.unstarted()
-            admitted = min(left, steps_list.admitted_slices(version))
-            total += admitted
-            if admitted < left:
-                break
-        return total
+    def may_start(self, version: int) -> bool:
+        """Whether the next slice may start on this version."""
+        return self.length_at(version, 0, 1) > 0
+
+    def take(self, version: int, place: int, at_most: int) -> Slice | None:
+        """Takes what `length_at` counts, as one piece."""
+        steps_list, length, place = self._found(version, place, at_most)
+        return steps_list.take(place, length, version) if steps_list and length else None
+
+    def unstarted(self) -> int:
+        """How many slices the lists hold, whether they may start yet or not."""
+        return sum(steps_list.unstarted() for steps_list in self._lists)
 
     def current_step_unstarted(self) -> bool:
         """Whether a slice of the current step was never started, or has to be started again."""
-        return bool(self._lists) and self._lists[0].first_unstarted() is not None
+        return bool(self._lists) and self._lists[0].unstarted() > 0
+
+    def _found(self, version: int, place: int, at_most: int) -> tuple[_OpenList | None, int, int]:
+        """The list in which a place lies, how many slices a take gets there, and its place in that list."""
+        for steps_list in self._lists:
+            left, admitted = steps_list.unstarted(), steps_list.admitted_slices(version)
+            if place < left:
+                return steps_list, steps_list.length_at(place, min(at_most, admitted - place)), place
+            if admitted < left:
+                break
+            place -= left
+        return None, 0, place
 
     def steps(self) -> tuple[StepProgress, ...]:
         """The open steps after everything that was taken."""
@@ -56,104 +65,171 @@ class SlicePicker:
 
 
 class _OpenList:
-    """One step's list while slices are being taken from it."""
+    """One step's list while slices are being taken from it: what waits to be made again, then the rest."""
 
     def __init__(self, terms: Terms, step: StepProgress) -> None:
-        self.step = step
+        self._step = step
         self._terms = terms
-        self._cursor = step.cursor
-        self._reissued = 0
+        self._waiting: list[Slice] = list(step.reissue)
+        self._cursor, self._end = step.cursor, terms.slices_per_step
+        self._ahead: list[int] = list(step.ahead)  # positions from the cursor on that are not to be handed out
         self._stale_samples = step.stale_samples
         self._stale_groups: dict[int, int] = {}
+        self._touched = False
+        self._skip_ahead()
 
-    def first_unstarted(self) -> Slice | None:
-        if self._reissued < len(self.step.reissue):
-            return self.step.reissue[self._reissued]
-        while self._cursor < self._terms.slices_per_step:
-            piece = slice_at(self._terms, self.step.index, self._cursor)
-            if not self.step.groups[piece.group].retired:
-                return piece
-            self._cursor += 1
-        return None
-
-    def admits(self, piece: Slice, version: int) -> bool:
-        budget = self._terms.stale_budget
-        return may_start(self.step.index, version, self._stale_samples, piece.size, budget)
+    def unstarted(self) -> int:
+        return len(self._waiting) + self._end - self._cursor - len(self._ahead)
 
     def admitted_slices(self, version: int) -> int:
         """How many slices the version rule admits, however many there are."""
-        if version >= self.step.index:
-            return self._terms.slices_per_step + len(self.step.reissue)
-        if version < self.step.index - 1:
-            return 0
-        return (self._terms.stale_budget - self._stale_samples) // self._terms.slice_size
+        step, terms = self._step.index, self._terms
+        return admitted_samples(step, version, self._stale_samples, terms.stale_budget) // terms.slice_size
 
-    def unstarted(self) -> int:
-        waiting = len(self.step.reissue) - self._reissued
-        return waiting + self._terms.slices_per_step - self._cursor - self._retired_ahead()
+    def length_at(self, place: int, at_most: int) -> int:
+        if at_most <= 1:
+            return max(0, at_most)
+        if place < len(self._waiting):
+            return self._neighbours_waiting(place, at_most)
+        return sum(1 for _ in self._neighbours_listed(self._position(place), at_most))
 
-    def take(self, piece: Slice, version: int) -> None:
-        if self._reissued < len(self.step.reissue):
-            self._reissued += 1
+    def take(self, place: int, length: int, version: int) -> Slice:
+        if place < len(self._waiting):
+            first = self._waiting[place]
+            del self._waiting[place : place + length]
         else:
-            self._cursor += 1
-        if version < self.step.index:
+            position = self._position(place)
+            first = slice_at(self._terms, self._step.index, position)
+            self._mark_started(position, length)
+        piece = replace(first, size=length * first.size) if length > 1 else first
+        self._touched = True
+        if version < self._step.index:
             self._stale_samples += piece.size
             self._stale_groups[piece.group] = self._stale_groups.get(piece.group, 0) + piece.size
+        return piece
 
     def closed(self) -> StepProgress:
-        if self._cursor == self.step.cursor and not self._reissued:
-            return self.step
+        if not self._touched:
+            return self._step
         return replace(
-            self.step,
+            self._step,
             cursor=self._cursor,
-            reissue=self.step.reissue[self._reissued :],
+            reissue=tuple(self._waiting),
             groups=self._groups_with_stale_marks(),
             stale_samples=self._stale_samples,
+            ahead=tuple(self._ahead),
         )
+
+    def _position(self, place: int) -> int:
+        """The position of what stands at this place behind all that waits."""
+        ahead, position = self._ahead, self._cursor + place - len(self._waiting)
+        if not ahead or position < ahead[0]:
+            return position
+        # Every position ahead that is not behind it moves it on by one.
+        return position + bisect_right(range(len(ahead)), position, key=lambda nth: ahead[nth] - nth)
+
+    def _neighbours_waiting(self, place: int, at_most: int) -> int:
+        waiting, length = self._waiting, 1
+        while length < at_most and place + length < len(waiting):
+            before, here = waiting[place + length - 1], waiting[place + length]
+            if (before.group, before.first + before.size) != (here.group, here.first):
+                break
+            length += 1
+        return length
+
+    def _neighbours_listed(self, position: int, at_most: int) -> Iterator[int]:
+        """Positions of up to so many slices that follow each other in one group and are unstarted."""
+        terms = self._terms
+        if terms.order == "generation":
+            stride, turns = 1, terms.slices_per_group - position % terms.slices_per_group
+        else:
+            stride, turns = terms.prompts, terms.slices_per_group - position // terms.prompts
+        for turn in range(min(at_most, turns)):
+            at = position + turn * stride
+            nth = bisect_left(self._ahead, at)
+            if nth < len(self._ahead) and self._ahead[nth] == at:
+                return
+            yield at
+
+    def _mark_started(self, position: int, length: int) -> None:
+        for at in [position] if length == 1 else list(self._neighbours_listed(position, length)):
+            if at == self._cursor:
+                self._cursor += 1
+            else:
+                insort(self._ahead, at)
+        self._skip_ahead()
+
+    def _skip_ahead(self) -> None:
+        passed = 0
+        while passed < len(self._ahead) and self._ahead[passed] == self._cursor:
+            self._cursor += 1
+            passed += 1
+        del self._ahead[:passed]
 
     def _groups_with_stale_marks(self) -> tuple[GroupProgress, ...]:
         if not self._stale_groups:
-            return self.step.groups
-        groups = list(self.step.groups)
+            return self._step.groups
+        groups = list(self._step.groups)
         for index, samples in self._stale_groups.items():
             groups[index] = replace(groups[index], stale=groups[index].stale + samples)
         return tuple(groups)
 
-    def _retired_ahead(self) -> int:
-        """Slices behind the cursor's that belong to retired groups and will be skipped."""
-        if len(self.step.groups) == self._terms.prompts:
-            return 0
-        positions = range(self._cursor, self._terms.slices_per_step)
-        pieces = (slice_at(self._terms, self.step.index, position) for position in positions)
-        return sum(self.step.groups[piece.group].retired for piece in pieces)
+
+class Take(NamedTuple):
+    """A lane takes up to `at_most` slices from a place of the list on."""
+
+    lane: int
+    place: int
+    at_most: int
 
 
 def hand_out(state: SchedulerState, at_ns: int) -> tuple[SchedulerState, tuple[Generate, ...]]:
-    """Gives every idle generator lane a slice, the quickest lane first, as far as slices may start."""
+    """Gives idle generator lanes slices, the quickest lane first, as far as slices may start."""
     if not state.idle:
         return state, ()
     picker = SlicePicker(state)
     if state.terms.dispatch == "earliest_finish":
-        chosen = leave_for_a_quicker_lane(state, picker.startable, at_ns)
-    else:
-        chosen = state.idle
-    return lease_slices(state, picker, chosen, at_ns)
+        return lease_slices(state, picker, _not_sooner_elsewhere(state, picker, at_ns), at_ns)
+    return lease_slices(state, picker, from_the_front(state, state.idle), at_ns)
+
+
+def from_the_front(state: SchedulerState, lanes: Iterable[int]) -> Iterator[Take]:
+    """Every lane takes what it can at once, from the front of the list."""
+    return (Take(index, 0, state.lanes[index].slices_at_once) for index in lanes)
+
+
+def _not_sooner_elsewhere(state: SchedulerState, picker: SlicePicker, at_ns: int) -> Iterator[Take]:
+    """`earliest_finish`: a lane takes the first piece that no other lane would finish sooner, or none.
+
+    Each take is to be done before the next is asked for.
+    """
+    able = [index for index in state.idle if picker.may_start(state.lanes[index].version)]
+    able.sort(key=lambda index: (state.lanes[index].slice_ns, -state.lanes[index].version))
+    reservations = Reservations(state, able, picker.unstarted(), at_ns)
+    for index in able:
+        lane, place = state.lanes[index], 0
+        while length := picker.length_at(lane.version, place, lane.slices_at_once):
+            reserved = reservations.before(index, length)
+            if reserved <= place:
+                yield Take(index, place, length)
+                reservations.taken(index, length)
+                break
+            place = reserved
 
 
 def lease_slices(
-    state: SchedulerState, picker: SlicePicker, lanes: Iterable[int], at_ns: int
+    state: SchedulerState, picker: SlicePicker, takes: Iterable[Take], at_ns: int
 ) -> tuple[SchedulerState, tuple[Generate, ...]]:
-    """Leases the next slices to these lanes, in this order; a lane for which none may start stays idle."""
+    """Leases slices to lanes, in this order; a lane for which none may start stays idle."""
     changed = list(state.lanes)
     leased: list[Lease] = []
-    for index in lanes:
-        lane = changed[index]
-        piece = picker.take(lane.version)
+    for take in takes:
+        lane = changed[take.lane]
+        piece = picker.take(lane.version, take.place, take.at_most)
         if piece is None:
             continue
-        lease = Lease(piece, index, state.leases_issued + len(leased), lane.version, at_ns)
-        changed[index] = replace(lane, lease=lease)
+        lease = Lease(piece, lane.index, state.leases_issued + len(leased), lane.version, at_ns)
+        changed[lane.index] = replace(lane, lease=lease)
         leased.append(lease)
     if not leased:
         return state, ()

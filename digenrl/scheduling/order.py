@@ -6,6 +6,8 @@ trainer; `batch` order takes the first slice of every group, then the second of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from digenrl.records import Slice
 from digenrl.scheduling.terms import Terms
 
@@ -31,14 +33,39 @@ def slice_at(terms: Terms, step: int, position: int) -> Slice:
 
 
 def position_of(terms: Terms, piece: Slice) -> int:
-    """Where a slice stands in its step's list; slices of replacement groups stand behind all others."""
-    turn = piece.first // terms.slice_size
-    if piece.group >= terms.prompts or terms.order == "generation":
-        return piece.group * terms.slices_per_group + turn
-    return turn * terms.prompts + piece.group
+    """Where a slice, or the first of several together, stands in its step's list.
+
+    Slices of replacement groups stand behind all others.
+    """
+    return positions(terms)(piece)
+
+
+def positions(terms: Terms) -> Callable[[Slice], int]:
+    """`position_of`, for many pieces."""
+    size, prompts, per_group = terms.slice_size, terms.prompts, terms.slices_per_group
+    in_turns = prompts if terms.order == "batch" else 0  # so many groups take turns; replacements do not
+
+    def position(piece: Slice) -> int:
+        if piece.group < in_turns:
+            return piece.first // size * prompts + piece.group
+        return piece.group * per_group + piece.first // size
+
+    return position
+
+
+def positions_of_group(terms: Terms, group: int) -> range:
+    """Where the slices of one of a step's first groups stand in its list."""
+    if terms.order == "generation":
+        return range(group * terms.slices_per_group, (group + 1) * terms.slices_per_group)
+    return range(group, terms.slices_per_step, terms.prompts)
+
+
+def slices_in(terms: Terms, piece: Slice) -> tuple[Slice, ...]:
+    """The slices that a lease was made of, in order."""
+    size, end = terms.slice_size, piece.first + piece.size
+    return tuple(Slice(piece.step, piece.group, first, size) for first in range(piece.first, end, size))
 
 
 def slices_of_group(terms: Terms, step: int, group: int) -> tuple[Slice, ...]:
     """All slices of one group, in order."""
-    size = terms.slice_size
-    return tuple(Slice(step, group, first, size) for first in range(0, terms.samples_per_prompt, size))
+    return slices_in(terms, Slice(step, group, 0, terms.samples_per_prompt))

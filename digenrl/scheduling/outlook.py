@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from heapq import heappush
+from collections.abc import Iterator
+from heapq import heapify, heappush
 
-from digenrl.records import Slice
+from digenrl.records import LaneOffer, Slice
 from digenrl.scheduling.forecast import (
     HELPER_CLASS,
     NEVER,
@@ -15,9 +16,9 @@ from digenrl.scheduling.forecast import (
     Facts,
     Forecast,
     Meter,
-    Runs,
-    unstarted_slices,
 )
+from digenrl.scheduling.order import positions
+from digenrl.scheduling.slice_lists import Runs, holes_in, unstarted_slices
 from digenrl.scheduling.state import Lane, SchedulerState, StepProgress, open_step
 from digenrl.scheduling.terms import Terms
 
@@ -26,30 +27,32 @@ SAME_SPEED = 1.1  # beyond, lanes are alike whose times differ by less than this
 MOST_BUNDLES = 32  # above this, lanes that are out of step with each other are rounded together
 RASTER_PER_SLICE = 8
 
+Kind = tuple[int, tuple[int, ...]]  # what tells lanes apart: `slice_ns` and `take_ns`
+Member = tuple[int, int, int]  # position, group and number of slices of what a lane makes
+
 
 def forecast_from(state: SchedulerState, at_ns: int) -> Forecast:
     """The future as it looks at a bubble of `state`, when generators have taken what they may."""
     terms = state.terms
     shares_cards = terms.colocated
     generators = [lane for lane in state.lanes if lane.present and (shares_cards or not lane.helper)]
-    class_ns, class_of = _speed_classes({lane.slice_ns for lane in generators})
+    classes, class_of = _classes(generators)
     current, following = state.current, open_step(state, state.committed + 1)
 
     future = Forecast.__new__(Forecast)
-    future.facts, future.meter = Facts(state, class_ns), Meter()
+    future.facts, future.meter = Facts(state, classes), Meter()
     future.now, future.committed = at_ns, state.committed
     future.published, future.publications = _versions_ahead(state, generators, at_ns)
-    future.idle = [0] * len(class_ns)
-    without_weights = [0] * len(class_ns)
+    future.idle = [0] * len(classes)
+    without_weights = [0] * len(classes)
     for lane in (state.lanes[index] for index in state.idle):
         lanes_of_class = future.idle if lane.version >= future.published else without_weights
-        lanes_of_class[class_of[lane.slice_ns]] += 1
+        lanes_of_class[class_of[lane.slice_ns, lane.take_ns]] += 1
     future.running = _bundles_under_way(state, at_ns, class_of)
     loaded_ns = _loaded_ns(state, at_ns, future.published)
     for lane_class, lanes in enumerate(without_weights):
         if lanes:
-            heappush(future.running, (loaded_ns, len(future.running), lane_class, NO_STEP, lanes, ()))
-    future._sequence = len(future.running)
+            heappush(future.running, (loaded_ns, NO_STEP, lane_class, NO_STEP, lanes, ()))
     future.open_groups = _open_samples(terms, current)
     future.open_groups_next = _open_samples(terms, following)
     future.done = _units_scored(terms, future.open_groups)
@@ -57,6 +60,10 @@ def forecast_from(state: SchedulerState, at_ns: int) -> Forecast:
     future.trained = _units_trained(terms, current)
     future.cursor_step, future.position = current.index, 0
     future.todo, future.stale_used = unstarted_slices(terms, current), current.stale_samples
+    future.holes, future.stale_next = holes_in(current), 0
+    if following is not None:
+        future.holes += [future.todo.length + place for place in holes_in(following)]
+    future._skip_holes()
     future._scored = deque()
     _resume_scoring(future, state, at_ns)
     return future
@@ -84,50 +91,82 @@ def _is_wanted(state: SchedulerState, piece: Slice) -> bool:
     return step is not None and not step.groups[piece.group].retired
 
 
-def _speed_classes(speeds: set[int]) -> tuple[tuple[int, ...], dict[int, int]]:
-    """The slice times of the classes of lanes, quickest first, and which class a slice time belongs to.
+def _classes(generators: list[Lane]) -> tuple[tuple[LaneOffer, ...], dict[Kind, int]]:
+    """What a lane of each class offers, quickest first, and which class a kind of lane belongs to.
 
     Lanes whose measured times all differ a little are put into classes of nearly equal speed.
     """
-    ordered = sorted(speeds)
-    if len(ordered) <= MOST_CLASSES:
-        return tuple(ordered), {slice_ns: index for index, slice_ns in enumerate(ordered)}
-    classes: list[list[int]] = []
-    for slice_ns in ordered:
-        if not classes or slice_ns > classes[-1][0] * SAME_SPEED:
+    kinds = {(lane.slice_ns, lane.take_ns) for lane in generators}
+    classes: list[list[Kind]] = []
+    for slice_ns, take_ns in sorted(kinds, key=lambda kind: (len(kind[1]), kind)):
+        quickest = classes[-1][0] if classes else (0, ())
+        alike = len(take_ns) == len(quickest[1]) and slice_ns <= quickest[0] * SAME_SPEED
+        if not alike or len(kinds) <= MOST_CLASSES:
             classes.append([])
-        classes[-1].append(slice_ns)
-    class_of = {slice_ns: index for index, members in enumerate(classes) for slice_ns in members}
-    return tuple(sum(members) // len(members) for members in classes), class_of
+        classes[-1].append((slice_ns, take_ns))
+    typical = [
+        _offer(sum(slice_ns for slice_ns, _ in members) // len(members), members[0][1]) for members in classes
+    ]
+    quickest_first = sorted(range(len(classes)), key=lambda index: typical[index].slice_ns)
+    class_of = {kind: place for place, index in enumerate(quickest_first) for kind in classes[index]}
+    return tuple(typical[index] for index in quickest_first), class_of
 
 
-def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[int, int]) -> list[Bundle]:
+def _offer(slice_ns: int, take_ns: tuple[int, ...]) -> LaneOffer:
+    return LaneOffer("", slice_ns, len(take_ns) or 1, take_ns)
+
+
+def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[Kind, int]) -> list[Bundle]:
     """The leases as bundles; what should have ended already is expected any moment."""
-    members: dict[tuple[int, int, int], list[tuple[int, Runs]]] = {}
+    slices_per_step, slice_size, position = (
+        state.terms.slices_per_step,
+        state.terms.slice_size,
+        positions(state.terms),
+    )
+    members: dict[tuple[int, int, int], list[Member]] = {}
     leased = [(lane, lane.lease) for lane in state.lanes if lane.lease is not None]
     for lane, lease in leased:
-        end = max(at_ns + 1, lease.started_ns + lane.slice_ns)
-        lane_class = HELPER_CLASS if lane.helper else class_of[lane.slice_ns]
-        wanted = _is_wanted(state, lease.slice)
-        step, runs = (lease.slice.step, ((lease.slice.group, 1),)) if wanted else (NO_STEP, ())
-        members.setdefault((end, lane_class, step), []).append((lease.epoch, runs))
-    if len(members) > MOST_BUNDLES:
+        piece = lease.slice
+        slices = piece.size // slice_size
+        end = max(at_ns + 1, lease.started_ns + (lane.expected_ns(slices) if lane.take_ns else lane.slice_ns))
+        lane_class = HELPER_CLASS if lane.helper else class_of[lane.slice_ns, lane.take_ns]
+        if _is_wanted(state, piece):
+            step, member = piece.step, (position(piece), piece.group, slices)
+        else:
+            step, member = NO_STEP, (0, 0, 0)
+        members.setdefault((end, lane_class, step), []).append(member)
+    rounded = len(members) > MOST_BUNDLES
+    if rounded:
         members = _rounded_up(members, min(lane.slice_ns for lane, _ in leased))
-    ordered = sorted(members.items(), key=lambda item: (item[0][0], min(item[1])))
-    return [
-        (end, sequence, lane_class, step, len(slices), tuple(run for _, runs in sorted(slices) for run in runs))
-        for sequence, ((end, lane_class, step), slices) in enumerate(ordered)
-    ]
+    bundles: list[Bundle] = []
+    for (end, lane_class, step), places in members.items():
+        for stretch in (sorted(places),) if rounded else _stretches(sorted(places)):
+            runs = tuple((group, slices) for _, group, slices in stretch if slices)
+            order = step * slices_per_step + stretch[0][0]
+            bundles.append((end, order, lane_class, step, len(stretch), runs))
+    heapify(bundles)
+    return bundles
+
+
+def _stretches(places: list[Member]) -> Iterator[list[Member]]:
+    """Slices that stand together in the list: those that end together are scored in its order."""
+    first, follows = 0, places[0][0]
+    for nth, (position, _, slices) in enumerate(places):
+        if position > follows:
+            yield places[first:nth]
+            first = nth
+        follows = position + slices
+    yield places[first:]
 
 
 def _rounded_up(
-    members: dict[tuple[int, int, int], list[tuple[int, Runs]]], slice_ns: int
-) -> dict[tuple[int, int, int], list[tuple[int, Runs]]]:
+    members: dict[tuple[int, int, int], list[Member]], slice_ns: int
+) -> dict[tuple[int, int, int], list[Member]]:
     """Many lanes out of step with each other: ends move up to a common raster, which costs a little precision."""
     raster_ns = max(1, slice_ns // RASTER_PER_SLICE)
-    merged: dict[tuple[int, int, int], list[tuple[int, Runs]]] = {}
-    for (end, lane_class, step), slices in members.items():
-        merged.setdefault((-(-end // raster_ns) * raster_ns, lane_class, step), []).extend(slices)
+    merged: dict[tuple[int, int, int], list[Member]] = {}
+    for (end, lane_class, step), places in members.items():
+        merged.setdefault((-(-end // raster_ns) * raster_ns, lane_class, step), []).extend(places)
     return merged
 
 
@@ -167,10 +206,10 @@ def _resume_scoring(future: Forecast, state: SchedulerState, at_ns: int) -> None
     )
     free = [at_ns] * (len(state.scorers) - len(jobs)) + [end for end, _, _ in scored]
     for piece in state.unscored:
-        for _ in range(piece.size // unit):
+        for first in range(0, piece.size, unit):
             end = max(at_ns, free.pop(0)) + unit_ns
             insort(free, end)
-            scored.append((end, piece.step, ((piece.group, unit),)))
+            scored.append((end, piece.step, ((piece.group, min(unit, piece.size - first)),)))
     scored.sort(key=lambda each: each[0])  # a large batch under way may end after a small one that starts later
     future._scored.extend(scored)
     future.scorer_free = free

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from digenrl.scheduling.dispatch import finished_before
 from digenrl.scheduling.forecast import Forecast
 from digenrl.scheduling.state import UNLIMITED, PlannedBubble
 
@@ -92,4 +91,10 @@ def _generators_are_quicker(future: Forecast) -> bool:
     """Whether the generators alone finish what is left of this step before one round of help would end."""
     facts, unstarted = future.facts, future.current_step_unstarted()
     round_ends_ns = future.now + facts.switch_in_ns + facts.helper_ns
-    return 0 < unstarted <= finished_before(future.generator_times(), round_ends_ns)
+    if not unstarted:
+        return False
+    made = sum(
+        lanes * offer.slices_at_once * max(0, (round_ends_ns - free_ns - 1) // offer.slice_ns)
+        for offer, free_ns, lanes in future.generator_takes()
+    )
+    return unstarted <= made

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from digenrl.records import LaneOffer
 from digenrl.scheduling.forecast import NEVER, Forecast
 from digenrl.scheduling.playbook import STEP_RULES, WAIT_ALWAYS, HelpRule, play
 from digenrl.scheduling.state import PlannedBubble
@@ -150,12 +151,12 @@ def _least_last_end_ns(bubble: Forecast) -> int:
         if step == bubble.committed:
             last_end = max(last_end, end)
         if lane_class >= 0:
-            speed = lanes / facts.class_ns[lane_class]
+            speed = lanes / best_slice_ns(facts.classes[lane_class])
             rate += speed
             lost += speed * (end - bubble.now)
     for lane_class, idle in enumerate(bubble.idle):
-        rate += idle / facts.class_ns[lane_class]
-    helper_rate = facts.helpers / facts.helper_ns
+        rate += idle / best_slice_ns(facts.classes[lane_class])
+    helper_rate = facts.helpers / best_slice_ns(facts.helper)
     rate += helper_rate
     lost += helper_rate * facts.switch_in_ns
     unstarted = bubble.current_step_unstarted()
@@ -167,3 +168,10 @@ def _least_last_end_ns(bubble: Forecast) -> int:
     if fluid_ns < max(slowest_ns, facts.switch_in_ns):
         fluid_ns = unstarted / rate
     return max(last_end, bubble.now + int(fluid_ns * (1 - 1e-9)))
+
+
+def best_slice_ns(offer: LaneOffer) -> float:
+    """The least time for one slice that a lane reaches, whatever it takes at once."""
+    if offer.slices_at_once == 1:
+        return offer.slice_ns
+    return min(offer.expected_ns(slices) / slices for slices in range(1, offer.slices_at_once + 1))

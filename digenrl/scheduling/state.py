@@ -14,7 +14,11 @@ NO_VERSION = -2  # below what any step admits, the first included
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One device that can run a slice. It is free, or holds exactly one lease; a lost one never comes back."""
+    """One device that can generate. It is free, or holds exactly one lease; a lost one never comes back.
+
+    `slice_ns` is the time for all that it takes at once; a new measurement replaces it. `take_ns` are the offered
+    times of 1, 2, ... slices together, up to as many; none where it takes one slice at a time.
+    """
 
     index: int
     name: str
@@ -23,6 +27,21 @@ class Lane:
     version: int
     lease: Lease | None = None
     present: bool = True
+    take_ns: tuple[int, ...] = ()
+
+    @property
+    def slices_at_once(self) -> int:
+        """So many neighbouring slices of a group, at most, are one lease."""
+        return len(self.take_ns) or 1
+
+    @property
+    def offer(self) -> LaneOffer:
+        """What it offers by the newest measurements."""
+        return LaneOffer(self.name, self.slice_ns, self.slices_at_once, self.take_ns)
+
+    def expected_ns(self, slices: int) -> int:
+        """The time of so many slices together."""
+        return self.offer.expected_ns(slices) if self.take_ns else self.slice_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +77,7 @@ class StepProgress:
     unscored_groups: int
     untrained_groups: int
     stale_samples: int
+    ahead: tuple[int, ...] = ()  # positions from the cursor on that are handed out, or of a group in quarantine
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +219,7 @@ def initial_state(
     assert 0 <= committed <= terms.steps, f"{committed} of {terms.steps} steps are committed"
     offers = [(offer, False) for offer in generators] + [(offer, True) for offer in helpers]
     lanes = tuple(
-        Lane(index, offer.name, offer.slice_ns, is_helper, version=committed)
-        for index, (offer, is_helper) in enumerate(offers)
+        lane_of(index, offer, is_helper, version=committed) for index, (offer, is_helper) in enumerate(offers)
     )
     generating = [lane for lane in lanes if terms.colocated or not lane.helper]
     return SchedulerState(
@@ -216,6 +235,13 @@ def initial_state(
         committed=committed,
         leases_issued=leases_issued,
     )
+
+
+def lane_of(index: int, offer: LaneOffer, helper: bool, version: int) -> Lane:
+    """A free lane, as offered."""
+    at_once = offer.slices_at_once
+    take_ns = tuple(offer.expected_ns(slices) for slices in range(1, at_once + 1)) if at_once > 1 else ()
+    return Lane(index, offer.name, offer.slice_ns, helper, version, take_ns=take_ns)
 
 
 def fresh_step(terms: Terms, index: int) -> StepProgress:

@@ -11,7 +11,10 @@ from digenrl.config.spec import Dispatch, Help, Order, Stream
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What has to be done and which techniques are on. `slice_size` divides `samples_per_prompt`."""
+    """What has to be done and which techniques are on. `slice_size` divides `samples_per_prompt`.
+
+    Slices are what a step's list is made of. A lane takes one or, if its offer says so, several at once.
+    """
 
     steps: int
     prompts: int
@@ -38,6 +41,10 @@ class Terms:
     def slices_per_step(self) -> int:
         """How many slices a step's list holds."""
         return self.prompts * self.slices_per_group
+
+    def slices_in(self, samples: int) -> int:
+        """How many slices so many samples are: what a lane takes at once is one or more of them."""
+        return samples // self.slice_size
 
     @property
     def score_unit(self) -> int:

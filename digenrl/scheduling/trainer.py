@@ -21,7 +21,7 @@ from digenrl.records import (
     TrainerReturned,
     Wait,
 )
-from digenrl.scheduling.handout import SlicePicker, lease_slices
+from digenrl.scheduling.handout import SlicePicker, from_the_front, lease_slices
 from digenrl.scheduling.help_policy import choose_help
 from digenrl.scheduling.state import (
     BetweenRounds,
@@ -134,7 +134,7 @@ def _help_or_wait(state: SchedulerState, at_ns: int) -> Outcome:
     assert isinstance(state.trainer, Free)
     if state.trainer.bubble_decided or state.terms.help == "none" or not state.helpers:
         return state, ()
-    if SlicePicker(state).peek(state.committed) is None:
+    if not SlicePicker(state).may_start(state.committed):
         return replace(state, trainer=Free(bubble_decided=True)), ()
     plan, bubble_plan = choose_help(state, at_ns)
     state = replace(state, bubble_plan=bubble_plan)
@@ -151,7 +151,7 @@ def _next_round_or_return(state: SchedulerState, between: BetweenRounds, at_ns: 
         wanted = False
     if plan.current_step_only and not picker.current_step_unstarted():
         wanted = False
-    if wanted and picker.peek(state.committed) is not None:
-        state, actions = lease_slices(state, picker, state.helpers, at_ns)
+    if wanted and picker.may_start(state.committed):
+        state, actions = lease_slices(state, picker, from_the_front(state, state.helpers), at_ns)
         return replace(state, trainer=Helping(replace(plan, rounds_left=plan.rounds_left - 1))), actions
     return replace(state, trainer=SwitchingOut()), (Return(),)

@@ -56,20 +56,25 @@ def opening_state(spec: Spec, search_budget: int) -> SchedulerState:
     next_number: Counter[str] = Counter()
     generators: list[LaneOffer] = []
     for which, pool in enumerate(spec.generators):
-        duration = slice_ns(pool.seconds, spec.slice, f"generators[{which}].seconds")
-        generators += _lanes(pool.name, pool.count, duration, next_number)
+        own = range(spec.slice, (pool.slice or spec.slice) + 1, spec.slice)
+        take_ns = tuple(slice_ns(pool.seconds, size, f"generators[{which}].seconds") for size in own)
+        generators += _lanes(pool.name, pool.count, take_ns, next_number)
     helper, helpers = spec.trainer.helper, []
     if helper is not None and (spec.policy.help != "none" or spec.policy.colocated):
         duration = slice_ns(helper.seconds, spec.slice, "trainer.helper.seconds")
-        helpers = _lanes("helper", helper.lanes, duration, next_number)
+        helpers = _lanes("helper", helper.lanes, (duration,), next_number)
     return initial_state(_terms(spec, search_budget), _costs(spec, len(generators)), generators, helpers)
 
 
-def _lanes(pool: str, count: int, duration_ns: int, next_number: Counter[str]) -> list[LaneOffer]:
-    """Equal lanes, named after their pool; pools of one name count on, so that no two lanes share a name."""
+def _lanes(pool: str, count: int, take_ns: tuple[int, ...], next_number: Counter[str]) -> list[LaneOffer]:
+    """Equal lanes, named after their pool; pools of one name count on, so that no two lanes share a name.
+
+    `take_ns` are the times of 1, 2, ... slices together, up to what a lane takes at once.
+    """
     first = next_number[pool]
     next_number[pool] += count
-    return [LaneOffer(f"{pool}-{first + index}", duration_ns) for index in range(count)]
+    at_once, smaller = len(take_ns), take_ns if len(take_ns) > 1 else ()
+    return [LaneOffer(f"{pool}-{first + index}", take_ns[-1], at_once, smaller) for index in range(count)]
 
 
 def _terms(spec: Spec, search_budget: int) -> Terms:

@@ -37,7 +37,7 @@ def quick_makespan(spec: Spec, search_budget: int = QUICK_SEARCH_BUDGET) -> floa
 
 def with_best_slice(spec: Spec, search_budget: int = QUICK_SEARCH_BUDGET) -> Spec:
     """The SPEC with the slice of the least makespan, the largest among equals."""
-    candidates = [spec.with_changes(slice=size) for size in reversed(spec.slice_sizes())]
+    candidates = [spec.with_changes(slice=size) for size in reversed(spec.unit_sizes())]
     return min(candidates, key=lambda candidate: quick_makespan(candidate, search_budget))
 
 

@@ -61,7 +61,7 @@ class VirtualCluster:
     def __init__(self, opening: SchedulerState, faults: Faults | None = None, start_ns: int = 0) -> None:
         self.now_ns = start_ns
         self._terms, self._costs = opening.terms, opening.costs
-        self._slice_ns = {lane.index: lane.slice_ns for lane in opening.lanes}
+        self._offers = {lane.index: lane.offer for lane in opening.lanes}
         self._faults = faults or Faults()
         self._due: list[tuple[int, int, tuple[int, int], int, Event]] = []
         self._order_of_submission = 0
@@ -90,7 +90,7 @@ class VirtualCluster:
     def _pop(self) -> Event:
         event = heappop(self._due)[-1]
         if isinstance(event, WorkerJoined):
-            self._slice_ns[len(self._slice_ns)] = event.offer.slice_ns
+            self._offers[len(self._offers)] = event.offer
         return event
 
     def _report(self, phase: int, event: Event, order: tuple[int, int] = (0, 0)) -> None:
@@ -99,7 +99,8 @@ class VirtualCluster:
 
     def _generate(self, action: Generate) -> None:
         lease = action.lease
-        end = self.now_ns + self._slice_ns[lease.lane]
+        slices = self._terms.slices_in(lease.slice.size)
+        end = self.now_ns + self._offers[lease.lane].expected_ns(slices)
         order = (lease.slice.step, position_of(self._terms, lease.slice))
         if lease.epoch in self._faults.failing_epochs:
             self._report(SLICE_ENDS, SliceFailed(end, lease, "simulated failure"), order)

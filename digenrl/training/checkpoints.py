@@ -3,8 +3,8 @@
 A folder `step_000010` (10 optimizer steps done) holds the tensors of the trainer's state in safetensors files, by
 the names of parameters, and `state.json` with everything else and the size and checksum of every file. Of a
 sharded trainer there is a folder of parts in place of each file, and every rank writes its own; any number of
-ranks, or one process, can read them. The frozen reference of full fine-tuning never changes: a new checkpoint shares
-the files of an older one by hard links, where the file system has them.
+ranks, or one process, can read them. The frozen reference of full fine-tuning never changes: a new checkpoint
+shares the files of an older one by hard links, where the file system has them.
 """
 
 from __future__ import annotations

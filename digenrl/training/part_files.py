@@ -6,6 +6,7 @@ says which rows of the whole tensors it holds.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -51,7 +52,9 @@ def read_parts(folder: Path, cut: Cut | None = None, ranks: RankGroup | None = N
         assert isinstance(found, TensorStorageMetadata), f"{folder}: {path} is no tensor"
         whole = torch.empty(found.size, dtype=found.properties.dtype, device="cpu" if cut is None else "meta")
         state[path] = whole if cut is None or mesh is None else _empty_part(path, whole, cut, mesh)
-    load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be, alone
+        load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     return {path: value.to_local() if isinstance(value, DTensor) else value for path, value in state.items()}
 
 

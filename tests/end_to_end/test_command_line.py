@@ -173,11 +173,48 @@ def test_plan_does_not_write_over_a_spec_unless_told_to(tmp_path: Path) -> None:
         (("--model", "flux.1", "prompts=0"), "prompts"),
         (("--model", "flux.1", "--objective", "speed"), "unknown 'speed'; known: throughput, cost"),
         (("--model", "flux.1", "--stale-share", "2"), "between 0 and 1"),
+        (("--model", "flux.1", "--out", "x.yaml"), "a plan that can be trained by needs a recipe"),
+        (("--model", "flux.1", "wan_flow_grpo"), "to plan a recipe, leave --model out"),
+        ((), "give a recipe, as 'digenrl plan sd3_flow_grpo --cluster cluster.yaml', or --model FAMILY"),
+        (("batch.prompts=4",), "give a recipe"),
+        (("wan_flow_gpo",), "unknown recipe 'wan_flow_gpo'; did you mean 'wan_flow_grpo'?"),
+        (("wan_flow_grpo", "batch.promts=4"), "did you mean 'batch.prompts'?"),
+        (("wan_flow_grpo", "--ranks", "8"), "8 ranks are more than one class of cards has"),
+        (("wan_flow_grpo", "--spec", "plan.yaml"), "--out and --spec: both are plan.yaml"),
+        (("demo",), "'demo' (sd3) is no model that the catalogue knows"),
     ],
 )
 def test_wrong_words_for_plan_are_one_line(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
     cluster = ROOT / "examples" / "cluster_small.yaml"
     assert words in complaint(digenrl("plan", "--cluster", cluster, *arguments, cwd=tmp_path))
+
+
+def test_the_plan_of_a_recipe_is_written_with_its_spec_and_says_how_to_start_it(tmp_path: Path) -> None:
+    cluster = ROOT / "examples" / "cluster_measured.yaml"
+    result = digenrl("plan", "demo", "seed=1", "--cluster", cluster, "--spec", "spec.yaml", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "digenrl train demo seed=1 --plan plan.yaml" in result.stdout
+    plan = yaml.safe_load((tmp_path / "plan.yaml").read_text())
+    assert (plan["mode"], plan["plan"]["recipe"]) == ("ray", "demo")
+    answer = json.loads(digenrl("simulate", tmp_path / "spec.yaml", "--json").stdout)
+    assert answer["throughput"] == pytest.approx(plan["plan"]["predicted"]["samples_per_second"], rel=1e-3)
+
+
+def test_a_plan_for_other_work_or_no_plan_at_all_is_refused_before_training(tmp_path: Path) -> None:
+    cluster = ROOT / "examples" / "cluster_measured.yaml"
+    planned = json.loads(digenrl("plan", "demo", "--cluster", cluster, "--json", cwd=tmp_path).stdout)
+    assert planned["overlay"] == yaml.safe_load((tmp_path / "plan.yaml").read_text())
+    train = ("train", "demo", "--plan", "plan.yaml")
+    assert "was made for prompts = 8" in complaint(digenrl(*train, "batch.prompts=4", cwd=tmp_path))
+    assert "--plan: a run is resumed with its own" in complaint(
+        digenrl("train", "--resume", "run", "--plan", "plan.yaml", cwd=tmp_path)
+    )
+    planned["overlay"]["lanes"] = {"rank": 2}
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(planned["overlay"]))
+    line = complaint(digenrl(*train, cwd=tmp_path))
+    assert "plan.yaml: lanes.rank=2: unknown key; did you mean 'lanes.ranks'?" in line
+    assert "is no plan of a recipe" in complaint(digenrl("train", "demo", "--plan", EXAMPLE, cwd=tmp_path))
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_cluster_too_small_for_the_model_is_one_line(tmp_path: Path) -> None:
@@ -188,20 +225,20 @@ def test_a_cluster_too_small_for_the_model_is_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "plan.yaml").exists()
 
 
-def test_simulating_and_planning_load_neither_torch_nor_ray() -> None:
+def test_simulating_and_planning_load_neither_torch_nor_ray(tmp_path: Path) -> None:
     script = (
         "import sys\n"
         "sys.modules.update(dict.fromkeys(['torch', 'ray', 'numpy', 'diffusers', 'transformers']))\n"
         "import digenrl.scheduling\n"
-        "sys.argv = ['digenrl', 'simulate', sys.argv[1], '--json']\n"
         "from digenrl.cli import main\n"
         "main()\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", script, str(EXAMPLE)], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["makespan"] > 0
+    plan = ("plan", "demo", "--cluster", str(ROOT / "examples" / "cluster_measured.yaml"))
+    for words, key in ((("simulate", str(EXAMPLE)), "makespan"), (plan, "considered")):
+        command = [sys.executable, "-c", script, *words, "--json"]
+        result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        assert json.loads(result.stdout)[key] > 0
 
 
 def test_the_example_by_hand_trains_and_says_what_came_of_it() -> None:

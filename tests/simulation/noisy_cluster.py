@@ -52,7 +52,7 @@ class NoisyCluster:
         self.now_ns = 0
         self._terms, self._costs = opening.terms, opening.costs
         self._dice = random.Random(seed)
-        self._slice_ns = {lane.index: lane.slice_ns for lane in opening.lanes}
+        self._offers = {lane.index: lane.offer for lane in opening.lanes}
         self._lost: set[int] = set()
         self._measured: dict[str, list[int]] = defaultdict(list)
         self._due: list[tuple[int, int, Event]] = []
@@ -114,9 +114,11 @@ class NoisyCluster:
         done: Event = SliceDone(0, lease)
         if self._dice.random() < 0.05:
             done = SliceFailed(0, lease, "out of luck")
-        self._answer(f"lane {lease.lane}", self._slice_ns[lease.lane], done)
+        offer, slices = self._offers[lease.lane], self._terms.slices_in(lease.slice.size)
+        what = f"lane {lease.lane}" if slices == offer.slices_at_once else "smaller take"
+        self._answer(what, offer.expected_ns(slices), done)
         if self._dice.random() < 0.1:
-            self._answer("doubled", 2 * self._slice_ns[lease.lane], SliceDone(0, lease))
+            self._answer("doubled", 2 * offer.expected_ns(slices), SliceDone(0, lease))
 
     def _score(self, action: Score) -> None:
         duration_ns = self._costs.score_batch_ns(action.slice.size) if action.scorer >= 0 else 0
@@ -139,7 +141,7 @@ class NoisyCluster:
 
     def _note(self, event: Event) -> None:
         if isinstance(event, WorkerJoined):
-            self._slice_ns[len(self._slice_ns)] = event.offer.slice_ns
+            self._offers[len(self._offers)] = event.offer
         elif isinstance(event, WorkerLost):
             self._lost.add(event.lane)
 
@@ -154,7 +156,9 @@ class NoisyCluster:
             switch_in_ns=self._median("switch_in", costs.switch_in_ns),
             switch_out_ns=self._median("switch_out", costs.switch_out_ns),
             score_ns=self._median("score", costs.score_ns),
-            lane_slice_ns=tuple((lane, self._median(f"lane {lane}", ns)) for lane, ns in self._slice_ns.items()),
+            lane_slice_ns=tuple(
+                (lane, self._median(f"lane {lane}", offer.slice_ns)) for lane, offer in self._offers.items()
+            ),
         )
 
     def _median(self, what: str, expected_ns: int) -> int:

@@ -37,7 +37,6 @@ from digenrl.records import (
     WorkerLost,
 )
 from digenrl.scheduling import SchedulerState, decide
-from digenrl.scheduling.dispatch import leave_for_a_quicker_lane
 from digenrl.scheduling.invariants import Auditor
 from digenrl.scheduling.outlook import forecast_from
 from digenrl.scheduling.playbook import WAIT_ALWAYS, play
@@ -229,10 +228,10 @@ def test_lanes_of_one_speed_do_not_wait_for_the_one_whose_weights_arrive_last() 
 
 
 def test_a_lane_with_newer_weights_goes_before_its_equals() -> None:
-    """The older version may start one slice more, the newer one all that are left."""
     state = opening(lanes=(1, 1), policy={"dispatch": "earliest_finish"})
     state = replace(state, lanes=(state.lanes[0], replace(state.lanes[1], version=1)))
-    assert leave_for_a_quicker_lane(state, {0: 1, 1: 2}.__getitem__, at_ns=0) == (1, 0)
+    _, actions = decide(state, Tick(0))
+    assert [action.lease.lane for action in actions if isinstance(action, Generate)] == [1, 0]
 
 
 def test_a_lane_that_waits_for_weights_which_others_have_is_forecast_to_be_free_when_they_are_due() -> None:

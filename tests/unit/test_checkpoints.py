@@ -333,8 +333,8 @@ def test_a_foreign_checkpoint_is_refused(state, tmp_path):
     path = save_checkpoint(tmp_path, 1, state, FACTS)
     with pytest.raises(ConfigError, match=r"another recipe \(fingerprint f00d, this one has beef\)"):
         read_checkpoint(path, fingerprint="beef")
-    rewrite(path / "state.json", format=2)
-    with pytest.raises(ConfigError, match="is of format 2, known: 1"):
+    rewrite(path / "state.json", format=3)
+    with pytest.raises(ConfigError, match="is of format 3, known: 1, 2;"):
         read_checkpoint(path)
     (path / "state.json").write_text('{"lr": 1}')
     with pytest.raises(ConfigError, match="not of a DigenRL checkpoint"):

@@ -10,9 +10,9 @@ from fake_crew import UPDATE
 
 from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import Prompt
-from digenrl.records import SampleId, Slice
+from digenrl.records import LaneOffer, SampleId, Slice
 from digenrl.runtimes.ledger import Ledger
-from digenrl.runtimes.profile import REMEMBERED, RunningProfile
+from digenrl.runtimes.profile import REMEMBERED, RunningProfile, expected_ns, timed_offer
 from digenrl.runtimes.prompt_desk import PromptDesk
 from digenrl.runtimes.step_numbers import step_numbers
 from digenrl.scheduling import Costs
@@ -233,20 +233,36 @@ def test_what_an_algorithm_has_not_is_absent() -> None:
 
 
 def test_costs_follow_the_run_and_a_hiccup_does_not_move_them() -> None:
-    profile = RunningProfile({0: 100, 1: 200}, Costs(train_sample_ns=Fraction(7), commit_ns=5, score_ns=3))
+    offers = {0: LaneOffer("a", 100), 1: LaneOffer("b", 200)}
+    profile = RunningProfile(offers, Costs(train_sample_ns=Fraction(7), commit_ns=5, score_ns=3))
     assert profile.costs(9).train_sample_ns == 7
     for _ in range(REMEMBERED):
-        profile.add_slice(0, 300)
+        profile.add_take(0, 1, 300)
         profile.add("train_sample", 10)
-    profile.add_slice(0, 10**9)
-    profile.add_lane(2, 450)
+    profile.add_take(0, 1, 10**9)
+    profile.add_lane(2, LaneOffer("c", 450))
     costs = profile.costs(9)
     assert (costs.at_ns, costs.train_sample_ns, costs.commit_ns, costs.score_ns) == (9, 10, 5, 3)
     assert costs.lane_slice_ns == ((0, 300), (1, 200), (2, 450))
+    assert profile.offer(0, "a again") == LaneOffer("a again", 300)
+
+
+def test_a_lane_that_takes_several_slices_at_once_is_timed_by_all_of_them() -> None:
+    offer = timed_offer("big", {2: 1.0, 8: 2.5}, slice_size=2, own_size=8)
+    assert (offer.slices_at_once, offer.slice_ns) == (4, 2_500_000_000)
+    assert [offer.expected_ns(slices) for slices in (1, 2, 3, 4)] == [1e9, 1.5e9, 2e9, 2.5e9]
+    profile = RunningProfile({0: offer}, Costs(train_sample_ns=Fraction(7)))
+    profile.add_take(0, slices=1, ns=2_000_000_000)  # a rest of a group, twice as slow as expected
+    assert profile.costs(0).lane_slice_ns == ((0, 5_000_000_000),)
+
+
+def test_a_lane_timed_with_one_size_is_expected_in_proportion() -> None:
+    assert timed_offer("a", {4: 2.0}, slice_size=4, own_size=4) == LaneOffer("a", 2_000_000_000)
+    assert expected_ns({4: 2.0}, 2) == 1_000_000_000
 
 
 def test_a_cost_is_never_nothing() -> None:
-    profile = RunningProfile({0: 100}, Costs(train_sample_ns=Fraction(7)))
+    profile = RunningProfile({0: LaneOffer("a", 100)}, Costs(train_sample_ns=Fraction(7)))
     profile.add("publish", 0)
     assert profile.costs(0).publish_ns == 1
     with pytest.raises(KeyError):

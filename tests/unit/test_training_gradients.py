@@ -1,4 +1,4 @@
-"""The gradient is the serial reference's for every algorithm, pack size, order of arrival, slicing and rank.
+"""The gradient is the serial reference's for every algorithm, pack size, order of arrival and slicing.
 
 The trained policy is nudged away from the one that generated, so that ratios differ from 1 and some are clipped;
 the batch holds a group without spread, and the clamp catches some samples.
@@ -25,7 +25,6 @@ from scored_groups import (
 
 from digenrl.algorithms.registry import ALGORITHMS, build_algorithm
 from digenrl.config.training import TrainerSettings
-from digenrl.training.packs import Rank
 
 EVERY = pytest.mark.parametrize("name", list(ALGORITHMS))
 NARROW = {"flow_grpo_fast": {"kind": "fast", "width": 2}}  # three steps do not fit half of five
@@ -104,33 +103,6 @@ def test_slices_of_a_group_may_be_generated_apart(cases, name, slice_size):
     for group in sliced.groups:
         trainer.add_group(group)
     assert relative_difference(trainer.gradient(), whole.expected) < AS_GOOD_AS_EQUAL
-
-
-@EVERY
-def test_the_shares_of_two_ranks_add_up_to_the_serial_gradient(cases, name):
-    case = cases(name)
-    shares = []
-    for index in range(2):
-        trainer = case.trainer(4, rank=Rank(index, 2))
-        for group in case.groups:
-            trainer.add_group(group)
-        shares.append(trainer.gradient())
-    total = {parameter: shares[0][parameter] + shares[1][parameter] for parameter in shares[0]}
-    assert relative_difference(total, case.expected) < AS_GOOD_AS_EQUAL
-    assert relative_difference(shares[0], case.expected) > 0.01, "and neither is all of it"
-
-
-def test_a_rank_without_a_share_takes_part_in_the_sum_with_zeros():
-    case = Case("flow_dpo", Rollout(groups=1, group_size=2, steps=2))
-    handed = []
-    for index in range(2):
-        trainer = case.trainer(4, rank=Rank(index, 2), sum_over_ranks=lambda part: handed.append(part) or part)
-        trainer.add_group(case.groups[0])
-        trainer.gradient()
-    empty, full = handed[1], handed[0]
-    assert empty.keys() == full.keys() == case.expected.keys()
-    assert all(value.abs().max() == 0 for value in empty.values())
-    assert relative_difference(full, case.expected) < AS_GOOD_AS_EQUAL
 
 
 @EVERY

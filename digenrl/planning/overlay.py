@@ -1,0 +1,76 @@
+"""A plan as keys of the recipe that it was made for: what `digenrl train RECIPE --plan plan.yaml` lays over it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from digenrl.config.plan_files import work_of
+from digenrl.config.reading import ConfigError
+from digenrl.config.recipe import Recipe
+from digenrl.planning.plans import Plan
+from digenrl.planning.view import rate_words
+
+
+def overlay(plan: Plan, recipe: Recipe, recipe_name: str) -> dict[str, Any]:
+    """The plan's file as a mapping. Raises ConfigError where nothing tells Ray which machines are a pool's."""
+    policy, trainer = plan.spec.policy, plan.layout.trainer
+    pools = {trainer.pool, *(generator.pool for generator in plan.layout.generators)}
+    for pool in pools:
+        if len(pools) > 1 and not pool.place:
+            raise ConfigError(
+                f"{pool.name}: nothing says which machines of a Ray cluster are this pool's; give it accelerator, "
+                "labels or resources in the cluster file"
+            )
+    return {
+        "plan": {
+            "recipe": recipe_name,
+            "work": work_of(recipe).model_dump(),
+            "predicted": {
+                "samples_per_second": float(f"{plan.samples_per_second:.4g}"),
+                "step_seconds": float(f"{plan.step_s:.4g}"),
+            },
+        },
+        "mode": "ray",
+        "lanes": {"ranks": trainer.cards, "rewards": plan.spec.reward.lanes},
+        "cluster": {"trainer": trainer.pool.place, "generators": _generators(plan)},
+        "batch": {"slice": plan.spec.slice},
+        "techniques": {
+            "gap": policy.stream == "group",
+            "tag": policy.help,
+            "tcss": float(policy.stale_fraction),
+            "dispatch": policy.dispatch,
+        },
+    }
+
+
+def overlay_text(content: dict[str, Any], plan: Plan) -> str:
+    """The file: the prediction and the split as comments, then the keys."""
+    predicted = f"{rate_words(plan.samples_per_second)} samples/s, {rate_words(plan.step_s)} s a step"
+    lines = [
+        f"# {plan.layout.split}: {predicted} predicted.",
+        f"# digenrl train {content['plan']['recipe']} --plan THIS_FILE",
+    ]
+    return "\n".join(lines) + "\n" + yaml.safe_dump(content, sort_keys=False)
+
+
+def _generators(plan: Plan) -> list[dict[str, Any]]:
+    """One pool of lanes per class of cards, with its own slice where that is larger than the unit."""
+    pools = []
+    for generator, own in zip(plan.layout.generators, plan.slices, strict=True):
+        pool: dict[str, Any] = {"name": _plain_name(generator.pool.name), "count": generator.lanes}
+        if own != plan.spec.slice:
+            pool["slice"] = own
+        pools.append({**pool, **generator.pool.place})
+    names = [pool["name"] for pool in pools]
+    return [
+        {**pool, "name": name if names.count(name) == 1 else f"{name}-{index}"}
+        for index, (pool, name) in enumerate(zip(pools, names, strict=True))
+    ]
+
+
+def _plain_name(name: str) -> str:
+    """'RTX PRO 6000 Blackwell' reads rtx-pro-6000-blackwell: what a pool of lanes may be called."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "generator"

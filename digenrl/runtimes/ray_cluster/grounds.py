@@ -1,0 +1,74 @@
+"""A Ray cluster as the place of a run: joined or started, and found to have what the recipe asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from digenrl.config.recipe import Recipe
+from digenrl.runtimes.placement import Machine, threads_per_worker
+from digenrl.runtimes.preflight import cores_here, inspect
+from digenrl.runtimes.processes import prepare_fork_server
+from digenrl.runtimes.ranked import RankedTransport
+from digenrl.runtimes.ray_cluster.joining import RayCluster, open_cluster
+from digenrl.runtimes.ray_cluster.placing import cpus_wanted, place_on_cluster
+from digenrl.runtimes.sites import Site
+
+if TYPE_CHECKING:
+    from digenrl.runtimes.ray_cluster.wire import Delivery
+
+
+class Carried:
+    """Weights that went to workers since somebody asked."""
+
+    def __init__(self) -> None:
+        self._deliveries: list[Delivery] = []
+
+    def add(self, delivery: Delivery) -> None:
+        """They arrived."""
+        self._deliveries.append(delivery)
+
+    def take(self) -> dict[str, float]:
+        """Bytes in all, over all receivers, and the seconds of the slowest delivery."""
+        deliveries, self._deliveries = self._deliveries, []
+        return {
+            "wire_bytes": sum(each.bytes * len(each.receivers) for each in deliveries),
+            "wire_s": max((each.seconds for each in deliveries), default=0.0),
+        }
+
+
+class RayGrounds:
+    """A cluster that this process is connected to."""
+
+    def __init__(self, cluster: RayCluster) -> None:
+        self.cluster = cluster
+
+    @classmethod
+    def find(cls, recipe: Recipe) -> RayGrounds:
+        """The recipe's cluster; raises ConfigError where it is not there, lacks something, or has other code."""
+        prepare_fork_server(threads_per_worker(recipe, Machine(cores_here())))
+        inspect(recipe)
+        cluster = open_cluster(recipe.cluster, cpus_wanted(recipe))
+        try:
+            from digenrl.runtimes.ray_cluster.versions import check_versions
+
+            facts = cluster.facts()
+            place_on_cluster(recipe, facts)
+            check_versions(facts, recipe.cluster.start_timeout_s)
+        except BaseException:
+            cluster.close()
+            raise
+        return cls(cluster)
+
+    def settle(self, recipe: Recipe, run: Path, checkpoint: Path | None) -> Site:
+        """Actors are started later, each where there is room."""
+        from digenrl.runtimes.ray_cluster.transport import RayTransport
+
+        crew = place_on_cluster(recipe, self.cluster.facts(), checkpoint, run)
+        carried = Carried()
+        transport = RayTransport(self.cluster, recipe, run / "logs", carried.add)
+        return Site(RankedTransport(transport), transport.shelf, crew, transport.stop, carried.take)
+
+    def leave(self) -> None:
+        """Leaves the cluster; one that was started for the run is ended."""
+        self.cluster.close()

@@ -1,0 +1,51 @@
+"""What tests of several ranks train: a few batches of a toy, the same on one rank and on many."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from scored_groups import Rollout, scored_groups, toy, trainer_of
+
+from digenrl.algorithms.registry import build_algorithm
+from digenrl.config.training import TrainerSettings
+from digenrl.training.ranks import RankGroup
+from digenrl.training.sharding import shard_model
+
+STEADY = TrainerSettings(pack_size=3, learning_rate=1e-2, adam_eps=1e-3, gradient_norm=1e-2)
+WAYS = pytest.mark.parametrize("lora", [True, False], ids=["replicated", "sharded"])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A few batches of one algorithm; groups are generated before any training, the same on every rank."""
+
+    algorithm: str
+    options: dict[str, Any] = field(default_factory=dict)
+    settings: TrainerSettings = STEADY
+    rollout: Rollout = Rollout()  # noqa: RUF009  it is frozen
+    batches: int = 2
+    lora: bool = True
+
+    def trainer_and_batches(self, ranks: RankGroup | None):
+        model = toy(torch.float32, self.lora)
+        algorithm = build_algorithm(self.algorithm, self.options)
+        batches = [
+            scored_groups(model, algorithm, replace(self.rollout, step=step, version=step))
+            for step in range(self.batches)
+        ]
+        if ranks is not None and not self.lora:
+            shard_model(model, ranks)
+        trainer = trainer_of(model, algorithm, batches[0], self.settings, ranks=ranks, keep_last_version=True)
+        return model, trainer, batches
+
+
+def train(trainer, groups):
+    metrics = []
+    for group in groups:
+        trainer.add_group(group)
+        while trainer.can_commit():
+            metrics.append(asdict(trainer.commit()))
+    return metrics

@@ -1,0 +1,200 @@
+"""Weights by broadcast among processes: whoever dies or stops, the others are told, and go on without it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+import torch
+from broadcasts import LOOPBACK, TIMEOUT_S, arrive, bits, same, weights
+from torch import Tensor
+
+from digenrl.exchange import flat_weights
+from digenrl.exchange.broadcast import BroadcastError, WeightsReceiver, WeightsSender
+from digenrl.exchange.distribution import Distribution
+from digenrl.exchange.folder import WeightsReference
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["torch", "digenrl.exchange.broadcast"])
+STALL_S = 3.0
+MIDDLE = 6  # of 2 buckets of a header and 14 of 1 MB: the sockets' own memory holds fewer
+LARGE = 100_000
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+@pytest.fixture
+def large_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat_weights, "BUCKET_BYTES", 1 << 20)
+
+
+def at_bucket(count: int, act: Callable[[], object]) -> None:
+    """Lets this process do something in the middle of its next distribution."""
+    carry, carried = Distribution.carry, iter(range(1, 1 << 30))
+
+    def carry_and_act(self: Distribution, bucket: Tensor, meanwhile: Callable[[], None] = lambda: None) -> None:
+        carry(self, bucket, meanwhile)
+        if next(carried) == count:
+            act()
+
+    Distribution.carry = carry_and_act  # type: ignore[method-assign]
+
+
+def signal_myself(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def listening_sockets() -> set[str]:
+    """The local addresses on which this process listens, as the kernel writes them."""
+    mine = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            mine.add(str(descriptor.readlink()))
+        except OSError:  # the folder's own, closed meanwhile
+            continue
+    tables = [Path(f"/proc/self/net/{kind}").read_text().splitlines() for kind in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables for line in table]
+    return {line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in mine}
+
+
+def receiving_process(
+    pipe: Connection, address: str, rank: int, size: int, reference: WeightsReference, fault: str
+) -> None:
+    """Receives in epoch 1 and, when told, again in another, in another seat; tells each time what it has."""
+    receiver = WeightsReceiver(stall_s=STALL_S)
+    faults: dict[str, Callable[[], object]] = {
+        "killed": lambda: signal_myself(signal.SIGKILL),
+        "stopped": lambda: signal_myself(signal.SIGSTOP),
+        "sockets": lambda: pipe.send(listening_sockets()),
+    }
+    if fault:
+        at_bucket(MIDDLE, faults[fault])
+    seat: tuple[str, int, int, int] | None = (address, 1, rank, size)
+    while seat is not None:
+        try:
+            receiver.receive(*seat, reference, TIMEOUT_S)
+            pipe.send({name: bits(tensor) for name, tensor in receiver.wait_for(reference.name, 0).items()})
+        except BroadcastError as error:
+            assert not receiver.has(reference.name)
+            pipe.send(str(error))
+        seat = pipe.recv()
+
+
+def sending_process(pipe: Connection, fault: str) -> None:
+    flat_weights.BUCKET_BYTES = 1 << 20
+    sender = WeightsSender(LOOPBACK, stall_s=STALL_S)
+    reference = sender.stage("weights-1", weights(0, LARGE))
+    at_bucket(MIDDLE, lambda: signal_myself(signal.SIGKILL if fault == "killed" else signal.SIGSTOP))
+    pipe.send((sender.address, reference))
+    sender.send("weights-1", 1, 2, TIMEOUT_S)
+
+
+def memory_process(pipe: Connection, address: str, reference: WeightsReference) -> None:
+    receiver = WeightsReceiver()
+    for epoch in (1, 2):
+        before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        receiver.receive(address, epoch, 1, 2, reference, TIMEOUT_S)
+        pipe.send((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb) << 10)
+
+
+@contextmanager
+def process(target: Callable[..., None], *arguments: object) -> Iterator[tuple[BaseProcess, Connection]]:
+    here, there = PROCESSES.Pipe()
+    started = PROCESSES.Process(target=target, args=(there, *arguments), daemon=True)
+    started.start()
+    there.close()
+    try:
+        yield started, here
+    finally:
+        started.kill()
+        started.join()
+        here.close()
+
+
+@pytest.mark.parametrize("fault", ["killed", "stopped"])
+@pytest.mark.parametrize("faulty", [1, 3])
+def test_a_receiver_dies_and_the_survivors_get_the_weights_in_a_new_epoch(
+    faulty: int, fault: str, large_buckets: None
+) -> None:
+    sender = WeightsSender(LOOPBACK, stall_s=STALL_S)
+    model = weights(0, LARGE)
+    reference = sender.stage("weights-1", model)
+    seats = [(sender.address, rank, 4, reference, fault if rank == faulty else "") for rank in (1, 2, 3)]
+    with (
+        process(receiving_process, *seats[0]) as first,
+        process(receiving_process, *seats[1]) as second,
+        process(receiving_process, *seats[2]) as third,
+    ):
+        with pytest.raises(BroadcastError, match="weights-1 was not sent in epoch 1: ") as error:
+            sender.send("weights-1", 1, 3, TIMEOUT_S)
+        assert faulty in error.value.unconfirmed
+        survivors = [pipe for rank, (_, pipe) in enumerate((first, second, third), start=1) if rank != faulty]
+        for rank, pipe in enumerate(survivors, start=1):
+            outcome = pipe.recv()
+            assert isinstance(outcome, dict) or "weights-1 did not arrive in epoch 1" in outcome
+            pipe.send((sender.address, 2, rank, 3))
+        assert sender.send("weights-1", 2, 2, TIMEOUT_S).bytes == reference.bytes
+        for pipe in survivors:
+            assert pipe.recv() == {name: bits(tensor) for name, tensor in model.items()}
+            pipe.send(None)
+
+
+@pytest.mark.parametrize("fault", ["killed", "stopped"])
+def test_a_sender_dies_and_its_successor_serves_the_receivers(
+    fault: str, threads: ThreadPoolExecutor, large_buckets: None
+) -> None:
+    receivers = [WeightsReceiver(stall_s=STALL_S), WeightsReceiver(stall_s=STALL_S)]
+    with process(sending_process, fault) as (_, pipe):
+        address, reference = pipe.recv()
+        outcomes = [
+            threads.submit(receiver.receive, address, 1, rank, 3, reference, TIMEOUT_S)
+            for rank, receiver in enumerate(receivers, start=1)
+        ]
+        for outcome, receiver in zip(outcomes, receivers, strict=True):
+            with pytest.raises(BroadcastError, match="weights-1 did not arrive in epoch 1: "):
+                outcome.result()
+            assert not receiver.has("weights-1")
+    model = weights(0, LARGE)
+    assert arrive(WeightsSender(LOOPBACK), "weights-1", model, 2, receivers, threads) == reference
+    assert all(same(receiver.wait_for("weights-1", 0), model) for receiver in receivers)
+
+
+def test_nothing_listens_beyond_loopback(large_buckets: None) -> None:
+    sender = WeightsSender(LOOPBACK)
+    reference = sender.stage("weights-1", weights(0, LARGE))
+    before = listening_sockets()
+    found: list[set[str]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Distribution, "carry", Distribution.carry)  # put back afterwards
+        at_bucket(MIDDLE, lambda: found.append(listening_sockets()))
+        with process(receiving_process, sender.address, 1, 2, reference, "sockets") as (_, pipe):
+            sender.send("weights-1", 1, 1, TIMEOUT_S)
+            found.append(pipe.recv())
+            pipe.recv()
+            pipe.send(None)
+    assert before and found[0] - before and found[1], "the store listens, and both ends of the group"
+    loopback = "0100007F"
+    assert {address.split(":")[0][-8:] for address in before | found[0] | found[1]} == {loopback}
+
+
+def test_receiving_takes_one_copy_and_receiving_again_takes_none() -> None:
+    sender = WeightsSender(LOOPBACK)
+    reference = sender.stage("weights-1", {"w": torch.zeros(160 << 20, dtype=torch.uint8)})
+    with process(memory_process, sender.address, reference) as (_, pipe):
+        sender.send("weights-1", 1, 1, TIMEOUT_S)
+        assert 150 << 20 < pipe.recv() < 240 << 20
+        sender.send("weights-1", 2, 1, TIMEOUT_S)
+        assert pipe.recv() < 80 << 20

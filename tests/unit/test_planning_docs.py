@@ -1,0 +1,60 @@
+"""docs/planning.md quotes what the command prints and writes."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from digenrl.config.plan_files import PlanFile
+from digenrl.config.reading import parse_model
+from digenrl.config.recipe_files import read_recipe
+from digenrl.planning.candidates import PlanOptions
+from digenrl.planning.cluster import Cluster, Measured, read_cluster
+from digenrl.planning.command import search_plans
+from digenrl.planning.overlay import overlay
+from digenrl.planning.plans import PlanResult
+from digenrl.planning.view import plan_reasons, plans_table
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+RECIPE = read_recipe("sd3_flow_grpo_fast", without_prompts=True)
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.M | re.S)
+
+
+@pytest.fixture(scope="module")
+def result() -> PlanResult:
+    cluster = read_cluster(ROOT / "examples" / "cluster_mixed.yaml")
+    return search_plans(RECIPE, cluster, PlanOptions(keep=3), lambda done, total: None)
+
+
+def test_the_example_is_what_the_command_prints(result: PlanResult) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(plans_table(result.plans))
+    for reason in plan_reasons(result.plans):
+        console.print(reason)
+    assert isinstance(console.file, io.StringIO)
+    printed = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    (quoted,) = (block for block in blocks("") if block.startswith("Plans, best first"))
+    assert quoted.splitlines()[: len(printed)] == printed, "print it again, 100 columns wide, and look at it"
+
+
+def test_the_plan_is_what_the_command_writes(result: PlanResult) -> None:
+    (quoted,) = (yaml.safe_load(block) for block in blocks("yaml") if block.startswith("plan:"))
+    assert quoted == overlay(result.best, RECIPE, "sd3_flow_grpo_fast")
+    parse_model(PlanFile, quoted)
+
+
+def test_the_cluster_files_of_the_page_read_and_every_measured_key_is_explained() -> None:
+    quoted = [yaml.safe_load(block) for block in blocks("yaml") if block.startswith("pools:")]
+    assert len(quoted) == 2
+    for content in quoted:
+        parse_model(Cluster, content)
+    assert set(re.findall(r"^\| `(\w+_\w+)` \|", TEXT, re.M)) == set(Measured.model_fields)

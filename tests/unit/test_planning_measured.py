@@ -1,0 +1,160 @@
+"""Measured costs go before the cost model's, and alone can plan what the catalogue does not know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from digenrl.config.reading import ConfigError, parse_model
+from digenrl.config.spec import Policy
+from digenrl.planning.candidates import PlanOptions
+from digenrl.planning.cluster import CardPool, Cluster, Measured
+from digenrl.planning.costs import commit_seconds, lane_slice_seconds, slice_seconds, unit_seconds
+from digenrl.planning.evaluation import full_answer, predicted_makespan
+from digenrl.planning.layout import Layout, best_trainer, fitting_slices, generator_layout
+from digenrl.planning.planner import plan
+from digenrl.planning.plans import PlanResult
+from digenrl.planning.spec_builder import build_spec
+from digenrl.planning.workload import Workload, workload_for
+
+FLUX = workload_for("flux", prompts=4, samples_per_prompt=8)
+TINY = Workload(
+    model="tiny", catalogued=False, height=32, width=32, denoise_steps=4, trained_share=0.75, prompts=4,
+    samples_per_prompt=8,
+)  # fmt: skip
+COSTS = {
+    "slice_seconds": {1: 1.0, 4: 2.5},
+    "train_seconds_per_sample": 0.6,
+    "commit_seconds": 0.3,
+    "publish_seconds": 0.2,
+}
+
+
+def pool(name: str = "lab", nodes: int = 2, **changes: Any) -> CardPool:
+    content = {"name": name, "nodes": nodes, "per_node": 1, "measured": COSTS, **changes}
+    return parse_model(CardPool, content)
+
+
+def planned(workload: Workload, *pools: CardPool, **options: Any) -> PlanResult:
+    cluster = Cluster(pools=pools)
+    return plan(workload, cluster, PlanOptions(**options), predicted_makespan, full_answer)
+
+
+def test_sizes_between_two_measured_ones_are_on_a_straight_line():
+    measured = Measured(slice_seconds={1: 1.0, 4: 2.5, 8: 6.5})
+    assert [measured.slice_s(size) for size in (1, 2, 4, 6, 8)] == [1.0, 1.5, 2.5, 4.5, 6.5]
+    assert not measured.covers(12)
+    assert not Measured(slice_seconds={4: 2.5}).covers(1)
+
+
+def test_a_measured_slice_goes_before_the_modelled_one_and_other_sizes_are_not_planned_with():
+    measured = pool(card="H100")
+    layout = generator_layout(FLUX, measured, 2)
+    assert layout is not None and layout.lanes == 2
+    assert lane_slice_seconds(FLUX, measured, 2) == 1.5
+    assert lane_slice_seconds(FLUX, pool(card="H100", measured={}), 2) == slice_seconds(FLUX, measured.card, 2)
+    trainer = best_trainer(FLUX, measured, 1, 8)
+    assert trainer is not None
+    assert fitting_slices(FLUX, Layout((layout,), trainer, 1)) == (1, 2, 4)
+
+
+def test_ranks_share_the_pairs_of_a_group_and_the_busiest_decides():
+    workload = TINY.model_copy(update={"samples_per_prompt": 3, "prompts": 1})  # 9 pairs in a group
+    seconds = {}
+    for ranks in (1, 2, 9):
+        trainer = best_trainer(workload, pool(nodes=9), ranks, 3)
+        assert trainer is not None
+        seconds[ranks] = unit_seconds(workload, trainer, 3)
+        assert commit_seconds(workload, trainer) == 0.3
+    assert seconds == pytest.approx({1: 1.8, 2: 1.8 * 5 / 9, 9: 0.2})
+
+
+def test_the_spec_has_the_measured_numbers():
+    lab = pool()
+    trainer, lanes = best_trainer(TINY, lab, 1, 8), generator_layout(TINY, lab, 1)
+    assert trainer is not None and lanes is not None
+    spec = build_spec(TINY, Layout((lanes,), trainer, 1), 2, Policy(), steps=1)
+    (generators,) = spec.generators
+    assert {size: float(seconds) for size, seconds in generators.seconds.items()} == {1: 1.0, 2: 1.5, 4: 2.5}
+    assert float(spec.trainer.seconds_per_sample) == 0.6
+    assert (float(spec.trainer.commit), float(spec.publish)) == (0.3, 0.2)
+
+
+def test_the_slowest_pool_to_get_a_version_sets_the_time_of_publishing():
+    far = pool("far", measured={**COSTS, "publish_seconds": 5.0})
+    spec = planned(TINY, pool(), far, keep=1, stale_shares=(0.0,)).best.spec
+    names = {generators.name for generators in spec.generators}
+    assert float(spec.publish) == (5.0 if "far" in names else 0.2)
+
+
+def test_a_lane_that_scores_its_own_samples_takes_longer_by_that():
+    scoring = TINY.model_copy(update={"reward_seconds": 0.25})
+    assert lane_slice_seconds(scoring, pool(), 4) == 2.5 + 4 * 0.25
+    apart = scoring.model_copy(update={"reward_lanes": 1})
+    assert lane_slice_seconds(apart, pool(), 4) == 2.5
+
+
+def test_a_model_outside_the_catalogue_is_planned_by_measured_costs_alone():
+    slow = pool("slow", measured={"slice_seconds": {1: 3.0, 8: 20.0}})
+    result = planned(TINY, pool("fast", 4), slow)
+    assert result.best.trainer_memory is None
+    assert {found.layout.trainer.pool.name for found in result.plans} == {"fast"}, "nothing says how slow trains"
+
+
+def test_machines_without_a_card_do_only_what_was_measured():
+    untrained = pool(measured={"slice_seconds": {1: 1.0, 8: 2.0}})
+    assert best_trainer(FLUX, untrained, 1, 8) is None
+    cards = parse_model(CardPool, {"card": "H100", "per_node": 2})
+    result = planned(FLUX, untrained, cards)
+    assert {found.layout.trainer.pool.name for found in result.plans} == {"H100"}
+
+
+@pytest.mark.parametrize(
+    ("workload", "pools", "complaint"),
+    [
+        (TINY, [{"slice_seconds": {1: 1.0}}], "needs measured.slice_seconds .* measured.train_seconds_per_sample"),
+        (TINY, [{"train_seconds_per_sample": 1.0}], "tiny is not in the catalogue"),
+        (
+            TINY,
+            [{"slice_seconds": {3: 1.0}, "train_seconds_per_sample": 1.0}],
+            "has 3, which covers no size that divides samples_per_prompt = 8; measure one of 1, 2, 4, 8",
+        ),
+        (FLUX, [{"slice_seconds": {1: 1.0}}], "no pool is of a card that the catalogue knows"),
+    ],
+)
+def test_what_was_not_measured_is_told_in_one_line(workload, pools, complaint):
+    with pytest.raises(ConfigError, match=complaint) as told:
+        planned(workload, *(pool(measured=measured) for measured in pools))
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ({"nodes": 2}, "no card; give one, as card: H100, or a name and measured costs"),
+        ({"name": "lab"}, "no card; give one"),
+        ({"name": "lab", "measured": {"slice_second": {1: 1}}}, "did you mean 'slice_seconds'"),
+        ({"name": "lab", "measured": {"slice_seconds": {1: 0}}}, r"slice_seconds\[1\]: .*greater than 0, got 0"),
+        ({"name": "lab", "measured": {"slice_seconds": {}}}, "slice_seconds"),
+        ({"card": "H100", "measured": {"commit_seconds": -1}}, "commit_seconds: .*got -1"),
+    ],
+)
+def test_a_wrong_pool_is_told_in_one_line(content, complaint):
+    with pytest.raises(ConfigError, match=complaint) as told:
+        parse_model(Cluster, {"pools": [content]})
+    assert "\n" not in str(told.value)
+
+
+def test_two_pools_of_one_card_are_told_apart_by_name():
+    pools = [{"card": "H100", "name": "east"}, {"card": "H100", "name": "west"}]
+    cluster = parse_model(Cluster, {"pools": pools})
+    assert [each.name for each in cluster.pools] == ["east", "west"]
+
+
+def test_a_pool_is_found_in_ray_by_what_it_was_given_or_by_its_card():
+    assert parse_model(CardPool, {"card": "rtx-pro-6000"}).place == {"accelerator": "RTX-PRO-6000"}
+    labelled = parse_model(CardPool, {"card": "H100", "labels": {"zone": "east"}})
+    assert labelled.place == {"labels": {"zone": "east"}}
+    assert pool(resources={"lab": 1}).place == {"resources": {"lab": 1.0}}
+    assert pool().place == {}

@@ -1,0 +1,142 @@
+"""Several ranks as one worker: orders to all of them, one report, and one end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_crew import fake_recipe
+
+from digenrl.runtimes.placement import Machine, place
+from digenrl.runtimes.ranked import RankedTransport
+from digenrl.runtimes.transport import Gone, Message, TensorsLost
+from digenrl.workers.assignment import Assignment, Ranks
+from digenrl.workers.orders import (
+    ChangeRole,
+    Order,
+    OrderFailed,
+    Ready,
+    Report,
+    RoleChanged,
+    StepTaken,
+    TakeStep,
+)
+
+
+class Recorded:
+    """A transport that remembers what it is told and reports what a test puts in."""
+
+    def __init__(self) -> None:
+        self.started: dict[str, Assignment] = {}
+        self.sent: list[tuple[str, Order]] = []
+        self.ended: list[str] = []
+        self.coming: list[Message] = []
+
+    def start(self, assignment: Assignment) -> None:
+        self.started[assignment.name] = assignment
+
+    def has_room(self, assignment: Assignment) -> bool:
+        return True
+
+    def send(self, worker: str, order: Order) -> None:
+        self.sent.append((worker, order))
+
+    def receive(self, timeout_s: float) -> Sequence[Message]:
+        coming, self.coming = self.coming, []
+        return coming
+
+    def end(self, worker: str) -> None:
+        self.ended.append(worker)
+
+    def stop(self) -> None:
+        self.started.clear()
+
+
+class Two:
+    """A trainer of two ranks and a generator, all ready."""
+
+    def __init__(self, **lanes: Any) -> None:
+        recipe = fake_recipe(lanes={"ranks": 2, "generators": ["cpu"], **lanes})
+        self.crew = place(recipe, Machine(tuple(range(6))), Path("exchange"))
+        self.inner = Recorded()
+        self.transport = RankedTransport(self.inner)
+        self.transport.start(self.crew.trainer)
+        self.transport.start(self.crew.generators[0])
+        assert self.reports(("trainer/1", Ready()), ("generator-0", Ready())) == [Message("generator-0", Ready())]
+        assert self.reports(("trainer/0", Ready())) == [Message("trainer", Ready())]
+
+    def reports(self, *coming: tuple[str, Report]) -> list[Message]:
+        self.inner.coming = [Message(*each) for each in coming]
+        return list(self.transport.receive(0.0))
+
+
+def test_ranks_start_with_places_of_their_own() -> None:
+    two = Two(threads=2)
+    ranks = [two.inner.started[f"trainer/{index}"] for index in range(2)]
+    assert [each.ranks for each in ranks] == [Ranks(0, 2, epoch=1), Ranks(1, 2, epoch=1)]
+    assert [each.cores for each in ranks] == [(0, 1), (2, 3)]
+    assert two.inner.started["generator-0"].cores == (4, 5) and two.inner.started["generator-0"].ranks is None
+    two.transport.end("trainer")
+    two.transport.start(two.crew.trainer)
+    assert two.inner.started["trainer/1"].ranks == Ranks(1, 2, epoch=2)
+
+
+def test_ranks_have_devices_one_after_the_other() -> None:
+    recipe = fake_recipe(lanes={"ranks": 2, "generators": 1, "rewards": 1})
+    crew = place(recipe, Machine((0,), cuda_devices=3), Path("exchange"))
+    assert [each.device for each in crew.everybody()] == ["cuda:0", "cuda:2", "cuda:2", "cuda:0"]
+    inner = Recorded()
+    RankedTransport(inner).start(crew.trainer)
+    assert [each.device for each in inner.started.values()] == ["cuda:0", "cuda:1"]
+
+
+def test_an_order_goes_to_all_ranks_and_its_report_is_the_first_ranks() -> None:
+    two = Two()
+    two.transport.send("trainer", TakeStep(3, keep=True, sharded=True))
+    assert two.inner.sent == [
+        ("trainer/0", TakeStep(3, True, True, rank=0)),
+        ("trainer/1", TakeStep(3, True, True, rank=1)),
+    ]
+    assert [order.leaves() for _, order in two.inner.sent] == [("weights-4", "state-4-0"), ("state-4-1",)]
+    weights: Any = object()
+    assert two.reports(("trainer/1", StepTaken(3, (), weights))) == []
+    first = StepTaken(3, ({"loss": 1.0},), weights)
+    assert two.reports(("trainer/0", first)) == [Message("trainer", first)]
+
+
+def test_an_order_to_one_rank_is_that_ranks_alone_and_keeps_its_place() -> None:
+    two = Two()
+    two.transport.send("trainer/1", ChangeRole(True))
+    two.transport.send("trainer", ChangeRole(False))
+    assert [worker for worker, _ in two.inner.sent] == ["trainer/1", "trainer/0", "trainer/1"]
+    assert two.reports(("trainer/0", RoleChanged(False))) == []
+    assert two.reports(("trainer/1", RoleChanged(True))) == [Message("trainer/1", RoleChanged(True))]
+    assert two.reports(("trainer/1", RoleChanged(False))) == [Message("trainer", RoleChanged(False))]
+
+
+def test_one_rank_that_is_gone_ends_the_others() -> None:
+    two = Two()
+    two.transport.send("trainer", ChangeRole(False))
+    gone = two.reports(("trainer/1", Gone("ended by signal 9")), ("trainer/0", RoleChanged(False)))
+    assert gone == [Message("trainer", Gone("lost its rank 1, which ended by signal 9"))]
+    assert two.inner.ended == ["trainer/0", "trainer/1"]
+
+
+def test_a_failure_of_one_rank_is_told_before_the_others_answer() -> None:
+    two = Two()
+    two.transport.send("trainer", ChangeRole(False))
+    failed = OrderFailed(ChangeRole(False), "no memory")
+    assert two.reports(("trainer/1", failed)) == [Message("trainer", failed)]
+    assert two.inner.ended == ["trainer/0", "trainer/1"], "they may wait for it in vain"
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_what_all_ranks_lack_is_lost_and_what_some_lack_ends_them(both: bool) -> None:
+    two = Two()
+    two.transport.send("trainer", ChangeRole(False))
+    lost = TensorsLost(("slice-3",))
+    (message,) = two.reports(("trainer/0", lost if both else RoleChanged(False)), ("trainer/1", lost))
+    assert message == Message("trainer", lost if both else Gone("lost slice-3 on some ranks", fault=False))
+    assert bool(two.inner.ended) == (not both)

@@ -8,7 +8,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch: one core per lane is what i
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,9 +19,11 @@ from digenrl.config.reading import parse_model
 from digenrl.config.recipe import Recipe
 from digenrl.demo import train_prompts
 from digenrl.records import Action, Event
+from digenrl.runs.command import closing_grounds
 from digenrl.runs.folder import RunFolder
 from digenrl.runs.metrics import Evaluation
 from digenrl.runs.training import check_recipe, train
+from digenrl.runtimes.sites import Grounds
 from digenrl.scheduling import SchedulerState
 from digenrl.telemetry.trace import Work
 
@@ -94,9 +96,11 @@ def recipe(**changes: Any) -> Recipe:
     return parse_model(Recipe, content)
 
 
-def run(chosen: Recipe, folder: Path) -> LiveRun:
-    """Runs it to its end."""
+def run(chosen: Recipe, folder: Path, watch: Callable[[Grounds], None] = lambda grounds: None) -> LiveRun:
+    """Runs it to its end; `watch` sees what it ran on when it is over."""
     log = StepLog()
     grounds = check_recipe(chosen)
-    train(RunFolder.create(folder, chosen, datetime.now(UTC)), grounds, log)
+    with closing_grounds(grounds):
+        train(RunFolder.create(folder, chosen, datetime.now(UTC)), grounds, log)
+        watch(grounds)
     return LiveRun(chosen, folder, log)

@@ -328,6 +328,13 @@ def with_reserve(crew: Crew, count: int) -> Crew:
     return replace(crew, reserve=tuple(replace(crew.generators[0], name=name) for name in names))
 
 
+def in_pools(crew: Crew, pools: Sequence[str]) -> Crew:
+    """The crew, with its generators in these pools, one after the other."""
+    names = (*pools, *[None] * (len(crew.generators) - len(pools)))
+    placed = tuple(replace(each, pool=pool) for each, pool in zip(crew.generators, names, strict=True))
+    return replace(crew, generators=placed)
+
+
 class FakeRun:
     """A runtime and its crew, and a clock that goes on by a millisecond whenever somebody looks."""
 
@@ -344,6 +351,7 @@ class FakeRun:
         mortal_trainer: bool = False,
         vanishing: int = 0,
         reserve: int = 0,
+        pools: Sequence[str] = (),
     ) -> None:
         self.exchange = ExchangeFolder(root)
         self.crew = FakeCrew(
@@ -362,7 +370,7 @@ class FakeRun:
         self.runtime = WorkRuntime(
             recipe,
             self.crew,
-            with_reserve(place(recipe, Machine((0, 1)), root), reserve),
+            in_pools(with_reserve(place(recipe, Machine((0, 1)), root), reserve), pools),
             lambda send, drop: PromptDesk(sampler, send, drop, kept_rows),
             self.exchange,
             self.clock,

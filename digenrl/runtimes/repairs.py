@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from digenrl.config.recipe import Recipe
-from digenrl.records import Event, LaneOffer, WorkerJoined, WorkerLost
+from digenrl.records import Event, LaneOffer, Slice, WorkerJoined, WorkerLost
 from digenrl.runtimes.correspondence import STARTING, Answered, Correspondence, Expected
 from digenrl.runtimes.lanes import Lanes
 from digenrl.runtimes.ledger import Ledger
@@ -236,11 +236,18 @@ class Repairs:
             able = [name for name in self._staff.generators() if served.get(name, -1) >= order.lease.version]
             if able:
                 again = lambda: self.make_again(order, then, otherwise)  # noqa: E731
-                self._post.send(min(able, key=self._post.load), order, made, otherwise, lost=again)
+                chosen = min(
+                    able, key=lambda name: (not self._takes(name, order.lease.slice), self._post.load(name))
+                )
+                self._post.send(chosen, order, made, otherwise, lost=again)
             return bool(able)
 
         if not make():
             self._unmade.append(make)
+
+    def _takes(self, worker: str, piece: Slice) -> bool:
+        """Whether a lane of this worker makes as many samples at once."""
+        return own_slice(self._staff.assignment(worker), self.slice_size) >= piece.size
 
     def lay_out_again(self, then: Callable[[Answered], None], first: int = 0) -> None:
         """By the trainer, which still has its last version."""

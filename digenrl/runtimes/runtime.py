@@ -103,7 +103,6 @@ class WorkRuntime:
         self._events: deque[Event] = deque()
         self._now_ns = clock()
         self._ticked = True
-        self._begun = False
         self._parked: list[Generate] = []  # until their prompt is encoded
         self._lane_scores: dict[Slice, Scores | str] = {}  # of lanes that score what they make
         self._updates: list[Mapping[str, Any]] = []
@@ -124,7 +123,7 @@ class WorkRuntime:
 
     def begin(self) -> None:
         """The opening is known: the first tick hands out work, and others may join."""
-        self._now_ns, self._ticked, self._begun = self._clock(), False, True
+        self._now_ns, self._ticked = self._clock(), False
         self._repairs.begin()
 
     def submit(self, action: Action) -> None:
@@ -139,7 +138,7 @@ class WorkRuntime:
             self._now_ns = self._clock()
         for message in messages:
             self._absorb(message)
-        self._staff.fill()
+        self._staff.look_for_room()
 
     def send(
         self,

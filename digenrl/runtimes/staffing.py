@@ -11,6 +11,7 @@ from digenrl.runtimes.placement import Crew
 from digenrl.runtimes.transport import Gone
 from digenrl.workers.assignment import Assignment
 
+LOOK_EVERY_S = 1.0  # for room
 LONGEST_WAIT_S = 600.0  # for room for somebody whom the run cannot do without
 
 
@@ -49,6 +50,7 @@ class Staff:
         self._vacancies: dict[str, _Vacancy] = {}
         self._faults: Counter[str] = Counter()
         self._told: set[str] = set()
+        self._looked_s = monotonic()
 
     def assignment(self, worker: str) -> Assignment:
         """What a worker is for."""
@@ -66,8 +68,14 @@ class Staff:
         """Somebody is wanted in this place; `ready` is called when they are up."""
         self._vacancies[worker] = _Vacancy(self._assignments[worker], ready, self._monotonic())
 
+    def look_for_room(self) -> None:
+        """Every now and then, whether somebody who waits can be started."""
+        if self._vacancies and self._monotonic() - self._looked_s >= LOOK_EVERY_S:
+            self.fill()
+
     def fill(self) -> None:
         """Starts everybody for whom there is room."""
+        self._looked_s = self._monotonic()
         for worker, vacancy in list(self._vacancies.items()):
             if self._post.transport.has_room(vacancy.assignment):
                 del self._vacancies[worker]

@@ -24,6 +24,7 @@ from digenrl.config.recipe_overrides import all_keys
 from digenrl.models.registry import FAMILIES
 from digenrl.records import SampleId
 from digenrl.runs.folder import RunFolder, RunInfo
+from digenrl.runtimes.ray_cluster.grounds import Carried
 from digenrl.runtimes.step_numbers import AVERAGED, step_numbers
 from digenrl.scheduling import Terms
 
@@ -103,7 +104,7 @@ def test_the_table_of_a_steps_numbers_has_them_all() -> None:
     watch(opening_of(), [kept])
     update = dict.fromkeys((*AVERAGED, "ratio_max", "zero_spread_groups", "pack_size"), 1)
     reported = step_numbers(0, {SampleId(0, 0, 0): 1.0}, {"ocr": [1.0]}, [update], 1)
-    written = {*kept.steps[-1], *reported.values, "predicted_step_s"}
+    written = {*kept.steps[-1], *reported.values, *Carried().take(), "predicted_step_s"}
     known = {re.sub("^busy/.*", "busy/LANE", re.sub("^reward/.*", "reward/NAME", name)) for name in written}
     listed = [name for cells in rows("name", behind="The numbers of a step") for name in code(cells[0])]
     assert sorted(listed) == sorted(known)

@@ -306,6 +306,7 @@ def test_a_lane_joins_when_there_is_room_and_only_then(tmp_path: Path) -> None:
         def observe(self, event: Any, actions: Any, state: Any) -> None:
             if state.committed == 2:
                 run.crew.no_room_for = {"generator-3"}
+            run.runtime._staff._looked_s = 0.0  # a second has passed
 
     auditor = Auditor(state)
     drive(state, run.runtime, (MakeRoom(), auditor))
@@ -317,6 +318,23 @@ def test_a_lane_joins_when_there_is_room_and_only_then(tmp_path: Path) -> None:
     }
     assert made and min(made) >= 2
     assert_every_group_was_trained_once(run)
+
+
+@pytest.mark.parametrize("rewards", [0, 2])
+def test_lanes_of_a_pool_take_several_slices_at_once_and_lose_none(rewards: int, tmp_path: Path) -> None:
+    pools = {"generators": [{"name": "big", "slice": 4}, {"name": "small"}]}
+    sizes: set[tuple[str, int]] = set()
+    for seed in range(20):
+        root = tmp_path / str(seed)
+        root.mkdir()
+        lanes = {"rewards": rewards, "restarts": 99}
+        recipe = fake_recipe(cluster=pools, lanes=lanes, techniques={"tcss": 0.5 * (seed % 2)})
+        run = FakeRun(root, recipe, seed=seed, kills=4, vanishing=2, mortal_trainer=True, pools=("big", "small"))
+        driven(run)
+        assert_every_group_was_trained_once(run)
+        leased = [(name, order.lease) for name, order in run.crew.log if isinstance(order, MakeSlice)]
+        sizes |= {(name, lease.slice.size) for name, lease in leased if lease.lane >= 0}
+    assert ("generator-0", 4) in sizes and ("generator-1", 4) not in sizes
 
 
 def test_a_run_goes_on_without_lanes_whose_machine_is_gone(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,7 @@ class RayGrounds:
 
     def __init__(self, cluster: RayCluster) -> None:
         self.cluster = cluster
+        self.driver_bytes: Callable[[], int] = lambda: 0  # that reports brought here, in the last run
 
     @classmethod
     def find(cls, recipe: Recipe) -> RayGrounds:
@@ -67,6 +69,7 @@ class RayGrounds:
         crew = place_on_cluster(recipe, self.cluster.facts(), checkpoint, run)
         carried = Carried()
         transport = RayTransport(self.cluster, recipe, run / "logs", carried.add)
+        self.driver_bytes = lambda: transport.driver_bytes
         return Site(RankedTransport(transport), transport.shelf, crew, transport.stop, carried.take)
 
     def leave(self) -> None:

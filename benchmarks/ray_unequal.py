@@ -1,0 +1,152 @@
+"""Unequal lanes on two machines: what the planner predicts from measured costs, and what a run then takes.
+
+    python benchmarks/ray_unequal.py            # about five minutes on two idle cores
+
+A cluster of two machines on this one, with a fast and a slow generator, which takes three times as long. Two short
+runs measure slices of two sizes. `digenrl plan` sizes slices and chooses techniques from these costs, the run
+starts from the plan's file, and both are compared. Groups whose last slice came from the slow lane although the
+fast one stood idle long enough to make it are counted: there should be none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+from live_runs import LiveRun, recipe, run  # first: it sets the number of threads
+from ray_nodes import several
+
+from digenrl.config.recipe import Recipe
+from digenrl.config.recipe_files import read_recipe
+
+SLOWDOWN = 3.0
+SIZES = (2, 8)
+DIGENRL = (sys.executable, "-c", "from digenrl.cli import main; main()")
+
+
+def settings(address: str, steps: int, slice_size: int | str) -> Recipe:
+    home = {"resources": {"home": 1}}
+    return recipe(
+        steps=steps,
+        mode="ray",
+        batch={"prompts": 6, "samples_per_prompt": 8, "slice": slice_size},
+        sample={"height": 32, "width": 64, "denoising_steps": 10, "window": {"kind": "all", "fraction": 0.3}},
+        training={"learning_rate": 1e-6, "pack_size": 16, "lora": {"rank": 8, "alpha": 16}},
+        techniques={"tag": "none"},
+        cluster={
+            "address": address,
+            "trainer": home,
+            "rewards": home,
+            "encoder": home,
+            "generators": [
+                {"name": "fast", "labels": {"class": "fast"}},
+                {"name": "slow", "labels": {"class": "slow"}, "slowdown": SLOWDOWN},
+            ],
+        },
+    )
+
+
+def measured_costs(runs: Mapping[int, LiveRun]) -> dict[str, dict[str, Any]]:
+    """What the runs of two slice sizes had measured at their ends, by pool."""
+    last = {size: done.log.states[-1] for size, done in runs.items()}
+    costs = last[max(SIZES)].costs
+    trains = {
+        "train_seconds_per_sample": float(costs.train_sample_ns) / 1e9,
+        "commit_seconds": costs.commit_ns / 1e9,
+        "switch_seconds": 0.001,
+    }
+    slices = {
+        pool: {size: state.lanes[lane].slice_ns / 1e9 for size, state in last.items()}
+        for lane, pool in enumerate(("fast", "slow"))
+    }
+    publish = {"publish_seconds": costs.publish_ns / 1e9}
+    return {pool: {"slice_seconds": table, **trains, **publish} for pool, table in slices.items()}
+
+
+def cluster_file(costs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """One machine that trains and generates quickly, and one that generates slowly."""
+    pools = [
+        {"name": "fast", "nodes": 1, "per_node": 2, "labels": {"class": "fast"}, "measured": dict(costs["fast"])},
+        {"name": "slow", "nodes": 1, "per_node": 1, "labels": {"class": "slow"}, "measured": dict(costs["slow"])},
+    ]
+    path.write_text(yaml.safe_dump({"pools": pools}))
+
+
+def planned(recipe_file: Path, cluster: Path, folder: Path) -> tuple[Path, Path]:
+    """The plan's file and its SPEC, by the command that users give."""
+    plan, spec = folder / "plan.yaml", folder / "spec.yaml"
+    command = ("plan", str(recipe_file), "--cluster", str(cluster), "--on-policy", "--ranks", "1", "--keep", "3")
+    subprocess.run([*DIGENRL, *command, "--out", str(plan), "--spec", str(spec)], check=True)
+    content = yaml.safe_load(plan.read_text())
+    for pool in content["cluster"]["generators"]:
+        if pool["name"] == "slow":
+            pool["slowdown"] = SLOWDOWN
+    content["cluster"]["trainer"] = {"resources": {"home": 1}}  # the head stands for the fast machine's other card
+    plan.write_text(yaml.safe_dump(content, sort_keys=False))
+    return plan, spec
+
+
+def predicted_s(spec: Path, steps: int) -> float:
+    """The simulator's total for so many steps."""
+    content = yaml.safe_load(spec.read_text()) | {"steps": steps}
+    spec.write_text(yaml.safe_dump(content, sort_keys=False))
+    answer = subprocess.run(
+        [*DIGENRL, "simulate", str(spec), "--json"], check=True, capture_output=True, text=True
+    )
+    return float(json.loads(answer.stdout)["makespan"])
+
+
+def waited_in_vain(spans: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+    """Groups that the slow lane completed, and those among them for which the fast one stood idle long enough."""
+    made = [span for span in spans if span["work"] == "generate"]
+    fast = sorted((s["start_ns"], s["end_ns"]) for s in made if s["lane"] == "generator-0")
+    typical_ns = median(end - start for start, end in fast)
+    last = {}
+    for span in sorted(made, key=lambda span: span["end_ns"]):
+        last[span["step"], span["group"]] = span
+    by_slow = [span for span in last.values() if span["lane"] == "generator-1"]
+    gaps = [(end, start) for (_, end), (start, _) in pairwise(fast)]
+    vain = sum(
+        any(min(stop, span["end_ns"]) - max(start, span["start_ns"]) > 1.3 * typical_ns for start, stop in gaps)
+        for span in by_slow
+    )
+    return len(by_slow), vain
+
+
+def main() -> None:
+    """Prints the plan and the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as parent, several(num_cpus=8, resources={"home": 8}) as nodes:
+        folder = Path(parent)
+        nodes.add(num_cpus=1, labels={"class": "fast"})
+        nodes.add(num_cpus=1, labels={"class": "slow"})
+        runs = {size: run(settings(nodes.address, 6, size), folder / f"size-{size}") for size in SIZES}
+        cluster_file(measured_costs(runs), folder / "cluster.yaml")
+        recipe_file = folder / "unequal.yaml"
+        plain = settings(nodes.address, options.steps, "auto").model_dump(mode="json")
+        recipe_file.write_text(yaml.safe_dump(plain))
+        plan, spec = planned(recipe_file, folder / "cluster.yaml", folder)
+        expected_s = predicted_s(spec, options.steps)
+        from digenrl.config.plan_files import overrides_of, read_plan
+
+        done = run(read_recipe(str(recipe_file), overrides_of(read_plan(plan), [])), folder / "planned")
+        took_s = done.log.steps[-1]["at_s"]
+        times = f"predicted {expected_s:.1f} s, took {took_s:.1f} s, {took_s / expected_s - 1:+.1%}"
+        print(f"{options.steps} steps: {times}")
+        completed, vain = waited_in_vain(done.spans())
+        print(f"groups that the slow lane completed: {completed}; that the idle fast lane could have made: {vain}")
+
+
+if __name__ == "__main__":
+    main()

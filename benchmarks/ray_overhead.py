@@ -3,7 +3,8 @@
     python benchmarks/ray_overhead.py           # a few short runs, on two idle cores
 
 The same recipe runs with worker processes and on a Ray that is started on this machine, in turn. Driver seconds
-are CPU seconds of the driver's process with all its threads. Tensors (prompts, trajectories, pixels, weights) go
+are CPU seconds of the driver's process with all its threads, medians over steps (every tenth step the driver also
+predicts the next ones, which is not Ray's doing). Tensors (prompts, trajectories, pixels, weights) go
 between workers; the driver gets reports alone, and counts their bytes. For comparison: the bytes of the new
 weights that a step brings to the generators.
 """
@@ -16,7 +17,6 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 from live_runs import recipe, run  # first: it sets the number of threads
 from rich.console import Console
@@ -25,7 +25,8 @@ from rich.table import Table
 from digenrl.config.recipe import Recipe
 from digenrl.runs.journal import read_journal
 
-LIMIT = 0.03  # of a step
+WHOLE_GROUPS = 8
+KINDS = (("local", WHOLE_GROUPS), ("ray", WHOLE_GROUPS), ("ray", 4))
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Row:
     """One run."""
 
     mode: str
+    slice: int
     steps: int
     step_s: float
     events_per_step: float
@@ -47,11 +49,11 @@ class Row:
         return self.driver_ms_per_step / 1000 / self.step_s
 
 
-def settings(mode: str, steps: int, prompts: int) -> Recipe:
+def settings(mode: str, slice_size: int, steps: int, prompts: int) -> Recipe:
     return recipe(
         steps=steps,
         mode=mode,
-        batch={"prompts": prompts, "samples_per_prompt": 8, "slice": 4},
+        batch={"prompts": prompts, "samples_per_prompt": 8, "slice": slice_size},
         sample={"height": 32, "width": 64, "denoising_steps": 8},
         training={"learning_rate": 1e-6, "pack_size": 16, "lora": {"rank": 8, "alpha": 16}},
         techniques={"tag": "none"},
@@ -66,9 +68,10 @@ def measure(chosen: Recipe, folder: Path) -> Row:
     done = run(chosen, folder, lambda grounds: got.append(getattr(grounds, "driver_bytes", lambda: 0)()))
     cpu_s = [later - sooner for sooner, later in zip(done.log.cpu_s, done.log.cpu_s[1:], strict=False)][1:-1]
     events = sum(1 for _ in read_journal(folder / "journal.jsonl")) / chosen.steps
-    per_step_ms = fmean(cpu_s) * 1000
+    per_step_ms = median(cpu_s) * 1000
     return Row(
         mode=chosen.mode,
+        slice=int(chosen.batch.slice),
         steps=chosen.steps,
         step_s=fmean(step["step_s"] for step in done.settled()),
         events_per_step=events,
@@ -90,58 +93,56 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--prompts", type=int, default=10, help="of a step; more take longer")
+    parser.add_argument("--prompts", type=int, default=7, help="of a step; more take longer")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    rows: dict[str, list[Row]] = {"local": [], "ray": []}
+    rows: dict[tuple[str, int], list[Row]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as parent:
         for index in range(options.rounds):
-            for mode in rows:
-                chosen = settings(mode, options.steps, options.prompts)
-                rows[mode].append(measure(chosen, Path(parent) / f"{mode}-{index}"))
-    shown = {mode: middle(of_mode) for mode, of_mode in rows.items()}
-    ratio = median(row.step_s for row in rows["ray"]) / median(row.step_s for row in rows["local"])
+            for mode, slice_size in KINDS:
+                chosen = settings(mode, slice_size, options.steps, options.prompts)
+                folder = Path(parent) / f"{mode}-{slice_size}-{index}"
+                rows[mode, slice_size].append(measure(chosen, folder))
     if options.json:
-        print(
-            json.dumps(
-                {"ratio": ratio, "rows": {mode: [asdict(row) for row in each] for mode, each in rows.items()}}
-            )
-        )
+        print(json.dumps([asdict(row) for of_kind in rows.values() for row in of_kind]))
         return
-    show(shown, ratio, options.rounds)
+    show([middle(of_kind) for of_kind in rows.values()])
+    by_mode = {mode: median(row.step_s for row in rows[mode, WHOLE_GROUPS]) for mode in ("local", "ray")}
+    ratio = by_mode["ray"] / by_mode["local"]
+    print(f"a step on Ray over one with worker processes, whole groups as slices: {ratio:.3f}")
 
 
-def show(shown: dict[str, Row], ratio: float, rounds: int) -> None:
+def show(shown: list[Row]) -> None:
+    """One row for each kind of run."""
     table = Table()
-    table.add_column("mode")
     for heading in (
+        "mode",
+        "slice",
         "step",
-        "events a step",
-        "driver a step",
-        "driver an event",
-        "share of a step",
-        "reports a step",
+        "events",
+        "driver",
+        "an event",
+        "share",
+        "of a step of 2 s",
+        "reports",
     ):
-        table.add_column(heading, justify="right")
-    for row in shown.values():
-        received: Any = "-" if row.report_bytes_per_step is None else f"{row.report_bytes_per_step / 1e3:.1f} kB"
+        table.add_column(heading, justify="left" if heading == "mode" else "right")
+    for row in shown:
+        received = "-" if row.report_bytes_per_step is None else f"{row.report_bytes_per_step / 1e3:.1f} kB"
         table.add_row(
             row.mode,
+            str(row.slice),
             f"{row.step_s:.2f} s",
             f"{row.events_per_step:.0f}",
             f"{row.driver_ms_per_step:.1f} ms",
             f"{row.driver_ms_per_event:.2f} ms",
             f"{row.share:.1%}",
+            f"{row.driver_ms_per_step / 2000:.1%}",
             received,
         )
     Console(width=110).print(table)
-    on_ray = shown["ray"]
-    print(
-        f"tensors between workers: {on_ray.tensor_bytes_per_step / 1e6:.1f} MB a step, none of them to the driver"
-    )
-    print(f"a step on Ray over one with worker processes, medians of {rounds} rounds: {ratio:.3f}")
-    of_two_s = on_ray.driver_ms_per_step / 2000
-    print(f"driver's seconds of a step of 2 s: {of_two_s:.1%}, limit {LIMIT:.0%}")
+    weights = shown[-1].weights_bytes_per_step
+    print(f"per step, but for `an event`; the weights alone, between workers: {weights / 1e3:.0f} kB")
 
 
 if __name__ == "__main__":

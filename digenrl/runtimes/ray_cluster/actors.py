@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -61,6 +62,17 @@ class Surroundings:
     search_path: tuple[str, ...]
 
 
+def letter_of(order: Order, names: tuple[str, ...]) -> bytes:
+    """An order, and the names of what travels beside it."""
+    return pickle.dumps((order, names))
+
+
+def open_letter(letter: bytes) -> tuple[Order, tuple[str, ...]]:
+    """What `letter_of` put into it."""
+    content: tuple[Order, tuple[str, ...]] = pickle.loads(letter)
+    return content
+
+
 class WorkerActor:
     """Carries out orders. What they read comes as arguments, what they leave goes back beside the report."""
 
@@ -90,16 +102,20 @@ class WorkerActor:
             port = probe.getsockname()[1]
         return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
 
-    def build(self, rendezvous: str) -> Report:
+    def build(self, rendezvous: str) -> bytes:
         """Loads everything; the first report."""
         from digenrl.runtimes.ray_cluster.exchange import make_exchange
 
         self._tensors = make_exchange(self._assignment, ray.util.get_node_ip_address())
         self._worker, report = self._build(self._assignment, self._tensors, rendezvous)
-        return report
+        return pickle.dumps(report)
 
-    def carry_out(self, order: Order, names: tuple[str, ...], *parcels: Any) -> Any:
-        """The report and, in the order of `leaves()`, what the order left; None where it did not."""
+    def carry_out(self, letter: bytes, *parcels: Any) -> Any:
+        """The report and, in the order of `leaves()`, what the order left; None where it did not.
+
+        Order and report are bytes: Ray takes several times as long as pickle to pack so little.
+        """
+        order, names = open_letter(letter)
         assert self._worker is not None, f"{self._assignment.name} could not be built, and got {order}"
         came = {name: parcel for name, parcel in zip(names, parcels, strict=True) if parcel is not None}
         self._tensors.open(came)
@@ -108,7 +124,8 @@ class WorkerActor:
             report = TensorsLost(lost)
         left, leaves = self._tensors.close(), order.leaves()
         assert left.keys() <= set(leaves), f"{order} left {sorted(left)}, expected {leaves}"
-        return (report, *(left.get(name) for name in leaves)) if leaves else report
+        answer = pickle.dumps(report)
+        return (answer, *(left.get(name) for name in leaves)) if leaves else answer
 
     def ping(self) -> None:
         """A sign of life."""

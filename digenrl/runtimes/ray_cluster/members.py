@@ -18,7 +18,7 @@ from digenrl.runtimes.transport import Gone
 from digenrl.workers.assignment import Assignment
 from digenrl.workers.orders import Order
 
-LONGEST_PAUSE_S = 2.0  # between signs of life
+LONGEST_PAUSE_S = 5.0  # between signs of life
 DEAD = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError)
 LOST = ray.exceptions.ObjectLostError  # an argument of a call is on no machine any more
 

@@ -18,7 +18,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from digenrl.config.recipe import Recipe
 from digenrl.runtimes.processes import ENVIRONMENT
-from digenrl.runtimes.ray_cluster.actors import PULSE, WIRE, Builder, Surroundings, WorkerActor, build_worker
+from digenrl.runtimes.ray_cluster.actors import (
+    PULSE,
+    WIRE,
+    Builder,
+    Surroundings,
+    WorkerActor,
+    build_worker,
+    letter_of,
+)
 from digenrl.runtimes.ray_cluster.capacity import Need, NodeFacts, Packing
 from digenrl.runtimes.ray_cluster.joining import RayCluster
 from digenrl.runtimes.ray_cluster.members import DEAD, LOST, Member, Sent, ending
@@ -135,7 +143,7 @@ class RayTransport:
         assert not absent, f"{order} reads {', '.join(absent)}, which nobody left, or which was dropped"
         leaves = len(order.leaves())
         call = member.actor.carry_out.options(num_returns=1 + leaves)
-        references = call.remote(order, tuple(found), *found.values())
+        references = call.remote(letter_of(order, tuple(found)), *found.values())
         report, *left = references if leaves else [references]
         member.queue.append(Sent(order, report, tuple(left)))
         if self._by_wire:
@@ -172,18 +180,19 @@ class RayTransport:
             return None
         sent = member.queue[0]
         try:
-            report: Report = ray.get(sent.report)
+            answer: bytes = ray.get(sent.report)
         except DEAD as error:
             return ending(member, error)
         except LOST as error:
             return self._lost(member, error)
+        report: Report = pickle.loads(answer)
+        self.driver_bytes += len(answer)
         member.queue.popleft()
         self._note(member, sent, report)
         return report
 
     def _note(self, member: Member, sent: Sent, report: Report) -> None:
         member.ready = True
-        self.driver_bytes += len(pickle.dumps(report))
         order = sent.order
         if order is not None and not isinstance(report, OrderFailed | TensorsLost):
             for name, reference in zip(order.leaves(), sent.left, strict=True):

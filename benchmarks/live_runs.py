@@ -30,15 +30,19 @@ from digenrl.telemetry.trace import Work
 
 @dataclass
 class StepLog:
-    """A view that shows nothing and keeps every step's numbers, and this process's CPU seconds at its end."""
+    """A view that shows nothing and keeps every step's numbers, and CPU seconds at its end: this process's, and of
+    them this thread's, which drives the run.
+    """
 
     steps: list[Mapping[str, float]] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
+    loop_s: list[float] = field(default_factory=list)
     states: list[SchedulerState] = field(default_factory=list)  # the newest alone
 
     def step(self, numbers: Mapping[str, float]) -> None:
         self.steps.append(dict(numbers))
         self.cpu_s.append(time.process_time())
+        self.loop_s.append(time.thread_time())
 
     def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
         self.states[:] = [state]

@@ -2,11 +2,11 @@
 
     python benchmarks/ray_overhead.py           # a few short runs, on two idle cores
 
-The same recipe runs with worker processes and on a Ray that is started on this machine, in turn. Driver seconds
-are CPU seconds of the driver's process with all its threads, medians over steps (every tenth step the driver also
-predicts the next ones, which is not Ray's doing). Tensors (prompts, trajectories, pixels, weights) go
-between workers; the driver gets reports alone, and counts their bytes. For comparison: the bytes of the new
-weights that a step brings to the generators.
+The same recipe runs with worker processes and on a Ray that is started on this machine, in turn. `loop` are CPU
+seconds of the thread that decides and sends, which everybody waits for; `process` adds the threads of Ray in the
+same process. Both are medians over steps: every tenth step the driver also predicts the next ones. Tensors (prompts,
+trajectories, pixels, weights) go between workers; the driver gets reports alone, and counts their bytes. For
+comparison: the bytes of the new weights that a step brings to the generators.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import json
 import tempfile
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 
@@ -38,15 +39,15 @@ class Row:
     steps: int
     step_s: float
     events_per_step: float
-    driver_ms_per_step: float
-    driver_ms_per_event: float
+    loop_ms: float
+    process_ms: float
     report_bytes_per_step: float | None
     weights_bytes_per_step: float
 
     @property
     def share(self) -> float:
-        """The driver's part of a step."""
-        return self.driver_ms_per_step / 1000 / self.step_s
+        """The loop's part of a step."""
+        return self.loop_ms / 1000 / self.step_s
 
 
 def settings(mode: str, slice_size: int, steps: int, prompts: int) -> Recipe:
@@ -66,20 +67,23 @@ def measure(chosen: Recipe, folder: Path) -> Row:
     """One run, without its first two steps and its last."""
     got: list[int] = []
     done = run(chosen, folder, lambda grounds: got.append(getattr(grounds, "driver_bytes", lambda: 0)()))
-    cpu_s = [later - sooner for sooner, later in zip(done.log.cpu_s, done.log.cpu_s[1:], strict=False)][1:-1]
     events = sum(1 for _ in read_journal(folder / "journal.jsonl")) / chosen.steps
-    per_step_ms = median(cpu_s) * 1000
     return Row(
         mode=chosen.mode,
         slice=int(chosen.batch.slice),
         steps=chosen.steps,
         step_s=fmean(step["step_s"] for step in done.settled()),
         events_per_step=events,
-        driver_ms_per_step=per_step_ms,
-        driver_ms_per_event=per_step_ms / events,
+        loop_ms=typical_ms(done.log.loop_s),
+        process_ms=typical_ms(done.log.cpu_s),
         report_bytes_per_step=got[0] / chosen.steps if chosen.mode == "ray" else None,
         weights_bytes_per_step=fmean(step["publish_bytes"] for step in done.settled()),
     )
+
+
+def typical_ms(seconds: list[float]) -> float:
+    """What a step adds to a clock, by the median of all but the first two and the last."""
+    return median(later - sooner for sooner, later in pairwise(seconds[1:-1])) * 1000
 
 
 def middle(rows: list[Row]) -> Row:
@@ -120,10 +124,10 @@ def show(shown: list[Row]) -> None:
         "slice",
         "step",
         "events",
-        "driver",
+        "loop",
         "an event",
-        "share",
         "of a step of 2 s",
+        "process",
         "reports",
     ):
         table.add_column(heading, justify="left" if heading == "mode" else "right")
@@ -134,10 +138,10 @@ def show(shown: list[Row]) -> None:
             str(row.slice),
             f"{row.step_s:.2f} s",
             f"{row.events_per_step:.0f}",
-            f"{row.driver_ms_per_step:.1f} ms",
-            f"{row.driver_ms_per_event:.2f} ms",
-            f"{row.share:.1%}",
-            f"{row.driver_ms_per_step / 2000:.1%}",
+            f"{row.loop_ms:.1f} ms",
+            f"{row.loop_ms / row.events_per_step:.2f} ms",
+            f"{row.loop_ms / 2000:.1%}",
+            f"{row.process_ms:.1f} ms",
             received,
         )
     Console(width=110).print(table)

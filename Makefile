@@ -48,6 +48,9 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/fidelity.py
+	$(BIN)/python benchmarks/ray_overhead.py
+	$(BIN)/python benchmarks/ray_unequal.py
+	$(BIN)/python benchmarks/ray_faults.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

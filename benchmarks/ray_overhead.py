@@ -4,9 +4,9 @@
 
 The same recipe runs with worker processes and on a Ray that is started on this machine, in turn. `loop` are CPU
 seconds of the thread that decides and sends, which everybody waits for; `process` adds the threads of Ray in the
-same process. Both are medians over steps: every tenth step the driver also predicts the next ones. Tensors (prompts,
-trajectories, pixels, weights) go between workers; the driver gets reports alone, and counts their bytes. For
-comparison: the bytes of the new weights that a step brings to the generators.
+same process. Both are medians over steps: every tenth step the driver also predicts the next ones. Tensors
+(prompts, trajectories, pixels, weights) go between workers; the driver gets reports alone, and counts their bytes.
+For comparison: the bytes of the new weights that a step brings to the generators.
 """
 
 from __future__ import annotations

@@ -97,8 +97,8 @@ def environment(**values: str) -> Iterator[None]:
 
 
 @contextmanager
-def several_nodes(**head: Any) -> Iterator[tuple[SeveralNodes, RayCluster]]:
-    """A cluster that this process has joined."""
+def nodes_alone(**head: Any) -> Iterator[SeveralNodes]:
+    """A cluster that nobody has joined."""
     with (
         tempfile.TemporaryDirectory(prefix="ray-tests-", ignore_cleanup_errors=True) as folder,
         environment(
@@ -111,24 +111,20 @@ def several_nodes(**head: Any) -> Iterator[tuple[SeveralNodes, RayCluster]]:
     ):
         nodes = SeveralNodes(**head)
         try:
-            cluster = open_cluster(ClusterSettings(address=nodes.address))
-            try:
-                yield nodes, cluster
-            finally:
-                cluster.close()
+            yield nodes
         finally:
             nodes.close()
 
 
-def stored_bytes(node_id: str) -> int:
-    """How much the object store of a node holds."""
-    import ray
-    from ray._private.internal_api import node_stats
-
-    node = next(node for node in ray.nodes() if node["NodeID"] == node_id)
-    stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
-    used: int = stats.store_stats.object_store_bytes_used
-    return used
+@contextmanager
+def several_nodes(**head: Any) -> Iterator[tuple[SeveralNodes, RayCluster]]:
+    """A cluster that this process has joined."""
+    with nodes_alone(**head) as nodes:
+        cluster = open_cluster(ClusterSettings(address=nodes.address))
+        try:
+            yield nodes, cluster
+        finally:
+            cluster.close()
 
 
 # --- Processes ---------------------------------------------------------------------------------------------------

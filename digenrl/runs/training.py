@@ -28,10 +28,11 @@ from digenrl.runs.resuming import Standing, kept_positions
 from digenrl.runs.sinks import check_logging, open_sinks
 from digenrl.runs.span_book import SpanBook
 from digenrl.runs.stopping import Stopper, StopRequested
+from digenrl.runtimes.grounds import find_grounds
 from digenrl.runtimes.opening import lay_out, opening_state, rehearse, settle_slice
 from digenrl.runtimes.prompt_desk import PromptDesk
 from digenrl.runtimes.runtime import WorkRuntime
-from digenrl.runtimes.sites import Grounds, Site, find_grounds
+from digenrl.runtimes.sites import Grounds, Site
 from digenrl.scheduling import SchedulerState
 from digenrl.scheduling.invariants import Auditor
 from digenrl.telemetry.recorder import Recorder

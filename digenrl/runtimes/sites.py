@@ -1,4 +1,4 @@
-"""Where a run's workers are: in this process, on this machine, or on a Ray cluster."""
+"""Where a run's workers are: what they are reached by, who they are, and how they go. No torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
-from digenrl.exchange.folder import ExchangeFolder
-from digenrl.runtimes.placement import Crew, Machine, place, threads_per_worker
-from digenrl.runtimes.preflight import cores_here, inspect, inspect_here
-from digenrl.runtimes.processes import ProcessTransport, prepare_fork_server, set_threads
-from digenrl.runtimes.ranked import RankedTransport
+from digenrl.runtimes.placement import Crew
 from digenrl.runtimes.transport import Shelf, Transport
 
 
@@ -39,56 +34,3 @@ class Grounds(Protocol):
 
     def leave(self) -> None:
         """Lets go of everything."""
-
-
-def find_grounds(recipe: Recipe) -> Grounds:
-    """Where the recipe can be trained; raises ConfigError where something of it is not to be had, or not known."""
-    if recipe.mode == "ray":
-        from digenrl.runtimes.ray_cluster.grounds import RayGrounds  # brings Ray along
-
-        return RayGrounds.find(recipe)
-    threads = threads_per_worker(recipe, Machine(cores_here()))
-    if recipe.mode == "colocated":
-        set_threads(threads)
-        return ThisMachine(inspect_here(recipe), recipe)
-    prepare_fork_server(threads)
-    return ThisMachine(inspect(recipe), recipe)
-
-
-class ThisMachine:
-    """This machine: worker processes, or in mode colocated this very process."""
-
-    def __init__(self, machine: Machine, recipe: Recipe) -> None:
-        self.machine = machine
-        place(recipe, machine, Path())
-
-    def settle(self, recipe: Recipe, run: Path, checkpoint: Path | None) -> Site:
-        """With a fresh exchange in shared memory, or where the recipe wants it."""
-        exchange = _exchange(recipe)
-        transport = _transport(recipe, run)
-
-        def close() -> None:
-            transport.stop()
-            exchange.remove()
-
-        return Site(transport, exchange, place(recipe, self.machine, exchange.root, checkpoint, run), close)
-
-    def leave(self) -> None:
-        """There is nothing to let go of."""
-
-
-def _exchange(recipe: Recipe) -> ExchangeFolder:
-    where = recipe.lanes.exchange
-    if where is None:
-        return ExchangeFolder.create()
-    if not where.is_dir():
-        raise ConfigError(f"lanes.exchange: {where} is no folder; make it, or leave the key out")
-    return ExchangeFolder.create(bytes_wanted=0, places=[where])
-
-
-def _transport(recipe: Recipe, run: Path) -> Transport:
-    if recipe.mode == "local":
-        return RankedTransport(ProcessTransport(run / "logs"))
-    from digenrl.runtimes.in_process import InProcessTransport  # brings torch along
-
-    return InProcessTransport()

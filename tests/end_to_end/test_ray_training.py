@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from live_runs import PATIENCE_S, LiveRuns, Meanwhile, lines_of, metric, steps_done, trained, wait_for, workers_of
-from ray_clusters import LOOPBACK_ONLY, TESTS, TOKEN, SeveralNodes, environment
+from ray_clusters import SeveralNodes, nodes_alone
 from torch import Tensor
 
 from digenrl.cli import INTERRUPTED
@@ -31,22 +30,9 @@ FEW_WORKERS = ("lanes.rewards=0",)  # every actor loads torch
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[SeveralNodes]:
     """A head with room for the trainer and all others, and one machine for generators."""
-    with (
-        tempfile.TemporaryDirectory(prefix="ray-tests-", ignore_cleanup_errors=True) as folder,
-        environment(
-            RAY_AUTH_MODE="token",
-            RAY_AUTH_TOKEN=TOKEN,
-            RAY_TMPDIR=folder,
-            PYTHONPATH=TESTS,
-            **{LOOPBACK_ONLY: "0"},
-        ),
-    ):
-        cluster = SeveralNodes(num_cpus=1, resources={"home": 8})  # Ray starts a process for every CPU
-        try:
-            cluster.add(num_cpus=1, resources={"away": 2})
-            yield cluster
-        finally:
-            cluster.close()
+    with nodes_alone(num_cpus=1, resources={"home": 8}) as cluster:  # Ray starts a process for every CPU
+        cluster.add(num_cpus=1, resources={"away": 2})
+        yield cluster
 
 
 def on(nodes: SeveralNodes, *pools: str) -> tuple[str, ...]:

@@ -48,8 +48,7 @@ class RayGrounds:
     @classmethod
     def find(cls, recipe: Recipe) -> RayGrounds:
         """The recipe's cluster; raises ConfigError where it is not there, lacks something, or has other code."""
-        prepare_fork_server(threads_per_worker(recipe, Machine(cores_here())))
-        inspect(recipe)
+        prepare_fork_server(threads_per_worker(recipe, Machine(cores_here())))  # it loads torch meanwhile
         cluster = open_cluster(recipe.cluster, cpus_wanted(recipe))
         try:
             from digenrl.runtimes.ray_cluster.versions import check_versions
@@ -57,6 +56,7 @@ class RayGrounds:
             facts = cluster.facts()
             place_on_cluster(recipe, facts)
             check_versions(facts, recipe.cluster.start_timeout_s)
+            inspect(recipe)
         except BaseException:
             cluster.close()
             raise

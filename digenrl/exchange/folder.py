@@ -33,6 +33,8 @@ class ExchangeFolder:
     whose every process was killed, and the next run removes it.
     """
 
+    holds_weights = True
+
     def __init__(self, root: Path) -> None:
         self.root = root
         self._lock: int | None = None

@@ -57,20 +57,21 @@ class Rehearsal:
 def lay_out(runtime: WorkRuntime, version: int) -> float:
     """The trainer's version goes to everybody; returns the seconds that the slowest took to load it."""
     laid_out = runtime.lay_out(version)
-    check_room(runtime.exchange, laid_out.weights.bytes)
+    parts = runtime.recipe.lanes.ranks if runtime.recipe.sharded else 1
+    check_room(runtime.exchange, laid_out.weights.bytes, parts * laid_out.kept_bytes)
     load = LoadWeights(laid_out.version, laid_out.weights)
     loaded: list[WeightsLoaded] = runtime.ask([(worker, load) for worker in runtime.generator_workers()])
     return max(report.seconds for report in loaded)
 
 
-def check_room(exchange: Shelf, version_bytes: int) -> None:
+def check_room(exchange: Shelf, weights_bytes: int, kept_bytes: int) -> None:
     """Raises ConfigError unless two more versions fit: one is laid out while some still load the one before."""
-    free = exchange.free_bytes()
-    if free < 2 * version_bytes:
+    free, weights = exchange.free_bytes(), 2 * weights_bytes if exchange.holds_weights else 0
+    if free < weights + 2 * kept_bytes:
         raise ConfigError(
             f"lanes.exchange: {exchange.where()} has {free / 1e9:.1f} GB free, and two versions of the weights "
-            f"take {2 * version_bytes / 1e9:.1f} GB; give a folder with more room, as lanes.exchange=DIR, or use "
-            "LoRA"
+            f"take {weights / 1e9:.1f} GB, of the state that is kept {2 * kept_bytes / 1e9:.1f} GB; give a folder "
+            "with more room, as lanes.exchange=DIR, keep no state (checkpoint.in_memory=false), or use LoRA"
         )
 
 

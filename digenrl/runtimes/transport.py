@@ -59,7 +59,12 @@ class Transport(Protocol):
 
 
 class Shelf(Protocol):
-    """The driver's side of an exchange: names that it can forget, never tensors."""
+    """The driver's side of an exchange: names that it can forget, never tensors.
+
+    `holds_weights` is false where weights go from worker to worker beside it.
+    """
+
+    holds_weights: bool
 
     def drop(self, name: str) -> None:
         """Forgets a name; dropping what is not there does nothing."""

@@ -354,10 +354,14 @@ class StateRestored(Report):
 
 @dataclass(frozen=True, slots=True)
 class WeightsLaidOut(Report):
-    """The trainer's version lies in the exchange; without weights if it is not the one that was asked for."""
+    """The trainer's version lies in the exchange; without weights if it is not the one that was asked for.
+
+    `kept_bytes` are those of the state that one rank laid out beside it.
+    """
 
     version: int
     weights: WeightsReference
+    kept_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

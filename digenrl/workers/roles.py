@@ -314,10 +314,11 @@ class Learning:
         weights = NO_WEIGHTS
         if order.rank == 0:
             weights = self._exchange.put_weights(weights_name(order.version), published)
+        kept_bytes = 0
         if order.keep and (order.sharded or order.rank == 0):
             state = state_as_tensors(self._trainer.state_at_last_version())
-            self._exchange.put(state_name(order.version, order.rank), state)
-        return WeightsLaidOut(order.version, weights)
+            kept_bytes = self._exchange.put(state_name(order.version, order.rank), state)
+        return WeightsLaidOut(order.version, weights, kept_bytes)
 
     def restore(self, order: RestoreState) -> StateRestored:
         """What was open is the driver's to hand out again."""

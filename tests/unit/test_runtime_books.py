@@ -8,10 +8,12 @@ from fractions import Fraction
 import pytest
 from fake_crew import UPDATE
 
+from digenrl.config.reading import ConfigError
 from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import Prompt
 from digenrl.records import LaneOffer, SampleId, Slice
 from digenrl.runtimes.ledger import Ledger
+from digenrl.runtimes.opening import check_room
 from digenrl.runtimes.profile import REMEMBERED, RunningProfile, expected_ns, timed_offer
 from digenrl.runtimes.prompt_desk import PromptDesk
 from digenrl.runtimes.step_numbers import step_numbers
@@ -267,3 +269,29 @@ def test_a_cost_is_never_nothing() -> None:
     assert profile.costs(0).publish_ns == 1
     with pytest.raises(KeyError):
         profile.add("coffee", 1)
+
+
+class SmallShelf:
+    """An exchange with little room."""
+
+    def __init__(self, free: int, holds_weights: bool) -> None:
+        self._free, self.holds_weights = free, holds_weights
+
+    def drop(self, name: str) -> None: ...
+
+    def free_bytes(self) -> int:
+        return self._free
+
+    def where(self) -> str:
+        return "a drawer"
+
+
+def test_two_versions_and_the_state_beside_them_have_to_fit_where_they_are_held() -> None:
+    gb = 10**9
+    check_room(SmallShelf(10 * gb, holds_weights=True), weights_bytes=2 * gb, kept_bytes=3 * gb)
+    told = "a drawer has 9.0 GB free, and two versions of the weights take 4.0 GB, of the state .* 6.0 GB"
+    with pytest.raises(ConfigError, match=told):
+        check_room(SmallShelf(9 * gb, holds_weights=True), weights_bytes=2 * gb, kept_bytes=3 * gb)
+    check_room(SmallShelf(9 * gb, holds_weights=False), weights_bytes=2 * gb, kept_bytes=3 * gb)
+    with pytest.raises(ConfigError, match=r"checkpoint\.in_memory=false"):
+        check_room(SmallShelf(5 * gb, holds_weights=False), weights_bytes=2 * gb, kept_bytes=3 * gb)

@@ -11,7 +11,8 @@ import ray
 class RayShelf:
     """References by name; the store frees what nobody refers to."""
 
-    def __init__(self) -> None:
+    def __init__(self, holds_weights: bool = True) -> None:
+        self.holds_weights = holds_weights
         self._references: dict[str, Any] = {}
         self._made_on: dict[str, str | None] = {}  # the node of who left it
 

@@ -61,7 +61,7 @@ class RayTransport:
         self._members: dict[str, Member] = {}
         self._meetings: dict[int, Any] = {}  # by the ranks' epoch
         self._wire = Wire(self._members, deliveries)
-        self.shelf = RayShelf()
+        self.shelf = RayShelf(holds_weights=not self._by_wire)
         self.driver_bytes = 0
 
     # --- Starting and ending ------------------------------------------------------------------------------------

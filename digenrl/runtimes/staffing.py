@@ -33,7 +33,7 @@ class _Vacancy:
 class Staff:
     """Starts workers, and starts others in the place of those that are lost, a limited number of times.
 
-    `monotonic` is a clock in seconds; `say` tells the user that something waits for room.
+    `monotonic` is a clock in seconds; `say` tells the user who is lost, and who waits for room.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Staff:
         self._vacancies: dict[str, _Vacancy] = {}
         self._faults: Counter[str] = Counter()
         self._told: set[str] = set()
+        self._lost: set[str] = set()  # whose successors are not up yet
         self._looked_s = monotonic()
 
     def assignment(self, worker: str) -> Assignment:
@@ -63,10 +64,19 @@ class Staff:
             again = f", after {used} restart{'s' if used > 1 else ''}" if used else ""
             raise WorkerFailedError(f"{worker} {gone.reason}{again}; see its file in the run's logs")
         self._faults[worker] += gone.fault
+        self._lost.add(worker)
+        self._say(f"{worker} {gone.reason}; another takes its place")
 
     def seek(self, worker: str, ready: Callable[[Answered], None] = lambda answered: None) -> None:
         """Somebody is wanted in this place; `ready` is called when they are up."""
-        self._vacancies[worker] = _Vacancy(self._assignments[worker], ready, self._monotonic())
+
+        def up(answered: Answered) -> None:
+            if worker in self._lost:
+                self._lost.discard(worker)
+                self._say("")
+            ready(answered)
+
+        self._vacancies[worker] = _Vacancy(self._assignments[worker], up, self._monotonic())
 
     def look_for_room(self) -> None:
         """Every now and then, whether somebody who waits can be started."""

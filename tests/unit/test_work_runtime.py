@@ -387,10 +387,14 @@ def test_a_trainer_that_finds_no_room_is_told_about_and_waited_for(tmp_path: Pat
     run.crew.kill(TRAINER)
     run.runtime.receive()
     run.runtime._staff.fill()
-    assert said == ["waiting for room for trainer"]
+    lost = "trainer ended by signal 9 (SIGKILL); another takes its place"
+    assert said == [lost, "waiting for room for trainer"]
     run.crew.no_room_for = set()
     run.runtime._staff.fill()
     assert TRAINER in run.crew.workers
+    run.crew.answer(TRAINER)
+    run.runtime.receive()
+    assert said[2:] == [""], "nothing is wrong any more"
 
 
 def test_a_users_mistake_is_told_as_one_and_anything_else_with_its_details(tmp_path: Path) -> None:

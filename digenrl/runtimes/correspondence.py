@@ -131,7 +131,3 @@ class Correspondence:
             for name, queue in books.items():
                 if worker is None or name == worker:
                     yield from (each.order for each in queue)
-
-    def idle(self) -> bool:
-        """Whether nobody has anything under way."""
-        return not any(self._under_way.values())

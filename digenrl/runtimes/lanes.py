@@ -16,7 +16,6 @@ class Lanes:
     def __init__(self, crew: Crew) -> None:
         self.names: list[str] = [g.name for g in crew.generators] or [SHARED_LANE]
         self._workers: list[str] = [g.name for g in crew.generators] or [TRAINER]
-        self.generators = len(self.names)  # of the opening
         if crew.generators and "generate" in crew.trainer.duties:
             self._workers += rank_names(crew.trainer)
             self.names += [f"helper-{index}" for index in range(len(rank_names(crew.trainer)))]

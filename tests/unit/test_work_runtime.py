@@ -172,7 +172,7 @@ def test_a_worker_lost_while_it_starts_is_started_again(tmp_path: Path) -> None:
             run.runtime._staff.seek(assignment.name)
         run.runtime._staff.fill()
         run.crew.kill(name)
-        while not run.runtime._post.idle():
+        while list(run.runtime._post.orders()):
             run.runtime.receive()
         assert name in run.crew.workers
         assert not run.runtime._events, "the scheduler has not begun: no lane of its is lost"

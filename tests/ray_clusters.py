@@ -127,6 +127,17 @@ def several_nodes(**head: Any) -> Iterator[tuple[SeveralNodes, RayCluster]]:
             cluster.close()
 
 
+def stored_bytes(node_id: str) -> int:
+    """How much the object store of a node holds."""
+    import ray
+    from ray._private.internal_api import node_stats
+
+    node = next(node for node in ray.nodes() if node["NodeID"] == node_id)
+    stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
+    used: int = stats.store_stats.object_store_bytes_used
+    return used
+
+
 # --- Processes ---------------------------------------------------------------------------------------------------
 
 

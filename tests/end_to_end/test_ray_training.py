@@ -42,6 +42,7 @@ def on(nodes: SeveralNodes, *pools: str) -> tuple[str, ...]:
     return (
         "mode=ray",
         f"cluster.address={nodes.address}",
+        "cluster.start_timeout_s=120",  # a machine's first process takes its time where others work, too
         f"cluster.generators=[{', '.join(pools) or '{cpus: 0, resources: {away: 1}}'}]",
         "lanes.generators=1",
         *places,
@@ -98,7 +99,8 @@ def test_a_lane_joins_with_a_machine_that_is_added(live: LiveRuns, nodes: Severa
     first = nodes.add(num_cpus=1, resources={"pasture": 1})
     elastic = on(nodes, "{cpus: 0, resources: {pasture: 1}, count: 1, up_to: 2}")
     run = live.command("tiny.yaml", *LORA, "steps=2000", *FEW_WORKERS, *elastic, "--out", str(path))
-    wait_for(lambda: steps_done(path) >= 1, "step 1")
+    wait_for(lambda: steps_done(path) >= 1 or run.poll() is not None, "step 1")
+    assert run.poll() is None, run.communicate()
     added = nodes.add(num_cpus=1, resources={"pasture": 1})
 
     def made_by() -> set[str]:

@@ -9,6 +9,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch: one core per lane is what i
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +20,6 @@ from digenrl.config.reading import parse_model
 from digenrl.config.recipe import Recipe
 from digenrl.demo import train_prompts
 from digenrl.records import Action, Event
-from digenrl.runs.command import closing_grounds
 from digenrl.runs.folder import RunFolder
 from digenrl.runs.metrics import Evaluation
 from digenrl.runs.training import check_recipe, train
@@ -104,7 +104,7 @@ def run(chosen: Recipe, folder: Path, watch: Callable[[Grounds], None] = lambda 
     """Runs it to its end; `watch` sees what it ran on when it is over."""
     log = StepLog()
     grounds = check_recipe(chosen)
-    with closing_grounds(grounds):
+    with closing(grounds):
         train(RunFolder.create(folder, chosen, datetime.now(UTC)), grounds, log)
         watch(grounds)
     return LiveRun(chosen, folder, log)

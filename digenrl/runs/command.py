@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,7 +36,7 @@ def start_run(where: str, overrides: Sequence[str], out: Path | None, console: C
     check_installed()
     recipe = read_recipe(where, overrides)
     grounds = check_recipe(recipe)
-    with closing_grounds(grounds):
+    with closing(grounds):
         path = numbered_path(RUNS, recipe.name) if out is None else out
         folder = RunFolder.create(path, recipe, datetime.now().astimezone())
         return _train_and_tell(folder, grounds, console, as_json)
@@ -61,17 +61,8 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console, as_json: 
             )
         grounds = check_recipe(recipe)
         folder.rewrite(recipe)
-    with closing_grounds(grounds):
+    with closing(grounds):
         return _train_and_tell(folder, grounds, console, as_json, standing)
-
-
-@contextmanager
-def closing_grounds(grounds: Grounds) -> Iterator[None]:
-    """Lets go of what a run worked on, however it ended."""
-    try:
-        yield
-    finally:
-        grounds.leave()
 
 
 def check_installed() -> None:

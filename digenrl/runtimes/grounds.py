@@ -47,7 +47,7 @@ class ThisMachine:
 
         return Site(transport, exchange, place(recipe, self.machine, exchange.root, checkpoint, run), close)
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """There is nothing to let go of."""
 
 

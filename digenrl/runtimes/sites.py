@@ -32,5 +32,5 @@ class Grounds(Protocol):
     def settle(self, recipe: Recipe, run: Path, checkpoint: Path | None) -> Site:
         """Makes ready for a run, which may begin from a checkpoint; workers are started later."""
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Lets go of everything."""

@@ -72,6 +72,6 @@ class RayGrounds:
         self.driver_bytes = lambda: transport.driver_bytes
         return Site(RankedTransport(transport), transport.shelf, crew, transport.stop, carried.take)
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Leaves the cluster; one that was started for the run is ended."""
         self.cluster.close()

@@ -34,7 +34,7 @@ imports: $(STAMP)
 	$(BIN)/lint-imports
 
 pytest: $(STAMP)
-	$(BIN)/pytest --numprocesses auto
+	$(BIN)/pytest --numprocesses auto --dist loadgroup --no-loadscope-reorder
 
 # Draws every picture of docs/ again, with the tool itself.
 docs: $(STAMP)

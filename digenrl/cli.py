@@ -6,11 +6,11 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, cast, get_args
 
 import typer
 import yaml
@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from digenrl import __version__
 from digenrl.config.plan_files import check_planned_for, overrides_of, read_plan
+from digenrl.config.profiles import read_profile, write_profile
 from digenrl.config.reading import ConfigError, nearest
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_files import read_recipe
@@ -29,10 +30,13 @@ from digenrl.planning.cluster import read_cluster
 from digenrl.planning.command import PlanFiles, places_for, search_plans, what_to_plan
 from digenrl.planning.overlay import overlay, overlay_text
 from digenrl.planning.plans import PlanResult
+from digenrl.planning.profiled_work import check_profiles
 from digenrl.planning.view import plan_reasons, plans_table, result_as_dict, spec_as_dict
 from digenrl.planning.workload import WORKLOAD_KEYS
 from digenrl.runs.failing import RunFailedError
 from digenrl.simulation.ladder import Rung, climb, rungs
+from digenrl.simulation.one_card import foretell
+from digenrl.simulation.profile_view import foretold_table, foretold_title, profile_table
 from digenrl.simulation.simulator import SIMULATED_SEARCH_BUDGET, simulate
 from digenrl.simulation.view import answer_table, ladder_table, title_of
 from digenrl.telemetry.gantt_svg import gantt_svg
@@ -53,7 +57,16 @@ app = typer.Typer(
 )
 reward_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Rewards apart from training.")
 app.add_typer(reward_app, name="reward")
+PROFILE = Path("profile.yaml")
 INTERRUPTED = 130  # the exit code of a run that saved itself and left, as of any program stopped by Ctrl-C
+
+
+class ShowProgress(Protocol):
+    """What has been done of how much and, where that is worth saying, what is being done."""
+
+    def __call__(self, done: int, total: int, doing: str = "") -> None: ...
+
+
 out = Console()
 aside = Console(stderr=True)  # progress and remarks: never in the way of --json
 
@@ -70,7 +83,17 @@ def root(
 
 @app.command("simulate")
 def simulate_command(
-    spec_file: Annotated[Path, typer.Argument(metavar="SPEC", help="What to schedule: a YAML or JSON file.")],
+    spec_file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[SPEC]", help="What to schedule: a YAML or JSON file."),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PROFILE",
+            help="A file or a name: times that the SPEC leaves out; without a SPEC, a run on that one device.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Write a trace that ui.perfetto.dev opens.")] = None,
     gantt: Annotated[Path | None, typer.Option(help="Write a picture of the lanes (SVG).")] = None,
@@ -91,7 +114,12 @@ def simulate_command(
         raise ConfigError("--unpacked: only --ladder uses it; add --ladder or leave it out")
     if ladder and (trace is not None or gantt is not None):
         raise ConfigError("--ladder: compares several runs and writes no trace or picture; leave one of them out")
-    spec = read_spec(spec_file)
+    if spec_file is None:
+        if profile is None or ladder:
+            raise ConfigError("simulate: give a SPEC, as 'digenrl simulate spec.yaml', or --profile PROFILE alone")
+        _foretell_and_show(profile, as_json, trace, gantt)
+        return
+    spec = read_spec(spec_file, profile)
     if ladder:
         _climb_and_show(rungs(spec, _seconds("--unpacked", unpacked)), as_json)
         return
@@ -106,6 +134,22 @@ def simulate_command(
     out.print(answer_table(run.spec, run.answer))
     out.print()
     out.print(gantt_text(run.trace, out.width))
+    _say_written(trace, gantt)
+
+
+def _foretell_and_show(name: str, as_json: bool, trace: Path | None, gantt: Path | None) -> None:
+    profile = read_profile(name)
+    foretold = foretell(profile, name)
+    if trace is not None:
+        write_perfetto(foretold.trace, trace)
+    if gantt is not None:
+        write_whole(gantt, gantt_svg(foretold.trace, foretold_title(profile, foretold)))
+    if as_json:
+        typer.echo(json.dumps(foretold.as_dict()))
+        return
+    out.print(foretold_table(profile, foretold))
+    out.print()
+    out.print(gantt_text(foretold.trace, out.width))
     _say_written(trace, gantt)
 
 
@@ -169,7 +213,9 @@ def plan_command(
     shares = _stale_shares(on_policy, stale_share, own_share)
     options = PlanOptions(stale_shares=shares, ranks=ranks, objective=_objective(objective), keep=keep)
     with _progress("planning", quiet=as_json) as report:
-        result = search_plans(wanted, read_cluster(cluster), options, report)
+        cards = read_cluster(cluster)
+        check_profiles(cards, wanted if isinstance(wanted, Recipe) else None)
+        result = search_plans(wanted, cards, options, report)
     content = result_as_dict(result)
     if isinstance(wanted, Recipe) and files.plan is not None:
         content["overlay"] = overlay(result.best, wanted, words[0])
@@ -212,6 +258,40 @@ def _yaml_value(where: str, text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError:
         raise ConfigError(f"'{where}': the value is not valid YAML") from None
+
+
+@app.command("profile")
+def profile_command(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="Whose work: a YAML file, or the name of a shipped recipe.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Change the recipe, as sample.height=512."),
+    ] = None,
+    largest_slice: Annotated[
+        int | None, typer.Option(min=1, help="No larger slices than this; up to a whole group if not given.")
+    ] = None,
+    out_file: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where to write the profile.")] = PROFILE,
+    force: Annotated[bool, typer.Option("--force", help="Write over an existing file.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
+) -> None:
+    """Measure this device at a recipe's work, and write a profile that simulate and plan read."""
+    if check_writable(out_file).exists() and not force:
+        raise ConfigError(f"{out_file}: exists; add --force to write over it, or name another with --out")
+    settings = read_recipe(recipe, overrides or [], without_prompts=True)
+    with _needing("train"):
+        from digenrl.runs.profiling import profile_recipe, slice_sizes
+    with _progress("profiling", quiet=as_json) as report:
+        profile = profile_recipe(settings, slice_sizes(settings, largest_slice), report)
+    write_whole(out_file, write_profile(profile))
+    if as_json:
+        typer.echo(json.dumps(profile.model_dump(mode="json")))
+        return
+    out.print(profile_table(profile))
+    for remark in profile.remarks:
+        out.print(f"left out: {remark}", style="dim", markup=False, highlight=False)
+    out.print(f"wrote {out_file}  (look at it with: digenrl simulate --profile {out_file})", soft_wrap=True)
 
 
 @app.command("train")
@@ -424,13 +504,17 @@ def _say_written(*paths: Path | None) -> None:
 
 
 @contextmanager
-def _progress(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+def _progress(what: str, quiet: bool) -> Iterator[ShowProgress]:
     """A bar on the side channel, gone when the work is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     hidden = quiet or not aside.is_terminal
     with Progress(*columns, console=aside, transient=True, disable=hidden) as progress:
         task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+        def show(done: int, total: int, doing: str = "") -> None:
+            progress.update(task, completed=done, total=total, description=f"{what}: {doing}" if doing else what)
+
+        yield show
 
 
 def main() -> NoReturn:

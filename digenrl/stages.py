@@ -17,6 +17,7 @@ from digenrl.algorithms.contract import Algorithm
 from digenrl.config.recipe import Recipe
 from digenrl.generation.noise import normal_noise
 from digenrl.generation.rollout import GeneratedSlice, decode_slice, generate_pixels, generate_slice
+from digenrl.generation.row_limits import RowLimits
 from digenrl.generation.windows import EulerOnly, Window, plan_rollouts
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
 from digenrl.models.family import Family
@@ -74,9 +75,15 @@ def plan(blueprint: Blueprint, model: DiffusionModel, samples: Sequence[SampleId
 
 
 def generate(
-    blueprint: Blueprint, model: DiffusionModel, conditioning: Conditioning, piece: Slice, version: int
+    blueprint: Blueprint,
+    model: DiffusionModel,
+    conditioning: Conditioning,
+    piece: Slice,
+    version: int,
+    limits: RowLimits | None = None,
 ) -> tuple[GeneratedSlice, Tensor]:
-    """3. The trajectories of a slice, and its pixels_BFCHW."""
+    """3. The trajectories of a slice, and its pixels_BFCHW. What fits in memory at once is kept in the limits."""
+    limits = limits or row_limits(blueprint)
     made = generate_slice(
         model,
         conditioning,
@@ -87,8 +94,9 @@ def generate(
         needs=blueprint.algorithm.needs,
         same_noise_in_group=blueprint.algorithm.same_initial_noise,
         autocast=blueprint.recipe.training.autocast,
+        limit=limits.denoising,
     )
-    return made, decode_slice(model, made, blueprint.recipe.sample.decode_rows)
+    return made, decode_slice(model, made, limits.decoding)
 
 
 def reward(
@@ -123,7 +131,10 @@ def publish(trainer: Trainer) -> dict[str, Tensor]:
 def make_trainer(
     blueprint: Blueprint, model: DiffusionModel, *, helps: bool, ranks: RankGroup | None = None
 ) -> Trainer:
-    """The trainer of a recipe, one of several `ranks` or alone. One that also generates keeps the last version."""
+    """The trainer of a recipe, one of several `ranks` or alone.
+
+    One that also generates keeps the last version, and may leave the card to generation meanwhile.
+    """
     settings = blueprint.recipe.training
     if not blueprint.recipe.techniques.tsp:
         settings = settings.model_copy(update={"pack_size": 1})
@@ -136,13 +147,26 @@ def make_trainer(
         ranks=ranks,
         helps=helps,
         keep_last_version=True,
+        offload=helps and settings.offloads(model.device.type),
     )
 
 
-def held_out_pixels(blueprint: Blueprint, model: DiffusionModel, conditioning: Conditioning, first: int) -> Tensor:
+def row_limits(blueprint: Blueprint) -> RowLimits:
+    """What a worker knows of its memory when it begins: what the recipe says."""
+    return RowLimits.decoding_at_most(blueprint.recipe.sample.decode_rows)
+
+
+def held_out_pixels(
+    blueprint: Blueprint,
+    model: DiffusionModel,
+    conditioning: Conditioning,
+    first: int,
+    limits: RowLimits | None = None,
+) -> Tensor:
     """Held-out samples, pixels_BFCHW: one row of conditioning each, Euler steps, noise by their place alone."""
     evaluation = blueprint.recipe.evaluation
     assert evaluation is not None, "a recipe without evaluation has no held-out samples"
+    limits = limits or row_limits(blueprint)
     samples = [SampleId(HELD_OUT_STEP, first + row, 0) for row in range(len(conditioning))]
     plans = plan_rollouts(
         EulerOnly(),
@@ -160,7 +184,8 @@ def held_out_pixels(blueprint: Blueprint, model: DiffusionModel, conditioning: C
         samples,
         run_seed=evaluation.seed,
         autocast=blueprint.recipe.training.autocast,
-        rows_at_once=blueprint.recipe.sample.decode_rows,
+        limit=limits.held_out,
+        decoding=limits.decoding,
     )
 
 

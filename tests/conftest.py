@@ -6,7 +6,10 @@ differently, and tests compare bits. It is read when torch is imported, which is
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from digenrl.runtimes import processes
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -18,3 +21,17 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("repeatable")
+
+# The processes of all tests come from one fork server, which the first test to need one starts: it loads what any
+# of them needs. Otherwise each process imports that by itself, which takes seconds.
+processes.PRELOADED += ["test_training_rank_checkpoints", "test_training_several_ranks"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Several workers share the tests by file, since tests of a file share what they start.
+
+    Those with a Ray cluster go to one worker: two clusters that start at a time are slow to.
+    """
+    for item in items:
+        starts_ray = item.path.parent.name == "end_to_end" and item.path.stem.startswith("test_ray_")
+        item.add_marker(pytest.mark.xdist_group("ray" if starts_ray else item.path.stem))

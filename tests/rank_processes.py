@@ -12,9 +12,9 @@ from uuid import uuid4
 
 import torch
 
+from digenrl.runtimes.processes import prepare_fork_server
 from digenrl.training.ranks import RankGroup, join_ranks
 
-PRELOADED = ["torch", "diffusers", "transformers", "digenrl.training.trainer", "digenrl.models.registry"]
 TIMEOUT_S = 30.0  # of a rank that waits for others; nobody waits for so long unless something is broken
 
 
@@ -25,8 +25,8 @@ def on_ranks(
 
     Of the ranks that are to `die` nothing is expected; their result is None.
     """
+    prepare_fork_server(threads=1)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     place = folder / f"ranks-{uuid4().hex}"
     place.mkdir(parents=True)
     processes = [

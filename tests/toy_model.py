@@ -58,7 +58,7 @@ class ToyTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
         self.proj_in = nn.Linear(LATENT_CHANNELS, width)
         self.time_in = nn.Linear(width, width)
         self.text_in = nn.Linear(TEXT_WIDTH, width)
-        self.block = ToyBlock(width)
+        self.blocks = nn.ModuleList([ToyBlock(width)])
         self.proj_out = nn.Linear(width, LATENT_CHANNELS)
 
     def forward(self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor) -> Tensor:
@@ -68,9 +68,9 @@ class ToyTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
         latent_BSW = latent_BSW + self.time_in(self._waves(sigma_B111.view(rows)))[:, None]
         text_BTW = self.text_in(encoder_hidden_states)
         if torch.is_grad_enabled() and self.gradient_checkpointing:
-            latent_BSW = self._gradient_checkpointing_func(self.block, latent_BSW, text_BTW)
+            latent_BSW = self._gradient_checkpointing_func(self.blocks[0], latent_BSW, text_BTW)
         else:
-            latent_BSW = self.block(latent_BSW, text_BTW)
+            latent_BSW = self.blocks[0](latent_BSW, text_BTW)
         correction = self.proj_out(latent_BSW).transpose(1, 2).reshape(rows, channels, height, width)
         return _gaussian_velocity(hidden_states, sigma_B111) + correction
 

@@ -24,10 +24,16 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class ModelSettings(Frozen):
-    """A pretrained diffusers pipeline. `source` is a directory, a hub id, or `demo`, which comes with DigenRL."""
+    """A pretrained diffusers pipeline. `source` is a directory, a hub id, or `demo`, which comes with DigenRL.
+
+    `random` is the family's published model with random weights, `random:SIZE` another of its sizes: it needs no
+    download and learns nothing, but takes the time and the memory of the real one. With `compile` the
+    transformer's blocks are compiled; `auto` does it on CUDA cards.
+    """
 
     family: str
     source: str = Field(min_length=1)
+    compile: bool | Literal["auto"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     guidance: float | None = Field(default=None, ge=0, description="the family's own by default")
     negative_prompt: str | None = None
@@ -234,6 +240,15 @@ class Recipe(Frozen):
             raise ValueError(
                 f"techniques.tag: {self.techniques.tag}, but no rank of lanes.ranks = {self.lanes.ranks} has all "
                 "weights to generate with; set it to none, or train adapters (training.lora)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sharded_weights_stay(self) -> Recipe:
+        if self.sharded and self.training.offload is True:
+            raise ValueError(
+                f"training.offload: true, but lanes.ranks = {self.lanes.ranks} share the weights and none of them "
+                "generates; set it to auto"
             )
         return self
 

@@ -30,8 +30,9 @@ EXAMPLES = {"prompts.path": "prompts.txt", "evaluation.prompts.path": "held_out.
 # What the computed update does not depend on, but for the rounding of its sums. All other keys count.
 NOT_IN_FINGERPRINT: dict[str, Any] = {
     **dict.fromkeys(("name", "steps", "mode", "lanes", "cluster", "evaluation", "checkpoint", "logging"), True),
+    "model": {"compile"},
     "sample": {"decode_rows"},
-    "training": {"pack_size", "largest_pack", "memory_share", "gradient_checkpointing", "sum_in_order"},
+    "training": {"pack_size", "largest_pack", "memory_share", "gradient_checkpointing", "sum_in_order", "offload"},
     "techniques": {"gap", "tsp", "tag", "dispatch"},
     "rewards": {
         "__all__": {

@@ -9,6 +9,7 @@ from digenrl.config.reading import ConfigError, nearest
 
 PACKAGE = Path(__file__).parents[1]
 DEMO = "demo"  # a model's source, and the folder of prompts, that come with the package
+RANDOM = "random"  # a model's source: random weights
 DEMO_PROMPTS = PACKAGE / "demo" / "prompts"
 REWARD_FILES = ("model", "processor", "checkpoint", "tokenizer", "head")
 
@@ -25,7 +26,7 @@ def place_paths(content: dict[str, Any], folder: Path, given_here: set[str]) -> 
         if isinstance(prompts.get("path"), str):
             prompts["path"] = _prompts_path(prompts["path"], here if key in given_here else there, key)
     model = _mapping_at(content, "model")
-    if isinstance(model.get("source"), str) and model["source"] != DEMO:
+    if isinstance(model.get("source"), str) and model["source"].partition(":")[0] not in (DEMO, RANDOM):
         model["source"] = _where_it_exists(model["source"], here if "model.source" in given_here else there)
     for reward, key in _rewards(content.get("rewards")):
         for name in REWARD_FILES:

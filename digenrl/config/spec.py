@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from digenrl.config.reading import Frozen, parse_model, read_model
+from digenrl.config.profile_filling import filled_in
+from digenrl.config.profiles import read_profile
+from digenrl.config.reading import ConfigError, Frozen, parse_model, read_mapping
 
 Order = Literal["generation", "batch"]
 Stream = Literal["group", "batch", "sample"]
@@ -186,6 +188,21 @@ class Spec(Frozen):
         return parse_model(Spec, {**self.model_dump(), **changes})
 
 
-def read_spec(path: Path) -> Spec:
-    """The SPEC in a YAML or JSON file; raises ConfigError with one line about the first mistake."""
-    return read_model(Spec, path)
+def read_spec(path: Path, profile: str | None = None) -> Spec:
+    """The SPEC in a YAML or JSON file; raises ConfigError with one line about the first mistake.
+
+    Times that it leaves out come from the profile that it names (`profile: NAME_OR_FILE`, relative to its own
+    folder), or from the one given here in its place.
+    """
+    content = read_mapping(path)
+    named, folder = content.pop("profile", None), path.parent
+    if profile is not None:
+        named, folder = profile, Path()
+    try:
+        if named is None:
+            return parse_model(Spec, content)
+        if not isinstance(named, str):
+            raise ConfigError(f"profile: expected a name or a file, got {named!r}", "profile")
+        return parse_model(Spec, filled_in(content, read_profile(named, folder), named))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}", error.where) from None

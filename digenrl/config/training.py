@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, StrictBool, StrictInt, field_validator, model_validator
 
 from digenrl.config.reading import Frozen
 
@@ -27,11 +27,15 @@ class TrainerSettings(Frozen):
     """What is trained, the optimizer, and how pairs are replayed.
 
     Without `lora` all weights of the transformer are trained.
-    `pack_size` counts the terms of one forward and backward; `auto` measures the largest that fits
-    `memory_share` of the free memory. `old_log_probs` are the rollout's own, or recomputed by the trainer where
-    forwards of another shape or device would not give the same bits. With `sum_in_order` the gradients of groups
+    `pack_size` counts the terms of one forward and backward, `gradient_checkpointing` says whether activations are
+    computed again in the backward: of all blocks, of none, or of so many. Where they are `auto`, memory and time
+    are measured, and what fits `memory_share` of the free memory and takes least time is chosen.
+    `old_log_probs` are the rollout's own, or recomputed by the trainer where forwards of another shape or device
+    would not give the same bits. With `sum_in_order` the gradients of groups
     are added up in the order of their places: the weights are the same to the last bit whatever order groups come
-    in, and a group that is early holds a gradient of its own until then.
+    in, and a group that is early holds a gradient of its own until then. `offload` is for a process that both
+    generates and trains: what only training needs goes to the machine's memory while it generates; `auto` where
+    all weights are trained on a CUDA card. Adapters never move, and sharded weights do not either.
     """
 
     learning_rate: float = Field(default=3e-4, gt=0)
@@ -44,8 +48,9 @@ class TrainerSettings(Frozen):
     memory_share: float = Field(default=0.9, gt=0, le=1)
     old_log_probs: Literal["rollout", "recomputed"] = "rollout"
     autocast: Literal["off", "bf16"] = "off"
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: StrictBool | Annotated[StrictInt, Field(ge=0)] | Literal["auto"] = "auto"
     sum_in_order: bool = True
+    offload: bool | Literal["auto"] = "auto"
     ema: EmaSettings | None = None
     lora: LoraSettings | None = None
 
@@ -55,3 +60,18 @@ class TrainerSettings(Frozen):
         if isinstance(size, int) and size < 1:
             raise ValueError(f"pack_size must be at least 1 or 'auto', got {size}")
         return size
+
+    @model_validator(mode="after")
+    def _adapters_stay(self) -> TrainerSettings:
+        if self.offload is True and self.lora is not None:
+            raise ValueError(
+                "offload: true, but adapters are trained, which are small and stay on the card; set it to auto, "
+                "or train all weights (lora: null)"
+            )
+        return self
+
+    def offloads(self, device: str) -> bool:
+        """Whether a process that generates and trains on this device, as `cuda:0`, moves what training holds."""
+        if self.lora is not None:
+            return False
+        return device.partition(":")[0] == "cuda" if self.offload == "auto" else self.offload

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from digenrl.models.contract import Conditioning, DiffusionModel
+from digenrl.models.contract import Conditioning, TextEncoder
 
 
 class PromptCache:
@@ -31,9 +31,7 @@ class PromptCache:
         return self._rows[prompt].to(device)
 
 
-def encode_prompts(
-    model: DiffusionModel, prompts: Iterable[str], negative_prompt: str | None = None
-) -> PromptCache:
+def encode_prompts(model: TextEncoder, prompts: Iterable[str], negative_prompt: str | None = None) -> PromptCache:
     """Encodes each distinct prompt once, then drops the model's text encoders.
 
     Without a negative prompt the family's own default holds; families with embedded guidance take none.

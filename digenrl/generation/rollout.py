@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from digenrl.generation.noise import initial_noise, step_noise
+from digenrl.generation.row_limits import RowLimit
 from digenrl.generation.windows import check_plan
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize
 from digenrl.models.pairs import Needs
 from digenrl.models.stochastic_step import StepResult, StepTimes, stochastic_step
 from digenrl.models.trajectory import RolloutPlan, Trajectory
+from digenrl.models.transfers import leaving, sent, wait_for
 from digenrl.records import SampleId, Slice
 
 
@@ -43,31 +45,39 @@ def generate_slice(
     needs: Needs,
     same_noise_in_group: bool = False,
     autocast: Literal["off", "bf16"] = "off",
+    limit: RowLimit | None = None,
 ) -> GeneratedSlice:
     """Denoises the slice from one row of conditioning, its prompt's, with one plan per sample.
 
     A sample does not depend on the slice it is generated in, but for the rounding of another batch
     size. Plans differ in their steps alone. `version` is the model's weights'. With `autocast` as the trainer has
-    it, replaying a step in a batch of the same size gives its log-probability to the last bit.
+    it, replaying a step in a batch of the same size gives its log-probability to the last bit. A slice that does
+    not fit in memory is made in parts, as `limit` remembers.
     """
     samples = tuple(slice_.samples())
+    assert len(plans) == len(samples), f"{len(plans)} plans for {len(samples)} samples"
     if len(conditioning) != 1:
         raise ValueError(f"a slice has one prompt, so one row of conditioning; got {len(conditioning)}")
-    kept = _KeptSteps(plans, needs)
-    final_BL = _denoised(
-        model,
-        conditioning.to(model.device).repeated(slice_.size),
-        plans,
-        samples,
-        run_seed=run_seed,
-        same_noise_in_group=same_noise_in_group,
-        autocast=autocast,
-        watch=kept.add,
-    )
-    trajectories = tuple(
-        kept.trajectory(row, sample, version, final_L=final_BL[row]) for row, sample in enumerate(samples)
-    )
-    return GeneratedSlice(slice_, plans[0].size, trajectories, final_BL)
+    row = model.compact(conditioning).to(model.device)
+
+    def generated(rows: slice) -> tuple[list[Trajectory], Tensor]:
+        kept = _KeptSteps(plans[rows], needs)
+        final_BL = _denoised(
+            model,
+            row.repeated(rows.stop - rows.start),
+            plans[rows],
+            samples[rows],
+            run_seed=run_seed,
+            same_noise_in_group=same_noise_in_group,
+            autocast=autocast,
+            watch=kept.add,
+        )
+        made = [kept.trajectory(at, sample, version, final_BL[at]) for at, sample in enumerate(samples[rows])]
+        return made, final_BL
+
+    parts = (limit or RowLimit(doing="denoising")).run(len(samples), generated)
+    trajectories = tuple(trajectory for made, _ in parts for trajectory in made)
+    return GeneratedSlice(slice_, plans[0].size, trajectories, _joined([final_BL for _, final_BL in parts]))
 
 
 @torch.no_grad()
@@ -79,24 +89,45 @@ def generate_pixels(
     *,
     run_seed: int,
     autocast: Literal["off", "bf16"] = "off",
-    rows_at_once: int | None = None,
+    limit: RowLimit | None = None,
+    decoding: RowLimit | None = None,
 ) -> Tensor:
-    """Pixels of samples that nobody trains on, one row of conditioning each: (B, frames, 3, height, width)."""
-    final_BL = _denoised(
-        model, conditioning.to(model.device), plans, samples, run_seed=run_seed, autocast=autocast
-    )
-    return _decoded(model, final_BL, plans[0].size, rows_at_once)
+    """Pixels of samples that nobody trains on, one row of conditioning each: (B, frames, 3, height, width).
+
+    As many are denoised at once as `limit` says, and as many decoded as `decoding` says.
+    """
+    conditioning = conditioning.to(model.device)
+
+    def denoised(rows: slice) -> Tensor:
+        return _denoised(
+            model, conditioning.rows(rows), plans[rows], samples[rows], run_seed=run_seed, autocast=autocast
+        )
+
+    parts = (limit or RowLimit(doing="denoising")).run(len(samples), denoised)
+    return _decoded(model, _joined(parts), plans[0].size, decoding)
 
 
 @torch.no_grad()
-def decode_slice(model: DiffusionModel, generated: GeneratedSlice, rows_at_once: int | None = None) -> Tensor:
+def decode_slice(model: DiffusionModel, generated: GeneratedSlice, limit: RowLimit | None = None) -> Tensor:
     """Pixels in [0, 1], (B, frames, 3, height, width), on the CPU; fewer rows at once take less memory."""
-    return _decoded(model, generated.final_BL, generated.size, rows_at_once)
+    return _decoded(model, generated.final_BL, generated.size, limit)
 
 
-def _decoded(model: DiffusionModel, final_BL: Tensor, size: SampleSize, rows_at_once: int | None) -> Tensor:
-    chunks = torch.split(final_BL, rows_at_once or len(final_BL))
-    return torch.cat([model.decode(chunk, size).cpu() for chunk in chunks])
+def _decoded(model: DiffusionModel, final_BL: Tensor, size: SampleSize, limit: RowLimit | None) -> Tensor:
+    """Pixels leave the card while the next rows are decoded.
+
+    In one order of elements, whatever the decoder's: rewards that add them up are the same to the last bit however
+    pixels come to them.
+    """
+    parts = (limit or RowLimit(doing="decoding")).run(
+        len(final_BL), lambda rows: leaving(model.decode(final_BL[rows], size).contiguous())
+    )
+    wait_for(model.device)
+    return _joined(parts)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _denoised(
@@ -112,15 +143,19 @@ def _denoised(
 ) -> Tensor:
     """The final latents of samples, one row of conditioning each; `watch` sees every step and its beginning."""
     plan = _common_plan(plans, samples)
-    noise_B = initial_noise(run_seed, samples, model.noise_shape(plan.size), same_noise_in_group)
-    latents_BL = model.initial_latents(noise_B.to(model.device), plan.size)
+    shape, device = model.noise_shape(plan.size), model.device
+    latents_BL = model.initial_latents(
+        initial_noise(run_seed, samples, shape, same_noise_in_group, device), plan.size
+    )
     for index in range(plan.schedule.steps):
         times = StepTimes.at(plan.schedule, [index] * len(samples))
-        timesteps_B = times.timestep_B.to(model.device)
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast == "bf16"):
-            velocity_BL = model.velocity(latents_BL, timesteps_B, conditioning, plan.guidance, plan.size)
+        timesteps_B = sent(times.timestep_B, device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast == "bf16"):
+            velocity_BL = model.rollout_velocity(latents_BL, timesteps_B, conditioning, plan.guidance, plan.size)
         stochastic_B = torch.tensor([index in each.stochastic_steps for each in plans])
-        z_BL = step_noise(run_seed, samples, index, latents_BL.shape[1:]) if stochastic_B.any() else None
+        z_BL = None
+        if stochastic_B.any():  # drawn while the card is at the velocity
+            z_BL = step_noise(run_seed, samples, index, latents_BL.shape[1:], device)
         step = stochastic_step(latents_BL, velocity_BL, times, plan.noise, z_BL=z_BL, stochastic_B=stochastic_B)
         if watch is not None:
             watch(index, latents_BL, step)

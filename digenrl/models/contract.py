@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +92,14 @@ class Conditioning:
         return Conditioning(of(self.positive), None if self.negative is None else of(self.negative))
 
 
+class TextEncoder(Protocol):
+    """Turns prompts into what a transformer is given of them."""
+
+    def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning: ...
+
+    def drop_text_encoders(self) -> None: ...
+
+
 class DiffusionModel(ABC):
     """One loaded model: transformer, VAE and, until dropped, text encoders."""
 
@@ -98,6 +107,13 @@ class DiffusionModel(ABC):
     transformer: nn.Module
     lora_targets: tuple[str, ...]  # names of the adapted linear layers, as peft's target_modules
     default_guidance: float
+    passed_through_blocks: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
+    """Arguments of a repeated block that it gives back changed, for the next one."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the transformer's own weights, whatever its adapters have."""
+        return next(self.transformer.parameters()).dtype
 
     @property
     def device(self) -> torch.device:
@@ -111,6 +127,21 @@ class DiffusionModel(ABC):
         Rows of the unconditional branch come from `negative_prompts`, empty prompts by default; families with
         embedded guidance have none.
         """
+
+    def compact(self, conditioning: Conditioning) -> Conditioning:
+        """The same, with nothing in it that no row needs: no padding at the end, no mask that hides nothing.
+
+        Reads values, so on a card it waits for them: once for a prompt, not for every forward.
+        """
+        return conditioning
+
+    def of_another_length(self, row: Conditioning) -> Conditioning:
+        """A prompt's row as of a shorter prompt, to rehearse with; the same where all texts have one length."""
+        return row
+
+    def dimensions_of_text(self, arguments: Mapping[str, Any]) -> list[tuple[Tensor, int]]:
+        """Of a repeated block's arguments, by name: those that grow with a prompt's length, where lengths vary."""
+        return []
 
     @abstractmethod
     def drop_text_encoders(self) -> None:
@@ -146,6 +177,20 @@ class DiffusionModel(ABC):
         Rows are independent and may have different time-steps. `timesteps_B` are entries of `Schedule.timesteps`.
         A guidance of 1 or less switches classifier-free guidance off (one forward, no negative rows needed).
         """
+
+    def rollout_velocity(
+        self,
+        latents_BL: Tensor,
+        timesteps_B: Tensor,
+        conditioning: Conditioning,
+        guidance: float,
+        size: SampleSize,
+    ) -> Tensor:
+        """As `velocity`, where there is no gradient and the same shapes come again and again."""
+        return self.velocity(latents_BL, timesteps_B, conditioning, guidance, size)
+
+    def forget_rollouts(self) -> None:  # noqa: B027  most models hold nothing
+        """Gives back the memory that speeds rollouts up."""
 
     @abstractmethod
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:

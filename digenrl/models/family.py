@@ -109,27 +109,47 @@ class Family:
             transformer: nn.Module = self.full_size(size).transformer.build()
         return transformer
 
-    def build_full(self, dtype: torch.dtype, device: torch.device | str, size: str | None = None) -> PipelineModel:
-        """The model at full size with random weights and no text encoders, for benchmarks."""
-        with building_on(dtype, device):
-            vae = self.vae.build()
-        transformer = self.build_transformer(dtype, device, size)
+    def build_full(
+        self, dtype: torch.dtype, device: torch.device | str, size: str | None = None, seed: int = 0
+    ) -> PipelineModel:
+        """The model at full size with random weights and no text encoders, for profiles and benchmarks.
+
+        The same seed gives the same weights on devices of one kind.
+        """
+        devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(seed)
+            with building_on(dtype, device):
+                vae = self.vae.build()
+            transformer = self.build_transformer(dtype, device, size)
         scheduler = self.scheduler.build()
         return self.model_class(
             pipeline_without(self.pipeline_class, transformer=transformer, vae=vae, scheduler=scheduler)
         )
 
     def random_conditioning(
-        self, rows: int, dtype: torch.dtype, device: torch.device | str, seed: int, size: str | None = None
+        self,
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        seed: int,
+        size: str | None = None,
+        text_tokens: int | None = None,
     ) -> Conditioning:
-        """Text arguments of the full-size shapes, for benchmarks: random numbers, masks all ones."""
+        """Text arguments of the full-size shapes, for benchmarks: random numbers.
+
+        Masks, where the family has one, show the first `text_tokens` tokens, all by default.
+        """
         generator = torch.Generator().manual_seed(seed)
 
         def one_side() -> dict[str, torch.Tensor | None]:
             side: dict[str, torch.Tensor | None] = {}
             for name, shape in self.full_size(size).text_shapes.items():
-                ones = torch.ones(rows, *shape)
-                value = ones if "mask" in name else torch.randn(ones.shape, generator=generator)
+                if "mask" in name:
+                    value = torch.zeros(rows, *shape)
+                    value[:, :text_tokens] = 1
+                else:
+                    value = torch.randn(rows, *shape, generator=generator)
                 side[name] = value.to(device=device, dtype=dtype)
             return side
 

@@ -52,6 +52,10 @@ class FluxModel(PipelineModel):
     default_guidance = 3.5
     text_encoders = ("text_encoder", "text_encoder_2")
 
+    def __init__(self, pipeline: Any) -> None:
+        super().__init__(pipeline)
+        self._places: dict[tuple[int, int, torch.device, torch.dtype], Tensor] = {}
+
     @property
     def t5_length(self) -> int:
         """To how many tokens the text is padded or cut."""
@@ -112,11 +116,18 @@ class FluxModel(PipelineModel):
             timestep=timesteps_B.to(device=device, dtype=dtype) / 1000,
             guidance=guidance_B if self.pipeline.transformer.config.guidance_embeds else None,
             txt_ids=torch.zeros(tokens_of_text, 3, device=device, dtype=dtype),
-            img_ids=self.pipeline._prepare_latent_image_ids(1, h // 2, w // 2, device, dtype),
+            img_ids=self._image_ids(h // 2, w // 2, device, dtype),
             return_dict=False,
             **text,
         )[0]
         return at_least_fp32(output)
+
+    def _image_ids(self, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Where each token stands; made on the host, so once."""
+        key = (rows, columns, device, dtype)
+        if key not in self._places:
+            self._places[key] = self.pipeline._prepare_latent_image_ids(1, rows, columns, device, dtype)
+        return self._places[key]
 
     @torch.no_grad()
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:

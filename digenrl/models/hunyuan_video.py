@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,10 @@ from diffusers import (
     HunyuanVideoPipeline,
     HunyuanVideoTransformer3DModel,
 )
+from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 from torch import Tensor
 
+from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
 from digenrl.models.family import Family, FullSize, Part
 from digenrl.models.pipeline_model import PipelineModel, at_least_fp32, schedule_of
@@ -26,8 +28,26 @@ from digenrl.models.video_helpers import latent_frames_height_width, pixels_of_v
 TEXT_LENGTH = 256  # tokens of Llama's part, behind the template; the pipeline's own default
 
 
+class OptionallyMasked(HunyuanVideoAttnProcessor2_0):  # type: ignore[misc]
+    """Attention of all blocks, by the fast kernel where no text is padded: it takes no mask, not even of ones."""
+
+    masked = True
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> Any:
+        """As diffusers does it, but for the mask."""
+        mask = attention_mask if self.masked else None
+        return super().__call__(attn, hidden_states, encoder_hidden_states, mask, image_rotary_emb)
+
+
 class HunyuanVideoModel(PipelineModel):
-    """L = (C, F, h, w). The text has a fixed length and a mask."""
+    """L = (C, F, h, w). Text is kept at one length, with a mask; a forward takes what its rows have of it."""
 
     family = "hunyuan_video"
     lora_targets = (
@@ -42,6 +62,19 @@ class HunyuanVideoModel(PipelineModel):
     )
     default_guidance = 6.0
     text_encoders = ("text_encoder", "text_encoder_2")
+    text_mask = "encoder_attention_mask"
+
+    def __init__(self, pipeline: Any) -> None:
+        super().__init__(pipeline)
+        self._attention = OptionallyMasked()
+        if self.transformer is not None:
+            for block in repeated_blocks(self.transformer):
+                block.attn.set_processor(self._attention)  # type: ignore[union-attr,operator]
+
+    def dimensions_of_text(self, arguments: Mapping[str, Any]) -> list[tuple[Tensor, int]]:
+        """The text and, where it counts, the mask of the whole sequence, which ends with it."""
+        mask = [(arguments["attention_mask"], 3)] if self._attention.masked else []
+        return [(arguments["encoder_hidden_states"], 1), *mask]
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
@@ -87,7 +120,13 @@ class HunyuanVideoModel(PipelineModel):
     ) -> Tensor:
         """v of every row, in one forward: any guidance, 1 or less too, is an input of the transformer."""
         dtype, device = self.dtype, latents_BL.device
-        text = {name: None if value is None else value.to(dtype) for name, value in conditioning.positive.items()}
+        given = self.compact(conditioning).positive
+        text = {name: None if value is None else value.to(dtype) for name, value in given.items()}
+        self._attention.masked = text[self.text_mask] is not None
+        if not self._attention.masked:  # the transformer asks for one all the same
+            words_BT = text["encoder_hidden_states"]
+            assert words_BT is not None, "a transformer's text is never optional"
+            text[self.text_mask] = words_BT.new_ones(words_BT.shape[:2])
         guidance_B = torch.full([len(latents_BL)], guidance, device=device, dtype=dtype) * 1000
         velocity_BL: Tensor = self.transformer(
             hidden_states=latents_BL.to(dtype),

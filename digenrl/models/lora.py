@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
+from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import DiffusionModel
@@ -26,6 +28,23 @@ from digenrl.models.registry import find_family
 ADAPTER = "default"  # peft's name for the one adapter there is
 FILE_NAME = "pytorch_lora_weights.safetensors"  # the name under which diffusers looks for it
 PREFIX = "transformer."  # diffusers' name for the part of the pipeline that is adapted
+
+
+class AdaptedLinear(LoraLinear):  # type: ignore[misc]
+    """peft's layer, which computes in its input's type, though the adapters are kept in a finer one.
+
+    peft's own would compute the adapters' part in fp32 beside a bf16 base: at a fraction of the speed, and with an
+    fp32 copy of every input kept for the backward.
+    """
+
+    def forward(self, x: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        """base(x) + scaling * B A x, or the base alone while adapters are disabled."""
+        result: Tensor = self.base_layer(x, *arguments, **named)
+        if self.disable_adapters:
+            return result
+        down, up = self.lora_A[ADAPTER].weight.to(x.dtype), self.lora_B[ADAPTER].weight.to(x.dtype)
+        adapted: Tensor = result + linear(linear(x, down), up) * self.scaling[ADAPTER]
+        return adapted
 
 
 def add_lora(model: DiffusionModel, rank: int, alpha: float, seed: int) -> None:
@@ -40,7 +59,9 @@ def add_lora(model: DiffusionModel, rank: int, alpha: float, seed: int) -> None:
         raise ValueError(f"{model.family} has LoRA adapters already; a model takes one set")
     targets = list(model.lora_targets)
     transformer: Any = model.transformer
-    transformer.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets), ADAPTER)
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets)
+    config._register_custom_module({nn.Linear: AdaptedLinear})
+    transformer.add_adapter(config, ADAPTER)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in _adapter_parameters(model).items():
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))

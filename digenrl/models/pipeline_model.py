@@ -6,7 +6,7 @@ Shape legend: as in contract.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from digenrl.config.reading import ConfigError
+from digenrl.models.attention import forbid_cudnn_attention, rollout_attention
+from digenrl.models.captured import CapturedForwards
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
 
 
@@ -25,25 +27,47 @@ class PipelineModel(DiffusionModel):
     """
 
     text_encoders: ClassVar[tuple[str, ...]]  # parts of the pipeline, by name
+    text_mask: ClassVar[str | None] = None  # the text argument that says which tokens are padding
 
     def __init__(self, pipeline: Any) -> None:
         self.pipeline = pipeline
         self.transformer: nn.Module = pipeline.transformer
         self.vae = pipeline.vae
+        self._captured: CapturedForwards | None = None
         frozen = [self.vae, *(getattr(pipeline, name) for name in self.text_encoders)]
         for part in frozen:
             if part is not None:
                 part.requires_grad_(False).eval()
         if self.transformer is not None:  # absent where prompts are encoded and nothing else
             self.transformer.eval()
-        # cuDNN's attention kernel crashed in the backward pass on Hopper cards (torch 2.11). Off for the whole
-        # process, not around a forward: gradient checkpointing runs forwards again, from within the backward.
-        torch.backends.cuda.enable_cudnn_sdp(False)
+        forbid_cudnn_attention()
 
     def drop_text_encoders(self) -> None:
         """Frees the text encoders; `encode` raises from then on."""
         for name in self.text_encoders:
             setattr(self.pipeline, name, None)
+
+    def compact(self, conditioning: Conditioning) -> Conditioning:
+        """Texts no longer than the longest row's, and without a mask where all rows are equally long.
+
+        Samples of one prompt then run with no padding and no mask at all, as they do in the pipeline.
+        """
+        if self.text_mask is None:
+            return conditioning
+        negative = conditioning.negative
+        return Conditioning(
+            without_padding(conditioning.positive, self.text_mask),
+            None if negative is None else without_padding(negative, self.text_mask),
+        )
+
+    def of_another_length(self, row: Conditioning) -> Conditioning:
+        """With a last word less, where a mask tells how long a text is."""
+        mask_1T = None if self.text_mask is None else row.positive[self.text_mask]
+        if mask_1T is None or self.text_mask is None:
+            return row
+        shorter_1T = mask_1T.clone()
+        shorter_1T[0, int(mask_1T.sum()) - 1] = 0
+        return Conditioning({**row.positive, self.text_mask: shorter_1T}, row.negative)
 
     def text_device(self) -> torch.device:
         """Where the text encoders are; raises if they are gone."""
@@ -60,6 +84,27 @@ class PipelineModel(DiffusionModel):
     def dtype(self) -> torch.dtype:
         """The type of the transformer's own weights, whatever its adapters have: inputs are cast to it."""
         return weights_dtype(self.transformer)
+
+    def rollout_velocity(
+        self,
+        latents_BL: Tensor,
+        timesteps_B: Tensor,
+        conditioning: Conditioning,
+        guidance: float,
+        size: SampleSize,
+    ) -> Tensor:
+        """With the fastest attention there is for a forward alone, and in small batches as a recorded graph."""
+        conditioning = self.compact(conditioning)
+        if self.text_mask is not None and conditioning.positive[self.text_mask] is not None:
+            return self.velocity(latents_BL, timesteps_B, conditioning, guidance, size)
+        if self._captured is None:  # not before adapters are there
+            self._captured = CapturedForwards(self)
+        with rollout_attention(self):
+            return self._captured.velocity(latents_BL, timesteps_B, conditioning, guidance, size)
+
+    def forget_rollouts(self) -> None:
+        """Recorded graphs hold memory of their own."""
+        self._captured = None
 
     def fresh_scheduler(self, **changes: Any) -> Any:
         """A scheduler as the pipeline's was when loaded: nothing is left behind for the next call."""
@@ -89,6 +134,40 @@ def negative_side(conditioning: Conditioning) -> Mapping[str, Tensor | None]:
             "encode the prompts with this model, or set guidance to 1"
         )
     return conditioning.negative
+
+
+def both_branches(
+    forward: Callable[[Tensor, Tensor, Mapping[str, Tensor | None]], Tensor],
+    latents_BL: Tensor,
+    timesteps_B: Tensor,
+    positive: Mapping[str, Tensor | None],
+    negative: Mapping[str, Tensor | None],
+) -> tuple[Tensor, Tensor]:
+    """Conditional and unconditional predictions, from one batch; texts of both have one length."""
+    pairs = {name: (value, negative[name]) for name, value in positive.items()}
+    text = {name: None if a is None or b is None else torch.cat([b, a]) for name, (a, b) in pairs.items()}
+    both = forward(torch.cat([latents_BL] * 2), torch.cat([timesteps_B] * 2), text)
+    unconditional_BL, conditional_BL = both.chunk(2)  # in the order of the pipelines
+    return conditional_BL, unconditional_BL
+
+
+def without_padding(text: Mapping[str, Tensor | None], mask_name: str) -> Mapping[str, Tensor | None]:
+    """Text arguments without the columns that are padding in every row; the mask is None where no row has any."""
+    mask_BT = text[mask_name]
+    if mask_BT is None:
+        return text
+    mask_BT = mask_BT.to(torch.bool)
+    length_B = mask_BT.sum(dim=1)
+    padded_at_the_end = mask_BT == (torch.arange(mask_BT.shape[1], device=mask_BT.device) < length_B[:, None])
+    if not bool(padded_at_the_end.all()):
+        return text
+    longest = int(length_B.max())
+    columns = mask_BT.shape[1]
+    cut = {
+        name: value[:, :longest] if value is not None and value.ndim > 1 and value.shape[1] == columns else value
+        for name, value in text.items()
+    }
+    return cut | {mask_name: None} if int(length_B.min()) == longest else cut
 
 
 def weights_dtype(transformer: nn.Module) -> torch.dtype:

@@ -56,6 +56,16 @@ class QwenImageModel(PipelineModel):
     )
     default_guidance = 4.0
     text_encoders = ("text_encoder",)
+    text_mask = "encoder_hidden_states_mask"
+
+    def dimensions_of_text(self, arguments: Mapping[str, Any]) -> list[tuple[Tensor, int]]:
+        """The text, its rotary table and, where it has one, its mask."""
+        mask_BT = arguments["encoder_hidden_states_mask"]
+        return [
+            (arguments["encoder_hidden_states"], 1),
+            (arguments["image_rotary_emb"][1], 0),
+            *([] if mask_BT is None else [(mask_BT, 1)]),
+        ]
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
@@ -105,12 +115,15 @@ class QwenImageModel(PipelineModel):
         guidance: float,
         size: SampleSize,
     ) -> Tensor:
-        """v of every row. With guidance, every token's combined v is scaled back to the length it has without."""
+        """v of every row. With guidance, every token's combined v is scaled back to the length it has without.
+
+        The branches are two forwards: their texts have lengths of their own, and one batch would need a mask.
+        """
+        conditioning = self.compact(conditioning)
         conditional_BL = self._forward(latents_BL, timesteps_B, conditioning.positive, size)
         if guidance <= 1:
             return at_least_fp32(conditional_BL)
-        negative = negative_side(conditioning)
-        unconditional_BL = self._forward(latents_BL, timesteps_B, negative, size)
+        unconditional_BL = self._forward(latents_BL, timesteps_B, negative_side(conditioning), size)
         combined_BL = unconditional_BL + guidance * (conditional_BL - unconditional_BL)
         wanted_length = torch.norm(conditional_BL, dim=-1, keepdim=True)
         length = torch.norm(combined_BL, dim=-1, keepdim=True)
@@ -120,7 +133,8 @@ class QwenImageModel(PipelineModel):
         self, latents_BL: Tensor, timesteps_B: Tensor, text: Mapping[str, Tensor | None], size: SampleSize
     ) -> Tensor:
         _, h, w = self.noise_shape(size)
-        text_BTD, mask_BT = shortened(text["encoder_hidden_states"], text["encoder_hidden_states_mask"])
+        text_BTD, mask_BT = text["encoder_hidden_states"], text["encoder_hidden_states_mask"]
+        assert text_BTD is not None, "a transformer's text is never optional"
         velocity_BL: Tensor = self.transformer(
             hidden_states=latents_BL.to(self.dtype),
             timestep=timesteps_B.to(latents_BL.device) / 1000,
@@ -139,19 +153,6 @@ class QwenImageModel(PipelineModel):
             latents_BL, size.height, size.width, self.pipeline.vae_scale_factor
         )
         return pixels_of_videos(self.vae.decode(vae_latents(self.vae, latents_BCFHW), return_dict=False)[0])
-
-
-def shortened(text_BTD: Tensor | None, mask_BT: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Text without the columns that are padding in every row, and its mask, or None where nothing is padding.
-
-    This is what the pipeline passes for these rows: samples of one prompt run with no padding and no mask at all.
-    """
-    assert text_BTD is not None, "a transformer's text is never optional"
-    if mask_BT is None:
-        return text_BTD, None
-    lengths: list[int] = mask_BT.to(torch.long).sum(dim=1).tolist()
-    longest = max(lengths)
-    return text_BTD[:, :longest], None if min(lengths) == longest else mask_BT[:, :longest]
 
 
 def _call_arguments(model: QwenImageModel, guidance: float) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from digenrl.models.family import Family, FullSize, Part
 from digenrl.models.pipeline_model import (
     PipelineModel,
     at_least_fp32,
+    both_branches,
     latent_height_width,
     negative_side,
     paired_negatives,
@@ -113,12 +114,9 @@ class SD3Model(PipelineModel):
         timesteps_B = timesteps_B.to(latents_BL.device)
         if guidance <= 1:
             return at_least_fp32(self._forward(latents_BL, timesteps_B, conditioning.positive))
-        both = self._forward(
-            torch.cat([latents_BL] * 2),
-            torch.cat([timesteps_B] * 2),
-            _stacked(negative_side(conditioning), conditioning.positive),
+        conditional_BL, unconditional_BL = both_branches(
+            self._forward, latents_BL, timesteps_B, conditioning.positive, negative_side(conditioning)
         )
-        unconditional_BL, conditional_BL = both.chunk(2)
         return at_least_fp32(unconditional_BL + guidance * (conditional_BL - unconditional_BL))
 
     def _forward(self, latents_BL: Tensor, timesteps_B: Tensor, text: Text) -> Tensor:
@@ -134,12 +132,6 @@ class SD3Model(PipelineModel):
         latents_BL = latents_BL.to(self.vae.dtype)
         latents_BL = latents_BL / self.vae.config.scaling_factor + self.vae.config.shift_factor
         return pixels_of_images(self.vae.decode(latents_BL, return_dict=False)[0])
-
-
-def _stacked(first: Text, second: Text) -> Text:
-    """The rows of both, those of the first before those of the second."""
-    pairs = ((name, first[name], second[name]) for name in first)
-    return {name: None if a is None or b is None else torch.cat([a, b]) for name, a, b in pairs}
 
 
 SCHEDULER = Part(FlowMatchEulerDiscreteScheduler, {"shift": 3.0})

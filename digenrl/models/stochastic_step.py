@@ -19,6 +19,7 @@ from torch import Tensor
 from digenrl.config.reading import nearest
 from digenrl.models.contract import Schedule
 from digenrl.models.trajectory import NoiseKind, StepNoise
+from digenrl.models.transfers import sent, sent_like
 
 TRUNCATED_STD = 0.45  # the largest std of one truncated step
 
@@ -106,32 +107,37 @@ def stochastic_step(
             "train only stochastic steps, and never the last"
         )
     dtype = torch.promote_types(torch.promote_types(latents_BL.dtype, prediction_BL.dtype), torch.float32)
+    ours = coefficients
+    numbers = torch.stack([ours.latents_B, ours.prediction_B, ours.std_B, *_density(ours.std_B)])
+    # In one copy, and in one that nobody waits for.
+    latents_B, prediction_B, std_B, offset_B, precision_B = sent(numbers, latents_BL.device, dtype)
 
     def shaped(value_B: Tensor) -> Tensor:
-        value_B = value_B.to(device=latents_BL.device, dtype=dtype)
         return value_B.view(-1, *[1] * (latents_BL.dim() - 1))
 
-    mean_BL = shaped(coefficients.latents_B) * latents_BL.to(dtype)
-    mean_BL = mean_BL + shaped(coefficients.prediction_B) * prediction_BL.to(dtype)
+    mean_BL = shaped(latents_B) * latents_BL.to(dtype)
+    mean_BL = mean_BL + shaped(prediction_B) * prediction_BL.to(dtype)
     if next_latents_BL is None:
-        next_BL = mean_BL if z_BL is None else mean_BL + shaped(coefficients.std_B) * z_BL.to(mean_BL)
+        next_BL = mean_BL if z_BL is None else mean_BL + shaped(std_B) * sent_like(z_BL, mean_BL)
         next_latents_BL = next_BL.to(latents_BL.dtype)
     next_latents_BL = next_latents_BL.detach()
+    distance_B = (next_latents_BL.to(mean_BL) - mean_BL).square().flatten(1).mean(1)
     return StepResult(
         next_latents_BL=next_latents_BL,
         mean_BL=mean_BL,
-        std_B=shaped(coefficients.std_B).flatten(),
-        log_prob_B=_log_prob(next_latents_BL, mean_BL, coefficients.std_B),
+        std_B=std_B,
+        log_prob_B=-distance_B * precision_B - offset_B,
     )
 
 
-def _log_prob(next_latents_BL: Tensor, mean_BL: Tensor, std_B: Tensor) -> Tensor:
-    """The mean over a row's elements of ln N(next; mean, std^2); NaN where std is 0."""
+def _density(std_B: Tensor) -> tuple[Tensor, Tensor]:
+    """ln(std sqrt(2 pi)) and 1 / (2 std^2); NaN where std is 0.
+
+    The mean over a row's elements of ln N(next; mean, std^2) is -distance times the second, minus the first, where
+    the distance is the mean of (next - mean)^2.
+    """
     std_B = torch.where(std_B > 0, std_B, torch.nan)
-    offset_B = (std_B.log() + math.log(2 * math.pi) / 2).to(mean_BL)
-    precision_B = (0.5 / std_B.square()).to(mean_BL)
-    distance_B = (next_latents_BL.to(mean_BL) - mean_BL).square().flatten(1).mean(1)
-    return -distance_B * precision_B - offset_B
+    return std_B.log() + math.log(2 * math.pi) / 2, 0.5 / std_B.square()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from digenrl.models.family import Family, FullSize, Part
 from digenrl.models.pipeline_model import (
     PipelineModel,
     at_least_fp32,
+    both_branches,
     negative_side,
     paired_negatives,
     schedule_of,
@@ -33,6 +34,7 @@ class WanModel(PipelineModel):
     family = "wan"
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
     default_guidance = 5.0
+    passed_through_blocks = ("hidden_states",)
     text_encoders = ("text_encoder",)
 
     def __init__(self, pipeline: Any) -> None:
@@ -96,11 +98,12 @@ class WanModel(PipelineModel):
         guidance: float,
         size: SampleSize,
     ) -> Tensor:
-        """v of every row. With guidance, the two branches are two forwards, as in the pipeline."""
-        conditional_BL = self._forward(latents_BL, timesteps_B, conditioning.positive)
+        """v of every row. With guidance, both branches are one batch of the transformer."""
         if guidance <= 1:
-            return at_least_fp32(conditional_BL)
-        unconditional_BL = self._forward(latents_BL, timesteps_B, negative_side(conditioning))
+            return at_least_fp32(self._forward(latents_BL, timesteps_B, conditioning.positive))
+        conditional_BL, unconditional_BL = both_branches(
+            self._forward, latents_BL, timesteps_B, conditioning.positive, negative_side(conditioning)
+        )
         return at_least_fp32(unconditional_BL + guidance * (conditional_BL - unconditional_BL))
 
     def _forward(self, latents_BL: Tensor, timesteps_B: Tensor, text: Mapping[str, Tensor | None]) -> Tensor:

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from digenrl.config.reading import Frozen, read_model
-from digenrl.planning.cards import Card, Positive, find_card, undescribed_card
+from digenrl.config.profiles import Profile, find_profile, read_profile
+from digenrl.config.reading import ConfigError, Frozen, parse_model, read_mapping
+from digenrl.planning.cards import Card, Positive, find_card, known_cards, undescribed_card
 from digenrl.planning.models import Whole
 
 Seconds = Annotated[float, Field(ge=0)]
@@ -32,6 +33,19 @@ class Measured(Frozen):
     score_seconds: Seconds | None = None
     switch_seconds: Seconds | None = None
 
+    @classmethod
+    def by(cls, profile: Profile) -> Measured:
+        """What a profile says of its device."""
+        training = profile.training
+        return cls(
+            slice_seconds=profile.slice_seconds or None,
+            train_seconds_per_sample=None if training is None else training.seconds_per_sample,
+            commit_seconds=profile.shared_commit_seconds,
+            publish_seconds=profile.publish_seconds,
+            score_seconds=profile.score_seconds,
+            switch_seconds=profile.switch_seconds,
+        )
+
     def covers(self, size: int) -> bool:
         """Whether a slice of this size was measured, or lies between two that were."""
         return self.slice_seconds is not None and min(self.slice_seconds) <= size <= max(self.slice_seconds)
@@ -49,8 +63,10 @@ class Measured(Frozen):
 class CardPool(Frozen):
     """Equal nodes of equal cards. `network_gbit_s` is what one node sends, shared by its cards.
 
-    With `measured` costs a `name` may stand in place of the card. `accelerator`, `labels` and `resources` say
-    which machines of a Ray cluster are the pool's; the accelerator is the card's own where none of them is given.
+    With `measured` costs a `name` may stand in place of the card. A `profile` brings measured costs, and the card
+    where none is given; it holds for the work that it was made with alone. `accelerator`, `labels` and `resources`
+    say which machines of a Ray cluster are the pool's; the accelerator is the card's own where none of them is
+    given.
     """
 
     card: Card
@@ -60,6 +76,7 @@ class CardPool(Frozen):
     network_gbit_s: Positive = 100.0
     usd_per_hour: Annotated[float, Field(ge=0)] | None = None
     measured: Measured = Measured()
+    profile: Profile | None = None
     accelerator: str | None = Field(default=None, min_length=1)
     labels: dict[str, str] = Field(default={})
     resources: dict[str, Positive] = Field(default={})
@@ -70,11 +87,14 @@ class CardPool(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _measured_machines_need_no_card(cls, content: Any) -> Any:
-        if not isinstance(content, Mapping) or content.get("card") is not None:
+        if not isinstance(content, Mapping):
+            return content
+        content = _with_profile(content)
+        if content.get("card") is not None:
             return content
         name = content.get("name")
         if not content.get("measured") or not isinstance(name, str) or not name:
-            raise ValueError("no card; give one, as card: H100, or a name and measured costs")
+            raise ValueError("no card; give one, as card: H100, or a name and measured costs, or a profile")
         return {**content, "card": undescribed_card(name)}
 
     @field_validator("card", mode="before")
@@ -106,6 +126,27 @@ class CardPool(Frozen):
         return chosen
 
 
+def _with_profile(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A pool's content with what its profile, if it has one, stands for."""
+    given = content.get("profile")
+    if given is None:
+        return content
+    if content.get("measured"):
+        raise ValueError("profile and measured: both say what was measured; leave one of them out")
+    profile = read_profile(given) if isinstance(given, str) else given
+    if not isinstance(profile, Profile):
+        raise ValueError(f"profile: expected a name or a file, got {given!r}")
+    filled = {**content, "profile": profile, "measured": Measured.by(profile)}
+    if content.get("card") is None:
+        device = profile.device.name
+        cards = [card for card in known_cards() if card.name.lower() in device.lower()]
+        if cards:  # of H20 and H200, the longer name is the one that is meant
+            filled["card"] = max(cards, key=lambda card: len(card.name))
+        else:
+            filled["name"] = content.get("name") or device
+    return filled
+
+
 class Cluster(Frozen):
     """Pools of cards, each with a name of its own: its card's, where it is not given one."""
 
@@ -129,5 +170,22 @@ class Cluster(Frozen):
 
 
 def read_cluster(path: Path) -> Cluster:
-    """The cluster in a YAML or JSON file; raises ConfigError with one line about the first mistake."""
-    return read_model(Cluster, path)
+    """The cluster in a YAML or JSON file; raises ConfigError with one line about the first mistake.
+
+    A pool's profile, where it is a file, is looked for beside the cluster's.
+    """
+    content = read_mapping(path)
+    try:
+        for index, pool in enumerate(content["pools"] if isinstance(content.get("pools"), list) else ()):
+            if isinstance(pool, dict) and isinstance(pool.get("profile"), str):
+                pool["profile"] = str(_found(pool["profile"], path.parent, f"pools[{index}].profile"))
+        return parse_model(Cluster, content)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}", error.where) from None
+
+
+def _found(profile: str, folder: Path, key: str) -> Path:
+    try:
+        return find_profile(profile, folder)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}", key) from None

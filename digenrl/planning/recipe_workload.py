@@ -47,6 +47,7 @@ def options_for(recipe: Recipe, base: PlanOptions) -> PlanOptions:
     checkpointing are the recipe's.
     """
     techniques, training = recipe.techniques, recipe.training
+    checkpointing = training.gradient_checkpointing
     packs = training.pack_size if isinstance(training.pack_size, int) else training.largest_pack
     return PlanOptions(
         steps=base.steps,
@@ -58,7 +59,7 @@ def options_for(recipe: Recipe, base: PlanOptions) -> PlanOptions:
             sharded_help=False,
             packed=techniques.tsp,
             largest_pack=packs,
-            checkpointing=(training.gradient_checkpointing,),
+            checkpointing=(False, True) if checkpointing == "auto" else (bool(checkpointing),),
         ),
         stale_shares=base.stale_shares,
         helps=("none",) if techniques.tag == "none" else ("none", techniques.tag),

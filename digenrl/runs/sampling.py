@@ -106,7 +106,7 @@ def sample_run(run: Path, request: SampleRequest, out: Path | None, report: Repo
     device = _device(request.device)
     with _new_folder(out, folder.path / "sampled", name) as target, _memory_told(device):
         rows = _encoded(blueprint, wanted.texts, device)
-        model = load_model(blueprint, device)
+        model = load_model(blueprint, device, for_a_run=False)
         weights, as_evaluated = _load_weights(model, checkpoint)
         sampled = Sampled(
             folder=target,

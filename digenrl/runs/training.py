@@ -29,7 +29,7 @@ from digenrl.runs.sinks import check_logging, open_sinks
 from digenrl.runs.span_book import SpanBook
 from digenrl.runs.stopping import Stopper, StopRequested
 from digenrl.runtimes.grounds import find_grounds
-from digenrl.runtimes.opening import lay_out, opening_state, rehearse, settle_slice
+from digenrl.runtimes.opening import lay_out, opening_state, rehearse, rehearse_rest, settle_slice
 from digenrl.runtimes.prompt_desk import PromptDesk
 from digenrl.runtimes.runtime import WorkRuntime
 from digenrl.runtimes.sites import Grounds, Site
@@ -143,6 +143,7 @@ class TrainingRun:
         self._view.say("rehearsing, to know what things cost")
         rehearsal = rehearse(runtime, published_s, self._start.step)
         slice_size = settle_slice(runtime, rehearsal)
+        rehearsal = rehearse_rest(runtime, rehearsal, slice_size, self._start.step)
         batch = folder.recipe.batch.model_copy(update={"slice": slice_size})
         folder.rewrite(folder.recipe.model_copy(update={"batch": batch}))
         start = self._start

@@ -6,19 +6,29 @@ Needs no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
 from digenrl.records import LaneOffer
+from digenrl.runtimes.batch_sizes import (
+    colocated_choices,
+    is_compiled,
+    met_beforehand,
+    sizes_held_out,
+    sizes_of_lane,
+    sizes_to_try,
+)
 from digenrl.runtimes.placement import TRAINER, own_slice, rank_names
-from digenrl.runtimes.profile import NS, RunningProfile, timed_offer
+from digenrl.runtimes.profile import NS, RunningProfile, expected_ns, timed_offer
 from digenrl.runtimes.runtime import WorkRuntime
 from digenrl.runtimes.transport import Shelf
 from digenrl.scheduling import Costs, SchedulerState, Terms, initial_state
 from digenrl.simulation.prediction import predict
+from digenrl.workers.assignment import Assignment
 from digenrl.workers.orders import (
+    ChangeRole,
     EncodedPrompt,
     LearningRehearsed,
     LoadWeights,
@@ -26,8 +36,10 @@ from digenrl.workers.orders import (
     Order,
     RehearseLearning,
     RehearseMaking,
+    RehearseSwitching,
     ScoreRehearsal,
     ScoringRehearsed,
+    SwitchingRehearsed,
     WeightsLoaded,
 )
 
@@ -43,6 +55,8 @@ class Rehearsal:
     score_sample: float
     publish: float
     pack_size: int
+    switch_in: float = 0.0  # from training to generating, where something has to move
+    switch_out: float = 0.0  # and back
 
     def costs(self) -> Costs:
         """What the scheduler counts on until the run measures itself; a commit is guessed."""
@@ -50,6 +64,8 @@ class Rehearsal:
             train_sample_ns=Fraction(max(1, round(self.train_sample * NS))),
             commit_ns=round(self.train_sample * NS),
             publish_ns=round(self.publish * NS),
+            switch_in_ns=round(self.switch_in * NS),
+            switch_out_ns=round(self.switch_out * NS),
             score_ns=max(1, round(self.score_sample * NS)) if self.score_sample else 0,
         )
 
@@ -80,34 +96,58 @@ def rehearse(runtime: WorkRuntime, publish_s: float, first_step: int = 0) -> Reh
 
     The prompt is one of the step that the run begins with: those of other steps may not be encoded.
     """
-    recipe = runtime.recipe
+    recipe, all_sizes = runtime.recipe, met_beforehand(runtime.recipe, runtime.crew)
     prompt = runtime.desk.prompt(first_step, 0)
-    sizes = _sizes_to_rehearse(recipe)
-    workers = [each.name for each in runtime.crew.generators] or [TRAINER]
-    helps = bool(runtime.crew.generators) and "generate" in runtime.crew.trainer.duties
-    helpers = rank_names(runtime.crew.trainer) if helps else []
-    own = {each.name: own_slice(each, max(sizes)) for each in runtime.crew.generators}
+    sizes = sizes_to_try(recipe, all_sizes)
     makers: list[tuple[str, Order]] = [
-        (worker, RehearseMaking(prompt, tuple(dict.fromkeys((*sizes, own.get(worker, max(sizes)))))))
-        for worker in (*workers, *helpers)
+        (worker, RehearseMaking(prompt, tuple(dict.fromkeys((*sizes, own_slice(assignment, max(sizes)))))))
+        for worker, assignment in _makers(runtime)
     ]
     made: list[MakingRehearsed] = runtime.ask(makers)
     samples = min(recipe.batch.samples_per_prompt, 4)
-    learnt: LearningRehearsed = runtime.ask([(TRAINER, RehearseLearning(prompt, samples))])[0]
+    at_once = max((size for size in sizes if size <= samples), default=min(sizes)) if all_sizes else None
+    learnt: LearningRehearsed = runtime.ask([(TRAINER, RehearseLearning(prompt, samples, at_once))])[0]
+    score_sample = _rehearse_scoring(runtime, prompt, max(sizes))
+    switch_in, switch_out = _rehearse_switching(runtime)
     return Rehearsal(
         slices=tuple(report.seconds for report in made),
         train_sample=learnt.seconds_per_sample,
-        score_sample=_rehearse_scoring(runtime, prompt, max(sizes)),
+        score_sample=score_sample,
         publish=publish_s,
         pack_size=learnt.pack_size,
+        switch_in=switch_in,
+        switch_out=switch_out,
     )
 
 
-def _sizes_to_rehearse(recipe: Recipe) -> tuple[int, ...]:
-    if isinstance(recipe.batch.slice, int):
-        return (recipe.batch.slice,)
-    sizes = recipe.batch.slice_sizes()
-    return tuple(dict.fromkeys((1, max(size for size in sizes if size <= 4))))
+def rehearse_rest(runtime: WorkRuntime, rehearsal: Rehearsal, slice_size: int, first_step: int = 0) -> Rehearsal:
+    """The same, and what the run will ask for now that the size of a slice is settled and nobody has done yet."""
+    recipe = runtime.recipe
+    if not met_beforehand(recipe, runtime.crew):
+        return rehearsal
+    prompt, makers = runtime.desk.prompt(first_step, 0), _makers(runtime)
+    evaluating, orders = runtime.generator_workers(), {}
+    for lane, (worker, assignment) in enumerate(makers):
+        sizes = tuple(s for s in sizes_of_lane(assignment, slice_size) if s not in rehearsal.slices[lane])
+        evaluates = worker in evaluating and is_compiled(recipe, assignment.device)
+        held_out = sizes_held_out(recipe) if evaluates else ()
+        if sizes or held_out:
+            orders[lane] = (worker, RehearseMaking(prompt, sizes, held_out))
+    made: dict[int, MakingRehearsed] = dict(zip(orders, runtime.ask(list(orders.values())), strict=True))
+    slices = tuple(
+        {**seconds, **made[lane].seconds} if lane in made else seconds
+        for lane, seconds in enumerate(rehearsal.slices)
+    )
+    return replace(rehearsal, slices=slices)
+
+
+def _makers(runtime: WorkRuntime) -> list[tuple[str, Assignment]]:
+    """Who generates, lane by lane, and what each is for."""
+    crew = runtime.crew
+    if not crew.generators:
+        return [(TRAINER, crew.trainer)]
+    helpers = rank_names(crew.trainer) if "generate" in crew.trainer.duties else []
+    return [*((each.name, each) for each in crew.generators), *((name, crew.trainer) for name in helpers)]
 
 
 def _rehearse_scoring(runtime: WorkRuntime, prompt: EncodedPrompt, samples: int) -> float:
@@ -120,13 +160,32 @@ def _rehearse_scoring(runtime: WorkRuntime, prompt: EncodedPrompt, samples: int)
     return max(report.seconds_per_sample for report in scored)
 
 
+def _rehearse_switching(runtime: WorkRuntime) -> tuple[float, float]:
+    """Seconds of the trainer's change to generating and back; no time, and no order, where nothing moves.
+
+    A colocated run begins by generating, so that the trainer is left there.
+    """
+    trainer = runtime.crew.trainer
+    if "generate" not in trainer.duties or not runtime.recipe.training.offloads(trainer.device):
+        return 0.0, 0.0
+    switched: SwitchingRehearsed = runtime.ask([(TRAINER, RehearseSwitching())])[0]
+    if runtime.recipe.mode == "colocated":
+        runtime.ask([(TRAINER, ChangeRole(generating=True))])
+    return switched.to_generating, switched.to_training
+
+
 def settle_slice(runtime: WorkRuntime, rehearsal: Rehearsal) -> int:
-    """The recipe's slice, or the one with which a few foreseen steps take least, the largest of equals."""
+    """The recipe's slice, or the one with which a few foreseen steps take least, the largest of equals.
+
+    On a single device it is the one with which a sample takes least.
+    """
     recipe = runtime.recipe
     if isinstance(recipe.batch.slice, int):
         return recipe.batch.slice
     if recipe.mode == "colocated":
-        return recipe.batch.samples_per_prompt
+        seconds = rehearsal.slices[0]
+        choices = colocated_choices(recipe.batch)
+        return min(reversed(choices), key=lambda size: expected_ns(seconds, size) / size)
 
     pools = [pool.slice for pool in recipe.cluster.generators if pool.slice is not None]
     sizes = [size for size in recipe.batch.slice_sizes() if not any(own % size for own in pools)]

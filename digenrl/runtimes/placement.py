@@ -23,7 +23,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Crew:
-    """All workers of a run. In mode colocated the trainer does everything and there is nobody else.
+    """All workers of a run. In mode colocated the trainer does everything but to score.
 
     `reserve` are generators that join while the run goes on, as soon as there is room for them.
     """
@@ -79,8 +79,13 @@ def place(
         return Assignment(name, frozenset(duties), device, recipe, exchange, cores, from_here, run=run)
 
     if recipe.mode == "colocated":
-        device = _trainer_device(recipe, machine)
-        return Crew(assign(TRAINER, {"encode", "generate", "score", "learn"}, device))
+        device, lanes = _trainer_device(recipe, machine), recipe.lanes.rewards
+        count = lanes if isinstance(lanes, int) else len(lanes)
+        alone: set[Duty] = {"score"} if count == 0 else set()
+        return Crew(
+            trainer=assign(TRAINER, {"encode", "generate", "learn", *alone}, device),
+            rewards=tuple(assign(f"reward-{index}", {"score"}, device) for index in range(count)),
+        )
     devices, blocks = _generator_devices(recipe, machine), _core_blocks(recipe, machine)
     scores: set[Duty] = {"score"} if recipe.lanes.rewards == 0 else set()
     makes: set[Duty] = {"generate", *scores}

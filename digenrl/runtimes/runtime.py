@@ -134,8 +134,9 @@ class WorkRuntime:
         """Takes what workers report; waits a little if there is nothing."""
         self._look_around()  # it may raise, so before anything is taken out of the transport
         messages = self._post.transport.receive(LOOK_AROUND_S)
-        if messages:
-            self._now_ns = self._clock()
+        if messages:  # all at one moment, when the last of them was there
+            waited_ns = min(message.waited_ns for message in messages)
+            self._now_ns = max(self._now_ns, self._clock() - waited_ns)
         for message in messages:
             self._absorb(message)
         self._staff.look_for_room()

@@ -27,10 +27,11 @@ class TensorsLost(Report):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A report and its worker."""
+    """A report and its worker, and how long it lay there because nobody could take it."""
 
     worker: str
     report: Report
+    waited_ns: int = 0
 
 
 class Transport(Protocol):

@@ -25,7 +25,7 @@ class Versions:
     def take(self, version: int, weights: WeightsReference) -> None:
         """A new version lies in the exchange, and the trainer's state at it where that is kept."""
         self.newest = (version, weights)
-        if weights.name not in self._laid_out:
+        if weights.name and weights.name not in self._laid_out:
             self._laid_out.append(weights.name)
         if self.keeps_state:
             self._drop_state(but=version)

@@ -27,19 +27,24 @@ class GradientSums:
 
     def total(self, scale: float) -> Gradients:
         """scale * waiting + final, in new tensors."""
-        total = {name: value * scale for name, value in self.waiting.items()}
-        for name, value in self.final.items():
-            total[name] = total[name] + value if name in total else value.clone()
+        total = scaled(self.waiting, scale)
+        add_into(total, {name: value if name in total else value.clone() for name, value in self.final.items()})
         return total
 
 
 def add_into(sums: Gradients, more: Gradients) -> None:
     """sums += more; tensors that are new to the sums move there."""
-    for name, value in more.items():
-        if name in sums:
-            sums[name] += value
-        else:
-            sums[name] = value
+    both = [name for name in more if name in sums]
+    if both:
+        torch._foreach_add_([sums[name] for name in both], [more[name] for name in both])
+    sums |= {name: value for name, value in more.items() if name not in sums}
+
+
+def scaled(gradients: Gradients, factor: float) -> Gradients:
+    """factor * gradients, in new tensors."""
+    if not gradients:
+        return {}
+    return dict(zip(gradients, torch._foreach_mul(list(gradients.values()), factor), strict=True))
 
 
 def take_gradients(parameters: Mapping[str, nn.Parameter]) -> Gradients:
@@ -59,5 +64,5 @@ def total_norm(gradients: Gradients) -> float:
     """The Euclidean norm of all gradients together."""
     if not gradients:
         return 0.0
-    norms = torch.stack([value.detach().double().norm().cpu() for value in gradients.values()])
-    return float(norms.norm())
+    norms = torch._foreach_norm([value.detach() for value in gradients.values()], 2, dtype=torch.float64)
+    return float(torch.stack(norms).cpu().norm())

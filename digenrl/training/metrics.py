@@ -3,32 +3,74 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from digenrl.models.pairs import PairBatch, StepPairs
+from digenrl.models.transfers import fetched
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Values of which only those count where `counts` is true."""
+
+    values: Tensor
+    counts: Tensor
+
+
+Measures = Mapping[str, Tensor | Chosen]
 
 
 class Tally:
-    """Counts, sums and largest values by name; adding tallies in any order gives the same counts and maxima."""
+    """Counts, sums and largest values by name; adding tallies in any order gives the same counts and maxima.
+
+    What is added is not looked at before somebody asks: until then a card may still be computing it.
+    """
 
     def __init__(self) -> None:
         self._count: dict[str, int] = {}
         self._sum: dict[str, float] = {}
         self._largest: dict[str, float] = {}
+        self._unread: list[Measures | Tally] = []
 
-    def add(self, measures: Mapping[str, Tensor]) -> None:
-        """One value per term, by name."""
-        for name, values in measures.items():
-            if values.numel():
-                self._add(name, values.numel(), float(values.double().sum()), float(values.max()))
+    def add(self, measures: Measures) -> None:
+        """One value per term, by name; they are not changed any more."""
+        self._unread.append(measures)
 
     def merge(self, other: Tally) -> None:
-        """Adds everything the other has counted."""
-        for name, count in other._count.items():
-            self._add(name, count, other._sum[name], other._largest[name])
+        """Adds everything the other has counted; the other is not used again."""
+        self._unread.append(other)
+
+    def _read(self) -> None:
+        """Everything that was added, in the order in which it was; a card is waited for once."""
+        tensors = list(self._tensors())
+        if self._unread:
+            self._count_up(iter(fetched(tensors)))
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for each in self._unread:
+            if isinstance(each, Tally):
+                yield from each._tensors()
+            else:
+                for measured in each.values():
+                    yield from (measured.values, measured.counts) if isinstance(measured, Chosen) else (measured,)
+
+    def _count_up(self, on_host: Iterator[Tensor]) -> None:
+        """Takes what it has not read from the tensors, which are in the order of `_tensors`."""
+        unread, self._unread = self._unread, []
+        for each in unread:
+            if isinstance(each, Tally):
+                each._count_up(on_host)
+                for name, count in each._count.items():
+                    self._add(name, count, each._sum[name], each._largest[name])
+                continue
+            for name, measured in each.items():
+                values = next(on_host)
+                values = values[next(on_host)] if isinstance(measured, Chosen) else values
+                if values.numel():
+                    self._add(name, values.numel(), float(values.double().sum()), float(values.max()))
 
     def _add(self, name: str, count: int, total: float, largest: float) -> None:
         self._count[name] = self._count.get(name, 0) + count
@@ -37,22 +79,27 @@ class Tally:
 
     def mean(self, name: str) -> float | None:
         """None where nothing of this name was counted."""
+        self._read()
         return self._sum[name] / self._count[name] if name in self._count else None
 
     def largest(self, name: str) -> float | None:
         """None where nothing of this name was counted."""
+        self._read()
         return self._largest.get(name)
 
     def means(self) -> dict[str, float]:
         """All means, by name."""
+        self._read()
         return {name: self._sum[name] / self._count[name] for name in sorted(self._count)}
 
     def facts(self) -> dict[str, list[float]]:
         """Everything counted, for JSON."""
+        self._read()
         return {name: [self._count[name], self._sum[name], self._largest[name]] for name in self._count}
 
     def add_facts(self, facts: Mapping[str, tuple[int, float, float]]) -> None:
         """Adds what another tally counted, as its `facts` say."""
+        self._read()
         for name, (count, total, largest) in facts.items():
             self._add(name, count, total, largest)
 
@@ -103,9 +150,9 @@ def update_metrics(
     )
 
 
-def log_prob_mismatch(pairs: PairBatch, rows: int) -> Mapping[str, Tensor]:
+def log_prob_mismatch(pairs: PairBatch, rows: int) -> Measures:
     """How far log-probs of the first rows are from the rollout's, for samples of the same weights."""
     if not isinstance(pairs, StepPairs):
         return {}
     off_R = (pairs.log_prob_R - pairs.rollout_log_prob_R).detach().abs()
-    return {"log_prob_mismatch": off_R[:rows][pairs.fresh_R[:rows]]}
+    return {"log_prob_mismatch": Chosen(off_R[:rows], pairs.fresh_R[:rows])}

@@ -13,25 +13,34 @@ from digenrl.config.training import TrainerSettings
 from digenrl.training.gradients import Gradients
 from digenrl.training.policies import Policies
 
+OF_THE_DEVICE = ("foreach", "fused")  # how a step is computed is not the state's to say
+
 
 def make_optimizer(policies: Policies, settings: TrainerSettings) -> torch.optim.AdamW:
-    """AdamW over the trained parameters."""
+    """AdamW over the trained parameters; on a card by kernels that take all of them at once."""
+    parameters = list(policies.parameters.values())
     return torch.optim.AdamW(
-        policies.parameters.values(),
+        parameters,
         lr=settings.learning_rate,
         betas=settings.betas,
         eps=settings.adam_eps,
         weight_decay=settings.weight_decay,
+        fused=all(parameter.is_cuda for parameter in parameters) or None,
     )
 
 
 def take_step(
     policies: Policies, optimizer: torch.optim.Optimizer, gradient: Gradients, norm: float, largest_norm: float
 ) -> None:
-    """One optimizer step with this gradient, clipped to a norm; parameters are left without gradients."""
+    """One optimizer step with this gradient, clipped to a norm; parameters are left without gradients.
+
+    The gradient is used up: it is clipped in place.
+    """
     factor = min(1.0, largest_norm / (norm + 1e-6))
+    if gradient:
+        torch._foreach_mul_(list(gradient.values()), factor)
     for name, parameter in policies.parameters.items():
-        parameter.grad = (gradient[name] * factor).to(parameter.dtype) if name in gradient else None
+        parameter.grad = gradient[name].to(parameter.dtype) if name in gradient else None
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
@@ -68,6 +77,7 @@ def load_optimizer_state(
     """Takes over a copy of a state that `check_moments` has passed."""
     index_of = {name: index for index, name in enumerate(parameters)}
     scalars = {key: tuple(value) if isinstance(value, list) else value for key, value in state["scalars"].items()}
+    scalars |= {key: optimizer.param_groups[0][key] for key in OF_THE_DEVICE}
     optimizer.load_state_dict(
         {
             "state": {index_of[name]: _copied(moments) for name, moments in state["moments"].items()},

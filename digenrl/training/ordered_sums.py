@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torch import Tensor
+
 from digenrl.training.packed import PassResult
 
 
@@ -19,6 +21,17 @@ class OrderedSums:
         self._missing = sorted(places)
         self._in_order = in_order
         self._waiting: dict[int, tuple[frozenset[int], PassResult]] = {}  # by each of its places
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All gradients that are held, those that wait too, each under a name of its own."""
+        waiting = {min(covered): result.sums for covered, result in self._waiting.values()}
+        held = {"total": self.total.sums, **{f"waiting {place}": sums for place, sums in waiting.items()}}
+        return {
+            f"{where}/{kind}/{name}": value
+            for where, sums in held.items()
+            for kind, gradients in (("waiting", sums.waiting), ("final", sums.final))
+            for name, value in gradients.items()
+        }
 
     def add(self, places: Iterable[int], result: PassResult) -> None:
         """Takes over the result of a pass over some of the places, none of them added before."""

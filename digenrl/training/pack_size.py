@@ -54,7 +54,7 @@ def measure_largest_pack(
     """
     if device.type == "cuda":
         run_pack(1)  # libraries take their workspaces in the first pass; they are not the pack's
-    budget = int(memory_share * _free_bytes(device)) - reserved_bytes
+    budget = int(memory_share * free_bytes(device)) - reserved_bytes
     first = (1, measured_bytes(lambda: run_pack(1), device))
     for size in SECOND_POINTS:
         if size > min(limit, terms):
@@ -81,7 +81,8 @@ def measured_bytes(run: Callable[[], None], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
+    """What a pass may take: on a card also what torch holds and nobody uses, on a CPU half of what is free."""
     if device.type != "cuda":
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     unused_by_torch = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -7,19 +7,24 @@ inside a pass, so that all run the same packs: fillers make shares equally long,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 
 import torch
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.training import TrainerSettings
+from digenrl.models.blocks import checkpoint_blocks, repeated_blocks
+from digenrl.models.compiled import is_compiled
 from digenrl.models.contract import Conditioning, DiffusionModel
 from digenrl.models.pairs import LossTerms, Objective
+from digenrl.models.transfers import sent_like
 from digenrl.training.agreement import check_same
+from digenrl.training.gauge import CardGauge
 from digenrl.training.gradients import Gradients, GradientSums, drop_gradients, take_gradients
+from digenrl.training.memory_plan import Packing, choose_packing
 from digenrl.training.metrics import Tally, log_prob_mismatch
-from digenrl.training.pack_size import measure_largest_pack
-from digenrl.training.packs import Rank, Term, filled_up, halves, share_of
+from digenrl.training.pack_size import free_bytes, measure_largest_pack
+from digenrl.training.packs import Rank, Term, filled_up, filler, halves, share_of
 from digenrl.training.policies import Policies
 from digenrl.training.ranks import RankGroup
 from digenrl.training.replay import Replay
@@ -31,7 +36,8 @@ class Job:
     """What all terms of one pass share.
 
     `denominator` is Z. With `only_waiting` only the part that waits for the batch's scale is added up. Another
-    `place` gives the odd terms to other ranks.
+    `place` gives the odd terms to other ranks. Packs are planned for groups of `terms_of_group` terms, by default
+    as many as there are now.
     """
 
     conditioning: Conditioning
@@ -39,6 +45,7 @@ class Job:
     before_updates: bool
     only_waiting: bool = False
     place: int = 0
+    terms_of_group: int | None = None
 
 
 @dataclass(slots=True)
@@ -78,7 +85,15 @@ class PackedPasses:
         self._ranks = ranks
         self._rank = Rank() if ranks is None else ranks.rank
         self._unfinished = False
+        self._fills_packs = is_compiled(model)  # every other size of a pack would have to be compiled
+        self._largest_group = 0  # terms of all ranks; a pack is not filled beyond them
+        self._blocks = len(repeated_blocks(model.transformer))
+        self._told_checkpointed = self._checkpointed_by(settings)
         self.pack_size = None if settings.pack_size == "auto" else settings.pack_size
+        self.checkpointed = self._told_checkpointed or 0
+        self.planned_bytes = 0
+        self._checkpointing_found = self._told_checkpointed is not None
+        checkpoint_blocks(model, self.checkpointed)
 
     def run(self, terms: Sequence[Term], job: Job) -> PassResult:
         """The sum over this rank's share of w * l / Z, as gradients; of a sharded model over all these terms."""
@@ -88,13 +103,27 @@ class PackedPasses:
         result = PassResult()
         drop_gradients(self._parameters)
         share = self._share_of(terms, job)
+        self._largest_group = max(self._largest_group, job.terms_of_group or 0, len(terms))
         rest = share
         while rest:
             size = self._current_pack_size(share, len(terms), job)
-            result.add(self._run_pack(rest[:size], job, last=len(rest) <= size))
+            pack = self._filled(rest[:size], size) if self._fills_packs else rest[:size]
+            result.add(self._run_pack(pack, job, last=len(rest) <= size))
             rest = rest[size:]
         self._unfinished = False
         return result
+
+    def share_of_group(self, terms: int, terms_of_group: int) -> float:
+        """How much of the work of a group so many terms are, fillers counted."""
+        if not self._fills_packs or self.pack_size is None:
+            return terms / terms_of_group
+        packs, of_group = (-(-each // self._rank.count // self.pack_size) for each in (terms, terms_of_group))
+        return packs / of_group
+
+    @property
+    def packing(self) -> Packing | None:
+        """As set or as chosen; None before anything was measured."""
+        return None if self.pack_size is None else Packing(self.pack_size, self.checkpointed, self.planned_bytes)
 
     def _check_all_run(self, terms: int) -> None:
         """Ranks that run another number of packs would wait for each other in vain."""
@@ -107,21 +136,79 @@ class PackedPasses:
         share = share_of(terms, self._rank, offset=job.place)
         return filled_up(share, terms, self._rank.count) if self._sharded and terms else share
 
+    def _filled(self, pack: Sequence[Term], size: int) -> list[Term]:
+        """With fillers, so that packs are of one size; a group that is smaller than that is one pack."""
+        whole = min(size, -(-self._largest_group // self._rank.count))
+        return [*pack, *(filler(pack[0]) for _ in range(whole - len(pack)))]
+
+    def _checkpointed_by(self, settings: TrainerSettings) -> int | None:
+        """How many blocks are computed again; None where that is to be found out: on a card of one rank's own."""
+        told = settings.gradient_checkpointing
+        if told == "auto":
+            on_a_card = self._model.device.type == "cuda"
+            if on_a_card and self._sharded:
+                return self._blocks
+            return None if on_a_card and self._blocks else 0
+        if told is True or told is False:
+            return self._blocks if told else 0
+        if told > self._blocks:
+            raise ConfigError(
+                f"training.gradient_checkpointing: {told}, but {self._model.family} has {self._blocks} blocks; "
+                "lower it, or set true for all"
+            )
+        return told
+
     def _current_pack_size(self, share: Sequence[Term], terms_of_all: int, job: Job) -> int:
         smallest_share = len(share) if self._sharded else terms_of_all // self._rank.count
-        if self.pack_size is None and smallest_share < 2:
-            return 1  # too few to measure with, on one rank at least
-        if self.pack_size is None:
-            measured = measure_largest_pack(
-                lambda size: self._discarded(share[:size], job),
-                smallest_share,
-                device=self._model.device,
-                memory_share=self._settings.memory_share,
-                limit=self._settings.largest_pack,
-                reserved_bytes=sum(p.nbytes for p in self._parameters.values()) if self._sharded else 0,
-            )
-            self.pack_size = measured if self._ranks is None else min(self._ranks.gather(measured))
+        planned = self.pack_size is not None and self._checkpointing_found
+        if not planned and smallest_share < 2:
+            return self.pack_size or 1  # too few to measure with, on one rank at least
+        if not planned:
+            packing = self._found_packing(share[:smallest_share], job)
+            if self._ranks is not None:
+                told = [Packing(*each) for each in self._ranks.gather(astuple(packing))]
+                packing = Packing(
+                    pack_size=min(each.pack_size for each in told),
+                    checkpointed=max(each.checkpointed for each in told),
+                    planned_bytes=max(each.planned_bytes for each in told),
+                )
+            self.pack_size, self.planned_bytes = packing.pack_size, packing.planned_bytes
+            self._checkpoint(packing.checkpointed)
+        assert self.pack_size is not None
         return self.pack_size
+
+    def _found_packing(self, share: Sequence[Term], job: Job) -> Packing:
+        gradient_bytes = sum(p.nbytes for p in self._parameters.values())
+        if self._model.device.type == "cuda" and not self._sharded:
+            return self._choose(share, job, gradient_bytes)
+        measured = measure_largest_pack(
+            lambda size: self._discarded(share[:size], job),
+            len(share),
+            device=self._model.device,
+            memory_share=self._settings.memory_share,
+            limit=self._settings.largest_pack,
+            reserved_bytes=gradient_bytes if self._sharded else 0,
+        )
+        return Packing(measured, self.checkpointed)
+
+    def _choose(self, share: Sequence[Term], job: Job, gradient_bytes: int) -> Packing:
+        device = self._model.device
+        free = free_bytes(device)
+        packing = choose_packing(
+            CardGauge(self._model, lambda size: self._discarded(_repeated(share, size), job)),
+            budget=self._settings.memory_share * free - gradient_bytes,  # sums stay while packs come and go
+            fixed_bytes=gradient_bytes,
+            terms=-(-(job.terms_of_group or len(share)) // self._rank.count),
+            most=self._settings.largest_pack,
+            pack_size=self.pack_size,
+            checkpointed=self._told_checkpointed,
+        )
+        taken = torch.cuda.memory_allocated(device) + gradient_bytes if packing.planned_bytes else 0
+        return replace(packing, planned_bytes=packing.planned_bytes + taken)
+
+    def _checkpoint(self, count: int) -> None:
+        self.checkpointed, self._checkpointing_found = count, True
+        checkpoint_blocks(self._model, count)
 
     def _discarded(self, terms: Sequence[Term], job: Job) -> None:
         try:
@@ -139,13 +226,17 @@ class PackedPasses:
         except torch.OutOfMemoryError as error:
             if self._sharded:
                 raise self._out_of_memory(len(terms)) from error
-            if len(terms) == 1:
+            if len(terms) == 1 and (self._told_checkpointed is not None or self.checkpointed == self._blocks):
                 raise
         finally:
             drop_gradients(self._parameters)
         # Outside the except block: the error's traceback would keep the tensors of the failed pack alive.
+        self._model.forget_rollouts()
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
+        if len(terms) == 1:
+            self._checkpoint(self._blocks)
+            return self._run_pack(terms, job, last)
         first, second = halves(terms)
         self.pack_size = min(self.pack_size or len(terms), len(first))
         result = self._run_pack(first, job, last)
@@ -175,7 +266,7 @@ class PackedPasses:
         assert total_M.shape == (len(weights),), (
             f"{len(weights)} terms, but a loss of shape {tuple(total_M.shape)}"
         )
-        weight_M = torch.tensor(weights, dtype=torch.float64).to(total_M)
+        weight_M = sent_like(torch.tensor(weights, dtype=torch.float64), total_M)
         if self._objective.scale_over == "group":
             return GradientSums(final=self._gradient_of((total_M * weight_M).sum(), add_up=last))
         sums = GradientSums()
@@ -197,3 +288,8 @@ class PackedPasses:
             add_up_in_next_backward(self._model.transformer, add_up)
         scalar.backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
         return take_gradients(self._parameters)
+
+
+def _repeated(terms: Sequence[Term], size: int) -> list[Term]:
+    """So many terms, whether there are or not: what is measured does not depend on what is in them."""
+    return [terms[index % len(terms)] for index in range(size)]

@@ -60,7 +60,12 @@ def share_of(items: Sequence[Item], rank: Rank, offset: int) -> list[Item]:
 def filled_up(share: Sequence[Term], terms: Sequence[Term], count: int) -> list[Term]:
     """A share of these terms with fillers after it, so that the shares of all `count` ranks are equally long."""
     largest = -(-len(terms) // count)
-    return [*share, *(replace(terms[0], weight=0.0) for _ in range(largest - len(share)))]
+    return [*share, *(filler(terms[0]) for _ in range(largest - len(share)))]
+
+
+def filler(term: Term) -> Term:
+    """One like it that counts nowhere."""
+    return replace(term, weight=0.0)
 
 
 def cut(items: Sequence[Item], largest: int) -> list[Sequence[Item]]:

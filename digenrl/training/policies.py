@@ -70,7 +70,10 @@ class Snapshot:
 
     def equals_current(self) -> bool:
         """Whether the model's weights are the same to the last bit."""
-        return all(torch.equal(self.values[name], p) for name, p in self._parameters.items())
+        # One of the two may be off the card, where the other one generates.
+        return all(
+            torch.equal(self.values[name], p.to(self.values[name].device)) for name, p in self._parameters.items()
+        )
 
     def state(self) -> dict[str, Tensor]:
         """A copy of the values, on the CPU."""
@@ -165,6 +168,11 @@ class Policies:
             "reference": self.reference_state() if with_reference else None,
         }
 
+    @property
+    def reference_values(self) -> Mapping[str, Tensor]:
+        """The frozen weights, by name; none where the base model is the reference, or nobody needs one."""
+        return {} if self._reference_snapshot is None else self._reference_snapshot.values
+
     def reference_state(self) -> dict[str, Tensor] | None:
         """A copy of the frozen weights, which never change; None where the base model is the reference."""
         return None if self._reference_snapshot is None else self._reference_snapshot.state()
@@ -202,12 +210,3 @@ class Policies:
 def cpu_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies that nothing else holds."""
     return {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
-
-
-def use_gradient_checkpointing(model: DiffusionModel, on: bool) -> None:
-    """Whether activations are computed again in the backward instead of kept; the gradient is the same."""
-    switch = getattr(model.transformer, f"{'enable' if on else 'disable'}_gradient_checkpointing", None)
-    if switch is not None:
-        switch()
-    elif on:
-        raise ValueError(f"{model.family} cannot checkpoint its gradient; set gradient_checkpointing: false")

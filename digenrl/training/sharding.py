@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.lora import has_lora
 from digenrl.training.ranks import RankGroup
@@ -24,7 +25,7 @@ def shard_model(model: DiffusionModel, ranks: RankGroup) -> None:
         raise ValueError(f"{model.family} has LoRA adapters, which every rank holds whole; it is not sharded")
     mesh = ranks.mesh(ranks.device.type)
     # Everything is freed after a forward, the root too: the next one may be under another policy's weights.
-    for block in _repeated_blocks(model.transformer):
+    for block in repeated_blocks(model.transformer):
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
     fully_shard(model.transformer, mesh=mesh, reshard_after_forward=True)
     for module in _sharded_modules(model.transformer):
@@ -41,12 +42,6 @@ def add_up_in_next_backward(transformer: nn.Module, on: bool) -> None:
 def plain_class(transformer: nn.Module) -> type[Any]:
     """The class that a sharded transformer had before; FSDP2 puts one of its own in front."""
     return next(kind for kind in type(transformer).__mro__ if not issubclass(kind, FSDPModule))
-
-
-def _repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
-    """The members of the transformer's own lists: with these families its blocks, nearly all of its weights."""
-    lists = [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
-    return [block for blocks in lists for block in blocks]
 
 
 def _sharded_modules(transformer: nn.Module) -> list[FSDPModule]:

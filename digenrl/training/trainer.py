@@ -21,6 +21,7 @@ from digenrl.models.pairs import Objective, ScoredGroup, Standing
 from digenrl.models.published import check_fits
 from digenrl.training.agreement import Agreed, UpdateFacts, agree
 from digenrl.training.gradients import Gradients, GradientSums, add_into, total_norm
+from digenrl.training.memory_plan import Packing
 from digenrl.training.metrics import UpdateMetrics, update_metrics
 from digenrl.training.optimizer import (
     check_moments,
@@ -32,10 +33,11 @@ from digenrl.training.optimizer import (
 from digenrl.training.ordered_sums import OrderedSums
 from digenrl.training.packed import Job, PackedPasses, PassResult
 from digenrl.training.packs import Term, terms_of, update_of
-from digenrl.training.policies import Policies, use_gradient_checkpointing
+from digenrl.training.policies import Policies
 from digenrl.training.ranks import RankGroup
 from digenrl.training.replay import DrawNoise, Replay
 from digenrl.training.sharding import Cut
+from digenrl.training.switching import EVERYTHING, SUMS, TO_REPLAY, TO_STEP, Switching
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ class Trainer:
     With several updates per batch, `helps` keeps the last version's weights, so that the trainer can generate with
     them inside a batch, and `keep_last_version` a copy of the whole state on the CPU, so that
     `state_at_last_version` is at hand there too. With one update per batch both come for nothing.
+
+    With `offload` what only training needs leaves the card while the trainer generates; see `switching`.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class Trainer:
         ranks: RankGroup | None = None,
         helps: bool = False,
         keep_last_version: bool = False,
+        offload: bool = False,
     ) -> None:
         _check(batch_shape, objective, settings)
         self._objective = objective
@@ -104,11 +109,10 @@ class Trainer:
         recompute = settings.old_log_probs == "recomputed"
         keep_old = objective.needs.old_policy or (objective.updates_per_batch > 1 and (recompute or helps))
         self.policies = Policies(model, keep_old=keep_old, keep_reference=objective.needs.reference)
-        _check_sharding(self.policies, ranks, helps)
+        _check_sharding(self.policies, ranks, helps or offload)
         self.cut = Cut.of(self.policies.model_parameters, ranks) if ranks and self.policies.sharded else None
         self.ema = None if settings.ema is None else self.policies.snapshot()
         self.optimizer = make_optimizer(self.policies, settings)
-        use_gradient_checkpointing(model, settings.gradient_checkpointing)
         autocast = settings.autocast == "bf16"
         replay = Replay(model, objective, self.policies, draw_noise, recompute=recompute, autocast=autocast)
         self._passes = PackedPasses(model, objective, self.policies, replay, settings, ranks)
@@ -119,6 +123,9 @@ class Trainer:
         self._last_version: dict[str, Any] | None = None  # kept while updates of the open batch are committed
         self._entries: dict[int, _Entry] = {}
         self._open = self._empty_sums()
+        self.switching = Switching(
+            self.policies, self.optimizer, self.ema, self._all_sums, model.device, moves=offload
+        )
 
     def add_group(
         self, group: ScoredGroup, place: int | None = None, samples: Iterable[int] | None = None
@@ -145,10 +152,12 @@ class Trainer:
             raise ValueError(f"the group in place {place} is whole and part of the open gradient")
         self._entries.pop(place, None)
 
-    def rehearse(self, group: ScoredGroup) -> None:
+    def rehearse(self, group: ScoredGroup, *, later: bool = False) -> float:
         """Replays a group, of any step and size, and forgets it: finds the pack size and warms caches.
 
-        Its rewards do not matter. Weights, optimizer, the open gradient and all counters stay as they are.
+        Its rewards do not matter. Weights, optimizer, the open gradient and all counters stay as they are. `later`
+        rehearses the updates after a batch's first, which may need forwards of their own. Returns what share of
+        the work of a whole group it was.
         """
         samples = range(len(group.trajectories))
         if len(samples) < 2:
@@ -159,7 +168,27 @@ class Trainer:
             chosen=tuple(samples[: len(samples) // rows * rows]),
         )
         terms = terms_of(group, standing, self._objective, samples)
-        self._passes.run(terms, Job(group.conditioning, denominator=len(terms), before_updates=self.update == 0))
+        self.switching.need(*TO_REPLAY)
+        per_sample = len(terms) // len(samples)
+        job = Job(
+            group.conditioning,
+            denominator=len(terms),
+            before_updates=self.update == 0 and not later,
+            terms_of_group=self._terms_of(group),
+        )
+        sums = self._passes.run(terms, job).sums
+        self.switching.sums_per_parameter = max(1, bool(sums.waiting) + bool(sums.final))
+        return self._passes.share_of_group(len(terms), per_sample * self._shape.group_size)
+
+    @property
+    def later_updates_differ(self) -> bool:
+        """Whether updates after a batch's first need forwards that the first does not."""
+        return self._settings.old_log_probs == "recomputed" and self._objective.updates_per_batch > 1
+
+    @property
+    def packing(self) -> Packing | None:
+        """As set or as chosen; None before anything was measured."""
+        return self._passes.packing
 
     @property
     def pack_size(self) -> int | None:
@@ -187,6 +216,7 @@ class Trainer:
         self._passes.pack_size = agreed.pack_size
         if self.update == 0:
             self._leave_version()
+        self.switching.need(*TO_STEP, changes=True)
         take_step(self.policies, self.optimizer, gradient, agreed.norm, self._settings.gradient_norm)
         self.updates_done += 1
         ema = self._settings.ema
@@ -201,6 +231,7 @@ class Trainer:
 
         Of a sharded model this rank's parts of it.
         """
+        self.switching.need(SUMS)
         if self._objective.scale_over == "group":
             total = self._sums.total(1.0)
         else:
@@ -241,6 +272,7 @@ class Trainer:
                 f"{self.update} updates of batch {self.batch} are committed and the state before is not kept; "
                 "make the trainer with keep_last_version=True"
             )
+        self.switching.settle()
         policies = self._last_version["policies"] | {"reference": self.policies.reference_state()}
         return self._last_version | {"policies": policies}
 
@@ -253,6 +285,7 @@ class Trainer:
         state = self._own_parts(state)
         self.policies.check_state(state["policies"])
         check_moments(state["optimizer"], parameters)
+        self.switching.need(*EVERYTHING, changes=True)
         if self.ema is not None:
             check_fits("state of the moving average", state["ema"] or {}, parameters)
             self.ema.load_state(state["ema"])
@@ -319,7 +352,9 @@ class Trainer:
         return counts.pop()
 
     def _train(self, place: int, entry: _Entry, wanted: set[int]) -> None:
-        entry.sums.add(wanted, self._run(place, entry, self._terms(entry, wanted)))
+        result = self._run(place, entry, self._terms(entry, wanted))
+        self.switching.need(SUMS, changes=True)  # not before: sums come back while the group is replayed
+        entry.sums.add(wanted, result)
         entry.trained |= wanted
         if len(entry.trained) == self._shape.group_size:
             self._open.add([place], entry.sums.total)
@@ -332,6 +367,7 @@ class Trainer:
 
     def _run(self, place: int, entry: _Entry, terms: list[Term], only_waiting: bool = False) -> PassResult:
         assert entry.group is not None
+        self.switching.need(*TO_REPLAY)
         return self._passes.run(
             terms,
             Job(
@@ -420,7 +456,11 @@ class Trainer:
     def _sums(self) -> GradientSums:
         return self._open.total.sums
 
+    def _all_sums(self) -> dict[str, OrderedSums]:
+        return {"open": self._open, **{f"group {place}": entry.sums for place, entry in self._entries.items()}}
+
     def _state_of_now(self, with_reference: bool = True) -> dict[str, Any]:
+        self.switching.settle()
         return {
             "batch": self.batch,
             "updates_done": self.updates_done,

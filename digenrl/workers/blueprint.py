@@ -14,14 +14,18 @@ from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
 from digenrl.generation.windows import read_window
-from digenrl.models.contract import DiffusionModel, SampleSize
+from digenrl.models.compiled import compile_blocks
+from digenrl.models.contract import DiffusionModel, SampleSize, TextEncoder
 from digenrl.models.loading import check_source
 from digenrl.models.lora import add_lora
+from digenrl.models.parked_texts import ParkedTexts
+from digenrl.models.random_texts import RandomTexts
 from digenrl.models.registry import find_family
 from digenrl.models.trajectory import StepNoise
 from digenrl.stages import Blueprint
 
 DEMO_SOURCE = "demo"
+RANDOM_SOURCE = "random"
 
 
 def read_blueprint(recipe: Recipe) -> Blueprint:
@@ -33,7 +37,10 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
         raise ConfigError(
             f"model.negative_prompt: {family.name} has embedded guidance and takes none; leave it out"
         )
-    check_source(family.pipeline_class, source_of(recipe))
+    if is_random(recipe):
+        family.full_size(random_size(recipe))
+    else:
+        check_source(family.pipeline_class, source_of(recipe))
     algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
     window = read_window(dict(recipe.sample.window or algorithm.rollout_window))
     window.check(recipe.sample.denoising_steps)
@@ -62,20 +69,38 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
     )
 
 
-def load_model(blueprint: Blueprint, device: str) -> DiffusionModel:
-    """The recipe's model without text encoders, and with adapters where it trains those."""
-    recipe = blueprint.recipe
-    with _told_in_one_line(recipe):
-        model = blueprint.family.load(source_of(recipe), dtype_of(recipe), device, text_encoders=False)
+def load_model(blueprint: Blueprint, device: str, for_a_run: bool = True) -> DiffusionModel:
+    """The recipe's model without text encoders, and with adapters where it trains those.
+
+    Compiling takes a minute or so and pays `for_a_run`, not for a few pictures.
+    """
+    recipe, family = blueprint.recipe, blueprint.family
+    if is_random(recipe):
+        model = family.build_full(dtype_of(recipe), device, random_size(recipe), seed=recipe.seed)
+    else:
+        with _told_in_one_line(recipe):
+            model = family.load(source_of(recipe), dtype_of(recipe), device, text_encoders=False)
     if recipe.training.lora is not None:
         add_lora(model, recipe.training.lora.rank, recipe.training.lora.alpha, seed=recipe.seed)
+    if for_a_run and compiles(recipe, device):
+        compile_blocks(model)
     return model
 
 
-def load_text_encoders(blueprint: Blueprint, device: str) -> DiffusionModel:
-    """What encodes the recipe's prompts."""
+def compiles(recipe: Recipe, device: str) -> bool:
+    """Whether a model is compiled on this device."""
+    told = recipe.model.compile
+    return device.startswith("cuda") if told == "auto" else told
+
+
+def load_text_encoders(blueprint: Blueprint, device: str, shares_device: bool = False) -> TextEncoder:
+    """What encodes the recipe's prompts. On a card that it shares with training it makes room between times."""
     recipe = blueprint.recipe
+    if is_random(recipe):
+        return RandomTexts(blueprint.family, dtype_of(recipe), random_size(recipe))
     with _told_in_one_line(recipe):
+        if shares_device and device.startswith("cuda"):
+            return ParkedTexts(blueprint.family.load_text_encoders(source_of(recipe), dtype_of(recipe)), device)
         return blueprint.family.load_text_encoders(source_of(recipe), dtype_of(recipe), device)
 
 
@@ -95,6 +120,16 @@ def dtype_of(recipe: Recipe) -> torch.dtype:
     """The type of the weights that are not trained."""
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
     return dtype
+
+
+def is_random(recipe: Recipe) -> bool:
+    """Whether the model has random weights."""
+    return recipe.model.source.partition(":")[0] == RANDOM_SOURCE
+
+
+def random_size(recipe: Recipe) -> str | None:
+    """Which of the family's sizes a random model has; None for the first."""
+    return recipe.model.source.partition(":")[2] or None
 
 
 def source_of(recipe: Recipe) -> str | Path:

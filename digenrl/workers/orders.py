@@ -240,10 +240,14 @@ class SaveCheckpoint(Order):
 
 @dataclass(frozen=True, slots=True)
 class RehearseMaking(Order):
-    """Make slices of these sizes and forget them. Answered by MakingRehearsed."""
+    """Make slices of these sizes and forget them. Answered by MakingRehearsed.
+
+    Held-out samples are made, too, so many at once: a compiled model meets all sizes of a batch before the run.
+    """
 
     prompt: EncodedPrompt
     sizes: tuple[int, ...]
+    held_out: tuple[int, ...] = ()
 
     def reads(self) -> tuple[str, ...]:
         return (self.prompt.row,)
@@ -251,13 +255,22 @@ class RehearseMaking(Order):
 
 @dataclass(frozen=True, slots=True)
 class RehearseLearning(Order):
-    """Make a few samples, replay them and forget them. Answered by LearningRehearsed."""
+    """Make a few samples, replay them and forget them. Answered by LearningRehearsed.
+
+    They are made `at_once` by so many, all by default; what is more than the samples is not replayed.
+    """
 
     prompt: EncodedPrompt
     samples: int
+    at_once: int | None = None
 
     def reads(self) -> tuple[str, ...]:
         return (self.prompt.row,)
+
+
+@dataclass(frozen=True, slots=True)
+class RehearseSwitching(Order):
+    """Change from training to generating and back, and stay as before. Answered by SwitchingRehearsed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,9 +387,10 @@ class WeightsLoaded(Report):
 
 @dataclass(frozen=True, slots=True)
 class RoleChanged(Report):
-    """The worker does the other thing now."""
+    """The worker does the other thing now; the seconds that it could do neither."""
 
     generating: bool
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,17 +418,40 @@ class CheckpointSaved(Report):
 
 @dataclass(frozen=True, slots=True)
 class MakingRehearsed(Report):
-    """Seconds that a warm slice took, by size."""
+    """Seconds that a warm slice took and the card's memory at its fullest, weights included, by size.
+
+    Memory is 0 on a CPU.
+    """
 
     seconds: Mapping[int, float]
+    peak_bytes: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class LearningRehearsed(Report):
-    """Seconds per sample, warm, and the pack size that was used or found."""
+    """Seconds per sample, warm, and how pairs are packed: as told, or as measured memory allows.
+
+    `peak_bytes` is the card's memory at its fullest, weights included, and `planned_bytes` what was expected
+    before it was measured; both are 0 on a CPU, and the latter where nothing was planned.
+    """
 
     seconds_per_sample: float
     pack_size: int
+    checkpointed_blocks: int = 0
+    peak_bytes: int = 0
+    planned_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchingRehearsed(Report):
+    """Seconds of one change to generating and of one back, with what is held in the middle of a step.
+
+    `moved_bytes` leave the card and come back; copies that go on beside other work are not in the seconds.
+    """
+
+    to_generating: float
+    to_training: float
+    moved_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,14 +20,18 @@ from digenrl import stages
 from digenrl.exchange.folder import WeightsReference
 from digenrl.exchange.tensors import Exchange
 from digenrl.generation.rollout import GeneratedSlice
-from digenrl.models.contract import Conditioning, DiffusionModel
+from digenrl.models.compiled import is_compiled
+from digenrl.models.contract import Conditioning, DiffusionModel, TextEncoder
 from digenrl.models.pairs import ScoredGroup
 from digenrl.models.published import load_published
+from digenrl.models.trajectory import Trajectory
+from digenrl.models.transfers import sent, wait_for
 from digenrl.records import Slice
 from digenrl.rewards.contract import Reward, RewardError
 from digenrl.stages import Blueprint
 from digenrl.training.state_trees import state_as_tensors, state_of_tensors
 from digenrl.training.trainer import Trainer
+from digenrl.workers.card_memory import peak_bytes, watch_peak
 from digenrl.workers.orders import (
     ChangeRole,
     EncodedPrompt,
@@ -48,6 +52,7 @@ from digenrl.workers.orders import (
     PromptsSampled,
     RehearseLearning,
     RehearseMaking,
+    RehearseSwitching,
     Report,
     RestoreState,
     RoleChanged,
@@ -60,6 +65,7 @@ from digenrl.workers.orders import (
     SliceMade,
     StateRestored,
     StepTaken,
+    SwitchingRehearsed,
     TakeStep,
     WeightsLaidOut,
     WeightsLoaded,
@@ -78,7 +84,7 @@ from digenrl.workers.tensor_files import (
 
 Handlers = Mapping[type[Order], Callable[[Any], Report]]
 REHEARSED = -1  # the step of samples that are made and forgotten
-NO_WEIGHTS = WeightsReference("", 0, 0)  # of ranks that leave publishing to the first
+NO_WEIGHTS = WeightsReference("", 0, 0)  # where nobody reads them, and of ranks that leave it to the first
 
 
 class Role(Protocol):
@@ -91,7 +97,7 @@ class Role(Protocol):
 class Encoding:
     """Encodes prompts, each once, and lays their rows out."""
 
-    def __init__(self, model: DiffusionModel, exchange: Exchange, negative_prompt: str | None) -> None:
+    def __init__(self, model: TextEncoder, exchange: Exchange, negative_prompt: str | None) -> None:
         self._model, self._exchange = model, exchange
         self._negative = None if negative_prompt is None else [negative_prompt]
         self.handlers: Handlers = {EncodePrompts: self.encode}
@@ -163,6 +169,7 @@ class Generating:
     ) -> None:
         self._blueprint, self._model, self._exchange = blueprint, model, exchange
         self._scoring, self._trainer, self._slowdown = scoring, trainer, slowdown
+        self._limits = stages.row_limits(blueprint)
         self._loaded_version = 0
         self.handlers: Handlers = {
             MakeSlice: self.make_slice,
@@ -203,13 +210,15 @@ class Generating:
         evaluation = self._blueprint.recipe.evaluation
         assert evaluation is not None
         self._serve(order.version, order.weights)
+        if self._trainer is not None:
+            self._trainer.switching.leave()  # a version is evaluated before the role changes
         pixels = []
         for start in range(0, len(order.prompts), evaluation.batch):
-            rows = [self._row(prompt) for prompt in order.prompts[start : start + evaluation.batch]]
             with self._weights():
+                rows = [self._row(prompt) for prompt in order.prompts[start : start + evaluation.batch]]
                 pixels.append(
                     stages.held_out_pixels(
-                        self._blueprint, self._model, Conditioning.joined(rows), order.first + start
+                        self._blueprint, self._model, Conditioning.joined(rows), order.first + start, self._limits
                     )
                 )
         pixels_BFCHW = torch.cat(pixels)
@@ -218,21 +227,35 @@ class Generating:
         return PromptsSampled(order.name)
 
     def rehearse(self, order: RehearseMaking) -> MakingRehearsed:
-        """Makes one slice of every size to warm up, and then one against the clock."""
-        return MakingRehearsed({size: self._rehearse_slice(order.prompt, size) for size in order.sizes})
+        """Makes one slice of every size to warm up, and then one against the clock; held-out samples once."""
+        seconds, peaks = {}, {}
+        for size in order.sizes:
+            watch_peak(self._model.device)
+            seconds[size] = self._rehearse_slice(order.prompt, size)
+            peaks[size] = peak_bytes(self._model.device)
+        for size in order.held_out:
+            with self._weights():
+                row = self._row(order.prompt)
+                rows = Conditioning.joined([self._model.of_another_length(row), *[row] * (size - 1)])
+                stages.held_out_pixels(self._blueprint, self._model, rows, 0, self._limits)
+        return MakingRehearsed(seconds, peaks)
 
-    def make_and_forget(self, prompt: EncodedPrompt, samples: int) -> ScoredGroup:
-        """Some samples with made-up rewards, for a trainer to rehearse with."""
-        piece = Slice(REHEARSED, 0, 0, samples)
-        row = self._row(prompt)
-        with self._weights():
-            made, _ = stages.generate(self._blueprint, self._model, row, piece, self.version)
-        return ScoredGroup(row, made.trajectories, tuple(float(index) for index in range(samples)))
+    def make_and_forget(self, prompt: EncodedPrompt, samples: int, at_once: int) -> ScoredGroup:
+        """Some samples with made-up rewards, for a trainer to rehearse with, made in slices of this size."""
+        row = self._model.compact(self._row(prompt))
+        trajectories: list[Trajectory] = []
+        for first in range(0, samples, at_once):
+            piece = Slice(REHEARSED, 0, first, at_once)
+            with self._weights():
+                made, _ = stages.generate(self._blueprint, self._model, row, piece, self.version, self._limits)
+            trajectories += made.trajectories
+        return ScoredGroup(row, tuple(trajectories[:samples]), tuple(float(index) for index in range(samples)))
 
     def _generate(self, prompt: EncodedPrompt, piece: Slice) -> tuple[GeneratedSlice, Tensor]:
         began = perf_counter()
         with self._weights():
-            made = stages.generate(self._blueprint, self._model, self._row(prompt), piece, self.version)
+            row = self._row(prompt)
+            made = stages.generate(self._blueprint, self._model, row, piece, self.version, self._limits)
         if self._slowdown > 1:
             sleep((perf_counter() - began) * (self._slowdown - 1))
         return made
@@ -273,9 +296,10 @@ class Learning:
         exchange: Exchange,
         trainer: Trainer,
         generating: Generating,
+        publishes: bool = True,
     ) -> None:
         self._blueprint, self._model, self._exchange = blueprint, model, exchange
-        self._trainer, self._generating = trainer, generating
+        self._trainer, self._generating, self._publishes = trainer, generating, publishes
         self.handlers: Handlers = {
             LearnGroups: self.learn,
             TakeStep: self.take_step,
@@ -283,16 +307,19 @@ class Learning:
             LayOutWeights: self.lay_out_weights,
             RestoreState: self.restore,
             RehearseLearning: self.rehearse,
+            RehearseSwitching: self.rehearse_switching,
         }
 
     def learn(self, order: LearnGroups) -> GroupsLearnt:
         """Groups join the gradient in the order given; updates before the batch's last are taken when complete."""
         updates: list[Mapping[str, Any]] = []
+        self._trainer.switching.come_back()  # of a trainer that took another's place, or helped meanwhile
         for group in order.groups:
             stages.train(self._trainer, self._scored(group), group.place)
             last = self._blueprint.algorithm.updates_per_batch - 1
             while self._trainer.update < last and self._trainer.can_commit():
                 updates.append(asdict(self._trainer.commit()))
+        wait_for(self._model.device)  # once, so that whoever takes the time sees what a group costs
         return GroupsLearnt(tuple(updates))
 
     def take_step(self, order: TakeStep) -> StepTaken:
@@ -306,9 +333,10 @@ class Learning:
     def lay_out_weights(self, order: LayOutWeights) -> WeightsLaidOut:
         """The weights that the next batch is generated with and, if asked for, all that a successor needs.
 
-        A version that the trainer has left meanwhile is nobody's concern any more.
+        A version that the trainer has left meanwhile is nobody's concern any more, and where nobody else generates
+        none ever is.
         """
-        if order.version != self._trainer.batch:
+        if order.version != self._trainer.batch or not self._publishes:
             return WeightsLaidOut(self._trainer.batch, NO_WEIGHTS)
         published = stages.publish(self._trainer)  # by all ranks together, where weights are sharded
         weights = NO_WEIGHTS
@@ -327,24 +355,66 @@ class Learning:
         return StateRestored(order.version)
 
     def change_role(self, order: ChangeRole) -> RoleChanged:
-        """Nothing to move: one model serves both, and gradients are kept apart from it."""
-        return RoleChanged(order.generating)
+        """One model serves both. What only training needs makes room, where the recipe says so."""
+        return RoleChanged(order.generating, self._switch(order.generating))
+
+    def rehearse_switching(self, order: RehearseSwitching) -> SwitchingRehearsed:
+        """There and back twice, the second time against the clock: the first takes host memory."""
+        switching = self._trainer.switching
+        for _ in range(2):
+            with switching.as_in_a_step():
+                leaving = self._switch(generating=True)
+                moved_bytes = switching.bytes_away
+                switching.settle()
+                returning = self._switch(generating=False)
+        return SwitchingRehearsed(leaving, returning, moved_bytes)
+
+    def _switch(self, generating: bool) -> float:
+        """Returns the seconds until work can go on; copies may still be made beside it."""
+        began = perf_counter()
+        if generating:
+            self._trainer.switching.leave()
+        else:
+            self._trainer.switching.come_back()
+        return perf_counter() - began
 
     def rehearse(self, order: RehearseLearning) -> LearningRehearsed:
         """Replays a few samples twice, the second time against the clock."""
-        group = self._generating.make_and_forget(order.prompt, order.samples)
+        group = self._generating.make_and_forget(order.prompt, order.samples, order.at_once or order.samples)
         self._trainer.rehearse(group)
+        watch_peak(self._model.device)
+        seconds_per_sample = self._timed_replay(group, later=False)
+        updates = self._blueprint.algorithm.updates_per_batch
+        if self._trainer.later_updates_differ:
+            if is_compiled(self._model):
+                self._trainer.rehearse(group, later=True)
+            later_s = self._timed_replay(group, later=True)
+            seconds_per_sample = (seconds_per_sample + (updates - 1) * later_s) / updates
+        packing = self._trainer.packing
+        assert packing is not None, "a rehearsal finds it"
+        return LearningRehearsed(
+            seconds_per_sample,
+            packing.pack_size,
+            packing.checkpointed,
+            peak_bytes=peak_bytes(self._model.device),
+            planned_bytes=packing.planned_bytes,
+        )
+
+    def _timed_replay(self, group: ScoredGroup, later: bool) -> float:
+        """Seconds per sample of whole groups."""
         began = perf_counter()
-        self._trainer.rehearse(group)
-        seconds = perf_counter() - began
-        return LearningRehearsed(seconds / order.samples, self._trainer.pack_size or 1)
+        share_of_group = self._trainer.rehearse(group, later=later)
+        wait_for(self._model.device)
+        return (perf_counter() - began) / share_of_group / self._blueprint.shape.group_size
 
     def _scored(self, group: LearnableGroup) -> ScoredGroup:
         trajectories = [trajectory for made in group.slices for trajectory in self._trajectories(made)]
-        row = conditioning_of(self._exchange.get(group.prompt.row)).to(self._model.device)
+        # Made compact here and not for every pack: on a card, the values that it reads have to be waited for.
+        row = self._model.compact(conditioning_of(self._exchange.get(group.prompt.row))).to(self._model.device)
         return stages.advantage(self._blueprint, row, trajectories, group.rewards)
 
     def _trajectories(self, made: MadeSlice) -> Sequence[Any]:
         samples = tuple(made.slice.samples())
-        tensors = {name: value.to(self._model.device) for name, value in self._exchange.get(made.name).items()}
+        device, laid_out = self._model.device, self._exchange.get(made.name)
+        tensors = {name: sent(value, device) for name, value in laid_out.items()}
         return trajectories_of(tensors, samples, stages.plan(self._blueprint, self._model, samples), made.version)

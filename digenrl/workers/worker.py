@@ -66,7 +66,8 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
     if scoring is not None:
         roles.append(scoring)
     if "encode" in duties:
-        encoders = load_text_encoders(blueprint, assignment.device)
+        shares_device = bool(duties & {"generate", "learn"})
+        encoders = load_text_encoders(blueprint, assignment.device, shares_device)
         roles.append(Encoding(encoders, exchange, recipe.model.negative_prompt))
     if "generate" in duties or "learn" in duties:
         model = load_model(blueprint, assignment.device)
@@ -77,7 +78,8 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
             saving = Saving(model, trainer)
             if assignment.checkpoint is not None:
                 saving.resume(assignment.checkpoint)
-            roles += [Learning(blueprint, model, exchange, trainer, generating), saving]
+            publishes = recipe.mode != "colocated"
+            roles += [Learning(blueprint, model, exchange, trainer, generating, publishes), saving]
     return Worker(roles)
 
 

@@ -16,6 +16,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
+from digenrl.models.blocks import checkpoint_blocks, repeated_blocks
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
 from digenrl.models.family import Family
 from digenrl.models.lora import (
@@ -140,9 +141,12 @@ def mixed_batch(model: DiffusionModel, size: SampleSize) -> tuple[Tensor, Tensor
 
 
 @pytest.mark.parametrize("guided", [True, False], ids=["guidance on", "guidance off"])
-def test_our_euler_loop_equals_the_diffusers_pipeline_bit_for_bit(
+def test_our_euler_loop_equals_the_diffusers_pipeline(
     family: Family, directory: Path, shared_model: DiffusionModel, guided: bool
 ) -> None:
+    """To the last bit where forwards have the pipeline's shapes. Wan's pipeline runs its branches one by one, and
+    HunyuanVideo's keeps padding."""
+    same_shapes = family.name not in ("wan", "hunyuan_video")
     model, size = shared_model, oblong(family)
     guidance = family.default_guidance if guided else 1.0
     pipeline = open_pipeline(family, directory)
@@ -151,7 +155,7 @@ def test_our_euler_loop_equals_the_diffusers_pipeline_bit_for_bit(
     ours = euler_loop(model, latents, model.encode(PROMPTS), guidance, size)
     assert torch.isfinite(ours).all()
     assert ours.shape == theirs.shape
-    assert torch.equal(ours, theirs)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if same_shapes else 2e-6)
     assert not torch.equal(ours, latents)
     schedule = model.schedule(STEPS, size)
     assert torch.equal(schedule.sigmas, pipeline.scheduler.sigmas)
@@ -258,14 +262,22 @@ def gradient_of(model: DiffusionModel, family: Family) -> dict[str, Tensor | Non
     return {name: parameter.grad for name, parameter in trainable_parameters(model).items()}
 
 
-def test_gradient_checkpointing_leaves_the_gradient_unchanged(family: Family, model: DiffusionModel) -> None:
+@pytest.mark.parametrize("share", ["one", "all"])
+def test_computing_blocks_again_leaves_the_gradient_unchanged(
+    family: Family, model: DiffusionModel, share: str
+) -> None:
     add_lora(model, rank=2, alpha=4, seed=0)
     shake_adapters(model)
     plain = gradient_of(model, family)
-    transformer: Any = model.transformer
-    transformer.enable_gradient_checkpointing()
-    assert transformer.is_gradient_checkpointing
+    blocks = repeated_blocks(model.transformer)
+    runs = [0] * len(blocks)
+    for index, block in enumerate(blocks):
+        block.register_forward_pre_hook(lambda *_, index=index: runs.__setitem__(index, runs[index] + 1))
+    count = 1 if share == "one" else len(blocks)
+    checkpoint_blocks(model, count)
     checkpointed = gradient_of(model, family)
+    forwards = runs[-1] // 2 if share == "all" else runs[-1]
+    assert runs == [2 * forwards] * count + [forwards] * (len(blocks) - count)
     assert plain.keys() == checkpointed.keys()
     reached = 0
     for name, expected in plain.items():
@@ -275,6 +287,9 @@ def test_gradient_checkpointing_leaves_the_gradient_unchanged(family: Family, mo
             assert torch.equal(got, expected), name
             reached += bool(expected.abs().max() > 0)
     assert reached > len(plain) / 2
+    checkpoint_blocks(model, 0)
+    gradient_of(model, family)
+    assert runs[0] == 3 * forwards
 
 
 def test_an_fp64_model_computes_velocity_and_gradient_in_fp64(family: Family, directory: Path) -> None:

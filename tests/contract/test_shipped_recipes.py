@@ -77,8 +77,16 @@ def test_its_algorithm_can_make_something_of_the_batch(name: str) -> None:
 def test_trained_weights_are_never_kept_in_half_precision(name: str) -> None:
     recipe = shipped(name)
     assert recipe.training.lora is not None or recipe.model.dtype == "float32"
-    if recipe.training.autocast == "bf16":
-        assert recipe.training.old_log_probs == "recomputed"
+
+
+@each_recipe
+def test_where_forwards_are_in_bf16_old_log_probs_are_recomputed(name: str) -> None:
+    """Adapters compute in the type of a bf16 base; weights that are trained are fp32, and need autocast for it."""
+    recipe = shipped(name)
+    in_bf16 = "bf16" if name != "demo" else "off"
+    assert recipe.training.autocast == ("off" if recipe.training.lora else in_bf16)
+    assert recipe.model.dtype == ("bfloat16" if recipe.training.lora else "float32")
+    assert recipe.training.old_log_probs == ("rollout" if name == "demo" else "recomputed")
 
 
 @each_recipe

@@ -1,16 +1,22 @@
-"""The command line as a user meets it: in a process of its own, right and wrong."""
+"""The command line as a user meets it, right and wrong: in a process of its own where that could matter."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from digenrl.cli import main
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "video_mixed.yaml"
@@ -25,16 +31,36 @@ SMALL = {
 HELPER = {"seconds_per_sample": 0.5, "helper": {"lanes": 1, "seconds": {2: 2.0}}}
 
 
-def digenrl(*arguments: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a command left: its exit code and what it printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def digenrl(*arguments: object, cwd: Path | None = None, **environment: str) -> Outcome:
+    """The entry point, called here: a process of its own takes a second to start."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["digenrl", *map(str, arguments)])
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        if cwd is not None:
+            patch.chdir(cwd)
+        with pytest.raises(SystemExit) as left:
+            main()
+    assert isinstance(left.value.code, int)
+    return Outcome(left.value.code, out.getvalue(), err.getvalue())
+
+
+def digenrl_in_a_process(*arguments: object, cwd: Path | None = None) -> Outcome:
+    """The same, as a user calls it."""
     command = [sys.executable, "-c", "from digenrl.cli import main; main()", *map(str, arguments)]
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        check=False,
-        env={**os.environ, "COLUMNS": "100", **environment},
-    )
+    environment = {**os.environ, "COLUMNS": "100"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False, env=environment)
+    return Outcome(done.returncode, done.stdout, done.stderr)
 
 
 def spec_file(folder: Path, **changes: Any) -> Path:
@@ -43,7 +69,7 @@ def spec_file(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def complaint(result: subprocess.CompletedProcess[str]) -> str:
+def complaint(result: Outcome) -> str:
     """The one line on stderr of a run that failed as it should."""
     assert result.returncode == 2, result.stderr
     assert result.stdout == ""
@@ -54,7 +80,7 @@ def complaint(result: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_simulate_prints_a_table_and_a_picture_of_the_lanes() -> None:
-    result = digenrl("simulate", EXAMPLE)
+    result = digenrl_in_a_process("simulate", EXAMPLE)
     assert result.returncode == 0, result.stderr
     for word in ("makespan", "efficiency", "h100-0", "trainer", "helper-0"):
         assert word in result.stdout
@@ -135,7 +161,7 @@ def test_help_auto_without_a_helper_is_no_help(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_and_a_folder_that_is_not_there_are_said_before_any_work(tmp_path: Path) -> None:
-    assert "cannot be read" in complaint(digenrl("simulate", tmp_path / "none.yaml"))
+    assert "cannot be read" in complaint(digenrl_in_a_process("simulate", tmp_path / "none.yaml"))
     nowhere = tmp_path / "nowhere" / "x.svg"
     assert "there is no folder" in complaint(digenrl("simulate", EXAMPLE, "--gantt", nowhere))
 
@@ -241,12 +267,13 @@ def test_simulating_and_planning_load_neither_torch_nor_ray(tmp_path: Path) -> N
         assert json.loads(result.stdout)[key] > 0
 
 
-def test_the_example_by_hand_trains_and_says_what_came_of_it() -> None:
-    script = ROOT / "examples" / "rl_by_hand.py"
-    command = [sys.executable, str(script), "--steps", "2"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert "mean reward of the first 1 steps" in result.stdout
+def test_the_example_by_hand_trains_and_says_what_came_of_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = str(ROOT / "examples" / "rl_by_hand.py")
+    monkeypatch.setattr(sys, "argv", [script, "--steps", "2"])
+    runpy.run_path(script, run_name="__main__")
+    assert "mean reward of the first 1 steps" in capsys.readouterr().out
 
 
 def test_make_tiny_writes_a_pipeline_and_wrong_words_are_one_line(tmp_path: Path) -> None:

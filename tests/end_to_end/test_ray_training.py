@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Mapping
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from live_runs import PATIENCE_S, LiveRuns, Meanwhile, lines_of, metric, steps_done, trained, wait_for, workers_of
+from live_runs import (
+    PATIENCE_S,
+    LiveRuns,
+    lines_of,
+    metric,
+    steps_done,
+    wait_for,
+    workers_of,
+)
 from ray_clusters import SeveralNodes, nodes_alone
 from torch import Tensor
 
 from digenrl.cli import INTERRUPTED
 from digenrl.config.reading import ConfigError
 from digenrl.records import WorkerJoined, WorkerLost
-from digenrl.runs.folder import RunFolder, Status
+from digenrl.runs.folder import RunFolder
 from digenrl.runs.journal import read_journal
 from digenrl.training.checkpoints import read_checkpoint
 
@@ -24,6 +35,7 @@ pytest.importorskip("ray")
 
 LORA = ("training.learning_rate=3e-5",)
 FULL = (*LORA, "training.lora=null")
+RANKS = ("lanes.ranks=2",)
 FEW_WORKERS = ("lanes.rewards=0",)  # every actor loads torch
 
 
@@ -54,68 +66,92 @@ def weights(run: RunFolder, step: int) -> Mapping[str, Tensor]:
     return state
 
 
-@pytest.mark.parametrize("kind", [LORA, FULL], ids=["lora", "full"])
-def test_a_cluster_gives_the_weights_of_one_machine(
-    kind: tuple[str, ...], live: LiveRuns, nodes: SeveralNodes
-) -> None:
-    options = (*kind, *FEW_WORKERS, "lanes.ranks=2")
+def test_a_cluster_gives_the_weights_of_one_machine(live: LiveRuns, nodes: SeveralNodes) -> None:
+    options = (*FULL, *FEW_WORKERS, *RANKS)
     here, there = live.finished(*options), live.finished(*options, *on(nodes))
-    one, other = weights(here, 3), weights(there, 3)
-    assert all(torch.equal(one[name], other[name]) for name in one), "the same shapes: to the last bit"
+    assert_same_weights(there, here, 3)
     assert metric(there, "step") == [0, 1, 2]
-    assert sum(metric(there, "wire_bytes")) >= 2 * metric(there, "publish_bytes")[0], "two versions were needed"
+    assert_versions_went_by_wire(there)
 
 
-def kill(run: Path, *workers: str, steps: int) -> None:
-    wait_for(lambda: steps_done(run) >= steps, f"step {steps}")
-    found = wait_for(lambda: workers_of(run).keys() >= set(workers) and workers_of(run), f"{workers}")
-    for worker in workers:
-        os.kill(found[worker], signal.SIGKILL)
+def assert_same_weights(there: RunFolder, here: RunFolder, step: int) -> None:
+    one, other = weights(here, step), weights(there, step)
+    assert all(torch.equal(one[name], other[name]) for name in one), "the same shapes: to the last bit"
 
 
-def test_a_generator_a_machine_and_a_trainer_may_be_lost(live: LiveRuns, nodes: SeveralNodes) -> None:
-    quiet = live.finished(*LORA, "steps=14", "mode=colocated")
-    doomed = nodes.add(num_cpus=1, resources={"doomed": 1})
+def assert_versions_went_by_wire(run: RunFolder) -> None:
+    assert sum(metric(run, "wire_bytes")) >= 2 * metric(run, "publish_bytes")[0], "two versions were needed"
+
+
+class Hurt:
+    """A run in a process of its own, on a cluster that changes: Ray adds machines in a main thread alone."""
+
+    def __init__(self, command: subprocess.Popen[str], path: Path) -> None:
+        self._command, self._path = command, path
+
+    def wait(self, true: Callable[[], Any], what: str) -> Any:
+        found = wait_for(lambda: self._command.poll() is not None or true(), what)
+        assert self._command.poll() is None, self._command.communicate()
+        return found
+
+    def kill(self, *workers: str) -> None:
+        found = self.wait(lambda: workers_of(self._path).keys() >= set(workers) and workers_of(self._path), "them")
+        for worker in workers:
+            os.kill(found[worker], signal.SIGKILL)
+
+    def after(self, steps: int) -> None:
+        self.wait(lambda: steps_done(self._path) >= steps, f"step {steps}")
+
+    def count(self, event: type) -> int:
+        return sum(isinstance(decision.event, event) for decision in read_journal(self._path / "journal.jsonl"))
+
+    def made_by(self) -> set[str]:
+        spans = lines_of(self._path / "spans.jsonl")
+        return {span["lane"] for span in spans if span["work"] == "generate"}
+
+    def interrupt(self) -> None:
+        self._command.send_signal(signal.SIGINT)
+        _, errors = self._command.communicate(timeout=PATIENCE_S)
+        assert self._command.returncode == INTERRUPTED, errors
+
+
+@contextmanager
+def hurt(live: LiveRuns, path: Path, *overrides: str) -> Iterator[Hurt]:
+    command = live.command("tiny.yaml", *overrides, "--out", str(path))
+    try:
+        yield Hurt(command, path)
+    finally:
+        command.kill()
+        command.communicate()
+
+
+def test_a_generator_a_machine_and_a_trainer_may_be_lost_and_a_lane_joins_with_a_machine_that_is_added(
+    live: LiveRuns, nodes: SeveralNodes
+) -> None:
     path = live.new_path()
-
-    def hurt() -> None:
-        kill(path, "generator-0", steps=1)
-        wait_for(lambda: steps_done(path) >= 3, "step 3")
+    machine = {"num_cpus": 1, "resources": {"pasture": 1}}
+    doomed = nodes.add(**machine)
+    home = "{name: home, cpus: 0, resources: {away: 1}}"
+    elastic = "{name: far, cpus: 0, resources: {pasture: 1}, count: 1, up_to: 2}"
+    options = (*LORA, *FEW_WORKERS, *RANKS)
+    with hurt(live, path, *options, "steps=2000", *on(nodes, home, elastic)) as run:
+        run.after(steps=1)
+        run.kill("generator-0")
+        run.after(steps=3)
         nodes.kill(doomed)
-        kill(path, "trainer", steps=5)
-
-    pools = ("{name: home, cpus: 0, resources: {away: 1}}", "{name: far, cpus: 0, resources: {doomed: 1}}")
-    with Meanwhile(path, hurt):
-        status, run = live.run(*LORA, *FEW_WORKERS, "steps=14", *on(nodes, *pools), out=path)
-    assert status is Status.FINISHED
-    assert trained(run, 14) == trained(quiet, 14)
-    assert metric(run, "step") == list(range(14))
-    events = [type(decision.event) for decision in read_journal(run.journal)]
-    assert events.count(WorkerLost) == 2 and events.count(WorkerJoined) == 1, "one lane found no room again"
-
-
-def test_a_lane_joins_with_a_machine_that_is_added(live: LiveRuns, nodes: SeveralNodes) -> None:
-    path = live.new_path()
-    first = nodes.add(num_cpus=1, resources={"pasture": 1})
-    elastic = on(nodes, "{cpus: 0, resources: {pasture: 1}, count: 1, up_to: 2}")
-    run = live.command("tiny.yaml", *LORA, "steps=2000", *FEW_WORKERS, *elastic, "--out", str(path))
-    wait_for(lambda: steps_done(path) >= 1 or run.poll() is not None, "step 1")
-    assert run.poll() is None, run.communicate()
-    added = nodes.add(num_cpus=1, resources={"pasture": 1})
-
-    def made_by() -> set[str]:
-        assert run.poll() is None, "the run is over"
-        return {span["lane"] for span in lines_of(path / "spans.jsonl") if span["work"] == "generate"}
-
-    wait_for(lambda: {"generator-0", "generator-1"} <= made_by(), "a slice of the lane that joined")
-    run.send_signal(signal.SIGINT)
-    _, errors = run.communicate(timeout=PATIENCE_S)
-    assert run.returncode == INTERRUPTED, errors
-    steps = steps_done(path)
-    here = live.finished(*LORA, f"steps={steps}", "mode=colocated")
-    assert trained(RunFolder.open(path), steps) == trained(here, steps)
-    for node in (first, added):
-        nodes.kill(node)
+        run.after(steps=5)
+        run.kill("trainer-0", "trainer-1")
+        run.after(steps=6)
+        run.wait(lambda: run.count(WorkerLost) == 2, "the news of both losses")
+        assert run.count(WorkerJoined) == 1, "one lane found no room again"
+        added = nodes.add(**machine)
+        run.wait(lambda: "generator-2" in run.made_by(), "a slice of the lane that joined")
+        run.interrupt()
+    nodes.kill(added)
+    folder, steps = RunFolder.open(path), steps_done(path)
+    assert metric(folder, "step") == list(range(steps))
+    assert_same_weights(folder, live.finished(*options, f"steps={steps}"), steps)
+    assert_versions_went_by_wire(folder)
 
 
 @pytest.mark.parametrize(

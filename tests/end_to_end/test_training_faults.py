@@ -164,11 +164,11 @@ def test_a_killed_trainer_whose_state_is_not_in_memory_goes_on_from_the_last_che
     hurt = Hurt(path)
     with Meanwhile(path, lambda: hurt.kill("trainer", steps=3)):
         status, run = live.run(
-            "steps=30", "checkpoint.in_memory=false", "checkpoint.every=2", "checkpoint.keep=99", out=path
+            "steps=12", "checkpoint.in_memory=false", "checkpoint.every=2", "checkpoint.keep=99", out=path
         )
     assert status is Status.FINISHED
-    assert trained(run, 30) == trained(live.finished("steps=30", "mode=colocated"), 30)
-    assert metric(run, "step") == list(range(30))
+    assert trained(run, 12) == trained(live.finished("steps=12", "mode=colocated"), 12)
+    assert metric(run, "step") == list(range(12))
     hurt.assert_nothing_is_left()
 
 
@@ -196,10 +196,12 @@ def test_a_trainer_killed_too_often_ends_the_run_and_the_message_says_how_to_go_
 
 
 @pytest.mark.parametrize("lanes", ["lanes.rewards=1", "lanes.rewards=0", "mode=colocated"])
-def test_a_prompt_that_cannot_be_scored_is_replaced_by_another(lanes: str, live: LiveRuns) -> None:
+def test_a_prompt_that_cannot_be_scored_is_replaced_by_another_the_same_whoever_scores(
+    lanes: str, live: LiveRuns
+) -> None:
     refusing = {"name": "function", "target": "live_rewards:refuses", "arguments": {"prompt": "a dog"}}
-    status, run = live.run(f"rewards={json.dumps(refusing)}", lanes)
-    assert status is Status.FINISHED
+    rewards = f"rewards={json.dumps(refusing)}"
+    run = live.finished(rewards, lanes)
     quarantined = [
         action
         for decision in read_journal(run.journal)
@@ -212,14 +214,7 @@ def test_a_prompt_that_cannot_be_scored_is_replaced_by_another(lanes: str, live:
     }
     assert all("nothing to see in 'a dog'" in action.reason for action in quarantined)
     assert metric(run, "step") == [0, 1, 2]
-
-
-def test_a_prompt_that_is_replaced_gives_the_same_weights_whoever_scores(live: LiveRuns) -> None:
-    refusing = {"name": "function", "target": "live_rewards:refuses", "arguments": {"prompt": "a dog"}}
-    rewards = f"rewards={json.dumps(refusing)}"
-    assert trained(live.finished(rewards, "techniques.tag=auto"), 3) == trained(
-        live.finished(rewards, "mode=colocated"), 3
-    )
+    assert trained(run, 3) == trained(live.finished(rewards, "mode=colocated"), 3)
 
 
 def test_a_reward_that_always_fails_ends_the_run_with_its_reason(live: LiveRuns) -> None:

@@ -22,6 +22,7 @@ from live_runs import (
     steps_done,
     trained,
     wait_for,
+    workers_of,
 )
 
 from digenrl.config.reading import ConfigError
@@ -64,9 +65,15 @@ def test_a_run_that_is_interrupted_three_times_ends_as_if_it_had_not_been(live: 
     first_stop = steps_done(run)
     assert folder.checkpoint(first_stop).is_dir(), "the last step that was taken is the one that was saved"
 
-    command = live.command("--resume", str(run))
-    code, told = interrupted(command, run, after=first_stop + 2, how=signal.SIGINT)
-    assert code == 130, told
+    def stop_again() -> None:
+        wait_for(lambda: steps_done(run) >= first_stop + 2, "two more steps")
+        for worker in workers_of(run).values():  # a terminal interrupts every process of a run
+            os.kill(worker, signal.SIGINT)
+        ask_to_stop(signal.SIGINT)
+
+    with Meanwhile(run, stop_again):
+        assert live.resume(run) is Status.INTERRUPTED
+    assert_nothing_is_left(run)
     second_stop = steps_done(run)
     assert first_stop + 2 <= second_stop < 18
 

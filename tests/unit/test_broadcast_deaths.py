@@ -22,9 +22,9 @@ from digenrl.exchange import flat_weights
 from digenrl.exchange.broadcast import BroadcastError, WeightsReceiver, WeightsSender
 from digenrl.exchange.distribution import Distribution
 from digenrl.exchange.folder import WeightsReference
+from digenrl.runtimes.processes import prepare_fork_server
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "digenrl.exchange.broadcast"])
 STALL_S = 3.0
 MIDDLE = 6  # of 2 buckets of a header and 14 of 1 MB: the sockets' own memory holds fewer
 LARGE = 100_000
@@ -112,6 +112,7 @@ def memory_process(pipe: Connection, address: str, reference: WeightsReference) 
 
 @contextmanager
 def process(target: Callable[..., None], *arguments: object) -> Iterator[tuple[BaseProcess, Connection]]:
+    prepare_fork_server(threads=1)
     here, there = PROCESSES.Pipe()
     started = PROCESSES.Process(target=target, args=(there, *arguments), daemon=True)
     started.start()

@@ -15,6 +15,7 @@ from digenrl.config.reading import ConfigError
 from digenrl.generation.noise import initial_noise, step_noise
 from digenrl.generation.prompt_cache import encode_prompts
 from digenrl.generation.rollout import GeneratedSlice, decode_slice, generate_slice
+from digenrl.generation.row_limits import RowLimit
 from digenrl.generation.windows import (
     WINDOWS,
     AllSteps,
@@ -360,7 +361,7 @@ def test_a_slice_is_refused_with_the_rows_of_two_prompts() -> None:
 def test_decoding_gives_pixels_whatever_the_rows_at_once(rows_at_once: int | None) -> None:
     model = ToyModel()
     generated = generate(model, Slice(0, 0, 0, 3), AllSteps())
-    pixels = decode_slice(model, generated, rows_at_once)
+    pixels = decode_slice(model, generated, RowLimit(rows_at_once))
     assert pixels.shape == (3, 1, 3, TOY_SIZE.height, TOY_SIZE.width)
     assert pixels.min() >= 0 and pixels.max() <= 1
     assert torch.equal(pixels, model.decode(generated.final_BL, TOY_SIZE))

@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
+from peft.tuners.lora import Linear as LoraLinear
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.lora import (
+    ADAPTER,
     FILE_NAME,
+    AdaptedLinear,
     adapters_disabled,
     add_lora,
     has_lora,
@@ -132,6 +136,33 @@ def test_a_gradient_reaches_the_adapters_through_a_forward_made_before_disabling
     (velocity - reference).square().mean().backward()
     grads = [parameter.grad for parameter in trainable_parameters(model).values()]
     assert sum(float(grad.abs().sum()) for grad in grads if grad is not None) > 0
+
+
+def test_beside_a_bf16_base_adapters_compute_in_bf16_what_peft_computes_in_fp32() -> None:
+    torch.manual_seed(0)
+    config = LoraConfig(r=8, lora_alpha=16, init_lora_weights=False)
+    layer, theirs = (
+        kind(torch.nn.Linear(64, 32), ADAPTER, config=config, r=8, lora_alpha=16)
+        for kind in (AdaptedLinear, LoraLinear)
+    )
+    theirs.load_state_dict(layer.state_dict())
+    for each in (layer, theirs):
+        each.base_layer.to(torch.bfloat16).requires_grad_(False)
+    inputs = torch.randn(50, 64, dtype=torch.bfloat16, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: kept.append(value) or value, lambda value: value):
+        result = layer(inputs)
+    expected = theirs(inputs)
+    assert result.dtype == expected.dtype == torch.bfloat16
+    assert {value.dtype for value in kept if value.shape == inputs.shape} == {torch.bfloat16}
+    torch.testing.assert_close(result.float(), expected.float(), rtol=0.02, atol=0.02)
+    for each, value in ((layer, result), (theirs, expected)):
+        value.float().square().mean().backward()
+        for weight in (each.lora_A[ADAPTER].weight, each.lora_B[ADAPTER].weight):
+            assert weight.dtype == torch.float32 and weight.grad is not None
+    for side in ("lora_A", "lora_B"):
+        ours, wanted = (getattr(each, side)[ADAPTER].weight.grad for each in (layer, theirs))
+        assert (ours - wanted).norm() < 0.02 * wanted.norm()
 
 
 def test_a_state_is_a_copy_and_brings_the_velocity_back(model: DiffusionModel) -> None:

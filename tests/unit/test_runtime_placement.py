@@ -67,12 +67,19 @@ def test_a_cpu_may_be_asked_for_where_there_are_cards() -> None:
 
 
 @pytest.mark.parametrize("machine", [CPU, CARDS])
-def test_colocated_one_worker_does_everything(machine: Machine) -> None:
-    found = crew(machine, mode="colocated")
+def test_colocated_one_worker_does_everything_but_what_reward_lanes_do(machine: Machine) -> None:
+    found = crew(machine, mode="colocated", rewards=0)
     assert found.everybody() == (found.trainer,)
     assert found.trainer.duties == {"encode", "generate", "score", "learn"}
     assert found.trainer.device == ("cuda:0" if machine.cuda_devices else "cpu")
     assert found.trainer.checkpoint == Path("checkpoint")
+    found = crew(machine, mode="colocated", rewards=2)
+    assert found.trainer.duties == {"encode", "generate", "learn"}
+    assert [(each.name, each.duties) for each in found.rewards] == [
+        ("reward-0", {"score"}),
+        ("reward-1", {"score"}),
+    ]
+    assert {each.device for each in found.rewards} == {found.trainer.device}
 
 
 def test_duties_follow_the_techniques_and_the_reward_lanes() -> None:

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from digenrl.training.metrics import Tally
+from digenrl.training import metrics
+from digenrl.training.metrics import Chosen, Tally
 from digenrl.training.pack_size import MemoryLine, measure_largest_pack
 from digenrl.training.packs import Rank, cut, halves, share_of, update_of
 
@@ -85,6 +86,22 @@ def test_with_no_room_for_the_second_point_a_smaller_one_is_measured():
     cpu = torch.device("cpu")
     assert measure_largest_pack(run_pack, 10, device=cpu, memory_share=0.5, limit=64) >= 1
     assert tried == [1, 4, 2]
+
+
+def test_a_tally_looks_at_what_was_added_once_and_not_before_somebody_asks(monkeypatch):
+    looked = []
+    monkeypatch.setattr(metrics, "fetched", lambda values: looked.append(len(values)) or list(values))
+    whole, group, pack = Tally(), Tally(), Tally()
+    pack.add(
+        {"ratio": torch.tensor([1.0, 3.0]), "off": Chosen(torch.tensor([5.0, 7.0]), torch.tensor([False, True]))}
+    )
+    pack.add({"none": Chosen(torch.tensor([5.0]), torch.tensor([False]))})
+    group.merge(pack)
+    whole.merge(group)
+    whole.add({"ratio": torch.tensor([5.0])})
+    assert looked == []
+    assert (whole.mean("ratio"), whole.largest("ratio"), whole.means()) == (3, 5, {"off": 7, "ratio": 3})
+    assert looked == [6]
 
 
 def test_a_tally_of_parts_is_the_tally_of_the_whole():

@@ -171,6 +171,21 @@ def test_a_trainer_that_is_saved_and_loaded_goes_on_as_if_nothing_happened(lora)
         second.state()
 
 
+def test_a_state_of_another_device_does_not_say_how_steps_are_computed_here():
+    algorithm = build_algorithm("flow_grpo", {"updates_per_batch": 1})
+    model = toy()
+    groups = scored_groups(model, algorithm, Rollout(steps=4))
+    trainer = trainer_of(model, algorithm, groups, TrainerSettings(pack_size=8, learning_rate=0.01))
+    for group in groups:
+        trainer.add_group(group)
+    trainer.commit()
+    state = trainer.state()
+    state["optimizer"]["scalars"] |= {"fused": True, "foreach": True, "lr": 0.5}
+    trainer.load_state(state)
+    (here,) = trainer.optimizer.param_groups
+    assert (here["fused"], here["foreach"], here["lr"]) == (None, None, 0.5)
+
+
 # --- On policy ------------------------------------------------------------------------------------------------
 
 

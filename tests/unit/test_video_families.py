@@ -13,7 +13,6 @@ from torch import Tensor
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import Conditioning
 from digenrl.models.pipeline_model import PipelineModel
-from digenrl.models.qwen_image import TEXT_LENGTH, shortened
 from digenrl.models.registry import find_family, make_tiny_pipeline
 from digenrl.models.wan import WanModel
 
@@ -72,17 +71,34 @@ def test_what_stands_behind_the_end_of_a_prompt_does_not_matter(
 # --- Qwen-Image -------------------------------------------------------------------------------------------------
 
 
-def test_qwen_text_is_as_long_as_the_longest_row_and_masked_only_where_rows_differ(directory: Path) -> None:
-    conditioning = load(directory, "qwen_image").encode(PROMPTS)
-    text, mask = (conditioning.positive[name] for name in ("encoder_hidden_states", "encoder_hidden_states_mask"))
-    assert text is not None and mask is not None and text.shape[1] == mask.shape[1] == TEXT_LENGTH
+@pytest.mark.parametrize(
+    ("family", "mask_name"),
+    [("qwen_image", "encoder_hidden_states_mask"), ("hunyuan_video", "encoder_attention_mask")],
+)
+def test_text_is_as_long_as_the_longest_row_and_masked_only_where_rows_differ(
+    directory: Path, family: str, mask_name: str
+) -> None:
+    model = load(directory, family)
+    conditioning = model.encode(PROMPTS)
+    mask = conditioning.positive[mask_name]
+    assert mask is not None
     lengths = mask.sum(dim=1).tolist()
-    assert 0 < lengths[0] < lengths[1] < TEXT_LENGTH
-    both, both_mask = shortened(text, mask)
-    assert both.shape[1] == lengths[1] and both_mask is not None
-    assert both_mask.sum(dim=1).tolist() == lengths
-    one, one_mask = shortened(text[:1].repeat(3, 1, 1), mask[:1].repeat(3, 1))
-    assert one.shape[1] == lengths[0] and one_mask is None
+    assert 0 < lengths[0] < lengths[1] < mask.shape[1]
+    both = model.compact(conditioning).positive
+    assert both["encoder_hidden_states"].shape[1] == lengths[1]
+    assert both[mask_name].sum(dim=1).tolist() == lengths
+    one = model.compact(conditioning.rows(torch.tensor([0, 0, 0]))).positive
+    assert one["encoder_hidden_states"].shape[1] == lengths[0] and one[mask_name] is None
+
+
+@torch.no_grad()
+def test_hunyuan_video_without_a_mask_predicts_what_it_does_with_one(directory: Path) -> None:
+    """Rows of one prompt run unmasked, and masked beside a longer prompt: the shorter's velocity is the same."""
+    model = load(directory, "hunyuan_video")
+    conditioning = model.encode(PROMPTS)
+    together = first_velocity(model, conditioning, 6.0)
+    alone = first_velocity(model, conditioning.rows(torch.tensor([0, 0])), 6.0)
+    torch.testing.assert_close(alone[0], together[0], atol=1e-6, rtol=0)
 
 
 @torch.no_grad()

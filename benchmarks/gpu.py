@@ -1,0 +1,438 @@
+"""How near one card comes to its limit, beside the way that other systems take, and whether it was foretold.
+
+    python benchmarks/gpu.py                          # all five families at full size, random weights, on a GPU
+    python benchmarks/gpu.py qwen_image --whole-step  # one of them, and a whole step of the baseline as well
+    python benchmarks/gpu.py --tiny                   # the same ways through the code, tiny models, on a CPU
+
+For each family, in one process: forwards of a rollout and replayed pairs, compiled and packed, as shares of the
+card's measured rate of bf16 matrix products; the baseline, eager, one time-step after the other, all blocks
+checkpointed; a profile as `digenrl profile` writes it, what it foretells for a step on this card, and a run of
+that recipe. Work is counted as 2 x parameters x tokens for a forward, 4 x for a replay with adapters. In families
+with two streams a token meets only a part of the weights, so that a share can be above 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from live_runs import StepLog
+from rich.console import Console
+from rich.table import Table
+
+from digenrl import stages
+from digenrl.config.profiles import Profile, write_profile
+from digenrl.config.recipe import Recipe
+from digenrl.config.recipe_files import read_recipe
+from digenrl.models.compiled import compile_blocks, is_compiled
+from digenrl.models.contract import Conditioning, DiffusionModel
+from digenrl.models.registry import FAMILIES, make_tiny_pipeline
+from digenrl.models.transfers import wait_for
+from digenrl.records import Slice
+from digenrl.rewards.building import build_rewards
+from digenrl.runs.device_facts import matrix_tflops
+from digenrl.runs.folder import RunFolder
+from digenrl.runs.profiling import profile_recipe
+from digenrl.runs.training import check_recipe, train
+from digenrl.simulation.one_card import foretell
+from digenrl.stages import Blueprint
+from digenrl.workers.blueprint import load_model, load_text_encoders, read_blueprint
+
+PROMPTS = [f'A wooden sign over the door of shop {number} that says "2718"' for number in range(8)]
+STEPS_OF_RUN = 3  # the first warms up
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a family is measured at. Groups of `group` samples, of which `slices` are denoised together."""
+
+    height: int
+    width: int
+    frames: int = 1
+    group: int = 16
+    slices: tuple[int, ...] = (1, 8)
+    denoising_steps: int = 10
+    trained_steps: int = 6
+    runs: bool = True  # a whole step takes seconds, not minutes
+
+
+CASES = {
+    "flux": Case(512, 512),
+    "qwen_image": Case(512, 512),
+    "sd3": Case(512, 512),
+    "wan": Case(480, 832, 33, group=2, slices=(1,), denoising_steps=4, trained_steps=1, runs=False),
+    "hunyuan_video": Case(480, 640, 33, group=2, slices=(1,), denoising_steps=4, trained_steps=1, runs=False),
+}
+
+
+@dataclass
+class Measured:
+    """Everything about one family; seconds are of one forward, one pair or one step."""
+
+    family: str
+    parameters: int = 0
+    tokens: int = 0
+    matrix_tflops: float = 0.0
+    forward_s: dict[int, float] = field(default_factory=dict)
+    baseline_forward_s: float = 0.0
+    pair_s: float = 0.0
+    baseline_pair_s: float = 0.0
+    pack_size: int = 0
+    checkpointed_blocks: int = 0
+    peak_gib: float = 0.0
+    planned_gib: float = 0.0
+    profile_s: float = 0.0
+    foretold_s: float | None = None
+    step_s: float | None = None
+    baseline_step_s: float | None = None
+    samples_per_second: float | None = None
+    largest_log_ratio: float | None = None
+    log_prob_mismatch: float | None = None
+
+    def forward_share(self, rows: int) -> float:
+        """Of the card's matrix rate."""
+        return self._share(2 * rows / self.forward_s[rows])
+
+    @property
+    def pair_share(self) -> float:
+        return self._share(4 / self.pair_s)
+
+    def _share(self, passes_per_second: float) -> float:
+        return passes_per_second * self.parameters * self.tokens / (self.matrix_tflops * 1e12)
+
+
+def recipe_of(family: str, case: Case, source: str, prompts: Path, tiny: bool) -> Recipe:
+    """DanceGRPO with adapters on one device, without a second branch of guidance, and with a cheap reward."""
+    guidance = ["model.guidance=1"] if FAMILIES[family].uses_negative_prompts else []
+    overrides = [
+        "mode=colocated",
+        f"steps={STEPS_OF_RUN}",
+        f"model.source={source}",
+        f"model.dtype={'float32' if tiny else 'bfloat16'}",
+        *guidance,
+        f"prompts.path={prompts}",
+        "rewards=jpeg_compressibility",
+        f"sample.height={case.height}",
+        f"sample.width={case.width}",
+        f"sample.frames={case.frames}",
+        f"sample.denoising_steps={case.denoising_steps}",
+        f"sample.window={json.dumps(window(case.trained_steps, case.denoising_steps))}",
+        "batch.prompts=1",
+        f"batch.samples_per_prompt={case.group}",
+        f"batch.slice={max(case.slices)}",
+        "algorithm.options.updates_per_batch=1",
+        "algorithm.options.best_of_n=null",
+        "training.lora={rank: 32, alpha: 64}",
+        "training.learning_rate=1e-4",
+        "training.autocast='off'",
+        "training.gradient_checkpointing=auto",
+        "training.old_log_probs=recomputed",
+        "logging.tensorboard=false",
+        "checkpoint.every=1000",
+    ]
+    return read_recipe(f"{family}_dance_grpo", overrides)
+
+
+def window(trained_steps: int, denoising_steps: int) -> dict[str, Any]:
+    """So many of the steps, the last of which never is stochastic."""
+    return {"kind": "random_subset", "fraction": (trained_steps + 0.05) / (denoising_steps - 1)}
+
+
+@contextmanager
+def peer_style(model: DiffusionModel) -> Iterator[None]:
+    """Inside, blocks run eagerly though they are compiled, and no forward is replayed from a recording."""
+    model.forget_rollouts()
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def seconds_of(work: Callable[[], object], device: torch.device, warm_ups: int, times: int) -> float:
+    for _ in range(warm_ups):
+        work()
+    wait_for(device)
+    began = time.perf_counter()
+    for _ in range(times):
+        work()
+    wait_for(device)
+    return (time.perf_counter() - began) / times
+
+
+def measure_forwards(model: DiffusionModel, blueprint: Blueprint, row: Conditioning, result: Measured) -> None:
+    """One denoising step of every slice size, as a rollout takes it, and of the largest as the baseline does."""
+    case = CASES[result.family]
+    schedule = blueprint.schedule(model, case.denoising_steps)
+    repeats = 2 if blueprint.size.frames > 1 else 10
+
+    def forward(rows: int, way: Callable[..., torch.Tensor]) -> Callable[[], torch.Tensor]:
+        noise = torch.randn(rows, *model.noise_shape(blueprint.size), device=model.device)
+        latents = model.initial_latents(noise, blueprint.size)
+        timesteps = schedule.timesteps[:1].repeat(rows).to(model.device)
+        texts = row.repeated(rows)
+        return lambda: way(latents, timesteps, texts, blueprint.guidance, blueprint.size)
+
+    with torch.no_grad():
+        for rows in case.slices:
+            work = forward(rows, model.rollout_velocity)
+            assert torch.isfinite(work()).all(), "random weights that overflow measure nothing"
+            result.forward_s[rows] = seconds_of(work, model.device, warm_ups=3, times=repeats)
+        with peer_style(model):
+            work = forward(max(case.slices), model.velocity)
+            result.baseline_forward_s = seconds_of(work, model.device, warm_ups=1, times=max(1, repeats // 4))
+
+
+def measure_baseline_pair(model: DiffusionModel, recipe: Recipe, row: Conditioning) -> float:
+    """Seconds of one pair, trained alone: two samples, of each of which one step is trained."""
+    few = recipe.sample.model_copy(update={"denoising_steps": 3, "window": window(1, 3)})
+    blueprint = read_blueprint(sequential(recipe.model_copy(update={"sample": few})))
+    with peer_style(model):
+        made, _ = stages.generate(blueprint, model, row, Slice(0, 0, 0, 2), 0)
+        group = stages.advantage(blueprint, row, made.trajectories, (0.0, 1.0))
+        trainer = stages.make_trainer(blueprint, model, helps=False)
+        return seconds_of(lambda: trainer.rehearse(group), model.device, warm_ups=1, times=1) / 2
+
+
+def sequential(recipe: Recipe) -> Recipe:
+    """One pair after the other, all blocks checkpointed."""
+    training = recipe.training.model_copy(update={"pack_size": 1, "gradient_checkpointing": True})
+    return recipe.model_copy(update={"training": training})
+
+
+def baseline_step(model: DiffusionModel, recipe: Recipe, row: Conditioning) -> float:
+    """Seconds of a whole step in the baseline's way: generate, score, train, commit, one after the other."""
+    blueprint = read_blueprint(sequential(recipe))
+    scorer, group_size = build_rewards(recipe.rewards), recipe.batch.samples_per_prompt
+    size = recipe.batch.slice
+    assert isinstance(size, int)
+    with peer_style(model):
+        trainer = stages.make_trainer(blueprint, model, helps=False)
+        wait_for(model.device)
+        began = time.perf_counter()
+        trajectories, rewards = [], []
+        for first in range(0, group_size, size):
+            made, pixels = stages.generate(blueprint, model, row, Slice(0, 0, first, size), 0)
+            scored = stages.reward(scorer, pixels, [PROMPTS[0]] * size, [{}] * size)
+            trajectories += made.trajectories
+            rewards += scored.values
+        group = stages.advantage(blueprint, row, trajectories, rewards)
+        stages.train(trainer, group, place=0)
+        trainer.commit()
+        wait_for(model.device)
+        return time.perf_counter() - began
+
+
+def measure_model(result: Measured, recipe: Recipe, device: str, whole_step: bool) -> None:
+    """What needs a model of its own in this process."""
+    blueprint = read_blueprint(recipe)
+    row = load_text_encoders(blueprint, device).encode(PROMPTS[:1])
+    model = load_model(blueprint, device)
+    if not is_compiled(model):
+        compile_blocks(model, backend="aot_eager")  # on a CPU the real compiler takes minutes
+    row = model.compact(row).to(model.device)
+    base = [p for name, p in model.transformer.named_parameters() if "lora_" not in name]
+    result.parameters = sum(parameter.numel() for parameter in base)
+    result.tokens = tokens_of(blueprint, row)
+    result.matrix_tflops = matrix_tflops(model.device)
+    measure_forwards(model, blueprint, row, result)
+    result.baseline_pair_s = measure_baseline_pair(model, recipe, row)
+    if whole_step:
+        result.baseline_step_s = baseline_step(model, recipe, row)
+
+
+def tokens_of(blueprint: Blueprint, row: Conditioning) -> int:
+    """Of the sequence that goes through the blocks: patches of 16 x 16 pixels and, but for Wan, the text."""
+    size = blueprint.size
+    patches = max(1, size.height // 16) * max(1, size.width // 16) * (1 + (size.frames - 1) // 4)
+    text = row.positive["encoder_hidden_states"]
+    assert text is not None
+    return patches + (0 if blueprint.family.name == "wan" else text.shape[1])
+
+
+def measure_profile(result: Measured, recipe: Recipe, say: Callable[[str], None]) -> Profile:
+    """The product's own profile, and what it foretells."""
+    began = time.perf_counter()
+    profile = profile_recipe(recipe, CASES[result.family].slices, lambda _done, _all, what: say(what))
+    result.profile_s = time.perf_counter() - began
+    training = profile.training
+    if training is None:
+        raise SystemExit(f"{result.family}: training could not be measured: {profile.remarks}")
+    result.pair_s = training.seconds_per_sample / profile.work.trained_steps
+    result.pack_size, result.checkpointed_blocks = training.pack_size, training.checkpointed_blocks
+    result.peak_gib, result.planned_gib = training.peak_bytes / GIB, training.planned_bytes / GIB
+    result.foretold_s = foretell(profile, result.family).step_seconds
+    return profile
+
+
+def measure_run(result: Measured, recipe: Recipe, folder: Path) -> None:
+    """A run of the recipe, but for its first step, packed as the profile was: that is not measured twice."""
+    packing = {"pack_size": result.pack_size, "gradient_checkpointing": result.checkpointed_blocks}
+    recipe = recipe.model_copy(update={"training": recipe.training.model_copy(update=packing)})
+    grounds, log = check_recipe(recipe), StepLog()
+    with closing(grounds):
+        train(RunFolder.create(folder, recipe, datetime.now(UTC)), grounds, log)  # type: ignore[arg-type]
+    settled = log.steps[1:]
+    result.step_s = sum(step["step_s"] for step in settled) / len(settled)
+    result.samples_per_second = recipe.batch.samples_per_prompt / result.step_s
+    result.largest_log_ratio = max(abs(math.log(step["ratio_max"])) for step in settled)
+    result.log_prob_mismatch = max(step["log_prob_mismatch"] for step in settled)
+
+
+def measure(family: str, options: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> Measured:
+    case, source = CASES[family], "random"
+    if options.tiny:
+        case = CASES[family] = tiny_case(family)
+        source = str(folder / "model")
+        make_tiny_pipeline(family, Path(source))
+    prompts = folder / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS))
+    recipe = recipe_of(family, case, source, prompts, options.tiny)
+    result = Measured(family)
+    say("model")
+    measure_model(result, recipe, "cpu" if options.tiny else "cuda", options.whole_step)
+    free()
+    profile = measure_profile(result, recipe, say)
+    if options.profiles is not None:
+        options.profiles.mkdir(parents=True, exist_ok=True)
+        (options.profiles / f"{options.device_name}_{family}.yaml").write_text(write_profile(profile))
+    free()
+    if case.runs and not options.no_runs:
+        say("run")
+        measure_run(result, recipe, folder / "run")
+        free()
+    return result
+
+
+def tiny_case(family: str) -> Case:
+    size = FAMILIES[family].tiny_size
+    return Case(size.height, size.width, size.frames, group=2, slices=(1, 2), denoising_steps=4, trained_steps=2)
+
+
+def free() -> None:
+    """Trainers refer to themselves, so that a card is emptied by collecting them alone."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def shares_table(results: Sequence[Measured]) -> Table:
+    table = Table(title="shares of the card's matrix rate, and the baseline")
+    for heading in (
+        "family",
+        "TFLOPS",
+        "forward b=1",
+        "larger b",
+        "over baseline",
+        "pair",
+        "pack",
+        "again",
+        "over it",
+    ):
+        table.add_column(heading, justify="left" if heading == "family" else "right")
+    for each in results:
+        rows = max(each.forward_s)
+        table.add_row(
+            each.family,
+            f"{each.matrix_tflops:.0f}" if each.matrix_tflops > 10 else f"{each.matrix_tflops:.3f}",
+            f"{each.forward_share(1):.2f} ({each.forward_s[1] * 1e3:.1f} ms)",
+            f"{each.forward_share(rows):.2f} (b={rows}, {each.forward_s[rows] * 1e3:.1f} ms)",
+            f"{each.baseline_forward_s / each.forward_s[rows]:.2f}x",
+            f"{each.pair_share:.2f} ({each.pair_s * 1e3:.1f} ms)",
+            str(each.pack_size),
+            str(each.checkpointed_blocks),
+            f"{each.baseline_pair_s / each.pair_s:.2f}x",
+        )
+    return table
+
+
+def steps_table(results: Sequence[Measured]) -> Table:
+    table = Table(title="whole steps and memory: foretold, and measured")
+    headings = (
+        "family",
+        "foretold s",
+        "took s",
+        "off",
+        "samples/s",
+        "over baseline",
+        "planned GiB",
+        "peak GiB",
+        "off",
+    )
+    for heading in (*headings, "largest |log ratio|", "|rollout - replay|", "profile s"):
+        table.add_column(heading, justify="left" if heading == "family" else "right")
+    for each in results:
+        table.add_row(
+            each.family,
+            text(each.foretold_s, ".2f"),
+            text(each.step_s, ".2f"),
+            off(each.foretold_s, each.step_s),
+            text(each.samples_per_second, ".2f"),
+            "-" if not each.step_s or not each.baseline_step_s else f"{each.baseline_step_s / each.step_s:.2f}x",
+            text(each.planned_gib or None, ".1f"),
+            text(each.peak_gib or None, ".1f"),
+            off(each.planned_gib, each.peak_gib),
+            text(each.largest_log_ratio, ".1e"),
+            text(each.log_prob_mismatch, ".1e"),
+            text(each.profile_s, ".0f"),
+        )
+    return table
+
+
+def text(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def off(expected: float | None, measured: float | None) -> str:
+    return "-" if not expected or not measured else f"{expected / measured - 1:+.1%}"
+
+
+def as_json(results: Sequence[Measured]) -> list[Mapping[str, Any]]:
+    return [asdict(each) for each in results]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", help=f"of {', '.join(CASES)}; all by default")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, on the CPU")
+    parser.add_argument("--whole-step", action="store_true", help="also a whole step of the baseline")
+    parser.add_argument("--no-runs", action="store_true", help="profiles alone")
+    parser.add_argument("--profiles", type=Path, help="a folder to write the profiles to")
+    parser.add_argument("--device-name", default="h200", help="with which the profiles' names begin")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    options = parser.parse_args()
+    unknown = [family for family in options.families if family not in CASES]
+    if unknown:
+        sys.exit(f"unknown family '{unknown[0]}'; known: {', '.join(CASES)}")
+    if not options.tiny and not torch.cuda.is_available():
+        sys.exit("there is no GPU here; add --tiny for the same with tiny models on the CPU")
+    aside, results = Console(stderr=True), []
+    for family in options.families or list(CASES):
+        with tempfile.TemporaryDirectory() as folder:
+            began = time.perf_counter()
+
+            def say(what: str, family: str = family, began: float = began) -> None:
+                aside.print(f"{time.perf_counter() - began:6.1f} s  {family}: {what}", highlight=False)
+
+            results.append(measure(family, options, Path(folder), say))
+            say(json.dumps(asdict(results[-1])))
+    if options.json:
+        print(json.dumps(as_json(results)))
+        return
+    out = Console(width=200) if not sys.stdout.isatty() else Console()
+    out.print(shares_table(results))
+    out.print(steps_table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Profiles, and what they foretell, as tables for a terminal."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from digenrl.config.profiles import Profile, ProfiledWork
+from digenrl.simulation.one_card import Foretold
+from digenrl.simulation.view import percent, seconds
+
+GIB = 2**30
+
+
+def profile_table(profile: Profile) -> Table:
+    """What was measured, one line per figure."""
+    table = _table(f"{profile.device.name}: {_work(profile.work)}")
+    rate = profile.device.bf16_tflops, profile.device.fp32_tflops
+    table.add_row("device", _gib(profile.device.memory_bytes), f"torch {profile.device.torch}")
+    for kind, value in zip(("bf16", "fp32"), rate, strict=True):
+        if value is not None:
+            table.add_row("matrix products", f"{value:.4g} TFLOPS", kind)
+    for size, cost in sorted(profile.slices.items()):
+        per_sample = f"{seconds(cost.seconds / size)} a sample"
+        table.add_row(f"slice of {size}", seconds(cost.seconds), _and(per_sample, _peak(cost.peak_bytes)))
+    training = profile.training
+    if training is not None:
+        packs = f"a sample; packs of {training.pack_size}"
+        blocks = f"{training.checkpointed_blocks} blocks checkpointed" if training.checkpointed_blocks else ""
+        planned = f"{_gib(training.planned_bytes)} planned" if training.planned_bytes else ""
+        about = _and(packs, blocks, _peak(training.peak_bytes), planned)
+        table.add_row("training", seconds(training.seconds_per_sample), about)
+    for name, value, about in (
+        ("commit", profile.commit_seconds, f"a batch: {profile.work.updates_per_batch} updates"),
+        ("lay out", profile.lay_out_seconds, "the new version, for other lanes"),
+        ("publish", profile.publish_seconds, f"to load {_gib(profile.published_bytes or 0)}"),
+        (
+            "to generating",
+            profile.switch_in_seconds,
+            f"the trainer, {_gib(profile.switched_bytes)} leave the card",
+        ),
+        ("to training", profile.switch_out_seconds, "and back"),
+        ("scoring", profile.score_seconds, "a sample"),
+    ):
+        table.add_row(name, "-" if value is None else seconds(value), "" if value is None else about)
+    return table
+
+
+def foretold_table(profile: Profile, foretold: Foretold) -> Table:
+    """A step, and where its time goes."""
+    table = _table(foretold_title(profile, foretold))
+    rate = foretold.samples / foretold.step_seconds
+    table.add_row("step", seconds(foretold.step_seconds), f"{foretold.samples} samples, {rate:.4g} a second")
+    for name, part in foretold.parts.items():
+        table.add_row(name, seconds(part), f"{percent(part / foretold.step_seconds)} of the step")
+    return table
+
+
+def foretold_title(profile: Profile, foretold: Foretold) -> str:
+    """The run in one line."""
+    work = profile.work
+    batch = f"{work.prompts} prompts x {work.samples_per_prompt} samples, slices of {foretold.slice}"
+    return f"one {profile.device.name}, colocated, {work.recipe}: {batch}"
+
+
+def _work(work: ProfiledWork) -> str:
+    size = f"{work.width}x{work.height}" + (f"x{work.frames}" if work.frames > 1 else "")
+    trained = "all weights" if work.lora_rank is None else f"LoRA {work.lora_rank}"
+    words = (work.recipe, work.model, size, f"{work.denoising_steps} steps", trained)
+    return ", ".join(dict.fromkeys(words))
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False, padding=(0, 1))
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    return table
+
+
+def _peak(peak_bytes: int) -> str:
+    return f"{_gib(peak_bytes)} at the peak" if peak_bytes else ""
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
+
+
+def _and(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)

@@ -1,0 +1,245 @@
+"""How large packs are and how many blocks are computed again, chosen together from measured memory and time.
+
+Computing a block again in the backward saves its activations and costs its forward once more. Larger packs use a
+card better, up to a point, and need more memory. Both are measured on one small pack and one large pack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil, hypot, sqrt
+from typing import Protocol
+
+import torch
+
+FIRST_TRY = 16  # terms: few models gain from larger packs
+WORTH_IT = 0.98  # another pack than the one that was timed has to be so much faster
+PRACTICALLY_EQUAL = 1.01
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Terms of one pass, and how many blocks, the first ones, keep no activations.
+
+    `planned_bytes` is what a pass is expected to take beyond what was there before it; 0 where nobody measured.
+    """
+
+    pack_size: int
+    checkpointed: int
+    planned_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """What a pass takes: `fixed` bytes, for each term `per_term`, and `saved` of every block that keeps its own.
+
+    A block that is computed again needs the room of one that keeps, but only when most others' is free already.
+    """
+
+    fixed: float
+    per_term: float
+    saved: tuple[float, ...]
+
+    def peak(self, pack_size: int, checkpointed: int) -> float:
+        """Bytes at the fullest moment."""
+        kept = max(sum(self.saved[checkpointed:]), max(self.saved, default=0.0))
+        return self.fixed + pack_size * (self.per_term + kept)
+
+    def fewest_checkpointed(self, pack_size: int, budget: float) -> int | None:
+        """Of the blocks, so that a pass fits; None where none of it helps."""
+        counts = range(len(self.saved) + 1)
+        return next((count for count in counts if self.peak(pack_size, count) <= budget), None)
+
+    def corrected(self, pack_size: int, checkpointed: int, measured: float) -> MemoryModel:
+        """So that it tells what was measured."""
+        off = (measured - self.peak(pack_size, checkpointed)) / pack_size
+        return MemoryModel(self.fixed, self.per_term + off, self.saved)
+
+
+@dataclass(frozen=True, slots=True)
+class PassTime:
+    """Seconds of a pass whose blocks are all treated alike: the host's launches and the card's work overlap."""
+
+    host_s: float
+    term_s: float
+
+    @classmethod
+    def through(cls, alone_s: float, pack_size: int, packed_s: float) -> PassTime:
+        """From a pass of one term and one of a pack."""
+        if pack_size == 1:
+            return cls(0.0, packed_s)
+        term = sqrt(max(0.0, packed_s**2 - alone_s**2) / (pack_size**2 - 1))
+        term = min(max(term, packed_s / pack_size / 10), packed_s / pack_size)
+        return cls(sqrt(max(0.0, packed_s**2 - (pack_size * term) ** 2)), term)
+
+    def seconds(self, pack_size: int) -> float:
+        return hypot(self.host_s, pack_size * self.term_s)
+
+    def times(self, factor: float) -> PassTime:
+        """Of a pass that takes so many times as long."""
+        return PassTime(factor * self.host_s, factor * self.term_s)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeModel:
+    """Seconds of a pass between two that were measured: with few blocks computed again, and with all of them."""
+
+    few: PassTime
+    few_share: float
+    all_again: PassTime
+
+    def seconds(self, pack_size: int, share: float) -> float:
+        """`share` of the blocks is computed again."""
+        few_s, all_s = self.few.seconds(pack_size), self.all_again.seconds(pack_size)
+        if self.few_share == 1:
+            return all_s
+        return few_s + (all_s - few_s) * (share - self.few_share) / (1 - self.few_share)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """What came of a pack that was run; none of more than `most` terms is to be run."""
+
+    pack_size: int
+    time: TimeModel
+    memory: MemoryModel
+    most: int
+
+
+class Gauge(Protocol):
+    """Runs passes that leave no trace, and measures them. A pack that does not fit raises OutOfMemoryError."""
+
+    @property
+    def kinds(self) -> Sequence[Hashable]:
+        """Of the repeated blocks, in order."""
+
+    def checkpoint(self, chosen: Collection[int]) -> None:
+        """From now on these blocks are computed again."""
+
+    def warm_up(self, pack_size: int) -> None:
+        """Whatever happens only once for a pack of this size."""
+
+    def measure(self, pack_size: int) -> tuple[int, list[int]]:
+        """Peak bytes of a pass, beyond what was there before, and by how much memory grew in each block."""
+
+    def seconds(self, pack_size: int) -> float:
+        """Of a pass that is warm."""
+
+
+def choose_packing(
+    gauge: Gauge,
+    *,
+    budget: float,
+    fixed_bytes: float,
+    terms: int,
+    most: int,
+    pack_size: int | None = None,
+    checkpointed: int | None = None,
+) -> Packing:
+    """The packing with which `terms` terms take least time, of packs up to `most`, within a budget of bytes.
+
+    `fixed_bytes` are taken by a pass of any size. What is given is kept: a pack size, a number of blocks. Not even
+    one term fitting raises OutOfMemoryError.
+    """
+    blocks = len(gauge.kinds)
+    otherwise = blocks if checkpointed is None else checkpointed
+    memory = _measured_memory(gauge, fixed_bytes)
+    if memory is None:
+        gauge.checkpoint(range(otherwise))
+        gauge.warm_up(1)
+        return Packing(pack_size or 1, otherwise)
+
+    packs = [pack_size] if pack_size is not None else range(1, min(most, terms) + 1)
+    fitting = _fitting(memory, packs, budget, checkpointed)
+    if pack_size is not None or not fitting:
+        pack = pack_size or 1
+        return _told(memory, pack, fitting.get(pack, otherwise))
+    trial = _tried_out(gauge, memory, fitting, terms, len(packs))
+    if trial is None:
+        return Packing(1, otherwise)
+    fitting = _fitting(trial.memory, packs[: trial.most], budget, checkpointed) or {1: otherwise}
+
+    def seconds(pack: int) -> float:
+        return ceil(terms / pack) * trial.time.seconds(pack, fitting[pack] / max(1, blocks))
+
+    least = min(seconds(pack) for pack in fitting)
+    best = min(pack for pack in fitting if seconds(pack) <= least * PRACTICALLY_EQUAL)
+    tried = trial.pack_size
+    if tried in fitting and seconds(best) > seconds(tried) * WORTH_IT:
+        best = tried
+    return _told(trial.memory, best, fitting[best])
+
+
+def _fitting(memory: MemoryModel, packs: Iterable[int], budget: float, checkpointed: int | None) -> dict[int, int]:
+    """The packs that fit, each with the fewest blocks computed again, or with so many as are given."""
+    fitting: dict[int, int] = {}
+    for pack in packs:
+        count = memory.fewest_checkpointed(pack, budget) if checkpointed is None else checkpointed
+        if count is not None and memory.peak(pack, count) <= budget:
+            fitting[pack] = count
+    return fitting
+
+
+def _told(memory: MemoryModel, pack_size: int, checkpointed: int) -> Packing:
+    return Packing(pack_size, checkpointed, round(memory.peak(pack_size, checkpointed)))
+
+
+def _first_try(fitting: dict[int, int], terms: int) -> int:
+    """The largest pack that needs no more blocks computed again than one term does, as even as terms allow."""
+    largest = max(pack for pack in fitting if pack <= FIRST_TRY and fitting[pack] == fitting[min(fitting)])
+    return ceil(terms / ceil(terms / largest))
+
+
+def _tried_out(gauge: Gauge, memory: MemoryModel, fitting: dict[int, int], terms: int, most: int) -> _Trial | None:
+    """A pack is run and timed, or a smaller one if it takes more than was foreseen; None where none does."""
+    while most:
+        fitting = {pack: count for pack, count in fitting.items() if pack <= most}
+        tried = _first_try(fitting, terms)
+        larger = max(pack for pack in fitting if pack <= FIRST_TRY) if tried == 1 else tried
+        try:
+            time, corrected = _measured_time(gauge, memory, tried, fitting[tried], larger)
+            return _Trial(tried, time, corrected, most)
+        except torch.OutOfMemoryError:
+            most = larger // 2
+    return None
+
+
+def _measured_memory(gauge: Gauge, fixed_bytes: float) -> MemoryModel | None:
+    """From one term, with one block of every kind keeping its activations; None where not even that fits."""
+    kinds = gauge.kinds
+    keeping = {kind: index for index, kind in enumerate(kinds)}  # the last of each
+    gauge.checkpoint([index for index in range(len(kinds)) if index not in keeping.values()])
+    try:
+        gauge.warm_up(1)
+        peak, grown = gauge.measure(1)
+    except torch.OutOfMemoryError:
+        return None
+    left = {kind: grown[index] for index, kind in enumerate(kinds) if index not in keeping.values()}
+    saved_by = {kind: max(0, grown[index] - left.get(kind, 0)) for kind, index in keeping.items()}
+    saved = tuple(float(saved_by[kind]) for kind in kinds)
+    return MemoryModel(fixed_bytes, peak - fixed_bytes - sum(saved_by.values()), saved)
+
+
+def _measured_time(
+    gauge: Gauge, memory: MemoryModel, pack_size: int, checkpointed: int, larger: int
+) -> tuple[TimeModel, MemoryModel]:
+    """From passes of one term and of a pack, with few and with all blocks computed again; memory is made sure.
+
+    Where the pack is one term, which tells nothing about packs, a `larger` one is timed with all blocks.
+    """
+    blocks = len(gauge.kinds)
+    gauge.checkpoint(range(checkpointed))
+    gauge.warm_up(pack_size)
+    peak, _ = gauge.measure(pack_size)
+    packed_s, few_alone_s = gauge.seconds(pack_size), gauge.seconds(1)
+    again = few = PassTime.through(few_alone_s, pack_size, packed_s)
+    if checkpointed < blocks:
+        gauge.checkpoint(range(blocks))
+        if larger > pack_size:
+            gauge.warm_up(larger)
+        packed_s, alone_s = gauge.seconds(larger), gauge.seconds(1)
+        again = PassTime.through(alone_s, larger, packed_s)
+        few = again.times(few_alone_s / alone_s) if larger > pack_size else few
+    time = TimeModel(few, checkpointed / max(1, blocks), again)
+    return time, memory.corrected(pack_size, checkpointed, peak)

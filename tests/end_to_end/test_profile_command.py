@@ -1,0 +1,108 @@
+"""`digenrl profile`: measures this device, and `simulate` and `plan` read what it writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from typer.testing import CliRunner
+
+from digenrl.cli import app
+from digenrl.config.profiles import Profile, read_profile
+from digenrl.config.reading import ConfigError
+from digenrl.config.recipe_files import read_recipe
+from digenrl.planning.profiled_work import profiled_work
+from digenrl.runs.profiling import profile_recipe, slice_sizes
+from digenrl.workers.orders import MakingRehearsed, RehearseMaking
+from digenrl.workers.roles import Generating
+
+SMALL = [
+    *("batch.samples_per_prompt=4", "batch.slice=auto", "algorithm.options.updates_per_batch=2"),
+    *("sample.denoising_steps=6", "lanes.generators=[cpu]", "lanes.threads=1"),
+]
+
+
+def digenrl(*words: object) -> Result:
+    """In this process, which has torch loaded."""
+    return CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Profile]]:
+    """The demo's work on this machine's CPU, as the command writes and prints it."""
+    path = tmp_path_factory.mktemp("profiles") / "cpu.yaml"
+    before = torch.get_num_threads()
+    result = digenrl("profile", "demo", *SMALL, "--out", path, "--json")
+    assert result.exit_code == 0, result.output
+    assert torch.get_num_threads() == before
+    written = read_profile(str(path))
+    assert Profile.model_validate(json.loads(result.stdout)) == written
+    yield path, written
+
+
+def test_everything_that_a_run_costs_is_measured(profile: tuple[Path, Profile]) -> None:
+    _, measured = profile
+    assert measured.work == profiled_work(read_recipe("demo", SMALL))
+    assert list(measured.slices) == [1, 2, 4]
+    assert measured.training is not None and measured.training.pack_size == 36
+    for name in ("commit", "publish", "switch_in", "switch_out", "score"):
+        assert getattr(measured, f"{name}_seconds") is not None, name
+    assert measured.commit_seconds and measured.publish_seconds and measured.score_seconds
+    assert measured.published_bytes and measured.published_bytes > measured.weights_bytes > 5_000_000
+    assert measured.device.fp32_tflops and measured.device.bf16_tflops is None
+    assert measured.remarks == ()
+
+
+def test_simulate_and_plan_read_it(profile: tuple[Path, Profile], tmp_path: Path) -> None:
+    path, measured = profile
+    foretold = json.loads(digenrl("simulate", "--profile", path, "--json").stdout)
+    assert foretold["samples_per_step"] == 32 and foretold["step_seconds"] > 0
+    spec = tmp_path / "spec.json"
+    bare = {"steps": 2, "prompts": 8, "samples_per_prompt": 4, "slice": "auto", "generators": [{"count": 2}]}
+    spec.write_text(json.dumps({**bare, "profile": str(path)}))
+    assert json.loads(digenrl("simulate", spec, "--json").stdout)["makespan"] > 0
+    cluster = tmp_path / "cluster.json"
+    cluster.write_text(json.dumps({"pools": [{"profile": str(path), "nodes": 2, "per_node": 1}]}))
+    planned = digenrl("plan", "demo", *SMALL, "--cluster", cluster, "--out", tmp_path / "plan.yaml", "--json")
+    assert planned.exit_code == 0 and measured.device.name in planned.stdout
+    with pytest.raises(ConfigError, match="was measured for height = 32"):
+        digenrl("plan", "demo", *SMALL, "sample.height=64", "--cluster", cluster, "--out", tmp_path / "other.yaml")
+
+
+def test_an_existing_file_is_not_written_over(profile: tuple[Path, Profile]) -> None:
+    with pytest.raises(ConfigError, match=r"cpu.yaml: exists; add --force"):
+        digenrl("profile", "demo", "--out", profile[0])
+    with pytest.raises(ConfigError, match="give a SPEC"):
+        digenrl("simulate")
+
+
+def test_what_fails_is_left_out_with_a_remark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out at slices of 2, and the reward's server is not there."""
+    rehearse = Generating.rehearse
+
+    def until_memory_runs_out(role: Generating, order: RehearseMaking) -> MakingRehearsed:
+        if max(order.sizes) > 1:
+            raise torch.OutOfMemoryError("no room for two")
+        return rehearse(role, order)
+
+    monkeypatch.setattr(Generating, "rehearse", until_memory_runs_out)
+    nowhere = "rewards=[{name: http, url: 'http://127.0.0.1:9', retries: 0}]"
+    done: list[str] = []
+    recipe = read_recipe("demo", [*SMALL, nowhere])
+    measured = profile_recipe(recipe, slice_sizes(recipe, None), lambda at, total, doing: done.append(doing))
+    assert list(measured.slices) == [1] and measured.score_seconds is None
+    assert measured.training is not None and measured.commit_seconds is not None
+    slices, scoring = measured.remarks
+    assert slices == "slice of 2: OutOfMemoryError: no room for two"
+    assert scoring.startswith("scoring: ")
+    assert "slice of 2" in done and "slice of 4" not in done
+
+
+def test_sizes_are_doubled_as_long_as_they_cut_a_group_evenly() -> None:
+    recipe = read_recipe("demo", ["batch.samples_per_prompt=24", "batch.slice=6"])
+    assert slice_sizes(recipe, None) == (1, 2, 4, 6, 8, 24)
+    assert slice_sizes(recipe, 8) == (1, 2, 4, 6, 8)

@@ -1,0 +1,175 @@
+"""Models of random weights: a run needs no download. The published size is a tiny one here."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from rich.console import Console
+
+from digenrl.config.reading import ConfigError
+from digenrl.config.recipe_files import read_recipe
+from digenrl.models.compiled import compile_blocks
+from digenrl.models.family import FullSize, Part
+from digenrl.models.random_texts import RandomTexts
+from digenrl.models.registry import FAMILIES
+from digenrl.models.tiny import tiny_image_vae
+from digenrl.runs.command import start_run
+from digenrl.runs.folder import Status
+from digenrl.runs.lines import read_lines
+from digenrl.runs.training import rehearse_rest
+from digenrl.workers.blueprint import load_model, load_text_encoders, read_blueprint
+
+SIZE = FullSize(
+    billions=0.0,
+    transformer=Part(
+        FAMILIES["sd3"].full_size().transformer.cls,
+        {
+            "sample_size": 8,
+            "num_layers": 3,
+            "attention_head_dim": 8,
+            "num_attention_heads": 2,
+            "joint_attention_dim": 24,
+            "caption_projection_dim": 16,
+            "pooled_projection_dim": 12,
+            "pos_embed_max_size": 16,
+        },
+    ),
+    text_shapes={"encoder_hidden_states": (9, 24), "pooled_projections": (12,)},
+)
+
+
+@pytest.fixture(autouse=True)
+def a_tiny_published_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    vae = Part(tiny_image_vae, {"scaling_factor": 1.5, "shift_factor": 0.1})
+    family = replace(FAMILIES["sd3"], sizes={"tiny": SIZE, "tinier": SIZE}, vae=vae)
+    monkeypatch.setitem(FAMILIES, "sd3", family)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which a run sets for its workers
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
+    content: dict[str, Any] = {
+        "steps": 2,
+        "mode": "colocated",
+        "model": {"family": "sd3", "source": "random", "guidance": 2.0},
+        "prompts": {"path": "prompts.txt"},
+        "rewards": "jpeg_compressibility",
+        "sample": {"height": 32, "width": 32, "denoising_steps": 3},
+        "batch": {"prompts": 2, "samples_per_prompt": 2, "slice": 2},
+        "algorithm": {"name": "flow_grpo", "options": {"updates_per_batch": 1, "kl_weight": 0}},
+        "training": {"pack_size": 3, "lora": {"rank": 2, "alpha": 4}},
+        "lanes": {"device": "cpu", "threads": 1},
+        "logging": {"tensorboard": False},
+    }
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def train(recipe: Path, *overrides: str) -> list[dict[str, Any]]:
+    """A run in this process; the numbers of its steps."""
+    out = recipe.parent / "run"
+    assert start_run(str(recipe), overrides, out, Console(file=io.StringIO()), True) is Status.FINISHED
+    return list(read_lines(out / "metrics.jsonl"))
+
+
+class Graphs:
+    """A backend of `torch.compile` that counts what is compiled, and the count when the rehearsal was over."""
+
+    def __init__(self) -> None:
+        self.compiled = self.rehearsed = 0
+
+    def __call__(self, graph: Any, _inputs: list[Any]) -> Any:
+        self.compiled += 1
+        return graph.forward
+
+    def rehearse_rest(self, *arguments: Any) -> Any:
+        answer = rehearse_rest(*arguments)
+        self.rehearsed = self.compiled
+        return answer
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
+    counted = Graphs()
+    monkeypatch.setattr("digenrl.workers.blueprint.compile_blocks", partial(compile_blocks, backend=counted))
+    monkeypatch.setattr("digenrl.runs.training.rehearse_rest", counted.rehearse_rest)
+    torch._dynamo.reset()
+    yield counted
+    torch._dynamo.reset()
+
+
+def test_a_run_trains_one_and_once_rehearsed_compiles_nothing(recipe: Path, graphs: Graphs) -> None:
+    steps = train(recipe, "model.compile=true")
+    assert [step["step"] for step in steps] == [0, 1]
+    assert all(step["gradient_norm"] > 0 and step["log_prob_mismatch"] < 1e-4 for step in steps)
+    assert graphs.compiled == graphs.rehearsed > 0
+
+
+def test_on_a_cpu_nothing_is_compiled_unless_somebody_says_so(recipe: Path, graphs: Graphs) -> None:
+    assert train(recipe, "steps=1")[0]["pack_size"] == 3
+    assert graphs.compiled == 0
+
+
+def test_the_recipes_seed_gives_the_weights_and_a_prompt_its_text(recipe: Path) -> None:
+    def read(*overrides: str) -> Any:
+        return read_blueprint(read_recipe(str(recipe), overrides))
+
+    def weights(*overrides: str) -> dict[str, torch.Tensor]:
+        return dict(load_model(read(*overrides), "cpu").transformer.state_dict())
+
+    torch.manual_seed(1)
+    once, again, other, named = weights(), weights(), weights("seed=1"), weights("model.source=random:tinier")
+    assert all(torch.equal(again[name], value) and torch.equal(named[name], value) for name, value in once.items())
+    assert not all(torch.equal(other[name], value) for name, value in once.items())
+
+    texts = load_text_encoders(read(), "cpu")
+    assert isinstance(texts, RandomTexts)
+    both, alone = texts.encode(["a cat", "a dog"]), texts.encode(["a dog"])
+    for name, shape in SIZE.text_shapes.items():
+        positive, negative = both.positive[name], both.negative[name]
+        assert positive.shape == negative.shape == (2, *shape)
+        assert torch.equal(positive[1], alone.positive[name][0]) and not torch.equal(positive[0], positive[1])
+        assert torch.equal(negative[0], negative[1])
+
+
+def test_an_unknown_size_is_answered_with_the_known_ones(recipe: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^unknown size '70b' of sd3; known: tiny, tinier$"):
+        read_blueprint(read_recipe(str(recipe), ["model.source=random:70b"]))
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("model.compile=sometimes", "model.compile.*'auto'.*'sometimes'"),
+        ("training.gradient_checkpointing=most", "training.gradient_checkpointing.*'auto'.*'most'"),
+        ("training.gradient_checkpointing=-1", "training.gradient_checkpointing.*-1"),
+        ("training.gradient_checkpointing=1.5", r"training.gradient_checkpointing.*1\.5"),
+    ],
+)
+def test_a_wrong_setting_is_told_in_one_line(recipe: Path, override: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        read_recipe(str(recipe), [override])
+    assert "\n" not in str(caught.value)
+
+
+def test_more_blocks_than_there_are_cannot_be_computed_again(recipe: Path) -> None:
+    assert train(recipe, "training.gradient_checkpointing=2")
+    with pytest.raises(ConfigError, match="gradient_checkpointing: 4, but sd3 has 3 blocks; lower it"):
+        start_run(
+            str(recipe),
+            ["training.gradient_checkpointing=4"],
+            recipe.parent / "other",
+            Console(file=io.StringIO()),
+            True,
+        )

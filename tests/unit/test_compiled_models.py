@@ -1,0 +1,187 @@
+"""Compiled blocks compute what they did before, and a run compiles nothing that its rehearsal did not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from scored_groups import Rollout, nudge, relative_difference, scored_groups, toy, trainer_of, trajectories_of
+from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
+
+from digenrl.algorithms.contract import Algorithm
+from digenrl.algorithms.registry import build_algorithm
+from digenrl.config.training import TrainerSettings
+from digenrl.models.blocks import kind_of, repeated_blocks
+from digenrl.models.captured import CapturedForwards
+from digenrl.models.compiled import compile_blocks, is_compiled
+from digenrl.models.contract import DiffusionModel
+from digenrl.models.family import Family
+from digenrl.models.lora import add_lora
+from digenrl.models.pairs import ScoredGroup
+from digenrl.models.registry import FAMILIES, make_tiny_pipeline
+
+LONG_PROMPT = 1234567  # a group's number is in its prompt
+REWARDS = (0.0, 1.0, 5.0, 2.0)
+
+
+class Counting:
+    """A backend that counts graphs; those of a forward alone run as they are, which is quicker to compile."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: Any, inputs: list[Any]) -> Any:
+        self.graphs += 1
+        return aot_eager(graph, inputs) if torch.is_grad_enabled() else graph.forward
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def adapted(family: Family, directory: Path) -> DiffusionModel:
+    model = family.load(directory, dtype=torch.float64)
+    add_lora(model, rank=2, alpha=4, seed=3)
+    nudge(model, 0.05, seed=4)
+    return model
+
+
+def group_of(model: DiffusionModel, algorithm: Algorithm, rollout: Rollout, number: int) -> ScoredGroup:
+    made = trajectories_of(model, algorithm, rollout, number)
+    return ScoredGroup(model.encode([f"prompt {number}"]), made, REWARDS)
+
+
+def same_trajectories(left: ScoredGroup, right: ScoredGroup) -> bool:
+    pairs = zip(left.trajectories, right.trajectories, strict=True)
+    return all(
+        torch.equal(a.latents_KL, b.latents_KL) and torch.equal(a.log_prob_K, b.log_prob_K) for a, b in pairs
+    )
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_after_a_rehearsal_a_family_compiles_nothing_and_has_the_eager_models_gradient(
+    name: str, tmp_path: Path
+) -> None:
+    """Also under a longer prompt: in some families a text is as long as it is. Packs of 3 are filled up."""
+    family = FAMILIES[name]
+    make_tiny_pipeline(name, tmp_path / name)
+    algorithm = build_algorithm(
+        "flow_grpo", {"updates_per_batch": 1, "kl_weight": 0.1 if name == "wan" else 0}
+    )  # once with the reference, whose adapters are off
+    rollout = Rollout(groups=2, steps=3, guidance=family.default_guidance, size=family.tiny_size)
+    settings = TrainerSettings(pack_size=3)
+    eager, compiled = (adapted(family, tmp_path / name) for _ in range(2))
+    expected = [group_of(eager, algorithm, rollout, number) for number in (0, LONG_PROMPT)]
+    reference = trainer_of(eager, algorithm, expected, settings)
+
+    backend = Counting()
+    compile_blocks(compiled, backend)
+    rehearsed = group_of(compiled, algorithm, rollout, 0)
+    trainer = trainer_of(compiled, algorithm, expected, settings)
+    trainer.rehearse(replace(rehearsed, trajectories=rehearsed.trajectories[:2], rewards=REWARDS[:2]))
+    ways = 3 if name == "wan" else 2  # with and without gradient, and without adapters
+    graphs = ways * len({kind_of(block) for block in repeated_blocks(compiled.transformer)})
+    assert backend.graphs == graphs
+
+    groups = [rehearsed, group_of(compiled, algorithm, rollout, LONG_PROMPT)]
+    for place, group in enumerate(groups):
+        trainer.add_group(group, place)
+        reference.add_group(expected[place], place)
+        assert same_trajectories(group, expected[place])
+    assert backend.graphs == graphs
+    gradient, wanted = trainer.gradient(), reference.gradient()
+    for unused in gradient.keys() - wanted.keys():
+        assert not gradient.pop(unused).any()
+    assert relative_difference(gradient, wanted) < 1e-9
+
+
+class WatchedToy:
+    """A toy whose batch sizes with gradient are written down."""
+
+    def __init__(self, compiled: bool) -> None:
+        self.model, self.rows, self.room = toy(), [], 1000
+        self._velocity = self.model.velocity
+        self.model.velocity = self.velocity
+        if compiled:
+            self.model.passed_through_blocks = ("latent_BSW",)
+            compile_blocks(self.model, Counting())
+
+    def velocity(self, latents_BL: Tensor, *arguments: Any) -> Tensor:
+        if torch.is_grad_enabled():
+            self.rows.append(len(latents_BL))
+            if len(latents_BL) > self.room:
+                raise torch.OutOfMemoryError("no room")
+        return self._velocity(latents_BL, *arguments)
+
+
+def test_packs_of_a_compiled_model_are_of_one_size_and_fillers_count_nowhere() -> None:
+    algorithm = build_algorithm("flow_grpo", {"updates_per_batch": 1, "kl_weight": 0.1})
+    eager, compiled = WatchedToy(compiled=False), WatchedToy(compiled=True)
+    assert is_compiled(compiled.model) and not is_compiled(eager.model)
+    groups = scored_groups(eager.model, algorithm, Rollout(groups=2), [REWARDS] * 2)  # of 16 terms
+    trainers = [
+        trainer_of(each.model, algorithm, groups, TrainerSettings(pack_size=7)) for each in (eager, compiled)
+    ]
+    for trainer in trainers:
+        for group in groups:
+            trainer.add_group(group)
+    assert eager.rows == [7, 7, 2] * 2 and compiled.rows == [7, 7, 7] * 2
+    assert relative_difference(trainers[1].gradient(), trainers[0].gradient()) < 1e-12
+    plain, filled = (trainer.commit() for trainer in trainers)
+    assert plain.terms == filled.terms
+    for measure in ("ratio_mean", "ratio_max", "clip_fraction", "kl", "gradient_norm"):
+        assert getattr(filled, measure) == pytest.approx(getattr(plain, measure), rel=1e-9), measure
+
+
+def test_a_pack_is_not_filled_beyond_the_largest_group() -> None:
+    algorithm = build_algorithm("flow_grpo", {"updates_per_batch": 1, "kl_weight": 0})
+    watched = WatchedToy(compiled=True)
+    groups = scored_groups(watched.model, algorithm, Rollout(groups=2), [REWARDS] * 2)
+    trainer = trainer_of(watched.model, algorithm, groups, TrainerSettings(pack_size=64))
+    trainer.rehearse(replace(groups[0], trajectories=groups[0].trajectories[:2], rewards=REWARDS[:2]))
+    trainer.add_group(groups[0], samples=[0])
+    trainer.add_group(groups[0], samples=[1, 2, 3])
+    trainer.add_group(groups[1])
+    assert watched.rows == [16] * 4
+
+
+def test_a_filled_pack_that_does_not_fit_is_halved_with_its_fillers() -> None:
+    algorithm = build_algorithm("flow_grpo", {"updates_per_batch": 1, "kl_weight": 0})
+    eager, compiled = WatchedToy(compiled=False), WatchedToy(compiled=True)
+    groups = scored_groups(eager.model, algorithm, Rollout(groups=2), [REWARDS] * 2)
+    trainers = [
+        trainer_of(each.model, algorithm, groups, TrainerSettings(pack_size=15)) for each in (eager, compiled)
+    ]
+    compiled.room = 10
+    for trainer in trainers:
+        for group in groups:
+            trainer.add_group(group)
+    assert compiled.rows[:3] == [15, 8, 7] and set(compiled.rows[3:]) == {8}
+    assert relative_difference(trainers[1].gradient(), trainers[0].gradient()) < 1e-12
+    assert trainers[1].commit().ratio_mean == pytest.approx(trainers[0].commit().ratio_mean)
+
+
+@pytest.mark.parametrize("name", ["sd3", "qwen_image"])
+def test_on_a_cpu_a_rollouts_forward_is_the_plain_one(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    make_tiny_pipeline(name, tmp_path / name)
+    model, size = adapted(family, tmp_path / name), family.tiny_size
+    conditioning = model.compact(model.encode(["a red cat"] * 2))
+    latents = model.initial_latents(torch.randn(2, *model.noise_shape(size), dtype=torch.float64), size)
+    given = latents, model.schedule(3, size).timesteps[[0, 1]], conditioning, family.default_guidance, size
+    with torch.no_grad():
+        plain, captured = model.velocity(*given), CapturedForwards(model)
+        for _ in range(3):
+            assert torch.equal(captured.velocity(*given), plain)
+            assert torch.equal(model.rollout_velocity(*given), plain)
+        model.forget_rollouts()
+        assert torch.equal(model.rollout_velocity(*given), plain)

@@ -1,0 +1,280 @@
+"""Profiles: their file, and what a SPEC, a plan and a forecast take from one."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from digenrl.config import profiles
+from digenrl.config.profiles import (
+    Profile,
+    SliceCost,
+    find_profile,
+    read_profile,
+    rounded,
+    shipped_profiles,
+    write_profile,
+)
+from digenrl.config.reading import ConfigError, parse_model
+from digenrl.config.recipe_files import read_recipe
+from digenrl.config.spec import Spec, read_spec
+from digenrl.planning.candidates import PlanOptions
+from digenrl.planning.cluster import read_cluster
+from digenrl.planning.command import search_plans
+from digenrl.planning.profiled_work import check_profiles, profiled_work
+from digenrl.simulation.one_card import foretell
+
+ROOT = Path(__file__).parents[2]
+DEMO = read_recipe("demo")
+PROFILE = parse_model(
+    Profile,
+    {
+        "device": {
+            "name": "NVIDIA H200",
+            "memory_bytes": 150_000_000_000,
+            "bf16_tflops": 766.0,
+            "torch": "2.13.0",
+        },
+        "work": profiled_work(DEMO),
+        "weights_bytes": 5_000_000,
+        "slices": {1: {"seconds": 0.5, "peak_bytes": 7}, 4: {"seconds": 1.1}, 12: {"seconds": 2.0}},
+        "training": {"seconds_per_sample": 0.25, "pack_size": 8, "checkpointed_blocks": 2},
+        "commit_seconds": 0.3,
+        "publish_seconds": 0.2,
+        "switch_in_seconds": 0.1,
+        "switch_out_seconds": 0.5,
+        "score_seconds": 0.01,
+    },
+)
+BARE = {
+    "profile": "card.yaml",
+    "steps": 2,
+    "prompts": 8,
+    "samples_per_prompt": 12,
+    "slice": 4,
+    "generators": [{"name": "h200", "count": 2}],
+}
+
+
+def written(folder: Path, content: dict[str, Any], name: str = "spec.yaml", profile: Profile = PROFILE) -> Path:
+    """A file beside the profile card.yaml."""
+    (folder / "card.yaml").write_text(write_profile(profile))
+    (folder / name).write_text(yaml.safe_dump(content))
+    return folder / name
+
+
+def without(profile: Profile, *names: str) -> Profile:
+    return profile.model_copy(update={name: {} if name == "slices" else None for name in names})
+
+
+# --- The file --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("absent", [(), ("training", "score_seconds"), ("slices", "commit_seconds")])
+def test_a_profile_that_is_written_reads_as_the_same(tmp_path: Path, absent: tuple[str, ...]) -> None:
+    profile = without(PROFILE, *absent).model_copy(update={"remarks": ("scoring: no server",)})
+    as_yaml, as_json = tmp_path / "a.yaml", tmp_path / "a.json"
+    as_yaml.write_text(write_profile(profile))
+    as_json.write_text(json.dumps(profile.model_dump(mode="json")))
+    assert read_profile(str(as_yaml)) == read_profile("a.json", tmp_path) == profile
+
+
+def test_the_page_about_profiles_shows_one_and_names_every_part_of_it() -> None:
+    page = (ROOT / "docs" / "profiling.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S)
+    assert parse_model(Profile, yaml.safe_load(shown)).work == PROFILE.work
+    assert not [name for name in Profile.model_fields if f"`{name}`" not in page]
+
+
+def test_measured_times_are_written_without_digits_that_mean_nothing() -> None:
+    assert [rounded(value) for value in (1.23456789, 0.0123456, 1.6e-7, 123.456)] == [1.235, 0.01235, 0.0, 123.5]
+
+
+def test_profiles_that_come_with_the_package_read_and_are_packaged() -> None:
+    for name in shipped_profiles():
+        assert read_profile(name).slices, name
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "profiles/*.yaml" in settings["tool"]["setuptools"]["package-data"]["digenrl"]
+
+
+def test_a_profile_is_found_by_name_and_an_unknown_one_is_answered_with_the_nearest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiles, "SHIPPED", tmp_path)
+    (tmp_path / "h200_demo.yaml").write_text(write_profile(PROFILE))
+    assert read_profile("h200_demo") == PROFILE
+    with pytest.raises(
+        ConfigError, match=r"unknown profile 'h200demo'; did you mean 'h200_demo'\? .* name a file"
+    ):
+        find_profile("h200demo")
+    with pytest.raises(ConfigError, match=r"h200_demo\.yaml: cannot be read"):
+        read_profile("./h200_demo.yaml", Path("nowhere"))
+
+
+# --- A SPEC ----------------------------------------------------------------------------------------------------
+
+
+def test_a_spec_takes_what_it_leaves_out_from_the_profile_beside_it(tmp_path: Path) -> None:
+    given = {**BARE, "reward": {"lanes": 1}, "trainer": {"helper": {}}, "policy": {"colocated": True}}
+    table = {1: 0.5, 4: 1.1, 12: 2.0}
+    helper = {"seconds": table, "switch_in": 0.1, "switch_out": 0.5}
+    meant = {
+        **{key: value for key, value in given.items() if key != "profile"},
+        "generators": [{"name": "h200", "count": 2, "seconds": table}],
+        "reward": {"lanes": 1, "seconds": 0.01},
+        "trainer": {"seconds_per_sample": 0.25, "commit": 0.3, "helper": helper},
+        "publish": 0.2,
+        "colocate": {"switch": 0.3},
+    }
+    assert read_spec(written(tmp_path, given)) == parse_model(Spec, meant)
+
+
+def test_what_a_spec_gives_goes_before_the_profile(tmp_path: Path) -> None:
+    own = {
+        **BARE,
+        "slice": 3,
+        "generators": [{"seconds": {1: 9.0}}, {"name": "measured"}],
+        "reward": {"lanes": 1, "seconds": 7.0},
+        "trainer": {"seconds_per_sample": 6.0, "commit": 5.0},
+        "publish": 0,
+        "colocate": {"switch": 4.0},
+    }
+    spec = read_spec(written(tmp_path, own))
+    tables = [{size: float(seconds) for size, seconds in pool.seconds.items()} for pool in spec.generators]
+    assert tables == [{1: 9.0}, {1: 0.5, 4: 1.1, 12: 2.0}]
+    assert (spec.reward.seconds, spec.trainer.seconds_per_sample, spec.trainer.commit) == (7, 6, 5)
+    assert (spec.publish, spec.colocate.switch, spec.trainer.helper) == (0, 4, None)
+
+
+def test_the_option_goes_before_the_spec_s_own_profile(tmp_path: Path) -> None:
+    slower = PROFILE.model_copy(update={"slices": {4: SliceCost(seconds=8.0)}})
+    (tmp_path / "slower.yaml").write_text(write_profile(slower))
+    spec = read_spec(written(tmp_path, BARE), str(tmp_path / "slower.yaml"))
+    assert dict(spec.generators[0].seconds) == {4: 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "absent", "complaint"),
+    [
+        ({"slice": 24, "samples_per_prompt": 24}, (), r"slice: 24 samples together, .* covers slices of 1 to 12"),
+        ({"slice": "auto", "samples_per_prompt": 24}, (), "samples_per_prompt: 24 samples together"),
+        ({"samples_per_prompt": 24, "generators": [{"slice": 24}]}, (), r"generators\[0\].slice: 24 samples"),
+        ({}, ("slices",), r"generators\[0\].seconds: missing, and the profile card.yaml has no slices"),
+        ({}, ("training",), "trainer.seconds_per_sample: missing, .* has no training"),
+        ({"reward": {"lanes": 1}}, ("score_seconds",), "reward.seconds: missing, .* has no score_seconds"),
+        ({"profile": 3}, (), "profile: expected a name or a file, got 3"),
+        ({"profile": "nowhere"}, (), "unknown profile 'nowhere'"),
+        ({"prompt": 3}, (), "prompt: unknown key; did you mean 'prompts'"),
+    ],
+)
+def test_what_a_profile_cannot_tell_is_refused_in_one_line(
+    tmp_path: Path, changes: dict[str, Any], absent: tuple[str, ...], complaint: str
+) -> None:
+    path = written(tmp_path, {**BARE, **changes}, profile=without(PROFILE, *absent))
+    with pytest.raises(ConfigError, match=complaint) as told:
+        read_spec(path)
+    assert str(told.value).startswith(f"{path}: ") and "\n" not in str(told.value)
+
+
+# --- A run on one card -------------------------------------------------------------------------------------------
+
+
+def test_a_step_on_one_card_takes_its_parts_one_after_the_other() -> None:
+    foretold = foretell(PROFILE, "card")
+    # 8 groups in one slice of 12 each, 96 samples scored and trained, one commit, there and back.
+    assert foretold.slice == 12
+    assert foretold.step_seconds == pytest.approx(8 * 2.0 + 96 * 0.01 + 96 * 0.25 + 0.3 + 0.6)
+    assert sum(foretold.parts.values()) == pytest.approx(foretold.step_seconds)
+
+
+def test_where_the_recipe_leaves_the_slice_open_a_card_takes_that_with_the_least_time_per_sample() -> None:
+    open_slice = PROFILE.work.model_copy(update={"slice": "auto"})
+    slices = {1: SliceCost(seconds=0.5), 4: SliceCost(seconds=1.0), 12: SliceCost(seconds=3.6)}
+    profile = PROFILE.model_copy(update={"work": open_slice, "slices": slices})
+    assert foretell(profile, "card").slice == 4
+    with pytest.raises(ConfigError, match="card: has no training; a step cannot be foretold"):
+        foretell(without(PROFILE, "training"), "card")
+
+
+# --- A plan ------------------------------------------------------------------------------------------------------
+
+
+def test_a_pool_with_a_profile_is_planned_as_one_with_the_same_measured_costs(tmp_path: Path) -> None:
+    measured = {
+        "slice_seconds": {1: 0.5, 4: 1.1, 12: 2.0},
+        "train_seconds_per_sample": 0.25,
+        "commit_seconds": 0.3,
+        "publish_seconds": 0.2,
+        "score_seconds": 0.01,
+        "switch_seconds": 0.3,
+    }
+    size = {"nodes": 1, "per_node": 3}
+    by_profile = read_cluster(written(tmp_path, {"pools": [{"profile": "card.yaml", **size}]}))
+    by_hand = read_cluster(
+        written(tmp_path, {"pools": [{"card": "H200", "measured": measured, **size}]}, "b.yaml")
+    )
+    assert by_profile.pools[0].card.name == "H200", "the profile's device, not the shorter H20"
+    assert by_profile.pools[0].measured == by_hand.pools[0].measured
+    plans = [
+        search_plans(DEMO, cluster, PlanOptions(stale_shares=(0.0,), ranks=1), lambda done, total: None).best.spec
+        for cluster in (by_profile, by_hand)
+    ]
+    assert plans[0] == plans[1]
+
+
+def test_a_device_that_no_data_sheet_describes_names_its_pool(tmp_path: Path) -> None:
+    unknown = PROFILE.model_copy(update={"device": PROFILE.device.model_copy(update={"name": "lab card"})})
+    content = {"pools": [{"profile": "card.yaml"}, {"profile": "card.yaml", "name": "other"}]}
+    pools = read_cluster(written(tmp_path, content, profile=unknown)).pools
+    assert [(pool.name, pool.card.described) for pool in pools] == [("lab card", False), ("other", False)]
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("sample.height=64", r"H200: its profile was measured for height = 32 \(demo\), the recipe has 64"),
+        ("sample.denoising_steps=20", "denoising_steps = 8 .* has 20"),
+        ("model.guidance=4", "guidance = 1.0 .* has 4.0"),
+        ("model.source=owner/another", "model = demo .* has another"),
+        ("training.lora={rank: 8}", "lora_rank = none .* has 8"),
+        ("algorithm.options.kl_weight=0.1", "reference_forward = False .* has True"),
+        ("sample.window={kind: fast, width: 2}", "trained_steps = 3 .* has 2"),
+    ],
+)
+def test_a_profile_of_other_work_is_refused_in_one_line(tmp_path: Path, override: str, complaint: str) -> None:
+    cluster = read_cluster(written(tmp_path, {"pools": [{"profile": "card.yaml"}]}))
+    with pytest.raises(ConfigError, match=complaint) as told:
+        check_profiles(cluster, read_recipe("demo", [override]))
+    assert "\n" not in str(told.value)
+    with pytest.raises(ConfigError, match="plan a recipe, not --model"):
+        check_profiles(cluster, None)
+
+
+def test_a_profile_serves_other_batches_and_random_weights_of_the_published_size(tmp_path: Path) -> None:
+    work = PROFILE.work.model_copy(update={"model": "random", "guidance": 0.5})
+    profile = PROFILE.model_copy(update={"work": work})
+    cluster = read_cluster(written(tmp_path, {"pools": [{"profile": "card.yaml"}]}, profile=profile))
+    check_profiles(cluster, read_recipe("demo", ["batch.prompts=16", "batch.slice=4"]))
+
+
+@pytest.mark.parametrize(
+    ("pool", "complaint"),
+    [
+        ({"profile": "card.yaml", "measured": {"commit_seconds": 1}}, r"pools\[0\]: profile and measured: both"),
+        ({"profile": "card"}, r"pools\[0\].profile: unknown profile 'card'"),
+        ({"profile": 3}, r"pools\[0\]: profile: expected a name or a file, got 3"),
+        ({"profile": "no.yaml"}, r"pools\[0\]: .*no.yaml: cannot be read"),
+    ],
+)
+def test_a_wrong_profile_of_a_pool_is_told_in_one_line(
+    tmp_path: Path, pool: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint) as told:
+        read_cluster(written(tmp_path, {"pools": [pool]}, "cluster.yaml"))
+    assert "\n" not in str(told.value)

@@ -67,13 +67,16 @@ class Case:
     denoising_steps: int = 10
     trained_steps: int = 6
     runs: bool = True  # a whole step takes seconds, not minutes
+    source: str = "random"
 
 
 CASES = {
     "flux": Case(512, 512),
     "qwen_image": Case(512, 512),
     "sd3": Case(512, 512),
-    "wan": Case(480, 832, 33, group=2, slices=(1,), denoising_steps=4, trained_steps=1, runs=False),
+    "wan": Case(
+        480, 832, 33, group=2, slices=(1,), denoising_steps=4, trained_steps=1, runs=False, source="random:2.1-14b"
+    ),
     "hunyuan_video": Case(480, 640, 33, group=2, slices=(1,), denoising_steps=4, trained_steps=1, runs=False),
 }
 
@@ -101,6 +104,8 @@ class Measured:
     samples_per_second: float | None = None
     largest_log_ratio: float | None = None
     log_prob_mismatch: float | None = None
+    foretold_parts: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     def forward_share(self, rows: int) -> float:
         """Of the card's matrix rate."""
@@ -271,7 +276,8 @@ def measure_profile(result: Measured, recipe: Recipe, say: Callable[[str], None]
     result.pair_s = training.seconds_per_sample / profile.work.trained_steps
     result.pack_size, result.checkpointed_blocks = training.pack_size, training.checkpointed_blocks
     result.peak_gib, result.planned_gib = training.peak_bytes / GIB, training.planned_bytes / GIB
-    result.foretold_s = foretell(profile, result.family).step_seconds
+    foretold = foretell(profile, result.family)
+    result.foretold_s, result.foretold_parts = foretold.step_seconds, foretold.parts
     return profile
 
 
@@ -287,10 +293,23 @@ def measure_run(result: Measured, recipe: Recipe, folder: Path) -> None:
     result.samples_per_second = recipe.batch.samples_per_prompt / result.step_s
     result.largest_log_ratio = max(abs(math.log(step["ratio_max"])) for step in settled)
     result.log_prob_mismatch = max(step["log_prob_mismatch"] for step in settled)
+    result.parts = parts_of(folder / "spans.jsonl", len(settled))
+
+
+def parts_of(spans: Path, steps: int) -> dict[str, float]:
+    """What the lanes did in a step, in seconds by kind of work, the first step left out."""
+    parts: dict[str, float] = {}
+    for line in spans.read_text().splitlines():
+        span = json.loads(line)
+        if span["step"] > 0:
+            seconds = (span["end_ns"] - span["start_ns"]) / 1e9 / steps
+            parts[span["work"]] = parts.get(span["work"], 0.0) + seconds
+    return parts
 
 
 def measure(family: str, options: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> Measured:
-    case, source = CASES[family], "random"
+    case = CASES[family]
+    source = case.source
     if options.tiny:
         case = CASES[family] = tiny_case(family)
         source = str(folder / "model")
@@ -389,6 +408,19 @@ def steps_table(results: Sequence[Measured]) -> Table:
     return table
 
 
+def parts_table(results: Sequence[Measured]) -> Table:
+    table = Table(title="where the time of a step goes, in seconds")
+    for heading in ("family", "foretold", "took"):
+        table.add_column(heading)
+    for each in results:
+        told = (
+            ", ".join(f"{name} {s:.2f}" for name, s in parts.items())
+            for parts in (each.foretold_parts, each.parts)
+        )
+        table.add_row(each.family, *told)
+    return table
+
+
 def text(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
@@ -406,6 +438,7 @@ def main() -> None:
     parser.add_argument("families", nargs="*", help=f"of {', '.join(CASES)}; all by default")
     parser.add_argument("--tiny", action="store_true", help="tiny models, on the CPU")
     parser.add_argument("--whole-step", action="store_true", help="also a whole step of the baseline")
+    parser.add_argument("--memory-gib", type=float, help="pretend that the card has no more")
     parser.add_argument("--no-runs", action="store_true", help="profiles alone")
     parser.add_argument("--profiles", type=Path, help="a folder to write the profiles to")
     parser.add_argument("--device-name", default="h200", help="with which the profiles' names begin")
@@ -416,6 +449,9 @@ def main() -> None:
         sys.exit(f"unknown family '{unknown[0]}'; known: {', '.join(CASES)}")
     if not options.tiny and not torch.cuda.is_available():
         sys.exit("there is no GPU here; add --tiny for the same with tiny models on the CPU")
+    if options.memory_gib is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory_gib * GIB / total))
     aside, results = Console(stderr=True), []
     for family in options.families or list(CASES):
         with tempfile.TemporaryDirectory() as folder:
@@ -432,6 +468,7 @@ def main() -> None:
     out = Console(width=200) if not sys.stdout.isatty() else Console()
     out.print(shares_table(results))
     out.print(steps_table(results))
+    out.print(parts_table(results))
 
 
 if __name__ == "__main__":

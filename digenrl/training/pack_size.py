@@ -85,8 +85,11 @@ def free_bytes(device: torch.device) -> int:
     """What a pass may take: on a card also what torch holds and nobody uses, on a CPU half of what is free."""
     if device.type != "cuda":
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    unused_by_torch = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused_by_torch
+    allocated = torch.cuda.memory_allocated(device)
+    unused_by_torch = torch.cuda.memory_reserved(device) - allocated
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(free + unused_by_torch, allowed - allocated)
 
 
 @contextmanager

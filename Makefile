@@ -48,6 +48,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/fidelity.py
+	$(BIN)/python benchmarks/scoring_aside.py
+	$(BIN)/python benchmarks/gpu.py $(if $(shell command -v nvidia-smi),,--tiny)
 	$(BIN)/python benchmarks/ray_overhead.py
 	$(BIN)/python benchmarks/ray_unequal.py
 	$(BIN)/python benchmarks/ray_faults.py

@@ -9,7 +9,9 @@ without a pause, they would not have come to that slice and finished it earlier.
 A lane finds its piece by counting what others finish first. One that is free at f, makes a piece of this length in
 T and a take of its own in t, has takes reserved at f, f + t, f + 2t, ... as long as the piece, begun then, would
 be finished before this lane's deadline. What is reserved is left standing: a slow lane starts behind it, or takes
-nothing where the list ends before that. Reservations bind nobody; they are counted anew at every decision.
+nothing where the list ends before that. Reservations bind nobody; they are counted anew at every decision. A lane
+that would take several slices and finds no such piece looks for a single one: else lanes could leave the last
+slices to each other, one being the quicker with one slice and the other with two.
 """
 
 from __future__ import annotations

@@ -360,15 +360,21 @@ class Forecast:
 
     def _dispatch_by_finish(self) -> None:
         """As `handout` does it under `earliest_finish`: a lane starts behind what others would finish first."""
-        for lane_class, offer in enumerate(self.facts.classes):
-            while idle := self.idle[lane_class]:
-                slices, lanes, behind = self._first_not_sooner_elsewhere(offer, idle)
-                if not lanes:
-                    break
-                self._start(lanes, slices, self.published, lane_class, offer.expected_ns(slices), behind)
-                self.idle[lane_class] = idle - lanes
+        again = True
+        while again:
+            again = False
+            for lane_class, offer in enumerate(self.facts.classes):
+                while idle := self.idle[lane_class]:
+                    slices, lanes, behind = self._first_not_sooner_elsewhere(offer, offer.slices_at_once, idle)
+                    if not lanes and offer.slices_at_once > 1:
+                        slices, lanes, behind = self._first_not_sooner_elsewhere(offer, 1, 1)
+                        again = again or lanes > 0
+                    if not lanes:
+                        break
+                    self._start(lanes, slices, self.published, lane_class, offer.expected_ns(slices), behind)
+                    self.idle[lane_class] = idle - lanes
 
-    def _first_not_sooner_elsewhere(self, offer: LaneOffer, idle: int) -> tuple[int, int, int]:
+    def _first_not_sooner_elsewhere(self, offer: LaneOffer, at_most: int, idle: int) -> tuple[int, int, int]:
         """Slices of the next take, how many equal lanes take as many there, and behind how many unstarted ones."""
         here = self._startable(self.published)
         in_all, behind = here + self._startable_next(here), 0
@@ -376,7 +382,7 @@ class Forecast:
             todo, place, left = self.todo, self._place(behind), here - behind
             if left <= 0:
                 todo, place, left = self._next_list(), place - todo.length, in_all - behind
-            slices, lanes = todo.equal_takes(place, offer.slices_at_once, idle, left)
+            slices, lanes = todo.equal_takes(place, at_most, idle, left)
             reserved = self._reserved_before(slices, self.now + offer.expected_ns(slices))
             if reserved <= behind:
                 return slices, lanes, behind

@@ -11,7 +11,7 @@ from digenrl.records import Generate, Lease, Slice
 from digenrl.scheduling.dispatch import Reservations
 from digenrl.scheduling.order import slice_at
 from digenrl.scheduling.staleness import admitted_samples
-from digenrl.scheduling.state import GroupProgress, SchedulerState, StepProgress
+from digenrl.scheduling.state import GroupProgress, Lane, SchedulerState, StepProgress
 from digenrl.scheduling.terms import Terms
 
 
@@ -206,15 +206,34 @@ def _not_sooner_elsewhere(state: SchedulerState, picker: SlicePicker, at_ns: int
     able = [index for index in state.idle if picker.may_start(state.lanes[index].version)]
     able.sort(key=lambda index: (state.lanes[index].slice_ns, -state.lanes[index].version))
     reservations = Reservations(state, able, picker.unstarted(), at_ns)
-    for index in able:
-        lane, place = state.lanes[index], 0
-        while length := picker.length_at(lane.version, place, lane.slices_at_once):
-            reserved = reservations.before(index, length)
-            if reserved <= place:
-                yield Take(index, place, length)
-                reservations.taken(index, length)
-                break
-            place = reserved
+    waiting, again = able, True
+    while waiting and again:
+        asked, waiting, again = waiting, [], False
+        for index in asked:
+            lane = state.lanes[index]
+            take = _first_not_sooner_elsewhere(lane, lane.slices_at_once, picker, reservations)
+            if take is None and lane.slices_at_once > 1:
+                # It leaves them to one that makes so many sooner, which may leave the first of them to this one:
+                # then a single slice, and who had left it to this lane is asked again.
+                take = _first_not_sooner_elsewhere(lane, 1, picker, reservations)
+                again = again or take is not None
+            if take is None:
+                waiting.append(index)
+            else:
+                yield take
+                reservations.taken(index, take.at_most)
+
+
+def _first_not_sooner_elsewhere(
+    lane: Lane, at_most: int, picker: SlicePicker, reservations: Reservations
+) -> Take | None:
+    place = 0
+    while length := picker.length_at(lane.version, place, at_most):
+        reserved = reservations.before(lane.index, length)
+        if reserved <= place:
+            return Take(lane.index, place, length)
+        place = reserved
+    return None
 
 
 def lease_slices(

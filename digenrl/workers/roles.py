@@ -31,7 +31,7 @@ from digenrl.rewards.contract import Reward, RewardError
 from digenrl.stages import Blueprint
 from digenrl.training.state_trees import state_as_tensors, state_of_tensors
 from digenrl.training.trainer import Trainer
-from digenrl.workers.card_memory import peak_bytes, watch_peak
+from digenrl.workers.measuring import peak_bytes, sustained_seconds, watch_peak
 from digenrl.workers.orders import (
     ChangeRole,
     EncodedPrompt,
@@ -261,17 +261,21 @@ class Generating:
         return made
 
     def _rehearse_slice(self, prompt: EncodedPrompt, size: int) -> float:
-        seconds, name = [], f"rehearsal-{os.getpid()}"  # everybody rehearses at the same time
-        for _ in range(2):
-            began = perf_counter()
+        name = f"rehearsal-{os.getpid()}"  # everybody rehearses at the same time
+
+        def make() -> None:
             made, pixels_BFCHW = self._generate(prompt, Slice(REHEARSED, 0, 0, size))
             self._exchange.put(name, trajectory_tensors(made.trajectories))
             self._exchange.drop(name)
-            if self._scoring is not None:
-                with suppress(RewardError):  # a prompt that cannot be scored is no reason not to begin
-                    self._scoring.score(pixels_BFCHW, [prompt] * size)
-            seconds.append(perf_counter() - began)
-        return min(seconds)
+            if self._scoring is None:
+                self._exchange.put(name, {"pixels": pixels_BFCHW})
+                self._exchange.drop(name)
+                return
+            with suppress(RewardError):  # a prompt that cannot be scored is no reason not to begin
+                self._scoring.score(pixels_BFCHW, [prompt] * size)
+
+        make()
+        return sustained_seconds(make, self._model.device)
 
     def _serve(self, version: int, weights: WeightsReference) -> None:
         """Checked by checksum, names and shapes before anything changes; a version at hand stays."""
@@ -402,10 +406,11 @@ class Learning:
 
     def _timed_replay(self, group: ScoredGroup, later: bool) -> float:
         """Seconds per sample of whole groups."""
-        began = perf_counter()
-        share_of_group = self._trainer.rehearse(group, later=later)
-        wait_for(self._model.device)
-        return (perf_counter() - began) / share_of_group / self._blueprint.shape.group_size
+        shares: list[float] = []
+        seconds = sustained_seconds(
+            lambda: shares.append(self._trainer.rehearse(group, later=later)), self._model.device
+        )
+        return seconds / shares[-1] / self._blueprint.shape.group_size
 
     def _scored(self, group: LearnableGroup) -> ScoredGroup:
         trajectories = [trajectory for made in group.slices for trajectory in self._trajectories(made)]

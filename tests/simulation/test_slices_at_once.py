@@ -122,6 +122,18 @@ def test_every_run_ends_however_times_stray(content: dict[str, Any], batch: int,
     assert auditor.trained_samples == opening.terms.steps * opening.terms.samples_per_step
 
 
+def test_lanes_that_leave_slices_to_each_other_do_not_leave_them_for_ever() -> None:
+    """One lane makes a single slice soonest but takes two; two are made sooner by either of the others."""
+    policy = {"order": "generation", "stream": "group", "help": "none", "dispatch": "earliest_finish"}
+    pair = {"name": "pair", "count": 1, "seconds": {1: 0.9, 2: 2.8}, "slice": 2}
+    single = {"name": "single", "count": 2, "seconds": {1: 1.2}}
+    content = {"steps": 1, "prompts": 1, "samples_per_prompt": 2, "slice": 1, "generators": [pair, single]}
+    content |= {"trainer": {"seconds_per_sample": 1.0}, "policy": policy}
+    spec = parse_model(Spec, content)
+    assert simulate(spec).answer.makespan == pytest.approx(1.2 + 2.0)
+    assert quick_makespan(spec) == simulate(spec).answer.makespan
+
+
 @settings(max_examples=100)
 @given(mixed_contents(helps=("auto",), most_samples=32, colocated=False))
 def test_looking_ahead_loses_neither_to_waiting_nor_to_greed_by_its_own_prediction(

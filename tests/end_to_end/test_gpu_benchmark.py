@@ -1,0 +1,37 @@
+"""The benchmark for one big card goes the same ways through the code with tiny models on a CPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def test_every_part_is_measured_and_a_profile_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    gpu = importlib.import_module("gpu")
+    arguments = ["sd3", "--tiny", "--whole-step", "--json", "--profiles", str(tmp_path), "--device-name", "here"]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
+    gpu.main()
+    (measured,) = json.loads(capsys.readouterr().out)
+    seconds = ("baseline_forward_s", "pair_s", "baseline_pair_s", "foretold_s", "step_s", "baseline_step_s")
+    assert all(measured[name] > 0 for name in seconds)
+    assert set(measured["forward_s"]) == {"1", "2"} and min(measured["forward_s"].values()) > 0
+    assert measured["largest_log_ratio"] == 0 and measured["log_prob_mismatch"] < 1e-5
+    assert measured["parts"]["train"] > 0 and measured["foretold_parts"]["training"] > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["here_sd3.yaml"]
+
+
+def test_an_unknown_family_is_answered_with_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    gpu = importlib.import_module("gpu")
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "fluks", "--tiny"])
+    with pytest.raises(SystemExit, match="unknown family 'fluks'; known: flux, qwen_image"):
+        gpu.main()

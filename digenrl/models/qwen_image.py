@@ -20,6 +20,7 @@ from diffusers import (
 from torch import Tensor
 from torch.nn import functional
 
+from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
 from digenrl.models.family import Family, FullSize, Part
 from digenrl.models.loading import pipeline_without
@@ -33,6 +34,7 @@ from digenrl.models.pipeline_model import (
     schedule_of,
     shift_from_tokens,
 )
+from digenrl.models.qwen_attention import JointAttention, RealRotations
 from digenrl.models.tiny import seeded_weights
 from digenrl.models.tiny_video import tiny_qwen_text_encoder, tiny_qwen_tokenizer
 from digenrl.models.video_helpers import pixels_of_videos, vae_latents
@@ -57,6 +59,13 @@ class QwenImageModel(PipelineModel):
     default_guidance = 4.0
     text_encoders = ("text_encoder",)
     text_mask = "encoder_hidden_states_mask"
+
+    def __init__(self, pipeline: Any) -> None:
+        super().__init__(pipeline)
+        if self.transformer is not None:
+            self.transformer.pos_embed = RealRotations(pipeline.transformer.pos_embed)
+            for block in repeated_blocks(self.transformer):
+                block.attn.set_processor(JointAttention())  # type: ignore[union-attr,operator]
 
     def dimensions_of_text(self, arguments: Mapping[str, Any]) -> list[tuple[Tensor, int]]:
         """The text, its rotary table and, where it has one, its mask."""

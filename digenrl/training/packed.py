@@ -6,7 +6,7 @@ inside a pass, so that all run the same packs: fillers make shares equally long,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 
 import torch
@@ -75,8 +75,11 @@ class PackedPasses:
         replay: Replay,
         settings: TrainerSettings,
         ranks: RankGroup | None = None,
+        bytes_to_come: Callable[[], int] = lambda: 0,
     ) -> None:
+        """`bytes_to_come` are what training will hold beside its passes and does not hold yet."""
         self._model = model
+        self._bytes_to_come = bytes_to_come
         self._objective = objective
         self._parameters = policies.model_parameters
         self._sharded = policies.sharded
@@ -193,7 +196,7 @@ class PackedPasses:
 
     def _choose(self, share: Sequence[Term], job: Job, gradient_bytes: int) -> Packing:
         device = self._model.device
-        free = free_bytes(device)
+        free = free_bytes(device) - self._bytes_to_come()
         packing = choose_packing(
             CardGauge(self._model, lambda size: self._discarded(_repeated(share, size), job)),
             budget=self._settings.memory_share * free - gradient_bytes,  # sums stay while packs come and go

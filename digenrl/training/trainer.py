@@ -115,7 +115,9 @@ class Trainer:
         self.optimizer = make_optimizer(self.policies, settings)
         autocast = settings.autocast == "bf16"
         replay = Replay(model, objective, self.policies, draw_noise, recompute=recompute, autocast=autocast)
-        self._passes = PackedPasses(model, objective, self.policies, replay, settings, ranks)
+        self._passes = PackedPasses(
+            model, objective, self.policies, replay, settings, ranks, self._moments_to_come
+        )
         self.batch = 0  # also the version of the weights that fresh samples are made with
         self.update = 0  # of this batch
         self.updates_done = 0
@@ -458,6 +460,11 @@ class Trainer:
 
     def _all_sums(self) -> dict[str, OrderedSums]:
         return {"open": self._open, **{f"group {place}": entry.sums for place, entry in self._entries.items()}}
+
+    def _moments_to_come(self) -> int:
+        """Bytes that the optimizer takes with its first step: AdamW's two moments."""
+        parameters = self.policies.parameters.values()
+        return sum(2 * p.nbytes for p in parameters if not self.optimizer.state.get(p))
 
     def _state_of_now(self, with_reference: bool = True) -> dict[str, Any]:
         self.switching.settle()

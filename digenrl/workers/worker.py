@@ -5,6 +5,8 @@ from __future__ import annotations
 import traceback
 from socket import gethostname
 
+from torch._dynamo.exc import TorchDynamoException
+
 from digenrl.config.reading import ConfigError
 from digenrl.exchange.tensors import Exchange
 from digenrl.models.contract import DiffusionModel
@@ -20,6 +22,8 @@ from digenrl.workers.orders import Order, OrderFailed, Ready, Report
 from digenrl.workers.roles import Encoding, Generating, Learning, Role, Scoring
 from digenrl.workers.saving import Saving
 
+WITHOUT_COMPILER = "the model could not be compiled; a compiler for C is needed, or set model.compile=false"
+
 
 class Worker:
     """Carries out one order after the other. What goes wrong is a report, too."""
@@ -33,14 +37,20 @@ class Worker:
             return self._handlers[type(order)](order)
         except (ConfigError, RewardError) as error:
             return OrderFailed(order, str(error), mistake=True)
+        except TorchDynamoException as error:
+            return OrderFailed(order, f"{in_short(error)}; {WITHOUT_COMPILER}", mistake=True)
         except Exception as error:  # a worker outlives its order: whoever gave it decides what follows
             return failure(order, error)
 
 
 def failure(order: Order, error: Exception) -> OrderFailed:
     """A report of something that nobody expected."""
-    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return OrderFailed(order, reason, details=traceback.format_exc())
+    return OrderFailed(order, in_short(error), details=traceback.format_exc())
+
+
+def in_short(error: Exception) -> str:
+    """Its kind and its words, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def start_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "") -> tuple[Worker | None, Report]:

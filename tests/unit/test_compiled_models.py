@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch._dynamo
 from scored_groups import Rollout, nudge, relative_difference, scored_groups, toy, trainer_of, trajectories_of
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.exc import BackendCompilerFailed
 
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
@@ -25,6 +27,8 @@ from digenrl.models.family import Family
 from digenrl.models.lora import add_lora
 from digenrl.models.pairs import ScoredGroup
 from digenrl.models.registry import FAMILIES, make_tiny_pipeline
+from digenrl.workers.orders import Order, OrderFailed, Report
+from digenrl.workers.worker import Worker
 
 LONG_PROMPT = 1234567  # a group's number is in its prompt
 REWARDS = (0.0, 1.0, 5.0, 2.0)
@@ -185,3 +189,13 @@ def test_on_a_cpu_a_rollouts_forward_is_the_plain_one(name: str, tmp_path: Path)
             assert torch.equal(model.rollout_velocity(*given), plain)
         model.forget_rollouts()
         assert torch.equal(model.rollout_velocity(*given), plain)
+
+
+def test_a_compiler_that_fails_is_told_with_the_way_out() -> None:
+    def handle(order: Order) -> Report:
+        raise BackendCompilerFailed(handle, RuntimeError("no C compiler found"), None)
+
+    role = SimpleNamespace(handlers={Order: handle})
+    report = Worker([role]).handle(Order())
+    assert isinstance(report, OrderFailed) and report.mistake
+    assert "no C compiler found" in report.reason and "model.compile=false" in report.reason

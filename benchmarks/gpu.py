@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from live_runs import StepLog
+from measured_runs import StepLog
 from rich.console import Console
 from rich.table import Table
 

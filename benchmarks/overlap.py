@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from live_runs import LiveRun, recipe, run  # first: it sets the number of threads
+from measured_runs import LiveRun, recipe, run  # first: it sets the number of threads
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table

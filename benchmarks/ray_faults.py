@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from live_runs import recipe  # first: it sets the number of threads
+from measured_runs import recipe  # first: it sets the number of threads
 from ray_nodes import Nodes, several
 from rich.console import Console
 from rich.table import Table

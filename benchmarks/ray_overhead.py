@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 
-from live_runs import recipe, run  # first: it sets the number of threads
+from measured_runs import recipe, run  # first: it sets the number of threads
 from rich.console import Console
 from rich.table import Table
 

@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 import yaml
-from live_runs import LiveRun, recipe, run  # first: it sets the number of threads
+from measured_runs import LiveRun, recipe, run  # first: it sets the number of threads
 from ray_nodes import several
 
 from digenrl.config.recipe import Recipe

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from live_runs import LiveRun, recipe, run  # first: it sets the number of threads
+from measured_runs import LiveRun, recipe, run  # first: it sets the number of threads
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor

@@ -66,9 +66,15 @@ def check_profiled(recipe: Recipe, profile: Profile, where: str) -> None:
 def _costs_the_same(key: str, measured: Any, wanted: Any) -> bool:
     if key == "guidance":  # what counts is whether there is an unconditional forward
         return (measured is None or measured > NO_GUIDANCE) == (wanted is None or wanted > NO_GUIDANCE)
-    if key == "model" and RANDOM in (measured, wanted):
-        return True
+    if key == "model":
+        return measured == wanted or _of_random_size(measured, wanted) or _of_random_size(wanted, measured)
     return bool(measured == wanted)
+
+
+def _of_random_size(random: str, other: str) -> bool:
+    """Whether one has random weights and, if its size is named (as 2.1-14b), the other's name has it (14b)."""
+    source, _, size = random.partition(":")
+    return source == RANDOM and size.rpartition("-")[2] in other.lower()
 
 
 def _said(value: Any) -> str:

@@ -18,7 +18,8 @@ from digenrl.models.trajectory import StepNoise
 from digenrl.prompts.sources import read_prompts
 from digenrl.records import SampleId
 
-EXPERIMENTS = ("sd3_flow_grpo_fast", "flux_mix_grpo", "demo")
+ONE_GPU = ("sd3_one_gpu", "flux_one_gpu", "qwen_image_one_gpu")
+EXPERIMENTS = ("sd3_flow_grpo_fast", "flux_mix_grpo", "demo", *ONE_GPU)
 SAMPLES = [SampleId(step, group=0, index=index) for step in (0, 7, 700) for index in (0, 5)]
 
 each_recipe = pytest.mark.parametrize("name", shipped_recipes())
@@ -41,6 +42,13 @@ def window_of(recipe: Recipe) -> Window:
 def test_every_family_has_a_recipe_of_both_algorithms() -> None:
     both = {f"{family}_{algorithm}" for family in FAMILIES for algorithm in ("flow_grpo", "dance_grpo")}
     assert set(shipped_recipes()) == both.union(EXPERIMENTS)
+
+
+@pytest.mark.parametrize("name", ONE_GPU)
+def test_a_recipe_for_one_gpu_takes_turns_on_one_copy_of_the_base(name: str) -> None:
+    recipe = shipped(name)
+    assert recipe.mode == "colocated" and recipe.training.lora is not None and recipe.model.dtype == "bfloat16"
+    assert recipe.training.pack_size == recipe.training.gradient_checkpointing == recipe.batch.slice == "auto"
 
 
 @each_recipe

@@ -6,17 +6,23 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as benchmarks have it, and as it was afterwards
+    return importlib.import_module("gpu")
+
+
 def test_every_part_is_measured_and_a_profile_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    gpu = importlib.import_module("gpu")
+    gpu = benchmark(monkeypatch)
     arguments = ["sd3", "--tiny", "--whole-step", "--json", "--profiles", str(tmp_path), "--device-name", "here"]
     monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
     gpu.main()
@@ -30,8 +36,7 @@ def test_every_part_is_measured_and_a_profile_is_written(
 
 
 def test_an_unknown_family_is_answered_with_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    gpu = importlib.import_module("gpu")
+    gpu = benchmark(monkeypatch)
     monkeypatch.setattr(sys, "argv", ["gpu.py", "fluks", "--tiny"])
     with pytest.raises(SystemExit, match="unknown family 'fluks'; known: flux, qwen_image"):
         gpu.main()

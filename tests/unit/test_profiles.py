@@ -27,7 +27,7 @@ from digenrl.config.spec import Spec, read_spec
 from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.cluster import read_cluster
 from digenrl.planning.command import search_plans
-from digenrl.planning.profiled_work import check_profiles, profiled_work
+from digenrl.planning.profiled_work import _costs_the_same, check_profiles, profiled_work
 from digenrl.simulation.one_card import foretell
 
 ROOT = Path(__file__).parents[2]
@@ -278,3 +278,19 @@ def test_a_wrong_profile_of_a_pool_is_told_in_one_line(
     with pytest.raises(ConfigError, match=complaint) as told:
         read_cluster(written(tmp_path, {"pools": [pool]}, "cluster.yaml"))
     assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("measured", "wanted", "same"),
+    [
+        ("random", "Wan2.1-T2V-14B-Diffusers", True),
+        ("random:2.1-14b", "Wan2.1-T2V-14B-Diffusers", True),
+        ("random:2.1-14b", "Wan2.1-T2V-1.3B-Diffusers", False),
+        ("Wan2.1-T2V-1.3B-Diffusers", "random:2.1-1.3b", True),
+        ("Wan2.1-T2V-1.3B-Diffusers", "Wan2.1-T2V-14B-Diffusers", False),
+    ],
+)
+def test_a_model_with_random_weights_costs_what_one_of_its_size_does(
+    measured: str, wanted: str, same: bool
+) -> None:
+    assert _costs_the_same("model", measured, wanted) == same

@@ -109,11 +109,11 @@ def test_a_signal_is_remembered_until_the_run_can_be_left(number: signal.Signals
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_the_second_signal_ends_the_run_at_once(second: signal.Signals) -> None:
-    stopper = Stopper()
+    stopper, before = Stopper(), signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt), stopper.listening():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), second)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 # --- Foresight ---------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,11 +26,10 @@ from digenrl.config.rewards import parse_rewards
 from digenrl.config.spec import read_spec
 from digenrl.planning.candidates import Objective, PlanOptions
 from digenrl.planning.cluster import read_cluster
-from digenrl.planning.command import PlanFiles, places_for, search_plans, what_to_plan
+from digenrl.planning.command import places_for, search_plans, what_to_plan
 from digenrl.planning.overlay import overlay, overlay_text
-from digenrl.planning.plans import PlanResult
 from digenrl.planning.profiled_work import check_profiles
-from digenrl.planning.view import plan_reasons, plans_table, result_as_dict, spec_as_dict
+from digenrl.planning.view import result_as_dict, show_plans, spec_as_dict
 from digenrl.planning.workload import WORKLOAD_KEYS
 from digenrl.runs.failing import RunFailedError
 from digenrl.simulation.ladder import Rung, climb, rungs
@@ -225,32 +223,7 @@ def plan_command(
     if as_json:
         typer.echo(json.dumps(content))
     else:
-        _show_plans(result, words, files)
-
-
-def _show_plans(result: PlanResult, words: list[str], files: PlanFiles) -> None:
-    out.print(plans_table(result.plans))
-    for reason in plan_reasons(result.plans):
-        out.print(reason, highlight=False)
-    looked_at = f"{result.considered:,} plans considered, {result.evaluated} simulated"
-    of_these = "no other" if result.every_size else "of the trainer sizes tried, none"
-    with_equal = "with slices of one size is better than the first by more than"
-    out.print(f"{looked_at}; {of_these} {with_equal} {result.proven_gap:.1%}.", style="dim")
-    if files.plan is not None:
-        if not result.workload.reward_seconds:
-            out.print("Scoring counts as free: no pool of the cluster gives measured.score_seconds.", style="dim")
-        stale = result.best.spec.policy.stale_fraction
-        if stale:
-            out.print(
-                f"It starts up to {stale:.0%} of a step on weights one version old (techniques.tcss={stale}), "
-                "which changes what is computed; --on-policy plans without.",
-                highlight=False,
-            )
-        command = shlex.join(["digenrl", "train", *words, "--plan", str(files.plan)])
-        out.print(f"The first plan: {files.plan}  (start it with: {command})", soft_wrap=True, highlight=False)
-    if files.spec is not None:
-        looked_at = f"look at it with: digenrl simulate {files.spec}"
-        out.print(f"SPEC of the first plan: {files.spec}  ({looked_at})", soft_wrap=True)
+        show_plans(out, result, words, files)
 
 
 def _yaml_value(where: str, text: str) -> Any:

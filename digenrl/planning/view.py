@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
+from digenrl.planning.command import PlanFiles
 from digenrl.planning.memory import MemoryReport
 from digenrl.planning.plans import Plan, PlanResult
 
@@ -157,3 +160,31 @@ def _memory_dict(memory: MemoryReport | None) -> dict[str, float] | None:
         "total_gib": round(memory.total_gib, 2),
         "available_gib": round(memory.available_gib, 2),
     }
+
+
+def show_plans(console: Console, result: PlanResult, words: list[str], files: PlanFiles) -> None:
+    """The plans, why they are as they are, how sure that is, and what to do with the first."""
+    console.print(plans_table(result.plans))
+    for reason in plan_reasons(result.plans):
+        console.print(reason, highlight=False)
+    looked_at = f"{result.considered:,} plans considered, {result.evaluated} simulated"
+    of_these = "no other" if result.every_size else "of the trainer sizes tried, none"
+    with_equal = "with slices of one size is better than the first by more than"
+    console.print(f"{looked_at}; {of_these} {with_equal} {result.proven_gap:.1%}.", style="dim")
+    if files.plan is not None:
+        if not result.workload.reward_seconds:
+            console.print(
+                "Scoring counts as free: no pool of the cluster gives measured.score_seconds.", style="dim"
+            )
+        stale = result.best.spec.policy.stale_fraction
+        if stale:
+            console.print(
+                f"It starts up to {stale:.0%} of a step on weights one version old (techniques.tcss={stale}), "
+                "which changes what is computed; --on-policy plans without.",
+                highlight=False,
+            )
+        command = shlex.join(["digenrl", "train", *words, "--plan", str(files.plan)])
+        console.print(f"The first plan: {files.plan}  (start it with: {command})", soft_wrap=True, highlight=False)
+    if files.spec is not None:
+        looked_at = f"look at it with: digenrl simulate {files.spec}"
+        console.print(f"SPEC of the first plan: {files.spec}  ({looked_at})", soft_wrap=True)

@@ -88,8 +88,8 @@ def free_bytes(device: torch.device) -> int:
     allocated = torch.cuda.memory_allocated(device)
     unused_by_torch = torch.cuda.memory_reserved(device) - allocated
     free, total = torch.cuda.mem_get_info(device)
-    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-    return min(free + unused_by_torch, allowed - allocated)
+    share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: 1.0)  # torch has it since 2.8
+    return min(free + unused_by_torch, int(share(device) * total) - allocated)
 
 
 @contextmanager

@@ -8,7 +8,8 @@ For each family, in one process: forwards of a rollout and replayed pairs, compi
 card's measured rate of bf16 matrix products; the baseline, eager, one time-step after the other, all blocks
 checkpointed; a profile as `digenrl profile` writes it, what it foretells for a step on this card, and a run of
 that recipe. Work is counted as 2 x parameters x tokens for a forward, 4 x for a replay with adapters. In families
-with two streams a token meets only a part of the weights, so that a share can be above 1.
+with two streams a token meets only a part of the weights, so that a share can be above 1; "as counted" goes by the
+operations that torch counts in a forward, attention and adapters included.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import torch
 from measured_runs import StepLog
 from rich.console import Console
 from rich.table import Table
+from torch.utils.flop_counter import FlopCounterMode
 
 from digenrl import stages
 from digenrl.config.profiles import Profile, write_profile
@@ -88,6 +90,7 @@ class Measured:
     family: str
     parameters: int = 0
     tokens: int = 0
+    forward_flop: float = 0.0  # of one sample, as torch counts it: products of matrices and attention
     matrix_tflops: float = 0.0
     forward_s: dict[int, float] = field(default_factory=dict)
     baseline_forward_s: float = 0.0
@@ -110,6 +113,10 @@ class Measured:
     def forward_share(self, rows: int) -> float:
         """Of the card's matrix rate."""
         return self._share(2 * rows / self.forward_s[rows])
+
+    def counted_share(self, rows: int) -> float:
+        """Of the card's matrix rate, by the operations that a forward really has."""
+        return rows * self.forward_flop / self.forward_s[rows] / (self.matrix_tflops * 1e12)
 
     @property
     def pair_share(self) -> float:
@@ -194,6 +201,9 @@ def measure_forwards(model: DiffusionModel, blueprint: Blueprint, row: Condition
             assert torch.isfinite(work()).all(), "random weights that overflow measure nothing"
             result.forward_s[rows] = seconds_of(work, model.device, warm_ups=3, times=repeats)
         with peer_style(model):
+            with FlopCounterMode(display=False) as counter:
+                forward(1, model.velocity)()
+            result.forward_flop = counter.get_total_flops()
             work = forward(max(case.slices), model.velocity)
             result.baseline_forward_s = seconds_of(work, model.device, warm_ups=1, times=max(1, repeats // 4))
 
@@ -347,17 +357,8 @@ def free() -> None:
 
 def shares_table(results: Sequence[Measured]) -> Table:
     table = Table(title="shares of the card's matrix rate, and the baseline")
-    for heading in (
-        "family",
-        "TFLOPS",
-        "forward b=1",
-        "larger b",
-        "over baseline",
-        "pair",
-        "pack",
-        "again",
-        "over it",
-    ):
+    headings = ("family", "TFLOPS", "forward b=1", "larger b", "as counted", "over baseline")
+    for heading in (*headings, "pair", "pack", "again", "over baseline"):
         table.add_column(heading, justify="left" if heading == "family" else "right")
     for each in results:
         rows = max(each.forward_s)
@@ -366,6 +367,7 @@ def shares_table(results: Sequence[Measured]) -> Table:
             f"{each.matrix_tflops:.0f}" if each.matrix_tflops > 10 else f"{each.matrix_tflops:.3f}",
             f"{each.forward_share(1):.2f} ({each.forward_s[1] * 1e3:.1f} ms)",
             f"{each.forward_share(rows):.2f} (b={rows}, {each.forward_s[rows] * 1e3:.1f} ms)",
+            f"{each.counted_share(rows):.2f}",
             f"{each.baseline_forward_s / each.forward_s[rows]:.2f}x",
             f"{each.pair_share:.2f} ({each.pair_s * 1e3:.1f} ms)",
             str(each.pack_size),

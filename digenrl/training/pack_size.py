@@ -88,7 +88,7 @@ def free_bytes(device: torch.device) -> int:
     allocated = torch.cuda.memory_allocated(device)
     unused_by_torch = torch.cuda.memory_reserved(device) - allocated
     free, total = torch.cuda.mem_get_info(device)
-    share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: 1.0)  # torch has it since 2.8
+    share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: 1.0)  # not in every version
     return min(free + unused_by_torch, int(share(device) * total) - allocated)
 
 

@@ -29,6 +29,7 @@ def test_every_part_is_measured_and_a_profile_is_written(
     (measured,) = json.loads(capsys.readouterr().out)
     seconds = ("baseline_forward_s", "pair_s", "baseline_pair_s", "foretold_s", "step_s", "baseline_step_s")
     assert all(measured[name] > 0 for name in seconds)
+    assert measured["forward_flop"] > 2 * measured["parameters"]
     assert set(measured["forward_s"]) == {"1", "2"} and min(measured["forward_s"].values()) > 0
     assert measured["largest_log_ratio"] == 0 and measured["log_prob_mismatch"] < 1e-5
     assert measured["parts"]["train"] > 0 and measured["foretold_parts"]["training"] > 0

@@ -35,9 +35,10 @@ from digenrl.models.pairs import ScoredGroup
 from digenrl.models.registry import FAMILIES, find_family, make_tiny_pipeline
 from digenrl.models.trajectory import RolloutPlan, StepNoise, Trajectory
 from digenrl.records import SampleId
+from digenrl.training.batch import BatchShape
 from digenrl.training.gradients import Gradients, total_norm
 from digenrl.training.pack_size import measured_bytes
-from digenrl.training.trainer import BatchShape, Trainer
+from digenrl.training.trainer import Trainer
 
 PACKS = (1, 2, 4, 8)
 SAMPLES, KEPT_STEPS, STEPS = 2, (0, 1, 2, 3), 10

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from digenrl import __version__
-from digenrl.config.plan_files import check_planned_for, overrides_of, read_plan
+from digenrl.config.plan_files import with_plan
 from digenrl.config.profiles import read_profile, write_profile
 from digenrl.config.reading import ConfigError, nearest
 from digenrl.config.recipe import Recipe
@@ -303,23 +303,10 @@ def train_command(
     elif recipe is None:
         raise ConfigError("train: give a recipe, as 'digenrl train demo', or --resume RUN")
     else:
-        changes = overrides or [] if plan_file is None else _with_plan(recipe, overrides or [], plan_file)
+        changes = overrides or [] if plan_file is None else with_plan(recipe, overrides or [], plan_file)
         status = start_run(recipe, changes, out_folder, out, as_json)
     if status == "interrupted":
         raise typer.Exit(INTERRUPTED)
-
-
-def _with_plan(recipe: str, overrides: list[str], plan_file: Path) -> list[str]:
-    """The overrides behind those of the plan, which has to be one for this recipe with these overrides."""
-    plan = read_plan(plan_file)
-    together = overrides_of(plan, overrides)
-    try:
-        check_planned_for(read_recipe(recipe, together), plan, plan_file)
-    except ConfigError as error:
-        # A mistake of the recipe's own, or a recipe that the plan is not for, is told as such first.
-        check_planned_for(read_recipe(recipe, overrides), plan, plan_file)
-        raise ConfigError(f"{plan_file}: {error}") from None
-    return together
 
 
 @app.command("report")

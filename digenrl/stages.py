@@ -27,8 +27,9 @@ from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import Prompt
 from digenrl.records import SampleId, Slice
 from digenrl.rewards.contract import Reward, RewardBatch
+from digenrl.training.batch import BatchShape
 from digenrl.training.ranks import RankGroup
-from digenrl.training.trainer import BatchShape, Trainer
+from digenrl.training.trainer import Trainer
 
 HELD_OUT_STEP = 0  # held-out samples have ids of their own seed: always the same initial noise
 

@@ -26,10 +26,11 @@ from digenrl.models.lora import add_lora
 from digenrl.models.pairs import ScoredGroup
 from digenrl.models.trajectory import StepNoise, Trajectory
 from digenrl.records import Slice
+from digenrl.training.batch import BatchShape
 from digenrl.training.policies import Policies
 from digenrl.training.replay import DrawNoise
 from digenrl.training.serial import Gradients, SerialReference
-from digenrl.training.trainer import BatchShape, Trainer, make_optimizer
+from digenrl.training.trainer import Trainer, make_optimizer
 
 RUN_SEED = 11
 FLOW_NOISE = StepNoise("flow", 0.7)

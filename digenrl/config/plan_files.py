@@ -11,6 +11,7 @@ from pydantic import Field
 
 from digenrl.config.reading import ConfigError, Frozen, read_mapping, read_model
 from digenrl.config.recipe import Recipe
+from digenrl.config.recipe_files import read_recipe
 
 SECTIONS = ("lanes", "cluster", "batch", "techniques")  # of a recipe; a plan has keys of these
 
@@ -107,3 +108,16 @@ def _said(value: Any) -> str:
 def _in_one_line(value: Any) -> str:
     text: str = yaml.safe_dump(value, default_flow_style=True, width=10**9, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+def with_plan(recipe: str, overrides: list[str], plan_file: Path) -> list[str]:
+    """The overrides behind those of the plan, which has to be one for this recipe with these overrides."""
+    plan = read_plan(plan_file)
+    together = overrides_of(plan, overrides)
+    try:
+        check_planned_for(read_recipe(recipe, together), plan, plan_file)
+    except ConfigError as error:
+        # A mistake of the recipe's own, or a recipe that the plan is not for, is told as such first.
+        check_planned_for(read_recipe(recipe, overrides), plan, plan_file)
+        raise ConfigError(f"{plan_file}: {error}") from None
+    return together

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from digenrl.models.contract import DiffusionModel
 from digenrl.models.pairs import Objective, ScoredGroup, Standing
 from digenrl.models.published import check_fits
 from digenrl.training.agreement import Agreed, UpdateFacts, agree
+from digenrl.training.batch import BatchShape, GroupEntry, check_shape, check_sharding
 from digenrl.training.gradients import Gradients, GradientSums, add_into, total_norm
 from digenrl.training.memory_plan import Packing
 from digenrl.training.metrics import UpdateMetrics, update_metrics
@@ -38,40 +39,6 @@ from digenrl.training.ranks import RankGroup
 from digenrl.training.replay import DrawNoise, Replay
 from digenrl.training.sharding import Cut
 from digenrl.training.switching import EVERYTHING, SUMS, TO_REPLAY, TO_STEP, Switching
-
-
-@dataclass(frozen=True, slots=True)
-class BatchShape:
-    """How many groups a batch has, and how many samples a group has."""
-
-    groups: int
-    group_size: int
-
-    def __post_init__(self) -> None:
-        if self.groups < 1:
-            raise ValueError(f"a batch needs at least 1 group, got {self.groups}")
-        if self.group_size < 2:
-            raise ValueError(
-                f"group_size must be at least 2, so that samples can be compared; got {self.group_size}"
-            )
-
-
-@dataclass(slots=True)
-class _Entry:
-    """A group in its place of the batch; its sums stay apart until all its samples are in them."""
-
-    group: ScoredGroup | None  # None once nothing more is replayed of it, so that its trajectories are freed
-    index: int
-    rewards: tuple[float, ...]
-    standing: Standing
-    terms: int  # that it counts in the denominator
-    sums: OrderedSums  # over its samples
-    held: list[set[int]] = field(default_factory=list)  # slices of a later update, not trained yet
-    trained: set[int] = field(default_factory=set)
-
-    def added(self) -> set[int]:
-        """The samples that are trained or held."""
-        return self.trained.union(*self.held)
 
 
 class Trainer:
@@ -101,7 +68,7 @@ class Trainer:
         keep_last_version: bool = False,
         offload: bool = False,
     ) -> None:
-        _check(batch_shape, objective, settings)
+        check_shape(batch_shape, objective, settings)
         self._objective = objective
         self._settings = settings
         self._shape = batch_shape
@@ -109,7 +76,7 @@ class Trainer:
         recompute = settings.old_log_probs == "recomputed"
         keep_old = objective.needs.old_policy or (objective.updates_per_batch > 1 and (recompute or helps))
         self.policies = Policies(model, keep_old=keep_old, keep_reference=objective.needs.reference)
-        _check_sharding(self.policies, ranks, helps or offload)
+        check_sharding(self.policies, ranks, helps or offload)
         self.cut = Cut.of(self.policies.model_parameters, ranks) if ranks and self.policies.sharded else None
         self.ema = None if settings.ema is None else self.policies.snapshot()
         self.optimizer = make_optimizer(self.policies, settings)
@@ -123,7 +90,7 @@ class Trainer:
         self.updates_done = 0
         self._keeps_last_version = keep_last_version and objective.updates_per_batch > 1
         self._last_version: dict[str, Any] | None = None  # kept while updates of the open batch are committed
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, GroupEntry] = {}
         self._open = self._empty_sums()
         self.switching = Switching(
             self.policies, self.optimizer, self.ema, self._all_sums, model.device, moves=offload
@@ -317,7 +284,7 @@ class Trainer:
 
     # --- Inside -----------------------------------------------------------------------------------------------
 
-    def _checked(self, group: ScoredGroup, place: int, wanted: set[int]) -> _Entry:
+    def _checked(self, group: ScoredGroup, place: int, wanted: set[int]) -> GroupEntry:
         """The place's entry, once everything about the group is known to be right; changes nothing."""
         where = f"group {group.index} of step {group.trajectories[0].sample.step}"
         if group.trajectories[0].sample.step != self.batch:
@@ -339,7 +306,7 @@ class Trainer:
             held = tuple(max(-clamp, min(clamp, advantage)) for advantage in standing.advantages)
             standing = replace(standing, advantages=held)
         sums = OrderedSums(range(self._shape.group_size), self._settings.sum_in_order)
-        entry = self._entries.get(place) or _Entry(group, group.index, group.rewards, standing, terms, sums)
+        entry = self._entries.get(place) or GroupEntry(group, group.index, group.rewards, standing, terms, sums)
         if (entry.index, entry.rewards) != (group.index, group.rewards):
             raise ValueError(f"{where} is not the group that place {place} already holds")
         doubled = wanted & entry.added()
@@ -353,7 +320,7 @@ class Trainer:
         assert len(counts) == 1, "the samples of a group are trained on equally many steps"
         return counts.pop()
 
-    def _train(self, place: int, entry: _Entry, wanted: set[int]) -> None:
+    def _train(self, place: int, entry: GroupEntry, wanted: set[int]) -> None:
         result = self._run(place, entry, self._terms(entry, wanted))
         self.switching.need(SUMS, changes=True)  # not before: sums come back while the group is replayed
         entry.sums.add(wanted, result)
@@ -363,11 +330,11 @@ class Trainer:
             entry.sums = OrderedSums([], in_order=False)  # nothing more comes
             entry.group = entry.group if self._objective.scale_over == "batch" else None
 
-    def _terms(self, entry: _Entry, samples: Iterable[int]) -> list[Term]:
+    def _terms(self, entry: GroupEntry, samples: Iterable[int]) -> list[Term]:
         assert entry.group is not None
         return terms_of(entry.group, entry.standing, self._objective, samples)
 
-    def _run(self, place: int, entry: _Entry, terms: list[Term], only_waiting: bool = False) -> PassResult:
+    def _run(self, place: int, entry: GroupEntry, terms: list[Term], only_waiting: bool = False) -> PassResult:
         assert entry.group is not None
         self.switching.need(*TO_REPLAY)
         return self._passes.run(
@@ -381,7 +348,7 @@ class Trainer:
             ),
         )
 
-    def _denominator(self, entry: _Entry) -> int:
+    def _denominator(self, entry: GroupEntry) -> int:
         """Z of the open update, the same whatever has arrived: every group counts the terms that this one does."""
         return entry.terms * len(self._places_of(self.update))
 
@@ -493,22 +460,3 @@ class Trainer:
                 f"trainer {here}; save a checkpoint with those ranks, and read it with these"
             )
         return state
-
-
-def _check(shape: BatchShape, objective: Objective, settings: TrainerSettings) -> None:
-    if shape.groups < objective.updates_per_batch:
-        raise ValueError(
-            f"{objective.updates_per_batch} updates per batch need as many groups, got {shape.groups}; "
-            "use more groups or fewer updates"
-        )
-    if objective.needs.recomputed_log_probs and settings.old_log_probs != "recomputed":
-        raise ValueError("this algorithm needs old_log_probs: recomputed, got rollout")
-
-
-def _check_sharding(policies: Policies, ranks: RankGroup | None, helps: bool) -> None:
-    if policies.sharded and ranks is None:
-        raise ValueError("a sharded model is trained by the ranks that it is spread over; hand them over")
-    if policies.sharded and helps:
-        raise ValueError(
-            "a sharded trainer cannot generate: no rank holds all weights; use helps=False, or train adapters"
-        )

@@ -17,8 +17,9 @@ from digenrl.models.lora import add_lora
 from digenrl.models.pairs import ScoredGroup
 from digenrl.models.trajectory import StepNoise
 from digenrl.records import Slice
+from digenrl.training.batch import BatchShape
 from digenrl.training.metrics import UpdateMetrics
-from digenrl.training.trainer import BatchShape, Trainer
+from digenrl.training.trainer import Trainer
 
 Precision = Literal["off", "bf16"]
 REWARDS = (0.0, 1.0, 2.0, 3.0)

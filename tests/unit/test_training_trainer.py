@@ -24,7 +24,8 @@ from toy_model import ToyModel
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import EmaSettings, TrainerSettings
 from digenrl.models.lora import add_lora
-from digenrl.training.trainer import BatchShape, Trainer
+from digenrl.training.batch import BatchShape
+from digenrl.training.trainer import Trainer
 
 
 def weights_of(model):

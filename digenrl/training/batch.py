@@ -1,0 +1,66 @@
+"""The open batch of a trainer: its shape, its groups in their places, and what it cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from digenrl.config.training import TrainerSettings
+from digenrl.models.pairs import Objective, ScoredGroup, Standing
+from digenrl.training.ordered_sums import OrderedSums
+from digenrl.training.policies import Policies
+from digenrl.training.ranks import RankGroup
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """How many groups a batch has, and how many samples a group has."""
+
+    groups: int
+    group_size: int
+
+    def __post_init__(self) -> None:
+        if self.groups < 1:
+            raise ValueError(f"a batch needs at least 1 group, got {self.groups}")
+        if self.group_size < 2:
+            raise ValueError(
+                f"group_size must be at least 2, so that samples can be compared; got {self.group_size}"
+            )
+
+
+@dataclass(slots=True)
+class GroupEntry:
+    """A group in its place of the batch; its sums stay apart until all its samples are in them."""
+
+    group: ScoredGroup | None  # None once nothing more is replayed of it, so that its trajectories are freed
+    index: int
+    rewards: tuple[float, ...]
+    standing: Standing
+    terms: int  # that it counts in the denominator
+    sums: OrderedSums  # over its samples
+    held: list[set[int]] = field(default_factory=list)  # slices of a later update, not trained yet
+    trained: set[int] = field(default_factory=set)
+
+    def added(self) -> set[int]:
+        """The samples that are trained or held."""
+        return self.trained.union(*self.held)
+
+
+def check_shape(shape: BatchShape, objective: Objective, settings: TrainerSettings) -> None:
+    """Raises ValueError where a batch of this shape cannot be trained so."""
+    if shape.groups < objective.updates_per_batch:
+        raise ValueError(
+            f"{objective.updates_per_batch} updates per batch need as many groups, got {shape.groups}; "
+            "use more groups or fewer updates"
+        )
+    if objective.needs.recomputed_log_probs and settings.old_log_probs != "recomputed":
+        raise ValueError("this algorithm needs old_log_probs: recomputed, got rollout")
+
+
+def check_sharding(policies: Policies, ranks: RankGroup | None, helps: bool) -> None:
+    """Raises ValueError where spread weights are asked for what only whole ones can do."""
+    if policies.sharded and ranks is None:
+        raise ValueError("a sharded model is trained by the ranks that it is spread over; hand them over")
+    if policies.sharded and helps:
+        raise ValueError(
+            "a sharded trainer cannot generate: no rank holds all weights; use helps=False, or train adapters"
+        )

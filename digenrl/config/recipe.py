@@ -23,6 +23,10 @@ NoiseKind = Literal["flow", "dance", "cps", "truncated_flow"]  # no `ddim`: ever
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
+DEMO = "demo"  # a model's source, and the folder of prompts, that come with the package
+RANDOM = "random"  # a model's source: random weights
+
+
 class ModelSettings(Frozen):
     """A pretrained diffusers pipeline. `source` is a directory, a hub id, or `demo`, which comes with DigenRL.
 
@@ -37,6 +41,20 @@ class ModelSettings(Frozen):
     dtype: Literal["float32", "bfloat16"] = "float32"
     guidance: float | None = Field(default=None, ge=0, description="the family's own by default")
     negative_prompt: str | None = None
+
+    @property
+    def random(self) -> bool:
+        """Whether it has random weights."""
+        return self.source.partition(":")[0] == RANDOM
+
+    @property
+    def random_size(self) -> str | None:
+        """Which of the family's sizes a random model has; None for the first."""
+        return self.source.partition(":")[2] or None
+
+    def compiles(self, device: str) -> bool:
+        """Whether it is compiled on this device, as `cuda:0`."""
+        return device.partition(":")[0] == "cuda" if self.compile == "auto" else self.compile
 
 
 class NoiseSettings(Frozen):

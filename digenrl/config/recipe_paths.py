@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from digenrl.config.reading import ConfigError, nearest
+from digenrl.config.recipe import DEMO, RANDOM
 
 PACKAGE = Path(__file__).parents[1]
-DEMO = "demo"  # a model's source, and the folder of prompts, that come with the package
-RANDOM = "random"  # a model's source: random weights
 DEMO_PROMPTS = PACKAGE / "demo" / "prompts"
 REWARD_FILES = ("model", "processor", "checkpoint", "tokenizer", "head")
 
@@ -26,13 +25,18 @@ def place_paths(content: dict[str, Any], folder: Path, given_here: set[str]) -> 
         if isinstance(prompts.get("path"), str):
             prompts["path"] = _prompts_path(prompts["path"], here if key in given_here else there, key)
     model = _mapping_at(content, "model")
-    if isinstance(model.get("source"), str) and model["source"].partition(":")[0] not in (DEMO, RANDOM):
+    if isinstance(model.get("source"), str) and not is_made_here(model["source"]):
         model["source"] = _where_it_exists(model["source"], here if "model.source" in given_here else there)
     for reward, key in _rewards(content.get("rewards")):
         for name in REWARD_FILES:
             if isinstance(reward.get(name), str):
                 from_here = bool(given_here & {"rewards", key, f"{key}.{name}"})
                 reward[name] = _where_it_exists(reward[name], here if from_here else there)
+
+
+def is_made_here(source: str) -> bool:
+    """Whether a model's source names no place: it comes with the package, or has random weights."""
+    return source == DEMO or source.partition(":")[0] == RANDOM
 
 
 def _prompts_path(text: str, base: Path, key: str) -> str:

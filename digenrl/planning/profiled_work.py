@@ -7,12 +7,11 @@ from typing import Any
 from digenrl.config.plan_files import work_of
 from digenrl.config.profiles import Profile, ProfiledWork
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipe import RANDOM, Recipe
 from digenrl.planning.algorithms import counted_options, find_algorithm, trained_steps
 from digenrl.planning.cluster import Cluster
 from digenrl.planning.recipe_workload import NO_GUIDANCE
 
-RANDOM = "random"  # a model's source: the published size, whatever its weights
 NO_MATTER = {"recipe", "prompts", "samples_per_prompt", "slice"}  # costs are of a sample, or of a slice by size
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import shorten
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from diffusers.utils import logging as diffusers_logging
@@ -32,6 +32,7 @@ from digenrl.rewards.contract import RewardError
 from digenrl.runs.device_facts import device_facts
 from digenrl.runs.failing import RunFailedError
 from digenrl.runs.practice import PractiseStep, Practising, StepPractised, small_batch
+from digenrl.runtimes.grounds import make_exchange
 from digenrl.runtimes.placement import place, threads_per_worker
 from digenrl.runtimes.preflight import inspect_here
 from digenrl.stages import Blueprint, make_trainer
@@ -318,9 +319,7 @@ def _threads(count: int) -> Iterator[None]:
 @contextmanager
 def _exchange(recipe: Recipe) -> Iterator[ExchangeFolder]:
     """Where the recipe's workers would leave tensors; gone afterwards."""
-    where = recipe.lanes.exchange
-    settings: dict[str, Any] = {} if where is None else {"bytes_wanted": 0, "places": [where]}
-    folder = ExchangeFolder.create(**settings)
+    folder = make_exchange(recipe)
     try:
         yield folder
     finally:

@@ -19,7 +19,7 @@ SMALL = 4  # through 1 and this goes the line
 def met_beforehand(recipe: Recipe, crew: Crew) -> bool:
     """Whether every size is to be made before the run: on cards, and by compiled models."""
     devices = [each.device for each in crew.generators or (crew.trainer,)]
-    return any(device != "cpu" or is_compiled(recipe, device) for device in devices)
+    return any(device != "cpu" or recipe.model.compiles(device) for device in devices)
 
 
 def colocated_choices(batch: BatchSettings) -> tuple[int, ...]:
@@ -56,8 +56,3 @@ def sizes_held_out(recipe: Recipe) -> tuple[int, ...]:
     batch = recipe.evaluation.batch
     prompts = len(read_prompts(recipe.evaluation.prompts)[: recipe.evaluation.count])
     return tuple(size for size in dict.fromkeys((min(batch, prompts), prompts % batch)) if size)
-
-
-def is_compiled(recipe: Recipe, device: str) -> bool:
-    """Whether a model on this device has a graph for each size of a batch."""
-    return device != "cpu" if recipe.model.compile == "auto" else recipe.model.compile

@@ -38,7 +38,7 @@ class ThisMachine:
 
     def settle(self, recipe: Recipe, run: Path, checkpoint: Path | None) -> Site:
         """With a fresh exchange in shared memory, or where the recipe wants it."""
-        exchange = _exchange(recipe)
+        exchange = make_exchange(recipe)
         transport = _transport(recipe, run)
 
         def close() -> None:
@@ -51,7 +51,8 @@ class ThisMachine:
         """There is nothing to let go of."""
 
 
-def _exchange(recipe: Recipe) -> ExchangeFolder:
+def make_exchange(recipe: Recipe) -> ExchangeFolder:
+    """A fresh one in shared memory, or where the recipe wants it."""
     where = recipe.lanes.exchange
     if where is None:
         return ExchangeFolder.create()

@@ -14,7 +14,6 @@ from digenrl.config.recipe import Recipe
 from digenrl.records import LaneOffer
 from digenrl.runtimes.batch_sizes import (
     colocated_choices,
-    is_compiled,
     met_beforehand,
     sizes_held_out,
     sizes_of_lane,
@@ -129,7 +128,7 @@ def rehearse_rest(runtime: WorkRuntime, rehearsal: Rehearsal, slice_size: int, f
     evaluating, orders = runtime.generator_workers(), {}
     for lane, (worker, assignment) in enumerate(makers):
         sizes = tuple(s for s in sizes_of_lane(assignment, slice_size) if s not in rehearsal.slices[lane])
-        evaluates = worker in evaluating and is_compiled(recipe, assignment.device)
+        evaluates = worker in evaluating and recipe.model.compiles(assignment.device)
         held_out = sizes_held_out(recipe) if evaluates else ()
         if sizes or held_out:
             orders[lane] = (worker, RehearseMaking(prompt, sizes, held_out))

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from digenrl import demo
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipe import DEMO, Recipe
 from digenrl.generation.windows import read_window
 from digenrl.models.compiled import compile_blocks
 from digenrl.models.contract import DiffusionModel, SampleSize, TextEncoder
@@ -24,9 +24,6 @@ from digenrl.models.registry import find_family
 from digenrl.models.trajectory import StepNoise
 from digenrl.stages import Blueprint
 
-DEMO_SOURCE = "demo"
-RANDOM_SOURCE = "random"
-
 
 def read_blueprint(recipe: Recipe) -> Blueprint:
     """What the recipe asks of each room; raises ConfigError where one of them cannot do it."""
@@ -37,8 +34,8 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
         raise ConfigError(
             f"model.negative_prompt: {family.name} has embedded guidance and takes none; leave it out"
         )
-    if is_random(recipe):
-        family.full_size(random_size(recipe))
+    if recipe.model.random:
+        family.full_size(recipe.model.random_size)
     else:
         check_source(family.pipeline_class, source_of(recipe))
     algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
@@ -75,29 +72,23 @@ def load_model(blueprint: Blueprint, device: str, for_a_run: bool = True) -> Dif
     Compiling takes a minute or so and pays `for_a_run`, not for a few pictures.
     """
     recipe, family = blueprint.recipe, blueprint.family
-    if is_random(recipe):
-        model = family.build_full(dtype_of(recipe), device, random_size(recipe), seed=recipe.seed)
+    if recipe.model.random:
+        model = family.build_full(dtype_of(recipe), device, recipe.model.random_size, seed=recipe.seed)
     else:
         with _told_in_one_line(recipe):
             model = family.load(source_of(recipe), dtype_of(recipe), device, text_encoders=False)
     if recipe.training.lora is not None:
         add_lora(model, recipe.training.lora.rank, recipe.training.lora.alpha, seed=recipe.seed)
-    if for_a_run and compiles(recipe, device):
+    if for_a_run and recipe.model.compiles(device):
         compile_blocks(model)
     return model
-
-
-def compiles(recipe: Recipe, device: str) -> bool:
-    """Whether a model is compiled on this device."""
-    told = recipe.model.compile
-    return device.startswith("cuda") if told == "auto" else told
 
 
 def load_text_encoders(blueprint: Blueprint, device: str, shares_device: bool = False) -> TextEncoder:
     """What encodes the recipe's prompts. On a card that it shares with training it makes room between times."""
     recipe = blueprint.recipe
-    if is_random(recipe):
-        return RandomTexts(blueprint.family, dtype_of(recipe), random_size(recipe))
+    if recipe.model.random:
+        return RandomTexts(blueprint.family, dtype_of(recipe), recipe.model.random_size)
     with _told_in_one_line(recipe):
         if shares_device and device.startswith("cuda"):
             return ParkedTexts(blueprint.family.load_text_encoders(source_of(recipe), dtype_of(recipe)), device)
@@ -122,16 +113,6 @@ def dtype_of(recipe: Recipe) -> torch.dtype:
     return dtype
 
 
-def is_random(recipe: Recipe) -> bool:
-    """Whether the model has random weights."""
-    return recipe.model.source.partition(":")[0] == RANDOM_SOURCE
-
-
-def random_size(recipe: Recipe) -> str | None:
-    """Which of the family's sizes a random model has; None for the first."""
-    return recipe.model.source.partition(":")[2] or None
-
-
 def source_of(recipe: Recipe) -> str | Path:
     """Where the model is; the demo's comes with the package."""
-    return demo.model_folder() if recipe.model.source == DEMO_SOURCE else recipe.model.source
+    return demo.model_folder() if recipe.model.source == DEMO else recipe.model.source

@@ -14,6 +14,7 @@ from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_
 from digenrl.config.cluster import ClusterSettings
 from digenrl.config.prompts import PromptSettings
 from digenrl.config.reading import Frozen
+from digenrl.config.recipe_paths import RANDOM
 from digenrl.config.rewards import Rewards
 from digenrl.config.spec import Dispatch, Help
 from digenrl.config.training import TrainerSettings
@@ -21,10 +22,6 @@ from digenrl.config.training import TrainerSettings
 Mode = Literal["colocated", "local", "ray"]
 NoiseKind = Literal["flow", "dance", "cps", "truncated_flow"]  # no `ddim`: every family predicts velocities
 Share = Annotated[float, Field(ge=0, le=1)]
-
-
-DEMO = "demo"  # a model's source, and the folder of prompts, that come with the package
-RANDOM = "random"  # a model's source: random weights
 
 
 class ModelSettings(Frozen):

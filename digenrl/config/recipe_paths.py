@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from digenrl.config.reading import ConfigError, nearest
-from digenrl.config.recipe import DEMO, RANDOM
 
 PACKAGE = Path(__file__).parents[1]
+DEMO = "demo"  # a model's source, and the folder of prompts, that come with the package
+RANDOM = "random"  # a model's source: random weights
 DEMO_PROMPTS = PACKAGE / "demo" / "prompts"
 REWARD_FILES = ("model", "processor", "checkpoint", "tokenizer", "head")
 

@@ -7,7 +7,8 @@ from typing import Any
 from digenrl.config.plan_files import work_of
 from digenrl.config.profiles import Profile, ProfiledWork
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe import RANDOM, Recipe
+from digenrl.config.recipe import Recipe
+from digenrl.config.recipe_paths import RANDOM
 from digenrl.planning.algorithms import counted_options, find_algorithm, trained_steps
 from digenrl.planning.cluster import Cluster
 from digenrl.planning.recipe_workload import NO_GUIDANCE

@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 from digenrl import demo
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe import DEMO, Recipe
+from digenrl.config.recipe import Recipe
+from digenrl.config.recipe_paths import DEMO
 from digenrl.generation.windows import read_window
 from digenrl.models.compiled import compile_blocks
 from digenrl.models.contract import DiffusionModel, SampleSize, TextEncoder

@@ -121,12 +121,12 @@ def test_on_cards_every_lane_makes_what_it_will_be_asked_for_before_the_run() ->
     assert run.sizes_made() == {"generator-0": [2, 6, 4], "trainer": [2]}
 
 
-def test_a_compiled_model_meets_the_batches_of_an_evaluation_too(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_compiled_model_meets_the_batches_of_an_evaluation_too(tmp_path: Path) -> None:
     (tmp_path / "held_out.txt").write_text("a\nb\nc\nd\ne\nf\ng\n")
     evaluation = {"prompts": {"path": str(tmp_path / "held_out.txt")}, "batch": 3}
     for compiled, expected in ((False, ()), (True, (3, 1))):
-        monkeypatch.setattr("digenrl.runtimes.opening.is_compiled", lambda recipe, device, on=compiled: on)
-        run = Rehearsing(CARDS, batch=batch(8, 8), evaluation=evaluation)
+        model = {"family": "sd3", "source": "demo", "compile": compiled}
+        run = Rehearsing(CARDS, batch=batch(8, 8), evaluation=evaluation, model=model)
         run.opened()
         made = [order for _, order in run.orders if isinstance(order, RehearseMaking)]
         assert tuple(size for order in made for size in order.held_out) == expected

@@ -6,13 +6,12 @@ gradient. diffusers' attention asks its processor for the kernel, which compiled
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName
-from torch import nn
 
 from digenrl.models.contract import DiffusionModel
 
@@ -25,12 +24,11 @@ def forbid_cudnn_attention() -> None:
 
 
 @contextmanager
-def rollout_attention(model: DiffusionModel) -> Iterator[None]:
-    """Inside, forwards without gradient and without a mask take the fastest kernel that there is for them."""
-    if not _is_hopper(model.device) or model.dtype not in (torch.bfloat16, torch.float16):
-        yield
-        return
-    processors = _choosing_processors(model.transformer)
+def rollout_attention(processors: Sequence[Any]) -> Iterator[None]:
+    """Inside, forwards without gradient and without a mask take the fastest kernel that there is for them.
+
+    Of a model with these `choosing_processors`.
+    """
     for processor in processors:
         processor._attention_backend = AttentionBackendName._NATIVE_CUDNN
     try:
@@ -40,8 +38,11 @@ def rollout_attention(model: DiffusionModel) -> Iterator[None]:
             processor._attention_backend = None
 
 
-def _choosing_processors(transformer: nn.Module) -> list[Any]:
-    found = (getattr(module, "processor", None) for module in transformer.modules())
+def choosing_processors(model: DiffusionModel) -> list[Any]:
+    """Those of a model's attention that take another kernel in rollouts; none where no other is faster."""
+    if not _is_hopper(model.device) or model.dtype not in (torch.bfloat16, torch.float16):
+        return []
+    found = (getattr(module, "processor", None) for module in model.transformer.modules())
     return list({id(each): each for each in found if hasattr(each, "_attention_backend")}.values())
 
 

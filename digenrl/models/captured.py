@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize
 
 RECORDINGS = 16  # shapes that are remembered; prompts of different lengths have different ones
-TOKENS = 6144  # of latents in a forward: with more the card is busy for longer than the host
+OPERATIONS = 1e14  # 2 x parameters x tokens of latents: in longer forwards the host is not what the card waits for
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ class CapturedForwards:
     def __init__(self, model: DiffusionModel) -> None:
         self._model = model
         modules = list(model.transformer.modules())
+        self._parameters = sum(weight.numel() for weight in model.transformer.parameters())
         self._adapters = next((each for each in modules if isinstance(each, BaseTunerLayer)), None)
         self._pool: Any = None  # torch names its type nowhere
         self._recordings: OrderedDict[Hashable, _Recording | None] = OrderedDict()  # None: ran once, not recorded
@@ -74,7 +75,8 @@ class CapturedForwards:
 
     def _worth_recording(self, latents_BL: Tensor, size: SampleSize) -> bool:
         tokens = latents_BL.shape[0] * size.height * size.width * (1 + (size.frames - 1) // 4) // 256
-        return latents_BL.device.type == "cuda" and tokens <= TOKENS and not torch.is_grad_enabled()
+        short = 2 * self._parameters * tokens <= OPERATIONS
+        return short and latents_BL.device.type == "cuda" and not torch.is_grad_enabled()
 
     def _key(self) -> tuple[Hashable, ...]:
         """What a graph holds fast besides shapes: where trained weights lie, whether adapters are on, types."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from digenrl.config.reading import ConfigError
-from digenrl.models.attention import forbid_cudnn_attention, rollout_attention
+from digenrl.models.attention import choosing_processors, forbid_cudnn_attention, rollout_attention
 from digenrl.models.captured import CapturedForwards
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
 
@@ -83,7 +84,18 @@ class PipelineModel(DiffusionModel):
     @property
     def dtype(self) -> torch.dtype:
         """The type of the transformer's own weights, whatever its adapters have: inputs are cast to it."""
-        return weights_dtype(self.transformer)
+        layer, name = self._typical_weight
+        dtype: torch.dtype = getattr(layer, name).dtype
+        return dtype
+
+    @cached_property
+    def _typical_weight(self) -> tuple[nn.Module, str]:
+        """Looked for once: every forward asks for the type, and a transformer has thousands of weights."""
+        return typical_weight(self.transformer)
+
+    @cached_property
+    def _processors(self) -> list[Any]:
+        return choosing_processors(self)
 
     def rollout_velocity(
         self,
@@ -99,7 +111,7 @@ class PipelineModel(DiffusionModel):
             return self.velocity(latents_BL, timesteps_B, conditioning, guidance, size)
         if self._captured is None:  # not before adapters are there
             self._captured = CapturedForwards(self)
-        with rollout_attention(self):
+        with rollout_attention(self._processors):
             return self._captured.velocity(latents_BL, timesteps_B, conditioning, guidance, size)
 
     def forget_rollouts(self) -> None:
@@ -170,13 +182,21 @@ def without_padding(text: Mapping[str, Tensor | None], mask_name: str) -> Mappin
     return cut | {mask_name: None} if int(length_B.min()) == longest else cut
 
 
-def weights_dtype(transformer: nn.Module) -> torch.dtype:
-    """The type that most of a transformer's own weights have; some families keep a few in fp32."""
+def typical_weight(transformer: nn.Module) -> tuple[nn.Module, str]:
+    """The layer and the name of a weight of the type that most of a transformer's own have.
+
+    Some families keep a few weights in fp32. It is the layer that lasts: parameters are replaced where they are
+    spread over ranks.
+    """
     elements_per_dtype: Counter[torch.dtype] = Counter()
-    for name, parameter in transformer.named_parameters():
-        if "lora_" not in name:
+    found: dict[torch.dtype, tuple[nn.Module, str]] = {}
+    for path, layer in transformer.named_modules():
+        if "lora_" in path:
+            continue
+        for name, parameter in layer.named_parameters(recurse=False):
             elements_per_dtype[parameter.dtype] += parameter.numel()
-    return elements_per_dtype.most_common(1)[0][0]
+            found.setdefault(parameter.dtype, (layer, name))
+    return found[elements_per_dtype.most_common(1)[0][0]]
 
 
 def at_least_fp32(value: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ A family is covered by being registered; nothing here names one.
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,37 @@ def test_an_fp64_model_computes_velocity_and_gradient_in_fp64(family: Family, di
 
 
 @torch.no_grad()
+def test_the_type_is_that_of_most_weights_and_follows_them(family: Family, directory: Path) -> None:
+    model = family.load(directory, torch.bfloat16, "cpu")
+    assert model.dtype == torch.bfloat16
+    add_lora(model, rank=2, alpha=4, seed=0)
+    assert model.dtype == torch.bfloat16 and lora_state(model).popitem()[1].dtype == torch.float32
+    model.transformer.to(torch.float64)
+    assert model.dtype == torch.float64
+
+
+@torch.no_grad()
+def test_a_forward_does_not_go_through_the_whole_transformer_on_the_host(
+    family: Family, model: DiffusionModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_lora(model, rank=2, alpha=4, seed=0)
+    size, conditioning = family.tiny_size, model.compact(model.encode(PROMPTS[:1]))
+    latents, times = model.initial_latents(noise_of(model, size, rows=1), size), torch.tensor([500.0])
+    expected = model.rollout_velocity(latents, times, conditioning, family.default_guidance, size)
+    walks: list[str] = []
+    walk = torch.nn.Module.named_modules
+
+    def watched(module: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
+        if module is model.transformer:
+            walks.append("".join(traceback.format_stack(limit=4)))
+        return walk(module, *arguments, **named)
+
+    monkeypatch.setattr(torch.nn.Module, "named_modules", watched)
+    again = model.rollout_velocity(latents, times, conditioning, family.default_guidance, size)
+    assert torch.equal(again, expected)
+    assert not walks, walks[0]
+
+
 def test_a_saved_lora_loads_into_the_diffusers_pipeline_and_gives_the_same_velocity(
     family: Family, directory: Path, model: DiffusionModel, tmp_path: Path
 ) -> None:

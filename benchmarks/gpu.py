@@ -334,7 +334,8 @@ def measure(family: str, options: argparse.Namespace, folder: Path, say: Callabl
     profile = measure_profile(result, recipe, say)
     if options.profiles is not None:
         options.profiles.mkdir(parents=True, exist_ok=True)
-        (options.profiles / f"{options.device_name}_{family}.yaml").write_text(write_profile(profile))
+        written = write_profile(profile, by=f"benchmarks/gpu.py {family} --profiles FOLDER")
+        (options.profiles / f"{options.device_name}_{family}.yaml").write_text(written)
     free()
     if case.runs and not options.no_runs:
         say("run")

@@ -154,14 +154,15 @@ def read_profile(where: str, folder: Path | None = None) -> Profile:
     return read_model(Profile, find_profile(where, folder))
 
 
-def write_profile(profile: Profile) -> str:
-    """The profile as YAML; read again, it is an equal one. What is absent is left out."""
+def write_profile(profile: Profile, by: str | None = None) -> str:
+    """The profile as YAML; read again, it is an equal one. What is absent is left out. `by`: how it was taken."""
     content = profile.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     content["work"] = profile.work.model_dump(mode="json")
     content["slices"] = {
         size: cost.model_dump(mode="json", exclude_defaults=True) for size, cost in sorted(profile.slices.items())
     }
-    heading = f"# {profile.device.name} at {profile.work.recipe}, by: digenrl profile {profile.work.recipe}\n"
+    by = by or f"digenrl profile {profile.work.recipe}"
+    heading = f"# {profile.device.name} at {profile.work.recipe}, by: {by}\n"
     text: str = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=115, allow_unicode=True)
     return heading + text
 

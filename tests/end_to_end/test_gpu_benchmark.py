@@ -1,4 +1,4 @@
-"""The benchmark for one big card goes the same ways through the code with tiny models on a CPU."""
+"""The benchmarks for one big card go the same ways through the code at a tiny size on a CPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def benchmark(monkeypatch: pytest.MonkeyPatch, name: str = "gpu") -> ModuleType:
     monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as benchmarks have it, and as it was afterwards
-    return importlib.import_module("gpu")
+    return importlib.import_module(name)
 
 
 def test_every_part_is_measured_and_a_profile_is_written(
@@ -41,3 +41,14 @@ def test_an_unknown_family_is_answered_with_the_known_ones(monkeypatch: pytest.M
     monkeypatch.setattr(sys, "argv", ["gpu.py", "fluks", "--tiny"])
     with pytest.raises(SystemExit, match="unknown family 'fluks'; known: flux, qwen_image"):
         gpu.main()
+
+
+def test_state_that_leaves_and_comes_back_is_measured_and_unchanged(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offload = benchmark(monkeypatch, "offload")
+    monkeypatch.setattr(sys, "argv", ["offload.py", "--tiny", "--json"])
+    offload.main()
+    measured = json.loads(capsys.readouterr().out)
+    assert measured["unchanged"] and measured["gain"] > 0
+    assert measured["leaving_s"] > 0 and measured["returning_s"] > 0

@@ -24,6 +24,7 @@ from digenrl.config.profiles import (
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipe_files import read_recipe
 from digenrl.config.spec import Spec, read_spec
+from digenrl.models.registry import FAMILIES
 from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.cluster import read_cluster
 from digenrl.planning.command import search_plans
@@ -97,8 +98,9 @@ def test_measured_times_are_written_without_digits_that_mean_nothing() -> None:
 
 
 def test_profiles_that_come_with_the_package_read_and_are_packaged() -> None:
+    assert {read_profile(name).work.family for name in shipped_profiles()} == set(FAMILIES)
     for name in shipped_profiles():
-        assert read_profile(name).slices, name
+        assert foretell(read_profile(name), name).step_seconds > 0, name
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "profiles/*.yaml" in settings["tool"]["setuptools"]["package-data"]["digenrl"]
 

@@ -47,7 +47,7 @@ def forward_seconds(
 ) -> float:
     """One transformer forward of `rows` sequences on a lane of `lane_cards` tensor-parallel cards."""
     work = workload.forward_work
-    busy_s = rows * sum(_phases(work, card, constants)) / lane_cards
+    busy_s = rows * sum(_phases(work, card, constants, rollout=True)) / lane_cards
     return hypot(work.launch_s, busy_s) + _tensor_parallel_seconds(workload, card, rows, lane_cards, constants)
 
 
@@ -78,7 +78,7 @@ def training_pass_seconds(
 ) -> float:
     """Forward and backward of `pairs` packed (sample, time-step) pairs on one card, gathers not counted."""
     work = workload.forward_work
-    matmul_s, attention_s, traffic_s = _phases(work, card, constants)
+    matmul_s, attention_s, traffic_s = _phases(work, card, constants, rollout=False)
     without_gradient = workload.reference_forward + workload.old_policy_forward
     forwards = 1.0 + checkpointing + without_gradient
     weight_gradients = 2.0 if workload.tuning == "full" else 1.0  # frozen weights need none of their own
@@ -185,13 +185,17 @@ def network_bytes_s(pool: CardPool, constants: Constants = CONSTANTS) -> float:
     return pool.network_gbit_s * GBIT * constants.collective_share
 
 
-def _phases(work: ForwardWork, card: Card, constants: Constants) -> tuple[float, float, float]:
+def _phases(work: ForwardWork, card: Card, constants: Constants, rollout: bool) -> tuple[float, float, float]:
     """Seconds of one row's matrix products, attention and element-wise work."""
     rate = card.bf16_tflops * TERA
-    share = constants.masked_attention_share if work.masked_attention else constants.attention_share
+    attention_share = constants.attention_share
+    if work.masked_attention:
+        attention_share = constants.masked_attention_share
+    elif rollout and work.compiled:
+        attention_share = constants.rollout_attention_share
     return (
         work.matmul_flop / (rate * constants.matmul_share),
-        work.attention_flop / (rate * share),
+        work.attention_flop / (rate * attention_share),
         work.traffic_bytes / (card.memory_gb_s * GB),
     )
 

@@ -46,7 +46,7 @@ def generator_memory(
     """A lane of `lane_cards` cards that generates slices of `size` samples; text encoders are off the lanes."""
     family = workload.family
     rows = size * workload.branches
-    block_bytes = family.activations_per_block * family.block_hidden_bytes(workload.tokens)
+    block_bytes = workload.activations_per_block * family.block_hidden_bytes(workload.tokens)
     adapters = 4.0 * workload.trained_parameters if workload.tuning == "lora" else 0.0
     pixels = workload.height * workload.width * min(workload.frames, DECODE_FRAMES_AT_ONCE)
     working = max(rows * RECOMPUTED_BLOCKS * block_bytes / lane_cards, pixels * DECODE_BYTES_PER_PIXEL)
@@ -87,7 +87,7 @@ def activation_gib(workload: Workload, pairs: int, checkpointing: bool) -> float
     """What `pairs` pairs keep for their backward."""
     family = workload.family
     hidden_bytes = family.block_hidden_bytes(workload.tokens)
-    block_bytes = family.activations_per_block * hidden_bytes
+    block_bytes = workload.activations_per_block * hidden_bytes
     if checkpointing:
         per_row = family.blocks * hidden_bytes + RECOMPUTED_BLOCKS * block_bytes
     else:

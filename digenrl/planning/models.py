@@ -22,8 +22,10 @@ PIXELS_PER_TOKEN_SIDE = 16  # an 8x VAE, then 2x2 patches: the same in all five 
 class Execution(Frozen):
     """What running the blocks costs beside their matrix products, eagerly or compiled."""
 
+    activations: Positive
     traffic_passes: Positive
     launch_ms_per_block: Positive
+    masked_attention: bool = False
 
 
 class Recipe(Frozen):
@@ -55,6 +57,7 @@ class ForwardWork:
     traffic_bytes: float
     launch_s: float
     masked_attention: bool
+    compiled: bool
 
 
 class ModelFamily(Frozen):
@@ -72,17 +75,15 @@ class ModelFamily(Frozen):
     joint_attention_blocks: WholeOrNone = 0
     image_attention_blocks: WholeOrNone = 0
     cross_attention_blocks: WholeOrNone = 0
-    masked_attention: bool = False
     block_tokens: Literal["joint", "image"] = "joint"
     text_tokens: Whole
     frames_per_latent: Whole | None = None
     guidance: Literal["batched", "embedded"]
     lora_linears: Whole
     lora_text_linears: WholeOrNone = 0
-    activations_per_block: Positive
     decode_gflop_per_pixel: Positive
     eager: Execution
-    compiled: Execution | None = None
+    compiled: Execution
     recipe: Recipe
 
     @property
@@ -110,7 +111,7 @@ class ModelFamily(Frozen):
 
     def forward_work(self, tokens: Tokens, compiled: bool = False) -> ForwardWork:
         """What one forward of one sample asks of a card, without guidance's second branch."""
-        execution = self._execution(compiled)
+        execution = self.execution(compiled)
         matmul = 2.0 * (tokens.image * self.image_weights + tokens.text * self.text_weights)
         scored = (
             self.joint_attention_blocks * (tokens.image + tokens.text) ** 2
@@ -123,8 +124,13 @@ class ModelFamily(Frozen):
             attention_flop=4.0 * self.hidden * scored,
             traffic_bytes=execution.traffic_passes * hidden_bytes,
             launch_s=execution.launch_ms_per_block * 1e-3 * self.blocks,
-            masked_attention=self.masked_attention,
+            masked_attention=execution.masked_attention,
+            compiled=compiled,
         )
+
+    def execution(self, compiled: bool) -> Execution:
+        """How its blocks run."""
+        return self.compiled if compiled else self.eager
 
     def block_hidden_bytes(self, tokens: Tokens) -> float:
         """The hidden state of one sample between two blocks."""
@@ -139,16 +145,6 @@ class ModelFamily(Frozen):
         """Trainable parameters of adapters of that rank on every attention projection."""
         linears = self.lora_linears + (self.lora_text_linears if text_stream else 0)
         return linears * rank * 2 * self.hidden
-
-    def _execution(self, compiled: bool) -> Execution:
-        if not compiled:
-            return self.eager
-        if self.compiled is None:
-            known = ", ".join(family.name for family in known_models() if family.compiled is not None)
-            raise ConfigError(
-                f"compiled: {self.name} has no compiled measurement; known for: {known}; leave it out"
-            )
-        return self.compiled
 
 
 @cache

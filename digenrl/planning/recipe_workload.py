@@ -33,7 +33,7 @@ def workload_of(recipe: Recipe, cluster: Cluster) -> Workload:
     if model is not None:
         if not all(_fully_measured(pool) for pool in cluster.pools):
             _check_precision(recipe)
-        return parse_model(Workload, {**content, "model": model.name})
+        return parse_model(Workload, {**content, "model": model.name, "compiled": recipe.model.compiles("cuda")})
     if not any(pool.measured.slice_seconds for pool in cluster.pools):
         raise ConfigError(_unknown_model(recipe))
     return parse_model(Workload, {**content, "model": model_name(recipe), "catalogued": False})

@@ -70,6 +70,11 @@ class Workload(Frozen):
         return self.family.forward_work(self.tokens, self.compiled)
 
     @property
+    def activations_per_block(self) -> float:
+        """What a block keeps for its backward, in hidden states of a sample."""
+        return self.family.execution(self.compiled).activations
+
+    @property
     def decode_flop(self) -> float:
         return self.family.decode_flop(self.height, self.width, self.frames)
 

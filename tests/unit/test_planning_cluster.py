@@ -56,7 +56,6 @@ def test_a_wrong_cluster_is_told_in_one_line(pools, complaint):
         ("flux", {"height": 500}, "multiples of 16, got 500x512"),
         ("flux", {"frames": 5}, "makes images, got 5 frames"),
         ("flux", {"tuning": "lorra"}, "tuning: .*'lora' or 'full'"),
-        ("flux", {"compiled": True}, "no compiled measurement; known for: Qwen-Image"),
         ("flux", {"prompts": 0}, "prompts: .*got 0"),
         ("flux", {"promts": 4}, "promts: unknown key; did you mean 'prompts'"),
     ],

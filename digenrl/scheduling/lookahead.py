@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from digenrl.scheduling.forecast import NEVER, Forecast
+from digenrl.scheduling.forecast import Forecast
+from digenrl.scheduling.forecast_facts import NEVER
 from digenrl.scheduling.playbook import RULES, WAIT_ALWAYS, HelpRule, play
 from digenrl.scheduling.search import search_help
 from digenrl.scheduling.state import PlannedBubble

@@ -8,15 +8,8 @@ from collections.abc import Iterator
 from heapq import heapify, heappush
 
 from digenrl.records import LaneOffer, Slice
-from digenrl.scheduling.forecast import (
-    HELPER_CLASS,
-    NEVER,
-    NO_STEP,
-    Bundle,
-    Facts,
-    Forecast,
-    Meter,
-)
+from digenrl.scheduling.forecast import HELPER_CLASS, NO_STEP, Bundle, Forecast
+from digenrl.scheduling.forecast_facts import NEVER, Facts, Meter
 from digenrl.scheduling.order import positions
 from digenrl.scheduling.slice_lists import Runs, holes_in, unstarted_slices
 from digenrl.scheduling.state import Lane, SchedulerState, StepProgress, open_step

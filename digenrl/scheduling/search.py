@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from digenrl.records import LaneOffer
-from digenrl.scheduling.forecast import NEVER, Forecast
+from digenrl.scheduling.forecast import Forecast
+from digenrl.scheduling.forecast_facts import NEVER
 from digenrl.scheduling.playbook import STEP_RULES, WAIT_ALWAYS, HelpRule, play
 from digenrl.scheduling.state import PlannedBubble
 

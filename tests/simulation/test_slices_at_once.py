@@ -31,7 +31,7 @@ from digenrl.records import (
     WorkerLost,
 )
 from digenrl.scheduling import Costs, SchedulerState, Terms, decide, initial_state
-from digenrl.scheduling.forecast import NEVER
+from digenrl.scheduling.forecast_facts import NEVER
 from digenrl.scheduling.invariants import Auditor
 from digenrl.scheduling.lookahead import look_ahead
 from digenrl.scheduling.outlook import forecast_from

@@ -15,6 +15,8 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.blocks import checkpoint_blocks, repeated_blocks
@@ -32,6 +34,21 @@ from digenrl.models.registry import FAMILIES, find_family, make_tiny_pipeline
 
 PROMPTS = ["a red cat", "a sign that says hello"]
 STEPS = 3
+
+
+class HostVisits(TorchDispatchMode):
+    """Notes what is computed from tensors on two devices at once, or copied between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        result = function(*arguments, **(named or {}))
+        tensors = [each for each in tree_leaves((arguments, named, result)) if isinstance(each, Tensor)]
+        if len({each.device for each in tensors}) > 1:
+            self.found.append(f"{function}\n" + "".join(traceback.format_stack(limit=6)))
+        return result
 
 
 class EulerOver:
@@ -335,6 +352,21 @@ def test_a_forward_does_not_go_through_the_whole_transformer_on_the_host(
     again = model.rollout_velocity(latents, times, conditioning, family.default_guidance, size)
     assert torch.equal(again, expected)
     assert not walks, walks[0]
+
+
+@torch.no_grad()
+def test_all_forwards_but_the_first_stay_on_the_card(family: Family, model: DiffusionModel) -> None:
+    """As recording one needs. On the meta device, where a value that the host asks for is an error."""
+    add_lora(model, rank=2, alpha=4, seed=0)
+    size, conditioning = family.tiny_size, model.compact(model.encode(PROMPTS[:1])).to("meta")
+    latents = model.initial_latents(noise_of(model, size, rows=1), size).to("meta")
+    times = torch.tensor([500.0]).to("meta")
+    model.transformer.to("meta")
+    for guidance in (1.0, family.default_guidance):
+        for seen in (HostVisits(), HostVisits()):
+            with seen:
+                model.velocity(latents, times, conditioning, guidance, size)
+        assert not seen.found, seen.found[0]
 
 
 def test_a_saved_lora_loads_into_the_diffusers_pipeline_and_gives_the_same_velocity(

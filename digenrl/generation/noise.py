@@ -9,6 +9,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from digenrl.models.transfers import sent
 from digenrl.records import SampleId
 
 CPU = torch.device("cpu")
@@ -56,4 +57,4 @@ def _drawn(
     for row, owner in zip(noise_B.numpy(), owners, strict=True):
         generator = numpy.random.Generator(numpy.random.Philox(key=draw_key(run_seed, owner, purpose)))
         generator.standard_normal(dtype=numpy.float32, out=row)
-    return noise_B.to(device, non_blocking=True)
+    return sent(noise_B, device)

@@ -14,9 +14,8 @@ import huggingface_hub
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from host_visits import HostVisits
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.blocks import checkpoint_blocks, repeated_blocks
@@ -34,21 +33,6 @@ from digenrl.models.registry import FAMILIES, find_family, make_tiny_pipeline
 
 PROMPTS = ["a red cat", "a sign that says hello"]
 STEPS = 3
-
-
-class HostVisits(TorchDispatchMode):
-    """Notes what is computed from tensors on two devices at once, or copied between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        result = function(*arguments, **(named or {}))
-        tensors = [each for each in tree_leaves((arguments, named, result)) if isinstance(each, Tensor)]
-        if len({each.device for each in tensors}) > 1:
-            self.found.append(f"{function}\n" + "".join(traceback.format_stack(limit=6)))
-        return result
 
 
 class EulerOver:

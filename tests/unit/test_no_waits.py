@@ -1,0 +1,59 @@
+"""Inside a slice and inside a group that is trained, a card is never waited for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from host_visits import HostVisits, without_autocast
+from scored_groups import LIVELY, Rollout, lively, scored_groups, trainer_of, trajectories_of
+
+from digenrl.config.training import TrainerSettings
+from digenrl.models.contract import DiffusionModel
+from digenrl.models.lora import add_lora
+from digenrl.models.pairs import ScoredGroup
+from digenrl.models.registry import FAMILIES, make_tiny_pipeline
+
+REWARDS = (0.0, 1.0, 5.0, 2.0)
+OTHERS = [family for family in FAMILIES if family != "sd3"]
+CASES = [*(("sd3", algorithm) for algorithm in LIVELY), *((family, "flow_grpo") for family in OTHERS)]
+
+
+def adapted(family: str, folder: Path) -> DiffusionModel:
+    make_tiny_pipeline(family, folder / family)
+    model = FAMILIES[family].load(folder / family, torch.float32, "cpu")
+    add_lora(model, rank=2, alpha=4, seed=0)
+    return model
+
+
+@pytest.mark.parametrize(("family", "algorithm_name"), CASES)
+def test_a_group_is_trained_without_a_wait(
+    family: str, algorithm_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_autocast(monkeypatch)
+    model, algorithm = adapted(family, tmp_path), lively(algorithm_name)
+    rollout = Rollout(groups=2, steps=6, size=FAMILIES[family].tiny_size)
+    made = scored_groups(model, algorithm, rollout, rewards=[REWARDS] * 2)
+    groups = [ScoredGroup(model.compact(g.conditioning).to("meta"), g.trajectories, g.rewards) for g in made]
+    model.transformer.to("meta")
+    settings = TrainerSettings(pack_size=4, gradient_checkpointing=False, old_log_probs="recomputed")
+    trainer = trainer_of(model, algorithm, groups, settings)
+    trainer.add_group(groups[0])
+    with HostVisits() as visits:
+        trainer.add_group(groups[1])
+    assert not visits.found, visits.found[0]
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_a_slice_is_denoised_without_a_wait(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_autocast(monkeypatch)
+    model, algorithm = adapted(family, tmp_path), lively("flow_grpo")
+    rollout = Rollout(steps=4, size=FAMILIES[family].tiny_size, guidance=FAMILIES[family].default_guidance)
+    texts = {f"prompt {group}": model.compact(model.encode([f"prompt {group}"])).to("meta") for group in range(2)}
+    monkeypatch.setattr(model, "encode", lambda prompts: texts[prompts[0]])
+    model.transformer.to("meta")
+    trajectories_of(model, algorithm, rollout, group=0)
+    with HostVisits() as visits:
+        trajectories_of(model, algorithm, rollout, group=1)
+    assert not visits.found, visits.found[0]

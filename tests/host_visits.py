@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import traceback
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +15,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-TRANSFERS = "digenrl/models/transfers.py"  # copies through pinned memory, which nobody waits for
+from digenrl.models import transfers
 
 
 class HostVisits(TorchDispatchMode):
-    """Notes what is computed from tensors on two devices at once, or copied between them; not by `transfers`."""
+    """Notes what is computed from tensors on two devices at once, or copied between them.
+
+    Not what `transfers` copies: through pinned memory, which nobody waits for.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,9 +32,9 @@ class HostVisits(TorchDispatchMode):
         result = function(*arguments, **(named or {}))
         tensors = [each for each in tree_leaves((arguments, named, result)) if isinstance(each, Tensor)]
         if len({each.device for each in tensors}) > 1:
-            frames = traceback.extract_stack()
-            if not any(Path(frame.filename).as_posix().endswith(TRANSFERS) for frame in frames):
-                self.found.append(f"{function}\n" + "".join(traceback.format_list(frames[-8:])))
+            callers = traceback.walk_stack(None)
+            if not any(frame.f_code.co_filename == transfers.__file__ for frame, _ in callers):
+                self.found.append(f"{function}\n" + "".join(traceback.format_stack(limit=8)))
         return result
 
 

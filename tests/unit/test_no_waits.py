@@ -37,7 +37,7 @@ def test_a_group_is_trained_without_a_wait(
     made = scored_groups(model, algorithm, rollout, rewards=[REWARDS] * 2)
     groups = [ScoredGroup(model.compact(g.conditioning).to("meta"), g.trajectories, g.rewards) for g in made]
     model.transformer.to("meta")
-    settings = TrainerSettings(pack_size=4, gradient_checkpointing=False, old_log_probs="recomputed")
+    settings = TrainerSettings(pack_size=12, gradient_checkpointing=False, old_log_probs="recomputed")
     trainer = trainer_of(model, algorithm, groups, settings)
     trainer.add_group(groups[0])
     with HostVisits() as visits:

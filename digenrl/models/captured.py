@@ -2,6 +2,7 @@
 
 A small batch of a large model is over on the card before the host has launched all its kernels. A shape's first
 forward runs as it is, the second is recorded, and all others are replayed. Results are the same to the last bit.
+What cannot be recorded, for want of memory above all, goes on running as it is.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -38,6 +40,13 @@ class _Recording:
         return self.velocity_BL.clone()
 
 
+class _Unrecorded(Enum):
+    """Why there is no recording of a shape."""
+
+    RAN_ONCE = auto()
+    CANNOT_BE = auto()
+
+
 class CapturedForwards:
     """Stands in for a model's `velocity` wherever there is no gradient."""
 
@@ -47,7 +56,7 @@ class CapturedForwards:
         self._parameters = sum(weight.numel() for weight in model.transformer.parameters())
         self._adapters = next((each for each in modules if isinstance(each, BaseTunerLayer)), None)
         self._pool: Any = None  # torch names its type nowhere
-        self._recordings: OrderedDict[Hashable, _Recording | None] = OrderedDict()  # None: ran once, not recorded
+        self._recordings: OrderedDict[Hashable, _Recording | _Unrecorded] = OrderedDict()
 
     def velocity(
         self,
@@ -62,16 +71,13 @@ class CapturedForwards:
             return self._model.velocity(latents_BL, timesteps_B, conditioning, guidance, size)
         inputs = [latents_BL, timesteps_B, *_tensors(conditioning)]
         key = (*self._key(), guidance, size, *((value.shape, value.dtype) for value in inputs))
-        if key not in self._recordings:
-            self._remember(key, None)
-            return self._model.velocity(latents_BL, timesteps_B, conditioning, guidance, size)
-        recording = self._recordings[key] or self._record(inputs, conditioning, guidance, size)
-        self._remember(key, recording)
-        return recording.replay(inputs)
-
-    def forget(self) -> None:
-        """Gives the graphs' memory back."""
-        self._recordings.clear()
+        found = self._recordings.get(key)
+        if found is _Unrecorded.RAN_ONCE:
+            found = self._recorded_if_possible(inputs, conditioning, guidance, size)
+        self._remember(key, found or _Unrecorded.RAN_ONCE)
+        if isinstance(found, _Recording):
+            return found.replay(inputs)
+        return self._model.velocity(latents_BL, timesteps_B, conditioning, guidance, size)
 
     def _worth_recording(self, latents_BL: Tensor, size: SampleSize) -> bool:
         tokens = latents_BL.shape[0] * size.height * size.width * (1 + (size.frames - 1) // 4) // 256
@@ -85,6 +91,15 @@ class CapturedForwards:
         adapters_on = self._adapters is not None and not self._adapters.disable_adapters
         return *(weight.data_ptr() for weight in trained), adapters_on, torch.is_autocast_enabled("cuda")
 
+    def _recorded_if_possible(
+        self, inputs: list[Tensor], conditioning: Conditioning, guidance: float, size: SampleSize
+    ) -> _Recording | _Unrecorded:
+        """A forward that is wrong in itself fails again when it runs as it is, and is told then."""
+        try:
+            return self._record(inputs, conditioning, guidance, size)
+        except RuntimeError:  # torch's own for a lack of memory is one
+            return _Unrecorded.CANNOT_BE
+
     def _record(
         self, inputs: list[Tensor], conditioning: Conditioning, guidance: float, size: SampleSize
     ) -> _Recording:
@@ -97,7 +112,7 @@ class CapturedForwards:
             velocity_BL = self._model.velocity(own[0], own[1], held, guidance, size)
         return _Recording(graph, own, velocity_BL)
 
-    def _remember(self, key: Hashable, recording: _Recording | None) -> None:
+    def _remember(self, key: Hashable, recording: _Recording | _Unrecorded) -> None:
         self._recordings[key] = recording
         self._recordings.move_to_end(key)
         while len(self._recordings) > RECORDINGS:

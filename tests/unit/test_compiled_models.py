@@ -191,6 +191,27 @@ def test_on_a_cpu_a_rollouts_forward_is_the_plain_one(name: str, tmp_path: Path)
         assert torch.equal(model.rollout_velocity(*given), plain)
 
 
+@torch.no_grad()
+def test_forwards_that_cannot_be_recorded_run_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = FAMILIES["sd3"]
+    make_tiny_pipeline("sd3", tmp_path / "sd3")
+    model, size, tries = adapted(family, tmp_path / "sd3"), family.tiny_size, []
+    conditioning = model.encode(["a red cat"])
+    latents = model.initial_latents(torch.randn(1, *model.noise_shape(size), dtype=torch.float64), size)
+    given = latents, model.schedule(3, size).timesteps[:1], conditioning, 1.0, size
+
+    def no_room(*_arguments: Any) -> None:
+        tries.append(1)
+        raise torch.OutOfMemoryError("no room for another pool")
+
+    monkeypatch.setattr(CapturedForwards, "_worth_recording", lambda *_arguments: True)
+    monkeypatch.setattr(CapturedForwards, "_record", no_room)
+    captured, expected = CapturedForwards(model), model.velocity(*given)
+    for tried in (0, 1, 1, 1):  # the first runs as it is, the second is to be recorded
+        assert torch.equal(captured.velocity(*given), expected)
+        assert len(tries) == tried
+
+
 def test_a_compiler_that_fails_is_told_with_the_way_out() -> None:
     def handle(order: Order) -> Report:
         raise BackendCompilerFailed(handle, RuntimeError("no C compiler found"), None)

@@ -15,9 +15,10 @@ from h200_rows import (
     WARM_UP_ROW,
 )
 
+from digenrl.config.profiles import read_profile
 from digenrl.planning.cards import find_card
 from digenrl.planning.constants import CONSTANTS
-from digenrl.planning.costs import GB, forward_seconds, training_pass_seconds
+from digenrl.planning.costs import GB, forward_seconds, slice_seconds, training_pass_seconds
 from digenrl.planning.memory import GIB, trainer_memory
 from digenrl.planning.models import find_model
 from digenrl.planning.workload import Workload, workload_for
@@ -93,6 +94,14 @@ def test_predicted_memory_of_compiled_packs_is_at_most_3_percent_above_the_measu
     workload = measured_workload(family, size, compiled=True)
     predicted = trainer_memory(workload, H200, 1, pairs, checkpointing=False).total_gib
     assert measured_gib <= predicted <= 1.03 * measured_gib
+
+
+@pytest.mark.parametrize(("profile", "family"), [("h200_wan", "wan"), ("h200_hunyuan_video", "hunyuan")])
+def test_a_clip_takes_what_it_took_decoding_included(profile, family):
+    measured = read_profile(profile)
+    workload = measured_workload(family, measured.work.frames, compiled=True)
+    workload = workload.model_copy(update={"denoise_steps": measured.work.denoising_steps})
+    assert slice_seconds(workload, H200, 1) == pytest.approx(measured.slices[1].seconds, rel=0.02)
 
 
 def test_what_ran_out_of_memory_is_predicted_not_to_fit():

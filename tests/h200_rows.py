@@ -48,7 +48,7 @@ TRAINING_ROWS = (
 )
 
 # This runtime, compiled, as benchmarks/gpu.py prints them, Qwen-Image from two machines; SD3.5-M's batch of 8,
-# which waited for the host, is left out. Prompts have 128 tokens where a family does not pad them.
+# which seems to have waited for the host, is left out. Prompts have 128 tokens where a family does not pad them.
 COMPILED_FORWARD_ROWS = (
     ("sd3", 512, 1, 0.0126),
     ("flux", 512, 1, 0.0465),

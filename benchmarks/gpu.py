@@ -68,7 +68,6 @@ class Case:
     slices: tuple[int, ...] = (1, 8)
     denoising_steps: int = 10
     trained_steps: int = 6
-    runs: bool = True  # a whole step takes seconds, not minutes
     source: str = "random"
 
 
@@ -76,10 +75,8 @@ CASES = {
     "flux": Case(512, 512),
     "qwen_image": Case(512, 512),
     "sd3": Case(512, 512),
-    "wan": Case(
-        480, 832, 33, group=2, slices=(1,), denoising_steps=4, trained_steps=1, runs=False, source="random:2.1-14b"
-    ),
-    "hunyuan_video": Case(480, 640, 33, group=2, slices=(1,), denoising_steps=4, trained_steps=1, runs=False),
+    "wan": Case(480, 832, 33, group=2, slices=(1,), denoising_steps=4, trained_steps=1, source="random:2.1-14b"),
+    "hunyuan_video": Case(480, 640, 33, group=2, slices=(1,), denoising_steps=4, trained_steps=1),
 }
 
 
@@ -337,7 +334,7 @@ def measure(family: str, options: argparse.Namespace, folder: Path, say: Callabl
         written = write_profile(profile, by=f"benchmarks/gpu.py {family} --profiles FOLDER")
         (options.profiles / f"{options.device_name}_{family}.yaml").write_text(written)
     free()
-    if case.runs and not options.no_runs:
+    if not options.no_runs:
         say("run")
         measure_run(result, recipe, folder / "run")
         free()

@@ -7,8 +7,10 @@
 For each family, in one process: forwards of a rollout and replayed pairs, compiled and packed, as shares of the
 card's measured rate of bf16 matrix products; the baseline, eager, one time-step after the other, all blocks
 checkpointed; a profile as `digenrl profile` writes it, what it foretells for a step on this card, and a run of
-that recipe. Work is counted as 2 x parameters x tokens for a forward, 4 x for a replay with adapters. In families
-with two streams a token meets only a part of the weights, so that a share can be above 1; "as counted" goes by the
+that recipe. Memory is foreseen from one pair, and planned when a pack has been tried.
+
+Work is counted as 2 x parameters x tokens for a forward, 4 x for a replay with adapters. In families with two
+streams a token meets only a part of the weights, so that a share can be above 1; "as counted" goes by the
 operations that torch counts in a forward, attention and adapters included.
 """
 
@@ -97,6 +99,7 @@ class Measured:
     checkpointed_blocks: int = 0
     peak_gib: float = 0.0
     planned_gib: float = 0.0
+    foreseen_gib: float = 0.0
     profile_s: float = 0.0
     foretold_s: float | None = None
     step_s: float | None = None
@@ -283,6 +286,7 @@ def measure_profile(result: Measured, recipe: Recipe, say: Callable[[str], None]
     result.pair_s = training.seconds_per_sample / profile.work.trained_steps
     result.pack_size, result.checkpointed_blocks = training.pack_size, training.checkpointed_blocks
     result.peak_gib, result.planned_gib = training.peak_bytes / GIB, training.planned_bytes / GIB
+    result.foreseen_gib = training.foreseen_bytes / GIB
     foretold = foretell(profile, result.family)
     result.foretold_s, result.foretold_parts = foretold.step_seconds, foretold.parts
     return profile
@@ -384,9 +388,11 @@ def steps_table(results: Sequence[Measured]) -> Table:
         "off",
         "samples/s",
         "over baseline",
-        "planned GiB",
-        "peak GiB",
+        "foreseen GiB",
         "off",
+        "planned GiB",
+        "off",
+        "peak GiB",
     )
     for heading in (*headings, "largest |log ratio|", "|rollout - replay|", "profile s"):
         table.add_column(heading, justify="left" if heading == "family" else "right")
@@ -398,9 +404,11 @@ def steps_table(results: Sequence[Measured]) -> Table:
             off(each.foretold_s, each.step_s),
             text(each.samples_per_second, ".2f"),
             "-" if not each.step_s or not each.baseline_step_s else f"{each.baseline_step_s / each.step_s:.2f}x",
+            text(each.foreseen_gib or None, ".1f"),
+            off(each.foreseen_gib, each.peak_gib),
             text(each.planned_gib or None, ".1f"),
-            text(each.peak_gib or None, ".1f"),
             off(each.planned_gib, each.peak_gib),
+            text(each.peak_gib or None, ".1f"),
             text(each.largest_log_ratio, ".1e"),
             text(each.log_prob_mismatch, ".1e"),
             text(each.profile_s, ".0f"),

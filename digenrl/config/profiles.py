@@ -72,7 +72,8 @@ class SliceCost(Frozen):
 class TrainingCost(Frozen):
     """Replaying a sample, for every sample that is generated, and how the trainer packed for it.
 
-    `peak_bytes` is the memory in use at its fullest, `planned_bytes` what the trainer planned with; 0 on a CPU.
+    `peak_bytes` is the memory in use at its fullest, `planned_bytes` what the trainer planned with, and
+    `foreseen_bytes` what it had expected from one pair, before it tried a pack; 0 on a CPU.
     """
 
     seconds_per_sample: PositiveSeconds
@@ -80,6 +81,7 @@ class TrainingCost(Frozen):
     checkpointed_blocks: NonNegativeInt = 0
     peak_bytes: NonNegativeInt = 0
     planned_bytes: NonNegativeInt = 0
+    foreseen_bytes: NonNegativeInt = 0
 
 
 class Profile(Frozen):

@@ -222,6 +222,7 @@ def _measure_training(
         checkpointed_blocks=learnt.checkpointed_blocks,
         peak_bytes=learnt.peak_bytes,
         planned_bytes=learnt.planned_bytes,
+        foreseen_bytes=learnt.foreseen_bytes,
     )
 
 

@@ -29,8 +29,9 @@ def profile_table(profile: Profile) -> Group:
     if training is not None:
         packs = f"a sample; packs of {training.pack_size}"
         blocks = f"{training.checkpointed_blocks} blocks checkpointed" if training.checkpointed_blocks else ""
+        foreseen = f"{_gib(training.foreseen_bytes)} foreseen" if training.foreseen_bytes else ""
         planned = f"{_gib(training.planned_bytes)} planned" if training.planned_bytes else ""
-        about = _and(packs, blocks, _peak(training.peak_bytes), planned)
+        about = _and(packs, blocks, foreseen, planned, _peak(training.peak_bytes))
         table.add_row("training", _seconds(training.seconds_per_sample), about)
     for name, value, about in (
         ("commit", profile.commit_seconds, f"a batch: {profile.work.updates_per_batch} updates"),

@@ -7,7 +7,7 @@ card better, up to a point, and need more memory. Both are measured on one small
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from math import ceil, hypot, sqrt
 from typing import Protocol
 
@@ -23,11 +23,25 @@ class Packing:
     """Terms of one pass, and how many blocks, the first ones, keep no activations.
 
     `planned_bytes` is what a pass is expected to take beyond what was there before it; 0 where nobody measured.
+    `foreseen_bytes` is what was expected from one term alone, before any pack was tried.
     """
 
     pack_size: int
     checkpointed: int
     planned_bytes: int = 0
+    foreseen_bytes: int = 0
+
+    def beside(self, taken: int) -> Packing:
+        """With the bytes that are there before a pass, if any were measured."""
+        if not self.planned_bytes:
+            return self
+        return replace(self, planned_bytes=self.planned_bytes + taken, foreseen_bytes=self.foreseen_bytes + taken)
+
+    @classmethod
+    def for_all(cls, ranks: Iterable[Packing]) -> Packing:
+        """Which every one of these ranks has room for."""
+        packs, counts, planned, foreseen = zip(*map(astuple, ranks), strict=True)
+        return cls(min(packs), max(counts), max(planned), max(foreseen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +168,7 @@ def choose_packing(
     fitting = _fitting(memory, packs, budget, checkpointed)
     if pack_size is not None or not fitting:
         pack = pack_size or 1
-        return _told(memory, pack, fitting.get(pack, otherwise))
+        return _told(pack, fitting.get(pack, otherwise), foreseen=memory, planned=memory)
     trial = _tried_out(gauge, memory, fitting, terms, len(packs))
     if trial is None:
         return Packing(1, otherwise)
@@ -168,7 +182,7 @@ def choose_packing(
     tried = trial.pack_size
     if tried in fitting and seconds(best) > seconds(tried) * WORTH_IT:
         best = tried
-    return _told(trial.memory, best, fitting[best])
+    return _told(best, fitting[best], foreseen=memory, planned=trial.memory)
 
 
 def _fitting(memory: MemoryModel, packs: Iterable[int], budget: float, checkpointed: int | None) -> dict[int, int]:
@@ -181,8 +195,9 @@ def _fitting(memory: MemoryModel, packs: Iterable[int], budget: float, checkpoin
     return fitting
 
 
-def _told(memory: MemoryModel, pack_size: int, checkpointed: int) -> Packing:
-    return Packing(pack_size, checkpointed, round(memory.peak(pack_size, checkpointed)))
+def _told(pack_size: int, checkpointed: int, *, foreseen: MemoryModel, planned: MemoryModel) -> Packing:
+    before, after = (round(memory.peak(pack_size, checkpointed)) for memory in (foreseen, planned))
+    return Packing(pack_size, checkpointed, planned_bytes=after, foreseen_bytes=before)
 
 
 def _first_try(fitting: dict[int, int], terms: int) -> int:

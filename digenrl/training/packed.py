@@ -94,7 +94,7 @@ class PackedPasses:
         self._told_checkpointed = self._checkpointed_by(settings)
         self.pack_size = None if settings.pack_size == "auto" else settings.pack_size
         self.checkpointed = self._told_checkpointed or 0
-        self.planned_bytes = 0
+        self._found: Packing | None = None
         self._checkpointing_found = self._told_checkpointed is not None
         checkpoint_blocks(model, self.checkpointed)
 
@@ -126,7 +126,10 @@ class PackedPasses:
     @property
     def packing(self) -> Packing | None:
         """As set or as chosen; None before anything was measured."""
-        return None if self.pack_size is None else Packing(self.pack_size, self.checkpointed, self.planned_bytes)
+        if self.pack_size is None:
+            return None
+        found = self._found or Packing(self.pack_size, self.checkpointed)
+        return replace(found, pack_size=self.pack_size, checkpointed=self.checkpointed)
 
     def _check_all_run(self, terms: int) -> None:
         """Ranks that run another number of packs would wait for each other in vain."""
@@ -169,13 +172,8 @@ class PackedPasses:
         if not planned:
             packing = self._found_packing(share[:smallest_share], job)
             if self._ranks is not None:
-                told = [Packing(*each) for each in self._ranks.gather(astuple(packing))]
-                packing = Packing(
-                    pack_size=min(each.pack_size for each in told),
-                    checkpointed=max(each.checkpointed for each in told),
-                    planned_bytes=max(each.planned_bytes for each in told),
-                )
-            self.pack_size, self.planned_bytes = packing.pack_size, packing.planned_bytes
+                packing = Packing.for_all(Packing(*each) for each in self._ranks.gather(astuple(packing)))
+            self._found, self.pack_size = packing, packing.pack_size
             self._checkpoint(packing.checkpointed)
         assert self.pack_size is not None
         return self.pack_size
@@ -206,8 +204,7 @@ class PackedPasses:
             pack_size=self.pack_size,
             checkpointed=self._told_checkpointed,
         )
-        taken = torch.cuda.memory_allocated(device) + gradient_bytes if packing.planned_bytes else 0
-        return replace(packing, planned_bytes=packing.planned_bytes + taken)
+        return packing.beside(torch.cuda.memory_allocated(device) + gradient_bytes)
 
     def _checkpoint(self, count: int) -> None:
         self.checkpointed, self._checkpointing_found = count, True

@@ -431,8 +431,8 @@ class MakingRehearsed(Report):
 class LearningRehearsed(Report):
     """Seconds per sample, warm, and how pairs are packed: as told, or as measured memory allows.
 
-    `peak_bytes` is the card's memory at its fullest, weights included, and `planned_bytes` what was expected
-    before it was measured; both are 0 on a CPU, and the latter where nothing was planned.
+    `peak_bytes` is the card's memory at its fullest, weights included, `planned_bytes` what was expected before
+    it was measured, and `foreseen_bytes` before a pack was tried; 0 on a CPU, or where nothing was planned.
     """
 
     seconds_per_sample: float
@@ -440,6 +440,7 @@ class LearningRehearsed(Report):
     checkpointed_blocks: int = 0
     peak_bytes: int = 0
     planned_bytes: int = 0
+    foreseen_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

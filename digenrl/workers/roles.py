@@ -402,6 +402,7 @@ class Learning:
             packing.checkpointed,
             peak_bytes=peak_bytes(self._model.device),
             planned_bytes=packing.planned_bytes,
+            foreseen_bytes=packing.foreseen_bytes,
         )
 
     def _timed_replay(self, group: ScoredGroup, later: bool) -> float:

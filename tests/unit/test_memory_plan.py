@@ -128,13 +128,13 @@ def test_larger_packs_are_taken_where_they_pay_and_only_there() -> None:
     budget = idle_card.peak(1, ())  # one term, with nothing computed again
     packing = plan(idle_card, budget)
     assert packing.pack_size > 2 and packing.checkpointed > 0
-    assert plan(busy_card, budget) == Packing(1, 0, round(budget))
+    assert plan(busy_card, budget) == Packing(1, 0, round(budget), round(budget))
 
 
 @each_law
 def test_what_is_given_is_kept(law: Law) -> None:
     budget = law.peak(6, range(2))
-    assert plan(law, budget, pack_size=6) == Packing(6, 2, round(budget))
+    assert plan(law, budget, pack_size=6) == Packing(6, 2, round(budget), round(budget))
     for count in (0, 5):
         packing = plan(law, budget, checkpointed=count)
         assert packing.checkpointed == count and true_peak(law, packing) <= budget
@@ -163,6 +163,30 @@ def test_a_pack_that_takes_more_than_was_foreseen_is_given_up_for_a_smaller_one(
     law = Surprising({"a": 100}, {"a": 10})
     packing = plan(law, budget=super(Surprising, law).peak(16, ()))
     assert 2 <= packing.pack_size <= 5 and packing.checkpointed == 0
+
+
+def test_what_was_foreseen_is_told_beside_what_was_planned_once_a_pack_had_been_tried() -> None:
+    class Surprising(Law):
+        def peak(self, pack_size: int, chosen: Collection[int]) -> float:
+            return super().peak(pack_size, chosen) * (1.25 if pack_size > 1 else 1)
+
+    law = Surprising({"a": 100}, {"a": 10})
+    expected = super(Surprising, law).peak
+    packing = plan(law, budget=1.2 * expected(24, ()))
+    assert packing.pack_size > 1
+    assert packing.foreseen_bytes == pytest.approx(
+        expected(packing.pack_size, range(packing.checkpointed)), rel=0.01
+    )
+    assert packing.planned_bytes == pytest.approx(true_peak(law, packing), rel=0.01)
+
+
+def test_bytes_that_are_there_already_are_added_to_what_was_measured_only() -> None:
+    assert Packing(4, 2, planned_bytes=30, foreseen_bytes=20).beside(100) == Packing(4, 2, 130, 120)
+    assert Packing(4, 2).beside(100) == Packing(4, 2)
+
+
+def test_ranks_agree_on_what_all_of_them_have_room_for() -> None:
+    assert Packing.for_all([Packing(4, 2, 30, 20), Packing(3, 1, 10, 40)]) == Packing(3, 2, 30, 40)
 
 
 laws = st.builds(

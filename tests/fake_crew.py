@@ -69,6 +69,7 @@ UPDATE: dict[str, Any] = {
     "clip_fraction": 0.25,
     "kl": None,
     "log_prob_mismatch": 0.0,
+    "memory_retries": None,
     "zero_spread_groups": 1,
     "pack_size": 4,
 }

@@ -29,7 +29,7 @@ def step_numbers(
     publish_bytes: int,
     publish_s: float = 0.0,
 ) -> StepNumbers:
-    """Means over the step's updates; the largest of what is a largest. What an algorithm has not is absent."""
+    """Means over the step's updates; the largest of what is a largest. What there is not is absent."""
     mean = fmean(rewards.values())
     values: dict[str, float] = {
         "reward_mean": mean,
@@ -46,6 +46,9 @@ def step_numbers(
     ratios = [update["ratio_max"] for update in updates if update["ratio_max"] is not None]
     if ratios:
         values["ratio_max"] = max(ratios)
+    retries = [update["memory_retries"] for update in updates if update["memory_retries"] is not None]
+    if retries:
+        values["memory_retries"] = sum(retries)
     values["zero_spread_groups"] = sum(update["zero_spread_groups"] for update in updates)
     values["pack_size"] = updates[-1]["pack_size"]
     return StepNumbers(step, values)

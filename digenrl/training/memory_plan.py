@@ -6,12 +6,14 @@ card better, up to a point, and need more memory. Both are measured on one small
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from math import ceil, hypot, sqrt
 from typing import Protocol
 
 import torch
+
+from digenrl.training.pack_size import MemoryLine
 
 FIRST_TRY = 16  # terms: few models gain from larger packs
 WORTH_IT = 0.98  # another pack than the one that was timed has to be so much faster
@@ -46,29 +48,45 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
-    """What a pass takes: `fixed` bytes, for each term `per_term`, and `saved` of every block that keeps its own.
+    """What a pass takes: what every block that keeps its own saves by doing so, by kind, and the `rest`.
 
     A block that is computed again needs the room of one that keeps, but only when most others' is free already.
+    Some of it is needed once for a pass of any size, such as weights in another type; one term alone does not tell
+    how much, and is taken for the price of every term.
     """
 
-    fixed: float
-    per_term: float
-    saved: tuple[float, ...]
+    rest: MemoryLine
+    saved: Mapping[Hashable, MemoryLine]
+    kinds: Sequence[Hashable]
 
     def peak(self, pack_size: int, checkpointed: int) -> float:
         """Bytes at the fullest moment."""
-        kept = max(sum(self.saved[checkpointed:]), max(self.saved, default=0.0))
-        return self.fixed + pack_size * (self.per_term + kept)
+        return self.rest.at(pack_size) + self._kept(pack_size, checkpointed)
 
     def fewest_checkpointed(self, pack_size: int, budget: float) -> int | None:
         """Of the blocks, so that a pass fits; None where none of it helps."""
-        counts = range(len(self.saved) + 1)
+        counts = range(len(self.kinds) + 1)
         return next((count for count in counts if self.peak(pack_size, count) <= budget), None)
 
-    def corrected(self, pack_size: int, checkpointed: int, measured: float) -> MemoryModel:
-        """So that it tells what was measured."""
-        off = (measured - self.peak(pack_size, checkpointed)) / pack_size
-        return MemoryModel(self.fixed, self.per_term + off, self.saved)
+    def with_pack(
+        self, pack_size: int, checkpointed: int, peak: float, saved: Mapping[Hashable, float]
+    ) -> MemoryModel:
+        """So that it also tells what was measured of a pack: its peak and, of some kinds, what a block saves."""
+        if pack_size == 1:
+            off = peak - self.peak(1, checkpointed)
+            return replace(self, rest=replace(self.rest, per_term=self.rest.per_term + off))
+        lines = {
+            kind: MemoryLine.through((1, line.at(1)), (pack_size, saved[kind])) if kind in saved else line
+            for kind, line in self.saved.items()
+        }
+        better = replace(self, saved=lines)
+        rest = peak - better._kept(pack_size, checkpointed)
+        return replace(better, rest=MemoryLine.through((1, self.rest.at(1)), (pack_size, rest)))
+
+    def _kept(self, pack_size: int, checkpointed: int) -> float:
+        by_kind = {kind: line.at(pack_size) for kind, line in self.saved.items()}
+        kept = sum(by_kind[kind] for kind in self.kinds[checkpointed:])
+        return max(kept, max(by_kind.values(), default=0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,30 +249,35 @@ def _measured_memory(gauge: Gauge, fixed_bytes: float) -> MemoryModel | None:
     except torch.OutOfMemoryError:
         return None
     left = {kind: grown[index] for index, kind in enumerate(kinds) if index not in keeping.values()}
-    saved_by = {kind: max(0, grown[index] - left.get(kind, 0)) for kind, index in keeping.items()}
-    saved = tuple(float(saved_by[kind]) for kind in kinds)
-    return MemoryModel(fixed_bytes, peak - fixed_bytes - sum(saved_by.values()), saved)
+    saved = {kind: max(0, grown[index] - left.get(kind, 0)) for kind, index in keeping.items()}
+    rest = MemoryLine(fixed_bytes, peak - fixed_bytes - sum(saved.values()))
+    return MemoryModel(rest, {kind: MemoryLine(0.0, bytes_) for kind, bytes_ in saved.items()}, kinds)
 
 
 def _measured_time(
     gauge: Gauge, memory: MemoryModel, pack_size: int, checkpointed: int, larger: int
 ) -> tuple[TimeModel, MemoryModel]:
-    """From passes of one term and of a pack, with few and with all blocks computed again; memory is made sure.
+    """From passes of one term and of a pack, with few and with all blocks computed again; so is its memory.
 
     Where the pack is one term, which tells nothing about packs, a `larger` one is timed with all blocks.
     """
     blocks = len(gauge.kinds)
     gauge.checkpoint(range(checkpointed))
     gauge.warm_up(pack_size)
-    peak, _ = gauge.measure(pack_size)
+    peak, grown = gauge.measure(pack_size)
     packed_s, few_alone_s = gauge.seconds(pack_size), gauge.seconds(1)
     again = few = PassTime.through(few_alone_s, pack_size, packed_s)
+    saved: dict[Hashable, float] = {}
     if checkpointed < blocks:
         gauge.checkpoint(range(blocks))
         if larger > pack_size:
             gauge.warm_up(larger)
+        else:
+            _, left = gauge.measure(pack_size)
+            keeping = range(checkpointed, blocks)
+            saved = {gauge.kinds[index]: max(0, grown[index] - left[index]) for index in keeping}
         packed_s, alone_s = gauge.seconds(larger), gauge.seconds(1)
         again = PassTime.through(alone_s, larger, packed_s)
         few = again.times(few_alone_s / alone_s) if larger > pack_size else few
     time = TimeModel(few, checkpointed / max(1, blocks), again)
-    return time, memory.corrected(pack_size, checkpointed, peak)
+    return time, memory.with_pack(pack_size, checkpointed, peak, saved)

@@ -110,7 +110,7 @@ class UpdateMetrics:
 
     `log_prob_mismatch` is the mean |new - rollout's log-prob| of fresh samples before the batch's first update,
     where both should be equal. `gradient_norm` is before clipping. Rewards are of the update's groups; `terms` is
-    the denominator Z.
+    the denominator Z. `memory_retries` since the update before: memory is so tight that the card waits for it.
     """
 
     batch: int
@@ -127,6 +127,7 @@ class UpdateMetrics:
     kl: float | None
     log_prob_mismatch: float | None
     measures: Mapping[str, float]
+    memory_retries: int | None = None
 
 
 def update_metrics(

@@ -34,7 +34,7 @@ def take_step(
 ) -> None:
     """One optimizer step with this gradient, clipped to a norm; parameters are left without gradients.
 
-    The gradient is used up: it is clipped in place.
+    The gradient is used up: it is clipped in place, and let go of.
     """
     factor = min(1.0, largest_norm / (norm + 1e-6))
     if gradient:
@@ -43,6 +43,7 @@ def take_step(
         parameter.grad = gradient[name].to(parameter.dtype) if name in gradient else None
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    gradient.clear()
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:

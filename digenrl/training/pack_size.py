@@ -26,10 +26,14 @@ class MemoryLine:
     per_term: float
 
     @classmethod
-    def through(cls, first: tuple[int, int], second: tuple[int, int]) -> MemoryLine:
-        """Each point is (pack size, bytes); the sizes differ."""
-        per_term = (second[1] - first[1]) / (second[0] - first[0])
-        return cls(base=first[1] - per_term * first[0], per_term=per_term)
+    def through(cls, first: tuple[int, float], second: tuple[int, float]) -> MemoryLine:
+        """Each point is (pack size, bytes); the sizes differ. Of two that fall it is level, through the second."""
+        per_term = max(0.0, (second[1] - first[1]) / (second[0] - first[0]))
+        return cls(base=second[1] - per_term * second[0], per_term=per_term)
+
+    def at(self, pack_size: int) -> float:
+        """Bytes of such a pack."""
+        return self.base + pack_size * self.per_term
 
     def largest(self, budget: int, limit: int) -> int:
         """The largest pack within the budget, at least 1 and at most `limit`."""
@@ -90,6 +94,13 @@ def free_bytes(device: torch.device) -> int:
     free, total = torch.cuda.mem_get_info(device)
     share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: 1.0)  # not in every version
     return min(free + unused_by_torch, int(share(device) * total) - allocated)
+
+
+def allocation_retries(device: torch.device) -> int | None:
+    """How often torch gave unused memory back to a card and asked anew, which takes long; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
 
 
 @contextmanager

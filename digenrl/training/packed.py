@@ -178,33 +178,38 @@ class PackedPasses:
         assert self.pack_size is not None
         return self.pack_size
 
+    @property
+    def sums_bytes(self) -> int:
+        """Of the gradient of some terms: once, or twice where a part of it waits for the batch's scale."""
+        both = self._objective.scale_over == "batch" and self._objective.needs.reference
+        return (2 if both else 1) * sum(p.nbytes for p in self._parameters.values())
+
     def _found_packing(self, share: Sequence[Term], job: Job) -> Packing:
-        gradient_bytes = sum(p.nbytes for p in self._parameters.values())
         if self._model.device.type == "cuda" and not self._sharded:
-            return self._choose(share, job, gradient_bytes)
+            return self._choose(share, job)
         measured = measure_largest_pack(
             lambda size: self._discarded(share[:size], job),
             len(share),
             device=self._model.device,
             memory_share=self._settings.memory_share,
             limit=self._settings.largest_pack,
-            reserved_bytes=gradient_bytes if self._sharded else 0,
+            reserved_bytes=self.sums_bytes if self._sharded else 0,
         )
         return Packing(measured, self.checkpointed)
 
-    def _choose(self, share: Sequence[Term], job: Job, gradient_bytes: int) -> Packing:
+    def _choose(self, share: Sequence[Term], job: Job) -> Packing:
         device = self._model.device
         free = free_bytes(device) - self._bytes_to_come()
         packing = choose_packing(
             CardGauge(self._model, lambda size: self._discarded(_repeated(share, size), job)),
-            budget=self._settings.memory_share * free - gradient_bytes,  # sums stay while packs come and go
-            fixed_bytes=gradient_bytes,
+            budget=self._settings.memory_share * free - self.sums_bytes,  # they stay while packs come and go
+            fixed_bytes=self.sums_bytes,
             terms=-(-(job.terms_of_group or len(share)) // self._rank.count),
             most=self._settings.largest_pack,
             pack_size=self.pack_size,
             checkpointed=self._told_checkpointed,
         )
-        return packing.beside(torch.cuda.memory_allocated(device) + gradient_bytes)
+        return packing.beside(torch.cuda.memory_allocated(device) + self.sums_bytes)
 
     def _checkpoint(self, count: int) -> None:
         self.checkpointed, self._checkpointing_found = count, True

@@ -32,6 +32,7 @@ from digenrl.training.optimizer import (
     take_step,
 )
 from digenrl.training.ordered_sums import OrderedSums
+from digenrl.training.pack_size import allocation_retries
 from digenrl.training.packed import Job, PackedPasses, PassResult
 from digenrl.training.packs import Term, terms_of, update_of
 from digenrl.training.policies import Policies
@@ -69,6 +70,7 @@ class Trainer:
         offload: bool = False,
     ) -> None:
         check_shape(batch_shape, objective, settings)
+        self._device = model.device
         self._objective = objective
         self._settings = settings
         self._shape = batch_shape
@@ -82,12 +84,11 @@ class Trainer:
         self.optimizer = make_optimizer(self.policies, settings)
         autocast = settings.autocast == "bf16"
         replay = Replay(model, objective, self.policies, draw_noise, recompute=recompute, autocast=autocast)
-        self._passes = PackedPasses(
-            model, objective, self.policies, replay, settings, ranks, self._moments_to_come
-        )
+        self._passes = PackedPasses(model, objective, self.policies, replay, settings, ranks, self._bytes_to_come)
         self.batch = 0  # also the version of the weights that fresh samples are made with
         self.update = 0  # of this batch
         self.updates_done = 0
+        self._retries = 0  # of the allocator, when the update before was committed
         self._keeps_last_version = keep_last_version and objective.updates_per_batch > 1
         self._last_version: dict[str, Any] | None = None  # kept while updates of the open batch are committed
         self._entries: dict[int, GroupEntry] = {}
@@ -191,7 +192,7 @@ class Trainer:
         ema = self._settings.ema
         if ema is not None and self.ema is not None and self.updates_done % ema.every_updates == 0:
             self.ema.follow(ema.decay)
-        metrics = self._metrics(agreed)
+        metrics = replace(self._metrics(agreed), memory_retries=self._retries_since())
         self._next_update()
         return metrics
 
@@ -391,6 +392,12 @@ class Trainer:
             pack_size=self._passes.pack_size or 0,
         )
 
+    def _retries_since(self) -> int | None:
+        """The allocator's retries since this was last asked; None on a CPU."""
+        before, now = self._retries, allocation_retries(self._device)
+        self._retries = now or 0
+        return None if now is None else now - before
+
     def _leave_version(self) -> None:
         if not self._keeps_last_version:
             self.policies.leave_version()
@@ -428,10 +435,12 @@ class Trainer:
     def _all_sums(self) -> dict[str, OrderedSums]:
         return {"open": self._open, **{f"group {place}": entry.sums for place, entry in self._entries.items()}}
 
-    def _moments_to_come(self) -> int:
-        """Bytes that the optimizer takes with its first step: AdamW's two moments."""
+    def _bytes_to_come(self) -> int:
+        """What will be there beside a pass and is not yet: AdamW's two moments, and an update's groups before."""
         parameters = self.policies.parameters.values()
-        return sum(2 * p.nbytes for p in parameters if not self.optimizer.state.get(p))
+        moments = sum(2 * p.nbytes for p in parameters if not self.optimizer.state.get(p))
+        several = len(self._places_of(self.update)) > 1
+        return moments + (self._passes.sums_bytes if several and not self._open.tensors() else 0)
 
     def _state_of_now(self, with_reference: bool = True) -> dict[str, Any]:
         self.switching.settle()

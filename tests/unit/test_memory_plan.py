@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, hypot
 
 import pytest
@@ -25,6 +25,7 @@ class Law:
     fixed: float = 500.0
     per_term: float = 40.0
     passed_on: float = 1.0  # a block's output, for one term: kept whether it is computed again or not
+    once: float = 0.0  # bytes that a block keeps of a pack of any size, such as its weights in another type
     host_s: float = 2.0
     term_s: float = 1.0
     again: float = 1 / 3  # more time with all blocks computed again
@@ -35,15 +36,16 @@ class Law:
 
     def peak(self, pack_size: int, chosen: Collection[int]) -> float:
         """Of the end of the forward, and of every block that is computed again while those before it keep."""
-        own = [self.saved[kind] for kind in self.kinds]
+        own = [self.once + pack_size * self.saved[kind] for kind in self.kinds]
         kept = [0.0 if index in chosen else bytes_ for index, bytes_ in enumerate(own)]
         moments = [sum(kept), *(own[index] + sum(kept[:index]) for index in chosen)]
-        return self.fixed + pack_size * (self.per_term + self.passed_on * len(own) + max(moments))
+        return self.fixed + pack_size * (self.per_term + self.passed_on * len(own)) + max(moments)
 
     def grown(self, pack_size: int, chosen: Collection[int]) -> list[int]:
         """Bytes by block, in the forward."""
-        stays = [0 if index in chosen else self.saved[kind] for index, kind in enumerate(self.kinds)]
-        return [round(pack_size * (self.passed_on + bytes_)) for bytes_ in stays]
+        own = [self.once + pack_size * self.saved[kind] for kind in self.kinds]
+        stays = [0.0 if index in chosen else bytes_ for index, bytes_ in enumerate(own)]
+        return [round(pack_size * self.passed_on + bytes_) for bytes_ in stays]
 
     def seconds(self, pack_size: int, checkpointed: int) -> float:
         slower = 1 + self.again * checkpointed / len(self.kinds)
@@ -189,6 +191,21 @@ def test_ranks_agree_on_what_all_of_them_have_room_for() -> None:
     assert Packing.for_all([Packing(4, 2, 30, 20), Packing(3, 1, 10, 40)]) == Packing(3, 2, 30, 40)
 
 
+@each_law
+@pytest.mark.parametrize("room", [0.3, 0.5, 0.7, 0.9])
+def test_what_blocks_keep_once_for_a_pack_is_not_taken_for_the_price_of_every_pair(law: Law, room: float) -> None:
+    """Of weights that are cast, most of what one pair keeps is not a pair's; a trial of several tells."""
+    law = replace(law, once=80, host_s=20.0, again=0.1)
+    blocks = range(len(law.kinds))
+    least, most = law.peak(2, blocks), law.peak(24, ())
+    budget = least + room * (most - least)
+    packing = plan(law, budget)
+    assert packing.pack_size > 1
+    assert true_peak(law, packing) <= budget
+    assert packing.planned_bytes == pytest.approx(true_peak(law, packing), rel=0.01)
+    assert packing.foreseen_bytes >= packing.planned_bytes
+
+
 laws = st.builds(
     Law,
     saved=st.fixed_dictionaries({kind: st.integers(500, 50_000) for kind in "ab"}),
@@ -196,6 +213,7 @@ laws = st.builds(
     fixed=st.integers(0, 200_000),
     per_term=st.integers(0, 100_000),
     passed_on=st.integers(50, 500),
+    once=st.sampled_from([0, 500, 50_000]),
     host_s=st.floats(0, 20),
     term_s=st.floats(0.1, 10),
     again=st.floats(0.1, 0.6),
@@ -204,7 +222,9 @@ laws = st.builds(
 
 @given(laws, st.floats(0, 1), st.sampled_from([1, 3, 12, 24, 240]))
 @settings(max_examples=150)
-def test_no_other_packing_within_the_budget_is_much_quicker(law: Law, room: float, terms: int) -> None:
+def test_the_plan_fits_the_budget_and_no_other_within_it_is_much_quicker(
+    law: Law, room: float, terms: int
+) -> None:
     blocks, packs = len(law.kinds), range(1, min(32, terms) + 1)
     peaks = {(pack, count): law.peak(pack, range(count)) for pack in packs for count in range(blocks + 1)}
     least, most = peaks[1, blocks], peaks[max(packs), 0]
@@ -215,7 +235,10 @@ def test_no_other_packing_within_the_budget_is_much_quicker(law: Law, room: floa
         assert (packing.pack_size, packing.checkpointed) == (1, blocks)
         return
     chosen = packing.pack_size, packing.checkpointed
-    assert packing.planned_bytes == pytest.approx(peaks[chosen], rel=0.01)
     assert peaks[chosen] <= budget + 1
+    if law.once:  # a trial of one pair does not tell what is kept once, and the plan is on the safe side
+        assert packing.planned_bytes >= 0.99 * peaks[chosen]
+        return
+    assert packing.planned_bytes == pytest.approx(peaks[chosen], rel=0.01)
     best = min(law.total_s(terms, *each) for each, peak in peaks.items() if peak <= budget)
     assert law.total_s(terms, *chosen) <= 1.04 * best

@@ -203,7 +203,8 @@ def test_a_replacements_row_stays_with_its_step() -> None:
 
 def test_the_numbers_of_a_step_are_means_over_samples_and_updates() -> None:
     rewards = {SampleId(4, 0, index): value for index, value in enumerate([1.0, 2.0, 3.0, 6.0])}
-    updates = [UPDATE, {**UPDATE, "gradient_norm": 3.0, "ratio_max": 1.2, "pack_size": 2, "kl": 0.5}]
+    other = {"gradient_norm": 3.0, "ratio_max": 1.2, "pack_size": 2, "kl": 0.5, "memory_retries": 3}
+    updates = [UPDATE, UPDATE | other]
     numbers = step_numbers(
         4, rewards, {"b": [1.0, 3.0], "a": [2.0, 2.0]}, updates, publish_bytes=77, publish_s=0.5
     )
@@ -222,6 +223,7 @@ def test_the_numbers_of_a_step_are_means_over_samples_and_updates() -> None:
         "clip_fraction": 0.25,
         "kl": 0.5,
         "log_prob_mismatch": 0.0,
+        "memory_retries": 3,
         "zero_spread_groups": 2,
         "pack_size": 2,
     }
@@ -230,7 +232,8 @@ def test_the_numbers_of_a_step_are_means_over_samples_and_updates() -> None:
 def test_what_an_algorithm_has_not_is_absent() -> None:
     bare = {**UPDATE, "ratio_mean": None, "ratio_max": None, "clip_fraction": None, "log_prob_mismatch": None}
     numbers = step_numbers(0, {SampleId(0, 0, 0): 1.0}, {}, [bare], publish_bytes=0)
-    assert not {"ratio_mean", "ratio_max", "clip_fraction", "kl", "log_prob_mismatch"} & numbers.values.keys()
+    absent = {"ratio_mean", "ratio_max", "clip_fraction", "kl", "log_prob_mismatch", "memory_retries"}
+    assert not absent & numbers.values.keys()
     assert numbers.values["reward_std"] == 0
 
 

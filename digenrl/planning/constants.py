@@ -31,7 +31,7 @@ class Constants:
     # longer.
     collective_share: float = 0.8
     gather_overlap: float = 0.7
-    # Assumed: convolutions of the decoder reach half of what matrix products do.
+    # A convention: models' decode_gflop_per_pixel is fitted to times at this share.
     decode_share: float = 0.4
     # Assumed: fixed time of a collective over all ranks, of an optimizer step and of swapping adapters on a lane.
     collective_latency_s: float = 0.005

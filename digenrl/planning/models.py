@@ -138,7 +138,7 @@ class ModelFamily(Frozen):
         return float(through_blocks * self.hidden * BYTES_BF16)
 
     def decode_flop(self, height: int, width: int, frames: int = 1) -> float:
-        """The VAE decoder's work for one sample (a rough count)."""
+        """The VAE decoder's work for one sample, by the time that it takes."""
         return self.decode_gflop_per_pixel * 1e9 * height * width * frames
 
     def lora_parameters(self, rank: int, text_stream: bool = True) -> int:

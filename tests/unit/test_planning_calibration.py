@@ -71,7 +71,7 @@ def test_predicted_eager_times_are_within_2_percent_at_the_median_and_30_at_wors
 
 def test_predicted_compiled_times_are_within_2_percent_at_the_median_and_10_at_worst():
     errors = [abs(error) for error in compiled_errors()]
-    assert len(errors) == 14
+    assert len(errors) == 19
     assert median(errors) < 0.02
     assert max(errors) < 0.10
 
@@ -96,12 +96,14 @@ def test_predicted_memory_of_compiled_packs_is_at_most_3_percent_above_the_measu
     assert measured_gib <= predicted <= 1.03 * measured_gib
 
 
-@pytest.mark.parametrize(("profile", "family"), [("h200_wan", "wan"), ("h200_hunyuan_video", "hunyuan")])
-def test_a_clip_takes_what_it_took_decoding_included(profile, family):
-    measured = read_profile(profile)
-    workload = measured_workload(family, measured.work.frames, compiled=True)
-    workload = workload.model_copy(update={"denoise_steps": measured.work.denoising_steps})
-    assert slice_seconds(workload, H200, 1) == pytest.approx(measured.slices[1].seconds, rel=0.02)
+@pytest.mark.parametrize("family", ["sd3", "flux", "wan", "hunyuan"])
+def test_a_slice_takes_what_it_took_decoding_included(family):
+    measured = read_profile("h200_hunyuan_video" if family == "hunyuan" else f"h200_{family}")
+    work = measured.work
+    workload = measured_workload(family, work.frames if work.frames > 1 else work.height, compiled=True)
+    workload = workload.model_copy(update={"denoise_steps": work.denoising_steps})
+    size, cost = max(measured.slices.items())
+    assert slice_seconds(workload, H200, size) == pytest.approx(cost.seconds, rel=0.03)
 
 
 def test_what_ran_out_of_memory_is_predicted_not_to_fit():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from scored_groups import Rollout, scored_groups, toy, trainer_of
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import EmaSettings, TrainerSettings
@@ -20,18 +21,24 @@ KINDS = {
 }
 
 
-def copies_held(parameter: torch.nn.Parameter) -> int:
-    """Tensors in memory as large as the parameter, each once."""
-    gc.collect()
-    return len(
-        {
-            each.data_ptr()
-            for each in gc.get_objects()
-            if issubclass(type(each), torch.Tensor)
-            and each.shape == parameter.shape
-            and each.dtype == parameter.dtype
-        }
-    )
+class Census(TorchDispatchMode):
+    """Inside, memory that comes into being is remembered until it is let go, by the shape of what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: dict[torch.Size, dict[int, StorageWeakRef]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor):
+                reference = StorageWeakRef(each.untyped_storage())
+                self._kept.setdefault(each.shape, {})[reference.cdata] = reference
+        return result
+
+    def copies(self, shape: torch.Size) -> int:
+        """How many of this shape are there now."""
+        return sum(not each.expired() for each in self._kept[shape].values())
 
 
 def watched(trainer, look):
@@ -51,26 +58,25 @@ def watched(trainer, look):
 def test_a_pass_finds_no_more_beside_it_than_the_plan_foresees(kind, late):
     name, options = KINDS[kind]
     algorithm, model = build_algorithm(name, options), toy(torch.float32, lora=False)
-    settings = TrainerSettings(pack_size=2, ema=EmaSettings(), old_log_probs="recomputed" if late else "rollout")
-    if name == "diffusion_nft":
-        settings = settings.model_copy(update={"old_log_probs": "rollout"})
+    old_log_probs = "recomputed" if late and name != "diffusion_nft" else "rollout"
+    settings = TrainerSettings(pack_size=2, ema=EmaSettings(), old_log_probs=old_log_probs)
     batches = [scored_groups(model, algorithm, Rollout(groups=4, step=step, version=step)) for step in range(2)]
-    before = sum(each.shape == largest(model).shape for each in model.transformer.parameters())
-    elsewhere = copies_held(largest(model)) - before
-    trainer = trainer_of(model, algorithm, batches[0], settings)
-    parameter = largest(model)
-    sums = trainer._passes.sums_bytes // sum(p.nbytes for p in trainer.policies.parameters.values())
-    at_plan = copies_held(parameter) - elsewhere
-    planned = at_plan + before * (trainer._bytes_to_come() // total(trainer) + sums)
-    seen = []
-    watched(trainer, lambda: seen.append(copies_held(parameter) - elsewhere))
-    for groups in batches:
-        for group in groups:
-            trainer.add_group(group)
-            while not late and trainer.can_commit():
+    with Census() as census:
+        trainer = trainer_of(model, algorithm, batches[0], settings)
+        seen: list[int] = []
+        shapes = [each.shape for each in model.transformer.parameters()]
+        largest = max(shapes, key=torch.Size.numel)
+        to_come = trainer._bytes_to_come() + trainer._passes.sums_bytes
+        weights = to_come // sum(each.nbytes for each in trainer.policies.parameters.values())
+        planned = census.copies(largest) + weights * shapes.count(largest)
+        watched(trainer, lambda: seen.append(census.copies(largest)))
+        for groups in batches:
+            for group in groups:
+                trainer.add_group(group)
+                while not late and trainer.can_commit():
+                    trainer.commit()
+            while trainer.can_commit():
                 trainer.commit()
-        while trainer.can_commit():
-            trainer.commit()
     assert trainer.batch == 2
     assert max(seen) == planned, "less would be too much caution"
 
@@ -86,11 +92,3 @@ def test_the_allocators_retries_are_told_update_by_update(monkeypatch):
             trainer.add_group(group)
         told.append(trainer.commit().memory_retries)
     assert told == [2, 0, 5, None]
-
-
-def largest(model) -> torch.nn.Parameter:
-    return max(model.transformer.parameters(), key=torch.Tensor.numel)
-
-
-def total(trainer) -> int:
-    return sum(p.nbytes for p in trainer.policies.parameters.values())

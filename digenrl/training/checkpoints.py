@@ -14,23 +14,23 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from hashlib import blake2b, file_digest
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
+from digenrl.training.checksums import file_checksum, tensors_checksum
 from digenrl.training.part_files import part_name, read_parts, read_rows, write_parts
 from digenrl.training.ranks import RankGroup, RanksError, together
 from digenrl.training.sharding import Cut
 from digenrl.training.state_trees import put_tensors, tensors_in, without_tensors
 from digenrl.training.whole_folders import partial_of, remove_whole, restore, tidy, written_whole
 
-WHOLE, PARTS = 1, 2  # formats: one file for each of the kinds below, or a folder with a part of every rank
+WHOLE, PARTS = 3, 4  # formats: one file for each of the kinds below, or a folder with a part of every rank
 STATE = "state.json"
 KINDS = {  # where in a trainer's state the tensors of each kind stand
     "weights": "policies/current/",
@@ -183,7 +183,7 @@ def _write_whole(partial: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> 
     records: Records = {}
     for kind, values in tensors.items():
         name = f"{kind}.safetensors"
-        content = {name: _content_of(values)} if kind == SHARED else {}
+        content = {name: tensors_checksum(values)} if kind == SHARED else {}
         shared = _link_older(partial, content)
         if not shared:
             save_file(dict(values), partial / name)
@@ -197,7 +197,7 @@ def _write_parts(
     """One folder of each kind, with a file of every rank; all ranks return the records of all files."""
     records: Records = {}
     for kind, values in tensors.items():
-        own = _content_of(values) if kind == SHARED else None
+        own = tensors_checksum(values) if kind == SHARED else None
         told = ranks.gather(own)
         content = {f"{kind}/{part_name(rank)}": each for rank, each in enumerate(told) if each is not None}
         shared = ranks.gather(_link_older(partial, content) if ranks.first else None)[0]
@@ -256,19 +256,8 @@ def _write_state(
 
 
 def _record_of(path: Path, content: str | None = None) -> dict[str, Any]:
-    with path.open("rb") as file:
-        record = {"bytes": path.stat().st_size, "blake2b": file_digest(file, blake2b).hexdigest()}
+    record = {"bytes": path.stat().st_size, "checksum": file_checksum(path)}
     return record if content is None else record | {"content": content}
-
-
-def _content_of(tensors: Mapping[str, Tensor]) -> str:
-    """A checksum of names, types, shapes and values."""
-    digest = blake2b(digest_size=16)
-    for name in sorted(tensors):
-        value = tensors[name].contiguous()
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)};".encode())
-        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 # --- Reading --------------------------------------------------------------------------------------------------
@@ -312,12 +301,12 @@ def _check_file(path: Path, name: str, record: Mapping[str, Any]) -> None:
         raise _damaged(path, f"{name} is missing")
     try:
         size = file.stat().st_size
-        checksum = _record_of(file)["blake2b"] if size == record["bytes"] else None
+        checksum = file_checksum(file) if size == record["bytes"] else None
     except OSError as error:
         raise _damaged(path, f"{name} cannot be read: {reason_of(error)}") from None
     if size != record["bytes"]:
         raise _damaged(path, f"{name} has {size} bytes, expected {record['bytes']}")
-    if checksum != record["blake2b"]:
+    if checksum != record["checksum"]:
         raise _damaged(path, f"{name} does not match its checksum")
 
 

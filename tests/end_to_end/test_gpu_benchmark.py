@@ -52,3 +52,16 @@ def test_state_that_leaves_and_comes_back_is_measured_and_unchanged(
     measured = json.loads(capsys.readouterr().out)
     assert measured["unchanged"] and measured["gain"] > 0
     assert measured["leaving_s"] > 0 and measured["returning_s"] > 0
+
+
+def test_a_checkpoint_is_measured_and_comes_back_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    saving = benchmark(monkeypatch, "saving")
+    monkeypatch.setattr(saving, "WIDTH", 64)
+    monkeypatch.setattr(sys, "argv", ["saving.py", "--billions", "0.0001", "--out", str(tmp_path), "--json"])
+    saving.main()
+    measured = json.loads(capsys.readouterr().out)
+    assert measured["same"] and measured["gain"] > 0
+    assert measured["gigabytes"] == pytest.approx(12 * 24 * 64**2 / 1e9, rel=0.05)
+    assert not list(tmp_path.iterdir())

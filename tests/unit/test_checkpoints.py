@@ -140,7 +140,7 @@ def test_nothing_is_pickled_and_weights_are_found_by_the_names_of_parameters(sta
     assert path == tmp_path / "step_000001"
     assert names_in(path) == ["average.safetensors", "optimizer.safetensors", "state.json", WEIGHTS]
     content = json.loads((path / "state.json").read_text())
-    assert content["format"] == 1
+    assert content["format"] == 3
     assert content["trainer"]["updates_done"] == 2
     assert content["files"][WEIGHTS]["bytes"] == (path / WEIGHTS).stat().st_size
 
@@ -333,8 +333,8 @@ def test_a_foreign_checkpoint_is_refused(state, tmp_path):
     path = save_checkpoint(tmp_path, 1, state, FACTS)
     with pytest.raises(ConfigError, match=r"another recipe \(fingerprint f00d, this one has beef\)"):
         read_checkpoint(path, fingerprint="beef")
-    rewrite(path / "state.json", format=3)
-    with pytest.raises(ConfigError, match="is of format 3, known: 1, 2;"):
+    rewrite(path / "state.json", format=1)
+    with pytest.raises(ConfigError, match="is of format 1, known: 3, 4;"):
         read_checkpoint(path)
     (path / "state.json").write_text('{"lr": 1}')
     with pytest.raises(ConfigError, match="not of a DigenRL checkpoint"):

@@ -103,7 +103,7 @@ def test_every_rank_writes_its_parts_and_the_reference_lies_on_the_disk_once(tmp
     assert names_in(folders[1]) == kinds
     assert names_in(folders[1] / "weights") == [part_name(0), part_name(1)]
     content = json.loads((folders[1] / "state.json").read_text())
-    assert content["format"] == 2
+    assert content["format"] == 4
     assert (
         content["files"][f"weights/{part_name(1)}"]["bytes"]
         == (folders[1] / "weights" / part_name(1)).stat().st_size

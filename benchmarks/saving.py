@@ -1,0 +1,124 @@
+"""What a checkpoint of full fine-tuning takes, and what of it is checksums: by one core, and by all of them.
+
+python benchmarks/saving.py                  # weights and moments of 0.1 G parameters, in fp32
+python benchmarks/saving.py --billions 2.2   # as large as SD3.5 medium's
+python benchmarks/saving.py --out /scratch   # on another disk than that of temporary files
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from digenrl.training import checksums
+from digenrl.training.checkpoints import read_checkpoint, save_checkpoint
+
+WIDTH = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Seconds; checksums are those of all files that were saved."""
+
+    gigabytes: float
+    saving_s: float
+    reading_s: float
+    one_core_s: float
+    all_cores_s: float
+    same: bool  # checksums, and what was read
+
+    @property
+    def gain(self) -> float:
+        """Of checksums by all cores."""
+        return self.one_core_s / self.all_cores_s
+
+
+def state_of(parameters: int) -> dict[str, Any]:
+    """A trainer's, with made-up values."""
+    weights = {f"block {index}": torch.randn(WIDTH, WIDTH) for index in range(max(1, parameters // WIDTH**2))}
+    moments = {
+        name: {"exp_avg": torch.randn_like(value), "exp_avg_sq": torch.rand_like(value)}
+        for name, value in weights.items()
+    }
+    policies = {"current": weights, "old": None, "reference": None}
+    optimizer = {"scalars": {"lr": 1e-5}, "moments": moments}
+    counts = {"batch": 1, "updates_done": 1, "pack_size": 1}
+    return counts | {"policies": policies, "ema": None, "optimizer": optimizer, "shard": None}
+
+
+def measure(parameters: int, folder: Path) -> Measured:
+    """One checkpoint, written, checked and read."""
+    state = state_of(parameters)
+    saving_s, path = timed(lambda: save_checkpoint(folder, 1, state, {}))
+    files = sorted(path.rglob("*.safetensors"))
+    one_core_s, alone = timed(lambda: [checksums.file_checksum(file) for file in files], one_core())
+    all_cores_s, together = timed(lambda: [checksums.file_checksum(file) for file in files])
+    reading_s, read = timed(lambda: read_checkpoint(path))
+    weights = read.trainer_state["policies"]["current"]
+    same = all(torch.equal(value, weights[name]) for name, value in state["policies"]["current"].items())
+    return Measured(
+        gigabytes=sum(file.stat().st_size for file in files) / 1e9,
+        saving_s=saving_s,
+        reading_s=reading_s,
+        one_core_s=one_core_s,
+        all_cores_s=all_cores_s,
+        same=same and alone == together,
+    )
+
+
+def timed(work: Callable[[], Any], inside: AbstractContextManager[Any] | None = None) -> tuple[float, Any]:
+    with inside or nullcontext():
+        began = time.perf_counter()
+        result = work()
+        return time.perf_counter() - began, result
+
+
+def one_core() -> AbstractContextManager[Any]:
+    return patch.object(checksums, "MOST_THREADS", 1)
+
+
+def shown(result: Measured) -> Table:
+    table = Table("", "seconds", "GB/s", box=None)
+    for name, seconds in (
+        ("saving", result.saving_s),
+        ("reading", result.reading_s),
+        ("checksums by one core", result.one_core_s),
+        ("checksums by all cores", result.all_cores_s),
+    ):
+        table.add_row(name, f"{seconds:.2f}", f"{result.gigabytes / seconds:.2f}")
+    return table
+
+
+def main() -> None:
+    """Measures, and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--billions", type=float, default=0.1, help="of parameters, with 12 bytes each")
+    parser.add_argument("--out", type=Path, help="a folder to save in, for a while")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.out) as folder:
+        result = measure(round(options.billions * 1e9), Path(folder))
+    if options.json:
+        print(json.dumps(asdict(result) | {"gain": result.gain}))
+        return
+    out = Console()
+    out.print(f"a checkpoint of {result.gigabytes:.2f} GB")
+    out.print(shown(result))
+    same = "all bits are the same" if result.same else "WHAT WAS READ IS NOT WHAT WAS SAVED"
+    out.print(f"one core / all: {result.gain:.2f}x; {same}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Checksums piece by piece: the same however many cores there are, another one for whatever else is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from digenrl.training import checksums
+from digenrl.training.checksums import file_checksum, tensors_checksum
+
+PIECE = 64
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksums, "PIECE_BYTES", PIECE)
+
+
+def written(folder: Path, content: bytes) -> Path:
+    file = folder / "file"
+    file.write_bytes(content)
+    return file
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE - 1, PIECE, PIECE + 1, 10 * PIECE + 7])
+def test_it_does_not_depend_on_the_number_of_cores(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path, (bytes(range(251)) * 3)[:size])
+    tensors = {"a": torch.arange(size), "b": torch.ones(2, 3)}
+    found = set()
+    for cores in (None, 1, 2, 64):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        found.add((file_checksum(file), tensors_checksum(tensors)))
+    assert len(found) == 1
+
+
+def test_every_byte_of_a_file_counts_and_so_does_the_order_of_pieces(tmp_path: Path) -> None:
+    content = bytes(index % 251 for index in range(3 * PIECE + 5))
+    others = [
+        content[:-1],
+        content + b"\0",
+        content[PIECE : 2 * PIECE] + content[:PIECE] + content[2 * PIECE :],
+        b"",
+    ]
+    for place in range(len(content)):
+        others.append(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    found = [file_checksum(written(tmp_path, each)) for each in (content, *others)]
+    assert len(set(found)) == len(found)
+
+
+def test_names_types_shapes_and_values_of_tensors_count() -> None:
+    zeros = torch.zeros(4, 6)
+    one = zeros.clone()
+    one[3, 5] = 1
+    states = [{}, {"a": zeros}, {"b": zeros}, {"a": zeros.view(6, 4)}, {"a": zeros.int()}, {"a": one}]
+    states.append({"a": zeros, "b": torch.zeros(0)})
+    found = [tensors_checksum(each) for each in states]
+    assert len(set(found)) == len(found)
+
+
+def test_how_tensors_lie_in_memory_and_their_order_do_not_count() -> None:
+    value = torch.arange(24.0).view(4, 6)
+    laid_out_otherwise = value.t().contiguous().t()
+    assert not laid_out_otherwise.is_contiguous()
+    assert tensors_checksum({"a": value, "b": value}) == tensors_checksum({"b": laid_out_otherwise, "a": value})

@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from handmade_runs import AFTER_COLOURS, BEFORE_COLOURS, NASTY_PROMPT, evaluation_rows, write_grid, write_run
+from handmade_runs import (
+    AFTER_COLOURS,
+    BEFORE_COLOURS,
+    NASTY_PROMPT,
+    evaluation_rows,
+    metrics_rows,
+    write_grid,
+    write_run,
+)
 from handmade_traces import large_trace
 from headless_browser import NAMES, Page, browser_page, find_browser
 
@@ -132,6 +140,22 @@ def test_pointing_at_one_curve_reads_all_of_them(page: Page, report: Path) -> No
     page.evaluate("document.querySelector('#chart-reward svg').focus()")
     page.key("ArrowRight")
     assert page.text(reading) == "step 1: 0.5000"
+
+
+def test_ticks_have_room_however_long_they_are(page: Page, tmp_path: Path) -> None:
+    rows = metrics_rows()
+    for row, reward, ratio in zip(rows, (-216.61811, -216.62672), (1.00001, 1.00002), strict=True):
+        row |= {
+            "reward_mean": reward,
+            "reward_std": 0.0,
+            "reward/size": reward,
+            "ratio_max": ratio,
+            "ratio_mean": 1,
+        }
+    page.open(write_report(write_run(tmp_path / "run", metrics=rows)))
+    ticks = "[...document.querySelectorAll('.chart .axis text')]"
+    assert "−216.620" in page.evaluate(f"{ticks}.map((each) => each.textContent)")
+    assert page.evaluate(f"Math.min(...{ticks}.map((each) => each.getBBox().x))") >= 0
 
 
 def test_work_is_painted_where_it_happened(page: Page, report: Path) -> None:

@@ -1,6 +1,8 @@
 // Line charts over optimizer steps. All charts share one cursor: pointing at one reads them all.
 
 const MARGIN = { left: 46, right: 10, top: 8, bottom: 22 };
+// Of a letter of a tick, and between ticks and the plot, in pixels.
+const TICK = { letter: 7.2, gap: 6 };
 // From so many points on, a running mean is drawn in front of the points.
 const MANY_POINTS = 60;
 const allCharts = [];
@@ -56,12 +58,26 @@ function chartScales(state) {
   [low, high] = [low < 0 || low > pad ? low - pad : 0, high + pad];
   const first = xs[0];
   const last = Math.max(xs[xs.length - 1], first + 1);
+  const ticks = valueTicks(chart, low, high, height > 200 ? 6 : 5);
+  const longest = Math.max(0, ...ticks.map((tick) => tick.words.length));
+  const left = Math.max(MARGIN.left, Math.ceil(longest * TICK.letter) + TICK.gap);
   return {
-    low, high, first, last,
-    x: (step) => MARGIN.left + ((step - first) / (last - first)) * (width - MARGIN.left - MARGIN.right),
+    low, high, first, last, left, ticks,
+    x: (step) => left + ((step - first) / (last - first)) * (width - left - MARGIN.right),
     y: (value) => height - MARGIN.bottom - ((value - low) / (high - low)) * (height - MARGIN.top - MARGIN.bottom),
-    step: (x) => first + ((x - MARGIN.left) / (width - MARGIN.left - MARGIN.right)) * (last - first),
+    step: (x) => first + ((x - left) / (width - left - MARGIN.right)) * (last - first),
   };
+}
+
+function valueTicks(chart, low, high, most) {
+  const apart = roundStep(high - low, most);
+  const ticks = [];
+  for (let value = Math.ceil(low / apart) * apart; value <= high; value += apart) {
+    const tidy = Math.abs(value) < apart / 1e6 ? 0 : Number(value.toPrecision(12));
+    const words = chart.unit === "share" ? `${Number((100 * tidy).toPrecision(6))}${THIN}%` : tickWords(tidy, apart);
+    ticks.push({ value, words });
+  }
+  return ticks;
 }
 
 function valueRange(chart) {
@@ -93,15 +109,12 @@ function axes(state) {
   const { scales, width, height } = state;
   const group = makeSvg("g", { class: "axis" });
   const foot = height - MARGIN.bottom;
-  const ticksY = roundStep(scales.high - scales.low, height > 200 ? 6 : 5);
-  for (let value = Math.ceil(scales.low / ticksY) * ticksY; value <= scales.high; value += ticksY) {
+  for (const { value, words } of scales.ticks) {
     const y = scales.y(value);
-    const tidy = Math.abs(value) < ticksY / 1e6 ? 0 : Number(value.toPrecision(12));
-    const words = state.chart.unit === "share" ? `${Number((100 * tidy).toPrecision(6))}${THIN}%` : tickWords(tidy, ticksY);
-    group.append(makeSvg("line", { x1: MARGIN.left, x2: width - MARGIN.right, y1: y, y2: y }));
-    group.append(makeSvg("text", { x: MARGIN.left - 6, y: y + 3.5, "text-anchor": "end" }, words));
+    group.append(makeSvg("line", { x1: scales.left, x2: width - MARGIN.right, y1: y, y2: y }));
+    group.append(makeSvg("text", { x: scales.left - TICK.gap, y: y + 3.5, "text-anchor": "end" }, words));
   }
-  group.append(makeSvg("line", { class: "foot", x1: MARGIN.left, x2: width - MARGIN.right, y1: foot, y2: foot }));
+  group.append(makeSvg("line", { class: "foot", x1: scales.left, x2: width - MARGIN.right, y1: foot, y2: foot }));
   const ticksX = Math.max(1, roundStep(scales.last - scales.first, Math.max(2, Math.floor(width / 80))));
   for (let step = Math.ceil(scales.first / ticksX) * ticksX; step <= scales.last; step += ticksX) {
     group.append(makeSvg("text", { x: scales.x(step), y: foot + 16, "text-anchor": "middle" }, String(step)));

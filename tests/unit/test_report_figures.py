@@ -123,7 +123,21 @@ def test_the_headline_of_the_handmade_run(tmp_path: Path) -> None:
     assert shown["samples_per_s"] == 0.4
     assert (shown["stale_share"], shown["helped_share"]) == (0.125, 0.0)
     assert shown["busy"] == pytest.approx((0.4 + 0.6 + 0.2 + 0.45) / 4)
+    assert shown["busy_of"] == "Lanes"
     assert shown["prediction_error"] == pytest.approx(0.1)
+
+
+def test_where_all_lanes_share_a_card_the_headline_is_the_cards_and_no_mean_over_its_rows(tmp_path: Path) -> None:
+    lanes = (LaneInfo("device-0", "generator"), LaneInfo("reward-0", "reward"), LaneInfo("trainer", "trainer"))
+    spans = (
+        span("device-0", Work.GENERATE, 0, 6),
+        span("reward-0", Work.SCORE, 5, 6),
+        span("trainer", Work.TRAIN, 8, 10),
+    )
+    settings = recipe(mode="colocated", techniques={"tcss": 0.0})
+    trace = Trace(lanes, spans, 10 * SECOND, shared_cards=True)
+    shown = headline_of(read_run(write_run(tmp_path / "run", settings=settings, trace=trace)))
+    assert (shown["busy_of"], shown["busy"]) == ("Card", pytest.approx(0.8))
 
 
 def test_a_run_that_has_just_begun_has_no_headline(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +14,7 @@ from digenrl.telemetry.report.grids import grids
 from digenrl.telemetry.report.lane_shares import LaneShares, Window, mean_busy, shares_of_lanes, steady_window
 from digenrl.telemetry.report.records import RunRecord
 from digenrl.telemetry.report.timeline import timeline
+from digenrl.telemetry.trace import TRAINER_LANE, LaneInfo, Trace
 
 
 def content_of(run: RunRecord) -> dict[str, Any]:
@@ -82,7 +84,8 @@ def headline_of(run: RunRecord) -> dict[str, Any]:
         "reward_steps": headline.ends_averaged(len(run.steps)),
         "held_out": {name: asdict(change) for name, change in headline.held_out_changes(run).items()},
         "samples_per_s": headline.samples_per_second(run.steps),
-        "busy": mean_busy(run.trace.lanes, shares) if run.trace.spans else None,
+        "busy": mean_busy(_cards(run.trace), shares) if run.trace.spans else None,
+        "busy_of": "Card" if run.trace.shared_cards else "Lanes",
         "busy_by_pool": {
             pool: mean_busy([lane for lane in run.trace.lanes if lane.pool == pool], shares) for pool in pools
         },
@@ -91,6 +94,11 @@ def headline_of(run: RunRecord) -> dict[str, Any]:
         "helped_share": headline.share_of_samples(run.steps, "helped_share"),
         "prediction_error": prediction.median_error if prediction else None,
     }
+
+
+def _cards(trace: Trace) -> Sequence[LaneInfo]:
+    """Lanes that stand for a device each: where all share one, the trainer for it."""
+    return [lane for lane in trace.lanes if not trace.shared_cards or lane.name == TRAINER_LANE]
 
 
 def utilisation(run: RunRecord) -> dict[str, Any]:

@@ -38,7 +38,7 @@ function showHeadline(headline) {
   if (headline.samples_per_s !== null) add("Samples per second", [number(headline.samples_per_s)], "after the first step");
   if (headline.busy !== null) {
     const pools = Object.entries(headline.busy_by_pool).filter(([, share]) => share !== null);
-    add("Lanes busy", [percent(headline.busy)], pools.map(([pool, share]) => `${pool} ${percent(share)}`).join(", "));
+    add(`${headline.busy_of} busy`, [percent(headline.busy)], pools.map(([pool, share]) => `${pool} ${percent(share)}`).join(", "));
   }
   if (headline.stale_share !== null) add("Stale samples", [percent(headline.stale_share)], "made with older weights");
   if (headline.helped_share !== null) add("Helped samples", [percent(headline.helped_share)], "made by the trainer");

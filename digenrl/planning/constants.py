@@ -1,7 +1,7 @@
 """The constants of the cost model, each with its source. One set serves every card and every family.
 
 Fitted to bf16 measurements on one NVIDIA H200 of forwards and LoRA training: 34 rows of plain diffusers, eager,
-with and without gradient checkpointing, 1 to 8 samples a pass, and 14 of this runtime, compiled, 1 to 48.
+with and without gradient checkpointing, 1 to 8 samples a pass, and 19 of this runtime, compiled, 1 to 48.
 """
 
 from __future__ import annotations

@@ -13,24 +13,24 @@ import torch
 from torch import Tensor
 
 PIECE_BYTES = 16 * 2**20
-MOST_THREADS = 16
+THREADS = min(16, os.cpu_count() or 1)
 
 T = TypeVar("T")
 
 
-def file_checksum(path: Path) -> str:
-    """Of what is in the file, however many cores there are."""
+def file_checksum(path: Path, threads: int = THREADS) -> str:
+    """Of what is in the file; the same whatever the number of threads."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         starts = range(0, os.fstat(descriptor).st_size, PIECE_BYTES)
-        return _checksum(lambda start: os.pread(descriptor, PIECE_BYTES, start), starts)
+        return _checksum(lambda start: os.pread(descriptor, PIECE_BYTES, start), starts, threads)
     finally:
         os.close(descriptor)
 
 
-def tensors_checksum(tensors: Mapping[str, Tensor]) -> str:
+def tensors_checksum(tensors: Mapping[str, Tensor], threads: int = THREADS) -> str:
     """Of names, types, shapes and values of tensors on the CPU."""
-    return _checksum(lambda piece: piece, _pieces_of(tensors))
+    return _checksum(lambda piece: piece, _pieces_of(tensors), threads)
 
 
 def _pieces_of(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
@@ -41,10 +41,10 @@ def _pieces_of(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
         yield from (content[start : start + PIECE_BYTES] for start in range(0, len(content), PIECE_BYTES))
 
 
-def _checksum(read: Callable[[T], bytes | memoryview], pieces: Iterable[T]) -> str:
+def _checksum(read: Callable[[T], bytes | memoryview], pieces: Iterable[T], threads: int) -> str:
     """Of the pieces' own ones, in their order. A thread that hashes lets the others work."""
     whole = blake2b(digest_size=16)
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
-        for digest in threads.map(lambda piece: blake2b(read(piece)).digest(), pieces):
+    with ThreadPoolExecutor(threads) as pool:
+        for digest in pool.map(lambda piece: blake2b(read(piece)).digest(), pieces):
             whole.update(digest)
     return whole.hexdigest()

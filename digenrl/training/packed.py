@@ -179,10 +179,14 @@ class PackedPasses:
         return self.pack_size
 
     @property
+    def sums_per_parameter(self) -> int:
+        """Of the gradient of some terms: one, or two where only a part of it waits for the batch's scale."""
+        return 2 if self._objective.scale_over == "batch" and self._objective.needs.reference else 1
+
+    @property
     def sums_bytes(self) -> int:
-        """Of the gradient of some terms: once, or twice where a part of it waits for the batch's scale."""
-        both = self._objective.scale_over == "batch" and self._objective.needs.reference
-        return (2 if both else 1) * sum(p.nbytes for p in self._parameters.values())
+        """Of the gradient of some terms."""
+        return self.sums_per_parameter * sum(p.nbytes for p in self._parameters.values())
 
     def _found_packing(self, share: Sequence[Term], job: Job) -> Packing:
         if self._model.device.type == "cuda" and not self._sharded:

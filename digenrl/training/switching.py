@@ -27,7 +27,10 @@ MOMENTS_PER_PARAMETER = 2  # of AdamW
 
 
 class Switching:
-    """Between training and generating. Not `moves`: nothing leaves the card, and all of this does nothing."""
+    """Between training and generating. Not `moves`: nothing leaves the card, and all of this does nothing.
+
+    An open update has `sums_per_parameter`.
+    """
 
     def __init__(
         self,
@@ -38,6 +41,7 @@ class Switching:
         device: torch.device,
         *,
         moves: bool,
+        sums_per_parameter: int = 1,
         copies: Copies | None = None,
     ) -> None:
         self._policies, self._optimizer = policies, optimizer
@@ -45,7 +49,7 @@ class Switching:
         self._stand_ins: dict[str, dict[str, Tensor]] = {}
         self._offload = Offload(self._parts() if moves else {}, device, copies)
         self.moves = moves
-        self.sums_per_parameter = 1  # of an open update: one, or one that waits for the batch's scale and one more
+        self._sums_per_parameter = sums_per_parameter
 
     @property
     def bytes_away(self) -> int:
@@ -76,7 +80,7 @@ class Switching:
         if self.moves and not self._held_moments():
             self._stand_ins[MOMENTS] = _zeros(parameters * MOMENTS_PER_PARAMETER)
         if self.moves and not self._held_sums():
-            self._stand_ins[SUMS] = _zeros(parameters * self.sums_per_parameter)
+            self._stand_ins[SUMS] = _zeros(parameters * self._sums_per_parameter)
         try:
             yield
         finally:

@@ -94,7 +94,13 @@ class Trainer:
         self._entries: dict[int, GroupEntry] = {}
         self._open = self._empty_sums()
         self.switching = Switching(
-            self.policies, self.optimizer, self.ema, self._all_sums, model.device, moves=offload
+            self.policies,
+            self.optimizer,
+            self.ema,
+            self._all_sums,
+            model.device,
+            moves=offload,
+            sums_per_parameter=self._passes.sums_per_parameter,
         )
 
     def add_group(
@@ -146,8 +152,7 @@ class Trainer:
             before_updates=self.update == 0 and not later,
             terms_of_group=self._terms_of(group),
         )
-        sums = self._passes.run(terms, job).sums
-        self.switching.sums_per_parameter = max(1, bool(sums.waiting) + bool(sums.final))
+        self._passes.run(terms, job)
         return self._passes.share_of_group(len(terms), per_sample * self._shape.group_size)
 
     @property

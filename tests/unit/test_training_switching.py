@@ -71,6 +71,7 @@ class Trainers:
             trainer._all_sums,
             torch.device("cpu"),
             moves=True,
+            sums_per_parameter=trainer._passes.sums_per_parameter,
             copies=self.copies,
         )
 

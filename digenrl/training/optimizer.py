@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from digenrl.config.training import TrainerSettings
 from digenrl.training.gradients import Gradients
+from digenrl.training.host_copies import Copied, cpu_copy
 from digenrl.training.policies import Policies
 
 OF_THE_DEVICE = ("foreach", "fused")  # how a step is computed is not the state's to say
@@ -46,14 +47,16 @@ def take_step(
     gradient.clear()
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], copied: Copied = cpu_copy
+) -> dict[str, Any]:
     """A copy on the CPU: the moments of each parameter by its name, and the scalars of the one group."""
     names, state = list(parameters), optimizer.state_dict()
     (group,) = state["param_groups"]
     return {
         "scalars": {key: copy.copy(value) for key, value in group.items() if key != "params"},
         "moments": {
-            names[index]: {key: value.detach().to("cpu", copy=True) for key, value in moments.items()}
+            names[index]: {key: copied(value) for key, value in moments.items()}
             for index, moments in state["state"].items()
         },
     }

@@ -17,6 +17,7 @@ from digenrl.models.contract import DiffusionModel
 from digenrl.models.lora import adapters_disabled, has_lora
 from digenrl.models.published import check_fits, gathered_weights, published_name, weights_state
 from digenrl.models.shards import is_sharded, own_part
+from digenrl.training.host_copies import Copied, cpu_copy
 
 
 def trained_parameters(model: DiffusionModel) -> dict[str, nn.Parameter]:
@@ -68,16 +69,9 @@ class Snapshot:
             else:
                 self.values[name].lerp_(parameter, 1 - decay)
 
-    def equals_current(self) -> bool:
-        """Whether the model's weights are the same to the last bit."""
-        # One of the two may be off the card, where the other one generates.
-        return all(
-            torch.equal(self.values[name], p.to(self.values[name].device)) for name, p in self._parameters.items()
-        )
-
-    def state(self) -> dict[str, Tensor]:
+    def state(self, copied: Copied = cpu_copy) -> dict[str, Tensor]:
         """A copy of the values, on the CPU."""
-        return cpu_copy(self.values)
+        return copies_of(self.values, copied)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Takes over values of the same parameters."""
@@ -106,6 +100,7 @@ class Policies:
         self._left_version = False
         self._last_version: Mapping[str, Tensor] = {}  # trained weights of a version that was left
         self.old_snapshot = self.snapshot() if keep_old else None
+        self._old_lags = False  # behind the trained weights, when a batch begins
         frozen_copy = keep_reference and not has_lora(model)
         self._reference_snapshot = self.snapshot() if frozen_copy else None
 
@@ -155,16 +150,14 @@ class Policies:
             return self._reference_snapshot.applied()
         return adapters_disabled(self._model)
 
-    def state(self, with_reference: bool = True) -> dict[str, dict[str, Tensor] | None]:
-        """A copy, on the CPU, of the trained weights and of the snapshots held.
+    def state(self, with_reference: bool = True, copied: Copied = cpu_copy) -> dict[str, dict[str, Tensor] | None]:
+        """A copy, on the CPU, of the trained weights and of the snapshots held, when a batch begins.
 
-        An old policy that equals the trained one to the last bit is left out: None, as where there is none. Not of
-        a sharded model: a rank's parts may be equal where others' are not.
+        An old policy that is the trained one is left out: None, as where there is none.
         """
-        lags = self.old_snapshot is not None and (self.sharded or not self.old_snapshot.equals_current())
         return {
-            "current": cpu_copy(self.parameters),
-            "old": self.old_snapshot.state() if self.old_snapshot is not None and lags else None,
+            "current": copies_of(self.parameters, copied),
+            "old": self.old_snapshot.state(copied) if self.old_snapshot is not None and self._old_lags else None,
             "reference": self.reference_state() if with_reference else None,
         }
 
@@ -192,6 +185,7 @@ class Policies:
             parameter.copy_(state["current"][name])
         if self.old_snapshot is not None:
             self.old_snapshot.load_state(state["old"] or state["current"])
+            self._old_lags = state["old"] is not None
         if self._reference_snapshot is not None:
             self._reference_snapshot.load_state(state["reference"])
         self._left_version, self._last_version = False, {}
@@ -204,9 +198,10 @@ class Policies:
         """old <- decay * old + (1 - decay) * new: a version to publish."""
         if self.old_snapshot is not None:
             self.old_snapshot.follow(decay)
+            self._old_lags = decay != 0
         self._left_version, self._last_version = False, {}
 
 
-def cpu_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies that nothing else holds."""
-    return {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
+def copies_of(tensors: Mapping[str, Tensor], copied: Copied) -> dict[str, Tensor]:
+    """By the same names."""
+    return {name: copied(value) for name, value in tensors.items()}

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from digenrl.training.offload import Copies, Held, Offload
+from digenrl.training.host_copies import Copies
+from digenrl.training.offload import Held, Offload
 from digenrl.training.ordered_sums import OrderedSums
 from digenrl.training.policies import Policies, Snapshot
 

@@ -22,6 +22,8 @@ from digenrl.models.published import check_fits
 from digenrl.training.agreement import Agreed, UpdateFacts, agree
 from digenrl.training.batch import BatchShape, GroupEntry, check_shape, check_sharding
 from digenrl.training.gradients import Gradients, GradientSums, add_into, total_norm
+from digenrl.training.host_copies import Copied, copies_beside, cpu_copy
+from digenrl.training.last_version import LastVersion
 from digenrl.training.memory_plan import Packing
 from digenrl.training.metrics import UpdateMetrics, update_metrics
 from digenrl.training.optimizer import (
@@ -39,7 +41,7 @@ from digenrl.training.policies import Policies
 from digenrl.training.ranks import RankGroup
 from digenrl.training.replay import DrawNoise, Replay
 from digenrl.training.sharding import Cut
-from digenrl.training.switching import EVERYTHING, SUMS, TO_REPLAY, TO_STEP, Switching
+from digenrl.training.switching import EVERYTHING, MOMENTS_PER_PARAMETER, SUMS, TO_REPLAY, TO_STEP, Switching
 
 
 class Trainer:
@@ -50,7 +52,7 @@ class Trainer:
     moments, and none can generate by itself. An update is committed on all ranks or on none.
 
     With several updates per batch, `helps` keeps the last version's weights, so that the trainer can generate with
-    them inside a batch, and `keep_last_version` a copy of the whole state on the CPU, so that
+    them inside a batch, and `keep_last_version` a copy of the whole state on the host, so that
     `state_at_last_version` is at hand there too. With one update per batch both come for nothing.
 
     With `offload` what only training needs leaves the card while the trainer generates; see `switching`.
@@ -90,9 +92,10 @@ class Trainer:
         self.updates_done = 0
         self._retries = 0  # of the allocator, when the update before was committed
         self._keeps_last_version = keep_last_version and objective.updates_per_batch > 1
-        self._last_version: dict[str, Any] | None = None  # kept while updates of the open batch are committed
         self._entries: dict[int, GroupEntry] = {}
         self._open = self._empty_sums()
+        copies = copies_beside(model.device)  # one after the other: what comes back is there before it is kept
+        self._last_version = LastVersion(model.device, copies)
         self.switching = Switching(
             self.policies,
             self.optimizer,
@@ -101,6 +104,7 @@ class Trainer:
             model.device,
             moves=offload,
             sums_per_parameter=self._passes.sums_per_parameter,
+            copies=copies,
         )
 
     def add_group(
@@ -145,6 +149,7 @@ class Trainer:
         )
         terms = terms_of(group, standing, self._objective, samples)
         self.switching.need(*TO_REPLAY)
+        self._reserve_last_version()
         per_sample = len(terms) // len(samples)
         job = Job(
             group.conditioning,
@@ -190,7 +195,8 @@ class Trainer:
             )
         self._passes.pack_size = agreed.pack_size
         if self.update == 0:
-            self._leave_version()
+            kept = self._last_version.state()["policies"]["current"] if self._keeps_last_version else None
+            self.policies.leave_version(kept)
         self.switching.need(*TO_STEP, changes=True)
         take_step(self.policies, self.optimizer, gradient, agreed.norm, self._settings.gradient_norm)
         self.updates_done += 1
@@ -236,20 +242,25 @@ class Trainer:
         """
         if self.update or self._entries:
             raise RuntimeError(f"batch {self.batch} is open; save the trainer when it is committed")
+        self.switching.settle()
         return self._state_of_now()
 
     def state_at_last_version(self) -> dict[str, Any]:
-        """The state when the open batch began, whatever has been added and committed since."""
+        """The state when the open batch began, whatever has been added and committed since.
+
+        To be read before the batch is done: the memory is used again for the next one.
+        """
+        self.switching.settle()
         if not self.update:
             return self._state_of_now()  # what is added to the open gradient is no part of a state
-        if self._last_version is None:
+        if not self._keeps_last_version:
             raise RuntimeError(
                 f"{self.update} updates of batch {self.batch} are committed and the state before is not kept; "
                 "make the trainer with keep_last_version=True"
             )
-        self.switching.settle()
-        policies = self._last_version["policies"] | {"reference": self.policies.reference_state()}
-        return self._last_version | {"policies": policies}
+        state = self._last_version.state()
+        policies = state["policies"] | {"reference": self.policies.reference_state()}
+        return state | {"policies": policies, "pack_size": self._passes.pack_size}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from a saved state; what is open is forgotten. A state that does not fit changes nothing.
@@ -327,6 +338,7 @@ class Trainer:
         return counts.pop()
 
     def _train(self, place: int, entry: GroupEntry, wanted: set[int]) -> None:
+        self._keep_version()
         result = self._run(place, entry, self._terms(entry, wanted))
         self.switching.need(SUMS, changes=True)  # not before: sums come back while the group is replayed
         entry.sums.add(wanted, result)
@@ -403,12 +415,17 @@ class Trainer:
         self._retries = now or 0
         return None if now is None else now - before
 
-    def _leave_version(self) -> None:
-        if not self._keeps_last_version:
-            self.policies.leave_version()
-            return
-        self._last_version = self._state_of_now(with_reference=False)
-        self.policies.leave_version(self._last_version["policies"]["current"])
+    def _keep_version(self) -> None:
+        """Before the batch's first pass; the copies are made beside it."""
+        if self._keeps_last_version and not self._last_version.kept:
+            if self.switching.bytes_away:
+                self.switching.settle()  # what is read on the host has to be there
+            self._last_version.keep(lambda copied: self._state_of_now(with_reference=False, copied=copied))
+
+    def _reserve_last_version(self) -> None:
+        if self._keeps_last_version:
+            of_each = 1 + MOMENTS_PER_PARAMETER + (self.ema is not None) + self._objective.needs.old_policy
+            self._last_version.reserve([*self.policies.parameters.values()] * of_each)
 
     def _next_update(self) -> None:
         self.update += 1
@@ -428,7 +445,7 @@ class Trainer:
         self.update = 0
         self._entries = {}
         self._open = self._empty_sums()
-        self._last_version = None
+        self._last_version.forget()
 
     def _empty_sums(self) -> OrderedSums:
         return OrderedSums(self._places_of(self.update), self._settings.sum_in_order)
@@ -447,15 +464,14 @@ class Trainer:
         several = len(self._places_of(self.update)) > 1
         return moments + (self._passes.sums_bytes if several and not self._open.tensors() else 0)
 
-    def _state_of_now(self, with_reference: bool = True) -> dict[str, Any]:
-        self.switching.settle()
+    def _state_of_now(self, with_reference: bool = True, copied: Copied = cpu_copy) -> dict[str, Any]:
         return {
             "batch": self.batch,
             "updates_done": self.updates_done,
             "pack_size": self._passes.pack_size,
-            "policies": self.policies.state(with_reference),
-            "ema": None if self.ema is None else self.ema.state(),
-            "optimizer": optimizer_state(self.optimizer, self.policies.parameters),
+            "policies": self.policies.state(with_reference, copied),
+            "ema": None if self.ema is None else self.ema.state(copied),
+            "optimizer": optimizer_state(self.optimizer, self.policies.parameters, copied),
             "shard": None if self.cut is None else self.cut.facts(),
         }
 

@@ -16,7 +16,6 @@ from digenrl.records import LaneOffer
 from digenrl.runtimes.opening import Rehearsal, terms_of
 from digenrl.simulation.prediction import predict
 from digenrl.training.offload import Offload
-from digenrl.training.switching import Switching
 
 SETTINGS = TrainerSettings(pack_size=4, learning_rate=0.02, ema=EmaSettings(decay=0.5, every_updates=1))
 KINDS = {  # with a frozen reference; with trained weights beside those that generate; with both
@@ -57,23 +56,15 @@ class Trainers:
     def __init__(self, name):
         self.algorithm = build_algorithm(name, KINDS[name])
         self.models = toy(torch.float32, lora=False), toy(torch.float32, lora=False)
-        groups = self.batch(0)
-        self.still, self.switched = (
-            trainer_of(model, self.algorithm, groups, SETTINGS, helps=True, keep_last_version=True)
-            for model in self.models
-        )
+        self.still = self.trainer(self.models[0], offload=False)
         self.copies = LateCopies()
-        trainer = self.switched
-        trainer.switching = Switching(
-            trainer.policies,
-            trainer.optimizer,
-            trainer.ema,
-            trainer._all_sums,
-            torch.device("cpu"),
-            moves=True,
-            sums_per_parameter=trainer._passes.sums_per_parameter,
-            copies=self.copies,
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("digenrl.training.trainer.copies_beside", lambda device: self.copies)
+            self.switched = self.trainer(self.models[1], offload=True)
+
+    def trainer(self, model, offload):
+        more = {"helps": True, "keep_last_version": True, "offload": offload}
+        return trainer_of(model, self.algorithm, self.batch(0), SETTINGS, **more)
 
     def batch(self, step):
         rollout = Rollout(groups=4, steps=5, step=step, version=step)
@@ -194,6 +185,26 @@ def test_host_memory_is_taken_once():
         trainer.switching.leave()
     taken.append(memory.take(torch.empty(0)).room.data_ptr())
     assert taken[1] - taken[0] == 512
+
+
+def test_what_a_batch_began_with_is_copied_beside_its_first_group_into_memory_taken_once():
+    trainers = Trainers("diffusion_nft")
+    trainer, copies = trainers.switched, trainers.copies
+    trainer.rehearse(trainers.batch(0)[0])
+    memory = trainer._last_version._memory
+    taken = [memory.take(torch.empty(0)).room.data_ptr()]  # where the next one would be cut off
+    for step in range(3):
+        groups, before = trainers.batch(step), trainer.state()
+        trainer.add_group(groups[0])
+        assert len(copies.asked) > copies.made, "nobody has waited"
+        for group in groups[1:]:
+            trainer.add_group(group)
+        trainer.commit()
+        assert differences(trainer.state_at_last_version(), before) == []
+        trainer.commit()
+    taken.append(memory.take(torch.empty(0)).room.data_ptr())
+    numbers_of_steps = len(before["optimizer"]["moments"])  # are not reserved
+    assert taken[1] - taken[0] <= 512 * (1 + numbers_of_steps)
 
 
 def test_a_batch_given_up_while_it_is_away_leaves_no_trace():

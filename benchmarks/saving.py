@@ -22,8 +22,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from digenrl.checksums import file_checksum
 from digenrl.training.checkpoints import read_checkpoint, save_checkpoint
-from digenrl.training.checksums import file_checksum
 
 WIDTH = 4096
 

@@ -126,7 +126,7 @@ def train(trainer: Trainer, group: ScoredGroup, place: int) -> None:
 
 def publish(trainer: Trainer) -> dict[str, Tensor]:
     """7. The weights that the next batch is generated with, by name."""
-    return trainer.policies.published()
+    return trainer.published()
 
 
 def make_trainer(

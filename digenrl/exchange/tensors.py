@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -10,9 +9,8 @@ from typing import Protocol
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from digenrl.checksums import quick_file_checksum
 from digenrl.exchange.folder import ExchangeFolder, WeightsReference
-
-CHUNK = 1 << 24
 
 
 class Exchange(Protocol):
@@ -63,12 +61,12 @@ class TensorExchange:
     def put_weights(self, name: str, tensors: Mapping[str, Tensor]) -> WeightsReference:
         """Like `put`, with a checksum that every reader compares."""
         size = self.put(name, tensors)
-        return WeightsReference(name, size, checksum(self._folder.path(name)))
+        return WeightsReference(name, size, quick_file_checksum(self._folder.path(name)))
 
     def get_weights(self, reference: WeightsReference) -> dict[str, Tensor]:
         """The weights of a reference; raises ValueError if they are not, byte for byte, those that were put."""
         path = self._folder.path(reference.name)
-        found = (path.stat().st_size, checksum(path))
+        found = (path.stat().st_size, quick_file_checksum(path))
         if found != (reference.bytes, reference.checksum):
             raise ValueError(f"{reference.name}: arrived damaged, as {found}; expected {reference}")
         return _mapped(path)
@@ -77,12 +75,3 @@ class TensorExchange:
 def _mapped(path: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = load_file(path)
     return tensors
-
-
-def checksum(path: Path) -> int:
-    """CRC-32 of a file."""
-    value = 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            value = zlib.crc32(chunk, value)
-    return value

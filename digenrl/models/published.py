@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -16,17 +17,21 @@ from digenrl.models.lora import ADAPTER, has_lora, load_lora_state, lora_state
 from digenrl.models.shards import gathered, is_sharded, own_part
 
 
-def weights_state(model: DiffusionModel, device: torch.device | str | None = None) -> dict[str, Tensor]:
+def weights_state(
+    model: DiffusionModel,
+    device: torch.device | str | None = None,
+    instead: Mapping[str, Tensor] = MappingProxyType({}),
+) -> dict[str, Tensor]:
     """A copy of the adapters, or of all weights of a transformer without them; on their own device by default.
 
-    Of a sharded model all ranks ask, and the first gets whole weights, on its CPU; the others get none.
+    Some are given `instead` of the model's own, as they are. Of a sharded model all ranks ask, and the first gets
+    whole weights, on its CPU; the others get none.
     """
-    if has_lora(model):
-        return {name: value.to(device or value.device) for name, value in lora_state(model).items()}
     if is_sharded(model.transformer):
-        return gathered_weights(model, {})
-    weights = dict(model.transformer.named_parameters())
-    return {name: value.detach().to(device or value.device, copy=True) for name, value in weights.items()}
+        return gathered_weights(model, instead)
+    own = lora_state(model) if has_lora(model) else dict(model.transformer.named_parameters())
+    copied = {name: value.detach() for name, value in own.items() if name not in instead}
+    return {name: value.to(device or value.device, copy=True) for name, value in copied.items()} | dict(instead)
 
 
 def gathered_weights(model: DiffusionModel, instead: Mapping[str, Tensor]) -> dict[str, Tensor]:

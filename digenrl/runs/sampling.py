@@ -233,7 +233,7 @@ def _load_weights(model: DiffusionModel, checkpoint: Path | None) -> tuple[Weigh
         return "untrained", True
     state = read_checkpoint(checkpoint).trainer_state
     try:
-        load_published(model, weights_state(model, "cpu") | weights_to_export(state))
+        load_published(model, weights_state(model, "cpu", instead=weights_to_export(state)))
     except ValueError as error:
         raise ConfigError(f"{checkpoint}: {error}; was config.yaml changed?") from None
     averaged = bool(state["ema"])

@@ -22,8 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from digenrl.checksums import file_checksum, tensors_checksum
 from digenrl.config.reading import ConfigError
-from digenrl.training.checksums import file_checksum, tensors_checksum
 from digenrl.training.part_files import part_name, read_parts, read_rows, write_parts
 from digenrl.training.ranks import RankGroup, RanksError, together
 from digenrl.training.sharding import Cut

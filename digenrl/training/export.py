@@ -45,8 +45,8 @@ def export_transformer(model: DiffusionModel, folder: Path, values: Mapping[str,
     `values` as in `export_lora`; a weight that they do not name is the model's own. Of a sharded model they are
     whole and name all weights, as `gathered_weights` gives them.
     """
-    own = {} if is_sharded(model.transformer) else weights_state(model, "cpu")
-    transformer = _transformer_with(model, own | dict(values or {}))
+    whole = values if is_sharded(model.transformer) else weights_state(model, "cpu", instead=values or {})
+    transformer = _transformer_with(model, whole or {})
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         tidy(folder.parent)
@@ -65,7 +65,7 @@ def weights_to_export(trainer_state: Mapping[str, Any]) -> dict[str, Tensor]:
 def _with_values(model: DiffusionModel, values: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
     if values is None:
         return nullcontext()
-    return weights_replaced(model, weights_state(model, "cpu") | dict(values))
+    return weights_replaced(model, weights_state(model, "cpu", instead=values))
 
 
 def _transformer_with(model: DiffusionModel, weights: Mapping[str, Tensor]) -> Any:

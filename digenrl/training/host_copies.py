@@ -1,4 +1,4 @@
-"""Copies between a card and the machine's own memory, made beside the computation in the order they are asked for."""
+"""Copies between a card and the machine's own memory, made beside the computation, in the order of asking."""
 
 from __future__ import annotations
 

@@ -119,16 +119,19 @@ class Policies:
             )
         return nullcontext()
 
-    def published(self) -> dict[str, Tensor]:
-        """A copy of the last version's weights, which `load_published` takes over; where they are at hand.
+    def published(self, kept: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The last version's weights, which `load_published` takes over; where they are at hand.
 
-        Of a sharded model all ranks ask; the first gets whole weights, on its CPU, and the others none.
+        They are copies, or those that are `kept` of it already. Of a sharded model all ranks ask; the first gets
+        whole weights, on its CPU, and the others none.
         """
         if self.sharded:
             return self._published_by_all()
-        if self.old_snapshot is None and self._last_version:
-            kept = {published_name(name): value.clone() for name, value in self._last_version.items()}
-            return weights_state(self._model) | kept
+        if kept is None and self.old_snapshot is None and self._last_version:
+            kept = {name: value.clone() for name, value in self._last_version.items()}
+        if kept is not None:
+            instead = {published_name(name): value for name, value in kept.items()}
+            return weights_state(self._model, instead=instead)
         with self.generating():
             return weights_state(self._model)
 

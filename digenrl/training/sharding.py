@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.lora import has_lora
+from digenrl.models.published import check_fits
 from digenrl.training.ranks import RankGroup
 from digenrl.training.state_trees import put_tensors, tensors_in, without_tensors
 
@@ -91,3 +92,20 @@ class Cut:
     def _part(self, path: str, whole: Tensor) -> Tensor:
         parameter = self.parameter_at(path, whole.dim())
         return whole if parameter is None else whole[self.rows(parameter)].clone()
+
+
+def as_held_by(
+    cut: Cut | None, parameters: Mapping[str, nn.Parameter], state: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """A state as a rank with this cut of the whole parameters holds it; without a cut it holds all."""
+    shard = state.get("shard")
+    if shard is None and cut is not None:
+        check_fits("state of the trained weights", state["policies"]["current"], parameters)
+        return cut.parts_of(state)
+    if shard is not None and (cut is None or Cut.of_facts(shard) != cut):
+        here = "holds whole weights" if cut is None else f"is rank {cut.index} of {cut.count}"
+        raise ValueError(
+            f"state does not fit: it has the parts of rank {shard['index']} of {shard['count']}, and this "
+            f"trainer {here}; save a checkpoint with those ranks, and read it with these"
+        )
+    return state

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from digenrl.config.training import TrainerSettings
 from digenrl.models.contract import DiffusionModel
@@ -40,7 +41,7 @@ from digenrl.training.packs import Term, terms_of, update_of
 from digenrl.training.policies import Policies
 from digenrl.training.ranks import RankGroup
 from digenrl.training.replay import DrawNoise, Replay
-from digenrl.training.sharding import Cut
+from digenrl.training.sharding import Cut, as_held_by
 from digenrl.training.switching import EVERYTHING, MOMENTS_PER_PARAMETER, SUMS, TO_REPLAY, TO_STEP, Switching
 
 
@@ -149,7 +150,8 @@ class Trainer:
         )
         terms = terms_of(group, standing, self._objective, samples)
         self.switching.need(*TO_REPLAY)
-        self._reserve_last_version()
+        if self._keeps_last_version:
+            self._reserve_last_version()
         per_sample = len(terms) // len(samples)
         job = Job(
             group.conditioning,
@@ -195,7 +197,7 @@ class Trainer:
             )
         self._passes.pack_size = agreed.pack_size
         if self.update == 0:
-            kept = self._last_version.state()["policies"]["current"] if self._keeps_last_version else None
+            kept = self._last_version.state()["policies"]["current"] if self._last_version.kept else None
             self.policies.leave_version(kept)
         self.switching.need(*TO_STEP, changes=True)
         take_step(self.policies, self.optimizer, gradient, agreed.norm, self._settings.gradient_norm)
@@ -234,6 +236,28 @@ class Trainer:
             self.load_state(self.state_at_last_version())
         self._forget_open_batch()
 
+    def keep_version(self) -> None:
+        """Begins to copy the state of the last version to the host, unless it is there; between batches.
+
+        Who publishes, or asks for the state, takes it from there. An update changes it only when it is whole.
+        """
+        if self.update or self._last_version.kept:
+            return
+        if self.switching.bytes_away:
+            self.switching.settle()  # what is read on the host has to be there
+        self._reserve_last_version()
+        self._last_version.keep(lambda copied: self._state_of_now(with_reference=False, copied=copied))
+
+    def published(self) -> dict[str, Tensor]:
+        """The weights that the next batch is generated with, by name; to be read before the batch is done.
+
+        Of a sharded model all ranks ask; the first gets whole weights, on its CPU, and the others none.
+        """
+        if not self._last_version.kept or self.policies.sharded:
+            return self.policies.published()
+        kept = self._last_version.state()["policies"]
+        return self.policies.published(kept["old"] or kept["current"])
+
     def state(self) -> dict[str, Any]:
         """Everything that a trainer of the same settings needs to go on from here; only between batches.
 
@@ -251,13 +275,13 @@ class Trainer:
         To be read before the batch is done: the memory is used again for the next one.
         """
         self.switching.settle()
-        if not self.update:
+        if not self._last_version.kept:
+            if self.update:
+                raise RuntimeError(
+                    f"{self.update} updates of batch {self.batch} are committed and the state before is not kept; "
+                    "make the trainer with keep_last_version=True"
+                )
             return self._state_of_now()  # what is added to the open gradient is no part of a state
-        if not self._keeps_last_version:
-            raise RuntimeError(
-                f"{self.update} updates of batch {self.batch} are committed and the state before is not kept; "
-                "make the trainer with keep_last_version=True"
-            )
         state = self._last_version.state()
         policies = state["policies"] | {"reference": self.policies.reference_state()}
         return state | {"policies": policies, "pack_size": self._passes.pack_size}
@@ -268,7 +292,7 @@ class Trainer:
         A sharded trainer takes whole states too, and those of the same rank among as many.
         """
         parameters = self.policies.parameters
-        state = self._own_parts(state)
+        state = as_held_by(self.cut, self.policies.model_parameters, state)
         self.policies.check_state(state["policies"])
         check_moments(state["optimizer"], parameters)
         self.switching.need(*EVERYTHING, changes=True)
@@ -338,7 +362,8 @@ class Trainer:
         return counts.pop()
 
     def _train(self, place: int, entry: GroupEntry, wanted: set[int]) -> None:
-        self._keep_version()
+        if self._keeps_last_version:
+            self.keep_version()
         result = self._run(place, entry, self._terms(entry, wanted))
         self.switching.need(SUMS, changes=True)  # not before: sums come back while the group is replayed
         entry.sums.add(wanted, result)
@@ -415,17 +440,10 @@ class Trainer:
         self._retries = now or 0
         return None if now is None else now - before
 
-    def _keep_version(self) -> None:
-        """Before the batch's first pass; the copies are made beside it."""
-        if self._keeps_last_version and not self._last_version.kept:
-            if self.switching.bytes_away:
-                self.switching.settle()  # what is read on the host has to be there
-            self._last_version.keep(lambda copied: self._state_of_now(with_reference=False, copied=copied))
-
     def _reserve_last_version(self) -> None:
-        if self._keeps_last_version:
-            of_each = 1 + MOMENTS_PER_PARAMETER + (self.ema is not None) + self._objective.needs.old_policy
-            self._last_version.reserve([*self.policies.parameters.values()] * of_each)
+        """Also for the moments, which are not there yet before the first step."""
+        of_each = 1 + MOMENTS_PER_PARAMETER + (self.ema is not None) + self._objective.needs.old_policy
+        self._last_version.reserve([*self.policies.parameters.values()] * of_each)
 
     def _next_update(self) -> None:
         self.update += 1
@@ -474,19 +492,3 @@ class Trainer:
             "optimizer": optimizer_state(self.optimizer, self.policies.parameters, copied),
             "shard": None if self.cut is None else self.cut.facts(),
         }
-
-    def _own_parts(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The state as this rank holds it."""
-        shard = state.get("shard")
-        if shard is None and self.cut is not None:
-            whole = self.policies.model_parameters
-            check_fits("state of the trained weights", state["policies"]["current"], whole)
-            return self.cut.parts_of(state)
-        if shard is not None and (self.cut is None or Cut.of_facts(shard) != self.cut):
-            cut = self.cut
-            here = "holds whole weights" if cut is None else f"is rank {cut.index} of {cut.count}"
-            raise ValueError(
-                f"state does not fit: it has the parts of rank {shard['index']} of {shard['count']}, and this "
-                f"trainer {here}; save a checkpoint with those ranks, and read it with these"
-            )
-        return state

@@ -342,12 +342,15 @@ class Learning:
         """
         if order.version != self._trainer.batch or not self._publishes:
             return WeightsLaidOut(self._trainer.batch, NO_WEIGHTS)
+        keeps = order.keep and (order.sharded or order.rank == 0)
+        if keeps:
+            self._trainer.keep_version()
         published = stages.publish(self._trainer)  # by all ranks together, where weights are sharded
         weights = NO_WEIGHTS
         if order.rank == 0:
             weights = self._exchange.put_weights(weights_name(order.version), published)
         kept_bytes = 0
-        if order.keep and (order.sharded or order.rank == 0):
+        if keeps:
             state = state_as_tensors(self._trainer.state_at_last_version())
             kept_bytes = self._exchange.put(state_name(order.version, order.rank), state)
         return WeightsLaidOut(order.version, weights, kept_bytes)

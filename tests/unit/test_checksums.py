@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from digenrl.training import checksums
-from digenrl.training.checksums import file_checksum, tensors_checksum
+from digenrl import checksums
+from digenrl.checksums import file_checksum, quick_file_checksum, tensors_checksum
 
 PIECE = 64
 
@@ -28,11 +29,17 @@ def written(folder: Path, content: bytes) -> Path:
 def test_it_does_not_depend_on_the_number_of_threads(size: int, tmp_path: Path) -> None:
     file = written(tmp_path, (bytes(range(251)) * 3)[:size])
     tensors = {"a": torch.arange(size), "b": torch.ones(2, 3)}
-    found = {(file_checksum(file, threads), tensors_checksum(tensors, threads)) for threads in (1, 2, 64)}
-    assert found == {(file_checksum(file), tensors_checksum(tensors))}
+    found = {
+        (file_checksum(file, threads), quick_file_checksum(file, threads), tensors_checksum(tensors, threads))
+        for threads in (1, 2, 64)
+    }
+    assert found == {(file_checksum(file), quick_file_checksum(file), tensors_checksum(tensors))}
 
 
-def test_every_byte_of_a_file_counts_and_so_does_the_order_of_pieces(tmp_path: Path) -> None:
+@pytest.mark.parametrize("checksum", [file_checksum, quick_file_checksum])
+def test_every_byte_of_a_file_counts_and_so_does_the_order_of_pieces(
+    checksum: Callable[[Path], str | int], tmp_path: Path
+) -> None:
     content = bytes(index % 251 for index in range(3 * PIECE + 5))
     others = [
         content[:-1],
@@ -42,7 +49,7 @@ def test_every_byte_of_a_file_counts_and_so_does_the_order_of_pieces(tmp_path: P
     ]
     for place in range(len(content)):
         others.append(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-    found = [file_checksum(written(tmp_path, each)) for each in (content, *others)]
+    found = [checksum(written(tmp_path, each)) for each in (content, *others)]
     assert len(set(found)) == len(found)
 
 

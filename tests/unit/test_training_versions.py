@@ -197,6 +197,26 @@ def test_a_state_that_does_not_fit_changes_nothing():
         assert same_state(trainer.state(), before)
 
 
+@LORA_OR_FULL
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("name", ["flow_grpo", "diffusion_nft"])
+def test_a_version_kept_on_the_host_is_what_is_saved_and_published(name, updates, lora):
+    algorithm, model = build_algorithm(name, {"updates_per_batch": updates, "kl_weight": 0.1}), toy(lora=lora)
+    trainer = trainer_of(model, algorithm, batch_of(model, algorithm), SETTINGS)
+    for step in range(4):  # from the third on the old policy of diffusion_nft lags behind
+        expected, version = trainer.state(), trainer.policies.published()
+        trainer.keep_version()
+        groups = batch_of(model, algorithm, step)
+        for index, group in enumerate(groups):
+            assert same_state(trainer.state_at_last_version(), expected)
+            assert same_state(trainer.published(), version)
+            trainer.add_group(group)
+            if trainer.can_commit() and index < len(groups) - 1:
+                trainer.commit()
+        trainer.commit()
+        assert not same_state(trainer.published(), version)
+
+
 # --- What generators are given --------------------------------------------------------------------------------
 
 

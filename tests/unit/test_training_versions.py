@@ -206,14 +206,12 @@ def test_a_version_kept_on_the_host_is_what_is_saved_and_published(name, updates
     for step in range(4):  # from the third on the old policy of diffusion_nft lags behind
         expected, version = trainer.state(), trainer.policies.published()
         trainer.keep_version()
-        groups = batch_of(model, algorithm, step)
-        for index, group in enumerate(groups):
+        for group in batch_of(model, algorithm, step):
+            trainer.add_group(group)
+        for _ in range(updates):
             assert same_state(trainer.state_at_last_version(), expected)
             assert same_state(trainer.published(), version)
-            trainer.add_group(group)
-            if trainer.can_commit() and index < len(groups) - 1:
-                trainer.commit()
-        trainer.commit()
+            trainer.commit()
         assert not same_state(trainer.published(), version)
 
 

@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from digenrl.host_memory import free_host_bytes
+
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "digenrl-"
 SUFFIX = ".safetensors"
@@ -60,8 +62,9 @@ class ExchangeFolder:
         return folder
 
     def free_bytes(self) -> int:
-        """How much more it can hold."""
-        return shutil.disk_usage(self.root).free
+        """How much more it can hold: in shared memory no more than the machine has left, whatever that allows."""
+        allowed, left = shutil.disk_usage(self.root).free, free_host_bytes()
+        return allowed if left is None or SHARED_MEMORY not in self.root.parents else min(allowed, left)
 
     def where(self) -> str:
         """What it is called, for people."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
+from digenrl.host_memory import free_host_bytes
 
 CHUNK_BYTES = 256 * 2**20  # of host memory that is taken at once; pinned memory comes in powers of two anyway
 ALIGNED_BYTES = 512
+SPARED_BYTES = 2 * 2**30  # for everybody else
 
 Copied = Callable[[Tensor], Tensor]  # makes a copy in host memory, perhaps later
 
@@ -104,23 +107,21 @@ def copies_beside(device: torch.device) -> Copies:
     return CopiesOnStream(device) if device.type == "cuda" else CopiesAtOnce()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class HostCopy:
     """Host memory that holds, or is about to hold, the values of one tensor."""
 
     room: Tensor  # the bytes
     values: Tensor  # the same, as the tensor has them
+    of: ReferenceType[Tensor] | None = None
+    holders: int = 0
 
 
 class HostMemory:
-    """Host memory in large chunks, taken when they are first needed and kept; pinned for a CUDA card.
+    """Host memory in large chunks, taken when they are first needed and kept; pinned for a CUDA card."""
 
-    `use` says what lies there, and `instead` what can be done where there is not enough.
-    """
-
-    def __init__(self, device: torch.device, use: str, instead: str) -> None:
-        self._pin = device.type == "cuda"
-        self._use, self._instead = use, instead
+    def __init__(self, pin: bool) -> None:
+        self._pin = pin
         self._left: list[Tensor] = []  # of chunks
         self._free: dict[int, list[Tensor]] = {}  # given back, by size
         self.bytes_taken = 0
@@ -147,13 +148,56 @@ class HostMemory:
         return chunk[:wanted]
 
     def _chunk(self, wanted: int) -> Tensor:
-        size = max(CHUNK_BYTES, 1 << (wanted - 1).bit_length())
+        size, left = max(CHUNK_BYTES, 1 << (wanted - 1).bit_length()), free_host_bytes()
+        if self._pin and left is not None and left < size + SPARED_BYTES:  # asked for it, the system would kill
+            raise ConfigError(self._no_room_for(size, f", and {left / 1e9:.1f} GB are left"))
         try:
             chunk = torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
         except RuntimeError as error:
-            raise ConfigError(
-                f"no room for {size / 1e9:.1f} GB more of host memory beside {self.bytes_taken / 1e9:.1f} GB that "
-                f"{self._use}; give this process more memory, or {self._instead}"
-            ) from error
+            raise ConfigError(self._no_room_for(size)) from error
         self.bytes_taken += size
         return chunk
+
+    def _no_room_for(self, size: int, left: str = "") -> str:
+        return (
+            f"no room for {size / 1e9:.1f} GB more of host memory: a trainer's state takes "
+            f"{self.bytes_taken / 1e9:.1f} GB there already{left}; give this machine more, or set "
+            "checkpoint.in_memory: false, training.offload: false or updates_per_batch: 1"
+        )
+
+
+class HostCopies:
+    """Copies in host memory of what a card holds: one for all holders while nobody has changed the tensor."""
+
+    def __init__(self, device: torch.device, copies: Copies | None = None) -> None:
+        self.copies = copies or copies_beside(device)
+        self.memory = HostMemory(pin=device.type == "cuda")
+        self._unchanged: dict[int, HostCopy] = {}  # by the identity of tensors
+
+    def hold(self, tensor: Tensor) -> HostCopy:
+        """A copy, perhaps under way, until its holder lets go of it."""
+        copy = self._unchanged.get(id(tensor))
+        if copy is None or copy.of is None or copy.of() is not tensor:
+            copy = self.memory.take(tensor)
+            copy.of = ref(tensor)
+            self.copies.copy(copy.values, tensor.detach())
+            self._unchanged[id(tensor)] = copy
+        copy.holders += 1
+        return copy
+
+    def let_go(self, copy: HostCopy) -> None:
+        """The last one to let go frees its memory for other copies."""
+        copy.holders -= 1
+        if not copy.holders:
+            copy.of = None
+            self.memory.give(copy)
+
+    def changed(self, tensors: Iterable[Tensor]) -> None:
+        """What is held of these is of before."""
+        for tensor in tensors:
+            self._unchanged.pop(id(tensor), None)
+
+    def reserve(self, likes: Iterable[Tensor]) -> None:
+        """Takes the memory for copies of all these, so that nobody waits for it later."""
+        for copy in [self.memory.take(like) for like in likes]:
+            self.memory.give(copy)

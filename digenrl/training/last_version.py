@@ -6,13 +6,12 @@ is taken once, and the same for every batch: fresh memory costs more than the co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from digenrl.training.host_copies import Copied, Copies, HostCopy, HostMemory
+from digenrl.training.host_copies import Copied, HostCopies, HostCopy
 
 State = dict[str, Any]
 
@@ -20,12 +19,9 @@ State = dict[str, Any]
 class LastVersion:
     """At most one state at a time. What it gives out holds until it forgets."""
 
-    def __init__(self, device: torch.device, copies: Copies) -> None:
-        self._copies = copies
-        self._memory = HostMemory(
-            device, "the state before a batch's first update takes there", "set updates_per_batch: 1"
-        )
-        self._taken: list[HostCopy] = []
+    def __init__(self, host: HostCopies) -> None:
+        self._host = host
+        self._held: list[tuple[Tensor, HostCopy]] = []
         self._state: State | None = None
         self._made: Any = None
 
@@ -34,34 +30,32 @@ class LastVersion:
         """Whether there is one, or one on its way."""
         return self._state is not None
 
-    def reserve(self, likes: Iterable[Tensor]) -> None:
-        """Takes the memory for copies of these, so that no batch has to."""
-        for room in [self._memory.take(like) for like in likes]:
-            self._memory.give(room)
-
     def keep(self, state: Callable[[Copied], State]) -> None:
         """Begins to copy a state, and does not wait."""
-        self._copies.begin()
+        self._host.copies.begin()
         self._state = state(self._copied)
-        self._made = self._copies.mark()
+        self._made = self._host.copies.mark()
 
     def state(self) -> State:
         """Once all of it is copied."""
         assert self._state is not None, "nothing is kept"
-        self._copies.finish(self._made)
+        self._host.copies.finish(self._made)
         return self._state
 
+    def leave(self) -> None:
+        """What the state is of is about to change; the state stays, once all of it is copied."""
+        if self.kept:
+            self.state()
+            self._host.changed(tensor for tensor, _ in self._held)
+
     def forget(self) -> None:
-        """Its memory is for the next one."""
-        if self._state is None:
-            return
-        self._copies.finish(self._made)
-        for room in self._taken:
-            self._memory.give(room)
-        self._taken, self._state = [], None
+        """The memory is for the next one."""
+        self.leave()
+        for _, copy in self._held:
+            self._host.let_go(copy)
+        self._held, self._state = [], None
 
     def _copied(self, value: Tensor) -> Tensor:
-        room = self._memory.take(value)
-        self._taken.append(room)
-        self._copies.copy(room.values, value.detach())
-        return room.values
+        copy = self._host.hold(value)
+        self._held.append((value, copy))
+        return copy.values

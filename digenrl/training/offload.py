@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from digenrl.training.host_copies import Copies, HostCopy, HostMemory, copies_beside
+from digenrl.training.host_copies import HostCopies, HostCopy
 
 Held = Callable[[], Mapping[str, Tensor]]  # the tensors of a part that are there now, by name
 
@@ -36,13 +36,11 @@ class Offload:
     without another copy: whoever changes one says so. A part that is not known here never leaves.
     """
 
-    def __init__(self, parts: Mapping[str, Held], device: torch.device, copies: Copies | None = None) -> None:
+    def __init__(self, parts: Mapping[str, Held], device: torch.device, host: HostCopies | None = None) -> None:
         self._parts = {name: _Part(held) for name, held in parts.items()}
         self._device = device
-        self._copies = copies or copies_beside(device)
-        self._memory = HostMemory(
-            device, "training state takes there while the card generates", "set training.offload: false"
-        )
+        self._host = host or HostCopies(device)
+        self._copies = self._host.copies
 
     @property
     def bytes_away(self) -> int:
@@ -77,6 +75,7 @@ class Offload:
                 self._copies.wait(part.under_way)
                 part.comes = False
             if changes:
+                self._host.changed(part.held().values())
                 self._forget(part, list(part.copies))
 
     def arrived(self, *names: str) -> None:
@@ -94,8 +93,7 @@ class Offload:
 
     def _send(self, part: _Part, name: str, tensor: Tensor) -> None:
         if name not in part.copies:
-            part.copies[name] = self._memory.take(tensor)
-            self._copies.copy(part.copies[name].values, tensor)
+            part.copies[name] = self._host.hold(tensor)
         tensor.data = part.copies[name].values
         part.away[name] = tensor
 
@@ -116,7 +114,7 @@ class Offload:
     def _forget(self, part: _Part, names: list[str]) -> None:
         for name in names:
             part.away.pop(name, None)
-            self._memory.give(part.copies.pop(name))
+            self._host.let_go(part.copies.pop(name))
 
 
 def _is_of(part: _Part, name: str, held: Mapping[str, Tensor]) -> bool:

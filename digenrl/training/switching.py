@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from digenrl.training.host_copies import Copies
+from digenrl.training.host_copies import HostCopies
 from digenrl.training.offload import Held, Offload
 from digenrl.training.ordered_sums import OrderedSums
 from digenrl.training.policies import Policies, Snapshot
@@ -43,12 +43,12 @@ class Switching:
         *,
         moves: bool,
         sums_per_parameter: int = 1,
-        copies: Copies | None = None,
+        host: HostCopies | None = None,
     ) -> None:
         self._policies, self._optimizer = policies, optimizer
         self._average, self._sums = average, sums
         self._stand_ins: dict[str, dict[str, Tensor]] = {}
-        self._offload = Offload(self._parts() if moves else {}, device, copies)
+        self._offload = Offload(self._parts() if moves else {}, device, host)
         self.moves = moves
         self._sums_per_parameter = sums_per_parameter
 

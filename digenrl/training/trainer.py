@@ -23,7 +23,7 @@ from digenrl.models.published import check_fits
 from digenrl.training.agreement import Agreed, UpdateFacts, agree
 from digenrl.training.batch import BatchShape, GroupEntry, check_shape, check_sharding
 from digenrl.training.gradients import Gradients, GradientSums, add_into, total_norm
-from digenrl.training.host_copies import Copied, copies_beside, cpu_copy
+from digenrl.training.host_copies import Copied, HostCopies, cpu_copy
 from digenrl.training.last_version import LastVersion
 from digenrl.training.memory_plan import Packing
 from digenrl.training.metrics import UpdateMetrics, update_metrics
@@ -95,8 +95,8 @@ class Trainer:
         self._keeps_last_version = keep_last_version and objective.updates_per_batch > 1
         self._entries: dict[int, GroupEntry] = {}
         self._open = self._empty_sums()
-        copies = copies_beside(model.device)  # one after the other: what comes back is there before it is kept
-        self._last_version = LastVersion(model.device, copies)
+        self._host = HostCopies(model.device)
+        self._last_version = LastVersion(self._host)
         self.switching = Switching(
             self.policies,
             self.optimizer,
@@ -105,7 +105,7 @@ class Trainer:
             model.device,
             moves=offload,
             sums_per_parameter=self._passes.sums_per_parameter,
-            copies=copies,
+            host=self._host,
         )
 
     def add_group(
@@ -177,6 +177,11 @@ class Trainer:
         """Terms of one forward and backward: as set, as measured, or less after memory ran out; None before."""
         return self._passes.pack_size
 
+    def moments_to_come(self) -> int:
+        """Bytes of the optimizer's moments before the first step; none after it."""
+        without = [p for p in self.policies.parameters.values() if not self.optimizer.state.get(p)]
+        return sum(MOMENTS_PER_PARAMETER * parameter.nbytes for parameter in without)
+
     def can_commit(self) -> bool:
         """Whether every group of the open update is trained and, for a batch-wide scale, every reward is known."""
         return not self._missing()
@@ -199,6 +204,7 @@ class Trainer:
         if self.update == 0:
             kept = self._last_version.state()["policies"]["current"] if self._last_version.kept else None
             self.policies.leave_version(kept)
+        self._last_version.leave()
         self.switching.need(*TO_STEP, changes=True)
         take_step(self.policies, self.optimizer, gradient, agreed.norm, self._settings.gradient_norm)
         self.updates_done += 1
@@ -243,8 +249,6 @@ class Trainer:
         """
         if self.update or self._last_version.kept:
             return
-        if self.switching.bytes_away:
-            self.switching.settle()  # what is read on the host has to be there
         self._reserve_last_version()
         self._last_version.keep(lambda copied: self._state_of_now(with_reference=False, copied=copied))
 
@@ -443,7 +447,7 @@ class Trainer:
     def _reserve_last_version(self) -> None:
         """Also for the moments, which are not there yet before the first step."""
         of_each = 1 + MOMENTS_PER_PARAMETER + (self.ema is not None) + self._objective.needs.old_policy
-        self._last_version.reserve([*self.policies.parameters.values()] * of_each)
+        self._host.reserve([*self.policies.parameters.values()] * of_each)
 
     def _next_update(self) -> None:
         self.update += 1
@@ -477,10 +481,8 @@ class Trainer:
 
     def _bytes_to_come(self) -> int:
         """What will be there beside a pass and is not yet: AdamW's two moments, and an update's groups before."""
-        parameters = self.policies.parameters.values()
-        moments = sum(2 * p.nbytes for p in parameters if not self.optimizer.state.get(p))
         several = len(self._places_of(self.update)) > 1
-        return moments + (self._passes.sums_bytes if several and not self._open.tensors() else 0)
+        return self.moments_to_come() + (self._passes.sums_bytes if several and not self._open.tensors() else 0)
 
     def _state_of_now(self, with_reference: bool = True, copied: Copied = cpu_copy) -> dict[str, Any]:
         return {

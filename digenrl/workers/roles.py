@@ -353,6 +353,7 @@ class Learning:
         if keeps:
             state = state_as_tensors(self._trainer.state_at_last_version())
             kept_bytes = self._exchange.put(state_name(order.version, order.rank), state)
+            kept_bytes += self._trainer.moments_to_come()  # there has to be room for them, too
         return WeightsLaidOut(order.version, weights, kept_bytes)
 
     def restore(self, order: RestoreState) -> StateRestored:

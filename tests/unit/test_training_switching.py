@@ -15,9 +15,11 @@ from digenrl.config.training import EmaSettings, TrainerSettings
 from digenrl.records import LaneOffer
 from digenrl.runtimes.opening import Rehearsal, terms_of
 from digenrl.simulation.prediction import predict
+from digenrl.training.host_copies import HostCopies, HostMemory
 from digenrl.training.offload import Offload
 
 SETTINGS = TrainerSettings(pack_size=4, learning_rate=0.02, ema=EmaSettings(decay=0.5, every_updates=1))
+CPU = torch.device("cpu")
 KINDS = {  # with a frozen reference; with trained weights beside those that generate; with both
     "flow_grpo": {"updates_per_batch": 1, "kl_weight": 0.1},
     "mix_grpo": {"updates_per_batch": 2},
@@ -59,7 +61,7 @@ class Trainers:
         self.still = self.trainer(self.models[0], offload=False)
         self.copies = LateCopies()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("digenrl.training.trainer.copies_beside", lambda device: self.copies)
+            patch.setattr("digenrl.training.host_copies.copies_beside", lambda device: self.copies)
             self.switched = self.trainer(self.models[1], offload=True)
 
     def trainer(self, model, offload):
@@ -138,7 +140,7 @@ def test_what_has_not_changed_leaves_without_another_copy():
     kept, changing = torch.ones(3), torch.ones(5)
     copies = LateCopies()
     offload = Offload(
-        {"kept": lambda: {"a": kept}, "changing": lambda: {"a": changing}}, torch.device("cpu"), copies
+        {"kept": lambda: {"a": kept}, "changing": lambda: {"a": changing}}, CPU, HostCopies(CPU, copies)
     )
     offload.leave()
     offload.need("kept", "changing")
@@ -155,7 +157,7 @@ def test_what_has_not_changed_leaves_without_another_copy():
 def test_what_was_let_go_of_while_it_was_away_does_not_come_back_in_place_of_another():
     held = {"a": torch.ones(3), "b": torch.ones(3), "c": torch.ones(3)}
     copies = LateCopies()
-    offload = Offload({"part": lambda: held}, torch.device("cpu"), copies)
+    offload = Offload({"part": lambda: held}, CPU, HostCopies(CPU, copies))
     offload.leave()
     held["a"] = torch.full((5,), 2.0)
     del held["b"]
@@ -172,7 +174,7 @@ def test_what_was_let_go_of_while_it_was_away_does_not_come_back_in_place_of_ano
 def test_host_memory_is_taken_once():
     trainers = Trainers("flow_grpo")
     trainer = trainers.switched
-    memory = trainer.switching._offload._memory
+    memory = trainer._host.memory
     trainer.rehearse(trainers.batch(0)[0])
     with trainer.switching.as_in_a_step():
         trainer.switching.leave()
@@ -191,7 +193,7 @@ def test_what_a_batch_began_with_is_copied_beside_its_first_group_into_memory_ta
     trainers = Trainers("diffusion_nft")
     trainer, copies = trainers.switched, trainers.copies
     trainer.rehearse(trainers.batch(0)[0])
-    memory = trainer._last_version._memory
+    memory = trainer._host.memory
     taken = [memory.take(torch.empty(0)).room.data_ptr()]  # where the next one would be cut off
     for step in range(3):
         groups, before = trainers.batch(step), trainer.state()
@@ -205,6 +207,40 @@ def test_what_a_batch_began_with_is_copied_beside_its_first_group_into_memory_ta
     taken.append(memory.take(torch.empty(0)).room.data_ptr())
     numbers_of_steps = len(before["optimizer"]["moments"])  # are not reserved
     assert taken[1] - taken[0] <= 512 * (1 + numbers_of_steps)
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_what_is_kept_on_the_host_leaves_the_card_without_another_copy_until_it_changes(name):
+    trainers = Trainers(name)
+    trainer, copies = trainers.switched, trainers.copies
+    for step in range(2):
+        for group in trainers.batch(step):
+            trainer.add_group(group)
+        while trainer.batch == step:
+            trainer.commit()
+    trainer.keep_version()
+    asked, expected = len(copies.asked), trainer.state()
+    reference = len(trainer.policies.reference_values)  # never changes, and is no part of what is kept
+    trainer.switching.leave()
+    assert len(copies.asked) - asked == reference
+    trainer.switching.come_back()
+    for group in trainers.batch(2):
+        trainer.add_group(group)
+    trainer._last_version.leave()
+    trainer.switching.need("moments", changes=True)
+    asked = len(copies.asked)
+    trainer.switching.leave()
+    assert len(copies.asked) - asked >= 2 * len(trainer.policies.parameters)
+    assert differences(trainer.state_at_last_version(), expected) == []
+
+
+def test_memory_that_the_machine_does_not_have_is_not_asked_for(monkeypatch):
+    monkeypatch.setattr("digenrl.training.host_copies.free_host_bytes", lambda: 2**30)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("it was asked for"))
+    with pytest.raises(
+        ConfigError, match=r"0.3 GB more .* takes 0.0 GB .*, and 1.1 GB are left; .*in_memory: false"
+    ):
+        HostMemory(pin=True).take(torch.zeros(3))
 
 
 def test_a_batch_given_up_while_it_is_away_leaves_no_trace():

@@ -1,0 +1,63 @@
+"""What memory is left: the machine's, or the container's where that is less."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from digenrl import host_memory
+from digenrl.exchange import folder
+from digenrl.host_memory import free_host_bytes
+
+MEMINFO = "MemTotal:       2000 kB\nMemFree:         10 kB\nMemAvailable:    1000 kB\nHugePages_Total:       0\n"
+CONTAINER = {
+    "memory.max": "900000\n",
+    "memory.current": "500000\n",
+    "memory.stat": "anon 1\ninactive_file 100000\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("meminfo", "container", "expected"),
+    [
+        (MEMINFO, {}, 1_024_000),
+        (MEMINFO, CONTAINER, 500_000),
+        (MEMINFO, CONTAINER | {"memory.max": "9000000\n"}, 1_024_000),
+        (MEMINFO, CONTAINER | {"memory.max": "max\n"}, 1_024_000),
+        (MEMINFO, CONTAINER | {"memory.current": "1200000\n"}, 0),
+        ("", CONTAINER, 500_000),
+        (None, {}, None),
+        ("nonsense", {"memory.max": "5\n"}, None),
+    ],
+)
+def test_the_lesser_of_machine_and_container(
+    meminfo: str | None,
+    container: dict[str, str],
+    expected: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_memory, "MACHINE", tmp_path / "meminfo")
+    monkeypatch.setattr(host_memory, "CONTAINER", tmp_path)
+    if meminfo is not None:
+        (tmp_path / "meminfo").write_text(meminfo)
+    for name, content in container.items():
+        (tmp_path / name).write_text(content)
+    assert free_host_bytes() == expected
+
+
+def test_here_it_is_known() -> None:
+    free = free_host_bytes()
+    assert free is None or free > 0
+
+
+@pytest.mark.parametrize(("left", "expected"), [(5, 5), (1 << 60, None), (None, None)])
+def test_shared_memory_holds_no_more_than_the_machine_has(
+    left: int | None, expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = folder.ExchangeFolder(tmp_path).free_bytes()
+    monkeypatch.setattr(folder, "free_host_bytes", lambda: left)
+    monkeypatch.setattr(folder, "SHARED_MEMORY", tmp_path.parent)
+    found = folder.ExchangeFolder(tmp_path).free_bytes()
+    assert found == expected or (expected is None and abs(found - elsewhere) < 1 << 30)

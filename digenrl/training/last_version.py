@@ -33,7 +33,11 @@ class LastVersion:
     def keep(self, state: Callable[[Copied], State]) -> None:
         """Begins to copy a state, and does not wait."""
         self._host.copies.begin()
-        self._state = state(self._copied)
+        try:
+            self._state = state(self._copied)
+        except BaseException:
+            self._let_go()
+            raise
         self._made = self._host.copies.mark()
 
     def state(self) -> State:
@@ -51,9 +55,13 @@ class LastVersion:
     def forget(self) -> None:
         """The memory is for the next one."""
         self.leave()
+        self._let_go()
+        self._state = None
+
+    def _let_go(self) -> None:
         for _, copy in self._held:
             self._host.let_go(copy)
-        self._held, self._state = [], None
+        self._held = []
 
     def _copied(self, value: Tensor) -> Tensor:
         copy = self._host.hold(value)

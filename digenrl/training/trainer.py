@@ -92,7 +92,8 @@ class Trainer:
         self.update = 0  # of this batch
         self.updates_done = 0
         self._retries = 0  # of the allocator, when the update before was committed
-        self._keeps_last_version = keep_last_version and objective.updates_per_batch > 1
+        self.keeps_last_version = keep_last_version and objective.updates_per_batch > 1
+        self._reserved = False
         self._entries: dict[int, GroupEntry] = {}
         self._open = self._empty_sums()
         self._host = HostCopies(model.device)
@@ -150,7 +151,7 @@ class Trainer:
         )
         terms = terms_of(group, standing, self._objective, samples)
         self.switching.need(*TO_REPLAY)
-        if self._keeps_last_version:
+        if self.keeps_last_version:
             self._reserve_last_version()
         per_sample = len(terms) // len(samples)
         job = Job(
@@ -366,7 +367,7 @@ class Trainer:
         return counts.pop()
 
     def _train(self, place: int, entry: GroupEntry, wanted: set[int]) -> None:
-        if self._keeps_last_version:
+        if self.keeps_last_version:
             self.keep_version()
         result = self._run(place, entry, self._terms(entry, wanted))
         self.switching.need(SUMS, changes=True)  # not before: sums come back while the group is replayed
@@ -445,7 +446,10 @@ class Trainer:
         return None if now is None else now - before
 
     def _reserve_last_version(self) -> None:
-        """Also for the moments, which are not there yet before the first step."""
+        """Once, and also for the moments, which are not there before the first step."""
+        if self._reserved:
+            return
+        self._reserved = True
         of_each = 1 + MOMENTS_PER_PARAMETER + (self.ema is not None) + self._objective.needs.old_policy
         self._host.reserve([*self.policies.parameters.values()] * of_each)
 

@@ -343,8 +343,8 @@ class Learning:
         if order.version != self._trainer.batch or not self._publishes:
             return WeightsLaidOut(self._trainer.batch, NO_WEIGHTS)
         keeps = order.keep and (order.sharded or order.rank == 0)
-        if keeps:
-            self._trainer.keep_version()
+        if keeps or self._trainer.keeps_last_version:
+            self._trainer.keep_version()  # which is read off there, too
         published = stages.publish(self._trainer)  # by all ranks together, where weights are sharded
         weights = NO_WEIGHTS
         if order.rank == 0:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
+from digenrl.config.reading import ConfigError
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.published import gathered_weights
 from digenrl.training.checkpoints import CheckpointError, prune_checkpoints, read_checkpoint, save_checkpoint
@@ -26,6 +28,8 @@ class Saving:
 
     def save(self, order: SaveCheckpoint) -> CheckpointSaved:
         """A checkpoint, the newest export beside it, and none too many."""
+        with suppress(ConfigError):  # without the room it is copied at once, which takes longer
+            self._trainer.keep_version()
         run, state, ranks = Path(order.run), self._trainer.state_at_last_version(), self._trainer.ranks
         assert state["batch"] == order.step, f"to save step {order.step}, but the trainer is at {state['batch']}"
         path = save_checkpoint(run / "checkpoints", order.step, state, order.facts, ranks=ranks)

@@ -193,10 +193,14 @@ def test_what_a_batch_began_with_is_copied_beside_its_first_group_into_memory_ta
     trainers = Trainers("diffusion_nft")
     trainer, copies = trainers.switched, trainers.copies
     trainer.rehearse(trainers.batch(0)[0])
+    with trainer.switching.as_in_a_step():
+        trainer.switching.leave()
     memory = trainer._host.memory
     taken = [memory.take(torch.empty(0)).room.data_ptr()]  # where the next one would be cut off
     for step in range(3):
         groups, before = trainers.batch(step), trainer.state()
+        trainer.switching.leave()
+        trainer.switching.come_back()
         trainer.add_group(groups[0])
         assert len(copies.asked) > copies.made, "nobody has waited"
         for group in groups[1:]:

@@ -47,6 +47,11 @@ class Offload:
         """What is not on the card."""
         return sum(tensor.nbytes for part in self._parts.values() for tensor in part.away.values())
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that was taken so far, also by who shares it."""
+        return self._host.memory.bytes_taken
+
     def leave(self) -> None:
         """Everything leaves the card; its memory is free as copies are made. What is away stays there."""
         self._copies.begin()

@@ -57,6 +57,11 @@ class Switching:
         """What is not on the card now."""
         return self._offload.bytes_away
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that was taken so far."""
+        return self._offload.host_bytes
+
     def leave(self) -> None:
         """The card is for generating: begins to empty it, and does not wait."""
         self._offload.leave()

@@ -161,6 +161,7 @@ class Trainer:
             terms_of_group=self._terms_of(group),
         )
         self._passes.run(terms, job)
+        self._retries_since()  # those of rehearsals are nobody's
         return self._passes.share_of_group(len(terms), per_sample * self._shape.group_size)
 
     @property

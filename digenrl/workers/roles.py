@@ -367,14 +367,25 @@ class Learning:
         return RoleChanged(order.generating, self._switch(order.generating))
 
     def rehearse_switching(self, order: RehearseSwitching) -> SwitchingRehearsed:
-        """There and back twice, the second time against the clock: the first takes host memory."""
+        """There and back, and once more until it takes no more host memory: only the last time counts.
+
+        The first takes most of it. What is kept of a version serves then, too, and no longer once it has changed.
+        """
         switching = self._trainer.switching
-        for _ in range(2):
-            with switching.as_in_a_step():
-                leaving = self._switch(generating=True)
-                moved_bytes = switching.bytes_away
-                switching.settle()
-                returning = self._switch(generating=False)
+        self._there_and_back()
+        while True:
+            taken_before = switching.host_bytes
+            rehearsed = self._there_and_back()
+            if switching.host_bytes == taken_before:
+                return rehearsed
+
+    def _there_and_back(self) -> SwitchingRehearsed:
+        switching = self._trainer.switching
+        with switching.as_in_a_step():
+            leaving = self._switch(generating=True)
+            moved_bytes = switching.bytes_away
+            switching.settle()
+            returning = self._switch(generating=False)
         return SwitchingRehearsed(leaving, returning, moved_bytes)
 
     def _switch(self, generating: bool) -> float:

@@ -86,7 +86,9 @@ def test_the_allocators_retries_are_told_update_by_update(monkeypatch):
     groups = scored_groups(model, algorithm, Rollout())
     trainer = trainer_of(model, algorithm, groups, TrainerSettings(pack_size=2))
     told = []
-    for step, retries in enumerate((2, 2, 7, None)):
+    monkeypatch.setattr("digenrl.training.trainer.allocation_retries", lambda device: 1)
+    trainer.rehearse(groups[0])
+    for step, retries in enumerate((3, 3, 8, None)):
         monkeypatch.setattr("digenrl.training.trainer.allocation_retries", lambda device, now=retries: now)
         for group in scored_groups(model, algorithm, Rollout(step=step, version=step)):
             trainer.add_group(group)

@@ -18,3 +18,12 @@ def test_a_run_that_offloads_trains_the_same_weights_and_knows_what_it_costs(liv
     events = [line["event"] for line in lines_of(moving.journal)]
     measured = next(event for event in events if event["type"] == "CostsMeasured")
     assert measured["switch_out_ns"] not in (0, rehearsed["switch_out_ns"]), "the run measures its own switches"
+
+
+def test_a_trainer_of_all_weights_that_helps_and_makes_room_trains_the_same_weights(live: LiveRuns) -> None:
+    full = ("steps=3", "training.lora=null", "batch.prompts=4", "algorithm.options.updates_per_batch=2")
+    alone = live.finished(*full, "techniques.tag=none")
+    helping = live.finished(*full, "techniques.tag=greedy", "training.offload=true")
+    assert any(line["helped_share"] > 0 for line in lines_of(helping.metrics))
+    assert any(span["work"] == "switch" for span in lines_of(helping.spans))
+    assert trained(helping, 3) == trained(alone, 3)

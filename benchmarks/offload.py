@@ -1,11 +1,12 @@
-"""What a change of role costs where all weights are trained: state that leaves a card, and comes back.
+"""What a change of role costs where all weights are trained: state that leaves a card, comes back, or is kept.
 
     python benchmarks/offload.py                  # moments and gradients of 2.5 G parameters, on a GPU
     python benchmarks/offload.py --billions 5
     python benchmarks/offload.py --tiny           # the same ways through the code, on a CPU
 
 The first time, host memory is pinned, which a run does in its rehearsal. Products of large matrices stand for what
-is generated and replayed meanwhile: in turn the card waits for the copies, beside them it does not.
+is generated and replayed meanwhile: in turn the card waits for the copies, beside them it does not. State that is kept
+stays on the card, too; it is compared with a plain copy to the CPU, which takes fresh memory every time.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from rich.table import Table
 from torch import Tensor
 
 from digenrl.models.transfers import wait_for
+from digenrl.training.host_copies import HostCopies, copies_of, cpu_copy
+from digenrl.training.last_version import LastVersion
 from digenrl.training.offload import Offload
 
 ROUNDS = 3  # after the one that pins host memory
@@ -44,6 +47,10 @@ class Measured:
     work_s: float
     work_and_leaving_s: float
     work_and_returning_s: float
+    keeping_s: float
+    keeping_thread_s: float
+    work_and_keeping_s: float
+    plain_copy_s: float
     unchanged: bool
 
     @property
@@ -51,6 +58,11 @@ class Measured:
         """A round trip and the work in turn, over both side by side."""
         in_turn = 2 * self.work_s + self.leaving_s + self.returning_s
         return in_turn / (self.work_and_leaving_s + self.work_and_returning_s)
+
+    @property
+    def keeping_gain(self) -> float:
+        """A plain copy and the work, over the work with a state that is kept beside it."""
+        return (self.plain_copy_s + self.work_s) / self.work_and_keeping_s
 
 
 def shapes(parameters: int, width: int) -> Iterator[tuple[int, ...]]:
@@ -81,6 +93,11 @@ def fingerprint(parts: Mapping[str, Mapping[str, Tensor]]) -> list[int]:
     ]
 
 
+def plain_copies(parts: Mapping[str, Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Of everything, in fresh memory of the host."""
+    return [copies_of(values, cpu_copy) for values in parts.values()]
+
+
 def timed(*actions: Callable[[], object]) -> list[float]:
     """Seconds from the first action's beginning until each has returned."""
     began, seconds = time.perf_counter(), []
@@ -104,8 +121,9 @@ def work_of(device: torch.device) -> Callable[[int], None]:
 
 def measure(parameters: int, width: int, device: torch.device) -> Measured:
     """Round trips alone, then beside work."""
-    parts = state_of(parameters, width, device)
-    offload = Offload({"sums": lambda: parts["sums"], "moments": lambda: parts["moments"]}, device)
+    parts, host = state_of(parameters, width, device), HostCopies(device)
+    offload = Offload({"sums": lambda: parts["sums"], "moments": lambda: parts["moments"]}, device, host)
+    version = LastVersion(host)
     before, products = fingerprint(parts), work_of(device)
     wait = partial(wait_for, device)
 
@@ -130,6 +148,22 @@ def measure(parameters: int, width: int, device: torch.device) -> Measured:
     work_s = timed(work, wait)[-1]
     work_and_leaving_s = timed(offload.leave, work, wait, offload.settle)[-1]
     work_and_returning_s = timed(offload.come_back, work, changed)[-1]
+
+    def keep() -> None:
+        version.keep(lambda copied: {part: copies_of(values, copied) for part, values in parts.items()})
+
+    keeping = []
+    for _ in range(ROUNDS):
+        keeping.append(timed(keep, version.state))
+        version.forget()
+    keeping_thread_s, keeping_s = map(min, zip(*keeping, strict=True))
+    work_and_keeping_s = timed(keep, work, wait, version.state)[-1]
+    plain_copy_s = min(timed(partial(plain_copies, parts))[-1] for _ in range(ROUNDS))
+    kept = all(
+        torch.equal(version.state()[part][name], value.cpu())
+        for part in parts
+        for name, value in parts[part].items()
+    )
     return Measured(
         gigabytes=sum(value.nbytes for part in parts.values() for value in part.values()) / 1e9,
         pinning_s=pinning_s,
@@ -140,7 +174,11 @@ def measure(parameters: int, width: int, device: torch.device) -> Measured:
         work_s=work_s,
         work_and_leaving_s=work_and_leaving_s,
         work_and_returning_s=work_and_returning_s,
-        unchanged=fingerprint(parts) == before,
+        keeping_s=keeping_s,
+        keeping_thread_s=keeping_thread_s,
+        work_and_keeping_s=work_and_keeping_s,
+        plain_copy_s=plain_copy_s,
+        unchanged=fingerprint(parts) == before and kept,
     )
 
 
@@ -149,6 +187,7 @@ def shown(result: Measured) -> Table:
     for name, alone, thread, beside in (
         ("leaving", result.leaving_s, result.leaving_thread_s, result.work_and_leaving_s),
         ("coming back", result.returning_s, result.returning_thread_s, result.work_and_returning_s),
+        ("kept", result.keeping_s, result.keeping_thread_s, result.work_and_keeping_s),
     ):
         seconds = [f"{each:.3f} s" for each in (alone, thread, beside, result.work_s)]
         table.add_row(name, seconds[0], f"{result.gigabytes / alone:.1f}", *seconds[1:])
@@ -168,13 +207,15 @@ def main() -> None:
     parameters, width = (100_000, 64) if options.tiny else (round(options.billions * 1e9), 2432)
     result = measure(parameters, width, device)
     if options.json:
-        print(json.dumps(asdict(result) | {"gain": result.gain}))
+        print(json.dumps(asdict(result) | {"gain": result.gain, "keeping_gain": result.keeping_gain}))
         return
     out = Console()
     out.print(f"{result.gigabytes:.2f} GB of state; the first time, with pinning: {result.pinning_s:.2f} s")
     out.print(shown(result))
     same = "all bits are the same" if result.unchanged else "THE STATE HAS CHANGED"
-    out.print(f"in turn / beside: {result.gain:.2f}x; {same}")
+    out.print(f"there and back, in turn / beside: {result.gain:.2f}x")
+    out.print(f"kept, by a plain copy of {result.plain_copy_s:.2f} s before / beside: {result.keeping_gain:.2f}x")
+    out.print(same)
 
 
 if __name__ == "__main__":

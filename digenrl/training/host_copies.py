@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import ReferenceType, ref
@@ -23,6 +23,11 @@ Copied = Callable[[Tensor], Tensor]  # makes a copy in host memory, perhaps late
 def cpu_copy(value: Tensor) -> Tensor:
     """At once, and nothing else holds it."""
     return value.detach().to("cpu", copy=True)
+
+
+def copies_of(tensors: Mapping[str, Tensor], copied: Copied) -> dict[str, Tensor]:
+    """By the same names."""
+    return {name: copied(value) for name, value in tensors.items()}
 
 
 class Copies(Protocol):

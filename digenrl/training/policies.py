@@ -17,7 +17,7 @@ from digenrl.models.contract import DiffusionModel
 from digenrl.models.lora import adapters_disabled, has_lora
 from digenrl.models.published import check_fits, gathered_weights, published_name, weights_state
 from digenrl.models.shards import is_sharded, own_part
-from digenrl.training.host_copies import Copied, cpu_copy
+from digenrl.training.host_copies import Copied, copies_of, cpu_copy
 
 
 def trained_parameters(model: DiffusionModel) -> dict[str, nn.Parameter]:
@@ -203,8 +203,3 @@ class Policies:
             self.old_snapshot.follow(decay)
             self._old_lags = decay != 0
         self._left_version, self._last_version = False, {}
-
-
-def copies_of(tensors: Mapping[str, Tensor], copied: Copied) -> dict[str, Tensor]:
-    """By the same names."""
-    return {name: copied(value) for name, value in tensors.items()}

@@ -5,8 +5,8 @@
     python benchmarks/offload.py --tiny           # the same ways through the code, on a CPU
 
 The first time, host memory is pinned, which a run does in its rehearsal. Products of large matrices stand for what
-is generated and replayed meanwhile: in turn the card waits for the copies, beside them it does not. State that is kept
-stays on the card, too; it is compared with a plain copy to the CPU, which takes fresh memory every time.
+is generated and replayed meanwhile: in turn the card waits for the copies, beside them it does not. State that is
+kept stays on the card, too; it is compared with a plain copy to the CPU, which takes fresh memory every time.
 """
 
 from __future__ import annotations

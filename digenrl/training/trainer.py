@@ -93,7 +93,6 @@ class Trainer:
         self.updates_done = 0
         self._retries = 0  # of the allocator, when the update before was committed
         self.keeps_last_version = keep_last_version and objective.updates_per_batch > 1
-        self._reserved = False
         self._entries: dict[int, GroupEntry] = {}
         self._open = self._empty_sums()
         self._host = HostCopies(model.device)
@@ -151,8 +150,7 @@ class Trainer:
         )
         terms = terms_of(group, standing, self._objective, samples)
         self.switching.need(*TO_REPLAY)
-        if self.keeps_last_version:
-            self._reserve_last_version()
+        self.reserve_version()
         per_sample = len(terms) // len(samples)
         job = Job(
             group.conditioning,
@@ -251,8 +249,16 @@ class Trainer:
         """
         if self.update or self._last_version.kept:
             return
-        self._reserve_last_version()
         self._last_version.keep(lambda copied: self._state_of_now(with_reference=False, copied=copied))
+
+    def reserve_version(self) -> None:
+        """Takes host memory for what a version that is kept will hold, beside all that is there now."""
+        if not self.keeps_last_version:
+            return
+        kept = self._last_version.kept
+        moments = MOMENTS_PER_PARAMETER if self.moments_to_come() or not kept else 0
+        weights = self._objective.needs.old_policy + (0 if kept else 1 + (self.ema is not None))
+        self._host.reserve([*self.policies.parameters.values()] * (moments + weights))
 
     def published(self) -> dict[str, Tensor]:
         """The weights that the next batch is generated with, by name; to be read before the batch is done.
@@ -445,14 +451,6 @@ class Trainer:
         before, now = self._retries, allocation_retries(self._device)
         self._retries = now or 0
         return None if now is None else now - before
-
-    def _reserve_last_version(self) -> None:
-        """Once, and also for the moments, which are not there before the first step."""
-        if self._reserved:
-            return
-        self._reserved = True
-        of_each = 1 + MOMENTS_PER_PARAMETER + (self.ema is not None) + self._objective.needs.old_policy
-        self._host.reserve([*self.policies.parameters.values()] * of_each)
 
     def _next_update(self) -> None:
         self.update += 1

@@ -385,6 +385,8 @@ class Learning:
             leaving = self._switch(generating=True)
             moved_bytes = switching.bytes_away
             switching.settle()
+            if self._publishes:  # to others, and helps them in the middle of a batch
+                self._trainer.reserve_version()
             returning = self._switch(generating=False)
         return SwitchingRehearsed(leaving, returning, moved_bytes)
 

@@ -217,6 +217,32 @@ def test_what_a_batch_began_with_is_copied_beside_its_first_group_into_memory_ta
 
 
 @pytest.mark.parametrize("name", list(KINDS))
+def test_a_trainer_that_helps_in_the_middle_of_a_batch_takes_no_memory_after_its_rehearsal(name):
+    trainers = Trainers(name)
+    trainer = trainers.switched
+    if trainer.keeps_last_version:
+        trainer.keep_version()  # as the first version is, when it is laid out
+    trainer.rehearse(trainers.batch(0)[0])
+    for _ in range(2):
+        with trainer.switching.as_in_a_step():
+            trainer.switching.leave()
+            trainer.reserve_version()
+    untouched = uncut(trainer._host.memory)
+    for step in range(3):
+        for group in trainers.batch(step):
+            trainer.switching.leave()
+            trainer.add_group(group)
+            trainer.switching.leave()
+            while trainer.can_commit():
+                trainer.commit()
+                trainer.switching.leave()
+        if trainer.keeps_last_version:
+            trainer.keep_version()
+    numbers_of_steps = len(trainer.optimizer.state)  # are not reserved
+    assert untouched - uncut(trainer._host.memory) <= 512 * numbers_of_steps
+
+
+@pytest.mark.parametrize("name", list(KINDS))
 def test_what_is_kept_on_the_host_leaves_the_card_without_another_copy_until_it_changes(name):
     trainers = Trainers(name)
     trainer, copies = trainers.switched, trainers.copies

@@ -171,6 +171,7 @@ class Generating:
         self._scoring, self._trainer, self._slowdown = scoring, trainer, slowdown
         self._limits = stages.row_limits(blueprint)
         self._loaded_version = 0
+        self._has_loaded = False
         self.handlers: Handlers = {
             MakeSlice: self.make_slice,
             LoadWeights: self.load_weights,
@@ -200,9 +201,9 @@ class Generating:
         return SliceMade(order.lease, where, scores)
 
     def load_weights(self, order: LoadWeights) -> WeightsLoaded:
-        """From the next slice on."""
+        """From the next slice on. The first time also what it has already, which tells what loading costs."""
         began = perf_counter()
-        self._serve(order.version, order.weights)
+        self._serve(order.version, order.weights, even_if_the_same=not self._has_loaded)
         return WeightsLoaded(order.version, perf_counter() - began)
 
     def evaluate(self, order: EvaluatePrompts) -> PromptsSampled:
@@ -277,11 +278,12 @@ class Generating:
         make()
         return sustained_seconds(make, self._model.device)
 
-    def _serve(self, version: int, weights: WeightsReference) -> None:
+    def _serve(self, version: int, weights: WeightsReference, even_if_the_same: bool = False) -> None:
         """Checked by checksum, names and shapes before anything changes; a version at hand stays."""
-        if self._trainer is None and version > self._loaded_version:
+        newer = version > self._loaded_version or (even_if_the_same and version == self._loaded_version)
+        if self._trainer is None and newer:
             load_published(self._model, self._exchange.get_weights(weights))
-            self._loaded_version = version
+            self._loaded_version, self._has_loaded = version, True
 
     def _weights(self) -> AbstractContextManager[None]:
         return nullcontext() if self._trainer is None else self._trainer.policies.generating()

@@ -250,6 +250,8 @@ class Trainer:
         if self.update or self._last_version.kept:
             return
         self._last_version.keep(lambda copied: self._state_of_now(with_reference=False, copied=copied))
+        if self.policies.sharded:
+            self._last_version.state()  # other policies' weights are about to be put into the same memory
 
     def reserve_version(self) -> None:
         """Takes host memory for what a version that is kept will hold, beside all that is there now."""

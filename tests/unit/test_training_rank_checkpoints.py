@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from late_copies import LateCopies
 from rank_cases import STEADY, WAYS, Case, train
 from rank_processes import on_ranks
 from scored_groups import Rollout, relative_difference, scored_groups, trainer_of
@@ -20,6 +21,7 @@ from digenrl.config.training import EmaSettings
 from digenrl.models.registry import make_tiny_pipeline
 from digenrl.training.checkpoints import CheckpointError, latest_checkpoint, read_checkpoint, save_checkpoint
 from digenrl.training.part_files import part_name
+from digenrl.training.policies import Snapshot
 from digenrl.training.sharding import shard_model
 from digenrl.training.state_trees import tensors_in
 from digenrl.workers.orders import SaveCheckpoint
@@ -52,6 +54,37 @@ def resumed(ranks, case, path):
     middle = trainer.state()
     train(trainer, batches[2])
     return path, middle, trainer.policies.published()
+
+
+def kept_and_left(ranks, case):
+    """The state before a batch, and the same as it is kept when the batch's first update is committed.
+
+    Copies are made at the worst time: while another policy's weights are in the model.
+    """
+    copies, swap = LateCopies(), Snapshot._swap
+
+    def swapped(snapshot):
+        swap(snapshot)
+        copies.finish()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("digenrl.training.host_copies.copies_beside", lambda device: copies)
+        patch.setattr(Snapshot, "_swap", swapped)
+        _, trainer, batches = case.trainer_and_batches(ranks)
+        train(trainer, batches[0])
+        before = trainer.state()
+        for group in batches[1]:
+            trainer.add_group(group)
+        trainer.commit()
+        assert trainer.update == 1
+        return before, trainer.state_at_last_version()
+
+
+@WAYS
+def test_what_is_kept_of_a_version_is_not_what_replays_put_in_its_place(lora, tmp_path):
+    case = replace(CASE, options=CASE.options | {"updates_per_batch": 2}, lora=lora)
+    for before, kept in on(2, tmp_path, kept_and_left, case):
+        assert_same_bits(tensors_in(before), tensors_in(kept))
 
 
 def on(count, folder, job, *arguments):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from fake_crew import fake_recipe
+from late_copies import LateCopies
 from scored_groups import Rollout, scored_groups, toy, trainer_of
 
 from digenrl.algorithms.registry import build_algorithm
@@ -25,31 +24,6 @@ KINDS = {  # with a frozen reference; with trained weights beside those that gen
     "mix_grpo": {"updates_per_batch": 2},
     "diffusion_nft": {"updates_per_batch": 2, "kl_weight": 0.1},
 }
-
-
-class LateCopies:
-    """A stream at its slowest: a copy is made when somebody waits for it; until then the target is nonsense."""
-
-    def __init__(self):
-        self.asked, self.made = [], 0
-
-    def begin(self):
-        pass
-
-    def copy(self, target, source):
-        target.data.fill_(math.nan)
-        self.asked.append((target.detach(), source.detach()))
-
-    def mark(self):
-        return len(self.asked)
-
-    def wait(self, mark):
-        for target, source in self.asked[self.made : mark]:
-            target.copy_(source)
-        self.made = max(self.made, mark)
-
-    def finish(self, mark=None):
-        self.wait(len(self.asked) if mark is None else mark)
 
 
 class Trainers:

@@ -14,6 +14,7 @@ from digenrl.training.gradients import Gradients
 from digenrl.training.host_copies import Copied, cpu_copy
 from digenrl.training.policies import Policies
 
+MOMENTS_PER_PARAMETER = 2  # of AdamW
 OF_THE_DEVICE = ("foreach", "fused")  # how a step is computed is not the state's to say
 
 

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from digenrl.training.host_copies import HostCopies
 from digenrl.training.offload import Held, Offload
+from digenrl.training.optimizer import MOMENTS_PER_PARAMETER
 from digenrl.training.ordered_sums import OrderedSums
 from digenrl.training.policies import Policies, Snapshot
 
 WEIGHTS, REFERENCE, SUMS, MOMENTS, AVERAGE = "weights", "reference", "sums", "moments", "average"
 EVERYTHING = (WEIGHTS, REFERENCE, SUMS, MOMENTS, AVERAGE)
 TO_REPLAY, TO_STEP = (WEIGHTS, REFERENCE), (WEIGHTS, MOMENTS, AVERAGE)
-MOMENTS_PER_PARAMETER = 2  # of AdamW
 
 
 class Switching:

@@ -19,7 +19,6 @@ from torch import Tensor
 from digenrl.config.training import TrainerSettings
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.pairs import Objective, ScoredGroup, Standing
-from digenrl.models.published import check_fits
 from digenrl.training.agreement import Agreed, UpdateFacts, agree
 from digenrl.training.batch import BatchShape, GroupEntry, check_shape, check_sharding
 from digenrl.training.gradients import Gradients, GradientSums, add_into, total_norm
@@ -27,13 +26,7 @@ from digenrl.training.host_copies import Copied, HostCopies, cpu_copy
 from digenrl.training.last_version import LastVersion
 from digenrl.training.memory_plan import Packing
 from digenrl.training.metrics import UpdateMetrics, update_metrics
-from digenrl.training.optimizer import (
-    check_moments,
-    load_optimizer_state,
-    make_optimizer,
-    optimizer_state,
-    take_step,
-)
+from digenrl.training.optimizer import MOMENTS_PER_PARAMETER, make_optimizer, take_step
 from digenrl.training.ordered_sums import OrderedSums
 from digenrl.training.pack_size import allocation_retries
 from digenrl.training.packed import Job, PackedPasses, PassResult
@@ -41,8 +34,9 @@ from digenrl.training.packs import Term, terms_of, update_of
 from digenrl.training.policies import Policies
 from digenrl.training.ranks import RankGroup
 from digenrl.training.replay import DrawNoise, Replay
-from digenrl.training.sharding import Cut, as_held_by
-from digenrl.training.switching import EVERYTHING, MOMENTS_PER_PARAMETER, SUMS, TO_REPLAY, TO_STEP, Switching
+from digenrl.training.sharding import Cut
+from digenrl.training.switching import EVERYTHING, SUMS, TO_REPLAY, TO_STEP, Switching
+from digenrl.training.trained_state import TrainedState
 
 
 class Trainer:
@@ -85,6 +79,7 @@ class Trainer:
         self.cut = Cut.of(self.policies.model_parameters, ranks) if ranks and self.policies.sharded else None
         self.ema = None if settings.ema is None else self.policies.snapshot()
         self.optimizer = make_optimizer(self.policies, settings)
+        self._trained = TrainedState(self.policies, self.ema, self.optimizer, self.cut)
         autocast = settings.autocast == "bf16"
         replay = Replay(model, objective, self.policies, draw_noise, recompute=recompute, autocast=autocast)
         self._passes = PackedPasses(model, objective, self.policies, replay, settings, ranks, self._bytes_to_come)
@@ -178,9 +173,8 @@ class Trainer:
         return self._passes.pack_size
 
     def moments_to_come(self) -> int:
-        """Bytes of the optimizer's moments before the first step; none after it."""
-        without = [p for p in self.policies.parameters.values() if not self.optimizer.state.get(p)]
-        return sum(MOMENTS_PER_PARAMETER * parameter.nbytes for parameter in without)
+        """Bytes that a state has more of after the first step."""
+        return self._trained.moments_to_come()
 
     def can_commit(self) -> bool:
         """Whether every group of the open update is trained and, for a batch-wide scale, every reward is known."""
@@ -305,16 +299,9 @@ class Trainer:
 
         A sharded trainer takes whole states too, and those of the same rank among as many.
         """
-        parameters = self.policies.parameters
-        state = as_held_by(self.cut, self.policies.model_parameters, state)
-        self.policies.check_state(state["policies"])
-        check_moments(state["optimizer"], parameters)
+        fitting = self._trained.fitting(state)
         self.switching.need(*EVERYTHING, changes=True)
-        if self.ema is not None:
-            check_fits("state of the moving average", state["ema"] or {}, parameters)
-            self.ema.load_state(state["ema"])
-        self.policies.load_state(state["policies"])
-        load_optimizer_state(self.optimizer, parameters, state["optimizer"])
+        self._trained.load(fitting)
         self.batch, self.updates_done = state["batch"], state["updates_done"]
         if state["pack_size"] is not None:
             self._passes.pack_size = state["pack_size"]  # packs of another size round differently
@@ -490,12 +477,9 @@ class Trainer:
         return self.moments_to_come() + (self._passes.sums_bytes if several and not self._open.tensors() else 0)
 
     def _state_of_now(self, with_reference: bool = True, copied: Copied = cpu_copy) -> dict[str, Any]:
-        return {
+        counters = {
             "batch": self.batch,
             "updates_done": self.updates_done,
             "pack_size": self._passes.pack_size,
-            "policies": self.policies.state(with_reference, copied),
-            "ema": None if self.ema is None else self.ema.state(copied),
-            "optimizer": optimizer_state(self.optimizer, self.policies.parameters, copied),
-            "shard": None if self.cut is None else self.cut.facts(),
         }
+        return counters | self._trained.copy(with_reference, copied)

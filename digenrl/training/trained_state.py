@@ -15,7 +15,7 @@ from digenrl.training.sharding import Cut, as_held_by
 
 
 class TrainedState:
-    """Read off a trainer's parts, or written into them. Of a sharded model it is this rank's, and says how it is cut."""
+    """Read off a trainer's parts, or written into them. Of a sharded model it is this rank's, and says which."""
 
     def __init__(
         self, policies: Policies, ema: Snapshot | None, optimizer: torch.optim.Optimizer, cut: Cut | None
@@ -33,15 +33,12 @@ class TrainedState:
 
     def fitting(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """The state as it is held here; raises ValueError if it is of something else."""
-        state, parameters = (
-            as_held_by(self._cut, self._policies.model_parameters, state),
-            self._policies.parameters,
-        )
-        self._policies.check_state(state["policies"])
-        check_moments(state["optimizer"], parameters)
+        held, parameters = as_held_by(self._cut, self._policies.model_parameters, state), self._policies.parameters
+        self._policies.check_state(held["policies"])
+        check_moments(held["optimizer"], parameters)
         if self._ema is not None:
-            check_fits("state of the moving average", state["ema"] or {}, parameters)
-        return state
+            check_fits("state of the moving average", held["ema"] or {}, parameters)
+        return held
 
     def load(self, fitting: Mapping[str, Any]) -> None:
         """Takes over a copy of a state that fits."""

@@ -477,9 +477,5 @@ class Trainer:
         return self.moments_to_come() + (self._passes.sums_bytes if several and not self._open.tensors() else 0)
 
     def _state_of_now(self, with_reference: bool = True, copied: Copied = cpu_copy) -> dict[str, Any]:
-        counters = {
-            "batch": self.batch,
-            "updates_done": self.updates_done,
-            "pack_size": self._passes.pack_size,
-        }
+        counters = {"batch": self.batch, "updates_done": self.updates_done, "pack_size": self._passes.pack_size}
         return counters | self._trained.copy(with_reference, copied)

@@ -141,7 +141,7 @@ class TrainingRun:
             runtime.receive()
         published_s = lay_out(runtime, self._start.step)
         self._view.say("rehearsing, to know what things cost")
-        rehearsal = rehearse(runtime, published_s, self._start.step)
+        rehearsal = rehearse(runtime, published_s, self._start.step, self._view.say)
         slice_size = settle_slice(runtime, rehearsal)
         rehearsal = rehearse_rest(runtime, rehearsal, slice_size, self._start.step)
         batch = folder.recipe.batch.model_copy(update={"slice": slice_size})

@@ -5,7 +5,7 @@ Needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -90,14 +90,19 @@ def check_room(exchange: Shelf, weights_bytes: int, kept_bytes: int) -> None:
         )
 
 
-def rehearse(runtime: WorkRuntime, publish_s: float, first_step: int = 0) -> Rehearsal:
+def rehearse(
+    runtime: WorkRuntime, publish_s: float, first_step: int = 0, say: Callable[[str], None] = lambda text: None
+) -> Rehearsal:
     """Everybody does a little of its work at the same time, twice: once to warm up and once against the clock.
 
-    The prompt is one of the step that the run begins with: those of other steps may not be encoded.
+    The prompt is one of the step that the run begins with: those of other steps may not be encoded. Where this may
+    take minutes, its parts are told.
     """
     recipe, all_sizes = runtime.recipe, met_beforehand(runtime.recipe, runtime.crew)
+    tell = say if all_sizes else lambda text: None
     prompt = runtime.desk.prompt(first_step, 0)
     sizes = sizes_to_try(recipe, all_sizes)
+    tell(f"rehearsing slices of {' and '.join(str(size) for size in sizes)} samples{_compiling(runtime)}")
     makers: list[tuple[str, Order]] = [
         (worker, RehearseMaking(prompt, tuple(dict.fromkeys((*sizes, own_slice(assignment, max(sizes)))))))
         for worker, assignment in _makers(runtime)
@@ -105,7 +110,9 @@ def rehearse(runtime: WorkRuntime, publish_s: float, first_step: int = 0) -> Reh
     made: list[MakingRehearsed] = runtime.ask(makers)
     samples = min(recipe.batch.samples_per_prompt, 4)
     at_once = max((size for size in sizes if size <= samples), default=min(sizes)) if all_sizes else None
+    tell(f"rehearsing training{_compiling(runtime)}")
     learnt: LearningRehearsed = runtime.ask([(TRAINER, RehearseLearning(prompt, samples, at_once))])[0]
+    tell("rehearsing rewards and changes of role")
     score_sample = _rehearse_scoring(runtime, prompt, max(sizes))
     switch_in, switch_out = _rehearse_switching(runtime)
     return Rehearsal(
@@ -138,6 +145,12 @@ def rehearse_rest(runtime: WorkRuntime, rehearsal: Rehearsal, slice_size: int, f
         for lane, seconds in enumerate(rehearsal.slices)
     )
     return replace(rehearsal, slices=slices)
+
+
+def _compiling(runtime: WorkRuntime) -> str:
+    everybody = (*runtime.crew.generators, runtime.crew.trainer)
+    compiles = any(runtime.recipe.model.compiles(each.device) for each in everybody)
+    return ", which compiles the model for each size: minutes, the first time" if compiles else ""
 
 
 def _makers(runtime: WorkRuntime) -> list[tuple[str, Assignment]]:

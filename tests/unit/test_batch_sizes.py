@@ -95,6 +95,29 @@ def test_on_a_card_the_slice_with_which_a_sample_takes_least_was_measured(
     assert run.sizes_made() == {"trainer": [8, 16]}
 
 
+@pytest.mark.parametrize(
+    ("devices", "compile_", "told"),
+    [
+        (
+            CARDS,
+            True,
+            ["slices of 8 and 16 samples, which compiles the model", "training, which compiles", "rewards"],
+        ),
+        (CARDS, False, ["slices of 8 and 16 samples", "training", "rewards"]),
+        (CPU, False, []),
+    ],
+)
+def test_what_may_take_minutes_is_told_part_by_part(devices: Any, compile_: bool, told: list[str]) -> None:
+    model = {"family": "sd3", "source": "tiny", "compile": compile_}
+    run: Any = Rehearsing(devices, lambda size: 1.0 * size, batch=batch(16), model=model)
+    said: list[str] = []
+    rehearse(run, 0.0, say=said.append)
+    assert len(said) == len(told)
+    for line, beginning in zip(said, told, strict=True):
+        assert line.startswith(f"rehearsing {beginning}")
+        assert ("compiles" in line) == (compile_ and "rewards" not in line)
+
+
 def test_on_a_cpu_two_small_slices_tell_about_all() -> None:
     run = Rehearsing(CPU, lambda size: 1.0 + size, batch=batch(16))
     assert run.opened()[0] == 16

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from scored_groups import Rollout, nudge, scored_groups, toy, trainer_of
 
 from digenrl.algorithms.registry import ALGORITHMS, build_algorithm
+from digenrl.config.reading import ConfigError
 from digenrl.config.training import EmaSettings, TrainerSettings
 from digenrl.models.published import load_published, weights_state
+from digenrl.training.checkpoints import read_checkpoint
+from digenrl.workers.orders import SaveCheckpoint
+from digenrl.workers.saving import Saving
 
 SETTINGS = TrainerSettings(pack_size=4, learning_rate=0.02, ema=EmaSettings(decay=0.5, every_updates=1))
 LORA_OR_FULL = pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
@@ -213,6 +218,30 @@ def test_a_version_kept_on_the_host_is_what_is_saved_and_published(name, updates
             assert same_state(trainer.published(), version)
             trainer.commit()
         assert not same_state(trainer.published(), version)
+
+
+def test_without_room_on_the_host_nothing_is_kept_and_a_run_is_saved_all_the_same(tmp_path, monkeypatch):
+    algorithm, model = build_algorithm("flow_grpo"), toy()
+    trainer = trainer_of(model, algorithm, batch_of(model, algorithm), SETTINGS, keep_last_version=True)
+    train(trainer, batch_of(model, algorithm))
+    expected, memory = trainer.state(), trainer._host.memory
+    take, taken, given = memory.take, [], []
+
+    def take_three(like):
+        if len(taken) == 3:
+            raise ConfigError("no room")
+        taken.append(take(like))
+        return taken[-1]
+
+    monkeypatch.setattr(memory, "take", take_three)
+    monkeypatch.setattr(memory, "give", given.append)
+    with pytest.raises(ConfigError, match="no room"):
+        trainer.keep_version()
+    assert given == taken
+    monkeypatch.setattr("digenrl.workers.saving.export_weights", lambda *_: None)
+    saved = Saving(model, trainer).save(SaveCheckpoint(str(tmp_path), step=1, keep=1, facts={}))
+    trainer.load_state(read_checkpoint(Path(saved.path)).trainer_state)
+    assert same_state(trainer.state(), expected)
 
 
 # --- What generators are given --------------------------------------------------------------------------------

@@ -73,6 +73,23 @@ def test_what_was_trained_loads_in_diffusers_and_gives_the_same_velocity(directo
     assert torch.equal(got, velocity_of(model))
 
 
+def test_a_large_transformer_is_cut_into_files_wherever_its_weights_lie(directory, tmp_path, monkeypatch):
+    model = model_of(directory, lora=False)
+    kind = type(model.transformer)
+    save = kind.save_pretrained
+    monkeypatch.setattr(kind, "save_pretrained", lambda self, folder: save(self, folder, max_shard_size="20KB"))
+    own = {name: value.detach() + 1 for name, value in model.transformer.named_parameters()}
+    together = torch.cat([value.reshape(-1) for value in own.values()])
+    pieces = torch.split(together, [value.numel() for value in own.values()])
+    shared = {name: piece.view(own[name].shape) for name, piece in zip(own, pieces, strict=True)}
+    export_transformer(model, tmp_path / "apart", own)
+    export_transformer(model, tmp_path / "together", shared)
+    files = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("apart", "together")]
+    assert files[0] == files[1] and len(files[0]) > 3
+    loaded = dict(kind.from_pretrained(tmp_path / "together").named_parameters())
+    assert all(torch.equal(loaded[name], value) for name, value in own.items())
+
+
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_a_newer_export_takes_the_place_of_the_older(directory, tmp_path, lora):
     model = model_of(directory, lora)

@@ -81,6 +81,6 @@ def _transformer_with(model: DiffusionModel, weights: Mapping[str, Tensor]) -> A
 
 
 def _apart(value: Tensor) -> Tensor:
-    """The same values as a tensor by itself: tensors that share memory are written into one file, however large."""
+    """The same values as a tensor by itself: those that share memory are written into one file, however large."""
     content = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return torch.from_numpy(content).view(value.dtype).view(value.shape)

@@ -98,7 +98,6 @@ class Policies:
             self.parameters = {name: nn.Parameter(part) for name, part in parts.items()}
         self._model = model
         self._left_version = False
-        self._last_version: Mapping[str, Tensor] = {}  # trained weights of a version that was left
         self.old_snapshot = self.snapshot() if keep_old else None
         self._old_lags = False  # behind the trained weights, when a batch begins
         frozen_copy = keep_reference and not has_lora(model)
@@ -126,21 +125,19 @@ class Policies:
         whole weights, on its CPU, and the others none.
         """
         if self.sharded:
-            return self._published_by_all()
-        if kept is None and self.old_snapshot is None and self._last_version:
-            kept = {name: value.clone() for name, value in self._last_version.items()}
+            return self._published_by_all(kept)
         if kept is not None:
             instead = {published_name(name): value for name, value in kept.items()}
             return weights_state(self._model, instead=instead)
         with self.generating():
             return weights_state(self._model)
 
-    def _published_by_all(self) -> dict[str, Tensor]:
-        if self.old_snapshot is not None:
-            return gathered_weights(self._model, self.old_snapshot.values)
-        if not self._last_version:
+    def _published_by_all(self, kept: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        if kept is None and self.old_snapshot is not None:
+            kept = self.old_snapshot.values
+        if kept is None:
             self.generating()  # raises where the last version is not at hand
-        return gathered_weights(self._model, self._last_version)
+        return gathered_weights(self._model, kept or {})
 
     def old(self) -> AbstractContextManager[None]:
         """The weights before the batch's first update or, where an algorithm lets them follow slowly, behind."""
@@ -191,15 +188,15 @@ class Policies:
             self._old_lags = state["old"] is not None
         if self._reference_snapshot is not None:
             self._reference_snapshot.load_state(state["reference"])
-        self._left_version, self._last_version = False, {}
+        self._left_version = False
 
-    def leave_version(self, kept: Mapping[str, Tensor] | None = None) -> None:
-        """The trained weights are about to move on from the last version; a copy of them may be kept for it."""
-        self._left_version, self._last_version = True, kept or {}
+    def leave_version(self) -> None:
+        """The trained weights are about to move on from the last version."""
+        self._left_version = True
 
     def finish_batch(self, decay: float) -> None:
         """old <- decay * old + (1 - decay) * new: a version to publish."""
         if self.old_snapshot is not None:
             self.old_snapshot.follow(decay)
             self._old_lags = decay != 0
-        self._left_version, self._last_version = False, {}
+        self._left_version = False

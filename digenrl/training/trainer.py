@@ -196,8 +196,7 @@ class Trainer:
             )
         self._passes.pack_size = agreed.pack_size
         if self.update == 0:
-            kept = self._last_version.state()["policies"]["current"] if self._last_version.kept else None
-            self.policies.leave_version(kept)
+            self.policies.leave_version()
         self._last_version.leave()
         self.switching.need(*TO_STEP, changes=True)
         take_step(self.policies, self.optimizer, gradient, agreed.norm, self._settings.gradient_norm)
@@ -261,7 +260,7 @@ class Trainer:
 
         Of a sharded model all ranks ask; the first gets whole weights, on its CPU, and the others none.
         """
-        if not self._last_version.kept or self.policies.sharded:
+        if not self._last_version.kept:
             return self.policies.published()
         kept = self._last_version.state()["policies"]
         return self.policies.published(kept["old"] or kept["current"])

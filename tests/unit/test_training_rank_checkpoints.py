@@ -44,7 +44,7 @@ def saved(ranks, case, run):
         path = save_checkpoint(run, step, trainer.state(), {"fingerprint": "f00d"}, ranks=ranks)
     middle = trainer.state()
     train(trainer, batches[2])
-    return path, middle, trainer.policies.published()
+    return path, middle, trainer.published()
 
 
 def resumed(ranks, case, path):
@@ -53,7 +53,7 @@ def resumed(ranks, case, path):
     Saving(model, trainer).resume(path)
     middle = trainer.state()
     train(trainer, batches[2])
-    return path, middle, trainer.policies.published()
+    return path, middle, trainer.published()
 
 
 def kept_and_left(ranks, case):
@@ -247,7 +247,7 @@ def trained_tiny(ranks, directory, run, lora):
     trainer = trainer_of(model, algorithm, groups, settings, ranks=ranks)
     metrics = train(trainer, groups)
     report = Saving(model, trainer).save(SaveCheckpoint(str(run), 1, {}, keep=1))
-    return trainer.policies.published(), metrics, report
+    return trainer.published(), metrics, report
 
 
 @WAYS

@@ -40,7 +40,7 @@ def trained(ranks, case):
     average = {} if trainer.ema is None else trainer.ema.values
     if trainer.policies.sharded:
         average = gathered(trainer.policies.model_parameters, average)
-    return trainer.policies.published(), average, metrics
+    return trainer.published(), average, metrics
 
 
 def assert_close_metrics(several, one):
@@ -405,11 +405,11 @@ def test_parts_of_a_state_are_refused_by_whoever_they_do_not_fit(tmp_path):
 def inside_a_batch(ranks, case):
     """Weights of the last version, asked for when an update of the next batch is committed already."""
     _, trainer, batches = case.trainer_and_batches(ranks)
-    before = trainer.policies.published()
+    before = trainer.published()
     for group in batches[0]:
         trainer.add_group(group)
     trainer.commit()
-    return before, trainer.policies.published()
+    return before, trainer.published()
 
 
 def test_shards_publish_the_last_version_inside_a_batch_too(tmp_path):

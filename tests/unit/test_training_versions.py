@@ -255,19 +255,19 @@ def test_inside_a_batch_the_last_version_is_what_is_published(name, lora, kept):
     model = toy(lora=lora)
     groups = batch_of(model, algorithm)
     trainer = trainer_of(model, algorithm, groups, SETTINGS, **{kept: True})
-    version = trainer.policies.published()
+    version = trainer.published()
     for group in groups:
         trainer.add_group(group)
     trainer.commit()
     now = weights_state(model)
-    assert all(torch.equal(trainer.policies.published()[name], version[name]) for name in version)
+    assert all(torch.equal(trainer.published()[name], version[name]) for name in version)
     assert not all(torch.equal(now[name], version[name]) for name in version)
     assert all(torch.equal(weights_state(model)[name], now[name]) for name in now), "the trained weights stay"
     if kept == "helps":
         with trainer.policies.generating():
             assert all(torch.equal(weights_state(model)[name], version[name]) for name in version)
     trainer.commit()
-    assert not all(torch.equal(trainer.policies.published()[name], version[name]) for name in version)
+    assert not all(torch.equal(trainer.published()[name], version[name]) for name in version)
 
 
 def test_a_trainer_that_helps_trains_as_one_that_does_not():
@@ -304,7 +304,7 @@ def test_a_generator_takes_over_what_is_published_and_makes_the_same_samples(lor
         groups = batch_of(model, algorithm, step)
         trainer = trainer or trainer_of(model, algorithm, groups, SETTINGS)
         train(trainer, groups)
-    load_published(generator, trainer.policies.published())
+    load_published(generator, trainer.published())
     with trainer.policies.generating():
         expected = batch_of(model, algorithm, step=3)
     made = batch_of(generator, algorithm, step=3)

@@ -138,6 +138,8 @@ def test_where_all_lanes_share_a_card_the_headline_is_the_cards_and_no_mean_over
     trace = Trace(lanes, spans, 10 * SECOND, shared_cards=True)
     shown = headline_of(read_run(write_run(tmp_path / "run", settings=settings, trace=trace)))
     assert (shown["busy_of"], shown["busy"]) == ("Card", pytest.approx(0.8))
+    assert shown["stale_share"] is shown["helped_share"] is None, "nobody overlaps"
+    assert [each["name"] for each in techniques(settings)] == ["TSP"]
 
 
 def test_a_run_that_has_just_begun_has_no_headline(tmp_path: Path) -> None:
@@ -164,7 +166,7 @@ def test_several_rewards_show_their_weights_and_a_control_is_told(tmp_path: Path
 
 
 def test_techniques_tell_what_was_off() -> None:
-    states = {each["name"]: (each["on"], each["setting"]) for each in techniques(recipe().techniques)}
+    states = {each["name"]: (each["on"], each["setting"]) for each in techniques(recipe())}
     assert states == {"GAP": (True, ""), "TSP": (True, ""), "TAG": (False, ""), "TCSS": (True, "25%")}
 
 

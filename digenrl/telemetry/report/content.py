@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from digenrl.config.recipe import Recipe, Techniques
+from digenrl.config.recipe import Recipe
 from digenrl.telemetry.report import curves, headline
 from digenrl.telemetry.report.grids import grids
 from digenrl.telemetry.report.lane_shares import LaneShares, Window, mean_busy, shares_of_lanes, steady_window
@@ -25,7 +25,7 @@ def content_of(run: RunRecord) -> dict[str, Any]:
         "started": run.started,
         "digenrl": run.digenrl,
         "about": about(run),
-        "techniques": techniques(run.recipe.techniques),
+        "techniques": techniques(run.recipe),
         "headline": headline_of(run),
         "grids": grids(run.evaluations),
         "curves": {
@@ -58,12 +58,16 @@ def about(run: RunRecord) -> list[tuple[str, str]]:
     ]
 
 
-def techniques(chosen: Techniques) -> list[dict[str, Any]]:
-    """The four techniques: their names, whether they were on, and how."""
+def techniques(recipe: Recipe) -> list[dict[str, Any]]:
+    """The techniques that there are in the recipe's mode: their names, whether they were on, and how."""
+    chosen = recipe.techniques
+    tsp = _technique("TSP", "many (sample, time-step) pairs in one forward", chosen.tsp)
+    if recipe.mode == "colocated":  # the others are for lanes that work at the same time
+        return [tsp]
     tag_on, tcss_on = chosen.tag != "none", chosen.tcss > 0
     return [
         _technique("GAP", "groups stream to the trainer as they complete", chosen.gap),
-        _technique("TSP", "many (sample, time-step) pairs in one forward", chosen.tsp),
+        tsp,
         _technique("TAG", "the trainer helps to generate", tag_on, str(chosen.tag) if tag_on else ""),
         _technique(
             "TCSS", "some samples start on older weights", tcss_on, f"{chosen.tcss:.0%}" if tcss_on else ""
@@ -78,20 +82,20 @@ def headline_of(run: RunRecord) -> dict[str, Any]:
     whole = Window(0, run.trace.end_ns)
     pools = list(dict.fromkeys(lane.pool for lane in run.trace.lanes))
     shares = shares_of_lanes(run.trace, steady or whole)
-    prediction = headline.prediction(run.steps)
+    prediction, in_turn = headline.prediction(run.steps), run.trace.shared_cards
     return {
         "reward": asdict(reward) if reward else None,
         "reward_steps": headline.ends_averaged(len(run.steps)),
         "held_out": {name: asdict(change) for name, change in headline.held_out_changes(run).items()},
         "samples_per_s": headline.samples_per_second(run.steps),
         "busy": mean_busy(_cards(run.trace), shares) if run.trace.spans else None,
-        "busy_of": "Card" if run.trace.shared_cards else "Lanes",
+        "busy_of": "Card" if in_turn else "Lanes",
         "busy_by_pool": {
             pool: mean_busy([lane for lane in run.trace.lanes if lane.pool == pool], shares) for pool in pools
         },
         "steady": steady is not None,
-        "stale_share": headline.share_of_samples(run.steps, "stale_share"),
-        "helped_share": headline.share_of_samples(run.steps, "helped_share"),
+        "stale_share": None if in_turn else headline.share_of_samples(run.steps, "stale_share"),
+        "helped_share": None if in_turn else headline.share_of_samples(run.steps, "helped_share"),
         "prediction_error": prediction.median_error if prediction else None,
     }
 

@@ -25,8 +25,8 @@ from rich.progress import track
 from rich.table import Table
 
 from digenrl.config.recipe import Recipe
-from digenrl.runs.foresight import predicted_step_s
 from digenrl.runs.replaying import opening_of, replayed
+from digenrl.runs.step_time_prediction import predicted_step_s
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
-from digenrl import stages
+from digenrl.commands.device_facts import matrix_tflops
+from digenrl.commands.profile import profile_recipe
 from digenrl.config.profiles import Profile, write_profile
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_files import read_recipe
@@ -46,13 +47,12 @@ from digenrl.models.registry import FAMILIES, make_tiny_pipeline
 from digenrl.models.transfers import wait_for
 from digenrl.records import Slice
 from digenrl.rewards.building import build_rewards
-from digenrl.runs.device_facts import matrix_tflops
-from digenrl.runs.folder import RunFolder
-from digenrl.runs.profiling import profile_recipe
+from digenrl.run_folder.folder import RunFolder
 from digenrl.runs.training import check_recipe, train
-from digenrl.simulation.one_card import foretell
-from digenrl.stages import Blueprint
-from digenrl.workers.blueprint import load_model, load_text_encoders, read_blueprint
+from digenrl.simulation.single_device import predict_single_device
+from digenrl.worker import stages
+from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
+from digenrl.worker.stages import Blueprint
 
 PROMPTS = [f'A wooden sign over the door of shop {number} that says "2718"' for number in range(8)]
 STEPS_OF_RUN = 3  # the first warms up
@@ -216,7 +216,7 @@ def measure_baseline_pair(model: DiffusionModel, recipe: Recipe, row: Conditioni
         made, _ = stages.generate(blueprint, model, row, Slice(0, 0, 0, 2), 0)
         group = stages.advantage(blueprint, row, made.trajectories, (0.0, 1.0))
         trainer = stages.make_trainer(blueprint, model, helps=False)
-        return seconds_of(lambda: trainer.rehearse(group), model.device, warm_ups=1, times=1) / 2
+        return seconds_of(lambda: trainer.calibrate(group), model.device, warm_ups=1, times=1) / 2
 
 
 def sequential(recipe: Recipe) -> Recipe:
@@ -287,7 +287,7 @@ def measure_profile(result: Measured, recipe: Recipe, say: Callable[[str], None]
     result.pack_size, result.checkpointed_blocks = training.pack_size, training.checkpointed_blocks
     result.peak_gib, result.planned_gib = training.peak_bytes / GIB, training.planned_bytes / GIB
     result.foreseen_gib = training.foreseen_bytes / GIB
-    foretold = foretell(profile, result.family)
+    foretold = predict_single_device(profile, result.family)
     result.foretold_s, result.foretold_parts = foretold.step_seconds, foretold.parts
     return profile
 

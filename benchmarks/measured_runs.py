@@ -19,13 +19,13 @@ from typing import Any, Self
 from digenrl.config.reading import parse_model
 from digenrl.config.recipe import Recipe
 from digenrl.demo import train_prompts
+from digenrl.metrics.step_metrics import Evaluation
 from digenrl.records import Action, Event
-from digenrl.runs.folder import RunFolder
-from digenrl.runs.metrics import Evaluation
+from digenrl.run_folder.folder import RunFolder
 from digenrl.runs.training import check_recipe, train
-from digenrl.runtimes.sites import Grounds
 from digenrl.scheduling import SchedulerState
 from digenrl.telemetry.trace import Work
+from digenrl.transports.contract import Backend
 
 
 @dataclass
@@ -100,7 +100,7 @@ def recipe(**changes: Any) -> Recipe:
     return parse_model(Recipe, content)
 
 
-def run(chosen: Recipe, folder: Path, watch: Callable[[Grounds], None] = lambda grounds: None) -> LiveRun:
+def run(chosen: Recipe, folder: Path, watch: Callable[[Backend], None] = lambda grounds: None) -> LiveRun:
     """Runs it to its end; `watch` sees what it ran on when it is over."""
     log = StepLog()
     grounds = check_recipe(chosen)

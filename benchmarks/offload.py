@@ -26,9 +26,9 @@ from rich.table import Table
 from torch import Tensor
 
 from digenrl.models.transfers import wait_for
-from digenrl.training.host_copies import HostCopies, copies_of, cpu_copy
-from digenrl.training.last_version import LastVersion
-from digenrl.training.offload import Offload
+from digenrl.training.offload.host_copies import HostCopies, copies_of, cpu_copy
+from digenrl.training.offload.last_version import LastVersion
+from digenrl.training.offload.offloader import Offload
 
 ROUNDS = 3  # after the one that pins host memory
 LONGER = 1.5  # work beside a copy lasts so many times as long

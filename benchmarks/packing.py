@@ -37,7 +37,7 @@ from digenrl.models.trajectory import RolloutPlan, StepNoise, Trajectory
 from digenrl.records import SampleId
 from digenrl.training.batch import BatchShape
 from digenrl.training.gradients import Gradients, total_norm
-from digenrl.training.pack_size import measured_bytes
+from digenrl.training.packing.pack_size import measured_bytes
 from digenrl.training.trainer import Trainer
 
 PACKS = (1, 2, 4, 8)

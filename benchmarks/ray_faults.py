@@ -30,8 +30,8 @@ from rich.table import Table
 
 from digenrl.config.recipe import Recipe
 from digenrl.records import SampleId, Trained
-from digenrl.runs.journal import read_journal
-from digenrl.runs.lines import read_lines
+from digenrl.run_folder.journal import read_journal
+from digenrl.run_folder.lines import read_lines
 
 PATIENCE_S = 240.0
 KINDS = ("generator", "machine", "trainer rank")
@@ -140,7 +140,7 @@ def same_weights(one: Path, other: Path, step: int) -> tuple[bool, float]:
     """Whether two runs ended with the same weights to the last bit, and how far they are apart."""
     import torch
 
-    from digenrl.training.checkpoints import read_checkpoint
+    from digenrl.training.checkpoint.checkpoints import read_checkpoint
 
     first, second = (
         read_checkpoint(run / "checkpoints" / f"step_{step:06d}").trainer_state["policies"]["current"]

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from digenrl.config.recipe import Recipe
-from digenrl.runs.journal import read_journal
+from digenrl.run_folder.journal import read_journal
 
 WHOLE_GROUPS = 8
 KINDS = (("local", WHOLE_GROUPS), ("ray", WHOLE_GROUPS), ("ray", 4))

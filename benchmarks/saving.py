@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from digenrl.checksums import file_checksum
-from digenrl.training.checkpoints import read_checkpoint, save_checkpoint
+from digenrl.training.checkpoint.checkpoints import read_checkpoint, save_checkpoint
 
 WIDTH = 4096
 

@@ -22,10 +22,10 @@ from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
 from digenrl.records import Event
 from digenrl.scheduling import SchedulerState, Terms, decide
-from digenrl.scheduling.help_policy import choose_help
+from digenrl.scheduling.help.choose_help import choose_help
 from digenrl.scheduling.state import Free
-from digenrl.simulation.durations import opening_state
 from digenrl.simulation.simulator import simulate
+from digenrl.simulation.spec_costs import initial_scheduler_state
 from digenrl.simulation.virtual_cluster import VirtualCluster
 
 LIVE_BUDGET = Terms.__dataclass_fields__["search_budget"].default
@@ -65,7 +65,7 @@ def cluster_spec(lanes: int, prompts: int, group: int, steps: int, **policy: Any
 
 def timed_decisions(spec: Spec) -> list[float]:
     """Seconds of every call of `decide` in a whole run without help, whose decisions have their own budget."""
-    return [seconds for _, _, seconds in _driven(opening_state(spec, LIVE_BUDGET))]
+    return [seconds for _, _, seconds in _driven(initial_scheduler_state(spec, LIVE_BUDGET))]
 
 
 def _driven(state: SchedulerState) -> Iterator[tuple[SchedulerState, Event, float]]:
@@ -86,7 +86,7 @@ def timed_searches(spec: Spec, jitter: bool) -> list[float]:
     `jitter` puts every lane out of step with the others, as measured times do.
     """
     dice = random.Random(0)
-    state = opening_state(spec, LIVE_BUDGET)
+    state = initial_scheduler_state(spec, LIVE_BUDGET)
     if jitter:
         lanes = (replace(lane, slice_ns=int(lane.slice_ns * dice.uniform(0.95, 1.05))) for lane in state.lanes)
         state = replace(state, lanes=tuple(lanes))

@@ -31,19 +31,19 @@ from digenrl.planning.overlay import overlay, overlay_text
 from digenrl.planning.profiled_work import check_profiles
 from digenrl.planning.view import result_as_dict, show_plans, spec_as_dict
 from digenrl.planning.workload import WORKLOAD_KEYS
-from digenrl.runs.failing import RunFailedError
+from digenrl.runs.errors import RunFailedError
 from digenrl.simulation.ladder import Rung, climb, rungs
-from digenrl.simulation.one_card import foretell
-from digenrl.simulation.profile_view import foretold_table, foretold_title, profile_table
+from digenrl.simulation.profile_view import prediction_table, prediction_title, profile_table
 from digenrl.simulation.simulator import SIMULATED_SEARCH_BUDGET, simulate
+from digenrl.simulation.single_device import predict_single_device
 from digenrl.simulation.view import answer_table, ladder_table, title_of
 from digenrl.telemetry.gantt_svg import gantt_svg
 from digenrl.telemetry.gantt_terminal import gantt_text
 from digenrl.telemetry.perfetto import write_perfetto
-from digenrl.telemetry.writing import check_writable, write_whole
+from digenrl.telemetry.writing import check_writable, write_atomically
 
 if TYPE_CHECKING:  # it brings torch along
-    from digenrl.runs.sampling import Sampled
+    from digenrl.commands.sample import Sampled
 
 app = typer.Typer(
     name="digenrl",
@@ -125,7 +125,7 @@ def simulate_command(
     if trace is not None:
         write_perfetto(run.trace, trace)
     if gantt is not None:
-        write_whole(gantt, gantt_svg(run.trace, title_of(run.spec)))
+        write_atomically(gantt, gantt_svg(run.trace, title_of(run.spec)))
     if as_json:
         typer.echo(json.dumps(run.answer.as_dict()))
         return
@@ -137,15 +137,15 @@ def simulate_command(
 
 def _foretell_and_show(name: str, as_json: bool, trace: Path | None, gantt: Path | None) -> None:
     profile = read_profile(name)
-    foretold = foretell(profile, name)
+    foretold = predict_single_device(profile, name)
     if trace is not None:
         write_perfetto(foretold.trace, trace)
     if gantt is not None:
-        write_whole(gantt, gantt_svg(foretold.trace, foretold_title(profile, foretold)))
+        write_atomically(gantt, gantt_svg(foretold.trace, prediction_title(profile, foretold)))
     if as_json:
         typer.echo(json.dumps(foretold.as_dict()))
         return
-    out.print(foretold_table(profile, foretold))
+    out.print(prediction_table(profile, foretold))
     out.print()
     out.print(gantt_text(foretold.trace, out.width))
     _say_written(trace, gantt)
@@ -217,9 +217,9 @@ def plan_command(
     content = result_as_dict(result)
     if isinstance(wanted, Recipe) and files.plan is not None:
         content["overlay"] = overlay(result.best, wanted, words[0])
-        write_whole(files.plan, overlay_text(content["overlay"], result.best))
+        write_atomically(files.plan, overlay_text(content["overlay"], result.best))
     if files.spec is not None:
-        write_whole(files.spec, yaml.safe_dump(spec_as_dict(result.best), sort_keys=False))
+        write_atomically(files.spec, yaml.safe_dump(spec_as_dict(result.best), sort_keys=False))
     if as_json:
         typer.echo(json.dumps(content))
     else:
@@ -254,10 +254,10 @@ def profile_command(
         raise ConfigError(f"{out_file}: exists; add --force to write over it, or name another with --out")
     settings = read_recipe(recipe, overrides or [], without_prompts=True)
     with _needing("train"):
-        from digenrl.runs.profiling import profile_recipe, slice_sizes
+        from digenrl.commands.profile import profile_recipe, slice_sizes
     with _progress("profiling", quiet=as_json) as report:
         profile = profile_recipe(settings, slice_sizes(settings, largest_slice), report)
-    write_whole(out_file, write_profile(profile))
+    write_atomically(out_file, write_profile(profile))
     if as_json:
         typer.echo(json.dumps(profile.model_dump(mode="json")))
         return
@@ -291,7 +291,7 @@ def train_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print every step as a line of JSON.")] = False,
 ) -> None:
     """Train a model by a recipe: generate, score, train and publish, on separate lanes at the same time."""
-    from digenrl.runs.command import resume_run, start_run
+    from digenrl.commands.train import resume_run, start_run
 
     if resume is not None:
         if out_folder is not None:
@@ -315,7 +315,7 @@ def report_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
     """Write a run's report and trace anew, and say how the run went, or goes."""
-    from digenrl.runs.summary import report_run, summary_table
+    from digenrl.commands.report import report_run, summary_table
 
     reported = report_run(run)
     if as_json:
@@ -356,7 +356,7 @@ def sample_command(
     if prompt and prompts is not None:
         raise ConfigError("--prompt and --prompts: give texts or a file, not both")
     with _needing("train"):
-        from digenrl.runs.sampling import SampleRequest, sample_run
+        from digenrl.commands.sample import SampleRequest, sample_run
     wished = prompts if prompts is not None else tuple(prompt or ())
     request = SampleRequest(checkpoint, wished, count, steps, guidance, seed, device)
     with _progress("sampling", quiet=as_json) as report:

@@ -204,14 +204,14 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Generate(Action):
-    """Answered by SliceDone or SliceFailed with the same lease."""
+    """Completed by SliceDone or SliceFailed with the same lease."""
 
     lease: Lease
 
 
 @dataclass(frozen=True, slots=True)
 class Score(Action):
-    """Answered by SamplesScored or ScoreFailed for the same slice."""
+    """Completed by SamplesScored or ScoreFailed for the same slice."""
 
     slice: Slice
     scorer: int
@@ -219,21 +219,21 @@ class Score(Action):
 
 @dataclass(frozen=True, slots=True)
 class Train(Action):
-    """Replay these samples and add to the open gradient. Answered by Trained with the same slices."""
+    """Replay these samples and add to the open gradient. Completed by Trained with the same slices."""
 
     slices: tuple[Slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Commit(Action):
-    """Take the optimizer step of `step`. Answered by Committed."""
+    """Take the optimizer step of `step`. Completed by Committed."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Publish(Action):
-    """Bring a version to these lanes. Answered by Published, for all of them together or for each."""
+    """Bring a version to these lanes. Completed by Published, for all of them together or for each."""
 
     version: int
     lanes: tuple[int, ...]
@@ -241,12 +241,12 @@ class Publish(Action):
 
 @dataclass(frozen=True, slots=True)
 class Help(Action):
-    """The trainer's lanes change from training to generating. Answered by HelpersReady."""
+    """The trainer's lanes change from training to generating. Completed by HelpersReady."""
 
 
 @dataclass(frozen=True, slots=True)
 class Return(Action):
-    """The trainer's lanes change back to training. Answered by TrainerReturned."""
+    """The trainer's lanes change back to training. Completed by TrainerReturned."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,13 @@ from digenrl.config.spec import read_spec
 from digenrl.loop import drive
 from digenrl.records import SampleId, WorkerLost
 from digenrl.scheduling.invariants import Auditor
-from digenrl.simulation.durations import NS_PER_SECOND, opening_state
 from digenrl.simulation.simulator import SIMULATED_SEARCH_BUDGET
+from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
 from digenrl.simulation.virtual_cluster import Faults, VirtualCluster
 from digenrl.telemetry.gantt_svg import gantt_svg
 from digenrl.telemetry.recorder import Recorder
 from digenrl.telemetry.trace import Trace
-from digenrl.telemetry.writing import write_whole
+from digenrl.telemetry.writing import write_atomically
 
 DOCS = Path(__file__).parent
 SPECS = DOCS / "specs"
@@ -65,7 +65,7 @@ PICTURES = (
 def run(picture: Picture) -> Trace:
     """The picture's run: the production scheduler on a virtual clock, audited after every event."""
     spec = read_spec(SPECS / f"{picture.spec}.yaml")
-    opening = opening_state(spec, SIMULATED_SEARCH_BUDGET)
+    opening = initial_scheduler_state(spec, SIMULATED_SEARCH_BUDGET)
     recorder = Recorder(opening)
     drive(opening, VirtualCluster(opening, picture.faults), (recorder, Auditor(opening)))
     return recorder.trace()
@@ -82,7 +82,7 @@ def main() -> None:
     """Draws all of them."""
     IMAGES.mkdir(exist_ok=True)
     for picture in PICTURES:
-        write_whole(IMAGES / f"{picture.name}.svg", draw(picture))
+        write_atomically(IMAGES / f"{picture.name}.svg", draw(picture))
         print(f"docs/images/{picture.name}.svg")
 
 

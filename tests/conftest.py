@@ -9,7 +9,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-from digenrl.runtimes import processes
+from digenrl.transports import processes
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

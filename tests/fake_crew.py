@@ -15,18 +15,18 @@ from typing import Any
 
 from digenrl.config.reading import parse_model
 from digenrl.config.recipe import Recipe
+from digenrl.driver.calibration import Calibration, initial_scheduler_state
+from digenrl.driver.dispatcher import Dispatcher
+from digenrl.driver.placement import place
+from digenrl.driver.prompt_store import PromptStore
+from digenrl.driver.step_summary import StepSummary
 from digenrl.exchange.folder import ExchangeFolder, WeightsReference
 from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import Prompt
-from digenrl.runtimes.opening import Rehearsal, opening_state
-from digenrl.runtimes.placement import TRAINER, Crew, Machine, place
-from digenrl.runtimes.prompt_desk import PromptDesk
-from digenrl.runtimes.runtime import WorkRuntime
-from digenrl.runtimes.step_numbers import StepNumbers
-from digenrl.runtimes.transport import Gone, Message, TensorsLost
 from digenrl.scheduling import SchedulerState
-from digenrl.workers.assignment import Assignment
-from digenrl.workers.orders import (
+from digenrl.transports.contract import Gone, Message, TensorsLost
+from digenrl.worker.assignment import TRAINER, Assignment, Machine, Workers
+from digenrl.worker.orders import (
     ChangeRole,
     CheckpointSaved,
     EncodePrompts,
@@ -323,13 +323,13 @@ def _scores(count: int, first: int = 0) -> Scores:
     return Scores(values, {"size": values})
 
 
-def with_reserve(crew: Crew, count: int) -> Crew:
+def with_reserve(crew: Workers, count: int) -> Workers:
     """The crew, and so many generators that may join."""
     names = (f"generator-{len(crew.generators) + index}" for index in range(count))
     return replace(crew, reserve=tuple(replace(crew.generators[0], name=name) for name in names))
 
 
-def in_pools(crew: Crew, pools: Sequence[str]) -> Crew:
+def in_pools(crew: Workers, pools: Sequence[str]) -> Workers:
     """The crew, with its generators in these pools, one after the other."""
     names = (*pools, *[None] * (len(crew.generators) - len(pools)))
     placed = tuple(replace(each, pool=pool) for each, pool in zip(crew.generators, names, strict=True))
@@ -363,16 +363,16 @@ class FakeRun:
             mortal_trainer=mortal_trainer,
             vanishing=vanishing,
         )
-        self.steps: list[StepNumbers] = []
+        self.steps: list[StepSummary] = []
         self._ns = 0
         sampler = PromptSampler(
             [Prompt(index, f"prompt {index}") for index in range(prompts)], recipe.batch.prompts, recipe.seed
         )
-        self.runtime = WorkRuntime(
+        self.runtime = Dispatcher(
             recipe,
             self.crew,
             in_pools(with_reserve(place(recipe, Machine((0, 1)), root), reserve), pools),
-            lambda send, drop: PromptDesk(sampler, send, drop, kept_rows),
+            lambda send, drop: PromptStore(sampler, send, drop, kept_rows),
             self.exchange,
             self.clock,
             on_step=self.steps.append,
@@ -391,8 +391,8 @@ class FakeRun:
             runtime.desk.open_step(step)
         while not runtime.desk.all_encoded():
             runtime.receive()
-        laid_out = runtime.lay_out(self.crew._batch)
+        laid_out = runtime.export_initial_weights(self.crew._batch)
         load = LoadWeights(laid_out.version, laid_out.weights)
         runtime.ask([(worker, load) for worker in runtime.generator_workers()])
-        rehearsal = Rehearsal(tuple({slice_size: 0.01} for _ in lanes), 0.002, 0.001, 0.001, pack_size=4)
-        return opening_state(runtime, rehearsal, slice_size)
+        rehearsal = Calibration(tuple({slice_size: 0.01} for _ in lanes), 0.002, 0.001, 0.001, pack_size=4)
+        return initial_scheduler_state(runtime, rehearsal, slice_size)

@@ -11,8 +11,8 @@ from scored_groups import Rollout, scored_groups, toy, trainer_of
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import TrainerSettings
-from digenrl.training.ranks import RankGroup
-from digenrl.training.sharding import shard_model
+from digenrl.training.ranks.rank_group import RankGroup
+from digenrl.training.ranks.sharding import shard_model
 
 STEADY = TrainerSettings(pack_size=3, learning_rate=1e-2, adam_eps=1e-3, gradient_norm=1e-2)
 WAYS = pytest.mark.parametrize("lora", [True, False], ids=["replicated", "sharded"])

@@ -12,8 +12,8 @@ from uuid import uuid4
 
 import torch
 
-from digenrl.runtimes.processes import prepare_fork_server
-from digenrl.training.ranks import RankGroup, join_ranks
+from digenrl.training.ranks.rank_group import RankGroup, join_ranks
+from digenrl.transports.processes import prepare_fork_server
 
 TIMEOUT_S = 30.0  # of a rank that waits for others; nobody waits for so long unless something is broken
 

@@ -16,10 +16,10 @@ from fake_crew import fake_recipe
 
 from digenrl.config.cluster import ClusterSettings
 from digenrl.config.recipe import Recipe
-from digenrl.runtimes.ray_cluster.joining import LOOPBACK, LOOPBACK_ONLY, RayCluster, open_cluster
-from digenrl.runtimes.transport import Message, Transport
-from digenrl.workers.assignment import Assignment
-from digenrl.workers.orders import (
+from digenrl.transports.contract import Message, Transport
+from digenrl.transports.ray.joining import LOOPBACK, LOOPBACK_ONLY, RayCluster, open_cluster
+from digenrl.worker.assignment import Assignment
+from digenrl.worker.orders import (
     LayOutWeights,
     LoadWeights,
     Order,
@@ -85,7 +85,7 @@ def _node(arguments: Mapping[str, Any]) -> dict[str, Any]:
 @contextmanager
 def environment(**values: str) -> Iterator[None]:
     """These variables, for a while; Ray sees them at once."""
-    from digenrl.runtimes.ray_cluster import joining
+    from digenrl.transports.ray import joining
 
     before = joining._set_environment(values)
     joining._read_environment_again()
@@ -200,7 +200,7 @@ def _descriptors(pid: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Leave(Order):
-    """Leaves so many numbers under a name, beginning with `first`. Answered by Did."""
+    """Leaves so many numbers under a name, beginning with `first`. Completed by Did."""
 
     name: str
     numbers: int
@@ -212,7 +212,7 @@ class Leave(Order):
 
 @dataclass(frozen=True, slots=True)
 class AddUp(Order):
-    """Adds up what lies under some names. Answered by Did with the sum."""
+    """Adds up what lies under some names. Completed by Did with the sum."""
 
     names: tuple[str, ...]
 
@@ -222,14 +222,14 @@ class AddUp(Order):
 
 @dataclass(frozen=True, slots=True)
 class Sleep(Order):
-    """Answered by Did, after a while."""
+    """Completed by Did, after a while."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class LookAround(Order):
-    """Answered by Saw."""
+    """Completed by Saw."""
 
 
 @dataclass(frozen=True, slots=True)

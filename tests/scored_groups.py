@@ -26,10 +26,10 @@ from digenrl.models.lora import add_lora
 from digenrl.models.pairs import ScoredGroup
 from digenrl.models.trajectory import StepNoise, Trajectory
 from digenrl.records import Slice
+from digenrl.testing.serial_reference import Gradients, SerialReference
 from digenrl.training.batch import BatchShape
-from digenrl.training.policies import Policies
-from digenrl.training.replay import DrawNoise
-from digenrl.training.serial import Gradients, SerialReference
+from digenrl.training.packing.replay import DrawNoise
+from digenrl.training.policy_weights import PolicyWeights
 from digenrl.training.trainer import Trainer, make_optimizer
 
 RUN_SEED = 11
@@ -164,7 +164,7 @@ def serial_of(
     """The oracle; its old policy and reference are the model's weights of now."""
     settings = settings or TrainerSettings()
     needs = algorithm.needs
-    policies = Policies(model, keep_old=needs.old_policy, keep_reference=needs.reference)
+    policies = PolicyWeights(model, keep_old=needs.old_policy, keep_reference=needs.reference)
     optimizer = make_optimizer(policies, settings)
     return SerialReference(model, algorithm, policies, optimizer, DRAW_NOISE, settings.gradient_norm)
 

@@ -8,10 +8,10 @@ from typing import Any
 from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
 from digenrl.loop import Observer, drive
+from digenrl.metrics.step_metrics import Evaluation, MetricSink, StepMetrics
 from digenrl.records import Action, Event
-from digenrl.runs.metrics import Evaluation, MetricSink, StepMetrics
 from digenrl.scheduling import SchedulerState
-from digenrl.simulation.durations import opening_state
+from digenrl.simulation.spec_costs import initial_scheduler_state
 from digenrl.simulation.virtual_cluster import Faults, VirtualCluster
 from digenrl.telemetry.recorder import Recorder
 from digenrl.telemetry.trace import Span
@@ -63,7 +63,7 @@ class AfterEach:
 
 def opening_of(spec: Spec | None = None, **changes: Any) -> SchedulerState:
     """The state at the start of SPEC with some of its top-level keys changed, or of another."""
-    return opening_state(spec or parse_model(Spec, {**SPEC, **changes}), search_budget=200)
+    return initial_scheduler_state(spec or parse_model(Spec, {**SPEC, **changes}), search_budget=200)
 
 
 def watch(

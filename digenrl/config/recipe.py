@@ -1,7 +1,7 @@
 """A recipe: everything that one training run is told, validated before anything is loaded.
 
 What depends on other rooms (an algorithm's options, a family's name) is checked by them, still before any weights
-are read; see `digenrl.workers.blueprint`. docs/recipes.md lists every key.
+are read; see `digenrl.worker.blueprint`. docs/recipes.md lists every key.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ from digenrl.demo import held_out_prompts
 from digenrl.demo.drawing import draw_numbers, prompt_of
 from digenrl.demo.parts import untrained_pipeline
 from digenrl.demo.reading import SIZE, exact_share, number_reader
+from digenrl.models.families.sd3 import SD3Model
 from digenrl.models.loading import without_progress_bars
 from digenrl.models.registry import find_family
-from digenrl.models.sd3 import SD3Model
 from digenrl.prompts.sources import read_prompts
 
 VAE_STEPS, STEPS = 2000, 420

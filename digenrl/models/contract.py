@@ -136,7 +136,7 @@ class DiffusionModel(ABC):
         return conditioning
 
     def of_another_length(self, row: Conditioning) -> Conditioning:
-        """A prompt's row as of a shorter prompt, to rehearse with; the same where all texts have one length."""
+        """A prompt's row as of a shorter prompt, to calibrate with; the same where all texts have one length."""
         return row
 
     def dimensions_of_text(self, arguments: Mapping[str, Any]) -> list[tuple[Tensor, int]]:

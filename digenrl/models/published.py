@@ -14,7 +14,7 @@ from torch import Tensor
 
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.lora import ADAPTER, has_lora, load_lora_state, lora_state
-from digenrl.models.shards import gathered, is_sharded, own_part
+from digenrl.models.shards import gathered, is_sharded, local_shard
 
 
 def weights_state(
@@ -37,7 +37,7 @@ def weights_state(
 def gathered_weights(model: DiffusionModel, instead: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """All weights of a sharded model, with some parts `instead` of its own, as `gathered` gives them."""
     weights = dict(model.transformer.named_parameters())
-    parts = {name: own_part(value.detach()) for name, value in weights.items()}
+    parts = {name: local_shard(value.detach()) for name, value in weights.items()}
     return gathered(weights, parts | dict(instead))
 
 

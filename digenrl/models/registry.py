@@ -7,13 +7,13 @@ import tempfile
 from pathlib import Path
 
 from digenrl.config.reading import ConfigError, nearest
+from digenrl.models.families.flux import FLUX
+from digenrl.models.families.hunyuan_video import HUNYUAN_VIDEO
+from digenrl.models.families.qwen_image import QWEN_IMAGE
+from digenrl.models.families.sd3 import SD3
+from digenrl.models.families.wan import WAN
 from digenrl.models.family import Family
-from digenrl.models.flux import FLUX
-from digenrl.models.hunyuan_video import HUNYUAN_VIDEO
 from digenrl.models.loading import without_progress_bars
-from digenrl.models.qwen_image import QWEN_IMAGE
-from digenrl.models.sd3 import SD3
-from digenrl.models.wan import WAN
 
 FAMILIES: dict[str, Family] = {
     "sd3": SD3,

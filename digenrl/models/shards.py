@@ -13,7 +13,7 @@ def is_sharded(module: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
-def own_part(value: Tensor) -> Tensor:
+def local_shard(value: Tensor) -> Tensor:
     """This rank's rows, in the very memory that FSDP2 gathers them from; what is not sharded is its own part."""
     return value.to_local() if isinstance(value, DTensor) else value
 

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 
 from digenrl.config.reading import ConfigError, Frozen, parse_model
 from digenrl.planning.lookup import find, read_catalogue
-from digenrl.planning.models import Whole
+from digenrl.planning.model_catalogue import Whole
 
 Share = Annotated[float, Field(gt=0, le=1)]
 

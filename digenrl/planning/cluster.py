@@ -12,7 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from digenrl.config.profiles import Profile, find_profile, read_profile
 from digenrl.config.reading import ConfigError, Frozen, parse_model, read_mapping
 from digenrl.planning.cards import Card, Positive, find_card, known_cards, undescribed_card
-from digenrl.planning.models import Whole
+from digenrl.planning.model_catalogue import Whole
 
 Seconds = Annotated[float, Field(ge=0)]
 

@@ -13,7 +13,7 @@ from digenrl.planning.cards import Card
 from digenrl.planning.cluster import CardPool
 from digenrl.planning.constants import CONSTANTS, Constants
 from digenrl.planning.memory import SHARDED_BYTES_PER_PARAMETER, helper_fits_beside_training
-from digenrl.planning.models import ForwardWork
+from digenrl.planning.model_catalogue import ForwardWork
 from digenrl.planning.workload import Workload
 
 GB = 1e9

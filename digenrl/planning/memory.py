@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from digenrl.planning.cards import Card
 from digenrl.planning.constants import CONSTANTS
-from digenrl.planning.models import BYTES_BF16
+from digenrl.planning.model_catalogue import BYTES_BF16
 from digenrl.planning.workload import Workload
 
 GIB = float(2**30)

@@ -12,7 +12,7 @@ from digenrl.planning.algorithms import counted_options, find_algorithm, trained
 from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.cluster import CardPool, Cluster
 from digenrl.planning.layout import Abilities
-from digenrl.planning.models import ModelFamily, known_models
+from digenrl.planning.model_catalogue import ModelFamily, known_models
 from digenrl.planning.workload import Workload
 
 NO_GUIDANCE = 1.0  # up to this scale a family runs no unconditional branch

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from digenrl.config.reading import Frozen, parse_model
-from digenrl.planning.models import ForwardWork, ModelFamily, Tokens, Whole, WholeOrNone, find_model
+from digenrl.planning.model_catalogue import ForwardWork, ModelFamily, Tokens, Whole, WholeOrNone, find_model
 
 Tuning = Literal["lora", "full"]
 

@@ -6,18 +6,18 @@ import shutil
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
+from digenrl.driver.dispatcher import Dispatcher, raise_failure
+from digenrl.driver.evaluation import Busy, Evaluation, Evaluator
+from digenrl.driver.prompt_store import as_encoded
+from digenrl.metrics.step_metrics import Evaluation as EvaluationNumbers
 from digenrl.prompts.sources import read_prompts
 from digenrl.records import Action, Committed, Event
-from digenrl.runs.folder import RunFolder
-from digenrl.runs.grids import write_grid
-from digenrl.runs.lines import read_lines
-from digenrl.runs.metrics import Evaluation as EvaluationNumbers
-from digenrl.runtimes.evaluation import Busy, Evaluation, Evaluator
-from digenrl.runtimes.prompt_desk import as_encoded
-from digenrl.runtimes.runtime import WorkRuntime, raise_failure
+from digenrl.run_folder.folder import RunFolder
+from digenrl.run_folder.grids import write_grid
+from digenrl.run_folder.lines import read_lines
 from digenrl.scheduling import SchedulerState
 from digenrl.telemetry.trace import Span, Work
-from digenrl.workers.orders import OrderFailed
+from digenrl.worker.orders import OrderFailed
 
 NS_PER_SECOND = 1_000_000_000
 PICTURES = ".step_"  # folders of single pictures, until they are put together
@@ -30,7 +30,7 @@ class HeldOut:
     def __init__(
         self,
         folder: RunFolder,
-        runtime: WorkRuntime,
+        runtime: Dispatcher,
         clock: Callable[[], int],
         on_numbers: Callable[[EvaluationNumbers], None],
         on_span: Callable[[Span], None],

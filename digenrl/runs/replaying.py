@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from digenrl.records import LaneOffer, Tick
-from digenrl.runs.journal import Decision, read_journal
+from digenrl.run_folder.journal import Decision, read_journal
 from digenrl.scheduling import Costs, SchedulerState, Terms, decide, initial_state
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe_files import fingerprint
-from digenrl.runs.folder import RunFolder
-from digenrl.runs.keeping import Bookmark
+from digenrl.run_folder.folder import RunFolder
+from digenrl.runs.checkpointer import RunPosition
 
 NAME = re.compile(r"step_(\d{6,})")
 
@@ -21,10 +21,10 @@ class Standing:
     """A checkpoint and the bookmark that lies in it."""
 
     checkpoint: Path
-    bookmark: Bookmark
+    bookmark: RunPosition
 
 
-def find_standing(folder: RunFolder) -> Standing | None:
+def find_resume_point(folder: RunFolder) -> Standing | None:
     """The newest checkpoint; None for a run that was stopped before its first, and begins again."""
     inside = list(folder.checkpoints.iterdir()) if folder.checkpoints.is_dir() else []
     steps = {int(found[1]): path for path in inside if (found := NAME.fullmatch(path.name))}
@@ -34,7 +34,7 @@ def find_standing(folder: RunFolder) -> Standing | None:
     try:
         content = json.loads((path / "state.json").read_text(encoding="utf-8"))
         facts, step = content["facts"], content["step"]
-        bookmark = Bookmark(step, facts["at_ns"], facts["leases_issued"], facts["positions"])
+        bookmark = RunPosition(step, facts["at_ns"], facts["leases_issued"], facts["positions"])
         owner = facts["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
@@ -48,7 +48,7 @@ def find_standing(folder: RunFolder) -> Standing | None:
     return Standing(path, bookmark)
 
 
-def kept_positions(folder: RunFolder, bookmark: Bookmark) -> dict[str, int]:
+def kept_positions(folder: RunFolder, bookmark: RunPosition) -> dict[str, int]:
     """How long the growing files stay when a run goes on from a bookmark.
 
     Evaluations come later than the commit of the version that they are of: those of versions up to the bookmark's

@@ -12,31 +12,37 @@ from dataclasses import asdict
 
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_files import fingerprint
+from digenrl.console.live_view import View
+from digenrl.driver.backends import find_backend
+from digenrl.driver.calibration import (
+    calibrate,
+    calibrate_rest,
+    choose_slice_size,
+    export_initial_weights,
+    initial_scheduler_state,
+)
+from digenrl.driver.dispatcher import Dispatcher
+from digenrl.driver.prompt_store import PromptStore
 from digenrl.loop import drive
+from digenrl.metrics.sinks import check_logging, open_sinks
+from digenrl.metrics.step_metrics import StepMetrics
 from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import read_prompts
-from digenrl.runs.folder import LaneEntry, RunFolder, RunLines, Status
-from digenrl.runs.foresight import Foresight
+from digenrl.run_folder.folder import LaneEntry, RunFolder, RunLines, Status
+from digenrl.run_folder.journal import Journal
+from digenrl.run_folder.lane_entries import LaneRecorder, lanes_of_whole_run
+from digenrl.run_folder.span_writer import SpanWriter
+from digenrl.runs.checkpointer import Checkpointer, RunPosition
 from digenrl.runs.held_out import HeldOut
-from digenrl.runs.journal import Journal
-from digenrl.runs.keeping import Bookmark, Keeper
-from digenrl.runs.lane_book import LaneBook, lanes_of_whole_run
-from digenrl.runs.live_view import View
-from digenrl.runs.metrics import StepMetrics
 from digenrl.runs.replaying import opening_facts
 from digenrl.runs.resuming import Standing, kept_positions
-from digenrl.runs.sinks import check_logging, open_sinks
-from digenrl.runs.span_book import SpanBook
+from digenrl.runs.step_time_prediction import StepTimePrediction
 from digenrl.runs.stopping import Stopper, StopRequested
-from digenrl.runtimes.grounds import find_grounds
-from digenrl.runtimes.opening import lay_out, opening_state, rehearse, rehearse_rest, settle_slice
-from digenrl.runtimes.prompt_desk import PromptDesk
-from digenrl.runtimes.runtime import WorkRuntime
-from digenrl.runtimes.sites import Grounds, Site
 from digenrl.scheduling import SchedulerState
 from digenrl.scheduling.invariants import Auditor
 from digenrl.telemetry.recorder import Recorder
 from digenrl.telemetry.trace import TRAINER_LANE
+from digenrl.transports.contract import Backend, RunResources
 
 
 class RunClock:
@@ -54,16 +60,16 @@ class RunClock:
         self._zero_ns = time.monotonic_ns()
 
 
-def check_recipe(recipe: Recipe) -> Grounds:
+def check_recipe(recipe: Recipe) -> Backend:
     """Finds everything that can be found wrong without loading a model; returns what there is to work on."""
     check_logging(recipe.logging)
     read_prompts(recipe.prompts)
     if recipe.evaluation is not None:
         read_prompts(recipe.evaluation.prompts)
-    return find_grounds(recipe)
+    return find_backend(recipe)
 
 
-def train(folder: RunFolder, grounds: Grounds, view: View, standing: Standing | None = None) -> Status:
+def train(folder: RunFolder, grounds: Backend, view: View, standing: Standing | None = None) -> Status:
     """Trains to the recipe's last step, or until somebody asks to stop; a stopped run saves itself first."""
     with ExitStack() as stack:
         stack.enter_context(folder.locked())
@@ -84,7 +90,7 @@ class TrainingRun:
     def __init__(
         self,
         folder: RunFolder,
-        site: Site,
+        site: RunResources,
         view: View,
         standing: Standing | None,
     ) -> None:
@@ -93,7 +99,7 @@ class TrainingRun:
         self._lines = RunLines(folder)
         if standing is None:
             self._lines.cut_to_nothing()
-            self._start = Bookmark(0, 0, 0, self._lines.positions())
+            self._start = RunPosition(0, 0, 0, self._lines.positions())
         else:
             self._start = standing.bookmark
             self._lines.cut_back(kept_positions(folder, standing.bookmark))
@@ -101,11 +107,11 @@ class TrainingRun:
         self._sampler = PromptSampler(
             read_prompts(recipe.prompts), recipe.batch.prompts, recipe.seed, recipe.prompts.shuffle
         )
-        self._runtime = WorkRuntime(
+        self._runtime = Dispatcher(
             recipe,
             site.transport,
             site.crew,
-            lambda send, drop: PromptDesk(self._sampler, send, drop),
+            lambda send, drop: PromptStore(self._sampler, send, drop),
             site.exchange,
             self._clock,
             look_around=self._look_around,
@@ -139,15 +145,15 @@ class TrainingRun:
             runtime.desk.open_step(step)
         while not runtime.desk.all_encoded():
             runtime.receive()
-        published_s = lay_out(runtime, self._start.step)
+        published_s = export_initial_weights(runtime, self._start.step)
         self._view.say("rehearsing, to know what things cost")
-        rehearsal = rehearse(runtime, published_s, self._start.step, self._view.say)
-        slice_size = settle_slice(runtime, rehearsal)
-        rehearsal = rehearse_rest(runtime, rehearsal, slice_size, self._start.step)
+        rehearsal = calibrate(runtime, published_s, self._start.step, self._view.say)
+        slice_size = choose_slice_size(runtime, rehearsal)
+        rehearsal = calibrate_rest(runtime, rehearsal, slice_size, self._start.step)
         batch = folder.recipe.batch.model_copy(update={"slice": slice_size})
         folder.rewrite(folder.recipe.model_copy(update={"batch": batch}))
         start = self._start
-        state = opening_state(
+        state = initial_scheduler_state(
             runtime, rehearsal, slice_size, committed=start.step, leases_issued=start.leases_issued
         )
         opening = opening_facts(state) | {"rehearsal": asdict(rehearsal)}
@@ -160,13 +166,17 @@ class TrainingRun:
     def _drive(self, state: SchedulerState) -> Status:
         start_ns = self._start.at_ns
         self._metrics = StepMetrics(state, self._sinks, start_ns)
-        spans = SpanBook(self._lines.spans, self._metrics.add_span)
+        spans = SpanWriter(self._lines.spans, self._metrics.add_span)
         recorder = Recorder(state, start_ns=start_ns, sink=spans.add)
-        foresight = Foresight(lambda step, seconds: self._metrics.report(step, {"predicted_step_s": seconds}))
+        foresight = StepTimePrediction(
+            lambda step, seconds: self._metrics.report(step, {"predicted_step_s": seconds})
+        )
         held_out = HeldOut(
             self._folder, self._runtime, self._clock, self._metrics.evaluated, recorder.add_span, self._view.say
         )
-        keeper = Keeper(self._folder, self._lines, self._runtime, self._start, self._facts, recorder.add_span)
+        keeper = Checkpointer(
+            self._folder, self._lines, self._runtime, self._start, self._facts, recorder.add_span
+        )
         try:
             held_out.prepare(state.committed)
             self._view.say("")
@@ -180,7 +190,7 @@ class TrainingRun:
                 Auditor(state),
                 foresight,
                 self._view,
-                LaneBook(self._folder, self._runtime.lane_devices),
+                LaneRecorder(self._folder, self._runtime.lane_devices),
                 keeper,
                 held_out,
             )
@@ -199,7 +209,7 @@ class TrainingRun:
         if not self._runtime.committing:
             self._stopper.check()
 
-    def _facts(self, bookmark: Bookmark) -> dict[str, object]:
+    def _facts(self, bookmark: RunPosition) -> dict[str, object]:
         return bookmark.facts(fingerprint(self._folder.recipe), self._sampler.state())
 
     def _lanes(self) -> tuple[LaneEntry, ...]:

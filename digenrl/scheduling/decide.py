@@ -15,8 +15,10 @@ from typing import Any
 
 from digenrl import records
 from digenrl.records import Action, Event, SliceDone, Tick
-from digenrl.scheduling import faults, measuring, scoring, trainer
-from digenrl.scheduling.handout import hand_out
+from digenrl.scheduling import faults, scoring
+from digenrl.scheduling import measured_costs as measuring
+from digenrl.scheduling import trainer_turns as trainer
+from digenrl.scheduling.slice_assignment import hand_out
 from digenrl.scheduling.state import Generating, SchedulerState, open_step
 
 Outcome = tuple[SchedulerState, tuple[Action, ...]]

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from digenrl.config.spec import Spec
-from digenrl.simulation.durations import best_rate
+from digenrl.simulation.spec_costs import best_rate
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Profiles, and what they foretell, as tables for a terminal."""
+"""Profiles, and what they predict_single_device, as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from digenrl.config.profiles import Profile, ProfiledWork
-from digenrl.simulation.one_card import Foretold
+from digenrl.simulation.single_device import SingleDevicePrediction
 from digenrl.simulation.view import percent, seconds
 
 GIB = 2**30
@@ -49,17 +49,17 @@ def profile_table(profile: Profile) -> Group:
     return _titled(f"{profile.device.name}: {_work(profile.work)}", table)
 
 
-def foretold_table(profile: Profile, foretold: Foretold) -> Group:
+def prediction_table(profile: Profile, foretold: SingleDevicePrediction) -> Group:
     """A step, and where its time goes."""
     table = _table()
     rate = foretold.samples / foretold.step_seconds
     table.add_row("step", _seconds(foretold.step_seconds), f"{foretold.samples} samples, {rate:.4g} a second")
     for name, part in foretold.parts.items():
         table.add_row(name, _seconds(part), f"{percent(part / foretold.step_seconds)} of the step")
-    return _titled(foretold_title(profile, foretold), table)
+    return _titled(prediction_title(profile, foretold), table)
 
 
-def foretold_title(profile: Profile, foretold: Foretold) -> str:
+def prediction_title(profile: Profile, foretold: SingleDevicePrediction) -> str:
     """The run in one line."""
     work = profile.work
     prompts = "1 prompt" if work.prompts == 1 else f"{work.prompts} prompts"

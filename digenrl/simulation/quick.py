@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from digenrl.config.spec import Spec
-from digenrl.scheduling.forecast import Forecast
-from digenrl.scheduling.help_policy import intend
-from digenrl.scheduling.outlook import forecast_from
-from digenrl.scheduling.playbook import GREEDY, WAIT_ALWAYS, help_rounds, play
+from digenrl.scheduling.help.choose_help import intend
+from digenrl.scheduling.help.forecast import Forecast
+from digenrl.scheduling.help.forecast_from_state import forecast_from_state
+from digenrl.scheduling.help.help_rules import GREEDY, WAIT_ALWAYS, help_rounds, play
 from digenrl.scheduling.state import BubblePlan, SchedulerState
 from digenrl.scheduling.terms import Terms
-from digenrl.simulation.durations import NS_PER_SECOND, opening_state
+from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
 
 QUICK_SEARCH_BUDGET = 5_000
 
@@ -23,8 +23,8 @@ def quick_makespan(spec: Spec, search_budget: int = QUICK_SEARCH_BUDGET) -> floa
     """The makespan in seconds; with `slice: auto` that of the best slice size."""
     if spec.slice == "auto":
         return quick_makespan(with_best_slice(spec, search_budget), search_budget)
-    opening = opening_state(spec, search_budget)
-    future = forecast_from(opening, at_ns=0)
+    opening = initial_scheduler_state(spec, search_budget)
+    future = forecast_from_state(opening, at_ns=0)
     future.start_generators()
     if spec.policy.colocated:
         return _colocated_ns(future, opening) / NS_PER_SECOND

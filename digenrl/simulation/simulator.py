@@ -8,8 +8,8 @@ from digenrl.config.spec import Spec
 from digenrl.loop import drive
 from digenrl.scheduling.invariants import Auditor
 from digenrl.simulation.answer import Answer, bound_seconds
-from digenrl.simulation.durations import NS_PER_SECOND, opening_state
 from digenrl.simulation.quick import with_best_slice
+from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
 from digenrl.simulation.virtual_cluster import VirtualCluster
 from digenrl.telemetry.recorder import Recorder
 from digenrl.telemetry.trace import TRAINER_LANE, Trace, Work
@@ -31,7 +31,7 @@ def simulate(spec: Spec, search_budget: int = SIMULATED_SEARCH_BUDGET) -> Simula
     """Runs a SPEC; `slice: auto` takes the size with the least makespan, the largest among equals."""
     if spec.slice == "auto":
         spec = with_best_slice(spec, search_budget)
-    opening = opening_state(spec, search_budget)
+    opening = initial_scheduler_state(spec, search_budget)
     recorder, auditor = Recorder(opening), Auditor(opening)
     drive(opening, VirtualCluster(opening), (recorder, auditor))
     trace = recorder.trace()

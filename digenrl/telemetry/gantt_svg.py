@@ -7,8 +7,8 @@ from itertools import pairwise
 from xml.etree import ElementTree
 
 from digenrl.telemetry import svg_parts as svg
-from digenrl.telemetry.folding import FoldedRow, LaneRow, Row, fold_lanes, pools_of
-from digenrl.telemetry.looks import fresh_look, look_of, looks_in, percent
+from digenrl.telemetry.row_folding import FoldedRow, LaneRow, Row, fold_lanes, pools_of
+from digenrl.telemetry.styles import fresh_style, percent, style_of, styles_in
 from digenrl.telemetry.time_axis import horizon_ns, seconds_text, ticks_ns
 from digenrl.telemetry.trace import LaneInfo, Span, Trace, Work
 from digenrl.telemetry.utilisation import LaneUse, lane_uses, pool_share, spans_by_lane
@@ -172,7 +172,7 @@ def _draw_row_ends(picture: _Picture, name: str, label: str, share: float, top: 
 
 
 def _draw_span(picture: _Picture, span: Span, top: float) -> None:
-    frame, look = picture.frame, look_of(span)
+    frame, look = picture.frame, style_of(span)
     x = frame.x(span.start_ns)
     width = max(_THINNEST_BLOCK, frame.x(span.end_ns) - x)
     height = _BLOCK_HEIGHT
@@ -270,7 +270,7 @@ def _busy_lanes_over_time(picture: _Picture, row: FoldedRow) -> list[tuple[int, 
 
 def _fill_of_commonest_work(picture: _Picture, row: FoldedRow) -> str:
     works = [span.work for lane in row.lanes for span in picture.spans[lane.name]]
-    return fresh_look(max(set(works), key=works.count)).fill if works else svg.GRID
+    return fresh_style(max(set(works), key=works.count)).fill if works else svg.GRID
 
 
 def _draw_commits(picture: _Picture, top: float, bottom: float) -> None:
@@ -295,7 +295,7 @@ def _draw_commits(picture: _Picture, top: float, bottom: float) -> None:
 
 def _draw_legend(picture: _Picture, spans: tuple[Span, ...], top: float) -> float:
     """Swatches and words for what occurs in the picture; returns the height at which the legend ends."""
-    entries = [(svg.fill_of(look), look.words) for look in looks_in(spans)]
+    entries = [(svg.fill_of(look), look.words) for look in styles_in(spans)]
     entries.append((svg.IDLE_FILL, "idle: a bubble"))
     if any(use.elsewhere for use in picture.uses.values()):
         entries.append((svg.ELSEWHERE_FILL, "the card works in another row"))

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from rich.style import Style
 from rich.text import Text
 
-from digenrl.telemetry.folding import FoldedRow, Row, fold_lanes
-from digenrl.telemetry.looks import Look, fresh_look, look_of, looks_in, percent
+from digenrl.telemetry.row_folding import FoldedRow, Row, fold_lanes
+from digenrl.telemetry.styles import WorkStyle, fresh_style, percent, style_of, styles_in
 from digenrl.telemetry.time_axis import horizon_ns, seconds_text, ticks_ns
 from digenrl.telemetry.trace import Span, Trace, Work
 from digenrl.telemetry.utilisation import Intervals, LaneUse, lane_uses, spans_by_lane
@@ -72,11 +72,11 @@ def _shortened(name: str, width: int) -> str:
 
 def _bar(spans: tuple[Span, ...], elsewhere: Intervals, until_ns: int, columns: int) -> Text:
     owners = _owners(spans, elsewhere, until_ns, columns)
-    letters = [owner if isinstance(owner, str) else look_of(owner).letter for owner in owners]
+    letters = [owner if isinstance(owner, str) else style_of(owner).letter for owner in owners]
     _write_group_numbers(owners, letters)
     bar = Text()
     for owner, letter in zip(owners, letters, strict=True):
-        bar.append(letter, style=_FAINT if isinstance(owner, str) else _style(look_of(owner)))
+        bar.append(letter, style=_FAINT if isinstance(owner, str) else _style(style_of(owner)))
     return bar
 
 
@@ -136,8 +136,8 @@ def _write_group_numbers(owners: list[Span | str], letters: list[str]) -> None:
         start = column
 
 
-def _style(look: Look) -> Style:
-    if look is fresh_look(Work.COMMIT):  # nearly black: a dark terminal would swallow it
+def _style(look: WorkStyle) -> Style:
+    if look is fresh_style(Work.COMMIT):  # nearly black: a dark terminal would swallow it
         return Style(reverse=True, bold=True)
     return Style(color=look.ink, bgcolor=look.fill)
 
@@ -158,7 +158,7 @@ def _axis(until_ns: int, name_width: int, columns: int) -> Text:
 
 def _legend(spans: tuple[Span, ...], uses: Iterable[LaneUse], width: int) -> Text:
     """The letters that occur, with their words, wrapped between entries."""
-    entries = [(look.letter, look.words, _style(look)) for look in looks_in(spans)]
+    entries = [(look.letter, look.words, _style(look)) for look in styles_in(spans)]
     entries += [
         ("0-9", "a block's group", Style()),
         (_IDLE, "idle", _FAINT),

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from digenrl.telemetry.folding import pools_of
+from digenrl.telemetry.row_folding import pools_of
 from digenrl.telemetry.trace import Span, Trace, Work
-from digenrl.telemetry.writing import write_whole
+from digenrl.telemetry.writing import write_atomically
 
 Event: TypeAlias = dict[str, Any]
 
@@ -39,7 +39,7 @@ def perfetto_json(trace: Trace) -> dict[str, Any]:
 
 def write_perfetto(trace: Trace, path: Path) -> None:
     """Write the trace to a file that is complete or absent: a reader never meets half of one."""
-    write_whole(path, json.dumps(perfetto_json(trace)))
+    write_atomically(path, json.dumps(perfetto_json(trace)))
 
 
 def _thread_name(span: Span) -> str:

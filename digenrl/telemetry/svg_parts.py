@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TypeAlias
 from xml.etree import ElementTree
 
-from digenrl.telemetry.looks import LEGEND_ORDER, Look
+from digenrl.telemetry.styles import LEGEND_ORDER, WorkStyle
 
 Element: TypeAlias = ElementTree.Element
 
@@ -60,7 +60,7 @@ def layer(picture: Element) -> Element:
     return ElementTree.SubElement(picture, "g")
 
 
-def fill_of(look: Look) -> str:
+def fill_of(look: WorkStyle) -> str:
     """The colour of a kind of work, or its stripes when it is stale."""
     return f"url(#{_pattern_id(look)})" if look.stale else look.fill
 
@@ -123,5 +123,5 @@ def printable(words: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in words)
 
 
-def _pattern_id(look: Look) -> str:
+def _pattern_id(look: WorkStyle) -> str:
     return f"digenrl-stale-{look.letter}"

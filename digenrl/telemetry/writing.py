@@ -16,7 +16,7 @@ def check_writable(path: Path) -> Path:
     return path
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Writes beside the target and renames, so that nobody sees half a file."""
     check_writable(path)
     partial = path.with_name(f"{path.name}.partial")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from digenrl.config.training import TrainerSettings
 from digenrl.models.pairs import Objective, ScoredGroup, Standing
 from digenrl.training.ordered_sums import OrderedSums
-from digenrl.training.policies import Policies
-from digenrl.training.ranks import RankGroup
+from digenrl.training.policy_weights import PolicyWeights
+from digenrl.training.ranks.rank_group import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def check_shape(shape: BatchShape, objective: Objective, settings: TrainerSettin
         raise ValueError("this algorithm needs old_log_probs: recomputed, got rollout")
 
 
-def check_sharding(policies: Policies, ranks: RankGroup | None, helps: bool) -> None:
+def check_sharding(policies: PolicyWeights, ranks: RankGroup | None, helps: bool) -> None:
     """Raises ValueError where spread weights are asked for what only whole ones can do."""
     if policies.sharded and ranks is None:
         raise ValueError("a sharded model is trained by the ranks that it is spread over; hand them over")

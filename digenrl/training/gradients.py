@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from digenrl.models.shards import own_part
+from digenrl.models.shards import local_shard
 
 Gradients = dict[str, Tensor]  # by parameter; one without a gradient is absent
 
@@ -49,7 +49,7 @@ def scaled(gradients: Gradients, factor: float) -> Gradients:
 
 def take_gradients(parameters: Mapping[str, nn.Parameter]) -> Gradients:
     """The gradients of the last backward, taken off the parameters; of sharded ones this rank's parts."""
-    taken = {name: own_part(p.grad) for name, p in parameters.items() if p.grad is not None}
+    taken = {name: local_shard(p.grad) for name, p in parameters.items() if p.grad is not None}
     drop_gradients(parameters)
     return taken
 

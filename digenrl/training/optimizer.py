@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from digenrl.config.training import TrainerSettings
 from digenrl.training.gradients import Gradients
-from digenrl.training.host_copies import Copied, cpu_copy
-from digenrl.training.policies import Policies
+from digenrl.training.offload.host_copies import Copied, cpu_copy
+from digenrl.training.policy_weights import PolicyWeights
 
 MOMENTS_PER_PARAMETER = 2  # of AdamW
 OF_THE_DEVICE = ("foreach", "fused")  # how a step is computed is not the state's to say
 
 
-def make_optimizer(policies: Policies, settings: TrainerSettings) -> torch.optim.AdamW:
+def make_optimizer(policies: PolicyWeights, settings: TrainerSettings) -> torch.optim.AdamW:
     """AdamW over the trained parameters; on a card by kernels that take all of them at once."""
     parameters = list(policies.parameters.values())
     return torch.optim.AdamW(
@@ -32,7 +32,11 @@ def make_optimizer(policies: Policies, settings: TrainerSettings) -> torch.optim
 
 
 def take_step(
-    policies: Policies, optimizer: torch.optim.Optimizer, gradient: Gradients, norm: float, largest_norm: float
+    policies: PolicyWeights,
+    optimizer: torch.optim.Optimizer,
+    gradient: Gradients,
+    norm: float,
+    largest_norm: float,
 ) -> None:
     """One optimizer step with this gradient, clipped to a norm; parameters are left without gradients.
 

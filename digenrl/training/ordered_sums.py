@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from digenrl.training.packed import PassResult
+from digenrl.training.packing.packed import PassResult
 
 
 class OrderedSums:

@@ -8,17 +8,21 @@ from typing import Any
 import torch
 
 from digenrl.models.published import check_fits
-from digenrl.training.host_copies import Copied, cpu_copy
+from digenrl.training.offload.host_copies import Copied, cpu_copy
 from digenrl.training.optimizer import MOMENTS_PER_PARAMETER, check_moments, load_optimizer_state, optimizer_state
-from digenrl.training.policies import Policies, Snapshot
-from digenrl.training.sharding import Cut, as_held_by
+from digenrl.training.policy_weights import PolicyWeights, Snapshot
+from digenrl.training.ranks.sharding import ShardSpec, as_held_by
 
 
 class TrainedState:
     """Read off a trainer's parts, or written into them. Of a sharded model it is this rank's, and says which."""
 
     def __init__(
-        self, policies: Policies, ema: Snapshot | None, optimizer: torch.optim.Optimizer, cut: Cut | None
+        self,
+        policies: PolicyWeights,
+        ema: Snapshot | None,
+        optimizer: torch.optim.Optimizer,
+        cut: ShardSpec | None,
     ) -> None:
         self._policies, self._ema, self._optimizer, self._cut = policies, ema, optimizer, cut
 

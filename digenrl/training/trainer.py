@@ -19,23 +19,23 @@ from torch import Tensor
 from digenrl.config.training import TrainerSettings
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.pairs import Objective, ScoredGroup, Standing
-from digenrl.training.agreement import Agreed, UpdateFacts, agree
 from digenrl.training.batch import BatchShape, GroupEntry, check_shape, check_sharding
 from digenrl.training.gradients import Gradients, GradientSums, add_into, total_norm
-from digenrl.training.host_copies import Copied, HostCopies, cpu_copy
-from digenrl.training.last_version import LastVersion
-from digenrl.training.memory_plan import Packing
 from digenrl.training.metrics import UpdateMetrics, update_metrics
+from digenrl.training.offload.host_copies import Copied, HostCopies, cpu_copy
+from digenrl.training.offload.last_version import LastVersion
+from digenrl.training.offload.switching import EVERYTHING, SUMS, TO_REPLAY, TO_STEP, Switching
 from digenrl.training.optimizer import MOMENTS_PER_PARAMETER, make_optimizer, take_step
 from digenrl.training.ordered_sums import OrderedSums
-from digenrl.training.pack_size import allocation_retries
-from digenrl.training.packed import Job, PackedPasses, PassResult
-from digenrl.training.packs import Term, terms_of, update_of
-from digenrl.training.policies import Policies
-from digenrl.training.ranks import RankGroup
-from digenrl.training.replay import DrawNoise, Replay
-from digenrl.training.sharding import Cut
-from digenrl.training.switching import EVERYTHING, SUMS, TO_REPLAY, TO_STEP, Switching
+from digenrl.training.packing.memory_plan import Packing
+from digenrl.training.packing.pack_size import allocation_retries
+from digenrl.training.packing.packed import Job, PackedPasses, PassResult
+from digenrl.training.packing.packs import Term, terms_of, update_of
+from digenrl.training.packing.replay import DrawNoise, Replay
+from digenrl.training.policy_weights import PolicyWeights
+from digenrl.training.ranks.rank_consensus import Agreed, UpdateFacts, agree
+from digenrl.training.ranks.rank_group import RankGroup
+from digenrl.training.ranks.sharding import ShardSpec
 from digenrl.training.trained_state import TrainedState
 
 
@@ -43,7 +43,7 @@ class Trainer:
     """One rank's trainer. All ranks are handed the same groups in the same order; each takes its share of terms.
 
     Of several `ranks` each holds the whole model, and gradients are added up when an update is committed. Or the
-    model is sharded (see `digenrl.training.sharding`): every rank holds its parts of weights, gradients and
+    model is sharded (see `digenrl.training.ranks.sharding`): every rank holds its parts of weights, gradients and
     moments, and none can generate by itself. An update is committed on all ranks or on none.
 
     With several updates per batch, `helps` keeps the last version's weights, so that the trainer can generate with
@@ -74,9 +74,9 @@ class Trainer:
         self.ranks = ranks
         recompute = settings.old_log_probs == "recomputed"
         keep_old = objective.needs.old_policy or (objective.updates_per_batch > 1 and (recompute or helps))
-        self.policies = Policies(model, keep_old=keep_old, keep_reference=objective.needs.reference)
+        self.policies = PolicyWeights(model, keep_old=keep_old, keep_reference=objective.needs.reference)
         check_sharding(self.policies, ranks, helps or offload)
-        self.cut = Cut.of(self.policies.model_parameters, ranks) if ranks and self.policies.sharded else None
+        self.cut = ShardSpec.of(self.policies.model_parameters, ranks) if ranks and self.policies.sharded else None
         self.ema = None if settings.ema is None else self.policies.snapshot()
         self.optimizer = make_optimizer(self.policies, settings)
         self._trained = TrainedState(self.policies, self.ema, self.optimizer, self.cut)
@@ -128,7 +128,7 @@ class Trainer:
             raise ValueError(f"the group in place {place} is whole and part of the open gradient")
         self._entries.pop(place, None)
 
-    def rehearse(self, group: ScoredGroup, *, later: bool = False) -> float:
+    def calibrate(self, group: ScoredGroup, *, later: bool = False) -> float:
         """Replays a group, of any step and size, and forgets it: finds the pack size and warms caches.
 
         Its rewards do not matter. Weights, optimizer, the open gradient and all counters stay as they are. `later`

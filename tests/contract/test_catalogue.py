@@ -21,7 +21,7 @@ from digenrl.planning.algorithms import (
 from digenrl.planning.cards import Card, find_card, known_cards
 from digenrl.planning.costs import forward_seconds, slice_seconds, training_pass_seconds
 from digenrl.planning.memory import activation_gib, generator_memory
-from digenrl.planning.models import ModelFamily, find_model, known_models
+from digenrl.planning.model_catalogue import ModelFamily, find_model, known_models
 from digenrl.planning.recipe_workload import catalogue_model
 from digenrl.planning.workload import workload_for
 from digenrl.records import SampleId

@@ -12,13 +12,13 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from digenrl.cli import app
+from digenrl.commands.profile import profile_recipe, slice_sizes
 from digenrl.config.profiles import Profile, read_profile
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe_files import read_recipe
 from digenrl.planning.profiled_work import profiled_work
-from digenrl.runs.profiling import profile_recipe, slice_sizes
-from digenrl.workers.orders import MakingRehearsed, RehearseMaking
-from digenrl.workers.roles import Generating
+from digenrl.worker.orders import MakingRehearsed, RehearseMaking
+from digenrl.worker.roles import Generating
 
 SMALL = [
     *("batch.samples_per_prompt=4", "batch.slice=auto", "algorithm.options.updates_per_batch=2"),
@@ -82,14 +82,14 @@ def test_an_existing_file_is_not_written_over(profile: tuple[Path, Profile]) -> 
 
 def test_what_fails_is_left_out_with_a_remark(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory runs out at slices of 2, and the reward's server is not there."""
-    rehearse = Generating.rehearse
+    calibrate = Generating.calibrate
 
     def until_memory_runs_out(role: Generating, order: RehearseMaking) -> MakingRehearsed:
         if max(order.sizes) > 1:
             raise torch.OutOfMemoryError("no room for two")
-        return rehearse(role, order)
+        return calibrate(role, order)
 
-    monkeypatch.setattr(Generating, "rehearse", until_memory_runs_out)
+    monkeypatch.setattr(Generating, "calibrate", until_memory_runs_out)
     nowhere = "rewards=[{name: http, url: 'http://127.0.0.1:9', retries: 0}]"
     done: list[str] = []
     recipe = read_recipe("demo", [*SMALL, nowhere])

@@ -15,6 +15,7 @@ import torch
 import torch._dynamo
 from rich.console import Console
 
+from digenrl.commands.train import start_run
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe_files import read_recipe
 from digenrl.models.compiled import compile_blocks
@@ -22,11 +23,10 @@ from digenrl.models.family import FullSize, Part
 from digenrl.models.random_texts import RandomTexts
 from digenrl.models.registry import FAMILIES
 from digenrl.models.tiny import tiny_image_vae
-from digenrl.runs.command import start_run
-from digenrl.runs.folder import Status
-from digenrl.runs.lines import read_lines
-from digenrl.runs.training import rehearse_rest
-from digenrl.workers.blueprint import load_model, load_text_encoders, read_blueprint
+from digenrl.run_folder.folder import Status
+from digenrl.run_folder.lines import read_lines
+from digenrl.runs.training import calibrate_rest
+from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
 
 SIZE = FullSize(
     billions=0.0,
@@ -93,8 +93,8 @@ class Graphs:
         self.compiled += 1
         return graph.forward
 
-    def rehearse_rest(self, *arguments: Any) -> Any:
-        answer = rehearse_rest(*arguments)
+    def calibrate_rest(self, *arguments: Any) -> Any:
+        answer = calibrate_rest(*arguments)
         self.rehearsed = self.compiled
         return answer
 
@@ -102,8 +102,8 @@ class Graphs:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
     counted = Graphs()
-    monkeypatch.setattr("digenrl.workers.blueprint.compile_blocks", partial(compile_blocks, backend=counted))
-    monkeypatch.setattr("digenrl.runs.training.rehearse_rest", counted.rehearse_rest)
+    monkeypatch.setattr("digenrl.worker.blueprint.compile_blocks", partial(compile_blocks, backend=counted))
+    monkeypatch.setattr("digenrl.runs.training.calibrate_rest", counted.calibrate_rest)
     torch._dynamo.reset()
     yield counted
     torch._dynamo.reset()

@@ -32,16 +32,15 @@ from ray_clusters import (
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
 from digenrl.exchange.folder import WeightsReference
-from digenrl.runtimes.placement import Crew
-from digenrl.runtimes.ray_cluster import wire
-from digenrl.runtimes.ray_cluster.joining import RayCluster
-from digenrl.runtimes.ray_cluster.placing import place_on_cluster
-from digenrl.runtimes.ray_cluster.transport import RayTransport
-from digenrl.runtimes.ray_cluster.versions import check_versions
-from digenrl.runtimes.ray_cluster.wire import Delivery
-from digenrl.runtimes.transport import Gone, Message, TensorsLost
-from digenrl.workers.assignment import Assignment, Ranks
-from digenrl.workers.orders import LayOutWeights, LoadWeights, Ready, WeightsLaidOut, WeightsLoaded
+from digenrl.transports.contract import Gone, Message, TensorsLost
+from digenrl.transports.ray import weight_broadcast as wire
+from digenrl.transports.ray.joining import RayCluster
+from digenrl.transports.ray.package_versions import check_versions
+from digenrl.transports.ray.placing import place_on_cluster
+from digenrl.transports.ray.transport import RayTransport
+from digenrl.transports.ray.weight_broadcast import Delivery
+from digenrl.worker.assignment import Assignment, Ranks, Workers
+from digenrl.worker.orders import LayOutWeights, LoadWeights, Ready, WeightsLaidOut, WeightsLoaded
 
 FAR = {"labels": {"zone": "far"}, "num_cpus": 2}
 CLUSTER = {
@@ -75,7 +74,7 @@ class Setting:
         self, cluster: RayCluster, recipe: Recipe, logs: Path, deliveries: Callable[[Delivery], None] = print
     ) -> None:
         self.transport, self.logs = RayTransport(cluster, recipe, logs, deliveries, build=build_abacus), logs
-        self.crew: Crew = place_on_cluster(recipe, cluster.facts())
+        self.crew: Workers = place_on_cluster(recipe, cluster.facts())
         self.near, self.distant = self.crew.generators
 
     def start(self, *assignments: Assignment) -> None:
@@ -86,7 +85,7 @@ class Setting:
         messages = wait_for(self.transport, len(absent))
         assert {message.worker: message.report for message in messages} == {a.name: Ready() for a in absent}
 
-    def lay_out(self, version: int) -> WeightsReference:
+    def export_initial_weights(self, version: int) -> WeightsReference:
         """The trainer has weights of this version."""
         self.transport.send(self.crew.trainer.name, LayOutWeights(version))
         (message,) = wait_for(self.transport, 1)
@@ -278,7 +277,7 @@ def test_full_weights_reach_all_who_lack_them_whoever_dies_meanwhile(
     full = Setting(joined[1], recipe, shared.logs, deliveries.append)
     trainer, near, other, transport = full.crew.trainer, full.near, full.distant, full.transport
     full.start(trainer, near, other)
-    first = full.lay_out(1)
+    first = full.export_initial_weights(1)
     for worker in (near, other):
         transport.send(worker.name, LoadWeights(1, first))
     assert {m.worker: m.report for m in wait_for(transport, 2)} == dict.fromkeys(
@@ -289,7 +288,7 @@ def test_full_weights_reach_all_who_lack_them_whoever_dies_meanwhile(
         (first.name, {near.name, other.name}, first.bytes)
     ]
 
-    second = full.lay_out(2)
+    second = full.export_initial_weights(2)
     for worker in (near, other):
         transport.send(worker.name, LoadWeights(2, second))
     os.kill(full.pid(other), signal.SIGKILL)
@@ -297,13 +296,13 @@ def test_full_weights_reach_all_who_lack_them_whoever_dies_meanwhile(
     assert isinstance(reports[other.name], Gone)
     assert reports[near.name] == WeightsLoaded(2, sum_of_weights(2))
 
-    third = full.lay_out(3)
+    third = full.export_initial_weights(3)
     os.kill(full.pid(trainer), signal.SIGKILL)
     transport.send(near.name, LoadWeights(3, third))
     (message,) = wait_for(transport, 1)
     assert message.worker == trainer.name and isinstance(message.report, Gone)
     full.start(trainer)
-    assert full.lay_out(3) == third
+    assert full.export_initial_weights(3) == third
     assert wait_for(transport, 1) == [Message(near.name, WeightsLoaded(3, sum_of_weights(3)))]
 
     never = replace(third, name="weights-0")  # which the trainer does not have

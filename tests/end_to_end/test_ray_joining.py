@@ -18,14 +18,14 @@ from ray_clusters import environment, family_of, is_alive, listening, until
 
 from digenrl.config.cluster import ClusterSettings
 from digenrl.config.reading import ConfigError
-from digenrl.runtimes.ray_cluster import joining
-from digenrl.runtimes.ray_cluster.joining import LOOPBACK_ONLY, open_cluster
+from digenrl.transports.ray import joining
+from digenrl.transports.ray.joining import LOOPBACK_ONLY, open_cluster
 
 # A driver that has a cluster of its own and a worker on it; it says where, and closes when it is told to.
 DRIVER = """
 import json, os, sys
 from digenrl.config.cluster import ClusterSettings
-from digenrl.runtimes.ray_cluster.joining import open_cluster
+from digenrl.transports.ray.joining import open_cluster
 cluster = open_cluster(ClusterSettings(address="local"), cpus=7)
 import ray
 worker = ray.remote(type("Worker", (), {"pid": lambda self: os.getpid()})).remote()
@@ -42,7 +42,7 @@ JOINER = """
 import sys
 from digenrl.config.cluster import ClusterSettings
 from digenrl.config.reading import ConfigError
-from digenrl.runtimes.ray_cluster.joining import open_cluster
+from digenrl.transports.ray.joining import open_cluster
 try:
     cluster = open_cluster(ClusterSettings(address=sys.argv[1]))
     print("joined", len(cluster.facts().nodes), cluster.is_ours)

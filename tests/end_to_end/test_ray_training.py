@@ -27,9 +27,9 @@ from torch import Tensor
 from digenrl.cli import INTERRUPTED
 from digenrl.config.reading import ConfigError
 from digenrl.records import WorkerJoined, WorkerLost
-from digenrl.runs.folder import RunFolder
-from digenrl.runs.journal import read_journal
-from digenrl.training.checkpoints import read_checkpoint
+from digenrl.run_folder.folder import RunFolder
+from digenrl.run_folder.journal import read_journal
+from digenrl.training.checkpoint.checkpoints import read_checkpoint
 
 pytest.importorskip("ray")
 

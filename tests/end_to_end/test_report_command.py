@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from digenrl.cli import app
 from digenrl.config.reading import ConfigError
-from digenrl.runs.folder import RunFolder
+from digenrl.run_folder.folder import RunFolder
 from digenrl.telemetry.trace import LaneInfo, Trace
 
 

@@ -27,8 +27,8 @@ from digenrl.models.pairs import ScoredGroup
 from digenrl.models.registry import FAMILIES, make_tiny_pipeline
 from digenrl.models.trajectory import StepNoise
 from digenrl.records import Slice
-from digenrl.training.policies import Policies
-from digenrl.training.serial import SerialReference
+from digenrl.testing.serial_reference import SerialReference
+from digenrl.training.policy_weights import PolicyWeights
 from digenrl.training.trainer import make_optimizer
 
 FAMILY = FAMILIES["sd3"]
@@ -112,7 +112,7 @@ def test_thirty_serial_steps_raise_the_mean_reward_by_more_than_three_standard_e
     make_tiny_pipeline("sd3", tmp_path / "sd3")
     model = FAMILY.load(tmp_path / "sd3")
     settings = TrainerSettings(learning_rate=recipe.learning_rate)
-    policies = Policies(model, keep_old=False, keep_reference=recipe.algorithm.needs.reference)
+    policies = PolicyWeights(model, keep_old=False, keep_reference=recipe.algorithm.needs.reference)
     optimizer = make_optimizer(policies, settings)
     serial = SerialReference(model, recipe.algorithm, policies, optimizer, DRAW_NOISE, settings.gradient_norm)
 

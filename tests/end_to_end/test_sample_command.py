@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from digenrl.cli import app
+from digenrl.commands.train import start_run
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipe import Recipe
 from digenrl.models.registry import make_tiny_pipeline
-from digenrl.runs.command import start_run
-from digenrl.runs.folder import RunFolder
+from digenrl.run_folder.folder import RunFolder
 
 HELD_OUT = ("a red cat", "a blue dog", "a green apple", "a ship", "a yellow cab", "snow", "a door")
 TRAINED_ON = ("a lake", "a roof")

@@ -27,10 +27,10 @@ from live_runs import (
 
 from digenrl.config.reading import ConfigError
 from digenrl.records import Committed, Generate, Quarantine, SliceDone, Trained, WorkerJoined, WorkerLost
+from digenrl.run_folder.folder import RunFolder, Status
+from digenrl.run_folder.journal import read_journal
 from digenrl.runs import training
-from digenrl.runs.failing import RunFailedError
-from digenrl.runs.folder import RunFolder, Status
-from digenrl.runs.journal import read_journal
+from digenrl.runs.errors import RunFailedError
 from digenrl.scheduling.invariants import Auditor, BrokenPromiseError
 from digenrl.telemetry.report.page import write_report
 

@@ -8,7 +8,7 @@ import pytest
 from live_runs import NAIVE, LiveRuns, lines_of, metric, trained
 
 from digenrl.records import Generate
-from digenrl.runs.journal import read_journal
+from digenrl.run_folder.journal import read_journal
 from digenrl.runs.replaying import opening_of, replayed
 
 PIPELINED = ("techniques.tag=auto",)

@@ -11,8 +11,8 @@ import torch
 from live_runs import LiveRuns, Meanwhile, assert_nothing_is_left, metric, steps_done, wait_for, workers_of
 from torch import Tensor
 
-from digenrl.runs.folder import RunFolder, Status
-from digenrl.training.checkpoints import read_checkpoint
+from digenrl.run_folder.folder import RunFolder, Status
+from digenrl.training.checkpoint.checkpoints import read_checkpoint
 
 # The learning rate bounds how far Adam carries a gradient that is nothing but rounding.
 ADAPTERS = ("training.learning_rate=3e-5",)

@@ -26,7 +26,7 @@ from live_runs import (
 )
 
 from digenrl.config.reading import ConfigError
-from digenrl.runs.folder import RunFolder, Status
+from digenrl.run_folder.folder import RunFolder, Status
 
 SAVES_WITHIN_S = 30
 
@@ -220,7 +220,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_last_good_one_
 
 def test_the_driver_needs_no_torch() -> None:
     look = (
-        "import sys, digenrl.runs.command, digenrl.cli;"
+        "import sys, digenrl.commands.train, digenrl.cli;"
         "heavy = {'torch', 'diffusers', 'transformers', 'safetensors'} & sys.modules.keys();"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )

@@ -11,8 +11,8 @@ from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
 from digenrl.records import Action, Event, Generate, Lease, Slice, SliceDone
 from digenrl.scheduling import SchedulerState, decide
-from digenrl.simulation.durations import opening_state
 from digenrl.simulation.simulator import simulate
+from digenrl.simulation.spec_costs import initial_scheduler_state
 from digenrl.simulation.virtual_cluster import VirtualCluster
 from simulation.mixed_slices import mixed_contents
 
@@ -74,7 +74,7 @@ class Onlooker:
 
 def looked_on(content: dict[str, Any]) -> None:
     content["policy"]["dispatch"] = "earliest_finish"
-    state = opening_state(parse_model(Spec, content), search_budget=50)
+    state = initial_scheduler_state(parse_model(Spec, content), search_budget=50)
     cluster, onlooker = VirtualCluster(state), Onlooker(state)
     while not state.finished:
         event = cluster.next_event()
@@ -111,7 +111,9 @@ TWO_SPEEDS: dict[str, Any] = {
 def test_a_slow_lane_starts_behind_what_the_quick_one_finishes_first() -> None:
     """The quick lane makes three slices while the slow one makes the fourth; group 0 waits for nobody."""
     spec = parse_model(Spec, {**TWO_SPEEDS, "policy": {"dispatch": "earliest_finish"}})
-    _, actions = decide(opening_state(spec, 50), VirtualCluster(opening_state(spec, 50)).next_event())
+    _, actions = decide(
+        initial_scheduler_state(spec, 50), VirtualCluster(initial_scheduler_state(spec, 50)).next_event()
+    )
     assert [action.lease.slice for action in actions if isinstance(action, Generate)] == [
         Slice(0, 0, 0, 1),
         Slice(0, 0, 3, 1),

@@ -26,7 +26,7 @@ from digenrl.records import (
 )
 from digenrl.scheduling import SchedulerState, decide
 from digenrl.scheduling.invariants import Auditor
-from digenrl.simulation.durations import opening_state
+from digenrl.simulation.spec_costs import initial_scheduler_state
 from digenrl.simulation.virtual_cluster import Faults, StalledError, VirtualCluster
 from digenrl.telemetry.recorder import Recorder
 
@@ -50,7 +50,7 @@ def faults_for(draw: st.DrawFn, spec: Spec) -> Faults:
     )
 
 
-class Ledger:
+class SampleStore:
     """Counts what came out, independently of the scheduler and of the auditor."""
 
     def __init__(self) -> None:
@@ -67,9 +67,9 @@ class Ledger:
 @given(st.data())
 def test_every_promise_holds_after_every_event_however_lanes_come_and_go(data: st.DataObject) -> None:
     spec = parse_model(Spec, data.draw(spec_contents(helps=HELPS, dispatches=("eager", "earliest_finish"))))
-    opening = opening_state(spec, search_budget=200)
+    opening = initial_scheduler_state(spec, search_budget=200)
     cluster = VirtualCluster(opening, data.draw(faults_for(spec)))
-    auditor, ledger, recorder = Auditor(opening), Ledger(), Recorder(opening)
+    auditor, ledger, recorder = Auditor(opening), SampleStore(), Recorder(opening)
     final = drive(opening, cluster, (auditor, ledger, recorder))
 
     assert final.finished
@@ -86,7 +86,7 @@ def test_the_same_faults_give_the_same_trace(data: st.DataObject) -> None:
     faults = data.draw(faults_for(spec))
     traces = []
     for _ in range(2):
-        opening = opening_state(spec, search_budget=200)
+        opening = initial_scheduler_state(spec, search_budget=200)
         recorder = Recorder(opening)
         drive(opening, VirtualCluster(opening, faults), (recorder,))
         traces.append(recorder.trace())
@@ -107,7 +107,7 @@ def small_spec(**policy: Any) -> Spec:
 
 
 def test_a_late_answer_from_a_lost_lane_is_fenced_off() -> None:
-    opening = opening_state(small_spec(), search_budget=100)
+    opening = initial_scheduler_state(small_spec(), search_budget=100)
     state, actions = decide(opening, Tick(0))
     first = next(action.lease for action in actions if isinstance(action, Generate))
     state, _ = decide(state, WorkerLost(1, first.lane))
@@ -117,7 +117,7 @@ def test_a_late_answer_from_a_lost_lane_is_fenced_off() -> None:
 
 
 def test_a_doubled_answer_is_not_taken_for_the_slice_the_lane_makes_now() -> None:
-    opening = opening_state(small_spec(), search_budget=100)
+    opening = initial_scheduler_state(small_spec(), search_budget=100)
     state, actions = decide(opening, Tick(0))
     first = next(action.lease for action in actions if isinstance(action, Generate))
     state, _ = decide(state, SliceDone(4 * SECOND, first))
@@ -128,7 +128,7 @@ def test_a_doubled_answer_is_not_taken_for_the_slice_the_lane_makes_now() -> Non
 
 
 def test_a_lost_stale_slice_gives_its_share_back() -> None:
-    opening = opening_state(small_spec(stale_fraction=0.25), search_budget=100)
+    opening = initial_scheduler_state(small_spec(stale_fraction=0.25), search_budget=100)
     cluster = VirtualCluster(opening)
     state, stale = opening, None
     while stale is None:
@@ -143,7 +143,7 @@ def test_a_lost_stale_slice_gives_its_share_back() -> None:
 
 
 def test_a_lost_slice_is_handed_out_again_first_and_under_a_new_epoch() -> None:
-    opening = opening_state(small_spec(), search_budget=100)
+    opening = initial_scheduler_state(small_spec(), search_budget=100)
     state, actions = decide(opening, Tick(0))
     lost, kept = (action.lease for action in actions if isinstance(action, Generate))
     state, _ = decide(state, WorkerLost(1, lost.lane))
@@ -155,8 +155,8 @@ def test_a_lost_slice_is_handed_out_again_first_and_under_a_new_epoch() -> None:
 
 
 def test_a_failed_reward_takes_its_whole_group_into_quarantine_and_a_fresh_one_replaces_it() -> None:
-    opening = opening_state(small_spec(), search_budget=100)
-    ledger = Ledger()
+    opening = initial_scheduler_state(small_spec(), search_budget=100)
+    ledger = SampleStore()
     faults = Faults(failing_samples=frozenset({SampleId(step=0, group=1, index=3)}))
     drive(opening, VirtualCluster(opening, faults), (Auditor(opening), ledger))
     assert ledger.quarantined_groups == [(0, 1)]
@@ -165,28 +165,28 @@ def test_a_failed_reward_takes_its_whole_group_into_quarantine_and_a_fresh_one_r
 
 
 def test_a_run_in_which_every_reward_fails_gives_up_with_the_reason() -> None:
-    opening = opening_state(small_spec(), search_budget=100)
+    opening = initial_scheduler_state(small_spec(), search_budget=100)
     every = frozenset(SampleId(0, group, index) for group in range(100) for index in range(4))
     with pytest.raises(RunGaveUpError, match="groups of step 0 failed: simulated failure"):
         drive(opening, VirtualCluster(opening, Faults(failing_samples=every)))
 
 
 def test_the_trainer_helps_out_when_all_generators_are_gone() -> None:
-    opening = opening_state(small_spec(help="auto"), search_budget=100)
+    opening = initial_scheduler_state(small_spec(help="auto"), search_budget=100)
     gone = tuple(WorkerLost(1 * SECOND, lane) for lane in (0, 1))
     final = drive(opening, VirtualCluster(opening, Faults(events=gone)), (Auditor(opening),))
     assert final.finished
 
 
 def test_a_run_without_any_lane_left_says_so_and_does_not_hang() -> None:
-    opening = opening_state(small_spec(help="none"), search_budget=100)
+    opening = initial_scheduler_state(small_spec(help="none"), search_budget=100)
     gone = tuple(WorkerLost(1 * SECOND, lane) for lane in (0, 1))
     with pytest.raises(StalledError, match="no lane is left"):
         drive(opening, VirtualCluster(opening, Faults(events=gone)))
 
 
 def test_decide_changes_neither_its_state_nor_its_mind() -> None:
-    state = opening_state(small_spec(help="auto", stale_fraction=0.5), search_budget=100)
+    state = initial_scheduler_state(small_spec(help="auto", stale_fraction=0.5), search_budget=100)
     cluster = VirtualCluster(state)
     while not state.finished:
         event = cluster.next_event()

@@ -37,11 +37,11 @@ from digenrl.records import (
     WorkerLost,
 )
 from digenrl.scheduling import SchedulerState, decide
+from digenrl.scheduling.help.forecast_from_state import forecast_from_state
+from digenrl.scheduling.help.help_rules import WAIT_ALWAYS, play
 from digenrl.scheduling.invariants import Auditor
-from digenrl.scheduling.outlook import forecast_from
-from digenrl.scheduling.playbook import WAIT_ALWAYS, play
 from digenrl.scheduling.state import Free
-from digenrl.simulation.durations import opening_state
+from digenrl.simulation.spec_costs import initial_scheduler_state
 from digenrl.simulation.virtual_cluster import Faults, VirtualCluster
 from digenrl.telemetry.recorder import Recorder
 from simulation.noisy_cluster import NoisyCluster
@@ -58,7 +58,7 @@ def test_every_promise_holds_and_every_run_ends_however_times_stray(
     content: dict[str, Any], batch: int, scorers: int, budget: int, seed: int
 ) -> None:
     content["reward"] |= {"batch": batch, "lanes": scorers}
-    opening = opening_state(parse_model(Spec, content), budget)
+    opening = initial_scheduler_state(parse_model(Spec, content), budget)
     auditor, recorder = Auditor(opening), Recorder(opening)
     final = drive(opening, NoisyCluster(opening, seed), (auditor, recorder))
     assert final.finished
@@ -77,7 +77,7 @@ def opening(lanes: tuple[float, ...] = (1, 1), budget: int = 100, **changes: Any
         "trainer": {"seconds_per_sample": 0.1, "helper": {"seconds": {1: 1}, "switch_in": 0.1, "switch_out": 0.1}},
         **changes,
     }
-    return opening_state(parse_model(Spec, content), budget)
+    return initial_scheduler_state(parse_model(Spec, content), budget)
 
 
 class Told:
@@ -116,7 +116,7 @@ def test_a_slice_of_a_group_in_quarantine_may_outlive_its_steps_commit() -> None
         told.tell(Trained(5, train.slices), Tick(5), Committed(5, 0), Published(5, 1, (0, 1)), Tick(5))
         assert told.state.committed == 1
         assert told.state.lanes[1].lease == slow
-        assert forecast_from(told.state, 6).wait(), "the forecast must not trip over it either"
+        assert forecast_from_state(told.state, 6).wait(), "the forecast must not trip over it either"
         late = {SliceDone: SliceDone(7, slow), SliceFailed: SliceFailed(7, slow, "ended")}
         told.tell(late.get(end, WorkerLost(7, 1)), Tick(7))
         assert told.ordered(Score) == []
@@ -133,7 +133,7 @@ def test_a_replacement_group_in_quarantine_does_not_confuse_the_look_ahead() -> 
     told.tell(SliceDone(2, quick), ScoreFailed(2, quick.slice, -1, "no number"), Tick(2))
     assert told.state.lanes[1].lease == slow and slow.slice.group == 1
     assert told.state.current.groups[1].retired
-    future = forecast_from(told.state, 3)
+    future = forecast_from_state(told.state, 3)
     play(future, until_step=9, planned=(), rule=WAIT_ALWAYS)
     assert future.committed == 9
 
@@ -144,7 +144,7 @@ def test_a_score_of_a_group_in_quarantine_is_not_counted_on(stream: str) -> None
     leases = [order.lease for order in told.tell(Tick(0)).ordered(Generate)]
     told.tell(*(SliceDone(SECOND, lease) for lease in leases))
     told.tell(ScoreFailed(SECOND + 1, leases[0].slice, 0, "no number"), Tick(SECOND + 1))
-    future = forecast_from(told.state, SECOND + 1)
+    future = forecast_from_state(told.state, SECOND + 1)
     assert future.wait()
     assert future.now == 3 * SECOND + 1, "the replacement is made in one second, and scored in another"
 
@@ -243,7 +243,7 @@ def test_a_lane_that_waits_for_weights_which_others_have_is_forecast_to_be_free_
             cluster.submit(order)
     committed_ns = cluster.now_ns
     told.tell(Published(committed_ns + SECOND, 1, (0,)), Tick(committed_ns + SECOND))
-    future = forecast_from(told.state, committed_ns + SECOND)
+    future = forecast_from_state(told.state, committed_ns + SECOND)
     assert future.idle == [0]
     free_ns = [committed_ns + 2 * SECOND, committed_ns + 5 * SECOND]
     assert sorted(end for end, *_ in future.running) == free_ns
@@ -251,7 +251,7 @@ def test_a_lane_that_waits_for_weights_which_others_have_is_forecast_to_be_free_
 
 def test_lanes_that_have_just_joined_are_forecast_to_work_with_the_newest_version() -> None:
     told = Told(opening(lanes=(1,), publish=2)).tell(WorkerLost(0, 0), WorkerJoined(0, LaneOffer("new", SECOND)))
-    future = forecast_from(told.state, 0)
+    future = forecast_from_state(told.state, 0)
     assert future.wait(), "they will finish what is left"
     assert future.now == 2 * SECOND + 2 * SECOND
 

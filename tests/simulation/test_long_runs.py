@@ -12,7 +12,7 @@ from digenrl.config.spec import Spec
 from digenrl.records import Event
 from digenrl.scheduling import SchedulerState, decide
 from digenrl.scheduling.invariants import Auditor
-from digenrl.simulation.durations import opening_state
+from digenrl.simulation.spec_costs import initial_scheduler_state
 from digenrl.simulation.virtual_cluster import VirtualCluster
 
 STEPS = 200
@@ -30,7 +30,7 @@ def long_run(steps: int, help_policy: str) -> SchedulerState:
         "publish": 0.3,
         "policy": {"help": help_policy, "stale_fraction": 0.5},
     }
-    return opening_state(parse_model(Spec, content), search_budget=200)
+    return initial_scheduler_state(parse_model(Spec, content), search_budget=200)
 
 
 class CallCounter:

@@ -10,15 +10,15 @@ from random_specs import spec_contents
 from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
 from digenrl.records import Commit, LaneOffer
-from digenrl.simulation.durations import NS_PER_SECOND, opening_state
 from digenrl.simulation.prediction import Prediction, predict
 from digenrl.simulation.simulator import simulate
+from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
 
 BUDGET = 500
 
 
 def predicted(content: dict[str, Any], **options: int) -> Prediction:
-    opening = opening_state(parse_model(Spec, content), BUDGET)
+    opening = initial_scheduler_state(parse_model(Spec, content), BUDGET)
     generators = [LaneOffer(lane.name, lane.slice_ns) for lane in opening.lanes if not lane.helper]
     helpers = [LaneOffer(lane.name, lane.slice_ns) for lane in opening.lanes if lane.helper]
     return predict(opening.terms, opening.costs, generators, helpers, **{"steps": content["steps"], **options})

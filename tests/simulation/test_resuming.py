@@ -16,8 +16,8 @@ from digenrl.loop import drive
 from digenrl.records import Generate, LaneOffer, Publish, SliceDone, Tick
 from digenrl.scheduling import SchedulerState, decide, initial_state
 from digenrl.scheduling.invariants import Auditor
-from digenrl.simulation.durations import opening_state
 from digenrl.simulation.prediction import ActionLog
+from digenrl.simulation.spec_costs import initial_scheduler_state
 from digenrl.simulation.virtual_cluster import VirtualCluster
 from digenrl.telemetry.recorder import Recorder
 from digenrl.telemetry.trace import Span, Work
@@ -79,7 +79,7 @@ def assert_the_halves_are_the_whole(whole: Story, *halves: Story) -> None:
 def test_on_policy_with_free_publishing_a_stop_leaves_no_trace(content: dict[str, Any], after: int) -> None:
     """At a commit every lane is idle; with nothing to pay for publishing, all of them have the version too."""
     content["policy"]["stale_fraction"], content["publish"], content["steps"] = 0, 0, 3
-    opening = opening_state(parse_model(Spec, content), search_budget=20_000)
+    opening = initial_scheduler_state(parse_model(Spec, content), search_budget=20_000)
     assert_the_halves_are_the_whole(Story(opening), *stopped_and_gone_on(opening, after, pause_ns=0))
 
 
@@ -90,7 +90,7 @@ def test_without_help_a_run_that_goes_on_when_the_version_would_have_arrived_is_
 ) -> None:
     """A trainer that may help uses the time of publishing; one that may not has nothing to do in it."""
     content["policy"]["stale_fraction"], content["steps"] = 0, 3
-    opening = opening_state(parse_model(Spec, content), search_budget=100)
+    opening = initial_scheduler_state(parse_model(Spec, content), search_budget=100)
     halves = stopped_and_gone_on(opening, after=1, pause_ns=opening.costs.publish_ns)
     assert_the_halves_are_the_whole(Story(opening), *halves)
 
@@ -99,7 +99,7 @@ def test_without_help_a_run_that_goes_on_when_the_version_would_have_arrived_is_
 @given(spec_contents(helps=HELPS), st.integers(0, 2))
 def test_every_run_can_go_on_after_a_stop_and_keeps_its_promises(content: dict[str, Any], after: int) -> None:
     content["steps"] = 3
-    opening = opening_state(parse_model(Spec, content), search_budget=200)
+    opening = initial_scheduler_state(parse_model(Spec, content), search_budget=200)
     story = Story(reopened(opening, after, leases_issued=1000), start_ns=50)
     assert story.final.finished
     assert [span.step for span in story.spans if span.work is Work.GENERATE and span.step < after] == []
@@ -116,7 +116,7 @@ def small_opening(committed: int = 0, leases_issued: int = 0) -> SchedulerState:
         "generators": [{"count": 2, "seconds": {1: 1}}],
         "trainer": {"seconds_per_sample": 1},
     }
-    return reopened(opening_state(parse_model(Spec, content), search_budget=1), committed, leases_issued)
+    return reopened(initial_scheduler_state(parse_model(Spec, content), search_budget=1), committed, leases_issued)
 
 
 def test_steps_and_versions_keep_their_numbers() -> None:

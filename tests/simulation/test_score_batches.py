@@ -14,12 +14,12 @@ from digenrl.config.spec import Spec
 from digenrl.loop import drive
 from digenrl.records import Action, Event, Score, Tick
 from digenrl.scheduling import SchedulerState, Terms, decide
-from digenrl.scheduling.outlook import forecast_from
-from digenrl.scheduling.playbook import WAIT_ALWAYS, play
+from digenrl.scheduling.help.forecast_from_state import forecast_from_state
+from digenrl.scheduling.help.help_rules import WAIT_ALWAYS, play
 from digenrl.scheduling.state import Free
-from digenrl.simulation.durations import opening_state
 from digenrl.simulation.quick import quick_makespan
 from digenrl.simulation.simulator import simulate
+from digenrl.simulation.spec_costs import initial_scheduler_state
 from digenrl.simulation.virtual_cluster import VirtualCluster
 from simulation.reference_model import reference_answer
 
@@ -74,7 +74,7 @@ def test_the_forecast_of_a_whole_run_knows_batches(content: dict[str, Any]) -> N
 @given(batched_contents(("none",)))
 def test_a_forecast_from_any_bubble_ends_when_the_run_does(content: dict[str, Any]) -> None:
     """Also from the middle of a batch."""
-    state = opening_state(parse_model(Spec, content), 100)
+    state = initial_scheduler_state(parse_model(Spec, content), 100)
     cluster, ends = VirtualCluster(state), set[int]()
     while not state.finished:
         event = cluster.next_event()
@@ -82,7 +82,7 @@ def test_a_forecast_from_any_bubble_ends_when_the_run_does(content: dict[str, An
         for action in actions:
             cluster.submit(action)
         if isinstance(event, Tick) and isinstance(state.trainer, Free):
-            future = forecast_from(state, event.at_ns)
+            future = forecast_from_state(state, event.at_ns)
             play(future, state.terms.steps, (), WAIT_ALWAYS)
             ends.add(future.now)
     assert ends <= {cluster.now_ns}
@@ -117,14 +117,14 @@ class ScoreOrders:
 def test_a_batch_holds_samples_of_one_slice_only() -> None:
     content = {**with_batch(ONE_SLICE, 4), "slice": 3, "generators": [{"count": 2, "seconds": {3: 10}}]}
     content["reward"]["lanes"] = 1
-    opening, orders = opening_state(parse_model(Spec, content), 100), ScoreOrders()
+    opening, orders = initial_scheduler_state(parse_model(Spec, content), 100), ScoreOrders()
     drive(opening, VirtualCluster(opening), (orders,))
     assert (orders.sizes, orders.spread) == ([3, 3], {0, 1})
 
 
 def test_instant_rewards_know_no_batches() -> None:
     content = {**ONE_SLICE, "reward": {"lanes": 0, "batch": 2}}
-    opening, orders = opening_state(parse_model(Spec, content), 100), ScoreOrders()
+    opening, orders = initial_scheduler_state(parse_model(Spec, content), 100), ScoreOrders()
     drive(opening, VirtualCluster(opening), (orders,))
     assert orders.sizes == [6]
 

@@ -9,11 +9,11 @@ from random_specs import spec_contents
 
 from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
-from digenrl.scheduling.outlook import forecast_from
-from digenrl.scheduling.search import least_commit_ns
-from digenrl.simulation.durations import NS_PER_SECOND, opening_state
+from digenrl.scheduling.help.forecast_from_state import forecast_from_state
+from digenrl.scheduling.help.search import least_commit_ns
 from digenrl.simulation.quick import quick_makespan
 from digenrl.simulation.simulator import simulate
+from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
 from simulation.reference_model import reference_answer
 
 POLICIES = ("none", "greedy", "search", "auto")
@@ -58,7 +58,9 @@ def test_the_smallest_budget_still_gives_a_plan_no_worse_than_waiting_on_policy(
 def test_what_the_search_calls_the_least_commit_is_never_above_the_best(content: dict[str, Any]) -> None:
     """A bound that is too high would cut off the best plan."""
     content["steps"] = 1
-    first_bubble = forecast_from(opening_state(parse_model(Spec, content), search_budget=1), at_ns=0)
+    first_bubble = forecast_from_state(
+        initial_scheduler_state(parse_model(Spec, content), search_budget=1), at_ns=0
+    )
     first_bubble.start_generators()
     assert least_commit_ns(first_bubble) <= round(reference_answer(content)["makespan"] * NS_PER_SECOND)
 

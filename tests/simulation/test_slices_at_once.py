@@ -31,14 +31,14 @@ from digenrl.records import (
     WorkerLost,
 )
 from digenrl.scheduling import Costs, SchedulerState, Terms, decide, initial_state
-from digenrl.scheduling.forecast_facts import NEVER
+from digenrl.scheduling.help.forecast_facts import NEVER
+from digenrl.scheduling.help.forecast_from_state import forecast_from_state
+from digenrl.scheduling.help.help_rules import GREEDY, WAIT_ALWAYS, play
+from digenrl.scheduling.help.lookahead import look_ahead
 from digenrl.scheduling.invariants import Auditor
-from digenrl.scheduling.lookahead import look_ahead
-from digenrl.scheduling.outlook import forecast_from
-from digenrl.scheduling.playbook import GREEDY, WAIT_ALWAYS, play
-from digenrl.simulation.durations import opening_state
 from digenrl.simulation.quick import quick_makespan
 from digenrl.simulation.simulator import simulate
+from digenrl.simulation.spec_costs import initial_scheduler_state
 from digenrl.simulation.virtual_cluster import Faults, VirtualCluster
 from simulation.mixed_slices import mixed_contents
 from simulation.noisy_cluster import NoisyCluster
@@ -46,7 +46,7 @@ from simulation.noisy_cluster import NoisyCluster
 SECOND = 1_000_000_000
 
 
-class Ledger:
+class SampleStore:
     """Counts what came out, and how large leases were, independently of the scheduler and of the auditor."""
 
     def __init__(self, opening: SchedulerState) -> None:
@@ -101,10 +101,10 @@ def with_helpers_that_take(opening: SchedulerState, at_once: int) -> SchedulerSt
 @given(st.data())
 def test_every_promise_holds_after_every_event_whatever_lanes_take_at_once(data: st.DataObject) -> None:
     spec = parse_model(Spec, data.draw(mixed_contents()))
-    opening = opening_state(spec, search_budget=data.draw(st.sampled_from([1, 200])))
+    opening = initial_scheduler_state(spec, search_budget=data.draw(st.sampled_from([1, 200])))
     if data.draw(st.booleans()):
         opening = with_helpers_that_take(opening, 2)
-    auditor, ledger = Auditor(opening), Ledger(opening)
+    auditor, ledger = Auditor(opening), SampleStore(opening)
     final = drive(opening, VirtualCluster(opening, data.draw(faults_for(spec))), (auditor, ledger))
     assert final.finished
     kept = ledger.kept()
@@ -116,9 +116,9 @@ def test_every_promise_holds_after_every_event_whatever_lanes_take_at_once(data:
 @given(mixed_contents(most_samples=24), st.integers(1, 4), st.integers(0, 2), st.integers(0, 10**6))
 def test_every_run_ends_however_times_stray(content: dict[str, Any], batch: int, scorers: int, seed: int) -> None:
     content["reward"] |= {"batch": batch, "lanes": scorers}
-    opening = opening_state(parse_model(Spec, content), search_budget=100)
+    opening = initial_scheduler_state(parse_model(Spec, content), search_budget=100)
     auditor = Auditor(opening)
-    assert drive(opening, NoisyCluster(opening, seed), (auditor, Ledger(opening))).finished
+    assert drive(opening, NoisyCluster(opening, seed), (auditor, SampleStore(opening))).finished
     assert auditor.trained_samples == opening.terms.steps * opening.terms.samples_per_step
 
 
@@ -139,8 +139,8 @@ def test_lanes_that_leave_slices_to_each_other_do_not_leave_them_for_ever() -> N
 def test_looking_ahead_loses_neither_to_waiting_nor_to_greed_by_its_own_prediction(
     content: dict[str, Any],
 ) -> None:
-    opening = opening_state(parse_model(Spec, content), search_budget=1)
-    bubble = forecast_from(opening, at_ns=0)
+    opening = initial_scheduler_state(parse_model(Spec, content), search_budget=1)
+    bubble = forecast_from_state(opening, at_ns=0)
     bubble.start_generators()
     ends = []
     for plan, rule in ((look_ahead(bubble, 10**6), WAIT_ALWAYS), ((), WAIT_ALWAYS), ((), GREEDY)):

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from fake_crew import fake_recipe
 
-from digenrl.runtimes.batch_sizes import colocated_choices
-from digenrl.runtimes.opening import Rehearsal, rehearse, rehearse_rest, settle_slice
-from digenrl.runtimes.placement import Crew, Machine, place
-from digenrl.workers.orders import (
+from digenrl.driver.batch_sizes import colocated_choices
+from digenrl.driver.calibration import Calibration, calibrate, calibrate_rest, choose_slice_size
+from digenrl.driver.placement import place
+from digenrl.worker.assignment import Machine, Workers
+from digenrl.worker.orders import (
     EncodedPrompt,
     LearningRehearsed,
     MakingRehearsed,
@@ -32,7 +33,7 @@ class Rehearsing:
 
     def __init__(self, machine: Machine, seconds_of: Any = float, **changes: Any) -> None:
         self.recipe = fake_recipe(**{"mode": "colocated", "lanes": {"generators": 1}, **changes})
-        self.crew: Crew = place(self.recipe, machine, Path("exchange"))
+        self.crew: Workers = place(self.recipe, machine, Path("exchange"))
         self.desk = self
         self.seconds_of = seconds_of
         self.orders: list[tuple[str, Order]] = []
@@ -61,11 +62,11 @@ class Rehearsing:
             return LearningRehearsed(1.0, 4)
         return ScoringRehearsed(0.0) if isinstance(order, ScoreRehearsal) else SwitchingRehearsed(0.0, 0.0, 0)
 
-    def opened(self) -> tuple[int, Rehearsal]:
+    def opened(self) -> tuple[int, Calibration]:
         runtime: Any = self
-        rehearsal = rehearse(runtime, 0.0)
-        size = settle_slice(runtime, rehearsal)
-        return size, rehearse_rest(runtime, rehearsal, size)
+        rehearsal = calibrate(runtime, 0.0)
+        size = choose_slice_size(runtime, rehearsal)
+        return size, calibrate_rest(runtime, rehearsal, size)
 
     def sizes_made(self) -> dict[str, list[int]]:
         made: dict[str, list[int]] = {}
@@ -111,7 +112,7 @@ def test_what_may_take_minutes_is_told_part_by_part(devices: Any, compile_: bool
     model = {"family": "sd3", "source": "tiny", "compile": compile_}
     run: Any = Rehearsing(devices, lambda size: 1.0 * size, batch=batch(16), model=model)
     said: list[str] = []
-    rehearse(run, 0.0, say=said.append)
+    calibrate(run, 0.0, say=said.append)
     assert len(said) == len(told)
     for line, beginning in zip(said, told, strict=True):
         assert line.startswith(f"rehearsing {beginning}")

@@ -22,7 +22,7 @@ from digenrl.exchange import flat_weights
 from digenrl.exchange.broadcast import BroadcastError, WeightsReceiver, WeightsSender
 from digenrl.exchange.distribution import Distribution
 from digenrl.exchange.folder import WeightsReference
-from digenrl.runtimes.processes import prepare_fork_server
+from digenrl.transports.processes import prepare_fork_server
 
 PROCESSES = multiprocessing.get_context("forkserver")
 STALL_S = 3.0

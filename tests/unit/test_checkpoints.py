@@ -16,8 +16,8 @@ from scored_groups import Rollout, scored_groups, toy, trainer_of
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
 from digenrl.config.training import EmaSettings, TrainerSettings
-from digenrl.training import whole_folders
-from digenrl.training.checkpoints import (
+from digenrl.training.checkpoint import atomic_folders as whole_folders
+from digenrl.training.checkpoint.checkpoints import (
     CheckpointError,
     checkpoints_in,
     fingerprint_of,

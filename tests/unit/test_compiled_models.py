@@ -27,8 +27,8 @@ from digenrl.models.family import Family
 from digenrl.models.lora import add_lora
 from digenrl.models.pairs import ScoredGroup
 from digenrl.models.registry import FAMILIES, make_tiny_pipeline
-from digenrl.workers.orders import Order, OrderFailed, Report
-from digenrl.workers.worker import Worker
+from digenrl.worker.orders import Order, OrderFailed, Report
+from digenrl.worker.worker import Worker
 
 LONG_PROMPT = 1234567  # a group's number is in its prompt
 REWARDS = (0.0, 1.0, 5.0, 2.0)
@@ -91,7 +91,7 @@ def test_after_a_rehearsal_a_family_compiles_nothing_and_has_the_eager_models_gr
     compile_blocks(compiled, backend)
     rehearsed = group_of(compiled, algorithm, rollout, 0)
     trainer = trainer_of(compiled, algorithm, expected, settings)
-    trainer.rehearse(replace(rehearsed, trajectories=rehearsed.trajectories[:2], rewards=REWARDS[:2]))
+    trainer.calibrate(replace(rehearsed, trajectories=rehearsed.trajectories[:2], rewards=REWARDS[:2]))
     ways = 3 if name == "wan" else 2  # with and without gradient, and without adapters
     graphs = ways * len({kind_of(block) for block in repeated_blocks(compiled.transformer)})
     assert backend.graphs == graphs
@@ -151,7 +151,7 @@ def test_a_pack_is_not_filled_beyond_the_largest_group() -> None:
     watched = WatchedToy(compiled=True)
     groups = scored_groups(watched.model, algorithm, Rollout(groups=2), [REWARDS] * 2)
     trainer = trainer_of(watched.model, algorithm, groups, TrainerSettings(pack_size=64))
-    trainer.rehearse(replace(groups[0], trajectories=groups[0].trajectories[:2], rewards=REWARDS[:2]))
+    trainer.calibrate(replace(groups[0], trajectories=groups[0].trajectories[:2], rewards=REWARDS[:2]))
     trainer.add_group(groups[0], samples=[0])
     trainer.add_group(groups[0], samples=[1, 2, 3])
     trainer.add_group(groups[1])

@@ -16,17 +16,17 @@ import pytest
 import typer
 from watched_runs import KeptNumbers, opening_of, watch
 
-from digenrl import stages
 from digenrl.cli import INTERRUPTED, app
 from digenrl.config.recipe import Mode, Recipe
 from digenrl.config.recipe_files import read_recipe, shipped_recipes
 from digenrl.config.recipe_overrides import all_keys
+from digenrl.driver.step_summary import AVERAGED, step_summary
 from digenrl.models.registry import FAMILIES
 from digenrl.records import SampleId
-from digenrl.runs.folder import RunFolder, RunInfo
-from digenrl.runtimes.ray_cluster.grounds import Carried
-from digenrl.runtimes.step_numbers import AVERAGED, step_numbers
+from digenrl.run_folder.folder import RunFolder, RunInfo
 from digenrl.scheduling import Terms
+from digenrl.transports.ray.backend import Carried
+from digenrl.worker import stages
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
@@ -103,7 +103,7 @@ def test_the_table_of_a_steps_numbers_has_them_all() -> None:
     kept = KeptNumbers()
     watch(opening_of(), [kept])
     update = dict.fromkeys((*AVERAGED, "ratio_max", "memory_retries", "zero_spread_groups", "pack_size"), 1)
-    reported = step_numbers(0, {SampleId(0, 0, 0): 1.0}, {"ocr": [1.0]}, [update], 1)
+    reported = step_summary(0, {SampleId(0, 0, 0): 1.0}, {"ocr": [1.0]}, [update], 1)
     written = {*kept.steps[-1], *reported.values, *Carried().take(), "predicted_step_s"}
     known = {re.sub("^busy/.*", "busy/LANE", re.sub("^reward/.*", "reward/NAME", name)) for name in written}
     listed = [name for cells in rows("name", behind="The numbers of a step") for name in code(cells[0])]

@@ -14,8 +14,8 @@ from digenrl.config.training import EmaSettings, TrainerSettings
 from digenrl.models.lora import FILE_NAME, add_lora
 from digenrl.models.published import load_published, weights_state
 from digenrl.models.registry import find_family, make_tiny_pipeline
-from digenrl.training.checkpoints import CheckpointError
-from digenrl.training.export import export_lora, export_transformer, export_weights, weights_to_export
+from digenrl.training.checkpoint.checkpoints import CheckpointError
+from digenrl.training.checkpoint.export import export_lora, export_transformer, export_weights, weights_to_export
 
 FAMILY = find_family("sd3")
 SIZE = FAMILY.tiny_size

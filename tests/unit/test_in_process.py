@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from fake_crew import fake_recipe
 
-from digenrl.runtimes.in_process import InProcessTransport
-from digenrl.runtimes.transport import Gone, Message
-from digenrl.workers.assignment import Assignment, Duty
-from digenrl.workers.orders import Order, Ready, Report
+from digenrl.transports.contract import Gone, Message
+from digenrl.transports.inline import InlineTransport
+from digenrl.worker.assignment import Assignment, Duty
+from digenrl.worker.orders import Order, Ready, Report
 
 PATIENCE_S = 60.0
 
@@ -48,14 +48,14 @@ class Stub:
 def acts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
     """What names mean to workers, which have no models."""
     meant: dict[str, Callable[[], Any]] = {}
-    monkeypatch.setattr("digenrl.runtimes.in_process.start_worker", lambda *_: (Stub(meant), Ready()))
+    monkeypatch.setattr("digenrl.transports.inline.start_worker", lambda *_: (Stub(meant), Ready()))
     return meant
 
 
 @pytest.fixture
-def transport(acts: dict[str, Callable[[], Any]]) -> Iterator[InProcessTransport]:
+def transport(acts: dict[str, Callable[[], Any]]) -> Iterator[InlineTransport]:
     """A device and one that scores, both ready."""
-    transport = InProcessTransport()
+    transport = InlineTransport()
     duties: dict[str, set[Duty]] = {"trainer": {"generate", "learn"}, "reward-0": {"score"}}
     for name, does in duties.items():
         transport.start(Assignment(name, frozenset(does), "cpu", fake_recipe(), Path("exchange")))
@@ -64,7 +64,7 @@ def transport(acts: dict[str, Callable[[], Any]]) -> Iterator[InProcessTransport
     transport.stop()
 
 
-def received(transport: InProcessTransport, count: int) -> list[Message]:
+def received(transport: InlineTransport, count: int) -> list[Message]:
     messages: list[Message] = []
     while len(messages) < count:
         found = transport.receive(PATIENCE_S)
@@ -78,7 +78,7 @@ def threads() -> list[str]:
 
 
 def test_samples_are_scored_while_the_device_goes_on(
-    acts: dict[str, Callable[[], Any]], transport: InProcessTransport
+    acts: dict[str, Callable[[], Any]], transport: InlineTransport
 ) -> None:
     generating, scored = threading.Event(), threading.Event()
 
@@ -102,7 +102,7 @@ def test_samples_are_scored_while_the_device_goes_on(
 
 
 def test_what_was_scored_is_told_before_the_device_has_its_next_order(
-    acts: dict[str, Callable[[], Any]], transport: InProcessTransport
+    acts: dict[str, Callable[[], Any]], transport: InlineTransport
 ) -> None:
     scored = threading.Event()
     acts.update({"another": scored.set, "slice": lambda: scored.wait(PATIENCE_S)})
@@ -115,7 +115,7 @@ def test_what_was_scored_is_told_before_the_device_has_its_next_order(
 
 
 def test_a_report_says_how_long_nobody_took_it(
-    acts: dict[str, Callable[[], Any]], transport: InProcessTransport
+    acts: dict[str, Callable[[], Any]], transport: InlineTransport
 ) -> None:
     scored, second = threading.Event(), threading.Event()
     acts.update({"score": scored.set, "next": second.set, "slice": lambda: second.wait(PATIENCE_S)})
@@ -127,7 +127,7 @@ def test_a_report_says_how_long_nobody_took_it(
 
 
 def test_neither_the_end_of_a_scorer_nor_of_the_run_leaves_a_thread(
-    acts: dict[str, Callable[[], Any]], transport: InProcessTransport
+    acts: dict[str, Callable[[], Any]], transport: InlineTransport
 ) -> None:
     ended = threading.Event()
     acts["score"] = lambda: ended.wait(PATIENCE_S)
@@ -146,7 +146,7 @@ def test_neither_the_end_of_a_scorer_nor_of_the_run_leaves_a_thread(
 
 
 def test_a_scorer_that_leaves_is_reported_like_any_worker(
-    acts: dict[str, Callable[[], Any]], transport: InProcessTransport
+    acts: dict[str, Callable[[], Any]], transport: InlineTransport
 ) -> None:
     def leave() -> None:
         raise SystemExit(3)

@@ -29,7 +29,7 @@ from digenrl.records import (
 )
 from digenrl.scheduling.invariants import Auditor, BrokenPromiseError
 from digenrl.scheduling.state import SchedulerState
-from digenrl.simulation.durations import opening_state
+from digenrl.simulation.spec_costs import initial_scheduler_state
 
 FIRST, SECOND = Slice(0, 0, 0, 2), Slice(0, 0, 2, 2)
 
@@ -44,7 +44,7 @@ def opening(**policy: Any) -> SchedulerState:
         "trainer": {"seconds_per_sample": 1, "helper": {"lanes": 1, "seconds": {2: 4}}},
         "policy": {"help": "auto", **policy},
     }
-    return opening_state(parse_model(Spec, content), search_budget=10)
+    return initial_scheduler_state(parse_model(Spec, content), search_budget=10)
 
 
 class Story:

@@ -13,9 +13,9 @@ from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
 from digenrl.models.published import load_published, weights_state
 from digenrl.models.registry import make_tiny_pipeline
-from digenrl.workers.blueprint import load_model, read_blueprint
-from digenrl.workers.orders import LoadWeights
-from digenrl.workers.roles import Generating
+from digenrl.worker.blueprint import load_model, read_blueprint
+from digenrl.worker.orders import LoadWeights
+from digenrl.worker.roles import Generating
 
 
 def test_the_first_order_to_load_is_carried_out_and_then_those_of_newer_versions(
@@ -33,7 +33,7 @@ def test_the_first_order_to_load_is_carried_out_and_then_those_of_newer_versions
         loaded.append(version)
         load_published(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("digenrl.workers.roles.load_published", noted)
+    monkeypatch.setattr("digenrl.worker.roles.load_published", noted)
     generating = Generating(blueprint, model, exchange)
     for version in (0, 0, 2, 1, 2, 3):
         reference = exchange.put_weights(f"weights-{version}", weights_state(model))

@@ -15,7 +15,7 @@ from digenrl.records import CostsMeasured, Event, Generate, Help, SliceDone, Tic
 from digenrl.scheduling import Costs, SchedulerState, decide
 from digenrl.scheduling.invariants import Auditor
 from digenrl.scheduling.state import BubblePlan, PlannedBubble
-from digenrl.simulation.durations import opening_state
+from digenrl.simulation.spec_costs import initial_scheduler_state
 from digenrl.simulation.virtual_cluster import Faults, VirtualCluster
 
 SECOND = 1_000_000_000
@@ -38,7 +38,7 @@ def opening(**policy: Any) -> SchedulerState:
         "publish": 1,
         "policy": policy,
     }
-    return opening_state(parse_model(Spec, content), search_budget=500)
+    return initial_scheduler_state(parse_model(Spec, content), search_budget=500)
 
 
 def measured(state: SchedulerState, *slices: tuple[int, int], at_ns: int = 0, **changed: Any) -> CostsMeasured:

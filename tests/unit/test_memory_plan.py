@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from digenrl.training.memory_plan import Packing, choose_packing
+from digenrl.training.packing.memory_plan import Packing, choose_packing
 
 SHARE = 0.9  # of the capacity that may be planned with
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from digenrl.models.parked_texts import ParkedTexts
+from digenrl.models.offloaded_text_encoder import OffloadedTextEncoder
 from digenrl.models.registry import find_family, make_tiny_pipeline
 
 PROMPTS = ["a red fox", "two dogs on a hill at night"]
@@ -18,7 +18,7 @@ def test_a_parked_encoder_encodes_the_same_and_its_weights_go_home(family: str, 
     make_tiny_pipeline(family, tmp_path / "model")
     model = find_family(family).load_text_encoders(tmp_path / "model")
     expected = model.encode(PROMPTS)
-    parked = ParkedTexts(model, "cpu")
+    parked = OffloadedTextEncoder(model, "cpu")
     at_home = [weight.data_ptr() for weight in model.pipeline.text_encoder.parameters()]
     for _ in range(2):
         got = parked.encode(PROMPTS)
@@ -33,7 +33,7 @@ def test_a_parked_encoder_encodes_the_same_and_its_weights_go_home(family: str, 
 def test_weights_go_home_even_if_encoding_fails(tmp_path: Path) -> None:
     make_tiny_pipeline("sd3", tmp_path / "model")
     model = find_family("sd3").load_text_encoders(tmp_path / "model")
-    parked = ParkedTexts(model, "cpu")
+    parked = OffloadedTextEncoder(model, "cpu")
     at_home = [weight.data_ptr() for weight in model.pipeline.text_encoder.parameters()]
     with pytest.raises(ValueError, match="negative prompt"):
         parked.encode(PROMPTS, ["only one"])

@@ -29,7 +29,7 @@ from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.cluster import read_cluster
 from digenrl.planning.command import search_plans
 from digenrl.planning.profiled_work import _costs_the_same, check_profiles, profiled_work
-from digenrl.simulation.one_card import foretell
+from digenrl.simulation.single_device import predict_single_device
 
 ROOT = Path(__file__).parents[2]
 DEMO = read_recipe("demo")
@@ -100,7 +100,7 @@ def test_measured_times_are_written_without_digits_that_mean_nothing() -> None:
 def test_profiles_that_come_with_the_package_read_and_are_packaged() -> None:
     assert {read_profile(name).work.family for name in shipped_profiles()} == set(FAMILIES)
     for name in shipped_profiles():
-        assert foretell(read_profile(name), name).step_seconds > 0, name
+        assert predict_single_device(read_profile(name), name).step_seconds > 0, name
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "profiles/*.yaml" in settings["tool"]["setuptools"]["package-data"]["digenrl"]
 
@@ -188,7 +188,7 @@ def test_what_a_profile_cannot_tell_is_refused_in_one_line(
 
 
 def test_a_step_on_one_card_takes_its_parts_one_after_the_other() -> None:
-    foretold = foretell(PROFILE, "card")
+    foretold = predict_single_device(PROFILE, "card")
     # 8 groups in one slice of 12 each, 96 samples scored and trained, one commit, there and back.
     assert foretold.slice == 12
     assert foretold.step_seconds == pytest.approx(8 * 2.0 + 96 * 0.01 + 96 * 0.25 + 0.3 + 0.6)
@@ -199,9 +199,9 @@ def test_where_the_recipe_leaves_the_slice_open_a_card_takes_that_with_the_least
     open_slice = PROFILE.work.model_copy(update={"slice": "auto"})
     slices = {1: SliceCost(seconds=0.5), 4: SliceCost(seconds=1.0), 12: SliceCost(seconds=3.6)}
     profile = PROFILE.model_copy(update={"work": open_slice, "slices": slices})
-    assert foretell(profile, "card").slice == 4
+    assert predict_single_device(profile, "card").slice == 4
     with pytest.raises(ConfigError, match="card: has no training; a step cannot be foretold"):
-        foretell(without(PROFILE, "training"), "card")
+        predict_single_device(without(PROFILE, "training"), "card")
 
 
 # --- A plan ------------------------------------------------------------------------------------------------------

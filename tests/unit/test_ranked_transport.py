@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from fake_crew import fake_recipe
 
-from digenrl.runtimes.placement import Machine, place
-from digenrl.runtimes.ranked import RankedTransport
-from digenrl.runtimes.transport import Gone, Message, TensorsLost
-from digenrl.workers.assignment import Assignment, Ranks
-from digenrl.workers.orders import (
+from digenrl.driver.placement import place
+from digenrl.transports.contract import Gone, Message, TensorsLost
+from digenrl.transports.rank_groups import RankGroupTransport
+from digenrl.worker.assignment import Assignment, Machine, Ranks
+from digenrl.worker.orders import (
     ChangeRole,
     Order,
     OrderFailed,
@@ -61,7 +61,7 @@ class Two:
         recipe = fake_recipe(lanes={"ranks": 2, "generators": ["cpu"], **lanes})
         self.crew = place(recipe, Machine(tuple(range(6))), Path("exchange"))
         self.inner = Recorded()
-        self.transport = RankedTransport(self.inner)
+        self.transport = RankGroupTransport(self.inner)
         self.transport.start(self.crew.trainer)
         self.transport.start(self.crew.generators[0])
         assert self.reports(("trainer/1", Ready()), ("generator-0", Ready())) == [Message("generator-0", Ready())]
@@ -88,7 +88,7 @@ def test_ranks_have_devices_one_after_the_other() -> None:
     crew = place(recipe, Machine((0,), cuda_devices=3), Path("exchange"))
     assert [each.device for each in crew.everybody()] == ["cuda:0", "cuda:2", "cuda:2", "cuda:0"]
     inner = Recorded()
-    RankedTransport(inner).start(crew.trainer)
+    RankGroupTransport(inner).start(crew.trainer)
     assert [each.device for each in inner.started.values()] == ["cuda:0", "cuda:1"]
 
 

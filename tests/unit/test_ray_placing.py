@@ -11,8 +11,8 @@ import pytest
 from ray_clusters import cluster_recipe
 
 from digenrl.config.reading import ConfigError
-from digenrl.runtimes.ray_cluster.capacity import ClusterFacts, Need, NodeFacts, Packing, check_capacity
-from digenrl.runtimes.ray_cluster.placing import cpus_wanted, need_of, place_on_cluster, threads_of
+from digenrl.transports.ray.capacity import ClusterFacts, Need, NodeFacts, Packing, check_capacity
+from digenrl.transports.ray.placing import cpus_wanted, need_of, place_on_cluster, threads_of
 
 
 def node(name: str, labels: dict[str, str] | None = None, **resources: float) -> NodeFacts:
@@ -157,7 +157,7 @@ def test_fractions_of_a_card_add_up() -> None:
 
 def test_placing_needs_neither_ray_nor_torch() -> None:
     code = (
-        "import sys, digenrl.runtimes.ray_cluster.placing, digenrl.runtimes.ray_cluster.joining;"
+        "import sys, digenrl.transports.ray.placing, digenrl.transports.ray.joining;"
         "sys.exit('ray' in sys.modules or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -24,9 +24,9 @@ from digenrl.models.pairs import Needs
 from digenrl.models.registry import make_tiny_pipeline
 from digenrl.models.trajectory import StepNoise
 from digenrl.records import Lease, Slice
-from digenrl.workers.blueprint import load_model, load_text_encoders, read_blueprint
-from digenrl.workers.orders import EncodedPrompt, EncodePrompts, EvaluatePrompts, MakeSlice, RehearseMaking
-from digenrl.workers.roles import Encoding, Generating
+from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
+from digenrl.worker.orders import EncodedPrompt, EncodePrompts, EvaluatePrompts, MakeSlice, RehearseMaking
+from digenrl.worker.roles import Encoding, Generating
 
 GROUP = Slice(step=0, group=0, first=0, size=5)
 
@@ -119,7 +119,7 @@ def test_a_generator_remembers_what_fits_from_its_rehearsal_on(
     generating: tuple[Generating, EncodedPrompt, dict[str, list[int]]], tmp_path: Path
 ) -> None:
     role, prompt, asked = generating
-    report = role.rehearse(RehearseMaking(prompt, sizes=(4,), held_out=(3,)))
+    report = role.calibrate(RehearseMaking(prompt, sizes=(4,), held_out=(3,)))
     assert report.seconds.keys() == {4} and report.peak_bytes == {4: 0}
     assert {max(rows) for rows in asked.values()} == {4}
     for rows in asked.values():

@@ -14,26 +14,26 @@ from fake_crew import FakeRun, fake_recipe
 from PIL import Image
 from watched_runs import KeptNumbers, opening_of, watch
 
-from digenrl import stages
 from digenrl.config.reading import ConfigError
+from digenrl.driver.evaluation import HeldOutScore
+from digenrl.driver.supervisor import WorkerFailedError
 from digenrl.loop import drive
+from digenrl.metrics.step_metrics import Evaluation
 from digenrl.records import Committed, LaneOffer, SampleId, WorkerJoined, WorkerLost
-from digenrl.runs.folder import LaneEntry, RunFolder, RunLines
-from digenrl.runs.foresight import Foresight, predicted_step_s
-from digenrl.runs.grids import GAP, columns_for, write_grid
+from digenrl.run_folder.folder import LaneEntry, RunFolder, RunLines
+from digenrl.run_folder.grids import GAP, columns_for, write_grid
+from digenrl.run_folder.lane_entries import LaneRecorder, lanes_of_whole_run
+from digenrl.run_folder.lines import JsonLines, read_lines
+from digenrl.run_folder.span_writer import SpanWriter
+from digenrl.runs.checkpointer import Checkpointer, RunPosition
 from digenrl.runs.held_out import HeldOut
-from digenrl.runs.keeping import Bookmark, Keeper
-from digenrl.runs.lane_book import LaneBook, lanes_of_whole_run
-from digenrl.runs.lines import JsonLines, read_lines
-from digenrl.runs.metrics import Evaluation
-from digenrl.runs.resuming import find_standing, kept_positions
-from digenrl.runs.span_book import SpanBook
+from digenrl.runs.resuming import find_resume_point, kept_positions
+from digenrl.runs.step_time_prediction import StepTimePrediction, predicted_step_s
 from digenrl.runs.stopping import Stopper, StopRequested
-from digenrl.runtimes.evaluation import HeldOutScore
-from digenrl.runtimes.staffing import WorkerFailedError
 from digenrl.simulation.virtual_cluster import VirtualCluster
 from digenrl.telemetry.trace import Span, Work
-from digenrl.workers.orders import Order, SaveCheckpoint, ScoreEvaluation
+from digenrl.worker import stages
+from digenrl.worker.orders import Order, SaveCheckpoint, ScoreEvaluation
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 
@@ -78,7 +78,7 @@ def test_a_grid_is_about_square_and_at_most_eight_wide() -> None:
 def test_a_lane_is_never_shown_at_two_things_at_once(tmp_path: Path) -> None:
     handed_on: list[Span] = []
     lines = JsonLines(tmp_path / "spans.jsonl")
-    book = SpanBook(lines, handed_on.append)
+    book = SpanWriter(lines, handed_on.append)
     book.add(Span("generator-0", Work.EVALUATE, 10, 50, step=1))
     book.add(Span("generator-0", Work.GENERATE, 20, 70, step=1, group=0, size=2))
     book.add(Span("generator-1", Work.GENERATE, 20, 60, step=1, group=1, size=2))
@@ -116,7 +116,7 @@ def test_the_second_signal_ends_the_run_at_once(second: signal.Signals) -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-# --- Foresight ---------------------------------------------------------------------------------------------------
+# --- StepTimePrediction ------------------------------------------------------------------------------------------
 
 
 def test_predictions_come_with_the_costs_of_a_commit_and_match_a_run_of_those_costs() -> None:
@@ -124,7 +124,7 @@ def test_predictions_come_with_the_costs_of_a_commit_and_match_a_run_of_those_co
 
     opening = opening_of(steps=12)
     told: dict[int, float] = {}
-    foresight = Foresight(lambda step, seconds: told.update({step: seconds}))
+    foresight = StepTimePrediction(lambda step, seconds: told.update({step: seconds}))
     numbers = KeptNumbers()
 
     class MeasuredAfterCommits:
@@ -176,8 +176,8 @@ class Kept:
         self.state = self.run.open()
         self.run.runtime.begin()
         self.spans: list[Span] = []
-        opening = Bookmark(0, 0, 0, self.lines.positions())
-        self.keeper = Keeper(
+        opening = RunPosition(0, 0, 0, self.lines.positions())
+        self.keeper = Checkpointer(
             self.folder, self.lines, self.run.runtime, opening, lambda b: b.facts("print", {}), self.spans.append
         )
 
@@ -207,7 +207,7 @@ def test_a_newer_version_is_saved_although_an_older_one_is_still_being_saved(tmp
     kept.keeper.save()
     kept.run.runtime.receive = lambda: None  # type: ignore[method-assign]  the trainer takes its time
     assert kept.run.crew.orders_of("trainer") == [SaveCheckpoint]
-    kept.keeper.bookmark = Bookmark(1, 5, 9, kept.lines.positions())
+    kept.keeper.bookmark = RunPosition(1, 5, 9, kept.lines.positions())
     del kept.run.runtime.receive
     kept.run.crew.answer("trainer")
     kept.run.crew._batch = 1
@@ -252,7 +252,7 @@ class HeldOutRun(Kept):
                 Image.new("RGB", (2, 2)).save(Path(order.pictures) / f"{order.first + row:04d}.png")
             return evaluate(worker, order)
 
-        from digenrl.workers.orders import EvaluatePrompts
+        from digenrl.worker.orders import EvaluatePrompts
 
         self.run.crew._carry_out[EvaluatePrompts] = with_pictures
 
@@ -317,7 +317,7 @@ def test_a_worker_that_breaks_in_the_first_evaluation_is_told_with_details(tmp_p
     run = HeldOutRun(tmp_path)
     run.run.exchange.drop("held-out-prompt-0")
     run.run.crew._encode = None  # type: ignore[assignment]
-    from digenrl.workers.orders import EncodePrompts, PromptsEncoded
+    from digenrl.worker.orders import EncodePrompts, PromptsEncoded
 
     run.run.crew._carry_out[EncodePrompts] = lambda worker, order: PromptsEncoded(())  # rows that never come
     with pytest.raises(WorkerFailedError, match="could not go on: FileNotFoundError"):
@@ -332,7 +332,7 @@ def test_lanes_that_leave_and_join_are_written_down(tmp_path: Path) -> None:
     state = opening_of()
     entries = [LaneEntry(name=lane.name, pool="generator", device="cpu") for lane in state.lanes]
     folder.describe(lanes=(*entries, LaneEntry(name="trainer", pool="trainer", device="cpu")))
-    book = LaneBook(folder, {"new": "cuda:3"})
+    book = LaneRecorder(folder, {"new": "cuda:3"})
     book.observe(WorkerLost(70, lane=1), (), state)
     book.observe(WorkerJoined(90, LaneOffer("new", 5)), (), state)
     book.observe(Committed(95, step=0), (), state)
@@ -367,33 +367,33 @@ def write_checkpoint(folder: RunFolder, step: int, **facts: Any) -> None:
 
 def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
-    assert find_standing(folder) is None
+    assert find_resume_point(folder) is None
     for step in (999_999, 1_000_000, 20):
         write_checkpoint(folder, step)
     (folder.checkpoints / ".saving-step_1000001").mkdir()
-    standing = find_standing(folder)
+    standing = find_resume_point(folder)
     assert standing is not None
     assert standing.checkpoint == folder.checkpoint(1_000_000)
-    assert standing.bookmark == Bookmark(1_000_000, 5, 6, {})
+    assert standing.bookmark == RunPosition(1_000_000, 5, 6, {})
 
 
 def test_a_run_without_a_checkpoints_folder_begins_again(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     folder.checkpoints.rmdir()
-    assert find_standing(folder) is None
+    assert find_resume_point(folder) is None
     folder.checkpoints.touch()
-    assert find_standing(folder) is None
+    assert find_resume_point(folder) is None
 
 
 def test_damaged_and_foreign_checkpoints_are_told_in_one_line(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     write_checkpoint(folder, 3, fingerprint="another")
     with pytest.raises(ConfigError, match=r"step_000003: was saved by another run: seed, model"):
-        find_standing(folder)
+        find_resume_point(folder)
     for content in ("{", "[]", '{"step": 3}', '{"step": 3, "facts": {"at_ns": 1}}'):
         (folder.checkpoint(3) / "state.json").write_text(content)
         with pytest.raises(ConfigError, match="step_000003: incomplete or damaged") as caught:
-            find_standing(folder)
+            find_resume_point(folder)
         assert "\n" not in str(caught.value)
 
 
@@ -404,9 +404,9 @@ def test_evaluations_of_versions_that_are_kept_are_kept_wherever_they_stand(tmp_
     positions = lines.positions()
     for step in (10, 20, 30):
         lines.evaluations.append({"step": step})
-    lines.cut_back(kept_positions(folder, Bookmark(20, 0, 0, positions)))
+    lines.cut_back(kept_positions(folder, RunPosition(20, 0, 0, positions)))
     assert [line["step"] for line in read_lines(folder.evaluations)] == [0, 10, 20]
     folder.evaluations.write_bytes(b'{"step":0}\n{"step"')
-    assert kept_positions(folder, Bookmark(20, 0, 0, positions)) == positions
+    assert kept_positions(folder, RunPosition(20, 0, 0, positions)) == positions
     folder.evaluations.write_bytes(b'{"step":0}\nrubbish\n')
-    assert kept_positions(folder, Bookmark(20, 0, 0, positions)) == positions
+    assert kept_positions(folder, RunPosition(20, 0, 0, positions)) == positions

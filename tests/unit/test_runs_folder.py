@@ -13,8 +13,8 @@ import yaml
 from handmade_runs import recipe
 
 from digenrl.config.reading import ConfigError
-from digenrl.runs.folder import LaneEntry, RunFolder, RunLines, Status, numbered_path
-from digenrl.runs.lines import read_lines
+from digenrl.run_folder.folder import LaneEntry, RunFolder, RunLines, Status, numbered_path
+from digenrl.run_folder.lines import read_lines
 
 STARTED = datetime(2025, 3, 1, 12, 30, tzinfo=UTC)
 
@@ -120,7 +120,7 @@ def test_a_killed_process_leaves_its_folder_free_and_its_run_interrupted(tmp_pat
     folder = _create(tmp_path / "demo")
     hold = (
         "import sys, pathlib\n"
-        "from digenrl.runs.folder import RunFolder\n"
+        "from digenrl.run_folder.folder import RunFolder\n"
         "with RunFolder.open(pathlib.Path(sys.argv[1])).locked():\n"
         "    print('locked', flush=True)\n"
         "    sys.stdin.read()\n"

@@ -14,8 +14,8 @@ from watched_runs import SPEC, AfterEach, opening_of, watch
 from digenrl import records
 from digenrl.config.reading import ConfigError
 from digenrl.records import Action, Committed, Event, LaneOffer, Publish, SampleId, Tick, WorkerJoined, WorkerLost
-from digenrl.runs.journal import Decision, Journal, decision_line, read_journal
-from digenrl.runs.lines import JsonLines
+from digenrl.run_folder.journal import Decision, Journal, decision_line, read_journal
+from digenrl.run_folder.lines import JsonLines
 from digenrl.simulation.virtual_cluster import Faults
 
 SECOND = 1_000_000_000

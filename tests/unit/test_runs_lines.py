@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from digenrl.config.reading import ConfigError
-from digenrl.runs.lines import JsonLines, read_lines
+from digenrl.run_folder.lines import JsonLines, read_lines
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console
 from watched_runs import SPEC, AfterEach, KeptNumbers, opening_of, watch
 
-from digenrl.runs.doings import doings
-from digenrl.runs.glyphs import duration
-from digenrl.runs.live_view import Clocks, JsonView, PlainView, RunTitle, TerminalView, choose_view
-from digenrl.runs.metrics import Evaluation
-from digenrl.runs.picture import Canvas, Moment, picture
-from digenrl.runs.progress import Progress
+from digenrl.console.dashboard import Canvas, Moment, picture
+from digenrl.console.lane_activity import lane_activity
+from digenrl.console.live_view import Clocks, JsonView, PlainView, RunTitle, TerminalView, choose_view
+from digenrl.console.progress import Progress
+from digenrl.console.text_symbols import duration
+from digenrl.metrics.step_metrics import Evaluation
 from digenrl.scheduling import SchedulerState
 from digenrl.simulation.virtual_cluster import VirtualCluster
 from digenrl.telemetry.recorder import Recorder
@@ -67,9 +67,9 @@ def _rendered(moment: Moment, canvas: Canvas) -> list[str]:
 
 
 def _moment(progress: Progress, state: SchedulerState | None = None, **changes: Any) -> Moment:
-    shown = () if state is None else doings(state)
+    shown = () if state is None else lane_activity(state)
     given: dict[str, Any] = {"told": {}, "now_ns": 0, "since_last_step_s": 0.0, "message": "", **changes}
-    return Moment(name="demo", folder=Path("runs/demo-1"), progress=progress, doings=shown, **given)
+    return Moment(name="demo", folder=Path("runs/demo-1"), progress=progress, lane_activity=shown, **given)
 
 
 def _step(step: int, **numbers: float) -> Mapping[str, float]:

@@ -17,7 +17,10 @@ from watched_runs import SPEC, AfterEach, KeptNumbers, opening_of, watch
 
 from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
+from digenrl.console.live_view import Clocks, RunTitle, TerminalView
 from digenrl.loop import drive
+from digenrl.metrics.busy import BusyMeter
+from digenrl.metrics.step_metrics import Evaluation, StepMetrics
 from digenrl.records import (
     Committed,
     LaneOffer,
@@ -29,9 +32,6 @@ from digenrl.records import (
     WorkerJoined,
     WorkerLost,
 )
-from digenrl.runs.busy import BusyMeter
-from digenrl.runs.live_view import Clocks, RunTitle, TerminalView
-from digenrl.runs.metrics import Evaluation, StepMetrics
 from digenrl.scheduling import SchedulerState, initial_state
 from digenrl.simulation.virtual_cluster import Faults, VirtualCluster
 from digenrl.telemetry.recorder import Recorder

@@ -18,12 +18,12 @@ from watched_runs import opening_of, watch
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import LoggingSettings
-from digenrl.runs import sinks
-from digenrl.runs.folder import RunFolder, RunLines
-from digenrl.runs.metrics import Evaluation
-from digenrl.runs.sinks import FileSink, check_logging, open_sinks
-from digenrl.runs.spans import span_line
-from digenrl.runs.tensorboard_sink import TensorBoardSink
+from digenrl.metrics import sinks
+from digenrl.metrics.sinks import FileSink, check_logging, open_sinks
+from digenrl.metrics.step_metrics import Evaluation
+from digenrl.metrics.tensorboard_sink import TensorBoardSink
+from digenrl.run_folder.folder import RunFolder, RunLines
+from digenrl.run_folder.spans import span_line
 from digenrl.telemetry.recorder import Recorder
 from digenrl.telemetry.report.reading import read_run
 
@@ -187,9 +187,8 @@ def test_the_report_reads_what_a_run_writes(folder: RunFolder) -> None:
 
 
 def test_watching_a_run_loads_neither_torch_nor_tensorflow() -> None:
-    imports = (
-        "digenrl.runs.live_view, digenrl.runs.journal, digenrl.runs.tensorboard_sink, digenrl.runs.wandb_sink"
-    )
+    modules = ("console.live_view", "run_folder.journal", "metrics.tensorboard_sink", "metrics.wandb_sink")
+    imports = ", ".join(f"digenrl.{name}" for name in modules)
     program = f"import sys, {imports}\nprint([name for name in ('torch', 'tensorflow') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

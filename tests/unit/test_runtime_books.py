@@ -9,16 +9,16 @@ import pytest
 from fake_crew import UPDATE
 
 from digenrl.config.reading import ConfigError
+from digenrl.driver.calibration import check_room
+from digenrl.driver.cost_tracker import REMEMBERED, CostTracker, expected_ns, timed_offer
+from digenrl.driver.prompt_store import PromptStore
+from digenrl.driver.sample_store import SampleStore
+from digenrl.driver.step_summary import step_summary
 from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import Prompt
 from digenrl.records import LaneOffer, SampleId, Slice
-from digenrl.runtimes.ledger import Ledger
-from digenrl.runtimes.opening import check_room
-from digenrl.runtimes.profile import REMEMBERED, RunningProfile, expected_ns, timed_offer
-from digenrl.runtimes.prompt_desk import PromptDesk
-from digenrl.runtimes.step_numbers import step_numbers
 from digenrl.scheduling import Costs
-from digenrl.workers.orders import EncodedPrompt, EncodePrompts, MadeSlice, Scores
+from digenrl.worker.orders import EncodedPrompt, EncodePrompts, MadeSlice, Scores
 
 PROMPT = EncodedPrompt("prompt-0", "a cat", {})
 
@@ -31,18 +31,18 @@ def scores(*values: float) -> Scores:
     return Scores(values, {"half": tuple(value / 2 for value in values)})
 
 
-def whole_group(ledger: Ledger, step: int, group: int, epoch: int = 0) -> None:
+def whole_group(ledger: SampleStore, step: int, group: int, epoch: int = 0) -> None:
     """Two slices, the second one first."""
     for first in (2, 0):
         assert ledger.add_made(made(step, group, first, epoch + first))
         ledger.add_scores(Slice(step, group, first, 2), scores(first, first + 1))
 
 
-# --- Ledger ------------------------------------------------------------------------------------------------------
+# --- SampleStore -------------------------------------------------------------------------------------------------
 
 
 def test_a_group_comes_out_in_the_order_of_its_samples() -> None:
-    ledger = Ledger()
+    ledger = SampleStore()
     whole_group(ledger, step=0, group=1)
     group = ledger.learnable(Slice(0, 1, 0, 4), PROMPT)
     assert [each.slice.first for each in group.slices] == [0, 2]
@@ -51,7 +51,7 @@ def test_a_group_comes_out_in_the_order_of_its_samples() -> None:
 
 
 def test_samples_are_found_in_the_slice_that_they_were_made_in() -> None:
-    ledger = Ledger()
+    ledger = SampleStore()
     ledger.add_made(made(first=0, epoch=5))
     ledger.add_made(made(first=2, epoch=6))
     assert ledger.slice_of(Slice(0, 0, 3, 1)) == made(first=2, epoch=6)
@@ -60,7 +60,7 @@ def test_samples_are_found_in_the_slice_that_they_were_made_in() -> None:
 
 
 def test_a_slice_is_scored_when_its_last_sample_is() -> None:
-    ledger = Ledger()
+    ledger = SampleStore()
     ledger.add_made(made())
     ledger.add_scores(Slice(0, 0, 0, 1), scores(1))
     assert not ledger.all_scored(made())
@@ -69,7 +69,7 @@ def test_a_slice_is_scored_when_its_last_sample_is() -> None:
 
 
 def test_a_replacement_takes_the_place_of_the_first_in_line() -> None:
-    ledger = Ledger()
+    ledger = SampleStore()
     whole_group(ledger, step=0, group=1)
     gone = ledger.replace(0, group=1, replaced_by=3)
     assert sorted(each.name for each in gone) == ["slice-0", "slice-2"]
@@ -79,7 +79,7 @@ def test_a_replacement_takes_the_place_of_the_first_in_line() -> None:
 
 
 def test_late_slices_and_scores_of_a_group_in_quarantine_are_not_wanted() -> None:
-    ledger = Ledger()
+    ledger = SampleStore()
     ledger.add_made(made())
     ledger.replace(0, group=0, replaced_by=2)
     assert not ledger.add_made(made(first=2))
@@ -90,7 +90,7 @@ def test_late_slices_and_scores_of_a_group_in_quarantine_are_not_wanted() -> Non
 
 
 def test_a_slice_that_comes_after_its_step_was_closed_is_not_wanted_and_not_kept() -> None:
-    ledger = Ledger()
+    ledger = SampleStore()
     ledger.replace(3, group=0, replaced_by=2)
     ledger.close_step(3)
     assert not ledger.add_made(made(step=3))
@@ -99,7 +99,7 @@ def test_a_slice_that_comes_after_its_step_was_closed_is_not_wanted_and_not_kept
 
 
 def test_closing_a_step_gives_its_rewards_and_leaves_the_next_alone() -> None:
-    ledger = Ledger()
+    ledger = SampleStore()
     whole_group(ledger, step=0, group=1)
     whole_group(ledger, step=0, group=0)
     whole_group(ledger, step=1, group=0)
@@ -121,7 +121,7 @@ class Desk:
         self.sent: list[str] = []
         self.dropped: list[str] = []
         sampler = PromptSampler([Prompt(index, f"text {index}") for index in range(prompts)], 2, seed=0)
-        self.desk = PromptDesk(sampler, self._send, self.dropped.append, kept)
+        self.desk = PromptStore(sampler, self._send, self.dropped.append, kept)
 
     def _send(self, order: EncodePrompts) -> None:
         self.sent += [prompt.row for prompt in order.prompts]
@@ -205,7 +205,7 @@ def test_the_numbers_of_a_step_are_means_over_samples_and_updates() -> None:
     rewards = {SampleId(4, 0, index): value for index, value in enumerate([1.0, 2.0, 3.0, 6.0])}
     other = {"gradient_norm": 3.0, "ratio_max": 1.2, "pack_size": 2, "kl": 0.5, "memory_retries": 3}
     updates = [UPDATE, UPDATE | other]
-    numbers = step_numbers(
+    numbers = step_summary(
         4, rewards, {"b": [1.0, 3.0], "a": [2.0, 2.0]}, updates, publish_bytes=77, publish_s=0.5
     )
     assert numbers.step == 4
@@ -231,7 +231,7 @@ def test_the_numbers_of_a_step_are_means_over_samples_and_updates() -> None:
 
 def test_what_an_algorithm_has_not_is_absent() -> None:
     bare = {**UPDATE, "ratio_mean": None, "ratio_max": None, "clip_fraction": None, "log_prob_mismatch": None}
-    numbers = step_numbers(0, {SampleId(0, 0, 0): 1.0}, {}, [bare], publish_bytes=0)
+    numbers = step_summary(0, {SampleId(0, 0, 0): 1.0}, {}, [bare], publish_bytes=0)
     absent = {"ratio_mean", "ratio_max", "clip_fraction", "kl", "log_prob_mismatch", "memory_retries"}
     assert not absent & numbers.values.keys()
     assert numbers.values["reward_std"] == 0
@@ -239,7 +239,7 @@ def test_what_an_algorithm_has_not_is_absent() -> None:
 
 def test_costs_follow_the_run_and_a_hiccup_does_not_move_them() -> None:
     offers = {0: LaneOffer("a", 100), 1: LaneOffer("b", 200)}
-    profile = RunningProfile(offers, Costs(train_sample_ns=Fraction(7), commit_ns=5, score_ns=3))
+    profile = CostTracker(offers, Costs(train_sample_ns=Fraction(7), commit_ns=5, score_ns=3))
     assert profile.costs(9).train_sample_ns == 7
     for _ in range(REMEMBERED):
         profile.add_take(0, 1, 300)
@@ -256,7 +256,7 @@ def test_a_lane_that_takes_several_slices_at_once_is_timed_by_all_of_them() -> N
     offer = timed_offer("big", {2: 1.0, 8: 2.5}, slice_size=2, own_size=8)
     assert (offer.slices_at_once, offer.slice_ns) == (4, 2_500_000_000)
     assert [offer.expected_ns(slices) for slices in (1, 2, 3, 4)] == [1e9, 1.5e9, 2e9, 2.5e9]
-    profile = RunningProfile({0: offer}, Costs(train_sample_ns=Fraction(7)))
+    profile = CostTracker({0: offer}, Costs(train_sample_ns=Fraction(7)))
     profile.add_take(0, slices=1, ns=2_000_000_000)  # a rest of a group, twice as slow as expected
     assert profile.costs(0).lane_slice_ns == ((0, 5_000_000_000),)
 
@@ -267,7 +267,7 @@ def test_a_lane_timed_with_one_size_is_expected_in_proportion() -> None:
 
 
 def test_a_cost_is_never_nothing() -> None:
-    profile = RunningProfile({0: LaneOffer("a", 100)}, Costs(train_sample_ns=Fraction(7)))
+    profile = CostTracker({0: LaneOffer("a", 100)}, Costs(train_sample_ns=Fraction(7)))
     profile.add("publish", 0)
     assert profile.costs(0).publish_ns == 1
     with pytest.raises(KeyError):

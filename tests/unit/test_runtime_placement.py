@@ -9,13 +9,14 @@ import pytest
 from fake_crew import fake_recipe
 
 from digenrl.config.reading import ConfigError
-from digenrl.runtimes.placement import Crew, Machine, place, threads_per_worker
+from digenrl.driver.placement import place
+from digenrl.worker.assignment import Machine, Workers, threads_per_worker
 
 CPU = Machine(tuple(range(8)))
 CARDS = Machine(tuple(range(8)), cuda_devices=4)
 
 
-def crew(machine: Machine, mode: str = "local", tag: str = "auto", **lanes: Any) -> Crew:
+def crew(machine: Machine, mode: str = "local", tag: str = "auto", **lanes: Any) -> Workers:
     recipe = fake_recipe(mode=mode, techniques={"tag": tag}, lanes={"generators": 1, **lanes})
     return place(recipe, machine, Path("exchange"), Path("checkpoint"))
 
@@ -27,7 +28,7 @@ def complaint(machine: Machine, **lanes: Any) -> str:
     return str(caught.value)
 
 
-def devices(of: Crew) -> dict[str, str]:
+def devices(of: Workers) -> dict[str, str]:
     return {each.name: each.device for each in of.everybody()}
 
 

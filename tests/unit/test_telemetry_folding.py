@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from handmade_traces import SECOND, large_trace
 
-from digenrl.telemetry.folding import FoldedRow, LaneRow, fold_lanes
-from digenrl.telemetry.looks import LEGEND_ORDER
+from digenrl.telemetry.row_folding import FoldedRow, LaneRow, fold_lanes
+from digenrl.telemetry.styles import LEGEND_ORDER
 from digenrl.telemetry.time_axis import seconds_text, ticks_ns
 from digenrl.telemetry.trace import LaneInfo
 from digenrl.telemetry.utilisation import lane_uses

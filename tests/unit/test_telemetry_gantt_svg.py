@@ -11,7 +11,7 @@ import pytest
 from handmade_traces import SECOND, helped_trace, large_trace, on_policy_trace, span
 
 from digenrl.telemetry.gantt_svg import gantt_svg, span_words
-from digenrl.telemetry.looks import look_of
+from digenrl.telemetry.styles import style_of
 from digenrl.telemetry.trace import LaneInfo, Trace, Work
 from digenrl.telemetry.utilisation import idle_intervals
 
@@ -133,7 +133,7 @@ def test_stale_slices_are_hatched_and_helped_ones_outlined() -> None:
         block = blocks[span_words(one)]
         assert (block.attrib["fill"] in patterns) == one.stale
         assert (block.attrib["stroke"] != "#ffffff") == (one.work is Work.HELP)
-        assert one.stale or block.attrib["fill"] == look_of(one).fill
+        assert one.stale or block.attrib["fill"] == style_of(one).fill
     assert len({block.attrib["fill"] for block in blocks.values()}) == 4
 
 

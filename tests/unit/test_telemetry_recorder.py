@@ -30,7 +30,7 @@ from digenrl.records import (
     WorkerLost,
 )
 from digenrl.scheduling import SchedulerState
-from digenrl.simulation.durations import opening_state
+from digenrl.simulation.spec_costs import initial_scheduler_state
 from digenrl.simulation.virtual_cluster import VirtualCluster
 from digenrl.telemetry.gantt_svg import gantt_svg
 from digenrl.telemetry.gantt_terminal import gantt_text
@@ -55,7 +55,7 @@ def opening(steps: int = 2, **policy: Any) -> SchedulerState:
         "publish": 0.3,
         "policy": {"help": "greedy", **policy},
     }
-    return opening_state(parse_model(Spec, content), search_budget=100)
+    return initial_scheduler_state(parse_model(Spec, content), search_budget=100)
 
 
 class Told:

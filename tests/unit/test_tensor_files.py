@@ -16,8 +16,8 @@ from digenrl.generation.windows import plan_rollouts, read_window
 from digenrl.models.contract import Conditioning
 from digenrl.models.registry import FAMILIES, find_family, make_tiny_pipeline
 from digenrl.models.trajectory import Trajectory
-from digenrl.workers import tensor_files
-from digenrl.workers.tensor_files import conditioning_of, conditioning_tensors, trajectory_tensors
+from digenrl.worker import tensor_files
+from digenrl.worker.tensor_files import conditioning_of, conditioning_tensors, trajectory_tensors
 
 WINDOWS = {
     "chain": {"kind": "all"},

@@ -87,7 +87,7 @@ def test_the_allocators_retries_are_told_update_by_update(monkeypatch):
     trainer = trainer_of(model, algorithm, groups, TrainerSettings(pack_size=2))
     told = []
     monkeypatch.setattr("digenrl.training.trainer.allocation_retries", lambda device: 1)
-    trainer.rehearse(groups[0])
+    trainer.calibrate(groups[0])
     for step, retries in enumerate((3, 3, 8, None)):
         monkeypatch.setattr("digenrl.training.trainer.allocation_retries", lambda device, now=retries: now)
         for group in scored_groups(model, algorithm, Rollout(step=step, version=step)):

@@ -14,7 +14,7 @@ from digenrl.config.training import EmaSettings, TrainerSettings
 from digenrl.training.gradients import GradientSums
 from digenrl.training.metrics import Tally
 from digenrl.training.ordered_sums import OrderedSums
-from digenrl.training.packed import PassResult
+from digenrl.training.packing.packed import PassResult
 
 GROUPS = 4
 WHOLE = tuple((place, range(4)) for place in range(GROUPS))

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from digenrl.training import metrics
 from digenrl.training.metrics import Chosen, Tally
-from digenrl.training.pack_size import MemoryLine, measure_largest_pack
-from digenrl.training.packs import Rank, cut, halves, share_of, update_of
+from digenrl.training.packing.pack_size import MemoryLine, measure_largest_pack
+from digenrl.training.packing.packs import Rank, cut, halves, share_of, update_of
 
 
 @given(st.lists(st.integers()), st.integers(1, 9))

@@ -19,13 +19,18 @@ from test_export import SIZE, loaded_in_diffusers, model_of, velocity_of
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import EmaSettings
 from digenrl.models.registry import make_tiny_pipeline
-from digenrl.training.checkpoints import CheckpointError, latest_checkpoint, read_checkpoint, save_checkpoint
-from digenrl.training.part_files import part_name
-from digenrl.training.policies import Snapshot
-from digenrl.training.sharding import shard_model
-from digenrl.training.state_trees import tensors_in
-from digenrl.workers.orders import SaveCheckpoint
-from digenrl.workers.saving import Saving
+from digenrl.training.checkpoint.checkpoints import (
+    CheckpointError,
+    latest_checkpoint,
+    read_checkpoint,
+    save_checkpoint,
+)
+from digenrl.training.checkpoint.part_files import part_name
+from digenrl.training.checkpoint.state_trees import tensors_in
+from digenrl.training.policy_weights import Snapshot
+from digenrl.training.ranks.sharding import shard_model
+from digenrl.worker.orders import SaveCheckpoint
+from digenrl.worker.saving import Saving
 
 CASE = Case(
     "diffusion_nft",
@@ -68,7 +73,7 @@ def kept_and_left(ranks, case):
         copies.finish()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("digenrl.training.host_copies.copies_beside", lambda device: copies)
+        patch.setattr("digenrl.training.offload.host_copies.copies_beside", lambda device: copies)
         patch.setattr(Snapshot, "_swap", swapped)
         _, trainer, batches = case.trainer_and_batches(ranks)
         train(trainer, batches[0])
@@ -271,7 +276,7 @@ def test_a_transformer_of_two_ranks_trains_as_one_and_its_export_loads_in_diffus
 
 def export_fails(ranks, directory, run):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("digenrl.workers.saving.export_weights", no_space)
+        patch.setattr("digenrl.worker.saving.export_weights", no_space)
         with pytest.raises(CheckpointError, match="No space left on device"):
             trained_tiny(ranks, directory, run, lora=False)
 

@@ -26,9 +26,9 @@ from digenrl.config.reading import ConfigError
 from digenrl.config.training import EmaSettings, TrainerSettings
 from digenrl.models.published import weights_state
 from digenrl.models.shards import gathered
-from digenrl.training.ranks import RanksError, join_ranks
-from digenrl.training.sharding import shard_model
-from digenrl.training.state_trees import state_as_tensors, state_of_tensors, tensors_in
+from digenrl.training.checkpoint.state_trees import state_as_tensors, state_of_tensors, tensors_in
+from digenrl.training.ranks.rank_group import RanksError, join_ranks
+from digenrl.training.ranks.sharding import shard_model
 
 NARROW = {"flow_grpo_fast": {"kind": "fast", "width": 2}}  # three steps do not fit half of five
 
@@ -185,7 +185,9 @@ def measured_pack(ranks, lora):
     case = Case("dance_grpo", settings=STEADY.model_copy(update={"pack_size": "auto"}), lora=lora, batches=1)
     _, trainer, (groups,) = case.trainer_and_batches(ranks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("digenrl.training.packed.measure_largest_pack", lambda *_, **__: 2 + 3 * (1 - ranks.index))
+        patch.setattr(
+            "digenrl.training.packing.packed.measure_largest_pack", lambda *_, **__: 2 + 3 * (1 - ranks.index)
+        )
         trainer.add_group(groups[0])
     return trainer.pack_size
 
@@ -199,7 +201,7 @@ def rehearsed(ranks, lora):
     case = Case("flow_grpo", settings=STEADY.model_copy(update={"pack_size": "auto"}), lora=lora, batches=1)
     _, trainer, (groups,) = case.trainer_and_batches(ranks)
     before = trainer.state()
-    trainer.rehearse(groups[0])
+    trainer.calibrate(groups[0])
     same = tensors_in(before).keys() == tensors_in(trainer.state()).keys()
     train(trainer, groups)
     return same, trainer.pack_size
@@ -325,7 +327,7 @@ def conversation(ranks, place):
         join_ranks(f"file://{place}/other", ranks.index, ranks.count, torch.device("cpu"))
     facts = ranks.gather({"rank": ranks.index, "text": "é" * (1 + 5 * ranks.index), "bad": math.inf})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("digenrl.training.ranks.BUCKET_BYTES", 100)
+        patch.setattr("digenrl.training.ranks.rank_group.BUCKET_BYTES", 100)
         calls = calls_of(patch, "all_reduce")
         values = {str(n): torch.full((n,), 0.1 * (ranks.index + 1), dtype=torch.float32) for n in (3, 20, 7, 30)}
         values["double"] = torch.full((2, 2), 1.0, dtype=torch.float64)

@@ -11,11 +11,11 @@ from scored_groups import Rollout, scored_groups, toy, trainer_of
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
 from digenrl.config.training import EmaSettings, TrainerSettings
+from digenrl.driver.calibration import Calibration, terms_of
 from digenrl.records import LaneOffer
-from digenrl.runtimes.opening import Rehearsal, terms_of
 from digenrl.simulation.prediction import predict
-from digenrl.training.host_copies import HostCopies, HostMemory
-from digenrl.training.offload import Offload
+from digenrl.training.offload.host_copies import HostCopies, HostMemory
+from digenrl.training.offload.offloader import Offload
 
 SETTINGS = TrainerSettings(pack_size=4, learning_rate=0.02, ema=EmaSettings(decay=0.5, every_updates=1))
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ class Trainers:
         self.still = self.trainer(self.models[0], offload=False)
         self.copies = LateCopies()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("digenrl.training.host_copies.copies_beside", lambda device: self.copies)
+            patch.setattr("digenrl.training.offload.host_copies.copies_beside", lambda device: self.copies)
             self.switched = self.trainer(self.models[1], offload=True)
 
     def trainer(self, model, offload):
@@ -154,7 +154,7 @@ def test_host_memory_is_taken_once():
     trainers = Trainers("flow_grpo")
     trainer = trainers.switched
     memory = trainer._host.memory
-    trainer.rehearse(trainers.batch(0)[0])
+    trainer.calibrate(trainers.batch(0)[0])
     with trainer.switching.as_in_a_step():
         trainer.switching.leave()
     untouched = uncut(memory)
@@ -170,7 +170,7 @@ def test_host_memory_is_taken_once():
 def test_what_a_batch_began_with_is_copied_beside_its_first_group_into_memory_taken_once():
     trainers = Trainers("diffusion_nft")
     trainer, copies = trainers.switched, trainers.copies
-    trainer.rehearse(trainers.batch(0)[0])
+    trainer.calibrate(trainers.batch(0)[0])
     with trainer.switching.as_in_a_step():
         trainer.switching.leave()
     memory = trainer._host.memory
@@ -196,7 +196,7 @@ def test_a_trainer_that_helps_in_the_middle_of_a_batch_takes_no_memory_after_its
     trainer = trainers.switched
     if trainer.keeps_last_version:
         trainer.keep_version()  # as the first version is, when it is laid out
-    trainer.rehearse(trainers.batch(0)[0])
+    trainer.calibrate(trainers.batch(0)[0])
     for _ in range(2):
         with trainer.switching.as_in_a_step():
             trainer.switching.leave()
@@ -242,7 +242,7 @@ def test_what_is_kept_on_the_host_leaves_the_card_without_another_copy_until_it_
 
 
 def test_memory_that_the_machine_does_not_have_is_not_asked_for(monkeypatch):
-    monkeypatch.setattr("digenrl.training.host_copies.free_host_bytes", lambda: 2**30)
+    monkeypatch.setattr("digenrl.training.offload.host_copies.free_host_bytes", lambda: 2**30)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("it was asked for"))
     with pytest.raises(
         ConfigError, match=r"0.3 GB more .* takes 0.0 GB .*, and 1.1 GB are left; .*in_memory: false"
@@ -300,8 +300,8 @@ def test_what_cannot_move_is_refused(changes, complaint):
 def test_the_scheduler_counts_on_the_rehearsed_switches_and_so_does_the_prediction_of_a_colocated_run():
     recipe = fake_recipe(mode="colocated")
     terms = terms_of(recipe, 2, steps=3, scorers=0)
-    free = Rehearsal(({2: 0.5},), train_sample=0.1, score_sample=0, publish=0, pack_size=1)
-    dear = Rehearsal(
+    free = Calibration(({2: 0.5},), train_sample=0.1, score_sample=0, publish=0, pack_size=1)
+    dear = Calibration(
         ({2: 0.5},), train_sample=0.1, score_sample=0, publish=0, pack_size=1, switch_in=2.0, switch_out=3.0
     )
     assert (dear.costs().switch_in_ns, dear.costs().switch_out_ns) == (2_000_000_000, 3_000_000_000)

@@ -13,9 +13,9 @@ from digenrl.algorithms.registry import ALGORITHMS, build_algorithm
 from digenrl.config.reading import ConfigError
 from digenrl.config.training import EmaSettings, TrainerSettings
 from digenrl.models.published import load_published, weights_state
-from digenrl.training.checkpoints import read_checkpoint
-from digenrl.workers.orders import SaveCheckpoint
-from digenrl.workers.saving import Saving
+from digenrl.training.checkpoint.checkpoints import read_checkpoint
+from digenrl.worker.orders import SaveCheckpoint
+from digenrl.worker.saving import Saving
 
 SETTINGS = TrainerSettings(pack_size=4, learning_rate=0.02, ema=EmaSettings(decay=0.5, every_updates=1))
 LORA_OR_FULL = pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
@@ -67,8 +67,8 @@ def test_a_rehearsal_leaves_no_trace_in_what_follows(name):
         trainer = trainer_of(model, algorithm, groups, SETTINGS)
         for group in groups:
             if rehearses:
-                trainer.rehearse(small)
-                trainer.rehearse(group)
+                trainer.calibrate(small)
+                trainer.calibrate(group)
             trainer.add_group(group)
             assert all(p.grad is None for p in model.transformer.parameters())
             while trainer.can_commit():
@@ -83,7 +83,7 @@ def test_a_rehearsal_finds_the_pack_size():
     groups = batch_of(model, algorithm)
     trainer = trainer_of(model, algorithm, groups, TrainerSettings(pack_size="auto", largest_pack=7))
     assert trainer.pack_size is None
-    trainer.rehearse(groups[1])  # whose rewards are all alike
+    trainer.calibrate(groups[1])  # whose rewards are all alike
     assert trainer.pack_size == 7
 
 
@@ -92,10 +92,10 @@ def test_a_selection_of_more_samples_than_a_rehearsal_has_does_not_stop_it():
     model = toy()
     groups = batch_of(model, algorithm)
     trainer = trainer_of(model, algorithm, groups, TrainerSettings(largest_pack=5))
-    trainer.rehearse(scored_groups(model, algorithm, Rollout(groups=1, group_size=2))[0])
+    trainer.calibrate(scored_groups(model, algorithm, Rollout(groups=1, group_size=2))[0])
     assert trainer.pack_size == 5
     with pytest.raises(ValueError, match="at least 2 samples, got 1"):
-        trainer.rehearse(scored_groups(model, algorithm, Rollout(groups=1, group_size=1))[0])
+        trainer.calibrate(scored_groups(model, algorithm, Rollout(groups=1, group_size=1))[0])
 
 
 # --- Batches that are given up --------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def test_without_room_on_the_host_nothing_is_kept_and_a_run_is_saved_all_the_sam
     with pytest.raises(ConfigError, match="no room"):
         trainer.keep_version()
     assert given == taken
-    monkeypatch.setattr("digenrl.workers.saving.export_weights", lambda *_: None)
+    monkeypatch.setattr("digenrl.worker.saving.export_weights", lambda *_: None)
     saved = Saving(model, trainer).save(SaveCheckpoint(str(tmp_path), step=1, keep=1, facts={}))
     trainer.load_state(read_checkpoint(Path(saved.path)).trainer_state)
     assert same_state(trainer.state(), expected)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import Conditioning
+from digenrl.models.families.wan import WanModel
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import find_family, make_tiny_pipeline
-from digenrl.models.wan import WanModel
 
 PROMPTS = ["a red cat", "two small dogs running through a field of yellow flowers"]
 STEPS = 3

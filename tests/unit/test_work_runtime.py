@@ -9,17 +9,17 @@ import pytest
 from fake_crew import FakeRun, fake_recipe
 
 from digenrl.config.reading import ConfigError
+from digenrl.driver.evaluation import Evaluation, Evaluator
+from digenrl.driver.prompt_store import as_encoded
+from digenrl.driver.supervisor import TrainerLostError, WorkerFailedError
 from digenrl.loop import RunGaveUpError, drive
 from digenrl.prompts.sources import Prompt
 from digenrl.records import Generate, Lease, Publish, Slice, WorkerJoined, WorkerLost
-from digenrl.runtimes.evaluation import Evaluation, Evaluator
-from digenrl.runtimes.placement import TRAINER
-from digenrl.runtimes.prompt_desk import as_encoded
-from digenrl.runtimes.staffing import TrainerLostError, WorkerFailedError
-from digenrl.runtimes.transport import Gone, Message
 from digenrl.scheduling.invariants import Auditor
 from digenrl.telemetry.recorder import Recorder
-from digenrl.workers.orders import (
+from digenrl.transports.contract import Gone, Message
+from digenrl.worker.assignment import TRAINER
+from digenrl.worker.orders import (
     EncodePrompts,
     LearnGroups,
     LoadWeights,

@@ -16,7 +16,7 @@ from digenrl.telemetry.perfetto import write_perfetto
 from digenrl.telemetry.report.content import content_of
 from digenrl.telemetry.report.reading import read_run
 from digenrl.telemetry.report.records import RunRecord
-from digenrl.telemetry.writing import write_whole
+from digenrl.telemetry.writing import write_atomically
 
 # In the order in which they need each other.
 _SCRIPTS = (
@@ -38,7 +38,7 @@ def write_report(folder: Path) -> Path:
     run = read_run(folder)
     write_perfetto(run.trace, folder / "trace.json")
     page = folder / "report.html"
-    write_whole(page, page_of(run))
+    write_atomically(page, page_of(run))
     return page
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from digenrl.telemetry.looks import Look, look_of
 from digenrl.telemetry.report.lane_shares import step_windows
 from digenrl.telemetry.report.records import RunRecord
+from digenrl.telemetry.styles import WorkStyle, style_of
 from digenrl.telemetry.time_axis import horizon_ns
 from digenrl.telemetry.trace import Span, Trace, Work
 from digenrl.telemetry.utilisation import Intervals, lane_uses, spans_by_lane
@@ -21,12 +21,12 @@ class Kind:
     """A kind of work as the page draws it."""
 
     work: Work
-    look: Look
+    look: WorkStyle
 
 
 def kinds_in(trace: Trace) -> tuple[Kind, ...]:
     """The kinds that occur, in the order of `Work`, fresh before stale."""
-    kinds = {Kind(span.work, look_of(span)) for span in trace.spans}
+    kinds = {Kind(span.work, style_of(span)) for span in trace.spans}
     order = list(Work)
     return tuple(sorted(kinds, key=lambda kind: (order.index(kind.work), kind.look.stale)))
 
@@ -69,7 +69,7 @@ def pack_spans(spans: Iterable[Span], index: dict[Kind, int]) -> list[int]:
     for span in spans:
         # Both ends are cut to microseconds alike, so that neighbours still touch.
         start_us, end_us = span.start_ns // _NS_PER_US, span.end_ns // _NS_PER_US
-        kind = index[Kind(span.work, look_of(span))]
+        kind = index[Kind(span.work, style_of(span))]
         packed += [start_us - previous_us, end_us - start_us, kind]
         packed += [span.step, span.group, span.first, span.size, span.version]
         previous_us = start_us

@@ -1,0 +1,1 @@
+"""What a training run shows in the terminal."""

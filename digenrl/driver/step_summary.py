@@ -1,0 +1,54 @@
+"""The numbers of one optimizer step, from its rewards and its updates. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from digenrl.records import SampleId
+
+AVERAGED = ("gradient_norm", "ratio_mean", "clip_fraction", "kl", "log_prob_mismatch")
+
+
+@dataclass(frozen=True, slots=True)
+class StepSummary:
+    """One step's metrics, flat, under the names that `metrics.jsonl` has."""
+
+    step: int
+    values: Mapping[str, float]
+
+
+def step_summary(
+    step: int,
+    rewards: Mapping[SampleId, float],
+    parts: Mapping[str, Sequence[float]],
+    updates: Sequence[Mapping[str, Any]],
+    publish_bytes: int,
+    publish_s: float = 0.0,
+) -> StepSummary:
+    """Means over the step's updates; the largest of what is a largest. What there is not is absent."""
+    mean = fmean(rewards.values())
+    values: dict[str, float] = {
+        "reward_mean": mean,
+        "reward_std": math.sqrt(fmean((reward - mean) ** 2 for reward in rewards.values())),
+        "updates": len(updates),
+        "publish_bytes": publish_bytes,
+        "publish_s": publish_s,
+    }
+    values |= {f"reward/{name}": fmean(numbers) for name, numbers in sorted(parts.items())}
+    for name in AVERAGED:
+        known = [update[name] for update in updates if update[name] is not None]
+        if known:
+            values[name] = fmean(known)
+    ratios = [update["ratio_max"] for update in updates if update["ratio_max"] is not None]
+    if ratios:
+        values["ratio_max"] = max(ratios)
+    retries = [update["memory_retries"] for update in updates if update["memory_retries"] is not None]
+    if retries:
+        values["memory_retries"] = sum(retries)
+    values["zero_spread_groups"] = sum(update["zero_spread_groups"] for update in updates)
+    values["pack_size"] = updates[-1]["pack_size"]
+    return StepSummary(step, values)

@@ -1,0 +1,1 @@
+"""Numbers of a run: one row per step, written to files, TensorBoard and Weights & Biases."""

@@ -1,0 +1,1 @@
+"""The files of a run: the only place that knows their names and formats."""

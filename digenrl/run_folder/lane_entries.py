@@ -1,0 +1,50 @@
+"""The lanes of a run as run.json tells them: who was there, on which device, from when to when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from digenrl.records import Action, Event, WorkerJoined, WorkerLost
+from digenrl.run_folder.folder import LaneEntry, RunFolder
+from digenrl.scheduling import SchedulerState
+from digenrl.telemetry.trace import GENERATOR_POOL
+
+POOLS = (GENERATOR_POOL, "reward", "trainer")  # the order of rows
+
+
+class LaneRecorder:
+    """An observer that writes down lanes that leave and join. `devices` has those of all lanes, by name."""
+
+    def __init__(self, folder: RunFolder, devices: Mapping[str, str]) -> None:
+        self._folder, self._devices = folder, devices
+
+    def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
+        """A lost lane never comes back; another joins."""
+        if isinstance(event, WorkerLost):
+            name = state.lanes[event.lane].name
+            left = {"left_ns": event.at_ns}
+            entries = self._folder.info.lanes
+            self._write([each.model_copy(update=left) if each.name == name else each for each in entries])
+        elif isinstance(event, WorkerJoined):
+            name = event.offer.name
+            joined = LaneEntry(name=name, pool="generator", device=self._devices[name], joined_ns=event.at_ns)
+            self._write([*self._folder.info.lanes, joined])
+
+    def _write(self, entries: Sequence[LaneEntry]) -> None:
+        self._folder.describe(lanes=_in_order(entries))
+
+
+def lanes_of_whole_run(before: Sequence[LaneEntry], now: Sequence[LaneEntry], at_ns: int) -> tuple[LaneEntry, ...]:
+    """The lanes of a run that goes on from `at_ns`: those it has now, and those that it had until then."""
+    known, present = {each.name for each in before}, {each.name for each in now}
+    gone = [
+        each.model_copy(update={"left_ns": at_ns if each.left_ns is None else min(each.left_ns, at_ns)})
+        for each in before
+        if each.name not in present and each.joined_ns < at_ns
+    ]
+    here = [each if each.name in known else each.model_copy(update={"joined_ns": at_ns}) for each in now]
+    return _in_order([*here, *gone])
+
+
+def _in_order(entries: Sequence[LaneEntry]) -> tuple[LaneEntry, ...]:
+    return tuple(sorted(entries, key=lambda each: POOLS.index(each.pool)))

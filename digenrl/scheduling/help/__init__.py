@@ -1,0 +1,1 @@
+"""Help decisions (TAG): rules, forecasts and the search (BTS). Pure, like the rest of scheduling."""

@@ -1,0 +1,61 @@
+"""Measured costs take the place of expected ones while a run goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from digenrl.records import Action, CostsMeasured
+from digenrl.scheduling.help.choose_help import CLOSE_ENOUGH
+from digenrl.scheduling.state import Lane, SchedulerState
+from digenrl.scheduling.terms import Costs, Terms
+
+
+def absorb_costs(state: SchedulerState, event: CostsMeasured) -> tuple[SchedulerState, tuple[Action, ...]]:
+    """Coming decisions count on the new times; what is under way goes on.
+
+    A plan for coming bubbles was made for the old times. It is kept where these hardly change: to make it again
+    costs a search, and a bubble that opens at another moment than planned asks for one anyway.
+    """
+    costs = Costs(
+        train_sample_ns=event.train_sample_ns,
+        commit_ns=event.commit_ns,
+        publish_ns=event.publish_ns,
+        switch_in_ns=event.switch_in_ns,
+        switch_out_ns=event.switch_out_ns,
+        score_ns=event.score_ns,
+    )
+    lanes = list(state.lanes)
+    for index, slice_ns in event.lane_slice_ns:
+        lanes[index] = replace(lanes[index], slice_ns=max(1, slice_ns))  # a slice takes time, however short
+    plan = state.bubble_plan
+    if plan is not None and not _hardly_changed(state, costs, lanes):
+        plan = None
+    idle = tuple(sorted(state.idle, key=lambda index: (lanes[index].slice_ns, index)))
+    return replace(state, costs=costs, lanes=tuple(lanes), idle=idle, bubble_plan=plan), ()
+
+
+def _hardly_changed(state: SchedulerState, costs: Costs, lanes: list[Lane]) -> bool:
+    """No slice time changed by more than a tenth, nothing else by more than a tenth of itself or of a slice."""
+    slice_times = [
+        (old.slice_ns, new.slice_ns) for old, new in zip(state.lanes, lanes, strict=True) if old.present
+    ]
+    if any(abs(new - old) * CLOSE_ENOUGH > old for old, new in slice_times):
+        return False
+    shortest_ns = min((old for old, _ in slice_times), default=0)
+    old_times, new_times = _times_of_work(state.terms, state.costs), _times_of_work(state.terms, costs)
+    return all(
+        abs(new - old) * CLOSE_ENOUGH <= max(old, shortest_ns)
+        for old, new in zip(old_times, new_times, strict=True)
+    )
+
+
+def _times_of_work(terms: Terms, costs: Costs) -> tuple[int, ...]:
+    """What a decision reckons with, in the portions in which it happens."""
+    return (
+        costs.train_ns(terms.samples_per_prompt),
+        costs.score_batch_ns(terms.slice_size),
+        costs.commit_ns,
+        costs.publish_ns,
+        costs.switch_in_ns,
+        costs.switch_out_ns,
+    )

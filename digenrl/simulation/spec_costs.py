@@ -1,0 +1,118 @@
+"""From a SPEC's decimals to the scheduler's whole nanoseconds, exactly."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from decimal import Decimal
+from fractions import Fraction
+
+from digenrl.config.reading import ConfigError
+from digenrl.config.spec import Spec
+from digenrl.records import LaneOffer
+from digenrl.scheduling import Costs, SchedulerState, Terms, initial_state
+
+NS_PER_SECOND = 1_000_000_000
+
+
+def to_ns(seconds: Decimal | Fraction) -> int:
+    """Whole nanoseconds, rounded half to even."""
+    return round(Fraction(seconds) * NS_PER_SECOND)
+
+
+def slice_seconds(table: Mapping[int, Decimal], size: int) -> Fraction:
+    """The time of a slice of `size` samples: linear between the table's sizes, beyond the last with its slope.
+
+    The point 0 -> 0 is implied.
+
+    >>> slice_seconds({1: Decimal(1), 2: Decimal("1.7")}, 4)
+    Fraction(31, 10)
+    """
+    points = [(0, Fraction(0))] + [(at, Fraction(table[at])) for at in sorted(table)]
+    right = next((index for index, (at, _) in enumerate(points) if at >= size), len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
+    return y0 + (y1 - y0) * Fraction(size - x0, x1 - x0)
+
+
+def slice_ns(table: Mapping[int, Decimal], size: int, where: str) -> int:
+    """As `slice_seconds`, in nanoseconds; a time that comes out as nothing is a mistake in the table."""
+    duration = to_ns(slice_seconds(table, size))
+    if duration <= 0:
+        raise ConfigError(
+            f"{where}: the time of a slice of {size} comes out as {duration} ns, it must be above 0; "
+            f"correct the table or add an entry for {size}"
+        )
+    return duration
+
+
+def best_rate(table: Mapping[int, Decimal], sizes: tuple[int, ...]) -> Fraction:
+    """The most samples per second that a lane reaches over these slice sizes."""
+    return max(size / slice_seconds(table, size) for size in sizes)
+
+
+def initial_scheduler_state(spec: Spec, search_budget: int) -> SchedulerState:
+    """The scheduler at t = 0 of a SPEC, whose slice is a number."""
+    assert isinstance(spec.slice, int), "slice: auto is settled before a run"
+    next_number: Counter[str] = Counter()
+    generators: list[LaneOffer] = []
+    for which, pool in enumerate(spec.generators):
+        own = range(spec.slice, (pool.slice or spec.slice) + 1, spec.slice)
+        take_ns = tuple(slice_ns(pool.seconds, size, f"generators[{which}].seconds") for size in own)
+        generators += _lanes(pool.name, pool.count, take_ns, next_number)
+    helper, helpers = spec.trainer.helper, []
+    if helper is not None and (spec.policy.help != "none" or spec.policy.colocated):
+        duration = slice_ns(helper.seconds, spec.slice, "trainer.helper.seconds")
+        helpers = _lanes("helper", helper.lanes, (duration,), next_number)
+    return initial_state(_terms(spec, search_budget), _costs(spec, len(generators)), generators, helpers)
+
+
+def _lanes(pool: str, count: int, take_ns: tuple[int, ...], next_number: Counter[str]) -> list[LaneOffer]:
+    """Equal lanes, named after their pool; pools of one name count on, so that no two lanes share a name.
+
+    `take_ns` are the times of 1, 2, ... slices together, up to what a lane takes at once.
+    """
+    first = next_number[pool]
+    next_number[pool] += count
+    at_once, smaller = len(take_ns), take_ns if len(take_ns) > 1 else ()
+    return [LaneOffer(f"{pool}-{first + index}", take_ns[-1], at_once, smaller) for index in range(count)]
+
+
+def _terms(spec: Spec, search_budget: int) -> Terms:
+    assert isinstance(spec.slice, int)
+    policy = spec.policy
+    stale = Fraction(policy.stale_fraction) * spec.prompts * spec.samples_per_prompt
+    has_helper = spec.trainer.helper is not None
+    return Terms(
+        steps=spec.steps,
+        prompts=spec.prompts,
+        samples_per_prompt=spec.samples_per_prompt,
+        slice_size=spec.slice,
+        order="batch" if policy.colocated else policy.order,
+        stream="batch" if policy.colocated else policy.stream,
+        help=policy.help if has_helper and not policy.colocated else "none",
+        dispatch=policy.dispatch,
+        stale_budget=0 if policy.colocated else int(stale),
+        colocated=policy.colocated,
+        scorers=spec.reward.lanes if to_ns(spec.reward.seconds) else 0,
+        score_batch=spec.reward.batch,
+        search_budget=search_budget,
+    )
+
+
+def _costs(spec: Spec, generator_lanes: int) -> Costs:
+    """Colocated, the generators' cards train along, and each change of role costs the same."""
+    trainer, helper = spec.trainer, spec.trainer.helper
+    train_sample_ns = Fraction(trainer.seconds_per_sample) * NS_PER_SECOND
+    switch_in, switch_out = (helper.switch_in, helper.switch_out) if helper else (Decimal(0), Decimal(0))
+    if spec.policy.colocated:
+        assert helper is not None, "a colocated SPEC has a helper"
+        train_sample_ns *= Fraction(helper.lanes, helper.lanes + generator_lanes)
+        switch_in = switch_out = spec.colocate.switch
+    return Costs(
+        train_sample_ns=train_sample_ns,
+        commit_ns=to_ns(trainer.commit),
+        publish_ns=to_ns(spec.publish),
+        switch_in_ns=to_ns(switch_in),
+        switch_out_ns=to_ns(switch_out),
+        score_ns=to_ns(spec.reward.seconds),
+    )

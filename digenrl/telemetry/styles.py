@@ -1,0 +1,74 @@
+"""How each kind of work looks: one letter, one colour and a few words, the same in every picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from digenrl.telemetry.trace import Span, Work
+
+
+@dataclass(frozen=True, slots=True)
+class WorkStyle:
+    """The letter for pictures without colour, the colours, and the legend's words."""
+
+    letter: str
+    words: str
+    fill: str
+    ink: str
+    stale: bool = False
+
+
+_FRESH = {
+    Work.GENERATE: WorkStyle("g", "generate", fill="#4f86d9", ink="#ffffff"),
+    Work.HELP: WorkStyle("h", "trainer helps generate", fill="#17876f", ink="#ffffff"),
+    Work.SCORE: WorkStyle("r", "score (reward)", fill="#b694d8", ink="#2b1b3d"),
+    Work.TRAIN: WorkStyle("T", "train", fill="#f2a541", ink="#3d2600"),
+    Work.COMMIT: WorkStyle("C", "commit (optimizer step)", fill="#2f3640", ink="#ffffff"),
+    Work.SWITCH: WorkStyle("x", "switch of role", fill="#8d96a3", ink="#ffffff"),
+    Work.PUBLISH: WorkStyle("p", "publish weights", fill="#d6487b", ink="#ffffff"),
+    Work.EVALUATE: WorkStyle("e", "evaluate", fill="#3fa7b5", ink="#06292e"),
+    Work.SAVE: WorkStyle("w", "save (write a checkpoint)", fill="#8a5a3c", ink="#ffffff"),
+}
+_STALE = {
+    Work.GENERATE: WorkStyle("s", "generate, stale weights", fill="#a9c4ee", ink="#12305f", stale=True),
+    Work.HELP: WorkStyle("H", "trainer helps, stale weights", fill="#8cc9b9", ink="#063b30", stale=True),
+}
+# The order of a sample's way, as legends list it.
+LEGEND_ORDER: tuple[WorkStyle, ...] = (
+    _FRESH[Work.GENERATE],
+    _STALE[Work.GENERATE],
+    _FRESH[Work.HELP],
+    _STALE[Work.HELP],
+    *(_FRESH[work] for work in (Work.SCORE, Work.TRAIN, Work.COMMIT, Work.SWITCH, Work.PUBLISH)),
+    *(_FRESH[work] for work in (Work.EVALUATE, Work.SAVE)),
+)
+
+
+def style_of(span: Span) -> WorkStyle:
+    """How this span looks."""
+    return _STALE[span.work] if span.stale else _FRESH[span.work]
+
+
+def fresh_style(work: Work) -> WorkStyle:
+    """How this kind of work looks on weights that are not stale."""
+    return _FRESH[work]
+
+
+def styles_in(spans: tuple[Span, ...]) -> tuple[WorkStyle, ...]:
+    """The looks that occur in these spans, in the legend's order."""
+    present = {style_of(span) for span in spans}
+    return tuple(look for look in LEGEND_ORDER if look in present)
+
+
+def percent(share: float) -> str:
+    """A share as whole percent; only what is whole reads 0 % or 100 %.
+
+    >>> percent(0.9999), percent(1.0), percent(0.123)
+    ('99 %', '100 %', '12 %')
+    """
+    rounded = round(100 * share)
+    if rounded == 100 and share < 1:
+        rounded = 99
+    if rounded == 0 and share > 0:
+        rounded = 1
+    return f"{rounded} %"

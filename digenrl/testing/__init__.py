@@ -1,0 +1,1 @@
+"""Reference implementations and tiny models for tests, benchmarks and examples."""

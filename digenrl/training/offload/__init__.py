@@ -1,0 +1,1 @@
+"""Moves trainer state between device and host memory."""

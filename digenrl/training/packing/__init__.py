@@ -1,0 +1,1 @@
+"""Cuts scored groups into packs of (sample, time-step) pairs and runs them."""

@@ -1,0 +1,194 @@
+"""One packed forward: terms in, a batch of pairs out. Rows stand at different steps and never see each other.
+
+Shape legend as in `digenrl.models.pairs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from digenrl.models.contract import Conditioning, DiffusionModel
+from digenrl.models.pairs import Objective, PairBatch, RenoisedPairs, StepPairs
+from digenrl.models.stochastic_step import StepResult, StepTimes, stochastic_step
+from digenrl.models.trajectory import Trajectory
+from digenrl.models.transfers import sent, sent_like
+from digenrl.records import SampleId
+from digenrl.training.packing.packs import Term
+from digenrl.training.policy_weights import PolicyWeights
+
+DrawNoise = Callable[[SampleId, str, Sequence[int]], Tensor]
+"""Standard normal noise that depends on a sample, a purpose and a shape alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The terms, row by row, on the model's device."""
+
+    trajectories: list[Trajectory]
+    owners: list[SampleId]  # whose noise a row is given: the first sample of its term
+    advantage_R: Tensor
+    times: StepTimes
+    steps: list[int]
+    conditioning: Conditioning
+
+
+class Replay:
+    """Repeats steps of a rollout under the policies that an objective asks for.
+
+    The forward that carries gradient is always the last: the others swap weights in and out.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        objective: Objective,
+        policies: PolicyWeights,
+        draw_noise: DrawNoise,
+        *,
+        recompute: bool = False,
+        autocast: bool = False,
+    ) -> None:
+        self._model = model
+        self._objective = objective
+        self._policies = policies
+        self._draw_noise = draw_noise
+        self._recompute = recompute
+        self._autocast = autocast
+
+    def pairs(self, terms: Sequence[Term], conditioning: Conditioning, *, before_updates: bool) -> PairBatch:
+        """The pairs of these terms, all of one group; `conditioning` is its single row.
+
+        `before_updates` says that the trained weights are still those the batch began with.
+        """
+        rows = self._rows(terms, conditioning)
+        if self._objective.replays == "steps":
+            return self._step_pairs(rows, before_updates)
+        return self._renoised_pairs(rows)
+
+    def _rows(self, terms: Sequence[Term], conditioning: Conditioning) -> _Rows:
+        trajectories = [trajectory for term in terms for trajectory in term.trajectories]
+        first = trajectories[0].plan
+        for trajectory in trajectories:
+            plan = trajectory.plan
+            same = (plan.size, plan.noise, plan.guidance) == (first.size, first.noise, first.guidance)
+            assert same, "the samples of a group share size, noise and guidance"
+        steps = [term.step for term in terms for _ in term.trajectories]
+        return _Rows(
+            trajectories=trajectories,
+            owners=[term.trajectories[0].sample for term in terms for _ in term.trajectories],
+            advantage_R=torch.tensor([a for term in terms for a in term.advantages], dtype=torch.float64),
+            times=StepTimes.of_rows(
+                [(t.plan.schedule, step) for t, step in zip(trajectories, steps, strict=True)]
+            ),
+            steps=steps,
+            conditioning=self._model.compact(conditioning).to(self._model.device).repeated(len(steps)),
+        )
+
+    def _step_pairs(self, rows: _Rows, before_updates: bool) -> StepPairs:
+        kept = [t.plan.kept_steps.index(step) for t, step in zip(rows.trajectories, rows.steps, strict=True)]
+        stored = list(zip(rows.trajectories, kept, strict=True))
+        latents_RL = self._stacked([t.latents_KL[k] for t, k in stored])
+        next_RL = self._stacked([t.next_latents_KL[k] for t, k in stored])
+        reference = old = None
+        if self._objective.needs.reference:
+            reference = self._scored_apart(self._policies.reference(), latents_RL, next_RL, rows)
+        if self._recompute and not before_updates:
+            old = self._scored_apart(self._policies.old(), latents_RL, next_RL, rows)
+        velocity_RL, scored = self._scored(latents_RL, next_RL, rows)
+        if self._recompute and before_updates:
+            old = scored  # the same weights: one forward is both, and the ratio is 1 to the last bit
+        fresh_R = sent(torch.tensor([t.version == t.sample.step for t in rows.trajectories]), self._model.device)
+        rollout_log_prob_R = sent_like(torch.stack([t.log_prob_K[k] for t, k in stored]), scored.log_prob_B)
+        old_log_prob_R = rollout_log_prob_R
+        old_mean_RL = None
+        if self._objective.needs.step_means:
+            old_mean_RL = self._stacked([_mean(t)[k] for t, k in stored]).to(scored.mean_BL)
+        if old is not None:
+            old_log_prob_R = torch.where(fresh_R, old.log_prob_B.detach(), old_log_prob_R)
+            if old_mean_RL is not None:
+                fresh_R1 = fresh_R.view(-1, *[1] * (old_mean_RL.dim() - 1))
+                old_mean_RL = torch.where(fresh_R1, old.mean_BL.detach(), old_mean_RL)
+        return StepPairs(
+            advantage_R=sent_like(rows.advantage_R, scored.log_prob_B),
+            log_prob_R=scored.log_prob_B,
+            old_log_prob_R=old_log_prob_R,
+            rollout_log_prob_R=rollout_log_prob_R,
+            fresh_R=fresh_R,
+            std_R=scored.std_B,
+            sigma_R=sent_like(rows.times.sigma_B, scored.std_B),
+            step_size_R=sent_like(rows.times.step_size_B, scored.std_B),
+            mean_RL=scored.mean_BL,
+            velocity_RL=velocity_RL,
+            proximal_log_prob_R=None if old is None else old.log_prob_B.detach(),
+            old_mean_RL=old_mean_RL,
+            reference_mean_RL=None if reference is None else reference.mean_BL,
+        )
+
+    def _renoised_pairs(self, rows: _Rows) -> RenoisedPairs:
+        final_RL = self._stacked([_final(t) for t in rows.trajectories])
+        final_RL = final_RL.to(torch.promote_types(final_RL.dtype, torch.float32))
+        noise_RL = torch.stack(
+            [
+                self._draw_noise(owner, f"renoise {step}", final_RL.shape[1:])
+                for owner, step in zip(rows.owners, rows.steps, strict=True)
+            ]
+        )
+        noise_RL = sent_like(noise_RL, final_RL)
+        sigma_R = sent_like(rows.times.sigma_B, final_RL)
+        sigma_R1 = sigma_R.view(-1, *[1] * (final_RL.dim() - 1))
+        noised_RL = (1 - sigma_R1) * final_RL + sigma_R1 * noise_RL
+        reference_RL = old_RL = None
+        if self._objective.needs.reference:
+            reference_RL = self._velocity_apart(self._policies.reference(), noised_RL, rows)
+        if self._objective.needs.old_policy:
+            old_RL = self._velocity_apart(self._policies.old(), noised_RL, rows)
+        velocity_RL = self._velocity(noised_RL, rows)
+        return RenoisedPairs(
+            advantage_R=sent_like(rows.advantage_R, velocity_RL),
+            sigma_R=sigma_R,
+            final_RL=final_RL,
+            noise_RL=noise_RL,
+            noised_RL=noised_RL,
+            velocity_RL=velocity_RL,
+            old_velocity_RL=old_RL,
+            reference_velocity_RL=reference_RL,
+        )
+
+    def _scored(self, latents_RL: Tensor, next_RL: Tensor, rows: _Rows) -> tuple[Tensor, StepResult]:
+        velocity_RL = self._velocity(latents_RL, rows)
+        noise = rows.trajectories[0].plan.noise
+        return velocity_RL, stochastic_step(latents_RL, velocity_RL, rows.times, noise, next_latents_BL=next_RL)
+
+    def _scored_apart(
+        self, policy: AbstractContextManager[None], latents_RL: Tensor, next_RL: Tensor, rows: _Rows
+    ) -> StepResult:
+        with torch.no_grad(), policy:
+            return self._scored(latents_RL, next_RL, rows)[1]
+
+    def _velocity_apart(self, policy: AbstractContextManager[None], latents_RL: Tensor, rows: _Rows) -> Tensor:
+        with torch.no_grad(), policy:
+            return self._velocity(latents_RL, rows)
+
+    def _velocity(self, latents_RL: Tensor, rows: _Rows) -> Tensor:
+        plan = rows.trajectories[0].plan
+        timesteps_R = sent(rows.times.timestep_B, self._model.device)
+        with torch.autocast(self._model.device.type, torch.bfloat16, enabled=self._autocast):
+            return self._model.velocity(latents_RL, timesteps_R, rows.conditioning, plan.guidance, plan.size)
+
+    def _stacked(self, values: list[Tensor]) -> Tensor:
+        return sent(torch.stack(values), self._model.device)
+
+
+def _final(trajectory: Trajectory) -> Tensor:
+    assert trajectory.final_L is not None, "the rollout must keep final latents for this algorithm"
+    return trajectory.final_L
+
+
+def _mean(trajectory: Trajectory) -> Tensor:
+    assert trajectory.mean_KL is not None, "the rollout must keep step means for this algorithm"
+    return trajectory.mean_KL

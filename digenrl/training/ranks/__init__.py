@@ -1,0 +1,1 @@
+"""Several trainer processes that act as one."""

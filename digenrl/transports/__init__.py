@@ -1,0 +1,1 @@
+"""How jobs reach workers and results come back: inline, processes, or Ray."""

@@ -1,0 +1,1 @@
+"""A worker: carries out jobs with a model, a trainer or rewards."""

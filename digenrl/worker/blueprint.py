@@ -1,0 +1,121 @@
+"""From a recipe to what the rooms make of it, and to a loaded model. The first half reads no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from digenrl import demo
+from digenrl.algorithms.registry import build_algorithm
+from digenrl.config.reading import ConfigError
+from digenrl.config.recipe import Recipe
+from digenrl.config.recipe_paths import DEMO
+from digenrl.generation.windows import read_window
+from digenrl.models.compiled import compile_blocks
+from digenrl.models.contract import DiffusionModel, SampleSize, TextEncoder
+from digenrl.models.loading import check_source
+from digenrl.models.lora import add_lora
+from digenrl.models.offloaded_text_encoder import OffloadedTextEncoder
+from digenrl.models.random_texts import RandomTexts
+from digenrl.models.registry import find_family
+from digenrl.models.trajectory import StepNoise
+from digenrl.worker.stages import Blueprint
+
+
+def read_blueprint(recipe: Recipe) -> Blueprint:
+    """What the recipe asks of each room; raises ConfigError where one of them cannot do it."""
+    family = find_family(recipe.model.family)
+    if family.kind == "image" and recipe.sample.frames != 1:
+        raise ConfigError(f"sample.frames: {family.name} makes images, got {recipe.sample.frames}; set it to 1")
+    if recipe.model.negative_prompt is not None and not family.uses_negative_prompts:
+        raise ConfigError(
+            f"model.negative_prompt: {family.name} has embedded guidance and takes none; leave it out"
+        )
+    if recipe.model.random:
+        family.full_size(recipe.model.random_size)
+    else:
+        check_source(family.pipeline_class, source_of(recipe))
+    algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
+    window = read_window(dict(recipe.sample.window or algorithm.rollout_window))
+    window.check(recipe.sample.denoising_steps)
+    if recipe.batch.prompts < algorithm.updates_per_batch:
+        raise ConfigError(
+            f"algorithm.options.updates_per_batch: {algorithm.updates_per_batch} updates need as many prompts, "
+            f"got batch.prompts = {recipe.batch.prompts}; use more prompts or fewer updates"
+        )
+    if algorithm.needs.recomputed_log_probs and recipe.training.old_log_probs != "recomputed":
+        raise ConfigError(f"training.old_log_probs: {algorithm.name} needs 'recomputed'; set it")
+    if recipe.training.lora is None and recipe.model.dtype != "float32":
+        raise ConfigError(
+            f"model.dtype: {recipe.model.dtype} is too coarse for weights that are trained; use float32 with "
+            "training.autocast: bf16, or adapters (training.lora)"
+        )
+    guidance = family.default_guidance if recipe.model.guidance is None else recipe.model.guidance
+    sample = recipe.sample
+    return Blueprint(
+        recipe=recipe,
+        family=family,
+        algorithm=algorithm,
+        window=window,
+        noise=StepNoise(sample.noise.kind, sample.noise.level),
+        size=SampleSize(sample.height, sample.width, sample.frames),
+        guidance=guidance,
+    )
+
+
+def load_model(blueprint: Blueprint, device: str, for_a_run: bool = True) -> DiffusionModel:
+    """The recipe's model without text encoders, and with adapters where it trains those.
+
+    Compiling takes a minute or so and pays `for_a_run`, not for a few pictures.
+    """
+    recipe, family = blueprint.recipe, blueprint.family
+    if recipe.model.random:
+        model = family.build_full(dtype_of(recipe), device, recipe.model.random_size, seed=recipe.seed)
+    else:
+        with _told_in_one_line(recipe):
+            model = family.load(source_of(recipe), dtype_of(recipe), device, text_encoders=False)
+    if recipe.training.lora is not None:
+        add_lora(model, recipe.training.lora.rank, recipe.training.lora.alpha, seed=recipe.seed)
+    if for_a_run and recipe.model.compiles(device):
+        compile_blocks(model)
+    return model
+
+
+def load_text_encoders(blueprint: Blueprint, device: str, shares_device: bool = False) -> TextEncoder:
+    """What encodes the recipe's prompts. On a card that it shares with training it makes room between times."""
+    recipe = blueprint.recipe
+    if recipe.model.random:
+        return RandomTexts(blueprint.family, dtype_of(recipe), recipe.model.random_size)
+    with _told_in_one_line(recipe):
+        if shares_device and device.startswith("cuda"):
+            return OffloadedTextEncoder(
+                blueprint.family.load_text_encoders(source_of(recipe), dtype_of(recipe)), device
+            )
+        return blueprint.family.load_text_encoders(source_of(recipe), dtype_of(recipe), device)
+
+
+@contextmanager
+def _told_in_one_line(recipe: Recipe) -> Iterator[None]:
+    """A file that is missing, cut short or of another model is not a worker's fault."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model.source: {source_of(recipe)} cannot be loaded: {reason}") from error
+
+
+def dtype_of(recipe: Recipe) -> torch.dtype:
+    """The type of the weights that are not trained."""
+    dtype: torch.dtype = getattr(torch, recipe.model.dtype)
+    return dtype
+
+
+def source_of(recipe: Recipe) -> str | Path:
+    """Where the model is; the demo's comes with the package."""
+    return demo.model_folder() if recipe.model.source == DEMO else recipe.model.source

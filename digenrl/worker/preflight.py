@@ -1,0 +1,61 @@
+"""Looks at a recipe and at the machine before anything is loaded, in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from multiprocessing.connection import Connection
+
+from digenrl.config.reading import ConfigError
+from digenrl.config.recipe import Recipe
+from digenrl.worker.assignment import Machine
+
+
+def cores_here() -> tuple[int, ...]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def inspect(recipe: Recipe) -> Machine:
+    """The machine, once every room has accepted the recipe; raises ConfigError where one does not.
+
+    The fork server has to be prepared.
+    """
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_report, args=(recipe, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        complaint, cuda_devices = ours.recv()
+    except EOFError:
+        process.join()
+        raise RuntimeError(f"the check of the recipe ended with exit code {process.exitcode}") from None
+    finally:
+        ours.close()
+    process.join()
+    if complaint is not None:
+        raise ConfigError(complaint)
+    return Machine(cores_here(), cuda_devices)
+
+
+def inspect_here(recipe: Recipe) -> Machine:
+    """The same in this process, where torch is needed anyway."""
+    try:
+        import torch
+
+        from digenrl.worker.blueprint import read_blueprint
+    except ModuleNotFoundError as error:
+        missing = f"training needs the package '{error.name}', which is not installed"
+        raise ConfigError(f"{missing}; install digenrl[train]") from None
+    read_blueprint(recipe)
+    return Machine(cores_here(), torch.cuda.device_count())
+
+
+def _report(recipe: Recipe, connection: Connection) -> None:
+    try:
+        connection.send((None, inspect_here(recipe).cuda_devices))
+    except ConfigError as error:
+        connection.send((str(error), 0))

@@ -1,1 +1,0 @@
-"""What a worker does when it is told to: orders in, reports out, tensors through the exchange."""

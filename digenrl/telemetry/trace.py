@@ -22,6 +22,7 @@ class Work(StrEnum):
     SWITCH = "switch"
     EVALUATE = "evaluate"
     SAVE = "save"
+    RESTORE = "restore"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ The scheduler's actions are jobs, and workers carry them out. A worker's results
 job has an id, and a result carries its job, so results are matched by id and never by position in a queue.
 
 Tensors do not travel in records. Workers leave them in the exchange under the names of artifacts. Fields made by
-`_data` are for workers: the driver fills them in before it sends a job, and reads them from a result. The scheduler
-neither reads nor compares them, and the journal omits them.
+`_data` are for workers: the driver fills them in before it sends a job, and reads them from a result. The
+scheduler neither reads nor compares them, and the journal omits them.
 
 Times are whole nanoseconds on the run's clock, which starts at 0, or where a resumed run had stopped.
 """
@@ -75,8 +75,8 @@ class LaneOffer:
     """A device that can generate: its name and its expected time per job.
 
     The lane takes up to `slices_at_once` neighbouring slices of one group in one job, which takes `slice_ns`.
-    `take_ns` gives the time of 1, 2, ... slices, up to all of them, relative to the last entry. Without it, time is
-    proportional to the number of slices.
+    `take_ns` gives the time of 1, 2, ... slices, up to all of them, relative to the last entry. Without it, time
+    is proportional to the number of slices.
 
     >>> LaneOffer("h100-0", slice_ns=6, slices_at_once=3, take_ns=(3, 4, 5)).expected_ns(1)
     4
@@ -267,7 +267,7 @@ class Train(Job):
 
 @dataclass(frozen=True, slots=True)
 class _TrainerArtifacts(Job):
-    """A job that leaves weights, and the trainer's state if `keeps_state`: by rank 0, or by all ranks if sharded."""
+    """A job that leaves weights and, if `keeps_state`, the trainer's state: of rank 0, or of all if sharded."""
 
     keeps_state: bool = field(default=False, kw_only=True, compare=False, metadata={"data": True})
     sharded: bool = field(default=False, kw_only=True, compare=False, metadata={"data": True})
@@ -382,8 +382,8 @@ class Save(Job):
 class Calibrate(Job):
     """Do a little work of one kind, discard it, and report how long it took. Result: Calibrated.
 
-    `sizes` are slice sizes for "generate" and the number of samples for the other tasks. `held_out` are batch sizes
-    of an evaluation. `at_once` is how many samples are generated together before training is timed.
+    `sizes` are slice sizes for "generate" and the number of samples for other tasks. `held_out` are batch sizes of
+    an evaluation. `at_once` is how many samples are generated together before training is timed.
     """
 
     task: CalibrationTask
@@ -562,7 +562,7 @@ class Calibrated(Result):
 
 @dataclass(frozen=True, slots=True)
 class JobFailed(Result):
-    """The worker is alive but could not do the job. A `user_error` is explained in one line; else see `details`."""
+    """The worker is alive but could not do the job. `reason` explains a `user_error`; else see `details`."""
 
     reason: str
     user_error: bool = False

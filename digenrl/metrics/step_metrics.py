@@ -13,10 +13,9 @@ from digenrl.records import (
     Committed,
     Event,
     Generate,
-    Lease,
+    Generated,
     Quarantine,
-    SliceDone,
-    SliceFailed,
+    Result,
     WorkerJoined,
     WorkerLost,
 )
@@ -95,7 +94,7 @@ class StepMetrics:
         """Counts; at a commit hands the step's numbers to every sink."""
         if isinstance(event, WorkerJoined):
             self._busy.joined(event.offer.name, event.at_ns)
-        elif isinstance(event, WorkerLost):
+        elif isinstance(event, WorkerLost) and event.pool == "generator":
             self._busy.left(state.lanes[event.lane].name, event.at_ns)
         self._help.observe(event, actions)
         if any(isinstance(action, Commit) for action in actions):
@@ -109,22 +108,26 @@ class StepMetrics:
             sink.close()
 
     def _finish_step(self, event: Committed, state: SchedulerState) -> None:
-        samples, step_s = state.terms.samples_per_step, (event.at_ns - self._began_ns) / NS_PER_SECOND
+        step, samples, step_s = (
+            event.job.step,
+            state.terms.samples_per_step,
+            (event.at_ns - self._began_ns) / NS_PER_SECOND,
+        )
         numbers: dict[str, float] = {
-            "step": event.step,
+            "step": step,
             "at_s": event.at_ns / NS_PER_SECOND,
             "step_s": step_s,
             "samples": samples,
             "stale_share": self._stale_samples / samples,
-            "helped_share": self._help.take(event.step) / samples,
+            "helped_share": self._help.take(step) / samples,
             "version": state.committed,
         }
         if step_s > 0:
             numbers["samples_per_s"] = samples / step_s
-        numbers |= self._reported.pop(event.step, {})
+        numbers |= self._reported.pop(step, {})
         shares = self._busy.next_window(event.at_ns, _under_way(state))
         numbers |= {f"{BUSY_PREFIX}{lane}": share for lane, share in shares.items()}
-        self._began_ns, self._step = event.at_ns, event.step + 1
+        self._began_ns, self._step = event.at_ns, step + 1
         for sink in self._sinks:
             sink.step(numbers)
 
@@ -132,11 +135,11 @@ class StepMetrics:
 def _under_way(state: SchedulerState) -> Iterator[tuple[str, int]]:
     """What generators and scorers are at, and since when; at a commit the trainer is at nothing."""
     for lane in state.lanes:
-        if lane.lease is not None:
-            yield lane.name, lane.lease.started_ns
+        if lane.job is not None:
+            yield lane.name, lane.job.issued_ns
     for index, job in enumerate(state.scorers):
         if job is not None:
-            yield f"reward-{index}", job.started_ns
+            yield f"reward-{index}", job.issued_ns
 
 
 class _HelpTally:
@@ -145,20 +148,20 @@ class _HelpTally:
     def __init__(self, opening: SchedulerState) -> None:
         colocated = opening.terms.colocated
         self._helpers = {lane.index for lane in opening.lanes if lane.helper and not colocated}
-        self._leases: dict[int, Lease] = {}  # by epoch: late and doubled answers are in none
+        self._jobs: dict[int, Generate] = {}  # by id; late and doubled results are of none
         self._made: dict[tuple[int, int], int] = {}  # samples, by step and group
 
     def observe(self, event: Event, actions: Sequence[Action]) -> None:
-        if isinstance(event, SliceDone | SliceFailed):
-            lease = self._leases.pop(event.lease.epoch, None)
-            if lease is not None and isinstance(event, SliceDone):
-                place = (lease.slice.step, lease.slice.group)
-                self._made[place] = self._made.get(place, 0) + lease.slice.size
-        elif isinstance(event, WorkerLost):
-            self._leases = {epoch: each for epoch, each in self._leases.items() if each.lane != event.lane}
+        if isinstance(event, Result):
+            job = self._jobs.pop(event.job.id, None)
+            if job is not None and isinstance(event, Generated):
+                place = (job.slice.step, job.slice.group)
+                self._made[place] = self._made.get(place, 0) + job.slice.size
+        elif isinstance(event, WorkerLost) and event.pool == "trainer":
+            self._jobs.clear()
         for action in actions:
-            if isinstance(action, Generate) and action.lease.lane in self._helpers:
-                self._leases[action.lease.epoch] = action.lease
+            if isinstance(action, Generate) and action.lane in self._helpers:
+                self._jobs[action.id] = action
             elif isinstance(action, Quarantine):
                 self._forget(action.step, action.group)
 
@@ -170,8 +173,6 @@ class _HelpTally:
 
     def _forget(self, step: int, group: int) -> None:
         self._made.pop((step, group), None)
-        self._leases = {
-            epoch: lease
-            for epoch, lease in self._leases.items()
-            if (lease.slice.step, lease.slice.group) != (step, group)
+        self._jobs = {
+            job_id: job for job_id, job in self._jobs.items() if (job.slice.step, job.slice.group) != (step, group)
         }

@@ -1,7 +1,7 @@
 """Evaluation: held-out prompts are sampled in chunks by idle generator lanes that serve the version.
 
-Chunks go before slices. The next version is not published before all chunks of this one are sampled, so every chunk
-is sampled with the version it is about.
+Chunks go before slices. The next version is not published before all chunks of this one are sampled, so every
+chunk is sampled with the version it is about.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ def hand_out_chunks(state: SchedulerState, at_ns: int) -> Outcome:
             jobs.append(job)
         busy = {index for index, _ in pairs}
         state = put_evaluation(
-            replace(
-                state, lanes=tuple(lanes), idle=tuple(index for index in state.idle if index not in busy)
-            ),
+            replace(state, lanes=tuple(lanes), idle=tuple(index for index in state.idle if index not in busy)),
             replace(
                 evaluation,
                 unstarted=evaluation.unstarted[len(pairs) :],

@@ -1,8 +1,8 @@
 """Lost lanes, failed jobs, lost artifacts: nothing is dropped, nothing is used twice.
 
-What was lost or failed is issued again under a new job id. A sample is a function of its id, so issuing it again is
-all that recovery takes. A group with a sample that cannot be generated or scored is quarantined as a whole, and a
-fresh group takes its place in the step.
+What was lost or failed is issued again under a new job id. A sample is a function of its id, so issuing it again
+is all that recovery takes. A group with a sample that cannot be generated or scored is quarantined as a whole,
+and a fresh group takes its place in the step.
 """
 
 from __future__ import annotations
@@ -186,14 +186,7 @@ def _take_back(state: SchedulerState, event: ArtifactLost) -> SchedulerState:
     if isinstance(job, Generate | Evaluate):
         return return_job(release(state, job.lane), job) if state.lanes[job.lane].job == job else state
     if isinstance(job, Score):
-        if state.scorers[job.scorer] != job:
-            return state
-        state = free_scorer(state, job.scorer)
-        if job.id in state.void_scores:
-            return replace(state, void_scores=state.void_scores - {job.id})
-        if isinstance(job.piece, HeldOutChunk):
-            return evaluation.return_chunk(state, job.piece, sampled=True)
-        return replace(state, unscored=(job.piece, *state.unscored))  # `forget_slice` takes it out again
+        return _take_back_score(state, job)
     if isinstance(job, Train):
         assert state.trainer == Training(job), f"{event} answers no job that was issued"
         step, piece = state.current, job.slice
@@ -207,6 +200,17 @@ def _take_back(state: SchedulerState, event: ArtifactLost) -> SchedulerState:
             lanes[index] = replace(lanes[index], sent_version=lanes[index].version)
         return replace(state, lanes=tuple(lanes))
     return state  # prompts that an Encode job left are not read by it
+
+
+def _take_back_score(state: SchedulerState, job: Score) -> SchedulerState:
+    if state.scorers[job.scorer] != job:
+        return state
+    state = free_scorer(state, job.scorer)
+    if job.id in state.void_scores:
+        return replace(state, void_scores=state.void_scores - {job.id})
+    if isinstance(job.piece, HeldOutChunk):
+        return evaluation.return_chunk(state, job.piece, sampled=True)
+    return replace(state, unscored=(job.piece, *state.unscored))  # `forget_slice` removes it if it is lost
 
 
 def forget_slice(state: SchedulerState, piece: Slice) -> SchedulerState:
@@ -278,9 +282,7 @@ def return_stale_samples(state: SchedulerState, piece: Slice) -> SchedulerState:
     if not returned:
         return state
     groups = put_group(step, piece.group, replace(group, stale=group.stale & ~returned))
-    return put_step(
-        state, replace(step, groups=groups, stale_samples=step.stale_samples - returned.bit_count())
-    )
+    return put_step(state, replace(step, groups=groups, stale_samples=step.stale_samples - returned.bit_count()))
 
 
 def encode(state: SchedulerState, prompts: Sequence[tuple[int, int]], at_ns: int) -> Outcome:

@@ -4,7 +4,7 @@
 2. A trajectory has one version. It is at most one behind its step, and stale samples stay within the budget.
 3. No commit with a missing, doubled or foreign sample. Groups are complete, or replaced as a whole.
 5. Training goes before helping. While the trainer's lanes generate, it neither trains nor commits.
-6. Versions only grow. A lane works with the version it was given, and a held-out chunk with the version it is about.
+6. Versions only grow. A lane works with the version it was given; a held-out chunk with the version it is about.
 7. A worker holds one job at a time, and job ids are never used twice.
 
 The auditor keeps its own books from events and actions and does not trust the scheduler's state.

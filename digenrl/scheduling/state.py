@@ -1,4 +1,4 @@
-"""The scheduler's state. It is immutable, so `decide` is a pure function and any moment can be kept or replayed."""
+"""The scheduler's state. It is immutable, so `decide` is pure and any moment can be kept or replayed."""
 
 from __future__ import annotations
 
@@ -284,9 +284,9 @@ def initial_state(
 ) -> SchedulerState:
     """The state before the first event: every lane has the newest version, and no job is issued.
 
-    A resumed run passes the optimizer steps it has `committed`, which is its newest version, and the number of jobs
-    it had issued, so that ids stay unique. Steps and versions keep their numbers, and `terms.steps` counts from the
-    beginning. With `evaluates` the newest version is evaluated first.
+    A resumed run passes the optimizer steps it has `committed`, which is its newest version, and the number of
+    jobs it had issued, so that ids stay unique. Steps and versions keep their numbers, and `terms.steps` counts
+    from the beginning. With `evaluates` the newest version is evaluated first.
     """
     assert 0 <= committed <= terms.steps, f"{committed} of {terms.steps} steps are committed"
     offers = [(offer, False) for offer in generators] + [(offer, True) for offer in helpers]

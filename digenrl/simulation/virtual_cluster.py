@@ -1,7 +1,7 @@
 """Simulated workers: jobs take their cost on a virtual clock and come back as results.
 
-At one instant slice ends are reported first, then scores, then the trainer's results, then publications; this repeats
-until nothing more is due, and then comes the tick.
+At one instant slice ends are reported first, then scores, then the trainer's results, then publications. This
+repeats until nothing more is due, and then comes the tick.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ LEGEND_ORDER: tuple[WorkStyle, ...] = (
     _FRESH[Work.HELP],
     _STALE[Work.HELP],
     *(_FRESH[work] for work in (Work.SCORE, Work.TRAIN, Work.COMMIT, Work.SWITCH, Work.PUBLISH)),
-    *(_FRESH[work] for work in (Work.EVALUATE, Work.SAVE)),
+    *(_FRESH[work] for work in (Work.EVALUATE, Work.SAVE, Work.RESTORE)),
 )
 
 

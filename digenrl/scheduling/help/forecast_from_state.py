@@ -9,10 +9,10 @@ from heapq import heapify, heappush
 from typing import TypeGuard
 
 from digenrl.records import Generate, HeldOutChunk, LaneOffer, Score, Slice
+from digenrl.scheduling.dispatch import expected_end_ns
 from digenrl.scheduling.help.forecast import HELPER_CLASS, NO_STEP, Bundle, Forecast
 from digenrl.scheduling.help.forecast_facts import NEVER, Facts, Meter
 from digenrl.scheduling.help.slice_lists import Runs, holes_in, unstarted_slices
-from digenrl.scheduling.dispatch import expected_end_ns
 from digenrl.scheduling.order import positions
 from digenrl.scheduling.state import Lane, SchedulerState, StepProgress, open_step
 from digenrl.scheduling.terms import Terms

@@ -240,7 +240,7 @@ class FakeCrew:
                 raise FileNotFoundError(name)
 
     def _version(self, worker: _FakeWorker) -> int:
-        return self._batch if "learn" in worker.assignment.duties else worker.version
+        return self._batch if "train" in worker.assignment.duties else worker.version
 
     def _serve(self, worker: _FakeWorker, version: int, weights: WeightsReference) -> None:
         if version > worker.version:

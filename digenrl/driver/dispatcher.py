@@ -171,7 +171,7 @@ class Dispatcher:
 
     def start_everybody(self) -> None:
         """Starts all workers and waits until they are ready."""
-        starting = [each.name for each in self.crew.everybody()]
+        starting = [each.name for each in self.crew.initial()]
         for name in tuple(starting):
             self._staff.seek(name, lambda answered: starting.remove(answered.worker))
         self._staff.fill()

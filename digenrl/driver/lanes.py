@@ -18,7 +18,7 @@ class Lanes:
         if crew.generators and "generate" in crew.trainer.duties:
             self._workers += rank_names(crew.trainer)
             self.names += [f"helper-{index}" for index in range(len(rank_names(crew.trainer)))]
-        assigned = {each.name: each for each in (*crew.everybody(), *crew.reserve)}
+        assigned = {each.name: each for each in (*crew.initial(), *crew.reserve)}
         assigned |= dict.fromkeys(rank_names(crew.trainer), crew.trainer)
         self.devices = {
             name: assigned[worker].device for name, worker in zip(self.names, self._workers, strict=True)

@@ -45,7 +45,7 @@ class Supervisor:
     ) -> None:
         self._crew, self._post, self._restarts = crew, post, restarts
         self._monotonic, self._say = monotonic, say
-        self._assignments = {each.name: each for each in (*crew.everybody(), *crew.reserve)}
+        self._assignments = {each.name: each for each in (*crew.initial(), *crew.reserve)}
         self._vacancies: dict[str, _Vacancy] = {}
         self._faults: Counter[str] = Counter()
         self._told: set[str] = set()

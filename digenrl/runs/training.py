@@ -139,7 +139,7 @@ class TrainingRun:
     def _open(self) -> SchedulerState:
         """Everybody is there, has the same version and was timed; the recipe's last open question is settled."""
         runtime, folder = self._runtime, self._folder
-        self._view.say(f"starting {len(runtime.crew.everybody())} workers")
+        self._view.say(f"starting {len(runtime.crew.initial())} workers")
         runtime.start_everybody()
         for step in range(self._start.step, min(self._start.step + 2, folder.recipe.steps)):
             runtime.desk.open_step(step)

@@ -22,9 +22,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from digenrl.exchange.folder import ExchangeFolder
+from digenrl.records import Job
 from digenrl.transports.contract import Gone, Message
 from digenrl.worker.assignment import Assignment
-from digenrl.worker.orders import Order
 
 PRELOADED = ["digenrl.worker.worker"]
 PATIENCE_S = 5.0  # for workers that were asked to leave
@@ -106,7 +106,7 @@ class ProcessTransport:
         """This machine always has: who may be on it was settled before."""
         return True
 
-    def send(self, worker: str, job_id: int, order: Order) -> None:
+    def send(self, worker: str, job_id: int, order: Job) -> None:
         """A worker that died meanwhile is reported by `receive`."""
         member = self._members.get(worker)
         if member is not None:

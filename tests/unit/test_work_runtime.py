@@ -168,7 +168,7 @@ def test_a_worker_lost_while_it_starts_is_started_again(tmp_path: Path) -> None:
         root = tmp_path / name
         root.mkdir()
         run = FakeRun(root, fake_recipe())
-        for assignment in run.runtime.crew.everybody():
+        for assignment in run.runtime.crew.initial():
             run.runtime._staff.seek(assignment.name)
         run.runtime._staff.fill()
         run.crew.kill(name)

@@ -21,7 +21,7 @@ def make_exchange(assignment: Assignment, host: str) -> CarriedTensors:
     if assignment.recipe.training.lora is not None:
         return CarriedTensors()
     is_first_rank = assignment.ranks is None or assignment.ranks.index == 0
-    sends = "learn" in assignment.duties and is_first_rank
+    sends = "train" in assignment.duties and is_first_rank
     return WiredTensors(WeightsSender(host) if sends else None)
 
 

@@ -20,7 +20,8 @@ from digenrl.driver.dispatcher import Dispatcher
 from digenrl.driver.placement import place
 from digenrl.driver.prompt_store import PromptStore
 from digenrl.driver.step_summary import StepSummary
-from digenrl.exchange.folder import ExchangeFolder, WeightsReference
+from digenrl.exchange.folder import ExchangeFolder
+from digenrl.records import WeightsReference
 from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import Prompt
 from digenrl.scheduling import SchedulerState

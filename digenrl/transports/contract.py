@@ -92,23 +92,23 @@ class ArtifactStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunResources:
-    """What one run works with. `close` ends its workers and frees what they left; it may be called twice.
+    """What one run works with. `close` ends its workers and frees their artifacts; it may be called twice.
 
-    `carried` are numbers about what went over a network since it was asked last, where there is one.
+    `network_metrics` are numbers about what went over the network since the last call, if there is one.
     """
 
     transport: Transport
-    exchange: ArtifactStore
-    crew: Workers
+    artifacts: ArtifactStore
+    workers: Workers
     close: Callable[[], None]
-    carried: Callable[[], dict[str, float]] = dict
+    network_metrics: Callable[[], dict[str, float]] = dict
 
 
 class Backend(Protocol):
-    """What there is to work on, found good for a recipe before anything is written or loaded."""
+    """Hardware that has been validated for a recipe, before anything is written or loaded."""
 
-    def settle(self, recipe: Recipe, run: Path, checkpoint: Path | None) -> RunResources:
-        """Makes ready for a run, which may begin from a checkpoint; workers are started later."""
+    def prepare(self, recipe: Recipe, run: Path, checkpoint: Path | None) -> RunResources:
+        """The resources of a run, which may start from a checkpoint. Workers are started later."""
 
     def close(self) -> None:
-        """Lets go of everything."""
+        """Releases the hardware."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from digenrl.records import Job, JobFailed
 from digenrl.transports.contract import Gone, InputsLost, Message, Report, Transport
-from digenrl.worker.assignment import Assignment, Ranks, rank_device, rank_names
+from digenrl.worker.assignment import Assignment, Ranks, StartFailed, rank_device, rank_names
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ from ray_clusters import (
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
-from digenrl.exchange.folder import WeightsReference
+from digenrl.records import WeightsReference
 from digenrl.transports.contract import Gone, InputsLost, Message
 from digenrl.transports.ray import weight_broadcast as wire
 from digenrl.transports.ray.joining import RayCluster

@@ -14,7 +14,8 @@ from toy_model import TOY_SIZE, ToyModel
 
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipe import Recipe
-from digenrl.exchange.folder import ExchangeFolder, WeightsReference
+from digenrl.exchange.folder import ExchangeFolder
+from digenrl.records import WeightsReference
 from digenrl.exchange.tensors import TensorExchange
 from digenrl.generation.rollout import GeneratedSlice, decode_slice, generate_slice
 from digenrl.generation.row_limits import RowLimit

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
-from digenrl.exchange.folder import WeightsReference
+from digenrl.records import WeightsReference
 from digenrl.records import Job, JobFailed
 from digenrl.transports.contract import InputsLost, Report
 from digenrl.worker.assignment import Assignment

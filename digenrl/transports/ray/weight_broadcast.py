@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from digenrl.exchange.folder import WeightsReference
+from digenrl.records import WeightsReference
 from digenrl.records import Committed, Exported, Job, Publish
 from digenrl.transports.contract import Report
 from digenrl.transports.ray.actors import WIRE

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from digenrl.exchange.broadcast import WeightsReceiver, WeightsSender
 from digenrl.exchange.carried import CarriedTensors, Parcel
-from digenrl.exchange.folder import WeightsReference
+from digenrl.records import WeightsReference
 from digenrl.worker.assignment import Assignment
 
 # Whoever sends may have died and be loading its model again elsewhere.

@@ -182,7 +182,7 @@ def test_the_help_policies_compare_as_the_tour_says(row: list[str]) -> None:
     share, *quoted = row
     spec = read_spec(DOCS / "specs" / "everything_on.yaml")
     policies = ("none", "greedy", "search", "auto")
-    runs = [simulate(spec.with_policy(help=policy, stale_fraction=share)).answer for policy in policies]
+    runs = [simulate(spec.with_rules(help=policy, stale_fraction=share)).answer for policy in policies]
     assert quoted == [seconds(answer.makespan) for answer in runs]
 
 

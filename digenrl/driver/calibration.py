@@ -182,7 +182,7 @@ def _time_switching(driver: Dispatcher) -> tuple[float, float]:
     if "generate" not in trainer.duties or not driver.recipe.training.offloads(trainer.device):
         return 0.0, 0.0
     switched: Calibrated = driver.ask([(TRAINER, Calibrate(driver.own_job_id(), 0, "switch"))])[0]
-    if driver.recipe.mode == "colocated":
+    if driver.recipe.topology.shares_cards:
         driver.ask([(TRAINER, SwitchRole(driver.own_job_id(), 0, "generate"))])
     return switched.seconds[1], switched.seconds_back
 
@@ -195,7 +195,7 @@ def choose_slice_size(driver: Dispatcher, calibration: Calibration) -> int:
     recipe = driver.recipe
     if isinstance(recipe.batch.slice, int):
         return recipe.batch.slice
-    if recipe.mode == "colocated":
+    if recipe.topology.shares_cards:
         seconds = calibration.slices[0]
         choices = colocated_choices(recipe.batch)
         return min(reversed(choices), key=lambda size: expected_ns(seconds, size) / size)
@@ -227,7 +227,7 @@ def offers(
 def terms_of(recipe: Recipe, slice_size: int, *, scorers: int) -> Terms:
     """What the scheduler needs to know about the recipe's work and techniques."""
     techniques, batch = recipe.techniques, recipe.batch
-    colocated = recipe.mode == "colocated"
+    colocated = recipe.topology.shares_cards
     streams = techniques.gap and not colocated
     return Terms(
         steps=recipe.steps,

@@ -14,7 +14,7 @@ class WeightVersions:
 
     def __init__(self, recipe: Recipe, artifacts: ArtifactStore) -> None:
         self._artifacts = artifacts
-        self.keeps_state = recipe.checkpoint.in_memory and recipe.mode != "colocated"
+        self.keeps_state = recipe.checkpoint.in_memory and recipe.topology.keeps_state
         self._state_parts = recipe.lanes.ranks if recipe.sharded else 1
         self.newest, self.newest_version = NO_WEIGHTS, 0
         self.kept_state: int | None = None  # the version from which a replacement trainer can continue

@@ -120,7 +120,7 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
         model=model,
         reward=reward,
         trainer=trainer,
-        publishes=recipe.mode != "colocated",
+        publishes=recipe.topology.publishes,
         slowdown=assignment.slowdown,
     )
     return Worker(assignment.name, Stages(parts))

@@ -20,7 +20,7 @@ from digenrl.metrics.step_metrics import Evaluation
 from digenrl.run_folder.folder import RunFolder, Status, numbered_path
 from digenrl.run_folder.lines import read_lines
 from digenrl.runs.errors import RunFailedError
-from digenrl.runs.resuming import Standing, find_resume_point
+from digenrl.runs.resuming import ResumePoint, find_resume_point
 from digenrl.runs.training import check_recipe, train
 from digenrl.telemetry.report.page import write_report
 from digenrl.transports.contract import Backend
@@ -54,7 +54,7 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console, as_json: 
         )
     with folder.locked():  # whoever trains here keeps its recipe
         standing = find_resume_point(folder)
-        done = 0 if standing is None else standing.bookmark.step
+        done = 0 if standing is None else standing.position.step
         if done >= recipe.steps:
             raise ConfigError(
                 f"{path}: has all its {recipe.steps} steps; to go on, give more, as steps={recipe.steps * 2}"
@@ -76,7 +76,7 @@ def check_installed() -> None:
 
 
 def _train_and_tell(
-    folder: RunFolder, grounds: Backend, console: Console, as_json: bool, standing: Standing | None = None
+    folder: RunFolder, grounds: Backend, console: Console, as_json: bool, standing: ResumePoint | None = None
 ) -> Status:
     try:
         status = _train_with_new_trainers(folder, grounds, console, as_json, standing)
@@ -94,7 +94,7 @@ def _train_and_tell(
 
 
 def _train_with_new_trainers(
-    folder: RunFolder, grounds: Backend, console: Console, as_json: bool, standing: Standing | None
+    folder: RunFolder, grounds: Backend, console: Console, as_json: bool, standing: ResumePoint | None
 ) -> Status:
     """A run whose trainer is lost with all that it stood for goes on from its last checkpoint, a few times."""
     title = RunTitle(folder.recipe.name, folder.path, folder.recipe.steps)
@@ -113,9 +113,9 @@ def _train_with_new_trainers(
     raise AssertionError("the last try returns or raises")
 
 
-def _recall(view: View, folder: RunFolder, standing: Standing) -> None:
+def _recall(view: View, folder: RunFolder, standing: ResumePoint) -> None:
     """What the run has behind it."""
-    done = standing.bookmark.step
+    done = standing.position.step
     steps = [line for line in read_lines(folder.metrics) if line["step"] < done]
     evaluations = []
     for line in read_lines(folder.evaluations):

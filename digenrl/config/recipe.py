@@ -199,6 +199,7 @@ class LoggingSettings(Frozen):
 
     tensorboard: bool = True
     wandb: str | None = Field(default=None, min_length=1)
+    verbose: bool = Field(default=False, description="log files also get debug messages")
 
     @field_validator("wandb", mode="before")
     @classmethod

@@ -35,7 +35,7 @@ class View(Observer, MetricSink, Protocol):
     def recall(self, steps: Iterable[Mapping[str, float | None]], evaluations: Iterable[Evaluation]) -> None:
         """Takes in what a run that goes on has behind it, without showing it again."""
 
-    def say(self, message: str) -> None:
+    def notify(self, message: str) -> None:
         """What is going on besides, as "loading the model"; nothing to say is ""."""
 
     def tell(self, lane: str, work: Work | None, words: str = "") -> None:
@@ -88,7 +88,7 @@ class _QuietView:
     def recall(self, steps: Iterable[Mapping[str, float | None]], evaluations: Iterable[Evaluation]) -> None:
         """The past is not shown."""
 
-    def say(self, message: str) -> None:
+    def notify(self, message: str) -> None:
         """Not shown."""
 
     def tell(self, lane: str, work: Work | None, words: str = "") -> None:
@@ -140,7 +140,7 @@ class PlainView(_QuietView):
         for numbers in steps:
             self._progress.step(numbers)
 
-    def say(self, message: str) -> None:
+    def notify(self, message: str) -> None:
         """One line."""
         if message:
             self._print(message)
@@ -220,7 +220,7 @@ class TerminalView:
         for evaluation in evaluations:
             self._progress.evaluation(evaluation)
 
-    def say(self, message: str) -> None:
+    def notify(self, message: str) -> None:
         """In the last row, at once."""
         self._message = message
         self._draw()

@@ -1,7 +1,7 @@
 """How many samples are generated at once: what calibration tries, and what a run will use. Needs no torch.
 
-On a GPU every size that a run uses is calibrated: this shows whether it fits into memory, and a compiled model, which
-has a graph per size, compiles then. On a CPU a line through two small sizes is enough.
+On a GPU every size that a run uses is calibrated: this shows whether it fits into memory, and a compiled model,
+which has a graph per size, compiles then. On a CPU a line through two small sizes is enough.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def calibrates_all_sizes(recipe: Recipe, workers: Workers) -> bool:
 
 
 def colocated_choices(batch: BatchSettings) -> tuple[int, ...]:
-    """The slice sizes that are worth comparing on a single device, smallest first: a part of a group, and all of it.
+    """The slice sizes worth comparing on a single device, smallest first: a part of a group, and all of it.
 
     >>> colocated_choices(BatchSettings(prompts=1, samples_per_prompt=12))
     (6, 12)

@@ -85,7 +85,7 @@ def calibrate(
 ) -> Calibration:
     """Times generation, training, scoring and role switches, each with all its workers busy at once.
 
-    The prompt is one of the first step, which is encoded. `notify` tells what is timed where this may take minutes.
+    The prompt is one of the first step, which is encoded. `notify` says what is timed if this may take minutes.
     """
     recipe, all_sizes = driver.recipe, calibrates_all_sizes(driver.recipe, driver.workers)
     announce = notify if all_sizes else lambda message: None

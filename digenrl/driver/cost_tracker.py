@@ -77,7 +77,7 @@ class CostTracker:
         self._slice[lane].add(round(ns * offer.slice_ns / offer.expected_ns(slices)))
 
     def add(self, kind: str, ns: int) -> None:
-        """Any other cost: train_sample, commit, publish, switch_in, switch_out, score (per sample), evaluate, save."""
+        """Any other cost: one of the names in `__init__`. "train_sample" and "score" are per sample."""
         self._kinds[kind].add(ns)
 
     def offer(self, lane: int, name: str) -> LaneOffer:

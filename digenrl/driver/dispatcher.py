@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar
@@ -58,7 +59,6 @@ from digenrl.records import (
     Saved,
     Score,
     Scored,
-    Slice,
     SliceArtifact,
     StopRequested,
     SwitchRole,
@@ -192,12 +192,12 @@ class Dispatcher:
 
     def ask(self, requests: Sequence[tuple[str, Job]]) -> list[Any]:
         """Sends jobs to several workers at once and waits for all their results, in the same order."""
-        results: dict[int, Result] = {}
-        for index, (worker, job) in enumerate(requests):
-            self._send_own(worker, job, lambda result, index=index: results.update({index: result}))
+        results: dict[int, Result] = {}  # by job id
+        for worker, job in requests:
+            self._send_own(worker, job, partial(results.__setitem__, job.id))
         while len(results) < len(requests):
             self.receive()
-        return [results[index] for index in range(len(requests))]
+        return [results[job.id] for _, job in requests]
 
     def own_job_id(self) -> int:
         """An id for a job that the scheduler does not issue."""
@@ -422,9 +422,7 @@ class Dispatcher:
         self._take_weights(job.new_version, result.weights)
         self.prompts.close_step(job.step)
         publish_s, self._publish_s = self._publish_s, 0.0  # of the slowest lane, for the version before this one
-        self._hooks.on_step(
-            step_summary(job.step, rewards, parts, updates, result.weights.bytes, publish_s)
-        )
+        self._hooks.on_step(step_summary(job.step, rewards, parts, updates, result.weights.bytes, publish_s))
 
     def _exported(self, completed: CompletedJob, result: Exported) -> None:
         assert isinstance(completed.job, Export)

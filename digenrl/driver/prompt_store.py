@@ -17,7 +17,11 @@ class PromptStore:
     """
 
     def __init__(
-        self, sampler: PromptSampler, drop: Callable[[str], None], held_out: Sequence[Prompt] = (), kept: int = 1024
+        self,
+        sampler: PromptSampler,
+        drop: Callable[[str], None],
+        held_out: Sequence[Prompt] = (),
+        kept: int = 1024,
     ) -> None:
         self._sampler, self._drop, self._kept = sampler, drop, kept
         self.held_out = tuple(_row(prompt, "held-out-prompt") for prompt in held_out)

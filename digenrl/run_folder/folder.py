@@ -21,7 +21,7 @@ from digenrl.config.recipe_files import read_recipe, write_recipe
 from digenrl.run_folder.lines import JsonLines
 from digenrl.telemetry.writing import write_atomically
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 _LOCK_NAME = ".lock"
 
 
@@ -45,15 +45,15 @@ class LaneEntry(Frozen):
 
 
 class RunInfo(Frozen):
-    """What run.json says. `opening` is what was expected of the lanes when the run began, or went on."""
+    """What run.json says. `initial` describes the scheduler's initial state."""
 
-    format: Literal[1] = FORMAT
+    format: Literal[2] = FORMAT
     name: str
     digenrl: str = __version__
     started: datetime
     lanes: tuple[LaneEntry, ...] = ()
     status: Status = Status.RUNNING
-    opening: dict[str, Any] = Field(default={})
+    initial: dict[str, Any] = Field(default={})
 
 
 class RunFolder:

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image
 
-from digenrl.driver.evaluation import HeldOutScore
 from digenrl.run_folder.folder import RunFolder
 from digenrl.telemetry.writing import write_atomically
 
 GAP = 2  # pixels between pictures
 BACKGROUND = (128, 128, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutScore:
+    """The reward of one held-out sample, and its parts."""
+
+    prompt: str
+    reward: float
+    parts: Mapping[str, float]
 
 
 def write_grid(folder: RunFolder, steps_done: int, pictures: Path, scores: Sequence[HeldOutScore]) -> Path:

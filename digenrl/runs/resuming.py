@@ -17,14 +17,14 @@ NAME = re.compile(r"step_(\d{6,})")
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ResumePoint:
     """A checkpoint and the bookmark that lies in it."""
 
     checkpoint: Path
-    bookmark: RunPosition
+    position: RunPosition
 
 
-def find_resume_point(folder: RunFolder) -> Standing | None:
+def find_resume_point(folder: RunFolder) -> ResumePoint | None:
     """The newest checkpoint; None for a run that was stopped before its first, and begins again."""
     inside = list(folder.checkpoints.iterdir()) if folder.checkpoints.is_dir() else []
     steps = {int(found[1]): path for path in inside if (found := NAME.fullmatch(path.name))}
@@ -34,7 +34,7 @@ def find_resume_point(folder: RunFolder) -> Standing | None:
     try:
         content = json.loads((path / "state.json").read_text(encoding="utf-8"))
         facts, step = content["facts"], content["step"]
-        bookmark = RunPosition(step, facts["at_ns"], facts["leases_issued"], facts["positions"])
+        bookmark = RunPosition(step, facts["at_ns"], facts["jobs_issued"], facts["positions"])
         owner = facts["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
@@ -45,23 +45,23 @@ def find_resume_point(folder: RunFolder) -> Standing | None:
             f"{path}: was saved by another run: seed, model, prompts, rewards, batch, algorithm or training "
             f"differ from {folder.config}; resume in its own folder, or start a new run"
         )
-    return Standing(path, bookmark)
+    return ResumePoint(path, bookmark)
 
 
-def kept_positions(folder: RunFolder, bookmark: RunPosition) -> dict[str, int]:
+def kept_positions(folder: RunFolder, position: RunPosition) -> dict[str, int]:
     """How long the growing files stay when a run goes on from a bookmark.
 
     Evaluations come later than the commit of the version that they are of: those of versions up to the bookmark's
     hold, wherever they stand in the file.
     """
-    end = bookmark.positions.get("evaluations", 0)
+    end = position.positions.get("evaluations", 0)
     with folder.evaluations.open("rb") as file:
         file.seek(end)
         for line in file:
-            if not line.endswith(b"\n") or _step_of(line) > bookmark.step:
+            if not line.endswith(b"\n") or _step_of(line) > position.step:
                 break
             end += len(line)
-    return {**bookmark.positions, "evaluations": end}
+    return {**position.positions, "evaluations": end}
 
 
 def _step_of(line: bytes) -> float:

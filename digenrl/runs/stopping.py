@@ -10,7 +10,7 @@ from types import FrameType
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class StopRequested(BaseException):
+class StopRun(BaseException):
     """Somebody wants the run to save and leave."""
 
 
@@ -20,11 +20,10 @@ class Stopper:
     def __init__(self) -> None:
         self.asked_by: str | None = None
 
-    def check(self) -> None:
-        """Raises StopRequested if somebody asked, once."""
-        if self.asked_by is not None:
-            asked_by, self.asked_by = self.asked_by, None
-            raise StopRequested(asked_by)
+    def take_request(self) -> str | None:
+        """The signal that asked the run to stop, once."""
+        asked_by, self.asked_by = self.asked_by, None
+        return asked_by
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked_by = signal.Signals(number).name

@@ -27,14 +27,14 @@ from digenrl.driver.step_summary import StepSummary
 from digenrl.logs import configure_logging
 from digenrl.loop import drive
 from digenrl.metrics.sinks import check_logging, open_sinks
-from digenrl.metrics.step_metrics import StepMetrics
+from digenrl.metrics.step_metrics import Evaluation, StepMetrics
 from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import Prompt, read_prompts
 from digenrl.records import HELD_OUT_STEP
 from digenrl.run_folder.folder import LaneEntry, RunFolder, RunLines, Status
 from digenrl.run_folder.journal import Journal
 from digenrl.run_folder.lane_entries import LaneRecorder, lanes_of_whole_run
-from digenrl.run_folder.spans import SpanWriter
+from digenrl.run_folder.span_writer import SpanWriter
 from digenrl.runs.checkpointer import Checkpointer, RunPosition
 from digenrl.runs.held_out import HeldOut
 from digenrl.runs.replaying import initial_facts
@@ -180,9 +180,7 @@ class TrainingRun:
         start_ns = self._start.at_ns
         self._metrics = metrics = StepMetrics(state, self._sinks, start_ns)
         spans = SpanWriter(self._lines.spans, metrics.add_span)
-        prediction = StepTimePrediction(
-            lambda step, seconds: metrics.report(step, {"predicted_step_s": seconds})
-        )
+        prediction = StepTimePrediction(lambda step, seconds: metrics.report(step, {"predicted_step_s": seconds}))
         observers = (
             Recorder(state, start_ns=start_ns, sink=spans.add),
             metrics,  # after the recorder: a step ends with the span of its commit
@@ -214,10 +212,10 @@ class TrainingRun:
         assert self._metrics is not None
         self._metrics.report(summary.step, {**summary.values, **self._resources.network_metrics()})
 
-    def _evaluated(self, evaluation: object) -> None:
+    def _evaluated(self, evaluation: Evaluation) -> None:
         assert self._metrics is not None
         self._view.notify("")
-        self._metrics.evaluated(evaluation)  # type: ignore[arg-type]
+        self._metrics.evaluated(evaluation)
 
     def _lanes(self) -> tuple[LaneEntry, ...]:
         """Every row of the trace, and its device."""

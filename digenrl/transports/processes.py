@@ -22,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from digenrl.exchange.folder import ExchangeFolder
+from digenrl.logs import configure_logging
 from digenrl.records import Job
 from digenrl.transports.contract import Gone, Message
 from digenrl.worker.assignment import Assignment
@@ -188,6 +189,7 @@ def serve(
     _print_to(log)
     threading.Thread(target=_leave_with_the_driver, args=(lifeline, assignment.exchange), daemon=True).start()
     threading.Thread(target=_give_signs, args=(sign,), daemon=True).start()
+    configure_logging(assignment.name, verbose=assignment.recipe.logging.verbose)
     _take_place(assignment)
     from digenrl.exchange.tensors import TensorExchange
     from digenrl.worker.worker import start_worker  # loaded by the fork server already

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+from digenrl.worker.orders import LayOutWeights, LoadWeights, Ready, WeightsLaidOut, WeightsLoaded
 from ray_clusters import (
     AddUp,
     Did,
@@ -40,7 +41,6 @@ from digenrl.transports.ray.placing import place_on_cluster
 from digenrl.transports.ray.transport import RayTransport
 from digenrl.transports.ray.weight_broadcast import Delivery
 from digenrl.worker.assignment import Assignment, Ranks, Workers
-from digenrl.worker.orders import LayOutWeights, LoadWeights, Ready, WeightsLaidOut, WeightsLoaded
 
 FAR = {"labels": {"zone": "far"}, "num_cpus": 2}
 CLUSTER = {

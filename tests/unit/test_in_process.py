@@ -10,12 +10,12 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
+from digenrl.worker.orders import Order, Ready, Report
 from fake_crew import fake_recipe
 
 from digenrl.transports.contract import Gone, Message
 from digenrl.transports.inline import InlineTransport
 from digenrl.worker.assignment import Assignment, Duty
-from digenrl.worker.orders import Order, Ready, Report
 
 PATIENCE_S = 60.0
 

@@ -7,12 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_crew import fake_recipe
-
-from digenrl.driver.placement import place
-from digenrl.transports.contract import Gone, InputsLost, Message
-from digenrl.transports.rank_groups import RankGroupTransport
-from digenrl.worker.assignment import Assignment, Machine, Ranks
 from digenrl.worker.orders import (
     ChangeRole,
     Order,
@@ -23,6 +17,12 @@ from digenrl.worker.orders import (
     StepTaken,
     TakeStep,
 )
+from fake_crew import fake_recipe
+
+from digenrl.driver.placement import place
+from digenrl.transports.contract import Gone, InputsLost, Message
+from digenrl.transports.rank_groups import RankGroupTransport
+from digenrl.worker.assignment import Assignment, Machine, Ranks
 
 
 class Recorded:

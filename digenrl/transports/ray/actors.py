@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
-from digenrl.records import WeightsReference
-from digenrl.records import Job, JobFailed
+from digenrl.records import Job, JobFailed, WeightsReference
 from digenrl.transports.contract import InputsLost, Report
 from digenrl.worker.assignment import Assignment
 

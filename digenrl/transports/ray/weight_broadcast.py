@@ -8,8 +8,7 @@ from typing import Any
 
 import ray
 
-from digenrl.records import WeightsReference
-from digenrl.records import Committed, Exported, Job, Publish
+from digenrl.records import Committed, Exported, Job, Publish, WeightsReference
 from digenrl.transports.contract import Report
 from digenrl.transports.ray.actors import WIRE
 from digenrl.transports.ray.members import Member

@@ -25,7 +25,11 @@ def hand_out_chunks(state: SchedulerState, at_ns: int) -> Outcome:
     """Gives chunks to the idle lanes that serve the version."""
     jobs: list[Action] = []
     for evaluation in state.evaluations:
-        able = [index for index in state.idle if state.lanes[index].version == evaluation.version]
+        able = [
+            index
+            for index in state.idle
+            if state.lanes[index].version == state.lanes[index].sent_version == evaluation.version
+        ]
         pairs = list(zip(able, evaluation.unstarted, strict=False))
         if not pairs:
             continue
@@ -96,11 +100,11 @@ def abandon(state: SchedulerState, version: int, reason: str, at_ns: int) -> Out
 
 
 def abandon_if_unservable(state: SchedulerState, at_ns: int) -> Outcome:
-    """Drops an evaluation of an older version that no generator lane will serve again."""
-    for evaluation in state.evaluations:
-        if not evaluation.unstarted or evaluation.version == state.committed:
-            continue
-        generators = [lane for lane in state.lanes if lane.present and not lane.helper]
-        if all(lane.sent_version > evaluation.version for lane in generators):
-            return abandon(state, evaluation.version, "every lane that served this version was lost", at_ns)
-    return state, ()
+    """Drops evaluations of older versions that no generator lane will serve again."""
+    actions: tuple[Action, ...] = ()
+    for version in [each.version for each in state.evaluations if each.unstarted]:
+        served = any(lane.present and not lane.helper and lane.sent_version == version for lane in state.lanes)
+        if version < state.committed and not served:
+            state, abandoned = abandon(state, version, "no lane is left that serves this version", at_ns)
+            actions += abandoned
+    return state, actions

@@ -32,7 +32,7 @@ from digenrl.records import (
 from digenrl.scheduling import evaluation
 from digenrl.scheduling.lanes import end_round_if_over, release
 from digenrl.scheduling.order import positions, positions_of_group, slices_in, slices_of_group
-from digenrl.scheduling.scoring import free_scorer, ready_again, start_scoring
+from digenrl.scheduling.scoring import end_score, ready_again, start_scoring
 from digenrl.scheduling.state import (
     Free,
     GroupProgress,
@@ -87,9 +87,10 @@ def _lose_generator(state: SchedulerState, event: WorkerLost) -> Outcome:
 def _lose_scorer(state: SchedulerState, scorer: int, at_ns: int) -> Outcome:
     """Its samples go back to the front of the queue."""
     held = state.scorers[scorer]
-    state = replace(free_scorer(state, scorer), absent_scorers=state.absent_scorers | {scorer})
-    if held is not None and held.id not in state.void_scores:
-        state = replace(state, unscored=(held.piece, *state.unscored))
+    state = replace(state, absent_scorers=state.absent_scorers | {scorer})
+    if held is not None:
+        state, wanted = end_score(state, held)
+        state = replace(state, unscored=(held.piece, *state.unscored)) if wanted else state
     return start_scoring(state, at_ns)
 
 
@@ -98,9 +99,9 @@ def _lose_trainer(state: SchedulerState, at_ns: int) -> Outcome:
 
     Nothing of a step is in the weights before its commit, so nothing is trained twice.
     """
-    for index in state.helpers:
-        lane = state.lanes[index]
-        state = return_job(put_lane(state, replace(lane, job=None)), lane.job)
+    for lane in state.lanes:
+        if lane.job is not None and (lane.helper or state.terms.colocated):
+            state = return_job(release(state, lane.index), lane.job)
     if state.steps:
         step = state.current
         groups = tuple(replace(group, trained=0) for group in step.groups)
@@ -148,13 +149,11 @@ def _score_failed(state: SchedulerState, job: Score, event: JobFailed) -> Outcom
     """A failed reward is never a number."""
     if state.scorers[job.scorer] != job:
         return state, ()
-    state = free_scorer(state, job.scorer)
+    state, wanted = end_score(state, job)
     actions: tuple[Action, ...] = ()
-    if job.id in state.void_scores:
-        state = replace(state, void_scores=state.void_scores - {job.id})
-    elif isinstance(job.piece, HeldOutChunk):
+    if wanted and isinstance(job.piece, HeldOutChunk):
         state, actions = evaluation.abandon(state, job.piece.version, event.reason, event.at_ns)
-    else:
+    elif wanted and isinstance(job.piece, Slice):
         state, actions = quarantine(state, job.piece, event.reason, event.at_ns)
     state, more = start_scoring(state, event.at_ns)
     return state, (*actions, *more)
@@ -164,87 +163,90 @@ def _score_failed(state: SchedulerState, job: Score, event: JobFailed) -> Outcom
 
 
 def absorb_artifact_lost(state: SchedulerState, event: ArtifactLost) -> Outcome:
-    """The job is taken back, and what it read is made again: slices, encoded prompts, exported weights."""
-    state = _take_back(state, event)
-    for piece in event.slices:
-        state = forget_slice(state, piece)
-    actions: list[Action] = []
-    if event.prompts:
-        state, encoding = encode(state, event.prompts, event.at_ns)
-        actions += encoding
+    """The job is open again, and what it read is made again: slices, encoded prompts, exported weights."""
+    state, is_news = _take_back(state, event)
+    if is_news:
+        for piece in event.slices:
+            state = _forget_slice(state, piece)
+    state, encoding = encode(state, event.prompts, event.at_ns)
+    exporting: tuple[Action, ...] = ()
     if event.weights and state.exporting is None and not isinstance(state.trainer, Restoring):
         state, export = issue(state, event.at_ns, Export, state.committed)
-        state = replace(state, exporting=export)
-        actions.append(export)
+        state, exporting = replace(state, exporting=export), (export,)
     state, scoring = start_scoring(state, event.at_ns)
-    return state, (*actions, *scoring)
+    state, abandoned = evaluation.abandon_if_unservable(state, event.at_ns)
+    return state, (*encoding, *exporting, *scoring, *abandoned)
 
 
-def _take_back(state: SchedulerState, event: ArtifactLost) -> SchedulerState:
-    """Whoever held the job is free, and its work is open again."""
+def _take_back(state: SchedulerState, event: ArtifactLost) -> tuple[SchedulerState, bool]:
+    """The worker is free and its work is open again.
+
+    Also returns whether the loss of slices is news. It is not if the job is late, or void because another job
+    has reported the loss.
+    """
     job = event.job
     if isinstance(job, Generate | Evaluate):
-        return return_job(release(state, job.lane), job) if state.lanes[job.lane].job == job else state
+        if state.lanes[job.lane].job != job:
+            return state, False
+        return return_job(release(state, job.lane), job), True
     if isinstance(job, Score):
         return _take_back_score(state, job)
     if isinstance(job, Train):
-        assert state.trainer == Training(job), f"{event} answers no job that was issued"
-        step, piece = state.current, job.slice
-        unit = ReadyUnit(event.at_ns, piece.group, piece.first, piece.size)
-        kept = not step.groups[piece.group].retired
-        ready = tuple(sorted((*step.ready, unit))) if kept else step.ready
-        return replace(put_step(state, replace(step, ready=ready)), trainer=Free())
+        return _take_back_train(state, job, event.at_ns)
     if isinstance(job, Publish):
         lanes = list(state.lanes)
         for index in job.lanes:
             lanes[index] = replace(lanes[index], sent_version=lanes[index].version)
-        return replace(state, lanes=tuple(lanes))
-    return state  # prompts that an Encode job left are not read by it
+        return replace(state, lanes=tuple(lanes)), True
+    raise AssertionError(f"{job} reads no artifact that can be made again")
 
 
-def _take_back_score(state: SchedulerState, job: Score) -> SchedulerState:
+def _take_back_score(state: SchedulerState, job: Score) -> tuple[SchedulerState, bool]:
     if state.scorers[job.scorer] != job:
-        return state
-    state = free_scorer(state, job.scorer)
-    if job.id in state.void_scores:
-        return replace(state, void_scores=state.void_scores - {job.id})
+        return state, False
+    state, wanted = end_score(state, job)
+    if not wanted:
+        return state, False
     if isinstance(job.piece, HeldOutChunk):
-        return evaluation.return_chunk(state, job.piece, sampled=True)
-    return replace(state, unscored=(job.piece, *state.unscored))  # `forget_slice` removes it if it is lost
+        return evaluation.return_chunk(state, job.piece, sampled=True), True
+    return replace(state, unscored=(job.piece, *state.unscored)), True
 
 
-def forget_slice(state: SchedulerState, piece: Slice) -> SchedulerState:
-    """A generated slice is lost: it is generated and scored again, whatever its samples had come to."""
-    step = open_step(state, piece.step)
+def _take_back_train(state: SchedulerState, job: Train, at_ns: int) -> tuple[SchedulerState, bool]:
+    assert state.trainer == Training(job), f"{job} was not issued"
+    step, piece = state.current, job.slice
+    unit = ReadyUnit(at_ns, piece.group, piece.first, piece.size)
+    step = replace(step, ready=tuple(sorted((*step.ready, unit))))
+    return replace(put_step(state, step), trainer=Free()), True
+
+
+def _forget_slice(state: SchedulerState, piece: Slice) -> SchedulerState:
+    """A generated slice is lost: it is generated and scored again. It was not trained, since a job needs it."""
+    terms, step = state.terms, open_step(state, piece.step)
+    assert terms.stream != "sample", "single samples are streamed in simulations only, where nothing is lost"
     if step is None or step.groups[piece.group].retired:
         return state
-    terms, group, mask = state.terms, step.groups[piece.group], piece.mask()
+    group = step.groups[piece.group]
     was_complete = group.scored == (1 << terms.samples_per_prompt) - 1
-    group = replace(group, scored=group.scored & ~mask)
-    ready = tuple(unit for unit in step.ready if unit.group != piece.group or not _overlaps(unit, piece))
+    ready = tuple(unit for unit in step.ready if unit.group != piece.group)
     if terms.stream == "batch" and was_complete:
         ready = ()
     step = replace(
         step,
-        groups=put_group(step, piece.group, group),
+        groups=put_group(step, piece.group, replace(group, scored=group.scored & ~piece.mask())),
         ready=ready,
         unscored_groups=step.unscored_groups + was_complete,
     )
-    void = {job.id for job in state.scorers if job is not None and _same_samples(job.piece, piece)}
-    waiting = tuple(each for each in state.unscored if not _same_samples(each, piece))
+    void = {job.id for job in state.scorers if job is not None and _share_samples(job.piece, piece)}
+    waiting = tuple(each for each in state.unscored if not _share_samples(each, piece))
     state = replace(put_step(state, step), unscored=waiting, void_scores=state.void_scores | void)
     return reissue(state, piece)
 
 
-def _overlaps(unit: ReadyUnit, piece: Slice) -> bool:
-    return unit.first < piece.first + piece.size and piece.first < unit.first + unit.size
-
-
-def _same_samples(waiting: Slice | HeldOutChunk, piece: Slice) -> bool:
-    """Whether samples that are being scored are part of this slice."""
-    if not isinstance(waiting, Slice):
+def _share_samples(piece: Slice | HeldOutChunk, other: Slice) -> bool:
+    if not isinstance(piece, Slice):
         return False
-    return (waiting.step, waiting.group) == (piece.step, piece.group) and bool(waiting.mask() & piece.mask())
+    return (piece.step, piece.group) == (other.step, other.group) and bool(piece.mask() & other.mask())
 
 
 # --- Issuing again ---------------------------------------------------------------------------------------------
@@ -286,12 +288,13 @@ def return_stale_samples(state: SchedulerState, piece: Slice) -> SchedulerState:
 
 
 def encode(state: SchedulerState, prompts: Sequence[tuple[int, int]], at_ns: int) -> Outcome:
-    """Encode jobs for the prompts of these (step, group) pairs, one per step."""
+    """Encode jobs for the prompts of these (step, group) pairs that are not being encoded, one per step."""
     if not state.terms.encodes:
         return state, ()
+    missing = set(prompts) - {(job.step, group) for job in state.encoding for group in job.groups}
     jobs: list[Action] = []
-    for step in sorted({step for step, _ in prompts}):
-        groups = tuple(sorted({group for of_step, group in prompts if of_step == step}))
+    for step in sorted({step for step, _ in missing}):
+        groups = tuple(sorted(group for of_step, group in missing if of_step == step))
         state, job = issue(state, at_ns, Encode, step, groups)
         state = replace(state, encoding=(*state.encoding, job))
         jobs.append(job)

@@ -147,8 +147,9 @@ class Auditor:
         elif event.pool == "trainer":
             self._trainer_job = None
             self._role = "train"
-            for lane in self._helpers:
-                self._return_lane_job(lane)
+            for lane in tuple(self._lane_jobs):
+                if lane in self._helpers or self._terms.colocated:
+                    self._return_lane_job(lane)
             for group in self._steps.get(self._committed, _StepBook()).groups.values():
                 group.sent_to_train = group.trained = 0
 
@@ -194,26 +195,39 @@ class Auditor:
             self._return_lane_job(job.lane)
 
     def _artifact_lost(self, event: ArtifactLost) -> None:
-        job = event.job
-        if isinstance(job, Generate | Evaluate) and self._lane_jobs.get(job.lane) == job:
-            self._return_lane_job(job.lane)
-        elif isinstance(job, Score) and self._scores.get(job.scorer) == job:
-            self._return_score(job.scorer)
-            if isinstance(job.piece, HeldOutChunk):
-                self._sampled.discard(job.piece)
-        elif isinstance(job, Train) and self._trainer_job == job:
-            self._trainer_job = None
-            self._step(job.slice).group(job.slice.group).sent_to_train &= ~job.slice.mask()
+        if not self._take_back(event.job):
+            return  # late, or the loss is known
         for piece in event.slices:
             if piece.step >= self._committed:
-                self._step(piece).group(piece.group).forget(piece.mask())
-                self._void_scores |= {
-                    each.id
-                    for each in self._scores.values()
-                    if isinstance(each.piece, Slice)
-                    and (each.piece.step, each.piece.group) == (piece.step, piece.group)
-                    and each.piece.mask() & piece.mask()
-                }
+                self._forget_slice(piece)
+
+    def _take_back(self, job: Job) -> bool:
+        """The job is open again. Returns whether the loss of slices that it reports is news."""
+        if isinstance(job, Generate | Evaluate) and self._lane_jobs.get(job.lane) == job:
+            self._return_lane_job(job.lane)
+        elif isinstance(job, Score):
+            is_news = self._scores.get(job.scorer) == job and job.id not in self._void_scores
+            if self._scores.get(job.scorer) == job:
+                self._return_score(job.scorer)
+            if is_news and isinstance(job.piece, HeldOutChunk):
+                self._sampled.discard(job.piece)
+            return is_news
+        elif isinstance(job, Train):
+            self._end_trainer_job(job)
+            self._step(job.slice).group(job.slice.group).sent_to_train &= ~job.slice.mask()
+        return True
+
+    def _forget_slice(self, piece: Slice) -> None:
+        """It is as if it had never been issued. Score jobs that still work on it are void."""
+        group, mask = self._step(piece).group(piece.group), piece.mask()
+        _promise(not group.trained & mask, "1: {} was lost after it was trained", piece)
+        if group.retired:
+            return
+        group.forget(mask)
+        for job in self._scores.values():
+            if isinstance(job.piece, Slice) and (job.piece.step, job.piece.group) == (piece.step, piece.group):
+                if job.piece.mask() & mask:
+                    self._void_scores.add(job.id)
 
     def _trained(self, event: Trained) -> None:
         self._end_trainer_job(event.job)
@@ -365,8 +379,9 @@ class Auditor:
         if self._scores.get(job.scorer) != job:
             return
         del self._scores[job.scorer]
-        if job.id in self._void_scores or not isinstance(job.piece, Slice):
-            self._void_scores.discard(job.id)
+        is_void = job.id in self._void_scores
+        self._void_scores.discard(job.id)
+        if is_void or not isinstance(job.piece, Slice):
             return
         group, mask = self._group(job.piece), job.piece.mask()
         if failed:
@@ -377,7 +392,11 @@ class Auditor:
 
     def _return_score(self, scorer: int) -> None:
         job = self._scores.pop(scorer, None)
-        if job is not None and isinstance(job.piece, Slice) and job.id not in self._void_scores:
+        if job is None:
+            return
+        is_void = job.id in self._void_scores
+        self._void_scores.discard(job.id)
+        if isinstance(job.piece, Slice) and not is_void:
             group = self._group(job.piece)
             group.sent_to_score &= ~job.piece.mask()
             self._forget_if_over(job.piece, group)

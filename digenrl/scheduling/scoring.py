@@ -12,6 +12,7 @@ from digenrl.scheduling.state import (
     SchedulerState,
     StepProgress,
     find_evaluation,
+    is_wanted,
     open_step,
     put_evaluation,
     put_group,
@@ -53,25 +54,29 @@ def start_scoring(state: SchedulerState, at_ns: int) -> Outcome:
     return state, tuple(jobs)
 
 
-def free_scorer(state: SchedulerState, scorer: int) -> SchedulerState:
-    """The reward lane holds no job any more."""
-    return replace(state, scorers=(*state.scorers[:scorer], None, *state.scorers[scorer + 1 :]))
+def end_score(state: SchedulerState, job: Score) -> tuple[SchedulerState, bool]:
+    """Takes the job from its reward lane. Also returns whether its samples still have to be scored."""
+    wanted = job.id not in state.void_scores and is_wanted(state, job.piece)
+    state = replace(
+        state,
+        scorers=(*state.scorers[: job.scorer], None, *state.scorers[job.scorer + 1 :]),
+        void_scores=state.void_scores - {job.id},
+    )
+    return state, wanted
 
 
 def absorb_scored(state: SchedulerState, event: Scored) -> Outcome:
-    """Marks samples as scored; what becomes ready joins the trainer's queue."""
+    """The reward lane takes the next samples."""
     job, piece = event.job, event.job.piece
     if state.scorers[job.scorer] != job:
         return state, ()
-    state = free_scorer(state, job.scorer)
-    if job.id in state.void_scores:
-        state = replace(state, void_scores=state.void_scores - {job.id})
-    elif isinstance(piece, Slice):
+    state, wanted = end_score(state, job)
+    if wanted and isinstance(piece, Slice):
         state = mark_scored(state, piece, event.at_ns)
-    else:
+    elif wanted and isinstance(piece, HeldOutChunk):
         evaluation = find_evaluation(state, piece.version)
-        if evaluation is not None:
-            state = put_evaluation(state, replace(evaluation, unscored=evaluation.unscored - 1))
+        assert evaluation is not None
+        state = put_evaluation(state, replace(evaluation, unscored=evaluation.unscored - 1))
     return start_scoring(state, event.at_ns)
 
 
@@ -82,10 +87,9 @@ def absorb_restarted(state: SchedulerState, event: WorkerRestarted) -> Outcome:
 
 
 def mark_scored(state: SchedulerState, piece: Slice, at_ns: int) -> SchedulerState:
-    """The samples are scored, unless their group has been quarantined."""
+    """The samples are scored. What becomes ready joins the trainer's queue."""
     step = open_step(state, piece.step)
-    if step is None or step.groups[piece.group].retired:
-        return state
+    assert step is not None
     terms, group = state.terms, step.groups[piece.group]
     assert not group.scored & piece.mask(), f"{piece} was scored twice"
     group = replace(group, scored=group.scored | piece.mask())
@@ -104,14 +108,17 @@ def mark_scored(state: SchedulerState, piece: Slice, at_ns: int) -> SchedulerSta
 def _newly_ready(
     terms: Terms, step: StepProgress, piece: Slice, group_complete: bool, at_ns: int
 ) -> list[ReadyUnit]:
-    """Samples as they are scored, groups as they complete, or all groups once the step is scored."""
+    """Samples as they are scored, groups as they complete, or all groups once the step is scored.
+
+    Some may be trained already, if a slice was lost after the step had been scored.
+    """
     whole = terms.samples_per_prompt
     if terms.stream == "sample":
         return [ReadyUnit(at_ns, piece.group, sample.index, 1) for sample in piece.samples()]
     if terms.stream == "group" and group_complete:
         return [ReadyUnit(at_ns, piece.group, 0, whole)]
     if terms.stream == "batch" and step.unscored_groups == 0:
-        return [ReadyUnit(at_ns, index, 0, whole) for index, _ in _kept_groups(step)]
+        return [ReadyUnit(at_ns, index, 0, whole) for index, group in _kept_groups(step) if not group.trained]
     return []
 
 
@@ -119,12 +126,11 @@ def ready_again(terms: Terms, step: StepProgress, at_ns: int) -> tuple[ReadyUnit
     """Everything that is scored, ready to be trained from the beginning: the trainer's gradient was lost."""
     whole = terms.samples_per_prompt
     if terms.stream == "sample":
-        indices = [(index, group.scored) for index, group in _kept_groups(step)]
         return tuple(
             ReadyUnit(at_ns, index, sample, 1)
-            for index, scored in indices
+            for index, group in _kept_groups(step)
             for sample in range(whole)
-            if scored >> sample & 1
+            if group.scored >> sample & 1
         )
     if terms.stream == "batch" and step.unscored_groups:
         return ()

@@ -371,6 +371,14 @@ def open_step(state: SchedulerState, index: int) -> StepProgress | None:
     return None
 
 
+def is_wanted(state: SchedulerState, piece: Slice | HeldOutChunk) -> bool:
+    """Whether scores of these samples are still of use: not after a quarantine or an abandoned evaluation."""
+    if isinstance(piece, HeldOutChunk):
+        return find_evaluation(state, piece.version) is not None
+    step = open_step(state, piece.step)
+    return step is not None and not step.groups[piece.group].retired
+
+
 def find_evaluation(state: SchedulerState, version: int) -> EvaluationProgress | None:
     """The open evaluation of a version."""
     return next((each for each in state.evaluations if each.version == version), None)

@@ -11,7 +11,6 @@ from digenrl.records import (
     Action,
     Commit,
     Committed,
-    Evaluate,
     Export,
     Exported,
     Restored,
@@ -162,6 +161,8 @@ def _direct_free_trainer(state: SchedulerState, at_ns: int) -> Outcome:
         state, train = issue(state, at_ns, Train, Slice(step.index, unit.group, unit.first, unit.size))
         state = put_step(state, replace(step, ready=step.ready[1:]))
         return replace(state, trainer=Training(train)), (train,)
+    if state.terms.colocated:  # a slice was lost and has to be generated again
+        return _switch_to_generating(state, None, at_ns)
     return _help_or_wait(state, at_ns)
 
 
@@ -188,7 +189,7 @@ def _switch_to_training(state: SchedulerState, at_ns: int) -> Outcome:
 
 
 def _evaluating(state: SchedulerState) -> bool:
-    return any(isinstance(lane.job, Evaluate) for lane in state.lanes)
+    return any(not evaluation.sampled for evaluation in state.evaluations)
 
 
 def _mark_trained(terms: Terms, step: StepProgress, piece: Slice) -> StepProgress:

@@ -6,15 +6,14 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 from heapq import heapify, heappush
-from typing import TypeGuard
 
-from digenrl.records import Generate, HeldOutChunk, LaneOffer, Score, Slice
+from digenrl.records import Generate, LaneOffer, Score, Slice
 from digenrl.scheduling.dispatch import expected_end_ns
 from digenrl.scheduling.help.forecast import HELPER_CLASS, NO_STEP, Bundle, Forecast
 from digenrl.scheduling.help.forecast_facts import NEVER, Facts, Meter
 from digenrl.scheduling.help.slice_lists import Runs, holes_in, unstarted_slices
 from digenrl.scheduling.order import positions
-from digenrl.scheduling.state import Lane, SchedulerState, StepProgress, open_step
+from digenrl.scheduling.state import Lane, SchedulerState, StepProgress, is_wanted, open_step
 from digenrl.scheduling.terms import Terms
 
 MOST_CLASSES = 8  # up to this many different speeds are kept apart exactly
@@ -80,14 +79,6 @@ def _loaded_ns(state: SchedulerState, at_ns: int, version: int) -> int:
     return max(at_ns + 1, min(dues, default=at_ns + state.costs.publish_ns))
 
 
-def _is_wanted(state: SchedulerState, piece: Slice | HeldOutChunk) -> TypeGuard[Slice]:
-    """Whether these samples still count; those of a group in quarantine are made, or scored, for nothing."""
-    if not isinstance(piece, Slice):
-        return False
-    step = open_step(state, piece.step)
-    return step is not None and not step.groups[piece.group].retired
-
-
 def _classes(generators: list[Lane]) -> tuple[tuple[LaneOffer, ...], dict[Kind, int]]:
     """What a lane of each class offers, quickest first, and which class a kind of lane belongs to.
 
@@ -126,7 +117,7 @@ def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[Kind, i
         end = max(at_ns + 1, expected_end_ns(state, lane))
         lane_class = HELPER_CLASS if lane.helper else class_of[lane.slice_ns, lane.take_ns]
         step, member = NO_STEP, (0, 0, 0)
-        if isinstance(job, Generate) and _is_wanted(state, job.slice):
+        if isinstance(job, Generate) and is_wanted(state, job.slice):
             piece = job.slice
             step, member = piece.step, (position(piece), piece.group, piece.size // slice_size)
         members.setdefault((end, lane_class, step), []).append(member)
@@ -192,7 +183,7 @@ def _score_end(state: SchedulerState, job: Score, at_ns: int) -> tuple[int, int,
     if not isinstance(piece, Slice):
         return max(at_ns + 1, job.issued_ns + costs.score_chunk_ns), NO_STEP, ()
     end_ns = max(at_ns + 1, job.issued_ns + costs.score_batch_ns(piece.size))
-    return end_ns, piece.step, ((piece.group, piece.size),) if _is_wanted(state, piece) else ()
+    return end_ns, piece.step, ((piece.group, piece.size),) if is_wanted(state, piece) else ()
 
 
 def _resume_scoring(future: Forecast, state: SchedulerState, at_ns: int) -> None:

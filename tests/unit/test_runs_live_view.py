@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from watched_runs import SPEC, AfterEach, KeptNumbers, opening_of, watch
+from watched_runs import SPEC, AfterEach, KeptNumbers, initial_state_of, watch
 
 from digenrl.console.dashboard import Canvas, Moment, picture
 from digenrl.console.lane_activity import lane_activity
@@ -101,7 +101,7 @@ def test_before_the_first_step_there_is_nothing_but_the_names_and_the_steps_to_c
 
 
 def test_every_lane_has_a_row_with_what_the_scheduler_gave_it() -> None:
-    opening, seen = opening_of(), set[str]()
+    opening, seen = initial_state_of(), set[str]()
     progress = Progress(4)
     recorder = Recorder(opening)
     names = [lane.name for lane in recorder.trace().lanes]
@@ -126,7 +126,7 @@ def test_every_lane_has_a_row_with_what_the_scheduler_gave_it() -> None:
 
 
 def test_a_lane_shows_how_busy_it_was_over_the_last_ten_steps_and_how_long_it_is_at_its_slice() -> None:
-    opening, states = opening_of(), list[SchedulerState]()
+    opening, states = initial_state_of(), list[SchedulerState]()
     watch(opening, [], after=(AfterEach(lambda event, actions, state: states.append(state)),))
     progress = Progress(100)
     for step in range(20):
@@ -137,14 +137,14 @@ def test_a_lane_shows_how_busy_it_was_over_the_last_ten_steps_and_how_long_it_is
 
 
 def test_what_a_lane_is_told_to_be_at_stands_in_its_row() -> None:
-    moment = _moment(Progress(4), opening_of(), told={"reward-1": (Work.EVALUATE, "40 of 200")})
+    moment = _moment(Progress(4), initial_state_of(), told={"reward-1": (Work.EVALUATE, "40 of 200")})
     row = next(line for line in _rendered(moment, Canvas(100, 40)) if line.startswith("reward-1"))
     assert row.split() == ["reward-1", "evaluate", "40", "of", "200"]
 
 
 def test_many_lanes_are_folded_to_fit_the_terminal_and_no_row_is_too_wide() -> None:
     generators = [{"name": "a100", "count": 100, "seconds": {1: 1.0, 2: 1.7}}]
-    opening = opening_of(generators=generators)
+    opening = initial_state_of(generators=generators)
     progress = Progress(4)
     progress.step(_step(0, **{f"busy/a100-{index}": 0.5 for index in range(100)}))
     lines = _rendered(_moment(progress, opening, message="a long message " * 10), Canvas(60, 24))
@@ -156,7 +156,7 @@ def test_many_lanes_are_folded_to_fit_the_terminal_and_no_row_is_too_wide() -> N
 
 
 def test_a_low_terminal_folds_lanes_that_a_high_one_shows() -> None:
-    opening = opening_of(generators=[{"name": "a100", "count": 10, "seconds": {1: 1.0, 2: 1.7}}])
+    opening = initial_state_of(generators=[{"name": "a100", "count": 10, "seconds": {1: 1.0, 2: 1.7}}])
     assert len(_rendered(_moment(Progress(4), opening), Canvas(100, 30))) == 4 + 15
     low = _rendered(_moment(Progress(4), opening), Canvas(100, 16))
     assert len(low) <= 16 and any("7 more like these" in line for line in low)
@@ -204,7 +204,7 @@ def test_a_dear_picture_is_drawn_less_often() -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_the_terminal_is_clean_after_an_exception(error: type[BaseException]) -> None:
     console, clock = CountingConsole(), SetClock()
-    opening = opening_of()
+    opening = initial_state_of()
     view = TerminalView(TITLE, console, clock.clocks())
 
     def stop(event: Any, actions: Any, state: SchedulerState) -> None:
@@ -223,7 +223,7 @@ def test_the_terminal_is_clean_after_an_exception(error: type[BaseException]) ->
 
 def test_a_whole_run_on_a_terminal_ends_with_all_steps_done() -> None:
     console, clock = CountingConsole(), SetClock()
-    opening = opening_of()
+    opening = initial_state_of()
     cluster = VirtualCluster(opening)
     view = TerminalView(TITLE, console, Clocks(lambda: cluster.now_ns / SECOND, clock.clocks().processor))
     with view:
@@ -248,7 +248,7 @@ def test_elsewhere_a_run_is_one_line_per_step() -> None:
     assert isinstance(view, PlainView)
     with view:
         view.evaluation(Evaluation(0, 0.0, 200, {"reward_mean": 0.25, "reward/ocr": 0.25}))
-        watch(opening_of(), [view], after=(view,))
+        watch(initial_state_of(), [view], after=(view,))
     evaluation, *steps = out.getvalue().splitlines()
     assert evaluation == "evaluation after 0 steps: reward_mean 0.2500, reward/ocr 0.2500"
     assert len(steps) == SPEC["steps"]
@@ -261,7 +261,7 @@ def test_json_is_one_object_per_step_as_in_the_file() -> None:
     view = choose_view(TITLE, Console(file=out, force_terminal=True), SetClock().clocks(), as_json=True)
     assert isinstance(view, JsonView)
     with view:
-        watch(opening_of(), [view, kept], after=(view,))
+        watch(initial_state_of(), [view, kept], after=(view,))
         view.step({**_step(4), "kl": float("nan")})
         view.evaluation(Evaluation(5, 1.0, 200, {"reward_mean": 0.5}))
     lines = [json.loads(line) for line in out.getvalue().splitlines()]

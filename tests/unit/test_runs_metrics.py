@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_specs import spec_contents
 from rich.console import Console
-from watched_runs import SPEC, AfterEach, KeptNumbers, opening_of, watch
+from watched_runs import SPEC, AfterEach, KeptNumbers, initial_state_of, watch
 
 from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
@@ -106,7 +106,7 @@ def _check_against_the_full_trace(opening: SchedulerState, faults: Faults) -> li
 
 
 def test_a_step_is_told_as_the_full_trace_tells_it() -> None:
-    steps = _check_against_the_full_trace(opening_of(), NO_FAULTS)
+    steps = _check_against_the_full_trace(initial_state_of(), NO_FAULTS)
     assert any(numbers["stale_share"] > 0 for numbers in steps)
     assert any(numbers["helped_share"] > 0 for numbers in steps)
     assert any(0 < numbers["busy/l40s-0"] < 1 for numbers in steps)
@@ -118,7 +118,7 @@ def test_a_step_is_told_as_the_full_trace_tells_it() -> None:
 @st.composite
 def _faults(draw: st.DrawFn, spec: Spec) -> Faults:
     """Lanes go and come, slices and scores fail; a quick lane joins at the end, so that every fault heals."""
-    lanes = len(opening_of(spec).lanes)
+    lanes = len(initial_state_of(spec).lanes)
     lost = draw(st.lists(st.tuples(st.integers(0, 20 * SECOND), st.integers(0, lanes - 1)), max_size=4))
     moments = [*sorted(draw(st.sets(st.integers(0, 20 * SECOND), max_size=2))), 21 * SECOND]
     samples = st.builds(SampleId, st.integers(0, spec.steps - 1), st.integers(0, spec.prompts), st.integers(0, 7))
@@ -134,11 +134,11 @@ def _faults(draw: st.DrawFn, spec: Spec) -> Faults:
 @given(st.data())
 def test_any_run_is_told_as_its_full_trace_tells_it_however_lanes_come_and_go(data: st.DataObject) -> None:
     spec = parse_model(Spec, data.draw(spec_contents(helps=("none", "greedy", "auto"))))
-    _check_against_the_full_trace(opening_of(spec), data.draw(_faults(spec)))
+    _check_against_the_full_trace(initial_state_of(spec), data.draw(_faults(spec)))
 
 
 def test_shares_of_all_steps_make_up_the_share_of_the_whole_run() -> None:
-    opening, kept = opening_of(), KeptNumbers()
+    opening, kept = initial_state_of(), KeptNumbers()
     recorder = Recorder(opening)
     watch(opening, [kept], after=(recorder,))
     whole = lane_busy_shares(recorder.trace())
@@ -149,7 +149,7 @@ def test_shares_of_all_steps_make_up_the_share_of_the_whole_run() -> None:
 
 
 def test_an_evaluation_keeps_a_lane_busy_and_a_publication_does_not() -> None:
-    meter = BusyMeter(opening_of())
+    meter = BusyMeter(initial_state_of())
     meter.add(Span("a100-0", Work.EVALUATE, 6 * SECOND, 8 * SECOND, step=0))
     meter.add(Span("a100-0", Work.EVALUATE, 0, 2 * SECOND, step=0))  # told later, as a worker may
     meter.add(Span("trainer", Work.PUBLISH, 0, 9 * SECOND, step=0))
@@ -167,7 +167,7 @@ def test_an_evaluation_keeps_a_lane_busy_and_a_publication_does_not() -> None:
 
 def _run_with_reports(reports: dict[int, list[tuple[int, dict[str, float | None]]]]) -> list[dict[str, float]]:
     """A run where, just before the commit of a step is observed, these numbers are reported."""
-    opening, kept = opening_of(), KeptNumbers()
+    opening, kept = initial_state_of(), KeptNumbers()
     metrics = StepMetrics(opening, [kept])
 
     def report(event: Any, actions: Any, state: SchedulerState) -> None:
@@ -193,14 +193,14 @@ def test_reported_numbers_stand_in_their_steps_line_and_what_comes_late_in_the_n
 
 
 def test_what_is_counted_here_cannot_be_reported() -> None:
-    metrics = StepMetrics(opening_of(), ())
+    metrics = StepMetrics(initial_state_of(), ())
     for name in ("step_s", "busy/trainer"):
         with pytest.raises(AssertionError, match=name):
             metrics.report(0, {name: 1.0})
 
 
 def test_a_run_that_goes_on_counts_from_where_it_was() -> None:
-    opening = opening_of()
+    opening = initial_state_of()
     kept, whole = KeptNumbers(), KeptNumbers()
     watch(opening, [whole])
     offers = [LaneOffer(lane.name, lane.slice_ns) for lane in opening.lanes]
@@ -217,7 +217,7 @@ def test_a_run_that_goes_on_counts_from_where_it_was() -> None:
 
 def test_evaluations_and_the_end_reach_every_sink() -> None:
     sinks = [KeptNumbers(), KeptNumbers()]
-    metrics = StepMetrics(opening_of(), sinks)
+    metrics = StepMetrics(initial_state_of(), sinks)
     evaluation = Evaluation(0, 1.5, 200, {"reward_mean": 0.5})
     metrics.evaluated(evaluation)
     metrics.close()
@@ -248,7 +248,7 @@ def _entries(thing: object) -> int:
 
 def test_nothing_grows_over_two_thousand_steps() -> None:
     small = {"prompts": 1, "samples_per_prompt": 4, "slice": 1, "generators": SPEC["generators"][1:]}
-    opening = opening_of(**small, steps=2000, policy={"help": "greedy", "stale_fraction": 0.5})
+    opening = initial_state_of(**small, steps=2000, policy={"help": "greedy", "stale_fraction": 0.5})
     faults = Faults(failing_epochs=frozenset(range(0, 10_000, 7)))
     view = TerminalView(RunTitle("long", Path("runs/long-1"), 2000), Console(file=StringIO()), STANDING_CLOCKS)
     metrics = StepMetrics(opening, [view])

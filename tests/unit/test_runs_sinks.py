@@ -14,7 +14,7 @@ import pytest
 from handmade_runs import recipe
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from watched_runs import opening_of, watch
+from watched_runs import initial_state_of, watch
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import LoggingSettings
@@ -169,7 +169,7 @@ def test_a_package_that_is_not_installed_is_missed_before_the_run(monkeypatch: p
 
 
 def test_the_report_reads_what_a_run_writes(folder: RunFolder) -> None:
-    opening, lines = opening_of(), RunLines(folder)
+    opening, lines = initial_state_of(), RunLines(folder)
     whole = Recorder(opening)
     rows = whole.trace().lanes
     folder.describe(lanes=[{"name": row.name, "pool": row.pool, "device": "cpu"} for row in rows])

@@ -14,7 +14,7 @@ from digenrl.telemetry.report.json_lines import Line, numbers_in, read_json_line
 from digenrl.telemetry.report.records import Cell, Evaluation, RunRecord, SampleGrid, StepMetrics
 from digenrl.telemetry.trace import LaneInfo, Span, Trace, Work
 
-_FORMAT = 1
+_FORMAT = 2
 _SPAN = TypeAdapter(Span)
 _GRID_KEY = "grid"
 

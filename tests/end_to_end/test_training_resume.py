@@ -59,7 +59,7 @@ def test_a_run_that_is_interrupted_three_times_ends_as_if_it_had_not_been(live: 
     command = live.command("tiny.yaml", *common, "--out", str(run))
     code, told = interrupted(command, run, after=2, how=signal.SIGTERM)
     assert code == 130, told
-    assert f"interrupted; go on with: digenrl train --resume {run}" in told
+    assert f"interrupted; resume with: digenrl train --resume {run}" in told
     folder = RunFolder.open(run)
     assert folder.info.status is Status.INTERRUPTED
     first_stop = steps_done(run)
@@ -84,7 +84,7 @@ def test_a_run_that_is_interrupted_three_times_ends_as_if_it_had_not_been(live: 
     command.communicate()
     wait_for(lambda: not session_of(command.pid), "the end of all processes")
     assert_nothing_is_left(run, exchange)
-    assert RunFolder.open(run).standing() is Status.INTERRUPTED
+    assert RunFolder.open(run).actual_status() is Status.INTERRUPTED
     assert RunFolder.open(run).info.status is Status.RUNNING, "it had no time to say so"
 
     assert live.resume(run) is Status.FINISHED
@@ -135,7 +135,7 @@ def test_a_colocated_run_saves_itself_when_it_is_asked_to_stop(live: LiveRuns) -
 def test_a_finished_run_goes_on_with_more_steps(live: LiveRuns) -> None:
     status, folder = live.run("steps=2")
     assert status is Status.FINISHED
-    with pytest.raises(ConfigError, match="has all its 2 steps; to go on, give more, as steps=4"):
+    with pytest.raises(ConfigError, match=r"all 2 steps are done.* steps=4"):
         live.resume(folder.path)
     assert live.resume(folder.path, "steps=3") is Status.FINISHED
     assert trained(folder, 3) == trained(live.finished("mode=colocated"), 3)

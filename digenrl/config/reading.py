@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -44,6 +45,15 @@ class Frozen(BaseModel):
         if not isinstance(value, bool) or info.field_name is None:
             return value
         return _meaning(value, list(_kinds(cls.model_fields[info.field_name].annotation)))
+
+
+@contextmanager
+def complaints_about(where: str) -> Iterator[None]:
+    """A ValueError raised inside becomes a ConfigError about the dotted key `where`."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}", where) from None
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def techniques(recipe: Recipe) -> list[dict[str, Any]]:
     """The techniques of the recipe's mode: their names, whether they were on, and their settings."""
     chosen = recipe.techniques
     tsp = _technique("TSP", "several (sample, time-step) pairs per forward pass", chosen.tsp)
-    if recipe.mode == "colocated":  # the others need lanes that work concurrently
+    if recipe.topology.shares_cards:  # the others need lanes that work concurrently
         return [tsp]
     tag_on, tcss_on = chosen.tag != "none", chosen.tcss > 0
     return [

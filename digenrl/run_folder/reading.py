@@ -45,7 +45,7 @@ def read_run(path: Path) -> RunRecord:
     return RunRecord(
         folder=folder,
         recipe_text=folder.config.read_text(encoding="utf-8"),
-        trace=read_trace(folder.spans, lanes, shared_cards=folder.recipe.mode == "colocated"),
+        trace=read_trace(folder.spans, lanes, shared_cards=folder.recipe.topology.shares_cards),
         steps=read_steps(folder.metrics),
         evaluations=evaluations,
         grids={steps_done: grid for steps_done, grid in grids.items() if grid is not None},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from live_runs import (
 )
 
 from digenrl.config.reading import ConfigError
-from digenrl.run_folder.folder import RunFolder, Status
+from digenrl.run_folder.folder import FORMAT, RunFolder, Status
 
 SAVES_WITHIN_S = 30
 
@@ -145,13 +146,16 @@ def test_a_finished_run_goes_on_with_more_steps(live: LiveRuns) -> None:
 
 
 def test_foreign_and_incomplete_folders_are_refused_in_one_line(live: LiveRuns, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no such folder"):
+    with pytest.raises(ConfigError, match="no such folder"):
         live.resume(tmp_path / "nowhere")
     (tmp_path / "photo.jpg").touch()
-    with pytest.raises(ConfigError, match=r"holds no run: config.yaml and run.json are missing"):
+    with pytest.raises(ConfigError, match=r"run.json and config.yaml missing"):
         live.resume(tmp_path)
     (tmp_path / "config.yaml").write_text("steps: 3")
-    with pytest.raises(ConfigError, match=r"run.json is missing"):
+    with pytest.raises(ConfigError, match=r"run.json missing"):
+        live.resume(tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps({"format": FORMAT - 1, "digenrl": "0.0.7"}))
+    with pytest.raises(ConfigError, match=rf"format {FORMAT - 1}, .*use digenrl 0.0.7"):
         live.resume(tmp_path)
 
 

@@ -25,7 +25,7 @@ from rich.progress import track
 from rich.table import Table
 
 from digenrl.config.recipe import Recipe
-from digenrl.runs.replaying import initial_state_of, replayed
+from digenrl.runs.replaying import opening_of, replayed
 from digenrl.runs.step_time_prediction import predicted_step_s
 
 
@@ -76,8 +76,8 @@ def words_of(chosen: Recipe) -> str:
 
 def compare(done: LiveRun) -> Row:
     """The run and what the simulator makes of it."""
-    facts = json.loads((done.folder / "run.json").read_text())["opening"]
-    pairs = list(replayed(initial_state_of(facts), done.folder / "journal.jsonl"))
+    facts = json.loads((done.folder / "run.json").read_text())["initial_state"]
+    pairs = list(replayed(opening_of(facts), done.folder / "journal.jsonl"))
     return Row(
         settings=words_of(done.recipe),
         measured_s=fmean(step["step_s"] for step in done.settled()),

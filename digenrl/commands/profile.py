@@ -49,7 +49,7 @@ from digenrl.records import (
 )
 from digenrl.rewards.building import build_rewards
 from digenrl.rewards.contract import RewardError
-from digenrl.runs.errors import RunFailedError
+from digenrl.runs.stopping import RunFailedError
 from digenrl.worker.assignment import threads_per_worker
 from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, make_trainer, read_blueprint
 from digenrl.worker.preflight import inspect_here

@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import fmean
 
 from digenrl.driver.dispatcher import raise_failure
-from digenrl.metrics.step_metrics import Evaluation
 from digenrl.records import (
     AbandonEvaluation,
     Action,
@@ -22,7 +21,7 @@ from digenrl.records import (
 )
 from digenrl.run_folder.folder import RunFolder
 from digenrl.run_folder.grids import HeldOutScore, write_grid
-from digenrl.run_folder.lines import read_lines
+from digenrl.run_folder.metric_lines import EvaluationRecord, read_evaluations
 from digenrl.scheduling import SchedulerState
 
 NS_PER_SECOND = 1_000_000_000
@@ -37,7 +36,7 @@ class HeldOut:
         folder: RunFolder,
         prompts: Sequence[PromptRow],
         first_version: int,
-        on_evaluation: Callable[[Evaluation], None],
+        on_evaluation: Callable[[EvaluationRecord], None],
         notify: Callable[[str], None],
     ) -> None:
         self._folder, self._prompts, self._first_version = folder, prompts, first_version
@@ -52,7 +51,7 @@ class HeldOut:
         if settings is None:
             return False
         due = version % settings.every == 0 or version == self._folder.recipe.steps
-        return due and version not in {line["step"] for line in read_lines(self._folder.evaluations)}
+        return due and version not in {each.steps_done for each in read_evaluations(self._folder.evaluations)}
 
     def pictures(self, version: int) -> Path:
         """Where the pictures of a version go until they are combined."""
@@ -85,7 +84,7 @@ class HeldOut:
         for name in sorted(scores[0].parts):
             numbers[f"reward/{name}"] = fmean(score.parts[name] for score in scores)
         where = str(grid.relative_to(self._folder.path))
-        self._on_evaluation(Evaluation(version, at_ns / NS_PER_SECOND, len(scores), numbers, where))
+        self._on_evaluation(EvaluationRecord(version, at_ns / NS_PER_SECOND, len(scores), numbers, where))
 
     def _scores(self, chunks: dict[int, Scores]) -> list[HeldOutScore]:
         rows = [(scores, row) for _, scores in sorted(chunks.items()) for row in range(len(scores.values))]

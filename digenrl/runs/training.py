@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 
 from digenrl.config.recipe import Recipe
-from digenrl.console.live_view import View
+from digenrl.console.live_view import RunView
 from digenrl.driver.backends import find_backend
 from digenrl.driver.calibration import (
     calibrate,
@@ -27,14 +27,15 @@ from digenrl.driver.step_summary import StepSummary
 from digenrl.logs import configure_logging
 from digenrl.loop import drive
 from digenrl.metrics.sinks import check_logging, open_sinks
-from digenrl.metrics.step_metrics import Evaluation, StepMetrics
+from digenrl.metrics.step_metrics import StepMetrics
 from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import Prompt, read_prompts
 from digenrl.records import HELD_OUT_STEP
 from digenrl.run_folder.folder import LaneEntry, RunFolder, RunLines, Status
 from digenrl.run_folder.journal import Journal
 from digenrl.run_folder.lane_entries import LaneRecorder, lanes_of_whole_run
-from digenrl.run_folder.span_writer import SpanWriter
+from digenrl.run_folder.metric_lines import EvaluationRecord
+from digenrl.run_folder.spans import SpanWriter
 from digenrl.runs.checkpointer import Checkpointer, RunPosition
 from digenrl.runs.held_out import HeldOut
 from digenrl.runs.replaying import initial_facts
@@ -73,7 +74,7 @@ def check_recipe(recipe: Recipe) -> Backend:
     return find_backend(recipe)
 
 
-def train(folder: RunFolder, backend: Backend, view: View, resume_point: ResumePoint | None = None) -> Status:
+def train(folder: RunFolder, backend: Backend, view: RunView, resume_point: ResumePoint | None = None) -> Status:
     """Trains to the recipe's last step, or until the user asks to stop; then the run saves itself first."""
     with ExitStack() as stack:
         stack.enter_context(folder.locked())
@@ -96,18 +97,18 @@ class TrainingRun:
     """The parts of one run and how they are connected. `run` tells its story."""
 
     def __init__(
-        self, folder: RunFolder, resources: RunResources, view: View, resume_point: ResumePoint | None
+        self, folder: RunFolder, resources: RunResources, view: RunView, resume_point: ResumePoint | None
     ) -> None:
         recipe = folder.recipe
         self._folder, self._resources, self._view = folder, resources, view
         self._resumes = resume_point is not None
         self._lines = RunLines(folder)
         if resume_point is None:
-            self._lines.cut_to_nothing()
+            self._lines.clear()
             self._start = RunPosition(0, 0, 0, self._lines.positions())
         else:
             self._start = resume_point.position
-            self._lines.cut_back(kept_positions(folder, self._start))
+            self._lines.truncate(kept_positions(folder, self._start))
         self._clock, self._stopper = RunClock(self._start.at_ns), Stopper()
         sampler = PromptSampler(
             read_prompts(recipe.prompts), recipe.batch.prompts, recipe.seed, recipe.prompts.shuffle
@@ -158,7 +159,7 @@ class TrainingRun:
         calibration = calibrate_remaining_sizes(driver, calibration, slice_size, start.step)
         logger.info("calibrated: %s; slice size %d", calibration, slice_size)
         batch = folder.recipe.batch.model_copy(update={"slice": slice_size})
-        folder.rewrite(folder.recipe.model_copy(update={"batch": batch}))
+        folder.write_recipe(folder.recipe.model_copy(update={"batch": batch}))
         evaluates = self._held_out.is_due_now()
         state = initial_scheduler_state(
             driver,
@@ -172,7 +173,7 @@ class TrainingRun:
         if self._resumes:
             lanes = lanes_of_whole_run(folder.info.lanes, lanes, start.at_ns)
         initial = initial_facts(state) | {"calibration": asdict(calibration)}
-        folder.describe(lanes=lanes, initial=initial, status=Status.RUNNING)
+        folder.update_info(lanes=lanes, initial_state=initial, status=Status.RUNNING)
         self._view.notify("evaluating the initial policy" if evaluates else "")
         return state
 
@@ -212,7 +213,7 @@ class TrainingRun:
         assert self._metrics is not None
         self._metrics.report(summary.step, {**summary.values, **self._resources.network_metrics()})
 
-    def _evaluated(self, evaluation: Evaluation) -> None:
+    def _evaluated(self, evaluation: EvaluationRecord) -> None:
         assert self._metrics is not None
         self._view.notify("")
         self._metrics.evaluated(evaluation)

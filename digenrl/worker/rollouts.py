@@ -10,9 +10,10 @@ from hashlib import blake2b
 
 from torch import Tensor
 
+from digenrl.config.windows import EulerOnly
 from digenrl.generation.rollout import GeneratedSlice, decode_slice, generate_pixels, generate_slice
 from digenrl.generation.row_limits import RowLimits
-from digenrl.generation.windows import EulerOnly, plan_rollouts
+from digenrl.generation.windows import plan_rollouts
 from digenrl.models.contract import Conditioning, DiffusionModel
 from digenrl.models.trajectory import RolloutPlan
 from digenrl.records import SampleId, Slice
@@ -57,7 +58,7 @@ def roll_out(
         run_seed=blueprint.recipe.seed,
         version=version,
         needs=blueprint.algorithm.needs,
-        same_noise_in_group=blueprint.algorithm.same_initial_noise,
+        same_noise_in_group=blueprint.algorithm.settings.same_initial_noise,
         autocast=blueprint.recipe.training.autocast,
         limit=limits.denoising,
     )

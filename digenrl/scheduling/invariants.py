@@ -225,9 +225,11 @@ class Auditor:
             return
         group.forget(mask)
         for job in self._scores.values():
-            if isinstance(job.piece, Slice) and (job.piece.step, job.piece.group) == (piece.step, piece.group):
-                if job.piece.mask() & mask:
-                    self._void_scores.add(job.id)
+            scored = job.piece
+            if not isinstance(scored, Slice) or (scored.step, scored.group) != (piece.step, piece.group):
+                continue
+            if scored.mask() & mask:
+                self._void_scores.add(job.id)
 
     def _trained(self, event: Trained) -> None:
         self._end_trainer_job(event.job)

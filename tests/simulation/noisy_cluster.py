@@ -269,9 +269,7 @@ class NoisyCluster:
             self._held.pop(lane, None)
 
     def _forget_results(self, is_lost: Callable[[Job], bool]) -> None:
-        self._due = [
-            entry for entry in self._due if not isinstance(entry[2], Result) or not is_lost(entry[2].job)
-        ]
+        self._due = [entry for entry in self._due if not isinstance(entry[2], Result) or not is_lost(entry[2].job)]
         heapify(self._due)
 
     def _measurements(self) -> CostsMeasured:

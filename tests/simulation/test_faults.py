@@ -135,7 +135,7 @@ def test_a_failed_reward_quarantines_its_whole_group_and_a_fresh_one_replaces_it
 def test_a_run_in_which_every_reward_fails_gives_up_with_the_reason() -> None:
     opening = initial_scheduler_state(small_spec(), search_budget=100)
     every = frozenset(SampleId(0, group, index) for group in range(100) for index in range(4))
-    with pytest.raises(RunGaveUpError, match="step 0.*simulated failure"):
+    with pytest.raises(RunGaveUpError, match=r"step 0.*simulated failure"):
         drive(opening, VirtualCluster(opening, Faults(failing_samples=every)))
 
 

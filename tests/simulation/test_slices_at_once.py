@@ -82,7 +82,9 @@ def test_every_promise_holds_after_every_event_whatever_lanes_take_at_once(data:
 
 @settings(max_examples=150)
 @given(mixed_contents(most_samples=24), st.integers(1, 4), st.integers(0, 2), st.integers(0, 10**6))
-def test_every_run_ends_with_random_times_and_faults(content: dict[str, Any], batch: int, scorers: int, seed: int) -> None:
+def test_every_run_ends_with_random_times_and_faults(
+    content: dict[str, Any], batch: int, scorers: int, seed: int
+) -> None:
     content["reward"] |= {"batch": batch, "lanes": scorers}
     opening = initial_scheduler_state(parse_model(Spec, content), search_budget=100)
     trained = TrainedSamples()
@@ -127,7 +129,9 @@ def test_a_forecast_is_within_a_factor_of_two_of_the_run(content: dict[str, Any]
 
 @settings(max_examples=60)
 @given(mixed_contents(helps=("none",), most_samples=32))
-def test_one_pool_that_takes_several_slices_is_forecast_exactly_in_generation_order(content: dict[str, Any]) -> None:
+def test_one_pool_that_takes_several_slices_is_forecast_exactly_in_generation_order(
+    content: dict[str, Any],
+) -> None:
     del content["generators"][1:]
     content["policy"] |= {"order": "generation", "colocated": False, "stale_fraction": 0}
     spec = parse_model(Spec, content)

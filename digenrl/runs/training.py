@@ -74,7 +74,7 @@ def train(folder: RunFolder, grounds: Backend, view: View, standing: Standing | 
     with ExitStack() as stack:
         stack.enter_context(folder.locked())
         stack.enter_context(_status_kept(folder))
-        site = grounds.settle(folder.recipe, folder.path, None if standing is None else standing.checkpoint)
+        site = grounds.prepare(folder.recipe, folder.path, None if standing is None else standing.checkpoint)
         stack.callback(site.close)
         stack.enter_context(view)
         run = TrainingRun(folder, site, view, standing)
@@ -110,12 +110,14 @@ class TrainingRun:
         self._runtime = Dispatcher(
             recipe,
             site.transport,
-            site.crew,
+            site.workers,
             lambda send, drop: PromptStore(self._sampler, send, drop),
             site.exchange,
             self._clock,
             look_around=self._look_around,
-            on_step=lambda numbers: self._metrics.report(numbers.step, {**numbers.values, **site.carried()}),
+            on_step=lambda numbers: self._metrics.report(
+                numbers.step, {**numbers.values, **site.transfer_metrics()}
+            ),
             say=view.say,
         )
         self._sinks = (*open_sinks(folder, self._lines, self._start.step, time.time), view)

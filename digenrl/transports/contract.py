@@ -1,4 +1,4 @@
-"""How orders reach workers and reports come back: all that a runtime knows about processes. No torch."""
+"""The transport contract: how jobs reach workers and results come back. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from digenrl.worker.orders import Order, Report
 
 @dataclass(frozen=True, slots=True)
 class Gone(Report):
-    """The worker is no more; its orders are not answered. Not its `fault`: its machine went away."""
+    """The worker is gone; its jobs get no result. `fault` is False if its machine was lost."""
 
     reason: str
     fault: bool = True
@@ -51,61 +51,61 @@ class Transport(Protocol):
         """Starts a worker; its first report is Ready, or OrderFailed if it cannot be built."""
 
     def has_room(self, assignment: Assignment) -> bool:
-        """Whether a worker that is started now would find a place."""
+        """Whether there is capacity to start this worker now."""
 
     def send(self, worker: str, job_id: int, order: Order) -> None:
         """Sends a job, whose id is unique in the run; does nothing if the worker is gone."""
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
-        """Everything that has arrived; waits for the first for so long.
+        """All messages that have arrived; waits for the first one up to the timeout.
 
-        A worker without a sign of life for the recipe's `lanes.patience_s` is ended and reported as gone.
+        A worker that gives no sign of life for the recipe's `lanes.patience_s` is killed and reported as gone.
         """
 
     def end(self, worker: str) -> None:
-        """Ends a worker at once; it does not report any more, not even that it is gone."""
+        """Kills a worker. It sends no more reports, not even that it is gone."""
 
     def stop(self) -> None:
-        """Ends all workers; may be called twice."""
+        """Ends all workers. Safe to call twice."""
 
 
 class ArtifactStore(Protocol):
-    """The driver's side of an exchange: names that it can forget, never tensors.
+    """The driver's side of an exchange: names that it can drop, never tensors.
 
-    `holds_weights` is false where weights go from worker to worker beside it.
+    `holds_weights` is False if weights are sent from worker to worker and take no space in the store.
     """
 
     holds_weights: bool
 
     def drop(self, name: str) -> None:
-        """Forgets a name; dropping what is not there does nothing."""
+        """Removes a name; does nothing if it is unknown."""
 
     def free_bytes(self) -> int:
-        """How much more it can hold."""
+        """Free space."""
 
     def where(self) -> str:
-        """What it is called, for people."""
+        """The place, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunResources:
-    """What one run works with. `close` ends its workers and frees what they left; it may be called twice.
+    """What one run works with. `close` ends its workers and frees their tensors; it is safe to call twice.
 
-    `carried` are numbers about what went over a network since it was asked last, where there is one.
+    `transfer_metrics` returns metrics of the weights sent over the network since the last call, if there are any.
     """
 
     transport: Transport
     exchange: ArtifactStore
-    crew: Workers
+    workers: Workers
     close: Callable[[], None]
-    carried: Callable[[], dict[str, float]] = dict
+    transfer_metrics: Callable[[], dict[str, float]] = dict
 
 
 class Backend(Protocol):
-    """What there is to work on, found good for a recipe before anything is written or loaded."""
+    """The hardware of a run, validated for a recipe before anything is written or loaded."""
 
-    def settle(self, recipe: Recipe, run: Path, checkpoint: Path | None) -> RunResources:
-        """Makes ready for a run, which may begin from a checkpoint; workers are started later."""
+    def prepare(self, recipe: Recipe, run: Path, checkpoint: Path | None) -> RunResources:
+        """Creates the resources of a run, which may resume from a checkpoint. Workers are started later."""
 
     def close(self) -> None:
-        """Lets go of everything."""
+        """Releases the hardware."""

@@ -1,4 +1,4 @@
-"""Workers in one process: the device's orders one by one, and scoring beside them."""
+"""Workers in one process: jobs of the device run one at a time, and scoring runs beside them."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from digenrl.transports.inline import InlineTransport
 from digenrl.worker.assignment import Assignment, Duty
 from digenrl.worker.orders import Order, Ready, Report
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
 class Do(Order):
-    """Something to do, by name."""
+    """Runs the act of this name."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Did(Report):
-    """It is done."""
+    """The act of this name has run."""
 
     name: str
 
 
 class Stub:
-    """A worker that does what a test wants done for each name."""
+    """A worker whose jobs are functions of a test."""
 
     def __init__(self, acts: dict[str, Callable[[], Any]]) -> None:
         self._acts = acts
@@ -47,19 +47,19 @@ class Stub:
 
 @pytest.fixture
 def acts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
-    """What names mean to workers, which have no models."""
-    meant: dict[str, Callable[[], Any]] = {}
-    monkeypatch.setattr("digenrl.transports.inline.start_worker", lambda *_: (Stub(meant), Ready()))
-    return meant
+    """The acts of all workers, by name."""
+    acts: dict[str, Callable[[], Any]] = {}
+    monkeypatch.setattr("digenrl.transports.inline.start_worker", lambda *_: (Stub(acts), Ready()))
+    return acts
 
 
 @pytest.fixture
 def transport(acts: dict[str, Callable[[], Any]]) -> Iterator[InlineTransport]:
-    """A device and one that scores, both ready."""
+    """A trainer and a reward worker, both ready."""
     transport = InlineTransport()
-    duties: dict[str, set[Duty]] = {"trainer": {"generate", "learn"}, "reward-0": {"score"}}
-    for name, does in duties.items():
-        transport.start(Assignment(name, frozenset(does), "cpu", fake_recipe(), Path("exchange")))
+    workers: dict[str, set[Duty]] = {"trainer": {"generate", "learn"}, "reward-0": {"score"}}
+    for name, duties in workers.items():
+        transport.start(Assignment(name, frozenset(duties), "cpu", fake_recipe(), Path("exchange")))
         assert transport.receive(0) == [Message(name, None, Ready())]
     yield transport
     transport.stop()
@@ -68,27 +68,23 @@ def transport(acts: dict[str, Callable[[], Any]]) -> Iterator[InlineTransport]:
 def received(transport: InlineTransport, count: int) -> list[Message]:
     messages: list[Message] = []
     while len(messages) < count:
-        found = transport.receive(PATIENCE_S)
-        assert found, f"waited in vain after {messages}"
+        found = transport.receive(TIMEOUT_S)
+        assert found, f"no more messages after {messages}"
         messages += found
     return messages
 
 
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("reward")]
-
-
-def test_samples_are_scored_while_the_device_goes_on(
+def test_samples_are_scored_while_the_device_works(
     acts: dict[str, Callable[[], Any]], transport: InlineTransport
 ) -> None:
     generating, scored = threading.Event(), threading.Event()
 
     def generate() -> None:
         generating.set()
-        assert scored.wait(PATIENCE_S)  # in vain, if the score waited for this slice
+        assert scored.wait(TIMEOUT_S)
 
     def score() -> None:
-        assert generating.wait(PATIENCE_S)
+        assert generating.wait(TIMEOUT_S)
         scored.set()
 
     acts.update({"slice": generate, "score": score})
@@ -102,54 +98,54 @@ def test_samples_are_scored_while_the_device_goes_on(
     assert all(each.waited_ns >= 0 for each in messages)
 
 
-def test_what_was_scored_is_told_before_the_device_has_its_next_order(
+def test_scores_are_received_before_the_device_starts_its_next_job(
     acts: dict[str, Callable[[], Any]], transport: InlineTransport
 ) -> None:
     scored = threading.Event()
-    acts.update({"another": scored.set, "slice": lambda: scored.wait(PATIENCE_S)})
+    acts.update({"another": scored.set, "slice": lambda: scored.wait(TIMEOUT_S)})
     for job_id, (worker, name) in enumerate(
         (("trainer", "slice"), ("trainer", "next slice"), ("reward-0", "score"), ("reward-0", "another"))
     ):
         transport.send(worker, job_id, Do(name))
-    told = [each.report for each in received(transport, 4)]
-    assert told.index(Did("score")) < told.index(Did("next slice"))
+    reports = [each.report for each in received(transport, 4)]
+    assert reports.index(Did("score")) < reports.index(Did("next slice"))
 
 
-def test_a_report_says_how_long_nobody_took_it(
+def test_a_message_says_how_long_its_report_waited(
     acts: dict[str, Callable[[], Any]], transport: InlineTransport
 ) -> None:
-    scored, second = threading.Event(), threading.Event()
-    acts.update({"score": scored.set, "next": second.set, "slice": lambda: second.wait(PATIENCE_S)})
+    second = threading.Event()
+    acts.update({"next": second.set, "slice": lambda: second.wait(TIMEOUT_S)})
     transport.send("reward-0", 1, Do("score"))
-    transport.send("reward-0", 3, Do("next"))
-    transport.send("trainer", 2, Do("slice"))
-    by_report = {each.report: each for each in received(transport, 3)}
-    assert by_report[Did("score")].waited_ns > by_report[Did("slice")].waited_ns == 0
+    transport.send("reward-0", 2, Do("next"))
+    transport.send("trainer", 3, Do("slice"))
+    by_job = {each.job_id: each for each in received(transport, 3)}
+    assert by_job[1].waited_ns > by_job[3].waited_ns == 0
 
 
-def test_neither_the_end_of_a_scorer_nor_of_the_run_leaves_a_thread(
+def test_no_thread_is_left_when_a_worker_or_the_run_ends(
     acts: dict[str, Callable[[], Any]], transport: InlineTransport
 ) -> None:
     ended = threading.Event()
-    acts["score"] = lambda: ended.wait(PATIENCE_S)
+    acts["score"] = lambda: ended.wait(TIMEOUT_S)
     transport.send("reward-0", 1, Do("score"))
     transport.end("reward-0")
     transport.start(Assignment("reward-0", frozenset({"score"}), "cpu", fake_recipe(), Path("exchange")))
     ended.set()
-    transport.send("reward-0", 4, Do("another"))
+    transport.send("reward-0", 2, Do("another"))
     reports = [(each.job_id, each.report) for each in received(transport, 2)]
-    assert reports == [(None, Ready()), (4, Did("another"))], "nothing of the one that ended"
+    assert reports == [(None, Ready()), (2, Did("another"))], "nothing from the worker that was ended"
     transport.stop()
     transport.stop()
-    assert not threads()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("reward")]
 
 
-def test_a_scorer_that_leaves_is_reported_like_any_worker(
+def test_a_reward_worker_that_exits_is_reported_as_gone(
     acts: dict[str, Callable[[], Any]], transport: InlineTransport
 ) -> None:
-    def leave() -> None:
+    def exit_process() -> None:
         raise SystemExit(3)
 
-    acts["score"] = leave
+    acts["score"] = exit_process
     transport.send("reward-0", 1, Do("score"))
     assert received(transport, 1) == [Message("reward-0", None, Gone("left with exit code 3"), waited_ns=ANY)]

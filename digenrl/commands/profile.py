@@ -304,7 +304,7 @@ def _training_worker(bench: _Bench, blueprint: Blueprint, model: DiffusionModel,
 
 def _helps(recipe: Recipe) -> bool:
     """Whether the recipe's trainer generates, too, and so keeps what that takes."""
-    return recipe.mode == "colocated" or recipe.techniques.tag != "none"
+    return recipe.topology.shares_cards or recipe.techniques.tag != "none"
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def techniques(recipe: Recipe) -> list[dict[str, Any]]:
     """The techniques that there are in the recipe's mode: their names, whether they were on, and how."""
     chosen = recipe.techniques
     tsp = _technique("TSP", "many (sample, time-step) pairs in one forward", chosen.tsp)
-    if recipe.mode == "colocated":  # the others are for lanes that work at the same time
+    if recipe.topology.shares_cards:  # the others are for lanes that work at the same time
         return [tsp]
     tag_on, tcss_on = chosen.tag != "none", chosen.tcss > 0
     return [

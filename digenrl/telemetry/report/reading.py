@@ -78,7 +78,7 @@ def read_run(folder: Path) -> RunRecord:
         recipe_text=config.read_text(encoding="utf-8"),
         devices={lane.name: lane.device for lane in run_file.lanes},
         opening=run_file.opening,
-        trace=_read_trace(folder / "spans.jsonl", run_file.lanes, shared_cards=recipe.mode == "colocated"),
+        trace=_read_trace(folder / "spans.jsonl", run_file.lanes, shared_cards=recipe.topology.shares_cards),
         steps=_read_steps(folder / "metrics.jsonl"),
         evaluations=_read_evaluations(folder),
     )

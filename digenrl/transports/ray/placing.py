@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from digenrl.config.cluster import GeneratorPool, Place
+from digenrl.config.cluster import ClusterGeneratorPool, WorkerResources
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
 from digenrl.transports.ray.capacity import ClusterResources, ResourceRequest, check_capacity
@@ -38,18 +38,18 @@ def total_cpus(recipe: Recipe) -> int:
 
 def resource_request(assignment: Assignment) -> ResourceRequest:
     """What a worker takes; for a trainer that is not split into its ranks yet, what all of them take."""
-    key, place = _place_of(assignment)
-    gpus = place.gpus if place.gpus is not None else float(assignment.device != "cpu")
-    resources = {"GPU": gpus, "CPU": place.cpus, **place.resources}
+    key, wanted = _resources_of(assignment)
+    gpus = wanted.gpus if wanted.gpus is not None else float(assignment.device != "cpu")
+    amounts = {"GPU": gpus, "CPU": wanted.cpus, **wanted.resources}
     count = assignment.recipe.lanes.ranks if "learn" in assignment.duties and assignment.ranks is None else 1
-    needed = {kind: amount for kind, amount in resources.items() if amount}
-    return ResourceRequest(key, count, needed, place.accelerator, place.labels)
+    needed = {kind: amount for kind, amount in amounts.items() if amount}
+    return ResourceRequest(key, count, needed, wanted.accelerator, wanted.labels)
 
 
 def torch_threads(assignment: Assignment) -> int:
     """The recipe's number of threads or, by default, one per CPU that the worker takes."""
     threads = assignment.recipe.lanes.threads
-    return threads if isinstance(threads, int) else max(1, int(_place_of(assignment)[1].cpus))
+    return threads if isinstance(threads, int) else max(1, int(_resources_of(assignment)[1].cpus))
 
 
 def _assign(recipe: Recipe, has_gpus: bool, checkpoint: Path | None, run: Path | None) -> Workers:
@@ -61,8 +61,10 @@ def _assign(recipe: Recipe, has_gpus: bool, checkpoint: Path | None, run: Path |
     cluster, device = recipe.cluster, recipe.lanes.device
     default_gpus = float(device == "cuda" or (device == "auto" and has_gpus))
 
-    def assign(name: str, duties: set[Duty], place: Place, pool: GeneratorPool | None = None) -> Assignment:
-        gpus = default_gpus if place.gpus is None else place.gpus
+    def assign(
+        name: str, duties: set[Duty], resources: WorkerResources, pool: ClusterGeneratorPool | None = None
+    ) -> Assignment:
+        gpus = default_gpus if resources.gpus is None else resources.gpus
         return Assignment(
             name=name,
             duties=frozenset(duties),
@@ -84,25 +86,29 @@ def _assign(recipe: Recipe, has_gpus: bool, checkpoint: Path | None, run: Path |
     )
 
 
-def _generators(recipe: Recipe) -> tuple[list[tuple[str, GeneratorPool]], list[tuple[str, GeneratorPool]]]:
+def _generators(
+    recipe: Recipe,
+) -> tuple[list[tuple[str, ClusterGeneratorPool]], list[tuple[str, ClusterGeneratorPool]]]:
     """The initial generators and those that may join, each as name and pool, with consecutive numbers."""
     pools = recipe.cluster.generators
     if not pools:
-        pools = (GeneratorPool(count=_count(recipe.lanes.generators, "lanes.generators")),)
+        pools = (ClusterGeneratorPool(count=_count(recipe.lanes.generators, "lanes.generators")),)
     initial = [pool for pool in pools for _ in range(pool.count)]
     later = [pool for pool in pools for _ in range((pool.up_to or pool.count) - pool.count)]
     named = [(f"generator-{index}", pool) for index, pool in enumerate((*initial, *later))]
     return named[: len(initial)], named[len(initial) :]
 
 
-def _place_of(assignment: Assignment) -> tuple[str, Place]:
-    """The recipe's key for a worker's place, and the place."""
+def _resources_of(assignment: Assignment) -> tuple[str, WorkerResources]:
+    """The recipe's key for a worker's resources, and the resources."""
     cluster = assignment.recipe.cluster
     if "learn" in assignment.duties:
         return "cluster.trainer", cluster.trainer
     if "generate" in assignment.duties:
         pool = next((pool for pool in cluster.generators if pool.name == assignment.pool), None)
-        return ("lanes.generators", Place()) if pool is None else (f"cluster.generators: pool '{pool.name}'", pool)
+        if pool is None:
+            return "lanes.generators", WorkerResources()
+        return f"cluster.generators: pool '{pool.name}'", pool
     if "encode" in assignment.duties:
         return "cluster.encoder", cluster.encoder
     return "cluster.rewards", cluster.rewards

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from digenrl.exchange.broadcast import WeightsSender, receive_weights
-from digenrl.exchange.folder import WeightsReference
+from digenrl.records import WeightsReference
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT_S = 30.0  # only reached by tests that fail

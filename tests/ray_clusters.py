@@ -8,29 +8,19 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fake_crew import fake_recipe
+from fake_recipes import fake_recipe
 
 from digenrl.config.cluster import ClusterSettings
 from digenrl.config.recipe import Recipe
-from digenrl.transports.contract import Message, Transport
+from digenrl.records import Export, Exported, Job, JobFailed, Publish, Published, Result, weights_name
+from digenrl.transports.contract import Message, Report, Transport
 from digenrl.transports.ray.internals import LOOPBACK_ONLY
 from digenrl.transports.ray.joining import LOOPBACK, RayCluster, open_cluster, set_ray_environment
-from digenrl.worker.assignment import Assignment
-from digenrl.worker.orders import (
-    LayOutWeights,
-    LoadWeights,
-    Order,
-    OrderFailed,
-    Ready,
-    Report,
-    WeightsLaidOut,
-    WeightsLoaded,
-    weights_name,
-)
+from digenrl.worker.assignment import Assignment, Ready
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -190,19 +180,27 @@ def _descriptors(pid: int) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave(Order):
+class AbacusJob(Job):
+    """A job of an abacus. Tests give its id to the transport."""
+
+    id: int = field(default=0, init=False)
+    issued_ns: int = field(default=0, init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Leave(AbacusJob):
     """Leaves consecutive numbers, from `first` on, under a name. Answered by Did."""
 
     name: str
     numbers: int
     first: float = 0.0
 
-    def leaves(self) -> tuple[str, ...]:
+    def writes(self) -> tuple[str, ...]:
         return (self.name, f"{self.name}-never")
 
 
 @dataclass(frozen=True, slots=True)
-class AddUp(Order):
+class AddUp(AbacusJob):
     """Adds up the numbers under some names. Answered by Did with the sum."""
 
     names: tuple[str, ...]
@@ -212,26 +210,26 @@ class AddUp(Order):
 
 
 @dataclass(frozen=True, slots=True)
-class Sleep(Order):
+class Sleep(AbacusJob):
     """Answered by Did after some seconds."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class Inspect(Order):
+class Inspect(AbacusJob):
     """Answered by Inspected."""
 
 
 @dataclass(frozen=True, slots=True)
-class Did(Report):
+class Did(Result):
     """The job is done."""
 
     value: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Inspected(Report):
+class Inspected(Result):
     """The process of a worker and its environment."""
 
     pid: int
@@ -259,37 +257,37 @@ class Abacus:
         self._exchange, self._rendezvous = exchange, rendezvous
         print(f"{assignment.name} has started", flush=True)
 
-    def handle(self, order: Order) -> Report:
+    def handle(self, job: Job) -> Report:
         """Runs a job; errors become reports."""
         try:
-            return self._run(order)
+            return self._run(job)
         except Exception as error:
-            return OrderFailed(order, str(error))
+            return JobFailed(0, job, str(error))
 
-    def _run(self, order: Order) -> Report:  # noqa: PLR0911
-        match order:
-            case Leave(name, numbers, first):
+    def _run(self, job: Job) -> Report:  # noqa: PLR0911
+        match job:
+            case Leave(name=name, numbers=numbers, first=first):
                 import torch  # late, as in real workers, so that the process starts quickly
 
                 self._exchange.put(name, {"numbers": torch.arange(numbers, dtype=torch.float64) + first})
-                return Did()
-            case AddUp(names):
-                return Did(sum(self._exchange.get(name)["numbers"].sum().item() for name in names))
-            case LayOutWeights(version=version):
+                return Did(0, job)
+            case AddUp(names=names):
+                return Did(0, job, sum(self._exchange.get(name)["numbers"].sum().item() for name in names))
+            case Export(version=version):
                 weights = {"numbers": _weights(version)}
-                return WeightsLaidOut(version, self._exchange.put_weights(weights_name(version), weights))
-            case LoadWeights(version, weights):
-                return WeightsLoaded(version, self._exchange.get_weights(weights)["numbers"].sum().item())
-            case Sleep(seconds):
+                return Exported(0, job, self._exchange.put_weights(weights_name(version), weights))
+            case Publish(weights=weights, lanes=lanes):
+                return Published(0, job, lanes, self._exchange.get_weights(weights)["numbers"].sum().item())
+            case Sleep(seconds=seconds):
                 time.sleep(seconds)
-                return Did()
+                return Did(0, job)
             case Inspect():
                 import ray
 
                 node_id = ray.get_runtime_context().get_node_id()
                 threads, gpus = os.environ["OMP_NUM_THREADS"], os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-                return Inspected(os.getpid(), node_id, self._rendezvous, threads, gpus)
-        return OrderFailed(order, "unknown")
+                return Inspected(0, job, os.getpid(), node_id, self._rendezvous, threads, gpus)
+        return JobFailed(0, job, "unknown")
 
 
 def build_abacus(assignment: Assignment, exchange: Exchange, rendezvous: str) -> tuple[Abacus, Report]:

@@ -30,7 +30,7 @@ from digenrl.exchange.broadcast_group import (
     create_store,
 )
 from digenrl.exchange.flat_weights import FlatWeights, crc32, decode_header, flatten, make_header, tensor_views
-from digenrl.exchange.folder import WeightsReference
+from digenrl.records import WeightsReference
 
 STALL_TIMEOUT_S = 15.0
 MAX_HEADER_BYTES = 1 << 28

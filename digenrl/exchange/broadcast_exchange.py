@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from digenrl.exchange.broadcast import WeightsSender, receive_weights
-from digenrl.exchange.folder import WeightsReference
 from digenrl.exchange.payloads import PayloadExchange
+from digenrl.records import WeightsReference
 
 # The sender may have died, and may have to load its model again on another machine.
 ARRIVAL_TIMEOUT_S = 1800.0

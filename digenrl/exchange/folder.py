@@ -8,24 +8,15 @@ import shutil
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from digenrl.host_memory import free_host_bytes
+from digenrl.records import WeightsReference
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "digenrl-"
 SUFFIX = ".safetensors"
 LOCK = "lock"
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsReference:
-    """Identifies the weights of one version, which are in an exchange or being broadcast."""
-
-    name: str
-    bytes: int
-    checksum: int
 
 
 def check_weights(reference: WeightsReference, found_bytes: int, found_checksum: int) -> None:

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from safetensors.torch import load, save
 from torch import Tensor
 
-from digenrl.exchange.folder import WeightsReference, check_weights
+from digenrl.exchange.folder import check_weights
+from digenrl.records import WeightsReference
 
 Payload = NDArray[np.uint8]
 LENGTH_BYTES = 8  # a payload starts with the length of its content

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Protocol
 
 from digenrl.config.recipe import Recipe
-from digenrl.worker.assignment import Assignment, Workers
-from digenrl.worker.orders import Order, Report
+from digenrl.records import Job, Result
+from digenrl.worker.assignment import Assignment, Ready, StartFailed, Workers
 
 
 @dataclass(frozen=True, slots=True)
-class Gone(Report):
+class Gone:
     """The worker is gone; its jobs get no result. `fault` is False if its machine was lost."""
 
     reason: str
@@ -21,17 +21,20 @@ class Gone(Report):
 
 
 @dataclass(frozen=True, slots=True)
-class InputsLost(Report):
+class InputsLost:
     """The job did not run: tensors that it reads were lost with the machine that held them."""
 
     names: tuple[str, ...]
+
+
+Report = Result | Ready | StartFailed | Gone | InputsLost
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
     """A report from a worker, matched to its job by id.
 
-    `job_id` is None for the first report after a start (`Ready`, or why the worker was not built) and for `Gone`.
+    `job_id` is None for the first report after a start (`Ready` or `StartFailed`) and for `Gone`.
     `waited_ns` is the time between the report and its receipt, where the driver was too busy to receive it.
     """
 
@@ -48,12 +51,12 @@ class Transport(Protocol):
     """
 
     def start(self, assignment: Assignment) -> None:
-        """Starts a worker; its first report is Ready, or OrderFailed if it cannot be built."""
+        """Starts a worker; its first report is Ready, or StartFailed if it cannot be built."""
 
     def has_room(self, assignment: Assignment) -> bool:
         """Whether there is capacity to start this worker now."""
 
-    def send(self, worker: str, job_id: int, order: Order) -> None:
+    def send(self, worker: str, job_id: int, job: Job) -> None:
         """Sends a job, whose id is unique in the run; does nothing if the worker is gone."""
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
@@ -91,14 +94,14 @@ class ArtifactStore(Protocol):
 class RunResources:
     """What one run works with. `close` ends its workers and frees their tensors; it is safe to call twice.
 
-    `transfer_metrics` returns metrics of the weights sent over the network since the last call, if there are any.
+    `network_metrics` returns metrics of the weights sent over the network since the last call, if there are any.
     """
 
     transport: Transport
-    exchange: ArtifactStore
+    artifacts: ArtifactStore
     workers: Workers
     close: Callable[[], None]
-    transfer_metrics: Callable[[], dict[str, float]] = dict
+    network_metrics: Callable[[], dict[str, float]] = dict
 
 
 class Backend(Protocol):

@@ -13,10 +13,10 @@ from queue import Empty, SimpleQueue
 
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
+from digenrl.records import Job
 from digenrl.transports.contract import Gone, Message
 from digenrl.transports.thread_worker import JobEnded, ThreadWorker
 from digenrl.worker.assignment import Assignment
-from digenrl.worker.orders import Order
 from digenrl.worker.worker import Worker, start_worker
 
 
@@ -27,7 +27,7 @@ class InlineTransport:
         self._workers: dict[str, Worker] = {}
         self._threads: dict[str, ThreadWorker] = {}
         self._messages: deque[Message] = deque()
-        self._jobs: deque[tuple[str, int, Order]] = deque()
+        self._jobs: deque[tuple[str, int, Job]] = deque()
         self._ended: SimpleQueue[JobEnded] = SimpleQueue()
 
     def start(self, assignment: Assignment) -> None:
@@ -43,11 +43,11 @@ class InlineTransport:
     def has_room(self, assignment: Assignment) -> bool:
         return True
 
-    def send(self, worker: str, job_id: int, order: Order) -> None:
+    def send(self, worker: str, job_id: int, job: Job) -> None:
         if worker in self._threads:
-            self._threads[worker].send(job_id, order)
+            self._threads[worker].send(job_id, job)
         elif worker in self._workers:
-            self._jobs.append((worker, job_id, order))
+            self._jobs.append((worker, job_id, job))
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
         """One message: from a thread or, if there is none, of the oldest job, which is run now."""
@@ -75,8 +75,8 @@ class InlineTransport:
         self._collect_from_threads(0.0 if self._jobs else timeout_s)
         if self._messages or not self._jobs:
             return  # jobs that follow from these messages can start before the device is busy again
-        name, job_id, order = self._jobs.popleft()
-        report = self._workers[name].handle(order)
+        name, job_id, job = self._jobs.popleft()
+        report = self._workers[name].handle(job)
         self._collect_from_threads(0.0)
         self._messages.append(Message(name, job_id, report))
 

@@ -22,10 +22,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from digenrl.exchange.folder import ExchangeFolder
+from digenrl.logs import configure_logging
+from digenrl.records import Job
 from digenrl.transports.contract import Gone, Message
 from digenrl.transports.process_setup import TORCH_ENVIRONMENT, log_file, redirect_output
 from digenrl.worker.assignment import Assignment
-from digenrl.worker.orders import Order
 
 PRELOADED_MODULES = ["digenrl.worker.worker"]
 EXIT_TIMEOUT_S = 5.0  # for workers that were asked to exit
@@ -96,10 +97,10 @@ class ProcessTransport:
     def has_room(self, assignment: Assignment) -> bool:
         return True
 
-    def send(self, worker: str, job_id: int, order: Order) -> None:
+    def send(self, worker: str, job_id: int, job: Job) -> None:
         if worker in self._workers:
             with suppress(OSError):  # the process has ended, which `receive` reports
-                self._workers[worker].connection.send((job_id, order))
+                self._workers[worker].connection.send((job_id, job))
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
         """All reports that have arrived. The reports of a worker that ended come before its Gone."""
@@ -172,6 +173,7 @@ def serve(
     for each in DRIVER_SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     redirect_output(log)
+    configure_logging(assignment.name, verbose=assignment.recipe.logging.verbose)
     threading.Thread(target=_exit_with_driver, args=(lifeline, assignment.exchange), daemon=True).start()
     threading.Thread(target=_beat, args=(heartbeat_s,), daemon=True).start()
     _select_cores_and_device(assignment)
@@ -181,9 +183,9 @@ def serve(
     exchange = ExchangeFolder(assignment.exchange)
     worker, report = start_worker(assignment, TensorExchange(exchange), _rendezvous(assignment))
     connection.send((None, report))
-    while worker is not None and (job := connection.recv()) is not None:
-        job_id, order = job
-        connection.send((job_id, worker.handle(order)))
+    while worker is not None and (sent := connection.recv()) is not None:
+        job_id, job = sent
+        connection.send((job_id, worker.handle(job)))
 
 
 def _select_cores_and_device(assignment: Assignment) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from digenrl.transports.contract import Gone, InputsLost, Message, Transport
-from digenrl.worker.assignment import Assignment, Ranks, rank_device, rank_names
-from digenrl.worker.orders import Order, OrderFailed, Report
+from digenrl.records import Job, JobFailed
+from digenrl.transports.contract import Gone, InputsLost, Message, Report, Transport
+from digenrl.worker.assignment import Assignment, Ranks, StartFailed, rank_device, rank_names
 
 
 @dataclass(slots=True)
@@ -46,14 +46,14 @@ class RankGroupTransport:
     def has_room(self, assignment: Assignment) -> bool:
         return self._transport.has_room(assignment)
 
-    def send(self, worker: str, job_id: int, order: Order) -> None:
+    def send(self, worker: str, job_id: int, job: Job) -> None:
         group = self._groups.get(worker)
         if group is None:
-            self._transport.send(worker, job_id, order)
+            self._transport.send(worker, job_id, job)
             return
         group.reports[job_id] = {}
         for index, name in enumerate(group.ranks):
-            self._transport.send(name, job_id, order.for_rank(index))
+            self._transport.send(name, job_id, job.for_rank(index))
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
         """Reports of groups are complete; the result is empty if those that arrived completed none."""
@@ -83,7 +83,7 @@ class RankGroupTransport:
             return [self._end_group(worker, None, Gone(reason, report.fault))]
         if job_id not in group.reports:  # sent to this rank only
             return [message]
-        if isinstance(report, OrderFailed):  # the other ranks may wait for this one forever
+        if isinstance(report, JobFailed | StartFailed):  # the other ranks may wait for this one forever
             return [self._end_group(worker, job_id, report)]
         reports = group.reports[job_id]
         reports[message.worker] = report

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from digenrl.transports.contract import Gone
-from digenrl.worker.orders import Order, Report
+from digenrl.records import Job
+from digenrl.transports.contract import Gone, Report
 from digenrl.worker.worker import Worker
 
 JOIN_TIMEOUT_S = 5.0  # a thread cannot be killed; as a daemon it does not keep the process alive
@@ -31,14 +31,14 @@ class ThreadWorker:
     def __init__(self, name: str, worker: Worker, on_end: Callable[[JobEnded], None]) -> None:
         self.name, self.pending = name, 0
         self._worker, self._on_end = worker, on_end
-        self._jobs: SimpleQueue[tuple[int, Order] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[int, Job] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
-    def send(self, job_id: int, order: Order) -> None:
+    def send(self, job_id: int, job: Job) -> None:
         """Queues a job."""
         self.pending += 1
-        self._jobs.put((job_id, order))
+        self._jobs.put((job_id, job))
 
     def close(self) -> None:
         """Ends the thread after the jobs that were sent before."""
@@ -49,10 +49,10 @@ class ThreadWorker:
         self._thread.join(JOIN_TIMEOUT_S)
 
     def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job_id, order = job
+        while (sent := self._jobs.get()) is not None:
+            job_id, job = sent
             try:
-                report = self._worker.handle(order)
+                report = self._worker.handle(job)
             except SystemExit as exited:  # in a worker process this would have ended the process
                 gone = Gone(f"left with exit code {exited.code}")
                 self._on_end(JobEnded(self, None, gone, time.monotonic_ns()))

@@ -32,16 +32,15 @@ from ray_clusters import (
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
-from digenrl.exchange.folder import WeightsReference
-from digenrl.transports.contract import Gone, InputsLost, Message
+from digenrl.records import Export, Exported, Job, Publish, Published, WeightsReference
+from digenrl.transports.contract import Gone, InputsLost, Message, Report
 from digenrl.transports.ray import weight_broadcast
 from digenrl.transports.ray.joining import RayCluster
 from digenrl.transports.ray.package_versions import check_versions
 from digenrl.transports.ray.placing import place_on_cluster
 from digenrl.transports.ray.transport import RayTransport
 from digenrl.transports.ray.weight_broadcast import WeightTransfer
-from digenrl.worker.assignment import Assignment, Ranks
-from digenrl.worker.orders import LayOutWeights, LoadWeights, Order, Ready, Report, WeightsLaidOut, WeightsLoaded
+from digenrl.worker.assignment import Assignment, Ranks, Ready
 
 FAR_NODE = {"labels": {"zone": "far"}, "num_cpus": 2}
 CLUSTER = {
@@ -108,17 +107,23 @@ class Setting:
     def process(self, worker: Assignment) -> Inspected:
         return self._processes[worker.name]
 
-    def send(self, worker: Assignment, order: Order) -> int:
+    def send(self, worker: Assignment, job: Job) -> int:
         """Sends a job; returns its id."""
         job_id = next(self._job_ids)
-        self.transport.send(worker.name, job_id, order)
+        self.transport.send(worker.name, job_id, job)
         return job_id
 
-    def run(self, *jobs: tuple[Assignment, Order]) -> list[Report]:
+    def run(self, *jobs: tuple[Assignment, Job]) -> list[Report]:
         """The reports of some jobs, in the order of the jobs."""
-        ids = [self.send(worker, order) for worker, order in jobs]
+        ids = [self.send(worker, job) for worker, job in jobs]
         reports = {message.job_id: message.report for message in wait_for(self.transport, len(jobs))}
         return [reports[job_id] for job_id in ids]
+
+    def values(self, *jobs: tuple[Assignment, Job]) -> list[float]:
+        """The values that some jobs report, in the order of the jobs."""
+        reports = self.run(*jobs)
+        assert all(isinstance(report, Did) for report in reports)
+        return [report.value for report in reports if isinstance(report, Did)]
 
     def kill(self, worker: Assignment) -> Gone:
         """Kills the process of a worker, and waits for the message."""
@@ -132,8 +137,8 @@ class Setting:
 
     def export_weights(self, version: int) -> WeightsReference:
         """The trainer exports its weights."""
-        (report,) = self.run((self.workers.trainer, LayOutWeights(version)))
-        assert isinstance(report, WeightsLaidOut)
+        (report,) = self.run((self.workers.trainer, Export(0, 0, version)))
+        assert isinstance(report, Exported)
         return report.weights
 
 
@@ -160,8 +165,8 @@ def setting(shared: Setting) -> Iterator[Setting]:
 def test_tensors_go_from_worker_to_worker_and_the_driver_gets_only_reports(setting: Setting) -> None:
     near, distant, transport = setting.near, setting.distant, setting.transport
     before = transport.driver_bytes
-    assert setting.run((near, Leave("a", NUMBERS)), (near, Leave("b", 3, first=1.0))) == [Did(), Did()]
-    assert setting.run((distant, Sleep(0.1)), (distant, AddUp(("a", "b")))) == [Did(), Did(SUM + 6)]
+    assert setting.values((near, Leave("a", NUMBERS)), (near, Leave("b", 3, first=1.0))) == [0, 0]
+    assert setting.values((distant, Sleep(0.1)), (distant, AddUp(("a", "b")))) == [0, SUM + 6]
     assert setting.process(near).node_id != setting.process(distant).node_id
     references = [transport.artifacts.get(name) for name in ("a", "b")]
     assert all(where["node_ids"] for where in ray.experimental.get_object_locations(references).values())
@@ -192,7 +197,7 @@ def test_a_killed_worker_is_gone_with_its_jobs_and_its_tensors_remain(setting: S
     setting.send(near, Sleep(60))
     assert setting.kill(near).fault
     setting.send(near, Sleep(0))
-    assert setting.run((distant, AddUp(("a",)))) == [Did(SUM)]
+    assert setting.values((distant, AddUp(("a",)))) == [SUM]
 
 
 def test_a_worker_that_is_killed_while_idle_is_gone(setting: Setting) -> None:
@@ -203,11 +208,12 @@ def test_a_stopped_worker_is_unresponsive_and_ended(setting: Setting, monkeypatc
     transport, near, distant = setting.transport, setting.near, setting.distant
     pid = setting.process(near).pid
     monkeypatch.setattr(transport, "_heartbeat_timeout_s", 3.0)
-    job_id = setting.send(distant, Sleep(4.5))  # busy for longer than the timeout, but responsive
+    sleep = Sleep(4.5)
+    job_id = setting.send(distant, sleep)  # busy for longer than the timeout, but responsive
     os.kill(pid, signal.SIGSTOP)
     assert wait_for(transport, 2) == [
         Message(near.name, None, Gone("gave no sign of life for 3 s")),
-        Message(distant.name, job_id, Did()),
+        Message(distant.name, job_id, Did(0, sleep)),
     ]
     until(lambda: not is_alive(pid))
     until(lambda: transport.has_room(near))
@@ -273,8 +279,18 @@ def test_a_lost_node_takes_its_workers_and_tensors_with_it(
     setting.run((distant, Leave("lost", NUMBERS)), (near, Leave("kept", NUMBERS)))
     joined[0].kill(far)
     assert not setting.wait_for_gone(distant).fault
-    reports = setting.run((near, AddUp(("kept", "lost"))), (near, AddUp(("kept",))))
-    assert reports == [InputsLost(("lost",)), Did(SUM)]
+    lost, kept = setting.run((near, AddUp(("kept", "lost"))), (near, AddUp(("kept",))))
+    assert lost == InputsLost(("lost",))
+    assert isinstance(kept, Did) and kept.value == SUM
+
+
+def publish(version: int, weights: WeightsReference) -> Publish:
+    return Publish(0, 0, version, (0,), weights)
+
+
+def assert_loaded(report: Report, version: int) -> None:
+    assert isinstance(report, Published) and report.job.version == version
+    assert report.seconds == sum_of_weights(version)
 
 
 def test_full_weights_reach_all_workers_that_lack_them(
@@ -288,29 +304,32 @@ def test_full_weights_reach_all_workers_that_lack_them(
     trainer, near, other, transport = full.workers.trainer, full.near, full.distant, full.transport
     full.start(trainer, near, other)
     first = full.export_weights(1)
-    reports = full.run((near, LoadWeights(1, first)), (other, LoadWeights(1, first)))
-    assert reports == [WeightsLoaded(1, sum_of_weights(1))] * 2
+    for report in full.run((near, publish(1, first)), (other, publish(1, first))):
+        assert_loaded(report, 1)
     until(lambda: transport.receive(0.1) or transfers)
     assert [(each.name, set(each.receivers), each.bytes) for each in transfers] == [
         (first.name, {near.name, other.name}, first.bytes)
     ]
 
     second = full.export_weights(2)
-    job_id = full.send(near, LoadWeights(2, second))
-    full.send(other, LoadWeights(2, second))
+    job_id = full.send(near, publish(2, second))
+    full.send(other, publish(2, second))
     os.kill(full.process(other).pid, signal.SIGKILL)
     messages = {message.worker: message for message in wait_for(transport, 2)}
     assert isinstance(messages[other.name].report, Gone)
-    assert messages[near.name] == Message(near.name, job_id, WeightsLoaded(2, sum_of_weights(2)))
+    assert messages[near.name].job_id == job_id
+    assert_loaded(messages[near.name].report, 2)
 
     third = full.export_weights(3)
     os.kill(full.process(trainer).pid, signal.SIGKILL)
-    job_id = full.send(near, LoadWeights(3, third))
+    job_id = full.send(near, publish(3, third))
     full.wait_for_gone(trainer)
     full.start(trainer)
     assert full.export_weights(3) == third
-    assert wait_for(transport, 1) == [Message(near.name, job_id, WeightsLoaded(3, sum_of_weights(3)))]
+    (message,) = wait_for(transport, 1)
+    assert (message.worker, message.job_id) == (near.name, job_id)
+    assert_loaded(message.report, 3)
 
     unknown = replace(third, name="weights-0")  # weights that the trainer does not have
-    assert full.run((near, LoadWeights(0, unknown))) == [InputsLost((unknown.name,))]
+    assert full.run((near, publish(0, unknown))) == [InputsLost((unknown.name,))]
     transport.stop()

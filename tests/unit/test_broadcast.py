@@ -17,7 +17,7 @@ from digenrl.exchange.broadcast import WeightsSender, receive_weights
 from digenrl.exchange.broadcast_exchange import BroadcastExchange
 from digenrl.exchange.broadcast_group import BroadcastError
 from digenrl.exchange.flat_weights import DTYPES
-from digenrl.exchange.folder import WeightsReference
+from digenrl.records import WeightsReference
 
 
 @pytest.fixture

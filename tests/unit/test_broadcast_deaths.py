@@ -21,7 +21,7 @@ from torch import Tensor
 from digenrl.exchange import flat_weights
 from digenrl.exchange.broadcast import WeightsSender, receive_weights
 from digenrl.exchange.broadcast_group import BroadcastError, BroadcastGroup
-from digenrl.exchange.folder import WeightsReference
+from digenrl.records import WeightsReference
 from digenrl.transports.processes import prepare_fork_server
 
 PROCESSES = multiprocessing.get_context("forkserver")

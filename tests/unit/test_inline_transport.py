@@ -10,26 +10,19 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
-from fake_crew import fake_recipe
+from fake_recipes import fake_recipe
 
+from digenrl.records import Job, Result
 from digenrl.transports.contract import Gone, Message
 from digenrl.transports.inline import InlineTransport
-from digenrl.worker.assignment import Assignment, Duty
-from digenrl.worker.orders import Order, Ready, Report
+from digenrl.worker.assignment import Assignment, Duty, Ready
 
 TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Do(Order):
-    """Runs the act of this name."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Did(Report):
-    """The act of this name has run."""
+class Act(Job):
+    """Runs the function of this name."""
 
     name: str
 
@@ -40,9 +33,9 @@ class Stub:
     def __init__(self, acts: dict[str, Callable[[], Any]]) -> None:
         self._acts = acts
 
-    def handle(self, order: Do) -> Report:
-        self._acts.get(order.name, lambda: None)()
-        return Did(order.name)
+    def handle(self, job: Act) -> Result:
+        self._acts.get(job.name, lambda: None)()
+        return Result(0, job)
 
 
 @pytest.fixture
@@ -57,12 +50,16 @@ def acts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
 def transport(acts: dict[str, Callable[[], Any]]) -> Iterator[InlineTransport]:
     """A trainer and a reward worker, both ready."""
     transport = InlineTransport()
-    workers: dict[str, set[Duty]] = {"trainer": {"generate", "learn"}, "reward-0": {"score"}}
+    workers: dict[str, set[Duty]] = {"trainer": {"generate", "train"}, "reward-0": {"score"}}
     for name, duties in workers.items():
         transport.start(Assignment(name, frozenset(duties), "cpu", fake_recipe(), Path("exchange")))
         assert transport.receive(0) == [Message(name, None, Ready())]
     yield transport
     transport.stop()
+
+
+def send(transport: InlineTransport, worker: str, job_id: int, name: str) -> None:
+    transport.send(worker, job_id, Act(job_id, 0, name))
 
 
 def received(transport: InlineTransport, count: int) -> list[Message]:
@@ -88,12 +85,12 @@ def test_samples_are_scored_while_the_device_works(
         scored.set()
 
     acts.update({"slice": generate, "score": score})
-    transport.send("reward-0", 1, Do("score"))
-    transport.send("trainer", 2, Do("slice"))
+    send(transport, "reward-0", 1, "score")
+    send(transport, "trainer", 2, "slice")
     messages = received(transport, 2)
     assert {(each.worker, each.job_id, each.report) for each in messages} == {
-        ("reward-0", 1, Did("score")),
-        ("trainer", 2, Did("slice")),
+        ("reward-0", 1, Result(0, Act(1, 0, "score"))),
+        ("trainer", 2, Result(0, Act(2, 0, "slice"))),
     }
     assert all(each.waited_ns >= 0 for each in messages)
 
@@ -103,12 +100,12 @@ def test_scores_are_received_before_the_device_starts_its_next_job(
 ) -> None:
     scored = threading.Event()
     acts.update({"another": scored.set, "slice": lambda: scored.wait(TIMEOUT_S)})
-    for job_id, (worker, name) in enumerate(
-        (("trainer", "slice"), ("trainer", "next slice"), ("reward-0", "score"), ("reward-0", "another"))
-    ):
-        transport.send(worker, job_id, Do(name))
-    reports = [each.report for each in received(transport, 4)]
-    assert reports.index(Did("score")) < reports.index(Did("next slice"))
+    send(transport, "trainer", 1, "slice")
+    send(transport, "trainer", 2, "next slice")
+    send(transport, "reward-0", 3, "score")
+    send(transport, "reward-0", 4, "another")
+    jobs = [each.job_id for each in received(transport, 4)]
+    assert jobs.index(3) < jobs.index(2)
 
 
 def test_a_message_says_how_long_its_report_waited(
@@ -116,9 +113,9 @@ def test_a_message_says_how_long_its_report_waited(
 ) -> None:
     second = threading.Event()
     acts.update({"next": second.set, "slice": lambda: second.wait(TIMEOUT_S)})
-    transport.send("reward-0", 1, Do("score"))
-    transport.send("reward-0", 2, Do("next"))
-    transport.send("trainer", 3, Do("slice"))
+    send(transport, "reward-0", 1, "score")
+    send(transport, "reward-0", 2, "next")
+    send(transport, "trainer", 3, "slice")
     by_job = {each.job_id: each for each in received(transport, 3)}
     assert by_job[1].waited_ns > by_job[3].waited_ns == 0
 
@@ -128,13 +125,15 @@ def test_no_thread_is_left_when_a_worker_or_the_run_ends(
 ) -> None:
     ended = threading.Event()
     acts["score"] = lambda: ended.wait(TIMEOUT_S)
-    transport.send("reward-0", 1, Do("score"))
+    send(transport, "reward-0", 1, "score")
     transport.end("reward-0")
     transport.start(Assignment("reward-0", frozenset({"score"}), "cpu", fake_recipe(), Path("exchange")))
     ended.set()
-    transport.send("reward-0", 2, Do("another"))
+    send(transport, "reward-0", 2, "another")
     reports = [(each.job_id, each.report) for each in received(transport, 2)]
-    assert reports == [(None, Ready()), (2, Did("another"))], "nothing from the worker that was ended"
+    assert reports == [(None, Ready()), (2, Result(0, Act(2, 0, "another")))], (
+        "nothing from the worker that was ended"
+    )
     transport.stop()
     transport.stop()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("reward")]
@@ -147,5 +146,5 @@ def test_a_reward_worker_that_exits_is_reported_as_gone(
         raise SystemExit(3)
 
     acts["score"] = exit_process
-    transport.send("reward-0", 1, Do("score"))
+    send(transport, "reward-0", 1, "score")
     assert received(transport, 1) == [Message("reward-0", None, Gone("left with exit code 3"), waited_ns=ANY)]

@@ -7,22 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_crew import fake_recipe
+from fake_recipes import fake_recipe
 
 from digenrl.driver.placement import place
-from digenrl.transports.contract import Gone, InputsLost, Message
+from digenrl.records import Commit, Committed, Job, JobFailed, RoleSwitched, SwitchRole
+from digenrl.transports.contract import Gone, InputsLost, Message, Report
 from digenrl.transports.rank_groups import RankGroupTransport
-from digenrl.worker.assignment import Assignment, Machine, Ranks
-from digenrl.worker.orders import (
-    ChangeRole,
-    Order,
-    OrderFailed,
-    Ready,
-    Report,
-    RoleChanged,
-    StepTaken,
-    TakeStep,
-)
+from digenrl.worker.assignment import Assignment, Machine, Ranks, Ready, StartFailed
+
+TO_GENERATE, TO_TRAIN = SwitchRole(1, 0, "generate"), SwitchRole(2, 0, "train")
+GENERATING, TRAINING = RoleSwitched(0, TO_GENERATE), RoleSwitched(0, TO_TRAIN)
 
 
 class FakeTransport:
@@ -30,7 +24,7 @@ class FakeTransport:
 
     def __init__(self) -> None:
         self.started: dict[str, Assignment] = {}
-        self.sent: list[tuple[str, int, Order]] = []
+        self.sent: list[tuple[str, int, Job]] = []
         self.ended: list[str] = []
         self.arriving: list[Message] = []
 
@@ -40,8 +34,8 @@ class FakeTransport:
     def has_room(self, assignment: Assignment) -> bool:
         return True
 
-    def send(self, worker: str, job_id: int, order: Order) -> None:
-        self.sent.append((worker, job_id, order))
+    def send(self, worker: str, job_id: int, job: Job) -> None:
+        self.sent.append((worker, job_id, job))
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
         arriving, self.arriving = self.arriving, []
@@ -87,7 +81,7 @@ def test_each_rank_starts_with_its_share_of_the_cores() -> None:
 def test_ranks_have_consecutive_devices() -> None:
     recipe = fake_recipe(lanes={"ranks": 2, "generators": 1, "rewards": 1})
     workers = place(recipe, Machine((0,), cuda_devices=3), Path("exchange"))
-    assert [each.device for each in workers.everybody()] == ["cuda:0", "cuda:2", "cuda:2", "cuda:0"]
+    assert [each.device for each in workers.initial()] == ["cuda:0", "cuda:2", "cuda:2", "cuda:0"]
     inner = FakeTransport()
     RankGroupTransport(inner).start(workers.trainer)
     assert [each.device for each in inner.started.values()] == ["cuda:0", "cuda:1"]
@@ -95,59 +89,59 @@ def test_ranks_have_consecutive_devices() -> None:
 
 def test_a_job_goes_to_all_ranks_and_its_report_is_that_of_rank_0() -> None:
     two = TwoRanks()
-    two.transport.send("trainer", 7, TakeStep(3, keep=True, sharded=True))
-    assert two.inner.sent == [
-        ("trainer/0", 7, TakeStep(3, True, True, rank=0)),
-        ("trainer/1", 7, TakeStep(3, True, True, rank=1)),
-    ]
-    assert [order.leaves() for *_, order in two.inner.sent] == [("weights-4", "state-4-0"), ("state-4-1",)]
-    weights: Any = object()
-    assert two.receive(("trainer/1", 7, StepTaken(3, (), weights))) == []
-    first = StepTaken(3, ({"loss": 1.0},), weights)
-    assert two.receive(("trainer/0", 7, first)) == [Message("trainer", 7, first)]
+    commit = Commit(7, 0, 3, keeps_state=True, sharded=True)
+    two.transport.send("trainer", 7, commit)
+    assert [(worker, job_id) for worker, job_id, _ in two.inner.sent] == [("trainer/0", 7), ("trainer/1", 7)]
+    assert [job.writes() for *_, job in two.inner.sent] == [("weights-4", "state-4-0"), ("state-4-1",)]
+    assert two.receive(("trainer/1", 7, Committed(0, commit))) == []
+    (message,) = two.receive(("trainer/0", 7, Committed(0, commit, updates=({"loss": 1.0},))))
+    assert isinstance(message.report, Committed) and message.report.updates == ({"loss": 1.0},)
+    assert (message.worker, message.job_id) == ("trainer", 7)
 
 
 def test_a_job_for_one_rank_goes_to_that_rank_only() -> None:
     two = TwoRanks()
-    two.transport.send("trainer/1", 1, ChangeRole(True))
-    two.transport.send("trainer", 2, ChangeRole(False))
+    two.transport.send("trainer/1", 1, TO_GENERATE)
+    two.transport.send("trainer", 2, TO_TRAIN)
     assert [worker for worker, *_ in two.inner.sent] == ["trainer/1", "trainer/0", "trainer/1"]
-    assert two.receive(("trainer/0", 2, RoleChanged(False))) == []
-    assert two.receive(("trainer/1", 1, RoleChanged(True))) == [Message("trainer/1", 1, RoleChanged(True))]
-    assert two.receive(("trainer/1", 2, RoleChanged(False))) == [Message("trainer", 2, RoleChanged(False))]
+    assert two.receive(("trainer/0", 2, TRAINING)) == []
+    assert two.receive(("trainer/1", 1, GENERATING)) == [Message("trainer/1", 1, GENERATING)]
+    assert two.receive(("trainer/1", 2, TRAINING)) == [Message("trainer", 2, TRAINING)]
 
 
 def test_reports_are_matched_by_job_id_whatever_their_order() -> None:
     two = TwoRanks()
-    two.transport.send("trainer", 1, ChangeRole(True))
-    two.transport.send("trainer", 2, ChangeRole(False))
-    assert two.receive(("trainer/0", 1, RoleChanged(True)), ("trainer/0", 2, RoleChanged(False))) == []
-    assert two.receive(("trainer/1", 2, RoleChanged(False))) == [Message("trainer", 2, RoleChanged(False))]
-    assert two.receive(("trainer/1", 1, RoleChanged(True))) == [Message("trainer", 1, RoleChanged(True))]
+    two.transport.send("trainer", 1, TO_GENERATE)
+    two.transport.send("trainer", 2, TO_TRAIN)
+    assert two.receive(("trainer/0", 1, GENERATING), ("trainer/0", 2, TRAINING)) == []
+    assert two.receive(("trainer/1", 2, TRAINING)) == [Message("trainer", 2, TRAINING)]
+    assert two.receive(("trainer/1", 1, GENERATING)) == [Message("trainer", 1, GENERATING)]
 
 
 def test_if_one_rank_is_gone_the_others_are_ended() -> None:
     two = TwoRanks()
-    two.transport.send("trainer", 2, ChangeRole(False))
-    (message,) = two.receive(("trainer/1", None, Gone("ended by signal 9")), ("trainer/0", 2, RoleChanged(False)))
+    two.transport.send("trainer", 2, TO_TRAIN)
+    (message,) = two.receive(("trainer/1", None, Gone("ended by signal 9")), ("trainer/0", 2, TRAINING))
     assert message == Message("trainer", None, Gone("lost its rank 1, which ended by signal 9"))
     assert two.inner.ended == ["trainer/0", "trainer/1"]
 
 
 def test_a_failure_of_one_rank_is_reported_before_the_others_answer() -> None:
-    two = TwoRanks()
-    two.transport.send("trainer", 2, ChangeRole(False))
-    failed = OrderFailed(ChangeRole(False), "no memory")
-    assert two.receive(("trainer/1", 2, failed)) == [Message("trainer", 2, failed)]
-    assert two.inner.ended == ["trainer/0", "trainer/1"], "they could wait for the failed rank forever"
+    for job_id, failed in ((2, JobFailed(0, TO_TRAIN, "no memory")), (None, StartFailed("no memory"))):
+        two = TwoRanks()
+        two.transport.send("trainer", 2, TO_TRAIN)
+        if job_id is None:
+            two.transport.start(two.workers.trainer)
+        assert two.receive(("trainer/1", job_id, failed)) == [Message("trainer", job_id, failed)]
+        assert two.inner.ended == ["trainer/0", "trainer/1"], "they could wait for the failed rank forever"
 
 
 @pytest.mark.parametrize("both", [True, False])
 def test_inputs_lost_on_all_ranks_are_reported_and_on_some_ranks_end_the_worker(both: bool) -> None:
     two = TwoRanks()
-    two.transport.send("trainer", 2, ChangeRole(False))
+    two.transport.send("trainer", 2, TO_TRAIN)
     lost = InputsLost(("slice-3",))
-    (message,) = two.receive(("trainer/0", 2, lost if both else RoleChanged(False)), ("trainer/1", 2, lost))
+    (message,) = two.receive(("trainer/0", 2, lost if both else TRAINING), ("trainer/1", 2, lost))
     gone = Message("trainer", None, Gone("lost slice-3 on some ranks", fault=False))
     assert message == (Message("trainer", 2, lost) if both else gone)
     assert bool(two.inner.ended) == (not both)

@@ -51,7 +51,7 @@ def test_generators_of_all_pools_are_numbered_and_the_reserve_comes_last(tmp_pat
     assert (workers.trainer.device, workers.trainer.checkpoint) == ("cuda", tmp_path / "step-3")
     assert [reward.name for reward in workers.rewards] == ["reward-0", "reward-1"]
     assert workers.encoder is not None and workers.encoder.device == "cpu"
-    assert {(each.run, each.exchange) for each in workers.everybody()} == {(tmp_path, None)}
+    assert {(each.run, each.exchange) for each in workers.initial()} == {(tmp_path, None)}
     assert resource_request(workers.generators[2]) == ResourceRequest(
         "cluster.generators: pool 'slow'", 1, {"GPU": 1, "CPU": 1}, accelerator="A6000"
     )
@@ -60,10 +60,10 @@ def test_generators_of_all_pools_are_numbered_and_the_reserve_comes_last(tmp_pat
 @pytest.mark.parametrize(
     ("changes", "trainer", "generator", "rewards"),
     [
-        ({}, {"learn", "generate"}, {"generate"}, 1),
-        ({"techniques": {"tag": "none"}}, {"learn"}, {"generate"}, 1),
-        ({"lanes": {"rewards": 0, "device": "cpu"}}, {"learn", "generate", "score"}, {"generate", "score"}, 0),
-        ({"lanes": {"ranks": 2, "device": "cpu"}, "training": {"lora": None}}, {"learn"}, {"generate"}, 1),
+        ({}, {"train", "generate"}, {"generate"}, 1),
+        ({"techniques": {"tag": "none"}}, {"train"}, {"generate"}, 1),
+        ({"lanes": {"rewards": 0, "device": "cpu"}}, {"train", "generate", "score"}, {"generate", "score"}, 0),
+        ({"lanes": {"ranks": 2, "device": "cpu"}, "training": {"lora": None}}, {"train"}, {"generate"}, 1),
     ],
 )
 def test_duties_are_the_same_as_on_one_machine(

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
-from digenrl.exchange.folder import WeightsReference
-from digenrl.transports.contract import InputsLost
+from digenrl.logs import configure_logging
+from digenrl.records import Job, JobFailed, WeightsReference
+from digenrl.transports.contract import InputsLost, Report
 from digenrl.transports.process_setup import redirect_output
 from digenrl.worker.assignment import Assignment
-from digenrl.worker.orders import Order, OrderFailed, Report
 
 if TYPE_CHECKING:
     from digenrl.exchange.payloads import PayloadExchange
@@ -32,7 +32,7 @@ HEARTBEAT, BROADCAST = "heartbeat", "broadcast"
 class JobRunner(Protocol):
     """The part of a worker that an actor uses."""
 
-    def handle(self, order: Order) -> Report:
+    def handle(self, job: Job) -> Report:
         """Runs a job and returns its report."""
 
 
@@ -55,7 +55,7 @@ def make_exchange(assignment: Assignment, host: str) -> PayloadExchange:
     if assignment.recipe.training.lora is not None:
         return PayloadExchange()
     is_first_rank = assignment.ranks is None or assignment.ranks.index == 0
-    return BroadcastExchange(WeightsSender(host) if "learn" in assignment.duties and is_first_rank else None)
+    return BroadcastExchange(WeightsSender(host) if "train" in assignment.duties and is_first_rank else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,7 @@ class WorkerActor:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         if log is not None and log.parent.is_dir():  # otherwise this machine does not share the run's folder
             redirect_output(log)
+        configure_logging(assignment.name, verbose=assignment.recipe.logging.verbose)
 
     def locate(self) -> ActorLocation:
         """Where the actor runs. The first call to it, which returns once it has a process."""
@@ -109,22 +110,22 @@ class WorkerActor:
         return pickle.dumps(report)
 
     def run_job(self, message: bytes, *payloads: Any) -> Any:
-        """Returns the report and, in the order of `leaves()`, the payloads that the job left, or None for each.
+        """Returns the report and, in the order of `writes()`, the payloads that the job left, or None for each.
 
-        `message` is an order and the names of the payloads. It and the report are pickled here, because Ray takes
+        `message` is a job and the names of the payloads. It and the report are pickled here, because Ray takes
         several times as long for such small objects.
         """
-        order, names = pickle.loads(message)
-        assert self._worker is not None, f"{self._assignment.name} was not built, and got {order}"
+        job, names = pickle.loads(message)
+        assert self._worker is not None, f"{self._assignment.name} was not built, and got {job}"
         inputs = zip(names, payloads, strict=True)
         self._exchange.begin_job({name: payload for name, payload in inputs if payload is not None})
-        report = self._worker.handle(order)
-        if isinstance(report, OrderFailed) and self._exchange.lost:
+        report = self._worker.handle(job)
+        if isinstance(report, JobFailed) and self._exchange.lost:
             report = InputsLost(self._exchange.lost)
-        outputs, leaves = self._exchange.end_job(), order.leaves()
-        assert outputs.keys() <= set(leaves), f"{order} left {sorted(outputs)}, expected {leaves}"
+        outputs, writes = self._exchange.end_job(), job.writes()
+        assert outputs.keys() <= set(writes), f"{job} left {sorted(outputs)}, expected {writes}"
         pickled = pickle.dumps(report)
-        return (pickled, *(outputs.get(name) for name in leaves)) if leaves else pickled
+        return (pickled, *(outputs.get(name) for name in writes)) if writes else pickled
 
     def ping(self) -> None:
         """Returns as long as the process responds."""

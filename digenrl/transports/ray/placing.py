@@ -22,7 +22,7 @@ def place_on_cluster(
     """
     workers = _assign(recipe, cluster.has_gpus, checkpoint, run)
     requests: dict[str, ResourceRequest] = {}
-    for request in map(resource_request, workers.everybody()):
+    for request in map(resource_request, workers.initial()):
         before = requests.get(request.key)
         requests[request.key] = request if before is None else replace(before, count=before.count + request.count)
     check_capacity(requests.values(), cluster)
@@ -32,7 +32,7 @@ def place_on_cluster(
 def total_cpus(recipe: Recipe) -> int:
     """CPUs that all workers take together, including those that may join later."""
     workers = _assign(recipe, False, None, None)
-    requests = map(resource_request, (*workers.everybody(), *workers.reserve))
+    requests = map(resource_request, (*workers.initial(), *workers.reserve))
     return math.ceil(sum(request.count * request.resources.get("CPU", 0) for request in requests))
 
 
@@ -41,7 +41,7 @@ def resource_request(assignment: Assignment) -> ResourceRequest:
     key, wanted = _resources_of(assignment)
     gpus = wanted.gpus if wanted.gpus is not None else float(assignment.device != "cpu")
     amounts = {"GPU": gpus, "CPU": wanted.cpus, **wanted.resources}
-    count = assignment.recipe.lanes.ranks if "learn" in assignment.duties and assignment.ranks is None else 1
+    count = assignment.recipe.lanes.ranks if "train" in assignment.duties and assignment.ranks is None else 1
     needed = {kind: amount for kind, amount in amounts.items() if amount}
     return ResourceRequest(key, count, needed, wanted.accelerator, wanted.labels)
 
@@ -71,14 +71,14 @@ def _assign(recipe: Recipe, has_gpus: bool, checkpoint: Path | None, run: Path |
             device="cuda" if gpus > 0 else "cpu",
             recipe=recipe,
             exchange=None,
-            checkpoint=checkpoint if "learn" in duties else None,
+            checkpoint=checkpoint if "train" in duties else None,
             pool=pool.name if pool is not None and cluster.generators else None,
             slowdown=1.0 if pool is None else pool.slowdown,
             run=run,
         )
 
     return Workers(
-        trainer=assign(TRAINER, {"learn", *helps}, cluster.trainer),
+        trainer=assign(TRAINER, {"train", *helps}, cluster.trainer),
         generators=tuple(assign(name, makes, pool, pool) for name, pool in generators),
         rewards=tuple(assign(f"reward-{index}", {"score"}, cluster.rewards) for index in range(rewards)),
         encoder=assign(ENCODER, {"encode"}, cluster.encoder),
@@ -102,7 +102,7 @@ def _generators(
 def _resources_of(assignment: Assignment) -> tuple[str, WorkerResources]:
     """The recipe's key for a worker's resources, and the resources."""
     cluster = assignment.recipe.cluster
-    if "learn" in assignment.duties:
+    if "train" in assignment.duties:
         return "cluster.trainer", cluster.trainer
     if "generate" in assignment.duties:
         pool = next((pool for pool in cluster.generators if pool.name == assignment.pool), None)

@@ -17,7 +17,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from digenrl.config.recipe import Recipe
-from digenrl.transports.contract import Gone, InputsLost, Message
+from digenrl.records import Job, JobFailed, Publish, Published
+from digenrl.transports.contract import Gone, InputsLost, Message, Report
 from digenrl.transports.process_setup import TORCH_ENVIRONMENT, log_file
 from digenrl.transports.ray.actors import (
     BROADCAST,
@@ -34,7 +35,6 @@ from digenrl.transports.ray.placing import resource_request, torch_threads
 from digenrl.transports.ray.weight_broadcast import WeightBroadcaster, WeightTransfer
 from digenrl.transports.ray.worker_handles import ACTOR_DIED, PendingCall, WorkerHandle
 from digenrl.worker.assignment import Assignment
-from digenrl.worker.orders import LoadWeights, Order, OrderFailed, Report, WeightsLoaded
 
 CHECK_INTERVAL_S = 0.5  # of heartbeats and start timeouts
 
@@ -118,19 +118,19 @@ class RayTransport:
 
     # --- Jobs and reports ---------------------------------------------------------------------------------------
 
-    def send(self, worker: str, job_id: int, order: Order) -> None:
+    def send(self, worker: str, job_id: int, job: Job) -> None:
         if worker not in self._workers:
             return
-        inputs = {name: self.artifacts.get(name) for name in self._inputs(order)}
+        inputs = {name: self.artifacts.get(name) for name in self._inputs(job)}
         missing = [name for name, reference in inputs.items() if reference is None]
-        assert not missing, f"{order} reads {', '.join(missing)}, which were dropped or never left"
-        leaves = len(order.leaves())
-        run_job = self._workers[worker].actor.run_job.options(num_returns=1 + leaves)
-        references = run_job.remote(pickle.dumps((order, tuple(inputs))), *inputs.values())
-        report, *outputs = references if leaves else [references]
-        self._workers[worker].pending[job_id] = PendingCall(order, report, tuple(outputs))
+        assert not missing, f"{job} reads {', '.join(missing)}, which were dropped or never left"
+        writes = len(job.writes())
+        run_job = self._workers[worker].actor.run_job.options(num_returns=1 + writes)
+        references = run_job.remote(pickle.dumps((job, tuple(inputs))), *inputs.values())
+        report, *outputs = references if writes else [references]
+        self._workers[worker].pending[job_id] = PendingCall(job, report, tuple(outputs))
         if self._broadcaster is not None:
-            self._broadcaster.job_sent(worker, order)
+            self._broadcaster.job_sent(worker, job)
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
         deadline_s = time.monotonic() + timeout_s
@@ -140,10 +140,10 @@ class RayTransport:
             if messages or left_s <= 0:
                 return messages
 
-    def _inputs(self, order: Order) -> tuple[str, ...]:
+    def _inputs(self, job: Job) -> tuple[str, ...]:
         """Names of the inputs that are passed to the actor: all except for weights that are broadcast."""
-        weights = None if self._broadcaster is None else getattr(order, "weights", None)
-        return tuple(name for name in dict.fromkeys(order.reads()) if weights is None or name != weights.name)
+        weights = None if self._broadcaster is None else getattr(job, "weights", None)
+        return tuple(name for name in dict.fromkeys(job.reads()) if weights is None or name != weights.name)
 
     def _poll(self, timeout_s: float) -> Iterator[Message]:
         awaited = [each for worker in self._workers.values() for each in worker.awaited()]
@@ -179,20 +179,20 @@ class RayTransport:
         report: Report = pickle.loads(pickled)
         self.driver_bytes += len(pickled)
         worker.ready = True
-        if call.order is not None and not isinstance(report, OrderFailed | InputsLost):
-            for name, reference in zip(call.order.leaves(), call.outputs, strict=True):
+        if call.job is not None and not isinstance(report, JobFailed | InputsLost):
+            for name, reference in zip(call.job.writes(), call.outputs, strict=True):
                 self.artifacts.put(name, reference, worker.node_id)
         if self._broadcaster is not None:
             self._broadcaster.report_received(worker.name, report)
-        elif isinstance(report, WeightsLoaded) and isinstance(call.order, LoadWeights):
-            weights = call.order.weights
+        elif isinstance(report, Published) and isinstance(call.job, Publish):
+            weights = call.job.weights
             self._on_transfer(WeightTransfer(weights.name, (worker.name,), weights.bytes, report.seconds))
         return report
 
     def _explain_lost_inputs(self, call: PendingCall, error: Exception) -> Report:
-        if call.order is None:
+        if call.job is None:
             return Gone("lost rank 0 before the ranks met", fault=False)
-        names = self.artifacts.lost(self._inputs(call.order), error)
+        names = self.artifacts.lost(self._inputs(call.job), error)
         if not names:
             raise error  # the lost object is none of the job's inputs
         return InputsLost(names)

@@ -8,10 +8,10 @@ from typing import Any
 
 import ray
 
-from digenrl.exchange.folder import WeightsReference
+from digenrl.records import Committed, Exported, Job, Publish, WeightsReference
+from digenrl.transports.contract import Report
 from digenrl.transports.ray.actors import BROADCAST
 from digenrl.transports.ray.worker_handles import WorkerHandle
-from digenrl.worker.orders import EvaluatePrompts, LoadWeights, Order, Report, StepTaken, WeightsLaidOut
 
 MIN_TIMEOUT_S = 20.0
 MIN_BYTES_PER_S = 20e6
@@ -49,17 +49,17 @@ class WeightBroadcaster:
         self._running: _RunningBroadcast | None = None
         self._epoch = 0
 
-    def job_sent(self, worker: str, order: Order) -> None:
+    def job_sent(self, worker: str, job: Job) -> None:
         """Notes the weights that a job needs."""
-        if isinstance(order, LoadWeights | EvaluatePrompts):
-            name = order.weights.name
-            trains = "learn" in self._workers[worker].assignment.duties
+        if isinstance(job, Publish):
+            name = job.weights.name
+            trains = "train" in self._workers[worker].assignment.duties
             if not trains and name not in self._held.get(worker, ()):
-                self._lacking.setdefault(name, {})[worker] = order.weights
+                self._lacking.setdefault(name, {})[worker] = job.weights
 
     def report_received(self, worker: str, report: Report) -> None:
         """Notes new weights."""
-        if isinstance(report, StepTaken | WeightsLaidOut) and report.weights.name:
+        if isinstance(report, Committed | Exported) and report.weights.name:
             self._staged = (worker, report.weights.name)
 
     def forget(self, worker: str) -> None:

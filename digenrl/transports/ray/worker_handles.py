@@ -10,13 +10,13 @@ from typing import Any
 
 import ray
 
+from digenrl.records import Job
 from digenrl.transports.contract import Gone
 from digenrl.transports.ray.actors import HEARTBEAT, ActorLocation
 from digenrl.transports.ray.capacity import ResourceRequest
 from digenrl.transports.ray.internals import has_process
 from digenrl.transports.ray.joining import one_line
 from digenrl.worker.assignment import Assignment
-from digenrl.worker.orders import Order
 
 MAX_HEARTBEAT_INTERVAL_S = 5.0
 ACTOR_DIED = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError)
@@ -26,7 +26,7 @@ ACTOR_DIED = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableErr
 class PendingCall:
     """References to a job's report and to the tensors that it leaves. The call that builds a worker has no job."""
 
-    order: Order | None
+    job: Job | None
     report: Any
     outputs: tuple[Any, ...] = ()
 

@@ -15,9 +15,11 @@ import pytest
 import torch
 from doc_pages import DOCS, ROOT
 
+from digenrl.algorithms.registry import build_algorithm
 from digenrl.config import rewards as reward_settings
 from digenrl.config.recipe_files import read_recipe
 from digenrl.config.rewards import parse_rewards
+from digenrl.models.pairs import StepPairs
 from digenrl.rewards.building import build_rewards
 
 BLOCK = re.compile(r"^ *```python\n *# (\S+)\n(.*?)^ *```", re.M | re.S)
@@ -66,6 +68,44 @@ def test_the_registered_reward_is_found_by_its_name(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "digenrl.rewards.brightness", _executed("digenrl/rewards/brightness.py"))
     reward = build_rewards(parse_rewards("brightness"))
     assert reward.score(red_and_blue(), ["", ""], [{}, {}]).values == pytest.approx((1 / 3, 1 / 3))
+
+
+def test_the_loss_from_scratch_has_a_gradient(import_example: Importer) -> None:
+    import_example("my_package/reinforce.py")
+    pairs = step_pairs()
+    build_algorithm("my_package.reinforce:Reinforce").loss(pairs).total_M().sum().backward()
+    assert pairs.log_prob_R.grad is not None
+    torch.testing.assert_close(pairs.log_prob_R.grad, -pairs.advantage_R)
+
+
+def test_the_noise_weighted_algorithm_weights_flow_grpo_by_its_power(import_example: Importer) -> None:
+    import_example("my_package/algorithms.py")
+    pairs = step_pairs()
+    plain_M = build_algorithm("flow_grpo", {"kl_weight": 0}).loss(pairs).total_M()
+    overrides = [
+        "algorithm.name=my_package.algorithms:NoiseWeighted",
+        "algorithm.options={kl_weight: 0, power: 2}",
+    ]
+    chosen = read_recipe("sd3_flow_grpo", ["prompts.path=prompts.txt", *overrides]).algorithm
+    weighted_M = build_algorithm(chosen.name, chosen.options).loss(pairs).total_M()
+    torch.testing.assert_close(weighted_M, plain_M * pairs.std_R**2)
+
+
+def step_pairs() -> StepPairs:
+    """Three rows without optional inputs, on-policy."""
+    latents_RL, log_prob_R = torch.zeros(3, 4), torch.tensor([-1.0, -2.0, -3.0])
+    return StepPairs(
+        advantage_R=torch.tensor([1.0, -1.0, 0.5]),
+        log_prob_R=log_prob_R.clone().requires_grad_(),
+        old_log_prob_R=log_prob_R,
+        rollout_log_prob_R=log_prob_R,
+        fresh_R=torch.ones(3, dtype=torch.bool),
+        std_R=torch.tensor([0.1, 0.2, 0.4]),
+        sigma_R=torch.tensor([0.9, 0.5, 0.2]),
+        step_size_R=torch.full((3,), 0.1),
+        mean_RL=latents_RL,
+        velocity_RL=latents_RL,
+    )
 
 
 def test_the_help_rule_is_evaluated_as_the_page_says() -> None:

@@ -370,7 +370,7 @@ def sample_command(
 def _show_sampled(sampled: WrittenSamples) -> None:
     out.print(f"{sampled.checkpoint} ({sampled.weights}): {len(sampled.pictures)} samples", highlight=False)
     if not sampled.as_evaluated:
-        out.print("These weights are the exported ones; evaluations show those that generated.", style="dim")
+        out.print("These are the exported weights; evaluations use those that generate.", style="dim")
     _say_written(sampled.grid)
     if sampled.loading:
         out.print("The newest weights in diffusers:")

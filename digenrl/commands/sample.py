@@ -73,8 +73,8 @@ class WrittenSample:
 class WrittenSamples:
     """The samples, and the weights and settings that generated them.
 
-    `as_evaluated` says whether an evaluation of this checkpoint uses the same weights. `loading` is Python code that
-    loads the run's newest export with diffusers.
+    `as_evaluated` says whether an evaluation of this checkpoint uses the same weights. `loading` is Python code
+    that loads the run's newest export with diffusers.
     """
 
     folder: Path
@@ -208,7 +208,9 @@ def _device(name: str | None) -> str:
     if DEVICE.fullmatch(name) is None:
         raise ConfigError(f"--device: unknown '{name}'; known: cpu, cuda, or one of several as cuda:1")
     if name != "cpu" and int(name.partition(":")[2] or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"--device: {name}, but this machine has {torch.cuda.device_count()} CUDA devices; use cpu")
+        raise ConfigError(
+            f"--device: {name}, but this machine has {torch.cuda.device_count()} CUDA devices; use cpu"
+        )
     return name
 
 

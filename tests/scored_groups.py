@@ -23,8 +23,7 @@ from digenrl.generation.rollout import generate_slice
 from digenrl.generation.windows import Window, plan_rollouts
 from digenrl.models.contract import DiffusionModel, SampleSize
 from digenrl.models.lora import add_lora
-from digenrl.models.pairs import ScoredGroup
-from digenrl.models.trajectory import StepNoise, Trajectory
+from digenrl.models.trajectory import ScoredGroup, StepNoise, Trajectory
 from digenrl.records import Slice
 from digenrl.testing.serial_reference import Gradients, SerialReference
 from digenrl.training.batch import BatchShape
@@ -171,7 +170,7 @@ def serial_of(
 
 def serial_gradient(serial: SerialReference, groups: Sequence[ScoredGroup]) -> Gradients:
     """Of a batch that is one update, with the weights left alone."""
-    return serial.gradient(groups, serial.objective.advantages([group.rewards for group in groups]))
+    return serial.gradient(groups, serial.objective.batch_advantages([group.rewards for group in groups]))
 
 
 def relative_difference(left: Gradients, right: Gradients) -> float:

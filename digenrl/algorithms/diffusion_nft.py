@@ -15,7 +15,7 @@ from torch import Tensor
 from digenrl.algorithms.advantages import WholeBatchStd
 from digenrl.algorithms.contract import AlgorithmSettings, GroupRelative, leading_steps
 from digenrl.algorithms.policy_loss import squared_distance_R
-from digenrl.models.pairs import LossTerms, Needs, PairBatch, RenoisedPairs
+from digenrl.models.objective import LossTerms, Needs, PairBatch, RenoisedPairs
 from digenrl.models.trajectory import RolloutPlan
 
 SMALLEST_ERROR = 1e-5  # below this the self-normalised error is no longer divided by its own size

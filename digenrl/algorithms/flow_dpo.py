@@ -11,7 +11,7 @@ from torch.nn import functional
 from digenrl.algorithms.advantages import AdvantageSettings, checked_rewards, has_spread
 from digenrl.algorithms.contract import AlgorithmSettings, GroupRelative, leading_steps
 from digenrl.algorithms.policy_loss import squared_distance_R
-from digenrl.models.pairs import LossTerms, Needs, PairBatch, RenoisedPairs, Standing
+from digenrl.models.objective import Advantages, LossTerms, Needs, PairBatch, RenoisedPairs
 from digenrl.models.trajectory import RolloutPlan
 
 
@@ -42,15 +42,15 @@ class FlowDpo(GroupRelative):
     def needs(self) -> Needs:
         return Needs(final_latents=True, reference=True)
 
-    def standing(self, rewards: Sequence[float]) -> Standing:
+    def group_advantages(self, rewards: Sequence[float]) -> Advantages:
         checked_rewards(rewards)
         indices = range(len(rewards))
         best = max(indices, key=lambda index: rewards[index])
         worst = min(indices, key=lambda index: rewards[index])
         if not has_spread(rewards):
-            return Standing(tuple(0.0 for _ in indices), chosen=())
+            return Advantages(tuple(0.0 for _ in indices), chosen=())
         advantages = tuple(1.0 if index == best else -1.0 if index == worst else 0.0 for index in indices)
-        return Standing(advantages, chosen=(best, worst))
+        return Advantages(advantages, chosen=(best, worst))
 
     def samples_per_group(self, group_size: int) -> int:
         return 1  # one couple

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from digenrl.algorithms.flow_grpo import FlowGrpo, FlowGrpoSettings
 from digenrl.algorithms.policy_loss import squared_distance_R
-from digenrl.models.pairs import Needs, StepPairs
+from digenrl.models.objective import Needs, StepPairs
 
 
 class GrpoGuardSettings(FlowGrpoSettings):

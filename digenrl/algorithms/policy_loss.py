@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from digenrl.algorithms.contract import AlgorithmSettings, GroupRelative
-from digenrl.models.pairs import LossTerms, Needs, PairBatch, StepPairs
+from digenrl.models.objective import LossTerms, Needs, PairBatch, StepPairs
 
 KlForm = Literal["exact", "flow_grpo_image"]
 

@@ -28,7 +28,7 @@ from digenrl.driver.placement import place
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.transfers import wait_for
+from digenrl.models.transfers import synchronize
 from digenrl.planning.profiled_work import profiled_work
 from digenrl.records import Lease, Slice
 from digenrl.rewards.building import build_rewards
@@ -276,7 +276,7 @@ def _measure_publish(bench: _Bench, lane: Worker, stepped: _Stepped) -> float | 
     load = LoadWeights(stepped.laid_out.version, stepped.laid_out.weights)
     began = perf_counter()
     loaded = bench.ask(lane, load, WeightsLoaded, "publish")
-    wait_for(bench.device)
+    synchronize(bench.device)
     return None if loaded is None else rounded(perf_counter() - began)
 
 

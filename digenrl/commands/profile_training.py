@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from digenrl.config.recipe import Recipe
-from digenrl.models.pairs import ScoredGroup
-from digenrl.models.transfers import wait_for
+from digenrl.models.trajectory import ScoredGroup
+from digenrl.models.transfers import synchronize
 from digenrl.records import SampleId
 from digenrl.training.trainer import Trainer
 from digenrl.worker import stages
@@ -65,10 +65,10 @@ class Practising:
         return StepPractised(seconds, self._trainer.batch)
 
     def _timed_commit(self) -> float:
-        wait_for(self._device)
+        synchronize(self._device)
         began = perf_counter()
         self._trainer.commit()
-        wait_for(self._device)
+        synchronize(self._device)
         return perf_counter() - began
 
 

@@ -1,7 +1,7 @@
-"""Which steps of a rollout are stochastic, and which of those are kept for training.
+"""Windows choose which steps of a rollout are stochastic, and which of those are kept for training.
 
-The last step of a schedule is never stochastic, so at most N - 1 of N steps are kept. A choice is a function of
-the run's seed and the sample's id alone.
+The last step of a schedule is never stochastic, so at most N - 1 of N steps are kept. The choice depends only on
+the run's seed and the sample's id.
 """
 
 from __future__ import annotations
@@ -28,56 +28,51 @@ class StepChoice:
 
 
 class EulerOnly(Frozen):
-    """No noise and no step kept: for algorithms that train from the final latents."""
+    """No stochastic steps: for algorithms that train on the final latents."""
 
     kind: Literal["none"] = "none"
 
     def check(self, steps: int) -> None:
-        """Every schedule will do."""
+        pass  # fits every schedule
 
     def choose(self, steps: int, run_seed: int, sample: SampleId) -> StepChoice:
-        """Nothing."""
         return StepChoice((), ())
 
 
 class AllSteps(Frozen):
-    """Flow-GRPO: every step but the last is stochastic, the first int(fraction * N) of them are kept."""
+    """Flow-GRPO: every step except the last is stochastic, the first int(fraction * N) of them are kept."""
 
     kind: Literal["all"] = "all"
     fraction: float = Field(default=0.99, gt=0, le=1)
 
     def check(self, steps: int) -> None:
-        """Refuses a schedule of which no step would be kept."""
         _at_least_one(int(self.fraction * steps), f"fraction {self.fraction}", steps)
 
     def choose(self, steps: int, run_seed: int, sample: SampleId) -> StepChoice:
-        """The same for every sample."""
         return StepChoice(
             _before_last(range(steps), steps), _before_last(range(int(self.fraction * steps)), steps)
         )
 
 
 class RandomSubset(Frozen):
-    """DanceGRPO: every step but the last is stochastic, a random int(fraction * (N - 1)) of them is kept."""
+    """DanceGRPO: every step except the last is stochastic, a random int(fraction * (N - 1)) of them are kept."""
 
     kind: Literal["random_subset"] = "random_subset"
     fraction: float = Field(default=0.6, gt=0, le=1)
 
     def check(self, steps: int) -> None:
-        """Refuses a schedule of which no step would be kept."""
         _at_least_one(int(self.fraction * (steps - 1)), f"fraction {self.fraction}", steps)
 
     def choose(self, steps: int, run_seed: int, sample: SampleId) -> StepChoice:
-        """Drawn for each sample on its own."""
         stochastic = _before_last(range(steps), steps)
         in_random_order = sorted(stochastic, key=lambda index: draw_key(run_seed, sample, f"subset {index}"))
         return StepChoice(stochastic, tuple(sorted(in_random_order[: int(self.fraction * len(stochastic))])))
 
 
 class SlidingWindow(Frozen):
-    """MixGRPO: steps [l, l + width) are stochastic and kept; l grows by 1 every so many training steps.
+    """MixGRPO: steps [l, l + width) are stochastic and kept; l moves by 1 every `training_steps_per_shift`.
 
-    l starts again from 0 when it reaches N - 2. Near the end the window is cut before the last step.
+    l restarts at 0 when it reaches N - 2. Near the end the window is cut before the last step.
     """
 
     kind: Literal["sliding"] = "sliding"
@@ -85,34 +80,34 @@ class SlidingWindow(Frozen):
     training_steps_per_shift: int = Field(default=25, ge=1)
 
     def check(self, steps: int) -> None:
-        """Refuses a window that is wider than what may be trained."""
         _fits(self.width, steps - 1 if steps > 2 else 0, steps)
 
     def choose(self, steps: int, run_seed: int, sample: SampleId) -> StepChoice:
-        """The same for every sample of a training step."""
         first = (sample.step // self.training_steps_per_shift) % (steps - 2)
         window = _before_last(range(first, first + self.width), steps)
         return StepChoice(window, window)
 
 
 class FastWindow(Frozen):
-    """Flow-GRPO-Fast: steps [l, l + width) are stochastic and kept, l uniform in [0, N // 2 - width]."""
+    """Flow-GRPO-Fast: steps [l, l + width) are stochastic and kept; l is uniform in [0, N // 2 - width].
+
+    l is drawn once per training step, for all its samples.
+    """
 
     kind: Literal["fast"] = "fast"
     width: int = Field(default=2, ge=1)
 
     def check(self, steps: int) -> None:
-        """Refuses a window that is wider than the first half of the schedule."""
         _fits(self.width, min(steps // 2, steps - 1), steps)
 
     def choose(self, steps: int, run_seed: int, sample: SampleId) -> StepChoice:
-        """Drawn once per training step, for all its samples."""
         places = steps // 2 - self.width + 1
         first = draw_key(run_seed, SampleId(sample.step, SHARED, SHARED), "fast window") % places
         window = tuple(range(first, first + self.width))
         return StepChoice(window, window)
 
 
+# `check(steps)` raises ConfigError if a window does not fit a schedule; `choose` gives the steps of one sample.
 Window = EulerOnly | AllSteps | RandomSubset | SlidingWindow | FastWindow
 
 WINDOWS: dict[str, type[Window]] = {
@@ -125,7 +120,7 @@ WINDOWS: dict[str, type[Window]] = {
 
 
 def read_window(settings: Mapping[str, object]) -> Window:
-    """The window that a recipe's or an algorithm's settings describe, such as {"kind": "fast", "width": 3}."""
+    """Parses the settings of a window, such as {"kind": "fast", "width": 3}."""
     kind = str(settings.get("kind", ""))
     if kind not in WINDOWS:
         raise ConfigError(f"unknown window kind '{kind}'; {nearest(kind, list(WINDOWS))}")
@@ -142,7 +137,7 @@ def plan_rollouts(
     guidance: float,
     run_seed: int,
 ) -> tuple[RolloutPlan, ...]:
-    """One plan per sample, in order; samples with the same choice of steps share one record."""
+    """One plan per sample, in order; samples with the same choice of steps share a plan."""
     window.check(schedule.steps)
     plans: dict[StepChoice, RolloutPlan] = {}
 
@@ -156,7 +151,7 @@ def plan_rollouts(
 
 
 def check_plan(plan: RolloutPlan) -> None:
-    """Refuses a plan whose steps leave its schedule, include the last step, or are kept without noise."""
+    """Raises ConfigError if steps are outside the schedule, include the last step, or are kept without noise."""
     last = plan.schedule.steps - 1
     outside = [index for index in plan.stochastic_steps if not 0 <= index < last]
     if outside:
@@ -170,7 +165,7 @@ def check_plan(plan: RolloutPlan) -> None:
             f"step {without_noise[0]} is kept for training but has no noise; keep stochastic steps only"
         )
     if list(plan.kept_steps) != sorted(set(plan.kept_steps)):
-        raise ConfigError(f"kept steps must ascend without repeats, got {plan.kept_steps}")
+        raise ConfigError(f"kept steps must be strictly ascending, got {plan.kept_steps}")
     if plan.kept_steps and plan.noise.level <= 0:
         raise ConfigError(f"kept steps need noise: its level must be above 0, got {plan.noise.level}")
 
@@ -187,6 +182,6 @@ def _at_least_one(kept: int, setting: str, steps: int) -> None:
 def _fits(width: int, room: int, steps: int) -> None:
     if width > room:
         raise ConfigError(
-            f"a window of {width} steps is outside a schedule of {steps}: it holds at most {room}; "
+            f"a window of {width} steps does not fit a schedule of {steps}, which has room for {room}; "
             "use a narrower window or more steps"
         )

@@ -25,14 +25,13 @@ class RunPosition:
     leases_issued: int
     positions: Mapping[str, int]  # of the files that grow
 
-    def facts(self, fingerprint: str, sampler: Mapping[str, Any]) -> dict[str, Any]:
+    def facts(self, fingerprint: str) -> dict[str, Any]:
         """For a checkpoint's state.json."""
         return {
             "at_ns": self.at_ns,
             "leases_issued": self.leases_issued,
             "positions": dict(self.positions),
             "fingerprint": fingerprint,
-            "sampler": dict(sampler),
         }
 
 

@@ -210,7 +210,7 @@ class TrainingRun:
             self._stopper.check()
 
     def _facts(self, bookmark: RunPosition) -> dict[str, object]:
-        return bookmark.facts(fingerprint(self._folder.recipe), self._sampler.state())
+        return bookmark.facts(fingerprint(self._folder.recipe))
 
     def _lanes(self) -> tuple[LaneEntry, ...]:
         """Every row that the trace will have, and its device."""

@@ -20,7 +20,7 @@ from digenrl.models.contract import DiffusionModel, SampleSize, TextEncoder
 from digenrl.models.loading import check_source
 from digenrl.models.lora import add_lora
 from digenrl.models.offloaded_text_encoder import OffloadedTextEncoder
-from digenrl.models.random_texts import RandomTexts
+from digenrl.models.random_text_encoder import RandomTextEncoder
 from digenrl.models.registry import find_family
 from digenrl.models.trajectory import StepNoise
 from digenrl.worker.stages import Blueprint
@@ -89,7 +89,7 @@ def load_text_encoders(blueprint: Blueprint, device: str, shares_device: bool = 
     """What encodes the recipe's prompts. On a card that it shares with training it makes room between times."""
     recipe = blueprint.recipe
     if recipe.model.random:
-        return RandomTexts(blueprint.family, dtype_of(recipe), recipe.model.random_size)
+        return RandomTextEncoder(blueprint.family, dtype_of(recipe), recipe.model.random_size)
     with _told_in_one_line(recipe):
         if shares_device and device.startswith("cuda"):
             return OffloadedTextEncoder(

@@ -21,10 +21,9 @@ from digenrl.exchange.tensors import Exchange
 from digenrl.generation.rollout import GeneratedSlice
 from digenrl.models.compiled import is_compiled
 from digenrl.models.contract import Conditioning, DiffusionModel, TextEncoder
-from digenrl.models.pairs import ScoredGroup
-from digenrl.models.published import load_published
-from digenrl.models.trajectory import Trajectory
-from digenrl.models.transfers import sent, wait_for
+from digenrl.models.model_weights import load_weights
+from digenrl.models.trajectory import ScoredGroup, Trajectory
+from digenrl.models.transfers import synchronize, to_device
 from digenrl.records import Slice
 from digenrl.rewards.contract import Reward, RewardError
 from digenrl.training.checkpoint.state_trees import state_as_tensors, state_of_tensors
@@ -237,7 +236,7 @@ class Generating:
         for size in order.held_out:
             with self._weights():
                 row = self._row(order.prompt)
-                rows = Conditioning.joined([self._model.of_another_length(row), *[row] * (size - 1)])
+                rows = Conditioning.joined([self._model.shortened_prompt(row), *[row] * (size - 1)])
                 stages.held_out_pixels(self._blueprint, self._model, rows, 0, self._limits)
         return MakingRehearsed(seconds, peaks)
 
@@ -282,7 +281,7 @@ class Generating:
         """Checked by checksum, names and shapes before anything changes; a version at hand stays."""
         newer = version > self._loaded_version or (even_if_the_same and version == self._loaded_version)
         if self._trainer is None and newer:
-            load_published(self._model, self._exchange.get_weights(weights))
+            load_weights(self._model, self._exchange.get_weights(weights))
             self._loaded_version, self._has_loaded = version, True
 
     def _weights(self) -> AbstractContextManager[None]:
@@ -325,7 +324,7 @@ class Learning:
             last = self._blueprint.algorithm.updates_per_batch - 1
             while self._trainer.update < last and self._trainer.can_commit():
                 updates.append(asdict(self._trainer.commit()))
-        wait_for(self._model.device)  # once, so that whoever takes the time sees what a group costs
+        synchronize(self._model.device)  # once, so that whoever takes the time sees what a group costs
         return GroupsLearnt(tuple(updates))
 
     def take_step(self, order: TakeStep) -> StepTaken:
@@ -441,5 +440,5 @@ class Learning:
     def _trajectories(self, made: MadeSlice) -> Sequence[Any]:
         samples = tuple(made.slice.samples())
         device, laid_out = self._model.device, self._exchange.get(made.name)
-        tensors = {name: sent(value, device) for name, value in laid_out.items()}
+        tensors = {name: to_device(value, device) for name, value in laid_out.items()}
         return trajectories_of(tensors, samples, stages.plan(self._blueprint, self._model, samples), made.version)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.published import gathered_weights
+from digenrl.models.model_weights import gathered_weights
 from digenrl.training.checkpoint.checkpoints import (
     CheckpointError,
     prune_checkpoints,

@@ -16,13 +16,18 @@ from torch import Tensor
 from digenrl.algorithms.contract import Algorithm
 from digenrl.config.recipe import Recipe
 from digenrl.generation.noise import normal_noise
-from digenrl.generation.rollout import GeneratedSlice, decode_slice, generate_pixels, generate_slice
+from digenrl.generation.rollout import (
+    GeneratedSlice,
+    RolloutSettings,
+    decode_slice,
+    generate_pixels,
+    generate_slice,
+)
 from digenrl.generation.row_limits import RowLimits
 from digenrl.generation.windows import EulerOnly, Window, plan_rollouts
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
 from digenrl.models.family import Family
-from digenrl.models.pairs import ScoredGroup
-from digenrl.models.trajectory import RolloutPlan, StepNoise, Trajectory
+from digenrl.models.trajectory import RolloutPlan, ScoredGroup, StepNoise, Trajectory
 from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import Prompt
 from digenrl.records import SampleId, Slice
@@ -90,11 +95,13 @@ def generate(
         conditioning,
         plan(blueprint, model, tuple(piece.samples())),
         piece,
-        run_seed=blueprint.recipe.seed,
+        RolloutSettings(
+            run_seed=blueprint.recipe.seed,
+            needs=blueprint.algorithm.needs,
+            same_noise_in_group=blueprint.algorithm.same_initial_noise,
+            autocast=blueprint.recipe.training.autocast,
+        ),
         version=version,
-        needs=blueprint.algorithm.needs,
-        same_noise_in_group=blueprint.algorithm.same_initial_noise,
-        autocast=blueprint.recipe.training.autocast,
         limit=limits.denoising,
     )
     return made, decode_slice(model, made, limits.decoding)
@@ -183,9 +190,8 @@ def held_out_pixels(
         conditioning,
         plans,
         samples,
-        run_seed=evaluation.seed,
-        autocast=blueprint.recipe.training.autocast,
-        limit=limits.held_out,
+        RolloutSettings(evaluation.seed, autocast=blueprint.recipe.training.autocast),
+        denoising=limits.held_out,
         decoding=limits.decoding,
     )
 

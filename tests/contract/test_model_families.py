@@ -29,7 +29,8 @@ from digenrl.models.lora import (
     save_lora,
     trainable_parameters,
 )
-from digenrl.models.registry import FAMILIES, find_family, make_tiny_pipeline
+from digenrl.models.registry import FAMILIES, find_family
+from digenrl.testing.tiny_models import make_tiny_pipeline
 
 PROMPTS = ["a red cat", "a sign that says hello"]
 STEPS = 3

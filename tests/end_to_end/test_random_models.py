@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from digenrl.models.tiny import tiny_image_vae
 from rich.console import Console
 
 from digenrl.commands.train import start_run
@@ -20,9 +21,8 @@ from digenrl.config.reading import ConfigError
 from digenrl.config.recipe_files import read_recipe
 from digenrl.models.compiled import compile_blocks
 from digenrl.models.family import FullSize, Part
-from digenrl.models.random_texts import RandomTexts
+from digenrl.models.random_text_encoder import RandomTextEncoder
 from digenrl.models.registry import FAMILIES
-from digenrl.models.tiny import tiny_image_vae
 from digenrl.run_folder.folder import Status
 from digenrl.run_folder.lines import read_lines
 from digenrl.runs.training import calibrate_rest
@@ -134,7 +134,7 @@ def test_the_recipes_seed_gives_the_weights_and_a_prompt_its_text(recipe: Path) 
     assert not all(torch.equal(other[name], value) for name, value in once.items())
 
     texts = load_text_encoders(read(), "cpu")
-    assert isinstance(texts, RandomTexts)
+    assert isinstance(texts, RandomTextEncoder)
     both, alone = texts.encode(["a cat", "a dog"]), texts.encode(["a dog"])
     for name, shape in SIZE.text_shapes.items():
         positive, negative = both.positive[name], both.negative[name]

@@ -23,11 +23,11 @@ from digenrl.config.training import TrainerSettings
 from digenrl.generation.rollout import decode_slice, generate_slice
 from digenrl.generation.windows import Window, plan_rollouts
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.pairs import ScoredGroup
-from digenrl.models.registry import FAMILIES, make_tiny_pipeline
-from digenrl.models.trajectory import StepNoise
+from digenrl.models.registry import FAMILIES
+from digenrl.models.trajectory import ScoredGroup, StepNoise
 from digenrl.records import Slice
 from digenrl.testing.serial_reference import SerialReference
+from digenrl.testing.tiny_models import make_tiny_pipeline
 from digenrl.training.policy_weights import PolicyWeights
 from digenrl.training.trainer import make_optimizer
 

@@ -14,8 +14,7 @@ from digenrl.config.training import TrainerSettings
 from digenrl.generation.rollout import generate_slice
 from digenrl.generation.windows import plan_rollouts, read_window
 from digenrl.models.lora import add_lora
-from digenrl.models.pairs import ScoredGroup
-from digenrl.models.trajectory import StepNoise
+from digenrl.models.trajectory import ScoredGroup, StepNoise
 from digenrl.records import Slice
 from digenrl.training.batch import BatchShape
 from digenrl.training.metrics import UpdateMetrics

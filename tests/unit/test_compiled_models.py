@@ -19,14 +19,15 @@ from torch._dynamo.exc import BackendCompilerFailed
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import TrainerSettings
-from digenrl.models.blocks import kind_of, repeated_blocks
-from digenrl.models.captured import CapturedForwards
+from digenrl.models.blocks import block_kind, repeated_blocks
 from digenrl.models.compiled import compile_blocks, is_compiled
 from digenrl.models.contract import DiffusionModel
+from digenrl.models.cuda_graphs import GraphedForwards
 from digenrl.models.family import Family
 from digenrl.models.lora import add_lora
-from digenrl.models.pairs import ScoredGroup
-from digenrl.models.registry import FAMILIES, make_tiny_pipeline
+from digenrl.models.registry import FAMILIES
+from digenrl.models.trajectory import ScoredGroup
+from digenrl.testing.tiny_models import make_tiny_pipeline
 from digenrl.worker.orders import Order, OrderFailed, Report
 from digenrl.worker.worker import Worker
 
@@ -93,7 +94,7 @@ def test_after_a_rehearsal_a_family_compiles_nothing_and_has_the_eager_models_gr
     trainer = trainer_of(compiled, algorithm, expected, settings)
     trainer.calibrate(replace(rehearsed, trajectories=rehearsed.trajectories[:2], rewards=REWARDS[:2]))
     ways = 3 if name == "wan" else 2  # with and without gradient, and without adapters
-    graphs = ways * len({kind_of(block) for block in repeated_blocks(compiled.transformer)})
+    graphs = ways * len({block_kind(block) for block in repeated_blocks(compiled.transformer)})
     assert backend.graphs == graphs
 
     groups = [rehearsed, group_of(compiled, algorithm, rollout, LONG_PROMPT)]
@@ -116,7 +117,7 @@ class WatchedToy:
         self._velocity = self.model.velocity
         self.model.velocity = self.velocity
         if compiled:
-            self.model.passed_through_blocks = ("latent_BSW",)
+            self.model.block_state_arguments = ("latent_BSW",)
             compile_blocks(self.model, Counting())
 
     def velocity(self, latents_BL: Tensor, *arguments: Any) -> Tensor:
@@ -183,11 +184,11 @@ def test_on_a_cpu_a_rollouts_forward_is_the_plain_one(name: str, tmp_path: Path)
     latents = model.initial_latents(torch.randn(2, *model.noise_shape(size), dtype=torch.float64), size)
     given = latents, model.schedule(3, size).timesteps[[0, 1]], conditioning, family.default_guidance, size
     with torch.no_grad():
-        plain, captured = model.velocity(*given), CapturedForwards(model)
+        plain, captured = model.velocity(*given), GraphedForwards(model)
         for _ in range(3):
             assert torch.equal(captured.velocity(*given), plain)
             assert torch.equal(model.rollout_velocity(*given), plain)
-        model.forget_rollouts()
+        model.release_rollout_memory()
         assert torch.equal(model.rollout_velocity(*given), plain)
 
 
@@ -204,9 +205,9 @@ def test_forwards_that_cannot_be_recorded_run_as_they_are(tmp_path: Path, monkey
         tries.append(1)
         raise torch.OutOfMemoryError("no room for another pool")
 
-    monkeypatch.setattr(CapturedForwards, "_worth_recording", lambda *_arguments: True)
-    monkeypatch.setattr(CapturedForwards, "_record", no_room)
-    captured, expected = CapturedForwards(model), model.velocity(*given)
+    monkeypatch.setattr(GraphedForwards, "_worth_recording", lambda *_arguments: True)
+    monkeypatch.setattr(GraphedForwards, "_record", no_room)
+    captured, expected = GraphedForwards(model), model.velocity(*given)
     for tried in (0, 1, 1, 1):  # the first runs as it is, the second is to be recorded
         assert torch.equal(captured.velocity(*given), expected)
         assert len(tries) == tried

@@ -12,8 +12,8 @@ from torch import Tensor
 from toy_model import TOY_SIZE, ToyModel
 
 from digenrl.config.reading import ConfigError
+from digenrl.generation.encoding import encode_prompts
 from digenrl.generation.noise import initial_noise, step_noise
-from digenrl.generation.prompt_cache import encode_prompts
 from digenrl.generation.rollout import GeneratedSlice, decode_slice, generate_slice
 from digenrl.generation.row_limits import RowLimit
 from digenrl.generation.windows import (
@@ -26,12 +26,13 @@ from digenrl.generation.windows import (
     read_window,
 )
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize
-from digenrl.models.pairs import Needs
+from digenrl.models.objective import Needs
 from digenrl.models.pipeline_model import PipelineModel
-from digenrl.models.registry import FAMILIES, find_family, make_tiny_pipeline
+from digenrl.models.registry import FAMILIES, find_family
 from digenrl.models.stochastic_step import StepTimes, stochastic_step
 from digenrl.models.trajectory import RolloutPlan, StepNoise, Trajectory
 from digenrl.records import SampleId, Slice
+from digenrl.testing.tiny_models import make_tiny_pipeline
 
 RUN_SEED = 11
 STEPS = 6

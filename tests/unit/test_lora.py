@@ -24,7 +24,8 @@ from digenrl.models.lora import (
     save_lora,
     trainable_parameters,
 )
-from digenrl.models.registry import find_family, make_tiny_pipeline
+from digenrl.models.registry import find_family
+from digenrl.testing.tiny_models import make_tiny_pipeline
 
 FAMILY = find_family("sd3")
 SIZE = FAMILY.tiny_size

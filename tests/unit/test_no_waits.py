@@ -12,8 +12,9 @@ from scored_groups import LIVELY, Rollout, lively, scored_groups, trainer_of, tr
 from digenrl.config.training import TrainerSettings
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.lora import add_lora
-from digenrl.models.pairs import ScoredGroup
-from digenrl.models.registry import FAMILIES, make_tiny_pipeline
+from digenrl.models.registry import FAMILIES
+from digenrl.models.trajectory import ScoredGroup
+from digenrl.testing.tiny_models import make_tiny_pipeline
 
 REWARDS = (0.0, 1.0, 5.0, 2.0)
 OTHERS = [family for family in FAMILIES if family != "sd3"]

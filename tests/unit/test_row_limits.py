@@ -20,10 +20,10 @@ from digenrl.generation.rollout import GeneratedSlice, decode_slice, generate_sl
 from digenrl.generation.row_limits import RowLimit
 from digenrl.generation.windows import AllSteps, plan_rollouts
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.pairs import Needs
-from digenrl.models.registry import make_tiny_pipeline
+from digenrl.models.objective import Needs
 from digenrl.models.trajectory import StepNoise
 from digenrl.records import Lease, Slice
+from digenrl.testing.tiny_models import make_tiny_pipeline
 from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
 from digenrl.worker.orders import EncodedPrompt, EncodePrompts, EvaluatePrompts, MakeSlice, RehearseMaking
 from digenrl.worker.roles import Encoding, Generating

@@ -17,7 +17,8 @@ from scored_groups import (
 
 from digenrl.config.training import TrainerSettings
 from digenrl.models.lora import add_lora
-from digenrl.models.registry import FAMILIES, make_tiny_pipeline
+from digenrl.models.registry import FAMILIES
+from digenrl.testing.tiny_models import make_tiny_pipeline
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from digenrl.config.reading import ConfigError
 from digenrl.models.contract import Conditioning
 from digenrl.models.families.wan import WanModel
 from digenrl.models.pipeline_model import PipelineModel
-from digenrl.models.registry import find_family, make_tiny_pipeline
+from digenrl.models.registry import find_family
+from digenrl.testing.tiny_models import make_tiny_pipeline
 
 PROMPTS = ["a red cat", "two small dogs running through a field of yellow flowers"]
 STEPS = 3

@@ -50,7 +50,7 @@ from digenrl.rewards.building import build_rewards
 from digenrl.run_folder.folder import RunFolder
 from digenrl.runs.training import check_recipe, train
 from digenrl.simulation.single_device import predict_single_device
-from digenrl.testing.tiny_models import make_tiny_pipeline
+from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 from digenrl.worker import stages
 from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
 from digenrl.worker.stages import Blueprint
@@ -347,7 +347,7 @@ def measure(family: str, options: argparse.Namespace, folder: Path, say: Callabl
 
 
 def tiny_case(family: str) -> Case:
-    size = FAMILIES[family].tiny_size
+    size = tiny_size(family)
     return Case(size.height, size.width, size.frames, group=2, slices=(1, 2), denoising_steps=4, trained_steps=2)
 
 

@@ -19,7 +19,7 @@ from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import TrainerSettings
 from digenrl.generation.noise import normal_noise
-from digenrl.generation.rollout import generate_slice
+from digenrl.generation.rollout import RolloutSettings, generate_slice
 from digenrl.generation.windows import Window, plan_rollouts
 from digenrl.models.contract import DiffusionModel, SampleSize
 from digenrl.models.lora import add_lora
@@ -113,10 +113,8 @@ def trajectories_of(
             model.encode([f"prompt {group}"]),
             plans,
             slice_,
-            run_seed=RUN_SEED,
+            RolloutSettings(RUN_SEED, algorithm.needs, algorithm.same_initial_noise),
             version=rollout.version,
-            needs=algorithm.needs,
-            same_noise_in_group=algorithm.same_initial_noise,
         )
         trajectories += made.trajectories
     return tuple(trajectories)

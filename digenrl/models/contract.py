@@ -141,7 +141,7 @@ class DiffusionModel(ABC):
         return row
 
     def text_length_dims(self, arguments: Mapping[str, Any]) -> list[tuple[Tensor, int]]:
-        """The arguments of a repeated block that vary in size with the prompt's length, each with that dimension."""
+        """A repeated block's arguments that vary with the prompt's length, each with the dimension that varies."""
         return []
 
     @abstractmethod

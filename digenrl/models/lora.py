@@ -43,8 +43,8 @@ class AdaptedLinear(LoraLinear):  # type: ignore[misc]
 def add_lora(model: DiffusionModel, rank: int, alpha: float, seed: int) -> None:
     """Adds adapters to the family's target layers and freezes everything else.
 
-    B is zero, so the velocity does not change. Adapters are in fp32 (fp64 in an fp64 model) whatever the dtype of the base. Their initial values depend only
-    on the seed, not on the device.
+    B is zero, so the velocity does not change. Adapters are in fp32 (fp64 in an fp64 model) whatever the dtype of
+    the base. Their initial values depend only on the seed, not on the device.
     """
     if rank < 1:
         raise ConfigError(f"LoRA rank must be at least 1, got {rank}")

@@ -20,14 +20,14 @@ from scored_groups import DRAW_NOISE, RUN_SEED
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import TrainerSettings
-from digenrl.generation.rollout import decode_slice, generate_slice
+from digenrl.generation.rollout import RolloutSettings, decode_slice, generate_slice
 from digenrl.generation.windows import Window, plan_rollouts
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.registry import FAMILIES
 from digenrl.models.trajectory import ScoredGroup, StepNoise
 from digenrl.records import Slice
 from digenrl.testing.serial_reference import SerialReference
-from digenrl.testing.tiny_models import make_tiny_pipeline
+from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 from digenrl.training.policy_weights import PolicyWeights
 from digenrl.training.trainer import make_optimizer
 
@@ -80,8 +80,8 @@ def rollout(model: DiffusionModel, recipe: Recipe, step: int, group: int) -> Sco
     plans = plan_rollouts(
         window,
         slice_.samples(),
-        schedule=model.schedule(recipe.denoising_steps, FAMILY.tiny_size),
-        size=FAMILY.tiny_size,
+        schedule=model.schedule(recipe.denoising_steps, tiny_size(FAMILY.name)),
+        size=tiny_size(FAMILY.name),
         noise=recipe.noise,
         guidance=1.0,
         run_seed=RUN_SEED,
@@ -91,10 +91,8 @@ def rollout(model: DiffusionModel, recipe: Recipe, step: int, group: int) -> Sco
         conditioning,
         plans,
         slice_,
-        run_seed=RUN_SEED,
+        RolloutSettings(RUN_SEED, algorithm.needs, algorithm.same_initial_noise),
         version=step,
-        needs=algorithm.needs,
-        same_noise_in_group=algorithm.same_initial_noise,
     )
     return ScoredGroup(conditioning, generated.trajectories, tuple(brightness(decode_slice(model, generated))))
 

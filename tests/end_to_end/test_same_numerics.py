@@ -11,7 +11,7 @@ from toy_model import TOY_SIZE, ToyModel
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import TrainerSettings
-from digenrl.generation.rollout import generate_slice
+from digenrl.generation.rollout import RolloutSettings, generate_slice
 from digenrl.generation.windows import plan_rollouts, read_window
 from digenrl.models.lora import add_lora
 from digenrl.models.trajectory import ScoredGroup, StepNoise
@@ -46,10 +46,8 @@ def trained(
         conditioning,
         plans,
         slice_,
-        run_seed=RUN_SEED,
+        RolloutSettings(RUN_SEED, algorithm.needs, autocast=generating),
         version=0,
-        needs=algorithm.needs,
-        autocast=generating,
     )
     settings = TrainerSettings(pack_size=len(REWARDS), autocast=training, old_log_probs=old_log_probs)
     trainer = Trainer(model, algorithm, settings, BatchShape(1, len(REWARDS)), DRAW_NOISE)

@@ -14,12 +14,12 @@ from digenrl.config.training import EmaSettings, TrainerSettings
 from digenrl.models.lora import FILE_NAME, add_lora
 from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.models.registry import find_family
-from digenrl.testing.tiny_models import make_tiny_pipeline
+from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 from digenrl.training.checkpoint.checkpoints import CheckpointError
 from digenrl.training.checkpoint.export import export_lora, export_transformer, export_weights, weights_to_export
 
 FAMILY = find_family("sd3")
-SIZE = FAMILY.tiny_size
+SIZE = tiny_size(FAMILY.name)
 
 
 @pytest.fixture(scope="module")

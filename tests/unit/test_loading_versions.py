@@ -33,7 +33,7 @@ def test_the_first_order_to_load_is_carried_out_and_then_those_of_newer_versions
         loaded.append(version)
         load_weights(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("digenrl.worker.roles.load_published", noted)
+    monkeypatch.setattr("digenrl.worker.roles.load_weights", noted)
     generating = Generating(blueprint, model, exchange)
     for version in (0, 0, 2, 1, 2, 3):
         reference = exchange.put_weights(f"weights-{version}", weights_state(model))

@@ -16,7 +16,7 @@ from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipe import Recipe
 from digenrl.exchange.folder import ExchangeFolder, WeightsReference
 from digenrl.exchange.tensors import TensorExchange
-from digenrl.generation.rollout import GeneratedSlice, decode_slice, generate_slice
+from digenrl.generation.rollout import GeneratedSlice, RolloutSettings, decode_slice, generate_slice
 from digenrl.generation.row_limits import RowLimit
 from digenrl.generation.windows import AllSteps, plan_rollouts
 from digenrl.models.contract import DiffusionModel
@@ -60,7 +60,8 @@ def made(model: ToyModel, piece: Slice = GROUP, limit: RowLimit | None = None) -
         run_seed=1,
     )
     row = model.encode(["a cat"])
-    return generate_slice(model, row, plans, piece, run_seed=1, version=0, needs=Needs(True, True), limit=limit)
+    settings = RolloutSettings(run_seed=1, needs=Needs(step_means=True, final_latents=True))
+    return generate_slice(model, row, plans, piece, settings, version=0, limit=limit)
 
 
 def test_a_slice_that_does_not_fit_is_made_in_halves_with_the_same_samples() -> None:

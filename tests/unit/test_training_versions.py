@@ -324,9 +324,9 @@ def test_published_weights_that_do_not_fit_change_nothing(lora):
     for state, match in [
         (
             {key: value for key, value in shifted.items() if key != name},
-            f"1 missing, 0 foreign, the first: {name}",
+            f"1 tensors missing.*{name}",
         ),
-        (shifted | {"more": torch.zeros(1)}, "0 missing, 1 foreign, the first: more"),
+        (shifted | {"more": torch.zeros(1)}, "1 unexpected.*more"),
         (shifted | {name: torch.zeros(3)}, r"is \(3,\), expected"),
         (weights_state(toy(lora=not lora)), "missing"),
     ]:

@@ -150,7 +150,7 @@ def test_the_fast_window_is_uniform_over_the_first_half_and_shared_by_a_training
     [
         ({"kind": "fast", "width": 4}, 6, "window of 4 steps.*schedule of 6.*room for 3"),
         ({"kind": "sliding", "width": 6}, 6, "window of 6 steps.*schedule of 6.*room for 5"),
-        ({"kind": "sliding", "width": 1}, 2, "outside a schedule of 2"),
+        ({"kind": "sliding", "width": 1}, 2, "schedule of 2"),
         ({"kind": "random_subset"}, 2, "fraction 0.6 keeps no step of a schedule of 2"),
         ({"kind": "all"}, 1, "keeps no step of a schedule of 1"),
     ],

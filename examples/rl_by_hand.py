@@ -25,7 +25,7 @@ from digenrl.config.rewards import parse_rewards
 from digenrl.config.training import TrainerSettings
 from digenrl.generation.noise import normal_noise
 from digenrl.generation.rollout import RolloutSettings, decode_slice, generate_slice
-from digenrl.generation.windows import plan_rollouts, read_window
+from digenrl.generation.windows import plan_rollouts
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.registry import find_family
 from digenrl.models.trajectory import ScoredGroup, StepNoise
@@ -58,7 +58,7 @@ def score_group(
     samples = Slice(step, group, first=0, size=SHAPE.group_size)
     conditioning = model.encode([prompt.text])
     plans = plan_rollouts(
-        read_window(dict(algorithm.rollout_window)),
+        algorithm.settings.window,
         samples.samples(),
         schedule=model.schedule(DENOISING_STEPS, SIZE),
         size=SIZE,

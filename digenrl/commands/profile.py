@@ -33,7 +33,7 @@ from digenrl.planning.profiled_work import profiled_work
 from digenrl.records import Lease, Slice
 from digenrl.rewards.building import build_rewards
 from digenrl.rewards.contract import RewardError
-from digenrl.runs.errors import RunFailedError
+from digenrl.runs.stopping import RunFailedError
 from digenrl.training.trainer import Trainer
 from digenrl.worker.assignment import threads_per_worker
 from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
@@ -304,7 +304,7 @@ def _training_worker(bench: _Bench, blueprint: Blueprint, model: DiffusionModel,
 
 def _helps(recipe: Recipe) -> bool:
     """Whether the recipe's trainer generates, too, and so keeps what that takes."""
-    return recipe.mode == "colocated" or recipe.techniques.tag != "none"
+    return recipe.topology.shares_cards or recipe.techniques.tag != "none"
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def sizes_to_try(recipe: Recipe, all_of_them: bool) -> tuple[int, ...]:
     """What is rehearsed before the size of a slice is known, or that size if the recipe names it."""
     if isinstance(recipe.batch.slice, int):
         return (recipe.batch.slice,)
-    if recipe.mode == "colocated" and all_of_them:
+    if recipe.topology.shares_cards and all_of_them:
         return colocated_choices(recipe.batch)
     small = max(size for size in recipe.batch.slice_sizes() if size <= SMALL)
     return tuple(dict.fromkeys((1, small)))

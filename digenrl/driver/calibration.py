@@ -182,7 +182,7 @@ def _rehearse_switching(runtime: Dispatcher) -> tuple[float, float]:
     if "generate" not in trainer.duties or not runtime.recipe.training.offloads(trainer.device):
         return 0.0, 0.0
     switched: SwitchingRehearsed = runtime.ask([(TRAINER, RehearseSwitching())])[0]
-    if runtime.recipe.mode == "colocated":
+    if runtime.recipe.topology.shares_cards:
         runtime.ask([(TRAINER, ChangeRole(generating=True))])
     return switched.to_generating, switched.to_training
 
@@ -195,7 +195,7 @@ def choose_slice_size(runtime: Dispatcher, rehearsal: Calibration) -> int:
     recipe = runtime.recipe
     if isinstance(recipe.batch.slice, int):
         return recipe.batch.slice
-    if recipe.mode == "colocated":
+    if recipe.topology.shares_cards:
         seconds = rehearsal.slices[0]
         choices = colocated_choices(recipe.batch)
         return min(reversed(choices), key=lambda size: expected_ns(seconds, size) / size)
@@ -227,7 +227,7 @@ def offers(
 def terms_of(recipe: Recipe, slice_size: int, *, steps: int, scorers: int) -> Terms:
     """What the scheduler is told about the recipe's work and techniques."""
     techniques, batch = recipe.techniques, recipe.batch
-    colocated = recipe.mode == "colocated"
+    colocated = recipe.topology.shares_cards
     streams = techniques.gap and not colocated
     return Terms(
         steps=steps,

@@ -48,7 +48,7 @@ from digenrl.records import (
     Wait,
     WorkerJoined,
 )
-from digenrl.transports.contract import ArtifactStore, Gone, Message, TensorsLost, Transport
+from digenrl.transports.contract import ArtifactStore, Gone, InputsLost, Message, Transport
 from digenrl.worker.assignment import ENCODER, TRAINER, Workers
 from digenrl.worker.orders import (
     ChangeRole,
@@ -399,7 +399,7 @@ class Dispatcher:
             self._repairs.replace(worker, report, self._now_ns)
             return
         expected, answered = self._post.answer(message, self._now_ns)
-        if isinstance(report, TensorsLost):
+        if isinstance(report, InputsLost):
             remake(worker, expected, report.names, by=self._repairs)
         elif isinstance(report, OrderFailed):
             self._fail(worker, expected, report)

@@ -1,10 +1,10 @@
-"""Orders that are under way, and what follows each when its report comes, or when it never will. No torch."""
+"""Jobs that were sent to workers, by id, and what to do when each completes, fails or is lost. No torch."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 
 from digenrl.transports.contract import Message, Transport
 from digenrl.worker.assignment import Assignment, rank_names
@@ -47,21 +47,22 @@ STARTING = Order()  # stands for the report that a worker is ready
 
 
 class PendingJobs:
-    """Every worker's orders in the sequence in which they are answered. Orders to an absent worker wait for it."""
+    """Issues job ids and matches reports to jobs by id. Jobs for an absent worker are held until it is there."""
 
     def __init__(self, transport: Transport, clock: Callable[[], int]) -> None:
         self.transport, self._clock = transport, clock
-        self._under_way: dict[str, deque[PendingJob]] = {}
+        self._under_way: dict[str, dict[int | None, PendingJob]] = {}  # by job id; None is the start
+        self._job_ids = count()
         self._held: dict[str, list[PendingJob]] = {}  # for workers that are not there, or are held back
         self._held_back: set[str] = set()
         self._free_since: dict[str, int] = {}
 
     def start(self, assignment: Assignment, ready: Callable[[Completed], None]) -> None:
         """Starts a worker with all its ranks, which then gets what was held for it."""
-        self._under_way[assignment.name] = deque([PendingJob(STARTING, self._clock(), ready)])
+        self._under_way[assignment.name] = {None: PendingJob(STARTING, self._clock(), ready)}
         names = dict.fromkeys((assignment.name, *rank_names(assignment)))
         for name in names:
-            self._under_way.setdefault(name, deque())
+            self._under_way.setdefault(name, {})
             self._free_since.pop(name, None)
         self.transport.start(assignment)
         for name in names:
@@ -98,8 +99,9 @@ class PendingJobs:
         if worker not in self._under_way or (worker in self._held_back and not expected.first):
             self._held.setdefault(worker, []).append(expected)
             return
-        self._under_way[worker].append(expected)
-        self.transport.send(worker, expected.order)
+        job_id = next(self._job_ids)
+        self._under_way[worker][job_id] = expected
+        self.transport.send(worker, job_id, expected.order)
 
     def is_there(self, worker: str) -> bool:
         """Whether it was started and is not gone."""
@@ -107,14 +109,14 @@ class PendingJobs:
 
     def answer(self, message: Message, now_ns: int) -> tuple[PendingJob, Completed]:
         """The order that a report belongs to; it is under way no more."""
-        expected = self._under_way[message.worker].popleft()
+        expected = self._under_way[message.worker].pop(message.job_id)
         began_ns = max(expected.sent_ns, self._free_since.get(message.worker, 0))
         self._free_since[message.worker] = now_ns
         return expected, Completed(message.worker, expected.order, message.report, began_ns, now_ns)
 
     def lose(self, worker: str) -> list[PendingJob]:
         """The worker is gone; returns what it had under way."""
-        return list(self._under_way.pop(worker, ()))
+        return list(self._under_way.pop(worker, {}).values())
 
     def take_held(self, worker: str) -> list[PendingJob]:
         """What waits for an absent worker, for somebody else to do."""
@@ -126,7 +128,9 @@ class PendingJobs:
 
     def orders(self, worker: str | None = None) -> Iterator[Order]:
         """The orders of a worker, or of everybody, under way or held."""
-        for books in (self._under_way, self._held):
-            for name, queue in books.items():
-                if worker is None or name == worker:
-                    yield from (each.order for each in queue)
+        for name, jobs in self._under_way.items():
+            if worker in (None, name):
+                yield from (each.order for each in jobs.values())
+        for name, held in self._held.items():
+            if worker in (None, name):
+                yield from (each.order for each in held)

@@ -33,7 +33,7 @@ def place(
         from_here = checkpoint if "learn" in duties else None
         return Assignment(name, frozenset(duties), device, recipe, exchange, cores, from_here, run=run)
 
-    if recipe.mode == "colocated":
+    if recipe.topology.one_process:
         device, lanes = _trainer_device(recipe, machine), recipe.lanes.rewards
         count = lanes if isinstance(lanes, int) else len(lanes)
         alone: set[Duty] = {"score"} if count == 0 else set()

@@ -15,7 +15,7 @@ class WeightVersions:
 
     def __init__(self, recipe: Recipe, shelf: ArtifactStore) -> None:
         self._shelf = shelf
-        self.keeps_state = recipe.checkpoint.in_memory and recipe.mode != "colocated"
+        self.keeps_state = recipe.checkpoint.in_memory and recipe.topology.keeps_state
         self._state_parts = recipe.lanes.ranks if recipe.sharded else 1
         self.newest: tuple[int, WeightsReference] | None = None
         self.kept_state: int | None = None  # the version of the state that a new trainer can go on from

@@ -12,18 +12,8 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from digenrl.config.algorithms import Needs
 from digenrl.models.trajectory import RolloutPlan
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """Optional inputs that an algorithm asks for."""
-
-    step_means: bool = False  # the generating policy's step means, kept by the rollout
-    final_latents: bool = False  # the denoised latents, kept by the rollout
-    reference: bool = False  # the reference policy's means or velocities, from an extra forward of the trainer
-    old_policy: bool = False  # the generating policy's velocities, whose weights the trainer keeps
-    recomputed_log_probs: bool = False  # log-probs of the policy before the batch's first update, by the trainer
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,57 @@
-"""The spans of a live run's trace, as lines of a file; `telemetry.report` reads them back."""
+"""The lines of spans.jsonl, one per span of the trace."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 
-from digenrl.telemetry.trace import Span
+from pydantic import TypeAdapter, ValidationError
+
+from digenrl.run_folder.lines import JsonLine, JsonLines, located_lines
+from digenrl.telemetry.trace import LaneInfo, Span, Trace, Work
+
+_SPAN = TypeAdapter(Span)
 
 
-def span_line(span: Span) -> dict[str, Any]:
-    """A span as JSON, field by field."""
-    return {
-        "lane": span.lane,
-        "work": span.work.value,
-        "start_ns": span.start_ns,
-        "end_ns": span.end_ns,
-        "step": span.step,
-        "group": span.group,
-        "first": span.first,
-        "size": span.size,
-        "version": span.version,
-    }
+class SpanWriter:
+    """Appends closed spans to the file and forwards them to `forward`.
+
+    Spans of one lane never overlap: a slice that queued behind an evaluation, or training behind a checkpoint,
+    starts when that ended. Publishing runs concurrently with other work and is left alone.
+    """
+
+    def __init__(self, lines: JsonLines, forward: Callable[[Span], None]) -> None:
+        self._lines, self._forward = lines, forward
+        self._busy_until_ns: dict[str, int] = {}
+
+    def add(self, span: Span) -> None:
+        """Writes a closed span; the spans of one lane arrive in the order in which they end."""
+        if span.work is not Work.PUBLISH:
+            start_ns = max(span.start_ns, min(self._busy_until_ns.get(span.lane, 0), span.end_ns))
+            span = replace(span, start_ns=start_ns)
+            self._busy_until_ns[span.lane] = span.end_ns
+        self._lines.append(asdict(span))
+        self._forward(span)
+
+
+def read_trace(path: Path, lanes: Sequence[LaneInfo], shared_cards: bool) -> Trace:
+    """The trace of a run with these lanes. It ends with the last span other than a publication."""
+    names = frozenset(lane.name for lane in lanes)
+    spans = sorted((_span(line, names) for line in located_lines(path)), key=lambda span: span.start_ns)
+    end_ns = max((span.end_ns for span in spans if span.work is not Work.PUBLISH), default=0)
+    return Trace(tuple(lanes), tuple(spans), end_ns, shared_cards)
+
+
+def _span(line: JsonLine, lanes: frozenset[str]) -> Span:
+    try:
+        span = _SPAN.validate_python(line.content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise line.error(f"not a span: {field}: {first['msg']}") from None
+    if span.lane not in lanes:
+        raise line.error(f"unknown lane {span.lane!r}; run.json has: {', '.join(sorted(lanes))}")
+    if span.end_ns < span.start_ns:
+        raise line.error(f"the span ends at {span.end_ns} ns, before it starts at {span.start_ns} ns")
+    return span

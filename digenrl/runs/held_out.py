@@ -9,12 +9,12 @@ from statistics import fmean
 from digenrl.driver.dispatcher import Dispatcher, raise_failure
 from digenrl.driver.evaluation import Busy, Evaluation, Evaluator
 from digenrl.driver.prompt_store import as_encoded
-from digenrl.metrics.step_metrics import Evaluation as EvaluationNumbers
 from digenrl.prompts.sources import read_prompts
 from digenrl.records import Action, Committed, Event
 from digenrl.run_folder.folder import RunFolder
 from digenrl.run_folder.grids import write_grid
 from digenrl.run_folder.lines import read_lines
+from digenrl.run_folder.metric_lines import EvaluationRecord
 from digenrl.scheduling import SchedulerState
 from digenrl.telemetry.trace import Span, Work
 from digenrl.worker.orders import OrderFailed
@@ -32,7 +32,7 @@ class HeldOut:
         folder: RunFolder,
         runtime: Dispatcher,
         clock: Callable[[], int],
-        on_numbers: Callable[[EvaluationNumbers], None],
+        on_numbers: Callable[[EvaluationRecord], None],
         on_span: Callable[[Span], None],
         say: Callable[[str], None],
     ) -> None:
@@ -100,7 +100,7 @@ class HeldOut:
             numbers[f"reward/{name}"] = fmean(score.parts[name] for score in scores)
         where = str(grid.relative_to(self._folder.path))
         at_s = self._clock() / NS_PER_SECOND
-        self._on_numbers(EvaluationNumbers(evaluation.version, at_s, len(scores), numbers, where))
+        self._on_numbers(EvaluationRecord(evaluation.version, at_s, len(scores), numbers, where))
 
     def _miss(self, version: int, worker: str, report: OrderFailed) -> None:
         """A run that is well under way goes on without the numbers: a failed reward is never one."""

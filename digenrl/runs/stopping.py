@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks the run to save and leave, the second ends it at once."""
+"""How a run ends early: by a failure, or by Ctrl-C and SIGTERM, which stop it after saving."""
 
 from __future__ import annotations
 
@@ -10,33 +10,40 @@ from types import FrameType
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+class RunFailedError(RuntimeError):
+    """A run cannot continue; the message says why, and what is saved."""
+
+
 class StopRequested(BaseException):
-    """Somebody wants the run to save and leave."""
+    """A signal asked the run to save and exit."""
 
 
 class Stopper:
-    """Remembers the request; `check` raises it where the run can be left in order."""
+    """Remembers the first signal; `check` raises it where the run can be left consistently.
+
+    A second signal raises KeyboardInterrupt at once.
+    """
 
     def __init__(self) -> None:
-        self.asked_by: str | None = None
+        self.signal_name: str | None = None
 
     def check(self) -> None:
-        """Raises StopRequested if somebody asked, once."""
-        if self.asked_by is not None:
-            asked_by, self.asked_by = self.asked_by, None
-            raise StopRequested(asked_by)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked_by = signal.Signals(number).name
-        for each in SIGNALS:
-            signal.signal(each, signal.default_int_handler)  # the next one is meant
+        """Raises StopRequested once after a signal."""
+        if self.signal_name is not None:
+            name, self.signal_name = self.signal_name, None
+            raise StopRequested(name)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, the signals are noted instead of ending the process."""
-        before = {each: signal.signal(each, self._note) for each in SIGNALS}
+        """Inside, the first signal is remembered instead of ending the process."""
+        before = {each: signal.signal(each, self._remember) for each in SIGNALS}
         try:
             yield
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.signal_name = signal.Signals(number).name
+        for each in SIGNALS:
+            signal.signal(each, signal.default_int_handler)

@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_files import fingerprint
-from digenrl.console.live_view import View
+from digenrl.console.live_view import RunView
 from digenrl.driver.backends import find_backend
 from digenrl.driver.calibration import (
     calibrate,
@@ -31,11 +31,11 @@ from digenrl.prompts.sources import read_prompts
 from digenrl.run_folder.folder import LaneEntry, RunFolder, RunLines, Status
 from digenrl.run_folder.journal import Journal
 from digenrl.run_folder.lane_entries import LaneRecorder, lanes_of_whole_run
-from digenrl.run_folder.span_writer import SpanWriter
+from digenrl.run_folder.spans import SpanWriter
 from digenrl.runs.checkpointer import Checkpointer, RunPosition
 from digenrl.runs.held_out import HeldOut
 from digenrl.runs.replaying import opening_facts
-from digenrl.runs.resuming import Standing, kept_positions
+from digenrl.runs.resuming import ResumePoint, kept_positions
 from digenrl.runs.step_time_prediction import StepTimePrediction
 from digenrl.runs.stopping import Stopper, StopRequested
 from digenrl.scheduling import SchedulerState
@@ -69,7 +69,7 @@ def check_recipe(recipe: Recipe) -> Backend:
     return find_backend(recipe)
 
 
-def train(folder: RunFolder, grounds: Backend, view: View, standing: Standing | None = None) -> Status:
+def train(folder: RunFolder, grounds: Backend, view: RunView, standing: ResumePoint | None = None) -> Status:
     """Trains to the recipe's last step, or until somebody asks to stop; a stopped run saves itself first."""
     with ExitStack() as stack:
         stack.enter_context(folder.locked())
@@ -91,18 +91,18 @@ class TrainingRun:
         self,
         folder: RunFolder,
         site: RunResources,
-        view: View,
-        standing: Standing | None,
+        view: RunView,
+        standing: ResumePoint | None,
     ) -> None:
         recipe = folder.recipe
         self._folder, self._view, self._standing = folder, view, standing
         self._lines = RunLines(folder)
         if standing is None:
-            self._lines.cut_to_nothing()
+            self._lines.clear()
             self._start = RunPosition(0, 0, 0, self._lines.positions())
         else:
-            self._start = standing.bookmark
-            self._lines.cut_back(kept_positions(folder, standing.bookmark))
+            self._start = standing.position
+            self._lines.truncate(kept_positions(folder, standing.position))
         self._clock, self._stopper = RunClock(self._start.at_ns), Stopper()
         self._sampler = PromptSampler(
             read_prompts(recipe.prompts), recipe.batch.prompts, recipe.seed, recipe.prompts.shuffle
@@ -116,7 +116,7 @@ class TrainingRun:
             self._clock,
             look_around=self._look_around,
             on_step=lambda numbers: self._metrics.report(numbers.step, {**numbers.values, **site.carried()}),
-            say=view.say,
+            say=view.notify,
         )
         self._sinks = (*open_sinks(folder, self._lines, self._start.step, time.time), view)
         self._metrics: StepMetrics
@@ -139,19 +139,19 @@ class TrainingRun:
     def _open(self) -> SchedulerState:
         """Everybody is there, has the same version and was timed; the recipe's last open question is settled."""
         runtime, folder = self._runtime, self._folder
-        self._view.say(f"starting {len(runtime.crew.everybody())} workers")
+        self._view.notify(f"starting {len(runtime.crew.everybody())} workers")
         runtime.start_everybody()
         for step in range(self._start.step, min(self._start.step + 2, folder.recipe.steps)):
             runtime.desk.open_step(step)
         while not runtime.desk.all_encoded():
             runtime.receive()
         published_s = export_initial_weights(runtime, self._start.step)
-        self._view.say("rehearsing, to know what things cost")
-        rehearsal = calibrate(runtime, published_s, self._start.step, self._view.say)
+        self._view.notify("rehearsing, to know what things cost")
+        rehearsal = calibrate(runtime, published_s, self._start.step, self._view.notify)
         slice_size = choose_slice_size(runtime, rehearsal)
         rehearsal = calibrate_rest(runtime, rehearsal, slice_size, self._start.step)
         batch = folder.recipe.batch.model_copy(update={"slice": slice_size})
-        folder.rewrite(folder.recipe.model_copy(update={"batch": batch}))
+        folder.write_recipe(folder.recipe.model_copy(update={"batch": batch}))
         start = self._start
         state = initial_scheduler_state(
             runtime, rehearsal, slice_size, committed=start.step, leases_issued=start.leases_issued
@@ -160,7 +160,7 @@ class TrainingRun:
         lanes = self._lanes()
         if self._standing is not None:
             lanes = lanes_of_whole_run(folder.info.lanes, lanes, start.at_ns)
-        folder.describe(lanes=lanes, opening=opening, status=Status.RUNNING)
+        folder.update_info(lanes=lanes, initial_state=opening, status=Status.RUNNING)
         return state
 
     def _drive(self, state: SchedulerState) -> Status:
@@ -172,14 +172,14 @@ class TrainingRun:
             lambda step, seconds: self._metrics.report(step, {"predicted_step_s": seconds})
         )
         held_out = HeldOut(
-            self._folder, self._runtime, self._clock, self._metrics.evaluated, recorder.add_span, self._view.say
+            self._folder, self._runtime, self._clock, self._metrics.evaluated, recorder.add_span, self._view.notify
         )
         keeper = Checkpointer(
             self._folder, self._lines, self._runtime, self._start, self._facts, recorder.add_span
         )
         try:
             held_out.prepare(state.committed)
-            self._view.say("")
+            self._view.notify("")
             self._clock.start()
             self._runtime.begin()
             journal = Journal(self._lines.journal)
@@ -198,7 +198,7 @@ class TrainingRun:
             keeper.save_now()
             held_out.finish()
         except StopRequested as asked:
-            self._view.say(f"{asked}: saving step {keeper.bookmark.step}")
+            self._view.notify(f"{asked}: saving step {keeper.bookmark.step}")
             keeper.save_now()
             if keeper.bookmark.step < self._folder.recipe.steps:
                 return Status.INTERRUPTED

@@ -1,4 +1,4 @@
-"""Watches a run, simulated or live, from outside and writes down what every lane did."""
+"""Records what every lane does in a run, simulated or live, by observing events and actions."""
 
 from __future__ import annotations
 
@@ -31,12 +31,21 @@ from digenrl.records import (
     WorkerLost,
 )
 from digenrl.scheduling import SchedulerState
-from digenrl.telemetry.trace import GENERATOR_POOL, TRAINER_LANE, LaneInfo, Span, Trace, Work
+from digenrl.telemetry.trace import (
+    GENERATOR_POOL,
+    REWARD_POOL,
+    TRAINER_LANE,
+    TRAINER_POOL,
+    LaneInfo,
+    Span,
+    Trace,
+    Work,
+)
 
 
 @dataclass(slots=True)
 class _Publication:
-    """One version on its way to some lanes; it has arrived when the last of them that is still there has it."""
+    """One version being sent to some lanes; it ends when all of them that are still present have it."""
 
     version: int
     started_ns: int
@@ -45,38 +54,37 @@ class _Publication:
 
 
 class Recorder:
-    """An observer that turns events and actions into spans, and keeps the times that an answer needs.
+    """An observer that turns events and actions into spans, and keeps commit times and help decisions.
 
     Without a `sink` everything is kept, for `trace()`. With one, each span goes to it when it ends, and each help
-    decision (when, "help" or "wait") to `on_help_decision`; nothing is kept then, however long the run. Lanes are
-    there from `start_ns` on. Late and doubled answers end no span, and no span ends before it starts.
+    decision (time, "help" or "wait") to `on_help_decision`; nothing is kept, so memory stays constant. Lanes are
+    present from `start_ns` on. Late and repeated answers end no span, and no span ends before it starts.
     """
 
     def __init__(
         self,
-        opening: SchedulerState,
+        initial: SchedulerState,
         *,
         start_ns: int = 0,
         sink: Callable[[Span], None] | None = None,
         on_help_decision: Callable[[int, str], None] | None = None,
     ) -> None:
-        self._opening = opening
+        self._initial = initial
         self._start_ns = self._now_ns = self._trainer_since = start_ns
-        self._lane_names = [lane.name for lane in opening.lanes]
-        self._helpers = {lane.index for lane in opening.lanes if lane.helper and not opening.terms.colocated}
+        self._lane_names = [lane.name for lane in initial.lanes]
+        self._helpers = {lane.index for lane in initial.lanes if lane.helper and not initial.terms.colocated}
         self._joined_ns: dict[int, int] = {}
         self._left_ns: dict[int, int] = {}
         self._leases: dict[int, Lease] = {}
         self._scoring: dict[int, tuple[Slice, int]] = {}
         self._publications: list[_Publication] = []
-        self._version = opening.committed
+        self._version = initial.committed
         self._sink, self._on_help_decision = sink, on_help_decision
         self.spans: list[Span] = []
         self.commit_ends_ns: list[int] = []
         self.help_decisions: list[tuple[int, str]] = []
 
     def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
-        """Closes the span that the event ends, and opens those that the actions begin."""
         self._now_ns = max(self._now_ns, event.at_ns)
         self._close(event)
         self._version = state.committed
@@ -84,31 +92,31 @@ class Recorder:
             self._open(action, event.at_ns)
 
     def add_span(self, span: Span) -> None:
-        """Work that no action asked for, reported by whoever did it: an evaluation, a checkpoint."""
+        """Adds work that no action started: an evaluation, a checkpoint."""
         known = (*self._lane_names, TRAINER_LANE, *self._scorer_names())
         assert span.lane in known, f"span on unknown lane {span.lane!r}; known: {', '.join(known)}"
         self._now_ns = max(self._now_ns, span.end_ns)
         self._keep(span)
 
     def trace(self) -> Trace:
-        """The lanes and the spans kept so far, in the order in which the work started."""
+        """The lanes and the spans so far, ordered by start."""
         lanes = [self._lane_info(index) for index in range(len(self._lane_names))]
-        helpers = [lane for lane in lanes if lane.pool == "trainer"]
+        helpers = [lane for lane in lanes if lane.pool == TRAINER_POOL]
         generators = [lane for lane in lanes if lane.pool == GENERATOR_POOL]
-        scorers = [LaneInfo(name, "reward", self._start_ns) for name in self._scorer_names()]
+        scorers = [LaneInfo(name, REWARD_POOL, self._start_ns) for name in self._scorer_names()]
         spans = sorted(self.spans, key=lambda span: (span.start_ns, span.end_ns))
-        rows = (*generators, *scorers, LaneInfo(TRAINER_LANE, "trainer", self._start_ns), *helpers)
-        return Trace(rows, tuple(spans), self._now_ns, shared_cards=self._opening.terms.colocated)
+        rows = (*generators, *scorers, LaneInfo(TRAINER_LANE, TRAINER_POOL, self._start_ns), *helpers)
+        return Trace(rows, tuple(spans), self._now_ns, shared_cards=self._initial.terms.colocated)
 
     def _scorer_names(self) -> list[str]:
-        return [f"reward-{index}" for index in range(self._opening.terms.scorers)]
+        return [f"reward-{index}" for index in range(self._initial.terms.scorers)]
 
     def _lane_info(self, lane: int) -> LaneInfo:
-        pool = "trainer" if lane in self._helpers else GENERATOR_POOL
+        pool = TRAINER_POOL if lane in self._helpers else GENERATOR_POOL
         joined_ns = self._joined_ns.get(lane, self._start_ns)
         return LaneInfo(self._lane_names[lane], pool, joined_ns, self._left_ns.get(lane))
 
-    # --- What begins -------------------------------------------------------------------------------------------
+    # --- Start of work -------------------------------------------------------------------------------------------
 
     def _open(self, action: Action, at_ns: int) -> None:
         if isinstance(action, Generate):
@@ -122,7 +130,7 @@ class Recorder:
             self._trainer_since = at_ns
         elif isinstance(action, Help):
             self._trainer_since = at_ns
-            if not self._opening.terms.colocated:
+            if not self._initial.terms.colocated:
                 self._decided(at_ns, "help")
         elif isinstance(action, Wait):
             self._decided(at_ns, "wait")
@@ -134,11 +142,11 @@ class Recorder:
             self.help_decisions.append((at_ns, choice))
 
     def _open_publication(self, action: Publish, at_ns: int) -> None:
-        """Publications whose lanes never answered are forgotten once two newer versions are out."""
+        """Publications whose lanes never answered are dropped once two newer versions are published."""
         recent = [each for each in self._publications if each.version >= action.version - 1]
         self._publications = [*recent, _Publication(action.version, at_ns, set(action.lanes))]
 
-    # --- What ends ---------------------------------------------------------------------------------------------
+    # --- End of work ---------------------------------------------------------------------------------------------
 
     def _close(self, event: Event) -> None:
         if isinstance(event, SliceDone | SliceFailed):
@@ -166,13 +174,13 @@ class Recorder:
         if lane in self._leases:
             self._close_slice(self._leases[lane], at_ns)
         for publication in tuple(self._publications):
-            # A runtime that reports lane by lane will not report this one any more.
+            # A driver that reports lane by lane will not report this lane any more.
             if publication.last_answer_ns is not None:
                 self._close_if_arrived(publication)
 
     def _close_slice(self, lease: Lease, at_ns: int) -> None:
         if self._leases.get(lease.lane) != lease:
-            return  # a late answer; the lane's time ended when it was lost
+            return  # a late answer; the span ended when the lane was lost
         del self._leases[lease.lane]
         work = Work.HELP if lease.lane in self._helpers else Work.GENERATE
         self._add(self._lane_names[lease.lane], work, lease.started_ns, at_ns, lease.slice, lease.version)
@@ -184,11 +192,11 @@ class Recorder:
             self._add(f"reward-{scorer}", Work.SCORE, start_ns, at_ns, piece)
 
     def _close_training(self, event: Trained) -> None:
-        """One span per group; several trained in one go share its time evenly."""
+        """One span per group; groups trained together share the time evenly."""
         start, count = self._trainer_since, len(event.slices)
-        took = max(0, event.at_ns - start)
+        total = max(0, event.at_ns - start)
         for index, piece in enumerate(event.slices):
-            begin, end = start + took * index // count, start + took * (index + 1) // count
+            begin, end = start + total * index // count, start + total * (index + 1) // count
             self._add(TRAINER_LANE, Work.TRAIN, begin, end, piece, self._version)
 
     def _close_publication(self, event: Published) -> None:

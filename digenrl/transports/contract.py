@@ -21,23 +21,31 @@ class Gone(Report):
 
 
 @dataclass(frozen=True, slots=True)
-class TensorsLost(Report):
-    """The answer to an order that was not carried out: what it reads went away with the machine that held it."""
+class InputsLost(Report):
+    """The job did not run: tensors that it reads were lost with the machine that held them."""
 
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A report and its worker, and how long it lay there because nobody could take it."""
+    """A report from a worker, matched to its job by id.
+
+    `job_id` is None for the first report after a start (`Ready`, or why the worker was not built) and for `Gone`.
+    `waited_ns` is the time between the report and its receipt, where the driver was too busy to receive it.
+    """
 
     worker: str
+    job_id: int | None
     report: Report
     waited_ns: int = 0
 
 
 class Transport(Protocol):
-    """Workers by name. Each answers its orders in the order in which they were sent."""
+    """Starts workers by name, sends jobs to them and receives their reports.
+
+    A worker runs its jobs in the order in which they were sent. Reports carry the id of their job.
+    """
 
     def start(self, assignment: Assignment) -> None:
         """Starts a worker; its first report is Ready, or OrderFailed if it cannot be built."""
@@ -45,8 +53,8 @@ class Transport(Protocol):
     def has_room(self, assignment: Assignment) -> bool:
         """Whether a worker that is started now would find a place."""
 
-    def send(self, worker: str, order: Order) -> None:
-        """Hands over an order; to a worker that is gone, this does nothing."""
+    def send(self, worker: str, job_id: int, order: Order) -> None:
+        """Sends a job, whose id is unique in the run; does nothing if the worker is gone."""
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
         """Everything that has arrived; waits for the first for so long.

@@ -106,12 +106,12 @@ class ProcessTransport:
         """This machine always has: who may be on it was settled before."""
         return True
 
-    def send(self, worker: str, order: Order) -> None:
+    def send(self, worker: str, job_id: int, order: Order) -> None:
         """A worker that died meanwhile is reported by `receive`."""
         member = self._members.get(worker)
         if member is not None:
             with suppress(OSError):
-                member.connection.send(order)
+                member.connection.send((job_id, order))
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
         """All reports that are there, those of a worker that died before the news of its death."""
@@ -129,7 +129,7 @@ class ProcessTransport:
         silent = [name for name, m in self._members.items() if now_s - m.sign.value > m.patience_s]
         for name in silent:
             self.end(name)
-        return [Message(name, Gone("gave no sign of life any more and was ended")) for name in silent]
+        return [Message(name, None, Gone("gave no sign of life any more and was ended")) for name in silent]
 
     def _reports_of(self, name: str) -> list[Message]:
         member = self._members[name]
@@ -137,13 +137,13 @@ class ProcessTransport:
         messages = []
         try:
             while member.connection.poll():
-                messages.append(Message(name, member.connection.recv()))
+                messages.append(Message(name, *member.connection.recv()))
         except (EOFError, OSError):
             _end(member.process, PATIENCE_S)
             dead = True
         if dead:
             self._release(name)
-            messages.append(Message(name, Gone(_ending(member.process.exitcode))))
+            messages.append(Message(name, None, Gone(_ending(member.process.exitcode))))
         return messages
 
     def end(self, worker: str) -> None:
@@ -194,9 +194,10 @@ def serve(
 
     exchange = ExchangeFolder(assignment.exchange)
     worker, report = start_worker(assignment, TensorExchange(exchange), _rendezvous(assignment))
-    connection.send(report)
-    while worker is not None and (order := connection.recv()) is not None:
-        connection.send(worker.handle(order))
+    connection.send((None, report))
+    while worker is not None and (job := connection.recv()) is not None:
+        job_id, order = job
+        connection.send((job_id, worker.handle(order)))
 
 
 def _take_place(assignment: Assignment) -> None:

@@ -103,7 +103,7 @@ def runs_on_cpu(recipe: Recipe, machine: Machine) -> bool:
 
 def lane_count(recipe: Recipe) -> int:
     """Generators and the trainer's ranks: those who compute all the time."""
-    if recipe.mode == "colocated":
+    if recipe.topology.one_process:
         return 1
     generators = recipe.lanes.generators
     return recipe.lanes.ranks + (generators if isinstance(generators, int) else len(generators))

@@ -88,7 +88,7 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
             saving = Saving(model, trainer)
             if assignment.checkpoint is not None:
                 saving.resume(assignment.checkpoint)
-            publishes = recipe.mode != "colocated"
+            publishes = recipe.topology.publishes
             roles += [Learning(blueprint, model, exchange, trainer, generating, publishes), saving]
     return Worker(roles)
 

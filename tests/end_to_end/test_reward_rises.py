@@ -10,18 +10,16 @@ import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from pydantic import TypeAdapter
 from scored_groups import DRAW_NOISE, RUN_SEED
 
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import TrainerSettings
 from digenrl.generation.rollout import RolloutSettings, decode_slice, generate_slice
-from digenrl.generation.windows import Window, plan_rollouts
+from digenrl.generation.windows import plan_rollouts
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.registry import FAMILIES
 from digenrl.models.trajectory import ScoredGroup, StepNoise
@@ -74,11 +72,10 @@ def brightness(pixels_BFCHW: torch.Tensor) -> list[float]:
 def rollout(model: DiffusionModel, recipe: Recipe, step: int, group: int) -> ScoredGroup:
     """One group, generated, decoded and scored."""
     algorithm = recipe.algorithm
-    window: Any = TypeAdapter(Window).validate_python(dict(algorithm.rollout_window))
     slice_ = Slice(step, group, 0, recipe.group_size)
     conditioning = model.encode([PROMPTS[group % len(PROMPTS)]])
     plans = plan_rollouts(
-        window,
+        algorithm.settings.window,
         slice_.samples(),
         schedule=model.schedule(recipe.denoising_steps, tiny_size(FAMILY.name)),
         size=tiny_size(FAMILY.name),
@@ -91,7 +88,7 @@ def rollout(model: DiffusionModel, recipe: Recipe, step: int, group: int) -> Sco
         conditioning,
         plans,
         slice_,
-        RolloutSettings(RUN_SEED, algorithm.needs, algorithm.same_initial_noise),
+        RolloutSettings(RUN_SEED, algorithm.needs, algorithm.settings.same_initial_noise),
         version=step,
     )
     return ScoredGroup(conditioning, generated.trajectories, tuple(brightness(decode_slice(model, generated))))

@@ -59,7 +59,7 @@ def test_stale_samples_are_at_most_the_share_and_one_version_old(share: float, l
 
 def test_a_journal_decides_the_same_again(live: LiveRuns) -> None:
     for run in (live.finished(*PIPELINED), live.finished(*COLOCATED), live.finished(*WAYS["two generators"])):
-        opening = opening_of(json.loads(run.run.read_text())["opening"])
+        opening = opening_of(json.loads(run.run.read_text())["initial_state"])
         for told, decided in replayed(opening, run.journal):
             assert told.actions == decided.actions
 

@@ -9,8 +9,9 @@ from number_images import HEIGHT, WIDTH
 from torch import Tensor
 
 from digenrl.config.rewards import OcrSettings
+from digenrl.config.windows import EulerOnly
 from digenrl.generation.rollout import RolloutSettings, generate_pixels
-from digenrl.generation.windows import EulerOnly, plan_rollouts
+from digenrl.generation.windows import plan_rollouts
 from digenrl.models.contract import DiffusionModel, SampleSize
 from digenrl.models.trajectory import StepNoise
 from digenrl.records import SampleId

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ray
 
 from digenrl.exchange.folder import WeightsReference
-from digenrl.transports.contract import TensorsLost
+from digenrl.transports.contract import InputsLost
 from digenrl.worker.assignment import Assignment
 from digenrl.worker.orders import Order, OrderFailed, Report
 
@@ -121,7 +121,7 @@ class WorkerActor:
         self._tensors.open(came)
         report = self._worker.handle(order)
         if isinstance(report, OrderFailed) and (lost := getattr(self._tensors, "lost", ())):
-            report = TensorsLost(lost)
+            report = InputsLost(lost)
         left, leaves = self._tensors.close(), order.leaves()
         assert left.keys() <= set(leaves), f"{order} left {sorted(left)}, expected {leaves}"
         answer = pickle.dumps(report)

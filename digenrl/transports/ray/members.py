@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -42,7 +41,7 @@ class Member:
     planned_node: str | None
     asked_s: float
     birth_reference: Any
-    queue: deque[Sent] = field(default_factory=deque)
+    pending: dict[int | None, Sent] = field(default_factory=dict)  # by job; None is the start
     placed_s: float | None = None
     birth: Birth | None = None
     ready: bool = False
@@ -60,9 +59,8 @@ class Member:
         return self.planned_node if self.birth is None else self.birth.node_id
 
     def awaited(self) -> Iterator[Any]:
-        """Everything whose arrival is news; orders are answered one after the other."""
-        if self.queue:
-            yield self.queue[0].report
+        """Everything whose arrival is news."""
+        yield from (sent.report for sent in self.pending.values())
         if self.birth is None:
             yield self.birth_reference
         elif self.ping is not None:

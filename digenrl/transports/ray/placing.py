@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from digenrl.config.cluster import GeneratorPool, Place
+from digenrl.config.cluster import ClusterGeneratorPool, WorkerResources
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
 from digenrl.transports.ray.capacity import ClusterFacts, Need, check_capacity
@@ -68,7 +68,9 @@ def _crew(recipe: Recipe, has_gpus: bool, checkpoint: Path | None, run: Path | N
     rewards = _number(recipe.lanes.rewards, "lanes.rewards")
     cluster = recipe.cluster
 
-    def assign(name: str, duties: set[Duty], place: Place, pool: GeneratorPool | None = None) -> Assignment:
+    def assign(
+        name: str, duties: set[Duty], place: WorkerResources, pool: ClusterGeneratorPool | None = None
+    ) -> Assignment:
         gpus = place.gpus if place.gpus is not None else _gpus_by_default(recipe, has_gpus)
         return Assignment(
             name=name,
@@ -91,11 +93,13 @@ def _crew(recipe: Recipe, has_gpus: bool, checkpoint: Path | None, run: Path | N
     )
 
 
-def _lanes(recipe: Recipe) -> tuple[list[tuple[str, GeneratorPool]], list[tuple[str, GeneratorPool]]]:
+def _lanes(
+    recipe: Recipe,
+) -> tuple[list[tuple[str, ClusterGeneratorPool]], list[tuple[str, ClusterGeneratorPool]]]:
     """Generators by name and pool, those of the beginning and those that may join; all are numbered through."""
     pools = recipe.cluster.generators
     if not pools:
-        pools = (GeneratorPool(count=_number(recipe.lanes.generators, "lanes.generators")),)
+        pools = (ClusterGeneratorPool(count=_number(recipe.lanes.generators, "lanes.generators")),)
     now = [pool for pool in pools for _ in range(pool.count)]
     later = [pool for pool in pools for _ in range((pool.up_to or pool.count) - pool.count)]
     names = _numbered()
@@ -109,14 +113,18 @@ def _numbered() -> Iterator[str]:
         index += 1
 
 
-def _place_of(assignment: Assignment) -> tuple[str, Place]:
+def _place_of(assignment: Assignment) -> tuple[str, WorkerResources]:
     """The recipe's key for a worker's place, and the place."""
     cluster = assignment.recipe.cluster
     if "learn" in assignment.duties:
         return "cluster.trainer", cluster.trainer
     if "generate" in assignment.duties:
         pool = next((pool for pool in cluster.generators if pool.name == assignment.pool), None)
-        return ("lanes.generators", Place()) if pool is None else (f"cluster.generators: pool '{pool.name}'", pool)
+        return (
+            ("lanes.generators", WorkerResources())
+            if pool is None
+            else (f"cluster.generators: pool '{pool.name}'", pool)
+        )
     return (
         ("cluster.encoder", cluster.encoder)
         if "encode" in assignment.duties

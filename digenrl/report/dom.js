@@ -1,4 +1,4 @@
-// Building the page. Text from the run becomes text nodes only, so nothing in a prompt can become markup.
+// Builds elements. Text from the run becomes text nodes only, so nothing in a prompt can become markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -6,7 +6,7 @@ function byId(id) {
   return document.getElementById(id);
 }
 
-// An element with attributes and children; a child that is no node becomes text.
+// An element with attributes and children; a child that is not a node becomes text.
 function make(name, attributes = {}, ...children) {
   return filled(document.createElement(name), attributes, children);
 }
@@ -23,14 +23,14 @@ function filled(element, attributes, children) {
   return element;
 }
 
-// The colour behind a name of the style sheet, as it is in the present theme.
+// The colour of a variable of the style sheet in the current theme.
 function colour(name) {
   const probe = colour.probe ?? (colour.probe = document.body.appendChild(make("i", { hidden: true })));
   probe.style.color = `var(--${name})`;
   return getComputedStyle(probe).color;
 }
 
-// A canvas made sharp for the screen; returns its pen, set to the size in the page's pixels.
+// Resizes a canvas to the screen's resolution; returns its context, scaled to CSS pixels.
 function sharpPen(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1;
   canvas.width = Math.max(1, Math.round(width * ratio));
@@ -40,7 +40,7 @@ function sharpPen(canvas, width, height) {
   return pen;
 }
 
-// Everything painted on a canvas must be painted again when sizes or the theme change.
+// Canvases must be repainted when sizes or the theme change.
 const repainters = [];
 
 function repaintWith(paint) {
@@ -52,7 +52,7 @@ function repaintAll() {
   for (const paint of repainters) paint();
 }
 
-// Puts a tip near a place of its frame, inside the frame's width.
+// Places a tooltip near a point of its frame, inside the frame's width.
 function placeTip(tip, x, y) {
   const frame = tip.parentElement;
   tip.hidden = false;

@@ -1,19 +1,19 @@
-// The tables: use of the lanes, predicted step times, and the recipe.
+// The tables: lane utilisation, predicted step times, and the recipe.
 
 function showUtilisation(utilisation, timeline) {
   if (!timeline.kinds.length) return;
   byId("utilisation").hidden = false;
-  byId("utilisation-lead").textContent = "Shares of the time each lane was there. What no work fills is idle, a bubble. "
-    + "Publishing goes on beside other work and is not part of the sum.";
-  const choices = [["steady", "steady state", utilisation.steady], ["run", "whole run", utilisation.run]].filter((one) => one[2]);
-  const buttons = choices.map(([id, words, shares]) => {
-    const button = make("button", { type: "button", id: `utilisation-${id}` }, `${words}, ${duration(shares.seconds * 1e6)}`);
+  byId("utilisation-lead").textContent = "Shares of the time each lane was present. Time without work is idle, a bubble. "
+    + "Publishing runs concurrently with other work and is not part of the sum.";
+  const choices = [["steady", "steady state", utilisation.steady], ["run", "whole run", utilisation.run]].filter((choice) => choice[2]);
+  const buttons = choices.map(([id, label, shares]) => {
+    const button = make("button", { type: "button", id: `utilisation-${id}` }, `${label}, ${duration(shares.seconds * 1e6)}`);
     button.addEventListener("click", () => show(id));
     return button;
   });
   byId("utilisation-choice").append(...buttons);
   const show = (id) => {
-    choices.forEach(([each], place) => buttons[place].setAttribute("aria-pressed", each === id));
+    choices.forEach(([each], index) => buttons[index].setAttribute("aria-pressed", each === id));
     fillUtilisation(utilisation[id].lanes, timeline);
   };
   let shown = choices[0][0];
@@ -21,11 +21,11 @@ function showUtilisation(utilisation, timeline) {
   repaintWith(() => show(shown));
 }
 
-// A column for each work, fresh and stale together; `kinds` tells their colours.
+// A column per kind of work, fresh and stale together.
 function fillUtilisation(shares, timeline) {
-  const kinds = timeline.kinds.filter((kind) => !kind.beside);
+  const kinds = timeline.kinds.filter((kind) => !kind.concurrent);
   const works = [...new Set(kinds.map((kind) => kind.work))];
-  const looks = new Map([...kinds.filter((kind) => kind.stale), ...kinds.filter((kind) => !kind.stale)].map((kind) => [kind.work, kind]));
+  const styles = new Map([...kinds.filter((kind) => kind.stale), ...kinds.filter((kind) => !kind.stale)].map((kind) => [kind.work, kind]));
   const present = timeline.lanes.filter((lane) => shares[lane.name]);
   const elsewhere = present.some((lane) => shares[lane.name].elsewhere > 5e-4);
   const publishing = present.some((lane) => shares[lane.name].publishing > 0);
@@ -43,7 +43,7 @@ function fillUtilisation(shares, timeline) {
     if (publishing) numbers.push(own.publishing);
     body.append(make("tr", {},
       make("th", { scope: "row", title: lane.device || null }, lane.name),
-      make("td", { class: "shares" }, shareBar(own, looks)),
+      make("td", { class: "shares" }, shareBar(own, styles)),
       ...numbers.map((share) => make("td", { class: share ? null : "zero" }, share ? percent(share, 1) : NONE))));
   }
   const head = heads.filter((words) => words !== null).map((words) => make("th", { scope: "col", class: words === "shares" ? "shares" : null }, words));
@@ -51,16 +51,16 @@ function fillUtilisation(shares, timeline) {
   for (const canvas of byId("utilisation-table").querySelectorAll("canvas")) canvas.paint();
 }
 
-function shareBar(own, looks) {
+function shareBar(own, styles) {
   const canvas = make("canvas", { "aria-hidden": "true" });
   canvas.paint = () => {
     const width = canvas.clientWidth;
     const pen = sharpPen(canvas, width, 16);
-    const paints = ganttPaints([...looks.values()]);
+    const paints = ganttPaints([...styles.values()]);
     let x = 0;
-    [...looks.entries()].forEach(([work, kind], place) => {
+    [...styles.entries()].forEach(([work, kind], index) => {
       const part = (own.works[work] ?? 0) * width;
-      if (part > 0) paintBlock(pen, paints, kind, place, x, 0, part, 16);
+      if (part > 0) paintBlock(pen, paints, kind, index, x, 0, part, 16);
       x += part;
     });
     for (const [share, fill] of [[own.elsewhere, paints.colours.elsewhere], [own.idle, paints.idle]]) {
@@ -75,8 +75,8 @@ function shareBar(own, looks) {
 function showPrediction(prediction) {
   if (!prediction) return;
   byId("prediction").hidden = false;
-  byId("prediction-lead").textContent = "The simulator foretells the time of a step from costs that the run "
-    + "measured itself. Each step is held against the newest prediction made before it was done.";
+  byId("prediction-lead").textContent = "The simulator predicts the time of a step from costs that the run "
+    + "measured. Each step is compared with the newest prediction made before it ended.";
   showCharts(byId("prediction-chart"), [{
     title: "Seconds per step", x: prediction.steps, unit: "",
     series: [
@@ -89,11 +89,11 @@ function showPrediction(prediction) {
     ["median measured", `${number(median(prediction.measured_s))} s`],
     ["median predicted", `${number(median(prediction.predicted_s))} s`],
     ["median error", percent(prediction.median_error, 1)],
-    ["median, with sign", signedPercent(median(prediction.errors))],
+    ["median signed error", signedPercent(median(prediction.errors))],
     ["largest error", percent(Math.max(...prediction.errors.map(Math.abs)), 1)],
   ];
-  byId("prediction-table").append(make("tbody", {}, ...rows.map(([what, value]) =>
-    make("tr", {}, make("th", { scope: "row" }, what), make("td", {}, value)))));
+  byId("prediction-table").append(make("tbody", {}, ...rows.map(([label, value]) =>
+    make("tr", {}, make("th", { scope: "row" }, label), make("td", {}, value)))));
   const heads = ["step", "measured", "predicted", "error"].map((words) => make("th", { scope: "col" }, words));
   byId("prediction-steps").append(make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...prediction.steps.map((step, i) =>
     make("tr", {}, make("th", { scope: "row" }, String(step)), make("td", {}, `${number(prediction.measured_s[i])} s`),
@@ -108,6 +108,6 @@ function median(values) {
 
 function showRecipe(content) {
   byId("recipe-text").textContent = content.recipe;
-  byId("opening").hidden = !content.opening;
-  byId("opening-text").textContent = content.opening;
+  byId("initial-state").hidden = !content.initial_state;
+  byId("initial-state-text").textContent = content.initial_state;
 }

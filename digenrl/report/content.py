@@ -1,7 +1,8 @@
-"""Everything the page shows, as plain data: what ran, headline numbers, pictures, curves, lanes, the recipe."""
+"""The data of the report's page: settings, headline figures, samples, curves, lanes and the recipe."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -9,25 +10,25 @@ from typing import Any
 import yaml
 
 from digenrl.config.recipe import Recipe
-from digenrl.telemetry.report import curves, headline
-from digenrl.telemetry.report.grids import grids
-from digenrl.telemetry.report.lane_shares import LaneShares, Window, mean_busy, shares_of_lanes, steady_window
-from digenrl.telemetry.report.records import RunRecord
-from digenrl.telemetry.report.timeline import timeline
+from digenrl.report import curves, headline
+from digenrl.report.grids import grids
+from digenrl.report.timeline import timeline
+from digenrl.run_folder.reading import RunRecord
+from digenrl.telemetry.lane_shares import LaneShares, Window, lane_shares, mean_busy, steady_window
 from digenrl.telemetry.trace import TRAINER_LANE, LaneInfo, Trace
 
 
 def content_of(run: RunRecord) -> dict[str, Any]:
     """The page's data, ready for JSON."""
     return {
-        "name": run.name,
-        "status": run.status,
-        "started": run.started,
-        "digenrl": run.digenrl,
+        "name": run.info.name,
+        "status": run.info.status.value,
+        "started": run.info.started.isoformat(),
+        "digenrl": run.info.digenrl,
         "about": about(run),
         "techniques": techniques(run.recipe),
         "headline": headline_of(run),
-        "grids": grids(run.evaluations),
+        "grids": grids(run),
         "curves": {
             "reward": [asdict(chart) for chart in curves.reward_charts(run)],
             "parts": [asdict(chart) for chart in curves.part_charts(run)],
@@ -39,12 +40,12 @@ def content_of(run: RunRecord) -> dict[str, Any]:
         "utilisation": utilisation(run),
         "prediction": prediction_of(run),
         "recipe": run.recipe_text,
-        "opening": yaml.safe_dump(dict(run.opening), sort_keys=False) if run.opening else "",
+        "initial_state": yaml.safe_dump(run.info.initial_state, sort_keys=False) if run.info.initial_state else "",
     }
 
 
 def about(run: RunRecord) -> list[tuple[str, str]]:
-    """What was run, line by line."""
+    """The most important settings: label and value."""
     recipe, batch = run.recipe, run.recipe.batch
     return [
         ("Model", f"{recipe.model.family}, {recipe.model.source}"),
@@ -59,16 +60,16 @@ def about(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def techniques(recipe: Recipe) -> list[dict[str, Any]]:
-    """The techniques that there are in the recipe's mode: their names, whether they were on, and how."""
+    """The techniques of the recipe's mode: their names, whether they were on, and their settings."""
     chosen = recipe.techniques
-    tsp = _technique("TSP", "many (sample, time-step) pairs in one forward", chosen.tsp)
-    if recipe.mode == "colocated":  # the others are for lanes that work at the same time
+    tsp = _technique("TSP", "several (sample, time-step) pairs per forward pass", chosen.tsp)
+    if recipe.topology.shares_cards:  # the others need lanes that work concurrently
         return [tsp]
     tag_on, tcss_on = chosen.tag != "none", chosen.tcss > 0
     return [
-        _technique("GAP", "groups stream to the trainer as they complete", chosen.gap),
+        _technique("GAP", "groups are trained as they complete", chosen.gap),
         tsp,
-        _technique("TAG", "the trainer helps to generate", tag_on, str(chosen.tag) if tag_on else ""),
+        _technique("TAG", "the trainer helps generate", tag_on, str(chosen.tag) if tag_on else ""),
         _technique(
             "TCSS", "some samples start on older weights", tcss_on, f"{chosen.tcss:.0%}" if tcss_on else ""
         ),
@@ -76,37 +77,37 @@ def techniques(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def headline_of(run: RunRecord) -> dict[str, Any]:
-    """The headline numbers; what the run did not measure is None."""
+    """The headline figures; None for what the run did not measure."""
     reward = headline.reward_change(run.steps)
     steady = steady_window(run.trace)
     whole = Window(0, run.trace.end_ns)
     pools = list(dict.fromkeys(lane.pool for lane in run.trace.lanes))
-    shares = shares_of_lanes(run.trace, steady or whole)
-    prediction, in_turn = headline.prediction(run.steps), run.trace.shared_cards
+    shares = lane_shares(run.trace, steady or whole)
+    accuracy, colocated = headline.prediction_accuracy(run.steps), run.trace.shared_cards
     return {
         "reward": asdict(reward) if reward else None,
         "reward_steps": headline.ends_averaged(len(run.steps)),
         "held_out": {name: asdict(change) for name, change in headline.held_out_changes(run).items()},
         "samples_per_s": headline.samples_per_second(run.steps),
         "busy": mean_busy(_cards(run.trace), shares) if run.trace.spans else None,
-        "busy_of": "Card" if in_turn else "Lanes",
+        "busy_of": "Card" if colocated else "Lanes",
         "busy_by_pool": {
             pool: mean_busy([lane for lane in run.trace.lanes if lane.pool == pool], shares) for pool in pools
         },
         "steady": steady is not None,
-        "stale_share": None if in_turn else headline.share_of_samples(run.steps, "stale_share"),
-        "helped_share": None if in_turn else headline.share_of_samples(run.steps, "helped_share"),
-        "prediction_error": prediction.median_error if prediction else None,
+        "stale_share": None if colocated else headline.share_of_samples(run.steps, "stale_share"),
+        "helped_share": None if colocated else headline.share_of_samples(run.steps, "helped_share"),
+        "prediction_error": accuracy.median_error if accuracy else None,
     }
 
 
 def _cards(trace: Trace) -> Sequence[LaneInfo]:
-    """Lanes that stand for a device each: where all share one, the trainer for it."""
+    """One lane per device: where all lanes share one device, only the trainer."""
     return [lane for lane in trace.lanes if not trace.shared_cards or lane.name == TRAINER_LANE]
 
 
 def utilisation(run: RunRecord) -> dict[str, Any]:
-    """Every lane's shares, over the run and in the steady state (None where there is none)."""
+    """Every lane's shares, over the whole run and in the steady state; None if it was not reached."""
     steady = steady_window(run.trace)
     return {
         "run": _shares(run, Window(0, run.trace.end_ns)),
@@ -115,17 +116,17 @@ def utilisation(run: RunRecord) -> dict[str, Any]:
 
 
 def prediction_of(run: RunRecord) -> dict[str, Any] | None:
-    """Predicted against measured step times; None if nothing was predicted."""
-    found = headline.prediction(run.steps)
-    if found is None:
+    """Predicted and measured step times; None if nothing was predicted."""
+    accuracy = headline.prediction_accuracy(run.steps)
+    if accuracy is None:
         return None
-    return {**asdict(found), "errors": found.errors, "median_error": found.median_error}
+    return {**asdict(accuracy), "errors": accuracy.errors, "median_error": accuracy.median_error}
 
 
 def _shares(run: RunRecord, window: Window) -> dict[str, Any]:
     return {
         "seconds": (window.end_ns - window.start_ns) / 1e9,
-        "lanes": {name: _lane_entry(shares) for name, shares in shares_of_lanes(run.trace, window).items()},
+        "lanes": {name: _lane_entry(shares) for name, shares in lane_shares(run.trace, window).items()},
     }
 
 
@@ -138,8 +139,8 @@ def _lane_entry(shares: LaneShares) -> dict[str, Any]:
     }
 
 
-def _technique(name: str, words: str, on: bool, setting: str = "") -> dict[str, Any]:
-    return {"name": name, "words": words, "on": on, "setting": setting}
+def _technique(name: str, description: str, on: bool, setting: str = "") -> dict[str, Any]:
+    return {"name": name, "description": description, "on": on, "setting": setting}
 
 
 def _trained(recipe: Recipe) -> str:
@@ -161,10 +162,7 @@ def _samples(recipe: Recipe) -> str:
 
 
 def _lanes(run: RunRecord) -> str:
-    counts: dict[tuple[str, str], int] = {}
-    for lane in run.trace.lanes:
-        kind = (lane.pool, run.devices.get(lane.name, "").partition(":")[0])
-        counts[kind] = counts.get(kind, 0) + 1
+    counts = Counter((lane.pool, lane.device.partition(":")[0]) for lane in run.info.lanes)
     return ", ".join(
         f"{count} {pool}{f' ({device})' if device else ''}" for (pool, device), count in counts.items()
     )

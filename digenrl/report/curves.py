@@ -1,4 +1,4 @@
-"""Which curves the page shows, in which order, and under which titles."""
+"""The curves of the page: their order and titles."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from digenrl.telemetry.report.records import Evaluation, RunRecord, StepMetrics
+from digenrl.run_folder.metric_lines import EvaluationRecord, StepRecord
+from digenrl.run_folder.reading import RunRecord
 
 _PART = "reward/"
 
@@ -15,7 +16,7 @@ Points: TypeAlias = tuple[float | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line: `y` has a value or a gap for every x; `spread` is the half width of a band around it."""
+    """One curve: `y` has a value or None for every x; `spread` is the half width of a band around it."""
 
     name: str
     y: Points
@@ -24,7 +25,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Lines over one x axis, which counts optimizer steps."""
+    """Curves over optimizer steps."""
 
     title: str
     x: tuple[int, ...]
@@ -33,28 +34,28 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True)
-class _Planned:
+class _ChartSpec:
     title: str
-    names: Mapping[str, str]  # metric -> its name in the legend
+    labels: Mapping[str, str]  # metric -> its label in the legend
     unit: str = ""
 
 
 _HEALTH = (
-    _Planned("Samples per second", {"samples_per_s": "samples/s"}),
-    _Planned("Gradient norm", {"gradient_norm": "gradient norm"}),
-    _Planned("KL to the reference", {"kl": "KL"}),
-    _Planned("Policy ratio", {"ratio_mean": "mean", "ratio_max": "largest"}),
-    _Planned("Clipped ratios", {"clip_fraction": "clipped"}, "share"),
-    _Planned("Log-probability mismatch", {"log_prob_mismatch": "mismatch"}),
-    _Planned("Stale and helped samples", {"stale_share": "stale", "helped_share": "helped"}, "share"),
-    _Planned("Groups without spread", {"zero_spread_groups": "groups"}),
+    _ChartSpec("Samples per second", {"samples_per_s": "samples/s"}),
+    _ChartSpec("Gradient norm", {"gradient_norm": "gradient norm"}),
+    _ChartSpec("KL to the reference", {"kl": "KL"}),
+    _ChartSpec("Policy ratio", {"ratio_mean": "mean", "ratio_max": "largest"}),
+    _ChartSpec("Clipped ratios", {"clip_fraction": "clipped"}, "share"),
+    _ChartSpec("Log-probability mismatch", {"log_prob_mismatch": "mismatch"}),
+    _ChartSpec("Stale and helped samples", {"stale_share": "stale", "helped_share": "helped"}, "share"),
+    _ChartSpec("Groups without spread", {"zero_spread_groups": "groups"}),
 )
-# Shown elsewhere on the page, or no measurement.
+# Shown elsewhere on the page, or not a measurement.
 _NOT_PLOTTED = frozenset({"reward_mean", "reward_std", "step_s", "predicted_step_s", "at_s", "version", "samples"})
 
 
 def reward_charts(run: RunRecord) -> tuple[Chart, ...]:
-    """The training reward with its spread; none if the run has no reward yet."""
+    """The training reward with its standard deviation; none before the first reward."""
     mean = _column(run.steps, "reward_mean")
     if not _any(mean):
         return ()
@@ -64,7 +65,7 @@ def reward_charts(run: RunRecord) -> tuple[Chart, ...]:
 
 
 def part_charts(run: RunRecord) -> tuple[Chart, ...]:
-    """One chart for each part of the training reward."""
+    """One chart per part of the training reward."""
     x = tuple(step.step for step in run.steps)
     parts = [name for name in _names(run.steps) if name.startswith(_PART)]
     return tuple(
@@ -74,8 +75,8 @@ def part_charts(run: RunRecord) -> tuple[Chart, ...]:
 
 
 def held_out_charts(run: RunRecord) -> tuple[Chart, ...]:
-    """One chart for each held-out number; x is the number of optimizer steps done."""
-    x = tuple(evaluation.step for evaluation in run.evaluations)
+    """One chart per held-out metric; x is the number of optimizer steps done."""
+    x = tuple(evaluation.steps_done for evaluation in run.evaluations)
     charts = []
     for name in _names(run.evaluations):
         if name == "reward_mean" or name.startswith(_PART):
@@ -88,28 +89,28 @@ def health_charts(run: RunRecord) -> tuple[Chart, ...]:
     """Speed, gradients and policy drift, as far as the run measured them."""
     x = tuple(step.step for step in run.steps)
     charts = []
-    for planned in _HEALTH:
-        columns = {words: _column(run.steps, name) for name, words in planned.names.items()}
-        series = tuple(Series(words, column) for words, column in columns.items() if _any(column))
+    for spec in _HEALTH:
+        columns = {label: _column(run.steps, name) for name, label in spec.labels.items()}
+        series = tuple(Series(label, column) for label, column in columns.items() if _any(column))
         if series:
-            charts.append(Chart(planned.title, x, series, planned.unit))
+            charts.append(Chart(spec.title, x, series, spec.unit))
     return tuple(charts)
 
 
 def other_charts(run: RunRecord) -> tuple[Chart, ...]:
-    """Whatever else the run wrote down, under its own name."""
+    """All other metrics of the run, under their own names."""
     x = tuple(step.step for step in run.steps)
-    shown = _NOT_PLOTTED.union(*(planned.names for planned in _HEALTH))
+    shown = _NOT_PLOTTED.union(*(spec.labels for spec in _HEALTH))
     names = [name for name in _names(run.steps) if name not in shown and not name.startswith(_PART)]
     return tuple(Chart(name, x, (Series(name, _column(run.steps, name)),)) for name in names)
 
 
-def _names(rows: Iterable[StepMetrics | Evaluation]) -> list[str]:
-    """Every metric's name, in the order in which they first appear."""
+def _names(rows: Iterable[StepRecord | EvaluationRecord]) -> list[str]:
+    """The names of all metrics, in order of first appearance."""
     return list(dict.fromkeys(name for row in rows for name in row.values))
 
 
-def _column(rows: Iterable[StepMetrics | Evaluation], name: str) -> Points:
+def _column(rows: Iterable[StepRecord | EvaluationRecord], name: str) -> Points:
     return tuple(row.values.get(name) for row in rows)
 
 

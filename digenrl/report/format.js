@@ -1,10 +1,10 @@
-// Numbers as people read them.
+// Formats numbers and times.
 
 const NONE = "\u2013";
 const MINUS = "\u2212";
 const THIN = "\u202f";
 
-// Three significant digits, more for large whole parts; very small numbers as powers of ten.
+// Three significant digits, more for large integer parts; very small numbers in scientific notation.
 function number(value) {
   if (value === null || value === undefined) return NONE;
   if (value === 0) return "0";
@@ -18,14 +18,14 @@ function number(value) {
   return sign + Number(size.toPrecision(3)).toString();
 }
 
-// A measured value, zeros at the end included.
+// A measured value, including trailing zeros.
 function reading(value, digits = 3) {
   const size = Math.abs(value ?? 0);
   if (value === null || size >= 1000 || size < 1e-3) return number(value);
   return value.toPrecision(digits).replace("-", MINUS);
 }
 
-// Two numbers beside each other, with the same number of decimals.
+// Two numbers with the same number of decimals.
 function numbersAlike(first, second) {
   const largest = Math.max(Math.abs(first), Math.abs(second));
   if (largest === 0 || largest >= 100 || largest < 0.01) return [number(first), number(second)];
@@ -33,7 +33,7 @@ function numbersAlike(first, second) {
   return [first, second].map((value) => value.toFixed(decimals).replace("-", MINUS));
 }
 
-// A share in percent; only what is whole reads 0 % or 100 %.
+// A share in percent; only exact values read 0 % or 100 %.
 function percent(share, decimals = 0) {
   if (share === null || share === undefined) return NONE;
   const least = 10 ** -decimals;
@@ -47,7 +47,7 @@ function signedPercent(share) {
   return (share > 0 ? "+" : "") + `${(100 * share).toFixed(1).replace("-", MINUS)}${THIN}%`;
 }
 
-// A time span, from microseconds, with as many digits as it deserves.
+// A duration, given in microseconds.
 function duration(us) {
   const s = us / 1e6;
   if (s >= 3600) return `${Math.floor(s / 3600)} h ${Math.floor(s / 60) % 60} min`;
@@ -68,14 +68,14 @@ function clock(us, step, long) {
   return `${Math.floor(whole / 3600)}:${two(Math.floor(whole / 60) % 60)}:${two(whole % 60)}${rest}`;
 }
 
-// The smallest of 1, 2, 5, 10, ... that cuts `extent` into at most `most` parts.
+// The smallest of 1, 2, 5, 10, ... that divides `extent` into at most `most` parts.
 function roundStep(extent, most) {
   const rough = extent / most;
   const decade = 10 ** Math.floor(Math.log10(rough));
   return decade * [1, 2, 5, 10].find((factor) => factor * decade >= rough * 0.999999);
 }
 
-// The same for times in a run of hours, whose ticks should fall on whole minutes and hours.
+// The same for long runs, whose ticks should fall on whole minutes and hours.
 function roundTimeStep(us, most) {
   const seconds = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200];
   const rough = us / most / 1e6;
@@ -83,14 +83,14 @@ function roundTimeStep(us, most) {
   return 1e6 * (seconds.find((step) => step >= rough) ?? 86400 * Math.ceil(rough / 86400));
 }
 
-// A tick's value with the decimals that its distance to the next one calls for.
-function tickWords(value, step) {
+// A tick's value with as many decimals as its distance to the next one requires.
+function tickLabel(value, step) {
   const size = Math.abs(value);
   if (size > 0 && (size < 1e-3 || size >= 1000)) return number(value);
   return value.toFixed(Math.max(0, -Math.floor(Math.log10(step) + 1e-9))).replace("-", MINUS);
 }
 
-function metricWords(name) {
+function metricLabel(name) {
   return name === "reward_mean" ? "reward" : name.replace(/^reward\//, "");
 }
 

@@ -1,4 +1,4 @@
-"""The few numbers that say how a run went."""
+"""The headline figures of a run."""
 
 from __future__ import annotations
 
@@ -7,28 +7,25 @@ from dataclasses import dataclass
 from fractions import Fraction
 from statistics import fmean, median
 
-from digenrl.telemetry.report.records import RunRecord, StepMetrics
+from digenrl.run_folder.metric_lines import StepRecord
+from digenrl.run_folder.reading import RunRecord
 
-# A single step's reward is noisy: its ends are means over one step in twenty.
+# The reward of a single step is noisy: the first and the last are means over 1/20 of the steps.
 _ENDS = Fraction(1, 20)
 _MOST_HELD_OUT = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A number before and after training."""
+    """A value before and after training."""
 
     before: float
     after: float
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
-    """How well the simulator foretold the length of steps: `errors` are shares of the measured time.
-
-    An error above 0 is a step foretold longer than it was. A step is held against the newest prediction made
-    before it was done.
-    """
+class PredictionAccuracy:
+    """Predicted and measured step times. Each step is compared with the newest prediction made before it ended."""
 
     steps: tuple[int, ...]
     predicted_s: tuple[float, ...]
@@ -36,23 +33,23 @@ class Prediction:
 
     @property
     def errors(self) -> tuple[float, ...]:
-        """(predicted - measured) / measured, step by step."""
+        """(predicted - measured) / measured for every step."""
         pairs = zip(self.predicted_s, self.measured_s, strict=True)
         return tuple((predicted - measured) / measured for predicted, measured in pairs)
 
     @property
     def median_error(self) -> float:
-        """The median of the errors' sizes."""
+        """The median of the absolute errors."""
         return median(abs(error) for error in self.errors)
 
 
 def ends_averaged(count: int) -> int:
-    """Over how many steps the first and the last reward are averaged."""
+    """The number of steps over which the first and the last reward are averaged."""
     return max(1, int(count * _ENDS))
 
 
-def reward_change(steps: tuple[StepMetrics, ...]) -> Change | None:
-    """The mean training reward of the first and of the last steps; None without any."""
+def reward_change(steps: tuple[StepRecord, ...]) -> Change | None:
+    """The mean training reward of the first and of the last steps; None without rewards."""
     rewards = [step.values["reward_mean"] for step in steps if "reward_mean" in step.values]
     if not rewards:
         return None
@@ -61,7 +58,7 @@ def reward_change(steps: tuple[StepMetrics, ...]) -> Change | None:
 
 
 def held_out_changes(run: RunRecord) -> dict[str, Change]:
-    """The held-out reward and its finest parts (`ocr.exact`), first and last evaluation; three at most."""
+    """The held-out reward and its sub-parts (`ocr.exact`) in the first and last evaluation; at most three."""
     if len(run.evaluations) < 2:
         return {}
     first, last = run.evaluations[0].values, run.evaluations[-1].values
@@ -71,23 +68,23 @@ def held_out_changes(run: RunRecord) -> dict[str, Change]:
     return {name: Change(first[name], last[name]) for name in chosen[:_MOST_HELD_OUT]}
 
 
-def samples_per_second(steps: tuple[StepMetrics, ...]) -> float | None:
-    """Samples over time. The first step also warms up, so it counts only if it is the only one."""
+def samples_per_second(steps: tuple[StepRecord, ...]) -> float | None:
+    """Throughput without the first step, which includes warm-up, unless it is the only one."""
     timed = [step.values for step in steps if {"samples", "step_s"} <= step.values.keys()]
     steady = timed[1:] or timed
     seconds = sum(values["step_s"] for values in steady)
     return sum(values["samples"] for values in steady) / seconds if seconds > 0 else None
 
 
-def share_of_samples(steps: tuple[StepMetrics, ...], name: str) -> float | None:
-    """The share `name` over all samples of the run; None if no step tells."""
-    told = [step.values for step in steps if {"samples", name} <= step.values.keys()]
-    samples = sum(values["samples"] for values in told)
-    return sum(values[name] * values["samples"] for values in told) / samples if samples > 0 else None
+def share_of_samples(steps: tuple[StepRecord, ...], name: str) -> float | None:
+    """The share `name` over all samples of the run; None if no step has it."""
+    known = [step.values for step in steps if {"samples", name} <= step.values.keys()]
+    samples = sum(values["samples"] for values in known)
+    return sum(values[name] * values["samples"] for values in known) / samples if samples > 0 else None
 
 
-def prediction(steps: tuple[StepMetrics, ...]) -> Prediction | None:
-    """Predicted against measured step times, from the first prediction on; None without one."""
+def prediction_accuracy(steps: tuple[StepRecord, ...]) -> PredictionAccuracy | None:
+    """Predicted and measured step times from the first prediction on; None without one."""
     known: list[tuple[int, float, float]] = []
     newest_s: float | None = None
     for step in steps:
@@ -98,4 +95,4 @@ def prediction(steps: tuple[StepMetrics, ...]) -> Prediction | None:
     if not known:
         return None
     numbers, predicted_s, measured = zip(*known, strict=True)
-    return Prediction(numbers, predicted_s, measured)
+    return PredictionAccuracy(numbers, predicted_s, measured)

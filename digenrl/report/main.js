@@ -1,4 +1,4 @@
-// Reads the run's data out of the page and shows it, part by part.
+// Reads the run's data from the page and shows it, section by section.
 
 const content = JSON.parse(byId("content").textContent);
 showHead(content);
@@ -15,6 +15,6 @@ showTimeline(content.timeline);
 showUtilisation(content.utilisation, content.timeline);
 showPrediction(content.prediction);
 showRecipe(content);
-offerThemes();
+addThemeButton();
 window.addEventListener("resize", repaintAll);
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaintAll);

@@ -1,4 +1,4 @@
-// The grids of held-out samples: the first evaluation at the left, any later one at the right.
+// The grids of held-out samples: the first evaluation on the left, any later one on the right.
 
 function showGrids(grids) {
   const shown = grids.shown;
@@ -17,7 +17,7 @@ function showGrids(grids) {
     title.textContent = gridTitle(shown[place], place === shown.length - 1 ? "After" : "During");
     after.lastElementChild.replaceWith(cellsOf(shown[place]));
   };
-  if (shown.length > 2) head.append(chooser(shown, show, grids.written));
+  if (shown.length > 2) head.append(evaluationSlider(shown, show, grids.written));
   show(shown.length - 1);
 }
 
@@ -27,7 +27,7 @@ function gridTitle(entry, when) {
 }
 
 // A slider over the evaluations after the first, with a button at each end.
-function chooser(shown, show, written) {
+function evaluationSlider(shown, show, written) {
   const last = shown.length - 1;
   const slider = make("input", { type: "range", min: 1, max: last, value: last, id: "grid-chooser", "aria-label": "evaluation" });
   const go = (place) => {
@@ -43,8 +43,8 @@ function chooser(shown, show, written) {
   later.addEventListener("click", () => go(Number(slider.value) + 1));
   slider.addEventListener("input", () => go(Number(slider.value)));
   queueMicrotask(() => go(last));
-  const left_out = written > shown.length ? `${shown.length} of ${written} evaluations can be chosen` : null;
-  return make("span", { class: "choose", title: left_out }, earlier, slider, later);
+  const omitted = written > shown.length ? `${shown.length} of ${written} evaluations can be selected` : null;
+  return make("span", { class: "choose", title: omitted }, earlier, slider, later);
 }
 
 function cellsOf(entry) {
@@ -53,7 +53,7 @@ function cellsOf(entry) {
   const holder = make("div", { class: "cells" });
   holder.style.gridTemplateColumns = `repeat(${columns}, minmax(0, 1fr))`;
   const canvases = cells.map((cell, place) => {
-    const canvas = make("canvas", { role: "img", "aria-label": cell ? cellWords(cell) : "grid of samples" });
+    const canvas = make("canvas", { role: "img", "aria-label": cell ? describeCell(cell) : "grid of samples" });
     holder.append(cellFigure(cell, canvas, place));
     return canvas;
   });
@@ -69,7 +69,7 @@ function cellFigure(cell, canvas, place) {
       make("span", { class: "reward" }, cell.reward === null ? "no reward" : reading(cell.reward)),
       make("span", { class: "prompt" }, cell.prompt)),
   );
-  const tip = make("div", { class: "tip", hidden: true }, cellWords(cell));
+  const tip = make("div", { class: "tip", hidden: true }, describeCell(cell));
   figure.append(tip);
   const open = () => {
     placeTip(tip, 0, canvas.offsetHeight - 10);
@@ -93,13 +93,13 @@ function markTwins(place, marked) {
   for (const twin of document.querySelectorAll(`.cell[data-place="${place}"]`)) twin.classList.toggle("twin", marked);
 }
 
-function cellWords(cell) {
+function describeCell(cell) {
   const parts = Object.entries(cell.parts).map(([name, value]) => `${name} ${number(value)}`);
   const reward = cell.reward === null ? [] : [`reward ${reading(cell.reward)}`];
   return [cell.prompt, [...reward, ...parts].join(", ")].join("\n");
 }
 
-// Paints each canvas with its part of the grid's picture; cells are of one size, row by row.
+// Paints each canvas with its part of the grid; cells have the same size, row by row.
 function cutInto(canvases, entry, columns) {
   const { image, gap } = entry;
   const picture = new Image();

@@ -1,7 +1,7 @@
-// The timeline's data: unpacked lanes, searched by time. Times are microseconds.
+// The data of the timeline: unpacked lanes, searchable by time. Times are microseconds.
 
 const NUMBERS_PER_SPAN = 8;
-const LONG_RUN = 7200e6; // from two hours on, times are told as h:mm:ss
+const LONG_RUN = 7200e6; // from two hours on, times are shown as h:mm:ss
 
 function unpackLane(packed) {
   const count = packed.spans.length / NUMBERS_PER_SPAN;
@@ -41,7 +41,7 @@ function unpackIntervals(packed) {
   return intervals;
 }
 
-// The first place whose value is above `limit`; values only grow.
+// The first index whose value is above `limit`; values are sorted.
 function firstAbove(values, limit) {
   let low = 0;
   let high = values.length;
@@ -53,22 +53,22 @@ function firstAbove(values, limit) {
   return low;
 }
 
-// The span of a lane at a time, or -1; work beside other work is found last.
+// The index of a lane's span at a time, or -1; concurrent work is found only where there is nothing else.
 function spanAt(lane, kinds, time) {
   let found = -1;
   for (let i = firstAbove(lane.lastEnd, time - 1); i < lane.count && lane.start[i] <= time; i++) {
     if (lane.end[i] < time) continue;
-    if (found < 0 || kinds[lane.kind[found]].beside || !kinds[lane.kind[i]].beside) found = i;
+    if (found < 0 || kinds[lane.kind[found]].concurrent || !kinds[lane.kind[i]].concurrent) found = i;
   }
   return found;
 }
 
-// How much of each of `bins` equal parts of [from, to) the lane spent on each kind, as shares; bin after bin.
+// The share of each of `bins` equal parts of [from, to) that the lane spent on each kind, bin after bin.
 function sharesOverTime(lane, kinds, from, to, bins) {
   const shares = new Float32Array(bins * kinds.length);
   const width = (to - from) / bins;
   for (let i = firstAbove(lane.lastEnd, from); i < lane.count && lane.start[i] < to; i++) {
-    if (kinds[lane.kind[i]].beside) continue;
+    if (kinds[lane.kind[i]].concurrent) continue;
     forEachBin(lane.start[i] - from, lane.end[i] - from, width, bins, (bin, share) => {
       shares[bin * kinds.length + lane.kind[i]] += share;
     });
@@ -76,7 +76,7 @@ function sharesOverTime(lane, kinds, from, to, bins) {
   return shares;
 }
 
-// The mean share of all lanes that were not idle, in each of `bins` equal parts of the run.
+// The mean busy share of all lanes in each of `bins` equal parts of the run.
 function busyOverTime(lanes, end, bins) {
   const busy = new Float32Array(bins).fill(1);
   for (const { idle } of lanes) {
@@ -98,8 +98,8 @@ function forEachBin(start, end, width, bins, take) {
   }
 }
 
-// All there is to know about a span, in lines.
-function spanWords(lane, kinds, i) {
+// All facts about a span, in lines.
+function describeSpan(lane, kinds, i) {
   const kind = kinds[lane.kind[i]];
   const ids = [`step ${lane.step[i]}`];
   if (lane.group[i] >= 0) ids.push(`group ${lane.group[i]}`);
@@ -109,7 +109,7 @@ function spanWords(lane, kinds, i) {
   const stale = kind.stale ? `, stale: ${age} ${age === 1 ? "version" : "versions"} behind` : "";
   const length = duration(lane.end[i] - lane.start[i]);
   return [
-    `${kind.words}, ${length}`,
+    `${kind.label}, ${length}`,
     ids.join(", "),
     `weights version ${lane.version[i]}${stale}`,
     `${lane.name}, from ${(lane.start[i] / 1e6).toFixed(3)} s to ${(lane.end[i] / 1e6).toFixed(3)} s`,

@@ -1,4 +1,4 @@
-// The timeline one can move in: by pointer, wheel, buttons and keys.
+// Navigation of the timeline by pointer, wheel, buttons and keys.
 
 const NARROWEST_VIEW = 50; // microseconds
 
@@ -11,7 +11,7 @@ function showTimeline(timeline) {
     kinds: timeline.kinds, steps: timeline.steps, end: Math.max(1, timeline.end), lanes,
     layout: ganttRows(lanes), view: { from: 0, to: 1 }, chosen: null,
   };
-  gantt.view = openingView(gantt);
+  gantt.view = initialView(gantt);
   gantt.repaint = oncePerFrame(() => {
     paintGantt(gantt);
     paintOverview(gantt);
@@ -23,14 +23,14 @@ function showTimeline(timeline) {
   showLegend(gantt);
   repaintWith(gantt.repaint);
   new ResizeObserver(gantt.repaint).observe(gantt.canvas.parentElement);
-  offerSteps(gantt);
-  offerButtons(gantt);
-  followPointers(gantt);
-  followOverview(gantt);
-  followKeys(gantt);
+  addStepSelector(gantt);
+  addButtons(gantt);
+  addPointerHandlers(gantt);
+  addOverviewHandlers(gantt);
+  addKeyHandlers(gantt);
 }
 
-// However often it is asked, the work is done once before the page is next drawn.
+// However often it is called, the work is done once per frame.
 function oncePerFrame(work) {
   let asked = false;
   return () => {
@@ -45,12 +45,12 @@ function oncePerFrame(work) {
 
 function timelineLead(gantt) {
   const spans = gantt.lanes.reduce((sum, lane) => sum + lane.count, 0);
-  return `${number(spans)} pieces of work on ${gantt.lanes.length} rows in ${duration(gantt.end)}. Dashed lines are commits: `
-    + "from v3 on, weights have been updated three times. The share at the right is how much of the run a lane was busy.";
+  return `${number(spans)} spans on ${gantt.lanes.length} rows in ${duration(gantt.end)}. Dashed lines are commits: `
+    + "after v3, the weights have been updated three times. The share on the right is a lane's busy share of the run.";
 }
 
-// A short run whole; of a long one three steps from its middle, where the schedule is in its stride.
-function openingView(gantt) {
+// All of a short run; three steps from the middle of a long one, where the schedule is in its steady state.
+function initialView(gantt) {
   const { steps, end } = gantt;
   if (steps.length <= 4) return { from: 0, to: end };
   const middle = Math.floor(steps.length / 2);
@@ -71,7 +71,7 @@ function setView(gantt, from, to) {
   noteStep(gantt);
 }
 
-// Zooms about the share `at` of the view, which stays where it is.
+// Zooms around the share `at` of the view, which stays in place.
 function zoom(gantt, factor, at = 0.5) {
   const { from, to } = gantt.view;
   const width = Math.min(gantt.end, Math.max(NARROWEST_VIEW, (to - from) * factor));
@@ -91,14 +91,14 @@ function showStep(gantt, place) {
   setView(gantt, view.from, view.to);
 }
 
-// The place of the step in the middle of the view.
-function placeInView(gantt) {
+// The index of the step in the middle of the view.
+function stepInView(gantt) {
   const middle = (gantt.view.from + gantt.view.to) / 2;
   const place = gantt.steps.findIndex(([, , end]) => end >= middle);
   return place < 0 ? gantt.steps.length - 1 : place;
 }
 
-function offerSteps(gantt) {
+function addStepSelector(gantt) {
   const select = byId("gantt-step");
   for (const [step] of gantt.steps) select.append(make("option", { value: step }, String(step)));
   select.addEventListener("change", () => showStep(gantt, select.selectedIndex));
@@ -106,13 +106,13 @@ function offerSteps(gantt) {
 }
 
 function noteStep(gantt) {
-  byId("gantt-step").selectedIndex = placeInView(gantt);
+  byId("gantt-step").selectedIndex = stepInView(gantt);
 }
 
-function offerButtons(gantt) {
+function addButtons(gantt) {
   const actions = {
-    "gantt-previous": () => showStep(gantt, placeInView(gantt) - 1),
-    "gantt-next": () => showStep(gantt, placeInView(gantt) + 1),
+    "gantt-previous": () => showStep(gantt, stepInView(gantt) - 1),
+    "gantt-next": () => showStep(gantt, stepInView(gantt) + 1),
     "gantt-in": () => zoom(gantt, 0.5),
     "gantt-out": () => zoom(gantt, 2),
     "gantt-left": () => pan(gantt, -0.5),
@@ -122,7 +122,7 @@ function offerButtons(gantt) {
   for (const [id, act] of Object.entries(actions)) byId(id).addEventListener("click", act);
 }
 
-function followPointers(gantt) {
+function addPointerHandlers(gantt) {
   const { canvas } = gantt;
   const down = new Map();
   let moved = false;
@@ -152,7 +152,7 @@ function followPointers(gantt) {
   canvas.addEventListener("wheel", (event) => wheel(gantt, event), { passive: false });
 }
 
-// One pointer moves the view; two stretch it, and the times under them stay under them.
+// One pointer moves the view; two zoom it, and the times under them stay there.
 function dragView(gantt, before, after) {
   const [a, b] = [timeOf(gantt, before[0]), timeOf(gantt, before[1] ?? before[0])];
   const { left, right } = gantt.plot;
@@ -165,7 +165,7 @@ function dragView(gantt, before, after) {
   setView(gantt, from, from + (right - left) * perPixel);
 }
 
-// The page scrolls with the plain wheel; a modifier, or a sideways wheel, is meant for the timeline.
+// The plain wheel scrolls the page; with a modifier, or horizontally, it moves the timeline.
 function wheel(gantt, event) {
   const { left, right } = gantt.plot;
   if (event.ctrlKey || event.metaKey) {
@@ -177,7 +177,7 @@ function wheel(gantt, event) {
   }
 }
 
-function followOverview(gantt) {
+function addOverviewHandlers(gantt) {
   const { overview } = gantt;
   const centre = (event) => {
     const { left, right } = gantt.plot;
@@ -208,12 +208,12 @@ function pointAt(gantt, x, y) {
   const time = timeOf(gantt, x);
   const i = spanAt(row.lane, gantt.kinds, time);
   choose(gantt, i < 0 ? null : { lane: row.lane, i });
-  if (i < 0) gantt.tip.textContent = emptyWords(row.lane, time);
+  if (i < 0) gantt.tip.textContent = describeGap(row.lane, time);
   if (gantt.tip.textContent) placeTip(gantt.tip, x, row.y + row.height - 8);
 }
 
-// What a lane without work of its own is doing.
-function emptyWords(lane, time) {
+// Describes a lane at a time at which its own row has no work.
+function describeGap(lane, time) {
   for (const [intervals, words] of [[lane.idle, "idle"], [lane.elsewhere, "the card works in another row"]]) {
     const i = firstAbove(intervals.end, time);
     if (i < intervals.count && intervals.start[i] <= time) {
@@ -227,7 +227,7 @@ function emptyWords(lane, time) {
 function choose(gantt, chosen) {
   const same = gantt.chosen?.lane === chosen?.lane && gantt.chosen?.i === chosen?.i;
   gantt.chosen = chosen;
-  gantt.tip.textContent = chosen ? spanWords(chosen.lane, gantt.kinds, chosen.i) : "";
+  gantt.tip.textContent = chosen ? describeSpan(chosen.lane, gantt.kinds, chosen.i) : "";
   if (!chosen) gantt.tip.hidden = true;
   if (!same && gantt.plot) presentGantt(gantt);
 }
@@ -237,15 +237,15 @@ function hideTip(gantt) {
   gantt.tip.hidden = true;
 }
 
-function followKeys(gantt) {
+function addKeyHandlers(gantt) {
   const act = (key, shift) => {
     if (shift && key === "ArrowLeft") return pan(gantt, -0.25);
     if (shift && key === "ArrowRight") return pan(gantt, 0.25);
     const actions = {
-      ArrowLeft: () => walk(gantt, -1), ArrowRight: () => walk(gantt, 1),
+      ArrowLeft: () => chooseNeighbour(gantt, -1), ArrowRight: () => chooseNeighbour(gantt, 1),
       ArrowUp: () => changeLane(gantt, -1), ArrowDown: () => changeLane(gantt, 1),
       "+": () => zoom(gantt, 0.5), "=": () => zoom(gantt, 0.5), "-": () => zoom(gantt, 2),
-      "[": () => showStep(gantt, placeInView(gantt) - 1), "]": () => showStep(gantt, placeInView(gantt) + 1),
+      "[": () => showStep(gantt, stepInView(gantt) - 1), "]": () => showStep(gantt, stepInView(gantt) + 1),
       0: () => setView(gantt, 0, gantt.end), Escape: () => choose(gantt, null),
     };
     if (!actions[key]) return false;
@@ -259,14 +259,14 @@ function followKeys(gantt) {
   gantt.canvas.addEventListener("blur", () => choose(gantt, null));
 }
 
-// To the lane's next or previous span; the view follows.
-function walk(gantt, by) {
+// Chooses the lane's next or previous span; the view follows.
+function chooseNeighbour(gantt, by) {
   const { lane, i } = gantt.chosen ?? { lane: gantt.lanes[0], i: null };
   const start = i === null ? Math.min(firstAbove(lane.start, gantt.view.from), lane.count - 1) : i + by;
   if (start >= 0 && start < lane.count) chooseAndFollow(gantt, lane, start);
 }
 
-// To the neighbouring lane that ever worked, at about the same time.
+// Chooses a span at about the same time on the next lane that has any.
 function changeLane(gantt, by) {
   const time = gantt.chosen ? gantt.chosen.lane.start[gantt.chosen.i] : (gantt.view.from + gantt.view.to) / 2;
   let place = gantt.chosen ? gantt.lanes.indexOf(gantt.chosen.lane) + by : 0;

@@ -1,4 +1,4 @@
-// How the timeline is painted. Stale work is striped, help has a strong edge, bubbles are dotted: never colour alone.
+// Paints the timeline. Stale work is striped, help has a thick edge, bubbles are dotted: never colour alone.
 
 const ROW = { heading: 24, foot: 26, top: 20, left: 118, leftNarrow: 74, right: 52 };
 
@@ -8,7 +8,7 @@ function ganttColours() {
   return Object.fromEntries(names.map((name) => [name, colour(name)]));
 }
 
-// A small tile that repeats; `draw` paints it.
+// A repeating pattern; `draw` paints one tile.
 function tile(size, draw) {
   const canvas = document.createElement("canvas");
   const ratio = window.devicePixelRatio || 1;
@@ -55,7 +55,7 @@ function ganttPaints(kinds) {
   };
 }
 
-// Very dark fills would vanish on dark paper without an edge.
+// Very dark fills would be invisible on a dark background without an edge.
 function isDark(hex) {
   const value = parseInt(hex.slice(1), 16);
   return (value >> 16) + ((value >> 8) & 255) + (value & 255) < 240;
@@ -95,19 +95,19 @@ function ganttRows(lanes) {
   return { rows, bottom: y + 2, height: y + 2 + ROW.foot };
 }
 
-// Where the plot lies in a canvas of this width: names at the left, shares at the right.
+// The extent of the plot in a canvas of this width: names on the left, shares on the right.
 function plotWithin(width) {
   const narrow = width < 640;
   return { left: narrow ? ROW.leftNarrow : ROW.left, right: width - (narrow ? 4 : ROW.right), narrow };
 }
 
-// Paints all work in view, beside the page; `presentGantt` then shows it.
+// Paints all visible work off screen; `presentGantt` then shows it.
 function paintGantt(gantt) {
   const { canvas, layout } = gantt;
   const width = canvas.clientWidth;
   if (!width) return;
   gantt.plot = plotWithin(width);
-  // In seconds, for whoever looks from outside.
+  // In seconds, for tests.
   canvas.dataset.from = gantt.view.from / 1e6;
   canvas.dataset.to = gantt.view.to / 1e6;
   canvas.style.height = `${layout.height}px`;
@@ -125,7 +125,7 @@ function paintGantt(gantt) {
   presentGantt(gantt);
 }
 
-// What has been painted, with the chosen work marked: cheap enough to follow the pointer.
+// Shows what was painted, with the chosen work marked: cheap enough to follow the pointer.
 function presentGantt(gantt) {
   const { canvas, painted, layout } = gantt;
   const pen = sharpPen(canvas, canvas.clientWidth, layout.height);
@@ -208,13 +208,13 @@ function paintIntervals(gantt, pen, intervals, fill, y, height) {
 }
 
 function paintSpans(gantt, pen, lane, first, after, y, height) {
-  const beside = [];
+  const concurrent = [];
   for (let i = first; i < after; i++) {
-    if (gantt.kinds[lane.kind[i]].beside) beside.push(i);
+    if (gantt.kinds[lane.kind[i]].concurrent) concurrent.push(i);
     else paintSpan(gantt, pen, lane, i, y, height);
   }
-  // Publishing goes on beside other work: a strip at the foot, in front.
-  for (const i of beside) paintSpan(gantt, pen, lane, i, y + 0.7 * height, 0.3 * height);
+  // Publishing runs concurrently with other work: a strip at the bottom, in front.
+  for (const i of concurrent) paintSpan(gantt, pen, lane, i, y + 0.7 * height, 0.3 * height);
 }
 
 function paintSpan(gantt, pen, lane, i, y, height) {
@@ -238,7 +238,7 @@ function paintSpan(gantt, pen, lane, i, y, height) {
   pen.fillText(fits, x + width / 2, y + height / 2 + 0.5);
 }
 
-// Too many spans to tell apart: each two pixels show the shares of their time, stacked from the foot.
+// For too many spans to distinguish: every two pixels show the shares of their time, stacked from the bottom.
 function paintShares(gantt, pen, lane, y, height) {
   const { left, right } = gantt.plot;
   const bins = Math.floor((right - left) / 2);
@@ -306,8 +306,8 @@ function paintChosen(gantt, pen) {
     const first = firstAbove(lane.lastEnd, gantt.view.from);
     for (let i = first; i < lane.count && lane.start[i] < gantt.view.to; i++) {
       const itself = lane === chosenLane && i === chosen;
-      const kin = chosenLane.group[chosen] >= 0 && lane.group[i] === chosenLane.group[chosen] && lane.step[i] === chosenLane.step[chosen];
-      if (!itself && !kin) continue;
+      const related = chosenLane.group[chosen] >= 0 && lane.group[i] === chosenLane.group[chosen] && lane.step[i] === chosenLane.step[chosen];
+      if (!itself && !related) continue;
       const x = xOf(gantt, lane.start[i]);
       pen.lineWidth = itself ? 3 : 1.5;
       pen.strokeRect(x, y - 0.5, Math.max(1, xOf(gantt, lane.end[i]) - x), height + 1);
@@ -316,7 +316,7 @@ function paintChosen(gantt, pen) {
   pen.restore();
 }
 
-// The whole run in one strip: how busy all lanes were, and which part the timeline shows.
+// The whole run in one strip: how busy all lanes were, and the visible part.
 function paintOverview(gantt) {
   const { overview, paints, view, end } = gantt;
   const width = overview.clientWidth;
@@ -343,14 +343,14 @@ function paintOverview(gantt) {
 }
 
 function showLegend(gantt) {
-  const entries = gantt.kinds.map((kind, place) => [kind.words, (pen, paints) => paintBlock(pen, paints, kind, place, 0, 0, 22, 14)]);
+  const entries = gantt.kinds.map((kind, place) => [kind.label, (pen, paints) => paintBlock(pen, paints, kind, place, 0, 0, 22, 14)]);
   entries.push(["idle: a bubble", (pen, paints) => plainSwatch(pen, paints.idle)]);
   if (gantt.lanes.some((lane) => lane.elsewhere.count)) {
     entries.push(["the card works in another row", (pen, paints) => plainSwatch(pen, paints.colours.elsewhere)]);
   }
-  for (const [words, paint] of entries) {
+  for (const [label, paint] of entries) {
     const swatch = make("canvas", { "aria-hidden": "true" });
-    byId("gantt-legend").append(make("li", {}, swatch, words));
+    byId("gantt-legend").append(make("li", {}, swatch, label));
     repaintWith(() => paint(sharpPen(swatch, 22, 14), gantt.paints));
   }
 }

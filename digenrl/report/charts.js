@@ -1,9 +1,9 @@
-// Line charts over optimizer steps. All charts share one cursor: pointing at one reads them all.
+// Line charts over optimizer steps. All charts share one cursor: pointing at one shows the values of all.
 
 const MARGIN = { left: 46, right: 10, top: 8, bottom: 22 };
-// Of a letter of a tick, and between ticks and the plot, in pixels.
+// The width of a character of a tick label, and the gap to the plot, in pixels.
 const TICK = { letter: 7.2, gap: 6 };
-// From so many points on, a running mean is drawn in front of the points.
+// From this many points on, a running mean is drawn in front of the points.
 const MANY_POINTS = 60;
 const allCharts = [];
 
@@ -13,7 +13,7 @@ function showCharts(holder, charts, height = 165) {
 
 function chartFigure(chart, height) {
   const readout = make("span", { class: "reading" });
-  const svg = makeSvg("svg", { tabindex: 0, role: "img", "aria-label": chartWords(chart), height });
+  const svg = makeSvg("svg", { tabindex: 0, role: "img", "aria-label": describeChart(chart), height });
   const title = chart.title + (chart.unit === "share" ? "" : chart.unit ? `, ${chart.unit}` : "");
   const figure = make("figure", { class: "chart" },
     make("figcaption", {}, make("span", { class: "title", title }, title), readout), svg);
@@ -39,7 +39,7 @@ function chartKey(chart) {
   return key;
 }
 
-function chartWords(chart) {
+function describeChart(chart) {
   const ends = chart.series.map((series) => {
     const known = series.y.filter((value) => value !== null);
     return `${series.name} from ${number(known[0])} to ${number(known[known.length - 1])}`;
@@ -74,7 +74,7 @@ function valueTicks(chart, low, high, most) {
   const ticks = [];
   for (let value = Math.ceil(low / apart) * apart; value <= high; value += apart) {
     const tidy = Math.abs(value) < apart / 1e6 ? 0 : Number(value.toPrecision(12));
-    const words = chart.unit === "share" ? `${Number((100 * tidy).toPrecision(6))}${THIN}%` : tickWords(tidy, apart);
+    const words = chart.unit === "share" ? `${Number((100 * tidy).toPrecision(6))}${THIN}%` : tickLabel(tidy, apart);
     ticks.push({ value, words });
   }
   return ticks;
@@ -166,7 +166,7 @@ function bandPath(xs, series, scales) {
   return `M${known.map((i) => at(i, 1)).join("L")}L${known.reverse().map((i) => at(i, -1)).join("L")}Z`;
 }
 
-// The mean over `reach` points to each side, of those that are known.
+// The mean over up to `reach` known points on each side.
 function runningMean(ys, reach) {
   return ys.map((value, i) => {
     if (value === null) return null;
@@ -192,7 +192,7 @@ function readAll(step) {
   for (const state of allCharts) readOne(state, step);
 }
 
-// Shows a chart's values at the step nearest to `step`, or its last ones.
+// Shows a chart's values at the step nearest to `step`, or the last ones.
 function readOne(state, step) {
   const { chart, scales } = state;
   if (!scales) return;

@@ -1,4 +1,4 @@
-"""Writes the report: one HTML file that needs nothing else, and the trace for Perfetto beside it."""
+"""Writes the report, a self-contained HTML file, and the trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from digenrl.report.content import content_of
+from digenrl.run_folder.reading import RunRecord
 from digenrl.telemetry.perfetto import write_perfetto
-from digenrl.telemetry.report.content import content_of
-from digenrl.telemetry.report.reading import read_run
-from digenrl.telemetry.report.records import RunRecord
 from digenrl.telemetry.writing import write_atomically
 
-# In the order in which they need each other.
+# In order of dependence.
 _SCRIPTS = (
     "dom.js",
     "format.js",
@@ -33,28 +32,30 @@ _SCRIPTS = (
 )
 
 
-def write_report(folder: Path) -> Path:
-    """Writes `report.html` and `trace.json` into a run's folder, whole or not at all; returns the page's path."""
-    run = read_run(folder)
-    write_perfetto(run.trace, folder / "trace.json")
-    page = folder / "report.html"
-    write_atomically(page, page_of(run))
-    return page
+def write_report(run: RunRecord) -> Path:
+    """Writes the report and the trace into the run's folder, each atomically; returns the page's path."""
+    write_perfetto(run.trace, run.folder.trace)
+    write_atomically(run.folder.report, page_of(run))
+    return run.folder.report
 
 
 def page_of(run: RunRecord) -> str:
-    """The page. Its policy lets it load nothing from anywhere, and run no script but its own."""
+    """The page. Its content security policy forbids loading anything, and all scripts except its own."""
     style = _asset("style.css")
     script = '(() => {\n"use strict";\n' + "\n".join(_asset(name) for name in _SCRIPTS) + "})();\n"
-    own = f"style-src '{_fingerprint(style)}'; script-src '{_fingerprint(script)}'"
-    policy = f"default-src 'none'; img-src data:; {own}"
+    sources = f"style-src '{_fingerprint(style)}'; script-src '{_fingerprint(script)}'"
+    policy = f"default-src 'none'; img-src data:; {sources}"
     return Template(_asset("page.html")).substitute(
-        title=html.escape(run.name), policy=policy, style=style, script=script, content=embedded(content_of(run))
+        title=html.escape(run.info.name),
+        policy=policy,
+        style=style,
+        script=script,
+        content=embedded(content_of(run)),
     )
 
 
 def embedded(content: Any) -> str:
-    """JSON that may stand in a script element: nothing in it can end the element or open a comment.
+    """JSON that is safe inside a script element: it cannot close the element or open a comment.
 
     >>> embedded({"prompt": "</script><!--", "share": float("nan")})
     '{"prompt":"\\\\u003c/script\\\\u003e\\\\u003c!--","share":null}'
@@ -66,7 +67,7 @@ def embedded(content: Any) -> str:
 
 
 def _plain(content: Any) -> Any:
-    """Floats short enough to read, and null for what JSON cannot hold."""
+    """The content with floats rounded, and null for values that JSON does not have."""
     if isinstance(content, float):
         return float(f"{content:.6g}") if math.isfinite(content) else None
     if isinstance(content, dict):
@@ -77,7 +78,7 @@ def _plain(content: Any) -> Any:
 
 
 def _asset(name: str) -> str:
-    return files("digenrl.telemetry.report").joinpath(name).read_text(encoding="utf-8")
+    return files("digenrl.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _fingerprint(text: str) -> str:

@@ -119,7 +119,7 @@ def _sd3() -> StableDiffusion3Pipeline:
             qk_norm="rms_norm",
         ),
         scheduler=sd3.SCHEDULER.build(),
-        vae=_image_vae(scaling_factor=1.5305, shift_factor=0.0609),
+        vae=tiny_image_vae(scaling_factor=1.5305, shift_factor=0.0609),
         text_encoder=tiny_clip_with_projection(clip_tokenizer, width=16),
         tokenizer=clip_tokenizer,
         text_encoder_2=tiny_clip_with_projection(clip_tokenizer, width=16),
@@ -144,7 +144,7 @@ def _flux() -> FluxPipeline:
             axes_dims_rope=(2, 2, 4),
         ),
         scheduler=flux.SCHEDULER.build(),
-        vae=_image_vae(scaling_factor=0.3611, shift_factor=0.1159),
+        vae=tiny_image_vae(scaling_factor=0.3611, shift_factor=0.1159),
         text_encoder=tiny_clip(clip_tokenizer, width=16),
         tokenizer=clip_tokenizer,
         text_encoder_2=tiny_t5(t5_tokenizer, width=32),
@@ -211,7 +211,7 @@ def _hunyuan_video() -> HunyuanVideoPipeline:
     )
 
 
-def _image_vae(scaling_factor: float, shift_factor: float) -> AutoencoderKL:
+def tiny_image_vae(scaling_factor: float, shift_factor: float) -> AutoencoderKL:
     """16 latent channels and 8 pixels per latent, as SD3 and FLUX have."""
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,

@@ -13,24 +13,24 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from digenrl.models.tiny import tiny_image_vae
 from rich.console import Console
 
 from digenrl.commands.train import start_run
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe_files import read_recipe
 from digenrl.models.compiled import compile_blocks
-from digenrl.models.family import FullSize, Part
+from digenrl.models.family import Component, FullSize
 from digenrl.models.random_text_encoder import RandomTextEncoder
 from digenrl.models.registry import FAMILIES
 from digenrl.run_folder.folder import Status
 from digenrl.run_folder.lines import read_lines
 from digenrl.runs.training import calibrate_rest
+from digenrl.testing.tiny_models import tiny_image_vae
 from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
 
 SIZE = FullSize(
     billions=0.0,
-    transformer=Part(
+    transformer=Component(
         FAMILIES["sd3"].full_size().transformer.cls,
         {
             "sample_size": 8,
@@ -49,7 +49,7 @@ SIZE = FullSize(
 
 @pytest.fixture(autouse=True)
 def a_tiny_published_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    vae = Part(tiny_image_vae, {"scaling_factor": 1.5, "shift_factor": 0.1})
+    vae = Component(tiny_image_vae, {"scaling_factor": 1.5, "shift_factor": 0.1})
     family = replace(FAMILIES["sd3"], sizes={"tiny": SIZE, "tinier": SIZE}, vae=vae)
     monkeypatch.setitem(FAMILIES, "sd3", family)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which a run sets for its workers

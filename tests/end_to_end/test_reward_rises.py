@@ -100,7 +100,7 @@ def held_out_rewards(model: DiffusionModel, recipe: Recipe) -> list[float]:
     return [statistics.mean(group.rewards) for group in groups]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.algorithm.name)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe.algorithm).__name__)
 def test_thirty_serial_steps_raise_the_mean_reward_by_more_than_three_standard_errors(
     recipe: Recipe, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from digenrl.worker.orders import Order, OrderFailed, Report
 from scored_groups import Rollout, nudge, relative_difference, scored_groups, toy, trainer_of, trajectories_of
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
@@ -28,7 +29,6 @@ from digenrl.models.lora import add_lora
 from digenrl.models.registry import FAMILIES
 from digenrl.models.trajectory import ScoredGroup
 from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
-from digenrl.worker.orders import Order, OrderFailed, Report
 from digenrl.worker.worker import Worker
 
 LONG_PROMPT = 1234567  # a group's number is in its prompt

@@ -144,7 +144,7 @@ def test_the_seed_determines_the_weights_and_a_prompt_its_encoding(recipe: Path)
 
 
 def test_an_unknown_size_is_reported_with_the_known_ones(recipe: Path) -> None:
-    with pytest.raises(ConfigError, match="'70b'.*tiny, tinier"):
+    with pytest.raises(ConfigError, match=r"'70b'.*tiny, tinier"):
         read_blueprint(read_recipe(str(recipe), ["model.source=random:70b"]))
 
 
@@ -165,7 +165,7 @@ def test_a_wrong_setting_is_reported_in_one_line(recipe: Path, override: str, na
 
 def test_checkpointing_more_blocks_than_the_model_has_is_refused(recipe: Path) -> None:
     assert train(recipe, "training.gradient_checkpointing=2")
-    with pytest.raises(ConfigError, match="gradient_checkpointing.*3 blocks"):
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing.*3 blocks"):
         start_run(
             str(recipe),
             ["training.gradient_checkpointing=4"],

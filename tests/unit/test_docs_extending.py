@@ -19,7 +19,7 @@ from digenrl.algorithms.registry import build_algorithm
 from digenrl.config import rewards as reward_settings
 from digenrl.config.recipe_files import read_recipe
 from digenrl.config.rewards import parse_rewards
-from digenrl.models.lora import add_lora, lora_state
+from digenrl.models.lora import adapter_parameters, add_lora
 from digenrl.models.objective import StepPairs
 from digenrl.models.registry import find_family
 from digenrl.rewards.building import build_rewards
@@ -118,9 +118,7 @@ def test_the_model_family_adds_adapters_to_the_mlps(import_example: Importer, tm
     make_tiny_pipeline("sd3", tmp_path / "tiny")
     model = find_family(path).load(tmp_path / "tiny", text_encoders=False)
     add_lora(model, rank=2, alpha=4, seed=0)
-    adapted = {
-        name.partition(".lora_")[0] for name, each in model.transformer.named_parameters() if each.requires_grad
-    }
+    adapted = {name.partition(".lora_")[0] for name in adapter_parameters(model)}
     for layer in ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "attn.to_q"):
         assert any(name.endswith(layer) for name in adapted), layer
 

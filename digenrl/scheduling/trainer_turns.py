@@ -23,7 +23,7 @@ from digenrl.records import (
     Trained,
     Wait,
 )
-from digenrl.scheduling.evaluation import begin_evaluation
+from digenrl.scheduling.evaluation import abandon_if_unservable, awaits_publication, begin_evaluation
 from digenrl.scheduling.faults import encode
 from digenrl.scheduling.help.choose_help import choose_help
 from digenrl.scheduling.lanes import publish_newest
@@ -97,6 +97,7 @@ def absorb_committed(state: SchedulerState, event: Committed) -> Outcome:
         for lane in state.lanes
     )
     state = replace(state, committed=version, steps=(*state.steps[1:], *opened), lanes=lanes, trainer=Free())
+    state, abandoned = abandon_if_unservable(state, at_ns)
     if terms.evaluates(version):
         state = begin_evaluation(state, version)
     encoding: tuple[Action, ...] = ()
@@ -107,7 +108,7 @@ def absorb_committed(state: SchedulerState, event: Committed) -> Outcome:
         state, next_job = _save(state, at_ns)
     else:
         state, next_job = _generate_if_colocated(state, at_ns)
-    return state, (*encoding, *published, *next_job)
+    return state, (*abandoned, *encoding, *published, *next_job)
 
 
 def absorb_saved(state: SchedulerState, event: Saved) -> Outcome:
@@ -156,6 +157,8 @@ def absorb_exported(state: SchedulerState, event: Exported) -> Outcome:
 def _direct_free_trainer(state: SchedulerState, at_ns: int) -> Outcome:
     step = state.current
     if step.untrained_groups == 0:
+        if awaits_publication(state):
+            return state, ()
         state, commit = issue(state, at_ns, Commit, step.index)
         return replace(state, trainer=Committing(commit)), (commit,)
     if step.ready:

@@ -131,20 +131,22 @@ def absorb_role_switched(state: SchedulerState, event: RoleSwitched) -> Outcome:
 
 def absorb_restored(state: SchedulerState, event: Restored) -> Outcome:
     """The replacement trainer exports the version again: the old export may be lost with the old trainer."""
-    assert state.trainer == Restoring(event.job), f"{event} answers no job that was issued"
+    trainer = state.trainer
+    assert isinstance(trainer, Restoring) and trainer.job == event.job, f"{event} answers no job that was issued"
     state, job = issue(state, event.at_ns, Export, state.committed)
-    return replace(state, trainer=Restoring(job), exporting=job), (job,)
+    return replace(state, trainer=Restoring(job, trainer.saves), exporting=job), (job,)
 
 
 def absorb_exported(state: SchedulerState, event: Exported) -> Outcome:
     """The weights can be loaded again by lanes that lack them."""
     if state.exporting != event.job:
         return state, ()
-    restored = isinstance(state.trainer, Restoring)
-    state = replace(state, exporting=None, trainer=Free() if restored else state.trainer)
+    trainer = state.trainer
+    restored = isinstance(trainer, Restoring)
+    state = replace(state, exporting=None, trainer=Free() if restored else trainer)
     state, published = publish_newest(state, event.at_ns)
-    if restored and state.terms.saves(state.committed) and state.saved != state.committed:
-        state, saving = _save(state, event.at_ns)  # the old trainer was lost before it had saved
+    if isinstance(trainer, Restoring) and trainer.saves:
+        state, saving = _save(state, event.at_ns)
         return state, (*published, *saving)
     return state, published
 

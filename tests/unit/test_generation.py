@@ -1,4 +1,4 @@
-"""Windows, rollouts of slices, decoding, the prompt cache: on the toy model and every family's tiny pipeline."""
+"""Windows, rollouts, decoding and encoding, on the toy model and on every family's tiny pipeline."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from toy_model import TOY_SIZE, ToyModel
 from digenrl.config.algorithms import Needs
 from digenrl.config.reading import ConfigError
 from digenrl.config.windows import WINDOWS, AllSteps, EulerOnly, RandomSubset, Window, read_window
+from digenrl.generation.encoding import encode_prompts
 from digenrl.generation.noise import initial_noise, step_noise
-from digenrl.generation.prompt_cache import encode_prompts
-from digenrl.generation.rollout import GeneratedSlice, decode_slice, generate_slice
+from digenrl.generation.rollout import GeneratedSlice, RolloutSettings, decode_slice, generate_slice
 from digenrl.generation.row_limits import RowLimit
 from digenrl.generation.windows import choose_steps, plan_rollouts
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize
 from digenrl.models.pipeline_model import PipelineModel
-from digenrl.models.registry import FAMILIES, find_family, make_tiny_pipeline
+from digenrl.models.registry import FAMILIES, find_family
 from digenrl.models.stochastic_step import StepTimes, stochastic_step
 from digenrl.models.trajectory import RolloutPlan, StepNoise, Trajectory
 from digenrl.records import SampleId, Slice
+from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 
 RUN_SEED = 11
 STEPS = 6
 GROUP = 4
-CLIP_RANGE = 1e-4  # of the usual recipes: a mismatch beyond it would cut gradients
+CLIP_RANGE = 1e-4  # of typical recipes: a mismatch above it would clip gradients
 NOTHING = Needs()
 FLOW = StepNoise("flow", 0.7)
 DANCE = StepNoise("dance", 0.3)
@@ -59,10 +60,8 @@ def generate(
         how.pop("conditioning", None) or model.encode(["a red cat"]),
         plans_of(model, slice_, window, **how),
         slice_,
-        run_seed=RUN_SEED,
+        RolloutSettings(RUN_SEED, needs, same),
         version=9,
-        needs=needs,
-        same_noise_in_group=same,
     )
 
 
@@ -89,13 +88,13 @@ def with_sigma_off(trajectory: Trajectory, index: int) -> Trajectory:
 
 
 @pytest.mark.parametrize("steps, kept", [(10, 9), (6, 5), (2, 1), (100, 99), (200, 198)])
-def test_flow_grpo_keeps_all_but_a_hundredth_and_never_the_last_step(steps: int, kept: int) -> None:
+def test_flow_grpo_keeps_99_percent_and_never_the_last_step(steps: int, kept: int) -> None:
     choice = choose_steps(AllSteps(), steps, 0, SampleId(0, 0, 0))
     assert choice.stochastic == tuple(range(steps - 1))
     assert choice.kept == tuple(range(kept))
 
 
-def test_dance_grpo_keeps_its_own_uniform_subset_of_every_sample() -> None:
+def test_dance_grpo_keeps_a_uniform_subset_drawn_per_sample() -> None:
     window = RandomSubset()
     choices = [choose_steps(window, 16, RUN_SEED, SampleId(0, 0, index)) for index in range(2000)]
     assert all(choice.stochastic == tuple(range(15)) for choice in choices)
@@ -149,7 +148,7 @@ def test_the_fast_window_is_uniform_over_the_first_half_and_shared_by_a_training
         ({"kind": "all"}, 1, "schedule of 1"),
     ],
 )
-def test_a_window_outside_the_schedule_is_refused_in_one_line(settings, steps: int, message: str) -> None:
+def test_a_window_that_does_not_fit_is_refused_in_one_line(settings, steps: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         read_window(settings).check(steps)
     assert "\n" not in str(caught.value)
@@ -168,7 +167,7 @@ def test_window_settings_are_checked_when_read(settings, message: str) -> None:
         read_window(settings)
 
 
-def test_every_kind_of_window_is_known_by_its_own_name_and_plans_only_what_can_be_trained() -> None:
+def test_every_kind_of_window_plans_only_trainable_steps() -> None:
     model, slice_ = ToyModel(), Slice(30, 0, 0, 3)
     for kind, cls in WINDOWS.items():
         window = cls()
@@ -185,7 +184,7 @@ def test_every_kind_of_window_is_known_by_its_own_name_and_plans_only_what_can_b
         ((4, 5), (4,), 0.7, "step 5 cannot be stochastic in a schedule of 6 steps; use steps 0 to 4"),
         ((-1, 0), (0,), 0.7, "step -1 cannot be stochastic"),
         ((1, 2), (1, 3), 0.7, "step 3 is kept for training but has no noise"),
-        ((1, 2), (2, 1), 0.7, "kept steps must ascend"),
+        ((1, 2), (2, 1), 0.7, "ascending"),
         ((1, 2), (1, 2), 0.0, "its level must be above 0, got 0.0"),
     ],
 )
@@ -194,7 +193,7 @@ def test_a_plan_made_by_hand_is_checked_before_the_first_forward(stochastic, kep
     (plan,) = plans_of(model, slice_, AllSteps())
     plan = replace(plan, stochastic_steps=stochastic, kept_steps=kept, noise=StepNoise("flow", level))
     with pytest.raises(ConfigError, match=message):
-        generate_slice(model, model.encode(["x"]), [plan], slice_, run_seed=0, version=0, needs=NOTHING)
+        generate_slice(model, model.encode(["x"]), [plan], slice_, RolloutSettings(0), version=0)
 
 
 # --- Rollouts ------------------------------------------------------------------------------------------------
@@ -202,7 +201,7 @@ def test_a_plan_made_by_hand_is_checked_before_the_first_forward(stochastic, kep
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 @pytest.mark.parametrize("kind", WINDOWS)
-def test_a_sample_is_the_same_whatever_slice_it_is_generated_in(kind: str, dtype, tolerance: float) -> None:
+def test_a_sample_does_not_depend_on_its_slice(kind: str, dtype, tolerance: float) -> None:
     model, needs = ToyModel(dtype=dtype), Needs(step_means=True, final_latents=True)
     window = read_window({"kind": kind})
     whole = generate(model, Slice(2, 1, 0, GROUP), window, needs)
@@ -228,12 +227,12 @@ def test_stored_steps_scored_again_have_bitwise_the_stored_log_probs(kind: str, 
     assert len(generated.trajectories[0].log_prob_K) >= 2
     for k in range(len(generated.trajectories[0].log_prob_K)):
         log_prob_B = scored_again(model, row, list(generated.trajectories), k)
-        # With "random_subset" the rows of this batch stand at different steps; they do not disturb each other.
+        # With "random_subset" the rows of this batch are at different steps.
         ratio_B = (log_prob_B - torch.stack([t.log_prob_K[k] for t in generated.trajectories])).exp()
         assert torch.equal(ratio_B, torch.ones(GROUP))
 
 
-def test_a_sigma_off_by_a_thousandth_is_seen_in_every_ratio() -> None:
+def test_a_sigma_off_by_a_thousandth_changes_every_ratio() -> None:
     model = ToyModel()
     row = model.encode(["a red cat"])
     generated = generate(model, Slice(2, 1, 0, GROUP), AllSteps())
@@ -243,7 +242,7 @@ def test_a_sigma_off_by_a_thousandth_is_seen_in_every_ratio() -> None:
         assert (ratio_B - 1).abs().max() > CLIP_RANGE
 
 
-def test_other_weights_another_prompt_or_another_guidance_give_other_log_probs() -> None:
+def test_weights_prompt_and_guidance_each_change_the_log_probs() -> None:
     model = ToyModel()
     trajectories = list(generate(model, Slice(2, 1, 0, GROUP), AllSteps()).trajectories)
     stored_B = torch.stack([t.log_prob_K[1] for t in trajectories])
@@ -254,7 +253,7 @@ def test_other_weights_another_prompt_or_another_guidance_give_other_log_probs()
 
 
 @pytest.mark.parametrize("kind", WINDOWS)
-def test_a_trajectory_holds_the_kept_steps_and_nothing_else(kind: str) -> None:
+def test_a_trajectory_contains_only_the_kept_steps(kind: str) -> None:
     model, slice_ = ToyModel(), Slice(2, 1, 1, 3)
     bare = generate(model, slice_, read_window({"kind": kind}))
     full = generate(model, slice_, read_window({"kind": kind}), Needs(step_means=True, final_latents=True))
@@ -275,7 +274,7 @@ def test_a_trajectory_holds_the_kept_steps_and_nothing_else(kind: str) -> None:
             assert torch.equal(trajectory.latents_KL[1:], trajectory.next_latents_KL[:-1])
             assert trajectory.latents_KL.untyped_storage().nbytes() == (len(kept) + 1) * latent_bytes
             assert trajectory.latents_KL.data_ptr() + latent_bytes == trajectory.next_latents_KL.data_ptr()
-        # Neighbours in the batch do not travel along.
+        # It does not share storage with the rest of the batch.
         assert len(pickle.dumps(trajectory)) < 2 * len(kept) * latent_bytes + 8_000
 
 
@@ -311,7 +310,7 @@ def test_steps_outside_the_window_are_euler_steps_and_so_is_the_last() -> None:
     (plan, _) = plans_of(model, slice_, AllSteps())
     plan = replace(plan, stochastic_steps=(1, 3), kept_steps=(1, 3))
     row = model.encode(["a red cat"])
-    generated = generate_slice(model, row, [plan] * 2, slice_, run_seed=RUN_SEED, version=0, needs=NOTHING)
+    generated = generate_slice(model, row, [plan] * 2, slice_, RolloutSettings(RUN_SEED), version=0)
     x = torch.stack([t.next_latents_KL[1] for t in generated.trajectories])
     with torch.no_grad():
         for index in (4, 5):
@@ -333,7 +332,7 @@ def test_samples_differ_within_a_group_even_from_the_same_initial_noise() -> Non
     assert not torch.equal(apart.trajectories[0].latents_KL[0], apart.trajectories[1].latents_KL[0])
 
 
-def test_a_rollout_leaves_gradients_and_global_randomness_alone() -> None:
+def test_a_rollout_does_not_touch_gradients_or_global_random_state() -> None:
     model = ToyModel()
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
@@ -345,14 +344,14 @@ def test_a_rollout_leaves_gradients_and_global_randomness_alone() -> None:
     assert not generated.trajectories[0].latents_KL.is_inference()
 
 
-def test_a_slice_is_refused_with_the_rows_of_two_prompts() -> None:
+def test_a_slice_with_the_rows_of_two_prompts_is_refused() -> None:
     model = ToyModel()
-    with pytest.raises(ValueError, match="one row of conditioning; got 2"):
+    with pytest.raises(ValueError, match="one row"):
         generate(model, Slice(0, 0, 0, 2), AllSteps(), conditioning=model.encode(["a", "b"]))
 
 
 @pytest.mark.parametrize("rows_at_once", [None, 1, 2])
-def test_decoding_gives_pixels_whatever_the_rows_at_once(rows_at_once: int | None) -> None:
+def test_decoding_does_not_depend_on_the_number_of_rows_at_once(rows_at_once: int | None) -> None:
     model = ToyModel()
     generated = generate(model, Slice(0, 0, 0, 3), AllSteps())
     pixels = decode_slice(model, generated, RowLimit(rows_at_once))
@@ -374,31 +373,23 @@ class CountingToy(ToyModel):
         return super().encode(prompts, negative_prompts)
 
 
-def test_every_distinct_prompt_is_encoded_once_and_then_the_encoders_go() -> None:
+def test_every_distinct_prompt_is_encoded_once_before_the_encoders_are_dropped() -> None:
     model = CountingToy()
     expected = ToyModel().encode(["a"], ["ugly"])
-    cache = encode_prompts(model, ["a", "b", "a", "c", "b"], negative_prompt="ugly")
-    assert (model.encoded, len(cache), "b" in cache, "d" in cache) == (3, 3, True, False)
-    row = cache.row("a")
+    rows = encode_prompts(model, ["a", "b", "a", "c", "b"], negative_prompt="ugly")
+    assert (model.encoded, list(rows)) == (3, ["a", "b", "c"])
+    row = rows["a"]
     assert len(row) == 1
     assert row.negative is not None and expected.negative is not None
     assert torch.equal(row.positive["encoder_hidden_states"], expected.positive["encoder_hidden_states"])
     assert torch.equal(row.negative["encoder_hidden_states"], expected.negative["encoder_hidden_states"])
-    with pytest.raises(RuntimeError, match="text encoders were dropped"):
+    with pytest.raises(RuntimeError, match="text encoders"):
         model.encode(["d"])
 
 
 def test_all_prompts_share_one_copy_of_the_unconditional_rows() -> None:
-    cache = encode_prompts(ToyModel(), ["a", "b", "c"])
-    rows = [cache.row(prompt).negative for prompt in ("a", "b", "c")]
-    addresses = {row["encoder_hidden_states"].data_ptr() for row in rows if row is not None}
-    assert len(addresses) == 1
-
-
-def test_a_prompt_that_was_not_encoded_is_named() -> None:
-    cache = encode_prompts(ToyModel(), ["a", "b"])
-    with pytest.raises(KeyError, match="prompt 'd' was not encoded; 2 prompts were"):
-        cache.row("d")
+    negatives = [row.negative for row in encode_prompts(ToyModel(), ["a", "b", "c"]).values()]
+    assert len({side["encoder_hidden_states"].data_ptr() for side in negatives if side is not None}) == 1
 
 
 # --- Tiny pipelines --------------------------------------------------------------------------------------------
@@ -411,10 +402,12 @@ def tiny(
     directory = tmp_path_factory.mktemp("tiny") / request.param
     make_tiny_pipeline(request.param, directory)
     family = find_family(request.param)
-    return family.load(directory), family.tiny_size
+    return family.load(directory), tiny_size(family.name)
 
 
-def test_tiny_pipelines_make_the_same_samples_alone_and_together(tiny: tuple[PipelineModel, SampleSize]) -> None:
+def test_tiny_pipelines_generate_the_same_samples_alone_and_in_a_batch(
+    tiny: tuple[PipelineModel, SampleSize],
+) -> None:
     model, size = tiny
     row = model.encode(["a red cat"])
     together, *alone = (
@@ -424,10 +417,9 @@ def test_tiny_pipelines_make_the_same_samples_alone_and_together(tiny: tuple[Pip
     torch.testing.assert_close(together.final_BL, torch.cat([one.final_BL for one in alone]), rtol=1e-5, atol=1e-5)
 
 
-def test_a_rollout_of_a_tiny_pipeline_is_on_policy_to_the_last_bit(tiny: tuple[PipelineModel, SampleSize]) -> None:
+def test_a_rollout_of_a_tiny_pipeline_is_bitwise_on_policy(tiny: tuple[PipelineModel, SampleSize]) -> None:
     model, size = tiny
-    cache = encode_prompts(model, ["a red cat", "a blue cup"])  # after this the text encoders are gone
-    row = cache.row("a red cat")
+    row = encode_prompts(model, ["a red cat", "a blue cup"])["a red cat"]  # drops the text encoders
     generated = generate(model, Slice(0, 3, 0, 2), AllSteps(), size=size, conditioning=row)
     trajectories = list(generated.trajectories)
     assert trajectories[0].plan.kept_steps == tuple(range(STEPS - 1))

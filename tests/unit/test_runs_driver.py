@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from digenrl.driver.evaluation import HeldOutScore
+from digenrl.worker.orders import Order, SaveCheckpoint, ScoreEvaluation
 from fake_crew import FakeRun, fake_recipe
 from PIL import Image
 from watched_runs import KeptNumbers, initial_state_of, watch
 
 from digenrl.config.reading import ConfigError
-from digenrl.driver.evaluation import HeldOutScore
 from digenrl.driver.supervisor import WorkerFailedError
 from digenrl.loop import drive
 from digenrl.records import Committed, LaneOffer, SampleId, WorkerJoined, WorkerLost
@@ -33,7 +34,6 @@ from digenrl.runs.stopping import Stopper, StopRequested
 from digenrl.simulation.virtual_cluster import VirtualCluster
 from digenrl.telemetry.trace import Span, Work
 from digenrl.worker import stages
-from digenrl.worker.orders import Order, SaveCheckpoint, ScoreEvaluation
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 
@@ -174,7 +174,7 @@ class Kept:
         self.spans: list[Span] = []
         opening = RunPosition(0, 0, 0, self.lines.positions())
         self.keeper = Checkpointer(
-            self.folder, self.lines, self.run.runtime, opening, lambda b: b.facts("print", {}), self.spans.append
+            self.folder, self.lines, self.run.runtime, opening, lambda b: b.facts("print"), self.spans.append
         )
 
     def saved(self) -> list[int]:

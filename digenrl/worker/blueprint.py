@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 
 from digenrl import demo
 from digenrl.algorithms.registry import build_algorithm
-from digenrl.config.reading import ConfigError, complaints_about
+from digenrl.config.reading import ConfigError, errors_about
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_paths import DEMO
 from digenrl.models.compiled import compile_blocks
@@ -41,7 +41,7 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
         check_source(family.pipeline_class, source_of(recipe))
     algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
     window = recipe.window
-    with complaints_about("sample.window"):
+    with errors_about("sample.window"):
         window.check(recipe.sample.denoising_steps)
     check_shape(BatchShape(recipe.batch.prompts, recipe.batch.samples_per_prompt), algorithm, recipe.training)
     if recipe.training.lora is None and recipe.model.dtype != "float32":

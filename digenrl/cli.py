@@ -31,7 +31,7 @@ from digenrl.planning.overlay import overlay, overlay_text
 from digenrl.planning.profiled_work import check_profiles
 from digenrl.planning.view import result_as_dict, show_plans, spec_as_dict
 from digenrl.planning.workload import WORKLOAD_KEYS
-from digenrl.runs.errors import RunFailedError
+from digenrl.runs.stopping import RunFailedError
 from digenrl.simulation.ladder import Rung, climb, rungs
 from digenrl.simulation.profile_view import prediction_table, prediction_title, profile_table
 from digenrl.simulation.simulator import SIMULATED_SEARCH_BUDGET, simulate
@@ -43,7 +43,7 @@ from digenrl.telemetry.perfetto import write_perfetto
 from digenrl.telemetry.writing import check_writable, write_atomically
 
 if TYPE_CHECKING:  # it brings torch along
-    from digenrl.commands.sample import Sampled
+    from digenrl.commands.sample import WrittenSamples
 
 app = typer.Typer(
     name="digenrl",
@@ -367,10 +367,10 @@ def sample_command(
     _show_sampled(sampled)
 
 
-def _show_sampled(sampled: Sampled) -> None:
+def _show_sampled(sampled: WrittenSamples) -> None:
     out.print(f"{sampled.checkpoint} ({sampled.weights}): {len(sampled.pictures)} samples", highlight=False)
     if not sampled.as_evaluated:
-        out.print("These weights are the exported ones; evaluations show those that generated.", style="dim")
+        out.print("These are the exported weights; evaluations use those that generate.", style="dim")
     _say_written(sampled.grid)
     if sampled.loading:
         out.print("The newest weights in diffusers:")
@@ -386,7 +386,7 @@ def make_tiny_command(
 ) -> None:
     """Write a complete tiny diffusers pipeline with random weights, without a network: for trying things out."""
     with _needing("train"):
-        from digenrl.models.registry import make_tiny_pipeline
+        from digenrl.testing.tiny_models import make_tiny_pipeline
     make_tiny_pipeline(family, directory, seed)
     out.print(f"wrote {directory}")
 

@@ -17,7 +17,7 @@ from digenrl.config.recipe_paths import PACKAGE, find_file, names_in
 SHIPPED = PACKAGE / "profiles"
 DIGITS = 4  # significant digits of a measured time
 
-Seconds = Annotated[float, Field(ge=0)]
+NonNegativeSeconds = Annotated[float, Field(ge=0)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
 
 
@@ -98,18 +98,18 @@ class Profile(Frozen):
     published_bytes: PositiveInt | None = None
     slices: dict[PositiveInt, SliceCost]
     training: TrainingCost | None = None
-    commit_seconds: Seconds | None = None
-    lay_out_seconds: Seconds | None = None
-    publish_seconds: Seconds | None = None
-    switch_in_seconds: Seconds | None = None
-    switch_out_seconds: Seconds | None = None
+    commit_seconds: NonNegativeSeconds | None = None
+    lay_out_seconds: NonNegativeSeconds | None = None
+    publish_seconds: NonNegativeSeconds | None = None
+    switch_in_seconds: NonNegativeSeconds | None = None
+    switch_out_seconds: NonNegativeSeconds | None = None
     switched_bytes: NonNegativeInt = 0
-    score_seconds: Seconds | None = None
+    score_seconds: NonNegativeSeconds | None = None
     remarks: tuple[str, ...] = ()
 
     @property
     def slice_seconds(self) -> dict[int, float]:
-        """Seconds on one lane by slice size, in ascending order."""
+        """NonNegativeSeconds on one lane by slice size, in ascending order."""
         return {size: self.slices[size].seconds for size in sorted(self.slices)}
 
     @property

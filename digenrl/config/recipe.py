@@ -18,12 +18,11 @@ from digenrl.config.prompts import PromptSettings
 from digenrl.config.reading import Frozen, errors_about
 from digenrl.config.recipe_paths import RANDOM
 from digenrl.config.rewards import Rewards
-from digenrl.config.spec import DispatchRule, HelpRule
+from digenrl.config.spec import DispatchRuleName, HelpRuleName
 from digenrl.config.topology import TOPOLOGIES, Mode, Topology
 from digenrl.config.training import TrainerSettings
 from digenrl.config.windows import Window, read_window
 
-NoiseKind = Literal["flow", "dance", "cps", "truncated_flow"]  # no `ddim`: every family predicts velocities
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -60,7 +59,8 @@ class ModelSettings(Frozen):
 class NoiseSettings(Frozen):
     """The noise of stochastic steps: its kind, and its level (a or eta)."""
 
-    kind: NoiseKind = "flow"
+    # No `ddim`: every family predicts velocities.
+    kind: Literal["flow", "dance", "cps", "truncated_flow"] = "flow"
     level: float = Field(default=0.7, gt=0)
 
     @field_validator("level")
@@ -147,9 +147,9 @@ class Techniques(Frozen):
 
     gap: bool = True
     tsp: bool = True
-    tag: HelpRule = "auto"
+    tag: HelpRuleName = "auto"
     tcss: Share = 0.0
-    dispatch: DispatchRule = "earliest_finish"
+    dispatch: DispatchRuleName = "earliest_finish"
 
     @field_validator("tcss", mode="before")
     @classmethod

@@ -17,7 +17,8 @@ from digenrl.config.reading import ConfigError, model_inside, one_line
 from digenrl.config.recipe import Recipe
 
 OPEN_KEYS = ("rewards", "algorithm.options", "sample.window")  # keys below these are not in the schema
-REPLACED_WHOLE = ("sample.window",)  # never merged: keys of one kind of window mean nothing to another
+# Mappings that replace the old one if they have this key: settings of one kind mean nothing to another.
+REPLACED_BY = {"sample.window": "kind", "algorithm": "name"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def apply_override(config: DictConfig, override: Override) -> None:
     try:
         before = OmegaConf.select(config, override.key, throw_on_missing=False)
         both_mappings = isinstance(before, DictConfig) and isinstance(override.value, dict)
-        merge = both_mappings and override.key not in REPLACED_WHOLE
+        merge = both_mappings and REPLACED_BY.get(override.key) not in override.value
         OmegaConf.update(config, override.key, override.value, merge=merge)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{override.text}: {omegaconf_message(error)}") from None

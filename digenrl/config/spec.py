@@ -16,10 +16,10 @@ from digenrl.config.profile_filling import filled_in
 from digenrl.config.profiles import read_profile
 from digenrl.config.reading import ConfigError, Frozen, errors_about, parse_model, read_mapping
 
-OrderRule = Literal["generation", "batch"]
-StreamRule = Literal["group", "batch", "sample"]
-HelpRule = Literal["none", "greedy", "search", "auto"]
-DispatchRule = Literal["eager", "earliest_finish"]
+OrderRuleName = Literal["generation", "batch"]
+StreamRuleName = Literal["group", "batch", "sample"]
+HelpRuleName = Literal["none", "greedy", "search", "auto"]
+DispatchRuleName = Literal["eager", "earliest_finish"]
 
 
 def _number(value: Any) -> Any:
@@ -77,10 +77,10 @@ class TrainerCosts(Frozen):
 class ScheduleRules(Frozen):
     """The techniques that are on. With `colocated` all other rules are ignored."""
 
-    order: OrderRule = "generation"
-    stream: StreamRule = "group"
-    help: HelpRule = "none"
-    dispatch: DispatchRule = "eager"
+    order: OrderRuleName = "generation"
+    stream: StreamRuleName = "group"
+    help: HelpRuleName = "none"
+    dispatch: DispatchRuleName = "eager"
     stale_fraction: Annotated[Number, Field(ge=0, le=1)] = Decimal(0)
     colocated: bool = False
 

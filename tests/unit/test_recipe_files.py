@@ -118,9 +118,13 @@ def test_a_mapping_is_merged_and_anything_else_replaces(recipe_file: Path) -> No
     assert [reward.name for reward in read_recipe(str(recipe_file), ["rewards={name: ocr}"]).rewards] == ["ocr"]
 
 
-def test_a_window_in_an_override_replaces_the_whole_window(recipe_file: Path) -> None:
-    recipe = read_recipe(str(recipe_file), ["sample.window={kind: fast, width: 2}"])
+def test_another_window_or_algorithm_replaces_all_settings_of_the_old_one(recipe_file: Path) -> None:
+    recipe = read_recipe(str(recipe_file), ["sample.window={kind: fast, width: 2}", "algorithm={name: flow_dpo}"])
     assert recipe.sample.window == {"kind": "fast", "width": 2}
+    assert recipe.algorithm.options == {}
+    merged = read_recipe(str(recipe_file), ["sample.window={fraction: 0.7}", "algorithm={options: {clip: 0.1}}"])
+    assert merged.sample.window == {"kind": "all", "fraction": 0.7}
+    assert merged.algorithm.options == {"clip": 0.1, "kl_weight": 0.04}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from digenrl.config.algorithms import AlgorithmSettings, read_algorithm_settings
 from digenrl.config.cluster import ClusterSettings
 from digenrl.config.generator_pools import check_pool_slice, check_slice, slice_sizes
 from digenrl.config.prompts import PromptSettings
-from digenrl.config.reading import Frozen, errors_about
+from digenrl.config.reading import ConfigError, Frozen, errors_about
 from digenrl.config.recipe_paths import RANDOM
 from digenrl.config.rewards import Rewards
 from digenrl.config.spec import DispatchRuleName, HelpRuleName
@@ -255,43 +255,20 @@ class Recipe(Frozen):
     )
 
     @model_validator(mode="after")
-    def _stale_samples_need_separate_generators(self) -> Recipe:
-        if self.topology.shares_cards and self.techniques.tcss > 0:
-            raise ValueError(
-                f"techniques.tcss: {self.techniques.tcss} in mode {self.mode}, where generation and training "
-                "take turns and no sample is stale; set it to 0, or mode to local"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _several_ranks_need_several_processes(self) -> Recipe:
-        if self.topology.one_process and self.lanes.ranks > 1:
-            raise ValueError(
-                f"lanes.ranks: {self.lanes.ranks} in mode {self.mode}, which is one process; set it to 1, or "
-                "mode to local"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _sharded_weights_cannot_help(self) -> Recipe:
-        if self.sharded and self.techniques.tag not in ("none", "auto"):
-            raise ValueError(
-                f"techniques.tag: {self.techniques.tag}, but with lanes.ranks = {self.lanes.ranks} no rank holds "
-                "all weights to generate with; set it to none, or train adapters (training.lora)"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _sharded_weights_are_not_offloaded(self) -> Recipe:
+    def _parts_fit_together(self) -> Recipe:
+        ranks, techniques = self.lanes.ranks, self.techniques
+        if self.topology.shares_cards and techniques.tcss > 0:
+            why = f"{techniques.tcss} in mode {self.mode}, where generation and training take turns and no sample"
+            raise _conflict("techniques.tcss", f"{why} is stale; set it to 0, or mode to local")
+        if self.topology.one_process and ranks > 1:
+            why = f"{ranks} in mode {self.mode}, which is one process"
+            raise _conflict("lanes.ranks", f"{why}; set it to 1, or mode to local")
+        if self.sharded and techniques.tag not in ("none", "auto"):
+            why = f"{techniques.tag}, but with lanes.ranks = {ranks} no rank holds all weights to generate with"
+            raise _conflict("techniques.tag", f"{why}; set it to none, or train adapters (training.lora)")
         if self.sharded and self.training.offload is True:
-            raise ValueError(
-                f"training.offload: true, but the weights are sharded over lanes.ranks = {self.lanes.ranks}, none "
-                "of which generates; set it to auto"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _pools_cut_groups_evenly(self) -> Recipe:
+            why = f"true, but the weights are sharded over lanes.ranks = {ranks}, none of which generates"
+            raise _conflict("training.offload", f"{why}; set it to auto")
         unit = 1 if self.batch.slice == "auto" else self.batch.slice
         for index, pool in enumerate(self.cluster.generators):
             if pool.slice is not None:
@@ -314,3 +291,7 @@ class Recipe(Frozen):
     def sharded(self) -> bool:
         """Whether the trained weights are sharded over the trainer's ranks: full fine-tuning on several ranks."""
         return self.training.lora is None and self.lanes.ranks > 1
+
+
+def _conflict(where: str, why: str) -> ConfigError:
+    return ConfigError(f"{where}: {why}", where)

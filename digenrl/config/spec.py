@@ -169,7 +169,7 @@ class Spec(Frozen):
         if self.policy.help in ("greedy", "search"):
             raise ValueError(
                 f"policy.help: '{self.policy.help}' needs trainer.helper, which is absent; "
-                f"add trainer.helper, or set help to none (auto helps only where there is a helper)"
+                f"add trainer.helper, or set help to none (auto helps only if there is a helper)"
             )
 
     def slice_sizes(self) -> tuple[int, ...]:

@@ -33,10 +33,7 @@ class AestheticReward(FrameReward):
 
     @torch.inference_mode()
     def score_frames(
-        self,
-        frames_NCHW: Tensor,
-        prompts: Sequence[str],
-        metadata: Sequence[Metadata],
+        self, frames_NCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> RewardBatch:
         scores: list[float] = []
         for batch_NCHW in torch.split(frames_NCHW, self.batch_size):

@@ -24,12 +24,7 @@ class WeightedReward(Reward):
         assert rewards, "a weighted reward needs at least one"
         self.rewards = tuple(rewards)
 
-    def _score(
-        self,
-        pixels_BFCHW: Tensor,
-        prompts: Sequence[str],
-        metadata: Sequence[Metadata],
-    ) -> RewardBatch:
+    def _score(self, pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> RewardBatch:
         parts: dict[str, tuple[float, ...]] = {}
         weighted = []
         for reward, weight in self.rewards:

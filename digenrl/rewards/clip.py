@@ -43,10 +43,7 @@ class ClipPairReward(FrameReward):
 
     @torch.inference_mode()
     def score_frames(
-        self,
-        frames_NCHW: Tensor,
-        prompts: Sequence[str],
-        metadata: Sequence[Metadata],
+        self, frames_NCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> RewardBatch:
         cosines: list[float] = []
         for start in range(0, len(prompts), self.batch_size):

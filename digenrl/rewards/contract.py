@@ -82,12 +82,7 @@ class Reward(ABC):
         return checked(self.label, batch, len(prompts))
 
     @abstractmethod
-    def _score(
-        self,
-        pixels_BFCHW: Tensor,
-        prompts: Sequence[str],
-        metadata: Sequence[Metadata],
-    ) -> RewardBatch:
+    def _score(self, pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> RewardBatch:
         """The scores. May raise anything; the result is checked."""
 
 
@@ -103,19 +98,11 @@ class FrameReward(Reward):
 
     @abstractmethod
     def score_frames(
-        self,
-        frames_NCHW: Tensor,
-        prompts: Sequence[str],
-        metadata: Sequence[Metadata],
+        self, frames_NCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> RewardBatch:
         """Scores single images, uint8. The samples of a RewardError are rows of N."""
 
-    def _score(
-        self,
-        pixels_BFCHW: Tensor,
-        prompts: Sequence[str],
-        metadata: Sequence[Metadata],
-    ) -> RewardBatch:
+    def _score(self, pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> RewardBatch:
         frames_BFCHW = as_uint8(pixels_BFCHW[:, :: self.frame_stride])
         count = frames_BFCHW.shape[1]
         repeated_prompts = [prompt for prompt in prompts for _ in range(count)]

@@ -24,12 +24,7 @@ class FunctionReward(Reward):
         self.function = function
         self.arguments = dict(arguments)
 
-    def _score(
-        self,
-        pixels_BFCHW: Tensor,
-        prompts: Sequence[str],
-        metadata: Sequence[Metadata],
-    ) -> RewardBatch:
+    def _score(self, pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> RewardBatch:
         answer = self.function(pixels_BFCHW, prompts, metadata, **self.arguments)
         if isinstance(answer, RewardBatch):
             return answer

@@ -38,12 +38,7 @@ class HttpReward(Reward):
             follow_redirects=False,
         )
 
-    def _score(
-        self,
-        pixels_BFCHW: Tensor,
-        prompts: Sequence[str],
-        metadata: Sequence[Metadata],
-    ) -> RewardBatch:
+    def _score(self, pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> RewardBatch:
         sent_BFCHW = pixels_BFCHW[:, :: self.settings.frame_stride]
         replies = []
         for start in range(0, len(prompts), self.settings.batch_size):

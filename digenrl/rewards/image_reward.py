@@ -78,10 +78,7 @@ class ImageRewardScorer(FrameReward):
 
     @torch.inference_mode()
     def score_frames(
-        self,
-        frames_NCHW: Tensor,
-        prompts: Sequence[str],
-        metadata: Sequence[Metadata],
+        self, frames_NCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> RewardBatch:
         scores: list[float] = []
         for start in range(0, len(prompts), self.batch_size):

@@ -21,10 +21,7 @@ class JpegReward(FrameReward):
         self.sign = sign
 
     def score_frames(
-        self,
-        frames_NCHW: Tensor,
-        prompts: Sequence[str],
-        metadata: Sequence[Metadata],
+        self, frames_NCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> RewardBatch:
         kilobytes = tuple(self._kilobytes(image) for image in as_pil(frames_NCHW))
         return RewardBatch(tuple(self.sign * size for size in kilobytes), {"kilobytes": kilobytes})

@@ -42,10 +42,7 @@ class OcrReward(FrameReward):
         )
 
     def score_frames(
-        self,
-        frames_NCHW: Tensor,
-        prompts: Sequence[str],
-        metadata: Sequence[Metadata],
+        self, frames_NCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> RewardBatch:
         expected = [self._expected(row, prompts[row], metadata[row]) for row in range(len(prompts))]
         read = [normalised(text) for text in self.read(list(as_pil(frames_NCHW)))]

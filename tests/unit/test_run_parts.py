@@ -149,9 +149,7 @@ def test_shuffled_rewards_are_the_same_numbers_in_an_order_of_their_own() -> Non
 class RecordedRun:
     """A fake run in a real folder, with what a run records about checkpoints and evaluations."""
 
-    def __init__(
-        self, tmp_path: Path, fails: Any = lambda job: None, first_version: int = 0, **changes: Any
-    ) -> None:
+    def __init__(self, tmp_path: Path, fails: Any = lambda job: None, **changes: Any) -> None:
         held_out = tmp_path / "held_out.txt"
         held_out.write_text("one\ntwo\nthree\n")
         evaluation = {"prompts": {"path": str(held_out)}, "every": 2, "batch": 1}
@@ -232,10 +230,8 @@ def test_a_later_evaluation_that_fails_is_reported_and_the_run_continues(tmp_pat
     run = RecordedRun(tmp_path, fails)
     assert run.drive().finished
     assert [each.steps_done for each in run.evaluations] == [0]
-    assert [
-        ("server is away" in message, str(step) in message) for message, step in zip(run.messages, (2, 3))
-    ] == [(True, True)] * 2
-    assert not list(run.folder.samples.glob(".step_*")) or not run.run.transport.jobs(Evaluate)
+    for message, step in zip(run.messages, (2, 3), strict=True):
+        assert "server is away" in message and str(step) in message
 
 
 # --- Lanes in run.json -------------------------------------------------------------------------------------------

@@ -289,21 +289,25 @@ def train_command(
         typer.Option("--plan", metavar="FILE", help="Lanes, slices and techniques as digenrl plan chose them."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print every step as a line of JSON.")] = False,
+    verbose: Annotated[
+        bool, typer.Option(help="Also write debug messages to the log files in the run's folder.")
+    ] = False,
 ) -> None:
     """Train a model by a recipe: generate, score, train and publish, on separate lanes at the same time."""
     from digenrl.commands.train import resume_run, start_run
 
+    overrides = [*(overrides or []), *(["logging.verbose=true"] if verbose else [])]
     if resume is not None:
         if out_folder is not None:
             raise ConfigError("--out: a run is resumed in its own folder; leave it out")
         if plan_file is not None:
             raise ConfigError("--plan: a run is resumed with its own; give what is to change as key=value")
-        changes = [*([recipe] if recipe else []), *(overrides or [])]
+        changes = [*([recipe] if recipe else []), *overrides]
         status = resume_run(resume, changes, out, as_json)
     elif recipe is None:
         raise ConfigError("train: give a recipe, as 'digenrl train demo', or --resume RUN")
     else:
-        changes = overrides or [] if plan_file is None else with_plan(recipe, overrides or [], plan_file)
+        changes = overrides if plan_file is None else with_plan(recipe, overrides, plan_file)
         status = start_run(recipe, changes, out_folder, out, as_json)
     if status == "interrupted":
         raise typer.Exit(INTERRUPTED)

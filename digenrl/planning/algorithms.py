@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from digenrl.config.reading import ConfigError, Frozen, parse_model
-from digenrl.planning.lookup import find, read_catalogue
-from digenrl.planning.model_catalogue import Whole
+from digenrl.planning.cards import find_entry, read_catalogue
+from digenrl.planning.model_facts import Whole
 
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -55,7 +55,7 @@ def known_algorithms() -> tuple[AlgorithmFacts, ...]:
 
 def find_algorithm(name: str) -> AlgorithmFacts:
     """The catalogue's algorithm of that name; raises ConfigError naming the nearest one."""
-    return find("algorithm", name, known_algorithms())
+    return find_entry("algorithm", name, known_algorithms())
 
 
 def counted_options(facts: AlgorithmFacts, options: dict[str, Any]) -> CountedOptions:

@@ -1,8 +1,8 @@
-"""The paper's ladder on our cost model: the colocated baseline, then disaggregation and one technique after another.
+"""The paper's ladder on our cost model: colocated, then disaggregated with one technique after another.
 
-A SPEC's colocated rule trains on all cards with perfect scaling, which real systems do not reach. So the SPEC of the
-baseline gets numbers from which that rule returns the modelled time. Every other rung gets the split, slice and packing
-that are best for it, found with the planner's search.
+A SPEC's colocated rule trains on all cards with perfect scaling, which real systems do not reach. So the SPEC of
+the baseline gets numbers from which that rule returns the modelled time. Every other rung gets the split, slice
+and packing that are best for it, found with the planner's search.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from digenrl.planning.costs import (
     unit_seconds,
 )
 from digenrl.planning.layout import (
-    Capcapabilities,
+    Capabilities,
     GeneratorLayout,
     Layout,
     best_trainer,
@@ -53,8 +53,8 @@ from digenrl.simulation.makespan import predict_makespan
 class ColocatedAssumptions:
     """Overheads of a colocated system.
 
-    `node_shards`: weights are sharded inside each node instead of over all cards. `packed`: time-steps are packed and
-    spread as in a disaggregated trainer. `sharded_rollout`: generates with sharded weights, gathered at every
+    `node_shards`: weights are sharded inside each node instead of over all cards. `packed`: time-steps are packed
+    and spread as in a disaggregated trainer. `sharded_rollout`: generates with sharded weights, gathered at every
     denoising step, instead of with a full copy. `scaling`: share of perfect scaling that training over all cards
     reaches. `engine_switch_s`: the restart of the inference engine, in addition to the transfer of weights.
     """
@@ -188,13 +188,15 @@ RUNGS = (
     TechniqueRung("+ GAP", ScheduleRules(help="none"), packed=False),
     TechniqueRung("+ TSP", ScheduleRules(help="none"), packed=True),
     TechniqueRung("+ TAG", ScheduleRules(help="auto"), packed=True),
-    TechniqueRung("+ TCSS", ScheduleRules.model_validate({"help": "auto", "stale_fraction": STALE_SHARE}), packed=True),
+    TechniqueRung(
+        "+ TCSS", ScheduleRules.model_validate({"help": "auto", "stale_fraction": STALE_SHARE}), packed=True
+    ),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class LadderRow:
-    """The result of a rung; `speedup` is relative to colocated, `split` names the cards that train and generate."""
+    """The result of a rung; `speedup` is relative to colocated, `split` is the use of the cards."""
 
     rung: str
     makespan_s: float
@@ -220,11 +222,15 @@ def simulate_rungs(
 
 
 def rung_candidates(
-    workload: Workload, pools: Sequence[CardPool], rung: TechniqueRung, steps: int, constants: Constants = CONSTANTS
+    workload: Workload,
+    pools: Sequence[CardPool],
+    rung: TechniqueRung,
+    steps: int,
+    constants: Constants = CONSTANTS,
 ) -> Iterator[Candidate]:
     """Every split in quarters of a node, with every slice size, under the rung's rules."""
     unit = training_unit(workload, rung.rules.stream)
-    capabilities = Capcapabilities(packed=rung.packed, shards="any" if rung.node_shards else "no_nodes")
+    capabilities = Capabilities(packed=rung.packed, shards="any" if rung.node_shards else "no_nodes")
     for trainer_pool in pools:
         quarter = max(1, trainer_pool.per_node // 4)
         for cards in range(quarter, trainer_pool.cards + 1, quarter):

@@ -160,9 +160,7 @@ def mixed_against_a(ladders: dict[str, dict[str, list[LadderRow]]]) -> dict[str,
 def technique_by_technique() -> dict[str, float]:
     """What each technique brings over the rung before it on 32 H20 with Wan2.1-1.3B."""
     workload = workload_of("Wan2.1-1.3B", SHOWN_SETTING, {})
-    _, naive, gap, tsp, tag, tcss = (
-        row.speedup for row in simulate_rungs(workload, [H20], STEPS, BASELINE)
-    )
+    _, naive, gap, tsp, tag, tcss = (row.speedup for row in simulate_rungs(workload, [H20], STEPS, BASELINE))
     return {"GAP and TCSS": gap / naive * tcss / tag, "TSP": tsp / gap, "TAG": tag / tsp}
 
 

@@ -66,7 +66,10 @@ def output_files(request: Recipe | Workload, plan: Path | None, spec: Path | Non
 
 
 def search_plans(
-    request: Recipe | Workload, cluster: Cluster, options: PlanOptions, progress: Progress = lambda done, total: None
+    request: Recipe | Workload,
+    cluster: Cluster,
+    options: PlanOptions,
+    progress: Progress = lambda done, total: None,
 ) -> PlanResult:
     """The best plans; plans of a recipe use only features that the runtime supports."""
     if isinstance(request, Workload):
@@ -108,8 +111,8 @@ def show_plans(console: Console, result: PlanResult, words: list[str], files: Pl
     console.print(f"{searched}; {others} {gap}.", style="dim")
     if cost_source(result.workload) == "derived":
         console.print(
-            f"The costs of {result.workload.model} are derived from its layers with typical efficiencies, not fitted "
-            "to measurements; profile the cards (digenrl profile) for better ones.",
+            f"The costs of {result.workload.model} are derived from its layers with typical efficiencies, not "
+            "fitted to measurements; for better ones, profile the cards (digenrl profile).",
             style="dim",
             highlight=False,
         )
@@ -135,7 +138,7 @@ def _show_plan_file(console: Console, result: PlanResult, words: list[str], path
 
 
 def _key_values(pairs: list[str]) -> dict[str, Any]:
-    """['frames=33', 'tuning=full'] as a mapping, with values parsed as YAML; raises ConfigError for unknown keys."""
+    """['frames=33', 'tuning=full'] as a mapping, with values parsed as YAML."""
     values: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")

@@ -54,8 +54,9 @@ class Rates:
 def least_makespan(rates: Rates) -> float:
     """A lower bound of the makespan under any schedule, in seconds.
 
-    The largest of three bounds. Fluid: all lanes are busy all the time. Sequential: samples that need the new weight
-    version are generated after the previous step was published, and trained after that. Scoring: reward lanes only.
+    The largest of three bounds. Fluid: all lanes are busy all the time. Sequential: samples that need the new
+    weight version are generated after the previous step was published, and trained after that. Scoring: reward
+    lanes only.
     """
     sequential_s = _first_step_s(rates) + (rates.steps - 1) * _later_step_s(rates)
     return ROUNDING_MARGIN * max(_fluid_s(rates), sequential_s, _scoring_s(rates))

@@ -145,7 +145,8 @@ def rates_of(
 ) -> Rates:
     """The unrounded numbers of the plan's SPEC that bound its makespan.
 
-    A lane with larger slices counts as a lane that generates slices of `slice_size` one after another at the same rate.
+    A lane with larger slices counts as a lane that generates slices of `slice_size` one after another at the same
+    rate.
     """
     own_slices = pool_slices or (slice_size,) * len(layout.generators)
     unit = training_unit(workload, rules.stream)

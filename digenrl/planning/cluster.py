@@ -20,10 +20,11 @@ Seconds = Annotated[float, Field(ge=0)]
 class Measured(Frozen):
     """Times measured on one card of a pool, in seconds; the cost model supplies the rest.
 
-    `slice_seconds` maps a slice size to the time of a lane; sizes between two measured ones are interpolated, other
-    sizes are not used. `train_seconds_per_sample` is the time of one rank per generated sample; several ranks share
-    the pairs of a group. `publish_seconds` is the time from a commit until the pool's lanes have the new version,
-    `score_seconds` the time of one sample on a reward lane, `switch_seconds` the time of one role switch.
+    `slice_seconds` maps a slice size to the time of a lane; sizes between two measured ones are interpolated,
+    other sizes are not used. `train_seconds_per_sample` is the time of one rank per generated sample; several
+    ranks share the pairs of a group. `publish_seconds` is the time from a commit until the pool's lanes have the
+    new version, `score_seconds` the time of one sample on a reward lane, `switch_seconds` the time of one role
+    switch.
     """
 
     slice_seconds: Annotated[dict[Whole, Positive], Field(min_length=1)] | None = None
@@ -67,9 +68,9 @@ class Measured(Frozen):
 class CardPool(Frozen):
     """Equal nodes of equal cards. `network_gbit_s` is the bandwidth of one node, shared by its cards.
 
-    A pool with `measured` costs needs only a `name` instead of a card. A `profile` supplies measured costs, and the
-    card if none is given; it is valid only for the work that was profiled. `accelerator`, `labels` and `resources`
-    select the pool's machines in a Ray cluster; by default the card's accelerator does.
+    A pool with `measured` costs needs only a `name` instead of a card. A `profile` supplies measured costs, and
+    the card if none is given; it is valid only for the work that was profiled. `accelerator`, `labels` and
+    `resources` select the pool's machines in a Ray cluster; by default the card's accelerator does.
     """
 
     card: Card

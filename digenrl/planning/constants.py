@@ -1,7 +1,7 @@
 """The constants of the cost model, each with its source. One set serves all cards and all models.
 
-Fitted to bf16 measurements of forwards and LoRA training on one NVIDIA H200: 34 rows of plain diffusers, eager, with
-and without gradient checkpointing, 1 to 8 samples per pass, and 19 rows of this runtime, compiled, 1 to 48.
+Fitted to bf16 measurements of forwards and LoRA training on one NVIDIA H200: 34 rows of plain diffusers, eager,
+with and without gradient checkpointing, 1 to 8 samples per pass, and 19 rows of this runtime, compiled, 1 to 48.
 """
 
 from __future__ import annotations

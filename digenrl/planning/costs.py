@@ -26,8 +26,8 @@ class TrainerLayout:
     """The parallelism of the trainer's cards.
 
     `shard_cards` cards share one copy of the weights: 1 is plain data parallelism, all cards FSDP, the cards of a
-    node hybrid sharding. `pack` pairs share one forward and backward. With `spread_steps` the pairs of a sample are
-    distributed over ranks (time-step parallelism); without it one rank trains all steps of a sample.
+    node hybrid sharding. `pack` pairs share one forward and backward. With `spread_steps` the pairs of a sample
+    are distributed over ranks (time-step parallelism); without it one rank trains all steps of a sample.
     """
 
     pool: CardPool
@@ -133,7 +133,7 @@ def unit_seconds(
 
 
 def commit_seconds(workload: Workload, trainer: TrainerLayout, constants: Constants = CONSTANTS) -> float:
-    """All updates of a batch: gradients reduced over the copies of the weights, and the optimizer step per shard."""
+    """All updates of a batch: an all-reduce of gradients over the copies, and an optimizer step per shard."""
     if trainer.pool.measured.commit_seconds is not None:
         return trainer.pool.measured.commit_seconds
     if not workload.has_cost_model:
@@ -151,7 +151,7 @@ def commit_seconds(workload: Workload, trainer: TrainerLayout, constants: Consta
 
 
 def publish_seconds(workload: Workload, link_bytes_s: float, constants: Constants = CONSTANTS) -> float:
-    """Sending a weight version to all generators, pipelined from node to node: the slowest link carries it once."""
+    """Sending a weight version to all generators, pipelined over the nodes: the slowest link carries it once."""
     latency = constants.adapter_swap_s if workload.tuning == "lora" else constants.collective_latency_s
     return workload.published_bytes / link_bytes_s + latency
 

@@ -28,8 +28,8 @@ SIMPLER_MAY_COST = 0.01
 class Capabilities:
     """Features of the runtime that will run a plan; by default everything that the cost model supports.
 
-    `shards` is how weights may be sharded: over all trainer cards, per node or not at all (`any`), over all cards or
-    not at all (`no_nodes`), or `as_trained`: not at all for adapters, over all cards for full fine-tuning. With
+    `shards` is how weights may be sharded: over all trainer cards, per node or not at all (`any`), over all cards
+    or not at all (`no_nodes`), or `as_trained`: not at all for adapters, over all cards for full fine-tuning. With
     `sharded_help` a trainer with sharded weights can generate. Without `packed` (no time-step parallelism) every
     pair is one pass, and one rank trains all pairs of a sample.
     """

@@ -1,7 +1,7 @@
 """The size of a model and the work of one forward: from the catalogue (catalogue/models.yaml) or derived.
 
-Catalogue entries are fitted to measurements. The facts of any other model are counted from its layers, outside this
-package because that needs torch, and completed here with default efficiencies.
+Catalogue entries are fitted to measurements. The facts of any other model are counted from its layers, outside
+this package because that needs torch, and completed here with default efficiencies.
 """
 
 from __future__ import annotations
@@ -167,12 +167,12 @@ def find_model(name: str) -> CatalogueModel:
 TYPICAL_EAGER = {"traffic_passes": 208.0, "launch_ms_per_block": 0.66}
 TYPICAL_COMPILED = {"traffic_passes": 105.0, "launch_ms_per_block": 0.38}
 TYPICAL_DECODE_GFLOP = {"image": 0.032, "video": 0.04}
-# The compiler recomputes part of what eager blocks save: 66 to 88 % is left in the catalogue's models.
+# The compiler recomputes part of what eager blocks save: 74 to 91 % is left in the catalogue's models.
 COMPILED_ACTIVATIONS = 0.9
 
 
 def typical_costs(activations: float, kind: Literal["image", "video"]) -> dict[str, object]:
-    """The fields of ModelFacts that cannot be counted, for blocks that save so many hidden states each."""
+    """The fields of ModelFacts that cannot be counted; `activations` is what an eager block saves."""
     return {
         "fitted": False,
         "decode_gflop_per_pixel": TYPICAL_DECODE_GFLOP[kind],

@@ -10,8 +10,8 @@ import yaml
 from digenrl.config.plan_files import work_of
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe, technique_keys
-from digenrl.planning.plans import Plan
 from digenrl.planning.plan_tables import rate_words
+from digenrl.planning.plans import Plan
 
 
 def overlay(plan: Plan, recipe: Recipe, recipe_name: str) -> dict[str, Any]:
@@ -21,8 +21,8 @@ def overlay(plan: Plan, recipe: Recipe, recipe_name: str) -> dict[str, Any]:
     for pool in pools:
         if len(pools) > 1 and not pool.place:
             raise ConfigError(
-                f"{pool.name}: no key selects the machines of this pool in a Ray cluster; give it accelerator, labels "
-                "or resources in the cluster file"
+                f"{pool.name}: no key selects the machines of this pool in a Ray cluster; give it accelerator, "
+                "labels or resources in the cluster file"
             )
     return {
         "plan": {

@@ -125,7 +125,7 @@ def result_as_dict(result: PlanResult) -> dict[str, Any]:
 
 
 def cost_source(workload: Workload) -> str:
-    """Where modelled costs come from: the catalogue, numbers derived from the model's layers, or none: measured."""
+    """The source of the model's costs: catalogue, derived (from its layers), or measured only."""
     if workload.model_facts is None:
         return "measured"
     return "catalogue" if workload.model_facts.fitted else "derived"

@@ -1,9 +1,9 @@
 """The planner: branch and bound over splits, slices and scheduling rules.
 
-Candidates are simulated in the order of their bounds. The search ends when no remaining bound beats the best plan by
-more than `tolerance`, so a candidate that was not simulated could not have won. In large pools the trainer sizes are
-searched on a coarse grid of whole nodes first, which is then refined around the best size. This search uses one slice
-size for all lanes; afterwards the best splits get a slice size per pool if that pays.
+Candidates are simulated in the order of their bounds. The search ends when no remaining bound beats the best plan
+by more than `tolerance`, so a candidate that was not simulated could not have won. In large pools the trainer
+sizes are searched on a coarse grid of whole nodes first, which is then refined around the best size. This search
+uses one slice size for all lanes; afterwards the best splits get a slice size per pool if that pays.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Search:
         return min((score for score, _ in self.best_of_split.values()), default=inf)
 
     def explore(self, found: Iterable[Candidate], budget: int) -> None:
-        """Simulates candidates, best bound first, until none left can beat the best plan by more than the tolerance.
+        """Simulates candidates, best bound first, until none can beat the best plan by more than the tolerance.
 
         Runs at most `budget` simulations; `least_bound_left` is the best bound that was not simulated.
         """
@@ -93,7 +93,7 @@ class _Search:
         self.progress(self.considered, self.considered)
 
     def polish(self) -> None:
-        """Simulates a few more candidates of the splits that will be shown, so that runners-up are at their best."""
+        """Simulates a few more candidates of the splits that will be shown, to show each at its best."""
         shown = sorted(self.best_of_split, key=lambda split: self.best_of_split[split][0])[: self.options.keep]
         tries = dict.fromkeys(shown, POLISH_TRIES)
         for candidate in sorted(self.found, key=lambda candidate: candidate.bound_s):
@@ -356,6 +356,4 @@ def _not_measured(workload: Workload, cluster: Cluster) -> str:
                 f"{pool.name}: measured.slice_seconds has {', '.join(map(str, sorted(table)))}, which covers no "
                 f"size that divides samples_per_prompt = {workload.samples_per_prompt}; measure one of {sizes}"
             )
-    return (
-        f"{workload.model} is not in the catalogue, so the plan needs measured costs: {NEEDED_MEASUREMENTS}"
-    )
+    return f"{workload.model} is not in the catalogue, so the plan needs measured costs: {NEEDED_MEASUREMENTS}"

@@ -16,7 +16,8 @@ from digenrl.planning.workload import Workload
 class Plan:
     """One split with its best slices and rules, and the simulator's prediction. `spec` is ready to simulate.
 
-    `step_s` is the time of a step once the pipeline is full. Memory is None where a measurement shows that it fits.
+    `step_s` is the time of a step once the pipeline is full. Memory is None where a measurement shows that it
+    fits.
     """
 
     layout: Layout
@@ -49,8 +50,8 @@ class PlanResult:
     """Plans, best first.
 
     No plan of the search space with one slice size for all lanes is better than the first by more than
-    `proven_gap`; slice sizes per pool are tried for the best splits only. `every_size` is True if all trainer sizes
-    were searched, and False if a refined grid of sizes was used (large pools).
+    `proven_gap`; slice sizes per pool are tried for the best splits only. `every_size` is True if all trainer
+    sizes were searched, and False if a refined grid of sizes was used (large pools).
     """
 
     workload: Workload

@@ -1,4 +1,4 @@
-"""The workload and the planner's options of a recipe, and the check of profiles against a recipe. Needs no torch."""
+"""The workload and planner options of a recipe, and the check of profiles against a recipe."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def options_for(recipe: Recipe, base: PlanOptions) -> PlanOptions:
 
 
 def catalogue_model(recipe: Recipe) -> CatalogueModel | None:
-    """The catalogue entry of the recipe's model: by the layers of a local pipeline, else by the pipeline's name."""
+    """The catalogue entry of the recipe's model, by the layers of a local pipeline or by the pipeline's name."""
     of_family = [entry for entry in known_models() if entry.family == recipe.model.family]
     config = Path(recipe.model.source) / "transformer" / "config.json"
     if config.is_file():
@@ -98,7 +98,7 @@ def unknown_model(recipe: Recipe) -> str:
     """The error message for a model that is not in the catalogue and was not measured."""
     known = ", ".join(entry.name for entry in known_models())
     return (
-        f"model.source: '{recipe.model.source}' ({recipe.model.family}) is not a model of the catalogue ({known}); "
+        f"model.source: '{recipe.model.source}' ({recipe.model.family}) is not in the catalogue ({known}); "
         "give the cluster's pools measured costs, as measured: {slice_seconds: {1: 0.2, 4: 0.6}, "
         "train_seconds_per_sample: 0.1}"
     )

@@ -33,8 +33,8 @@ class RungResult:
 def rungs(spec: Spec, unpacked_seconds: Decimal | None = None) -> tuple[Rung, ...]:
     """Colocated, naive, +GAP, +TSP, +TAG, +TCSS; each rung keeps the techniques of the previous one.
 
-    A SPEC's seconds per sample include packing. Rungs below +TSP use `unpacked_seconds`, the time per sample if pairs
-    are replayed one at a time.
+    A SPEC's seconds per sample include packing. Rungs below +TSP use `unpacked_seconds`, the time per sample if
+    pairs are replayed one at a time.
     """
     unpacked = spec if unpacked_seconds is None else _with_training_time(spec, unpacked_seconds)
     base = {"colocated": False, "help": "none", "stale_fraction": 0}

@@ -87,7 +87,9 @@ def _slice_of(profile: Profile, name: str) -> int:
         return work.slice
     fitting = [size for size in profile.slices if work.samples_per_prompt % size == 0]
     if not fitting:
-        raise ConfigError(f"{name}: none of its slice sizes divides samples_per_prompt = {work.samples_per_prompt}")
+        raise ConfigError(
+            f"{name}: none of its slice sizes divides samples_per_prompt = {work.samples_per_prompt}"
+        )
     return min(sorted(fitting, reverse=True), key=lambda size: profile.slices[size].seconds / size)
 
 

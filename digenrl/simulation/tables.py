@@ -19,14 +19,10 @@ NOISE = 1e-4  # seconds
 
 
 def answer_table(spec: Spec, answer: Answer) -> Table:
-    """What a schedule cost, one line per figure."""
+    """The result of a simulated schedule, one figure per line."""
     samples = spec.steps * spec.prompts * spec.samples_per_prompt
-    table = Table(
-        title=title_of(spec), title_justify="left", show_header=False, box=None, pad_edge=False, padding=(0, 1)
-    )
-    table.add_column(style="bold")
-    table.add_column(justify="right")
-    table.add_column(style="dim")
+    table = _table()
+    table.title, table.title_justify = title_of(spec), "left"
     table.add_row("makespan", seconds(answer.makespan), f"{spec.steps} steps, {samples} samples")
     table.add_row("throughput", f"{answer.throughput:.4g}/s", "samples")
     table.add_row("bound", seconds(answer.bound), "if work were fluid and staleness free")
@@ -40,19 +36,19 @@ def answer_table(spec: Spec, answer: Answer) -> Table:
     return table
 
 
-def ladder_table(climbed: Sequence[Climbed]) -> Table:
-    """The rungs side by side, each against the lowest one that could be run."""
+def ladder_table(results: Sequence[RungResult]) -> Table:
+    """All rungs, with speed-ups over the first one that could be simulated."""
     table = Table(
         title="What each technique brings", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0)
     )
     for heading in ("", "makespan", "samples/s", "speed-up", "gen. idle", "train. idle", "efficiency"):
         table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
-    notes = [f"{each.rung.name}: {each.rung.note}" for each in climbed if each.rung.note]
+    notes = [f"{each.rung.name}: {each.rung.note}" for each in results if each.rung.note]
     table.caption, table.caption_justify = "; ".join(notes) or None, "left"
-    answers = [each.answer for each in climbed if each.answer is not None]
-    # One bound for all rungs, the least: each policy's own would make a rung that helps look less efficient.
+    answers = [each.answer for each in results if each.answer is not None]
+    # The least bound for all rungs: with its own bound, a rung that helps would look less efficient.
     bound = min(answer.bound for answer in answers)
-    for each in climbed:
+    for each in results:
         answer = each.answer
         if answer is None:
             table.add_row(each.rung.name, *["-"] * 6)
@@ -70,29 +66,28 @@ def ladder_table(climbed: Sequence[Climbed]) -> Table:
 
 
 def title_of(spec: Spec) -> str:
-    """The run in one line."""
+    """The simulated run in one line."""
     lanes = " + ".join(f"{pool.count} {pool.name}" for pool in spec.generators)
     work = f"{spec.prompts} prompts x {spec.samples_per_prompt} samples, slices of {spec.slice}"
     if spec.policy.colocated:
         return f"{lanes}, colocated: {work}"
-    policy = spec.policy
-    stale = f", stale share {policy.stale_fraction.normalize():f}" if policy.stale_fraction else ", on-policy"
-    dispatch = "" if policy.dispatch == "eager" else f", {policy.dispatch.replace('_', ' ')}"
-    return f"{lanes}: {work}; {policy.order} order, stream by {policy.stream}, help {policy.help}{stale}{dispatch}"
+    rules = spec.policy
+    stale = f", stale share {rules.stale_fraction.normalize():f}" if rules.stale_fraction else ", on-policy"
+    dispatch = "" if rules.dispatch == "eager" else f", {rules.dispatch.replace('_', ' ')}"
+    return f"{lanes}: {work}; {rules.order} order, stream by {rules.stream}, help {rules.help}{stale}{dispatch}"
 
 
 def seconds(value: float) -> str:
-    """Seconds with as many digits as they deserve."""
+    """Four significant digits, or whole seconds from 1,000 s on."""
     return f"{value:,.0f} s" if value >= 1000 else f"{value:.4g} s"
 
 
 def percent(share: float) -> str:
-    """A share of one as per cent."""
     return f"{100 * share:.1f} %"
 
 
 def profile_table(profile: Profile) -> Group:
-    """What was measured, one line per figure."""
+    """The measurements of a profile, one figure per line."""
     table = _table()
     rate = profile.device.bf16_tflops, profile.device.fp32_tflops
     table.add_row("device", _gib(profile.device.memory_bytes), f"torch {profile.device.torch}")
@@ -100,47 +95,43 @@ def profile_table(profile: Profile) -> Group:
         if value is not None:
             table.add_row("matrix products", f"{value:.4g} TFLOPS", kind)
     for size, cost in sorted(profile.slices.items()):
-        per_sample = f"{_seconds(cost.seconds / size)} a sample"
+        per_sample = f"{_seconds(cost.seconds / size)} per sample"
         table.add_row(f"slice of {size}", _seconds(cost.seconds), _and(per_sample, _peak(cost.peak_bytes)))
     training = profile.training
     if training is not None:
-        packs = f"a sample; packs of {training.pack_size}"
+        packs = f"per sample; packs of {training.pack_size}"
         blocks = f"{training.checkpointed_blocks} blocks checkpointed" if training.checkpointed_blocks else ""
-        foreseen = f"{_gib(training.foreseen_bytes)} foreseen" if training.foreseen_bytes else ""
+        predicted = f"{_gib(training.foreseen_bytes)} predicted" if training.foreseen_bytes else ""
         planned = f"{_gib(training.planned_bytes)} planned" if training.planned_bytes else ""
-        about = _and(packs, blocks, foreseen, planned, _peak(training.peak_bytes))
+        about = _and(packs, blocks, predicted, planned, _peak(training.peak_bytes))
         table.add_row("training", _seconds(training.seconds_per_sample), about)
     for name, value, about in (
-        ("commit", profile.commit_seconds, f"a batch: {profile.work.updates_per_batch} updates"),
-        ("lay out", profile.lay_out_seconds, "the new version, for other lanes"),
-        ("publish", profile.publish_seconds, f"to load {_gib(profile.published_bytes or 0)}"),
-        (
-            "to generating",
-            profile.switch_in_seconds,
-            f"the trainer, {_gib(profile.switched_bytes)} leave the card",
-        ),
-        ("to training", profile.switch_out_seconds, "and back"),
-        ("scoring", profile.score_seconds, "a sample"),
+        ("commit", profile.commit_seconds, f"per batch: {profile.work.updates_per_batch} updates"),
+        ("export weights", profile.lay_out_seconds, "of a new version, for other lanes"),
+        ("publish", profile.publish_seconds, f"load {_gib(profile.published_bytes or 0)}"),
+        ("switch to generating", profile.switch_in_seconds, f"{_gib(profile.switched_bytes)} offloaded"),
+        ("switch to training", profile.switch_out_seconds, "and loaded again"),
+        ("scoring", profile.score_seconds, "per sample"),
     ):
         table.add_row(name, "-" if value is None else _seconds(value), "" if value is None else about)
     return _titled(f"{profile.device.name}: {_work(profile.work)}", table)
 
 
-def prediction_table(profile: Profile, foretold: SingleDevicePrediction) -> Group:
-    """A step, and where its time goes."""
+def prediction_table(profile: Profile, predicted: SingleDevicePrediction) -> Group:
+    """The predicted step, and its time by kind of work."""
     table = _table()
-    rate = foretold.samples / foretold.step_seconds
-    table.add_row("step", _seconds(foretold.step_seconds), f"{foretold.samples} samples, {rate:.4g} a second")
-    for name, part in foretold.parts.items():
-        table.add_row(name, _seconds(part), f"{percent(part / foretold.step_seconds)} of the step")
-    return _titled(prediction_title(profile, foretold), table)
+    rate = predicted.samples / predicted.step_seconds
+    table.add_row("step", _seconds(predicted.step_seconds), f"{predicted.samples} samples, {rate:.4g} per second")
+    for name, part in predicted.parts.items():
+        table.add_row(name, _seconds(part), f"{percent(part / predicted.step_seconds)} of the step")
+    return _titled(prediction_title(profile, predicted), table)
 
 
-def prediction_title(profile: Profile, foretold: SingleDevicePrediction) -> str:
-    """The run in one line."""
+def prediction_title(profile: Profile, predicted: SingleDevicePrediction) -> str:
+    """The predicted run in one line."""
     work = profile.work
     prompts = "1 prompt" if work.prompts == 1 else f"{work.prompts} prompts"
-    batch = f"{prompts} x {work.samples_per_prompt} samples, slices of {foretold.slice}"
+    batch = f"{prompts} x {work.samples_per_prompt} samples, slices of {predicted.slice}"
     return f"one {profile.device.name}, colocated, {work.recipe}: {batch}"
 
 
@@ -152,7 +143,7 @@ def _work(work: ProfiledWork) -> str:
 
 
 def _titled(title: str, table: Table) -> Group:
-    """A table's own title would be broken to the table's width."""
+    """A table below its title; rich would wrap the table's own title to the table's width."""
     return Group(Text(title, style="italic"), table)
 
 
@@ -165,12 +156,12 @@ def _table() -> Table:
 
 
 def _seconds(value: float) -> str:
-    """What is too short to be more than noise of a measurement counts as nothing."""
+    """The time, or 0 s if it is below the noise of a measurement."""
     return seconds(value) if value >= NOISE else "0 s"
 
 
 def _peak(peak_bytes: int) -> str:
-    return f"{_gib(peak_bytes)} at the peak" if peak_bytes else ""
+    return f"{_gib(peak_bytes)} peak" if peak_bytes else ""
 
 
 def _gib(count: int) -> str:

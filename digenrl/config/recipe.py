@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
+from digenrl.config.algorithms import AlgorithmSettings, read_algorithm_settings
 from digenrl.config.cluster import ClusterSettings
 from digenrl.config.generator_pools import check_pool_slice, check_slice, slice_sizes
 from digenrl.config.prompts import PromptSettings
@@ -21,6 +22,7 @@ from digenrl.config.rewards import Rewards
 from digenrl.config.spec import DispatchRule, HelpRule, ScheduleRules
 from digenrl.config.topology import TOPOLOGIES, Mode, Topology
 from digenrl.config.training import TrainerSettings
+from digenrl.config.windows import Window, read_window
 
 NoiseKind = Literal["flow", "dance", "cps", "truncated_flow"]  # no `ddim`: every family predicts velocities
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -85,8 +87,15 @@ class SampleSettings(Frozen):
     denoising_steps: int = Field(default=10, ge=2)
     shift: float | None = Field(default=None, gt=0, description="a fixed shift; the scheduler's own by default")
     noise: NoiseSettings = NoiseSettings()
-    window: dict[str, Any] | None = None
+    window: dict[str, Any] | None = None  # as written: the fingerprint of a recipe has no defaults in it
     decode_rows: PositiveInt | None = Field(default=None, description="rows decoded at once; all by default")
+
+    @field_validator("window")
+    @classmethod
+    def _window_is_known(cls, window: dict[str, Any] | None) -> dict[str, Any] | None:
+        if window is not None:
+            read_window(window)
+        return window
 
 
 class BatchSettings(Frozen):
@@ -110,10 +119,23 @@ class BatchSettings(Frozen):
 
 
 class AlgorithmChoice(Frozen):
-    """An algorithm by name; `options` are its own settings."""
+    """An algorithm by name, or by the import path of a class (`my_package.module:MyAlgorithm`).
+
+    `options` are its settings. Those of a class outside the package are checked when it is imported.
+    """
 
     name: str
     options: dict[str, Any] = Field(default={})
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> AlgorithmChoice:
+        if ":" not in self.name:
+            self.settings()
+        return self
+
+    def settings(self) -> AlgorithmSettings:
+        """The algorithm's settings; raises ConfigError if the algorithm or an option is unknown."""
+        return read_algorithm_settings(self.name, self.options)
 
 
 class Techniques(Frozen):
@@ -291,6 +313,12 @@ class Recipe(Frozen):
                 with complaints_about(f"cluster.generators[{index}].slice"):
                     check_pool_slice(pool.slice, unit, self.batch.samples_per_prompt)
         return self
+
+    @property
+    def window(self) -> Window:
+        """Which steps are stochastic and kept: the recipe's choice, or the algorithm's default."""
+        chosen = self.sample.window
+        return self.algorithm.settings().window if chosen is None else read_window(chosen)
 
     @property
     def topology(self) -> Topology:

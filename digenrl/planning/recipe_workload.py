@@ -11,7 +11,6 @@ from digenrl.config.profiles import Profile, ProfiledWork
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_paths import RANDOM
-from digenrl.planning.algorithms import counted_options, find_algorithm, trained_steps
 from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.cluster import Cluster
 from digenrl.planning.layout import Capabilities
@@ -106,22 +105,17 @@ def unknown_model(recipe: Recipe) -> str:
 
 def profiled_work(recipe: Recipe) -> ProfiledWork:
     """The settings of the recipe that affect the times of a device."""
-    facts = find_algorithm(recipe.algorithm.name)
-    options = counted_options(facts, recipe.algorithm.options)
-    group = recipe.batch.samples_per_prompt
-    trained = facts.trained_per_prompt or group
-    if options.best_of_n is not None:
-        trained = options.best_of_n.top + options.best_of_n.bottom
+    algorithm, group = recipe.algorithm.settings(), recipe.batch.samples_per_prompt
     return ProfiledWork(
         **work_of(recipe).model_dump(),
         recipe=recipe.name,
         dtype=recipe.model.dtype,
         guidance=recipe.model.guidance,
         slice=recipe.batch.slice,
-        trained_steps=trained_steps(facts, options, recipe.sample.window, recipe.sample.denoising_steps),
-        trained_share=min(1.0, trained / group),
-        updates_per_batch=options.updates_per_batch,
-        reference_forward=facts.reference == "always" or options.kl_weight > 0,
+        trained_steps=algorithm.trained_steps(recipe.sample.denoising_steps, recipe.window),
+        trained_share=algorithm.trained_samples(group) / group,
+        updates_per_batch=algorithm.updates_per_batch,
+        reference_forward=algorithm.needs.reference,
         old_log_probs=recipe.training.old_log_probs,
         autocast=recipe.training.autocast,
         packed=recipe.techniques.tsp,
@@ -187,21 +181,17 @@ def _has_size(config: Path, entry: CatalogueModel) -> bool:
 def _training(recipe: Recipe) -> dict[str, Any]:
     """The share of a sample that is trained, and the forwards that training needs in addition to its own."""
     steps, training = recipe.sample.denoising_steps, recipe.training
-    facts = find_algorithm(recipe.algorithm.name)
-    options = counted_options(facts, recipe.algorithm.options)
-    updates, old_policy = options.updates_per_batch, 1.0 if facts.old_policy else 0.0
-    if training.old_log_probs == "recomputed" and not facts.renoised:
+    algorithm = recipe.algorithm.settings()
+    updates, old_policy = algorithm.updates_per_batch, 1.0 if algorithm.needs.old_policy else 0.0
+    if training.old_log_probs == "recomputed" and algorithm.replays == "steps":
         old_policy = (updates - 1) / updates  # in the first update, the old policy is the policy itself
-    trained = facts.trained_per_prompt
-    if options.best_of_n is not None:
-        trained = options.best_of_n.top + options.best_of_n.bottom
     return {
         "tuning": "full" if training.lora is None else "lora",
         "lora_rank": 1 if training.lora is None else training.lora.rank,
-        "trained_share": trained_steps(facts, options, recipe.sample.window, steps) / steps,
-        "trained_per_prompt": trained,
+        "trained_share": algorithm.trained_steps(steps, recipe.window) / steps,
+        "trained_per_prompt": algorithm.trained_samples(recipe.batch.samples_per_prompt),
         "updates_per_batch": updates,
-        "reference_forward": facts.reference == "always" or options.kl_weight > 0,
+        "reference_forward": algorithm.needs.reference,
         "old_policy_forward": old_policy,
         "float32_weights": recipe.model.dtype == "float32",
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from digenrl.config.reading import ConfigError
 from digenrl.config.training import TrainerSettings
 from digenrl.models.pairs import Objective, ScoredGroup, Standing
 from digenrl.training.ordered_sums import OrderedSums
@@ -46,14 +47,16 @@ class GroupEntry:
 
 
 def check_shape(shape: BatchShape, objective: Objective, settings: TrainerSettings) -> None:
-    """Raises ValueError where a batch of this shape cannot be trained so."""
+    """Raises ConfigError if the objective cannot train a batch of this shape with these settings."""
     if shape.groups < objective.updates_per_batch:
-        raise ValueError(
-            f"{objective.updates_per_batch} updates per batch need as many groups, got {shape.groups}; "
-            "use more groups or fewer updates"
+        raise ConfigError(
+            f"algorithm.options.updates_per_batch: {objective.updates_per_batch} updates need as many prompts, "
+            f"got batch.prompts = {shape.groups}; use more prompts or fewer updates"
         )
     if objective.needs.recomputed_log_probs and settings.old_log_probs != "recomputed":
-        raise ValueError("this algorithm needs old_log_probs: recomputed, got rollout")
+        raise ConfigError(
+            f"training.old_log_probs: the algorithm needs 'recomputed', got '{settings.old_log_probs}'; change it"
+        )
 
 
 def check_sharding(policies: PolicyWeights, ranks: RankGroup | None, helps: bool) -> None:

@@ -11,10 +11,9 @@ from safetensors import SafetensorError
 
 from digenrl import demo
 from digenrl.algorithms.registry import build_algorithm
-from digenrl.config.reading import ConfigError
+from digenrl.config.reading import ConfigError, complaints_about
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_paths import DEMO
-from digenrl.generation.windows import read_window
 from digenrl.models.compiled import compile_blocks
 from digenrl.models.contract import DiffusionModel, SampleSize, TextEncoder
 from digenrl.models.loading import check_source
@@ -23,6 +22,7 @@ from digenrl.models.offloaded_text_encoder import OffloadedTextEncoder
 from digenrl.models.random_texts import RandomTexts
 from digenrl.models.registry import find_family
 from digenrl.models.trajectory import StepNoise
+from digenrl.training.batch import BatchShape, check_shape
 from digenrl.worker.stages import Blueprint
 
 
@@ -40,15 +40,10 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
     else:
         check_source(family.pipeline_class, source_of(recipe))
     algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
-    window = read_window(dict(recipe.sample.window or algorithm.rollout_window))
-    window.check(recipe.sample.denoising_steps)
-    if recipe.batch.prompts < algorithm.updates_per_batch:
-        raise ConfigError(
-            f"algorithm.options.updates_per_batch: {algorithm.updates_per_batch} updates need as many prompts, "
-            f"got batch.prompts = {recipe.batch.prompts}; use more prompts or fewer updates"
-        )
-    if algorithm.needs.recomputed_log_probs and recipe.training.old_log_probs != "recomputed":
-        raise ConfigError(f"training.old_log_probs: {algorithm.name} needs 'recomputed'; set it")
+    window = recipe.window
+    with complaints_about("sample.window"):
+        window.check(recipe.sample.denoising_steps)
+    check_shape(BatchShape(recipe.batch.prompts, recipe.batch.samples_per_prompt), algorithm, recipe.training)
     if recipe.training.lora is None and recipe.model.dtype != "float32":
         raise ConfigError(
             f"model.dtype: {recipe.model.dtype} is too coarse for weights that are trained; use float32 with "

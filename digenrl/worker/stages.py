@@ -15,10 +15,11 @@ from torch import Tensor
 
 from digenrl.algorithms.contract import Algorithm
 from digenrl.config.recipe import Recipe
+from digenrl.config.windows import EulerOnly, Window
 from digenrl.generation.noise import normal_noise
 from digenrl.generation.rollout import GeneratedSlice, decode_slice, generate_pixels, generate_slice
 from digenrl.generation.row_limits import RowLimits
-from digenrl.generation.windows import EulerOnly, Window, plan_rollouts
+from digenrl.generation.windows import plan_rollouts
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
 from digenrl.models.family import Family
 from digenrl.models.pairs import ScoredGroup
@@ -93,7 +94,7 @@ def generate(
         run_seed=blueprint.recipe.seed,
         version=version,
         needs=blueprint.algorithm.needs,
-        same_noise_in_group=blueprint.algorithm.same_initial_noise,
+        same_noise_in_group=blueprint.algorithm.settings.same_initial_noise,
         autocast=blueprint.recipe.training.autocast,
         limit=limits.denoising,
     )

@@ -369,10 +369,10 @@ def test_what_cannot_be_trained_is_refused_before_it_begins():
     settings = TrainerSettings()
     with pytest.raises(ValueError, match="group_size must be at least 2"):
         Trainer(model, flow, settings, BatchShape(groups=2, group_size=1), DRAW_NOISE)
-    with pytest.raises(ValueError, match="2 updates per batch need as many groups, got 1"):
+    with pytest.raises(ValueError, match="updates_per_batch: 2"):
         Trainer(model, flow, settings, BatchShape(groups=1, group_size=4), DRAW_NOISE)
     decoupled = build_algorithm("flow_grpo", {"stale": "decoupled"})
-    with pytest.raises(ValueError, match="needs old_log_probs: recomputed"):
+    with pytest.raises(ValueError, match="training.old_log_probs.*recomputed"):
         Trainer(model, decoupled, settings, BatchShape(groups=2, group_size=4), DRAW_NOISE)
     coarse = ToyModel(dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"is torch.bfloat16, too coarse.*autocast: bf16"):

@@ -372,7 +372,7 @@ def test_what_cannot_be_trained_is_refused_before_it_begins():
     with pytest.raises(ValueError, match="updates_per_batch: 2"):
         Trainer(model, flow, settings, BatchShape(groups=1, group_size=4), DRAW_NOISE)
     decoupled = build_algorithm("flow_grpo", {"stale": "decoupled"})
-    with pytest.raises(ValueError, match="training.old_log_probs.*recomputed"):
+    with pytest.raises(ValueError, match=r"training.old_log_probs.*recomputed"):
         Trainer(model, decoupled, settings, BatchShape(groups=2, group_size=4), DRAW_NOISE)
     coarse = ToyModel(dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"is torch.bfloat16, too coarse.*autocast: bf16"):

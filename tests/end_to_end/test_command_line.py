@@ -199,7 +199,7 @@ def test_plan_does_not_write_over_a_spec_unless_told_to(tmp_path: Path) -> None:
         (("--model", "flux.1", "prompts=0"), "prompts"),
         (("--model", "flux.1", "--objective", "speed"), "unknown 'speed'; known: throughput, cost"),
         (("--model", "flux.1", "--stale-share", "2"), "between 0 and 1"),
-        (("--model", "flux.1", "--out", "x.yaml"), "a plan that can be trained by needs a recipe"),
+        (("--model", "flux.1", "--out", "x.yaml"), "--out"),
         (("--model", "flux.1", "wan_flow_grpo"), "to plan a recipe, leave --model out"),
         ((), "give a recipe, as 'digenrl plan sd3_flow_grpo --cluster cluster.yaml', or --model FAMILY"),
         (("batch.prompts=4",), "give a recipe"),

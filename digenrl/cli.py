@@ -31,7 +31,7 @@ from digenrl.planning.plan_overlay import overlay, overlay_text
 from digenrl.planning.plan_tables import result_as_dict, spec_as_dict
 from digenrl.planning.recipe_workload import check_profiles
 from digenrl.planning.workload import WORKLOAD_KEYS
-from digenrl.runs.errors import RunFailedError
+from digenrl.runs.stopping import RunFailedError
 from digenrl.simulation.ladder import Rung, rungs, simulate_ladder
 from digenrl.simulation.simulator import SIMULATED_SEARCH_BUDGET, simulate
 from digenrl.simulation.single_device import predict_single_device

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from digenrl import __version__
+from digenrl.commands.plan import output_files, read_request, search_plans, show_plans
 from digenrl.config.plan_files import with_plan
 from digenrl.config.profiles import read_profile, write_profile
 from digenrl.config.reading import ConfigError, nearest
@@ -26,17 +27,22 @@ from digenrl.config.rewards import parse_rewards
 from digenrl.config.spec import read_spec
 from digenrl.planning.candidates import Objective, PlanOptions
 from digenrl.planning.cluster import read_cluster
-from digenrl.planning.command import places_for, search_plans, what_to_plan
-from digenrl.planning.overlay import overlay, overlay_text
-from digenrl.planning.profiled_work import check_profiles
-from digenrl.planning.view import result_as_dict, show_plans, spec_as_dict
+from digenrl.planning.plan_overlay import overlay, overlay_text
+from digenrl.planning.plan_tables import result_as_dict, spec_as_dict
+from digenrl.planning.recipe_workload import check_profiles
 from digenrl.planning.workload import WORKLOAD_KEYS
 from digenrl.runs.stopping import RunFailedError
-from digenrl.simulation.ladder import Rung, climb, rungs
-from digenrl.simulation.profile_view import prediction_table, prediction_title, profile_table
+from digenrl.simulation.ladder import Rung, rungs, simulate_ladder
 from digenrl.simulation.simulator import SIMULATED_SEARCH_BUDGET, simulate
 from digenrl.simulation.single_device import predict_single_device
-from digenrl.simulation.view import answer_table, ladder_table, title_of
+from digenrl.simulation.tables import (
+    answer_table,
+    ladder_table,
+    prediction_table,
+    prediction_title,
+    profile_table,
+    title_of,
+)
 from digenrl.telemetry.gantt_svg import gantt_svg
 from digenrl.telemetry.gantt_terminal import gantt_text
 from digenrl.telemetry.perfetto import write_perfetto
@@ -115,11 +121,11 @@ def simulate_command(
     if spec_file is None:
         if profile is None or ladder:
             raise ConfigError("simulate: give a SPEC, as 'digenrl simulate spec.yaml', or --profile PROFILE alone")
-        _foretell_and_show(profile, as_json, trace, gantt)
+        _predict_and_show(profile, as_json, trace, gantt)
         return
     spec = read_spec(spec_file, profile)
     if ladder:
-        _climb_and_show(rungs(spec, _seconds("--unpacked", unpacked)), as_json)
+        _simulate_ladder_and_show(rungs(spec, _seconds("--unpacked", unpacked)), as_json)
         return
     run = simulate(spec, budget)
     if trace is not None:
@@ -135,36 +141,36 @@ def simulate_command(
     _say_written(trace, gantt)
 
 
-def _foretell_and_show(name: str, as_json: bool, trace: Path | None, gantt: Path | None) -> None:
+def _predict_and_show(name: str, as_json: bool, trace: Path | None, gantt: Path | None) -> None:
     profile = read_profile(name)
-    foretold = predict_single_device(profile, name)
+    predicted = predict_single_device(profile, name)
     if trace is not None:
-        write_perfetto(foretold.trace, trace)
+        write_perfetto(predicted.trace, trace)
     if gantt is not None:
-        write_atomically(gantt, gantt_svg(foretold.trace, prediction_title(profile, foretold)))
+        write_atomically(gantt, gantt_svg(predicted.trace, prediction_title(profile, predicted)))
     if as_json:
-        typer.echo(json.dumps(foretold.as_dict()))
+        typer.echo(json.dumps(predicted.as_dict()))
         return
-    out.print(prediction_table(profile, foretold))
+    out.print(prediction_table(profile, predicted))
     out.print()
-    out.print(gantt_text(foretold.trace, out.width))
+    out.print(gantt_text(predicted.trace, out.width))
     _say_written(trace, gantt)
 
 
-def _climb_and_show(ladder: tuple[Rung, ...], as_json: bool) -> None:
+def _simulate_ladder_and_show(ladder: tuple[Rung, ...], as_json: bool) -> None:
     with _progress("simulating", quiet=as_json) as report:
-        climbed = []
-        for each in climb(ladder):
-            climbed.append(each)
-            report(len(climbed), len(ladder))
+        results = []
+        for result in simulate_ladder(ladder):
+            results.append(result)
+            report(len(results), len(ladder))
     if as_json:
         rows = [
             {"rung": each.rung.name, "note": each.rung.note, "answer": each.answer and each.answer.as_dict()}
-            for each in climbed
+            for each in results
         ]
         typer.echo(json.dumps(rows))
     else:
-        out.print(ladder_table(climbed))
+        out.print(ladder_table(results))
 
 
 @app.command("plan")
@@ -205,18 +211,18 @@ def plan_command(
 ) -> None:
     """Size the pools for a recipe on a cluster: which cards generate, which train, and how."""
     words = [*([recipe] if recipe else []), *(overrides or [])]
-    wanted = what_to_plan(words, model)
-    files = places_for(wanted, out_file, spec_file, force)
-    own_share = wanted.techniques.tcss if isinstance(wanted, Recipe) else 0.0
+    request = read_request(words, model)
+    files = output_files(request, out_file, spec_file, force)
+    own_share = request.techniques.tcss if isinstance(request, Recipe) else 0.0
     shares = _stale_shares(on_policy, stale_share, own_share)
     options = PlanOptions(stale_shares=shares, ranks=ranks, objective=_objective(objective), keep=keep)
     with _progress("planning", quiet=as_json) as report:
         cards = read_cluster(cluster)
-        check_profiles(cards, wanted if isinstance(wanted, Recipe) else None)
-        result = search_plans(wanted, cards, options, report)
+        check_profiles(cards, request if isinstance(request, Recipe) else None)
+        result = search_plans(request, cards, options, report)
     content = result_as_dict(result)
-    if isinstance(wanted, Recipe) and files.plan is not None:
-        content["overlay"] = overlay(result.best, wanted, words[0])
+    if isinstance(request, Recipe) and files.plan is not None:
+        content["overlay"] = overlay(result.best, request, words[0])
         write_atomically(files.plan, overlay_text(content["overlay"], result.best))
     if files.spec is not None:
         write_atomically(files.spec, yaml.safe_dump(spec_as_dict(result.best), sort_keys=False))

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import Result
-from digenrl.worker.orders import MakingRehearsed, RehearseMaking
-from digenrl.worker.roles import Generating
 from typer.testing import CliRunner
 
 from digenrl.cli import app
@@ -18,7 +16,9 @@ from digenrl.commands.profile import profile_recipe, slice_sizes
 from digenrl.config.profiles import Profile, read_profile
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe_files import read_recipe
-from digenrl.planning.recipe_workload import profiled_work
+from digenrl.planning.profiled_work import profiled_work
+from digenrl.records import Calibrate, Calibrated
+from digenrl.worker.calibration import StageCalibration
 
 SMALL = [
     *("batch.samples_per_prompt=4", "batch.slice=auto", "algorithm.options.updates_per_batch=2"),
@@ -59,8 +59,8 @@ def test_everything_that_a_run_costs_is_measured(profile: tuple[Path, Profile]) 
 
 def test_simulate_and_plan_read_it(profile: tuple[Path, Profile], tmp_path: Path) -> None:
     path, measured = profile
-    foretold = json.loads(digenrl("simulate", "--profile", path, "--json").stdout)
-    assert foretold["samples_per_step"] == 32 and foretold["step_seconds"] > 0
+    predicted = json.loads(digenrl("simulate", "--profile", path, "--json").stdout)
+    assert predicted["samples_per_step"] == 32 and predicted["step_seconds"] > 0
     spec = tmp_path / "spec.json"
     bare = {"steps": 2, "prompts": 8, "samples_per_prompt": 4, "slice": "auto", "generators": [{"count": 2}]}
     spec.write_text(json.dumps({**bare, "profile": str(path)}))
@@ -82,14 +82,14 @@ def test_an_existing_file_is_not_written_over(profile: tuple[Path, Profile]) -> 
 
 def test_what_fails_is_left_out_with_a_remark(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory runs out at slices of 2, and the reward's server is not there."""
-    calibrate = Generating.calibrate
+    calibrate = StageCalibration.calibrate
 
-    def until_memory_runs_out(role: Generating, order: RehearseMaking) -> MakingRehearsed:
-        if max(order.sizes) > 1:
+    def until_memory_runs_out(calibration: StageCalibration, job: Calibrate) -> Calibrated:
+        if job.task == "generate" and max(job.sizes) > 1:
             raise torch.OutOfMemoryError("no room for two")
-        return calibrate(role, order)
+        return calibrate(calibration, job)
 
-    monkeypatch.setattr(Generating, "calibrate", until_memory_runs_out)
+    monkeypatch.setattr(StageCalibration, "calibrate", until_memory_runs_out)
     nowhere = "rewards=[{name: http, url: 'http://127.0.0.1:9', retries: 0}]"
     done: list[str] = []
     recipe = read_recipe("demo", [*SMALL, nowhere])

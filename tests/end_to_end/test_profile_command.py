@@ -16,7 +16,7 @@ from digenrl.commands.profile import profile_recipe, slice_sizes
 from digenrl.config.profiles import Profile, read_profile
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe_files import read_recipe
-from digenrl.planning.profiled_work import profiled_work
+from digenrl.planning.recipe_workload import profiled_work
 from digenrl.records import Calibrate, Calibrated
 from digenrl.worker.calibration import StageCalibration
 

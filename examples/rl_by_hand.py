@@ -34,7 +34,7 @@ from digenrl.prompts.sources import Prompt
 from digenrl.records import Slice
 from digenrl.rewards.building import build_rewards
 from digenrl.rewards.contract import Reward
-from digenrl.training.batch import BatchShape
+from digenrl.training.open_batch import BatchShape
 from digenrl.training.trainer import Trainer
 
 FAMILY = find_family("sd3")

@@ -1,4 +1,4 @@
-"""What tests of several ranks train: a few batches of a toy, the same on one rank and on many."""
+"""Training cases for tests of several ranks: a few batches of a toy, the same on one rank and on many."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.training.ranks.sharding import shard_model
 
 STEADY = TrainerSettings(pack_size=3, learning_rate=1e-2, adam_eps=1e-3, gradient_norm=1e-2)
-WAYS = pytest.mark.parametrize("lora", [True, False], ids=["replicated", "sharded"])
+LORA_OR_SHARDED = pytest.mark.parametrize("lora", [True, False], ids=["replicated", "sharded"])
 
 
 @dataclass(frozen=True)
 class Case:
-    """A few batches of one algorithm; groups are generated before any training, the same on every rank."""
+    """A few batches of one algorithm; groups are generated before training, the same on every rank."""
 
     algorithm: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Case:
         ]
         if ranks is not None and not self.lora:
             shard_model(model, ranks)
-        trainer = trainer_of(model, algorithm, batches[0], self.settings, ranks=ranks, keep_last_version=True)
+        trainer = trainer_of(model, algorithm, batches[0], self.settings, ranks=ranks)
         return model, trainer, batches
 
 

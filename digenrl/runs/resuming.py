@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +11,7 @@ from digenrl.config.reading import ConfigError
 from digenrl.config.recipe_files import fingerprint
 from digenrl.run_folder.folder import RunFolder
 from digenrl.runs.checkpointer import RunPosition
-
-NAME = re.compile(r"step_(\d{6,})")
+from digenrl.training.checkpoint.format import newest_checkpoint, read_content
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +24,16 @@ class Standing:
 
 def find_resume_point(folder: RunFolder) -> Standing | None:
     """The newest checkpoint; None for a run that was stopped before its first, and begins again."""
-    inside = list(folder.checkpoints.iterdir()) if folder.checkpoints.is_dir() else []
-    steps = {int(found[1]): path for path in inside if (found := NAME.fullmatch(path.name))}
-    if not steps:
+    path = newest_checkpoint(folder.checkpoints)
+    if path is None:
         return None
-    path = steps[max(steps)]
+    content = read_content(path)
     try:
-        content = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        facts, step = content["facts"], content["step"]
-        bookmark = RunPosition(step, facts["at_ns"], facts["leases_issued"], facts["positions"])
+        facts = content.facts
+        bookmark = RunPosition(content.step, facts["at_ns"], facts["leases_issued"], facts["positions"])
         owner = facts["fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path}: incomplete or damaged ({type(error).__name__}); remove it to go on from the one before"
-        ) from None
+    except KeyError as error:
+        raise ConfigError(f"{path}: was not saved by a run: it lacks {error.args[0]}") from None
     if owner != fingerprint(folder.recipe):
         raise ConfigError(
             f"{path}: was saved by another run: seed, model, prompts, rewards, batch, algorithm or training "

@@ -27,7 +27,7 @@ from digenrl.models.trajectory import Trajectory
 from digenrl.models.transfers import sent, wait_for
 from digenrl.records import Slice
 from digenrl.rewards.contract import Reward, RewardError
-from digenrl.training.checkpoint.state_trees import state_as_tensors, state_of_tensors
+from digenrl.training.checkpoint.state_tensors import state_as_tensors, state_of_tensors
 from digenrl.training.trainer import Trainer
 from digenrl.worker import stages
 from digenrl.worker.orders import (
@@ -211,8 +211,6 @@ class Generating:
         evaluation = self._blueprint.recipe.evaluation
         assert evaluation is not None
         self._serve(order.version, order.weights)
-        if self._trainer is not None:
-            self._trainer.switching.leave()  # a version is evaluated before the role changes
         pixels = []
         for start in range(0, len(order.prompts), evaluation.batch):
             with self._weights():
@@ -286,7 +284,7 @@ class Generating:
             self._loaded_version, self._has_loaded = version, True
 
     def _weights(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._trainer is None else self._trainer.policies.generating()
+        return nullcontext() if self._trainer is None else self._trainer.generating()
 
     def _row(self, prompt: EncodedPrompt) -> Conditioning:
         return conditioning_of(self._exchange.get(prompt.row)).to(self._model.device)
@@ -319,7 +317,7 @@ class Learning:
     def learn(self, order: LearnGroups) -> GroupsLearnt:
         """Groups join the gradient in the order given; updates before the batch's last are taken when complete."""
         updates: list[Mapping[str, Any]] = []
-        self._trainer.switching.come_back()  # of a trainer that took another's place, or helped meanwhile
+        self._trainer.switching.load()  # of a trainer that took another's place, or helped meanwhile
         for group in order.groups:
             stages.train(self._trainer, self._scored(group), group.place)
             last = self._blueprint.algorithm.updates_per_batch - 1
@@ -345,17 +343,17 @@ class Learning:
         if order.version != self._trainer.batch or not self._publishes:
             return WeightsLaidOut(self._trainer.batch, NO_WEIGHTS)
         keeps = order.keep and (order.sharded or order.rank == 0)
-        if keeps or self._trainer.keeps_last_version:
-            self._trainer.keep_version()  # which is read off there, too
+        if keeps:
+            self._trainer.keep_version()  # which is published from there, too
         published = stages.publish(self._trainer)  # by all ranks together, where weights are sharded
         weights = NO_WEIGHTS
         if order.rank == 0:
             weights = self._exchange.put_weights(weights_name(order.version), published)
         kept_bytes = 0
         if keeps:
-            state = state_as_tensors(self._trainer.state_at_last_version())
-            kept_bytes = self._exchange.put(state_name(order.version, order.rank), state)
-            kept_bytes += self._trainer.moments_to_come()  # there has to be room for them, too
+            state = self._trainer.state_at_last_version()
+            kept_bytes = self._exchange.put(state_name(order.version, order.rank), state_as_tensors(state))
+            kept_bytes += state.missing_moment_bytes()  # there has to be room for them, too
         return WeightsLaidOut(order.version, weights, kept_bytes)
 
     def restore(self, order: RestoreState) -> StateRestored:
@@ -383,10 +381,10 @@ class Learning:
 
     def _there_and_back(self) -> SwitchingRehearsed:
         switching = self._trainer.switching
-        with switching.as_in_a_step():
+        with switching.full_size():
             leaving = self._switch(generating=True)
-            moved_bytes = switching.bytes_away
-            switching.settle()
+            moved_bytes = switching.offloaded_bytes
+            switching.synchronize()
             if self._publishes:  # to others, and helps them in the middle of a batch
                 self._trainer.reserve_version()
             returning = self._switch(generating=False)
@@ -396,9 +394,9 @@ class Learning:
         """Returns the seconds until work can go on; copies may still be made beside it."""
         began = perf_counter()
         if generating:
-            self._trainer.switching.leave()
+            self._trainer.switching.offload()
         else:
-            self._trainer.switching.come_back()
+            self._trainer.switching.load()
         return perf_counter() - began
 
     def calibrate(self, order: RehearseLearning) -> LearningRehearsed:
@@ -413,7 +411,7 @@ class Learning:
                 self._trainer.calibrate(group, later=True)
             later_s = self._timed_replay(group, later=True)
             seconds_per_sample = (seconds_per_sample + (updates - 1) * later_s) / updates
-        packing = self._trainer.packing
+        packing = self._trainer.plan
         assert packing is not None, "a rehearsal finds it"
         return LearningRehearsed(
             seconds_per_sample,
@@ -421,7 +419,7 @@ class Learning:
             packing.checkpointed,
             peak_bytes=peak_bytes(self._model.device),
             planned_bytes=packing.planned_bytes,
-            foreseen_bytes=packing.foreseen_bytes,
+            foreseen_bytes=packing.first_estimate_bytes,
         )
 
     def _timed_replay(self, group: ScoredGroup, later: bool) -> float:

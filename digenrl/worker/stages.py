@@ -27,7 +27,7 @@ from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import Prompt
 from digenrl.records import SampleId, Slice
 from digenrl.rewards.contract import Reward, RewardBatch
-from digenrl.training.batch import BatchShape
+from digenrl.training.open_batch import BatchShape
 from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.training.trainer import Trainer
 
@@ -147,8 +147,6 @@ def make_trainer(
         draw_noise=partial(normal_noise, blueprint.recipe.seed),
         ranks=ranks,
         helps=helps,
-        keep_last_version=True,
-        offload=helps and settings.offloads(model.device.type),
     )
 
 

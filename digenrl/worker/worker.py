@@ -12,6 +12,7 @@ from digenrl.exchange.tensors import Exchange
 from digenrl.models.contract import DiffusionModel
 from digenrl.rewards.building import build_rewards
 from digenrl.rewards.contract import RewardError
+from digenrl.training.ranks.rank import Rank
 from digenrl.training.ranks.rank_group import join_ranks
 from digenrl.training.ranks.sharding import shard_model
 from digenrl.training.trainer import Trainer
@@ -97,7 +98,7 @@ def _build_trainer(
     blueprint: Blueprint, model: DiffusionModel, assignment: Assignment, rendezvous: str
 ) -> Trainer:
     place = assignment.ranks
-    ranks = None if place is None else join_ranks(rendezvous, place.index, place.count, model.device)
+    ranks = None if place is None else join_ranks(rendezvous, Rank(place.index, place.count), model.device)
     if ranks is not None and blueprint.recipe.sharded:
         shard_model(model, ranks)
     return make_trainer(blueprint, model, helps="generate" in assignment.duties, ranks=ranks)

@@ -35,8 +35,8 @@ from digenrl.models.pairs import ScoredGroup
 from digenrl.models.registry import FAMILIES, find_family, make_tiny_pipeline
 from digenrl.models.trajectory import RolloutPlan, StepNoise, Trajectory
 from digenrl.records import SampleId
-from digenrl.training.open_batch import BatchShape
 from digenrl.training.gradients import Gradients, total_norm
+from digenrl.training.open_batch import BatchShape
 from digenrl.training.packing.pack_size import measured_bytes
 from digenrl.training.trainer import Trainer
 

@@ -17,8 +17,8 @@ from digenrl.models.lora import add_lora
 from digenrl.models.pairs import ScoredGroup
 from digenrl.models.trajectory import StepNoise
 from digenrl.records import Slice
-from digenrl.training.open_batch import BatchShape
 from digenrl.training.metrics import UpdateMetrics
+from digenrl.training.open_batch import BatchShape
 from digenrl.training.trainer import Trainer
 
 Precision = Literal["off", "bf16"]

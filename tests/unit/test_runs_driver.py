@@ -372,7 +372,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     for step in (999_999, 1_000_000, 20):
         write_checkpoint(folder, step)
     (folder.checkpoints / ".saving-step_1000001").mkdir()
-    folder.checkpoint(1_000_000).rename(folder.checkpoints / ".replaced-step_1000000")  # an interrupted replacement
+    folder.checkpoint(1_000_000).rename(folder.checkpoints / ".replaced-step_1000000")
     standing = find_resume_point(folder)
     assert standing is not None
     assert standing.checkpoint == folder.checkpoint(1_000_000)
@@ -398,7 +398,7 @@ def test_damaged_and_foreign_checkpoints_are_told_in_one_line(tmp_path: Path) ->
             find_resume_point(folder)
         assert "\n" not in str(caught.value)
     CheckpointContent(WHOLE, 3, {}, {"at_ns": 1}, {}).write(folder.checkpoint(3))
-    with pytest.raises(ConfigError, match="step_000003: .*leases_issued"):
+    with pytest.raises(ConfigError, match=r"step_000003: .*leases_issued"):
         find_resume_point(folder)
 
 

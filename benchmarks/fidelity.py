@@ -76,7 +76,7 @@ def words_of(chosen: Recipe) -> str:
 
 def compare(done: LiveRun) -> Row:
     """The run and what the simulator makes of it."""
-    facts = json.loads((done.folder / "run.json").read_text())["opening"]
+    facts = json.loads((done.folder / "run.json").read_text())["initial_state"]
     pairs = list(replayed(opening_of(facts), done.folder / "journal.jsonl"))
     return Row(
         settings=words_of(done.recipe),

@@ -19,12 +19,11 @@ from typing import Any, Self
 from digenrl.config.reading import parse_model
 from digenrl.config.recipe import Recipe
 from digenrl.demo import train_prompts
-from digenrl.metrics.step_metrics import Evaluation
 from digenrl.records import Action, Event
 from digenrl.run_folder.folder import RunFolder
+from digenrl.run_folder.metric_lines import EvaluationRecord, StepRecord
 from digenrl.runs.training import check_recipe, train
 from digenrl.scheduling import SchedulerState
-from digenrl.telemetry.trace import Work
 from digenrl.transports.contract import Backend
 
 
@@ -39,18 +38,17 @@ class StepLog:
     loop_s: list[float] = field(default_factory=list)
     states: list[SchedulerState] = field(default_factory=list)  # the newest alone
 
-    def step(self, numbers: Mapping[str, float]) -> None:
-        self.steps.append(dict(numbers))
+    def step(self, metrics: Mapping[str, float]) -> None:
+        self.steps.append(dict(metrics))
         self.cpu_s.append(time.process_time())
         self.loop_s.append(time.thread_time())
 
     def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
         self.states[:] = [state]
 
-    def evaluation(self, evaluation: Evaluation) -> None: ...
-    def recall(self, steps: Iterable[Mapping[str, float | None]], evaluations: Iterable[Evaluation]) -> None: ...
-    def say(self, message: str) -> None: ...
-    def tell(self, lane: str, work: Work | None, words: str = "") -> None: ...
+    def evaluation(self, evaluation: EvaluationRecord) -> None: ...
+    def load_history(self, steps: Iterable[StepRecord], evaluations: Iterable[EvaluationRecord]) -> None: ...
+    def notify(self, message: str) -> None: ...
     def tick(self) -> None: ...
     def close(self) -> None: ...
 

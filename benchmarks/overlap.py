@@ -78,7 +78,7 @@ def one_round(steps: int, folder: Path) -> dict[str, Row]:
 
 
 def row(done: LiveRun, naive: float, limit: float) -> Row:
-    generator = "device-0" if done.recipe.mode == "colocated" else "generator-0"
+    generator = "device-0" if done.recipe.topology.one_process else "generator-0"
     return Row(
         samples_per_s=rate(done),
         over_naive=rate(done) / naive,

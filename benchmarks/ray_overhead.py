@@ -76,7 +76,7 @@ def measure(chosen: Recipe, folder: Path) -> Row:
         events_per_step=events,
         loop_ms=typical_ms(done.log.loop_s),
         process_ms=typical_ms(done.log.cpu_s),
-        report_bytes_per_step=got[0] / chosen.steps if chosen.mode == "ray" else None,
+        report_bytes_per_step=got[0] / chosen.steps if chosen.topology.uses_ray else None,
         weights_bytes_per_step=fmean(step["publish_bytes"] for step in done.settled()),
     )
 

@@ -102,7 +102,7 @@ def run_spec(task: tuple[int, str]) -> list[Outcome]:
     outcomes = []
     for share in SHARES:
         best = {
-            policy: with_best_slice(spec.with_policy(help=policy, stale_fraction=share), SEARCH_BUDGET)
+            policy: with_best_slice(spec.with_rules(help=policy, stale_fraction=share), SEARCH_BUDGET)
             for policy in POLICIES
         }
         makespans = {policy: quick_makespan(best[policy], SEARCH_BUDGET) for policy in POLICIES}

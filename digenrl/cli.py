@@ -31,7 +31,7 @@ from digenrl.planning.overlay import overlay, overlay_text
 from digenrl.planning.profiled_work import check_profiles
 from digenrl.planning.view import result_as_dict, show_plans, spec_as_dict
 from digenrl.planning.workload import WORKLOAD_KEYS
-from digenrl.runs.errors import RunFailedError
+from digenrl.runs.stopping import RunFailedError
 from digenrl.simulation.ladder import Rung, climb, rungs
 from digenrl.simulation.profile_view import prediction_table, prediction_title, profile_table
 from digenrl.simulation.simulator import SIMULATED_SEARCH_BUDGET, simulate

@@ -1,6 +1,6 @@
 """Draws every picture in docs/images with DigenRL's own simulator and Gantt view: `make docs`.
 
-All pictures have one time scale, so that a shorter run is a shorter picture.
+All pictures share one time scale, so a shorter run is a shorter picture.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Picture:
 PICTURES = (
     Picture("colocated", "colocated", "Colocated: the same cards generate, switch, train and switch back"),
     Picture("naive", "naive", "Naive: two pools, and a barrier between them"),
-    Picture("gap", "gap", "GAP: groups finish one after the other and stream to the trainer"),
+    Picture("gap", "gap", "GAP: groups complete one after another and stream to the trainer"),
     Picture("tsp", "tsp", "GAP + TSP: packed time-steps, training takes 0.7 of the time"),
-    Picture("tag_greedy", "tag_greedy", "TAG, greedy: help whenever there is nothing to train"),
+    Picture("tag_greedy", "tag_greedy", "TAG, greedy: help whenever nothing is ready to train"),
     Picture("tag_search", "tag_search", "TAG, search: help where it brings the commit forward"),
-    Picture("tcss", "tcss", "TCSS without help: half of a step may start on the weights at hand"),
+    Picture("tcss", "tcss", "TCSS without help: half of a step may start on stale weights"),
     Picture("everything_on", "everything_on", "All techniques: GAP, TSP, TAG (auto) and TCSS"),
     Picture("unequal_eager", "unequal_eager", "Unequal lanes, eager: slow lanes take the last slices"),
     Picture("unequal", "unequal", "Unequal lanes, earliest_finish: slow lanes leave the last slices"),
@@ -63,11 +63,11 @@ PICTURES = (
 
 
 def run(picture: Picture) -> Trace:
-    """The picture's run: the production scheduler on a virtual clock, audited after every event."""
+    """The trace of the picture's run on a virtual clock, audited after every event."""
     spec = read_spec(SPECS / f"{picture.spec}.yaml")
-    opening = initial_scheduler_state(spec, SIMULATED_SEARCH_BUDGET)
-    recorder = Recorder(opening)
-    drive(opening, VirtualCluster(opening, picture.faults), (recorder, Auditor(opening)))
+    initial = initial_scheduler_state(spec, SIMULATED_SEARCH_BUDGET)
+    recorder = Recorder(initial)
+    drive(initial, VirtualCluster(initial, picture.faults), (recorder, Auditor(initial)))
     return recorder.trace()
 
 
@@ -79,7 +79,7 @@ def draw(picture: Picture) -> str:
 
 
 def main() -> None:
-    """Draws all of them."""
+    """Draws all pictures."""
     IMAGES.mkdir(exist_ok=True)
     for picture in PICTURES:
         write_atomically(IMAGES / f"{picture.name}.svg", draw(picture))

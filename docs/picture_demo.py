@@ -21,7 +21,8 @@ sys.path.insert(0, str(DOCS.parent / "tests"))
 
 from headless_browser import Page, browser_page, find_browser  # noqa: E402
 
-from digenrl.telemetry.report.page import write_report  # noqa: E402
+from digenrl.report.page import write_report  # noqa: E402
+from digenrl.run_folder.reading import read_run  # noqa: E402
 
 
 def photograph(page: Page, first: str, last: str, target: Path) -> None:
@@ -45,7 +46,7 @@ def main() -> None:
     IMAGES.mkdir(parents=True, exist_ok=True)
     temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
     with temporary as profile, browser_page(browser, Path(profile)) as page:
-        page.open(write_report(run), width=WIDTH, height=HEIGHT)
+        page.open(write_report(read_run(run)), width=WIDTH, height=HEIGHT)
         page.settle()
         top = "document.querySelector('header') ?? document.body.firstElementChild"
         photograph(page, f"({top})", "document.getElementById('samples')", IMAGES / "report.png")

@@ -24,7 +24,7 @@ from digenrl.config.rewards import parse_rewards
 from digenrl.config.training import TrainerSettings
 from digenrl.generation.noise import normal_noise
 from digenrl.generation.rollout import decode_slice, generate_slice
-from digenrl.generation.windows import plan_rollouts, read_window
+from digenrl.generation.windows import plan_rollouts
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.pairs import ScoredGroup
 from digenrl.models.registry import find_family, make_tiny_pipeline
@@ -56,7 +56,7 @@ def make_group(
     samples = Slice(step, group, first=0, size=SHAPE.group_size)
     conditioning = model.encode([prompt.text])
     plans = plan_rollouts(
-        read_window(dict(algorithm.rollout_window)),
+        algorithm.settings.window,
         samples.samples(),
         schedule=model.schedule(DENOISING_STEPS, FAMILY.tiny_size),
         size=FAMILY.tiny_size,

@@ -13,19 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from digenrl.config.reading import parse_model
-from digenrl.config.recipe import Recipe
-from digenrl.driver.calibration import Calibration, initial_scheduler_state
-from digenrl.driver.dispatcher import Dispatcher
-from digenrl.driver.placement import place
-from digenrl.driver.prompt_store import PromptStore
-from digenrl.driver.step_summary import StepSummary
-from digenrl.exchange.folder import ExchangeFolder, WeightsReference
-from digenrl.prompts.sampler import PromptSampler
-from digenrl.prompts.sources import Prompt
-from digenrl.scheduling import SchedulerState
-from digenrl.transports.contract import Gone, Message, TensorsLost
-from digenrl.worker.assignment import TRAINER, Assignment, Machine, Workers
 from digenrl.worker.orders import (
     ChangeRole,
     CheckpointSaved,
@@ -62,6 +49,21 @@ from digenrl.worker.orders import (
     slice_name,
 )
 
+from digenrl.config.reading import parse_model
+from digenrl.config.recipe import Recipe
+from digenrl.driver.calibration import Calibration, initial_scheduler_state
+from digenrl.driver.dispatcher import Dispatcher
+from digenrl.driver.placement import place
+from digenrl.driver.prompt_store import PromptStore
+from digenrl.driver.step_summary import StepSummary
+from digenrl.exchange.folder import ExchangeFolder
+from digenrl.prompts.sampler import PromptSampler
+from digenrl.prompts.sources import Prompt
+from digenrl.records import WeightsReference
+from digenrl.scheduling import SchedulerState
+from digenrl.transports.contract import Gone, InputsLost, Message
+from digenrl.worker.assignment import TRAINER, Assignment, Machine, Workers
+
 UPDATE: dict[str, Any] = {
     "gradient_norm": 1.0,
     "ratio_mean": 1.0,
@@ -96,7 +98,7 @@ def fake_recipe(**changes: Any) -> Recipe:
 @dataclass
 class _FakeWorker:
     assignment: Assignment
-    orders: deque[Order] = field(default_factory=deque)
+    orders: dict[int | None, Order] = field(default_factory=dict)  # by job id; None is the start
     version: int = 0
 
 
@@ -144,11 +146,11 @@ class FakeCrew:
 
     def start(self, assignment: Assignment) -> None:
         assert assignment.name not in self.workers, f"{assignment.name} is there already"
-        self.workers[assignment.name] = _FakeWorker(assignment, deque([Order()]))
+        self.workers[assignment.name] = _FakeWorker(assignment, {None: Order()})
 
-    def send(self, worker: str, order: Order) -> None:
+    def send(self, worker: str, job_id: int, order: Order) -> None:
         if worker in self.workers:
-            self.workers[worker].orders.append(order)
+            self.workers[worker].orders[job_id] = order
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
         """What was prepared, or the reports of some of those who have something to do, one each."""
@@ -186,9 +188,10 @@ class FakeCrew:
         """The worker's oldest orders are carried out; the reports wait for `receive`."""
         for _ in range(count):
             worker = self.workers[name]
-            order = worker.orders.popleft()
+            job_id = next(iter(worker.orders))
+            order = worker.orders.pop(job_id)
             self.log.append((name, order))
-            self._waiting.append(Message(name, self._report(worker, order)))
+            self._waiting.append(Message(name, job_id, self._report(worker, order)))
 
     def answer_all(self) -> None:
         """Everybody carries out everything."""
@@ -201,7 +204,7 @@ class FakeCrew:
         if name == TRAINER:
             self.trained = [each for each in self.trained if each[0] < self._committed]
             self._batch = 0  # who takes its place begins anew, unless it is told where to go on
-        self._waiting.append(Message(name, Gone("ended by signal 9 (SIGKILL)")))
+        self._waiting.append(Message(name, None, Gone("ended by signal 9 (SIGKILL)")))
 
     def vanish(self, *names: str) -> None:
         """These names are lost with a machine; the trainer's state has a copy elsewhere."""
@@ -212,7 +215,7 @@ class FakeCrew:
 
     def orders_of(self, name: str) -> list[type[Order]]:
         """The kinds of orders that a worker has before it."""
-        return [type(order) for order in self.workers[name].orders]
+        return [type(order) for order in self.workers[name].orders.values()]
 
     # --- What workers do ----------------------------------------------------------------------------------------
 
@@ -226,7 +229,7 @@ class FakeCrew:
             return self._carry_out[type(order)](worker, order)
         except FileNotFoundError as error:
             lost = tuple(name for name in order.reads() if name in self._vanished)
-            return TensorsLost(lost) if lost else OrderFailed(order, f"FileNotFoundError: {error}")
+            return InputsLost(lost) if lost else OrderFailed(order, f"FileNotFoundError: {error}")
 
     def _put(self, *names: str) -> None:
         for name in names:
@@ -239,7 +242,7 @@ class FakeCrew:
                 raise FileNotFoundError(name)
 
     def _version(self, worker: _FakeWorker) -> int:
-        return self._batch if "learn" in worker.assignment.duties else worker.version
+        return self._batch if "train" in worker.assignment.duties else worker.version
 
     def _serve(self, worker: _FakeWorker, version: int, weights: WeightsReference) -> None:
         if version > worker.version:

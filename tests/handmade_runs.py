@@ -1,4 +1,4 @@
-"""Folders of runs written by hand: small, with known numbers, and pictures of plain colours."""
+"""Handmade run folders: small, with known values, and samples of plain colours."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from handmade_traces import on_policy_trace
 from PIL import Image
 
 from digenrl.config.recipe import Recipe
+from digenrl.run_folder.folder import FORMAT
 from digenrl.telemetry.trace import Span, Trace
 
 CELL_PIXELS = 8
 GAP_PIXELS = 2
-# Of the four cells of the grids, row by row; the second evaluation's are the brighter ones.
+# The four cells of a grid, row by row; those of the second evaluation are brighter.
 BEFORE_COLOURS = ((120, 0, 0), (0, 120, 0), (0, 0, 120), (60, 60, 60))
 AFTER_COLOURS = ((250, 0, 0), (0, 250, 0), (0, 0, 250), (200, 200, 200))
 NASTY_PROMPT = 'a sign that says "</script><img src=x onerror=alert(1)>" & <!-- more'
@@ -42,7 +43,7 @@ def recipe(**changes: Any) -> Recipe:
 
 
 def metrics_rows(steps: int = 2) -> list[dict[str, float]]:
-    """Rewards rise by 0.25 a step from 0.25 on; steps take 10 s and are foretold 10 % too long."""
+    """Rewards rise from 0.25 by 0.25 per step; steps take 10 s and are predicted 10 % too long."""
     return [
         {
             "step": step,
@@ -64,7 +65,7 @@ def metrics_rows(steps: int = 2) -> list[dict[str, float]]:
 
 
 def evaluation_rows() -> list[dict[str, Any]]:
-    """Before and after two steps."""
+    """Evaluations before the first and after the second step."""
     return [
         {
             "step": step,
@@ -87,19 +88,19 @@ def write_run(
     status: str = "finished",
     settings: Recipe | None = None,
 ) -> Path:
-    """A whole run's folder; the trace is the worked example of two steps unless told."""
+    """Writes a complete run folder; the default trace is the worked example of two steps."""
     trace = trace or on_policy_trace()
     folder.mkdir(parents=True, exist_ok=True)
     resolved = (settings or recipe()).model_dump(mode="json")
     (folder / "config.yaml").write_text(yaml.safe_dump(resolved, sort_keys=False), encoding="utf-8")
     about = {
-        "format": 1,
+        "format": FORMAT,
         "name": "handmade",
         "digenrl": "0.0.0",
         "started": "2026-01-02T03:04:05+00:00",
         "lanes": [{"name": lane.name, "pool": lane.pool, "device": "cpu"} for lane in trace.lanes],
         "status": status,
-        "opening": {"slice": 1},
+        "initial_state": {"slice": 1},
     }
     (folder / "run.json").write_text(json.dumps(about), encoding="utf-8")
     write_lines(folder / "spans.jsonl", map(span_row, trace.spans))
@@ -111,19 +112,19 @@ def write_run(
 
 
 def span_row(span: Span) -> dict[str, Any]:
-    """A span as its line has it."""
+    """A span as a line of spans.jsonl."""
     return {**asdict(span), "work": span.work.value}
 
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """One JSON object a line."""
+    """Writes one JSON object per line."""
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
 def write_grid(
     folder: Path, step: int, colours: tuple[tuple[int, int, int], ...], rewards: tuple[float, ...]
 ) -> None:
-    """A grid of two columns, each cell of one colour, and what is in it."""
+    """Writes a grid of two columns, each cell of one colour, and its captions."""
     samples = folder / "samples"
     samples.mkdir(exist_ok=True)
     pitch = CELL_PIXELS + GAP_PIXELS

@@ -1,4 +1,4 @@
-"""Traces written by hand, small enough to check by eye, and one large synthetic one."""
+"""Handmade traces, small enough to check by eye, and a large synthetic one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ SECOND = 1_000_000_000
 
 
 def span(lane: str, work: Work, start_s: float, end_s: float, **ids: int) -> Span:
-    """A span with its times in seconds; step 0 unless told."""
+    """A span with its times in seconds, of step 0 by default."""
     return Span(lane, work, round(start_s * SECOND), round(end_s * SECOND), **{"step": 0, **ids})
 
 
@@ -42,7 +42,7 @@ def on_policy_trace() -> Trace:
 
 
 def helped_trace() -> Trace:
-    """The one-step worked example with help: one generator of 4 s, a helper of 5 s that makes one sample."""
+    """The one-step worked example with help: one generator of 4 s, a helper of 5 s that generates one sample."""
     lanes = (LaneInfo("gen", "generator"), LaneInfo("trainer", "trainer"), LaneInfo("helper-0", "trainer"))
     spans = (
         span("gen", Work.GENERATE, 0, 4, group=0, first=0, size=1),

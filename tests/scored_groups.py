@@ -12,15 +12,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 from toy_model import TOY_SIZE, ToyModel
 
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import TrainerSettings
+from digenrl.config.windows import read_window
 from digenrl.generation.noise import normal_noise
 from digenrl.generation.rollout import generate_slice
-from digenrl.generation.windows import Window, plan_rollouts
+from digenrl.generation.windows import plan_rollouts
 from digenrl.models.contract import DiffusionModel, SampleSize
 from digenrl.models.lora import add_lora
 from digenrl.models.pairs import ScoredGroup
@@ -98,7 +98,7 @@ def trajectories_of(
 ) -> tuple[Trajectory, ...]:
     """One group's samples, generated slice by slice."""
     schedule = model.schedule(rollout.steps, rollout.size)
-    chosen: Any = TypeAdapter(Window).validate_python(dict(window or algorithm.rollout_window))
+    chosen = algorithm.settings.window if window is None else read_window(window)
     trajectories: list[Trajectory] = []
     for first in range(0, rollout.group_size, rollout.slice_size):
         size = min(rollout.slice_size, rollout.group_size - first)
@@ -120,7 +120,7 @@ def trajectories_of(
             run_seed=RUN_SEED,
             version=rollout.version,
             needs=algorithm.needs,
-            same_noise_in_group=algorithm.same_initial_noise,
+            same_noise_in_group=algorithm.settings.same_initial_noise,
         )
         trajectories += made.trajectories
     return tuple(trajectories)

@@ -8,8 +8,9 @@ from typing import Any
 from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
 from digenrl.loop import Observer, drive
-from digenrl.metrics.step_metrics import Evaluation, MetricSink, StepMetrics
+from digenrl.metrics.step_metrics import MetricSink, StepMetrics
 from digenrl.records import Action, Event
+from digenrl.run_folder.metric_lines import EvaluationRecord
 from digenrl.scheduling import SchedulerState
 from digenrl.simulation.spec_costs import initial_scheduler_state
 from digenrl.simulation.virtual_cluster import Faults, VirtualCluster
@@ -41,13 +42,13 @@ class KeptNumbers:
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
-        self.evaluations: list[Evaluation] = []
+        self.evaluations: list[EvaluationRecord] = []
         self.closed = False
 
     def step(self, numbers: Any) -> None:
         self.steps.append(dict(numbers))
 
-    def evaluation(self, evaluation: Evaluation) -> None:
+    def evaluation(self, evaluation: EvaluationRecord) -> None:
         self.evaluations.append(evaluation)
 
     def close(self) -> None:
@@ -61,7 +62,7 @@ class AfterEach:
         self.observe = call
 
 
-def opening_of(spec: Spec | None = None, **changes: Any) -> SchedulerState:
+def initial_state_of(spec: Spec | None = None, **changes: Any) -> SchedulerState:
     """The state at the start of SPEC with some of its top-level keys changed, or of another."""
     return initial_scheduler_state(spec or parse_model(Spec, {**SPEC, **changes}), search_budget=200)
 

@@ -1,49 +1,24 @@
-"""From a group's rewards to advantages: A = (r - mean of group) / (std + eps), held to +-clamp.
+"""From a group's rewards to advantages: A = (r - mean of group) / (std + eps), clamped to +-clamp.
 
-The std is over the group or over the whole batch. A batch's std does not stop streaming: every loss here is
-homogeneous in the advantages but for parts that do not depend on them, so that training may begin with r - mean,
-and the accumulated gradient is scaled by 1 / (std + eps) when the batch is whole.
+The std is over the group or over the whole batch. The std of a batch does not prevent streaming: every loss is
+homogeneous in the advantages, apart from terms that do not depend on them. Training can start with r - mean, and
+the accumulated gradient is scaled by 1 / (std + eps) when the batch is complete.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
-from pydantic import Field
-
-from digenrl.config.reading import Frozen
-
-ZERO_SPREAD = 1e-6  # a group whose std is below this teaches nothing; rounding keeps it from being exactly 0
-
-
-class AdvantageSettings(Frozen):
-    """How rewards are normalised."""
-
-    std_over: Literal["group", "batch"] = "group"
-    ddof: Literal[0, 1] = 0
-    eps: float = Field(default=1e-4, gt=0)
-    clamp: float = Field(default=5.0, gt=0)
-
-
-class WholeBatchStd(AdvantageSettings):
-    """Flow-GRPO's defaults."""
-
-    std_over: Literal["group", "batch"] = "batch"
-
-
-class GroupSampleStd(AdvantageSettings):
-    """The defaults of DanceGRPO and MixGRPO: each group's own std, of G - 1 degrees of freedom."""
-
-    ddof: Literal[0, 1] = 1
-    eps: float = Field(default=1e-8, gt=0)
+ZERO_SPREAD = 1e-6  # below this std all rewards of a group count as equal; rounding rarely leaves exactly 0
 
 
 def checked_rewards(rewards: Sequence[float]) -> Sequence[float]:
-    """The rewards of one group, all finite and at least two; anything else raises before an advantage exists."""
+    """The rewards of one group; raises ValueError unless there are at least two and all are finite."""
     if len(rewards) < 2:
-        raise ValueError(f"a group needs at least 2 rewards to be compared, got {len(rewards)}; raise group_size")
+        raise ValueError(
+            f"a group needs at least 2 rewards to be compared, got {len(rewards)}; raise samples_per_prompt"
+        )
     for index, reward in enumerate(rewards):
         if not math.isfinite(reward):
             raise ValueError(f"reward of sample {index} is {reward}; a reward must be a finite number")
@@ -68,10 +43,10 @@ def centered(rewards: Sequence[float]) -> tuple[float, ...]:
 
 
 def has_spread(rewards: Sequence[float]) -> bool:
-    """False for a group whose samples were all rewarded alike."""
+    """False if all samples of a group have the same reward."""
     return std_of(rewards, ddof=0) >= ZERO_SPREAD
 
 
 def clamped(value: float, limit: float) -> float:
-    """`value`, held to +-limit."""
+    """`value`, clamped to +-limit."""
     return max(-limit, min(limit, value))

@@ -1,69 +1,47 @@
-"""What every algorithm is: an objective for the trainer, and what it wants from a rollout.
+"""The contract of an algorithm: an objective for the trainer, built from settings.
 
-`GroupRelative` holds what the algorithms share, which is nearly all but the loss.
+`GroupRelative` implements everything except the loss. docs/core.md says how to add an algorithm.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, Literal, Protocol
 
-from pydantic import Field
-
-from digenrl.algorithms.advantages import (
-    AdvantageSettings,
-    centered,
-    checked_rewards,
-    clamped,
-    has_spread,
-    std_of,
-)
-from digenrl.config.reading import ConfigError, Frozen
-from digenrl.models.pairs import LossTerms, Needs, Objective, PairBatch, Standing
+from digenrl.algorithms.advantages import centered, checked_rewards, clamped, has_spread, std_of
+from digenrl.config.algorithms import AlgorithmSettings, Needs
+from digenrl.models.pairs import LossTerms, Objective, PairBatch, Standing
 from digenrl.models.trajectory import RolloutPlan
 
 
-class AlgorithmSettings(Frozen):
-    """What every algorithm can be told."""
-
-    advantage: AdvantageSettings = AdvantageSettings()
-    updates_per_batch: int = Field(default=1, ge=1)
-
-
 class Algorithm(Objective, Protocol):
-    """An objective that also says how its samples are to be generated."""
-
-    @property
-    def name(self) -> str: ...
+    """An objective with its settings, which also say how samples are generated for it."""
 
     @property
     def settings(self) -> AlgorithmSettings: ...
 
-    @property
-    def same_initial_noise(self) -> bool:
-        """Whether the samples of a group start from the same noise."""
-
-    @property
-    def rollout_window(self) -> Mapping[str, object]:
-        """Which steps are stochastic and kept, unless a recipe says otherwise: the generating side's settings."""
-
 
 class GroupRelative(ABC):
-    """Advantages relative to the group, all samples trained on the same number of steps."""
+    """Advantages relative to the group; the same number of trained steps for every sample."""
 
-    name: ClassVar[str]
-    replays: Literal["steps", "renoised"] = "steps"
-    rows_per_term: Literal[1, 2] = 1
-    same_initial_noise: bool = False
-    rollout_window: ClassVar[Mapping[str, object]]
+    settings_type: ClassVar[type[AlgorithmSettings]] = AlgorithmSettings
+    settings: AlgorithmSettings
 
     def __init__(self, settings: AlgorithmSettings) -> None:
         self.settings = settings
 
     @property
     def needs(self) -> Needs:
-        return Needs()
+        return self.settings.needs
+
+    @property
+    def replays(self) -> Literal["steps", "renoised"]:
+        return self.settings.replays
+
+    @property
+    def rows_per_term(self) -> Literal[1, 2]:
+        return self.settings.rows_per_term
 
     @property
     def scale_over(self) -> Literal["group", "batch"]:
@@ -88,7 +66,7 @@ class GroupRelative(ABC):
         return Standing(advantages, self.chosen(advantages))
 
     def chosen(self, advantages: Sequence[float]) -> tuple[int, ...]:
-        """The samples to train on, of a group with spread."""
+        """The indices of the samples to train on, in a group whose rewards differ."""
         return tuple(range(len(advantages)))
 
     def scale(self, rewards_by_group: Sequence[Sequence[float]]) -> float:
@@ -103,25 +81,16 @@ class GroupRelative(ABC):
         return [tuple(clamped(value * scale, self.clamp) for value in s.advantages) for s in standings]
 
     def terms_per_group(self, group_size: int, plan: RolloutPlan) -> int:
-        return self.samples_per_group(group_size) * len(self.trained_steps(plan))
-
-    def samples_per_group(self, group_size: int) -> int:
-        """How many of a group's samples are trained, where it has spread."""
-        return group_size
+        terms_per_step = self.settings.trained_samples(group_size) // self.rows_per_term
+        return terms_per_step * len(self.trained_steps(plan))
 
     def trained_steps(self, plan: RolloutPlan) -> tuple[int, ...]:
-        return plan.kept_steps
+        if self.replays == "steps":
+            return plan.kept_steps
+        return tuple(range(self.settings.trained_steps(plan.schedule.steps)))
 
     def old_policy_decay(self, batch: int) -> float:
         return 0.0
 
     @abstractmethod
     def loss(self, pairs: PairBatch) -> LossTerms: ...
-
-
-def leading_steps(fraction: float, steps: int) -> tuple[int, ...]:
-    """The first int(fraction * steps) steps of a schedule, and never its last."""
-    count = min(int(fraction * steps), steps - 1)
-    if count < 1:
-        raise ConfigError(f"trained_fraction: {fraction} of {steps} steps leaves none to train; raise either")
-    return tuple(range(count))

@@ -6,46 +6,21 @@ A / 2 beta * (l+ - l-), and one without it, M / 2 beta * (l+ + l-): it streams l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
-
-from pydantic import Field
 from torch import Tensor
 
-from digenrl.algorithms.advantages import WholeBatchStd
-from digenrl.algorithms.contract import AlgorithmSettings, GroupRelative, leading_steps
+from digenrl.algorithms.contract import GroupRelative
 from digenrl.algorithms.policy_loss import squared_distance_R
-from digenrl.models.pairs import LossTerms, Needs, PairBatch, RenoisedPairs
-from digenrl.models.trajectory import RolloutPlan
+from digenrl.config.algorithms import DiffusionNftSettings
+from digenrl.models.pairs import LossTerms, PairBatch, RenoisedPairs
 
 SMALLEST_ERROR = 1e-5  # below this the self-normalised error is no longer divided by its own size
-
-
-class DiffusionNftSettings(AlgorithmSettings):
-    """`advantage.clamp` is M. The generating policy follows: d = min(old_decay_growth * batch, old_decay_max)."""
-
-    advantage: WholeBatchStd = WholeBatchStd()
-    beta: float = Field(default=1.0, gt=0)
-    kl_weight: float = Field(default=1e-4, ge=0)
-    trained_fraction: float = Field(default=0.99, gt=0, le=1)
-    old_decay_growth: float = Field(default=1e-3, ge=0)
-    old_decay_max: float = Field(default=0.5, ge=0, lt=1)
 
 
 class DiffusionNft(GroupRelative):
     """Rollouts are Euler throughout: no step is stochastic, and only the final latents are kept."""
 
-    name = "diffusion_nft"
+    settings_type = DiffusionNftSettings
     settings: DiffusionNftSettings
-    replays: Literal["renoised"] = "renoised"
-    rollout_window: ClassVar[Mapping[str, object]] = {"kind": "none"}
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(final_latents=True, old_policy=True, reference=self.settings.kl_weight > 0)
-
-    def trained_steps(self, plan: RolloutPlan) -> tuple[int, ...]:
-        return leading_steps(self.settings.trained_fraction, plan.schedule.steps)
 
     def old_policy_decay(self, batch: int) -> float:
         return min(self.settings.old_decay_growth * batch, self.settings.old_decay_max)

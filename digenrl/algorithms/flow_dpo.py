@@ -2,45 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from collections.abc import Sequence
 
-from pydantic import Field, field_validator
 from torch.nn import functional
 
-from digenrl.algorithms.advantages import AdvantageSettings, checked_rewards, has_spread
-from digenrl.algorithms.contract import AlgorithmSettings, GroupRelative, leading_steps
+from digenrl.algorithms.advantages import checked_rewards, has_spread
+from digenrl.algorithms.contract import GroupRelative
 from digenrl.algorithms.policy_loss import squared_distance_R
-from digenrl.models.pairs import LossTerms, Needs, PairBatch, RenoisedPairs, Standing
-from digenrl.models.trajectory import RolloutPlan
-
-
-class FlowDpoSettings(AlgorithmSettings):
-    """Only the order of rewards counts, so that there is nothing to normalise over the batch."""
-
-    beta: float = Field(default=100.0, gt=0)
-    trained_fraction: float = Field(default=0.99, gt=0, le=1)
-
-    @field_validator("advantage")
-    @classmethod
-    def _only_the_order_counts(cls, advantage: AdvantageSettings) -> AdvantageSettings:
-        if advantage != AdvantageSettings():
-            raise ValueError("flow_dpo compares the best sample with the worst; it takes no advantage settings")
-        return advantage
+from digenrl.config.algorithms import FlowDpoSettings
+from digenrl.models.pairs import LossTerms, PairBatch, RenoisedPairs, Standing
 
 
 class FlowDpo(GroupRelative):
     """A term has two rows: the best sample of a group, then the worst."""
 
-    name = "flow_dpo"
+    settings_type = FlowDpoSettings
     settings: FlowDpoSettings
-    replays: Literal["renoised"] = "renoised"
-    rollout_window: ClassVar[Mapping[str, object]] = {"kind": "none"}
-    rows_per_term: Literal[2] = 2
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(final_latents=True, reference=True)
 
     def standing(self, rewards: Sequence[float]) -> Standing:
         checked_rewards(rewards)
@@ -51,12 +28,6 @@ class FlowDpo(GroupRelative):
             return Standing(tuple(0.0 for _ in indices), chosen=())
         advantages = tuple(1.0 if index == best else -1.0 if index == worst else 0.0 for index in indices)
         return Standing(advantages, chosen=(best, worst))
-
-    def samples_per_group(self, group_size: int) -> int:
-        return 1  # one couple
-
-    def trained_steps(self, plan: RolloutPlan) -> tuple[int, ...]:
-        return leading_steps(self.settings.trained_fraction, plan.schedule.steps)
 
     def loss(self, pairs: PairBatch) -> LossTerms:
         assert isinstance(pairs, RenoisedPairs) and pairs.reference_velocity_RL is not None

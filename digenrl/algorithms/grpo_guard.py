@@ -6,36 +6,18 @@ that grows as 1 / s: rho = exp((logp - logp_old + b) s) has neither. The loss is
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal
-
-from pydantic import Field
 from torch import Tensor
 
-from digenrl.algorithms.flow_grpo import FlowGrpo, FlowGrpoSettings
+from digenrl.algorithms.flow_grpo import FlowGrpo
 from digenrl.algorithms.policy_loss import squared_distance_R
-from digenrl.models.pairs import Needs, StepPairs
-
-
-class GrpoGuardSettings(FlowGrpoSettings):
-    """The clip range is for the normalised ratio, which is much closer to 1.
-
-    The ratio is recentred by the generating policy's means, so that stale samples are compared with that policy.
-    """
-
-    clip: float = Field(default=2e-6, gt=0, lt=1)
-    stale: Literal["plain"] = "plain"
+from digenrl.config.algorithms import GrpoGuardSettings
+from digenrl.models.pairs import StepPairs
 
 
 class GrpoGuard(FlowGrpo):
-    """s and h are each row's own."""
+    """The std s and the step size h are those of each row."""
 
-    name = "grpo_guard"
-    settings: GrpoGuardSettings
-
-    @property
-    def needs(self) -> Needs:
-        return replace(super().needs, step_means=True)
+    settings_type = GrpoGuardSettings
 
     def log_ratio_R(self, pairs: StepPairs, base_log_prob_R: Tensor) -> Tensor:
         assert pairs.old_mean_RL is not None, "the step means of the rollout are needed"

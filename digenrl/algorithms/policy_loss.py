@@ -6,44 +6,21 @@ Log-probs are means over a sample's elements, so that a ratio is the true one to
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from digenrl.algorithms.contract import AlgorithmSettings, GroupRelative
-from digenrl.models.pairs import LossTerms, Needs, PairBatch, StepPairs
-
-KlForm = Literal["exact", "flow_grpo_image"]
-
-
-class PolicyLossSettings(AlgorithmSettings):
-    """The clipped loss, its penalty, and what is done with samples of older weights.
-
-    `kl_form` is `exact`, (mu - mu_ref)^2 / 2 s^2, or `flow_grpo_image`, over 2 g^2 instead, where s = g sqrt(h).
-    `stale` is `plain` (the ratio to the generating policy covers it) or `decoupled`: the ratio to the policy
-    before the update, weighted by min(that policy / generating policy, `stale_weight_cap`).
-    """
-
-    clip: float = Field(default=1e-4, gt=0, lt=1)
-    kl_weight: float = Field(default=0.0, ge=0)
-    kl_form: KlForm = "exact"
-    stale: Literal["plain", "decoupled"] = "plain"
-    stale_weight_cap: float = Field(default=2.0, ge=1)
+from digenrl.algorithms.contract import GroupRelative
+from digenrl.config.algorithms import AlgorithmSettings, KlForm, PolicyLossSettings
+from digenrl.models.pairs import LossTerms, PairBatch, StepPairs
 
 
 class PolicyLoss(GroupRelative):
     """max(-A rho, -A clip(rho, 1 -+ c)) and, with a weight, the KL to the reference."""
 
+    settings_type: ClassVar[type[AlgorithmSettings]] = PolicyLossSettings
     settings: PolicyLossSettings
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(
-            reference=self.settings.kl_weight > 0,
-            recomputed_log_probs=self.settings.stale == "decoupled",
-        )
 
     def loss(self, pairs: PairBatch) -> LossTerms:
         assert isinstance(pairs, StepPairs)

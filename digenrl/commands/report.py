@@ -1,4 +1,4 @@
-"""How a run went, in the few numbers that a terminal shows: `digenrl report`."""
+"""`digenrl report`: writes a run's report and summarises the run in a table."""
 
 from __future__ import annotations
 
@@ -11,26 +11,24 @@ from typing import Any
 from rich.table import Table
 
 from digenrl.console.text_symbols import duration, number
-from digenrl.run_folder.folder import RunFolder, Status
-from digenrl.telemetry.report.headline import (
+from digenrl.report.headline import (
     ends_averaged,
     held_out_changes,
-    prediction,
+    prediction_accuracy,
     reward_change,
     samples_per_second,
     share_of_samples,
 )
-from digenrl.telemetry.report.lane_shares import Window, shares_of_lanes, steady_window
-from digenrl.telemetry.report.page import write_report
-from digenrl.telemetry.report.reading import read_run
-from digenrl.telemetry.report.records import RunRecord
+from digenrl.report.page import write_report
+from digenrl.run_folder.folder import RunFolder, Status
+from digenrl.run_folder.reading import RunRecord, read_run
+from digenrl.telemetry.lane_shares import Window, lane_shares, steady_window, without_helper_rows
 from digenrl.telemetry.styles import percent
-from digenrl.telemetry.trace import TRAINER_LANE, Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
-    """A number at the beginning and at the end; `last` is None where there is only the first."""
+class FirstAndLast:
+    """A value at the start and at the end of a run; `last` is None if there is only the first."""
 
     first: float
     last: float | None
@@ -38,9 +36,9 @@ class Ends:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds per step, medians over the steps that were foretold; over all but the first if none was.
+    """Seconds per step: medians over the steps with a prediction, or over all but the first if there is none.
 
-    `median_error` is that of single steps, as a share of the measured time.
+    `median_error` is the median over steps of the error relative to the measured time.
     """
 
     measured: float
@@ -50,15 +48,15 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What is not known, or not known yet, is None or empty. If `steady`, busy shares leave out the first step."""
+    """The figures of a run; unknown ones are None or empty. If `steady`, busy shares exclude the first step."""
 
     name: str
     status: Status
     steps_done: int
     steps_planned: int
-    reward: Ends | None
+    reward: FirstAndLast | None
     reward_averaged_over: int
-    held_out: Mapping[str, Ends]
+    held_out: Mapping[str, FirstAndLast]
     samples_per_s: float | None
     stale_share: float | None
     helped_share: float | None
@@ -68,50 +66,51 @@ class RunSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
-    """A report that was written, and what it comes to."""
+class WrittenReport:
+    """The files that were written, and the run's figures."""
 
     page: Path
     trace: Path
     summary: RunSummary
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The content as plain JSON values."""
         return {"report": str(self.page), "trace": str(self.trace), **asdict(self.summary)}
 
 
-def report_run(path: Path) -> Reported:
-    """Writes the report and the trace of a run that is going on, or has ended in whatever way."""
+def report_run(path: Path) -> WrittenReport:
+    """Writes the report and the trace of a run, whatever its status."""
     folder = RunFolder.open(path)
-    if folder.standing() is not folder.info.status:
-        folder.set_status(folder.standing())  # its process was killed: nobody else would write it down
-    page = write_report(path)
-    return Reported(page, folder.trace, summary_of(read_run(path), folder.standing()))
+    if folder.actual_status() is not folder.info.status:
+        folder.set_status(folder.actual_status())  # its process was killed before it could write that
+    run = read_run(path)
+    return WrittenReport(write_report(run), folder.trace, summarise(run))
 
 
-def summary_of(run: RunRecord, status: Status) -> RunSummary:
-    """The numbers of what is in the folder."""
+def summarise(run: RunRecord) -> RunSummary:
+    """The figures of a run."""
     reward, steady = reward_change(run.steps), steady_window(run.trace)
-    shares = shares_of_lanes(run.trace, steady or Window(0, run.trace.end_ns))
+    shares = lane_shares(run.trace, steady or Window(0, run.trace.end_ns))
+    lanes = without_helper_rows(run.trace.lanes) if run.trace.spans else []
     return RunSummary(
-        name=run.name,
-        status=status,
+        name=run.info.name,
+        status=run.info.status,
         steps_done=run.steps[-1].step + 1 if run.steps else 0,
         steps_planned=run.recipe.steps,
-        reward=None if reward is None else Ends(reward.before, reward.after),
+        reward=None if reward is None else FirstAndLast(reward.before, reward.after),
         reward_averaged_over=ends_averaged(len(run.steps)),
         held_out=_held_out(run),
         samples_per_s=samples_per_second(run.steps),
         stale_share=share_of_samples(run.steps, "stale_share"),
         helped_share=share_of_samples(run.steps, "helped_share"),
-        busy={lane: shares[lane].busy for lane in _own_rows(run.trace) if lane in shares},
+        busy={lane.name: shares[lane.name].busy for lane in lanes if lane.name in shares},
         steady=steady is not None,
         step_s=_step_time(run),
     )
 
 
 def summary_table(summary: RunSummary) -> Table:
-    """One line per figure."""
+    """The summary, one row per figure."""
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 1))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(no_wrap=True)
@@ -120,44 +119,37 @@ def summary_table(summary: RunSummary) -> Table:
     if summary.reward is not None:
         over = summary.reward_averaged_over
         means = f"first and last {over} steps" if over > 1 else "first and last step"
-        table.add_row("reward", _ends(summary.reward), means)
-    for name, ends in summary.held_out.items():
-        table.add_row("held out", _ends(ends), name)
+        table.add_row("reward", _arrow(summary.reward), means)
+    for name, values in summary.held_out.items():
+        table.add_row("held out", _arrow(values), name)
     if summary.samples_per_s is not None:
-        shares = (("helped by the trainer", summary.helped_share), ("stale", summary.stale_share))
-        words = [f"{percent(share)} {what}" for what, share in shares if share]
-        table.add_row("samples/s", f"{summary.samples_per_s:.4g}", ", ".join(words))
+        shares = (("generated by the trainer", summary.helped_share), ("stale", summary.stale_share))
+        notes = [f"{percent(share)} {label}" for label, share in shares if share]
+        table.add_row("samples/s", f"{summary.samples_per_s:.4g}", ", ".join(notes))
     if summary.step_s is not None:
-        table.add_row("step", _step_seconds(summary.step_s.measured), _prediction_words(summary.step_s))
+        table.add_row("step", _step_seconds(summary.step_s.measured), _prediction_note(summary.step_s))
     for lane, share in summary.busy.items():
         table.add_row("busy", percent(share), lane)
     return table
 
 
-def _own_rows(trace: Trace) -> list[str]:
-    """Lanes that stand for themselves: the trainer's helper rows show its own cards once more."""
-    pools = {lane.pool for lane in trace.lanes if lane.name == TRAINER_LANE}
-    rows = [lane.name for lane in trace.lanes if lane.name == TRAINER_LANE or lane.pool not in pools]
-    return rows if trace.spans else []
-
-
-def _held_out(run: RunRecord) -> dict[str, Ends]:
+def _held_out(run: RunRecord) -> dict[str, FirstAndLast]:
     changes = held_out_changes(run)
     if changes or not run.evaluations:
-        return {name: Ends(change.before, change.after) for name, change in changes.items()}
+        return {name: FirstAndLast(change.before, change.after) for name, change in changes.items()}
     first = run.evaluations[0].values.get("reward_mean")
-    return {} if first is None else {"reward_mean": Ends(first, None)}
+    return {} if first is None else {"reward_mean": FirstAndLast(first, None)}
 
 
 def _step_time(run: RunRecord) -> StepTime | None:
-    foretold = prediction(run.steps)
-    if foretold is not None:
-        return StepTime(median(foretold.measured_s), median(foretold.predicted_s), foretold.median_error)
+    accuracy = prediction_accuracy(run.steps)
+    if accuracy is not None:
+        return StepTime(median(accuracy.measured_s), median(accuracy.predicted_s), accuracy.median_error)
     measured = [step.values["step_s"] for step in run.steps if "step_s" in step.values]
     return StepTime(median(measured[1:] or measured), None, None) if measured else None
 
 
-def _prediction_words(step_s: StepTime) -> str:
+def _prediction_note(step_s: StepTime) -> str:
     if step_s.predicted is None or step_s.median_error is None:
         return "not predicted"
     return f"predicted {_step_seconds(step_s.predicted)}, off by {percent(step_s.median_error)}"
@@ -168,5 +160,5 @@ def _step_seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 10 else duration(seconds)
 
 
-def _ends(ends: Ends) -> str:
-    return f"{number(ends.first)} -> {'?' if ends.last is None else number(ends.last)}"
+def _arrow(values: FirstAndLast) -> str:
+    return f"{number(values.first)} -> {'?' if values.last is None else number(values.last)}"

@@ -32,9 +32,9 @@ from digenrl.training.checkpoint.atomic_folders import written_atomically
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
 from digenrl.training.checkpoint.export import weights_to_export
 from digenrl.training.checkpoint.format import checkpoints_in
-from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
+from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, read_blueprint
 from digenrl.worker.pictures import as_image
-from digenrl.worker.stages import Blueprint, held_out_pixels
+from digenrl.worker.rollouts import held_out_pixels
 
 UNTRAINED = "before"  # in place of a checkpoint's name
 FRAME_MS = 60  # of an animation: about 16 frames a second; a GIF counts in hundredths

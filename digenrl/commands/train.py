@@ -1,4 +1,4 @@
-"""`digenrl train`: checks everything, makes or opens the run's folder, trains, and says what came of it."""
+"""`digenrl train`: checks everything, creates or opens the run's folder, trains, and reports the outcome."""
 
 from __future__ import annotations
 
@@ -13,37 +13,35 @@ from rich.console import Console
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe_files import fingerprint, read_recipe
-from digenrl.console.live_view import Clocks, RunTitle, View, choose_view
+from digenrl.console.live_view import Clocks, RunTitle, RunView, choose_view
 from digenrl.driver.supervisor import TrainerLostError, WorkerFailedError
 from digenrl.loop import RunGaveUpError
-from digenrl.metrics.step_metrics import Evaluation
+from digenrl.report.page import write_report
 from digenrl.run_folder.folder import RunFolder, Status, numbered_path
-from digenrl.run_folder.lines import read_lines
-from digenrl.runs.errors import RunFailedError
-from digenrl.runs.resuming import Standing, find_resume_point
+from digenrl.run_folder.metric_lines import read_evaluations, read_steps
+from digenrl.run_folder.reading import read_run
+from digenrl.runs.resuming import ResumePoint, find_resume_point
+from digenrl.runs.stopping import RunFailedError
 from digenrl.runs.training import check_recipe, train
-from digenrl.telemetry.report.page import write_report
 from digenrl.transports.contract import Backend
 
 RUNS = Path("runs")
-
-
-NEEDED = ("diffusers", "numpy", "peft", "PIL", "safetensors", "torch", "transformers")
+REQUIRED = ("diffusers", "numpy", "peft", "PIL", "safetensors", "torch", "transformers")
 
 
 def start_run(where: str, overrides: Sequence[str], out: Path | None, console: Console, as_json: bool) -> Status:
-    """A new run. Nothing is written before everything is checked."""
+    """Starts a new run. Nothing is written before everything is checked."""
     check_installed()
     recipe = read_recipe(where, overrides)
-    grounds = check_recipe(recipe)
-    with closing(grounds):
+    backend = check_recipe(recipe)
+    with closing(backend):
         path = numbered_path(RUNS, recipe.name) if out is None else out
         folder = RunFolder.create(path, recipe, datetime.now().astimezone())
-        return _train_and_tell(folder, grounds, console, as_json)
+        return _train_and_report(folder, backend, console, as_json)
 
 
 def resume_run(path: Path, overrides: Sequence[str], console: Console, as_json: bool) -> Status:
-    """A run that was interrupted goes on; overrides may change what the computed update does not depend on."""
+    """Resumes an interrupted run; overrides may change only what does not affect the computed update."""
     check_installed()
     folder = RunFolder.open(path)
     recipe = read_recipe(str(folder.config), overrides)
@@ -52,22 +50,22 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console, as_json: 
             f"{' '.join(overrides)}: would change what the run computes; a resumed run may change steps, lanes, "
             "logging, checkpoint, evaluation and techniques other than tcss"
         )
-    with folder.locked():  # whoever trains here keeps its recipe
-        standing = find_resume_point(folder)
-        done = 0 if standing is None else standing.bookmark.step
+    with folder.locked():  # a process that is training here keeps its recipe
+        resume_point = find_resume_point(folder)
+        done = 0 if resume_point is None else resume_point.position.step
         if done >= recipe.steps:
             raise ConfigError(
-                f"{path}: has all its {recipe.steps} steps; to go on, give more, as steps={recipe.steps * 2}"
+                f"{path}: all {recipe.steps} steps are done; to continue, set more, as steps={recipe.steps * 2}"
             )
-        grounds = check_recipe(recipe)
-        folder.rewrite(recipe)
-    with closing(grounds):
-        return _train_and_tell(folder, grounds, console, as_json, standing)
+        backend = check_recipe(recipe)
+        folder.write_recipe(recipe)
+    with closing(backend):
+        return _train_and_report(folder, backend, console, as_json, resume_point)
 
 
 def check_installed() -> None:
-    """Complains about packages that workers need; this process does not import them."""
-    missing = [package for package in NEEDED if find_spec(package) is None]
+    """Raises ConfigError if packages that the workers need are missing; this process does not import them."""
+    missing = [package for package in REQUIRED if find_spec(package) is None]
     if missing:
         raise ConfigError(
             f"training needs the package{'s' if len(missing) > 1 else ''} {', '.join(missing)}, not installed; "
@@ -75,62 +73,55 @@ def check_installed() -> None:
         )
 
 
-def _train_and_tell(
-    folder: RunFolder, grounds: Backend, console: Console, as_json: bool, standing: Standing | None = None
+def _train_and_report(
+    folder: RunFolder, backend: Backend, console: Console, as_json: bool, resume_point: ResumePoint | None = None
 ) -> Status:
     try:
-        status = _train_with_new_trainers(folder, grounds, console, as_json, standing)
+        status = _train_with_restarts(folder, backend, console, as_json, resume_point)
     except (WorkerFailedError, RunGaveUpError) as error:
-        raise RunFailedError(f"{error}{_how_to_go_on(folder)}") from error
+        raise RunFailedError(f"{error}{_how_to_resume(folder)}") from error
     except OSError as error:
         reason = f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}"
-        raise RunFailedError(f"{folder.path}: cannot be written: {reason}{_how_to_go_on(folder)}") from error
-    report = write_report(folder.path)
+        raise RunFailedError(f"{folder.path}: cannot be written: {reason}{_how_to_resume(folder)}") from error
+    report = write_report(read_run(folder.path))
     if not as_json:
         if status is Status.INTERRUPTED:
-            console.print(f"interrupted; go on with: digenrl train --resume {folder.path}", soft_wrap=True)
+            console.print(f"interrupted; resume with: digenrl train --resume {folder.path}", soft_wrap=True)
         console.print(f"report: {report}", soft_wrap=True)
     return status
 
 
-def _train_with_new_trainers(
-    folder: RunFolder, grounds: Backend, console: Console, as_json: bool, standing: Standing | None
+def _train_with_restarts(
+    folder: RunFolder, backend: Backend, console: Console, as_json: bool, resume_point: ResumePoint | None
 ) -> Status:
-    """A run whose trainer is lost with all that it stood for goes on from its last checkpoint, a few times."""
+    """Trains; a run that loses its trainer resumes from the last checkpoint, up to `lanes.restarts` times."""
     title = RunTitle(folder.recipe.name, folder.path, folder.recipe.steps)
     for restarts_left in range(folder.recipe.lanes.restarts, -1, -1):
         view = choose_view(title, console, Clocks(time.monotonic, time.thread_time), as_json)
-        if standing is not None:
-            _recall(view, folder, standing)
+        if resume_point is not None:
+            _load_history(view, folder, resume_point.position.step)
         try:
-            return train(folder, grounds, view, standing)
+            return train(folder, backend, view, resume_point)
         except TrainerLostError as error:
-            standing = find_resume_point(folder)
-            if not restarts_left or standing is None:
+            resume_point = find_resume_point(folder)
+            if not restarts_left or resume_point is None:
                 raise
             if not as_json:
-                console.print(f"{error}; going on from {standing.checkpoint}", soft_wrap=True)
-    raise AssertionError("the last try returns or raises")
+                console.print(f"{error}; resuming from {resume_point.checkpoint}", soft_wrap=True)
+    raise AssertionError("the last attempt returns or raises")
 
 
-def _recall(view: View, folder: RunFolder, standing: Standing) -> None:
-    """What the run has behind it."""
-    done = standing.bookmark.step
-    steps = [line for line in read_lines(folder.metrics) if line["step"] < done]
-    evaluations = []
-    for line in read_lines(folder.evaluations):
-        step, at_s, count = line.pop("step"), line.pop("at_s"), line.pop("count")
-        grid = line.pop("grid", None)
-        if step <= done:
-            evaluations.append(Evaluation(step, at_s, count, line, grid))
-    view.recall(steps, evaluations)
+def _load_history(view: RunView, folder: RunFolder, steps_done: int) -> None:
+    steps = [each for each in read_steps(folder.metrics) if each.step < steps_done]
+    evaluations = [each for each in read_evaluations(folder.evaluations) if each.steps_done <= steps_done]
+    view.load_history(steps, evaluations)
 
 
-def _how_to_go_on(folder: RunFolder) -> str:
+def _how_to_resume(folder: RunFolder) -> str:
     try:
-        standing = find_resume_point(folder)
+        resume_point = find_resume_point(folder)
     except ConfigError as error:
         return f"\n{error}"
-    if standing is None:
+    if resume_point is None:
         return ""
-    return f"\n{standing.checkpoint} is whole; go on with: digenrl train --resume {folder.path}"
+    return f"\n{resume_point.checkpoint} is complete; resume with: digenrl train --resume {folder.path}"

@@ -6,13 +6,14 @@ from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
+from digenrl.config.generator_pools import GeneratorPool
 from digenrl.config.reading import Frozen
 
 NAME = r"^[a-z0-9][a-z0-9_-]*$"
 
 
-class Place(Frozen):
-    """What one worker takes, and which machines may give it.
+class WorkerResources(Frozen):
+    """The resources of one worker, and the machines that may host it.
 
     `gpus` is 1 by default where `lanes.device` means CUDA, else 0. `accelerator` is Ray's name of a card, as H100
     or A6000; `labels` are those that `ray start --labels` gave a machine; `resources` are custom ones, by amount.
@@ -25,28 +26,25 @@ class Place(Frozen):
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
 
 
-class LightPlace(Place):
+class CpuWorkerResources(WorkerResources):
     """The same for workers that need no card unless they are given one, or a share of one."""
 
     gpus: Annotated[float, Field(ge=0)] | None = 0.0
 
 
-class GeneratorPool(Place):
-    """Equal generator lanes. `up_to` lets more join while the run goes on, as machines are added.
+class ClusterGeneratorPool(WorkerResources, GeneratorPool):
+    """A pool of generators on the cluster.
 
-    `slice` is how many samples a lane of this pool makes at once: a multiple of `batch.slice`, which is the
-    default. A `slowdown` makes lanes take so many times as long as they need, to try unequal lanes on equal
-    machines.
+    With `up_to`, more lanes join during the run as machines are added, up to that number. `slowdown` multiplies
+    the time of every slice, to emulate slower cards on equal machines.
     """
 
     name: str = Field(default="generator", pattern=NAME)
-    count: PositiveInt = 1
     up_to: PositiveInt | None = None
-    slice: PositiveInt | None = None
     slowdown: float = Field(default=1.0, ge=1)
 
     @model_validator(mode="after")
-    def _grows(self) -> GeneratorPool:
+    def _grows(self) -> ClusterGeneratorPool:
         if self.up_to is not None and self.up_to < self.count:
             raise ValueError(f"up_to = {self.up_to} is less than count = {self.count}; raise it, or leave it out")
         return self
@@ -61,10 +59,10 @@ class ClusterSettings(Frozen):
     """
 
     address: str = Field(default="auto", min_length=1)
-    generators: tuple[GeneratorPool, ...] = ()
-    trainer: Place = Place()
-    rewards: LightPlace = LightPlace()
-    encoder: LightPlace = LightPlace()
+    generators: tuple[ClusterGeneratorPool, ...] = ()
+    trainer: WorkerResources = WorkerResources()
+    rewards: CpuWorkerResources = CpuWorkerResources()
+    encoder: CpuWorkerResources = CpuWorkerResources()
     start_timeout_s: float = Field(default=10.0, gt=0, description="how long to wait for the cluster to answer")
 
     @field_validator("generators", mode="before")

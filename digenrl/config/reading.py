@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -44,6 +45,15 @@ class Frozen(BaseModel):
         if not isinstance(value, bool) or info.field_name is None:
             return value
         return _meaning(value, list(_kinds(cls.model_fields[info.field_name].annotation)))
+
+
+@contextmanager
+def complaints_about(where: str) -> Iterator[None]:
+    """A ValueError raised inside becomes a ConfigError about the dotted key `where`."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}", where) from None
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -107,6 +117,7 @@ class _Complaint:
     kind: str
     message: str
     given: Any
+    raised: Any = None  # by one of our validators
 
     @property
     def wrong_kind_of_value(self) -> bool:
@@ -116,11 +127,19 @@ class _Complaint:
 
 def _first_complaint(model: type[BaseModel], content: Any, error: ValidationError) -> ConfigError:
     complaints = [
-        _Complaint(_place(c["loc"], content, c["type"]), c["type"], _plain(c["msg"]), c["input"])
-        for c in error.errors(include_url=False, include_context=False)
+        _Complaint(
+            _place(c["loc"], content, c["type"]),
+            c["type"],
+            _plain(c["msg"]),
+            c["input"],
+            c.get("ctx", {}).get("error"),
+        )
+        for c in error.errors(include_url=False)
     ]
     unknown = [complaint for complaint in complaints if complaint.kind == "extra_forbidden"]
     complaint = unknown[0] if unknown else _meant(complaints)
+    if isinstance(complaint.raised, ConfigError) and complaint.raised.where:
+        return complaint.raised  # it already names its key
     where = _dotted(complaint.place)
     text = _told(model, complaint).replace("\n", " ")
     return ConfigError(f"{where}: {text}" if where else text, where)

@@ -11,15 +11,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
+from digenrl.config.algorithms import AlgorithmSettings, read_algorithm_settings
 from digenrl.config.cluster import ClusterSettings
+from digenrl.config.generator_pools import check_pool_slice, check_slice, slice_sizes
 from digenrl.config.prompts import PromptSettings
-from digenrl.config.reading import Frozen
+from digenrl.config.reading import Frozen, complaints_about
 from digenrl.config.recipe_paths import RANDOM
 from digenrl.config.rewards import Rewards
-from digenrl.config.spec import Dispatch, Help
+from digenrl.config.spec import DispatchRule, HelpRule
+from digenrl.config.topology import TOPOLOGIES, Mode, Topology
 from digenrl.config.training import TrainerSettings
+from digenrl.config.windows import Window, read_window
 
-Mode = Literal["colocated", "local", "ray"]
 NoiseKind = Literal["flow", "dance", "cps", "truncated_flow"]  # no `ddim`: every family predicts velocities
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -83,8 +86,15 @@ class SampleSettings(Frozen):
     denoising_steps: int = Field(default=10, ge=2)
     shift: float | None = Field(default=None, gt=0, description="a fixed shift; the scheduler's own by default")
     noise: NoiseSettings = NoiseSettings()
-    window: dict[str, Any] | None = None
+    window: dict[str, Any] | None = None  # as written: the fingerprint of a recipe has no defaults in it
     decode_rows: PositiveInt | None = Field(default=None, description="rows decoded at once; all by default")
+
+    @field_validator("window")
+    @classmethod
+    def _window_is_known(cls, window: dict[str, Any] | None) -> dict[str, Any] | None:
+        if window is not None:
+            read_window(window)
+        return window
 
 
 class BatchSettings(Frozen):
@@ -98,27 +108,33 @@ class BatchSettings(Frozen):
     @classmethod
     def _slices_are_equal(cls, size: int | str, info: ValidationInfo) -> int | str:
         group = info.data.get("samples_per_prompt")
-        if isinstance(size, int) and group is not None and group % size:
-            divisors = ", ".join(str(divisor) for divisor in _divisors(group))
-            raise ValueError(
-                f"{size} does not divide samples_per_prompt = {group}; choose one of {divisors}, or auto"
-            )
+        if isinstance(size, int) and group is not None:
+            check_slice(size, group)
         return size
 
     def slice_sizes(self) -> tuple[int, ...]:
-        """Every slice size that cuts a group into equal slices, smallest first."""
-        return _divisors(self.samples_per_prompt)
-
-
-def _divisors(group: int) -> tuple[int, ...]:
-    return tuple(size for size in range(1, group + 1) if group % size == 0)
+        """Every slice size that cuts a group into equal slices, in ascending order."""
+        return slice_sizes(self.samples_per_prompt)
 
 
 class AlgorithmChoice(Frozen):
-    """An algorithm by name; `options` are its own settings."""
+    """An algorithm by name, or by the import path of a class (`my_package.module:MyAlgorithm`).
+
+    `options` are its settings. Those of a class outside the package are checked when it is imported.
+    """
 
     name: str
     options: dict[str, Any] = Field(default={})
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> AlgorithmChoice:
+        if ":" not in self.name:
+            self.settings()
+        return self
+
+    def settings(self) -> AlgorithmSettings:
+        """The algorithm's settings; raises ConfigError if the algorithm or an option is unknown."""
+        return read_algorithm_settings(self.name, self.options)
 
 
 class Techniques(Frozen):
@@ -132,9 +148,9 @@ class Techniques(Frozen):
 
     gap: bool = True
     tsp: bool = True
-    tag: Help = "auto"
+    tag: HelpRule = "auto"
     tcss: Share = 0.0
-    dispatch: Dispatch = "earliest_finish"
+    dispatch: DispatchRule = "earliest_finish"
 
     @field_validator("tcss", mode="before")
     @classmethod
@@ -184,6 +200,11 @@ class EvaluationSettings(Frozen):
     batch: PositiveInt = Field(default=8, description="samples denoised together")
     shown: PositiveInt = Field(default=16, description="images in the grid")
 
+    @property
+    def chunk(self) -> int:
+        """The prompts of one Evaluate job."""
+        return 4 * self.batch
+
 
 class CheckpointSettings(Frozen):
     """Complete or absent on disk. One is also written at the end, and when the run is interrupted."""
@@ -200,6 +221,7 @@ class LoggingSettings(Frozen):
 
     tensorboard: bool = True
     wandb: str | None = Field(default=None, min_length=1)
+    verbose: bool = Field(default=False, description="log files also get debug messages")
 
     @field_validator("wandb", mode="before")
     @classmethod
@@ -233,7 +255,7 @@ class Recipe(Frozen):
 
     @model_validator(mode="after")
     def _stale_share_needs_two_pools(self) -> Recipe:
-        if self.mode == "colocated" and self.techniques.tcss > 0:
+        if self.topology.shares_cards and self.techniques.tcss > 0:
             raise ValueError(
                 f"techniques.tcss: {self.techniques.tcss} in mode colocated, where generation and training take "
                 "turns and nothing is stale; set it to 0, or mode to local"
@@ -242,7 +264,7 @@ class Recipe(Frozen):
 
     @model_validator(mode="after")
     def _several_ranks_have_a_mode_for_it(self) -> Recipe:
-        if self.mode == "colocated" and self.lanes.ranks > 1:
+        if self.topology.one_process and self.lanes.ranks > 1:
             raise ValueError(
                 f"lanes.ranks: {self.lanes.ranks} in mode colocated, which is one process; set it to 1, or mode "
                 "to local"
@@ -269,16 +291,23 @@ class Recipe(Frozen):
 
     @model_validator(mode="after")
     def _pools_cut_groups_evenly(self) -> Recipe:
-        group, unit = self.batch.samples_per_prompt, self.batch.slice
-        for pool in self.cluster.generators:
-            if pool.slice is None:
-                continue
-            if group % pool.slice or (isinstance(unit, int) and pool.slice % unit):
-                raise ValueError(
-                    f"cluster.generators: pool '{pool.name}' has slice = {pool.slice}, which has to divide "
-                    f"samples_per_prompt = {group} and be a multiple of batch.slice = {unit}; change one of them"
-                )
+        unit = 1 if self.batch.slice == "auto" else self.batch.slice
+        for index, pool in enumerate(self.cluster.generators):
+            if pool.slice is not None:
+                with complaints_about(f"cluster.generators[{index}].slice"):
+                    check_pool_slice(pool.slice, unit, self.batch.samples_per_prompt)
         return self
+
+    @property
+    def window(self) -> Window:
+        """Which steps are stochastic and kept: the recipe's choice, or the algorithm's default."""
+        chosen = self.sample.window
+        return self.algorithm.settings().window if chosen is None else read_window(chosen)
+
+    @property
+    def topology(self) -> Topology:
+        """The processes and cards that the recipe's mode stands for."""
+        return TOPOLOGIES[self.mode]
 
     @property
     def sharded(self) -> bool:

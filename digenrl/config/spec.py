@@ -1,4 +1,4 @@
-"""The SPEC of a schedule: what a run has to do, on which lanes, at which costs, under which policy.
+"""The SPEC of a schedule: the work of a run, its lanes, their costs, and the scheduling rules.
 
 Times are seconds, kept as the exact decimals that were written.
 """
@@ -11,54 +11,45 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from digenrl.config.generator_pools import Count, GeneratorPool, check_pool_slice, check_slice, slice_sizes
 from digenrl.config.profile_filling import filled_in
 from digenrl.config.profiles import read_profile
-from digenrl.config.reading import ConfigError, Frozen, parse_model, read_mapping
+from digenrl.config.reading import ConfigError, Frozen, complaints_about, parse_model, read_mapping
 
-Order = Literal["generation", "batch"]
-Stream = Literal["group", "batch", "sample"]
-Help = Literal["none", "greedy", "search", "auto"]
-Dispatch = Literal["eager", "earliest_finish"]
+OrderRule = Literal["generation", "batch"]
+StreamRule = Literal["group", "batch", "sample"]
+HelpRule = Literal["none", "greedy", "search", "auto"]
+DispatchRule = Literal["eager", "earliest_finish"]
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"expected a number, got {value}")
+    return value
 
 
 def _exact(value: Any) -> Any:
     """A number as the decimal that was typed: 0.1 is one tenth, not its nearest float."""
-    if isinstance(value, bool):
-        raise ValueError(f"expected a number, got {value}")
-    return Decimal(repr(value)) if isinstance(value, float) else value
-
-
-def _whole(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError(f"expected a whole number, got {value}")
-    return value
+    return Decimal(repr(value)) if isinstance(value, float) else _number(value)
 
 
 Number = Annotated[Decimal, BeforeValidator(_exact)]
 Duration = Annotated[Number, Field(ge=0)]
 PositiveDuration = Annotated[Number, Field(gt=0)]
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
-CountOrNone = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
-SliceTable = Annotated[dict[Count, PositiveDuration], Field(min_length=1)]
+CountOrNone = Annotated[int, Field(ge=0)]
+SliceTable = Annotated[dict[Annotated[Count, BeforeValidator(_number)], PositiveDuration], Field(min_length=1)]
 
 
-class GeneratorPool(Frozen):
-    """`count` equal generator lanes; `seconds` maps a slice size to the time one lane takes for it.
+class TimedGeneratorPool(GeneratorPool):
+    """A pool of generators with costs: `seconds` maps a slice size to the time that one lane needs for it."""
 
-    `slice` is what a lane of this pool generates together where that is more than the SPEC's `slice`: a multiple
-    of it. A lane takes less where its group has less left, in multiples of the SPEC's `slice`.
-    """
-
-    name: str = "generator"
-    count: Count = 1
     seconds: SliceTable
-    slice: Count | None = None
 
 
-class RewardPool(Frozen):
-    """Lanes that score; no lanes, or no seconds, is an instant reward.
+class TimedRewardPool(Frozen):
+    """Reward lanes. Without lanes, or with 0 seconds, scoring is instantaneous.
 
-    A lane takes up to `batch` waiting samples of one slice together, `seconds` for each of them.
+    A lane scores up to `batch` waiting samples of one slice together and needs `seconds` for each of them.
     """
 
     lanes: CountOrNone = 0
@@ -66,8 +57,8 @@ class RewardPool(Frozen):
     batch: Count = 1
 
 
-class Helper(Frozen):
-    """The trainer's own lanes, seen as generators, and what changing its role costs."""
+class HelperCosts(Frozen):
+    """The trainer's own lanes as generators, and the cost of switching its role."""
 
     lanes: Count = 1
     seconds: SliceTable
@@ -75,29 +66,48 @@ class Helper(Frozen):
     switch_out: Duration = Decimal(0)
 
 
-class Trainer(Frozen):
+class TrainerCosts(Frozen):
     """The trainer group as one unit. Without a `helper` it cannot generate."""
 
     seconds_per_sample: PositiveDuration
     commit: Duration = Decimal(0)
-    helper: Helper | None = None
+    helper: HelperCosts | None = None
 
 
-class Policy(Frozen):
-    """Which techniques are on. `colocated` ignores all the others."""
+class ScheduleRules(Frozen):
+    """The techniques that are on. With `colocated` all other rules are ignored."""
 
-    order: Order = "generation"
-    stream: Stream = "group"
-    help: Help = "none"
-    dispatch: Dispatch = "eager"
+    order: OrderRule = "generation"
+    stream: StreamRule = "group"
+    help: HelpRule = "none"
+    dispatch: DispatchRule = "eager"
     stale_fraction: Annotated[Number, Field(ge=0, le=1)] = Decimal(0)
     colocated: bool = False
 
 
-class Colocate(Frozen):
-    """What one change of role costs when generators and trainer share their cards."""
+class ColocatedCosts(Frozen):
+    """The cost of one role switch if generators and trainer share their cards."""
 
     switch: Duration = Decimal(0)
+
+
+class EvaluationCosts(Frozen):
+    """An evaluation after every `every` steps.
+
+    It has `chunks` of held-out samples; a generator lane needs `chunk` seconds for each, and `score` to score it.
+    """
+
+    every: Count
+    chunks: Count
+    chunk: PositiveDuration
+    score: Duration = Decimal(0)
+
+
+class CheckpointCosts(Frozen):
+    """A checkpoint after every `every` steps, which keeps the trainer busy for `seconds`."""
+
+    every: Count
+    seconds: Duration
 
 
 class Spec(Frozen):
@@ -107,35 +117,34 @@ class Spec(Frozen):
     prompts: Count
     samples_per_prompt: Count
     slice: Count | Literal["auto"]
-    generators: tuple[GeneratorPool, ...]
-    reward: RewardPool = RewardPool()
-    trainer: Trainer
+    generators: tuple[TimedGeneratorPool, ...]
+    reward: TimedRewardPool = TimedRewardPool()
+    trainer: TrainerCosts
     publish: Duration = Decimal(0)
-    policy: Policy = Policy()
-    colocate: Colocate = Colocate()
+    policy: ScheduleRules = ScheduleRules()
+    colocate: ColocatedCosts = ColocatedCosts()
+    evaluation: EvaluationCosts | None = None
+    checkpoint: CheckpointCosts | None = None
 
     @field_validator("slice", mode="before")
     @classmethod
-    def _slice_is_a_number_or_auto(cls, value: Any) -> Any:
+    def _is_a_number_or_auto(cls, value: Any) -> Any:
         if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
             return value
         raise ValueError(f"expected a number of samples, at least 1, or 'auto', got {value!r}")
 
     @field_validator("generators")
     @classmethod
-    def _some_generators(cls, pools: tuple[GeneratorPool, ...]) -> tuple[GeneratorPool, ...]:
+    def _has_generators(cls, pools: tuple[TimedGeneratorPool, ...]) -> tuple[TimedGeneratorPool, ...]:
         if not pools:
             raise ValueError("no generators; give at least one pool, as {name: a100, count: 4, seconds: {1: 1.0}}")
         return pools
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> Spec:
-        if isinstance(self.slice, int) and self.samples_per_prompt % self.slice:
-            divisors = ", ".join(map(str, self.slice_sizes()))
-            raise ValueError(
-                f"slice: {self.slice} does not divide samples_per_prompt = {self.samples_per_prompt}; "
-                f"choose one of {divisors}, or auto"
-            )
+        if isinstance(self.slice, int):
+            with complaints_about("slice"):
+                check_slice(self.slice, self.samples_per_prompt)
         for index, pool in enumerate(self.generators):
             if pool.slice is not None:
                 self._check_pool_slice(f"generators[{index}].slice", pool.slice, max(pool.seconds))
@@ -144,19 +153,13 @@ class Spec(Frozen):
         return self
 
     def _check_pool_slice(self, where: str, own: int, largest_timed: int) -> None:
-        unit = 1 if self.slice == "auto" else self.slice
-        fitting = [size for size in self.slice_sizes() if size % unit == 0]
-        if own not in fitting:
-            wanted = f"divides samples_per_prompt = {self.samples_per_prompt}"
-            if unit > 1:
-                wanted = f"is a multiple of slice = {unit} and {wanted}"
-            known = ", ".join(map(str, fitting))
-            raise ValueError(f"{where}: expected a number that {wanted}, got {own}; choose one of {known}")
-        if own > largest_timed:
-            raise ValueError(
-                f"{where}: {own} is beyond its table of seconds, which ends at {largest_timed}; "
-                f"add the time of a slice of {own}, or choose {largest_timed} or less"
-            )
+        with complaints_about(where):
+            check_pool_slice(own, 1 if self.slice == "auto" else self.slice, self.samples_per_prompt)
+            if own > largest_timed:
+                raise ValueError(
+                    f"{own} is beyond its table of seconds, which ends at {largest_timed}; "
+                    f"add the time of a slice of {own}, or choose {largest_timed} or less"
+                )
 
     def _check_needs_no_helper(self) -> None:
         if self.policy.colocated:
@@ -170,17 +173,16 @@ class Spec(Frozen):
             )
 
     def slice_sizes(self) -> tuple[int, ...]:
-        """Every slice size that cuts a group into equal slices, smallest first."""
-        group = self.samples_per_prompt
-        return tuple(size for size in range(1, group + 1) if group % size == 0)
+        """Every slice size that cuts a group into equal slices, in ascending order."""
+        return slice_sizes(self.samples_per_prompt)
 
     def unit_sizes(self) -> tuple[int, ...]:
-        """The sizes that `slice` may have beside the pools' own: every pool's own is a multiple of it."""
+        """The values of `slice` that divide every pool's own slice, in ascending order."""
         own = [pool.slice for pool in self.generators if pool.slice is not None]
         return tuple(size for size in self.slice_sizes() if not any(each % size for each in own))
 
-    def with_policy(self, **changes: Any) -> Spec:
-        """The same run under another policy, validated again."""
+    def with_rules(self, **changes: Any) -> Spec:
+        """The same run with other scheduling rules, validated again."""
         return self.with_changes(policy={**self.policy.model_dump(), **changes})
 
     def with_changes(self, **changes: Any) -> Spec:
@@ -191,8 +193,8 @@ class Spec(Frozen):
 def read_spec(path: Path, profile: str | None = None) -> Spec:
     """The SPEC in a YAML or JSON file; raises ConfigError with one line about the first mistake.
 
-    Times that it leaves out come from the profile that it names (`profile: NAME_OR_FILE`, relative to its own
-    folder), or from the one given here in its place.
+    Missing times come from the profile that the SPEC names (`profile: NAME_OR_FILE`, relative to the SPEC's
+    folder), or from `profile` if it is given here.
     """
     content = read_mapping(path)
     named, folder = content.pop("profile", None), path.parent

@@ -1,1 +1,1 @@
-"""What a training run shows in the terminal."""
+"""Terminal output of a training run."""

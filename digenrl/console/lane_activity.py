@@ -1,22 +1,22 @@
-"""What every lane does right now, told from the scheduler's state."""
+"""What every lane is doing, according to the scheduler's state."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from digenrl.records import Evaluate, Slice
 from digenrl.scheduling import SchedulerState
 from digenrl.scheduling.state import (
-    BetweenRounds,
     Committing,
     Free,
-    Generating,
-    Helping,
     Lane,
+    Restoring,
+    Saving,
     SwitchingIn,
     SwitchingOut,
     Training,
 )
-from digenrl.telemetry.trace import GENERATOR_POOL, TRAINER_LANE, LaneInfo, Work
+from digenrl.telemetry.trace import GENERATOR_POOL, REWARD_POOL, TRAINER_LANE, TRAINER_POOL, LaneInfo, Work
 
 IDLE = "idle"
 
@@ -27,51 +27,57 @@ class Activity:
 
     lane: LaneInfo
     work: Work | None
-    words: str
+    description: str
     since_ns: int | None = None
 
 
 def lane_activity(state: SchedulerState) -> tuple[Activity, ...]:
-    """One per lane that is there: generators, scorers, the trainer, its helpers."""
-    lanes = [_lane_doing(state, lane) for lane in state.lanes if lane.present]
-    scorers = [_scorer_doing(state, index) for index in range(len(state.scorers))]
-    generators = [doing for doing in lanes if doing.lane.pool == GENERATOR_POOL]
-    helpers = [doing for doing in lanes if doing.lane.pool != GENERATOR_POOL]
-    return (*generators, *scorers, _trainer_doing(state), *helpers)
+    """One per present lane: generators, scorers, the trainer, its helpers."""
+    lanes = [_lane(state, lane) for lane in state.lanes if lane.present]
+    scorers = [_scorer(state, index) for index in range(len(state.scorers))]
+    generators = [each for each in lanes if each.lane.pool == GENERATOR_POOL]
+    helpers = [each for each in lanes if each.lane.pool != GENERATOR_POOL]
+    return (*generators, *scorers, _trainer(state), *helpers)
 
 
-def _lane_doing(state: SchedulerState, lane: Lane) -> Activity:
+def _lane(state: SchedulerState, lane: Lane) -> Activity:
     helps = lane.helper and not state.terms.colocated
-    info, lease = LaneInfo(lane.name, "trainer" if helps else GENERATOR_POOL), lane.lease
-    if lease is not None:
-        words = f"step {lease.slice.step} group {lease.slice.group}{' stale' if lease.stale else ''}"
-        return Activity(info, Work.HELP if helps else Work.GENERATE, words, lease.started_ns)
+    info, job = LaneInfo(lane.name, TRAINER_POOL if helps else GENERATOR_POOL), lane.job
+    if isinstance(job, Evaluate):
+        return Activity(info, Work.EVALUATE, f"version {job.chunk.version}", job.issued_ns)
+    if job is not None:
+        description = f"step {job.slice.step} group {job.slice.group}{' stale' if job.stale else ''}"
+        return Activity(info, Work.HELP if helps else Work.GENERATE, description, job.issued_ns)
     shares_card = helps or state.terms.colocated
-    trains = shares_card and isinstance(state.trainer, Training | Committing | SwitchingIn | SwitchingOut)
-    return Activity(info, None, "with the trainer" if trains else IDLE)
+    trains = shares_card and isinstance(state.trainer, Training | Committing | Saving | SwitchingIn | SwitchingOut)
+    return Activity(info, None, "card is training" if trains else IDLE)
 
 
-def _scorer_doing(state: SchedulerState, index: int) -> Activity:
-    info, job = LaneInfo(f"reward-{index}", "reward"), state.scorers[index]
+def _scorer(state: SchedulerState, index: int) -> Activity:
+    info, job = LaneInfo(f"reward-{index}", REWARD_POOL), state.scorers[index]
     if job is None:
         return Activity(info, None, IDLE)
-    return Activity(info, Work.SCORE, f"step {job.slice.step} group {job.slice.group}", job.started_ns)
+    if not isinstance(job.piece, Slice):
+        return Activity(info, Work.EVALUATE, f"version {job.piece.version}", job.issued_ns)
+    return Activity(info, Work.SCORE, f"step {job.piece.step} group {job.piece.group}", job.issued_ns)
 
 
-def _trainer_doing(state: SchedulerState) -> Activity:
-    info, trainer = LaneInfo(TRAINER_LANE, "trainer"), state.trainer
-    match trainer:
-        case Training(slices):
-            groups = sorted({piece.group for piece in slices})
-            which = f"group {groups[0]}" if len(groups) == 1 else f"{len(groups)} groups"
-            return Activity(info, Work.TRAIN, f"step {slices[0].step} {which}")
+def _trainer(state: SchedulerState) -> Activity:
+    work, description = _trainer_work(state)
+    return Activity(LaneInfo(TRAINER_LANE, TRAINER_POOL), work, description)
+
+
+def _trainer_work(state: SchedulerState) -> tuple[Work | None, str]:
+    match state.trainer:
+        case Training(job):
+            return Work.TRAIN, f"step {job.slice.step} group {job.slice.group}"
         case Committing():
-            return Activity(info, Work.COMMIT, f"step {state.committed}")
-        case SwitchingIn():
-            return Activity(info, Work.SWITCH, "to generating")
-        case SwitchingOut():
-            return Activity(info, Work.SWITCH, "to training")
-        case Helping() | BetweenRounds() | Generating():
-            return Activity(info, None, "its lanes generate")
+            return Work.COMMIT, f"step {state.committed}"
+        case Saving() | Restoring() as busy:
+            return Work.SAVE if isinstance(busy, Saving) else Work.RESTORE, f"version {state.committed}"
+        case SwitchingIn() | SwitchingOut() as busy:
+            return Work.SWITCH, "to generating" if isinstance(busy, SwitchingIn) else "to training"
         case Free():
-            return Activity(info, None, IDLE)
+            return None, IDLE
+        case _:
+            return None, "cards are generating"

@@ -1,4 +1,4 @@
-"""Bars, sparklines and durations in text, with plain characters for terminals that know no others."""
+"""Bars, sparklines, durations and numbers as text, in ASCII for terminals that show nothing else."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import Sequence
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _HEIGHTS = "▁▂▃▄▅▆▇█"
-_PLAIN_HEIGHTS = "_.-=*#"
+_ASCII_HEIGHTS = "_.-=*#"
 
 
-def bar(share: float, width: int, plain: bool = False) -> str:
-    """A share of 0 to 1 as a bar, `width` columns wide with its blanks.
+def bar(share: float, width: int, ascii_only: bool = False) -> str:
+    """A share between 0 and 1 as a bar, padded to `width` columns.
 
-    >>> bar(0.5, 4), bar(0.5, 4, plain=True)
+    >>> bar(0.5, 4), bar(0.5, 4, ascii_only=True)
     ('██  ', '##  ')
     """
     share = min(1.0, max(0.0, share))
-    if plain:
+    if ascii_only:
         return ("#" * round(share * width)).ljust(width)
     full, eighths = divmod(round(share * width * 8), 8)
     return ("█" * full + (_EIGHTHS[eighths] if eighths else "")).ljust(width)
 
 
-def sparkline(values: Sequence[float], plain: bool = False) -> str:
-    """One character per value, from the lowest of them to the highest; a blank for what is no number.
+def sparkline(values: Sequence[float], ascii_only: bool = False) -> str:
+    """One character per value, scaled from the lowest to the highest; a blank for values that are not finite.
 
     >>> sparkline([0.0, 0.5, 1.0])
     '▁▅█'
     """
-    heights = _PLAIN_HEIGHTS if plain else _HEIGHTS
+    heights = _ASCII_HEIGHTS if ascii_only else _HEIGHTS
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return " " * len(values)
@@ -40,7 +40,7 @@ def sparkline(values: Sequence[float], plain: bool = False) -> str:
 
 
 def duration(seconds: float) -> str:
-    """As people say it, two units at most.
+    """A duration in words, with at most two units.
 
     >>> duration(0.84), duration(75), duration(3720), duration(200_000)
     ('0.8 s', '1 min 15 s', '1 h 2 min', '2 d 7 h')
@@ -58,7 +58,7 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """Four digits that count, and a width that stays.
+    """Four significant digits, in a stable width.
 
     >>> number(0.51234), number(1234.5), number(float("nan"))
     ('0.5123', '1234', 'nan')

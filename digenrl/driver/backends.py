@@ -17,12 +17,12 @@ from digenrl.worker.preflight import cores_here, inspect, inspect_here
 
 def find_backend(recipe: Recipe) -> Backend:
     """Where the recipe can be trained; raises ConfigError where something of it is not to be had, or not known."""
-    if recipe.mode == "ray":
+    if recipe.topology.uses_ray:
         from digenrl.transports.ray.backend import RayBackend  # brings Ray along
 
         return RayBackend.find(recipe)
     threads = threads_per_worker(recipe, Machine(cores_here()))
-    if recipe.mode == "colocated":
+    if recipe.topology.one_process:
         set_threads(threads)
         return LocalBackend(inspect_here(recipe), recipe)
     prepare_fork_server(threads)
@@ -36,7 +36,7 @@ class LocalBackend:
         self.machine = machine
         place(recipe, machine, Path())
 
-    def settle(self, recipe: Recipe, run: Path, checkpoint: Path | None) -> RunResources:
+    def prepare(self, recipe: Recipe, run: Path, checkpoint: Path | None) -> RunResources:
         """With a fresh exchange in shared memory, or where the recipe wants it."""
         exchange = make_exchange(recipe)
         transport = _transport(recipe, run)
@@ -64,7 +64,7 @@ def make_exchange(recipe: Recipe) -> ExchangeFolder:
 
 
 def _transport(recipe: Recipe, run: Path) -> Transport:
-    if recipe.mode == "local":
+    if not recipe.topology.one_process:
         return RankGroupTransport(ProcessTransport(run / "logs"))
     from digenrl.transports.inline import InlineTransport  # brings torch along
 

@@ -12,11 +12,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from digenrl.config.algorithms import Needs
 from digenrl.generation.noise import initial_noise, step_noise
 from digenrl.generation.row_limits import RowLimit
 from digenrl.generation.windows import check_plan
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize
-from digenrl.models.pairs import Needs
 from digenrl.models.stochastic_step import StepResult, StepTimes, stochastic_step
 from digenrl.models.trajectory import RolloutPlan, Trajectory
 from digenrl.models.transfers import leaving, sent, wait_for

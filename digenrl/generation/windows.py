@@ -1,18 +1,15 @@
-"""Which steps of a rollout are stochastic, and which of those are kept for training.
+"""Chooses the stochastic steps of a rollout, and those of them that are kept for training.
 
-The last step of a schedule is never stochastic, so at most N - 1 of N steps are kept. A choice is a function of
-the run's seed and the sample's id alone.
+A choice is a function of the window, the run's seed and the sample's id alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
-from pydantic import Field
-
-from digenrl.config.reading import ConfigError, Frozen, nearest, parse_model
+from digenrl.config.reading import ConfigError
+from digenrl.config.windows import AllSteps, EulerOnly, FastWindow, RandomSubset, SlidingWindow, Window
 from digenrl.generation.noise import SHARED, draw_key
 from digenrl.models.contract import SampleSize, Schedule
 from digenrl.models.trajectory import RolloutPlan, StepNoise
@@ -27,109 +24,25 @@ class StepChoice:
     kept: tuple[int, ...]
 
 
-class EulerOnly(Frozen):
-    """No noise and no step kept: for algorithms that train from the final latents."""
-
-    kind: Literal["none"] = "none"
-
-    def check(self, steps: int) -> None:
-        """Every schedule will do."""
-
-    def choose(self, steps: int, run_seed: int, sample: SampleId) -> StepChoice:
-        """Nothing."""
-        return StepChoice((), ())
-
-
-class AllSteps(Frozen):
-    """Flow-GRPO: every step but the last is stochastic, the first int(fraction * N) of them are kept."""
-
-    kind: Literal["all"] = "all"
-    fraction: float = Field(default=0.99, gt=0, le=1)
-
-    def check(self, steps: int) -> None:
-        """Refuses a schedule of which no step would be kept."""
-        _at_least_one(int(self.fraction * steps), f"fraction {self.fraction}", steps)
-
-    def choose(self, steps: int, run_seed: int, sample: SampleId) -> StepChoice:
-        """The same for every sample."""
-        return StepChoice(
-            _before_last(range(steps), steps), _before_last(range(int(self.fraction * steps)), steps)
-        )
-
-
-class RandomSubset(Frozen):
-    """DanceGRPO: every step but the last is stochastic, a random int(fraction * (N - 1)) of them is kept."""
-
-    kind: Literal["random_subset"] = "random_subset"
-    fraction: float = Field(default=0.6, gt=0, le=1)
-
-    def check(self, steps: int) -> None:
-        """Refuses a schedule of which no step would be kept."""
-        _at_least_one(int(self.fraction * (steps - 1)), f"fraction {self.fraction}", steps)
-
-    def choose(self, steps: int, run_seed: int, sample: SampleId) -> StepChoice:
-        """Drawn for each sample on its own."""
-        stochastic = _before_last(range(steps), steps)
-        in_random_order = sorted(stochastic, key=lambda index: draw_key(run_seed, sample, f"subset {index}"))
-        return StepChoice(stochastic, tuple(sorted(in_random_order[: int(self.fraction * len(stochastic))])))
-
-
-class SlidingWindow(Frozen):
-    """MixGRPO: steps [l, l + width) are stochastic and kept; l grows by 1 every so many training steps.
-
-    l starts again from 0 when it reaches N - 2. Near the end the window is cut before the last step.
-    """
-
-    kind: Literal["sliding"] = "sliding"
-    width: int = Field(default=4, ge=1)
-    training_steps_per_shift: int = Field(default=25, ge=1)
-
-    def check(self, steps: int) -> None:
-        """Refuses a window that is wider than what may be trained."""
-        _fits(self.width, steps - 1 if steps > 2 else 0, steps)
-
-    def choose(self, steps: int, run_seed: int, sample: SampleId) -> StepChoice:
-        """The same for every sample of a training step."""
-        first = (sample.step // self.training_steps_per_shift) % (steps - 2)
-        window = _before_last(range(first, first + self.width), steps)
-        return StepChoice(window, window)
-
-
-class FastWindow(Frozen):
-    """Flow-GRPO-Fast: steps [l, l + width) are stochastic and kept, l uniform in [0, N // 2 - width]."""
-
-    kind: Literal["fast"] = "fast"
-    width: int = Field(default=2, ge=1)
-
-    def check(self, steps: int) -> None:
-        """Refuses a window that is wider than the first half of the schedule."""
-        _fits(self.width, min(steps // 2, steps - 1), steps)
-
-    def choose(self, steps: int, run_seed: int, sample: SampleId) -> StepChoice:
-        """Drawn once per training step, for all its samples."""
-        places = steps // 2 - self.width + 1
-        first = draw_key(run_seed, SampleId(sample.step, SHARED, SHARED), "fast window") % places
-        window = tuple(range(first, first + self.width))
-        return StepChoice(window, window)
-
-
-Window = EulerOnly | AllSteps | RandomSubset | SlidingWindow | FastWindow
-
-WINDOWS: dict[str, type[Window]] = {
-    "none": EulerOnly,
-    "all": AllSteps,
-    "random_subset": RandomSubset,
-    "sliding": SlidingWindow,
-    "fast": FastWindow,
-}
-
-
-def read_window(settings: Mapping[str, object]) -> Window:
-    """The window that a recipe's or an algorithm's settings describe, such as {"kind": "fast", "width": 3}."""
-    kind = str(settings.get("kind", ""))
-    if kind not in WINDOWS:
-        raise ConfigError(f"unknown window kind '{kind}'; {nearest(kind, list(WINDOWS))}")
-    return parse_model(WINDOWS[kind], dict(settings))
+def choose_steps(window: Window, steps: int, run_seed: int, sample: SampleId) -> StepChoice:
+    """The steps of one sample in a schedule of `steps`, which the window has to fit (`window.check`)."""
+    possible = tuple(range(steps - 1))
+    match window:
+        case EulerOnly():
+            return StepChoice((), ())
+        case AllSteps():
+            return StepChoice(possible, possible[: window.kept_steps(steps)])
+        case RandomSubset():
+            shuffled = sorted(possible, key=lambda index: draw_key(run_seed, sample, f"subset {index}"))
+            return StepChoice(possible, tuple(sorted(shuffled[: window.kept_steps(steps)])))
+        case SlidingWindow():
+            first = (sample.step // window.training_steps_per_shift) % (steps - 2)
+        case FastWindow():
+            # Drawn once per training step, for all its samples.
+            key = draw_key(run_seed, SampleId(sample.step, SHARED, SHARED), "fast window")
+            first = key % (steps // 2 - window.width + 1)
+    chosen = possible[first : first + window.width]
+    return StepChoice(chosen, chosen)
 
 
 def plan_rollouts(
@@ -147,7 +60,7 @@ def plan_rollouts(
     plans: dict[StepChoice, RolloutPlan] = {}
 
     def plan(sample: SampleId) -> RolloutPlan:
-        choice = window.choose(schedule.steps, run_seed, sample)
+        choice = choose_steps(window, schedule.steps, run_seed, sample)
         if choice not in plans:
             plans[choice] = RolloutPlan(schedule, size, noise, guidance, choice.stochastic, choice.kept)
         return plans[choice]
@@ -173,20 +86,3 @@ def check_plan(plan: RolloutPlan) -> None:
         raise ConfigError(f"kept steps must ascend without repeats, got {plan.kept_steps}")
     if plan.kept_steps and plan.noise.level <= 0:
         raise ConfigError(f"kept steps need noise: its level must be above 0, got {plan.noise.level}")
-
-
-def _before_last(indices: range, steps: int) -> tuple[int, ...]:
-    return tuple(index for index in indices if index < steps - 1)
-
-
-def _at_least_one(kept: int, setting: str, steps: int) -> None:
-    if kept < 1 or steps < 2:
-        raise ConfigError(f"{setting} keeps no step of a schedule of {steps}; use more steps or a larger fraction")
-
-
-def _fits(width: int, room: int, steps: int) -> None:
-    if width > room:
-        raise ConfigError(
-            f"a window of {width} steps is outside a schedule of {steps}: it holds at most {room}; "
-            "use a narrower window or more steps"
-        )

@@ -1,1 +1,1 @@
-"""Numbers of a run: one row per step, written to files, TensorBoard and Weights & Biases."""
+"""The metrics of a run, computed per step and written to files, TensorBoard and Weights & Biases."""

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from digenrl.config.algorithms import Needs
 from digenrl.models.contract import Conditioning
 from digenrl.models.trajectory import RolloutPlan, Trajectory
 
@@ -103,17 +104,6 @@ class LossTerms:
         parts = [part for part in (self.scaled_M, self.fixed_M) if part is not None]
         assert parts, "a loss has at least one part"
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What an algorithm wants computed or stored beyond the rows themselves."""
-
-    step_means: bool = False  # the generating policy's step means, kept by the rollout
-    final_latents: bool = False  # the denoised latents, kept by the rollout
-    reference: bool = False  # the reference policy's means or velocities, by a forward of the trainer
-    old_policy: bool = False  # the velocities of the policy that generates, held by the trainer
-    recomputed_log_probs: bool = False  # log-probs of the policy before the batch's first update, by the trainer
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from decimal import Decimal
 from itertools import product
 from typing import Literal
 
-from digenrl.config.spec import Dispatch, Help, Policy, Spec, Stream
+from digenrl.config.spec import DispatchRule, HelpRule, ScheduleRules, Spec, StreamRule
 from digenrl.planning.bounds import Lanes, Pace, least_makespan
 from digenrl.planning.cluster import CardPool, Cluster
 from digenrl.planning.constants import CONSTANTS, Constants
@@ -44,10 +44,10 @@ class PlanOptions:
 
     steps: int = 4
     ranks: int | None = None
-    streams: tuple[Stream, ...] = ("group", "batch")
+    streams: tuple[StreamRule, ...] = ("group", "batch")
     abilities: Abilities = EVERYTHING
     stale_shares: tuple[float, ...] = (0.0, 0.25, 0.5)
-    helps: tuple[Help, ...] = ("none", "auto")
+    helps: tuple[HelpRule, ...] = ("none", "auto")
     objective: Objective = "throughput"
     keep: int = 5
     tolerance: float = 0.005
@@ -64,7 +64,7 @@ class Candidate:
 
     layout: Layout
     slice_size: int
-    policy: Policy
+    policy: ScheduleRules
     pace: Pace
     bound_s: float
     pool_slices: tuple[int, ...] = ()
@@ -91,7 +91,7 @@ def splits(
     trainer_cards: int,
     options: PlanOptions,
     constants: Constants = CONSTANTS,
-) -> Iterator[tuple[Layout, Stream]]:
+) -> Iterator[tuple[Layout, StreamRule]]:
     """The layouts in which `trainer_cards` of that pool train; what is left generates, some of it perhaps not."""
     trainers = [
         (best_trainer(workload, trainer_pool, trainer_cards, unit, constants, options.abilities), stream, unit)
@@ -115,22 +115,22 @@ def splits(
 
 def candidates(
     workload: Workload,
-    layouts: Iterable[tuple[Layout, Stream]],
+    layouts: Iterable[tuple[Layout, StreamRule]],
     options: PlanOptions,
     constants: Constants = CONSTANTS,
 ) -> Iterator[Candidate]:
     """Every slice, help, stale share and dispatch on every layout."""
     for layout, stream in layouts:
-        dispatches: tuple[Dispatch, ...] = ("eager", "earliest_finish")
+        dispatches: tuple[DispatchRule, ...] = ("eager", "earliest_finish")
         if len(layout.generators) == 1:
             dispatches = ("eager",)  # equal lanes have no faster one to wait for
         for slice_size in fitting_slices(workload, layout, constants):
             helps = options.helps if can_help(layout, slice_size) else ("none",)
             pace = pace_of(
-                workload, layout, slice_size, Policy(stream=stream, help="auto"), options.steps, constants
+                workload, layout, slice_size, ScheduleRules(stream=stream, help="auto"), options.steps, constants
             )
             for help_policy, stale, dispatch in product(helps, options.stale_shares, dispatches):
-                policy = Policy(
+                policy = ScheduleRules(
                     order="generation" if stream == "group" else "batch",
                     stream=stream,
                     help=help_policy,
@@ -146,7 +146,7 @@ def pace_of(
     workload: Workload,
     layout: Layout,
     slice_size: int,
-    policy: Policy,
+    policy: ScheduleRules,
     steps: int,
     constants: Constants = CONSTANTS,
     pool_slices: tuple[int, ...] = (),
@@ -185,7 +185,7 @@ def pace_of(
     )
 
 
-def _units(workload: Workload, options: PlanOptions) -> list[tuple[Stream, int]]:
+def _units(workload: Workload, options: PlanOptions) -> list[tuple[StreamRule, int]]:
     return [(stream, unit_of(workload, stream)) for stream in options.streams]
 
 

@@ -12,7 +12,15 @@ from decimal import Decimal
 from math import ceil
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.spec import Colocate, GeneratorPool, Helper, Policy, RewardPool, Spec, Trainer
+from digenrl.config.spec import (
+    ColocatedCosts,
+    HelperCosts,
+    ScheduleRules,
+    Spec,
+    TimedGeneratorPool,
+    TimedRewardPool,
+    TrainerCosts,
+)
 from digenrl.planning.cluster import CardPool
 from digenrl.planning.constants import CONSTANTS, Constants
 from digenrl.planning.costs import (
@@ -71,18 +79,18 @@ def colocated_spec(
         samples_per_prompt=workload.samples_per_prompt,
         slice=_rollout_slice(workload, lane_count),
         generators=tuple(
-            GeneratorPool(name=layout.pool.name, count=count, seconds=table)
+            TimedGeneratorPool(name=layout.pool.name, count=count, seconds=table)
             for layout, count, table in zip(lanes, counts, tables, strict=True)
             if count
         ),
-        reward=RewardPool(lanes=workload.reward_lanes, seconds=rounded(workload.reward_seconds)),
-        trainer=Trainer(
+        reward=TimedRewardPool(lanes=workload.reward_lanes, seconds=rounded(workload.reward_seconds)),
+        trainer=TrainerCosts(
             seconds_per_sample=rounded(step_s / workload.samples_per_step * lane_count),
             commit=rounded(commit_seconds(workload, trainer, constants)),
-            helper=Helper(lanes=1, seconds=tables[-1]),
+            helper=HelperCosts(lanes=1, seconds=tables[-1]),
         ),
-        policy=Policy(colocated=True),
-        colocate=Colocate(switch=rounded((switch_in + switch_out) / 2 + assumptions.engine_switch_s)),
+        policy=ScheduleRules(colocated=True),
+        colocate=ColocatedCosts(switch=rounded((switch_in + switch_out) / 2 + assumptions.engine_switch_s)),
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.spec import Policy, Spec
+from digenrl.config.spec import ScheduleRules, Spec
 from digenrl.planning.bounds import least_makespan
 from digenrl.planning.candidates import Candidate, pace_of
 from digenrl.planning.cluster import CardPool
@@ -27,7 +27,7 @@ class Rung:
     trainer may keep a copy of the weights per node."""
 
     name: str
-    policy: Policy
+    policy: ScheduleRules
     packed: bool
     node_shards: bool = True
 
@@ -35,11 +35,11 @@ class Rung:
 STALE_SHARE = "0.5"
 
 RUNGS = (
-    Rung("disaggregated", Policy(order="batch", stream="batch", help="none"), packed=False),
-    Rung("+ GAP", Policy(help="none"), packed=False),
-    Rung("+ TSP", Policy(help="none"), packed=True),
-    Rung("+ TAG", Policy(help="auto"), packed=True),
-    Rung("+ TCSS", Policy.model_validate({"help": "auto", "stale_fraction": STALE_SHARE}), packed=True),
+    Rung("disaggregated", ScheduleRules(order="batch", stream="batch", help="none"), packed=False),
+    Rung("+ GAP", ScheduleRules(help="none"), packed=False),
+    Rung("+ TSP", ScheduleRules(help="none"), packed=True),
+    Rung("+ TAG", ScheduleRules(help="auto"), packed=True),
+    Rung("+ TCSS", ScheduleRules.model_validate({"help": "auto", "stale_fraction": STALE_SHARE}), packed=True),
 )
 
 

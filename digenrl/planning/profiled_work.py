@@ -9,7 +9,6 @@ from digenrl.config.profiles import Profile, ProfiledWork
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_paths import RANDOM
-from digenrl.planning.algorithms import counted_options, find_algorithm, trained_steps
 from digenrl.planning.cluster import Cluster
 from digenrl.planning.recipe_workload import NO_GUIDANCE
 
@@ -18,22 +17,17 @@ NO_MATTER = {"recipe", "prompts", "samples_per_prompt", "slice"}  # costs are of
 
 def profiled_work(recipe: Recipe) -> ProfiledWork:
     """What of the recipe bears on a device's times."""
-    facts = find_algorithm(recipe.algorithm.name)
-    options = counted_options(facts, recipe.algorithm.options)
-    group = recipe.batch.samples_per_prompt
-    trained = facts.trained_per_prompt or group
-    if options.best_of_n is not None:
-        trained = options.best_of_n.top + options.best_of_n.bottom
+    algorithm, group = recipe.algorithm.settings(), recipe.batch.samples_per_prompt
     return ProfiledWork(
         **work_of(recipe).model_dump(),
         recipe=recipe.name,
         dtype=recipe.model.dtype,
         guidance=recipe.model.guidance,
         slice=recipe.batch.slice,
-        trained_steps=trained_steps(facts, options, recipe.sample.window, recipe.sample.denoising_steps),
-        trained_share=min(1.0, trained / group),
-        updates_per_batch=options.updates_per_batch,
-        reference_forward=facts.reference == "always" or options.kl_weight > 0,
+        trained_steps=algorithm.trained_steps(recipe.sample.denoising_steps, recipe.window),
+        trained_share=algorithm.trained_samples(group) / group,
+        updates_per_batch=algorithm.updates_per_batch,
+        reference_forward=algorithm.needs.reference,
         old_log_probs=recipe.training.old_log_probs,
         autocast=recipe.training.autocast,
         packed=recipe.techniques.tsp,

@@ -8,7 +8,6 @@ from typing import Any
 
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipe import Recipe
-from digenrl.planning.algorithms import counted_options, find_algorithm, trained_steps
 from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.cluster import CardPool, Cluster
 from digenrl.planning.layout import Abilities
@@ -111,21 +110,17 @@ def _sample_and_batch(recipe: Recipe) -> dict[str, Any]:
 def _training(recipe: Recipe) -> dict[str, Any]:
     """What of a sample is trained, and what that takes beside its own forward and backward."""
     steps, training = recipe.sample.denoising_steps, recipe.training
-    facts = find_algorithm(recipe.algorithm.name)
-    options = counted_options(facts, recipe.algorithm.options)
-    updates, old_policy = options.updates_per_batch, 1.0 if facts.old_policy else 0.0
-    if training.old_log_probs == "recomputed" and not facts.renoised:
+    algorithm = recipe.algorithm.settings()
+    updates, old_policy = algorithm.updates_per_batch, 1.0 if algorithm.needs.old_policy else 0.0
+    if training.old_log_probs == "recomputed" and algorithm.replays == "steps":
         old_policy = (updates - 1) / updates  # before the first update, the policy's own forward is the old one's
-    trained = facts.trained_per_prompt
-    if options.best_of_n is not None:
-        trained = options.best_of_n.top + options.best_of_n.bottom
     return {
         "tuning": "full" if training.lora is None else "lora",
         "lora_rank": 1 if training.lora is None else training.lora.rank,
-        "trained_share": trained_steps(facts, options, recipe.sample.window, steps) / steps,
-        "trained_per_prompt": trained,
+        "trained_share": algorithm.trained_steps(steps, recipe.window) / steps,
+        "trained_per_prompt": algorithm.trained_samples(recipe.batch.samples_per_prompt),
         "updates_per_batch": updates,
-        "reference_forward": facts.reference == "always" or options.kl_weight > 0,
+        "reference_forward": algorithm.needs.reference,
         "old_policy_forward": old_policy,
         "float32_weights": recipe.model.dtype == "float32",
     }

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from decimal import Decimal
 
-from digenrl.config.spec import GeneratorPool, Helper, Policy, RewardPool, Spec, Stream, Trainer
+from digenrl.config.spec import (
+    HelperCosts,
+    ScheduleRules,
+    Spec,
+    StreamRule,
+    TimedGeneratorPool,
+    TimedRewardPool,
+    TrainerCosts,
+)
 from digenrl.planning.cluster import CardPool
 from digenrl.planning.constants import CONSTANTS, Constants
 from digenrl.planning.costs import (
@@ -24,7 +32,7 @@ def build_spec(
     workload: Workload,
     layout: Layout,
     slice_size: int,
-    policy: Policy,
+    policy: ScheduleRules,
     steps: int,
     constants: Constants = CONSTANTS,
     pool_slices: tuple[int, ...] = (),
@@ -42,7 +50,7 @@ def build_spec(
         samples_per_prompt=workload.samples_per_prompt,
         slice=slice_size,
         generators=tuple(
-            GeneratorPool(
+            TimedGeneratorPool(
                 name=generator.pool.name,
                 count=generator.lanes,
                 seconds=slice_table(workload, generator.pool, generator.lane_cards, constants),
@@ -50,8 +58,10 @@ def build_spec(
             )
             for generator, own in zip(layout.generators, own_slices, strict=True)
         ),
-        reward=RewardPool(lanes=workload.reward_lanes, seconds=rounded(workload.reward_seconds), batch=slice_size),
-        trainer=Trainer(
+        reward=TimedRewardPool(
+            lanes=workload.reward_lanes, seconds=rounded(workload.reward_seconds), batch=slice_size
+        ),
+        trainer=TrainerCosts(
             seconds_per_sample=rounded(unit_s / samples_per_unit),
             commit=rounded(commit_seconds(workload, layout.trainer, constants)),
             helper=_helper(workload, layout, constants),
@@ -61,7 +71,7 @@ def build_spec(
     )
 
 
-def unit_of(workload: Workload, stream: Stream) -> int:
+def unit_of(workload: Workload, stream: StreamRule) -> int:
     """Samples that the trainer gets at once."""
     return {"group": workload.samples_per_prompt, "batch": workload.samples_per_step, "sample": 1}[stream]
 
@@ -101,11 +111,11 @@ def rounded(seconds: float) -> Decimal:
     return Decimal(f"{Decimal(repr(seconds)):.6g}")
 
 
-def _helper(workload: Workload, layout: Layout, constants: Constants) -> Helper | None:
+def _helper(workload: Workload, layout: Layout, constants: Constants) -> HelperCosts | None:
     if layout.helper_lane_cards is None or layout.helper_lanes == 0:
         return None
     switch_in, switch_out = switch_seconds(workload, layout.trainer, layout.helper_lane_cards, constants)
-    return Helper(
+    return HelperCosts(
         lanes=layout.helper_lanes,
         seconds=slice_table(workload, layout.trainer.pool, layout.helper_lane_cards, constants),
         switch_in=rounded(switch_in),

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from digenrl.config.generator_pools import slice_sizes
 from digenrl.config.reading import Frozen, parse_model
 from digenrl.planning.model_catalogue import ForwardWork, ModelFamily, Tokens, Whole, WholeOrNone, find_model
 
@@ -116,9 +117,8 @@ class Workload(Frozen):
         return 4.0 * self.trained_parameters
 
     def slice_sizes(self) -> tuple[int, ...]:
-        """Every slice that cuts a group into equal slices, smallest first."""
-        group = self.samples_per_prompt
-        return tuple(size for size in range(1, group + 1) if group % size == 0)
+        """Every slice size that cuts a group into equal slices, in ascending order."""
+        return slice_sizes(self.samples_per_prompt)
 
 
 WORKLOAD_KEYS = [key for key in Workload.model_fields if key not in ("model", "catalogued")]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
-from digenrl.config.reading import ConfigError, nearest
+from digenrl.config.import_paths import import_object
+from digenrl.config.reading import ConfigError
 from digenrl.config.rewards import FunctionSettings
 from digenrl.rewards.contract import Metadata, Reward, RewardBatch, RewardError
 
@@ -47,20 +47,8 @@ class FunctionReward(Reward):
 
 
 def build(settings: FunctionSettings) -> FunctionReward:
-    """Imports the function; a wrong name is told with the nearest right one."""
-    module_name, _, name = settings.target.partition(":")
-    try:
-        module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, something that it imports is not
-        raise ConfigError(
-            f"reward '{settings.target}': no module named '{error.name}'; is it on PYTHONPATH or installed?"
-        ) from None
-    function = getattr(module, name, None)
+    """Imports the function; raises ConfigError if it is not there."""
+    function = import_object(settings.target, what="reward", kind="function")
     if not callable(function):
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ConfigError(
-            f"reward '{settings.target}': {module_name} has no function '{name}'; {nearest(name, known)}"
-        )
+        raise ConfigError(f"reward '{settings.target}': expected a function, got {type(function).__name__}")
     return FunctionReward(settings.shown_as, function, settings.arguments)

@@ -1,1 +1,1 @@
-"""The files of a run: the only place that knows their names and formats."""
+"""The files of a run: their names and formats, read and written here and nowhere else."""

@@ -1,4 +1,4 @@
-"""A run's folder: what is in it and where, what the run is, and that only one process trains in it."""
+"""A run's folder: the names of its files, run.json, and a lock so that only one process trains in it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from digenrl.run_folder.lines import JsonLines
 from digenrl.telemetry.writing import write_atomically
 from digenrl.training.checkpoint.format import step_folder
 
-FORMAT: Final = 1
+FORMAT: Final = 2  # of all files in the folder; raise it when an older version's files can no longer be read
 _LOCK_NAME = ".lock"
 
 
 class Status(StrEnum):
-    """How a run stands. A process that was killed leaves `running` behind; see `RunFolder.standing`."""
+    """The state of a run. A killed process leaves `running` behind; see `RunFolder.actual_status`."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -36,7 +36,7 @@ class Status(StrEnum):
 
 
 class LaneEntry(Frozen):
-    """A lane of the trace, the device it is on, and from when to when it was there; see `LaneInfo`."""
+    """A lane of the trace, its device, and when it joined and left; see `LaneInfo`."""
 
     name: str
     pool: Literal["generator", "reward", "trainer"]
@@ -46,21 +46,21 @@ class LaneEntry(Frozen):
 
 
 class RunInfo(Frozen):
-    """What run.json says. `opening` is what was expected of the lanes when the run began, or went on."""
+    """The content of run.json. `initial_state` is the scheduler's state when the run last started or resumed."""
 
-    format: Literal[1] = FORMAT
+    format: int = FORMAT
     name: str
     digenrl: str = __version__
     started: datetime
     lanes: tuple[LaneEntry, ...] = ()
     status: Status = Status.RUNNING
-    opening: dict[str, Any] = Field(default={})
+    initial_state: dict[str, Any] = Field(default={})
 
 
 class RunFolder:
-    """One run on disk. Make a new one with `create`, find an existing one with `open`.
+    """One run on disk; `recipe` and `info` are the content of config.yaml and run.json.
 
-    `recipe` and `info` are what config.yaml and run.json say.
+    `create` starts a new folder, `open` reads an existing one.
     """
 
     def __init__(self, path: Path, recipe: Recipe, info: RunInfo) -> None:
@@ -83,55 +83,54 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, recipe: Recipe, started: datetime) -> RunFolder:
-        """Writes the first files of a run into a new or empty folder; anything else in it is an error."""
+        """Writes the first files of a run into a new or empty folder; any other folder is an error."""
         _make_folder(path)
         _check_empty(path)
-        # Two processes may have seen the same empty folder; the one that locks it first has it.
+        # Two processes may have seen the same empty folder: the one that locks it first owns it.
         with _lock(path):
             _check_empty(path)
             folder = cls(path, recipe, RunInfo(name=recipe.name, started=started))
             for inside in (folder.samples, folder.checkpoints):
                 inside.mkdir()
-            folder.rewrite(recipe)
-            folder.describe()
+            folder.write_recipe(recipe)
+            folder.update_info()
         return folder
-
-    def rewrite(self, recipe: Recipe) -> None:
-        """Writes config.yaml anew: a recipe that was resumed with changes, or whose last question was settled."""
-        self.recipe = recipe
-        write_atomically(self.config, write_recipe(recipe))
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """An existing run, to resume it or to look at it."""
+        """Reads an existing run; raises ConfigError if the folder is not a run, or is of another format."""
         if not path.is_dir():
-            raise ConfigError(f"{path}: there is no such folder; give a run's folder, as runs/demo-1")
-        files = (path / "config.yaml", path / "run.json")
+            raise ConfigError(f"{path}: no such folder; name a run's folder, as runs/demo-1")
+        files = (path / "run.json", path / "config.yaml")
         missing = [file.name for file in files if not file.is_file()]
-        if len(missing) == len(files):
-            raise ConfigError(f"{path}: holds no run: {' and '.join(missing)} are missing; give a run's folder")
         if missing:
-            raise ConfigError(f"{path}: {missing[0]} is missing; restore it, or start a new run in another folder")
-        return cls(path, read_recipe(str(files[0])), _read_info(files[1]))
+            raise ConfigError(f"{path}: not a run's folder: {' and '.join(missing)} missing")
+        info = _read_info(files[0])  # first: another format may have other recipes
+        return cls(path, read_recipe(str(files[1])), info)
 
-    def describe(self, **changes: Any) -> None:
-        """Writes run.json with these values of `RunInfo` changed."""
+    def write_recipe(self, recipe: Recipe) -> None:
+        """Writes config.yaml; a resumed run may have changed it, and calibration may have completed it."""
+        self.recipe = recipe
+        write_atomically(self.config, write_recipe(recipe))
+
+    def update_info(self, **changes: Any) -> None:
+        """Writes run.json with these fields of `RunInfo` changed."""
         content = {**self.info.model_dump(), **changes}
         self.info = parse_model(RunInfo, content)
         write_atomically(self.run, self.info.model_dump_json(indent=2) + "\n")
 
     def set_status(self, status: Status) -> None:
-        """Writes how the run stands."""
-        self.describe(status=status)
+        """Writes the status to run.json."""
+        self.update_info(status=status)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else trains in this folder meanwhile; ConfigError with the pid of whoever does."""
+        """Holds the folder's lock; raises ConfigError with the holder's process id if it is taken."""
         with _lock(self.path):
             yield
 
     def is_locked(self) -> bool:
-        """Whether a process trains in this folder right now."""
+        """Whether a process is training in this folder."""
         path = self.path / _LOCK_NAME
         if not path.exists():
             return False
@@ -142,26 +141,26 @@ class RunFolder:
                 return True
         return False
 
-    def standing(self) -> Status:
-        """The status, but a run whose process is gone without a word was interrupted."""
+    def actual_status(self) -> Status:
+        """The status in run.json, except that a run whose process is gone counts as interrupted."""
         gone = self.info.status is Status.RUNNING and not self.is_locked()
         return Status.INTERRUPTED if gone else self.info.status
 
     def grid(self, steps_done: int) -> Path:
-        """The picture of the evaluation after so many optimizer steps."""
+        """The image grid of the evaluation after `steps_done` optimizer steps."""
         return self.samples / f"step_{steps_done:06d}.png"
 
-    def grid_words(self, steps_done: int) -> Path:
-        """The prompts and rewards of that picture."""
+    def grid_captions(self, steps_done: int) -> Path:
+        """The prompts and rewards of that grid."""
         return self.samples / f"step_{steps_done:06d}.json"
 
     def checkpoint(self, steps_done: int) -> Path:
-        """The checkpoint after so many optimizer steps."""
+        """The checkpoint after `steps_done` optimizer steps."""
         return step_folder(self.checkpoints, steps_done)
 
 
 class RunLines:
-    """The four files of a run that grow line by line; a checkpoint remembers how long they were."""
+    """The four JSON-lines files of a run, open for appending; a checkpoint stores their sizes."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.journal = JsonLines(folder.journal)
@@ -176,34 +175,34 @@ class RunLines:
         }
 
     def positions(self) -> dict[str, int]:
-        """How long each file is, for a checkpoint."""
+        """The size of each file, for a checkpoint."""
         return {name: lines.position() for name, lines in self._by_name.items()}
 
     def sync(self) -> None:
-        """Brings all of them to the disk."""
+        """Forces all files to disk."""
         for lines in self._by_name.values():
             lines.sync()
 
-    def cut_back(self, positions: Mapping[str, int]) -> None:
-        """Forgets what came after the checkpoint that remembered these positions."""
+    def truncate(self, positions: Mapping[str, int]) -> None:
+        """Removes everything after these positions, which `positions` returned for a checkpoint."""
         if positions.keys() != self._by_name.keys():
             known = ", ".join(self._by_name)
             raise ConfigError(f"a checkpoint with positions of {sorted(positions)}; expected those of {known}")
         for name, position in positions.items():
             self._by_name[name].truncate(position)
 
-    def cut_to_nothing(self) -> None:
-        """For a run that goes on without a checkpoint: it begins again."""
-        self.cut_back(dict.fromkeys(self._by_name, 0))
+    def clear(self) -> None:
+        """Empties all files: a run that resumes without a checkpoint starts over."""
+        self.truncate(dict.fromkeys(self._by_name, 0))
 
     def close(self) -> None:
-        """May be called twice."""
+        """Closes all files; may be called twice."""
         for lines in self._by_name.values():
             lines.close()
 
 
 def numbered_path(parent: Path, name: str) -> Path:
-    """Makes and names a new folder for a run: `demo-1`, `demo-2`, ... one above the highest there is."""
+    """Creates and returns a new folder `name-1`, `name-2`, ..., one above the highest number in use."""
     pattern = re.compile(rf"{re.escape(name)}-(\d+)")
     _make_folder(parent)
     taken = [int(found[1]) for entry in parent.iterdir() if (found := pattern.fullmatch(entry.name))]
@@ -224,30 +223,31 @@ def _make_folder(path: Path) -> None:
     except FileExistsError:
         raise ConfigError(f"{path}: is a file; name a new folder") from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be made: {error.strerror or error}") from None
+        raise ConfigError(f"{path}: cannot be created: {error.strerror or error}") from None
 
 
 def _check_empty(path: Path) -> None:
     inside = sorted(entry.name for entry in path.iterdir() if entry.name != _LOCK_NAME)
     if "run.json" in inside:
-        raise ConfigError(f"{path}: holds a run already; resume it, or name a new folder with --out")
+        raise ConfigError(f"{path}: already contains a run; resume it, or name a new folder with --out")
     if inside:
         raise ConfigError(f"{path}: is not empty, it has {inside[0]}; name a new folder with --out")
 
 
 def _read_info(path: Path) -> RunInfo:
-    found = read_mapping(path).get("format")
+    content = read_mapping(path)
+    found, writer = content.get("format"), content.get("digenrl", "unknown")
     if found != FORMAT:
         raise ConfigError(
-            f"{path}: format {found!r}, this digenrl {__version__} reads {FORMAT}; "
-            "use the version that wrote it, or start a new run in another folder"
+            f"{path}: format {found!r}, written by digenrl {writer}; digenrl {__version__} reads format {FORMAT}: "
+            f"use digenrl {writer} for this run, or start a new run in another folder"
         )
     return read_model(RunInfo, path)
 
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """The lock goes with the process, however that ends; only its file stays."""
+    """The operating system releases the lock when the process ends; only its file remains."""
     path = folder / _LOCK_NAME
     try:
         file = path.open("a+", encoding="utf-8")

@@ -1,24 +1,68 @@
-"""Held-out pictures side by side, and what they were to show."""
+"""Grids of held-out samples: one PNG per evaluation, and a JSON file with the prompt and reward of every cell."""
 
 from __future__ import annotations
 
-import json
+import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from PIL import Image
+from pydantic import Field
 
-from digenrl.driver.evaluation import HeldOutScore
+from digenrl.config.reading import Frozen, read_model
 from digenrl.run_folder.folder import RunFolder
 from digenrl.telemetry.writing import write_atomically
 
-GAP = 2  # pixels between pictures
+if TYPE_CHECKING:  # reading grids does not need Pillow
+    from PIL import Image
+
+GAP = 2  # pixels between samples
 BACKGROUND = (128, 128, 128)
 
 
+class GridCell(Frozen):
+    """The prompt of one sample, its reward and the reward's parts; null where they are not known."""
+
+    prompt: str
+    reward: float | None = None
+    parts: dict[str, float | None] = Field(default={})
+
+    def known_parts(self) -> dict[str, float]:
+        """The parts that are known."""
+        return {name: value for name, value in self.parts.items() if value is not None}
+
+
+class GridCaptions(Frozen):
+    """The JSON file beside a grid; `gap` pixels lie between neighbouring cells and around all of them."""
+
+    columns: int = Field(ge=1)
+    gap: int = Field(default=0, ge=0)
+    items: tuple[GridCell, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutScore:
+    """The reward of one held-out sample, and its parts."""
+
+    prompt: str
+    reward: float
+    parts: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleGrid:
+    """A grid and its captions, row by row; None if their file is missing."""
+
+    image: Path
+    captions: GridCaptions | None
+
+
 def write_grid(folder: RunFolder, steps_done: int, pictures: Path, scores: Sequence[HeldOutScore]) -> Path:
-    """Writes the grid and its words; the single pictures go. Returns the grid's path."""
+    """Replaces a folder of single pictures by the grid and its captions; returns the grid's path."""
+    from PIL import Image
+
     images = [Image.open(path).convert("RGB") for path in sorted(pictures.glob("*.png"))]
     columns = columns_for(len(images))
     target = folder.grid(steps_done)
@@ -26,24 +70,37 @@ def write_grid(folder: RunFolder, steps_done: int, pictures: Path, scores: Seque
     with partial.open("wb") as file:
         side_by_side(images, columns).save(file, format="PNG")
     partial.replace(target)
-    items = [{"prompt": s.prompt, "reward": s.reward, "parts": dict(s.parts)} for s in scores[: len(images)]]
-    words = {"columns": columns, "gap": GAP, "items": items}
-    write_atomically(folder.grid_words(steps_done), json.dumps(words, indent=1))
+    cells = tuple(
+        GridCell(prompt=score.prompt, reward=_finite(score.reward), parts=_finite_parts(score.parts))
+        for score in scores[: len(images)]
+    )
+    captions = GridCaptions(columns=columns, gap=GAP, items=cells)
+    write_atomically(folder.grid_captions(steps_done), captions.model_dump_json(indent=1))
     shutil.rmtree(pictures)
     return target
+
+
+def read_grid(image: Path) -> SampleGrid | None:
+    """The grid at this path with its captions; None if the image is missing."""
+    if not image.is_file():
+        return None
+    captions = image.with_suffix(".json")
+    return SampleGrid(image, read_model(GridCaptions, captions) if captions.is_file() else None)
 
 
 def columns_for(count: int) -> int:
     """About as many columns as rows, at most 8.
 
-    >>> [columns_for(count) for count in (1, 4, 16, 40, 100)]
-    [1, 2, 4, 6, 8]
+    >>> [columns_for(count) for count in (1, 2, 3, 4, 9, 16, 40, 64, 500)]
+    [1, 1, 1, 2, 3, 4, 6, 8, 8]
     """
     return max(1, min(8, int(count**0.5)))
 
 
 def side_by_side(images: Sequence[Image.Image], columns: int) -> Image.Image:
-    """All pictures, row by row; they have one size."""
+    """All images, row by row; they have the same size."""
+    from PIL import Image
+
     width, height = images[0].size
     rows = -(-len(images) // columns)
     grid = Image.new("RGB", (columns * (width + GAP) + GAP, rows * (height + GAP) + GAP), BACKGROUND)
@@ -51,3 +108,11 @@ def side_by_side(images: Sequence[Image.Image], columns: int) -> Image.Image:
         row, column = divmod(index, columns)
         grid.paste(image, (GAP + column * (width + GAP), GAP + row * (height + GAP)))
     return grid
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _finite_parts(parts: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: _finite(value) for name, value in parts.items()}

@@ -1,4 +1,4 @@
-"""The lanes of a run as run.json tells them: who was there, on which device, from when to when."""
+"""The lanes in run.json: their devices, and when they joined and left."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 from digenrl.records import Action, Event, WorkerJoined, WorkerLost
 from digenrl.run_folder.folder import LaneEntry, RunFolder
 from digenrl.scheduling import SchedulerState
-from digenrl.telemetry.trace import GENERATOR_POOL
+from digenrl.telemetry.trace import GENERATOR_POOL, REWARD_POOL, TRAINER_POOL
 
-POOLS = (GENERATOR_POOL, "reward", "trainer")  # the order of rows
+POOLS = (GENERATOR_POOL, REWARD_POOL, TRAINER_POOL)  # in the order of the trace's rows
 
 
 class LaneRecorder:
-    """An observer that writes down lanes that leave and join. `devices` has those of all lanes, by name."""
+    """An observer that records in run.json when lanes leave and join. `devices` is keyed by lane name."""
 
     def __init__(self, folder: RunFolder, devices: Mapping[str, str]) -> None:
         self._folder, self._devices = folder, devices
 
     def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
-        """A lost lane never comes back; another joins."""
+        # A lost lane never returns: its replacement joins under another name.
         if isinstance(event, WorkerLost):
             name = state.lanes[event.lane].name
             left = {"left_ns": event.at_ns}
@@ -31,11 +31,11 @@ class LaneRecorder:
             self._write([*self._folder.info.lanes, joined])
 
     def _write(self, entries: Sequence[LaneEntry]) -> None:
-        self._folder.describe(lanes=_in_order(entries))
+        self._folder.update_info(lanes=_in_order(entries))
 
 
 def lanes_of_whole_run(before: Sequence[LaneEntry], now: Sequence[LaneEntry], at_ns: int) -> tuple[LaneEntry, ...]:
-    """The lanes of a run that goes on from `at_ns`: those it has now, and those that it had until then."""
+    """The lanes of a run resumed at `at_ns`: those it has now, and those it had until then."""
     known, present = {each.name for each in before}, {each.name for each in now}
     gone = [
         each.model_copy(update={"left_ns": at_ns if each.left_ns is None else min(each.left_ns, at_ns)})

@@ -1,10 +1,15 @@
-"""JSON lines that only grow: one object per line, written through at once, and cut back when a run resumes."""
+"""Append-only JSON-lines files: one object per line, flushed at once, truncated when a run resumes.
+
+A last line without its newline is incomplete, as a crash or a running writer leaves it: readers ignore it, and
+opening the file for appending removes it.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +18,23 @@ from digenrl.config.reading import ConfigError
 _BLOCK_BYTES = 1 << 16
 
 
+@dataclass(frozen=True, slots=True)
+class JsonLine:
+    """The content of one line, and where it is in the file."""
+
+    path: Path
+    number: int
+    start: int  # in bytes
+    end: int
+    content: dict[str, Any]
+
+    def error(self, problem: str) -> ConfigError:
+        """An error that names the file and the line."""
+        return ConfigError(f"{self.path}, line {self.number}: {problem}")
+
+
 class JsonLines:
-    """One such file, open for appending. Half a line that a crash left at the end is dropped when it is opened."""
+    """A JSON-lines file that is open for appending."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -22,65 +42,78 @@ class JsonLines:
             self._file = path.open("ab")
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from None
-        _drop_torn_line(path)
+        _remove_incomplete_line(path)
 
     def append(self, content: Mapping[str, Any]) -> None:
-        """One line. NaN and infinities are no JSON: ValueError, and nothing is written."""
+        """Writes one line. NaN and infinities are not JSON: they raise ValueError, and nothing is written."""
         line = json.dumps(content, allow_nan=False, separators=(",", ":"))
         self._file.write(line.encode() + b"\n")
         self._file.flush()
 
     def position(self) -> int:
-        """How many bytes there are: what a checkpoint remembers."""
+        """The size in bytes, which a checkpoint stores."""
         return os.fstat(self._file.fileno()).st_size
 
     def sync(self) -> None:
-        """Brings everything to the disk."""
+        """Forces all lines to disk."""
         os.fsync(self._file.fileno())
 
     def truncate(self, position: int) -> None:
-        """Forgets everything behind a position that `position` gave."""
-        size = os.fstat(self._file.fileno()).st_size
+        """Removes everything after a position that `position` returned earlier."""
+        size = self.position()
         if position > size:
             raise ConfigError(
-                f"{self.path}: has {size} bytes where its checkpoint remembers {position}; "
+                f"{self.path}: has {size} bytes, its checkpoint expects at least {position}; "
                 f"the file was cut or replaced, restore it or resume from an older checkpoint"
             )
         if not _ends_a_line(self.path, position):
             raise ConfigError(
-                f"{self.path}: no line ends at byte {position}, where its checkpoint says one does; "
+                f"{self.path}: no line ends at byte {position}, as its checkpoint expects; "
                 f"the file was changed, restore it or resume from an older checkpoint"
             )
         os.ftruncate(self._file.fileno(), position)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Closes the file; may be called twice."""
         self._file.close()
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Every whole line, one at a time; half a line at the end, as a crash or a running writer leaves, is left out.
+    """The content of every complete line, in order; see `located_lines`."""
+    for line in located_lines(path):
+        yield line.content
 
-    A damaged line in between raises ConfigError with its number.
-    """
+
+def located_lines(path: Path) -> Iterator[JsonLine]:
+    """Every complete line, in order; none if the file does not exist yet. A damaged line raises ConfigError."""
+    if not path.exists():
+        return
     try:
         file = path.open("rb")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     with file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
+        start = 0
+        for number, text in enumerate(file, start=1):
+            if not text.endswith(b"\n"):
                 return
-            try:
-                content = json.loads(line)
-            except ValueError:
-                raise ConfigError(f"{path}: line {number} is not valid JSON; the file is damaged") from None
-            if not isinstance(content, dict):
-                raise ConfigError(f"{path}: line {number} is not a JSON object; the file is damaged")
-            yield content
+            yield JsonLine(path, number, start, start + len(text), _parse(text, path, number))
+            start += len(text)
 
 
-def _drop_torn_line(path: Path) -> None:
+def _parse(text: bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        shown = text.rstrip(b"\n").decode("utf-8", errors="replace")
+        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+        raise ConfigError(f"{path}, line {number}: not a JSON object: {shown!r}; the file is damaged")
+    return content
+
+
+def _remove_incomplete_line(path: Path) -> None:
     with path.open("rb+") as file:
         end = file.seek(0, os.SEEK_END)
         start = end

@@ -1,22 +1,48 @@
-"""The spans of a live run's trace, as lines of a file; `telemetry.report` reads them back."""
+"""The lines of spans.jsonl, one per span of the trace."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
 
-from digenrl.telemetry.trace import Span
+from pydantic import TypeAdapter, ValidationError
+
+from digenrl.run_folder.lines import JsonLine, JsonLines, located_lines
+from digenrl.telemetry.trace import LaneInfo, Span, Trace, Work
+
+_SPAN = TypeAdapter(Span)
 
 
-def span_line(span: Span) -> dict[str, Any]:
-    """A span as JSON, field by field."""
-    return {
-        "lane": span.lane,
-        "work": span.work.value,
-        "start_ns": span.start_ns,
-        "end_ns": span.end_ns,
-        "step": span.step,
-        "group": span.group,
-        "first": span.first,
-        "size": span.size,
-        "version": span.version,
-    }
+class SpanWriter:
+    """Appends closed spans to the file and forwards them to `forward`."""
+
+    def __init__(self, lines: JsonLines, forward: Callable[[Span], None]) -> None:
+        self._lines, self._forward = lines, forward
+
+    def add(self, span: Span) -> None:
+        """Writes a closed span."""
+        self._lines.append(asdict(span))
+        self._forward(span)
+
+
+def read_trace(path: Path, lanes: Sequence[LaneInfo], shared_cards: bool) -> Trace:
+    """The trace of a run with these lanes. It ends with the last span other than a publication."""
+    names = frozenset(lane.name for lane in lanes)
+    spans = sorted((_span(line, names) for line in located_lines(path)), key=lambda span: span.start_ns)
+    end_ns = max((span.end_ns for span in spans if span.work is not Work.PUBLISH), default=0)
+    return Trace(tuple(lanes), tuple(spans), end_ns, shared_cards)
+
+
+def _span(line: JsonLine, lanes: frozenset[str]) -> Span:
+    try:
+        span = _SPAN.validate_python(line.content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise line.error(f"not a span: {field}: {first['msg']}") from None
+    if span.lane not in lanes:
+        raise line.error(f"unknown lane {span.lane!r}; run.json has: {', '.join(sorted(lanes))}")
+    if span.end_ns < span.start_ns:
+        raise line.error(f"the span ends at {span.end_ns} ns, before it starts at {span.start_ns} ns")
+    return span

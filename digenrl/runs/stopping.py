@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks the run to save and leave, the second ends it at once."""
+"""How a run ends early: by a failure, or by Ctrl-C and SIGTERM, which stop it after saving."""
 
 from __future__ import annotations
 
@@ -10,33 +10,36 @@ from types import FrameType
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class StopRequested(BaseException):
-    """Somebody wants the run to save and leave."""
+class RunFailedError(RuntimeError):
+    """A run cannot continue; the message says why, and what is saved."""
+
+
+class StopRun(BaseException):
+    """A signal asked the run to stop before it began."""
 
 
 class Stopper:
-    """Remembers the request; `check` raises it where the run can be left in order."""
+    """Remembers the first signal. A second signal raises KeyboardInterrupt at once."""
 
     def __init__(self) -> None:
-        self.asked_by: str | None = None
+        self.signal_name: str | None = None
 
-    def check(self) -> None:
-        """Raises StopRequested if somebody asked, once."""
-        if self.asked_by is not None:
-            asked_by, self.asked_by = self.asked_by, None
-            raise StopRequested(asked_by)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked_by = signal.Signals(number).name
-        for each in SIGNALS:
-            signal.signal(each, signal.default_int_handler)  # the next one is meant
+    def take_request(self) -> str | None:
+        """The signal that asked the run to stop; None after the first call."""
+        name, self.signal_name = self.signal_name, None
+        return name
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, the signals are noted instead of ending the process."""
-        before = {each: signal.signal(each, self._note) for each in SIGNALS}
+        """Inside, the first signal is remembered instead of ending the process."""
+        before = {each: signal.signal(each, self._remember) for each in SIGNALS}
         try:
             yield
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.signal_name = signal.Signals(number).name
+        for each in SIGNALS:
+            signal.signal(each, signal.default_int_handler)

@@ -43,14 +43,14 @@ def rungs(spec: Spec, unpacked_seconds: Decimal | None = None) -> tuple[Rung, ..
     stale = spec.policy.stale_fraction or DEFAULT_STALE_FRACTION
     streamed = dict(base, order="generation", stream=_streaming(spec))
     return (
-        Rung("colocated", unpacked.with_policy(colocated=True))
+        Rung("colocated", unpacked.with_rules(colocated=True))
         if has_helper
         else Rung("colocated", None, "needs trainer.helper"),
-        Rung("naive", unpacked.with_policy(**base, order="batch", stream="batch")),
-        Rung("+GAP", unpacked.with_policy(**streamed)),
-        Rung("+TSP", spec.with_policy(**streamed), packing_note),
-        Rung("+TAG", spec.with_policy(**{**streamed, "help": "auto"}), "" if has_helper else "no trainer.helper"),
-        Rung("+TCSS", spec.with_policy(**{**streamed, "help": "auto", "stale_fraction": stale}), f"share {stale}"),
+        Rung("naive", unpacked.with_rules(**base, order="batch", stream="batch")),
+        Rung("+GAP", unpacked.with_rules(**streamed)),
+        Rung("+TSP", spec.with_rules(**streamed), packing_note),
+        Rung("+TAG", spec.with_rules(**{**streamed, "help": "auto"}), "" if has_helper else "no trainer.helper"),
+        Rung("+TCSS", spec.with_rules(**{**streamed, "help": "auto", "stale_fraction": stale}), f"share {stale}"),
     )
 
 

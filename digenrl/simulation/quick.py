@@ -62,6 +62,6 @@ def _colocated_ns(future: Forecast, opening: SchedulerState) -> int:
     """Every step is the same: generate and score everything, change roles, train, commit, change back."""
     future.wait()
     terms, costs = opening.terms, opening.costs
-    step_ns = future.now + costs.train_ns(terms.samples_per_step) + costs.commit_ns
+    step_ns = future.now + terms.prompts * costs.train_ns(terms.samples_per_prompt) + costs.commit_ns
     # The run ends with its last commit: the change back to generating is not needed any more.
     return terms.steps * (step_ns + costs.switch_out_ns) + (terms.steps - 1) * costs.switch_in_ns

@@ -1,1 +1,1 @@
-"""One trace of a run, simulated or real, and the ways to look at it."""
+"""The trace of a run, simulated or live, and its views."""

@@ -1,4 +1,4 @@
-"""The Gantt picture of a trace as one self-contained SVG: no scripts, no fonts or files from elsewhere."""
+"""The Gantt chart of a trace as a self-contained SVG: no scripts, no external fonts or files."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ _LABEL_SIZE = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Where the plot lies: `left` is time 0, `right` the horizon."""
+    """The horizontal extent of the plot: `left` is time 0, `right` the end of the axis."""
 
     left: float
     right: float
     until_ns: int
 
     def x(self, time_ns: int) -> float:
-        """The horizontal place of a time."""
+        """The x coordinate of a time."""
         return self.left + (self.right - self.left) * time_ns / self.until_ns
 
 
 @dataclass(frozen=True, slots=True)
-class _Picture:
+class _Drawing:
     """What every part of the drawing needs: layers from back to front, the frame, the trace by lane."""
 
     back: svg.Element
@@ -60,39 +60,39 @@ class _Picture:
 
 
 def gantt_svg(trace: Trace, title: str = "", axis_ns: int = 0) -> str:
-    """Lanes as rows under their pool, blocks coloured by work, bubbles dotted, a line at every commit.
+    """Lanes as rows under their pool, blocks coloured by work, idle time dotted, a line at every commit.
 
-    The axis ends with the run, or at `axis_ns` if that is later: runs drawn to one scale compare by eye.
+    The axis ends with the run, or at `axis_ns` if that is later, so that several runs can have the same scale.
 
-    Every span of a lane with a row of its own is one `rect` of class "span" with a tooltip; every bubble is
-    one of class "idle". Lanes folded together share a row that shows how many of them are busy at each time.
+    Every span of a lane with its own row is a `rect` of class "span" with a tooltip; every idle interval is one of
+    class "idle". Folded lanes share a row that shows how many of them are busy at each time.
     """
     until_ns = max(1, axis_ns, horizon_ns(trace))
     rows = fold_lanes(trace.lanes, _MOST_ROWS, _KEPT_OF_EACH_KIND)
     names = [row.lane.name for row in rows if isinstance(row, LaneRow)]
     left = _MARGIN + 14 + max([svg.text_width(_shortened(name), 12) for name in names] + [60.0])
-    canvas = svg.new_picture(_WIDTH, title or "What every lane did, and when")
-    picture = _Picture(
-        back=svg.layer(canvas),
-        blocks=svg.layer(canvas),
-        commit_lines=svg.layer(canvas),
-        labels=svg.layer(canvas),
+    image = svg.new_image(_WIDTH, title or "What every lane did, and when")
+    drawing = _Drawing(
+        back=svg.layer(image),
+        blocks=svg.layer(image),
+        commit_lines=svg.layer(image),
+        labels=svg.layer(image),
         frame=_Frame(left, _WIDTH - _MARGIN - _SHARE_WIDTH, until_ns),
         spans=spans_by_lane(trace),
         uses=lane_uses(trace),
     )
 
     if title:
-        svg.text(picture.labels, _MARGIN, _MARGIN + 14, title, size=16, weight="600")
+        svg.text(drawing.labels, _MARGIN, _MARGIN + 14, title, size=16, weight="600")
     plot_top = _MARGIN + _COMMIT_LABEL_HEIGHT + (_TITLE_HEIGHT if title else 0)
     bottom = plot_top + _rows_height(rows)
-    _draw_grid(picture, plot_top, bottom)
-    _draw_rows(picture, rows, plot_top)
-    _draw_commits(picture, plot_top, bottom)
-    height = _draw_legend(picture, trace.spans, bottom + _AXIS_HEIGHT) + _MARGIN
-    canvas.set("height", f"{height:g}")
-    canvas.set("viewBox", f"0 0 {_WIDTH:g} {height:g}")
-    return ElementTree.tostring(canvas, encoding="unicode") + "\n"
+    _draw_grid(drawing, plot_top, bottom)
+    _draw_rows(drawing, rows, plot_top)
+    _draw_commits(drawing, plot_top, bottom)
+    height = _draw_legend(drawing, trace.spans, bottom + _AXIS_HEIGHT) + _MARGIN
+    image.set("height", f"{height:g}")
+    image.set("viewBox", f"0 0 {_WIDTH:g} {height:g}")
+    return ElementTree.tostring(image, encoding="unicode") + "\n"
 
 
 def _pools(rows: tuple[Row, ...]) -> dict[str, list[Row]]:
@@ -107,15 +107,15 @@ def _rows_height(rows: tuple[Row, ...]) -> float:
     return len(_pools(rows)) * _POOL_HEADING_HEIGHT + len(rows) * _ROW_PITCH + 4
 
 
-def _draw_grid(picture: _Picture, top: float, bottom: float) -> None:
-    """The time axis below the rows, and a faint line up from each of its ticks."""
-    frame = picture.frame
-    svg.line(picture.back, frame.left, bottom, frame.right, bottom, svg.INK, width=1)
+def _draw_grid(drawing: _Drawing, top: float, bottom: float) -> None:
+    """The time axis below the rows, and a faint vertical line at each of its ticks."""
+    frame = drawing.frame
+    svg.line(drawing.back, frame.left, bottom, frame.right, bottom, svg.INK, width=1)
     for time_ns in ticks_ns(frame.until_ns, most_ticks=12):
         x = frame.x(time_ns)
-        svg.line(picture.back, x, top, x, bottom + 5, svg.GRID, width=1)
+        svg.line(drawing.back, x, top, x, bottom + 5, svg.GRID, width=1)
         svg.text(
-            picture.labels,
+            drawing.labels,
             x,
             bottom + 18,
             seconds_text(time_ns),
@@ -123,82 +123,82 @@ def _draw_grid(picture: _Picture, top: float, bottom: float) -> None:
             fill=svg.FAINT_INK,
             anchor="middle",
         )
-    svg.text(picture.labels, frame.left - 12, bottom + 18, "seconds", size=11, fill=svg.FAINT_INK, anchor="end")
+    svg.text(drawing.labels, frame.left - 12, bottom + 18, "seconds", size=11, fill=svg.FAINT_INK, anchor="end")
 
 
-def _draw_rows(picture: _Picture, rows: tuple[Row, ...], top: float) -> None:
-    svg.text(picture.labels, _WIDTH - _MARGIN, top - 6, "busy", size=11, fill=svg.FAINT_INK, anchor="end")
+def _draw_rows(drawing: _Drawing, rows: tuple[Row, ...], top: float) -> None:
+    svg.text(drawing.labels, _WIDTH - _MARGIN, top - 6, "busy", size=11, fill=svg.FAINT_INK, anchor="end")
     lanes_of = pools_of(lane for row in rows for lane in ([row.lane] if isinstance(row, LaneRow) else row.lanes))
     for pool, pool_rows in _pools(rows).items():
-        _draw_pool_heading(picture, pool, lanes_of[pool], top)
+        _draw_pool_heading(drawing, pool, lanes_of[pool], top)
         top += _POOL_HEADING_HEIGHT
         for row in pool_rows:
             if isinstance(row, LaneRow):
-                _draw_lane(picture, row.lane.name, top)
+                _draw_lane(drawing, row.lane.name, top)
             else:
-                _draw_folded(picture, row, top)
+                _draw_folded(drawing, row, top)
             top += _ROW_PITCH
 
 
-def _draw_pool_heading(picture: _Picture, pool: str, lanes: tuple[LaneInfo, ...], top: float) -> None:
-    share = percent(pool_share([lane.name for lane in lanes], picture.uses))
+def _draw_pool_heading(drawing: _Drawing, pool: str, lanes: tuple[LaneInfo, ...], top: float) -> None:
+    share = percent(pool_share([lane.name for lane in lanes], drawing.uses))
     baseline = top + _POOL_HEADING_HEIGHT - 7
-    svg.text(picture.labels, _MARGIN, baseline, pool, size=12, weight="600")
+    svg.text(drawing.labels, _MARGIN, baseline, pool, size=12, weight="600")
     if len(lanes) > 1:
-        svg.text(picture.labels, _WIDTH - _MARGIN, baseline, share, size=12, weight="600", anchor="end")
+        svg.text(drawing.labels, _WIDTH - _MARGIN, baseline, share, size=12, weight="600", anchor="end")
 
 
-def _draw_lane(picture: _Picture, name: str, top: float) -> None:
-    use, frame = picture.uses[name], picture.frame
-    _draw_row_ends(picture, name, _shortened(name), use.busy_share, top)
+def _draw_lane(drawing: _Drawing, name: str, top: float) -> None:
+    use, frame = drawing.uses[name], drawing.frame
+    _draw_row_ends(drawing, name, _shortened(name), use.busy_share, top)
     for kind, intervals in (("elsewhere", use.elsewhere), ("idle", use.idle)):
         fill = svg.IDLE_FILL if kind == "idle" else svg.ELSEWHERE_FILL
         for start_ns, end_ns in intervals:
             x, width = frame.x(start_ns), frame.x(end_ns) - frame.x(start_ns)
-            stretch = svg.rect(picture.blocks, x, top, width, _BLOCK_HEIGHT, fill, kind)
-            words = "idle" if kind == "idle" else "the card works in another row"
-            _add_tooltip(stretch, f"{words}\n{name}, {_from_to(start_ns, end_ns)}")
-    # A publication runs beside other work: its strip lies in front.
-    for span in sorted(picture.spans[name], key=lambda span: span.work is Work.PUBLISH):
-        _draw_span(picture, span, top)
+            block = svg.rect(drawing.blocks, x, top, width, _BLOCK_HEIGHT, fill, kind)
+            description = "idle" if kind == "idle" else "the card works in another row"
+            _add_tooltip(block, f"{description}\n{name}, {_from_to(start_ns, end_ns)}")
+    # A publication runs concurrently with other work: its strip is in front.
+    for span in sorted(drawing.spans[name], key=lambda span: span.work is Work.PUBLISH):
+        _draw_span(drawing, span, top)
 
 
-def _draw_row_ends(picture: _Picture, name: str, label: str, share: float, top: float) -> None:
+def _draw_row_ends(drawing: _Drawing, name: str, label: str, share: float, top: float) -> None:
     baseline = top + _BLOCK_HEIGHT / 2 + 4
-    lane_name = svg.text(picture.labels, picture.frame.left - 8, baseline, label, size=12, anchor="end")
+    lane_name = svg.text(drawing.labels, drawing.frame.left - 8, baseline, label, size=12, anchor="end")
     if name != label:
         _add_tooltip(lane_name, name)
-    svg.text(picture.labels, _WIDTH - _MARGIN, baseline, percent(share), size=12, fill=svg.FAINT_INK, anchor="end")
+    svg.text(drawing.labels, _WIDTH - _MARGIN, baseline, percent(share), size=12, fill=svg.FAINT_INK, anchor="end")
 
 
-def _draw_span(picture: _Picture, span: Span, top: float) -> None:
-    frame, look = picture.frame, style_of(span)
+def _draw_span(drawing: _Drawing, span: Span, top: float) -> None:
+    frame, style = drawing.frame, style_of(span)
     x = frame.x(span.start_ns)
     width = max(_THINNEST_BLOCK, frame.x(span.end_ns) - x)
     height = _BLOCK_HEIGHT
-    if span.work is Work.PUBLISH:  # a strip at the foot: it runs beside the lane's other work
+    if span.work is Work.PUBLISH:  # a strip at the bottom: it runs concurrently with other work
         height, top = _PUBLISH_HEIGHT, top + _BLOCK_HEIGHT - _PUBLISH_HEIGHT
-    block = svg.rect(picture.blocks, x, top, width, height, svg.fill_of(look), "span")
-    # Outlines tell neighbours apart; on a block of a pixel or two they would hide it.
+    block = svg.rect(drawing.blocks, x, top, width, height, svg.fill_of(style), "span")
+    # Outlines separate neighbours; they would hide a block of one or two pixels.
     if span.work is Work.HELP:
         block.set("stroke", "#0a4a3c")
         block.set("stroke-width", "1.4" if width > 4 else "0")
     elif width > 3:
         block.set("stroke", "#ffffff")
         block.set("stroke-width", "1")
-    _add_tooltip(block, span_words(span))
+    _add_tooltip(block, span_description(span))
     label = _widest_label_that_fits(span, width)
     if label:
         middle = x + width / 2
-        halo = look.fill if look.stale else ""
+        halo = style.fill if style.stale else ""
         baseline = top + height / 2 + 3.5
         svg.text(
-            picture.labels,
+            drawing.labels,
             middle,
             baseline,
             label,
             size=_LABEL_SIZE,
-            fill=look.ink,
+            fill=style.ink,
             anchor="middle",
             halo=halo,
         )
@@ -216,49 +216,49 @@ def _widest_label_that_fits(span: Span, width: float) -> str:
     return next((label for label in labels if svg.text_width(label, _LABEL_SIZE) + 4 <= width), "")
 
 
-def span_words(span: Span) -> str:
-    """All there is to know about a span, in two lines.
+def span_description(span: Span) -> str:
+    """All facts about a span, in two lines.
 
-    >>> print(span_words(Span("a100-0", Work.GENERATE, 0, 1_700_000_000, step=1, group=3, first=2, size=2)))
+    >>> print(span_description(Span("a100-0", Work.GENERATE, 0, 1_700_000_000, step=1, group=3, first=2, size=2)))
     generate, step 1, group 3, samples 2 to 3, version 0 (stale)
     a100-0, 0 s to 1.7 s (1.7 s)
     """
-    words = [span.work.value, f"step {span.step}"]
+    facts = [span.work.value, f"step {span.step}"]
     if span.group >= 0:
-        words.append(f"group {span.group}")
+        facts.append(f"group {span.group}")
     if span.size == 1:
-        words.append(f"sample {span.first}")
+        facts.append(f"sample {span.first}")
     elif span.size > 1:
-        words.append(f"samples {span.first} to {span.first + span.size - 1}")
-    words.append(f"version {span.version}{' (stale)' if span.stale else ''}")
-    return f"{', '.join(words)}\n{span.lane}, {_from_to(span.start_ns, span.end_ns)}"
+        facts.append(f"samples {span.first} to {span.first + span.size - 1}")
+    facts.append(f"version {span.version}{' (stale)' if span.stale else ''}")
+    return f"{', '.join(facts)}\n{span.lane}, {_from_to(span.start_ns, span.end_ns)}"
 
 
 def _from_to(start_ns: int, end_ns: int) -> str:
     return f"{seconds_text(start_ns)} s to {seconds_text(end_ns)} s ({seconds_text(end_ns - start_ns)} s)"
 
 
-def _draw_folded(picture: _Picture, row: FoldedRow, top: float) -> None:
-    """A dotted row with a silhouette in it, as high at each time as the share of the lanes at work."""
-    frame = picture.frame
+def _draw_folded(drawing: _Drawing, row: FoldedRow, top: float) -> None:
+    """A dotted row with an area chart: its height at each time is the share of lanes that are busy."""
+    frame = drawing.frame
     name = f"{len(row.lanes)} more"
-    _draw_row_ends(picture, name, name, row.busy_share(picture.uses), top)
-    svg.rect(picture.blocks, frame.left, top, frame.right - frame.left, _BLOCK_HEIGHT, svg.IDLE_FILL, "folded")
-    foot, path = top + _BLOCK_HEIGHT, [f"M{frame.left:.2f} {top + _BLOCK_HEIGHT:.2f}"]
-    for time_ns, busy_lanes in _busy_lanes_over_time(picture, row):
-        path.append(f"H{frame.x(time_ns):.2f}V{foot - _BLOCK_HEIGHT * busy_lanes / len(row.lanes):.2f}")
-    fill = _fill_of_commonest_work(picture, row)
+    _draw_row_ends(drawing, name, name, row.busy_share(drawing.uses), top)
+    svg.rect(drawing.blocks, frame.left, top, frame.right - frame.left, _BLOCK_HEIGHT, svg.IDLE_FILL, "folded")
+    bottom, path = top + _BLOCK_HEIGHT, [f"M{frame.left:.2f} {top + _BLOCK_HEIGHT:.2f}"]
+    for time_ns, busy_lanes in _busy_lanes_over_time(drawing, row):
+        path.append(f"H{frame.x(time_ns):.2f}V{bottom - _BLOCK_HEIGHT * busy_lanes / len(row.lanes):.2f}")
+    fill = _fill_of_commonest_work(drawing, row)
     shape = ElementTree.SubElement(
-        picture.blocks, "path", {"d": f"{''.join(path)}Z", "fill": fill, "opacity": "0.55"}
+        drawing.blocks, "path", {"d": f"{''.join(path)}Z", "fill": fill, "opacity": "0.55"}
     )
     _add_tooltip(shape, f"{row.lanes[0].name} to {row.lanes[-1].name}\nhow many of them are busy, over time")
 
 
-def _busy_lanes_over_time(picture: _Picture, row: FoldedRow) -> list[tuple[int, int]]:
-    """(time, number of lanes busy from then on), one entry per change; the last is 0 lanes."""
+def _busy_lanes_over_time(drawing: _Drawing, row: FoldedRow) -> list[tuple[int, int]]:
+    """(time, number of busy lanes from then on), one entry per change; the last has 0 lanes."""
     change_at: dict[int, int] = {}
     for lane in row.lanes:
-        for start_ns, end_ns in picture.uses[lane.name].own:
+        for start_ns, end_ns in drawing.uses[lane.name].own:
             change_at[start_ns] = change_at.get(start_ns, 0) + 1
             change_at[end_ns] = change_at.get(end_ns, 0) - 1
     busy_lanes, levels = 0, []
@@ -268,55 +268,55 @@ def _busy_lanes_over_time(picture: _Picture, row: FoldedRow) -> list[tuple[int, 
     return levels
 
 
-def _fill_of_commonest_work(picture: _Picture, row: FoldedRow) -> str:
-    works = [span.work for lane in row.lanes for span in picture.spans[lane.name]]
+def _fill_of_commonest_work(drawing: _Drawing, row: FoldedRow) -> str:
+    works = [span.work for lane in row.lanes for span in drawing.spans[lane.name]]
     return fresh_style(max(set(works), key=works.count)).fill if works else svg.GRID
 
 
-def _draw_commits(picture: _Picture, top: float, bottom: float) -> None:
-    """A dashed line through all rows where each commit ends, labelled where there is room."""
-    commits = [span for spans in picture.spans.values() for span in spans if span.work is Work.COMMIT]
+def _draw_commits(drawing: _Drawing, top: float, bottom: float) -> None:
+    """A dashed line through all rows at the end of each commit, labelled where there is room."""
+    commits = [span for spans in drawing.spans.values() for span in spans if span.work is Work.COMMIT]
     commits.sort(key=lambda span: span.end_ns)
-    frame, free_from = picture.frame, 0.0
+    frame, free_from = drawing.frame, 0.0
     places = [frame.x(span.end_ns) for span in commits]
     labels = [f"commit {span.step + 1} / v{span.step + 1}" for span in commits]
     widest = max((svg.text_width(label, 11) + 8 for label in labels), default=0)
     if any(right - left < widest for left, right in pairwise(places)):
         labels = [f"v{span.step + 1}" for span in commits]
     for x, label in zip(places, labels, strict=True):
-        drawn = svg.line(picture.commit_lines, x, top - 2, x, bottom, svg.INK, width=1.1, dash="4 3")
+        drawn = svg.line(drawing.commit_lines, x, top - 2, x, bottom, svg.INK, width=1.1, dash="4 3")
         drawn.set("class", "commit")
         width = svg.text_width(label, 11)
         middle = min(max(x, frame.left + width / 2), frame.right - width / 2)
         if middle - width / 2 >= free_from:
-            svg.text(picture.labels, middle, top - 7, label, size=11, anchor="middle", weight="600")
+            svg.text(drawing.labels, middle, top - 7, label, size=11, anchor="middle", weight="600")
             free_from = middle + width / 2 + 5
 
 
-def _draw_legend(picture: _Picture, spans: tuple[Span, ...], top: float) -> float:
-    """Swatches and words for what occurs in the picture; returns the height at which the legend ends."""
-    entries = [(svg.fill_of(look), look.words) for look in styles_in(spans)]
+def _draw_legend(drawing: _Drawing, spans: tuple[Span, ...], top: float) -> float:
+    """Swatches and labels for what occurs in the chart; returns the y coordinate where the legend ends."""
+    entries = [(svg.fill_of(style), style.label) for style in styles_in(spans)]
     entries.append((svg.IDLE_FILL, "idle: a bubble"))
-    if any(use.elsewhere for use in picture.uses.values()):
+    if any(use.elsewhere for use in drawing.uses.values()):
         entries.append((svg.ELSEWHERE_FILL, "the card works in another row"))
-    x, right = picture.frame.left, _WIDTH - _MARGIN
-    for fill, words in entries:
-        width = 20 + svg.text_width(words, 12) + 20
+    x, right = drawing.frame.left, _WIDTH - _MARGIN
+    for fill, label in entries:
+        width = 20 + svg.text_width(label, 12) + 20
         if x + width - 20 > right:
-            x, top = picture.frame.left, top + _LEGEND_LINE_HEIGHT
-        swatch = svg.rect(picture.blocks, x, top, 14, 14, fill, "legend")
-        swatch.set("stroke", "#0a4a3c" if words.startswith("trainer helps") else svg.GRID)
-        svg.text(picture.labels, x + 20, top + 11, words, size=12)
+            x, top = drawing.frame.left, top + _LEGEND_LINE_HEIGHT
+        swatch = svg.rect(drawing.blocks, x, top, 14, 14, fill, "legend")
+        swatch.set("stroke", "#0a4a3c" if label.startswith("trainer helps") else svg.GRID)
+        svg.text(drawing.labels, x + 20, top + 11, label, size=12)
         x += width
     return top + _LEGEND_LINE_HEIGHT
 
 
 def _shortened(name: str) -> str:
-    """A long name without its middle: lanes of one kind differ at the end."""
+    """A long name without its middle, as lanes of one kind differ at the end."""
     if len(name) <= _MOST_NAME_CHARACTERS:
         return name
     return f"{name[: _MOST_NAME_CHARACTERS - 11]}…{name[-10:]}"
 
 
-def _add_tooltip(element: svg.Element, words: str) -> None:
-    ElementTree.SubElement(element, "title").text = svg.printable(words)
+def _add_tooltip(element: svg.Element, content: str) -> None:
+    ElementTree.SubElement(element, "title").text = svg.printable(content)

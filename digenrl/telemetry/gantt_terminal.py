@@ -1,4 +1,4 @@
-"""The Gantt picture of a trace for a terminal, readable with and without colour."""
+"""The Gantt chart of a trace for a terminal, readable with and without colour."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _FAINT = Style(dim=True)
 
 
 def gantt_text(trace: Trace, width: int) -> Text:
-    """One row per lane, `width` columns in all: name, what it did in each stretch of time, busy share.
+    """One row per lane, `width` characters wide: name, work over time, busy share.
 
-    A column shows the letter of the work that filled most of it, "." when there was none, ":" when there was
-    some but for less than half of it, and "C" when a commit touches it, however short. A block begins with
-    its group's number where that fits: "12ggg". A blank is time in which the card works in another row.
+    A column shows the letter of the work that filled most of it, "." for no work, ":" for work in less than half
+    of it, and "C" if a commit touches it, however short. A block starts with its group's number where that fits:
+    "12ggg". A blank is time in which the card works in another row.
     """
     if not trace.lanes or not horizon_ns(trace):
         return Text("nothing ran\n")
@@ -36,12 +36,12 @@ def gantt_text(trace: Trace, width: int) -> Text:
     name_width = min(longest_name, max(8, width // 5))
     columns = max(_NARROWEST_BAR, width - name_width - 1 - _SHARE_WIDTH)
 
-    picture = Text(no_wrap=True, overflow="crop")
+    chart = Text(no_wrap=True, overflow="crop")
     for row in rows:
-        picture.append_text(_row_text(row, spans, uses, horizon_ns(trace), name_width, columns))
-    picture.append_text(_axis(horizon_ns(trace), name_width, columns))
-    picture.append_text(_legend(trace.spans, uses.values(), width))
-    return picture
+        chart.append_text(_row_text(row, spans, uses, horizon_ns(trace), name_width, columns))
+    chart.append_text(_axis(horizon_ns(trace), name_width, columns))
+    chart.append_text(_legend(trace.spans, uses.values(), width))
+    return chart
 
 
 def _row_text(
@@ -63,7 +63,7 @@ def _row_text(
 
 
 def _shortened(name: str, width: int) -> str:
-    """A long name without its middle: lanes of one kind differ at the end."""
+    """A long name without its middle, as lanes of one kind differ at the end."""
     if len(name) <= width:
         return name
     tail = (width - 1) // 2
@@ -76,14 +76,14 @@ def _bar(spans: tuple[Span, ...], elsewhere: Intervals, until_ns: int, columns: 
     _write_group_numbers(owners, letters)
     bar = Text()
     for owner, letter in zip(owners, letters, strict=True):
-        bar.append(letter, style=_FAINT if isinstance(owner, str) else _style(style_of(owner)))
+        bar.append(letter, style=_FAINT if isinstance(owner, str) else _terminal_style(style_of(owner)))
     return bar
 
 
 def _owners(spans: tuple[Span, ...], elsewhere: Intervals, until_ns: int, columns: int) -> list[Span | str]:
-    """What each column shows: the span that fills most of it, or the sign for no such span.
+    """The content of each column: the span that fills most of it, or a symbol if there is none.
 
-    Times are counted in units of 1 / columns ns, in which every column is a whole `until_ns` long.
+    Times are in units of 1 / columns ns, in which every column is exactly `until_ns` long.
     """
     covers: list[dict[Span | str, int]] = [{} for _ in range(columns)]
     commits: dict[int, Span] = {}
@@ -99,7 +99,7 @@ def _owners(spans: tuple[Span, ...], elsewhere: Intervals, until_ns: int, column
 
 
 def _columns_covered(start_ns: int, end_ns: int, until_ns: int, columns: int) -> Iterable[tuple[int, int]]:
-    """(column, how much of it) for each column an interval touches; one of no length touches one."""
+    """(column, covered length) for each column that an interval touches; an empty interval touches one."""
     start, end = start_ns * columns, end_ns * columns
     first = min(start // until_ns, columns - 1)
     last = max(first, (end - 1) // until_ns)
@@ -108,7 +108,7 @@ def _columns_covered(start_ns: int, end_ns: int, until_ns: int, columns: int) ->
 
 
 def _owner(cover: dict[Span | str, int], column_length: int) -> Span | str:
-    # Publishing runs beside other work, so it shows only where nothing else does.
+    # Publishing runs concurrently with other work, so it is shown only where there is nothing else.
     work = {key: covered for key, covered in cover.items() if not _is_publish(key) and covered}
     if 2 * sum(work.values()) >= column_length:
         return max(work, key=work.__getitem__)
@@ -123,7 +123,7 @@ def _is_publish(key: Span | str) -> bool:
 
 
 def _write_group_numbers(owners: list[Span | str], letters: list[str]) -> None:
-    """Put its group's number at the start of each block that has room for a letter after it."""
+    """Puts the group's number at the start of each block that has room for a letter after it."""
     start = 0
     for column in range(1, len(owners) + 1):
         if column < len(owners) and owners[column] is owners[start]:
@@ -136,14 +136,14 @@ def _write_group_numbers(owners: list[Span | str], letters: list[str]) -> None:
         start = column
 
 
-def _style(look: WorkStyle) -> Style:
-    if look is fresh_style(Work.COMMIT):  # nearly black: a dark terminal would swallow it
+def _terminal_style(style: WorkStyle) -> Style:
+    if style is fresh_style(Work.COMMIT):  # nearly black: invisible on a dark terminal
         return Style(reverse=True, bold=True)
-    return Style(color=look.ink, bgcolor=look.fill)
+    return Style(color=style.ink, bgcolor=style.fill)
 
 
 def _axis(until_ns: int, name_width: int, columns: int) -> Text:
-    """A ruler with a mark at each round time, and the seconds below the marks."""
+    """A ruler with a mark at each tick, and the seconds below the marks."""
     widest_label = len(seconds_text(until_ns)) + 3
     ruler, labels = ["-"] * columns, [" "] * (columns + _SHARE_WIDTH)
     times_ns = ticks_ns(until_ns, max(1, min(10, columns // widest_label)))
@@ -157,8 +157,8 @@ def _axis(until_ns: int, name_width: int, columns: int) -> Text:
 
 
 def _legend(spans: tuple[Span, ...], uses: Iterable[LaneUse], width: int) -> Text:
-    """The letters that occur, with their words, wrapped between entries."""
-    entries = [(look.letter, look.words, _style(look)) for look in styles_in(spans)]
+    """The letters that occur and their labels, wrapped between entries."""
+    entries = [(style.letter, style.label, _terminal_style(style)) for style in styles_in(spans)]
     entries += [
         ("0-9", "a block's group", Style()),
         (_IDLE, "idle", _FAINT),
@@ -167,8 +167,8 @@ def _legend(spans: tuple[Span, ...], uses: Iterable[LaneUse], width: int) -> Tex
     if any(use.elsewhere for use in uses):
         entries.append(("(blank)", "the card works in another row", _FAINT))
     legend, used = Text(), 0
-    for letter, words, style in entries:
-        entry_width = len(letter) + 1 + len(words)
+    for letter, label, style in entries:
+        entry_width = len(letter) + 1 + len(label)
         if used and used + 3 + entry_width > width:
             legend.append("\n")
             used = 0
@@ -176,7 +176,7 @@ def _legend(spans: tuple[Span, ...], uses: Iterable[LaneUse], width: int) -> Tex
             legend.append("   ")
             used += 3
         legend.append(letter, style=style)
-        legend.append(f" {words}")
+        legend.append(f" {label}")
         used += entry_width
     legend.append("\n")
     return legend

@@ -1,7 +1,7 @@
 """A trace as Chrome trace-event JSON, which ui.perfetto.dev and chrome://tracing open.
 
-A pool is a process, a lane is a thread. Times are microseconds. Publishing gets a thread of its own, because
-the format draws overlapping work on one thread as if it were nested.
+A pool is a process, a lane is a thread. Times are microseconds. Publishing gets its own thread, because the format
+draws overlapping work on one thread as if it were nested.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _PUBLISH_THREAD_SUFFIX = " (publish)"
 
 
 def perfetto_json(trace: Trace) -> dict[str, Any]:
-    """The whole file as plain dictionaries: names first, then all events in the order of their time.
+    """The file as plain dictionaries: names first, then all events ordered by time.
 
-    Every span is one complete ("X") event. Arrows lead from each slice to the training of its samples;
-    counters show the samples trained so far, and the share of the samples started so far that were stale.
+    Every span is one complete ("X") event. Arrows lead from each slice to the training of its samples; counters
+    show the samples trained so far, and the stale share of the samples started so far.
     """
     threads = _threads(trace)
     timed = [
@@ -38,7 +38,7 @@ def perfetto_json(trace: Trace) -> dict[str, Any]:
 
 
 def write_perfetto(trace: Trace, path: Path) -> None:
-    """Write the trace to a file that is complete or absent: a reader never meets half of one."""
+    """Writes the trace to a file, completely or not at all."""
     write_atomically(path, json.dumps(perfetto_json(trace)))
 
 
@@ -90,7 +90,7 @@ def _complete_event(span: Span, process: int, thread: int) -> Event:
 
 
 def _event_name(span: Span) -> str:
-    """The kind of work, then its number: the viewer gives one colour to names that differ in digits only."""
+    """The kind of work, then a number: the viewer gives the same colour to names that differ only in digits."""
     kind = f"{span.work} stale" if span.stale else span.work.value
     if span.work in (Work.COMMIT, Work.PUBLISH):
         return f"{kind} v{span.step + 1}"
@@ -105,13 +105,13 @@ def _arrows(spans: tuple[Span, ...], threads: dict[str, tuple[int, int]]) -> Ite
             trainings.setdefault((span.step, span.group), []).append(span)
     slices = [span for span in spans if span.work in (Work.GENERATE, Work.HELP)]
     for number, slice_span in enumerate(slices, start=1):
-        # Training of a whole step at once is of no particular group.
+        # Training of a whole step belongs to no group.
         of_group = trainings.get((slice_span.step, slice_span.group)) or trainings.get((slice_span.step, -1), [])
         users = [train for train in of_group if _uses(train, slice_span)]
         if users:
             arrow = {"name": "slice to training", "cat": "arrow", "id": number}
             user = min(users, key=lambda train: train.start_ns)
-            # The format ties an arrow to the work around its time, and the last nanosecond is still inside.
+            # The format attaches an arrow to the work at its time: the last nanosecond is still inside.
             start_ns = max(slice_span.start_ns, slice_span.end_ns - 1)
             yield {**arrow, "ph": "s", **_place(slice_span, threads), "ts": _microseconds(start_ns)}
             yield {**arrow, "ph": "f", "bp": "e", **_place(user, threads), "ts": _microseconds(user.start_ns)}

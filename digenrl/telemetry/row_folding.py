@@ -1,4 +1,4 @@
-"""Which lanes get a row of a picture, and which are folded into one row because they look alike."""
+"""Which lanes get their own row in a chart, and which similar lanes share one folded row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeAlias
 from digenrl.telemetry.trace import LaneInfo
 from digenrl.telemetry.utilisation import LaneUse
 
-# Folding one or two lanes hides them and saves next to nothing.
+# Folding one or two lanes hides them and saves almost no space.
 _FEWEST_FOLDED = 3
 
 
@@ -22,12 +22,12 @@ class LaneRow:
 
 @dataclass(frozen=True, slots=True)
 class FoldedRow:
-    """A row that stands for several lanes like the ones above it."""
+    """A row for several lanes that are similar to those above it."""
 
     lanes: tuple[LaneInfo, ...]
 
     def busy_share(self, uses: dict[str, LaneUse]) -> float:
-        """The share of the folded lanes' lane-seconds spent working."""
+        """The mean busy share of the folded lanes."""
         return sum(uses[lane.name].busy_share for lane in self.lanes) / len(self.lanes)
 
 
@@ -43,9 +43,9 @@ def pools_of(lanes: Iterable[LaneInfo]) -> dict[str, tuple[LaneInfo, ...]]:
 
 
 def fold_lanes(lanes: tuple[LaneInfo, ...], most_rows: int, kept: int) -> tuple[Row, ...]:
-    """One row per lane, pool by pool; beyond `most_rows` lanes, the first `kept` of each kind and a fold.
+    """One row per lane, pool by pool; above `most_rows` lanes, the first `kept` of each kind and a folded row.
 
-    Lanes are of one kind when they share the pool and the name up to its number: "a100-0" and "a100-12".
+    Lanes are of one kind if they share the pool and the name up to its number: "a100-0" and "a100-12".
     Every lane is in exactly one row.
     """
     if len(lanes) <= most_rows:

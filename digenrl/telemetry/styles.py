@@ -1,4 +1,4 @@
-"""How each kind of work looks: one letter, one colour and a few words, the same in every picture."""
+"""The style of each kind of work: a letter, colours and a label, the same in every chart."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from digenrl.telemetry.trace import Span, Work
 
 @dataclass(frozen=True, slots=True)
 class WorkStyle:
-    """The letter for pictures without colour, the colours, and the legend's words."""
+    """The letter for charts without colour, the legend's label, and the colours."""
 
     letter: str
-    words: str
+    label: str
     fill: str
     ink: str
     stale: bool = False
@@ -28,40 +28,41 @@ _FRESH = {
     Work.PUBLISH: WorkStyle("p", "publish weights", fill="#d6487b", ink="#ffffff"),
     Work.EVALUATE: WorkStyle("e", "evaluate", fill="#3fa7b5", ink="#06292e"),
     Work.SAVE: WorkStyle("w", "save (write a checkpoint)", fill="#8a5a3c", ink="#ffffff"),
+    Work.RESTORE: WorkStyle("R", "restore a lost trainer", fill="#6b7a2f", ink="#ffffff"),
 }
 _STALE = {
     Work.GENERATE: WorkStyle("s", "generate, stale weights", fill="#a9c4ee", ink="#12305f", stale=True),
     Work.HELP: WorkStyle("H", "trainer helps, stale weights", fill="#8cc9b9", ink="#063b30", stale=True),
 }
-# The order of a sample's way, as legends list it.
+# The order of the legends: that of a sample's life.
 LEGEND_ORDER: tuple[WorkStyle, ...] = (
     _FRESH[Work.GENERATE],
     _STALE[Work.GENERATE],
     _FRESH[Work.HELP],
     _STALE[Work.HELP],
     *(_FRESH[work] for work in (Work.SCORE, Work.TRAIN, Work.COMMIT, Work.SWITCH, Work.PUBLISH)),
-    *(_FRESH[work] for work in (Work.EVALUATE, Work.SAVE)),
+    *(_FRESH[work] for work in (Work.EVALUATE, Work.SAVE, Work.RESTORE)),
 )
 
 
 def style_of(span: Span) -> WorkStyle:
-    """How this span looks."""
+    """The style of a span."""
     return _STALE[span.work] if span.stale else _FRESH[span.work]
 
 
 def fresh_style(work: Work) -> WorkStyle:
-    """How this kind of work looks on weights that are not stale."""
+    """The style of a kind of work on weights that are not stale."""
     return _FRESH[work]
 
 
 def styles_in(spans: tuple[Span, ...]) -> tuple[WorkStyle, ...]:
-    """The looks that occur in these spans, in the legend's order."""
+    """The styles that occur in these spans, in the legend's order."""
     present = {style_of(span) for span in spans}
-    return tuple(look for look in LEGEND_ORDER if look in present)
+    return tuple(style for style in LEGEND_ORDER if style in present)
 
 
 def percent(share: float) -> str:
-    """A share as whole percent; only what is whole reads 0 % or 100 %.
+    """A share in whole percent; only exact values read 0 % or 100 %.
 
     >>> percent(0.9999), percent(1.0), percent(0.123)
     ('99 %', '100 %', '12 %')

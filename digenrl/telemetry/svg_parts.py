@@ -1,6 +1,6 @@
-"""The strokes an SVG picture is made of: rectangles, lines, text, and the patterns that mark stale and idle.
+"""The elements of an SVG image: rectangles, lines, text, and the patterns for stale and idle.
 
-Everything is built as an element tree, so names and titles are escaped by construction.
+Images are built as element trees, which escape all text.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ GRID = "#dfe3e8"
 IDLE_FILL = "url(#digenrl-idle)"
 ELSEWHERE_FILL = "#fdf0dc"
 _FONT = "-apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
-# Mean width of a character over the font's size; no font is at hand to measure, so it errs on the wide side.
+# Mean width of a character relative to the font size; an overestimate, as the reader's font is unknown.
 _CHARACTER_WIDTH = 0.6
 
 
-def new_picture(width: float, spoken_title: str) -> Element:
-    """A picture `width` wide with a title for screen readers, the patterns, and a white background."""
-    picture = ElementTree.Element(
+def new_image(width: float, title: str) -> Element:
+    """An image with a title for screen readers, the patterns, and a white background."""
+    image = ElementTree.Element(
         "svg",
         {
             "xmlns": "http://www.w3.org/2000/svg",
@@ -34,35 +34,35 @@ def new_picture(width: float, spoken_title: str) -> Element:
             "style": "max-width: 100%; height: auto",
         },
     )
-    ElementTree.SubElement(picture, "title").text = printable(spoken_title)
-    ElementTree.SubElement(picture, "rect", {"width": "100%", "height": "100%", "fill": "#ffffff"})
-    _add_patterns(picture)
-    return picture
+    ElementTree.SubElement(image, "title").text = printable(title)
+    ElementTree.SubElement(image, "rect", {"width": "100%", "height": "100%", "fill": "#ffffff"})
+    _add_patterns(image)
+    return image
 
 
-def _add_patterns(picture: Element) -> None:
-    """Dots for bubbles, and stripes in the colour of each kind of stale work."""
-    defs = ElementTree.SubElement(picture, "defs")
+def _add_patterns(image: Element) -> None:
+    """Dots for idle time, and stripes in the colour of each kind of stale work."""
+    defs = ElementTree.SubElement(image, "defs")
     size = {"patternUnits": "userSpaceOnUse", "width": "6", "height": "6"}
     dots = ElementTree.SubElement(defs, "pattern", {"id": "digenrl-idle", **size})
     ElementTree.SubElement(dots, "rect", {"width": "6", "height": "6", "fill": "#f5f6f8"})
     ElementTree.SubElement(dots, "circle", {"cx": "3", "cy": "3", "r": "0.9", "fill": "#aeb7c2"})
-    for look in LEGEND_ORDER:
-        if look.stale:
-            ids = {"id": _pattern_id(look), **size, "patternTransform": "rotate(45)"}
+    for style in LEGEND_ORDER:
+        if style.stale:
+            ids = {"id": _pattern_id(style), **size, "patternTransform": "rotate(45)"}
             stripes = ElementTree.SubElement(defs, "pattern", ids)
-            ElementTree.SubElement(stripes, "rect", {"width": "6", "height": "6", "fill": look.fill})
+            ElementTree.SubElement(stripes, "rect", {"width": "6", "height": "6", "fill": style.fill})
             ElementTree.SubElement(stripes, "rect", {"width": "2", "height": "6", "fill": "#ffffff"})
 
 
-def layer(picture: Element) -> Element:
+def layer(image: Element) -> Element:
     """An empty group in front of everything drawn so far."""
-    return ElementTree.SubElement(picture, "g")
+    return ElementTree.SubElement(image, "g")
 
 
-def fill_of(look: WorkStyle) -> str:
-    """The colour of a kind of work, or its stripes when it is stale."""
-    return f"url(#{_pattern_id(look)})" if look.stale else look.fill
+def fill_of(style: WorkStyle) -> str:
+    """The colour of a kind of work, or its stripes if it is stale."""
+    return f"url(#{_pattern_id(style)})" if style.stale else style.fill
 
 
 def rect(parent: Element, x: float, y: float, width: float, height: float, fill: str, kind: str) -> Element:
@@ -86,7 +86,7 @@ def text(
     parent: Element,
     x: float,
     baseline: float,
-    words: str,
+    content: str,
     *,
     size: float,
     fill: str = INK,
@@ -96,7 +96,7 @@ def text(
 ) -> Element:
     """A line of text; `halo` is a colour around the letters that keeps them readable on stripes.
 
-    It lets the pointer through, so that the tooltip of the block below it shows.
+    It ignores the pointer, so that the tooltip of the block below it is shown.
     """
     place = {"x": f"{x:.2f}", "y": f"{baseline:.2f}", "font-size": f"{size:g}", "fill": fill}
     element = ElementTree.SubElement(parent, "text", {**place, "text-anchor": anchor, "pointer-events": "none"})
@@ -109,19 +109,19 @@ def text(
             "stroke-linejoin": "round",
             "paint-order": "stroke",
         }
-    element.text = printable(words)
+    element.text = printable(content)
     return element
 
 
-def text_width(words: str, size: float) -> float:
-    """About how wide a line of text is, in pixels."""
-    return _CHARACTER_WIDTH * size * len(words)
+def text_width(content: str, size: float) -> float:
+    """The approximate width of a line of text in pixels."""
+    return _CHARACTER_WIDTH * size * len(content)
 
 
-def printable(words: str) -> str:
-    """The words without the control characters that XML cannot hold."""
-    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in words)
+def printable(content: str) -> str:
+    """The text with control characters replaced, which XML does not allow."""
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in content)
 
 
-def _pattern_id(look: WorkStyle) -> str:
-    return f"digenrl-stale-{look.letter}"
+def _pattern_id(style: WorkStyle) -> str:
+    return f"digenrl-stale-{style.letter}"

@@ -1,4 +1,4 @@
-"""The time axis of a picture: how far it reaches, its round ticks, and how times are written."""
+"""The time axis of a chart: its end, its ticks, and how times are written."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ _NS_PER_S = 1_000_000_000
 
 
 def horizon_ns(trace: Trace) -> int:
-    """Where the axis ends: the end of the run, or of work that outlives it (the last publication)."""
+    """The end of the axis: that of the run, or of work that outlasts it (the last publication)."""
     return max([trace.end_ns, *(span.end_ns for span in trace.spans)])
 
 
 def tick_step_ns(until_ns: int, most_ticks: int) -> int:
-    """The smallest of 1, 2, 5, 10, 20, ... ns that cuts [0, until] into at most `most_ticks` parts."""
-    assert until_ns >= 0 and most_ticks > 0, f"no axis of {until_ns} ns with {most_ticks} ticks"
+    """The smallest of 1, 2, 5, 10, 20, ... ns that divides [0, until] into at most `most_ticks` parts."""
+    assert until_ns >= 0 and most_ticks > 0, f"cannot divide {until_ns} ns into {most_ticks} ticks"
     decade = 1
     while True:
         for step in (decade, 2 * decade, 5 * decade):
@@ -29,7 +29,7 @@ def ticks_ns(until_ns: int, most_ticks: int) -> tuple[int, ...]:
 
 
 def seconds_text(time_ns: int) -> str:
-    """A time in seconds, exact, without needless zeros.
+    """A time in seconds, exact, without trailing zeros.
 
     >>> seconds_text(1_700_000_000), seconds_text(20_000_000_000), seconds_text(1)
     ('1.7', '20', '0.000000001')

@@ -1,4 +1,4 @@
-"""The one trace schema, for simulated and real runs alike: what every lane did, and when."""
+"""The trace schema, for simulated and live runs alike: what every lane did, and when."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-TRAINER_LANE: Final = "trainer"  # the row of the trainer as one unit; its helper lanes have rows of their own
+TRAINER_LANE: Final = "trainer"  # the row of the trainer as one unit; its helper lanes have their own rows
 GENERATOR_POOL: Final = "generator"
+REWARD_POOL: Final = "reward"
+TRAINER_POOL: Final = "trainer"
 
 
 class Work(StrEnum):
-    """What a lane can be busy with; a gap between spans is idle time, a bubble."""
+    """The kinds of work; a gap between spans is idle time, a bubble."""
 
     GENERATE = "generate"
     SCORE = "score"
@@ -22,14 +24,15 @@ class Work(StrEnum):
     SWITCH = "switch"
     EVALUATE = "evaluate"
     SAVE = "save"
+    RESTORE = "restore"
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One stretch of work on one lane, in whole nanoseconds from the start of the run.
+    """One piece of work on one lane, in whole nanoseconds from the start of the run.
 
-    `step`, `group`, `first` and `size` name the samples: sample `first` up to `first + size - 1` of a group.
-    Work on no particular group (commit, publish, switch, evaluate, save) has `group` -1 and `size` 0.
+    `step`, `group`, `first` and `size` identify the samples: `first` up to `first + size - 1` of a group.
+    Work that belongs to no group (commit, publish, switch, evaluate, save) has `group` -1 and `size` 0.
     `version` is the weight version used; a generated slice is stale when its version is below its step.
 
     >>> Span("a100-0", Work.GENERATE, 0, 1_700_000_000, step=1, group=0, first=2, size=2, version=0).stale
@@ -48,30 +51,30 @@ class Span:
 
     @property
     def stale(self) -> bool:
-        """Made for a step newer than the weights that made it (TCSS)."""
+        """Whether the samples were generated for a step newer than the weights used (TCSS)."""
         return self.work in (Work.GENERATE, Work.HELP) and self.version < self.step
 
 
 @dataclass(frozen=True, slots=True)
 class LaneInfo:
-    """One row of the picture: its name, the pool it belongs to, and from when to when it was there.
+    """One row of the trace: its name, its pool, and when it joined and left.
 
     A lane that stayed to the end of the run has no `left_ns`. Before it joined and after it left it is not idle.
     """
 
     name: str
-    pool: str  # GENERATOR_POOL, "reward" or "trainer"
+    pool: str  # GENERATOR_POOL, REWARD_POOL or TRAINER_POOL
     joined_ns: int = 0
     left_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Everything that happened in a run, in the order in which the work started.
+    """All spans of a run, ordered by start.
 
-    A helper lane of the trainer has a row of its own, with its `help` spans; the row "trainer" shows training,
-    commits, saves and the switches around help. With `shared_cards` (colocated) generators and trainer are the
-    same cards in turn: every generator lane's card also does the work of the row "trainer".
+    Each helper lane of the trainer has its own row, with its `help` spans; the row "trainer" shows training,
+    commits, saves and the switches around help. With `shared_cards` (colocated) generators and trainer take turns
+    on the same cards: every generator lane's card also does the work of the row "trainer".
     """
 
     lanes: tuple[LaneInfo, ...]

@@ -1,4 +1,4 @@
-"""Writes files whole or not at all."""
+"""Writes files completely or not at all."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from digenrl.config.reading import ConfigError
 
 
 def check_writable(path: Path) -> Path:
-    """Complains before any work starts if `path` could not be written."""
+    """Raises ConfigError if a file at `path` could not be written; returns the path."""
     if path.is_dir():
         raise ConfigError(f"{path}: is a folder; name a file in it")
     if not path.parent.is_dir():
-        raise ConfigError(f"{path}: there is no folder {path.parent}; create it first")
+        raise ConfigError(f"{path}: no such folder: {path.parent}; create it first")
     return path
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes beside the target and renames, so that nobody sees half a file."""
+    """Writes a temporary file and renames it, so that readers never see a partial file."""
     check_writable(path)
     partial = path.with_name(f"{path.name}.partial")
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from digenrl.config.reading import ConfigError
+from digenrl.config.training import TrainerSettings
 from digenrl.models.pairs import Objective, ScoredGroup, Standing
 from digenrl.training.advantage_scale import AdvantageScale
 
@@ -40,11 +42,6 @@ class OpenBatch:
     """The groups of one batch. A place belongs to a fixed update, whenever its group arrives."""
 
     def __init__(self, shape: BatchShape, objective: Objective, scale: AdvantageScale, index: int = 0) -> None:
-        if shape.groups < objective.updates_per_batch:
-            raise ValueError(
-                f"{objective.updates_per_batch} updates per batch need as many groups, got {shape.groups}; "
-                "use more groups or fewer updates"
-            )
         self._shape, self._objective, self._scale = shape, objective, scale
         self.index = index
         self.update = 0
@@ -107,6 +104,19 @@ class OpenBatch:
     def rewards_by_group(self) -> list[tuple[float, ...]]:
         """The rewards of all groups that have arrived, in the order of places."""
         return [self.entries[place].rewards for place in sorted(self.entries)]
+
+
+def check_shape(shape: BatchShape, objective: Objective, settings: TrainerSettings) -> None:
+    """Raises ConfigError if the objective cannot train a batch of this shape with these settings."""
+    if shape.groups < objective.updates_per_batch:
+        raise ConfigError(
+            f"algorithm.options.updates_per_batch: {objective.updates_per_batch} updates need as many prompts, "
+            f"got batch.prompts = {shape.groups}; use more prompts or fewer updates"
+        )
+    if objective.needs.recomputed_log_probs and settings.old_log_probs != "recomputed":
+        raise ConfigError(
+            f"training.old_log_probs: the algorithm needs 'recomputed', got '{settings.old_log_probs}'; change it"
+        )
 
 
 def update_of(place: int, groups: int, updates: int) -> int:

@@ -18,7 +18,7 @@ from digenrl.training.last_version import LastVersion
 from digenrl.training.metrics import UpdateMetrics, update_metrics
 from digenrl.training.offload.host_copies import HostCopies
 from digenrl.training.offload.switching import Switching
-from digenrl.training.open_batch import BatchShape, GroupEntry, OpenBatch
+from digenrl.training.open_batch import BatchShape, GroupEntry, OpenBatch, check_shape
 from digenrl.training.ordered_sums import OrderedSums
 from digenrl.training.packing.memory_plan import PackPlan
 from digenrl.training.packing.pack_size import RetryCounter
@@ -54,8 +54,7 @@ class Trainer:
         ranks: RankGroup | None = None,
         helps: bool = False,
     ) -> None:
-        if objective.needs.recomputed_log_probs and settings.old_log_probs != "recomputed":
-            raise ValueError("this algorithm needs old_log_probs: recomputed, got rollout")
+        check_shape(batch_shape, objective, settings)
         self.ranks = ranks
         self._objective, self._settings, self._shape = objective, settings, batch_shape
         scale = AdvantageScale(objective)

@@ -22,9 +22,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from digenrl.exchange.folder import ExchangeFolder
+from digenrl.logs import configure_logging
+from digenrl.records import Job
 from digenrl.transports.contract import Gone, Message
 from digenrl.worker.assignment import Assignment
-from digenrl.worker.orders import Order
 
 PRELOADED = ["digenrl.worker.worker"]
 PATIENCE_S = 5.0  # for workers that were asked to leave
@@ -106,12 +107,12 @@ class ProcessTransport:
         """This machine always has: who may be on it was settled before."""
         return True
 
-    def send(self, worker: str, order: Order) -> None:
+    def send(self, worker: str, job_id: int, order: Job) -> None:
         """A worker that died meanwhile is reported by `receive`."""
         member = self._members.get(worker)
         if member is not None:
             with suppress(OSError):
-                member.connection.send(order)
+                member.connection.send((job_id, order))
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
         """All reports that are there, those of a worker that died before the news of its death."""
@@ -129,7 +130,7 @@ class ProcessTransport:
         silent = [name for name, m in self._members.items() if now_s - m.sign.value > m.patience_s]
         for name in silent:
             self.end(name)
-        return [Message(name, Gone("gave no sign of life any more and was ended")) for name in silent]
+        return [Message(name, None, Gone("gave no sign of life any more and was ended")) for name in silent]
 
     def _reports_of(self, name: str) -> list[Message]:
         member = self._members[name]
@@ -137,13 +138,13 @@ class ProcessTransport:
         messages = []
         try:
             while member.connection.poll():
-                messages.append(Message(name, member.connection.recv()))
+                messages.append(Message(name, *member.connection.recv()))
         except (EOFError, OSError):
             _end(member.process, PATIENCE_S)
             dead = True
         if dead:
             self._release(name)
-            messages.append(Message(name, Gone(_ending(member.process.exitcode))))
+            messages.append(Message(name, None, Gone(_ending(member.process.exitcode))))
         return messages
 
     def end(self, worker: str) -> None:
@@ -188,15 +189,17 @@ def serve(
     _print_to(log)
     threading.Thread(target=_leave_with_the_driver, args=(lifeline, assignment.exchange), daemon=True).start()
     threading.Thread(target=_give_signs, args=(sign,), daemon=True).start()
+    configure_logging(assignment.name, verbose=assignment.recipe.logging.verbose)
     _take_place(assignment)
     from digenrl.exchange.tensors import TensorExchange
     from digenrl.worker.worker import start_worker  # loaded by the fork server already
 
     exchange = ExchangeFolder(assignment.exchange)
     worker, report = start_worker(assignment, TensorExchange(exchange), _rendezvous(assignment))
-    connection.send(report)
-    while worker is not None and (order := connection.recv()) is not None:
-        connection.send(worker.handle(order))
+    connection.send((None, report))
+    while worker is not None and (job := connection.recv()) is not None:
+        job_id, order = job
+        connection.send((job_id, worker.handle(order)))
 
 
 def _take_place(assignment: Assignment) -> None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from digenrl.transports.contract import Gone, Message, TensorsLost, Transport
-from digenrl.worker.assignment import Assignment, Ranks, rank_device, rank_names
-from digenrl.worker.orders import Order, OrderFailed, Report
+from digenrl.records import Job, JobFailed
+from digenrl.transports.contract import Gone, InputsLost, Message, Report, Transport
+from digenrl.worker.assignment import Assignment, Ranks, StartFailed, rank_device, rank_names
 
 
 @dataclass(slots=True)
 class _Group:
-    """Ranks that work together, each with the names whose reports it owes, in order: the group's or its own."""
+    """The ranks of one worker, and the reports received so far for each job that was sent to all of them."""
 
     members: tuple[str, ...]
-    owed: dict[str, deque[str]]
-    answers: dict[str, list[Report]] = field(default_factory=dict)  # by rank, of the group's orders
+    reports: dict[int | None, dict[str, Report]] = field(default_factory=dict)  # by job, then by rank
 
 
 class RankGroupTransport:
@@ -39,9 +37,7 @@ class RankGroupTransport:
             self._transport.start(assignment)
             return
         self._epoch += 1
-        self._groups[assignment.name] = _Group(
-            tuple(members), {member: deque([assignment.name]) for member in members}, {m: [] for m in members}
-        )
+        self._groups[assignment.name] = _Group(tuple(members), {None: {}})
         for index, member in enumerate(members):
             ranks = Ranks(index, len(members), self._epoch)
             device = rank_device(assignment.device, index)
@@ -52,17 +48,15 @@ class RankGroupTransport:
         """Whether all ranks would find a place."""
         return self._transport.has_room(assignment)
 
-    def send(self, worker: str, order: Order) -> None:
-        """To every rank, or to the one that is named."""
-        if worker in self._groups:
-            group = self._groups[worker]
-            for index, member in enumerate(group.members):
-                group.owed[member].append(worker)
-                self._transport.send(member, order.for_rank(index))
+    def send(self, worker: str, job_id: int, order: Job) -> None:
+        """Sends to every rank of a group, or to the one rank that is named."""
+        group = self._groups.get(worker)
+        if group is None:
+            self._transport.send(worker, job_id, order)
             return
-        if _group_name(worker) in self._groups:
-            self._groups[_group_name(worker)].owed[worker].append(worker)
-        self._transport.send(worker, order)
+        group.reports[job_id] = {}
+        for index, member in enumerate(group.members):
+            self._transport.send(member, job_id, order.for_rank(index))
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
         """What arrived, ranks put together; a round of which nothing is whole yet is empty."""
@@ -88,29 +82,28 @@ class RankGroupTransport:
         self._transport.stop()
 
     def _put_together(self, name: str, message: Message) -> list[Message]:
-        group, member, report = self._groups[name], message.worker, message.report
+        group, job_id, report = self._groups[name], message.job_id, message.report
         if isinstance(report, Gone):
-            reason = f"lost its rank {group.members.index(member)}, which {report.reason}"
-            return [self._end_group(name, Gone(reason, report.fault))]
-        if group.owed[member].popleft() != name:
+            reason = f"lost its rank {group.members.index(message.worker)}, which {report.reason}"
+            return [self._end_group(name, None, Gone(reason, report.fault))]
+        if job_id not in group.reports:  # sent to this rank alone
             return [message]
-        group.answers[member].append(report)
-        heads = [answers[0] for answers in group.answers.values() if answers]
-        failed = next((head for head in heads if isinstance(head, OrderFailed)), None)
-        if failed is not None:  # the others may wait for it in vain
-            return [self._end_group(name, failed)]
-        if len(heads) < len(group.members):
+        if isinstance(report, JobFailed | StartFailed):  # the other ranks may wait for this one forever
+            return [self._end_group(name, job_id, report)]
+        reports = group.reports[job_id]
+        reports[message.worker] = report
+        if len(reports) < len(group.members):
             return []
-        lost = [head for head in heads if isinstance(head, TensorsLost)]
-        if 0 < len(lost) < len(heads):  # some carried the order out and some did not
-            return [self._end_group(name, Gone(f"lost {', '.join(lost[0].names)} on some ranks", fault=False))]
-        for answers in group.answers.values():
-            del answers[0]
-        return [Message(name, heads[0])]
+        lost = [each for each in reports.values() if isinstance(each, InputsLost)]
+        if 0 < len(lost) < len(reports):  # the ranks no longer agree on what has run
+            gone = Gone(f"lost {', '.join(lost[0].names)} on some ranks", fault=False)
+            return [self._end_group(name, None, gone)]
+        del group.reports[job_id]
+        return [Message(name, job_id, reports[group.members[0]])]
 
-    def _end_group(self, name: str, report: Report) -> Message:
+    def _end_group(self, name: str, job_id: int | None, report: Report) -> Message:
         self.end(name)
-        return Message(name, report)
+        return Message(name, job_id, report)
 
 
 def _group_name(worker: str) -> str:

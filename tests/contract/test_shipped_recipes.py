@@ -12,7 +12,8 @@ from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.recipe import LaneSettings, Recipe
 from digenrl.config.recipe_files import SHIPPED, read_recipe, shipped_recipes
-from digenrl.generation.windows import Window, read_window
+from digenrl.config.windows import Window
+from digenrl.generation.windows import choose_steps
 from digenrl.models.registry import FAMILIES, find_family
 from digenrl.models.trajectory import StepNoise
 from digenrl.prompts.sources import read_prompts
@@ -34,7 +35,7 @@ def algorithm_of(recipe: Recipe) -> Algorithm:
 
 
 def window_of(recipe: Recipe) -> Window:
-    window = read_window(recipe.sample.window or algorithm_of(recipe).rollout_window)
+    window = recipe.window
     window.check(recipe.sample.denoising_steps)
     return window
 
@@ -65,7 +66,7 @@ def test_its_family_makes_samples_of_this_size(name: str) -> None:
 def test_its_window_keeps_as_many_steps_of_every_sample_and_never_the_last(name: str) -> None:
     recipe = shipped(name)
     steps = recipe.sample.denoising_steps
-    choices = [window_of(recipe).choose(steps, recipe.seed, sample) for sample in SAMPLES]
+    choices = [choose_steps(window_of(recipe), steps, recipe.seed, sample) for sample in SAMPLES]
     assert all(choice.kept and steps - 1 not in choice.kept for choice in choices)
     assert len({len(choice.kept) for choice in choices}) == 1
 

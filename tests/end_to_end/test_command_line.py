@@ -163,7 +163,7 @@ def test_help_auto_without_a_helper_is_no_help(tmp_path: Path) -> None:
 def test_a_missing_file_and_a_folder_that_is_not_there_are_said_before_any_work(tmp_path: Path) -> None:
     assert "cannot be read" in complaint(digenrl_in_a_process("simulate", tmp_path / "none.yaml"))
     nowhere = tmp_path / "nowhere" / "x.svg"
-    assert "there is no folder" in complaint(digenrl("simulate", EXAMPLE, "--gantt", nowhere))
+    assert "no such folder" in complaint(digenrl("simulate", EXAMPLE, "--gantt", nowhere))
 
 
 def test_text_that_is_no_yaml_is_told_in_one_line(tmp_path: Path) -> None:

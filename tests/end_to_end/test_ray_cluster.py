@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+from digenrl.worker.orders import LayOutWeights, LoadWeights, Ready, WeightsLaidOut, WeightsLoaded
 from ray_clusters import (
     AddUp,
     Did,
@@ -31,8 +32,8 @@ from ray_clusters import (
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
-from digenrl.exchange.folder import WeightsReference
-from digenrl.transports.contract import Gone, Message, TensorsLost
+from digenrl.records import WeightsReference
+from digenrl.transports.contract import Gone, InputsLost, Message
 from digenrl.transports.ray import weight_broadcast as wire
 from digenrl.transports.ray.joining import RayCluster
 from digenrl.transports.ray.package_versions import check_versions
@@ -40,7 +41,6 @@ from digenrl.transports.ray.placing import place_on_cluster
 from digenrl.transports.ray.transport import RayTransport
 from digenrl.transports.ray.weight_broadcast import Delivery
 from digenrl.worker.assignment import Assignment, Ranks, Workers
-from digenrl.worker.orders import LayOutWeights, LoadWeights, Ready, WeightsLaidOut, WeightsLoaded
 
 FAR = {"labels": {"zone": "far"}, "num_cpus": 2}
 CLUSTER = {
@@ -87,7 +87,7 @@ class Setting:
 
     def export_initial_weights(self, version: int) -> WeightsReference:
         """The trainer has weights of this version."""
-        self.transport.send(self.crew.trainer.name, LayOutWeights(version))
+        self.transport.send(self.crew.trainer.name, 1, LayOutWeights(version))
         (message,) = wait_for(self.transport, 1)
         assert isinstance(message.report, WeightsLaidOut)
         return message.report.weights
@@ -120,11 +120,11 @@ def setting(shared: Setting) -> Iterator[Setting]:
 
 def test_what_one_worker_leaves_another_reads_and_the_driver_gets_reports_alone(setting: Setting) -> None:
     transport, near, distant = setting.transport, setting.near, setting.distant
-    transport.send(near.name, Leave("a", TENSOR))
-    transport.send(near.name, Leave("b", 3, first=1.0))
-    assert wait_for(transport, 2) == [Message(near.name, Did())] * 2
-    transport.send(distant.name, Sleep(0.1))
-    transport.send(distant.name, AddUp(("a", "b")))
+    transport.send(near.name, 2, Leave("a", TENSOR))
+    transport.send(near.name, 3, Leave("b", 3, first=1.0))
+    assert wait_for(transport, 2) == [Message(near.name, 2, Did()), Message(near.name, 3, Did())]
+    transport.send(distant.name, 4, Sleep(0.1))
+    transport.send(distant.name, 5, AddUp(("a", "b")))
     assert [m.report for m in wait_for(transport, 2)] == [Did(), Did(TENSOR * (TENSOR - 1) / 2 + 6)]
     assert transport.births()[near.name].node_id != transport.births()[distant.name].node_id
     kept = [transport.shelf.get(name) for name in ("a", "b")]
@@ -135,7 +135,7 @@ def test_what_one_worker_leaves_another_reads_and_the_driver_gets_reports_alone(
 
 def test_what_is_dropped_is_freed(setting: Setting) -> None:
     near, shelf = setting.near, setting.transport.shelf
-    setting.transport.send(near.name, Leave("large", LARGE))
+    setting.transport.send(near.name, 6, Leave("large", LARGE))
     wait_for(setting.transport, 1)
     until(lambda: stored_bytes(setting.transport.births()[near.name].node_id) >= 8 * LARGE)
     free = until(shelf.free_bytes)
@@ -148,21 +148,21 @@ def test_what_is_dropped_is_freed(setting: Setting) -> None:
 def test_an_order_that_reads_what_nobody_left_is_a_mistake_of_who_gives_it(setting: Setting) -> None:
     near = setting.near
     with pytest.raises(AssertionError, match="nobody left"):
-        setting.transport.send(near.name, AddUp(("nothing",)))
+        setting.transport.send(near.name, 7, AddUp(("nothing",)))
 
 
 def test_a_worker_that_ended_is_gone_with_all_its_orders_and_what_it_left_is_not(setting: Setting) -> None:
     transport, near, distant = setting.transport, setting.near, setting.distant
-    transport.send(near.name, Leave("a", TENSOR))
+    transport.send(near.name, 8, Leave("a", TENSOR))
     wait_for(transport, 1)
-    transport.send(near.name, Sleep(60))
-    transport.send(near.name, Sleep(60))
+    transport.send(near.name, 9, Sleep(60))
+    transport.send(near.name, 10, Sleep(60))
     os.kill(setting.pid(near), signal.SIGKILL)
     (message,) = wait_for(transport, 1)
     assert message.worker == near.name and isinstance(message.report, Gone) and message.report.fault
-    transport.send(near.name, Sleep(0))
-    transport.send(distant.name, AddUp(("a",)))
-    assert wait_for(transport, 1) == [Message(distant.name, Did(TENSOR * (TENSOR - 1) / 2))]
+    transport.send(near.name, 11, Sleep(0))
+    transport.send(distant.name, 12, AddUp(("a",)))
+    assert wait_for(transport, 1) == [Message(distant.name, 12, Did(TENSOR * (TENSOR - 1) / 2))]
     setting.start(near)
 
 
@@ -179,11 +179,11 @@ def test_a_stopped_worker_is_noticed_by_its_silence_and_ended(
     transport, near, distant = setting.transport, setting.near, setting.distant
     pid = setting.pid(near)
     monkeypatch.setattr(transport, "_patience_s", 3.0)
-    transport.send(distant.name, Sleep(4.5))  # busy for longer than anybody's patience, and not silent
+    transport.send(distant.name, 13, Sleep(4.5))  # busy for longer than anybody's patience, and not silent
     os.kill(pid, signal.SIGSTOP)
     assert wait_for(transport, 2) == [
-        Message(near.name, Gone("gave no sign of life for 3 s")),
-        Message(distant.name, Did()),
+        Message(near.name, None, Gone("gave no sign of life for 3 s")),
+        Message(distant.name, 13, Did()),
     ]
     until(lambda: not is_alive(pid))
     until(lambda: transport.has_room(near))
@@ -207,7 +207,7 @@ def test_room_is_counted_with_those_that_were_just_asked_for(setting: Setting) -
 def test_who_was_ended_says_nothing_any_more(setting: Setting) -> None:
     near = setting.near
     pid = setting.pid(near)
-    setting.transport.send(near.name, Sleep(60))
+    setting.transport.send(near.name, 14, Sleep(60))
     setting.transport.end(near.name)
     until(lambda: not is_alive(pid))
     assert setting.transport.receive(0.5) == []
@@ -218,7 +218,7 @@ def test_ranks_are_told_where_to_meet_before_they_are_built(setting: Setting) ->
     ranks = [replace(trainer, name=f"trainer/{index}", ranks=Ranks(index, 2, 7)) for index in range(2)]
     setting.start(*ranks)
     for rank in ranks:
-        setting.transport.send(rank.name, LookAround())
+        setting.transport.send(rank.name, 15, LookAround())
     seen = [message.report for message in wait_for(setting.transport, 2)]
     assert all(isinstance(each, Saw) for each in seen)
     assert seen[0] == seen[1]
@@ -253,17 +253,17 @@ def test_a_machine_that_goes_away_takes_workers_and_what_they_left_along(
     setting: Setting, joined: tuple[SeveralNodes, RayCluster], far: Any
 ) -> None:
     transport, near, distant = setting.transport, setting.near, setting.distant
-    transport.send(distant.name, Leave("lost", TENSOR))
-    transport.send(near.name, Leave("kept", TENSOR))
+    transport.send(distant.name, 16, Leave("lost", TENSOR))
+    transport.send(near.name, 17, Leave("kept", TENSOR))
     wait_for(transport, 2)
     joined[0].kill(far)
     (message,) = wait_for(transport, 1)
     assert message.worker == distant.name and isinstance(message.report, Gone) and not message.report.fault
-    transport.send(near.name, AddUp(("kept", "lost")))
-    transport.send(near.name, AddUp(("kept",)))
+    transport.send(near.name, 18, AddUp(("kept", "lost")))
+    transport.send(near.name, 19, AddUp(("kept",)))
     assert wait_for(transport, 2) == [
-        Message(near.name, TensorsLost(("lost",))),
-        Message(near.name, Did(TENSOR * (TENSOR - 1) / 2)),
+        Message(near.name, 18, InputsLost(("lost",))),
+        Message(near.name, 19, Did(TENSOR * (TENSOR - 1) / 2)),
     ]
 
 
@@ -279,7 +279,7 @@ def test_full_weights_reach_all_who_lack_them_whoever_dies_meanwhile(
     full.start(trainer, near, other)
     first = full.export_initial_weights(1)
     for worker in (near, other):
-        transport.send(worker.name, LoadWeights(1, first))
+        transport.send(worker.name, 20, LoadWeights(1, first))
     assert {m.worker: m.report for m in wait_for(transport, 2)} == dict.fromkeys(
         (near.name, other.name), WeightsLoaded(1, sum_of_weights(1))
     )
@@ -290,7 +290,7 @@ def test_full_weights_reach_all_who_lack_them_whoever_dies_meanwhile(
 
     second = full.export_initial_weights(2)
     for worker in (near, other):
-        transport.send(worker.name, LoadWeights(2, second))
+        transport.send(worker.name, 21, LoadWeights(2, second))
     os.kill(full.pid(other), signal.SIGKILL)
     reports = {m.worker: m.report for m in wait_for(transport, 2)}
     assert isinstance(reports[other.name], Gone)
@@ -298,14 +298,14 @@ def test_full_weights_reach_all_who_lack_them_whoever_dies_meanwhile(
 
     third = full.export_initial_weights(3)
     os.kill(full.pid(trainer), signal.SIGKILL)
-    transport.send(near.name, LoadWeights(3, third))
+    transport.send(near.name, 22, LoadWeights(3, third))
     (message,) = wait_for(transport, 1)
     assert message.worker == trainer.name and isinstance(message.report, Gone)
     full.start(trainer)
     assert full.export_initial_weights(3) == third
-    assert wait_for(transport, 1) == [Message(near.name, WeightsLoaded(3, sum_of_weights(3)))]
+    assert wait_for(transport, 1) == [Message(near.name, 22, WeightsLoaded(3, sum_of_weights(3)))]
 
     never = replace(third, name="weights-0")  # which the trainer does not have
-    transport.send(near.name, LoadWeights(0, never))
-    assert wait_for(transport, 1) == [Message(near.name, TensorsLost((never.name,)))]
+    transport.send(near.name, 23, LoadWeights(0, never))
+    assert wait_for(transport, 1) == [Message(near.name, 23, InputsLost((never.name,)))]
     transport.stop()

@@ -1,4 +1,4 @@
-"""`digenrl report`: the page and the trace anew, and how the run went or goes, whatever state it is in."""
+"""`digenrl report`: writes page and trace and summarises the run, whatever its status."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 from digenrl.cli import app
 from digenrl.config.reading import ConfigError
-from digenrl.run_folder.folder import RunFolder
+from digenrl.run_folder.folder import FORMAT, RunFolder
 from digenrl.telemetry.trace import LaneInfo, Trace
 
 
 def report(*arguments: object) -> str:
-    """What the command prints; what it raises is raised here."""
+    """The output of the command; its exceptions are raised here."""
     result = CliRunner().invoke(app, ["report", *map(str, arguments)])
     if result.exception is not None:
         raise result.exception
@@ -34,12 +34,12 @@ def numbers(run: Path) -> dict[str, Any]:
 
 
 def row(printed: str, name: str) -> list[str]:
-    """The words behind the figure's name."""
+    """The words after the figure's name."""
     (line,) = [line for line in printed.splitlines() if line.startswith(f"{name} ")]
     return line.removeprefix(name).split()
 
 
-def test_the_page_and_the_trace_are_written_and_named(tmp_path: Path) -> None:
+def test_the_page_and_the_trace_are_written_and_their_paths_printed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     printed = report(run)
     for name in ("report.html", "trace.json"):
@@ -47,7 +47,7 @@ def test_the_page_and_the_trace_are_written_and_named(tmp_path: Path) -> None:
         assert f"wrote {run / name}" in printed
 
 
-def test_the_table_says_how_the_run_went(tmp_path: Path) -> None:
+def test_the_table_summarises_the_run(tmp_path: Path) -> None:
     printed = report(write_run(tmp_path / "run"))
     assert row(printed, "steps") == ["2", "of", "2", "finished"]
     assert row(printed, "reward")[:3] == ["0.2500", "->", "0.5000"]
@@ -72,7 +72,7 @@ def test_json_has_the_same_numbers(tmp_path: Path) -> None:
     assert content["busy"] == pytest.approx({"fast": 0.4, "slow": 0.6, "reward-0": 0.2, "trainer": 0.45})
 
 
-def test_the_trainers_helper_rows_are_not_counted_beside_it(tmp_path: Path) -> None:
+def test_the_trainers_helper_rows_are_not_listed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     about = json.loads((run / "run.json").read_text())
     about["lanes"].append({"name": "helper-0", "pool": "trainer", "device": "cpu"})
@@ -85,14 +85,14 @@ def test_a_run_is_reported_however_it_ended(tmp_path: Path, status: str) -> None
     assert numbers(write_run(tmp_path / "run", status=status))["status"] == status
 
 
-def test_a_run_that_goes_on_is_running_and_one_whose_process_is_gone_was_interrupted(tmp_path: Path) -> None:
+def test_a_live_run_is_running_and_one_whose_process_is_gone_was_interrupted(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", status="running")
     with RunFolder.open(run).locked():
         assert numbers(run)["status"] == "running"
     assert numbers(run)["status"] == "interrupted"
 
 
-def test_a_run_that_has_just_begun_has_nothing_to_tell_yet(tmp_path: Path) -> None:
+def test_a_run_that_has_just_started_has_an_empty_summary(tmp_path: Path) -> None:
     nothing = Trace((LaneInfo("generator-0", "generator"), LaneInfo("trainer", "trainer")), (), 0)
     run = write_run(tmp_path / "run", trace=nothing, metrics=[], evaluations=[], status="running")
     for name in ("spans.jsonl", "metrics.jsonl", "evaluations.jsonl"):
@@ -105,13 +105,13 @@ def test_a_run_that_has_just_begun_has_nothing_to_tell_yet(tmp_path: Path) -> No
     assert row(report(run), "steps") == ["0", "of", "2", "interrupted"]
 
 
-def test_before_the_second_evaluation_the_first_stands_alone(tmp_path: Path) -> None:
+def test_before_the_second_evaluation_only_the_first_is_shown(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", evaluations=evaluation_rows()[:1])
     assert numbers(run)["held_out"] == {"reward_mean": {"first": 0.2, "last": None}}
     assert "0.2000 -> ?" in report(run)
 
 
-def test_without_a_prediction_the_measured_time_leaves_out_the_first_step(tmp_path: Path) -> None:
+def test_without_a_prediction_the_measured_time_excludes_the_first_step(tmp_path: Path) -> None:
     rows = [{**each, "step_s": 1.0 + 99 * (each["step"] == 0)} for each in metrics_rows(4)]
     for each in rows:
         del each["predicted_step_s"]
@@ -120,19 +120,19 @@ def test_without_a_prediction_the_measured_time_leaves_out_the_first_step(tmp_pa
     assert row(report(run), "steps") == ["4", "of", "9", "finished"]
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         report(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"holds no run: config.yaml and run.json are missing"):
+    with pytest.raises(ConfigError, match=r"not a run"):
         report(tmp_path)
     run = write_run(tmp_path / "run")
     about = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps({**about, "format": 2}))
-    with pytest.raises(ConfigError, match="format"):
+    (run / "run.json").write_text(json.dumps({**about, "format": FORMAT - 1}))
+    with pytest.raises(ConfigError, match=rf"format {FORMAT - 1}, .*use digenrl 0.0.0"):
         report(run)
 
 
-def test_a_damaged_run_is_told_in_one_line_with_exit_code_2(tmp_path: Path) -> None:
+def test_a_damaged_run_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (run / "metrics.jsonl").write_text("nonsense\n{}\n")
     command = [sys.executable, "-c", "from digenrl.cli import main; main()", "report", str(run)]

@@ -1,4 +1,4 @@
-"""The report as a reader meets it: opened in a real browser, pointed at, zoomed, and walked through by keys."""
+"""The report in a real browser: pointed at, zoomed, and navigated by keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from handmade_runs import (
 from handmade_traces import large_trace
 from headless_browser import NAMES, Page, browser_page, find_browser
 
-from digenrl.telemetry.report.page import write_report
+from digenrl.report.page import write_report as write_report_of
+from digenrl.run_folder.reading import read_run
 
 SECTIONS = ("samples", "curves", "timeline", "utilisation", "prediction", "recipe")
 GENERATE, TRAIN = [79, 134, 217], [242, 165, 65]
@@ -43,14 +44,18 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(write_run(tmp_path_factory.mktemp("runs") / "run"))
 
 
+def write_report(folder: Path) -> Path:
+    return write_report_of(read_run(folder))
+
+
 def view(page: Page) -> tuple[float, float]:
-    """From when to when the timeline shows, in seconds."""
+    """The visible part of the timeline, in seconds."""
     first, last = page.evaluate("(({from, to}) => [from, to])(document.getElementById('gantt').dataset)")
     return float(first), float(last)
 
 
 def at_second(page: Page, lane: int, second: float) -> tuple[float, float]:
-    """Where in the window a time of the `lane`-th of the handmade run's lanes is drawn."""
+    """The window coordinates of a time on a lane of the handmade run, by its index."""
     left, top, width, _ = page.place_of("#gantt")
     first, last = view(page)
     plot_left, plot_right = left + 118, left + width - 52
@@ -61,7 +66,7 @@ def at_second(page: Page, lane: int, second: float) -> tuple[float, float]:
 
 
 def colour_at(page: Page, selector: str, x: float, y: float) -> list[int]:
-    """The colour painted on a canvas, at a place in it."""
+    """The colour of one pixel of a canvas."""
     canvas = f"document.querySelector({json.dumps(selector)})"
     pixel = f"{canvas}.getContext('2d').getImageData({round(x)}, {round(y)}, 1, 1).data"
     return list(page.evaluate(f"Array.from({pixel}).slice(0, 3)"))
@@ -69,9 +74,7 @@ def colour_at(page: Page, selector: str, x: float, y: float) -> list[int]:
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [1280, 380])
-def test_the_page_shows_every_section_without_a_complaint(
-    page: Page, report: Path, width: int, dark: bool
-) -> None:
+def test_the_page_shows_every_section_without_errors(page: Page, report: Path, width: int, dark: bool) -> None:
     page.open(report, width=width, dark=dark)
     assert page.errors == []
     for section in SECTIONS:
@@ -81,7 +84,7 @@ def test_the_page_shows_every_section_without_a_complaint(
     assert paper == ("rgb(18, 22, 27)" if dark else "rgb(255, 255, 255)")
 
 
-def test_the_head_tells_what_ran_and_how_it_went(page: Page, report: Path) -> None:
+def test_the_header_shows_the_run_and_its_headline(page: Page, report: Path) -> None:
     page.open(report)
     assert page.text("h1") == "handmade"
     assert page.text("#status").startswith("✓ finished, started 2026-01-02 03:04:05 UTC")
@@ -103,7 +106,7 @@ def test_grids_are_cut_into_cells_and_a_prompt_stays_text(page: Page, report: Pa
     assert page.evaluate("document.images.length") == 0
 
 
-def test_pointing_at_a_picture_tells_its_parts_and_marks_the_same_prompt_in_both_grids(
+def test_pointing_at_a_sample_shows_its_parts_and_marks_the_same_prompt_in_both_grids(
     page: Page, report: Path
 ) -> None:
     page.open(report)
@@ -115,7 +118,7 @@ def test_pointing_at_a_picture_tells_its_parts_and_marks_the_same_prompt_in_both
     assert page.evaluate("document.querySelectorAll('.cell.twin').length") == 0
 
 
-def test_the_slider_chooses_an_evaluation_in_between(page: Page, tmp_path: Path) -> None:
+def test_the_slider_selects_an_intermediate_evaluation(page: Page, tmp_path: Path) -> None:
     before, after = evaluation_rows()
     between = {**after, "step": 1, "grid": "samples/step_000001.png"}
     folder = write_run(tmp_path / "run", evaluations=[before, between, after])
@@ -129,7 +132,7 @@ def test_the_slider_chooses_an_evaluation_in_between(page: Page, tmp_path: Path)
     assert colour_at(page, "#grid-after .cell canvas", 4, 4) == [9, 9, 9]
 
 
-def test_pointing_at_one_curve_reads_all_of_them(page: Page, report: Path) -> None:
+def test_pointing_at_one_curve_shows_the_values_of_all(page: Page, report: Path) -> None:
     page.open(report)
     reading = "#charts-parts .reading"
     assert page.text(reading) == "step 1: 0.5000"
@@ -142,7 +145,7 @@ def test_pointing_at_one_curve_reads_all_of_them(page: Page, report: Path) -> No
     assert page.text(reading) == "step 1: 0.5000"
 
 
-def test_ticks_have_room_however_long_they_are(page: Page, tmp_path: Path) -> None:
+def test_long_tick_labels_fit(page: Page, tmp_path: Path) -> None:
     rows = metrics_rows()
     for row, reward, ratio in zip(rows, (-216.61811, -216.62672), (1.00001, 1.00002), strict=True):
         row |= {
@@ -169,7 +172,7 @@ def test_work_is_painted_where_it_happened(page: Page, report: Path) -> None:
     assert colour_at(page, "#gantt", x - left, y - top) not in (GENERATE, TRAIN)
 
 
-def test_pointing_at_work_tells_its_ids_and_pointing_at_a_bubble_its_length(page: Page, report: Path) -> None:
+def test_pointing_at_work_shows_its_ids_and_pointing_at_a_bubble_its_length(page: Page, report: Path) -> None:
     page.open(report)
     page.mouse("mouseMoved", *at_second(page, 3, 5.3))
     words = page.text("#gantt-tip")
@@ -223,7 +226,7 @@ def test_dragging_moves_the_view(page: Page, report: Path) -> None:
     assert at_second(page, 0, 8.0)[0] == pytest.approx(x - 100, abs=1)
 
 
-def test_the_timeline_can_be_walked_and_zoomed_by_keys(page: Page, report: Path) -> None:
+def test_the_timeline_can_be_navigated_and_zoomed_by_keys(page: Page, report: Path) -> None:
     page.open(report)
     page.evaluate("document.getElementById('gantt').focus()")
     page.key("ArrowDown")
@@ -240,7 +243,7 @@ def test_the_timeline_can_be_walked_and_zoomed_by_keys(page: Page, report: Path)
     assert view(page) == (0.0, 19.0)
 
 
-def test_the_use_of_lanes_changes_between_steady_state_and_whole_run(page: Page, report: Path) -> None:
+def test_the_utilisation_table_switches_between_steady_state_and_whole_run(page: Page, report: Path) -> None:
     page.open(report)
     row = "#utilisation-table tbody tr:nth-child(2)"
     assert "40.0" in page.text(row) and "60.0" in page.text(row)
@@ -269,7 +272,7 @@ def test_a_long_run_opens_on_a_few_steps_and_can_be_seen_whole(page: Page, tmp_p
         assert words in legend
 
 
-def test_a_run_that_has_just_begun_shows_what_there_is(page: Page, tmp_path: Path) -> None:
+def test_a_run_that_has_just_started_shows_only_its_recipe(page: Page, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", metrics=[], evaluations=[], status="running")
     (folder / "spans.jsonl").unlink()
     page.open(write_report(folder))

@@ -10,18 +10,16 @@ import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from pydantic import TypeAdapter
 from scored_groups import DRAW_NOISE, RUN_SEED
 
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import TrainerSettings
 from digenrl.generation.rollout import decode_slice, generate_slice
-from digenrl.generation.windows import Window, plan_rollouts
+from digenrl.generation.windows import plan_rollouts
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.pairs import ScoredGroup
 from digenrl.models.registry import FAMILIES, make_tiny_pipeline
@@ -74,11 +72,10 @@ def brightness(pixels_BFCHW: torch.Tensor) -> list[float]:
 def rollout(model: DiffusionModel, recipe: Recipe, step: int, group: int) -> ScoredGroup:
     """One group, generated, decoded and scored."""
     algorithm = recipe.algorithm
-    window: Any = TypeAdapter(Window).validate_python(dict(algorithm.rollout_window))
     slice_ = Slice(step, group, 0, recipe.group_size)
     conditioning = model.encode([PROMPTS[group % len(PROMPTS)]])
     plans = plan_rollouts(
-        window,
+        algorithm.settings.window,
         slice_.samples(),
         schedule=model.schedule(recipe.denoising_steps, FAMILY.tiny_size),
         size=FAMILY.tiny_size,
@@ -94,7 +91,7 @@ def rollout(model: DiffusionModel, recipe: Recipe, step: int, group: int) -> Sco
         run_seed=RUN_SEED,
         version=step,
         needs=algorithm.needs,
-        same_noise_in_group=algorithm.same_initial_noise,
+        same_noise_in_group=algorithm.settings.same_initial_noise,
     )
     return ScoredGroup(conditioning, generated.trajectories, tuple(brightness(decode_slice(model, generated))))
 

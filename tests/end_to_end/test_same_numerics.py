@@ -11,8 +11,9 @@ from toy_model import TOY_SIZE, ToyModel
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import TrainerSettings
+from digenrl.config.windows import read_window
 from digenrl.generation.rollout import generate_slice
-from digenrl.generation.windows import plan_rollouts, read_window
+from digenrl.generation.windows import plan_rollouts
 from digenrl.models.lora import add_lora
 from digenrl.models.pairs import ScoredGroup
 from digenrl.models.trajectory import StepNoise

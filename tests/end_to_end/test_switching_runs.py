@@ -12,7 +12,7 @@ def test_a_run_that_offloads_trains_the_same_weights_and_knows_what_it_costs(liv
     still = live.finished(*FULL, WITH_REFERENCE, "training.offload=false")
     moving = live.finished(*FULL, WITH_REFERENCE, "training.offload=true")
     assert trained(moving, 2) == trained(still, 2)
-    free, rehearsed = (folder.info.opening["costs"] for folder in (still, moving))
+    free, rehearsed = (folder.info.initial_state["costs"] for folder in (still, moving))
     assert (free["switch_in_ns"], free["switch_out_ns"]) == (0, 0)
     assert rehearsed["switch_in_ns"] > 0 and rehearsed["switch_out_ns"] > 0
     events = [line["event"] for line in lines_of(moving.journal)]

@@ -27,12 +27,13 @@ from live_runs import (
 
 from digenrl.config.reading import ConfigError
 from digenrl.records import Committed, Generate, Quarantine, SliceDone, Trained, WorkerJoined, WorkerLost
+from digenrl.report.page import write_report
 from digenrl.run_folder.folder import RunFolder, Status
 from digenrl.run_folder.journal import read_journal
+from digenrl.run_folder.reading import read_run
 from digenrl.runs import training
-from digenrl.runs.errors import RunFailedError
+from digenrl.runs.stopping import RunFailedError
 from digenrl.scheduling.invariants import Auditor, BrokenPromiseError
-from digenrl.telemetry.report.page import write_report
 
 
 class Hurt:
@@ -126,7 +127,7 @@ def test_a_generator_killed_inside_a_slice_is_replaced_and_the_weights_are_the_s
     assert lanes["generator-0"].left_ns == lost.at_ns
     assert lanes["generator-0 (2)"].joined_ns == joined.at_ns > lost.at_ns
     assert "generator-0 (2)" in {span["lane"] for span in lines_of(run.spans)}
-    assert write_report(run.path).exists(), "the report knows the lane that joined"
+    assert write_report(read_run(run.path)).exists(), "the report knows the lane that joined"
     hurt.assert_nothing_is_left()
 
 
@@ -190,7 +191,7 @@ def test_a_trainer_killed_too_often_ends_the_run_and_the_message_says_how_to_go_
     told = str(caught.value).splitlines()
     assert told[0] == "trainer ended by signal 9 (SIGKILL); see its file in the run's logs"
     (checkpoint,) = (path / "checkpoints").glob("step_*")
-    assert told[1] == f"{checkpoint} is whole; go on with: digenrl train --resume {path}"
+    assert told[1] == f"{checkpoint} is complete; resume with: digenrl train --resume {path}"
     assert RunFolder.open(path).info.status is Status.FAILED
     hurt.assert_nothing_is_left()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from live_runs import (
 )
 
 from digenrl.config.reading import ConfigError
-from digenrl.run_folder.folder import RunFolder, Status
+from digenrl.run_folder.folder import FORMAT, RunFolder, Status
 
 SAVES_WITHIN_S = 30
 
@@ -59,7 +60,7 @@ def test_a_run_that_is_interrupted_three_times_ends_as_if_it_had_not_been(live: 
     command = live.command("tiny.yaml", *common, "--out", str(run))
     code, told = interrupted(command, run, after=2, how=signal.SIGTERM)
     assert code == 130, told
-    assert f"interrupted; go on with: digenrl train --resume {run}" in told
+    assert f"interrupted; resume with: digenrl train --resume {run}" in told
     folder = RunFolder.open(run)
     assert folder.info.status is Status.INTERRUPTED
     first_stop = steps_done(run)
@@ -84,7 +85,7 @@ def test_a_run_that_is_interrupted_three_times_ends_as_if_it_had_not_been(live: 
     command.communicate()
     wait_for(lambda: not session_of(command.pid), "the end of all processes")
     assert_nothing_is_left(run, exchange)
-    assert RunFolder.open(run).standing() is Status.INTERRUPTED
+    assert RunFolder.open(run).actual_status() is Status.INTERRUPTED
     assert RunFolder.open(run).info.status is Status.RUNNING, "it had no time to say so"
 
     assert live.resume(run) is Status.FINISHED
@@ -135,7 +136,7 @@ def test_a_colocated_run_saves_itself_when_it_is_asked_to_stop(live: LiveRuns) -
 def test_a_finished_run_goes_on_with_more_steps(live: LiveRuns) -> None:
     status, folder = live.run("steps=2")
     assert status is Status.FINISHED
-    with pytest.raises(ConfigError, match="has all its 2 steps; to go on, give more, as steps=4"):
+    with pytest.raises(ConfigError, match=r"all 2 steps are done.* steps=4"):
         live.resume(folder.path)
     assert live.resume(folder.path, "steps=3") is Status.FINISHED
     assert trained(folder, 3) == trained(live.finished("mode=colocated"), 3)
@@ -145,13 +146,16 @@ def test_a_finished_run_goes_on_with_more_steps(live: LiveRuns) -> None:
 
 
 def test_foreign_and_incomplete_folders_are_refused_in_one_line(live: LiveRuns, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no such folder"):
+    with pytest.raises(ConfigError, match="no such folder"):
         live.resume(tmp_path / "nowhere")
     (tmp_path / "photo.jpg").touch()
-    with pytest.raises(ConfigError, match=r"holds no run: config.yaml and run.json are missing"):
+    with pytest.raises(ConfigError, match=r"run.json and config.yaml missing"):
         live.resume(tmp_path)
     (tmp_path / "config.yaml").write_text("steps: 3")
-    with pytest.raises(ConfigError, match=r"run.json is missing"):
+    with pytest.raises(ConfigError, match=r"run.json missing"):
+        live.resume(tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps({"format": FORMAT - 1, "digenrl": "0.0.7"}))
+    with pytest.raises(ConfigError, match=rf"format {FORMAT - 1}, .*use digenrl 0.0.7"):
         live.resume(tmp_path)
 
 

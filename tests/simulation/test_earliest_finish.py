@@ -125,4 +125,4 @@ def test_groups_stream_earlier_than_if_the_slow_lane_took_the_next_slice() -> No
     pools = [{"name": "quick", "seconds": {1: 1}}, {"name": "slow", "seconds": {1: 6}}]
     spec = parse_model(Spec, {**TWO_SPEEDS, "generators": pools})
     assert simulate(spec).answer.makespan == 6 + 3 * 4
-    assert simulate(spec.with_policy(dispatch="earliest_finish")).answer.makespan == 4 + 3 * 4
+    assert simulate(spec.with_rules(dispatch="earliest_finish")).answer.makespan == 4 + 3 * 4

@@ -34,7 +34,7 @@ def test_auto_loses_to_none_of_the_other_policies(content: dict[str, Any]) -> No
     spec = parse_model(Spec, content)
     auto = simulate(spec).answer.makespan
     for policy in ("none", "greedy", "search"):
-        assert auto <= simulate(spec.with_policy(help=policy)).answer.makespan + 1e-9, policy
+        assert auto <= simulate(spec.with_rules(help=policy)).answer.makespan + 1e-9, policy
 
 
 @settings(max_examples=300)
@@ -50,7 +50,7 @@ def test_the_smallest_budget_still_gives_a_plan_no_worse_than_waiting_on_policy(
     content["policy"]["stale_fraction"] = 0
     spec = parse_model(Spec, content)
     starved = simulate(spec, search_budget=1).answer.makespan
-    assert starved <= simulate(spec.with_policy(help="none")).answer.makespan + 1e-9
+    assert starved <= simulate(spec.with_rules(help="none")).answer.makespan + 1e-9
 
 
 @settings(max_examples=300)
@@ -89,4 +89,4 @@ def test_earliest_finish_keeps_a_slow_lane_from_holding_up_the_tail() -> None:
     }
     spec = parse_model(Spec, content)
     assert simulate(spec).answer.makespan == 10 + 4
-    assert simulate(spec.with_policy(dispatch="earliest_finish")).answer.makespan == 4 + 4
+    assert simulate(spec.with_rules(dispatch="earliest_finish")).answer.makespan == 4 + 4

@@ -89,7 +89,7 @@ def test_best_of_n_breaks_ties_by_index_and_never_takes_a_sample_twice():
 
 def test_a_selection_larger_than_the_group_is_refused():
     dance = build_algorithm("dance_grpo", {"best_of_n": {"top": 4, "bottom": 4}})
-    with pytest.raises(ConfigError, match="8 samples, but a group has only 6"):
+    with pytest.raises(ConfigError, match="8 samples, but a group has 6"):
         dance.standing([float(i) for i in range(6)])
 
 

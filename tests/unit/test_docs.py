@@ -1,4 +1,4 @@
-"""The documents are true: links lead somewhere, SPECs parse, and numbers and pictures are what the tool says."""
+"""The documentation is correct: links resolve, SPECs parse, and numbers and pictures match the simulator."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 import pytest
 import yaml
+from doc_pages import DOCS, ROOT, DocPage
 from pydantic import BaseModel
 from rich.console import Console
 
@@ -23,16 +24,20 @@ from digenrl.simulation.ladder import climb, rungs
 from digenrl.simulation.simulator import simulate
 from digenrl.simulation.view import answer_table, ladder_table, percent, seconds
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(DOCS.glob("*.md"))
+DOCUMENTS = [
+    DocPage(path)
+    for path in (
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+        *sorted(DOCS.glob("*.md")),
+    )
+]
 YAML_FILES = sorted([*ROOT.glob("examples/*.yaml"), *DOCS.glob("specs/*.yaml")])
 PICTURES = sorted(DOCS.glob("images/*.svg"))
 PHOTOGRAPHS = sorted(DOCS.glob("images/*/*"))  # of runs
-TOUR = DOCS / "scheduling.md"
+SCHEDULING, SIMULATING = DocPage(DOCS / "scheduling.md"), DocPage(DOCS / "simulating.md")
 MACHINE_PATH = re.compile(r"(?<![\w.:/])(/(home|Users|root|work|tmp|mnt|opt|var|usr)/|[A-Z]:\\)")
 
-each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda page: page.path.name)
 
 
 def draw_pictures() -> ModuleType:
@@ -45,42 +50,12 @@ def draw_pictures() -> ModuleType:
     return module
 
 
-def blocks(document: Path, *languages: str) -> list[str]:
-    """The fenced code blocks of a document in one of these languages."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```", document.read_text(encoding="utf-8"), re.M | re.S)
-    return [block for language, block in found if language in languages]
-
-
-def prose(document: Path) -> str:
-    """A document without its code blocks."""
-    return re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.M | re.S)
-
-
-def links(document: Path) -> list[str]:
-    """The targets of links and images that stay inside the repository."""
-    targets = re.findall(r"\]\(([^)\s]+)\)", prose(document))
-    return [target for target in targets if not re.match(r"[a-z]+:", target)]
-
-
-def anchors(document: Path) -> set[str]:
-    """What a link can point at in a document: its headings, as GitHub spells them."""
-    headings = re.findall(r"^#+ (.+)$", prose(document), re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def yaml_specs(document: Path) -> Iterator[dict[str, Any]]:
+def yaml_specs(document: DocPage) -> Iterator[dict[str, Any]]:
     """The SPECs among a document's YAML blocks."""
-    for block in blocks(document, "yaml", "yml"):
+    for block in document.blocks("yaml", "yml"):
         content = yaml.safe_load(block)
         if isinstance(content, dict) and {"steps", "generators"} <= content.keys():
             yield content
-
-
-def table_rows(document: Path, heading: str) -> list[list[str]]:
-    """The cells of the table whose first column is headed `heading`, without the head."""
-    table = re.search(rf"^\| {heading} \|.*\n\|[-|: ]+\n((?:\|.*\n)+)", document.read_text(encoding="utf-8"), re.M)
-    assert table is not None, f"{document.name} has no table headed {heading}"
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1].splitlines()]
 
 
 def printed(renderable: object) -> set[tuple[str, ...]]:
@@ -112,17 +87,18 @@ def keys_in(content: object) -> set[str]:
 
 
 @each_document
-def test_links_and_images_lead_to_files_and_headings_that_exist(document: Path) -> None:
-    for target in links(document):
+def test_links_and_images_lead_to_files_and_headings_that_exist(document: DocPage) -> None:
+    name = document.path.name
+    for target in document.links():
         path, _, anchor = target.partition("#")
-        there = (document.parent / path).resolve() if path else document
-        assert there.exists(), f"{document.name} links to {target}"
-        assert there.is_relative_to(ROOT), f"{document.name} links out of the repository: {target}"
-        assert not anchor or anchor in anchors(there), f"{document.name} links to {target}: no such heading"
+        there = (document.path.parent / path).resolve() if path else document.path
+        assert there.exists(), f"{name} links to {target}"
+        assert there.is_relative_to(ROOT), f"{name} links out of the repository: {target}"
+        assert not anchor or anchor in DocPage(there).anchors(), f"{name} links to {target}: no such heading"
 
 
 @each_document
-def test_specs_in_documents_parse(document: Path) -> None:
+def test_specs_in_documents_parse(document: DocPage) -> None:
     for content in yaml_specs(document):
         parse_model(Spec, content)
 
@@ -134,7 +110,7 @@ def test_spec_files_parse(path: Path) -> None:
 
 
 def test_the_annotated_spec_has_every_key() -> None:
-    (content,) = yaml_specs(DOCS / "simulating.md")
+    (content,) = yaml_specs(SIMULATING)
     tables = {"generators.seconds", "trainer.helper.seconds"}
     named = {key for key in keys_in(content) if key.rpartition(".")[0] not in tables}
     assert named == keys_of(Spec)
@@ -143,7 +119,7 @@ def test_the_annotated_spec_has_every_key() -> None:
 def test_every_picture_is_drawn_by_the_script_and_shown_in_a_document() -> None:
     drawn = {f"{picture.name}.svg" for picture in draw_pictures().PICTURES}
     assert {path.name for path in PICTURES} == drawn
-    shown = {(document.parent / target).resolve() for document in DOCUMENTS for target in links(document)}
+    shown = {(page.path.parent / target).resolve() for page in DOCUMENTS for target in page.links()}
     assert {*PICTURES, *PHOTOGRAPHS} <= shown
 
 
@@ -158,7 +134,7 @@ def test_pictures_are_what_the_tool_draws_today(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == script.draw(picture), "run `make docs`, and look at the picture"
 
 
-def test_the_specs_of_the_tour_describe_the_same_work() -> None:
+def test_the_specs_of_the_docs_describe_the_same_work() -> None:
     def work(path: Path) -> dict[str, Any]:
         content = read_spec(path).model_dump(exclude={"policy", "generators"})
         assert content["trainer"].pop("seconds_per_sample") in (Decimal("0.6"), Decimal("0.42"))
@@ -168,8 +144,8 @@ def test_the_specs_of_the_tour_describe_the_same_work() -> None:
     assert all(other == first for other in others)
 
 
-@pytest.mark.parametrize("row", table_rows(TOUR, "SPEC"), ids=lambda row: row[0])
-def test_the_tour_quotes_what_the_simulator_says(row: list[str]) -> None:
+@pytest.mark.parametrize("row", SCHEDULING.table("SPEC"), ids=lambda row: row[0])
+def test_the_page_about_scheduling_quotes_what_the_simulator_says(row: list[str]) -> None:
     link, *quoted = row
     target = re.search(r"\((.+)\)", link)
     assert target is not None
@@ -177,12 +153,12 @@ def test_the_tour_quotes_what_the_simulator_says(row: list[str]) -> None:
     assert quoted == [seconds(answer.makespan), percent(answer.generator_idle), percent(answer.trainer_idle)]
 
 
-@pytest.mark.parametrize("row", table_rows(TOUR, "stale share"), ids=lambda row: row[0])
-def test_the_help_policies_compare_as_the_tour_says(row: list[str]) -> None:
+@pytest.mark.parametrize("row", SCHEDULING.table("stale share"), ids=lambda row: row[0])
+def test_the_help_rules_compare_as_the_page_about_scheduling_says(row: list[str]) -> None:
     share, *quoted = row
     spec = read_spec(DOCS / "specs" / "everything_on.yaml")
-    policies = ("none", "greedy", "search", "auto")
-    runs = [simulate(spec.with_policy(help=policy, stale_fraction=share)).answer for policy in policies]
+    rules = ("none", "greedy", "search", "auto")
+    runs = [simulate(spec.with_rules(help=rule, stale_fraction=share)).answer for rule in rules]
     assert quoted == [seconds(answer.makespan) for answer in runs]
 
 
@@ -193,13 +169,13 @@ def test_the_page_about_simulating_quotes_what_the_command_line_prints() -> None
     first_words = (
         r"makespan|throughput|bound|efficiency|generators|trainer idle|stale|helped|colocated|naive|\+\w+"
     )
-    quoted = re.findall(rf"^(?:{first_words}) .*$", "\n".join(blocks(DOCS / "simulating.md", "")), re.M)
+    quoted = re.findall(rf"^(?:{first_words}) .*$", "\n".join(SIMULATING.blocks("")), re.M)
     assert len(quoted) == 14
     assert {tuple(line.split()) for line in quoted} <= lines
 
 
-def test_no_file_that_is_read_by_people_names_a_place_on_somebodys_machine() -> None:
-    readable = [*DOCUMENTS, *YAML_FILES, *PICTURES, DOCS / "draw_pictures.py"]
+def test_no_document_contains_a_path_of_a_machine() -> None:
+    readable = [*(page.path for page in DOCUMENTS), *YAML_FILES, *PICTURES, DOCS / "draw_pictures.py"]
     for path in readable:
         found = MACHINE_PATH.search(path.read_text(encoding="utf-8"))
         assert found is None, f"{path.relative_to(ROOT)} names {found[0] if found else ''}"

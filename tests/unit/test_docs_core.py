@@ -1,26 +1,24 @@
-"""The tables of docs/core.md say what the registries say."""
+"""The tables of docs/core.md match the registries."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+from doc_pages import DOCS, DocPage
 
 from digenrl.algorithms.registry import ALGORITHMS, build_algorithm
 from digenrl.models.registry import FAMILIES
 
-TEXT = (Path(__file__).parents[2] / "docs" / "core.md").read_text(encoding="utf-8")
+CORE = DocPage(DOCS / "core.md")
 STD = {"batch": "whole batch", "group": "group"}
 
 
-def rows(heading: str) -> dict[str, list[str]]:
-    """The cells of each row of a section's table, by the name in its first cell."""
-    section = TEXT.split(f"## {heading}\n")[1].split("\n## ")[0]
-    lines = re.findall(r"^\| `(\w+)` \|(.*)\|$", section, re.M)
-    return {name: [cell.strip() for cell in cells.split("|")] for name, cells in lines}
+def rows(heading: str, first_heading: str) -> dict[str, list[str]]:
+    """The other cells of each row of a section's table, by the name in its first cell."""
+    table = CORE.table(first_heading, after=f"## {heading}\n")
+    return {cells[0].strip("`"): cells[1:] for cells in table}
 
 
 def test_the_table_of_algorithms_has_them_all_with_their_std() -> None:
-    table = rows("Algorithms")
+    table = rows("Algorithms", "name")
     assert list(table) == list(ALGORITHMS)
     for name, (loss, std, _) in table.items():
         algorithm = build_algorithm(name)
@@ -30,7 +28,7 @@ def test_the_table_of_algorithms_has_them_all_with_their_std() -> None:
 
 
 def test_the_table_of_models_has_every_family_and_size() -> None:
-    table = rows("Models")
+    table = rows("Models", "family")
     assert list(table) == list(FAMILIES)
     for name, (pipeline, sizes, guidance) in table.items():
         family = FAMILIES[name]

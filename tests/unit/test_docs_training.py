@@ -1,6 +1,6 @@
-"""docs/training.md names commands, options, keys, files and numbers that exist, and all of those in its tables.
+"""docs/training.md names only what exists: commands, options, keys, files, metrics. Its tables are complete.
 
-CONTRIBUTING.md names the rooms.
+CONTRIBUTING.md lists the rooms.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import inspect
 import re
 import shlex
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import typer
-from watched_runs import KeptNumbers, opening_of, watch
+from doc_pages import DOCS, ROOT, DocPage, code
+from watched_runs import KeptNumbers, initial_state_of, watch
 
+from digenrl import records
 from digenrl.cli import INTERRUPTED, app
 from digenrl.config.recipe import Mode, Recipe
 from digenrl.config.recipe_files import read_recipe, shipped_recipes
@@ -26,34 +28,15 @@ from digenrl.records import SampleId
 from digenrl.run_folder.folder import RunFolder, RunInfo
 from digenrl.scheduling import Terms
 from digenrl.transports.ray.backend import Carried
-from digenrl.worker import stages
+from digenrl.worker.stages import Stages
 
-ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-PROSE = re.sub(r"^```.*?^```", "", TEXT, flags=re.M | re.S)
+TRAINING = DocPage(DOCS / "training.md")
 OTHER_COMMANDS = {"tensorboard"}
 
 
-def rows(first_heading: str, behind: str = "") -> list[list[str]]:
-    """The cells of the first table of this heading behind a passage, row by row, without the head."""
-    text = TEXT[TEXT.index(behind) :]
-    found = re.search(rf"^\| {re.escape(first_heading)} \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.M)
-    assert found is not None, f"no table headed {first_heading}"
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in found[1].splitlines()]
-
-
-def code(cell: str) -> list[str]:
-    """What stands in backticks."""
-    return re.findall(r"`([^`]+)`", cell)
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.M | re.S)
-
-
 def command_lines() -> list[list[str]]:
-    """Every command of the page, as the shell takes it apart."""
-    text = "\n".join(blocks("sh")).replace("\\\n", " ")
+    """Every command of the page, split as a shell does."""
+    text = "\n".join(TRAINING.blocks("sh")).replace("\\\n", " ")
     return [shlex.split(line, comments=True) for line in text.splitlines() if line.strip()]
 
 
@@ -63,23 +46,36 @@ def options_of(command: str) -> set[str]:
     return {option for parameter in known for option in parameter.opts if option.startswith("--")}
 
 
-def test_the_stages_are_those_of_the_code_in_its_order() -> None:
-    numbered = [
-        name
-        for name, function in inspect.getmembers(stages, inspect.isfunction)
-        if function.__module__ == stages.__name__ and re.match(r"\d\. ", function.__doc__ or "")
-    ]
-    in_order = sorted(numbered, key=lambda name: str(getattr(stages, name).__doc__))
-    assert [code(cells[0])[0] for cells in rows("stage")] == in_order
+def test_the_table_of_jobs_has_them_all_with_their_results_in_the_order_of_the_stages() -> None:
+    jobs = {job.__name__ for job in _concrete(records.Job)}
+    results = {get_type_hints(result)["job"].__name__: result.__name__ for result in _concrete(records.Result)}
+    listed = {code(cells[0])[0]: code(cells[1])[0] for cells in TRAINING.table("job")}
+    assert listed == {job: results[job] for job in jobs}
+    methods = [name for name, each in vars(Stages).items() if inspect.isfunction(each) and name[0] != "_"]
+    stages = [name.replace("_", "") for name in methods if name.replace("_", "") in {job.lower() for job in jobs}]
+    assert [job.lower() for job in listed if job != "Calibrate"] == stages
+
+
+def test_the_other_events_are_named() -> None:
+    others = {event.__name__ for event in _concrete(records.Event)} - {
+        result.__name__ for result in _concrete(records.Result) if get_type_hints(result)["job"] is not records.Job
+    }
+    assert others <= set(code(TRAINING.prose))
+
+
+def _concrete(base: type) -> list[type]:
+    """The public subclasses of a record, without those that have subclasses."""
+    known = [each for each in vars(records).values() if isinstance(each, type) and issubclass(each, base)]
+    return [each for each in known if not any(other is not each and issubclass(other, each) for other in known)]
 
 
 def test_the_modes_are_all_there() -> None:
-    assert {code(cells[0])[0] for cells in rows("`mode`")} == set(get_args(Mode))
+    assert {code(cells[0])[0] for cells in TRAINING.table("`mode`")} == set(get_args(Mode))
 
 
 def test_the_defaults_of_techniques_are_theirs_and_each_can_be_switched_off() -> None:
     plain = read_recipe("demo")
-    table = rows("technique")
+    table = TRAINING.table("technique")
     keys = set()
     for _, default, off, _ in table:
         (given,), (switch,) = code(default), code(off)
@@ -95,18 +91,18 @@ def test_the_table_of_the_folder_has_everything_in_it(tmp_path: Path) -> None:
     info = RunInfo.model_validate({"name": "demo", "started": "2026-01-02T03:04:05Z"})
     folder = RunFolder(tmp_path, demo, info)
     known = {path.name for path in vars(folder).values() if isinstance(path, Path)} - {tmp_path.name}
-    listed = [name for cells in rows("name", behind="## The run's folder") for name in code(cells[0])]
+    listed = [name for cells in TRAINING.table("name", after="## The run folder") for name in code(cells[0])]
     assert sorted(listed) == sorted(known | {"logs", "sampled"})
 
 
-def test_the_table_of_a_steps_numbers_has_them_all() -> None:
+def test_the_table_of_metrics_has_them_all() -> None:
     kept = KeptNumbers()
-    watch(opening_of(), [kept])
+    watch(initial_state_of(), [kept])
     update = dict.fromkeys((*AVERAGED, "ratio_max", "memory_retries", "zero_spread_groups", "pack_size"), 1)
     reported = step_summary(0, {SampleId(0, 0, 0): 1.0}, {"ocr": [1.0]}, [update], 1)
     written = {*kept.steps[-1], *reported.values, *Carried().take(), "predicted_step_s"}
     known = {re.sub("^busy/.*", "busy/LANE", re.sub("^reward/.*", "reward/NAME", name)) for name in written}
-    listed = [name for cells in rows("name", behind="The numbers of a step") for name in code(cells[0])]
+    listed = [name for cells in TRAINING.table("name", after="The metrics of a step") for name in code(cells[0])]
     assert sorted(listed) == sorted(known)
 
 
@@ -135,36 +131,36 @@ def test_recipes_and_overrides_of_train_commands_are_accepted(arguments: list[st
 
 
 def test_the_options_of_sample_are_all_explained() -> None:
-    listed = {option for cells in rows("option") for option in code(cells[0])}
+    listed = {option for cells in TRAINING.table("option") for option in code(cells[0])}
     assert listed == options_of("sample") - {"--help"}
 
 
 def test_keys_and_settings_in_the_text_are_those_of_recipes() -> None:
     known, parts = set(all_keys(Recipe)), set(Recipe.model_fields)
-    settings = [word for word in code(PROSE) if "=" in word and not word.startswith(("-", "docker"))]
+    settings = [word for word in code(TRAINING.prose) if "=" in word and not word.startswith(("-", "docker"))]
     assert len(settings) > 10
     for setting in settings:
         read_recipe("demo", [setting])
-    for word in code(PROSE):
+    for word in code(TRAINING.prose):
         if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", word) and word.split(".")[0] in parts:
             assert word in known, word
 
 
 def test_the_exit_codes_are_all_there() -> None:
-    assert [int(cells[0]) for cells in rows("exit code")] == [0, 1, 2, INTERRUPTED]
+    assert [int(cells[0]) for cells in TRAINING.table("exit code")] == [0, 1, 2, INTERRUPTED]
 
 
 def test_the_limits_of_failures_are_the_schedulers() -> None:
     limits = inspect.signature(Terms).parameters
     assert limits["slice_failures_per_group"].default == 3
-    assert "after three failures in a group" in TEXT
-    assert f"after {limits['replacements_per_step'].default} replaced groups in a step" in TEXT
+    assert "three failures in a group" in TRAINING.text
+    assert f"{limits['replacements_per_step'].default} replaced groups" in TRAINING.text
 
 
 def test_the_lines_for_diffusers_are_python_and_name_its_classes() -> None:
     family = FAMILIES["sd3"]
     classes = {family.pipeline_class.__name__, family.full_size().transformer.cls.__name__}
-    for block in blocks("python"):
+    for block in TRAINING.blocks("python"):
         imported = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom)]
         assert {alias.name for node in imported for alias in node.names} <= classes
 

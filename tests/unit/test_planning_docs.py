@@ -1,13 +1,13 @@
-"""docs/planning.md quotes what the command prints and writes."""
+"""docs/planning.md quotes what `digenrl plan` prints and writes."""
 
 from __future__ import annotations
 
 import io
 import re
-from pathlib import Path
 
 import pytest
 import yaml
+from doc_pages import DOCS, ROOT, DocPage
 from rich.console import Console
 
 from digenrl.config.plan_files import PlanFile
@@ -20,13 +20,8 @@ from digenrl.planning.overlay import overlay
 from digenrl.planning.plans import PlanResult
 from digenrl.planning.view import plan_reasons, plans_table
 
-ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+PLANNING = DocPage(DOCS / "planning.md")
 RECIPE = read_recipe("sd3_flow_grpo_fast", without_prompts=True)
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.M | re.S)
 
 
 @pytest.fixture(scope="module")
@@ -42,19 +37,19 @@ def test_the_example_is_what_the_command_prints(result: PlanResult) -> None:
         console.print(reason)
     assert isinstance(console.file, io.StringIO)
     printed = [line.rstrip() for line in console.file.getvalue().splitlines()]
-    (quoted,) = (block for block in blocks("") if block.startswith("Plans, best first"))
+    (quoted,) = (block for block in PLANNING.blocks("") if block.startswith("Plans, best first"))
     assert quoted.splitlines()[: len(printed)] == printed, "print it again, 100 columns wide, and look at it"
 
 
 def test_the_plan_is_what_the_command_writes(result: PlanResult) -> None:
-    (quoted,) = (yaml.safe_load(block) for block in blocks("yaml") if block.startswith("plan:"))
+    (quoted,) = (yaml.safe_load(block) for block in PLANNING.blocks("yaml") if block.startswith("plan:"))
     assert quoted == overlay(result.best, RECIPE, "sd3_flow_grpo_fast")
     parse_model(PlanFile, quoted)
 
 
 def test_the_cluster_files_of_the_page_read_and_every_measured_key_is_explained() -> None:
-    quoted = [yaml.safe_load(block) for block in blocks("yaml") if block.startswith("pools:")]
+    quoted = [yaml.safe_load(block) for block in PLANNING.blocks("yaml") if block.startswith("pools:")]
     assert len(quoted) == 2
     for content in quoted:
         parse_model(Cluster, content)
-    assert set(re.findall(r"^\| `(\w+_\w+)` \|", TEXT, re.M)) == set(Measured.model_fields)
+    assert set(re.findall(r"^\| `(\w+_\w+)` \|", PLANNING.text, re.M)) == set(Measured.model_fields)

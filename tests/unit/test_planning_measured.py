@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from digenrl.config.reading import ConfigError, parse_model
-from digenrl.config.spec import Policy
+from digenrl.config.spec import ScheduleRules
 from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.cluster import CardPool, Cluster, Measured
 from digenrl.planning.costs import commit_seconds, lane_slice_seconds, slice_seconds, unit_seconds
@@ -74,7 +74,7 @@ def test_the_spec_has_the_measured_numbers():
     lab = pool()
     trainer, lanes = best_trainer(TINY, lab, 1, 8), generator_layout(TINY, lab, 1)
     assert trainer is not None and lanes is not None
-    spec = build_spec(TINY, Layout((lanes,), trainer, 1), 2, Policy(), steps=1)
+    spec = build_spec(TINY, Layout((lanes,), trainer, 1), 2, ScheduleRules(), steps=1)
     (generators,) = spec.generators
     assert {size: float(seconds) for size, seconds in generators.seconds.items()} == {1: 1.0, 2: 1.5, 4: 2.5}
     assert float(spec.trainer.seconds_per_sample) == 0.6

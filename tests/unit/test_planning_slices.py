@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from digenrl.config.reading import parse_model
-from digenrl.config.spec import Policy
+from digenrl.config.spec import ScheduleRules
 from digenrl.planning.bounds import least_makespan
 from digenrl.planning.candidates import Candidate, PlanOptions, candidates, pace_of, splits
 from digenrl.planning.cluster import CardPool, Cluster
@@ -94,9 +94,9 @@ def test_a_lane_of_larger_slices_bounds_a_run_by_its_rate():
     trainer, lanes = best_trainer(WORK, TRAINER, 1, 12), generator_layout(WORK, LARGE, 2)
     assert trainer is not None and lanes is not None
     layout = Layout((lanes,), trainer, None)
-    pace = pace_of(WORK, layout, 1, Policy(), 3, pool_slices=(12,))
+    pace = pace_of(WORK, layout, 1, ScheduleRules(), 3, pool_slices=(12,))
     assert pace.generator_rate == pytest.approx(2 * 12 / 1.4)
-    candidate = Candidate(layout, 1, Policy(), pace, least_makespan(pace), (12,))
+    candidate = Candidate(layout, 1, ScheduleRules(), pace, least_makespan(pace), (12,))
     assert candidate.bound_s <= full_answer(candidate.spec(WORK, 3)).makespan
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from digenrl.config.spec import Policy
+from digenrl.config.spec import ScheduleRules
 from digenrl.planning.bounds import Lanes, finish_s
 from digenrl.planning.candidates import Candidate, PlanOptions, candidates, splits
 from digenrl.planning.cluster import CardPool, Cluster
@@ -47,7 +47,7 @@ def test_one_card_is_a_lane_where_the_model_fits_and_the_smallest_set_where_it_d
 
 def test_the_specs_numbers_are_the_cost_models_to_six_digits():
     layout = layout_of(CLIP, H100S, 4, (H100S, 4), (A6000S, 16))
-    spec = build_spec(CLIP, layout, 2, Policy(help="auto"), steps=3)
+    spec = build_spec(CLIP, layout, 2, ScheduleRules(help="auto"), steps=3)
     assert [pool.count for pool in spec.generators] == [4, 16]
     assert spec.trainer.helper.lanes == 4
     seconds = slice_seconds(CLIP, A6000S.card, 2)
@@ -68,7 +68,7 @@ def test_cards_that_cannot_generate_make_a_trainer_without_a_helper():
     small = pool("RTX 4090", per_node=1, nodes=8)
     trainer = best_trainer(qwen, small, 8, qwen.samples_per_prompt)
     layout = Layout((generator_layout(qwen, H100S, 8),), trainer, None)
-    assert build_spec(qwen, layout, 1, Policy(), steps=1).trainer.helper is None
+    assert build_spec(qwen, layout, 1, ScheduleRules(), steps=1).trainer.helper is None
 
 
 def test_the_trainer_packs_as_much_as_memory_and_the_gather_make_worthwhile():

@@ -7,12 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_crew import fake_recipe
-
-from digenrl.driver.placement import place
-from digenrl.transports.contract import Gone, Message, TensorsLost
-from digenrl.transports.rank_groups import RankGroupTransport
-from digenrl.worker.assignment import Assignment, Machine, Ranks
 from digenrl.worker.orders import (
     ChangeRole,
     Order,
@@ -23,6 +17,12 @@ from digenrl.worker.orders import (
     StepTaken,
     TakeStep,
 )
+from fake_crew import fake_recipe
+
+from digenrl.driver.placement import place
+from digenrl.transports.contract import Gone, InputsLost, Message
+from digenrl.transports.rank_groups import RankGroupTransport
+from digenrl.worker.assignment import Assignment, Machine, Ranks
 
 
 class Recorded:
@@ -30,7 +30,7 @@ class Recorded:
 
     def __init__(self) -> None:
         self.started: dict[str, Assignment] = {}
-        self.sent: list[tuple[str, Order]] = []
+        self.sent: list[tuple[str, int, Order]] = []
         self.ended: list[str] = []
         self.coming: list[Message] = []
 
@@ -40,8 +40,8 @@ class Recorded:
     def has_room(self, assignment: Assignment) -> bool:
         return True
 
-    def send(self, worker: str, order: Order) -> None:
-        self.sent.append((worker, order))
+    def send(self, worker: str, job_id: int, order: Order) -> None:
+        self.sent.append((worker, job_id, order))
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
         coming, self.coming = self.coming, []
@@ -64,10 +64,11 @@ class Two:
         self.transport = RankGroupTransport(self.inner)
         self.transport.start(self.crew.trainer)
         self.transport.start(self.crew.generators[0])
-        assert self.reports(("trainer/1", Ready()), ("generator-0", Ready())) == [Message("generator-0", Ready())]
-        assert self.reports(("trainer/0", Ready())) == [Message("trainer", Ready())]
+        first = self.reports(("trainer/1", None, Ready()), ("generator-0", None, Ready()))
+        assert first == [Message("generator-0", None, Ready())]
+        assert self.reports(("trainer/0", None, Ready())) == [Message("trainer", None, Ready())]
 
-    def reports(self, *coming: tuple[str, Report]) -> list[Message]:
+    def reports(self, *coming: tuple[str, int | None, Report]) -> list[Message]:
         self.inner.coming = [Message(*each) for each in coming]
         return list(self.transport.receive(0.0))
 
@@ -86,7 +87,7 @@ def test_ranks_start_with_places_of_their_own() -> None:
 def test_ranks_have_devices_one_after_the_other() -> None:
     recipe = fake_recipe(lanes={"ranks": 2, "generators": 1, "rewards": 1})
     crew = place(recipe, Machine((0,), cuda_devices=3), Path("exchange"))
-    assert [each.device for each in crew.everybody()] == ["cuda:0", "cuda:2", "cuda:2", "cuda:0"]
+    assert [each.device for each in crew.initial()] == ["cuda:0", "cuda:2", "cuda:2", "cuda:0"]
     inner = Recorded()
     RankGroupTransport(inner).start(crew.trainer)
     assert [each.device for each in inner.started.values()] == ["cuda:0", "cuda:1"]
@@ -94,49 +95,59 @@ def test_ranks_have_devices_one_after_the_other() -> None:
 
 def test_an_order_goes_to_all_ranks_and_its_report_is_the_first_ranks() -> None:
     two = Two()
-    two.transport.send("trainer", TakeStep(3, keep=True, sharded=True))
+    two.transport.send("trainer", 7, TakeStep(3, keep=True, sharded=True))
     assert two.inner.sent == [
-        ("trainer/0", TakeStep(3, True, True, rank=0)),
-        ("trainer/1", TakeStep(3, True, True, rank=1)),
+        ("trainer/0", 7, TakeStep(3, True, True, rank=0)),
+        ("trainer/1", 7, TakeStep(3, True, True, rank=1)),
     ]
-    assert [order.leaves() for _, order in two.inner.sent] == [("weights-4", "state-4-0"), ("state-4-1",)]
+    assert [order.leaves() for *_, order in two.inner.sent] == [("weights-4", "state-4-0"), ("state-4-1",)]
     weights: Any = object()
-    assert two.reports(("trainer/1", StepTaken(3, (), weights))) == []
+    assert two.reports(("trainer/1", 7, StepTaken(3, (), weights))) == []
     first = StepTaken(3, ({"loss": 1.0},), weights)
-    assert two.reports(("trainer/0", first)) == [Message("trainer", first)]
+    assert two.reports(("trainer/0", 7, first)) == [Message("trainer", 7, first)]
 
 
 def test_an_order_to_one_rank_is_that_ranks_alone_and_keeps_its_place() -> None:
     two = Two()
-    two.transport.send("trainer/1", ChangeRole(True))
-    two.transport.send("trainer", ChangeRole(False))
-    assert [worker for worker, _ in two.inner.sent] == ["trainer/1", "trainer/0", "trainer/1"]
-    assert two.reports(("trainer/0", RoleChanged(False))) == []
-    assert two.reports(("trainer/1", RoleChanged(True))) == [Message("trainer/1", RoleChanged(True))]
-    assert two.reports(("trainer/1", RoleChanged(False))) == [Message("trainer", RoleChanged(False))]
+    two.transport.send("trainer/1", 1, ChangeRole(True))
+    two.transport.send("trainer", 2, ChangeRole(False))
+    assert [worker for worker, *_ in two.inner.sent] == ["trainer/1", "trainer/0", "trainer/1"]
+    assert two.reports(("trainer/0", 2, RoleChanged(False))) == []
+    assert two.reports(("trainer/1", 1, RoleChanged(True))) == [Message("trainer/1", 1, RoleChanged(True))]
+    assert two.reports(("trainer/1", 2, RoleChanged(False))) == [Message("trainer", 2, RoleChanged(False))]
+
+
+def test_jobs_of_a_group_complete_by_id_whatever_the_order_of_their_reports() -> None:
+    two = Two()
+    two.transport.send("trainer", 1, ChangeRole(True))
+    two.transport.send("trainer", 2, ChangeRole(False))
+    assert two.reports(("trainer/0", 1, RoleChanged(True)), ("trainer/0", 2, RoleChanged(False))) == []
+    assert two.reports(("trainer/1", 2, RoleChanged(False))) == [Message("trainer", 2, RoleChanged(False))]
+    assert two.reports(("trainer/1", 1, RoleChanged(True))) == [Message("trainer", 1, RoleChanged(True))]
 
 
 def test_one_rank_that_is_gone_ends_the_others() -> None:
     two = Two()
-    two.transport.send("trainer", ChangeRole(False))
-    gone = two.reports(("trainer/1", Gone("ended by signal 9")), ("trainer/0", RoleChanged(False)))
-    assert gone == [Message("trainer", Gone("lost its rank 1, which ended by signal 9"))]
+    two.transport.send("trainer", 2, ChangeRole(False))
+    gone = two.reports(("trainer/1", None, Gone("ended by signal 9")), ("trainer/0", 2, RoleChanged(False)))
+    assert gone == [Message("trainer", None, Gone("lost its rank 1, which ended by signal 9"))]
     assert two.inner.ended == ["trainer/0", "trainer/1"]
 
 
 def test_a_failure_of_one_rank_is_told_before_the_others_answer() -> None:
     two = Two()
-    two.transport.send("trainer", ChangeRole(False))
+    two.transport.send("trainer", 2, ChangeRole(False))
     failed = OrderFailed(ChangeRole(False), "no memory")
-    assert two.reports(("trainer/1", failed)) == [Message("trainer", failed)]
+    assert two.reports(("trainer/1", 2, failed)) == [Message("trainer", 2, failed)]
     assert two.inner.ended == ["trainer/0", "trainer/1"], "they may wait for it in vain"
 
 
 @pytest.mark.parametrize("both", [True, False])
 def test_what_all_ranks_lack_is_lost_and_what_some_lack_ends_them(both: bool) -> None:
     two = Two()
-    two.transport.send("trainer", ChangeRole(False))
-    lost = TensorsLost(("slice-3",))
-    (message,) = two.reports(("trainer/0", lost if both else RoleChanged(False)), ("trainer/1", lost))
-    assert message == Message("trainer", lost if both else Gone("lost slice-3 on some ranks", fault=False))
+    two.transport.send("trainer", 2, ChangeRole(False))
+    lost = InputsLost(("slice-3",))
+    (message,) = two.reports(("trainer/0", 2, lost if both else RoleChanged(False)), ("trainer/1", 2, lost))
+    gone = Message("trainer", None, Gone("lost slice-3 on some ranks", fault=False))
+    assert message == (Message("trainer", 2, lost) if both else gone)
     assert bool(two.inner.ended) == (not both)

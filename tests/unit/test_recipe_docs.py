@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import yaml
+from doc_pages import DOCS, DocPage
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -15,7 +15,7 @@ from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_files import NOT_IN_FINGERPRINT, read_recipe, shipped_recipes
 from digenrl.config.recipe_overrides import OPEN_KEYS, all_keys
 
-TEXT = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+RECIPES = DocPage(DOCS / "recipes.md")
 
 
 def schema_rows() -> dict[str, str]:
@@ -35,7 +35,7 @@ def field_of(key: str) -> FieldInfo:
 
 
 def default_of(field: FieldInfo) -> str:
-    """As YAML has it."""
+    """The default as the table shows it."""
     if field.is_required():
         return "required"
     default = field.default
@@ -43,11 +43,8 @@ def default_of(field: FieldInfo) -> str:
 
 
 def table(first_heading: str) -> dict[str, list[str]]:
-    """The cells of each row of a table, by the name in the first."""
-    found = re.search(rf"^\| {first_heading} \|.*\n\|[-|]+\n((?:\|.*\n)+)", TEXT, re.M)
-    assert found is not None, f"no table headed {first_heading}"
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in found[1].splitlines()]
-    return {cells[0].strip("`"): cells[1:] for cells in rows}
+    """The other cells of each row of a table, by the name in the first."""
+    return {cells[0].strip("`"): cells[1:] for cells in RECIPES.table(first_heading)}
 
 
 def test_the_table_of_keys_has_them_all_with_their_defaults() -> None:
@@ -70,12 +67,12 @@ def test_the_table_of_shipped_recipes_has_them_all() -> None:
 
 
 def test_the_example_is_a_recipe() -> None:
-    (example,) = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.M | re.S)
+    (example,) = RECIPES.blocks("yaml")
     assert parse_model(Recipe, yaml.safe_load(example)).batch.samples_per_prompt == 8
 
 
 def test_what_the_fingerprint_leaves_out_exists_and_is_documented() -> None:
-    (passage,) = re.findall(r"^A checkpoint is refused.*?(?=\n\n)", TEXT, re.M | re.S)
+    (passage,) = re.findall(r"^A checkpoint is refused.*?(?=\n\n)", RECIPES.text, re.M | re.S)
     known = set(all_keys(Recipe))
     for key, left_out in NOT_IN_FINGERPRINT.items():
         assert key in known

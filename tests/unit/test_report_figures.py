@@ -1,4 +1,4 @@
-"""The report's figures, held against traces and numbers small enough to reckon by hand."""
+"""The report's figures, for traces and metrics small enough to calculate by hand."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import pytest
 from handmade_runs import metrics_rows, recipe, write_run
 from handmade_traces import SECOND, helped_trace, large_trace, on_policy_trace, span
 
-from digenrl.telemetry.report import curves, headline
-from digenrl.telemetry.report.content import about, headline_of, techniques, utilisation
-from digenrl.telemetry.report.grids import choose_evenly, grids
-from digenrl.telemetry.report.lane_shares import Window, mean_busy, shares_of_lanes, steady_window, step_windows
-from digenrl.telemetry.report.reading import read_run
-from digenrl.telemetry.report.records import StepMetrics
-from digenrl.telemetry.report.timeline import kinds_in, pack_intervals, timeline
+from digenrl.report import curves, headline
+from digenrl.report.content import about, headline_of, techniques, utilisation
+from digenrl.report.grids import choose_evenly, grids
+from digenrl.report.timeline import kinds_in, pack_intervals, timeline
+from digenrl.run_folder.metric_lines import StepRecord
+from digenrl.run_folder.reading import read_run
+from digenrl.telemetry.lane_shares import Window, lane_shares, mean_busy, steady_window, step_windows
 from digenrl.telemetry.trace import LaneInfo, Trace, Work
-from digenrl.telemetry.utilisation import lane_busy_shares
+from digenrl.telemetry.utilisation import lane_uses
 
 
-def steps_of(*values: dict[str, float]) -> tuple[StepMetrics, ...]:
-    return tuple(StepMetrics(number, each) for number, each in enumerate(values))
+def steps_of(*values: dict[str, float]) -> tuple[StepRecord, ...]:
+    return tuple(StepRecord(number, each) for number, each in enumerate(values))
 
 
 def test_a_step_lasts_from_commit_to_commit() -> None:
@@ -29,13 +29,13 @@ def test_a_step_lasts_from_commit_to_commit() -> None:
     assert windows == {0: Window(0, 9 * SECOND), 1: Window(9 * SECOND, 19 * SECOND)}
 
 
-def test_the_steady_state_leaves_out_the_first_step() -> None:
+def test_the_steady_state_excludes_the_first_step() -> None:
     assert steady_window(on_policy_trace()) == Window(9 * SECOND, 19 * SECOND)
     assert steady_window(helped_trace()) is None
 
 
-def test_shares_of_a_window_are_those_reckoned_by_hand() -> None:
-    shares = shares_of_lanes(on_policy_trace(), Window(9 * SECOND, 19 * SECOND))
+def test_shares_of_a_window_are_those_calculated_by_hand() -> None:
+    shares = lane_shares(on_policy_trace(), Window(9 * SECOND, 19 * SECOND))
     assert shares["fast"].works == {Work.GENERATE: pytest.approx(0.4)}
     assert shares["slow"].works == {Work.GENERATE: pytest.approx(0.6)}
     assert shares["reward-0"].idle == pytest.approx(0.8)
@@ -44,7 +44,7 @@ def test_shares_of_a_window_are_those_reckoned_by_hand() -> None:
 
 
 def test_a_card_that_works_in_another_row_is_neither_idle_nor_busy_with_its_own() -> None:
-    shares = shares_of_lanes(helped_trace(), Window(0, 14 * SECOND))
+    shares = lane_shares(helped_trace(), Window(0, 14 * SECOND))
     assert shares["helper-0"].works == {Work.HELP: pytest.approx(5 / 14)}
     assert shares["helper-0"].elsewhere == pytest.approx(5 / 14)
     assert shares["trainer"].elsewhere == pytest.approx(5 / 14)
@@ -52,26 +52,26 @@ def test_a_card_that_works_in_another_row_is_neither_idle_nor_busy_with_its_own(
 
 
 @pytest.mark.parametrize("trace", [on_policy_trace(), helped_trace(), large_trace()])
-def test_shares_fill_the_time_and_agree_with_the_busy_shares_of_other_pictures(trace: Trace) -> None:
-    shares = shares_of_lanes(trace, Window(0, trace.end_ns))
-    for name, busy in lane_busy_shares(trace).items():
-        assert shares[name].busy == pytest.approx(busy)
+def test_shares_fill_the_time_and_agree_with_the_busy_shares_of_the_whole_run(trace: Trace) -> None:
+    shares = lane_shares(trace, Window(0, trace.end_ns))
+    for name, use in lane_uses(trace).items():
+        assert shares[name].busy == pytest.approx(use.busy_share)
     for name in ("trainer", "reward-0"):
         if name in shares:
             parts = [*shares[name].works.values(), shares[name].elsewhere, shares[name].idle]
             assert sum(parts) == pytest.approx(1.0)
 
 
-def test_a_lane_that_came_late_is_not_idle_before() -> None:
+def test_a_lane_that_joined_late_is_not_idle_before() -> None:
     lanes = (LaneInfo("late", "generator", joined_ns=4 * SECOND), LaneInfo("gone", "generator", left_ns=SECOND))
     trace = Trace(lanes, (span("late", Work.GENERATE, 4, 7), span("gone", Work.GENERATE, 0, 1)), 10 * SECOND)
-    assert shares_of_lanes(trace, Window(0, 10 * SECOND))["late"].idle == pytest.approx(0.5)
-    assert "gone" not in shares_of_lanes(trace, Window(2 * SECOND, 10 * SECOND))
+    assert lane_shares(trace, Window(0, 10 * SECOND))["late"].idle == pytest.approx(0.5)
+    assert "gone" not in lane_shares(trace, Window(2 * SECOND, 10 * SECOND))
 
 
 def test_helper_rows_do_not_count_twice_in_the_mean() -> None:
     trace = helped_trace()
-    shares = shares_of_lanes(trace, Window(0, trace.end_ns))
+    shares = lane_shares(trace, Window(0, trace.end_ns))
     assert mean_busy(trace.lanes, shares) == pytest.approx((12 / 14 + 10 / 14) / 2)
     assert mean_busy((), shares) is None
 
@@ -84,7 +84,7 @@ def test_the_reward_of_a_long_run_is_averaged_at_its_ends() -> None:
     assert headline.reward_change(()) is None
 
 
-def test_samples_per_second_leave_out_the_step_that_warms_up() -> None:
+def test_samples_per_second_exclude_the_first_step() -> None:
     slow, quick = {"samples": 4, "step_s": 100.0}, {"samples": 4, "step_s": 2.0}
     assert headline.samples_per_second(steps_of(slow, quick, quick)) == 2.0
     assert headline.samples_per_second(steps_of(slow)) == 0.04
@@ -97,7 +97,7 @@ def test_shares_are_of_samples_not_of_steps() -> None:
     assert headline.share_of_samples(steps, "helped_share") is None
 
 
-def test_every_step_is_held_against_the_newest_prediction() -> None:
+def test_every_step_is_compared_with_the_newest_prediction() -> None:
     steps = steps_of(
         {"step_s": 50.0},
         {"step_s": 10.0, "predicted_step_s": 11.0},
@@ -105,12 +105,12 @@ def test_every_step_is_held_against_the_newest_prediction() -> None:
         {"step_s": 8.0, "predicted_step_s": 10.0},
         {"reward_mean": 1.0},
     )
-    found = headline.prediction(steps)
+    found = headline.prediction_accuracy(steps)
     assert found is not None
     assert (found.steps, found.predicted_s, found.measured_s) == ((1, 2, 3), (11.0, 11.0, 10.0), (10.0, 20.0, 8.0))
     assert found.errors == pytest.approx((0.1, -0.45, 0.25))
     assert found.median_error == pytest.approx(0.25)
-    assert headline.prediction(steps[:1]) is None
+    assert headline.prediction_accuracy(steps[:1]) is None
 
 
 def test_the_headline_of_the_handmade_run(tmp_path: Path) -> None:
@@ -138,11 +138,11 @@ def test_where_all_lanes_share_a_card_the_headline_is_the_cards_and_no_mean_over
     trace = Trace(lanes, spans, 10 * SECOND, shared_cards=True)
     shown = headline_of(read_run(write_run(tmp_path / "run", settings=settings, trace=trace)))
     assert (shown["busy_of"], shown["busy"]) == ("Card", pytest.approx(0.8))
-    assert shown["stale_share"] is shown["helped_share"] is None, "nobody overlaps"
+    assert shown["stale_share"] is shown["helped_share"] is None, "nothing overlaps"
     assert [each["name"] for each in techniques(settings)] == ["TSP"]
 
 
-def test_a_run_that_has_just_begun_has_no_headline(tmp_path: Path) -> None:
+def test_a_run_that_has_just_started_has_no_headline(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", metrics=[], evaluations=[])
     (folder / "spans.jsonl").unlink()
     shown = headline_of(read_run(folder))
@@ -150,7 +150,7 @@ def test_a_run_that_has_just_begun_has_no_headline(tmp_path: Path) -> None:
     assert shown["held_out"] == {}
 
 
-def test_the_run_is_told_in_words(tmp_path: Path) -> None:
+def test_the_most_important_settings_are_listed(tmp_path: Path) -> None:
     words = dict(about(read_run(write_run(tmp_path / "run"))))
     assert words["Batch"] == "2 prompts × 2 samples, slice auto"
     assert words["Trained"] == "LoRA of rank 8, learning rate 0.0003"
@@ -158,19 +158,19 @@ def test_the_run_is_told_in_words(tmp_path: Path) -> None:
     assert words["Lanes"] == "local: 2 generator (cpu), 1 reward (cpu), 1 trainer (cpu)"
 
 
-def test_several_rewards_show_their_weights_and_a_control_is_told(tmp_path: Path) -> None:
+def test_several_rewards_show_their_weights_and_a_control_is_marked(tmp_path: Path) -> None:
     rewards = [{"name": "ocr", "weight": 0.7}, {"name": "jpeg_compressibility", "weight": 0.3}]
     settings = recipe(rewards=rewards, shuffled_rewards=True)
     words = dict(about(read_run(write_run(tmp_path / "run", settings=settings))))
     assert words["Rewards"] == "0.7 × ocr + 0.3 × jpeg_compressibility, shuffled within groups (control)"
 
 
-def test_techniques_tell_what_was_off() -> None:
+def test_techniques_show_what_was_off() -> None:
     states = {each["name"]: (each["on"], each["setting"]) for each in techniques(recipe())}
     assert states == {"GAP": (True, ""), "TSP": (True, ""), "TAG": (False, ""), "TCSS": (True, "25%")}
 
 
-def test_every_number_of_a_step_is_shown_in_one_chart(tmp_path: Path) -> None:
+def test_every_metric_is_shown_in_one_chart(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run"))
     (reward,) = curves.reward_charts(run)
     assert (reward.x, reward.series[0].y, reward.series[0].spread) == ((0, 1), (0.25, 0.5), (0.1, 0.1))
@@ -201,7 +201,7 @@ def unpacked(packed: dict[str, Any], lane: str) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("trace", [on_policy_trace(), helped_trace(), large_trace()])
 def test_packed_spans_hold_what_the_trace_holds(tmp_path: Path, trace: Trace) -> None:
     packed = timeline(read_run(write_run(tmp_path / "run", trace=trace)))
-    kinds = [(kind.work, kind.look.stale) for kind in kinds_in(trace)]
+    kinds = [(kind.work, kind.style.stale) for kind in kinds_in(trace)]
     for lane in trace.lanes:
         expected = {
             (
@@ -216,26 +216,26 @@ def test_packed_spans_hold_what_the_trace_holds(tmp_path: Path, trace: Trace) ->
         assert set(unpacked(packed, lane.name)) == expected
 
 
-def test_packed_neighbours_still_touch() -> None:
+def test_packed_neighbours_stay_adjacent() -> None:
     assert pack_intervals(((0, 1_500), (1_500, 9_999), (20_000, 21_000))) == [0, 1, 1, 8, 19, 1]
 
 
-def test_stale_and_helped_and_parallel_work_is_marked(tmp_path: Path) -> None:
+def test_stale_helped_and_concurrent_work_is_marked(tmp_path: Path) -> None:
     packed = timeline(read_run(write_run(tmp_path / "run", trace=large_trace())))
-    marks = {(kind["work"], kind["stale"]): (kind["helped"], kind["beside"]) for kind in packed["kinds"]}
+    marks = {(kind["work"], kind["stale"]): (kind["helped"], kind["concurrent"]) for kind in packed["kinds"]}
     assert marks["generate", False] == marks["generate", True] == (False, False)
     assert marks["help", False] == (True, False)
     assert marks["publish", False] == (False, True)
 
 
-def test_use_of_the_lanes_is_told_for_the_run_and_the_steady_state(tmp_path: Path) -> None:
+def test_lane_shares_are_given_for_the_run_and_the_steady_state(tmp_path: Path) -> None:
     shown = utilisation(read_run(write_run(tmp_path / "run")))
     assert (shown["run"]["seconds"], shown["steady"]["seconds"]) == (19.0, 10.0)
     assert shown["run"]["lanes"]["fast"]["works"] == {"generate": pytest.approx(8 / 19)}
     assert utilisation(read_run(write_run(tmp_path / "one", trace=helped_trace())))["steady"] is None
 
 
-def test_long_runs_show_some_of_their_grids_and_always_both_ends() -> None:
+def test_long_runs_show_some_of_their_grids_and_always_the_first_and_last() -> None:
     assert choose_evenly([1] * 5, most=24, most_bytes=100) == (0, 1, 2, 3, 4)
     assert choose_evenly([1] * 100, most=3, most_bytes=100) == (0, 50, 99)
     assert choose_evenly([10] * 9, most=9, most_bytes=50) == (0, 2, 4, 6, 8)
@@ -244,8 +244,8 @@ def test_long_runs_show_some_of_their_grids_and_always_both_ends() -> None:
     assert choose_evenly([], most=9, most_bytes=50) == ()
 
 
-def test_a_grid_carries_its_picture(tmp_path: Path) -> None:
-    packed = grids(read_run(write_run(tmp_path / "run")).evaluations)
+def test_a_grid_is_embedded_as_an_image(tmp_path: Path) -> None:
+    packed = grids(read_run(write_run(tmp_path / "run")))
     assert packed["written"] == len(packed["shown"]) == 2
     assert packed["shown"][0]["image"].startswith("data:image/png;base64,iVBOR")
     assert [entry["step"] for entry in packed["shown"]] == [0, 2]

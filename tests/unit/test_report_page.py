@@ -1,4 +1,4 @@
-"""The page itself: one file, safe against whatever a prompt says, complete or absent."""
+"""The page: one file, safe against any prompt, complete or absent."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ import pytest
 from handmade_runs import NASTY_PROMPT, write_run
 from handmade_traces import on_policy_trace
 
-from digenrl.config.reading import ConfigError
+from digenrl.report.page import embedded
+from digenrl.report.page import write_report as write_report_of
+from digenrl.run_folder.reading import read_run
 from digenrl.telemetry.perfetto import perfetto_json
-from digenrl.telemetry.report.page import embedded, write_report
+
+
+def write_report(folder: Path) -> Path:
+    return write_report_of(read_run(folder))
 
 
 class Elements(HTMLParser):
-    """Every element's name and attributes, and the text inside of scripts."""
+    """Every element's name and attributes, and the text inside scripts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -42,7 +47,7 @@ def content_in(page: Path) -> dict[str, Any]:
     return dict(json.loads(found[1]))
 
 
-def test_the_page_holds_the_run_and_the_trace_lies_beside(tmp_path: Path) -> None:
+def test_the_page_has_the_run_and_the_trace_is_written_beside_it(tmp_path: Path) -> None:
     page = write_report(write_run(tmp_path / "run"))
     assert page == tmp_path / "run" / "report.html"
     content = content_in(page)
@@ -52,7 +57,7 @@ def test_the_page_holds_the_run_and_the_trace_lies_beside(tmp_path: Path) -> Non
     assert not list((tmp_path / "run").glob("*.partial"))
 
 
-def test_a_prompt_cannot_leave_the_data_it_is_in(tmp_path: Path) -> None:
+def test_a_prompt_cannot_escape_from_the_embedded_data(tmp_path: Path) -> None:
     page = write_report(write_run(tmp_path / "run"))
     assert content_in(page)["grids"]["shown"][0]["cells"][1]["prompt"] == NASTY_PROMPT
     elements = Elements(page.read_text())
@@ -62,7 +67,7 @@ def test_a_prompt_cannot_leave_the_data_it_is_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["</script>", "<!-- <script>", "a & b", "\u2028", "\ud800", 'quote " and \\'])
-def test_embedded_text_reads_back_as_it_was(text: str) -> None:
+def test_embedded_text_is_read_back_unchanged(text: str) -> None:
     packed = embedded({"text": text})
     assert json.loads(packed) == {"text": text}
     assert not set("<>&\u2028\ud800") & set(packed)
@@ -72,7 +77,7 @@ def test_embedded_numbers_are_short_and_never_invalid() -> None:
     assert embedded([0.1234567891, float("inf"), 123456789, True]) == "[0.123457,null,123456789,true]"
 
 
-def test_the_page_names_no_other_place(tmp_path: Path) -> None:
+def test_the_page_refers_to_no_other_file(tmp_path: Path) -> None:
     elements = Elements(write_report(write_run(tmp_path / "run")).read_text())
     assert not {name for name, _ in elements.attributes} & {"src", "href", "srcset", "action"}
     (policy,) = [value for name, value in elements.attributes if name == "content" and "-src" in value]
@@ -85,13 +90,7 @@ def test_scripts_never_parse_text_as_markup(tmp_path: Path) -> None:
         assert word not in script
 
 
-def test_a_report_can_be_written_again_and_again(tmp_path: Path) -> None:
+def test_a_report_is_reproducible(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     first = write_report(folder).read_bytes()
     assert write_report(folder).read_bytes() == first
-
-
-def test_no_page_is_written_for_a_folder_that_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not the folder of a run"):
-        write_report(tmp_path)
-    assert not list(tmp_path.iterdir())

@@ -8,25 +8,26 @@ from typing import Any
 
 import pytest
 import torch
+from digenrl.worker.orders import EncodedPrompt, EncodePrompts, EvaluatePrompts, MakeSlice, RehearseMaking
+from digenrl.worker.roles import Encoding, Generating
 from live_runs import TINY
 from torch import Tensor
 from toy_model import TOY_SIZE, ToyModel
 
+from digenrl.config.algorithms import Needs
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipe import Recipe
+from digenrl.config.windows import AllSteps
 from digenrl.exchange.folder import ExchangeFolder, WeightsReference
 from digenrl.exchange.tensors import TensorExchange
 from digenrl.generation.rollout import GeneratedSlice, decode_slice, generate_slice
 from digenrl.generation.row_limits import RowLimit
-from digenrl.generation.windows import AllSteps, plan_rollouts
+from digenrl.generation.windows import plan_rollouts
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.pairs import Needs
 from digenrl.models.registry import make_tiny_pipeline
 from digenrl.models.trajectory import StepNoise
 from digenrl.records import Lease, Slice
 from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
-from digenrl.worker.orders import EncodedPrompt, EncodePrompts, EvaluatePrompts, MakeSlice, RehearseMaking
-from digenrl.worker.roles import Encoding, Generating
 
 GROUP = Slice(step=0, group=0, first=0, size=5)
 

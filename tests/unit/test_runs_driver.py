@@ -10,21 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from digenrl.driver.evaluation import HeldOutScore
+from digenrl.worker.orders import Order, SaveCheckpoint, ScoreEvaluation
 from fake_crew import FakeRun, fake_recipe
 from PIL import Image
-from watched_runs import KeptNumbers, opening_of, watch
+from watched_runs import KeptNumbers, initial_state_of, watch
 
 from digenrl.config.reading import ConfigError
-from digenrl.driver.evaluation import HeldOutScore
 from digenrl.driver.supervisor import WorkerFailedError
 from digenrl.loop import drive
-from digenrl.metrics.step_metrics import Evaluation
 from digenrl.records import Committed, LaneOffer, SampleId, WorkerJoined, WorkerLost
 from digenrl.run_folder.folder import LaneEntry, RunFolder, RunLines
-from digenrl.run_folder.grids import GAP, columns_for, write_grid
+from digenrl.run_folder.grids import GAP, write_grid
 from digenrl.run_folder.lane_entries import LaneRecorder, lanes_of_whole_run
 from digenrl.run_folder.lines import JsonLines, read_lines
-from digenrl.run_folder.span_writer import SpanWriter
+from digenrl.run_folder.metric_lines import EvaluationRecord
+from digenrl.run_folder.spans import SpanWriter
 from digenrl.runs.checkpointer import Checkpointer, RunPosition
 from digenrl.runs.held_out import HeldOut
 from digenrl.runs.resuming import find_resume_point, kept_positions
@@ -34,7 +35,6 @@ from digenrl.simulation.virtual_cluster import VirtualCluster
 from digenrl.telemetry.trace import Span, Work
 from digenrl.training.checkpoint.format import STATE_FILE, WHOLE, CheckpointContent
 from digenrl.worker import stages
-from digenrl.worker.orders import Order, SaveCheckpoint, ScoreEvaluation
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 
@@ -62,15 +62,11 @@ def test_a_grid_shows_pictures_row_by_row_with_their_words(tmp_path: Path) -> No
     for index, colour in enumerate(colours):
         row, column = divmod(index, 2)
         assert image.getpixel((GAP + column * (6 + GAP), GAP + row * (4 + GAP))) == colour
-    words = json.loads(folder.grid_words(20).read_text())
+    words = json.loads(folder.grid_captions(20).read_text())
     assert words["columns"] == 2
     assert [item["prompt"] for item in words["items"]] == [f"prompt {index}" for index in range(5)]
     assert words["items"][3] == {"prompt": "prompt 3", "reward": 1.5, "parts": {"ocr": 1.0}}
     assert not pictures.exists()
-
-
-def test_a_grid_is_about_square_and_at_most_eight_wide() -> None:
-    assert [columns_for(count) for count in (1, 2, 3, 4, 9, 16, 63, 64, 500)] == [1, 1, 1, 2, 3, 4, 7, 8, 8]
 
 
 # --- Spans -------------------------------------------------------------------------------------------------------
@@ -123,7 +119,7 @@ def test_the_second_signal_ends_the_run_at_once(second: signal.Signals) -> None:
 def test_predictions_come_with_the_costs_of_a_commit_and_match_a_run_of_those_costs() -> None:
     from digenrl.records import CostsMeasured
 
-    opening = opening_of(steps=12)
+    opening = initial_state_of(steps=12)
     told: dict[int, float] = {}
     foresight = StepTimePrediction(lambda step, seconds: told.update({step: seconds}))
     numbers = KeptNumbers()
@@ -208,7 +204,7 @@ def test_a_newer_version_is_saved_although_an_older_one_is_still_being_saved(tmp
     kept.keeper.save()
     kept.run.runtime.receive = lambda: None  # type: ignore[method-assign]  the trainer takes its time
     assert kept.run.crew.orders_of("trainer") == [SaveCheckpoint]
-    kept.keeper.bookmark = RunPosition(1, 5, 9, kept.lines.positions())
+    kept.keeper.position = RunPosition(1, 5, 9, kept.lines.positions())
     del kept.run.runtime.receive
     kept.run.crew.answer("trainer")
     kept.run.crew._batch = 1
@@ -225,7 +221,7 @@ def test_a_bookmark_has_the_length_of_every_file_at_the_commit(tmp_path: Path) -
     order = next(order for _, order in kept.run.crew.log if isinstance(order, SaveCheckpoint))
     assert order.facts["positions"] == {"journal": 0, "spans": 0, "metrics": 11, "evaluations": 0}
     assert order.facts["fingerprint"] == "print"
-    assert order.facts["leases_issued"] == 6
+    assert order.facts["jobs_issued"] == 6
 
 
 # --- Held-out prompts --------------------------------------------------------------------------------------------
@@ -240,7 +236,7 @@ class HeldOutRun(Kept):
         super().__init__(tmp_path, evaluation={"prompts": {"path": str(held_out)}, "every": 2, "batch": 1})
         if fails is not None:
             self.run.crew._fails = fails
-        self.numbers: list[Evaluation] = []
+        self.numbers: list[EvaluationRecord] = []
         self.words: list[str] = []
         self.held_out = HeldOut(
             self.folder, self.run.runtime, self.run.clock, self._take, self.spans.append, self.words.append
@@ -257,7 +253,7 @@ class HeldOutRun(Kept):
 
         self.run.crew._carry_out[EvaluatePrompts] = with_pictures
 
-    def _take(self, evaluation: Evaluation) -> None:
+    def _take(self, evaluation: EvaluationRecord) -> None:
         self.numbers.append(evaluation)
         self.lines.evaluations.append({"step": evaluation.steps_done})
 
@@ -268,7 +264,7 @@ def test_a_run_is_evaluated_before_the_first_step_every_so_often_and_after_the_l
     drive(run.state, run.run.runtime, (run.held_out,))
     run.held_out.finish()
     assert [numbers.steps_done for numbers in run.numbers] == [0, 2, 3]
-    assert run.numbers[0].numbers == {"reward_mean": 1.0, "reward/size": 1.0}
+    assert run.numbers[0].values == {"reward_mean": 1.0, "reward/size": 1.0}
     assert run.numbers[0].count == 3
     assert run.numbers[0].grid == "samples/step_000000.png"
     assert not list(run.folder.samples.glob(".step_*"))
@@ -330,9 +326,9 @@ def test_a_worker_that_breaks_in_the_first_evaluation_is_told_with_details(tmp_p
 
 def test_lanes_that_leave_and_join_are_written_down(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
-    state = opening_of()
+    state = initial_state_of()
     entries = [LaneEntry(name=lane.name, pool="generator", device="cpu") for lane in state.lanes]
-    folder.describe(lanes=(*entries, LaneEntry(name="trainer", pool="trainer", device="cpu")))
+    folder.update_info(lanes=(*entries, LaneEntry(name="trainer", pool="trainer", device="cpu")))
     book = LaneRecorder(folder, {"new": "cuda:3"})
     book.observe(WorkerLost(70, lane=1), (), state)
     book.observe(WorkerJoined(90, LaneOffer("new", 5)), (), state)
@@ -360,7 +356,7 @@ def test_a_run_that_goes_on_knows_the_lanes_that_it_had() -> None:
 def write_checkpoint(folder: RunFolder, step: int, **facts: Any) -> None:
     from digenrl.config.recipe_files import fingerprint
 
-    known = {"at_ns": 5, "leases_issued": 6, "positions": {}, "fingerprint": fingerprint(folder.recipe)}
+    known = {"at_ns": 5, "jobs_issued": 6, "positions": {}, "fingerprint": fingerprint(folder.recipe)}
     path = folder.checkpoint(step)
     path.mkdir(exist_ok=True)
     CheckpointContent(WHOLE, step, {}, {**known, **facts}, {}).write(path)
@@ -376,7 +372,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     standing = find_resume_point(folder)
     assert standing is not None
     assert standing.checkpoint == folder.checkpoint(1_000_000)
-    assert standing.bookmark == RunPosition(1_000_000, 5, 6, {})
+    assert standing.position == RunPosition(1_000_000, 5, 6, {})
 
 
 def test_a_run_without_a_checkpoints_folder_begins_again(tmp_path: Path) -> None:
@@ -398,7 +394,7 @@ def test_damaged_and_foreign_checkpoints_are_told_in_one_line(tmp_path: Path) ->
             find_resume_point(folder)
         assert "\n" not in str(caught.value)
     CheckpointContent(WHOLE, 3, {}, {"at_ns": 1}, {}).write(folder.checkpoint(3))
-    with pytest.raises(ConfigError, match=r"step_000003: .*leases_issued"):
+    with pytest.raises(ConfigError, match=r"step_000003: .*jobs_issued"):
         find_resume_point(folder)
 
 
@@ -409,7 +405,7 @@ def test_evaluations_of_versions_that_are_kept_are_kept_wherever_they_stand(tmp_
     positions = lines.positions()
     for step in (10, 20, 30):
         lines.evaluations.append({"step": step})
-    lines.cut_back(kept_positions(folder, RunPosition(20, 0, 0, positions)))
+    lines.truncate(kept_positions(folder, RunPosition(20, 0, 0, positions)))
     assert [line["step"] for line in read_lines(folder.evaluations)] == [0, 10, 20]
     folder.evaluations.write_bytes(b'{"step":0}\n{"step"')
     assert kept_positions(folder, RunPosition(20, 0, 0, positions)) == positions

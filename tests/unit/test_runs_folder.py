@@ -1,4 +1,4 @@
-"""A run's folder: created once, opened again, held by one process."""
+"""A run's folder: created once, opened again, locked by one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 from handmade_runs import recipe
 
 from digenrl.config.reading import ConfigError
-from digenrl.run_folder.folder import LaneEntry, RunFolder, RunLines, Status, numbered_path
+from digenrl.run_folder.folder import FORMAT, LaneEntry, RunFolder, RunLines, Status, numbered_path
 from digenrl.run_folder.lines import read_lines
 
 STARTED = datetime(2025, 3, 1, 12, 30, tzinfo=UTC)
@@ -26,7 +26,7 @@ def _create(path: Path) -> RunFolder:
 def test_a_created_run_is_opened_with_the_same_recipe_and_description(tmp_path: Path) -> None:
     created = _create(tmp_path / "runs" / "demo")
     lanes = (LaneEntry(name="gpu-0", pool="generator", device="cuda:0"),)
-    created.describe(lanes=lanes, opening={"slice_s": {"gpu-0": 1.5}})
+    created.update_info(lanes=lanes, initial_state={"slice_s": {"gpu-0": 1.5}})
     opened = RunFolder.open(created.path)
     assert opened.recipe == created.recipe == recipe()
     assert opened.info == created.info
@@ -34,11 +34,11 @@ def test_a_created_run_is_opened_with_the_same_recipe_and_description(tmp_path: 
     assert opened.info.started == STARTED
 
 
-def test_the_files_say_what_the_contract_of_a_run_says(tmp_path: Path) -> None:
+def test_config_and_run_json_have_the_documented_content(tmp_path: Path) -> None:
     folder = _create(tmp_path / "demo")
     assert yaml.safe_load(folder.config.read_text()) == recipe().model_dump(mode="json")
     content = json.loads(folder.run.read_text())
-    assert content["format"] == 1
+    assert content["format"] == FORMAT
     assert content["name"] == "handmade"
     assert datetime.fromisoformat(content["started"]) == STARTED
     assert content["status"] == "running"
@@ -46,14 +46,14 @@ def test_the_files_say_what_the_contract_of_a_run_says(tmp_path: Path) -> None:
     assert folder.checkpoint(12) == tmp_path / "demo" / "checkpoints" / "step_000012"
 
 
-def test_an_empty_folder_may_be_used_and_any_other_not(tmp_path: Path) -> None:
+def test_a_run_is_created_only_in_an_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     _create(tmp_path / "empty")
-    with pytest.raises(ConfigError, match="holds a run already; resume it"):
+    with pytest.raises(ConfigError, match="contains a run; resume it"):
         _create(tmp_path / "empty")
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").touch()
-    with pytest.raises(ConfigError, match=r"photos: is not empty, it has cat.jpg; name a new folder"):
+    with pytest.raises(ConfigError, match=r"photos: is not empty.*cat.jpg"):
         _create(tmp_path / "photos")
     assert [entry.name for entry in (tmp_path / "photos").iterdir()] == ["cat.jpg"]
     (tmp_path / "file").touch()
@@ -61,10 +61,10 @@ def test_an_empty_folder_may_be_used_and_any_other_not(tmp_path: Path) -> None:
         _create(tmp_path / "file")
 
 
-def test_what_is_no_run_cannot_be_opened(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no such folder"):
+def test_a_folder_that_is_not_a_run_cannot_be_opened(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
         RunFolder.open(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"holds no run: config.yaml and run.json are missing"):
+    with pytest.raises(ConfigError, match=r"not a run.*run.json and config.yaml missing"):
         RunFolder.open(tmp_path)
 
 
@@ -75,26 +75,31 @@ def test_a_run_with_one_file_missing_or_damaged_names_the_file(tmp_path: Path, n
     with pytest.raises(ConfigError, match=f"{name}: not valid YAML or JSON"):
         RunFolder.open(folder.path)
     (folder.path / name).unlink()
-    with pytest.raises(ConfigError, match=f"{name} is missing"):
+    with pytest.raises(ConfigError, match=f"{name} missing"):
         RunFolder.open(folder.path)
 
 
-def test_a_wrong_key_of_a_recipe_on_disk_is_told_as_in_any_recipe(tmp_path: Path) -> None:
+def test_an_unknown_key_in_the_recipe_on_disk_is_an_error_as_in_any_recipe(tmp_path: Path) -> None:
     folder = _create(tmp_path / "demo")
     folder.config.write_text(folder.config.read_text() + "stepps: 3\n")
-    with pytest.raises(ConfigError, match=r"config.yaml: stepps: unknown key; did you mean 'steps'"):
+    with pytest.raises(ConfigError, match=r"config.yaml: stepps: .*'steps'"):
         RunFolder.open(folder.path)
 
 
 def test_a_run_of_another_format_asks_for_the_version_that_wrote_it(tmp_path: Path) -> None:
     folder = _create(tmp_path / "demo")
     content = json.loads(folder.run.read_text())
-    folder.run.write_text(json.dumps({**content, "format": 2, "new_key": 1}))
-    with pytest.raises(ConfigError, match=r"format 2, this digenrl .* reads 1; use the version that wrote it"):
-        RunFolder.open(folder.path)
+    folder.config.write_text("a_key_that_recipes_no_longer_have: 1")
+    for found in (FORMAT - 1, FORMAT + 1, None):
+        folder.run.write_text(json.dumps({**content, "format": found, "digenrl": "0.0.7", "other_key": 1}))
+        with pytest.raises(
+            ConfigError, match=rf"format {found}, .* reads format {FORMAT}: use digenrl 0.0.7"
+        ) as raised:
+            RunFolder.open(folder.path)
+        assert "\n" not in str(raised.value)
 
 
-def test_status_changes_are_on_disk_at_once_and_leave_no_partial_file(tmp_path: Path) -> None:
+def test_a_status_change_is_written_immediately_and_leaves_no_partial_file(tmp_path: Path) -> None:
     folder = _create(tmp_path / "demo")
     for status in Status:
         folder.set_status(status)
@@ -102,12 +107,12 @@ def test_status_changes_are_on_disk_at_once_and_leave_no_partial_file(tmp_path: 
     assert not list(folder.path.glob("*.partial"))
 
 
-def test_two_cannot_train_in_one_folder_and_the_message_names_the_process(tmp_path: Path) -> None:
+def test_two_processes_cannot_train_in_one_folder_and_the_error_names_the_holder(tmp_path: Path) -> None:
     first, second = _create(tmp_path / "demo"), RunFolder.open(tmp_path / "demo")
     with first.locked():
         assert second.is_locked()
         with (
-            pytest.raises(ConfigError, match=r"demo: process \d+ is training in this folder; wait for it"),
+            pytest.raises(ConfigError, match=r"demo: process \d+ is training"),
             second.locked(),
         ):
             pass
@@ -116,7 +121,7 @@ def test_two_cannot_train_in_one_folder_and_the_message_names_the_process(tmp_pa
         pass
 
 
-def test_a_killed_process_leaves_its_folder_free_and_its_run_interrupted(tmp_path: Path) -> None:
+def test_a_killed_process_releases_the_lock_and_its_run_counts_as_interrupted(tmp_path: Path) -> None:
     folder = _create(tmp_path / "demo")
     hold = (
         "import sys, pathlib\n"
@@ -130,19 +135,19 @@ def test_a_killed_process_leaves_its_folder_free_and_its_run_interrupted(tmp_pat
     )
     assert holder.stdout is not None and holder.stdin is not None
     assert holder.stdout.readline() == "locked\n"
-    assert folder.standing() is Status.RUNNING
+    assert folder.actual_status() is Status.RUNNING
     with pytest.raises(ConfigError, match=f"process {holder.pid} is training"), folder.locked():
         pass
     holder.kill()
     holder.wait()
     holder.stdin.close()
     holder.stdout.close()
-    assert folder.standing() is Status.INTERRUPTED
+    assert folder.actual_status() is Status.INTERRUPTED
     folder.set_status(Status.FINISHED)
-    assert folder.standing() is Status.FINISHED
+    assert folder.actual_status() is Status.FINISHED
 
 
-def test_runs_of_one_name_are_numbered_on(tmp_path: Path) -> None:
+def test_runs_of_one_name_are_numbered(tmp_path: Path) -> None:
     names = [numbered_path(tmp_path / "runs", "demo").name for _ in range(3)]
     assert names == ["demo-1", "demo-2", "demo-3"]
     (tmp_path / "runs" / "demo-2").rmdir()
@@ -152,34 +157,34 @@ def test_runs_of_one_name_are_numbered_on(tmp_path: Path) -> None:
     assert _create(numbered_path(tmp_path / "runs", "demo")).path.name == "demo-5"
 
 
-def test_all_growing_files_go_back_to_the_checkpoint(tmp_path: Path) -> None:
+def test_all_line_files_are_truncated_to_the_checkpoint(tmp_path: Path) -> None:
     folder = _create(tmp_path / "demo")
     lines = RunLines(folder)
-    growing = (lines.journal, lines.spans, lines.metrics, lines.evaluations)
-    for each in growing:
+    files = (lines.journal, lines.spans, lines.metrics, lines.evaluations)
+    for each in files:
         each.append({"before": each.path.name})
     checkpoint = json.loads(json.dumps(lines.positions()))
-    for each in growing:
+    for each in files:
         each.append({"after": each.path.name})
     lines.close()
 
     again = RunLines(RunFolder.open(folder.path))
-    again.cut_back(checkpoint)
+    again.truncate(checkpoint)
     again.close()
     for path in (folder.journal, folder.spans, folder.metrics, folder.evaluations):
         assert list(read_lines(path)) == [{"before": path.name}]
 
 
-def test_a_run_without_a_checkpoint_begins_again_with_empty_files(tmp_path: Path) -> None:
+def test_clearing_empties_all_line_files(tmp_path: Path) -> None:
     lines = RunLines(_create(tmp_path / "demo"))
     lines.metrics.append({"step": 0})
-    lines.cut_to_nothing()
+    lines.clear()
     assert set(lines.positions().values()) == {0}
 
 
-def test_positions_of_other_files_are_an_error_and_cut_nothing(tmp_path: Path) -> None:
+def test_positions_of_other_files_are_an_error_and_truncate_nothing(tmp_path: Path) -> None:
     lines = RunLines(_create(tmp_path / "demo"))
     lines.metrics.append({"step": 0})
-    with pytest.raises(ConfigError, match="expected those of journal, spans, metrics, evaluations"):
-        lines.cut_back({"metrics": 0})
+    with pytest.raises(ConfigError, match="journal, spans, metrics, evaluations"):
+        lines.truncate({"metrics": 0})
     assert lines.positions()["metrics"] > 0

@@ -1,4 +1,4 @@
-"""The journal gives back what was decided."""
+"""The journal reads back exactly what it wrote."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from watched_runs import SPEC, AfterEach, opening_of, watch
+from watched_runs import SPEC, AfterEach, initial_state_of, watch
 
 from digenrl import records
 from digenrl.config.reading import ConfigError
@@ -37,7 +37,7 @@ def _write(path: Path, *decisions: Decision) -> Path:
 @pytest.mark.parametrize("kind", [*_kinds(Event), *_kinds(Action)], ids=lambda kind: kind.__name__)
 @settings(max_examples=10)
 @given(data=st.data())
-def test_every_event_and_every_action_comes_back_equal(
+def test_every_event_and_every_action_is_read_back_equal(
     kind: Any, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     record = data.draw(st.from_type(kind))
@@ -46,7 +46,7 @@ def test_every_event_and_every_action_comes_back_equal(
     assert list(read_journal(_write(path, Decision(event, actions)))) == [Decision(event, actions)]
 
 
-def test_a_line_has_the_time_in_front_and_records_by_type_and_fields() -> None:
+def test_a_line_starts_with_the_time_and_has_records_by_type_and_fields() -> None:
     lease = records.Lease(records.Slice(0, 1, 2, 2), lane=3, epoch=4, version=0, started_ns=5)
     line = decision_line(records.SliceDone(9, lease), (records.Score(lease.slice, scorer=0),))
     piece = {"step": 0, "group": 1, "first": 2, "size": 2}
@@ -60,7 +60,7 @@ def test_a_line_has_the_time_in_front_and_records_by_type_and_fields() -> None:
     }
 
 
-def test_the_journal_of_a_run_with_faults_is_every_decision_but_the_ticks_that_led_to_nothing(
+def test_the_journal_of_a_run_with_faults_has_every_decision_except_ticks_without_actions(
     tmp_path: Path,
 ) -> None:
     seen: list[Decision] = []
@@ -71,7 +71,7 @@ def test_the_journal_of_a_run_with_faults_is_every_decision_but_the_ticks_that_l
         failing_samples=frozenset({SampleId(1, 0, 0)}),
     )
     lines = JsonLines(tmp_path / "journal.jsonl")
-    watch(opening_of(), (), faults=faults, after=(Journal(lines), keep))
+    watch(initial_state_of(), (), faults=faults, after=(Journal(lines), keep))
     wanted = [each for each in seen if each.actions or not isinstance(each.event, Tick)]
     assert len(wanted) < len(seen)
     assert {type(each.event).__name__ for each in wanted} >= {"WorkerLost", "WorkerJoined", "SliceFailed"}
@@ -89,9 +89,9 @@ GOOD = decision_line(Committed(5, step=0), (Publish(1, (0, 1)),))
         ({**GOOD, "event": {"type": "Publish", "version": 1, "lanes": []}}, "unknown type 'Publish'"),
         ({**GOOD, "event": {"type": "Committed"}}, r"Committed with \['at_ns'\] instead of \['at_ns', 'step'\]"),
         ({**GOOD, "event": {"type": "Committed", "step": "0"}}, "expected int, got '0'"),
-        ({**GOOD, "actions": [{"type": "Publish", "version": 1, "lanes": 3}]}, "no decision"),
-        ({"event": GOOD["event"], "actions": []}, "lacks 'at_ns'"),
-        ({**GOOD, "event": "Committed"}, "no decision"),
+        ({**GOOD, "actions": [{"type": "Publish", "version": 1, "lanes": 3}]}, "not a decision"),
+        ({"event": GOOD["event"], "actions": []}, "at_ns"),
+        ({**GOOD, "event": "Committed"}, "not a decision"),
     ],
 )
 def test_a_damaged_decision_is_named_by_file_and_line(
@@ -99,5 +99,5 @@ def test_a_damaged_decision_is_named_by_file_and_line(
 ) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_text(f"{json.dumps(GOOD)}\n{json.dumps(damaged)}\n")
-    with pytest.raises(ConfigError, match=rf"journal.jsonl: line 2 .*{complaint}"):
+    with pytest.raises(ConfigError, match=rf"journal.jsonl, line 2: .*{complaint}"):
         list(read_journal(path))

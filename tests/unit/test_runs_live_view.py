@@ -1,4 +1,4 @@
-"""What a run shows while it goes on."""
+"""The live view of a run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ import pytest
 from rich.console import Console
 from watched_runs import SPEC, AfterEach, KeptNumbers, opening_of, watch
 
-from digenrl.console.dashboard import Canvas, Moment, picture
+from digenrl.console.dashboard import DashboardState, TerminalSize, render_dashboard
 from digenrl.console.lane_activity import lane_activity
 from digenrl.console.live_view import Clocks, JsonView, PlainView, RunTitle, TerminalView, choose_view
 from digenrl.console.progress import Progress
 from digenrl.console.text_symbols import duration
-from digenrl.metrics.step_metrics import Evaluation
+from digenrl.run_folder.metric_lines import EvaluationRecord, StepRecord
 from digenrl.scheduling import SchedulerState
 from digenrl.simulation.virtual_cluster import VirtualCluster
 from digenrl.telemetry.recorder import Recorder
-from digenrl.telemetry.trace import Work
 
 SECOND = 1_000_000_000
 TITLE = RunTitle("demo", Path("runs/demo-1"), steps=4)
@@ -45,7 +44,7 @@ class SetClock:
 
 
 class CountingConsole(Console):
-    """A terminal that keeps what is written to it, and counts the pictures."""
+    """A terminal that keeps what is written to it, and counts the dashboards drawn."""
 
     def __init__(self, width: int = 100, height: int = 30, encoding: str = "utf-8") -> None:
         self.written = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
@@ -56,58 +55,58 @@ class CountingConsole(Console):
         assert isinstance(raw, io.BytesIO)
         return raw.getvalue().decode()
 
-    def pictures(self) -> int:
+    def drawn(self) -> int:
         return self.text().count("runs/demo-1")
 
 
-def _rendered(moment: Moment, canvas: Canvas) -> list[str]:
-    console = Console(width=canvas.width, color_system=None, file=io.StringIO())
-    lines = console.render_lines(picture(moment, canvas), console.options)
+def _rendered(state: DashboardState, size: TerminalSize) -> list[str]:
+    console = Console(width=size.width, color_system=None, file=io.StringIO())
+    lines = console.render_lines(render_dashboard(state, size), console.options)
     return ["".join(segment.text for segment in line).rstrip() for line in lines]
 
 
-def _moment(progress: Progress, state: SchedulerState | None = None, **changes: Any) -> Moment:
+def _dashboard(progress: Progress, state: SchedulerState | None = None, **changes: Any) -> DashboardState:
     shown = () if state is None else lane_activity(state)
-    given: dict[str, Any] = {"told": {}, "now_ns": 0, "since_last_step_s": 0.0, "message": "", **changes}
-    return Moment(name="demo", folder=Path("runs/demo-1"), progress=progress, lane_activity=shown, **given)
+    given: dict[str, Any] = {"now_ns": 0, "since_last_step_s": 0.0, "message": "", **changes}
+    return DashboardState(name="demo", folder=Path("runs/demo-1"), progress=progress, lane_activity=shown, **given)
 
 
 def _step(step: int, **numbers: float) -> Mapping[str, float]:
     return {"step": step, "version": step + 1, "step_s": 2.0, **numbers}
 
 
-def test_the_picture_says_how_far_how_good_and_how_fast() -> None:
+def test_the_dashboard_shows_progress_rewards_and_speed() -> None:
     progress = Progress(steps=100)
-    progress.evaluation(Evaluation(0, 0.0, 200, {"reward_mean": 0.25}))
+    progress.evaluation(EvaluationRecord(0, 0.0, 200, {"reward_mean": 0.25}))
     for step, reward in enumerate([0.2, 0.7, 0.6]):
         shares = {"stale_share": 0.25, "helped_share": 0.0, "samples_per_s": 48.0, "predicted_step_s": 1.9}
         progress.step(_step(step, reward_mean=reward, **shares))
-    progress.evaluation(Evaluation(3, 6.0, 200, {"reward_mean": 0.5, "reward/ocr.exact": 0.125}))
-    lines = _rendered(_moment(progress, now_ns=75 * SECOND, message="saving"), Canvas(110, 30))
+    progress.evaluation(EvaluationRecord(3, 6.0, 200, {"reward_mean": 0.5, "reward/ocr.exact": 0.125}))
+    lines = _rendered(_dashboard(progress, now_ns=75 * SECOND, message="saving"), TerminalSize(110, 30))
     assert lines[0] == "demo  runs/demo-1"
     assert lines[1].startswith("steps     3 of 100  [█")
     assert lines[1].endswith("] 3 %   1 min 15 s, 3 min 14 s left")
     assert lines[2] == "reward    0.6000   best 0.7000 in step 1   ▁█▇"
     held_out = "held-out  0.5000   after 3 steps   first 0.2500   best 0.5000   ocr.exact 0.1250"
     assert lines[3] == held_out
-    assert lines[4] == "pace      2.0 s per step (predicted 1.9 s)   48 samples/s   25 % stale"
+    assert lines[4] == "speed     2.0 s per step (predicted 1.9 s)   48 samples/s   25 % stale"
     assert lines[5] == "saving"
 
 
-def test_before_the_first_step_there_is_nothing_but_the_names_and_the_steps_to_come() -> None:
-    lines = _rendered(_moment(Progress(4), message="loading the model"), Canvas(80, 30))
+def test_before_the_first_step_the_dashboard_shows_only_the_run_and_its_steps() -> None:
+    lines = _rendered(_dashboard(Progress(4), message="loading the model"), TerminalSize(80, 30))
     assert [line.split()[0] for line in lines if line] == ["demo", "steps", "reward", "loading"]
     assert "left" not in lines[1]
 
 
-def test_every_lane_has_a_row_with_what_the_scheduler_gave_it() -> None:
+def test_every_lane_has_a_row_with_its_work() -> None:
     opening, seen = opening_of(), set[str]()
     progress = Progress(4)
     recorder = Recorder(opening)
     names = [lane.name for lane in recorder.trace().lanes]
 
     def look(event: Any, actions: Any, state: SchedulerState) -> None:
-        lines = _rendered(_moment(progress, state, now_ns=event.at_ns), Canvas(100, 40))
+        lines = _rendered(_dashboard(progress, state, now_ns=event.at_ns), TerminalSize(100, 40))
         rows = lines[4:] if progress.steps_done == 0 else lines[5:]
         assert [row.split()[0] for row in rows if row] == names
         for lane in state.lanes:
@@ -122,24 +121,18 @@ def test_every_lane_has_a_row_with_what_the_scheduler_gave_it() -> None:
             progress.step(numbers)
 
     watch(opening, [Feed()], after=(AfterEach(look),))
-    assert seen == {"generate", "score", "train", "commit", "switch", "help", "idle", "with", "its"}
+    assert seen == {"generate", "score", "train", "commit", "switch", "help", "idle", "card", "cards"}
 
 
-def test_a_lane_shows_how_busy_it_was_over_the_last_ten_steps_and_how_long_it_is_at_its_slice() -> None:
+def test_a_lane_shows_its_busy_share_over_ten_steps_and_the_elapsed_time_of_its_slice() -> None:
     opening, states = opening_of(), list[SchedulerState]()
     watch(opening, [], after=(AfterEach(lambda event, actions, state: states.append(state)),))
     progress = Progress(100)
     for step in range(20):
         progress.step(_step(step, **{"busy/a100-0": 0.0 if step < 10 else 0.5}))
-    lines = _rendered(_moment(progress, states[0], now_ns=3 * SECOND), Canvas(100, 40))
+    lines = _rendered(_dashboard(progress, states[0], now_ns=3 * SECOND), TerminalSize(100, 40))
     row = next(line for line in lines if line.startswith("a100-0"))
     assert row.split() == ["a100-0", "generate", "step", "0", "group", "0", "3.0", "s", "██████", "50", "%"]
-
-
-def test_what_a_lane_is_told_to_be_at_stands_in_its_row() -> None:
-    moment = _moment(Progress(4), opening_of(), told={"reward-1": (Work.EVALUATE, "40 of 200")})
-    row = next(line for line in _rendered(moment, Canvas(100, 40)) if line.startswith("reward-1"))
-    assert row.split() == ["reward-1", "evaluate", "40", "of", "200"]
 
 
 def test_many_lanes_are_folded_to_fit_the_terminal_and_no_row_is_too_wide() -> None:
@@ -147,22 +140,22 @@ def test_many_lanes_are_folded_to_fit_the_terminal_and_no_row_is_too_wide() -> N
     opening = opening_of(generators=generators)
     progress = Progress(4)
     progress.step(_step(0, **{f"busy/a100-{index}": 0.5 for index in range(100)}))
-    lines = _rendered(_moment(progress, opening, message="a long message " * 10), Canvas(60, 24))
+    lines = _rendered(_dashboard(progress, opening, message="a long message " * 10), TerminalSize(60, 24))
     assert max(len(line) for line in lines) == 60
     labels = [line.split()[0] for line in lines if line]
     lanes = ["a100-0", "a100-1", "a100-2", "...", "reward-0", "reward-1", "trainer", "helper-0", "helper-1"]
-    assert labels == ["demo", "steps", "reward", "pace", *lanes, "a"]
-    assert any("97 more like these, 0 at work" in line for line in lines)
+    assert labels == ["demo", "steps", "reward", "speed", *lanes, "a"]
+    assert any("97 more like these, 0 working" in line for line in lines)
 
 
-def test_a_low_terminal_folds_lanes_that_a_high_one_shows() -> None:
+def test_a_short_terminal_folds_lanes_that_a_tall_one_shows() -> None:
     opening = opening_of(generators=[{"name": "a100", "count": 10, "seconds": {1: 1.0, 2: 1.7}}])
-    assert len(_rendered(_moment(Progress(4), opening), Canvas(100, 30))) == 4 + 15
-    low = _rendered(_moment(Progress(4), opening), Canvas(100, 16))
+    assert len(_rendered(_dashboard(Progress(4), opening), TerminalSize(100, 30))) == 4 + 15
+    low = _rendered(_dashboard(Progress(4), opening), TerminalSize(100, 16))
     assert len(low) <= 16 and any("7 more like these" in line for line in low)
 
 
-def test_a_terminal_of_plain_characters_gets_only_these() -> None:
+def test_an_ascii_terminal_gets_ascii_only() -> None:
     console, clock = CountingConsole(encoding="ascii"), SetClock()
     view = TerminalView(TITLE, console, clock.clocks())
     with view:
@@ -170,35 +163,35 @@ def test_a_terminal_of_plain_characters_gets_only_these() -> None:
     assert console.text().isascii()
 
 
-def test_it_draws_at_most_four_times_a_second_and_only_what_is_new() -> None:
+def test_the_dashboard_is_drawn_at_most_four_times_a_second_and_only_after_changes() -> None:
     console, clock = CountingConsole(), SetClock()
     view = TerminalView(TITLE, console, clock.clocks())
     with view:
-        drawn = console.pictures()
+        drawn = console.drawn()
         for tenth in range(1, 101):
             clock.now_s = tenth / 100
             view.step(_step(tenth, reward_mean=0.5))
             view.tick()
-        assert console.pictures() - drawn == 4
-        clock.now_s, drawn = 1.3, console.pictures()
+        assert console.drawn() - drawn == 4
+        clock.now_s, drawn = 1.3, console.drawn()
         view.tick()
-        assert console.pictures() == drawn
-        clock.now_s = 2.01  # durations grow though nothing happens
+        assert console.drawn() == drawn
+        clock.now_s = 2.01  # durations grow although nothing happens
         view.tick()
-        assert console.pictures() == drawn + 1
+        assert console.drawn() == drawn + 1
 
 
-def test_a_dear_picture_is_drawn_less_often() -> None:
+def test_an_expensive_dashboard_is_drawn_less_often() -> None:
     console, clock = CountingConsole(), SetClock()
     view = TerminalView(TITLE, console, clock.clocks())
     clock.draw_cost_s = 0.02
     with view:
-        drawn = console.pictures()
+        drawn = console.drawn()
         for tenth in range(1, 400):
             clock.now_s = tenth / 10
             view.step(_step(tenth))
             view.tick()
-        assert 8 <= console.pictures() - drawn <= 10  # half a percent of 40 s, at 0.02 s each
+        assert 8 <= console.drawn() - drawn <= 10  # half a percent of 40 s, at 0.02 s each
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -217,7 +210,7 @@ def test_the_terminal_is_clean_after_an_exception(error: type[BaseException]) ->
     assert "1 of 4" in console.text()
     written = console.text()
     view.tick()
-    view.say("too late")
+    view.notify("too late")
     assert console.text() == written
 
 
@@ -231,10 +224,12 @@ def test_a_whole_run_on_a_terminal_ends_with_all_steps_done() -> None:
     assert "4 of 4" in console.text().rsplit("runs/demo-1", 1)[1]
 
 
-def test_a_run_that_goes_on_shows_what_it_has_behind_it() -> None:
+def test_a_resumed_run_shows_its_history() -> None:
     console, clock = CountingConsole(), SetClock()
     view = TerminalView(TITLE, console, clock.clocks())
-    view.recall([{**_step(0, reward_mean=0.9), "kl": None}], [Evaluation(0, 0.0, 4, {"reward_mean": 0.125})])
+    view.load_history(
+        [StepRecord(0, {"version": 1, "reward_mean": 0.9})], [EvaluationRecord(0, 0.0, 4, {"reward_mean": 0.125})]
+    )
     with view:
         pass
     assert "best 0.9000 in step 0" in console.text()
@@ -242,12 +237,12 @@ def test_a_run_that_goes_on_shows_what_it_has_behind_it() -> None:
     assert "0.1250" in console.text()
 
 
-def test_elsewhere_a_run_is_one_line_per_step() -> None:
+def test_without_a_terminal_a_run_prints_one_line_per_step() -> None:
     out = io.StringIO()
     view = choose_view(TITLE, Console(file=out, width=40), SetClock().clocks())
     assert isinstance(view, PlainView)
     with view:
-        view.evaluation(Evaluation(0, 0.0, 200, {"reward_mean": 0.25, "reward/ocr": 0.25}))
+        view.evaluation(EvaluationRecord(0, 0.0, 200, {"reward_mean": 0.25, "reward/ocr": 0.25}))
         watch(opening_of(), [view], after=(view,))
     evaluation, *steps = out.getvalue().splitlines()
     assert evaluation == "evaluation after 0 steps: reward_mean 0.2500, reward/ocr 0.2500"
@@ -256,25 +251,25 @@ def test_elsewhere_a_run_is_one_line_per_step() -> None:
     assert steps[3].startswith("step 4/4, ") and "left" not in steps[3]
 
 
-def test_json_is_one_object_per_step_as_in_the_file() -> None:
+def test_json_output_is_one_object_per_step_as_in_the_file() -> None:
     out, kept = io.StringIO(), KeptNumbers()
     view = choose_view(TITLE, Console(file=out, force_terminal=True), SetClock().clocks(), as_json=True)
     assert isinstance(view, JsonView)
     with view:
         watch(opening_of(), [view, kept], after=(view,))
         view.step({**_step(4), "kl": float("nan")})
-        view.evaluation(Evaluation(5, 1.0, 200, {"reward_mean": 0.5}))
+        view.evaluation(EvaluationRecord(5, 1.0, 200, {"reward_mean": 0.5}))
     lines = [json.loads(line) for line in out.getvalue().splitlines()]
     assert lines[:4] == kept.steps
     assert lines[4]["kl"] is None
     assert lines[5] == {"evaluation": {"step": 5, "at_s": 1.0, "count": 200, "reward_mean": 0.5}}
 
 
-def test_on_a_terminal_the_picture_is_chosen() -> None:
+def test_on_a_terminal_the_dashboard_is_chosen() -> None:
     assert isinstance(choose_view(TITLE, CountingConsole(), SetClock().clocks()), TerminalView)
 
 
-def test_the_time_left_is_that_of_the_late_steps_less_what_the_running_one_has_taken() -> None:
+def test_the_time_left_is_based_on_recent_steps_minus_the_elapsed_time_of_the_current_one() -> None:
     progress = Progress(100)
     for step in range(50):
         progress.step({"step": step, "version": step + 1, "step_s": 100.0 if step < 30 else 2.0})
@@ -284,9 +279,9 @@ def test_the_time_left_is_that_of_the_late_steps_less_what_the_running_one_has_t
     assert duration(progress.left_s(0.0) or 0) == "1 min 40 s"
 
 
-def test_a_reward_that_is_no_number_is_neither_the_best_nor_breaks_the_curve() -> None:
+def test_a_nan_reward_is_never_the_best_and_leaves_a_gap_in_the_curve() -> None:
     progress = Progress(4)
     for step, reward in enumerate([0.25, float("nan"), 0.5]):
         progress.step(_step(step, reward_mean=reward))
     assert progress.best_reward == (0.5, 2)
-    assert _rendered(_moment(progress), Canvas(80, 30))[2].endswith("▁ █")
+    assert _rendered(_dashboard(progress), TerminalSize(80, 30))[2].endswith("▁ █")

@@ -1,4 +1,4 @@
-"""A step's numbers, counted while the run goes on, against the full trace and an account of every sample."""
+"""The metrics of a step, computed live, against the full trace and an account of every sample."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from digenrl.config.spec import Spec
 from digenrl.console.live_view import Clocks, RunTitle, TerminalView
 from digenrl.loop import drive
 from digenrl.metrics.busy import BusyMeter
-from digenrl.metrics.step_metrics import Evaluation, StepMetrics
+from digenrl.metrics.step_metrics import StepMetrics
 from digenrl.records import (
     Committed,
     LaneOffer,
@@ -32,11 +32,12 @@ from digenrl.records import (
     WorkerJoined,
     WorkerLost,
 )
+from digenrl.run_folder.metric_lines import EvaluationRecord
 from digenrl.scheduling import SchedulerState, initial_state
 from digenrl.simulation.virtual_cluster import Faults, VirtualCluster
 from digenrl.telemetry.recorder import Recorder
 from digenrl.telemetry.trace import LaneInfo, Span, Trace, Work
-from digenrl.telemetry.utilisation import lane_busy_shares
+from digenrl.telemetry.utilisation import lane_uses
 
 SECOND = 1_000_000_000
 NO_FAULTS = Faults()
@@ -48,7 +49,7 @@ def _clip(start_ns: int, end_ns: int, window: tuple[int, int]) -> tuple[int, int
 
 
 def _shares_within(trace: Trace, window: tuple[int, int]) -> dict[str, float]:
-    """Busy shares of a part of a finished run, by the room that draws its pictures."""
+    """Busy shares of a window of a finished run, computed on a trace cut to that window."""
     lanes = []
     for lane in trace.lanes:
         left_ns = trace.end_ns if lane.left_ns is None else lane.left_ns
@@ -61,11 +62,12 @@ def _shares_within(trace: Trace, window: tuple[int, int]) -> dict[str, float]:
         start_ns, end_ns = _clip(each.start_ns, each.end_ns, window)
         if start_ns < end_ns and each.lane in known:
             spans.append(Span(each.lane, each.work, start_ns, end_ns, each.step, version=each.version))
-    return lane_busy_shares(Trace(tuple(lanes), tuple(spans), window[1] - window[0], trace.shared_cards))
+    cut = Trace(tuple(lanes), tuple(spans), window[1] - window[0], trace.shared_cards)
+    return {name: use.busy_share for name, use in lane_uses(cut).items()}
 
 
 class Account:
-    """Who made every sample, and what was trained in the end: an account of its own, sample by sample."""
+    """Which lane generated every sample, and which samples were trained: an independent account."""
 
     def __init__(self, opening: SchedulerState) -> None:
         self._before = opening
@@ -105,7 +107,7 @@ def _check_against_the_full_trace(opening: SchedulerState, faults: Faults) -> li
     return kept.steps
 
 
-def test_a_step_is_told_as_the_full_trace_tells_it() -> None:
+def test_a_step_has_the_shares_of_the_full_trace() -> None:
     steps = _check_against_the_full_trace(opening_of(), NO_FAULTS)
     assert any(numbers["stale_share"] > 0 for numbers in steps)
     assert any(numbers["helped_share"] > 0 for numbers in steps)
@@ -117,7 +119,7 @@ def test_a_step_is_told_as_the_full_trace_tells_it() -> None:
 
 @st.composite
 def _faults(draw: st.DrawFn, spec: Spec) -> Faults:
-    """Lanes go and come, slices and scores fail; a quick lane joins at the end, so that every fault heals."""
+    """Lanes leave and join, slices and scores fail; a fast lane joins at the end, so that every run finishes."""
     lanes = len(opening_of(spec).lanes)
     lost = draw(st.lists(st.tuples(st.integers(0, 20 * SECOND), st.integers(0, lanes - 1)), max_size=4))
     moments = [*sorted(draw(st.sets(st.integers(0, 20 * SECOND), max_size=2))), 21 * SECOND]
@@ -132,31 +134,32 @@ def _faults(draw: st.DrawFn, spec: Spec) -> Faults:
 
 @settings(max_examples=60)
 @given(st.data())
-def test_any_run_is_told_as_its_full_trace_tells_it_however_lanes_come_and_go(data: st.DataObject) -> None:
+def test_any_run_has_the_shares_of_its_full_trace_however_lanes_join_and_leave(data: st.DataObject) -> None:
     spec = parse_model(Spec, data.draw(spec_contents(helps=("none", "greedy", "auto"))))
     _check_against_the_full_trace(opening_of(spec), data.draw(_faults(spec)))
 
 
-def test_shares_of_all_steps_make_up_the_share_of_the_whole_run() -> None:
+def test_the_shares_of_all_steps_add_up_to_the_share_of_the_run() -> None:
     opening, kept = opening_of(), KeptNumbers()
     recorder = Recorder(opening)
     watch(opening, [kept], after=(recorder,))
-    whole = lane_busy_shares(recorder.trace())
+    whole = lane_uses(recorder.trace())
     assert len(whole) == 8
-    for lane, share in whole.items():
+    for lane, use in whole.items():
         busy_s = sum(numbers[f"busy/{lane}"] * numbers["step_s"] for numbers in kept.steps)
-        assert busy_s / kept.steps[-1]["at_s"] == pytest.approx(share)
+        assert busy_s / kept.steps[-1]["at_s"] == pytest.approx(use.busy_share)
 
 
 def test_an_evaluation_keeps_a_lane_busy_and_a_publication_does_not() -> None:
     meter = BusyMeter(opening_of())
     meter.add(Span("a100-0", Work.EVALUATE, 6 * SECOND, 8 * SECOND, step=0))
-    meter.add(Span("a100-0", Work.EVALUATE, 0, 2 * SECOND, step=0))  # told later, as a worker may
+    meter.add(Span("a100-0", Work.EVALUATE, 0, 2 * SECOND, step=0))  # reported late
     meter.add(Span("trainer", Work.PUBLISH, 0, 9 * SECOND, step=0))
     meter.add(Span("helper-0", Work.HELP, 5 * SECOND, 7 * SECOND, step=0))
     meter.add(Span("helper-1", Work.HELP, 5 * SECOND, 6 * SECOND, step=0))
     meter.add(Span("trainer", Work.TRAIN, 0, SECOND, step=0))
-    shares = meter.next_window(10 * SECOND, [("a100-1", 9 * SECOND)])
+    working = Span("a100-1", Work.GENERATE, 9 * SECOND, 10 * SECOND, step=0)
+    shares = meter.next_window(10 * SECOND, [working])
     assert shares["a100-0"] == 0.4
     assert shares["a100-1"] == 0.1
     assert shares["trainer"] == pytest.approx(0.3)
@@ -166,7 +169,7 @@ def test_an_evaluation_keeps_a_lane_busy_and_a_publication_does_not() -> None:
 
 
 def _run_with_reports(reports: dict[int, list[tuple[int, dict[str, float | None]]]]) -> list[dict[str, float]]:
-    """A run where, just before the commit of a step is observed, these numbers are reported."""
+    """A run in which these metrics are reported just before the commit of a step is observed."""
     opening, kept = opening_of(), KeptNumbers()
     metrics = StepMetrics(opening, [kept])
 
@@ -179,7 +182,7 @@ def _run_with_reports(reports: dict[int, list[tuple[int, dict[str, float | None]
     return kept.steps
 
 
-def test_reported_numbers_stand_in_their_steps_line_and_what_comes_late_in_the_next() -> None:
+def test_reported_metrics_are_written_with_their_step_and_late_ones_with_the_next() -> None:
     steps = _run_with_reports(
         {
             0: [(0, {"reward_mean": 0.5, "kl": None}), (1, {"reward/ocr": 0.75})],
@@ -192,25 +195,25 @@ def test_reported_numbers_stand_in_their_steps_line_and_what_comes_late_in_the_n
     assert "reward_mean" not in steps[2]
 
 
-def test_what_is_counted_here_cannot_be_reported() -> None:
+def test_computed_metrics_cannot_be_reported() -> None:
     metrics = StepMetrics(opening_of(), ())
     for name in ("step_s", "busy/trainer"):
         with pytest.raises(AssertionError, match=name):
             metrics.report(0, {name: 1.0})
 
 
-def test_a_run_that_goes_on_counts_from_where_it_was() -> None:
+def test_a_resumed_run_continues_from_its_step() -> None:
     opening = opening_of()
     kept, whole = KeptNumbers(), KeptNumbers()
     watch(opening, [whole])
     offers = [LaneOffer(lane.name, lane.slice_ns) for lane in opening.lanes]
     generators, helpers = offers[:3], offers[3:]
     resumed = initial_state(opening.terms, opening.costs, generators, helpers, committed=2)
-    metrics = StepMetrics(resumed, [kept], begin_ns=100 * SECOND)
+    metrics = StepMetrics(resumed, [kept], start_ns=100 * SECOND)
     recorder = Recorder(resumed, start_ns=100 * SECOND, sink=metrics.add_span)
     drive(resumed, VirtualCluster(resumed, start_ns=100 * SECOND), (recorder, metrics))
     assert [numbers["step"] for numbers in kept.steps] == [2, 3]
-    # It begins as a first step does: nothing is under way yet.
+    # It starts like a first step: no work is in progress yet.
     assert kept.steps[0]["step_s"] == whole.steps[0]["step_s"]
     assert kept.steps[0]["busy/a100-0"] == whole.steps[0]["busy/a100-0"]
 
@@ -218,7 +221,7 @@ def test_a_run_that_goes_on_counts_from_where_it_was() -> None:
 def test_evaluations_and_the_end_reach_every_sink() -> None:
     sinks = [KeptNumbers(), KeptNumbers()]
     metrics = StepMetrics(opening_of(), sinks)
-    evaluation = Evaluation(0, 1.5, 200, {"reward_mean": 0.5})
+    evaluation = EvaluationRecord(0, 1.5, 200, {"reward_mean": 0.5})
     metrics.evaluated(evaluation)
     metrics.close()
     assert [sink.evaluations for sink in sinks] == [[evaluation]] * 2
@@ -226,7 +229,7 @@ def test_evaluations_and_the_end_reach_every_sink() -> None:
 
 
 def _entries(thing: object) -> int:
-    """How many entries the containers inside it have, all together."""
+    """The number of entries of all containers inside it."""
     seen: set[int] = set()
 
     def count(each: object) -> int:
@@ -259,7 +262,7 @@ def test_nothing_grows_over_two_thousand_steps() -> None:
         if isinstance(event, Committed):
             metrics.report(event.step + 1, {"kl": 0.5, "reward_mean": event.at_ns})
             metrics.report(event.step, {"publish_s": 0.5})
-            metrics.evaluated(Evaluation(event.step, 0.0, 1, {"reward_mean": float(event.step)}))
+            metrics.evaluated(EvaluationRecord(event.step, 0.0, 1, {"reward_mean": float(event.step)}))
             half = event.step // 1000
             largest[half] = max(largest[half], _entries(metrics))  # the view is one of its sinks
 

@@ -1,4 +1,4 @@
-"""Where numbers go: files, TensorBoard, Weights & Biases."""
+"""The sinks: files, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import LoggingSettings
 from digenrl.metrics import sinks
 from digenrl.metrics.sinks import FileSink, check_logging, open_sinks
-from digenrl.metrics.step_metrics import Evaluation
 from digenrl.metrics.tensorboard_sink import TensorBoardSink
 from digenrl.run_folder.folder import RunFolder, RunLines
-from digenrl.run_folder.spans import span_line
+from digenrl.run_folder.metric_lines import EvaluationRecord
+from digenrl.run_folder.reading import read_run
+from digenrl.run_folder.spans import SpanWriter
 from digenrl.telemetry.recorder import Recorder
-from digenrl.telemetry.report.reading import read_run
 
 STARTED = datetime(2025, 3, 1, 12, 30, tzinfo=UTC)
 
@@ -39,10 +39,10 @@ def _wall_clock() -> float:
     return 1_700_000_000.5
 
 
-def _evaluation(folder: RunFolder, steps_done: int, reward: float) -> Evaluation:
+def _evaluation(folder: RunFolder, steps_done: int, reward: float) -> EvaluationRecord:
     Image.new("RGB", (12, 8), (255, 0, 0)).save(folder.grid(steps_done))
     grid = folder.grid(steps_done).relative_to(folder.path).as_posix()
-    return Evaluation(steps_done, 2.5, 200, {"reward_mean": reward, "reward/ocr.exact": 0.25}, grid)
+    return EvaluationRecord(steps_done, 2.5, 200, {"reward_mean": reward, "reward/ocr.exact": 0.25}, grid)
 
 
 def _step(step: int, **numbers: float) -> dict[str, float]:
@@ -59,7 +59,7 @@ def _points(events: EventAccumulator, tag: str) -> list[tuple[int, float]]:
     return [(point.step, point.value) for point in events.Scalars(tag)]
 
 
-def test_files_have_a_line_per_step_and_per_evaluation(folder: RunFolder) -> None:
+def test_the_files_have_a_line_per_step_and_per_evaluation(folder: RunFolder) -> None:
     lines = RunLines(folder)
     sink = FileSink(lines.metrics, lines.evaluations)
     sink.step(_step(0, reward_mean=0.5, kl=float("nan"), ratio_max=float("inf")))
@@ -76,11 +76,11 @@ def test_files_have_a_line_per_step_and_per_evaluation(folder: RunFolder) -> Non
 
 
 def test_tensorboard_reads_back_curves_and_grids(folder: RunFolder) -> None:
-    sink = TensorBoardSink(folder.path, 0, _wall_clock)
+    sink = TensorBoardSink(folder, 0, _wall_clock)
     sink.evaluation(_evaluation(folder, 0, 0.5))
     for step in range(3):
         sink.step(_step(step, reward_mean=step / 4, **{"reward/ocr": 0.5, "busy/gpu-0": 0.75}))
-    events = _curves(folder)  # while it is still open: every step is in the file at once
+    events = _curves(folder)  # while the sink is still open
     assert _points(events, "train/reward_mean") == [(1, 0.0), (2, 0.25), (3, 0.5)]
     assert _points(events, "busy/gpu-0") == [(1, 0.75), (2, 0.75), (3, 0.75)]
     assert _points(events, "evaluation/reward_mean") == [(0, 0.5)]
@@ -93,18 +93,18 @@ def test_tensorboard_reads_back_curves_and_grids(folder: RunFolder) -> None:
     sink.close()
 
 
-def test_a_run_that_goes_on_takes_back_what_tensorboard_has_of_later_steps(folder: RunFolder) -> None:
-    first = TensorBoardSink(folder.path, 0, _wall_clock)
+def test_a_resumed_run_overrides_what_tensorboard_has_of_later_steps(folder: RunFolder) -> None:
+    first = TensorBoardSink(folder, 0, _wall_clock)
     for step in range(5):
         first.step(_step(step, reward_mean=0.25))
     first.close()
-    second = TensorBoardSink(folder.path, 2, _wall_clock)
+    second = TensorBoardSink(folder, 2, _wall_clock)
     second.step(_step(2, reward_mean=0.75))
     second.close()
     assert _points(_curves(folder), "train/reward_mean") == [(1, 0.25), (2, 0.25), (3, 0.75)]
 
 
-def test_the_recipe_says_where_numbers_go(folder: RunFolder, tmp_path: Path) -> None:
+def test_the_recipe_decides_which_sinks_are_opened(folder: RunFolder, tmp_path: Path) -> None:
     lines = RunLines(folder)
     opened = open_sinks(folder, lines, 0, _wall_clock)
     assert [type(sink).__name__ for sink in opened] == ["FileSink", "TensorBoardSink"]
@@ -130,7 +130,7 @@ def init(**settings):
 
 @pytest.fixture
 def wandb_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """A stand-in for the package that writes down how it is called."""
+    """The calls of a stand-in for the package."""
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "wandb.py").write_text(FAKE_WANDB)
     monkeypatch.syspath_prepend(tmp_path / "packages")
@@ -159,23 +159,23 @@ def test_wandb_gets_one_run_with_every_step_and_evaluation(wandb_calls: list[Any
     assert end == ("finish",)
 
 
-def test_a_package_that_is_not_installed_is_missed_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_an_error_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinks, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"logging.wandb: mine needs the package 'wandb', .*digenrl\[wandb\]"):
+    with pytest.raises(ConfigError, match=r"logging.wandb: mine .*digenrl\[wandb\]"):
         check_logging(LoggingSettings(tensorboard=False, wandb="mine"))
-    with pytest.raises(ConfigError, match=r"logging.tensorboard: true needs the package 'tensorboard'"):
+    with pytest.raises(ConfigError, match=r"logging.tensorboard: true"):
         check_logging(LoggingSettings())
     check_logging(LoggingSettings(tensorboard=False))
 
 
-def test_the_report_reads_what_a_run_writes(folder: RunFolder) -> None:
+def test_a_run_folder_is_read_back_as_it_was_written(folder: RunFolder) -> None:
     opening, lines = opening_of(), RunLines(folder)
     whole = Recorder(opening)
     rows = whole.trace().lanes
-    folder.describe(lanes=[{"name": row.name, "pool": row.pool, "device": "cpu"} for row in rows])
+    folder.update_info(lanes=[{"name": row.name, "pool": row.pool, "device": "cpu"} for row in rows])
     sink = FileSink(lines.metrics, lines.evaluations)
     sink.evaluation(_evaluation(folder, 0, 0.5))
-    watch(opening, [sink], on_span=lambda span: lines.spans.append(span_line(span)), after=(whole,))
+    watch(opening, [sink], on_span=SpanWriter(lines.spans, lambda span: None).add, after=(whole,))
     lines.close()
 
     read = read_run(folder.path)
@@ -183,11 +183,17 @@ def test_the_report_reads_what_a_run_writes(folder: RunFolder) -> None:
     assert len(read.trace.spans) == len(whole.trace().spans)
     assert read.trace.lanes == rows
     assert [each.step for each in read.steps] == [0, 1, 2, 3]
-    assert read.evaluations[0].grid is not None
+    assert read.grids[0].image == folder.grid(0)
 
 
 def test_watching_a_run_loads_neither_torch_nor_tensorflow() -> None:
-    modules = ("console.live_view", "run_folder.journal", "metrics.tensorboard_sink", "metrics.wandb_sink")
+    modules = (
+        "console.live_view",
+        "run_folder.journal",
+        "report.page",
+        "metrics.tensorboard_sink",
+        "metrics.wandb_sink",
+    )
     imports = ", ".join(f"digenrl.{name}" for name in modules)
     program = f"import sys, {imports}\nprint([name for name in ('torch', 'tensorflow') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

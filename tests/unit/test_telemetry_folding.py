@@ -57,6 +57,6 @@ def test_seconds_are_written_exactly() -> None:
     assert [seconds_text(t) for t in (0, 500_000_000, 10 * SECOND, 100 * SECOND)] == ["0", "0.5", "10", "100"]
 
 
-def test_every_look_has_its_own_letter_words_and_colour() -> None:
-    for attribute in ("letter", "words", "fill"):
-        assert len({getattr(look, attribute) for look in LEGEND_ORDER}) == len(LEGEND_ORDER) == 11
+def test_every_style_has_its_own_letter_label_and_colour() -> None:
+    for attribute in ("letter", "label", "fill"):
+        assert len({getattr(style, attribute) for style in LEGEND_ORDER}) == len(LEGEND_ORDER) == 11

@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 import pytest
 from handmade_traces import SECOND, helped_trace, large_trace, on_policy_trace, span
 
-from digenrl.telemetry.gantt_svg import gantt_svg, span_words
+from digenrl.telemetry.gantt_svg import gantt_svg, span_description
 from digenrl.telemetry.styles import style_of
 from digenrl.telemetry.trace import LaneInfo, Trace, Work
-from digenrl.telemetry.utilisation import idle_intervals
+from digenrl.telemetry.utilisation import lane_uses
 
 SVG = "{http://www.w3.org/2000/svg}"
 TRACES = pytest.mark.parametrize("trace", [on_policy_trace(), helped_trace(), large_trace()])
@@ -46,12 +46,12 @@ def commit_labels(picture: ElementTree.Element) -> list[str]:
 @TRACES
 def test_every_span_is_drawn_once_with_its_tooltip(trace: Trace) -> None:
     drawn = Counter(tooltip(rect) for rect in rects(parse(trace), "span"))
-    assert drawn == Counter(span_words(one) for one in trace.spans)
+    assert drawn == Counter(span_description(one) for one in trace.spans)
 
 
 @TRACES
 def test_every_bubble_is_drawn_once(trace: Trace) -> None:
-    bubbles = sum(len(idle) for idle in idle_intervals(trace).values())
+    bubbles = sum(len(use.idle) for use in lane_uses(trace).values())
     assert len(rects(parse(trace), "idle")) == bubbles > 0
 
 
@@ -59,7 +59,7 @@ def test_every_bubble_is_drawn_once(trace: Trace) -> None:
 def test_blocks_of_a_row_do_not_overlap(trace: Trace) -> None:
     rows: dict[float, list[tuple[float, float]]] = {}
     for rect in [*rects(parse(trace), "span"), *rects(parse(trace), "idle")]:
-        if tooltip(rect).startswith(("publish", "commit")):  # beside other work, or of no length
+        if tooltip(rect).startswith(("publish", "commit")):  # concurrent with other work, or of no length
             continue
         left = number(rect, "x")
         rows.setdefault(number(rect, "y"), []).append((left, left + number(rect, "width")))
@@ -108,7 +108,7 @@ def test_labels_of_close_commits_are_all_short() -> None:
     assert labels == [f"v{step}" for step in range(1, 21)]
 
 
-def test_labels_of_crowded_commits_are_left_out_rather_than_overlaid() -> None:
+def test_labels_of_crowded_commits_are_omitted_rather_than_overlaid() -> None:
     picture = parse(large_trace(generators=3, steps=60))
     labels = commit_labels(picture)
     lines = [line for line in picture.iter(f"{SVG}line") if line.get("class") == "commit"]
@@ -130,14 +130,14 @@ def test_stale_slices_are_hatched_and_helped_ones_outlined() -> None:
     patterns = {f"url(#{pattern.get('id')})" for pattern in picture.iter(f"{SVG}pattern")}
     blocks = {tooltip(rect): rect for rect in rects(picture, "span")}
     for one in trace.spans:
-        block = blocks[span_words(one)]
+        block = blocks[span_description(one)]
         assert (block.attrib["fill"] in patterns) == one.stale
         assert (block.attrib["stroke"] != "#ffffff") == (one.work is Work.HELP)
         assert one.stale or block.attrib["fill"] == style_of(one).fill
     assert len({block.attrib["fill"] for block in blocks.values()}) == 4
 
 
-def test_a_publication_is_drawn_in_front_of_the_training_beside_it() -> None:
+def test_a_publication_is_drawn_in_front_of_concurrent_training() -> None:
     trace = Trace(
         (LaneInfo("trainer", "trainer"),),
         (
@@ -159,7 +159,7 @@ def test_names_and_titles_are_escaped() -> None:
     assert title.replace("\x00", "\ufffd") in words
 
 
-def test_the_picture_needs_nothing_from_elsewhere() -> None:
+def test_the_image_is_self_contained() -> None:
     markup = gantt_svg(large_trace(), "large")
     for reference in ("href", "@import", "@font-face", "<script", "<image", "<foreignObject"):
         assert reference not in markup
@@ -173,10 +173,10 @@ def test_many_lanes_are_folded_into_a_row_with_their_number_and_share() -> None:
     assert len(rects(picture, "folded")) == 2
     shown = {tooltip(rect) for rect in rects(picture, "span")}
     in_folds = {f"a100-{i}" for i in range(8, 64)} | {f"l40s-{i}" for i in range(8, 32)}
-    assert shown == {span_words(one) for one in trace.spans if one.lane not in in_folds}
+    assert shown == {span_description(one) for one in trace.spans if one.lane not in in_folds}
 
 
-def test_everything_lies_inside_the_picture() -> None:
+def test_everything_is_inside_the_image() -> None:
     picture = parse(large_trace(), "inside")
     _, _, width, height = map(float, picture.attrib["viewBox"].split())
     for kind in ("span", "idle", "elsewhere", "legend"):
@@ -185,5 +185,5 @@ def test_everything_lies_inside_the_picture() -> None:
             assert 0 <= number(rect, "y") <= number(rect, "y") + number(rect, "height") <= height
 
 
-def test_an_empty_trace_still_gives_a_picture() -> None:
+def test_an_empty_trace_still_gives_an_image() -> None:
     assert parse(Trace((), (), 0)).tag == f"{SVG}svg"

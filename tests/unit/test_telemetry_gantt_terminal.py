@@ -10,9 +10,9 @@ from rich.console import Console
 
 from digenrl.telemetry.gantt_terminal import gantt_text
 from digenrl.telemetry.trace import LaneInfo, Span, Trace, Work
-from digenrl.telemetry.utilisation import lane_busy_shares
+from digenrl.telemetry.utilisation import lane_uses
 
-# With names of three letters, a picture this wide has a bar of 40 columns.
+# With names of three letters, a chart of this width has a bar of 40 columns.
 WIDTH_OF_40_COLUMNS = 3 + 1 + 40 + len(" 100 %")
 
 
@@ -37,7 +37,7 @@ def test_every_column_shows_the_work_that_fills_it() -> None:
     assert bars(trace, WIDTH_OF_40_COLUMNS) == {"gen": "3gggg12ggg..........0sssss.............."}
 
 
-def test_a_block_reaches_into_a_column_that_it_fills_to_at_least_a_half() -> None:
+def test_a_block_covers_a_column_that_it_fills_at_least_half() -> None:
     trace = one_lane(span("gen", Work.SWITCH, 0, 5.5), span("gen", Work.SWITCH, 10.75, 15.25))
     assert bars(trace, WIDTH_OF_40_COLUMNS)["gen"][:18] == "xxxxxx....:xxxx:.."
 
@@ -55,7 +55,7 @@ def test_each_kind_of_work_has_its_own_letter() -> None:
     assert bars(trace, WIDTH_OF_40_COLUMNS)["gen"] == "0hhh0HHH0rrr0TTTxxxxCCCCpppp............"
 
 
-def test_a_column_with_little_work_says_so_and_a_short_commit_is_never_lost() -> None:
+def test_a_column_with_little_work_is_marked_and_a_short_commit_is_never_lost() -> None:
     trace = one_lane(
         span("gen", Work.SCORE, 10, 10.25, size=1),
         span("gen", Work.TRAIN, 20, 22.75, size=1),
@@ -100,8 +100,8 @@ def test_the_axis_marks_round_seconds_at_their_columns() -> None:
 def test_many_lanes_are_folded_with_their_count_and_share() -> None:
     trace = large_trace(generators=24)
     lines = gantt_text(trace, 80).plain.splitlines()
-    shares = lane_busy_shares(trace)
-    folded = sum(shares[f"a100-{i}"] for i in range(4, 16)) / 12
+    uses = lane_uses(trace)
+    folded = sum(uses[f"a100-{i}"].busy_share for i in range(4, 16)) / 12
     assert f"...      12 more like these, {round(100 * folded)} % busy" in lines
     assert [line.split()[0] for line in lines[:6]] == [
         "a100-0",

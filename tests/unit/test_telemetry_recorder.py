@@ -1,4 +1,4 @@
-"""The recorder turns what happens into spans, for simulated runs and for live ones that go on for weeks."""
+"""The recorder turns events and actions into spans, for simulated runs and for live runs of weeks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from digenrl.telemetry.gantt_terminal import gantt_text
 from digenrl.telemetry.perfetto import perfetto_json
 from digenrl.telemetry.recorder import Recorder
 from digenrl.telemetry.trace import Span, Work
-from digenrl.telemetry.utilisation import pool_busy_shares, pool_work_shares
+from digenrl.telemetry.utilisation import lane_uses
 
 PIECE = Slice(step=0, group=0, first=0, size=1)
 LEASE = Lease(PIECE, lane=0, epoch=0, version=0, started_ns=0)
@@ -178,26 +178,25 @@ def evaluated() -> Told:
     return told
 
 
-def test_evaluations_and_checkpoints_are_busy_time_with_shares_of_their_own() -> None:
+def test_evaluations_and_checkpoints_are_busy_time() -> None:
     trace = evaluated().recorder.trace()
     assert trace.end_ns == 10
-    assert pool_busy_shares(trace) == {"generator": 8 / 20, "reward": 0.0, "trainer": 2 / 10}
-    generators = {Work.GENERATE: 4 / 20, Work.EVALUATE: 4 / 20}
-    assert pool_work_shares(trace) == {"generator": generators, "reward": {}, "trainer": {Work.SAVE: 2 / 10}}
+    busy = {name: use.busy_share for name, use in lane_uses(trace).items()}
+    assert [busy[name] for name in ("generator-0", "generator-1", "reward-0", "trainer")] == [0.4, 0.4, 0.0, 0.2]
 
 
 def test_evaluations_and_checkpoints_are_drawn_and_explained_where_they_occur() -> None:
     trace = evaluated().recorder.trace()
-    words = ("evaluate", "save (write a checkpoint)")
-    for picture in (gantt_svg(trace), gantt_text(trace, 100).plain):
-        assert all(word in picture for word in words)
+    labels = ("evaluate", "save (write a checkpoint)")
+    for chart in (gantt_svg(trace), gantt_text(trace, 100).plain):
+        assert all(label in chart for label in labels)
     assert {event["name"] for event in perfetto_json(trace)["traceEvents"]} >= {"evaluate step 0", "save step 0"}
     without = Told().tell(Tick(0), Generate(LEASE)).tell(SliceDone(4, LEASE)).recorder.trace()
-    assert not any(word in gantt_svg(without) for word in words)
+    assert not any(label in gantt_svg(without) for label in labels)
 
 
-def test_a_span_on_a_lane_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(AssertionError, match="unknown lane 'ghost'; known: generator-0"):
+def test_a_span_on_an_unknown_lane_is_refused() -> None:
+    with pytest.raises(AssertionError, match="unknown lane 'ghost'"):
         Told().recorder.add_span(Span("ghost", Work.SAVE, 0, 1, step=0))
 
 

@@ -1,4 +1,4 @@
-"""Busy shares and bubbles of traces that can be checked by hand."""
+"""Busy shares and idle intervals of traces that can be checked by hand."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import pytest
 from handmade_traces import SECOND, helped_trace, large_trace, on_policy_trace, span
 
 from digenrl.telemetry.trace import LaneInfo, Span, Trace, Work
-from digenrl.telemetry.utilisation import (
-    idle_intervals,
-    lane_busy_shares,
-    lane_uses,
-    pool_busy_shares,
-    pool_work_shares,
-    spans_by_lane,
-)
+from digenrl.telemetry.utilisation import Intervals, lane_uses, pool_share, spans_by_lane
+
+
+def busy_shares(trace: Trace) -> dict[str, float]:
+    return {name: use.busy_share for name, use in lane_uses(trace).items()}
+
+
+def idle_intervals(trace: Trace) -> dict[str, Intervals]:
+    return {name: use.idle for name, use in lane_uses(trace).items()}
 
 
 def seconds(intervals: tuple[tuple[int, int], ...]) -> list[tuple[float, float]]:
@@ -21,12 +22,12 @@ def seconds(intervals: tuple[tuple[int, int], ...]) -> list[tuple[float, float]]
 
 
 def test_busy_shares_of_the_worked_example_are_exact() -> None:
-    shares = lane_busy_shares(on_policy_trace())
+    shares = busy_shares(on_policy_trace())
     assert shares == {"fast": 8 / 19, "slow": 12 / 19, "reward-0": 4 / 19, "trainer": 9 / 19}
 
 
 def test_a_pool_is_as_busy_as_its_lanes_on_average() -> None:
-    assert pool_busy_shares(on_policy_trace())["generator"] == pytest.approx(10 / 19)
+    assert pool_share(["fast", "slow"], lane_uses(on_policy_trace())) == pytest.approx(10 / 19)
 
 
 def test_bubbles_are_the_gaps_between_spans_and_publishing_fills_none() -> None:
@@ -39,7 +40,7 @@ def test_the_trainer_is_busy_throughout_help_and_its_helper_lane_while_it_trains
     trace = helped_trace()
     assert seconds(idle_intervals(trace)["trainer"]) == [(8, 12)]
     assert seconds(idle_intervals(trace)["helper-0"]) == [(8, 12)]
-    assert pool_busy_shares(trace)["trainer"] == 10 / 14
+    assert pool_share(["trainer", "helper-0"], lane_uses(trace)) == 10 / 14
 
 
 def test_a_helper_lane_that_ends_before_its_round_is_idle_until_the_round_ends() -> None:
@@ -60,22 +61,22 @@ def test_generating_on_the_trainers_cards_is_not_trainer_busy() -> None:
         span("helper-0", Work.GENERATE, 0, 3, group=0, size=1),
         span("trainer", Work.TRAIN, 3, 4, group=0, size=1),
     )
-    assert pool_busy_shares(Trace(lanes, spans, 4 * SECOND)) == {"trainer": 0.25}
+    assert busy_shares(Trace(lanes, spans, 4 * SECOND))["trainer"] == 0.25
 
 
 def test_overlapping_spans_are_counted_once() -> None:
     lanes = (LaneInfo("gen", "generator"),)
     spans = (span("gen", Work.GENERATE, 0, 3, size=1), span("gen", Work.GENERATE, 2, 5, size=1))
-    assert lane_busy_shares(Trace(lanes, spans, 10 * SECOND)) == {"gen": 0.5}
+    assert busy_shares(Trace(lanes, spans, 10 * SECOND)) == {"gen": 0.5}
 
 
 def test_work_past_the_end_of_the_run_does_not_count() -> None:
     spans = (span("gen", Work.GENERATE, 1, 9, size=1),)
-    assert lane_busy_shares(Trace((LaneInfo("gen", "generator"),), spans, 2 * SECOND)) == {"gen": 0.5}
+    assert busy_shares(Trace((LaneInfo("gen", "generator"),), spans, 2 * SECOND)) == {"gen": 0.5}
 
 
 def test_a_run_of_no_length_is_not_busy() -> None:
-    assert lane_busy_shares(Trace((LaneInfo("gen", "generator"),), (), 0)) == {"gen": 0.0}
+    assert busy_shares(Trace((LaneInfo("gen", "generator"),), (), 0)) == {"gen": 0.0}
 
 
 def test_busy_and_idle_fill_the_run_exactly() -> None:
@@ -96,13 +97,11 @@ def test_every_span_belongs_to_exactly_one_lane() -> None:
 
 def test_a_span_on_an_unknown_lane_is_refused() -> None:
     trace = Trace((LaneInfo("gen", "generator"),), (span("ghost", Work.TRAIN, 0, 1),), SECOND)
-    with pytest.raises(AssertionError, match="unknown lane 'ghost'; known: gen"):
-        lane_busy_shares(trace)
+    with pytest.raises(AssertionError, match="unknown lane 'ghost'"):
+        busy_shares(trace)
 
 
-def test_where_cards_are_shared_a_generator_is_no_bubble_while_its_card_trains_and_neither_is_the_trainer() -> (
-    None
-):
+def test_lanes_that_share_a_card_are_not_idle_while_it_works_in_another_row() -> None:
     lanes = (LaneInfo("gen-0", "generator"), LaneInfo("gen-1", "generator"), LaneInfo("trainer", "trainer"))
     spans = (
         span("gen-0", Work.GENERATE, 0, 4, group=0, size=1),
@@ -124,32 +123,11 @@ def test_a_lane_is_not_idle_before_it_joined_and_after_it_was_lost() -> None:
     )
     trace = Trace(lanes, spans, end_ns=100)
     assert idle_intervals(trace) == {"early": ((30, 40),), "late": ((60, 70),)}
-    assert lane_busy_shares(trace) == {"early": 0.75, "late": 0.75}
-    assert pool_busy_shares(trace) == {"generator": 0.75}
+    assert busy_shares(trace) == {"early": 0.75, "late": 0.75}
+    assert pool_share(["early", "late"], lane_uses(trace)) == 0.75
 
 
 def test_a_trainer_is_busy_while_its_helper_lanes_evaluate() -> None:
     lanes = (LaneInfo("trainer", "trainer"), LaneInfo("helper-0", "trainer"))
     trace = Trace(lanes, (span("helper-0", Work.EVALUATE, 0, 3),), 4 * SECOND)
-    assert pool_busy_shares(trace) == {"trainer": 0.75}
-
-
-def test_shares_by_kind_of_work_count_a_round_of_help_once() -> None:
-    lanes = (LaneInfo("trainer", "trainer"), LaneInfo("helper-0", "trainer"), LaneInfo("helper-1", "trainer"))
-    spans = (
-        span("helper-0", Work.HELP, 0, 3, group=0, size=1),
-        span("helper-1", Work.HELP, 0, 2, group=0, first=1, size=1),
-        span("trainer", Work.TRAIN, 3, 4, group=0, size=2),
-    )
-    assert pool_work_shares(Trace(lanes, spans, 4 * SECOND)) == {"trainer": {Work.TRAIN: 0.25, Work.HELP: 0.75}}
-
-
-def test_shares_by_kind_of_work_of_the_worked_example_add_up_to_the_busy_share() -> None:
-    trace = on_policy_trace()
-    shares = pool_work_shares(trace)
-    assert shares["generator"] == {Work.GENERATE: pytest.approx(10 / 19)}
-    assert shares["trainer"] == {
-        Work.TRAIN: pytest.approx(8 / 19),
-        Work.COMMIT: pytest.approx(1 / 19),
-        Work.PUBLISH: pytest.approx(1 / 19),
-    }
+    assert busy_shares(trace)["trainer"] == 0.75

@@ -10,9 +10,10 @@ from scored_groups import RUN_SEED, Rollout, lively, toy, trajectories_of
 from torch import Tensor
 
 from digenrl.algorithms.contract import Algorithm
+from digenrl.config.windows import read_window
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
-from digenrl.generation.windows import plan_rollouts, read_window
+from digenrl.generation.windows import plan_rollouts
 from digenrl.models.contract import Conditioning
 from digenrl.models.registry import FAMILIES, find_family, make_tiny_pipeline
 from digenrl.models.trajectory import Trajectory
@@ -59,7 +60,7 @@ def travelled(
         ("no steps", lively("diffusion_nft")),
         ("random subsets", lively("flow_grpo_fast")),
     ],
-    ids=lambda value: value if isinstance(value, str) else value.name,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_trajectories_come_back_to_the_last_bit(window: str, algorithm: Algorithm, tmp_path: Path) -> None:
     rollout = Rollout(steps=8, version=3)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from late_copier import LateCopier
-from rank_cases import LORA_OR_SHARDED, STEADY, Case, train
+from rank_cases import LORA_OR_SHARDED, STEADY, Case, resume, stages_of, train
 from rank_processes import on_ranks
 from scored_groups import Rollout, differences, relative_difference, scored_groups, state_of, trainer_of
 from test_checkpoints import files_of_at_most, flip_a_byte, names_in
@@ -19,6 +19,7 @@ from test_export import SIZE, loaded_in_diffusers, model_of, velocity_of
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import EmaSettings
 from digenrl.models.registry import make_tiny_pipeline
+from digenrl.records import Save
 from digenrl.training.checkpoint.checkpoints import read_checkpoint, save_checkpoint
 from digenrl.training.checkpoint.format import CheckpointError, newest_checkpoint
 from digenrl.training.checkpoint.shard_files import shard_file_name
@@ -26,8 +27,6 @@ from digenrl.training.checkpoint.state_tensors import JSON_TENSOR, state_as_tens
 from digenrl.training.policy_weights import Snapshot
 from digenrl.training.ranks.rank import Rank
 from digenrl.training.ranks.sharding import ShardSpec, shard_model
-from digenrl.worker.orders import SaveCheckpoint
-from digenrl.worker.saving import Saving
 
 CASE = Case(
     "diffusion_nft",
@@ -51,8 +50,8 @@ def saved(ranks, case, run):
 
 def resumed(ranks, case, path):
     """Resumes from a checkpoint: the state there, and the weights after the third batch."""
-    model, trainer, batches = case.trainer_and_batches(ranks)
-    Saving(model, trainer).resume(path)
+    _, trainer, batches = case.trainer_and_batches(ranks)
+    resume(trainer, path)
     middle = state_of(trainer)
     train(trainer, batches[2])
     return path, middle, trainer.published()
@@ -214,10 +213,10 @@ def test_all_ranks_name_the_one_that_cannot_write_and_can_save_later(tmp_path, l
 
 
 def resumed_from_damaged(ranks, case, path):
-    model, trainer, _ = case.trainer_and_batches(ranks)
+    _, trainer, _ = case.trainer_and_batches(ranks)
     before = state_of(trainer)
     with pytest.raises(CheckpointError, match="checksum"):
-        Saving(model, trainer).resume(path)
+        resume(trainer, path)
     assert differences(trainer.state_at_last_version(), before) == []
 
 
@@ -249,7 +248,7 @@ def trained_tiny(ranks, directory, run, lora):
     settings = STEADY.model_copy(update={"gradient_checkpointing": True})
     trainer = trainer_of(model, algorithm, groups, settings, ranks=ranks)
     metrics = train(trainer, groups)
-    report = Saving(model, trainer).save(SaveCheckpoint(str(run), 1, {}, keep=1))
+    report = stages_of(model, trainer).save(Save(1, 0, 1, str(run), {}, keep=1))
     return trainer.published(), metrics, report
 
 
@@ -274,7 +273,7 @@ def test_a_transformer_on_two_ranks_trains_as_on_one_and_its_export_loads_in_dif
 
 def export_fails(ranks, directory, run):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("digenrl.worker.saving.export_weights", no_space)
+        patch.setattr("digenrl.worker.stages.export_weights", no_space)
         with pytest.raises(CheckpointError, match="No space left on device"):
             trained_tiny(ranks, directory, run, lora=False)
 

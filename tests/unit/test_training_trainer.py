@@ -350,7 +350,7 @@ def test_impossible_settings_are_refused_when_a_trainer_is_made():
     settings = TrainerSettings()
     with pytest.raises(ValueError, match="group_size"):
         Trainer(model, flow, settings, BatchShape(groups=2, group_size=1), DRAW_NOISE)
-    with pytest.raises(ValueError, match=r"2 updates .* got 1"):
+    with pytest.raises(ValueError, match=r"updates_per_batch: 2"):
         Trainer(model, flow, settings, BatchShape(groups=1, group_size=4), DRAW_NOISE)
     decoupled = build_algorithm("flow_grpo", {"stale": "decoupled"})
     with pytest.raises(ValueError, match="old_log_probs"):

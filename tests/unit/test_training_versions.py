@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from rank_cases import stages_of
 from scored_groups import Rollout, differences, nudge, scored_groups, state_of, toy, trainer_of
 
 from digenrl.algorithms.registry import ALGORITHMS, build_algorithm
 from digenrl.config.reading import ConfigError
 from digenrl.config.training import EmaSettings, TrainerSettings
 from digenrl.models.published import load_published, weights_state
+from digenrl.records import Save
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
 from digenrl.training.offload.host_copies import HostMemory
-from digenrl.worker.orders import SaveCheckpoint
-from digenrl.worker.saving import Saving
 
 SETTINGS = TrainerSettings(pack_size=4, learning_rate=0.02, ema=EmaSettings(decay=0.5, every_updates=1))
 LORA_OR_FULL = pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
@@ -204,8 +204,8 @@ def test_without_host_memory_no_version_is_kept_and_a_checkpoint_is_still_saved(
     with pytest.raises(ConfigError, match="no memory"):
         trainer.keep_version()
     assert returned == taken
-    monkeypatch.setattr("digenrl.worker.saving.export_weights", lambda *_: None)
-    saved = Saving(model, trainer).save(SaveCheckpoint(str(tmp_path), step=1, keep=1, facts={}))
+    monkeypatch.setattr("digenrl.worker.stages.export_weights", lambda *_: None)
+    saved = stages_of(model, trainer).save(Save(1, 0, 1, str(tmp_path), {}, keep=1))
     trainer.load_state(read_checkpoint(Path(saved.path)).trainer_state)
     assert differences(trainer.state_at_last_version(), expected) == []
 

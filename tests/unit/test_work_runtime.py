@@ -6,19 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_crew import FakeRun, fake_recipe
-
-from digenrl.config.reading import ConfigError
 from digenrl.driver.evaluation import Evaluation, Evaluator
-from digenrl.driver.prompt_store import as_encoded
-from digenrl.driver.supervisor import TrainerLostError, WorkerFailedError
-from digenrl.loop import RunGaveUpError, drive
-from digenrl.prompts.sources import Prompt
-from digenrl.records import Generate, Lease, Publish, Slice, WorkerJoined, WorkerLost
-from digenrl.scheduling.invariants import Auditor
-from digenrl.telemetry.recorder import Recorder
-from digenrl.transports.contract import Gone, Message
-from digenrl.worker.assignment import TRAINER
 from digenrl.worker.orders import (
     EncodePrompts,
     LearnGroups,
@@ -31,6 +19,18 @@ from digenrl.worker.orders import (
     ScoreSamples,
     TakeStep,
 )
+from fake_crew import FakeRun, fake_recipe
+
+from digenrl.config.reading import ConfigError
+from digenrl.driver.prompt_store import as_encoded
+from digenrl.driver.supervisor import TrainerLostError, WorkerFailedError
+from digenrl.loop import RunGaveUpError, drive
+from digenrl.prompts.sources import Prompt
+from digenrl.records import Generate, Lease, Publish, Slice, WorkerJoined, WorkerLost
+from digenrl.scheduling.invariants import Auditor
+from digenrl.telemetry.recorder import Recorder
+from digenrl.transports.contract import Gone, Message
+from digenrl.worker.assignment import TRAINER
 
 CREWS: dict[str, dict[str, Any]] = {
     "all techniques": {"techniques": {"tcss": 0.5}},
@@ -168,7 +168,7 @@ def test_a_worker_lost_while_it_starts_is_started_again(tmp_path: Path) -> None:
         root = tmp_path / name
         root.mkdir()
         run = FakeRun(root, fake_recipe())
-        for assignment in run.runtime.crew.everybody():
+        for assignment in run.runtime.crew.initial():
             run.runtime._staff.seek(assignment.name)
         run.runtime._staff.fill()
         run.crew.kill(name)
@@ -370,7 +370,7 @@ def test_losses_that_are_not_a_workers_fault_do_not_count(tmp_path: Path) -> Non
     run = opened(tmp_path, lanes={"restarts": 0})
     for _ in range(3):
         del run.crew.workers["generator-0"]
-        run.crew._waiting.append(Message("generator-0", Gone("lost its machine", fault=False)))
+        run.crew._waiting.append(Message("generator-0", None, Gone("lost its machine", fault=False)))
         run.runtime.receive()
         run.crew.answer("generator-0")
         run.runtime.receive()
@@ -401,17 +401,17 @@ def test_a_users_mistake_is_told_as_one_and_anything_else_with_its_details(tmp_p
     run = opened(tmp_path)
     order = SaveCheckpoint("run", 0, {}, keep=1)
     run.runtime.send(TRAINER, order, lambda answered: None)
-    run.crew._waiting.append(_message(OrderFailed(order, "the disk is full", mistake=True)))
+    run.crew._waiting.append(_answer_to_last(run, OrderFailed(order, "the disk is full", mistake=True)))
     with pytest.raises(ConfigError, match=r"^the disk is full$"):
         run.runtime.receive()
     run.runtime.send(TRAINER, order, lambda answered: None)
-    run.crew._waiting.append(_message(OrderFailed(order, "KeyError: 'x'", details="Traceback ...")))
+    run.crew._waiting.append(_answer_to_last(run, OrderFailed(order, "KeyError: 'x'", details="Traceback ...")))
     with pytest.raises(WorkerFailedError, match=r"trainer could not go on: KeyError: 'x'\nTraceback"):
         run.runtime.receive()
 
 
-def _message(report: OrderFailed) -> Message:
-    return Message(TRAINER, report)
+def _answer_to_last(run: FakeRun, report: OrderFailed) -> Message:
+    return Message(TRAINER, next(reversed(run.crew.workers[TRAINER].orders)), report)
 
 
 def test_a_batch_is_trained_group_by_group_so_that_saving_waits_for_one_at_most(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,11 +11,11 @@ from typing import Any
 import ray
 from ray._private.state import actors
 
+from digenrl.records import Job
 from digenrl.transports.contract import Gone
 from digenrl.transports.ray.actors import PULSE, Birth
 from digenrl.transports.ray.capacity import Need
 from digenrl.worker.assignment import Assignment
-from digenrl.worker.orders import Order
 
 LONGEST_PAUSE_S = 5.0  # between signs of life
 DEAD = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError)
@@ -27,7 +26,7 @@ LOST = ray.exceptions.ObjectLostError  # an argument of a call is on no machine 
 class Sent:
     """An order under way: its report, and what it leaves, as references. Building has no order."""
 
-    order: Order | None
+    order: Job | None
     report: Any
     left: tuple[Any, ...] = ()
 
@@ -42,7 +41,7 @@ class Member:
     planned_node: str | None
     asked_s: float
     birth_reference: Any
-    queue: deque[Sent] = field(default_factory=deque)
+    pending: dict[int | None, Sent] = field(default_factory=dict)  # by job; None is the start
     placed_s: float | None = None
     birth: Birth | None = None
     ready: bool = False
@@ -60,9 +59,8 @@ class Member:
         return self.planned_node if self.birth is None else self.birth.node_id
 
     def awaited(self) -> Iterator[Any]:
-        """Everything whose arrival is news; orders are answered one after the other."""
-        if self.queue:
-            yield self.queue[0].report
+        """Everything whose arrival is news."""
+        yield from (sent.report for sent in self.pending.values())
         if self.birth is None:
             yield self.birth_reference
         elif self.ping is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from digenrl.config.cluster import GeneratorPool, Place
+from digenrl.config.cluster import ClusterGeneratorPool, WorkerResources
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
 from digenrl.transports.ray.capacity import ClusterFacts, Need, check_capacity
@@ -29,7 +29,7 @@ def place_on_cluster(
 def cpus_wanted(recipe: Recipe) -> int:
     """How many CPUs all workers of a run take together, those that may join later included."""
     crew = _crew(recipe, False, None, None)
-    everybody = (*crew.everybody(), *crew.reserve)
+    everybody = (*crew.initial(), *crew.reserve)
     needs = [need_of(assignment) for assignment in everybody]
     return math.ceil(sum(need.count * need.resources.get("CPU", 0) for need in needs))
 
@@ -37,7 +37,7 @@ def cpus_wanted(recipe: Recipe) -> int:
 def needs_of(crew: Workers) -> list[Need]:
     """What everybody who is there from the beginning takes, equal ones together."""
     needs: dict[str, Need] = {}
-    for assignment in crew.everybody():
+    for assignment in crew.initial():
         need = need_of(assignment)
         before = needs.get(need.who)
         needs[need.who] = need if before is None else replace(before, count=before.count + need.count)
@@ -49,7 +49,7 @@ def need_of(assignment: Assignment) -> Need:
     who, place = _place_of(assignment)
     gpus = place.gpus if place.gpus is not None else float(assignment.device != "cpu")
     resources = {"GPU": gpus, "CPU": place.cpus, **place.resources}
-    together = assignment.recipe.lanes.ranks if "learn" in assignment.duties and assignment.ranks is None else 1
+    together = assignment.recipe.lanes.ranks if "train" in assignment.duties and assignment.ranks is None else 1
     some = {kind: amount for kind, amount in resources.items() if amount}
     return Need(who, together, some, place.accelerator, place.labels)
 
@@ -68,7 +68,9 @@ def _crew(recipe: Recipe, has_gpus: bool, checkpoint: Path | None, run: Path | N
     rewards = _number(recipe.lanes.rewards, "lanes.rewards")
     cluster = recipe.cluster
 
-    def assign(name: str, duties: set[Duty], place: Place, pool: GeneratorPool | None = None) -> Assignment:
+    def assign(
+        name: str, duties: set[Duty], place: WorkerResources, pool: ClusterGeneratorPool | None = None
+    ) -> Assignment:
         gpus = place.gpus if place.gpus is not None else _gpus_by_default(recipe, has_gpus)
         return Assignment(
             name=name,
@@ -76,14 +78,14 @@ def _crew(recipe: Recipe, has_gpus: bool, checkpoint: Path | None, run: Path | N
             device="cuda" if gpus > 0 else "cpu",
             recipe=recipe,
             exchange=None,
-            checkpoint=checkpoint if "learn" in duties else None,
+            checkpoint=checkpoint if "train" in duties else None,
             pool=pool.name if pool is not None and cluster.generators else None,
             slowdown=1.0 if pool is None else pool.slowdown,
             run=run,
         )
 
     return Workers(
-        trainer=assign(TRAINER, {"learn", *helps}, cluster.trainer),
+        trainer=assign(TRAINER, {"train", *helps}, cluster.trainer),
         generators=tuple(assign(name, makes, pool, pool) for name, pool in generators),
         rewards=tuple(assign(f"reward-{index}", {"score"}, cluster.rewards) for index in range(rewards)),
         encoder=assign(ENCODER, {"encode"}, cluster.encoder),
@@ -91,11 +93,13 @@ def _crew(recipe: Recipe, has_gpus: bool, checkpoint: Path | None, run: Path | N
     )
 
 
-def _lanes(recipe: Recipe) -> tuple[list[tuple[str, GeneratorPool]], list[tuple[str, GeneratorPool]]]:
+def _lanes(
+    recipe: Recipe,
+) -> tuple[list[tuple[str, ClusterGeneratorPool]], list[tuple[str, ClusterGeneratorPool]]]:
     """Generators by name and pool, those of the beginning and those that may join; all are numbered through."""
     pools = recipe.cluster.generators
     if not pools:
-        pools = (GeneratorPool(count=_number(recipe.lanes.generators, "lanes.generators")),)
+        pools = (ClusterGeneratorPool(count=_number(recipe.lanes.generators, "lanes.generators")),)
     now = [pool for pool in pools for _ in range(pool.count)]
     later = [pool for pool in pools for _ in range((pool.up_to or pool.count) - pool.count)]
     names = _numbered()
@@ -109,14 +113,18 @@ def _numbered() -> Iterator[str]:
         index += 1
 
 
-def _place_of(assignment: Assignment) -> tuple[str, Place]:
+def _place_of(assignment: Assignment) -> tuple[str, WorkerResources]:
     """The recipe's key for a worker's place, and the place."""
     cluster = assignment.recipe.cluster
-    if "learn" in assignment.duties:
+    if "train" in assignment.duties:
         return "cluster.trainer", cluster.trainer
     if "generate" in assignment.duties:
         pool = next((pool for pool in cluster.generators if pool.name == assignment.pool), None)
-        return ("lanes.generators", Place()) if pool is None else (f"cluster.generators: pool '{pool.name}'", pool)
+        return (
+            ("lanes.generators", WorkerResources())
+            if pool is None
+            else (f"cluster.generators: pool '{pool.name}'", pool)
+        )
     return (
         ("cluster.encoder", cluster.encoder)
         if "encode" in assignment.duties

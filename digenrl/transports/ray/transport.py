@@ -17,7 +17,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from digenrl.config.recipe import Recipe
-from digenrl.transports.contract import Gone, Message, TensorsLost
+from digenrl.records import Job, JobFailed, Publish, Published
+from digenrl.transports.contract import Gone, InputsLost, Message, Report
 from digenrl.transports.processes import ENVIRONMENT
 from digenrl.transports.ray.actors import (
     PULSE,
@@ -35,7 +36,6 @@ from digenrl.transports.ray.members import DEAD, LOST, Member, Sent, ending
 from digenrl.transports.ray.placing import need_of, threads_of
 from digenrl.transports.ray.weight_broadcast import Delivery, WeightBroadcast
 from digenrl.worker.assignment import Assignment
-from digenrl.worker.orders import LoadWeights, Order, OrderFailed, Report, WeightsLoaded
 
 ROUND_S = 0.5  # signs of life and time limits are looked at so often
 
@@ -77,7 +77,7 @@ class RayTransport:
             assignment, _surroundings(assignment), self._log(assignment), self._build
         )
         member = Member(assignment, actor, need, node_id, time.monotonic(), actor.tell_birth.remote())
-        member.queue.append(Sent(None, actor.build.remote(self._meeting(assignment, actor))))
+        member.pending[None] = Sent(None, actor.build.remote(self._meeting(assignment, actor)))
         self._members[assignment.name] = member
 
     def has_room(self, assignment: Assignment) -> bool:
@@ -133,7 +133,7 @@ class RayTransport:
 
     # --- Orders and reports -------------------------------------------------------------------------------------
 
-    def send(self, worker: str, order: Order) -> None:
+    def send(self, worker: str, job_id: int, order: Job) -> None:
         """Hands over an order, and references to what it reads; to a worker that is gone, this does nothing."""
         member = self._members.get(worker)
         if member is None:
@@ -141,11 +141,11 @@ class RayTransport:
         found = {name: self.shelf.get(name) for name in self._carried(order)}
         absent = tuple(name for name, reference in found.items() if reference is None)
         assert not absent, f"{order} reads {', '.join(absent)}, which nobody left, or which was dropped"
-        leaves = len(order.leaves())
+        leaves = len(order.writes())
         call = member.actor.carry_out.options(num_returns=1 + leaves)
         references = call.remote(letter_of(order, tuple(found)), *found.values())
         report, *left = references if leaves else [references]
-        member.queue.append(Sent(order, report, tuple(left)))
+        member.pending[job_id] = Sent(order, report, tuple(left))
         if self._by_wire:
             self._wire.ordered(worker, order)
 
@@ -158,7 +158,7 @@ class RayTransport:
             if messages or left_s <= 0:
                 return messages
 
-    def _carried(self, order: Order) -> tuple[str, ...]:
+    def _carried(self, order: Job) -> tuple[str, ...]:
         """What an order reads of what travels beside it."""
         weights = getattr(order, "weights", None) if self._by_wire else None
         return tuple(name for name in dict.fromkeys(order.reads()) if weights is None or name != weights.name)
@@ -168,51 +168,57 @@ class RayTransport:
         awaited = [*self._wire.awaited(), *(each for m in self._members.values() for each in m.awaited())]
         arrived = _arrived(awaited, wait_s)
         for member in list(self._members.values()):
-            report = self._answer(member, arrived) or self._sign(member, arrived)
+            yield from self._messages(member, arrived)
+
+    def _messages(self, member: Member, arrived: set[Any]) -> Iterator[Message]:
+        """The reports of a worker that have arrived, and its end."""
+        for job_id, sent in [each for each in member.pending.items() if each[1].report in arrived]:
+            report = self._report(member, sent)
             if isinstance(report, Gone):
                 self._forget(member)
-            if report is not None:
-                yield Message(member.name, report)
+                yield Message(member.name, None, report)
+                return
+            del member.pending[job_id]
+            yield Message(member.name, job_id, report)
+        gone = self._sign(member, arrived)
+        if gone is not None:
+            self._forget(member)
+            yield Message(member.name, None, gone)
 
-    def _answer(self, member: Member, arrived: set[Any]) -> Report | None:
-        """The report on the first order of a worker's queue, if it is there."""
-        if not member.queue or member.queue[0].report not in arrived:
-            return None
-        sent = member.queue[0]
+    def _report(self, member: Member, sent: Sent) -> Report:
+        """The report of a job that has ended."""
         try:
             answer: bytes = ray.get(sent.report)
         except DEAD as error:
             return ending(member, error)
         except LOST as error:
-            return self._lost(member, error)
+            return self._lost(sent, error)
         report: Report = pickle.loads(answer)
         self.driver_bytes += len(answer)
-        member.queue.popleft()
         self._note(member, sent, report)
         return report
 
     def _note(self, member: Member, sent: Sent, report: Report) -> None:
         member.ready = True
         order = sent.order
-        if order is not None and not isinstance(report, OrderFailed | TensorsLost):
-            for name, reference in zip(order.leaves(), sent.left, strict=True):
+        if order is not None and not isinstance(report, JobFailed | InputsLost):
+            for name, reference in zip(order.writes(), sent.left, strict=True):
                 self.shelf.keep(name, reference, member.node_id)
         if self._by_wire:
             self._wire.reported(member.name, report)
-        elif isinstance(report, WeightsLoaded) and isinstance(order, LoadWeights):
+        elif isinstance(report, Published) and isinstance(order, Publish):
             self._tell(Delivery(order.weights.name, (member.name,), order.weights.bytes, report.seconds))
 
-    def _lost(self, member: Member, error: Exception) -> Report:
+    def _lost(self, sent: Sent, error: Exception) -> Report:
         """An order was not carried out, since what it reads is nowhere any more."""
-        sent = member.queue.popleft()
         if sent.order is None:
             return Gone("lost the first rank before they met", fault=False)
         names = self.shelf.lost(self._carried(sent.order), error)
         if not names:
             raise error  # it is not what the order reads
-        return TensorsLost(names)
+        return InputsLost(names)
 
-    def _sign(self, member: Member, arrived: set[Any]) -> Report | None:
+    def _sign(self, member: Member, arrived: set[Any]) -> Gone | None:
         """That a worker is gone, if it is: dead, silent, or without a place."""
         now_s = time.monotonic()
         try:

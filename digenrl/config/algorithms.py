@@ -1,0 +1,272 @@
+"""Settings of the RL algorithms, and what each asks of rollouts and of the trainer. Needs no torch.
+
+The losses are in `digenrl.algorithms`, one file per algorithm. To add an algorithm, write its settings here, list
+them in `ALGORITHM_SETTINGS`, and write digenrl/algorithms/NAME.py. An algorithm outside this package is a class
+with its own `settings_type`, which a recipe names by import path: `algorithm.name: my_package.module:MyAlgorithm`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from digenrl.config.import_paths import import_object
+from digenrl.config.reading import ConfigError, Frozen, complaints_about, nearest, parse_model
+from digenrl.config.windows import AllSteps, EulerOnly, FastWindow, RandomSubset, SlidingWindow, Window
+
+KlForm = Literal["exact", "flow_grpo_image"]
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Optional inputs that an algorithm asks for."""
+
+    step_means: bool = False  # the generating policy's step means, kept by the rollout
+    final_latents: bool = False  # the denoised latents, kept by the rollout
+    reference: bool = False  # the reference policy's means or velocities, from an extra forward of the trainer
+    old_policy: bool = False  # the generating policy's velocities, whose weights the trainer keeps
+    recomputed_log_probs: bool = False  # log-probs of the policy before the batch's first update, by the trainer
+
+
+class AdvantageSettings(Frozen):
+    """How rewards are normalised: by the std of a group or of the whole batch, then clamped to +-`clamp`."""
+
+    std_over: Literal["group", "batch"] = "group"
+    ddof: Literal[0, 1] = 0
+    eps: float = Field(default=1e-4, gt=0)
+    clamp: float = Field(default=5.0, gt=0)
+
+
+class WholeBatchStd(AdvantageSettings):
+    """Flow-GRPO's defaults."""
+
+    std_over: Literal["group", "batch"] = "batch"
+
+
+class GroupSampleStd(AdvantageSettings):
+    """The defaults of DanceGRPO and MixGRPO: each group's own std, with G - 1 degrees of freedom."""
+
+    ddof: Literal[0, 1] = 1
+    eps: float = Field(default=1e-8, gt=0)
+
+
+class AlgorithmSettings(Frozen):
+    """Settings that every algorithm has, and the facts that follow from them.
+
+    `replays` says what the trainer replays: the stochastic `steps` of the rollout, or the final latents,
+    `renoised`. A term of the loss has `rows_per_term` rows: 2 if it compares two samples. With
+    `same_initial_noise` all samples of a group start from the same noise. `window` is the default of a recipe's
+    `sample.window`.
+    """
+
+    replays: ClassVar[Literal["steps", "renoised"]] = "steps"
+    rows_per_term: ClassVar[Literal[1, 2]] = 1
+    same_initial_noise: ClassVar[bool] = False
+    window: ClassVar[Window] = AllSteps()
+
+    advantage: AdvantageSettings = AdvantageSettings()
+    updates_per_batch: int = Field(default=1, ge=1)
+
+    @property
+    def needs(self) -> Needs:
+        """The optional inputs of the loss."""
+        return Needs()
+
+    def trained_samples(self, group_size: int) -> int:
+        """How many samples of a group are trained, if its rewards differ."""
+        return group_size
+
+    def trained_steps(self, steps: int, window: Window | None = None) -> int:
+        """How many of a sample's denoising steps are trained, with the recipe's window or the default one."""
+        window = window or self.window
+        with complaints_about("sample.window"):
+            window.check(steps)
+            if window.kept_steps(steps) < 1:
+                raise ValueError(f"'{window.kind}' keeps no step to train; choose another kind of window")
+        return window.kept_steps(steps)
+
+
+class PolicyLossSettings(AlgorithmSettings):
+    """The clipped loss, its penalty, and the treatment of samples from older weights.
+
+    `kl_form` is `exact`, (mu - mu_ref)^2 / 2 s^2, or `flow_grpo_image`, over 2 g^2 instead, where s = g sqrt(h).
+    `stale` is `plain` (the ratio to the generating policy covers it) or `decoupled`: the ratio to the policy
+    before the update, weighted by min(that policy / generating policy, `stale_weight_cap`).
+    """
+
+    clip: float = Field(default=1e-4, gt=0, lt=1)
+    kl_weight: float = Field(default=0.0, ge=0)
+    kl_form: KlForm = "exact"
+    stale: Literal["plain", "decoupled"] = "plain"
+    stale_weight_cap: float = Field(default=2.0, ge=1)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(reference=self.kl_weight > 0, recomputed_log_probs=self.stale == "decoupled")
+
+
+class FlowGrpoSettings(PolicyLossSettings):
+    """The values of Flow-GRPO's image recipes."""
+
+    advantage: WholeBatchStd = WholeBatchStd()
+    updates_per_batch: int = Field(default=2, ge=1)
+    kl_weight: float = Field(default=0.04, ge=0)
+    kl_form: KlForm = "flow_grpo_image"
+
+
+class FlowGrpoFastSettings(FlowGrpoSettings):
+    """A tighter clip, no penalty, and a few steps in the first half of the schedule."""
+
+    window: ClassVar[Window] = FastWindow(width=3)
+
+    clip: float = Field(default=1e-5, gt=0, lt=1)
+    kl_weight: float = Field(default=0.0, ge=0)
+
+
+class BestOfN(Frozen):
+    """Train only on the `top` best and the `bottom` worst samples of a group.
+
+    Their advantages are still relative to the whole group.
+    """
+
+    top: int = Field(ge=1)
+    bottom: int = Field(ge=1)
+
+
+class DanceGrpoSettings(PolicyLossSettings):
+    """All samples of a group are trained unless `best_of_n` selects; each on its own random subset of steps."""
+
+    same_initial_noise: ClassVar[bool] = True
+    window: ClassVar[Window] = RandomSubset(fraction=0.6)
+
+    advantage: GroupSampleStd = GroupSampleStd()
+    best_of_n: BestOfN | None = None
+
+    def trained_samples(self, group_size: int) -> int:
+        if self.best_of_n is None:
+            return group_size
+        count = self.best_of_n.top + self.best_of_n.bottom
+        if count > group_size:
+            raise ConfigError(
+                f"algorithm.options.best_of_n: top and bottom are {count} samples, but a group has {group_size}"
+            )
+        return count
+
+
+class MixGrpoSettings(PolicyLossSettings):
+    """The std is a group's own, so that the gradient of a group is final as soon as it is scored."""
+
+    window: ClassVar[Window] = SlidingWindow(width=4, training_steps_per_shift=25)
+
+    advantage: GroupSampleStd = GroupSampleStd()
+    updates_per_batch: int = Field(default=4, ge=1)
+
+
+class GrpoGuardSettings(FlowGrpoSettings):
+    """The clip range is for the normalised ratio, which is much closer to 1.
+
+    The ratio is recentred by the generating policy's means, so that stale samples are compared with that policy.
+    """
+
+    clip: float = Field(default=2e-6, gt=0, lt=1)
+    stale: Literal["plain"] = "plain"
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, step_means=True)
+
+
+class RenoisedSettings(AlgorithmSettings):
+    """Training from the final latents: Euler rollouts, trained on the first `trained_fraction` of the schedule."""
+
+    replays: ClassVar[Literal["steps", "renoised"]] = "renoised"
+    window: ClassVar[Window] = EulerOnly()
+
+    trained_fraction: float = Field(default=0.99, gt=0, le=1)
+
+    def trained_steps(self, steps: int, window: Window | None = None) -> int:
+        count = min(int(self.trained_fraction * steps), steps - 1)
+        if count < 1:
+            raise ConfigError(
+                f"algorithm.options.trained_fraction: {self.trained_fraction} of {steps} steps leaves none to "
+                "train; raise either"
+            )
+        return count
+
+
+class DiffusionNftSettings(RenoisedSettings):
+    """`advantage.clamp` is M. The generating policy follows: d = min(old_decay_growth * batch, old_decay_max)."""
+
+    advantage: WholeBatchStd = WholeBatchStd()
+    beta: float = Field(default=1.0, gt=0)
+    kl_weight: float = Field(default=1e-4, ge=0)
+    old_decay_growth: float = Field(default=1e-3, ge=0)
+    old_decay_max: float = Field(default=0.5, ge=0, lt=1)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(final_latents=True, old_policy=True, reference=self.kl_weight > 0)
+
+
+class FlowDpoSettings(RenoisedSettings):
+    """A term compares the best sample of a group with the worst. Only the order of rewards matters."""
+
+    rows_per_term: ClassVar[Literal[1, 2]] = 2
+
+    beta: float = Field(default=100.0, gt=0)
+
+    @field_validator("advantage")
+    @classmethod
+    def _only_the_order_counts(cls, advantage: AdvantageSettings) -> AdvantageSettings:
+        if advantage != AdvantageSettings():
+            raise ValueError("flow_dpo compares the best sample with the worst; it takes no advantage settings")
+        return advantage
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(final_latents=True, reference=True)
+
+    def trained_samples(self, group_size: int) -> int:
+        return 2
+
+
+ALGORITHM_SETTINGS: dict[str, type[AlgorithmSettings]] = {
+    "flow_grpo": FlowGrpoSettings,
+    "flow_grpo_fast": FlowGrpoFastSettings,
+    "dance_grpo": DanceGrpoSettings,
+    "mix_grpo": MixGrpoSettings,
+    "grpo_guard": GrpoGuardSettings,
+    "diffusion_nft": DiffusionNftSettings,
+    "flow_dpo": FlowDpoSettings,
+}
+
+
+def read_algorithm_settings(name: str, options: Mapping[str, Any]) -> AlgorithmSettings:
+    """The settings of an algorithm, by its name or import path; raises ConfigError with one line."""
+    found = import_algorithm(name).settings_type if ":" in name else ALGORITHM_SETTINGS.get(name)
+    if found is None:
+        raise ConfigError(
+            f"algorithm.name: unknown algorithm '{name}'; {nearest(name, list(ALGORITHM_SETTINGS))}; for your "
+            f"own, give an import path (my_package.module:MyAlgorithm) or add digenrl/algorithms/{name}.py",
+            "algorithm.name",
+        )
+    settings_type: type[AlgorithmSettings] = found
+    try:
+        return parse_model(settings_type, dict(options))
+    except ConfigError as error:
+        raise ConfigError(f"algorithm.options.{error}", f"algorithm.options.{error.where}") from None
+
+
+def import_algorithm(path: str) -> Any:
+    """The algorithm class at an import path; raises ConfigError if it does not declare its settings."""
+    found = import_object(path, what="algorithm", kind="class")
+    settings_type = getattr(found, "settings_type", None)
+    if not (isinstance(settings_type, type) and issubclass(settings_type, AlgorithmSettings)):
+        raise ConfigError(
+            f"algorithm.name: '{path}': expected a class with a `settings_type`, got {found!r}; derive it from "
+            "digenrl.algorithms.contract.GroupRelative or one of the algorithms there"
+        )
+    return found

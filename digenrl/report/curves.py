@@ -1,0 +1,118 @@
+"""The curves of the page: their order and titles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from digenrl.run_folder.metric_lines import EvaluationRecord, StepRecord
+from digenrl.run_folder.reading import RunRecord
+
+_PART = "reward/"
+
+Points: TypeAlias = tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One curve: `y` has a value or None for every x; `spread` is the half width of a band around it."""
+
+    name: str
+    y: Points
+    spread: Points | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Curves over optimizer steps."""
+
+    title: str
+    x: tuple[int, ...]
+    series: tuple[Series, ...]
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _ChartSpec:
+    title: str
+    labels: Mapping[str, str]  # metric -> its label in the legend
+    unit: str = ""
+
+
+_HEALTH = (
+    _ChartSpec("Samples per second", {"samples_per_s": "samples/s"}),
+    _ChartSpec("Gradient norm", {"gradient_norm": "gradient norm"}),
+    _ChartSpec("KL to the reference", {"kl": "KL"}),
+    _ChartSpec("Policy ratio", {"ratio_mean": "mean", "ratio_max": "largest"}),
+    _ChartSpec("Clipped ratios", {"clip_fraction": "clipped"}, "share"),
+    _ChartSpec("Log-probability mismatch", {"log_prob_mismatch": "mismatch"}),
+    _ChartSpec("Stale and helped samples", {"stale_share": "stale", "helped_share": "helped"}, "share"),
+    _ChartSpec("Groups without spread", {"zero_spread_groups": "groups"}),
+)
+# Shown elsewhere on the page, or not a measurement.
+_NOT_PLOTTED = frozenset({"reward_mean", "reward_std", "step_s", "predicted_step_s", "at_s", "version", "samples"})
+
+
+def reward_charts(run: RunRecord) -> tuple[Chart, ...]:
+    """The training reward with its standard deviation; none before the first reward."""
+    mean = _column(run.steps, "reward_mean")
+    if not _any(mean):
+        return ()
+    spread = _column(run.steps, "reward_std")
+    series = Series("mean of the step's samples", mean, spread if _any(spread) else None)
+    return (Chart("Training reward", tuple(step.step for step in run.steps), (series,)),)
+
+
+def part_charts(run: RunRecord) -> tuple[Chart, ...]:
+    """One chart per part of the training reward."""
+    x = tuple(step.step for step in run.steps)
+    parts = [name for name in _names(run.steps) if name.startswith(_PART)]
+    return tuple(
+        Chart(name.removeprefix(_PART), x, (Series(name.removeprefix(_PART), _column(run.steps, name)),))
+        for name in parts
+    )
+
+
+def held_out_charts(run: RunRecord) -> tuple[Chart, ...]:
+    """One chart per held-out metric; x is the number of optimizer steps done."""
+    x = tuple(evaluation.steps_done for evaluation in run.evaluations)
+    charts = []
+    for name in _names(run.evaluations):
+        if name == "reward_mean" or name.startswith(_PART):
+            title = "Held-out reward" if name == "reward_mean" else f"Held-out {name.removeprefix(_PART)}"
+            charts.append(Chart(title, x, (Series(title, _column(run.evaluations, name)),)))
+    return tuple(charts)
+
+
+def health_charts(run: RunRecord) -> tuple[Chart, ...]:
+    """Speed, gradients and policy drift, as far as the run measured them."""
+    x = tuple(step.step for step in run.steps)
+    charts = []
+    for spec in _HEALTH:
+        columns = {label: _column(run.steps, name) for name, label in spec.labels.items()}
+        series = tuple(Series(label, column) for label, column in columns.items() if _any(column))
+        if series:
+            charts.append(Chart(spec.title, x, series, spec.unit))
+    return tuple(charts)
+
+
+def other_charts(run: RunRecord) -> tuple[Chart, ...]:
+    """All other metrics of the run, under their own names."""
+    x = tuple(step.step for step in run.steps)
+    shown = _NOT_PLOTTED.union(*(spec.labels for spec in _HEALTH))
+    names = [name for name in _names(run.steps) if name not in shown and not name.startswith(_PART)]
+    return tuple(Chart(name, x, (Series(name, _column(run.steps, name)),)) for name in names)
+
+
+def _names(rows: Iterable[StepRecord | EvaluationRecord]) -> list[str]:
+    """The names of all metrics, in order of first appearance."""
+    return list(dict.fromkeys(name for row in rows for name in row.values))
+
+
+def _column(rows: Iterable[StepRecord | EvaluationRecord], name: str) -> Points:
+    return tuple(row.values.get(name) for row in rows)
+
+
+def _any(points: Points) -> bool:
+    return any(point is not None for point in points)

@@ -1,0 +1,98 @@
+"""The headline figures of a run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from statistics import fmean, median
+
+from digenrl.run_folder.metric_lines import StepRecord
+from digenrl.run_folder.reading import RunRecord
+
+# The reward of a single step is noisy: the first and the last are means over 1/20 of the steps.
+_ENDS = Fraction(1, 20)
+_MOST_HELD_OUT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A value before and after training."""
+
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionAccuracy:
+    """Predicted and measured step times. Each step is compared with the newest prediction made before it ended."""
+
+    steps: tuple[int, ...]
+    predicted_s: tuple[float, ...]
+    measured_s: tuple[float, ...]
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """(predicted - measured) / measured for every step."""
+        pairs = zip(self.predicted_s, self.measured_s, strict=True)
+        return tuple((predicted - measured) / measured for predicted, measured in pairs)
+
+    @property
+    def median_error(self) -> float:
+        """The median of the absolute errors."""
+        return median(abs(error) for error in self.errors)
+
+
+def ends_averaged(count: int) -> int:
+    """The number of steps over which the first and the last reward are averaged."""
+    return max(1, int(count * _ENDS))
+
+
+def reward_change(steps: tuple[StepRecord, ...]) -> Change | None:
+    """The mean training reward of the first and of the last steps; None without rewards."""
+    rewards = [step.values["reward_mean"] for step in steps if "reward_mean" in step.values]
+    if not rewards:
+        return None
+    ends = ends_averaged(len(rewards))
+    return Change(fmean(rewards[:ends]), fmean(rewards[-ends:]))
+
+
+def held_out_changes(run: RunRecord) -> dict[str, Change]:
+    """The held-out reward and its sub-parts (`ocr.exact`) in the first and last evaluation; at most three."""
+    if len(run.evaluations) < 2:
+        return {}
+    first, last = run.evaluations[0].values, run.evaluations[-1].values
+    names = [name for name in last if name in first]
+    chosen = [name for name in names if name == "reward_mean"]
+    chosen += [name for name in names if re.fullmatch(r"reward/.+[./].+", name)]
+    return {name: Change(first[name], last[name]) for name in chosen[:_MOST_HELD_OUT]}
+
+
+def samples_per_second(steps: tuple[StepRecord, ...]) -> float | None:
+    """Throughput without the first step, which includes warm-up, unless it is the only one."""
+    timed = [step.values for step in steps if {"samples", "step_s"} <= step.values.keys()]
+    steady = timed[1:] or timed
+    seconds = sum(values["step_s"] for values in steady)
+    return sum(values["samples"] for values in steady) / seconds if seconds > 0 else None
+
+
+def share_of_samples(steps: tuple[StepRecord, ...], name: str) -> float | None:
+    """The share `name` over all samples of the run; None if no step has it."""
+    known = [step.values for step in steps if {"samples", name} <= step.values.keys()]
+    samples = sum(values["samples"] for values in known)
+    return sum(values[name] * values["samples"] for values in known) / samples if samples > 0 else None
+
+
+def prediction_accuracy(steps: tuple[StepRecord, ...]) -> PredictionAccuracy | None:
+    """Predicted and measured step times from the first prediction on; None without one."""
+    known: list[tuple[int, float, float]] = []
+    newest_s: float | None = None
+    for step in steps:
+        newest_s = step.values.get("predicted_step_s", newest_s)
+        measured_s = step.values.get("step_s", 0.0)
+        if newest_s is not None and measured_s > 0:
+            known.append((step.step, newest_s, measured_s))
+    if not known:
+        return None
+    numbers, predicted_s, measured = zip(*known, strict=True)
+    return PredictionAccuracy(numbers, predicted_s, measured)

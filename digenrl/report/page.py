@@ -1,0 +1,85 @@
+"""Writes the report, a self-contained HTML file, and the trace for Perfetto."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from digenrl.report.content import content_of
+from digenrl.run_folder.reading import RunRecord
+from digenrl.telemetry.perfetto import write_perfetto
+from digenrl.telemetry.writing import write_atomically
+
+# In order of dependence.
+_SCRIPTS = (
+    "dom.js",
+    "format.js",
+    "summary.js",
+    "grids.js",
+    "charts.js",
+    "gantt_lanes.js",
+    "gantt_paint.js",
+    "gantt.js",
+    "tables.js",
+    "main.js",
+)
+
+
+def write_report(run: RunRecord) -> Path:
+    """Writes the report and the trace into the run's folder, each atomically; returns the page's path."""
+    write_perfetto(run.trace, run.folder.trace)
+    write_atomically(run.folder.report, page_of(run))
+    return run.folder.report
+
+
+def page_of(run: RunRecord) -> str:
+    """The page. Its content security policy forbids loading anything, and all scripts except its own."""
+    style = _asset("style.css")
+    script = '(() => {\n"use strict";\n' + "\n".join(_asset(name) for name in _SCRIPTS) + "})();\n"
+    sources = f"style-src '{_fingerprint(style)}'; script-src '{_fingerprint(script)}'"
+    policy = f"default-src 'none'; img-src data:; {sources}"
+    return Template(_asset("page.html")).substitute(
+        title=html.escape(run.info.name),
+        policy=policy,
+        style=style,
+        script=script,
+        content=embedded(content_of(run)),
+    )
+
+
+def embedded(content: Any) -> str:
+    """JSON that is safe inside a script element: it cannot close the element or open a comment.
+
+    >>> embedded({"prompt": "</script><!--", "share": float("nan")})
+    '{"prompt":"\\\\u003c/script\\\\u003e\\\\u003c!--","share":null}'
+    """
+    text = json.dumps(_plain(content), separators=(",", ":"), allow_nan=False)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _plain(content: Any) -> Any:
+    """The content with floats rounded, and null for values that JSON does not have."""
+    if isinstance(content, float):
+        return float(f"{content:.6g}") if math.isfinite(content) else None
+    if isinstance(content, dict):
+        return {key: _plain(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_plain(value) for value in content]
+    return content
+
+
+def _asset(name: str) -> str:
+    return files("digenrl.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _fingerprint(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}"

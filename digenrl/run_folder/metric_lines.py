@@ -1,0 +1,111 @@
+"""The lines of metrics.jsonl, one per optimizer step, and of evaluations.jsonl, one per evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from digenrl.config.reading import ConfigError
+from digenrl.run_folder.lines import JsonLine, located_lines
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """The metrics of one optimizer step by name; those that are unknown or not finite have no entry."""
+
+    step: int
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRecord:
+    """Held-out metrics of the model after `steps_done` optimizer steps.
+
+    `values` has "reward_mean" and "reward/<part>"; `grid` is the path of the image grid inside the run's folder.
+    """
+
+    steps_done: int
+    at_s: float
+    count: int
+    values: Mapping[str, float]
+    grid: str | None = None
+
+
+def step_line(values: Mapping[str, float]) -> dict[str, float | None]:
+    """The metrics of a step as JSON, with null for values that are not finite.
+
+    >>> step_line({"kl": float("nan"), "step": 3})
+    {'kl': None, 'step': 3}
+    """
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def evaluation_line(evaluation: EvaluationRecord) -> dict[str, object]:
+    """An evaluation as a flat JSON object."""
+    line: dict[str, object] = {"step": evaluation.steps_done, "at_s": evaluation.at_s, "count": evaluation.count}
+    line |= step_line(evaluation.values)
+    return line if evaluation.grid is None else {**line, "grid": evaluation.grid}
+
+
+def read_steps(path: Path) -> tuple[StepRecord, ...]:
+    """All steps in order. Where a resumed run repeated a step, the later line counts."""
+    by_step: dict[int, StepRecord] = {}
+    for line in located_lines(path):
+        step = _step(line)
+        by_step[step] = StepRecord(step, _finite_values(line, {"step"}))
+    return tuple(by_step[step] for step in sorted(by_step))
+
+
+def read_evaluations(path: Path) -> tuple[EvaluationRecord, ...]:
+    """All evaluations in order. Where a resumed run repeated one, the later line counts."""
+    by_step: dict[int, EvaluationRecord] = {}
+    for line in located_lines(path):
+        step, values = _step(line), _finite_values(line, {"step", "grid"})
+        at_s, count = values.pop("at_s", 0.0), int(values.pop("count", 0))
+        by_step[step] = EvaluationRecord(step, at_s, count, values, _grid(line))
+    return tuple(by_step[step] for step in sorted(by_step))
+
+
+def end_of_evaluations(path: Path, position: int, last_step: int) -> int:
+    """The byte after `position` up to which evaluations are of versions up to `last_step`.
+
+    An evaluation ends later than the commit of its version, so a checkpoint's position may lie before the lines of
+    versions that the checkpoint includes. A damaged line ends the search: truncating removes it.
+    """
+    with suppress(ConfigError):
+        for line in located_lines(path):
+            if line.start == position:
+                if _step(line) > last_step:
+                    break
+                position = line.end
+    return position
+
+
+def _step(line: JsonLine) -> int:
+    step = line.content.get("step")
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise line.error(f"'step' is {step!r}, expected a whole number")
+    return step
+
+
+def _grid(line: JsonLine) -> str | None:
+    grid, folder = line.content.get("grid"), line.path.parent
+    # The report embeds the grid: a path out of the folder would publish another file.
+    if grid is not None and not (folder / str(grid)).resolve().is_relative_to(folder.resolve()):
+        raise line.error(f"the grid {grid!r} is outside the run's folder")
+    return None if grid is None else str(grid)
+
+
+def _finite_values(line: JsonLine, other_keys: set[str]) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for name, value in line.content.items():
+        if name in other_keys or value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise line.error(f"'{name}' is {value!r}, expected a number")
+        if math.isfinite(value):
+            values[name] = value
+    return values

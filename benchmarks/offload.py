@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from digenrl.models.transfers import wait_for
+from digenrl.models.transfers import synchronize
 from digenrl.training.offload.host_copies import HostCopies, copy_all, cpu_copy
 from digenrl.training.offload.kept_state import KeptState
 from digenrl.training.offload.offloader import Offloader
@@ -125,7 +125,7 @@ def measure(parameters: int, width: int, device: torch.device) -> Measured:
     offloader = Offloader({"sums": lambda: parts["sums"], "moments": lambda: parts["moments"]}, device, host)
     version: KeptState[dict[str, dict[str, Tensor]]] = KeptState(host)
     before, products = fingerprint(parts), work_of(device)
-    wait = partial(wait_for, device)
+    wait = partial(synchronize, device)
 
     def changed() -> None:
         """Back, and about to be written to: the next time all is copied again."""

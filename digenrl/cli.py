@@ -386,7 +386,7 @@ def make_tiny_command(
 ) -> None:
     """Write a complete tiny diffusers pipeline with random weights, without a network: for trying things out."""
     with _needing("train"):
-        from digenrl.models.registry import make_tiny_pipeline
+        from digenrl.testing.tiny_models import make_tiny_pipeline
     make_tiny_pipeline(family, directory, seed)
     out.print(f"wrote {directory}")
 

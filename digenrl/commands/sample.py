@@ -22,9 +22,9 @@ from digenrl.commands.diffusers_snippet import diffusers_snippet
 from digenrl.config.prompts import PromptSettings
 from digenrl.config.reading import ConfigError, nearest, parse_model
 from digenrl.config.recipe import EvaluationSettings, Recipe
-from digenrl.generation.prompt_cache import encode_prompts
+from digenrl.generation.encoding import encode_prompts
 from digenrl.models.contract import Conditioning, DiffusionModel
-from digenrl.models.published import load_published, weights_state
+from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.prompts.sources import read_prompts
 from digenrl.run_folder.folder import RunFolder, numbered_path
 from digenrl.run_folder.grids import columns_for, side_by_side
@@ -220,8 +220,8 @@ def _device(asked: str | None) -> str:
 def _encoded(blueprint: Blueprint, texts: Sequence[str], device: str) -> list[Conditioning]:
     """A row per image. The text encoders are gone before the model comes."""
     encoders = load_text_encoders(blueprint, device)
-    cache = encode_prompts(encoders, texts, blueprint.recipe.model.negative_prompt)
-    return [cache.row(text) for text in texts]
+    rows = encode_prompts(encoders, texts, blueprint.recipe.model.negative_prompt)
+    return [rows[text] for text in texts]
 
 
 def _load_weights(model: DiffusionModel, checkpoint: Path | None) -> tuple[Weights, bool]:
@@ -234,7 +234,7 @@ def _load_weights(model: DiffusionModel, checkpoint: Path | None) -> tuple[Weigh
         return "untrained", True
     state = read_checkpoint(checkpoint).trainer_state
     try:
-        load_published(model, weights_state(model, "cpu", instead=weights_to_export(state)))
+        load_weights(model, weights_state(model, "cpu", instead=weights_to_export(state)))
     except ValueError as error:
         raise ConfigError(f"{checkpoint}: {error}; was config.yaml changed?") from None
     averaged = state.average is not None

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from digenrl.models.pairs import LossTerms, Objective, Standing
+from digenrl.models.objective import Advantages, LossTerms, Objective
 
 
 class AdvantageScale:
@@ -27,13 +27,13 @@ class AdvantageScale:
         """How many gradient tensors a parameter may have: two if only a part of the loss awaits the scale."""
         return 2 if self.over_batch and self._objective.needs.reference else 1
 
-    def trained_advantages(self, rewards: Sequence[float]) -> Standing:
+    def trained_advantages(self, rewards: Sequence[float]) -> Advantages:
         """A group's advantages as its terms are trained with them: final and clamped, or awaiting the scale."""
-        standing = self._objective.standing(rewards)
+        advantages = self._objective.group_advantages(rewards)
         if self.over_batch:
-            return standing
+            return advantages
         clamp = self._objective.clamp
-        return replace(standing, advantages=tuple(max(-clamp, min(clamp, each)) for each in standing.advantages))
+        return replace(advantages, values=tuple(max(-clamp, min(clamp, each)) for each in advantages.values))
 
     def loss_parts(self, loss: LossTerms) -> tuple[Tensor | None, Tensor | None]:
         """The parts of a loss whose gradients await the scale, and whose gradients are final."""
@@ -43,11 +43,11 @@ class AdvantageScale:
         """The factor of the gradient that awaits the scale, from all rewards of the batch in the groups' order."""
         return self._objective.scale(rewards_by_group) if self.over_batch else 1.0
 
-    def correction_weights(self, standing: Standing, factor: float) -> dict[int, float]:
+    def correction_weights(self, advantages: Advantages, factor: float) -> dict[int, float]:
         """By sample that exceeds the clamp once scaled: the weight that corrects its gradient."""
         clamp = self._objective.clamp
         return {
             index: clamp / (abs(advantage) * factor) - 1
-            for index, advantage in enumerate(standing.advantages)
+            for index, advantage in enumerate(advantages.values)
             if abs(advantage) * factor > clamp
         }

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from digenrl.models.pairs import Objective
+from digenrl.models.objective import Objective
 from digenrl.training.advantage_scale import AdvantageScale
 from digenrl.training.gradients import Gradients, add_into, scaled
 from digenrl.training.metrics import Tally
@@ -51,7 +51,7 @@ class GradientAccumulator:
     def add(self, batch: OpenBatch, place: int, entry: GroupEntry) -> None:
         """Adds a group of the open update. If it raises, nothing was added."""
         assert entry.group is not None
-        result = self._run(batch, place, entry, terms_of(entry.group, entry.standing, self._objective))
+        result = self._run(batch, place, entry, terms_of(entry.group, entry.advantages, self._objective))
         with self._switching.adding_to_sums():
             self._sums.add(place, result)
         entry.trained = True
@@ -78,10 +78,10 @@ class GradientAccumulator:
         for place in batch.places():
             entry = batch.entries[place]
             assert entry.group is not None
-            weights = self._scale.correction_weights(entry.standing, factor)
+            weights = self._scale.correction_weights(entry.advantages, factor)
             terms = [
                 replace(term, weight=weights[term.trajectories[0].sample.index])
-                for term in terms_of(entry.group, entry.standing, self._objective, weights)
+                for term in terms_of(entry.group, entry.advantages, self._objective, weights)
             ]
             result.add(self._run(batch, place, entry, terms, only_unscaled=True))
         return result.sums.unscaled

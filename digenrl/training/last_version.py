@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from digenrl.models.pairs import Objective
+from digenrl.models.objective import Objective
 from digenrl.training.offload.host_copies import HostCopies
 from digenrl.training.offload.kept_state import KeptState
 from digenrl.training.trainable_state import TrainableState

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.training import TrainerSettings
-from digenrl.models.pairs import Objective, ScoredGroup, Standing
+from digenrl.models.objective import Advantages, Objective
+from digenrl.models.trajectory import ScoredGroup
 from digenrl.training.advantage_scale import AdvantageScale
 
 
@@ -33,7 +34,7 @@ class GroupEntry:
     group: ScoredGroup | None  # None once it is not replayed any more, so that its trajectories are freed
     index: int
     rewards: tuple[float, ...]
-    standing: Standing
+    advantages: Advantages
     terms: int  # its contribution to the denominator
     trained: bool = False
 
@@ -65,10 +66,10 @@ class OpenBatch:
         terms = self.terms_of(group)
         if any(entry.terms != terms for entry in self.entries.values()):
             raise ValueError(f"{name} has {terms} terms, unlike the other groups of the batch")
-        standing = self._scale.trained_advantages(group.rewards)
+        advantages = self._scale.trained_advantages(group.rewards)
         if place in self.entries:
             raise ValueError(f"{name}: place {place} already has group {self.entries[place].index}")
-        return GroupEntry(group, group.index, group.rewards, standing, terms)
+        return GroupEntry(group, group.index, group.rewards, advantages, terms)
 
     def terms_of(self, group: ScoredGroup) -> int:
         """What a whole group contributes to the denominator."""

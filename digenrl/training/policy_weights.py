@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.lora import adapters_disabled, has_lora
-from digenrl.models.published import check_fits, gathered_weights, published_name, weights_state
+from digenrl.models.lora import adapters_disabled, has_lora, published_name
+from digenrl.models.model_weights import check_fits, gathered_weights, weights_state
 from digenrl.models.shards import is_sharded, local_shard
 from digenrl.training.offload.host_copies import CopyTensor, copy_all, cpu_copy
 from digenrl.training.trainer_state import Tensors, TrainerState

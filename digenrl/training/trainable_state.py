@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from digenrl.config.training import TrainerSettings
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.pairs import Objective
-from digenrl.models.published import check_fits
+from digenrl.models.model_weights import check_fits
+from digenrl.models.objective import Objective
 from digenrl.training.gradients import Gradients
 from digenrl.training.offload.host_copies import CopyTensor, copy_all, cpu_copy
 from digenrl.training.optimizer import (

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from digenrl.config.training import TrainerSettings
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.pairs import Objective, ScoredGroup
+from digenrl.models.objective import Objective
+from digenrl.models.trajectory import ScoredGroup
 from digenrl.training.advantage_scale import AdvantageScale
 from digenrl.training.gradient_accumulator import GradientAccumulator
 from digenrl.training.gradients import Gradients, total_norm
@@ -252,7 +253,7 @@ class Trainer:
             rewards=[reward for entry in entries for reward in entry.rewards],
             gradient_norm=consensus.norm,
             memory_retries=self._retries.since_last(),
-            zero_spread_groups=sum(not entry.standing.chosen for entry in entries),
+            zero_spread_groups=sum(not entry.advantages.chosen for entry in entries),
             terms=self._open.denominator(entries[0]),
             pack_size=self._pack_size or 0,
         )

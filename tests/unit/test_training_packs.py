@@ -84,7 +84,7 @@ def test_if_the_second_pack_does_not_fit_a_smaller_one_is_measured():
 
 def test_a_tally_reads_tensors_once_and_only_when_a_result_is_requested(monkeypatch):
     reads = []
-    monkeypatch.setattr(metrics, "fetched", lambda values: reads.append(len(values)) or list(values))
+    monkeypatch.setattr(metrics, "to_host", lambda values: reads.append(len(values)) or list(values))
     whole, group, pack = Tally(), Tally(), Tally()
     masked = MaskedValues(torch.tensor([5.0, 7.0]), torch.tensor([False, True]))
     pack.add({"ratio": torch.tensor([1.0, 3.0]), "off": masked})

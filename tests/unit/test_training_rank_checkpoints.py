@@ -18,8 +18,8 @@ from test_export import SIZE, loaded_in_diffusers, model_of, velocity_of
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import EmaSettings
-from digenrl.models.registry import make_tiny_pipeline
 from digenrl.records import Save
+from digenrl.testing.tiny_models import make_tiny_pipeline
 from digenrl.training.checkpoint.checkpoints import read_checkpoint, save_checkpoint
 from digenrl.training.checkpoint.format import CheckpointError, newest_checkpoint
 from digenrl.training.checkpoint.shard_files import shard_file_name

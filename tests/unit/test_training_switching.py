@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from fake_crew import fake_recipe
 from late_copier import LateCopier
 from scored_groups import Rollout, differences, scored_groups, state_of, toy, trainer_of
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
+from digenrl.config.recipe_files import read_recipe
 from digenrl.config.training import EmaSettings, TrainerSettings
 from digenrl.driver.calibration import Calibration, terms_of
 from digenrl.records import LaneOffer
@@ -262,26 +264,23 @@ def test_offloading_is_the_default_for_full_fine_tuning_on_a_gpu(training, devic
 
 
 @pytest.mark.parametrize(
-    ("changes", "complaint"),
+    ("overrides", "key"),
     [
-        ({"training": {"offload": True, "lora": {}}}, r"offload.*adapters"),
-        ({"training": {"offload": True}, "lanes": {"ranks": 2}}, r"lanes.ranks"),
-        ({"training": {"offload": "sometimes"}}, r"offload"),
+        (["training.offload=true", "training.lora={}"], "offload"),
+        (["training.offload=true", "training.lora=null", "lanes.ranks=2"], r"lanes\.ranks"),
+        (["training.offload=sometimes"], "offload"),
     ],
 )
-def test_impossible_offload_settings_are_refused(changes, complaint):
-    with pytest.raises(ConfigError, match=complaint):
-        fake_recipe(**changes)
+def test_impossible_offload_settings_are_refused(overrides, key):
+    with pytest.raises(ConfigError, match=key):
+        read_recipe("demo", overrides)
 
 
-def test_the_scheduler_counts_on_the_rehearsed_switches_and_so_does_the_prediction_of_a_colocated_run():
-    recipe = fake_recipe(mode="colocated")
-    terms = terms_of(recipe, 2, steps=3, scorers=0)
+def test_calibrated_switches_are_part_of_the_costs_and_of_the_prediction_of_a_colocated_run():
+    terms = terms_of(read_recipe("demo", ["mode=colocated", "batch.slice=2"]), 2, scorers=0)
     free = Calibration(({2: 0.5},), train_sample=0.1, score_sample=0, publish=0, pack_size=1)
-    dear = Calibration(
-        ({2: 0.5},), train_sample=0.1, score_sample=0, publish=0, pack_size=1, switch_in=2.0, switch_out=3.0
-    )
-    assert (dear.costs().switch_in_ns, dear.costs().switch_out_ns) == (2_000_000_000, 3_000_000_000)
+    switching = replace(free, switch_in=2.0, switch_out=3.0)
+    assert (switching.costs().switch_in_ns, switching.costs().switch_out_ns) == (2_000_000_000, 3_000_000_000)
     lanes = (LaneOffer("lane", 500_000_000),)
-    ends = [predict(terms, each.costs(), lanes, steps=3).trace.end_ns for each in (free, dear)]
+    ends = [predict(terms, each.costs(), lanes, steps=3).trace.end_ns for each in (free, switching)]
     assert ends[1] - ends[0] == (2 * 2 + 3 * 3) * 1_000_000_000

@@ -16,8 +16,8 @@ from digenrl.config.reading import ConfigError
 from digenrl.config.training import TrainerSettings
 from digenrl.models.compiled import is_compiled
 from digenrl.models.contract import Conditioning
-from digenrl.models.pairs import LossTerms
-from digenrl.models.transfers import sent_like
+from digenrl.models.objective import LossTerms
+from digenrl.models.transfers import to_device_like
 from digenrl.training.advantage_scale import AdvantageScale
 from digenrl.training.gradients import Gradients, GradientSums, drop_gradients, take_gradients
 from digenrl.training.metrics import Tally, log_prob_mismatch
@@ -166,7 +166,7 @@ class PackedPasses:
         finally:
             drop_gradients(self._parameters)
         # Outside the except block: the error's traceback would keep the tensors of the failed pack alive.
-        self._model.forget_rollouts()
+        self._model.release_rollout_memory()
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
         if len(terms) == 1:
@@ -221,4 +221,4 @@ class PackedPasses:
 
 def _weighted_sum(values_M: Tensor, weights: list[float]) -> Tensor:
     assert values_M.shape == (len(weights),), f"{len(weights)} terms, but a loss of shape {tuple(values_M.shape)}"
-    return (values_M * sent_like(torch.tensor(weights, dtype=torch.float64), values_M)).sum()
+    return (values_M * to_device_like(torch.tensor(weights, dtype=torch.float64), values_M)).sum()

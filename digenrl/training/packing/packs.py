@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from digenrl.models.pairs import Objective, ScoredGroup, Standing
-from digenrl.models.trajectory import Trajectory
+from digenrl.models.objective import Advantages, Objective
+from digenrl.models.trajectory import ScoredGroup, Trajectory
 from digenrl.training.ranks.rank import Rank
 
 Item = TypeVar("Item")
@@ -30,14 +30,14 @@ class Term:
 
 
 def terms_of(
-    group: ScoredGroup, standing: Standing, objective: Objective, samples: Collection[int] | None = None
+    group: ScoredGroup, advantages: Advantages, objective: Objective, samples: Collection[int] | None = None
 ) -> list[Term]:
     """The terms of a group or of some of its samples, in their order; a pair belongs to its first sample."""
-    couples = zip(*[iter(standing.chosen)] * objective.rows_per_term, strict=True)
+    couples = zip(*[iter(advantages.chosen)] * objective.rows_per_term, strict=True)
     return [
         Term(
             trajectories=tuple(group.trajectories[index] for index in couple),
-            advantages=tuple(standing.advantages[index] for index in couple),
+            advantages=tuple(advantages.values[index] for index in couple),
             step=step,
         )
         for couple in couples
@@ -52,8 +52,8 @@ def calibration_terms(group: ScoredGroup, objective: Objective) -> list[Term]:
     if len(samples) < 2:
         raise ValueError(f"calibration needs a group of at least 2 samples, got {len(samples)}")
     chosen = samples[: len(samples) // objective.rows_per_term * objective.rows_per_term]
-    standing = Standing(tuple(1.0 if index % 2 else -1.0 for index in samples), tuple(chosen))
-    return terms_of(group, standing, objective)
+    advantages = Advantages(tuple(1.0 if index % 2 else -1.0 for index in samples), tuple(chosen))
+    return terms_of(group, advantages, objective)
 
 
 def share_of(items: Sequence[Item], rank: Rank, offset: int) -> list[Item]:

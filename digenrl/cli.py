@@ -43,7 +43,7 @@ from digenrl.telemetry.perfetto import write_perfetto
 from digenrl.telemetry.writing import check_writable, write_atomically
 
 if TYPE_CHECKING:  # it brings torch along
-    from digenrl.commands.sample import Sampled
+    from digenrl.commands.sample import WrittenSamples
 
 app = typer.Typer(
     name="digenrl",
@@ -367,10 +367,10 @@ def sample_command(
     _show_sampled(sampled)
 
 
-def _show_sampled(sampled: Sampled) -> None:
+def _show_sampled(sampled: WrittenSamples) -> None:
     out.print(f"{sampled.checkpoint} ({sampled.weights}): {len(sampled.pictures)} samples", highlight=False)
     if not sampled.as_evaluated:
-        out.print("These weights are the exported ones; evaluations show those that generated.", style="dim")
+        out.print("These are the exported weights; evaluations use those that generate.", style="dim")
     _say_written(sampled.grid)
     if sampled.loading:
         out.print("The newest weights in diffusers:")

@@ -1,4 +1,4 @@
-"""What a device is: its name, its memory, and how fast it multiplies large matrices."""
+"""Facts about a device: its name, its memory, and its rate of large matrix products."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from digenrl.config.profiles import DeviceFacts, rounded
 from digenrl.models.transfers import synchronize
 
-SIDE = {"cuda": 8192, "cpu": 512}  # of the matrices, by kind of device
+SIDE = {"cuda": 8192, "cpu": 512}  # of the matrices, by type of device
 TYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 WARM_UPS, TIMED = 3, 10  # products
 
 
 def device_facts(device: torch.device) -> DeviceFacts:
-    """Measured and asked for; takes well under a second on a card."""
+    """The facts of this device, queried and measured; takes well under a second on a GPU."""
     rate = rounded(matrix_tflops(device))
     if device.type != "cuda":
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -30,13 +30,13 @@ def device_facts(device: torch.device) -> DeviceFacts:
 
 
 def matrix_tflops(device: torch.device) -> float:
-    """The mean rate of a few products of square matrices: in bf16 on a card, in fp32 on a CPU.
+    """The mean rate of a few products of square matrices: in bf16 on a GPU, in fp32 on a CPU.
 
-    Their numbers are random: equal ones cost a card less power, and it would run faster than it can.
+    Their values are random: with equal values a GPU needs less power, and clocks higher than it can sustain.
     """
     side, dtype = SIDE[device.type], TYPE[device.type]
-    numbers = torch.Generator(device).manual_seed(0)
-    left, right = (torch.randn(side, side, dtype=dtype, device=device, generator=numbers) for _ in range(2))
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(side, side, dtype=dtype, device=device, generator=generator) for _ in range(2))
     out = torch.empty_like(left)
     for _ in range(WARM_UPS):
         torch.matmul(left, right, out=out)
@@ -49,7 +49,7 @@ def matrix_tflops(device: torch.device) -> float:
 
 
 def _processor() -> str:
-    """The model's name, as Linux has it."""
+    """The processor's model name, from Linux if available."""
     facts = Path("/proc/cpuinfo")
     lines = facts.read_text(encoding="utf-8").splitlines() if facts.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

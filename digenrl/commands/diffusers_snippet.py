@@ -1,4 +1,4 @@
-"""How the weights that a run exported are loaded in diffusers: lines of Python to copy."""
+"""Python code that loads a run's exported weights with diffusers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from digenrl.worker.blueprint import source_of
 
 
 def diffusers_snippet(folder: RunFolder, family: Family) -> tuple[str, ...]:
-    """A pipeline with the newest export in it; nothing where there is no export yet."""
+    """Lines that load a pipeline with the newest export; none if there is no export yet."""
     pipeline, source = family.pipeline_class.__name__, str(source_of(folder.recipe))
     dtype = "" if folder.recipe.model.dtype == "float32" else f", dtype=torch.{folder.recipe.model.dtype}"
     imports_torch = ("import torch",) if dtype else ()

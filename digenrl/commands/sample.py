@@ -1,4 +1,4 @@
-"""Pictures from a checkpoint of a run, made in this process by the stages that evaluate while training goes on.
+"""`digenrl sample`: generates samples from a checkpoint of a run, in this process, as an evaluation would.
 
 Shape legend: B = samples, F = frames, C = 3 colours, H, W = height and width.
 """
@@ -36,20 +36,20 @@ from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, 
 from digenrl.worker.pictures import as_image
 from digenrl.worker.rollouts import held_out_pixels
 
-UNTRAINED = "before"  # in place of a checkpoint's name
-FRAME_MS = 60  # of an animation: about 16 frames a second; a GIF counts in hundredths
+UNTRAINED = "before"  # instead of a checkpoint's name
+FRAME_MS = 60  # about 16 frames a second; GIFs count in hundredths of a second
 DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 Weights = Literal["untrained", "trained", "moving average"]
-Report = Callable[[int, int], None]  # images done, and images in all
+ReportProgress = Callable[[int, int], None]  # samples done, and samples in all
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """What to sample; where nothing is said, the run's own evaluation decides.
+    """What to sample; the run's evaluation settings apply to everything that is not given.
 
-    `prompts` are texts, or a file of them. `count` images are made in all: prompts come in turn and, where they
-    are fewer, once more with other noise.
+    `prompts` are texts, or a file with texts. `count` samples are generated in total: if there are fewer prompts,
+    they repeat, with other noise.
     """
 
     checkpoint: str | None = None
@@ -62,8 +62,8 @@ class SampleRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class SampledPicture:
-    """One sample: its PNG (of a video the frame in the middle), and the animation of a video."""
+class WrittenSample:
+    """One sample: its PNG (the middle frame of a video), and the animation of a video."""
 
     file: str
     prompt: str
@@ -71,10 +71,11 @@ class SampledPicture:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """What was made, from which weights and how; `loading` is how diffusers loads the run's newest export.
+class WrittenSamples:
+    """The samples, and the weights and settings that generated them.
 
-    `as_evaluated` says whether the run's evaluations show the same weights of this checkpoint.
+    `as_evaluated` says whether an evaluation of this checkpoint uses the same weights. `loading` is Python code
+    that loads the run's newest export with diffusers.
     """
 
     folder: Path
@@ -86,30 +87,30 @@ class Sampled:
     guidance: float
     seed: int
     device: str
-    pictures: tuple[SampledPicture, ...]
+    pictures: tuple[WrittenSample, ...]
     loading: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The content as plain JSON values."""
         return {**asdict(self), "folder": str(self.folder), "grid": str(self.grid)}
 
 
-def sample_run(run: Path, request: SampleRequest, out: Path | None, report: Report) -> Sampled:
-    """Writes pictures and their grid into `out`, which is new or empty; everything is checked first.
+def sample_run(run: Path, request: SampleRequest, out: Path | None, report: ReportProgress) -> WrittenSamples:
+    """Writes samples and their grid into `out`, a new or empty folder, after checking everything.
 
-    Without `out`, a new numbered folder in the run's own. The folder is complete or absent.
+    Without `out`, into a new numbered folder inside the run's folder. The result is complete or absent.
     """
     folder = RunFolder.open(run)
     checkpoint = find_checkpoint(folder, request.checkpoint)
     name = UNTRAINED if checkpoint is None else checkpoint.name
-    wanted = _wanted(folder.recipe, request)
+    wanted = _requested_prompts(folder.recipe, request)
     blueprint = read_blueprint(_with_evaluation(folder.recipe, request))
     device = _device(request.device)
-    with _new_folder(out, folder.path / "sampled", name) as target, _memory_told(device):
-        rows = _encoded(blueprint, wanted.texts, device)
+    with _new_folder(out, folder.path / "sampled", name) as target, _out_of_memory_as_error(device):
+        rows = _encode(blueprint, wanted.texts, device)
         model = load_model(blueprint, device, for_a_run=False)
         weights, as_evaluated = _load_weights(model, checkpoint)
-        sampled = Sampled(
+        samples = WrittenSamples(
             folder=target,
             grid=target / "grid.png",
             checkpoint=name,
@@ -119,18 +120,18 @@ def sample_run(run: Path, request: SampleRequest, out: Path | None, report: Repo
             guidance=_guidance(blueprint),
             seed=_evaluation(blueprint).seed,
             device=device,
-            pictures=_pictures(wanted.texts[: wanted.count], animated=blueprint.size.frames > 1),
+            pictures=_sample_entries(wanted.texts[: wanted.count], animated=blueprint.size.frames > 1),
             loading=diffusers_snippet(folder, blueprint.family),
         )
         with written_atomically(target) as partial:
-            images = _make_pictures(blueprint, model, rows, wanted.count, partial, report)
-            side_by_side(images, columns_for(len(images))).save(partial / sampled.grid.name)
-            _write_words(partial, sampled)
-    return sampled
+            images = _generate(blueprint, model, rows, wanted.count, partial, report)
+            side_by_side(images, columns_for(len(images))).save(partial / samples.grid.name)
+            _write_description(partial, samples)
+    return samples
 
 
 def find_checkpoint(folder: RunFolder, name: str | None) -> Path | None:
-    """The checkpoint of this name, the newest without one; None for the untrained model."""
+    """The checkpoint of this name, or the newest if no name is given; None for the untrained model."""
     if name == UNTRAINED:
         return None
     found = {path.name: path for path in checkpoints_in(folder.checkpoints)}
@@ -145,39 +146,39 @@ def find_checkpoint(folder: RunFolder, name: str | None) -> Path | None:
     return found[name]
 
 
-# --- What is asked for ----------------------------------------------------------------------------------------
+# --- The request ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """The prompts of images, `count` of which are kept: the others complete the last batch.
+class _Prompts:
+    """The prompts of samples; the first `count` samples are kept, the others complete the last batch.
 
-    An evaluation has them in its batches, and a sample's last bits depend on its batch.
+    The last bits of a sample depend on its batch, so batches must be those of an evaluation.
     """
 
     texts: tuple[str, ...]
     count: int
 
 
-def _wanted(recipe: Recipe, request: SampleRequest) -> _Wanted:
-    evaluation = _own_evaluation(recipe)
+def _requested_prompts(recipe: Recipe, request: SampleRequest) -> _Prompts:
+    evaluation = _evaluation_of(recipe)
     if isinstance(request.prompts, Path):
         texts = [prompt.text for prompt in read_prompts(_prompt_settings(request.prompts))]
-        return _in_turn(texts, request.count or min(len(texts), evaluation.shown))
+        return _repeated(texts, request.count or min(len(texts), evaluation.shown))
     if request.prompts:
         if not all(text.strip() for text in request.prompts):
-            raise ConfigError("--prompt: an empty text; say what the picture shall show")
-        return _in_turn(request.prompts, request.count or len(request.prompts))
+            raise ConfigError("--prompt: an empty text; describe the sample")
+        return _repeated(request.prompts, request.count or len(request.prompts))
     texts = [prompt.text for prompt in read_prompts(evaluation.prompts)[: evaluation.count]]
     count = request.count or min(len(texts), evaluation.shown)
     if count > len(texts):
-        return _in_turn(texts, count)
+        return _repeated(texts, count)
     whole_batches = -(-count // evaluation.batch) * evaluation.batch
-    return _Wanted(tuple(texts[:whole_batches]), count)
+    return _Prompts(tuple(texts[:whole_batches]), count)
 
 
-def _in_turn(texts: Sequence[str], count: int) -> _Wanted:
-    return _Wanted(tuple(islice(cycle(texts), count)), count)
+def _repeated(texts: Sequence[str], count: int) -> _Prompts:
+    return _Prompts(tuple(islice(cycle(texts), count)), count)
 
 
 def _prompt_settings(path: Path) -> PromptSettings:
@@ -187,48 +188,48 @@ def _prompt_settings(path: Path) -> PromptSettings:
         raise ConfigError(f"--prompts: {str(error).removeprefix('path: ')}") from None
 
 
-def _own_evaluation(recipe: Recipe) -> EvaluationSettings:
-    """A run without evaluation is sampled on its training prompts, as if it had the settings that are usual."""
+def _evaluation_of(recipe: Recipe) -> EvaluationSettings:
+    """The recipe's evaluation; for a run without one, the default settings on its training prompts."""
     return recipe.evaluation or EvaluationSettings(prompts=recipe.prompts)
 
 
 def _with_evaluation(recipe: Recipe, request: SampleRequest) -> Recipe:
-    wishes = {
+    given = {
         "denoising_steps": request.denoising_steps,
         "guidance": request.guidance,
         "seed": request.seed,
     }
-    changes = {name: wish for name, wish in wishes.items() if wish is not None}
-    return recipe.model_copy(update={"evaluation": _own_evaluation(recipe).model_copy(update=changes)})
+    changes = {name: value for name, value in given.items() if value is not None}
+    return recipe.model_copy(update={"evaluation": _evaluation_of(recipe).model_copy(update=changes)})
 
 
-def _device(asked: str | None) -> str:
-    if asked is None:
+def _device(name: str | None) -> str:
+    if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if DEVICE.fullmatch(asked) is None:
-        raise ConfigError(f"--device: unknown '{asked}'; known: cpu, cuda, or one of several as cuda:1")
-    if asked != "cpu" and int(asked.partition(":")[2] or 0) >= torch.cuda.device_count():
+    if DEVICE.fullmatch(name) is None:
+        raise ConfigError(f"--device: unknown '{name}'; known: cpu, cuda, or one of several as cuda:1")
+    if name != "cpu" and int(name.partition(":")[2] or 0) >= torch.cuda.device_count():
         raise ConfigError(
-            f"--device: {asked}, but there are {torch.cuda.device_count()} CUDA devices here; use cpu, or another"
+            f"--device: {name}, but this machine has {torch.cuda.device_count()} CUDA devices; use cpu"
         )
-    return asked
+    return name
 
 
-# --- Making it ------------------------------------------------------------------------------------------------
+# --- Generation ------------------------------------------------------------------------------------------------
 
 
-def _encoded(blueprint: Blueprint, texts: Sequence[str], device: str) -> list[Conditioning]:
-    """A row per image. The text encoders are gone before the model comes."""
+def _encode(blueprint: Blueprint, texts: Sequence[str], device: str) -> list[Conditioning]:
+    """One row per sample. The text encoders are freed before the model is loaded."""
     encoders = load_text_encoders(blueprint, device)
     rows = encode_prompts(encoders, texts, blueprint.recipe.model.negative_prompt)
     return [rows[text] for text in texts]
 
 
 def _load_weights(model: DiffusionModel, checkpoint: Path | None) -> tuple[Weights, bool]:
-    """Gives the model what an export of the checkpoint would have.
+    """Loads the weights that an export of the checkpoint would have; returns whether evaluations use the same.
 
-    Evaluations show the weights that generate: neither an average of the trained ones, nor those that a policy
-    which lags behind is following.
+    Evaluations use the weights that generate: not a moving average, and not trained weights that the generating
+    policy follows with a lag.
     """
     if checkpoint is None:
         return "untrained", True
@@ -241,63 +242,63 @@ def _load_weights(model: DiffusionModel, checkpoint: Path | None) -> tuple[Weigh
     return "moving average" if averaged else "trained", not averaged and state.old_policy is None
 
 
-def _make_pictures(
+def _generate(
     blueprint: Blueprint,
     model: DiffusionModel,
     rows: Sequence[Conditioning],
     count: int,
     folder: Path,
-    report: Report,
+    report: ReportProgress,
 ) -> list[Image.Image]:
-    """Writes the first `count` samples; returns the pictures for the grid."""
+    """Writes the first `count` samples; returns the images for the grid."""
     batch = _evaluation(blueprint).batch
     images: list[Image.Image] = []
     report(0, count)
     for first in range(0, len(rows), batch):
-        some = Conditioning.joined(rows[first : first + batch])
-        pixels_BFCHW = held_out_pixels(blueprint, model, some, first)
+        conditioning = Conditioning.joined(rows[first : first + batch])
+        pixels_BFCHW = held_out_pixels(blueprint, model, conditioning, first)
         for pixels_FCHW in pixels_BFCHW[: count - first]:
-            images.append(_write_picture(pixels_FCHW, folder, len(images)))
+            images.append(_write_sample(pixels_FCHW, folder, len(images)))
         report(len(images), count)
     return images
 
 
-def _write_picture(pixels_FCHW: Tensor, folder: Path, place: int) -> Image.Image:
+def _write_sample(pixels_FCHW: Tensor, folder: Path, index: int) -> Image.Image:
     image = as_image(pixels_FCHW)
-    image.save(folder / _picture_name(place))
+    image.save(folder / _image_name(index))
     if len(pixels_FCHW) > 1:
-        frames = [as_image(pixels_FCHW[index : index + 1]) for index in range(len(pixels_FCHW))]
-        path = folder / _animation_name(place)
+        frames = [as_image(pixels_FCHW[frame : frame + 1]) for frame in range(len(pixels_FCHW))]
+        path = folder / _animation_name(index)
         frames[0].save(path, save_all=True, append_images=frames[1:], duration=FRAME_MS, loop=0)
     return image
 
 
-def _pictures(texts: Sequence[str], animated: bool) -> tuple[SampledPicture, ...]:
+def _sample_entries(texts: Sequence[str], animated: bool) -> tuple[WrittenSample, ...]:
     return tuple(
-        SampledPicture(_picture_name(place), text, _animation_name(place) if animated else None)
-        for place, text in enumerate(texts)
+        WrittenSample(_image_name(index), text, _animation_name(index) if animated else None)
+        for index, text in enumerate(texts)
     )
 
 
-def _write_words(folder: Path, sampled: Sampled) -> None:
-    """What the pictures are of, beside them."""
-    content = sampled.as_dict()
+def _write_description(folder: Path, samples: WrittenSamples) -> None:
+    """Writes prompts, weights and settings beside the samples."""
+    content = samples.as_dict()
     for name in ("folder", "grid", "loading"):
         del content[name]
     text = json.dumps(content, indent=1, ensure_ascii=False)
     (folder / "samples.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _picture_name(place: int) -> str:
-    return f"{place:04d}.png"
+def _image_name(index: int) -> str:
+    return f"{index:04d}.png"
 
 
-def _animation_name(place: int) -> str:
-    return f"{place:04d}.gif"
+def _animation_name(index: int) -> str:
+    return f"{index:04d}.gif"
 
 
 def _evaluation(blueprint: Blueprint) -> EvaluationSettings:
-    assert blueprint.recipe.evaluation is not None, "a recipe to sample from always has one"
+    assert blueprint.recipe.evaluation is not None, "`_with_evaluation` has set it"
     return blueprint.recipe.evaluation
 
 
@@ -308,7 +309,7 @@ def _guidance(blueprint: Blueprint) -> float:
 
 @contextmanager
 def _new_folder(given: Path | None, parent: Path, name: str) -> Iterator[Path]:
-    """An empty folder to write; one that stays empty goes again."""
+    """An empty folder to write to; it is removed again if it stays empty."""
     try:
         if given is not None:
             given.mkdir(parents=True, exist_ok=True)
@@ -321,13 +322,13 @@ def _new_folder(given: Path | None, parent: Path, name: str) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        with suppress(OSError):  # it is not empty
+        with suppress(OSError):  # not empty
             folder.rmdir()
 
 
 @contextmanager
-def _memory_told(device: str) -> Iterator[None]:
+def _out_of_memory_as_error(device: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError:
-        raise ConfigError(f"{device}: out of memory; end what else is on it, or use another --device") from None
+        raise ConfigError(f"{device}: out of memory; stop other programs on it, or use another --device") from None

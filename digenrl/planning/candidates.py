@@ -8,7 +8,7 @@ from decimal import Decimal
 from itertools import product
 from typing import Literal
 
-from digenrl.config.spec import DispatchRule, HelpRule, ScheduleRules, Spec, StreamRule
+from digenrl.config.spec import DispatchRuleName, HelpRuleName, ScheduleRules, Spec, StreamRuleName
 from digenrl.planning.bounds import Lanes, Pace, least_makespan
 from digenrl.planning.cluster import CardPool, Cluster
 from digenrl.planning.constants import CONSTANTS, Constants
@@ -44,10 +44,10 @@ class PlanOptions:
 
     steps: int = 4
     ranks: int | None = None
-    streams: tuple[StreamRule, ...] = ("group", "batch")
+    streams: tuple[StreamRuleName, ...] = ("group", "batch")
     abilities: Abilities = EVERYTHING
     stale_shares: tuple[float, ...] = (0.0, 0.25, 0.5)
-    helps: tuple[HelpRule, ...] = ("none", "auto")
+    helps: tuple[HelpRuleName, ...] = ("none", "auto")
     objective: Objective = "throughput"
     keep: int = 5
     tolerance: float = 0.005
@@ -91,7 +91,7 @@ def splits(
     trainer_cards: int,
     options: PlanOptions,
     constants: Constants = CONSTANTS,
-) -> Iterator[tuple[Layout, StreamRule]]:
+) -> Iterator[tuple[Layout, StreamRuleName]]:
     """The layouts in which `trainer_cards` of that pool train; what is left generates, some of it perhaps not."""
     trainers = [
         (best_trainer(workload, trainer_pool, trainer_cards, unit, constants, options.abilities), stream, unit)
@@ -115,13 +115,13 @@ def splits(
 
 def candidates(
     workload: Workload,
-    layouts: Iterable[tuple[Layout, StreamRule]],
+    layouts: Iterable[tuple[Layout, StreamRuleName]],
     options: PlanOptions,
     constants: Constants = CONSTANTS,
 ) -> Iterator[Candidate]:
     """Every slice, help, stale share and dispatch on every layout."""
     for layout, stream in layouts:
-        dispatches: tuple[DispatchRule, ...] = ("eager", "earliest_finish")
+        dispatches: tuple[DispatchRuleName, ...] = ("eager", "earliest_finish")
         if len(layout.generators) == 1:
             dispatches = ("eager",)  # equal lanes have no faster one to wait for
         for slice_size in fitting_slices(workload, layout, constants):
@@ -185,7 +185,7 @@ def pace_of(
     )
 
 
-def _units(workload: Workload, options: PlanOptions) -> list[tuple[StreamRule, int]]:
+def _units(workload: Workload, options: PlanOptions) -> list[tuple[StreamRuleName, int]]:
     return [(stream, unit_of(workload, stream)) for stream in options.streams]
 
 

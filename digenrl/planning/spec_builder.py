@@ -8,7 +8,7 @@ from digenrl.config.spec import (
     HelperCosts,
     ScheduleRules,
     Spec,
-    StreamRule,
+    StreamRuleName,
     TimedGeneratorPool,
     TimedRewardPool,
     TrainerCosts,
@@ -71,7 +71,7 @@ def build_spec(
     )
 
 
-def unit_of(workload: Workload, stream: StreamRule) -> int:
+def unit_of(workload: Workload, stream: StreamRuleName) -> int:
     """Samples that the trainer gets at once."""
     return {"group": workload.samples_per_prompt, "batch": workload.samples_per_step, "sample": 1}[stream]
 

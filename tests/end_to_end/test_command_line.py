@@ -239,7 +239,7 @@ def test_a_plan_for_other_work_or_no_plan_at_all_is_refused_before_training(tmp_
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(planned["overlay"]))
     line = complaint(digenrl(*train, cwd=tmp_path))
     assert "plan.yaml: lanes.rank=2: unknown key; did you mean 'lanes.ranks'?" in line
-    assert "is no plan of a recipe" in complaint(digenrl("train", "demo", "--plan", EXAMPLE, cwd=tmp_path))
+    assert "is not a plan" in complaint(digenrl("train", "demo", "--plan", EXAMPLE, cwd=tmp_path))
     assert not (tmp_path / "runs").exists()
 
 

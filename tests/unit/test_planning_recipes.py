@@ -214,7 +214,7 @@ def test_a_plan_for_another_recipe_is_refused(demo_plan: Plan, override: str, co
 def test_a_file_that_is_no_plan_is_told_so(tmp_path: Path):
     path = tmp_path / "spec.yaml"
     path.write_text("steps: 1")
-    with pytest.raises(ConfigError, match="is no plan of a recipe; make one with"):
+    with pytest.raises(ConfigError, match="is not a plan"):
         read_plan(path)
     path.write_text("plan: {recipe: x}\nlane: {}")
     with pytest.raises(ConfigError, match="lane: unknown key; did you mean 'lanes'"):

@@ -29,7 +29,7 @@ from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.transfers import wait_for
-from digenrl.planning.profiled_work import profiled_work
+from digenrl.planning.recipe_workload import profiled_work
 from digenrl.records import Lease, Slice
 from digenrl.rewards.building import build_rewards
 from digenrl.rewards.contract import RewardError

@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from digenrl.commands.diffusers_snippet import diffusers_snippet
+from digenrl.commands.output import out, print_written
 from digenrl.config.prompts import PromptSettings
 from digenrl.config.reading import ConfigError, nearest, parse_model
 from digenrl.config.recipe import EvaluationSettings, Recipe
@@ -73,8 +74,8 @@ class WrittenSample:
 class WrittenSamples:
     """The samples, and the weights and settings that generated them.
 
-    `as_evaluated` says whether an evaluation of this checkpoint uses the same weights. `loading` is Python code that
-    loads the run's newest export with diffusers.
+    `as_evaluated` says whether an evaluation of this checkpoint uses the same weights. `loading` is Python code
+    that loads the run's newest export with diffusers.
     """
 
     folder: Path
@@ -127,6 +128,18 @@ def sample_run(run: Path, request: SampleRequest, out: Path | None, report: Repo
             side_by_side(images, columns_for(len(images))).save(partial / samples.grid.name)
             _write_description(partial, samples)
     return samples
+
+
+def print_samples(samples: WrittenSamples) -> None:
+    """Prints where the samples are, and how to load the newest weights with diffusers."""
+    out.print(f"{samples.checkpoint} ({samples.weights}): {len(samples.pictures)} samples", highlight=False)
+    if not samples.as_evaluated:
+        out.print("These are the exported weights; evaluations use those that generate.", style="dim")
+    print_written(samples.grid)
+    if samples.loading:
+        out.print("To load the newest weights with diffusers:")
+        for line in samples.loading:
+            out.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def find_checkpoint(folder: RunFolder, name: str | None) -> Path | None:
@@ -208,7 +221,9 @@ def _device(name: str | None) -> str:
     if DEVICE.fullmatch(name) is None:
         raise ConfigError(f"--device: unknown '{name}'; known: cpu, cuda, or one of several as cuda:1")
     if name != "cpu" and int(name.partition(":")[2] or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"--device: {name}, but this machine has {torch.cuda.device_count()} CUDA devices; use cpu")
+        raise ConfigError(
+            f"--device: {name}, but this machine has {torch.cuda.device_count()} CUDA devices; use cpu"
+        )
     return name
 
 

@@ -9,7 +9,7 @@ from digenrl.models.registry import FAMILIES
 from digenrl.planning.cards import Card, find_card, known_cards
 from digenrl.planning.costs import forward_seconds, slice_seconds, training_pass_seconds
 from digenrl.planning.memory import activation_gib, generator_memory
-from digenrl.planning.model_catalogue import ModelFamily, find_model, known_models
+from digenrl.planning.model_facts import CatalogueModel, find_model, known_models
 from digenrl.planning.recipe_workload import catalogue_model
 from digenrl.planning.workload import workload_for
 
@@ -48,19 +48,19 @@ def test_a_cards_numbers_are_in_the_units_they_claim(card: Card):
 
 
 @every_family
-def test_a_family_is_found_by_every_name_it_has(family: ModelFamily):
+def test_a_family_is_found_by_every_name_it_has(family: CatalogueModel):
     for name in (family.name, family.name.upper(), *family.aliases):
         assert find_model(name) is family
 
 
 @every_family
-def test_a_token_meets_at_most_the_parameters_there_are(family: ModelFamily):
+def test_a_token_meets_at_most_the_parameters_there_are(family: CatalogueModel):
     assert 0.25 * family.parameters < family.image_weights < family.parameters
     assert family.text_weights <= family.image_weights
 
 
 @every_family
-def test_attention_grows_with_the_square_of_the_tokens_and_products_in_proportion(family: ModelFamily):
+def test_attention_grows_with_the_square_of_the_tokens_and_products_in_proportion(family: CatalogueModel):
     small, large = family.tokens(256, 256, text=0), family.tokens(512, 512, text=0)
     assert large.image == 4 * small.image
     little, much = family.forward_work(small), family.forward_work(large)
@@ -69,7 +69,7 @@ def test_attention_grows_with_the_square_of_the_tokens_and_products_in_proportio
 
 
 @every_family
-def test_frames_count_four_to_a_latent_in_videos_and_never_in_images(family: ModelFamily):
+def test_frames_count_four_to_a_latent_in_videos_and_never_in_images(family: CatalogueModel):
     if family.makes_video:
         assert family.tokens(256, 256, 33).image == 9 * family.tokens(256, 256, 1).image
     else:
@@ -78,13 +78,13 @@ def test_frames_count_four_to_a_latent_in_videos_and_never_in_images(family: Mod
 
 
 @every_family
-def test_adapters_are_in_proportion_to_their_rank_and_small(family: ModelFamily):
+def test_adapters_are_in_proportion_to_their_rank_and_small(family: CatalogueModel):
     assert family.lora_parameters(64) == 2 * family.lora_parameters(32)
     assert 0 < family.lora_parameters(32) < 0.05 * family.parameters
 
 
 @every_family
-def test_the_published_recipe_is_a_workload(family: ModelFamily):
+def test_the_published_recipe_is_a_workload(family: CatalogueModel):
     workload = workload_for(family.name)
     assert workload.family is family
     assert 1 <= workload.pairs_per_sample < workload.denoise_steps
@@ -93,7 +93,7 @@ def test_the_published_recipe_is_a_workload(family: ModelFamily):
 
 @every_family
 @every_card
-def test_more_work_takes_longer_and_packing_never_costs_per_sample(family: ModelFamily, card: Card):
+def test_more_work_takes_longer_and_packing_never_costs_per_sample(family: CatalogueModel, card: Card):
     workload = workload_for(family.name)
     forwards = [forward_seconds(workload, card, rows) for rows in (1, 2, 4, 8)]
     assert forwards == sorted(forwards)
@@ -105,7 +105,7 @@ def test_more_work_takes_longer_and_packing_never_costs_per_sample(family: Model
 
 
 @every_family
-def test_full_fine_tuning_costs_more_than_adapters_in_time_and_in_bytes(family: ModelFamily):
+def test_full_fine_tuning_costs_more_than_adapters_in_time_and_in_bytes(family: CatalogueModel):
     card = find_card("H200")
     lora, full = (workload_for(family.name, tuning=tuning) for tuning in ("lora", "full"))
     assert training_pass_seconds(full, card, 8, True) > training_pass_seconds(lora, card, 8, True)
@@ -113,7 +113,7 @@ def test_full_fine_tuning_costs_more_than_adapters_in_time_and_in_bytes(family: 
 
 
 @every_family
-def test_checkpointing_saves_most_activations_and_memory_grows_with_the_pack(family: ModelFamily):
+def test_checkpointing_saves_most_activations_and_memory_grows_with_the_pack(family: CatalogueModel):
     workload = workload_for(family.name)
     assert activation_gib(workload, 1, True) < 0.5 * activation_gib(workload, 1, False)
     assert activation_gib(workload, 4, False) == pytest.approx(4 * activation_gib(workload, 1, False))
@@ -121,14 +121,14 @@ def test_checkpointing_saves_most_activations_and_memory_grows_with_the_pack(fam
 
 @every_family
 @every_card
-def test_a_wider_lane_holds_less_on_each_card(family: ModelFamily, card: Card):
+def test_a_wider_lane_holds_less_on_each_card(family: CatalogueModel, card: Card):
     workload = workload_for(family.name)
     totals = [generator_memory(workload, card, 1, lane_cards).total_gib for lane_cards in (1, 2, 4)]
     assert totals == sorted(totals, reverse=True)
 
 
 @every_family
-def test_a_family_is_what_recipes_call_it_and_guides_as_it_does(family: ModelFamily):
+def test_a_family_is_what_recipes_call_it_and_guides_as_it_does(family: CatalogueModel):
     real = FAMILIES[family.family]
     assert (family.guidance == "batched") == real.uses_negative_prompts
     assert family.makes_video == (real.kind == "video")

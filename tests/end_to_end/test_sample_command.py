@@ -122,9 +122,7 @@ def newest(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     return sampled(run, "--out", tmp_path_factory.mktemp("newest") / "pictures")
 
 
-def test_by_default_the_newest_checkpoint_gives_the_evaluations_grid(
-    run: Path, newest: dict[str, Any]
-) -> None:
+def test_by_default_the_newest_checkpoint_gives_the_evaluations_grid(run: Path, newest: dict[str, Any]) -> None:
     assert (newest["checkpoint"], newest["weights"]) == ("step_000002", "trained")
     assert same_pixels(Path(newest["grid"]), run / "samples" / "step_000002.png")
     names = {path.name for path in Path(newest["folder"]).iterdir()}
@@ -258,7 +256,7 @@ def test_before_the_first_checkpoint_the_untrained_model_is_suggested(tmp_path: 
 
 
 def test_for_an_unknown_checkpoint_the_known_ones_are_listed(run: Path) -> None:
-    with pytest.raises(ConfigError, match="'step_000002'.* before, step_000001, step_000002"):
+    with pytest.raises(ConfigError, match=r"'step_000002'.* before, step_000001, step_000002"):
         sample(run, "--checkpoint", "step_00002")
 
 

@@ -36,7 +36,7 @@ from digenrl.scheduling.help.forecast_from_state import forecast_from_state
 from digenrl.scheduling.help.help_rules import GREEDY, WAIT_ALWAYS, play
 from digenrl.scheduling.help.lookahead import look_ahead
 from digenrl.scheduling.invariants import Auditor
-from digenrl.simulation.quick import quick_makespan
+from digenrl.simulation.makespan import predict_makespan
 from digenrl.simulation.simulator import simulate
 from digenrl.simulation.spec_costs import initial_scheduler_state
 from digenrl.simulation.virtual_cluster import Faults, VirtualCluster
@@ -131,7 +131,7 @@ def test_lanes_that_leave_slices_to_each_other_do_not_leave_them_for_ever() -> N
     content |= {"trainer": {"seconds_per_sample": 1.0}, "policy": policy}
     spec = parse_model(Spec, content)
     assert simulate(spec).answer.makespan == pytest.approx(1.2 + 2.0)
-    assert quick_makespan(spec) == simulate(spec).answer.makespan
+    assert predict_makespan(spec) == simulate(spec).answer.makespan
 
 
 @settings(max_examples=100)
@@ -154,7 +154,7 @@ def test_looking_ahead_loses_neither_to_waiting_nor_to_greed_by_its_own_predicti
 @given(mixed_contents(helps=("none", "greedy"), most_samples=32))
 def test_a_forecast_plays_every_slice_and_comes_near_the_run(content: dict[str, Any]) -> None:
     spec = parse_model(Spec, content)
-    assert quick_makespan(spec) == pytest.approx(simulate(spec).answer.makespan, rel=0.5)
+    assert predict_makespan(spec) == pytest.approx(simulate(spec).answer.makespan, rel=0.5)
 
 
 @settings(max_examples=60)
@@ -163,7 +163,7 @@ def test_one_pool_with_slices_of_its_own_is_forecast_exactly_in_generation_order
     del content["generators"][1:]
     content["policy"] |= {"order": "generation", "colocated": False, "stale_fraction": 0}
     spec = parse_model(Spec, content)
-    assert quick_makespan(spec) == simulate(spec).answer.makespan
+    assert predict_makespan(spec) == simulate(spec).answer.makespan
 
 
 @settings(max_examples=100)

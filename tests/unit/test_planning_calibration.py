@@ -20,7 +20,7 @@ from digenrl.planning.cards import find_card
 from digenrl.planning.constants import CONSTANTS
 from digenrl.planning.costs import GB, forward_seconds, slice_seconds, training_pass_seconds
 from digenrl.planning.memory import GIB, trainer_memory
-from digenrl.planning.model_catalogue import find_model
+from digenrl.planning.model_facts import find_model
 from digenrl.planning.workload import Workload, workload_for
 
 H200 = find_card("H200")

@@ -35,7 +35,7 @@ def trainer(**changes) -> TrainerLayout:
 
 
 def test_a_gather_over_the_network_is_bytes_over_the_slowest_link():
-    sent = 2 * 2 * FULL.family.weight_bytes  # weights twice in bf16, gradients once in fp32
+    sent = 2 * 2 * FULL.facts.weight_bytes  # weights twice in bf16, gradients once in fp32
     expected = sent * 31 / 32 / (400e9 / 8 * CONSTANTS.collective_share)
     assert gather_seconds(FULL, trainer()) == pytest.approx(expected, rel=0.01)
 
@@ -83,14 +83,14 @@ def test_packs_that_do_not_divide_the_pairs_are_cut_evenly():
 
 def test_copies_sum_their_gradients_before_the_optimizer_step():
     one_copy, four_copies = trainer(), trainer(shard_cards=8)
-    network_s = 2 * 4 * FULL.family.parameters * 3 / 4 / (50e9 * CONSTANTS.collective_share)
+    network_s = 2 * 4 * FULL.facts.parameters * 3 / 4 / (50e9 * CONSTANTS.collective_share)
     assert commit_seconds(FULL, four_copies) > commit_seconds(FULL, one_copy)
     assert commit_seconds(FULL, four_copies) == pytest.approx(network_s, rel=0.1)
 
 
 def test_publishing_adapters_takes_a_hundredth_of_publishing_weights():
     link = 25e9
-    assert publish_seconds(FULL, link) == pytest.approx(FULL.family.weight_bytes / link, rel=0.01)
+    assert publish_seconds(FULL, link) == pytest.approx(FULL.facts.weight_bytes / link, rel=0.01)
     assert publish_seconds(LORA, link) - CONSTANTS.adapter_swap_s < publish_seconds(FULL, link) / 50
 
 
@@ -100,13 +100,13 @@ def test_a_trainer_with_adapters_and_whole_copies_switches_almost_for_free():
 
 def test_a_sharded_trainer_gathers_a_copy_to_help():
     switch_in, switch_out = switch_seconds(FULL, trainer(), 1)
-    assert switch_in == pytest.approx(FULL.family.weight_bytes / 40e9, rel=0.15)
+    assert switch_in == pytest.approx(FULL.facts.weight_bytes / 40e9, rel=0.15)
     assert switch_out < switch_in
 
 
 def test_where_copy_and_state_do_not_fit_together_the_state_moves_to_the_host_and_back():
     eight_a6000 = TrainerLayout(A6000S, 8, 8, 1, True)
-    state_s = 16 * FULL.family.parameters / 8 / (31.5e9 * CONSTANTS.host_link_share)
+    state_s = 16 * FULL.facts.parameters / 8 / (31.5e9 * CONSTANTS.host_link_share)
     roomy = TrainerLayout(A6000S, 32, 32, 1, True)
     assert switch_seconds(FULL, roomy, 1)[1] == CONSTANTS.adapter_swap_s
     assert switch_seconds(FULL, eight_a6000, 1)[1] == pytest.approx(state_s + CONSTANTS.adapter_swap_s)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from digenrl.planning.colocated import ColocatedAssumptions, colocated_spec, colocated_trainer
+from digenrl.planning.ladder import RUNGS, climb
 
 from digenrl.config.reading import ConfigError
 from digenrl.planning.cluster import CardPool
-from digenrl.planning.colocated import ColocatedAssumptions, colocated_spec, colocated_trainer
 from digenrl.planning.costs import slice_seconds, switch_seconds, unit_seconds
-from digenrl.planning.evaluation import predicted_makespan
-from digenrl.planning.ladder import RUNGS, climb
 from digenrl.planning.workload import workload_for
+from digenrl.simulation.makespan import predict_makespan
 
 A = CardPool.model_validate({"card": "RTX A6000", "nodes": 4, "network_gbit_s": 200})
 B = CardPool.model_validate({"card": "H100", "nodes": 4, "network_gbit_s": 400})
@@ -28,7 +28,7 @@ def clip(model: str, **changes):
 
 
 def climbed(workload, pools, assumptions=AS_ASSUMED) -> list[float]:
-    return [standing.speedup for standing in climb(workload, pools, predicted_makespan, 4, assumptions)]
+    return [standing.speedup for standing in climb(workload, pools, predict_makespan, 4, assumptions)]
 
 
 def test_a_colocated_step_is_generation_two_switches_training_and_commit():
@@ -42,7 +42,7 @@ def test_a_colocated_step_is_generation_two_switches_training_and_commit():
         + unit_seconds(workload, trainer, 32)
         + float(spec.trainer.commit)
     )  # fmt: skip
-    second_step_s = predicted_makespan(spec.with_changes(steps=2)) - predicted_makespan(spec)
+    second_step_s = predict_makespan(spec.with_changes(steps=2)) - predict_makespan(spec)
     assert second_step_s == pytest.approx(expected, rel=1e-4)
 
 
@@ -53,7 +53,7 @@ def test_the_baseline_trains_unpacked_over_all_cards():
 
 def test_every_cost_of_the_baseline_makes_it_slower():
     workload = clip("hunyuan")
-    cheap = predicted_makespan(colocated_spec(workload, [B], 2, ColocatedAssumptions(True, True)))
+    cheap = predict_makespan(colocated_spec(workload, [B], 2, ColocatedAssumptions(True, True)))
     for dearer in (
         {"engine_switch_s": 1.0},
         {"scaling": 0.8},
@@ -61,7 +61,7 @@ def test_every_cost_of_the_baseline_makes_it_slower():
         {"sharded_rollout": True},
     ):
         spec = colocated_spec(workload, [B], 2, replace(ColocatedAssumptions(True, True), **dearer))
-        assert predicted_makespan(spec) > cheap, dearer
+        assert predict_makespan(spec) > cheap, dearer
 
 
 def test_unequal_cards_train_at_the_slowest_ones_pace():

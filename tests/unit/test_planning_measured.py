@@ -11,7 +11,6 @@ from digenrl.config.spec import ScheduleRules
 from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.cluster import CardPool, Cluster, Measured
 from digenrl.planning.costs import commit_seconds, lane_slice_seconds, slice_seconds, unit_seconds
-from digenrl.planning.evaluation import full_answer, predicted_makespan
 from digenrl.planning.layout import Layout, best_trainer, fitting_slices, generator_layout
 from digenrl.planning.planner import plan
 from digenrl.planning.plans import PlanResult
@@ -20,7 +19,7 @@ from digenrl.planning.workload import Workload, workload_for
 
 FLUX = workload_for("flux", prompts=4, samples_per_prompt=8)
 TINY = Workload(
-    model="tiny", catalogued=False, height=32, width=32, denoise_steps=4, trained_share=0.75, prompts=4,
+    model="tiny", height=32, width=32, denoise_steps=4, trained_share=0.75, prompts=4,
     samples_per_prompt=8,
 )  # fmt: skip
 COSTS = {
@@ -38,7 +37,7 @@ def pool(name: str = "lab", nodes: int = 2, **changes: Any) -> CardPool:
 
 def planned(workload: Workload, *pools: CardPool, **options: Any) -> PlanResult:
     cluster = Cluster(pools=pools)
-    return plan(workload, cluster, PlanOptions(**options), predicted_makespan, full_answer)
+    return plan(workload, cluster, PlanOptions(**options))
 
 
 def test_sizes_between_two_measured_ones_are_on_a_straight_line():

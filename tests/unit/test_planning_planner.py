@@ -14,10 +14,10 @@ from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.spec import Spec
 from digenrl.planning.candidates import PlanOptions, candidates, splits
 from digenrl.planning.cluster import CardPool, Cluster, read_cluster
-from digenrl.planning.evaluation import full_answer, predicted_makespan
+from digenrl.planning.plan_tables import plan_reasons, plans_table, rate_words, result_as_dict, spec_as_dict
 from digenrl.planning.planner import plan
-from digenrl.planning.view import plan_reasons, plans_table, rate_words, result_as_dict, spec_as_dict
 from digenrl.planning.workload import workload_for
+from digenrl.simulation.makespan import predict_makespan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CLIP = workload_for("wan", prompts=2, samples_per_prompt=4)
@@ -32,7 +32,7 @@ def cluster_of(*pools: tuple[str, int]) -> Cluster:
 
 
 def planned(workload, cluster, **options):
-    return plan(workload, cluster, PlanOptions(**options), predicted_makespan, full_answer)
+    return plan(workload, cluster, PlanOptions(**options))
 
 
 SMALL = cluster_of(("H100", 1))
@@ -52,14 +52,14 @@ def mixed_result():
 def test_pruning_loses_nothing_against_trying_everything():
     options = PlanOptions(steps=2, tolerance=0.0)
     everything = [
-        predicted_makespan(candidate.spec(CLIP, 2))
+        predict_makespan(candidate.spec(CLIP, 2))
         for cards in range(1, 8)
         for candidate in candidates(CLIP, splits(CLIP, SMALL, SMALL.pools[0], cards, options), options)
     ]
-    found = plan(CLIP, SMALL, options, predicted_makespan, full_answer)
+    found = plan(CLIP, SMALL, options)
     assert found.considered == len(everything)
     assert found.evaluated < len(everything)
-    assert predicted_makespan(found.best.spec) == pytest.approx(min(everything), rel=1e-9)
+    assert predict_makespan(found.best.spec) == pytest.approx(min(everything), rel=1e-9)
 
 
 def test_plans_come_best_first_one_per_split_and_every_card_counts_once(mixed_result):
@@ -143,7 +143,7 @@ def test_progress_grows_to_its_total():
         CLIP,
         SMALL,
         PlanOptions(steps=2),
-        predicted_makespan,
+        predict_makespan,
         full_answer,
         progress=lambda done, total: seen.append((done, total)),
     )

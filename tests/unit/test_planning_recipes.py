@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import yaml
 
+from digenrl.commands.plan import search_plans
 from digenrl.config.plan_files import PlanFile, check_planned_for, overrides_of, read_plan
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipe import AlgorithmChoice, Recipe
 from digenrl.config.recipe_files import read_recipe
 from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.cluster import CardPool, Cluster, read_cluster
-from digenrl.planning.command import search_plans
 from digenrl.planning.layout import best_trainer
-from digenrl.planning.overlay import overlay, overlay_text
+from digenrl.planning.plan_overlay import overlay, overlay_text
 from digenrl.planning.plans import Plan
 from digenrl.planning.recipe_workload import options_for, workload_of
 from digenrl.planning.workload import workload_for
@@ -33,7 +33,7 @@ def recipe_of(name: str, *overrides: str) -> Recipe:
 
 def best(recipe: Recipe, cluster: Cluster, **options: Any) -> Plan:
     options = {"keep": 1, "steps": 2, **options}
-    return search_plans(recipe, cluster, PlanOptions(**options), lambda done, total: None).best
+    return search_plans(recipe, cluster, PlanOptions(**options)).best
 
 
 def plan_file(found: Plan, recipe: Recipe, name: str) -> PlanFile:
@@ -122,22 +122,22 @@ def test_adapters_are_planned_beside_whole_copies_and_full_weights_over_all_rank
 
 
 def test_a_trainer_shards_as_the_runtime_does_even_where_another_way_would_do():
-    run, cards = options_for(recipe_of("sd3_flow_grpo"), PlanOptions()).abilities, MIXED.pools[1]
+    run, cards = options_for(recipe_of("sd3_flow_grpo"), PlanOptions()).capabilities, MIXED.pools[1]
     full, lora = workload_for("sd3.5", tuning="full"), workload_for("flux")
-    whole, sharded = best_trainer(full, cards, 8, 24), best_trainer(full, cards, 8, 24, abilities=run)
+    whole, sharded = best_trainer(full, cards, 8, 24), best_trainer(full, cards, 8, 24, capabilities=run)
     assert whole is not None and sharded is not None
     assert (whole.shard_cards, sharded.shard_cards) == (1, 8)
     small = parse_model(CardPool, {"card": "RTX 4090"})
     assert best_trainer(lora, small, 8, 24) is not None
-    assert best_trainer(lora, small, 8, 24, abilities=run) is None, "a whole copy has no room"
+    assert best_trainer(lora, small, 8, 24, capabilities=run) is None, "a whole copy has no room"
 
 
 def test_what_the_recipe_switches_off_stays_off():
     base = PlanOptions()
     off = options_for(recipe_of("sd3_flow_grpo", "techniques={tag: none, gap: false, tsp: false}"), base)
-    assert (off.helps, off.streams, off.abilities.packed) == (("none",), ("batch",), False)
+    assert (off.helps, off.streams, off.capabilities.packed) == (("none",), ("batch",), False)
     fixed = options_for(recipe_of("demo", "training.gradient_checkpointing=true"), base)
-    assert (fixed.abilities.largest_pack, fixed.abilities.checkpointing) == (36, (True,))
+    assert (fixed.capabilities.largest_pack, fixed.capabilities.checkpointing) == (36, (True,))
 
 
 def test_a_recipe_that_fits_no_card_says_what_it_lacks_as_it_would_run():

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from digenrl.config.spec import ScheduleRules
-from digenrl.planning.bounds import Lanes, finish_s
+from digenrl.planning.bounds import EqualLanes, finish_s
 from digenrl.planning.candidates import Candidate, PlanOptions, candidates, splits
 from digenrl.planning.cluster import CardPool, Cluster
 from digenrl.planning.costs import slice_seconds, unit_seconds
-from digenrl.planning.evaluation import predicted_makespan
 from digenrl.planning.layout import Layout, best_trainer, fitting_slices, generator_layout
 from digenrl.planning.memory import trainer_memory
 from digenrl.planning.spec_builder import build_spec, rounded
 from digenrl.planning.workload import workload_for
+from digenrl.simulation.makespan import predict_makespan
 
 
 def pool(card: str, nodes: int = 1, **more) -> CardPool:
@@ -93,9 +93,9 @@ def test_slices_that_do_not_fit_a_lane_are_not_offered():
 
 
 def test_the_last_of_equal_slices_ends_after_whole_rounds():
-    assert finish_s((Lanes(4, 2.0),), 9) == 6.0
-    assert finish_s((Lanes(4, 2.0),), 0) == 0.0
-    assert finish_s((Lanes(1, 1.0), Lanes(1, 3.0)), 4) == pytest.approx(3.0, rel=1e-3)
+    assert finish_s((EqualLanes(4, 2.0),), 9) == 6.0
+    assert finish_s((EqualLanes(4, 2.0),), 0) == 0.0
+    assert finish_s((EqualLanes(1, 1.0), EqualLanes(1, 3.0)), 4) == pytest.approx(3.0, rel=1e-3)
 
 
 @given(
@@ -109,7 +109,7 @@ def test_no_lanes_finish_before_the_bound_says(counts, seconds, slices):
     for _ in range(slices):  # earliest finish first is optimal for equal slices
         lane = min(range(len(lanes)), key=lambda index: free_at[index] + lanes[index])
         free_at[lane] += lanes[lane]
-    pools = tuple(Lanes(count, pace) for count, pace in zip(counts, seconds, strict=True))
+    pools = tuple(EqualLanes(count, pace) for count, pace in zip(counts, seconds, strict=True))
     assert finish_s(pools, slices) <= max(free_at) + 1e-9
 
 
@@ -133,12 +133,12 @@ SOME = some_candidates()
 @given(index=st.integers(0, len(SOME) - 1))
 def test_no_schedule_beats_its_bound(index):
     workload, candidate = SOME[index]
-    assert candidate.bound_s <= predicted_makespan(candidate.spec(workload, 3))
+    assert candidate.bound_s <= predict_makespan(candidate.spec(workload, 3))
 
 
 def test_bounds_are_near_enough_to_prune_with():
     ratios = []
     for workload, candidate in SOME[::97]:
-        ratios.append(candidate.bound_s / predicted_makespan(candidate.spec(workload, 3)))
+        ratios.append(candidate.bound_s / predict_makespan(candidate.spec(workload, 3)))
     assert len(ratios) > 10
     assert sum(ratios) / len(ratios) > 0.85

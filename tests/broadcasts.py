@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from digenrl.exchange.broadcast import WeightsReceiver, WeightsSender
-from digenrl.exchange.folder import WeightsReference
+from digenrl.records import WeightsReference
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT_S = 30.0  # never reached where all goes well

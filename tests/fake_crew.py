@@ -13,19 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from digenrl.config.reading import parse_model
-from digenrl.config.recipe import Recipe
-from digenrl.driver.calibration import Calibration, initial_scheduler_state
-from digenrl.driver.dispatcher import Dispatcher
-from digenrl.driver.placement import place
-from digenrl.driver.prompt_store import PromptStore
-from digenrl.driver.step_summary import StepSummary
-from digenrl.exchange.folder import ExchangeFolder, WeightsReference
-from digenrl.prompts.sampler import PromptSampler
-from digenrl.prompts.sources import Prompt
-from digenrl.scheduling import SchedulerState
-from digenrl.transports.contract import Gone, InputsLost, Message
-from digenrl.worker.assignment import TRAINER, Assignment, Machine, Workers
 from digenrl.worker.orders import (
     ChangeRole,
     CheckpointSaved,
@@ -61,6 +48,21 @@ from digenrl.worker.orders import (
     WeightsLoaded,
     slice_name,
 )
+
+from digenrl.config.reading import parse_model
+from digenrl.config.recipe import Recipe
+from digenrl.driver.calibration import Calibration, initial_scheduler_state
+from digenrl.driver.dispatcher import Dispatcher
+from digenrl.driver.placement import place
+from digenrl.driver.prompt_store import PromptStore
+from digenrl.driver.step_summary import StepSummary
+from digenrl.exchange.folder import ExchangeFolder
+from digenrl.prompts.sampler import PromptSampler
+from digenrl.prompts.sources import Prompt
+from digenrl.records import WeightsReference
+from digenrl.scheduling import SchedulerState
+from digenrl.transports.contract import Gone, InputsLost, Message
+from digenrl.worker.assignment import TRAINER, Assignment, Machine, Workers
 
 UPDATE: dict[str, Any] = {
     "gradient_norm": 1.0,
@@ -240,7 +242,7 @@ class FakeCrew:
                 raise FileNotFoundError(name)
 
     def _version(self, worker: _FakeWorker) -> int:
-        return self._batch if "learn" in worker.assignment.duties else worker.version
+        return self._batch if "train" in worker.assignment.duties else worker.version
 
     def _serve(self, worker: _FakeWorker, version: int, weights: WeightsReference) -> None:
         if version > worker.version:

@@ -12,13 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fake_crew import fake_recipe
-
-from digenrl.config.cluster import ClusterSettings
-from digenrl.config.recipe import Recipe
-from digenrl.transports.contract import Message, Transport
-from digenrl.transports.ray.joining import LOOPBACK, LOOPBACK_ONLY, RayCluster, open_cluster
-from digenrl.worker.assignment import Assignment
 from digenrl.worker.orders import (
     LayOutWeights,
     LoadWeights,
@@ -30,6 +23,13 @@ from digenrl.worker.orders import (
     WeightsLoaded,
     weights_name,
 )
+from fake_crew import fake_recipe
+
+from digenrl.config.cluster import ClusterSettings
+from digenrl.config.recipe import Recipe
+from digenrl.transports.contract import Message, Transport
+from digenrl.transports.ray.joining import LOOPBACK, LOOPBACK_ONLY, RayCluster, open_cluster
+from digenrl.worker.assignment import Assignment
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -62,7 +62,7 @@ class AfterEach:
         self.observe = call
 
 
-def opening_of(spec: Spec | None = None, **changes: Any) -> SchedulerState:
+def initial_state_of(spec: Spec | None = None, **changes: Any) -> SchedulerState:
     """The state at the start of SPEC with some of its top-level keys changed, or of another."""
     return initial_scheduler_state(spec or parse_model(Spec, {**SPEC, **changes}), search_budget=200)
 

@@ -1,8 +1,4 @@
-"""`digenrl profile`: measures this device at a recipe's work, in one process, with the roles of a run's workers.
-
-The model is loaded once. First it is a lane's, without a trainer, then a trainer's, so that the memory of each is
-what it has in a run; text encoders and rewards come and go before and after.
-"""
+"""Measures what a recipe's jobs cost on one device: `digenrl profile`."""
 
 from __future__ import annotations
 
@@ -10,16 +6,16 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from textwrap import shorten
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from diffusers.utils import logging as diffusers_logging
 
 from digenrl.commands.device_facts import device_facts
-from digenrl.commands.profile_training import PractiseStep, Practising, StepPractised, small_batch
 from digenrl.config.profiles import Profile, ProfiledWork, SliceCost, TrainingCost, rounded
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
@@ -30,68 +26,62 @@ from digenrl.exchange.tensors import TensorExchange
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.transfers import wait_for
 from digenrl.planning.recipe_workload import profiled_work
-from digenrl.records import Lease, Slice
+from digenrl.records import (
+    Calibrate,
+    Calibrated,
+    Encode,
+    Encoded,
+    Export,
+    Exported,
+    Generate,
+    Generated,
+    Job,
+    JobFailed,
+    PromptRow,
+    Publish,
+    Published,
+    Result,
+    Score,
+    Scored,
+    Slice,
+    SliceArtifact,
+    slice_name,
+)
 from digenrl.rewards.building import build_rewards
 from digenrl.rewards.contract import RewardError
 from digenrl.runs.stopping import RunFailedError
-from digenrl.training.trainer import Trainer
 from digenrl.worker.assignment import threads_per_worker
-from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
-from digenrl.worker.orders import (
-    EncodedPrompt,
-    EncodePrompts,
-    LayOutWeights,
-    LearningRehearsed,
-    LoadWeights,
-    MadeSlice,
-    MakeSlice,
-    MakingRehearsed,
-    Order,
-    OrderFailed,
-    PromptsEncoded,
-    RehearseLearning,
-    RehearseMaking,
-    RehearseSwitching,
-    Report,
-    SamplesRated,
-    ScoreSamples,
-    SliceMade,
-    SwitchingRehearsed,
-    WeightsLaidOut,
-    WeightsLoaded,
-)
+from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, make_trainer, read_blueprint
 from digenrl.worker.preflight import inspect_here
-from digenrl.worker.roles import Encoding, Generating, Learning, Scoring
-from digenrl.worker.stages import Blueprint, make_trainer
+from digenrl.worker.stages import Stages, WorkerParts
 from digenrl.worker.worker import Worker
 
-# In place of a recipe's prompts: as long as most, and with a text in quotes, which some rewards look for.
-PROMPT = EncodedPrompt("prompt-profile", 'A wooden sign over the door of a small shop that says "2718"', {})
-REHEARSED_SAMPLES = 4  # at most, as in the rehearsal of a run
-UNREPEATED_S = 15.0  # a practised step that takes longer is not warmed up for
-OTHER_STAGES = 8  # beside slices
+# In place of a recipe's prompts: of usual length, with a quoted text, which some rewards look for.
+PROMPT = PromptRow("prompt-profile", 'A wooden sign over the door of a small shop that says "2718"', {})
+TRAINED_SAMPLES = 4  # at most, as in the calibration of a run
+UNREPEATED_S = 15.0  # a training step that takes longer is not warmed up
+OTHER_STAGES = 8  # besides slices
 
-Activity = Callable[[int, int, str], None]  # stages done, stages in all, what is being measured
-Answer = TypeVar("Answer", bound=Report)
+Progress = Callable[[int, int, str], None]  # stages done, stages in all, what is being measured
+AnyResult = TypeVar("AnyResult", bound=Result)
 
 
-def profile_recipe(recipe: Recipe, sizes: tuple[int, ...], report: Activity) -> Profile:
-    """The profile of the device that the recipe's trainer would be on, with slices of these sizes.
+def profile_recipe(recipe: Recipe, sizes: tuple[int, ...], progress: Progress) -> Profile:
+    """The profile of the device of the recipe's trainer, with slices of these sizes.
 
-    What fails is left out and remarked upon. Raises RunFailedError where neither slices nor training could be
-    measured.
+    What fails is left out, with a remark. Raises RunFailedError if neither slices nor training could be measured.
     """
     machine = inspect_here(recipe)
     lanes = recipe.lanes.model_copy(update={"ranks": 1})
     alone = recipe.model_copy(update={"mode": "colocated", "lanes": lanes})
     device = torch.device(place(alone, machine, Path()).trainer.device)
     with _threads(threads_per_worker(recipe, machine)), _exchange(recipe) as exchange:
-        bench = _Bench(device, TensorExchange(exchange), report, stages=len(sizes) + OTHER_STAGES)
+        bench = _Bench(device, TensorExchange(exchange), progress, stages=len(sizes) + OTHER_STAGES)
         return _measure(bench, recipe.model_copy(update={"lanes": lanes}), sizes)
 
 
 def slice_sizes(recipe: Recipe, largest: int | None) -> tuple[int, ...]:
-    """1, 2, 4, ... as far as they cut a group evenly, the recipe's own slice, and the whole group."""
+    """1, 2, 4, ... as far as they divide a group, the recipe's own slice size, and the whole group."""
     group, own = recipe.batch.samples_per_prompt, recipe.batch.slice
     doubled = {1 << power for power in range(group.bit_length()) if group % (1 << power) == 0}
     wanted = doubled | {group} | ({own} if isinstance(own, int) else set())
@@ -106,10 +96,10 @@ def _measure(bench: _Bench, recipe: Recipe, sizes: tuple[int, ...]) -> Profile:
     _encode(bench, blueprint)
     bench.begin("model")
     model = load_model(blueprint, str(bench.device))
-    lane = Worker([Generating(blueprint, model, bench.exchange)])
+    lane = bench.worker(blueprint, model=model)
     slices = _measure_slices(bench, lane, sizes)
-    at_once = max((size for size in slices if size <= REHEARSED_SAMPLES), default=1)
-    scored = _make_samples(bench, lane, at_once)
+    at_once = max((size for size in slices if size <= TRAINED_SAMPLES), default=1)
+    generated = _generate_samples(bench, lane, at_once)
     bench.begin("training")
     training = _measure_training(bench, blueprint, model, work, at_once)
     bench.begin("commit")
@@ -119,7 +109,7 @@ def _measure(bench: _Bench, recipe: Recipe, sizes: tuple[int, ...]) -> Profile:
     weights_bytes = sum(parameter.nbytes for parameter in model.transformer.parameters())
     del lane, model
     bench.begin("scoring")
-    score_s = None if scored is None else _measure_scoring(bench, blueprint, scored)
+    score_s = None if generated is None else _measure_scoring(bench, blueprint, generated)
     switched = None if stepped is None else stepped.switched
     if not slices and training is None:
         raise RunFailedError(f"nothing could be measured: {'; '.join(bench.remarks)}")
@@ -127,14 +117,14 @@ def _measure(bench: _Bench, recipe: Recipe, sizes: tuple[int, ...]) -> Profile:
         device=device,
         work=work,
         weights_bytes=weights_bytes,
-        published_bytes=None if stepped is None else stepped.laid_out.weights.bytes,
+        published_bytes=None if stepped is None else stepped.exported.weights.bytes,
         slices=slices,
         training=training,
         commit_seconds=None if stepped is None else rounded(stepped.commit_s),
-        lay_out_seconds=None if stepped is None else rounded(stepped.lay_out_s),
+        lay_out_seconds=None if stepped is None else rounded(stepped.export_s),
         publish_seconds=publish_s,
-        switch_in_seconds=None if switched is None else rounded(switched.to_generating),
-        switch_out_seconds=None if switched is None else rounded(switched.to_training),
+        switch_in_seconds=None if switched is None else rounded(switched.seconds[1]),
+        switch_out_seconds=None if switched is None else rounded(switched.seconds_back),
         switched_bytes=0 if switched is None else switched.moved_bytes,
         score_seconds=score_s,
         remarks=tuple(bench.remarks),
@@ -143,47 +133,56 @@ def _measure(bench: _Bench, recipe: Recipe, sizes: tuple[int, ...]) -> Profile:
 
 @dataclass(slots=True)
 class _Bench:
-    """Where things are measured: what fails becomes a remark, and its memory is freed."""
+    """Where jobs are measured. What fails becomes a remark, and its memory is freed."""
 
     device: torch.device
     exchange: TensorExchange
-    report: Activity
+    progress: Progress
     stages: int
     remarks: list[str] = field(default_factory=list)
     _begun: int = 0
+    _ids: Iterator[int] = field(default_factory=count)
 
     def begin(self, what: str) -> None:
         self.free()
-        self.report(self._begun, self.stages, what)
+        self.progress(self._begun, self.stages, what)
         self._begun += 1
 
-    def ask(self, worker: Worker, order: Order, answer: type[Answer], what: str) -> Answer | None:
-        report = worker.handle(order)
-        if isinstance(report, OrderFailed):
-            self.remark(what, report.reason)
+    def worker(self, blueprint: Blueprint, **parts: Any) -> Worker:
+        return Worker("profile", Stages(WorkerParts(blueprint, self.exchange, **parts)))
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    def ask(self, worker: Worker, job: Job, kind: type[AnyResult], what: str) -> AnyResult | None:
+        result = worker.handle(job)
+        if isinstance(result, JobFailed):
+            self.remark(what, result.reason)
             return None
-        assert isinstance(report, answer), f"{order} is answered by {answer.__name__}, got {report}"
-        return report
+        assert isinstance(result, kind), f"{job} is answered by {kind.__name__}, got {result}"
+        return result
+
+    def calibrate(self, worker: Worker, what: str, *fields: Any, **data: Any) -> Calibrated | None:
+        return self.ask(worker, Calibrate(self.next_id(), 0, *fields, **data), Calibrated, what)
 
     def remark(self, what: str, reason: str) -> None:
         self.remarks.append(f"{what}: {shorten(reason, width=200, placeholder=' ...')}")
         self.free()
 
     def free(self) -> None:
-        """Trainers refer to themselves, so that a card is emptied by collecting them alone."""
+        """Trainers are in reference cycles, so a GPU's memory is only freed by collecting them."""
         if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
 
 
 def _encode(bench: _Bench, blueprint: Blueprint) -> None:
-    """The stand-in, which a small model's tokenizer may cut short: nobody needs to hear of that."""
-    encoders = load_text_encoders(blueprint, str(bench.device))
-    worker = Worker([Encoding(encoders, bench.exchange, blueprint.recipe.model.negative_prompt)])
-    told = diffusers_logging.get_verbosity()
+    """Encodes the prompt without the tokenizer's warnings that a tiny model truncates it."""
+    worker = bench.worker(blueprint, encoder=load_text_encoders(blueprint, str(bench.device)))
+    verbosity = diffusers_logging.get_verbosity()
     diffusers_logging.set_verbosity_error()
-    encoded = bench.ask(worker, EncodePrompts((PROMPT,)), PromptsEncoded, "prompt")
-    diffusers_logging.set_verbosity(told)
+    encoded = bench.ask(worker, Encode(bench.next_id(), 0, 0, (0,), (PROMPT,)), Encoded, "prompt")
+    diffusers_logging.set_verbosity(verbosity)
     if encoded is None:
         raise RunFailedError(bench.remarks[-1])
 
@@ -193,125 +192,140 @@ def _measure_slices(bench: _Bench, lane: Worker, sizes: tuple[int, ...]) -> dict
     slices: dict[int, SliceCost] = {}
     for size in sizes:
         bench.begin(f"slice of {size}")
-        made = bench.ask(lane, RehearseMaking(PROMPT, (size,)), MakingRehearsed, f"slice of {size}")
-        if made is None:
+        timed = bench.calibrate(lane, f"slice of {size}", "generate", PROMPT, (size,))
+        if timed is None:
             break
-        slices[size] = SliceCost(seconds=rounded(made.seconds[size]), peak_bytes=made.peak_bytes.get(size, 0))
+        slices[size] = SliceCost(seconds=rounded(timed.seconds[size]), peak_bytes=timed.peak_bytes.get(size, 0))
     return slices
 
 
-def _make_samples(bench: _Bench, lane: Worker, size: int) -> MadeSlice | None:
+def _generate_samples(bench: _Bench, lane: Worker, size: int) -> SliceArtifact | None:
     """A few samples, whose pixels stay in the exchange until they are scored."""
-    lease = Lease(Slice(0, 0, 0, size), lane=0, epoch=0, version=0, started_ns=0)
-    made = bench.ask(lane, MakeSlice(lease, PROMPT), SliceMade, "scoring")
-    return None if made is None else made.made
+    job = Generate(bench.next_id(), 0, Slice(0, 0, 0, size), lane=0, version=0, prompt=PROMPT)
+    generated = bench.ask(lane, job, Generated, "scoring")
+    return None if generated is None else SliceArtifact(job.slice, slice_name(job.id), generated.version)
 
 
 def _measure_training(
     bench: _Bench, blueprint: Blueprint, model: DiffusionModel, work: ProfiledWork, at_once: int
 ) -> TrainingCost | None:
-    """A replay as in a run's rehearsal, by a trainer of the whole recipe; the time is of a generated sample."""
+    """A replay as in a run's calibration, by the recipe's trainer. The time is per generated sample."""
     trainer = make_trainer(blueprint, model, helps=_helps(blueprint.recipe))
-    worker = _training_worker(bench, blueprint, model, trainer)
-    samples = min(work.samples_per_prompt, REHEARSED_SAMPLES)
-    learnt = bench.ask(worker, RehearseLearning(PROMPT, samples, at_once), LearningRehearsed, "training")
-    if learnt is None:
+    worker = bench.worker(blueprint, model=model, trainer=trainer)
+    samples = min(work.samples_per_prompt, TRAINED_SAMPLES)
+    timed = bench.calibrate(worker, "training", "train", PROMPT, (samples,), at_once=at_once)
+    if timed is None:
         return None
     return TrainingCost(
-        seconds_per_sample=rounded(learnt.seconds_per_sample * work.trained_share),
-        pack_size=learnt.pack_size,
-        checkpointed_blocks=learnt.checkpointed_blocks,
-        peak_bytes=learnt.peak_bytes,
-        planned_bytes=learnt.planned_bytes,
-        foreseen_bytes=learnt.foreseen_bytes,
+        seconds_per_sample=rounded(timed.seconds[1] * work.trained_share),
+        pack_size=timed.pack_size,
+        checkpointed_blocks=timed.checkpointed_blocks,
+        peak_bytes=timed.peak_bytes[1],
+        planned_bytes=timed.planned_bytes,
+        foreseen_bytes=timed.predicted_bytes,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Stepped:
-    """What a trainer did between batches, and the version that it laid out."""
+    """What a trainer does between batches, and the version that it exported."""
 
     commit_s: float
-    lay_out_s: float
-    laid_out: WeightsLaidOut
-    switched: SwitchingRehearsed | None
+    export_s: float
+    exported: Exported
+    switched: Calibrated | None
 
 
 def _measure_step(
     bench: _Bench, blueprint: Blueprint, model: DiffusionModel, training: TrainingCost, at_once: int
 ) -> _Stepped | None:
-    """Optimizer steps on real gradients, of a small batch of made-up samples with as many updates as the recipe's.
+    """Optimizer steps on the gradients of a small batch, with as many updates as the recipe's.
 
-    Timed are the commits, from a whole gradient to changed weights, and apart from them laying the version out:
-    what neither the number of groups nor that of samples changes. The second of two batches counts, unless the
-    first took long.
+    Commits are timed from a complete gradient to changed weights, and exporting the version apart from them.
+    Neither depends on the number of samples. The second of two batches counts, unless the first took long.
     """
-    samples = min(blueprint.shape.group_size, REHEARSED_SAMPLES)
+    samples = min(blueprint.shape.group_size, TRAINED_SAMPLES)
     small = read_blueprint(small_batch(blueprint, samples, training.pack_size, training.checkpointed_blocks))
     trainer = make_trainer(small, model, helps=_helps(blueprint.recipe))
-    worker = _training_worker(bench, small, model, trainer)
+    worker = bench.worker(small, model=model, trainer=trainer)
     began = perf_counter()
     committed = _commit(bench, worker, at_once)
     if committed is not None and perf_counter() - began < UNREPEATED_S:
         committed = _commit(bench, worker, at_once)
     if committed is None:
         return None
-    bench.begin("changes of role")
-    switched = bench.ask(worker, RehearseSwitching(), SwitchingRehearsed, "changes of role")
-    return _Stepped(*committed, switched)
+    bench.begin("role switches")
+    return _Stepped(*committed, bench.calibrate(worker, "role switches", "switch"))
 
 
-def _commit(bench: _Bench, worker: Worker, at_once: int) -> tuple[float, float, WeightsLaidOut] | None:
-    stepped = bench.ask(worker, PractiseStep(PROMPT, at_once), StepPractised, "commit")
-    if stepped is None:
+def _commit(bench: _Bench, worker: Worker, at_once: int) -> tuple[float, float, Exported] | None:
+    timed = bench.calibrate(worker, "commit", "commit", PROMPT, at_once=at_once)
+    if timed is None:
         return None
     began = perf_counter()
-    laid_out = bench.ask(worker, LayOutWeights(stepped.version), WeightsLaidOut, "commit")
+    export = Export(bench.next_id(), 0, worker.stages.version)
+    exported = bench.ask(worker, export, Exported, "commit")
     seconds = perf_counter() - began
-    return None if laid_out is None else (stepped.commit_seconds, seconds, laid_out)
+    return None if exported is None else (timed.seconds[1], seconds, exported)
 
 
 def _measure_publish(bench: _Bench, lane: Worker, stepped: _Stepped) -> float | None:
-    """A lane that has no trainer checks and loads a version that is laid out."""
-    load = LoadWeights(stepped.laid_out.version, stepped.laid_out.weights)
+    """A lane without a trainer checks and loads an exported version."""
+    exported = stepped.exported
+    load = Publish(bench.next_id(), 0, exported.job.version, (0,), exported.weights)
     began = perf_counter()
-    loaded = bench.ask(lane, load, WeightsLoaded, "publish")
+    loaded = bench.ask(lane, load, Published, "publish")
     wait_for(bench.device)
     return None if loaded is None else rounded(perf_counter() - began)
 
 
-def _measure_scoring(bench: _Bench, blueprint: Blueprint, made: MadeSlice) -> float | None:
-    """Samples that the model made, scored twice: the second time counts."""
+def _measure_scoring(bench: _Bench, blueprint: Blueprint, generated: SliceArtifact) -> float | None:
+    """Generated samples, scored twice. The second time counts."""
     try:
         rewards = build_rewards(blueprint.recipe.rewards)
     except (ConfigError, RewardError, OSError) as error:
         bench.remark("scoring", str(error))
         return None
-    worker = Worker([Scoring(blueprint, rewards, bench.exchange)])
+    worker, piece = bench.worker(blueprint, reward=rewards), generated.slice
     for _ in range(2):
         began = perf_counter()
-        if bench.ask(worker, ScoreSamples(made.slice, made, PROMPT), SamplesRated, "scoring") is None:
+        job = Score(bench.next_id(), 0, piece, 0, generated, (PROMPT,) * piece.size)
+        if bench.ask(worker, job, Scored, "scoring") is None:
             return None
         seconds = perf_counter() - began
-    return rounded(seconds / made.slice.size)
+    return rounded(seconds / piece.size)
 
 
-def _training_worker(bench: _Bench, blueprint: Blueprint, model: DiffusionModel, trainer: Trainer) -> Worker:
-    generating = Generating(blueprint, model, bench.exchange, trainer=trainer)
-    learning = Learning(blueprint, model, bench.exchange, trainer, generating)
-    return Worker([generating, learning, Practising(blueprint, bench.device, trainer, generating)])
+def small_batch(blueprint: Blueprint, samples: int, pack_size: int, checkpointed_blocks: int) -> Recipe:
+    """The recipe with one group of a few samples per update, packed as for the whole recipe.
+
+    All samples are trained, and groups are scaled one by one, so that a commit trains nothing and can be timed.
+    """
+    recipe, algorithm = blueprint.recipe, blueprint.algorithm
+    options = {key: value for key, value in recipe.algorithm.options.items() if key != "best_of_n"}
+    if algorithm.scale_over == "batch":
+        options["advantage"] = {**(options.get("advantage") or {}), "std_over": "group"}
+    batch = {"prompts": algorithm.updates_per_batch, "samples_per_prompt": samples, "slice": samples}
+    training: dict[str, Any] = {"pack_size": pack_size, "gradient_checkpointing": checkpointed_blocks}
+    return recipe.model_copy(
+        update={
+            "batch": recipe.batch.model_copy(update=batch),
+            "algorithm": recipe.algorithm.model_copy(update={"options": options}),
+            "training": recipe.training.model_copy(update=training),
+        }
+    )
 
 
 def _helps(recipe: Recipe) -> bool:
-    """Whether the recipe's trainer generates, too, and so keeps what that takes."""
+    """Whether the recipe's trainer also generates, and so keeps what that takes."""
     return recipe.topology.shares_cards or recipe.techniques.tag != "none"
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Inside, torch has as many threads on a CPU as a worker of the recipe has."""
+def _threads(threads: int) -> Iterator[None]:
+    """Inside, torch uses as many CPU threads as a worker of the recipe."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    torch.set_num_threads(threads)
     try:
         yield
     finally:
@@ -320,7 +334,7 @@ def _threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def _exchange(recipe: Recipe) -> Iterator[ExchangeFolder]:
-    """Where the recipe's workers would leave tensors; gone afterwards."""
+    """A temporary exchange where the recipe's workers would have theirs."""
     folder = make_exchange(recipe)
     try:
         yield folder

@@ -32,9 +32,9 @@ from digenrl.run_folder.grids import columns_for, side_by_side
 from digenrl.training.checkpoint.atomic_folders import written_atomically
 from digenrl.training.checkpoint.checkpoints import checkpoints_in, read_checkpoint
 from digenrl.training.checkpoint.export import weights_to_export
-from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
+from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, read_blueprint
 from digenrl.worker.pictures import as_image
-from digenrl.worker.stages import Blueprint, held_out_pixels
+from digenrl.worker.rollouts import held_out_pixels
 
 UNTRAINED = "before"  # instead of a checkpoint's name
 FRAME_MS = 60  # about 16 frames a second; GIFs count in hundredths of a second

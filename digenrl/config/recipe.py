@@ -222,6 +222,11 @@ class EvaluationSettings(Frozen):
     batch: PositiveInt = Field(default=8, description="samples denoised together")
     shown: PositiveInt = Field(default=16, description="images in the grid")
 
+    @property
+    def chunk(self) -> int:
+        """The prompts of one Evaluate job."""
+        return 4 * self.batch
+
 
 class CheckpointSettings(Frozen):
     """Complete or absent on disk. One is also written at the end, and when the run is interrupted."""
@@ -238,6 +243,7 @@ class LoggingSettings(Frozen):
 
     tensorboard: bool = True
     wandb: str | None = Field(default=None, min_length=1)
+    verbose: bool = Field(default=False, description="log files also get debug messages")
 
     @field_validator("wandb", mode="before")
     @classmethod

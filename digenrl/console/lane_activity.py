@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from digenrl.records import Evaluate, Slice
 from digenrl.scheduling import SchedulerState
 from digenrl.scheduling.state import (
-    BetweenRounds,
     Committing,
     Free,
-    Generating,
-    Helping,
     Lane,
+    Restoring,
+    Saving,
     SwitchingIn,
     SwitchingOut,
     Training,
@@ -42,12 +42,14 @@ def lane_activity(state: SchedulerState) -> tuple[Activity, ...]:
 
 def _lane(state: SchedulerState, lane: Lane) -> Activity:
     helps = lane.helper and not state.terms.colocated
-    info, lease = LaneInfo(lane.name, TRAINER_POOL if helps else GENERATOR_POOL), lane.lease
-    if lease is not None:
-        description = f"step {lease.slice.step} group {lease.slice.group}{' stale' if lease.stale else ''}"
-        return Activity(info, Work.HELP if helps else Work.GENERATE, description, lease.started_ns)
+    info, job = LaneInfo(lane.name, TRAINER_POOL if helps else GENERATOR_POOL), lane.job
+    if isinstance(job, Evaluate):
+        return Activity(info, Work.EVALUATE, f"version {job.chunk.version}", job.issued_ns)
+    if job is not None:
+        description = f"step {job.slice.step} group {job.slice.group}{' stale' if job.stale else ''}"
+        return Activity(info, Work.HELP if helps else Work.GENERATE, description, job.issued_ns)
     shares_card = helps or state.terms.colocated
-    trains = shares_card and isinstance(state.trainer, Training | Committing | SwitchingIn | SwitchingOut)
+    trains = shares_card and isinstance(state.trainer, Training | Committing | Saving | SwitchingIn | SwitchingOut)
     return Activity(info, None, "card is training" if trains else IDLE)
 
 
@@ -55,23 +57,27 @@ def _scorer(state: SchedulerState, index: int) -> Activity:
     info, job = LaneInfo(f"reward-{index}", REWARD_POOL), state.scorers[index]
     if job is None:
         return Activity(info, None, IDLE)
-    return Activity(info, Work.SCORE, f"step {job.slice.step} group {job.slice.group}", job.started_ns)
+    if not isinstance(job.piece, Slice):
+        return Activity(info, Work.EVALUATE, f"version {job.piece.version}", job.issued_ns)
+    return Activity(info, Work.SCORE, f"step {job.piece.step} group {job.piece.group}", job.issued_ns)
 
 
 def _trainer(state: SchedulerState) -> Activity:
-    info, trainer = LaneInfo(TRAINER_LANE, TRAINER_POOL), state.trainer
-    match trainer:
-        case Training(slices):
-            groups = sorted({piece.group for piece in slices})
-            which = f"group {groups[0]}" if len(groups) == 1 else f"{len(groups)} groups"
-            return Activity(info, Work.TRAIN, f"step {slices[0].step} {which}")
+    work, description = _trainer_work(state)
+    return Activity(LaneInfo(TRAINER_LANE, TRAINER_POOL), work, description)
+
+
+def _trainer_work(state: SchedulerState) -> tuple[Work | None, str]:
+    match state.trainer:
+        case Training(job):
+            return Work.TRAIN, f"step {job.slice.step} group {job.slice.group}"
         case Committing():
-            return Activity(info, Work.COMMIT, f"step {state.committed}")
-        case SwitchingIn():
-            return Activity(info, Work.SWITCH, "to generating")
-        case SwitchingOut():
-            return Activity(info, Work.SWITCH, "to training")
-        case Helping() | BetweenRounds() | Generating():
-            return Activity(info, None, "cards are generating")
+            return Work.COMMIT, f"step {state.committed}"
+        case Saving() | Restoring() as busy:
+            return Work.SAVE if isinstance(busy, Saving) else Work.RESTORE, f"version {state.committed}"
+        case SwitchingIn() | SwitchingOut() as busy:
+            return Work.SWITCH, "to generating" if isinstance(busy, SwitchingIn) else "to training"
         case Free():
-            return Activity(info, None, IDLE)
+            return None, IDLE
+        case _:
+            return None, "cards are generating"

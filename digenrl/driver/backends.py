@@ -36,7 +36,7 @@ class LocalBackend:
         self.machine = machine
         place(recipe, machine, Path())
 
-    def settle(self, recipe: Recipe, run: Path, checkpoint: Path | None) -> RunResources:
+    def prepare(self, recipe: Recipe, run: Path, checkpoint: Path | None) -> RunResources:
         """With a fresh exchange in shared memory, or where the recipe wants it."""
         exchange = make_exchange(recipe)
         transport = _transport(recipe, run)

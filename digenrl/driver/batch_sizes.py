@@ -1,28 +1,27 @@
-"""How many samples are made at once: what a rehearsal tries, and what a run will ask for. No torch.
+"""How many samples are generated at once: what calibration tries, and what a run will use. Needs no torch.
 
-On a card every size that a run uses is rehearsed: whether it fits in memory shows there, and a compiled model,
-which has a graph for each size, compiles there. On a CPU a line through two small sizes does for all of them.
+On a GPU every size that a run uses is calibrated: this shows whether it fits into memory, and a compiled model,
+which has a graph per size, compiles then. On a CPU a line through two small sizes is enough.
 """
 
 from __future__ import annotations
 
 from digenrl.config.recipe import BatchSettings, Recipe
-from digenrl.prompts.sources import read_prompts
 from digenrl.worker.assignment import Assignment, Workers, own_slice
 
-LARGEST_PART = 8  # of a group, when whole groups are compared with parts of them
-LARGEST_WHOLE = 16  # group that is tried as a whole
-SMALL = 4  # through 1 and this goes the line
+LARGEST_PART = 8  # of a group, when parts are compared with the whole
+LARGEST_WHOLE = 16  # the largest group that is tried as a whole
+SMALL = 4  # with 1, the second point of the line
 
 
-def met_beforehand(recipe: Recipe, crew: Workers) -> bool:
-    """Whether every size is to be made before the run: on cards, and by compiled models."""
-    devices = [each.device for each in crew.generators or (crew.trainer,)]
+def calibrates_all_sizes(recipe: Recipe, workers: Workers) -> bool:
+    """Whether every size is calibrated: on GPUs, and for compiled models."""
+    devices = [each.device for each in workers.generators or (workers.trainer,)]
     return any(device != "cpu" or recipe.model.compiles(device) for device in devices)
 
 
 def colocated_choices(batch: BatchSettings) -> tuple[int, ...]:
-    """The slices of a single device that are worth comparing, smallest first: parts of a group, and all of it.
+    """The slice sizes worth comparing on a single device, smallest first: a part of a group, and all of it.
 
     >>> colocated_choices(BatchSettings(prompts=1, samples_per_prompt=12))
     (6, 12)
@@ -33,7 +32,7 @@ def colocated_choices(batch: BatchSettings) -> tuple[int, ...]:
 
 
 def sizes_to_try(recipe: Recipe, all_of_them: bool) -> tuple[int, ...]:
-    """What is rehearsed before the size of a slice is known, or that size if the recipe names it."""
+    """The sizes to calibrate before the slice size is chosen, or that size if the recipe sets it."""
     if isinstance(recipe.batch.slice, int):
         return (recipe.batch.slice,)
     if recipe.topology.shares_cards and all_of_them:
@@ -43,15 +42,14 @@ def sizes_to_try(recipe: Recipe, all_of_them: bool) -> tuple[int, ...]:
 
 
 def sizes_of_lane(assignment: Assignment, slice_size: int) -> tuple[int, ...]:
-    """What a lane will be asked for: one slice, or as many at once as its pool takes."""
+    """The sizes of a lane's jobs: one slice, up to as many as its pool takes at once."""
     own = own_slice(assignment, slice_size)
     return tuple(range(slice_size, own + 1, slice_size))
 
 
-def sizes_held_out(recipe: Recipe) -> tuple[int, ...]:
-    """The batches of an evaluation: whole ones, and what the prompts leave for the last."""
+def sizes_held_out(recipe: Recipe, prompts: int) -> tuple[int, ...]:
+    """The batch sizes of an evaluation: full ones, and the remainder."""
     if recipe.evaluation is None:
         return ()
     batch = recipe.evaluation.batch
-    prompts = len(read_prompts(recipe.evaluation.prompts)[: recipe.evaluation.count])
     return tuple(size for size in dict.fromkeys((min(batch, prompts), prompts % batch)) if size)

@@ -1,4 +1,4 @@
-"""What things cost on this machine: measured before the run by a rehearsal, and while it runs. No torch."""
+"""What jobs cost: first as calibrated, then as measured during the run. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from digenrl.scheduling import Costs
 
 REMEMBERED = 20  # measurements of each kind
 NS = 1_000_000_000
-HICCUP = 2  # times the median: what took longer waited for something else
+OUTLIER = 2  # times the median: what took longer waited for something else
 
 
 @dataclass(slots=True)
 class _Recent:
-    """The last few measurements of one thing; the estimate before the first."""
+    """The last measurements of one cost; the estimate until there is one."""
 
     estimate_ns: int
     values: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
@@ -27,22 +27,22 @@ class _Recent:
         self.values.append(max(1, ns))
 
     def typical_ns(self) -> int:
-        """The mean, because times are added up, without hiccups."""
+        """The mean without outliers. The mean, because times are added up."""
         if not self.values:
             return self.estimate_ns
-        longest = HICCUP * median(self.values)
+        longest = OUTLIER * median(self.values)
         return round(fmean(value for value in self.values if value <= longest))
 
 
 def timed_offer(name: str, seconds: Mapping[int, float], slice_size: int, own_size: int) -> LaneOffer:
-    """What a lane offers that was timed with slices of some sizes, and takes `own_size` samples at once."""
+    """The offer of a lane that was timed with slices of some sizes and takes `own_size` samples at once."""
     takes = range(slice_size, own_size + 1, slice_size)
     take_ns = tuple(expected_ns(seconds, size) for size in takes) if own_size > slice_size else ()
     return LaneOffer(name, expected_ns(seconds, own_size), len(takes), take_ns)
 
 
 def expected_ns(seconds: Mapping[int, float], size: int) -> int:
-    """The time of a slice of this size, from the smallest and the largest that were timed, on a straight line."""
+    """The time of a slice of this size, on a line through the smallest and the largest that were timed."""
     points = sorted(seconds.items())
     (x0, y0), (x1, y1) = (points[0], points[-1]) if len(points) > 1 else ((0, 0.0), points[0])
     on_the_line = y0 + (y1 - y0) * (size - x0) / (x1 - x0)
@@ -50,7 +50,7 @@ def expected_ns(seconds: Mapping[int, float], size: int) -> int:
 
 
 class CostTracker:
-    """Costs that follow the run. Everything is in nanoseconds."""
+    """Costs that follow the run, in nanoseconds."""
 
     def __init__(self, offers: Mapping[int, LaneOffer], costs: Costs) -> None:
         self._offers = dict(offers)
@@ -62,6 +62,8 @@ class CostTracker:
             "switch_in": _Recent(costs.switch_in_ns),
             "switch_out": _Recent(costs.switch_out_ns),
             "score": _Recent(costs.score_ns),
+            "evaluate": _Recent(costs.evaluate_ns),
+            "save": _Recent(costs.save_ns),
         }
 
     def add_lane(self, lane: int, offer: LaneOffer) -> None:
@@ -69,21 +71,21 @@ class CostTracker:
         self._offers[lane] = offer
         self._slice[lane] = _Recent(offer.slice_ns)
 
-    def add_take(self, lane: int, slices: int, ns: int) -> None:
-        """So many slices that a lane made together; fewer than it can take count in proportion."""
+    def add_slices(self, lane: int, slices: int, ns: int) -> None:
+        """The time of a Generate job. One with fewer slices than the lane can take counts in proportion."""
         offer = self._offers[lane]
         self._slice[lane].add(round(ns * offer.slice_ns / offer.expected_ns(slices)))
 
     def add(self, kind: str, ns: int) -> None:
-        """Anything else: train_sample, commit, publish, switch_in, switch_out, score (per sample)."""
+        """Any other cost: one of the names in `__init__`. "train_sample" and "score" are per sample."""
         self._kinds[kind].add(ns)
 
     def offer(self, lane: int, name: str) -> LaneOffer:
-        """What a lane of this name would offer that is like another."""
+        """The offer of a new lane that is as fast as this one."""
         return replace(self._offers[lane], name=name, slice_ns=self._slice[lane].typical_ns())
 
-    def costs(self, at_ns: int) -> CostsMeasured:
-        """Everything, as an event for the scheduler."""
+    def measured(self, at_ns: int) -> CostsMeasured:
+        """All costs, as an event for the scheduler."""
         typical = {kind: recent.typical_ns() for kind, recent in self._kinds.items()}
         return CostsMeasured(
             at_ns=at_ns,
@@ -93,5 +95,7 @@ class CostTracker:
             switch_in_ns=typical["switch_in"],
             switch_out_ns=typical["switch_out"],
             score_ns=typical["score"],
+            evaluate_ns=typical["evaluate"],
+            save_ns=typical["save"],
             lane_slice_ns=tuple((lane, recent.typical_ns()) for lane, recent in sorted(self._slice.items())),
         )

@@ -1,136 +1,90 @@
-"""Jobs that were sent to workers, by id, and what to do when each completes, fails or is lost. No torch."""
+"""Jobs that were sent to workers, matched to their results by id. Needs no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
 
-from digenrl.transports.contract import Message, Transport
+from digenrl.logs import describe
+from digenrl.records import Job
+from digenrl.transports.contract import Transport
 from digenrl.worker.assignment import Assignment, rank_names
-from digenrl.worker.orders import Order, OrderFailed, Report
 
-
-@dataclass(frozen=True, slots=True)
-class Completed:
-    """A report on an order, when that began (it may have waited behind others) and when it was answered."""
-
-    worker: str
-    order: Order
-    report: Report
-    began_ns: int
-    at_ns: int
-
-    @property
-    def took_ns(self) -> int:
-        """How long the worker was at it, as the driver saw it."""
-        return self.at_ns - self.began_ns
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingJob:
-    """An order under way. `lost` is called when its worker is gone, or what it reads; else others see to it.
+    """A job with a worker, and when it was sent."""
 
-    One with a number in `first` also goes to a worker that is held back: it is part of bringing that up to date,
-    for the how manieth time.
-    """
-
-    order: Order
+    job: Job
     sent_ns: int
-    then: Callable[[Completed], None]
-    otherwise: Callable[[OrderFailed], None] | None = None
-    lost: Callable[[], None] | None = None
-    first: int = 0
 
 
-STARTING = Order()  # stands for the report that a worker is ready
+@dataclass(frozen=True, slots=True)
+class CompletedJob:
+    """A job that has its result, and how long the worker was busy with it, as the driver saw it."""
+
+    worker: str
+    job: Job
+    took_ns: int
 
 
 class PendingJobs:
-    """Issues job ids and matches reports to jobs by id. Jobs for an absent worker are held until it is there."""
+    """Sends jobs and remembers them until their results arrive. Jobs for an absent worker wait for it."""
 
     def __init__(self, transport: Transport, clock: Callable[[], int]) -> None:
         self.transport, self._clock = transport, clock
-        self._under_way: dict[str, dict[int | None, PendingJob]] = {}  # by job id; None is the start
-        self._job_ids = count()
-        self._held: dict[str, list[PendingJob]] = {}  # for workers that are not there, or are held back
-        self._held_back: set[str] = set()
-        self._free_since: dict[str, int] = {}
+        self._sent: dict[str, dict[int, PendingJob]] = {}  # by worker, then by job id
+        self._waiting: dict[str, list[Job]] = {}  # for workers that are absent
+        self._last_result_ns: dict[str, int] = {}
 
-    def start(self, assignment: Assignment, ready: Callable[[Completed], None]) -> None:
-        """Starts a worker with all its ranks, which then gets what was held for it."""
-        self._under_way[assignment.name] = {None: PendingJob(STARTING, self._clock(), ready)}
+    def start(self, assignment: Assignment) -> None:
+        """Starts a worker with all its ranks, and sends what was waiting for it."""
         names = dict.fromkeys((assignment.name, *rank_names(assignment)))
         for name in names:
-            self._under_way.setdefault(name, {})
-            self._free_since.pop(name, None)
+            self._sent[name] = {}
+            self._last_result_ns.pop(name, None)
         self.transport.start(assignment)
         for name in names:
-            self._hand_over(name)
+            for job in self._waiting.pop(name, ()):
+                self.send(name, job)
 
-    def hold_back(self, workers: Iterable[str]) -> None:
-        """From now on these get nothing but what is to come first."""
-        self._held_back |= set(workers)
-
-    def let_go(self, workers: Iterable[str]) -> None:
-        """These get what was held for them."""
-        for worker in workers:
-            self._held_back.discard(worker)
-            self._hand_over(worker)
-
-    def _hand_over(self, worker: str) -> None:
-        for each in self._held.pop(worker, ()):
-            self.post(worker, each)
-
-    def send(
-        self,
-        worker: str,
-        order: Order,
-        then: Callable[[Completed], None] = lambda answered: None,
-        otherwise: Callable[[OrderFailed], None] | None = None,
-        lost: Callable[[], None] | None = None,
-        first: int = 0,
-    ) -> None:
-        """Gives an order."""
-        self.post(worker, PendingJob(order, self._clock(), then, otherwise, lost, first))
-
-    def post(self, worker: str, expected: PendingJob) -> None:
-        """Sends an order, or holds it until its worker is there."""
-        if worker not in self._under_way or (worker in self._held_back and not expected.first):
-            self._held.setdefault(worker, []).append(expected)
+    def send(self, worker: str, job: Job) -> None:
+        """Sends a job, or keeps it until its worker is present."""
+        if worker not in self._sent:
+            logger.info("%s waits for %s", describe(job), worker)
+            self._waiting.setdefault(worker, []).append(job)
             return
-        job_id = next(self._job_ids)
-        self._under_way[worker][job_id] = expected
-        self.transport.send(worker, job_id, expected.order)
+        logger.debug("%s sent to %s", describe(job), worker)
+        self._sent[worker][job.id] = PendingJob(job, self._clock())
+        self.transport.send(worker, job.id, job)
 
-    def is_there(self, worker: str) -> bool:
-        """Whether it was started and is not gone."""
-        return worker in self._under_way
+    def complete(self, worker: str, job_id: int, now_ns: int) -> CompletedJob:
+        """Removes a job whose result has arrived. It began when it was sent, or after the worker's last result."""
+        pending = self._sent[worker].pop(job_id)
+        began_ns = max(pending.sent_ns, self._last_result_ns.get(worker, 0))
+        self._last_result_ns[worker] = now_ns
+        logger.debug("%s answered by %s after %.3f s", describe(pending.job), worker, (now_ns - began_ns) / 1e9)
+        return CompletedJob(worker, pending.job, now_ns - began_ns)
 
-    def answer(self, message: Message, now_ns: int) -> tuple[PendingJob, Completed]:
-        """The order that a report belongs to; it is under way no more."""
-        expected = self._under_way[message.worker].pop(message.job_id)
-        began_ns = max(expected.sent_ns, self._free_since.get(message.worker, 0))
-        self._free_since[message.worker] = now_ns
-        return expected, Completed(message.worker, expected.order, message.report, began_ns, now_ns)
+    def is_present(self, worker: str) -> bool:
+        """Whether the worker was started and is not lost."""
+        return worker in self._sent
 
-    def lose(self, worker: str) -> list[PendingJob]:
-        """The worker is gone; returns what it had under way."""
-        return list(self._under_way.pop(worker, {}).values())
+    def lose(self, worker: str) -> list[Job]:
+        """Forgets a lost worker; returns the jobs that it held, or that waited for it."""
+        held = [pending.job for pending in self._sent.pop(worker, {}).values()]
+        return [*held, *self._waiting.pop(worker, ())]
 
-    def take_held(self, worker: str) -> list[PendingJob]:
-        """What waits for an absent worker, for somebody else to do."""
-        return self._held.pop(worker, [])
+    def jobs(self) -> Iterator[Job]:
+        """All jobs that have no result yet."""
+        for sent in self._sent.values():
+            yield from (pending.job for pending in sent.values())
+        for waiting in self._waiting.values():
+            yield from waiting
 
-    def load(self, worker: str) -> int:
-        """How many orders a worker has under way."""
-        return len(self._under_way.get(worker, ()))
-
-    def orders(self, worker: str | None = None) -> Iterator[Order]:
-        """The orders of a worker, or of everybody, under way or held."""
-        for name, jobs in self._under_way.items():
-            if worker in (None, name):
-                yield from (each.order for each in jobs.values())
-        for name, held in self._held.items():
-            if worker in (None, name):
-                yield from (each.order for each in held)
+    def held_by(self, worker: str) -> list[PendingJob]:
+        """What a worker has been sent and has not answered."""
+        return list(self._sent.get(worker, {}).values())

@@ -30,7 +30,7 @@ def place(
 
     def assign(name: str, duties: set[Duty], device: str, cores: tuple[int, ...] | None = None) -> Assignment:
         _check_device(name, device, machine)
-        from_here = checkpoint if "learn" in duties else None
+        from_here = checkpoint if "train" in duties else None
         return Assignment(name, frozenset(duties), device, recipe, exchange, cores, from_here, run=run)
 
     if recipe.topology.one_process:
@@ -38,7 +38,7 @@ def place(
         count = lanes if isinstance(lanes, int) else len(lanes)
         alone: set[Duty] = {"score"} if count == 0 else set()
         return Workers(
-            trainer=assign(TRAINER, {"encode", "generate", "learn", *alone}, device),
+            trainer=assign(TRAINER, {"encode", "generate", "train", *alone}, device),
             rewards=tuple(assign(f"reward-{index}", {"score"}, device) for index in range(count)),
         )
     devices, blocks = _generator_devices(recipe, machine), _core_blocks(recipe, machine)
@@ -51,7 +51,7 @@ def place(
     encoder_device = trainer_device if recipe.lanes.encoder == "auto" else recipe.lanes.encoder
     reward_devices = _reward_devices(recipe, machine, recipe.lanes.ranks + len(devices))
     return Workers(
-        trainer=assign(TRAINER, {"learn", *helps}, trainer_device, blocks[0]),
+        trainer=assign(TRAINER, {"train", *helps}, trainer_device, blocks[0]),
         generators=tuple(
             assign(f"generator-{index}", makes, device, blocks[1 + index]) for index, device in enumerate(devices)
         ),

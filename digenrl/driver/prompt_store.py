@@ -1,74 +1,74 @@
-"""Prompts of a run: which group has which, and which of them are encoded. No torch."""
+"""The prompts of a run: which group has which, and which of them are encoded. Needs no torch."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import Prompt
-from digenrl.worker.orders import EncodedPrompt, EncodePrompts
+from digenrl.records import HELD_OUT_STEP, PromptRow
 
 
 class PromptStore:
-    """Has prompts encoded ahead of their use, each once, and keeps the rows of the last `kept` of them.
+    """Knows the rows of encoded prompts in the exchange and keeps the last `kept` of them; `drop` frees a row.
 
-    `send` hands an order to the encoder and `drop` frees a row. Rows of steps that are open are never dropped.
+    Rows of open steps and of held-out prompts are never dropped.
     """
 
     def __init__(
         self,
         sampler: PromptSampler,
-        send: Callable[[EncodePrompts], None],
         drop: Callable[[str], None],
+        held_out: Sequence[Prompt] = (),
         kept: int = 1024,
     ) -> None:
-        self._sampler, self._send, self._drop, self._kept = sampler, send, drop, kept
-        self._rows: OrderedDict[str, bool] = OrderedDict()  # asked for, oldest use first -> encoded
+        self._sampler, self._drop, self._kept = sampler, drop, kept
+        self.held_out = tuple(_row(prompt, "held-out-prompt") for prompt in held_out)
+        self._encoded: OrderedDict[str, None] = OrderedDict()  # least recently used first
         self._open: dict[int, set[str]] = {}  # rows by step
 
-    def prompt(self, step: int, group: int) -> EncodedPrompt:
-        """The prompt of a group."""
-        return as_encoded(self._sampler.prompt_for(step, group), "prompt")
+    def row(self, step: int, group: int) -> PromptRow:
+        """The prompt of a group, or a held-out prompt."""
+        if step == HELD_OUT_STEP:
+            return self.held_out[group]
+        return _row(self._sampler.prompt_for(step, group), "prompt")
 
-    def open_step(self, step: int) -> None:
-        """Has the step's prompts encoded."""
-        self.ask_for(step, [self.prompt(step, group) for group in range(self._sampler.prompts_per_step)])
+    def groups(self, step: int) -> tuple[int, ...]:
+        """The groups of a step before any is replaced; all held-out prompts for HELD_OUT_STEP."""
+        return tuple(range(len(self.held_out) if step == HELD_OUT_STEP else self._sampler.prompts_per_step))
 
-    def ask_for(self, step: int, prompts: Iterable[EncodedPrompt]) -> None:
-        """Has these prompts encoded and keeps them while the step is open."""
-        wanted = {prompt.row: prompt for prompt in prompts}
+    def missing(self, step: int, groups: Iterable[int]) -> tuple[PromptRow, ...]:
+        """The prompts of these groups that are not encoded. All of them are kept until the step is closed."""
+        wanted = {row.row: row for row in (self.row(step, group) for group in groups)}
         self._open.setdefault(step, set()).update(wanted)
-        missing = tuple(prompt for row, prompt in wanted.items() if row not in self._rows)
         for row in wanted:
-            self._rows.setdefault(row, False)
-            self._rows.move_to_end(row)
-        if missing:
-            self._send(EncodePrompts(missing))
+            if row in self._encoded:
+                self._encoded.move_to_end(row)
+        return tuple(prompt for row, prompt in wanted.items() if row not in self._encoded)
+
+    def add_encoded(self, prompts: Iterable[PromptRow]) -> None:
+        """The prompts' rows are in the exchange."""
+        self._encoded |= dict.fromkeys(prompt.row for prompt in prompts)
+
+    def forget(self, row: str) -> None:
+        """The row was lost."""
+        self._encoded.pop(row, None)
+
+    def is_encoded(self, prompt: PromptRow) -> bool:
+        """Whether the prompt's row is in the exchange."""
+        return prompt.row in self._encoded
 
     def close_step(self, step: int) -> None:
-        """The step is committed: its rows may go when room is needed."""
+        """The step is committed: its rows may be dropped to make room."""
         self._open.pop(step, None)
-        in_use = set().union(*self._open.values())
-        droppable = [row for row, encoded in self._rows.items() if encoded and row not in in_use]
-        for row in droppable[: max(0, len(self._rows) - self._kept)]:
-            del self._rows[row]
+        in_use: set[str] = set().union(*self._open.values())
+        droppable = [row for row in self._encoded if row not in in_use]
+        for row in droppable[: max(0, len(self._encoded) - self._kept)]:
+            del self._encoded[row]
             self._drop(row)
 
-    def mark_encoded(self, rows: Iterable[str]) -> None:
-        """These rows lie in the exchange."""
-        for row in rows:
-            self._rows[row] = True
 
-    def is_encoded(self, prompt: EncodedPrompt) -> bool:
-        """Whether the prompt's row lies in the exchange."""
-        return self._rows.get(prompt.row, False)
-
-    def all_encoded(self) -> bool:
-        """Whether nothing that was asked for is missing."""
-        return all(self._rows.values())
-
-
-def as_encoded(prompt: Prompt, kind: str) -> EncodedPrompt:
-    """The prompt with the name that its row has, by kind and place in its file."""
-    return EncodedPrompt(f"{kind}-{prompt.id}", prompt.text, prompt.metadata)
+def _row(prompt: Prompt, kind: str) -> PromptRow:
+    """The prompt with the name of its row, by kind and place in its file."""
+    return PromptRow(f"{kind}-{prompt.id}", prompt.text, prompt.metadata)

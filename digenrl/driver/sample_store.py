@@ -1,12 +1,11 @@
-"""What is known about the samples of the open steps: where they lie, what they scored. No tensors."""
+"""What is known about the samples of the open steps: their artifacts and their scores. Needs no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from digenrl.records import SampleId, Slice
-from digenrl.worker.orders import EncodedPrompt, LearnableGroup, MadeSlice, Scores
+from digenrl.records import GroupArtifact, PromptRow, SampleId, Scores, Slice, SliceArtifact
 
 GroupKey = tuple[int, int]  # step and group
 
@@ -14,13 +13,13 @@ GroupKey = tuple[int, int]  # step and group
 @dataclass(slots=True)
 class _Group:
     place: int
-    made: list[MadeSlice] = field(default_factory=list)
+    slices: list[SliceArtifact] = field(default_factory=list)
     values: dict[int, float] = field(default_factory=dict)  # by sample index
     parts: dict[int, Mapping[str, float]] = field(default_factory=dict)
 
 
 class SampleStore:
-    """Groups appear with their first slice and are closed when trained or discarded."""
+    """Groups appear with their first slice and are removed when their step is committed or they are replaced."""
 
     def __init__(self) -> None:
         self._groups: dict[GroupKey, _Group] = {}
@@ -28,29 +27,29 @@ class SampleStore:
         self._retired: set[GroupKey] = set()
         self._closed_step = -1
 
-    def add_made(self, made: MadeSlice) -> bool:
-        """Whether anybody wants the slice: a group in quarantine has no use for one that comes late.
-
-        It may come so late that its step is closed.
-        """
-        key = (made.slice.step, made.slice.group)
-        if key in self._retired or made.slice.step <= self._closed_step:
+    def add_slice(self, artifact: SliceArtifact) -> bool:
+        """Whether the slice is wanted: it may be of a quarantined group, or of a step that is committed."""
+        key = (artifact.slice.step, artifact.slice.group)
+        if key in self._retired or artifact.slice.step <= self._closed_step:
             return False
-        self._group(key).made.append(made)
+        self._group(key).slices.append(artifact)
         return True
 
-    def replace_made(self, made: MadeSlice) -> None:
-        """A slice that was lost is there again, perhaps by a newer version."""
-        group = self._groups.get((made.slice.step, made.slice.group))
-        if group is not None:
-            group.made = [made if each.name == made.name else each for each in group.made]
-
-    def slice_of(self, piece: Slice) -> MadeSlice | None:
-        """The made slice that these samples belong to; None if their group was discarded."""
+    def remove_slice(self, piece: Slice) -> None:
+        """The slice was lost."""
         group = self._groups.get((piece.step, piece.group))
-        for made in group.made if group else ():
-            if made.slice.first <= piece.first < made.slice.first + made.slice.size:
-                return made
+        if group is not None:
+            group.slices = [each for each in group.slices if each.slice != piece]
+            for sample in piece.samples():
+                group.values.pop(sample.index, None)
+                group.parts.pop(sample.index, None)
+
+    def artifact_of(self, piece: Slice) -> SliceArtifact | None:
+        """The slice that these samples are part of; None if their group was discarded."""
+        group = self._groups.get((piece.step, piece.group))
+        for artifact in group.slices if group else ():
+            if artifact.slice.first <= piece.first < artifact.slice.first + artifact.slice.size:
+                return artifact
         return None
 
     def add_scores(self, piece: Slice, scores: Scores) -> None:
@@ -62,34 +61,36 @@ class SampleStore:
             group.values[sample.index] = scores.values[row]
             group.parts[sample.index] = {name: values[row] for name, values in scores.parts.items()}
 
-    def all_scored(self, made: MadeSlice) -> bool:
-        """Whether every sample of a made slice has its reward."""
-        group = self._groups.get((made.slice.step, made.slice.group))
-        return group is None or all(sample.index in group.values for sample in made.slice.samples())
+    def all_scored(self, artifact: SliceArtifact) -> bool:
+        """Whether every sample of a slice has its reward."""
+        group = self._groups.get((artifact.slice.step, artifact.slice.group))
+        return group is None or all(sample.index in group.values for sample in artifact.slice.samples())
 
-    def learnable(self, piece: Slice, prompt: EncodedPrompt) -> LearnableGroup:
-        """A whole, scored group."""
+    def group_artifact(self, piece: Slice, prompt: PromptRow) -> GroupArtifact:
+        """A complete, scored group."""
         group = self._groups[piece.step, piece.group]
-        made = tuple(sorted(group.made, key=lambda each: each.slice.first))
+        slices = tuple(sorted(group.slices, key=lambda each: each.slice.first))
         rewards = tuple(group.values[index] for index in range(piece.size))
-        return LearnableGroup(group.place, prompt, made, rewards)
+        return GroupArtifact(group.place, prompt, slices, rewards)
 
-    def replace(self, step: int, group: int, replaced_by: int) -> tuple[MadeSlice, ...]:
-        """Puts another group in a group's place; returns the slices that nobody needs any more."""
+    def replace(self, step: int, group: int, replaced_by: int) -> tuple[SliceArtifact, ...]:
+        """Puts another group in a group's place; returns the slices that are not needed any more."""
         key = (step, group)
         self._retired.add(key)
         self._places[step, replaced_by] = self._places.get(key, group)
         discarded = self._groups.pop(key, None)
-        return tuple(discarded.made) if discarded else ()
+        return tuple(discarded.slices) if discarded else ()
 
-    def close_step(self, step: int) -> tuple[dict[SampleId, float], dict[str, list[float]], tuple[MadeSlice, ...]]:
-        """The step's rewards, their parts, and its slices, which nobody needs any more."""
+    def close_step(
+        self, step: int
+    ) -> tuple[dict[SampleId, float], dict[str, list[float]], tuple[SliceArtifact, ...]]:
+        """The step's rewards, their parts, and its slices, which are not needed any more."""
         rewards: dict[SampleId, float] = {}
         parts: dict[str, list[float]] = {}
-        made: list[MadeSlice] = []
+        slices: list[SliceArtifact] = []
         for key in sorted(key for key in self._groups if key[0] == step):
             group = self._groups.pop(key)
-            made += group.made
+            slices += group.slices
             rewards |= {SampleId(*key, index): group.values[index] for index in sorted(group.values)}
             for index in sorted(group.parts):
                 for name, value in group.parts[index].items():
@@ -97,7 +98,7 @@ class SampleStore:
         self._closed_step = step
         self._places = {key: place for key, place in self._places.items() if key[0] > step}
         self._retired = {key for key in self._retired if key[0] > step}
-        return rewards, parts, tuple(made)
+        return rewards, parts, tuple(slices)
 
     def _group(self, key: GroupKey) -> _Group:
         if key not in self._groups:

@@ -34,7 +34,7 @@ from digenrl.exchange.distribution import (
     reach_store,
 )
 from digenrl.exchange.flat_weights import FlatWeights, Header, checksum, flatten, header_of, read_header, views
-from digenrl.exchange.folder import WeightsReference
+from digenrl.records import WeightsReference
 
 __all__ = ["BroadcastError", "Sent", "WeightsReceiver", "WeightsSender"]
 

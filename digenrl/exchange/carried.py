@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load, save
 from torch import Tensor
 
-from digenrl.exchange.folder import WeightsReference
+from digenrl.records import WeightsReference
 
 Parcel = NDArray[np.uint8]
 LENGTH_BYTES = 8  # a parcel begins with the length of what is in it

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from digenrl.exchange.folder import WeightsReference
+from digenrl.records import WeightsReference
 
 BUCKET_BYTES = 25 << 20
 

@@ -8,7 +8,6 @@ import shutil
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from digenrl.host_memory import free_host_bytes
@@ -17,15 +16,6 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "digenrl-"
 SUFFIX = ".safetensors"
 LOCK = "lock"
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsReference:
-    """One version's weights in an exchange, or on their way to it, as they were laid out."""
-
-    name: str
-    bytes: int
-    checksum: int
 
 
 class ExchangeFolder:

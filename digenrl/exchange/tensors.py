@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from digenrl.checksums import quick_file_checksum
-from digenrl.exchange.folder import ExchangeFolder, WeightsReference
+from digenrl.exchange.folder import ExchangeFolder
+from digenrl.records import WeightsReference
 
 
 class Exchange(Protocol):

@@ -10,12 +10,12 @@ from digenrl.records import (
     Action,
     Commit,
     Committed,
+    Evaluate,
     Event,
     Generate,
-    Lease,
+    Generated,
     Quarantine,
-    SliceDone,
-    SliceFailed,
+    Result,
     WorkerJoined,
     WorkerLost,
 )
@@ -80,7 +80,7 @@ class StepMetrics:
     def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
         if isinstance(event, WorkerJoined):
             self._busy.joined(event.offer.name, event.at_ns)
-        elif isinstance(event, WorkerLost):
+        elif isinstance(event, WorkerLost) and event.pool == "generator":
             self._busy.left(state.lanes[event.lane].name, event.at_ns)
         self._helped.observe(event, actions)
         if any(isinstance(action, Commit) for action in actions):
@@ -94,22 +94,23 @@ class StepMetrics:
             sink.close()
 
     def _finish_step(self, event: Committed, state: SchedulerState) -> None:
-        samples, step_s = state.terms.samples_per_step, (event.at_ns - self._step_start_ns) / NS_PER_SECOND
+        step, samples = event.job.step, state.terms.samples_per_step
+        step_s = (event.at_ns - self._step_start_ns) / NS_PER_SECOND
         metrics: dict[str, float] = {
-            "step": event.step,
+            "step": step,
             "at_s": event.at_ns / NS_PER_SECOND,
             "step_s": step_s,
             "samples": samples,
             "stale_share": self._stale_samples / samples,
-            "helped_share": self._helped.take(event.step) / samples,
+            "helped_share": self._helped.take(step) / samples,
             "version": state.committed,
         }
         if step_s > 0:
             metrics["samples_per_s"] = samples / step_s
-        metrics |= self._reported.pop(event.step, {})
+        metrics |= self._reported.pop(step, {})
         shares = self._busy.next_window(event.at_ns, _open_spans(state, event.at_ns))
         metrics |= {f"{BUSY_PREFIX}{lane}": share for lane, share in shares.items()}
-        self._step_start_ns, self._step = event.at_ns, event.step + 1
+        self._step_start_ns, self._step = event.at_ns, step + 1
         for sink in self._sinks:
             sink.step(metrics)
 
@@ -117,12 +118,13 @@ class StepMetrics:
 def _open_spans(state: SchedulerState, now_ns: int) -> Iterator[Span]:
     """The current work of generators and scorers, up to now; at a commit the trainer has none."""
     for lane in state.lanes:
-        if lane.lease is not None:
+        if lane.job is not None:
             work = Work.HELP if lane.helper and not state.terms.colocated else Work.GENERATE
-            yield Span(lane.name, work, lane.lease.started_ns, now_ns, lane.lease.slice.step)
-    for index, job in enumerate(state.scorers):
-        if job is not None:
-            yield Span(f"reward-{index}", Work.SCORE, job.started_ns, now_ns, job.slice.step)
+            work = Work.EVALUATE if isinstance(lane.job, Evaluate) else work
+            yield Span(lane.name, work, lane.job.issued_ns, now_ns, state.committed)
+    for index, score in enumerate(state.scorers):
+        if score is not None:
+            yield Span(f"reward-{index}", Work.SCORE, score.issued_ns, now_ns, state.committed)
 
 
 class _HelpedSamples:
@@ -131,20 +133,20 @@ class _HelpedSamples:
     def __init__(self, initial: SchedulerState) -> None:
         colocated = initial.terms.colocated
         self._helpers = {lane.index for lane in initial.lanes if lane.helper and not colocated}
-        self._leases: dict[int, Lease] = {}  # by epoch, so that late and repeated answers count once
+        self._jobs: dict[int, Generate] = {}  # by id, so that late and repeated results count once
         self._samples: dict[tuple[int, int], int] = {}  # by step and group
 
     def observe(self, event: Event, actions: Sequence[Action]) -> None:
-        if isinstance(event, SliceDone | SliceFailed):
-            lease = self._leases.pop(event.lease.epoch, None)
-            if lease is not None and isinstance(event, SliceDone):
-                place = (lease.slice.step, lease.slice.group)
-                self._samples[place] = self._samples.get(place, 0) + lease.slice.size
-        elif isinstance(event, WorkerLost):
-            self._leases = {epoch: each for epoch, each in self._leases.items() if each.lane != event.lane}
+        if isinstance(event, Result):
+            job = self._jobs.pop(event.job.id, None)
+            if job is not None and isinstance(event, Generated):
+                place = (job.slice.step, job.slice.group)
+                self._samples[place] = self._samples.get(place, 0) + job.slice.size
+        elif isinstance(event, WorkerLost) and event.pool == "trainer":
+            self._jobs.clear()
         for action in actions:
-            if isinstance(action, Generate) and action.lease.lane in self._helpers:
-                self._leases[action.lease.epoch] = action.lease
+            if isinstance(action, Generate) and action.lane in self._helpers:
+                self._jobs[action.id] = action
             elif isinstance(action, Quarantine):
                 self._forget(action.step, action.group)
 
@@ -156,8 +158,6 @@ class _HelpedSamples:
 
     def _forget(self, step: int, group: int) -> None:
         self._samples.pop((step, group), None)
-        self._leases = {
-            epoch: lease
-            for epoch, lease in self._leases.items()
-            if (lease.slice.step, lease.slice.group) != (step, group)
+        self._jobs = {
+            job_id: job for job_id, job in self._jobs.items() if (job.slice.step, job.slice.group) != (step, group)
         }

@@ -15,10 +15,8 @@ from digenrl.config.reading import Frozen, read_model
 from digenrl.run_folder.folder import RunFolder
 from digenrl.telemetry.writing import write_atomically
 
-if TYPE_CHECKING:  # reading grids needs neither Pillow nor the driver
+if TYPE_CHECKING:  # reading grids does not need Pillow
     from PIL import Image
-
-    from digenrl.driver.evaluation import HeldOutScore
 
 GAP = 2  # pixels between samples
 BACKGROUND = (128, 128, 128)
@@ -42,6 +40,15 @@ class GridCaptions(Frozen):
     columns: int = Field(ge=1)
     gap: int = Field(default=0, ge=0)
     items: tuple[GridCell, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutScore:
+    """The reward of one held-out sample, and its parts."""
+
+    prompt: str
+    reward: float
+    parts: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)

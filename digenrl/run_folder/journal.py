@@ -1,4 +1,4 @@
-"""The journal: every event that the scheduler received and the actions it returned, in order."""
+"""The journal: every result and other event that the scheduler received, and the jobs it issued, in order."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from digenrl import records
 from digenrl.config.reading import nearest
-from digenrl.records import Action, Event, Tick
+from digenrl.records import Action, Event, Job, Tick
 from digenrl.run_folder.lines import JsonLines, located_lines
 from digenrl.scheduling import SchedulerState
 
@@ -40,8 +41,9 @@ class Journal:
 def decision_line(event: Event, actions: Sequence[Action]) -> dict[str, Any]:
     """A decision as JSON: records by type and fields, fractions as "1/3"; the event's time comes first.
 
-    >>> decision_line(records.Committed(5, step=0), [records.Publish(1, lanes=(0, 1))])["event"]
-    {'type': 'Committed', 'step': 0}
+    >>> committed = records.Committed(5, records.Commit(3, 4, step=0))
+    >>> decision_line(committed, [records.Publish(4, 5, version=1, lanes=(0, 1))])["event"]
+    {'type': 'Committed', 'job': {'type': 'Commit', 'id': 3, 'issued_ns': 4, 'step': 0}}
     """
     fields_of_event = _record_object(event)
     at_ns = fields_of_event.pop("at_ns")
@@ -86,13 +88,15 @@ def _plain(value: Any) -> Any:
         return [_plain(each) for each in value]
     if isinstance(value, Fraction):
         return str(value)
+    if isinstance(value, Job):
+        return _record_object(value)
     return _object(value) if is_dataclass(value) else value
 
 
 @cache
 def _field_names(record: type) -> tuple[str, ...]:
     assert is_dataclass(record), f"{record} is not a dataclass"
-    return tuple(field.name for field in fields(record))
+    return tuple(field.name for field in fields(record) if not field.metadata.get("data"))
 
 
 def _read_record(known: Mapping[str, type[Record]], content: Mapping[str, Any]) -> Record:
@@ -113,7 +117,8 @@ def _read_fields(record: type[Record], content: Mapping[str, Any]) -> Record:
 @cache
 def _needed(record: type) -> frozenset[str]:
     """The fields without a default; the others may be absent."""
-    return frozenset(field.name for field in fields(record) if field.default is MISSING)
+    names = set(_field_names(record))
+    return frozenset(field.name for field in fields(record) if field.name in names and field.default is MISSING)
 
 
 @cache
@@ -125,18 +130,33 @@ def _readers(record: type) -> dict[str, Callable[[Any], Any]]:
 
 def _reader(hint: Any) -> Callable[[Any], Any]:
     if get_origin(hint) is tuple:
-        inner = get_args(hint)
-        if inner[-1] is Ellipsis:
-            each = _reader(inner[0])
-            return lambda values: tuple(each(value) for value in values)
-        readers = [_reader(part) for part in inner]
-        return lambda values: tuple(read(value) for read, value in zip(readers, values, strict=True))
-    if hint is Fraction:
-        return Fraction
+        return _tuple_reader(get_args(hint))
+    if isinstance(hint, UnionType):
+        return lambda content: _read_one_of(get_args(hint), content)
+    if hint is Fraction or get_origin(hint) is Literal:
+        return Fraction if hint is Fraction else lambda value: value
     if isinstance(hint, type) and is_dataclass(hint):
+        if issubclass(hint, Job):
+            return lambda content: _read_record(_ACTIONS, content)
         return lambda content: _read_fields(hint, content)
     assert hint in (int, float, str, bool), f"the journal cannot read {hint} back; add it here"
     return lambda value: _exactly(hint, value)
+
+
+def _tuple_reader(inner: tuple[Any, ...]) -> Callable[[Any], Any]:
+    if inner[-1] is Ellipsis:
+        each = _reader(inner[0])
+        return lambda values: tuple(each(value) for value in values)
+    readers = [_reader(part) for part in inner]
+    return lambda values: tuple(read(value) for read, value in zip(readers, values, strict=True))
+
+
+def _read_one_of(kinds: Sequence[type], content: Mapping[str, Any]) -> Any:
+    """The record that has these fields."""
+    for kind in kinds:
+        if set(_field_names(kind)) == content.keys():
+            return _read_fields(kind, content)
+    raise ValueError(f"{sorted(content)} instead of the fields of {' or '.join(kind.__name__ for kind in kinds)}")
 
 
 def _exactly(kind: type, value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -15,22 +15,13 @@ _SPAN = TypeAdapter(Span)
 
 
 class SpanWriter:
-    """Appends closed spans to the file and forwards them to `forward`.
-
-    Spans of one lane never overlap: a slice that queued behind an evaluation, or training behind a checkpoint,
-    starts when that ended. Publishing runs concurrently with other work and is left alone.
-    """
+    """Appends closed spans to the file and forwards them to `forward`."""
 
     def __init__(self, lines: JsonLines, forward: Callable[[Span], None]) -> None:
         self._lines, self._forward = lines, forward
-        self._busy_until_ns: dict[str, int] = {}
 
     def add(self, span: Span) -> None:
-        """Writes a closed span; the spans of one lane arrive in the order in which they end."""
-        if span.work is not Work.PUBLISH:
-            start_ns = max(span.start_ns, min(self._busy_until_ns.get(span.lane, 0), span.end_ns))
-            span = replace(span, start_ns=start_ns)
-            self._busy_until_ns[span.lane] = span.end_ns
+        """Writes a closed span."""
         self._lines.append(asdict(span))
         self._forward(span)
 

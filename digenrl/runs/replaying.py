@@ -1,4 +1,4 @@
-"""A run's journal, decided again: the same events from the same opening give the same actions, one by one."""
+"""Replays a run's journal: the same events from the same initial state lead to the same actions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from digenrl.run_folder.journal import Decision, read_journal
 from digenrl.scheduling import Costs, SchedulerState, Terms, decide, initial_state
 
 
-def opening_facts(state: SchedulerState) -> dict[str, Any]:
-    """An opening as JSON can hold it, for run.json."""
+def initial_facts(state: SchedulerState) -> dict[str, Any]:
+    """An initial state as JSON, for run.json."""
     costs = asdict(state.costs) | {"train_sample_ns": str(state.costs.train_sample_ns)}
     lanes = [asdict(lane.offer) | {"helper": lane.helper} for lane in state.lanes]
     return {
@@ -23,12 +23,13 @@ def opening_facts(state: SchedulerState) -> dict[str, Any]:
         "costs": costs,
         "lanes": lanes,
         "committed": state.committed,
-        "leases_issued": state.leases_issued,
+        "jobs_issued": state.jobs_issued,
+        "evaluates": bool(state.evaluations),
     }
 
 
-def opening_of(facts: dict[str, Any]) -> SchedulerState:
-    """The opening that `opening_facts` wrote down."""
+def initial_state_of(facts: dict[str, Any]) -> SchedulerState:
+    """The initial state that `initial_facts` describes."""
     costs = Costs(**(facts["costs"] | {"train_sample_ns": Fraction(facts["costs"]["train_sample_ns"])}))
     offers = [(_offer(lane), lane["helper"]) for lane in facts["lanes"]]
     return initial_state(
@@ -37,7 +38,8 @@ def opening_of(facts: dict[str, Any]) -> SchedulerState:
         [offer for offer, helper in offers if not helper],
         [offer for offer, helper in offers if helper],
         committed=facts["committed"],
-        leases_issued=facts["leases_issued"],
+        jobs_issued=facts["jobs_issued"],
+        evaluates=facts["evaluates"],
     )
 
 
@@ -47,7 +49,7 @@ def _offer(lane: dict[str, Any]) -> LaneOffer:
 
 
 def replayed(opening: SchedulerState, journal: Path) -> Iterator[tuple[Decision, Decision]]:
-    """What the run decided, and what is decided now; ticks that led to nothing are not in the journal."""
+    """What the run decided, and what is decided now. Ticks without actions are not in the journal."""
     state = opening
     for at_ns, instant in groupby(read_journal(journal), key=lambda decision: decision.event.at_ns):
         ticked = False

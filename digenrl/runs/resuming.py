@@ -34,7 +34,7 @@ def find_resume_point(folder: RunFolder) -> ResumePoint | None:
     try:
         content = json.loads((path / "state.json").read_text(encoding="utf-8"))
         facts, step = content["facts"], content["step"]
-        position = RunPosition(step, facts["at_ns"], facts["leases_issued"], facts["positions"])
+        position = RunPosition(step, facts["at_ns"], facts["jobs_issued"], facts["positions"])
         owner = facts["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

@@ -14,24 +14,20 @@ class RunFailedError(RuntimeError):
     """A run cannot continue; the message says why, and what is saved."""
 
 
-class StopRequested(BaseException):
-    """A signal asked the run to save and exit."""
+class StopRun(BaseException):
+    """A signal asked the run to stop before it began."""
 
 
 class Stopper:
-    """Remembers the first signal; `check` raises it where the run can be left consistently.
-
-    A second signal raises KeyboardInterrupt at once.
-    """
+    """Remembers the first signal. A second signal raises KeyboardInterrupt at once."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
 
-    def check(self) -> None:
-        """Raises StopRequested once after a signal."""
-        if self.signal_name is not None:
-            name, self.signal_name = self.signal_name, None
-            raise StopRequested(name)
+    def take_request(self) -> str | None:
+        """The signal that asked the run to stop; None after the first call."""
+        name, self.signal_name = self.signal_name, None
+        return name
 
     @contextmanager
     def listening(self) -> Iterator[None]:

@@ -1,52 +1,58 @@
-"""One training run from the first file to the last: opens it, drives it, and leaves nothing behind but its folder.
+"""One training run from its first file to its last: starts the workers, drives the scheduler, closes everything.
 
-This is the driver. It handles ids, times and numbers, and needs no torch but in mode colocated.
+This is the driver's main program. It handles ids, times and numbers, and imports torch only in mode colocated.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 
 from digenrl.config.recipe import Recipe
-from digenrl.config.recipe_files import fingerprint
 from digenrl.console.live_view import RunView
 from digenrl.driver.backends import find_backend
 from digenrl.driver.calibration import (
     calibrate,
-    calibrate_rest,
+    calibrate_remaining_sizes,
     choose_slice_size,
-    export_initial_weights,
     initial_scheduler_state,
+    publish_initial_weights,
 )
-from digenrl.driver.dispatcher import Dispatcher
+from digenrl.driver.dispatcher import Dispatcher, RunHooks
 from digenrl.driver.prompt_store import PromptStore
+from digenrl.driver.step_summary import StepSummary
+from digenrl.logs import configure_logging
 from digenrl.loop import drive
 from digenrl.metrics.sinks import check_logging, open_sinks
 from digenrl.metrics.step_metrics import StepMetrics
 from digenrl.prompts.sampler import PromptSampler
-from digenrl.prompts.sources import read_prompts
+from digenrl.prompts.sources import Prompt, read_prompts
+from digenrl.records import HELD_OUT_STEP
 from digenrl.run_folder.folder import LaneEntry, RunFolder, RunLines, Status
 from digenrl.run_folder.journal import Journal
 from digenrl.run_folder.lane_entries import LaneRecorder, lanes_of_whole_run
+from digenrl.run_folder.metric_lines import EvaluationRecord
 from digenrl.run_folder.spans import SpanWriter
 from digenrl.runs.checkpointer import Checkpointer, RunPosition
 from digenrl.runs.held_out import HeldOut
-from digenrl.runs.replaying import opening_facts
+from digenrl.runs.replaying import initial_facts
 from digenrl.runs.resuming import ResumePoint, kept_positions
 from digenrl.runs.step_time_prediction import StepTimePrediction
-from digenrl.runs.stopping import Stopper, StopRequested
+from digenrl.runs.stopping import Stopper, StopRun
 from digenrl.scheduling import SchedulerState
 from digenrl.scheduling.invariants import Auditor
 from digenrl.telemetry.recorder import Recorder
 from digenrl.telemetry.trace import TRAINER_LANE
 from digenrl.transports.contract import Backend, RunResources
 
+logger = logging.getLogger(__name__)
+
 
 class RunClock:
-    """Nanoseconds of the run: it begins at 0, or where a run that goes on had come to, when `start` is called."""
+    """Nanoseconds of the run. From `start` on it counts from 0, or from where a resumed run had stopped."""
 
     def __init__(self, start_ns: int = 0) -> None:
         self._start_ns = start_ns
@@ -56,28 +62,31 @@ class RunClock:
         return self._start_ns if self._zero_ns is None else self._start_ns + time.monotonic_ns() - self._zero_ns
 
     def start(self) -> None:
-        """From now on it runs."""
+        """Starts the clock."""
         self._zero_ns = time.monotonic_ns()
 
 
 def check_recipe(recipe: Recipe) -> Backend:
-    """Finds everything that can be found wrong without loading a model; returns what there is to work on."""
+    """Finds every mistake that can be found without loading a model. Returns the hardware to train on."""
     check_logging(recipe.logging)
     read_prompts(recipe.prompts)
-    if recipe.evaluation is not None:
-        read_prompts(recipe.evaluation.prompts)
+    _read_held_out(recipe)
     return find_backend(recipe)
 
 
-def train(folder: RunFolder, grounds: Backend, view: RunView, standing: ResumePoint | None = None) -> Status:
-    """Trains to the recipe's last step, or until somebody asks to stop; a stopped run saves itself first."""
+def train(folder: RunFolder, backend: Backend, view: RunView, resume_point: ResumePoint | None = None) -> Status:
+    """Trains to the recipe's last step, or until the user asks to stop; then the run saves itself first."""
     with ExitStack() as stack:
         stack.enter_context(folder.locked())
-        stack.enter_context(_status_kept(folder))
-        site = grounds.settle(folder.recipe, folder.path, None if standing is None else standing.checkpoint)
-        stack.callback(site.close)
+        stack.enter_context(_failure_recorded(folder))
+        logs = folder.path / "logs"
+        logs.mkdir(exist_ok=True)
+        configure_logging("driver", verbose=folder.recipe.logging.verbose, file=logs / "driver.log")
+        checkpoint = None if resume_point is None else resume_point.checkpoint
+        resources = backend.prepare(folder.recipe, folder.path, checkpoint)
+        stack.callback(resources.close)
         stack.enter_context(view)
-        run = TrainingRun(folder, site, view, standing)
+        run = TrainingRun(folder, resources, view, resume_point)
         stack.callback(run.close)
         status = run.run()
         folder.set_status(status)
@@ -85,50 +94,49 @@ def train(folder: RunFolder, grounds: Backend, view: RunView, standing: ResumePo
 
 
 class TrainingRun:
-    """The parts of one run and how they are connected; `run` is its story."""
+    """The parts of one run and how they are connected. `run` tells its story."""
 
     def __init__(
-        self,
-        folder: RunFolder,
-        site: RunResources,
-        view: RunView,
-        standing: ResumePoint | None,
+        self, folder: RunFolder, resources: RunResources, view: RunView, resume_point: ResumePoint | None
     ) -> None:
         recipe = folder.recipe
-        self._folder, self._view, self._standing = folder, view, standing
+        self._folder, self._resources, self._view = folder, resources, view
+        self._resumes = resume_point is not None
         self._lines = RunLines(folder)
-        if standing is None:
+        if resume_point is None:
             self._lines.clear()
             self._start = RunPosition(0, 0, 0, self._lines.positions())
         else:
-            self._start = standing.position
-            self._lines.truncate(kept_positions(folder, standing.position))
+            self._start = resume_point.position
+            self._lines.truncate(kept_positions(folder, self._start))
         self._clock, self._stopper = RunClock(self._start.at_ns), Stopper()
-        self._sampler = PromptSampler(
+        sampler = PromptSampler(
             read_prompts(recipe.prompts), recipe.batch.prompts, recipe.seed, recipe.prompts.shuffle
         )
-        self._runtime = Dispatcher(
-            recipe,
-            site.transport,
-            site.crew,
-            lambda send, drop: PromptStore(self._sampler, send, drop),
-            site.exchange,
-            self._clock,
-            look_around=self._look_around,
-            on_step=lambda numbers: self._metrics.report(numbers.step, {**numbers.values, **site.carried()}),
-            say=view.notify,
-        )
+        prompts = PromptStore(sampler, resources.artifacts.drop, _read_held_out(recipe))
         self._sinks = (*open_sinks(folder, self._lines, self._start.step, time.time), view)
-        self._metrics: StepMetrics
+        self._checkpointer = Checkpointer(folder, self._lines, self._start)
+        self._held_out = HeldOut(folder, prompts.held_out, self._start.step, self._evaluated, view.notify)
+        self._metrics: StepMetrics | None = None
+        hooks = RunHooks(
+            look_around=self._look_around,
+            on_step=self._step_done,
+            notify=view.notify,
+            checkpoint_facts=self._checkpointer.facts,
+            pictures=self._held_out.pictures,
+        )
+        self._driver = Dispatcher(recipe, resources, prompts, self._clock, hooks)
+        self._begun = False
 
     def run(self) -> Status:
-        """Open, drive, close."""
+        """Prepare, then drive the scheduler until the run is finished or stopped."""
         with self._stopper.listening():
             try:
-                state = self._open()
-            except StopRequested:
-                return Status.INTERRUPTED  # before the first step of this process: there is nothing to save
-            return self._drive(state)
+                state = self._prepare()
+            except StopRun:
+                return Status.INTERRUPTED  # no step was taken by this process: there is nothing to save
+            state = self._drive(state)
+        return Status.FINISHED if state.all_committed else Status.INTERRUPTED
 
     def close(self) -> None:
         """Closes all files."""
@@ -136,98 +144,101 @@ class TrainingRun:
             sink.close()
         self._lines.close()
 
-    def _open(self) -> SchedulerState:
-        """Everybody is there, has the same version and was timed; the recipe's last open question is settled."""
-        runtime, folder = self._runtime, self._folder
-        self._view.notify(f"starting {len(runtime.crew.everybody())} workers")
-        runtime.start_everybody()
-        for step in range(self._start.step, min(self._start.step + 2, folder.recipe.steps)):
-            runtime.desk.open_step(step)
-        while not runtime.desk.all_encoded():
-            runtime.receive()
-        published_s = export_initial_weights(runtime, self._start.step)
-        self._view.notify("rehearsing, to know what things cost")
-        rehearsal = calibrate(runtime, published_s, self._start.step, self._view.notify)
-        slice_size = choose_slice_size(runtime, rehearsal)
-        rehearsal = calibrate_rest(runtime, rehearsal, slice_size, self._start.step)
+    def _prepare(self) -> SchedulerState:
+        """Starts and times the workers, gives them the same version, and chooses the slice size."""
+        driver, folder, start = self._driver, self._folder, self._start
+        self._view.notify(f"starting {len(driver.workers.initial())} workers")
+        driver.start_workers()
+        for step in range(start.step, min(start.step + 2, folder.recipe.steps)):
+            driver.encode_now(step)
+        driver.encode_now(HELD_OUT_STEP)
+        publish_s = publish_initial_weights(driver, start.step)
+        self._view.notify("calibrating: timing generation, scoring and training")
+        calibration = calibrate(driver, publish_s, start.step, self._view.notify)
+        slice_size = choose_slice_size(driver, calibration)
+        calibration = calibrate_remaining_sizes(driver, calibration, slice_size, start.step)
+        logger.info("calibrated: %s; slice size %d", calibration, slice_size)
         batch = folder.recipe.batch.model_copy(update={"slice": slice_size})
         folder.write_recipe(folder.recipe.model_copy(update={"batch": batch}))
-        start = self._start
+        evaluates = self._held_out.is_due_now()
         state = initial_scheduler_state(
-            runtime, rehearsal, slice_size, committed=start.step, leases_issued=start.leases_issued
+            driver,
+            calibration,
+            slice_size,
+            committed=start.step,
+            jobs_issued=start.jobs_issued,
+            evaluates=evaluates,
         )
-        opening = opening_facts(state) | {"rehearsal": asdict(rehearsal)}
         lanes = self._lanes()
-        if self._standing is not None:
+        if self._resumes:
             lanes = lanes_of_whole_run(folder.info.lanes, lanes, start.at_ns)
-        folder.update_info(lanes=lanes, initial_state=opening, status=Status.RUNNING)
+        initial = initial_facts(state) | {"calibration": asdict(calibration)}
+        folder.update_info(lanes=lanes, initial_state=initial, status=Status.RUNNING)
+        self._view.notify("evaluating the initial policy" if evaluates else "")
         return state
 
-    def _drive(self, state: SchedulerState) -> Status:
+    def _drive(self, state: SchedulerState) -> SchedulerState:
         start_ns = self._start.at_ns
-        self._metrics = StepMetrics(state, self._sinks, start_ns)
-        spans = SpanWriter(self._lines.spans, self._metrics.add_span)
-        recorder = Recorder(state, start_ns=start_ns, sink=spans.add)
-        foresight = StepTimePrediction(
-            lambda step, seconds: self._metrics.report(step, {"predicted_step_s": seconds})
+        self._metrics = metrics = StepMetrics(state, self._sinks, start_ns)
+        spans = SpanWriter(self._lines.spans, metrics.add_span)
+        prediction = StepTimePrediction(lambda step, seconds: metrics.report(step, {"predicted_step_s": seconds}))
+        observers = (
+            Recorder(state, start_ns=start_ns, sink=spans.add),
+            metrics,  # after the recorder: a step ends with the span of its commit
+            Journal(self._lines.journal),
+            Auditor(state),
+            prediction,
+            self._view,
+            LaneRecorder(self._folder, self._driver.lanes.devices),
+            self._held_out,
+            self._checkpointer,  # after everything that writes files: it notes how long they are
         )
-        held_out = HeldOut(
-            self._folder, self._runtime, self._clock, self._metrics.evaluated, recorder.add_span, self._view.notify
-        )
-        keeper = Checkpointer(
-            self._folder, self._lines, self._runtime, self._start, self._facts, recorder.add_span
-        )
-        try:
-            held_out.prepare(state.committed)
-            self._view.notify("")
-            self._clock.start()
-            self._runtime.begin()
-            journal = Journal(self._lines.journal)
-            observers = (
-                recorder,
-                self._metrics,
-                journal,
-                Auditor(state),
-                foresight,
-                self._view,
-                LaneRecorder(self._folder, self._runtime.lane_devices),
-                keeper,
-                held_out,
-            )
-            drive(state, self._runtime, observers)
-            keeper.save_now()
-            held_out.finish()
-        except StopRequested as asked:
-            self._view.notify(f"{asked}: saving step {keeper.bookmark.step}")
-            keeper.save_now()
-            if keeper.bookmark.step < self._folder.recipe.steps:
-                return Status.INTERRUPTED
-        return Status.FINISHED
+        self._clock.start()
+        self._driver.begin()
+        self._begun = True
+        return drive(state, self._driver, observers)
 
     def _look_around(self) -> None:
         self._view.tick()
-        if not self._runtime.committing:
-            self._stopper.check()
+        asked_by = self._stopper.take_request()
+        if asked_by is None:
+            return
+        if not self._begun:
+            raise StopRun(asked_by)
+        logger.info("stopping: %s", asked_by)
+        self._view.notify(f"{asked_by}: saving step {self._checkpointer.position.step}")
+        self._driver.request_stop()
 
-    def _facts(self, bookmark: RunPosition) -> dict[str, object]:
-        return bookmark.facts(fingerprint(self._folder.recipe), self._sampler.state())
+    def _step_done(self, summary: StepSummary) -> None:
+        assert self._metrics is not None
+        self._metrics.report(summary.step, {**summary.values, **self._resources.network_metrics()})
+
+    def _evaluated(self, evaluation: EvaluationRecord) -> None:
+        assert self._metrics is not None
+        self._view.notify("")
+        self._metrics.evaluated(evaluation)
 
     def _lanes(self) -> tuple[LaneEntry, ...]:
-        """Every row that the trace will have, and its device."""
-        crew = self._runtime.crew
-        rows = [LaneEntry(name=g.name, pool="generator", device=g.device) for g in crew.generators]
-        if not crew.generators:
-            rows = [LaneEntry(name=self._runtime.lane_names()[0], pool="generator", device=crew.trainer.device)]
-        rows += [LaneEntry(name=r.name, pool="reward", device=r.device) for r in crew.rewards]
-        rows.append(LaneEntry(name=TRAINER_LANE, pool="trainer", device=crew.trainer.device))
-        helpers = self._runtime.lane_names()[len(crew.generators) or 1 :]
-        rows += [LaneEntry(name=name, pool="trainer", device=crew.trainer.device) for name in helpers]
+        """Every row of the trace, and its device."""
+        workers, names = self._driver.workers, self._driver.lanes.names
+        rows = [LaneEntry(name=g.name, pool="generator", device=g.device) for g in workers.generators]
+        if not workers.generators:
+            rows = [LaneEntry(name=names[0], pool="generator", device=workers.trainer.device)]
+        rows += [LaneEntry(name=r.name, pool="reward", device=r.device) for r in workers.rewards]
+        rows.append(LaneEntry(name=TRAINER_LANE, pool="trainer", device=workers.trainer.device))
+        helpers = names[len(workers.generators) or 1 :]
+        rows += [LaneEntry(name=name, pool="trainer", device=workers.trainer.device) for name in helpers]
         return tuple(rows)
 
 
+def _read_held_out(recipe: Recipe) -> list[Prompt]:
+    evaluation = recipe.evaluation
+    return [] if evaluation is None else list(read_prompts(evaluation.prompts)[: evaluation.count])
+
+
 @contextmanager
-def _status_kept(folder: RunFolder) -> Iterator[None]:
-    """A run that ends by an error says so in its folder."""
+def _failure_recorded(folder: RunFolder) -> Iterator[None]:
+    """A run that ends with an error says so in its folder."""
     try:
         yield
     except KeyboardInterrupt:

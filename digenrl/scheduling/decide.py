@@ -1,66 +1,90 @@
 """The scheduler: a pure function from a state and an event to the next state and the actions to take.
 
-Every event except Tick only records a fact (and passes generated samples on to be scored). Tick closes an
-instant: idle generator lanes take slices, then the trainer gets its order. Whoever drives it, a virtual clock,
-one machine or a cluster, reports all events of an instant and then ticks.
+Every event except Tick records a fact, and passes generated samples on to be scored. Tick closes an instant: idle
+generator lanes take held-out chunks and slices, then the trainer gets its next job. A driver reports all events of
+an instant and then a Tick.
 
-Answers of generators and scorers may come late or twice: an answer to what its lane no longer holds is dropped.
-The trainer is one unit, whose loss ends the run: it answers each order once.
+Results of generators and reward lanes may be late or doubled: a result for a job that its lane no longer holds is
+dropped. The trainer answers each job once, or is reported as lost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from digenrl import records
-from digenrl.records import Action, Event, SliceDone, Tick
-from digenrl.scheduling import faults, scoring
-from digenrl.scheduling import measured_costs as measuring
-from digenrl.scheduling import trainer_turns as trainer
-from digenrl.scheduling.slice_assignment import hand_out
+from digenrl.records import Action, Encoded, Event, Generated, StopRequested, Tick
+from digenrl.scheduling import evaluation, faults, lanes, measured_costs, scoring, trainer_turns
+from digenrl.scheduling.slice_assignment import hand_out_slices
 from digenrl.scheduling.state import Generating, SchedulerState, open_step
 
 Outcome = tuple[SchedulerState, tuple[Action, ...]]
 
 
 def decide(state: SchedulerState, event: Event) -> Outcome:
-    """The state after `event`, and what to do. Neither the old state nor anything else is changed."""
+    """The state after `event`, and what to do. The old state is not changed."""
     return _ABSORB[type(event)](state, event)
 
 
-def _absorb_slice_done(state: SchedulerState, event: SliceDone) -> Outcome:
-    """A lane is free and its samples go to be scored; an answer to a lease no longer held is dropped."""
-    if not faults.holds(state, event.lease):
+def _absorb_generated(state: SchedulerState, event: Generated) -> Outcome:
+    """The lane is idle again, and its samples go to be scored."""
+    job, piece = event.job, event.job.slice
+    if state.lanes[job.lane].job != job:
         return state, ()
-    state = faults.release(state, event.lease)
-    piece = event.lease.slice
+    state = lanes.release(state, job.lane)
     step = open_step(state, piece.step)
     if step is None or step.groups[piece.group].retired:
-        return state, ()  # of a group in quarantine; its step may be committed by now
+        return state, ()  # quarantined meanwhile; its step may be committed by now
+    if event.version >= piece.step and job.stale:
+        state = faults.return_stale_samples(state, piece)  # a newer version had arrived before it started
+    if event.score_failure:
+        return faults.quarantine(state, piece, event.score_failure, event.at_ns)
     return scoring.enqueue(state, piece, event.at_ns)
 
 
+def _absorb_encoded(state: SchedulerState, event: Encoded) -> Outcome:
+    return replace(state, encoding=tuple(job for job in state.encoding if job != event.job)), ()
+
+
+def _absorb_stop(state: SchedulerState, event: StopRequested) -> Outcome:
+    """No new work except a checkpoint."""
+    return replace(state, stopping=True), ()
+
+
 def _tick(state: SchedulerState, event: Tick) -> Outcome:
-    generate: tuple[Action, ...] = ()
+    if state.stopping:
+        return trainer_turns.save_and_stop(state, event.at_ns)
+    handed_out: tuple[Action, ...] = ()
     if not state.terms.colocated or isinstance(state.trainer, Generating):
-        state, generate = hand_out(state, event.at_ns)
-    state, orders = trainer.direct_trainer(state, event.at_ns)
-    return state, (*generate, *orders)
+        chunks: tuple[Action, ...] = ()
+        if state.evaluations:
+            state, chunks = evaluation.hand_out_chunks(state, event.at_ns)
+        state, slices = hand_out_slices(state, event.at_ns)
+        handed_out = (*chunks, *slices)
+    state, orders = trainer_turns.direct_trainer(state, event.at_ns)
+    return state, (*handed_out, *orders)
 
 
 _ABSORB: dict[type[Event], Callable[[SchedulerState, Any], Outcome]] = {
     records.Tick: _tick,
-    records.SliceDone: _absorb_slice_done,
-    records.SliceFailed: faults.absorb_slice_failed,
-    records.SamplesScored: scoring.absorb_scores,
-    records.ScoreFailed: faults.absorb_score_failed,
-    records.Trained: trainer.absorb_trained,
-    records.Committed: trainer.absorb_committed,
-    records.Published: faults.absorb_published,
-    records.HelpersReady: trainer.absorb_helpers_ready,
-    records.TrainerReturned: trainer.absorb_returned,
-    records.WorkerJoined: faults.absorb_joined,
+    records.Encoded: _absorb_encoded,
+    records.Generated: _absorb_generated,
+    records.Scored: scoring.absorb_scored,
+    records.Trained: trainer_turns.absorb_trained,
+    records.Committed: trainer_turns.absorb_committed,
+    records.Published: lanes.absorb_published,
+    records.RoleSwitched: trainer_turns.absorb_role_switched,
+    records.Evaluated: evaluation.absorb_evaluated,
+    records.Saved: trainer_turns.absorb_saved,
+    records.Exported: trainer_turns.absorb_exported,
+    records.Restored: trainer_turns.absorb_restored,
+    records.JobFailed: faults.absorb_failed,
+    records.ArtifactLost: faults.absorb_artifact_lost,
+    records.WorkerJoined: lanes.absorb_joined,
     records.WorkerLost: faults.absorb_lost,
-    records.CostsMeasured: measuring.absorb_costs,
+    records.WorkerRestarted: scoring.absorb_restarted,
+    records.CostsMeasured: measured_costs.absorb_costs,
+    records.StopRequested: _absorb_stop,
 }

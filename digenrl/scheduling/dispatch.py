@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-from digenrl.records import LaneOffer
+from digenrl.records import Generate, LaneOffer
 from digenrl.scheduling.state import Lane, SchedulerState
 
 
@@ -78,14 +78,21 @@ class Reservations:
 
 
 def _busy_until(state: SchedulerState, at_ns: int) -> dict[int, int]:
-    """When each generator lane that holds a lease is expected to be free; one that is late, any moment."""
+    """When each busy generator lane is expected to be free. Overdue lanes count as free now."""
     return {
-        lane.index: max(
-            at_ns, lane.lease.started_ns + lane.expected_ns(state.terms.slices_in(lane.lease.slice.size))
-        )
+        lane.index: max(at_ns, expected_end_ns(state, lane))
         for lane in state.lanes
-        if lane.lease and (state.terms.colocated or not lane.helper)
+        if lane.job and (state.terms.colocated or not lane.helper)
     }
+
+
+def expected_end_ns(state: SchedulerState, lane: Lane) -> int:
+    """When a busy lane is expected to finish its job."""
+    job = lane.job
+    assert job is not None
+    if isinstance(job, Generate):
+        return job.issued_ns + lane.expected_ns(state.terms.slices_in(job.slice.size))
+    return job.issued_ns + state.costs.evaluate_ns
 
 
 def reserved_before(

@@ -1,39 +1,47 @@
-"""Lanes that come and go, slices that fail, rewards that fail: nothing is lost, nothing is used twice.
+"""Lost lanes, failed jobs, lost artifacts: nothing is dropped, nothing is used twice.
 
-What was lost or failed is handed out again, together or slice by slice, under new epochs, and gives the same
-samples. A group with a sample that cannot be made or scored goes into quarantine whole, and a fresh group takes
-its place in the step.
+What was lost or failed is issued again under a new job id. A sample is a function of its id, so issuing it again
+is all that recovery takes. A group with a sample that cannot be generated or scored is quarantined as a whole,
+and a fresh group takes its place in the step.
 """
 
 from __future__ import annotations
 
-from bisect import bisect, insort
+from bisect import insort
+from collections.abc import Sequence
 from dataclasses import replace
 
 from digenrl.records import (
     Action,
+    ArtifactLost,
+    Encode,
+    Evaluate,
+    Export,
+    Generate,
     GiveUp,
-    Lease,
+    HeldOutChunk,
+    JobFailed,
     Publish,
-    Published,
     Quarantine,
-    ScoreFailed,
+    Restore,
+    Score,
     Slice,
-    SliceFailed,
-    WorkerJoined,
+    Train,
     WorkerLost,
 )
+from digenrl.scheduling import evaluation
+from digenrl.scheduling.lanes import end_round_if_over, release
 from digenrl.scheduling.order import positions, positions_of_group, slices_in, slices_of_group
-from digenrl.scheduling.scoring import awaits_score, free_scorer, start_scoring
+from digenrl.scheduling.scoring import end_score, ready_again, start_scoring
 from digenrl.scheduling.state import (
-    NO_VERSION,
-    BetweenRounds,
+    Free,
     GroupProgress,
-    Helping,
-    Lane,
+    ReadyUnit,
+    Restoring,
     SchedulerState,
     StepProgress,
-    lane_of,
+    Training,
+    issue,
     open_step,
     put_group,
     put_lane,
@@ -45,116 +53,255 @@ from digenrl.scheduling.terms import Terms
 Outcome = tuple[SchedulerState, tuple[Action, ...]]
 
 
-def absorb_joined(state: SchedulerState, event: WorkerJoined) -> Outcome:
-    """A new lane gets the newest version first; it takes slices once that is loaded."""
-    index = len(state.lanes)
-    lane = lane_of(index, event.offer, helper=False, version=NO_VERSION)
-    state = replace(state, lanes=(*state.lanes, lane))
-    return make_idle(state, lane), (Publish(state.committed, (index,)),)
+# --- Lost workers ----------------------------------------------------------------------------------------------
 
 
 def absorb_lost(state: SchedulerState, event: WorkerLost) -> Outcome:
-    """The lane is out; its slice waits to be handed out again.
+    """Whatever the worker held is issued again."""
+    if event.pool == "reward":
+        return _lose_scorer(state, event.lane, event.at_ns)
+    if event.pool == "trainer":
+        return _lose_trainer(state, event.at_ns)
+    if event.pool == "encoder":
+        jobs = state.encoding
+        prompts = [(job.step, group) for job in jobs for group in job.groups]
+        return encode(replace(state, encoding=()), prompts, event.at_ns)
+    return _lose_generator(state, event)
 
-    A trainer that chose to wait may have counted on this lane, so it decides again.
-    """
+
+def _lose_generator(state: SchedulerState, event: WorkerLost) -> Outcome:
+    """The lane is out. A trainer that chose to wait may have counted on it, so it decides again."""
     lane = state.lanes[event.lane]
     if not lane.present:
         return state, ()
-    state = put_lane(state, replace(lane, present=False, lease=None))
+    state = put_lane(state, replace(lane, present=False, job=None))
     state = replace(
         state,
         idle=tuple(index for index in state.idle if index != lane.index),
         helpers=tuple(index for index in state.helpers if index != lane.index),
     )
-    return reconsider_help(state if lane.lease is None else reissue(state, lane.lease)), ()
+    state = reconsider_help(return_job(state, lane.job))
+    return evaluation.abandon_if_unservable(state, event.at_ns)
 
 
-def absorb_published(state: SchedulerState, event: Published) -> Outcome:
-    """Lanes serve the version from their next slice on; versions only grow."""
-    lanes = list(state.lanes)
-    for index in event.lanes:
-        if lanes[index].version < event.version:
-            lanes[index] = replace(lanes[index], version=event.version)
-    served = [lane.version for lane in lanes if lane.present and not lane.helper] or [event.version]
-    # What is older than the newest that any lane has is superseded, even if some lane never got it.
-    publishing = tuple(each for each in state.publishing if each[0] > min(served) and each[0] >= max(served))
-    return replace(state, lanes=tuple(lanes), publishing=publishing), ()
+def _lose_scorer(state: SchedulerState, scorer: int, at_ns: int) -> Outcome:
+    """Its samples go back to the front of the queue."""
+    held = state.scorers[scorer]
+    state = replace(state, absent_scorers=state.absent_scorers | {scorer})
+    if held is not None:
+        state, wanted = end_score(state, held)
+        state = replace(state, unscored=(held.piece, *state.unscored)) if wanted else state
+    return start_scoring(state, at_ns)
 
 
-def absorb_slice_failed(state: SchedulerState, event: SliceFailed) -> Outcome:
-    """Hands the slice out again; after a set number of failures its group goes into quarantine."""
-    lease = event.lease
-    if not holds(state, lease):
+def _lose_trainer(state: SchedulerState, at_ns: int) -> Outcome:
+    """A replacement restores the last version. The open step is trained again from the beginning.
+
+    Nothing of a step is in the weights before its commit, so nothing is trained twice.
+    """
+    for lane in state.lanes:
+        if lane.job is not None and (lane.helper or state.terms.colocated):
+            state = return_job(release(state, lane.index), lane.job)
+    if state.steps:
+        step = state.current
+        groups = tuple(replace(group, trained=0) for group in step.groups)
+        step = replace(step, groups=groups, untrained_groups=state.terms.prompts)
+        state = put_step(state, replace(step, ready=ready_again(state.terms, step, at_ns)))
+    state, job = issue(replace(state, exporting=None), at_ns, Restore, state.committed)
+    return replace(state, trainer=Restoring(job)), (job,)
+
+
+# --- Failed jobs -----------------------------------------------------------------------------------------------
+
+
+def absorb_failed(state: SchedulerState, event: JobFailed) -> Outcome:
+    """A slice is tried again a few times; a failed reward quarantines its group; an evaluation is abandoned."""
+    job = event.job
+    if isinstance(job, Generate):
+        return _slice_failed(state, job, event)
+    if isinstance(job, Evaluate):
+        if state.lanes[job.lane].job != job:
+            return state, ()
+        return evaluation.abandon(release(state, job.lane), job.chunk.version, event.reason, event.at_ns)
+    assert isinstance(job, Score), f"{job} failed, which ends a run: {event.reason}"
+    return _score_failed(state, job, event)
+
+
+def _slice_failed(state: SchedulerState, job: Generate, event: JobFailed) -> Outcome:
+    if state.lanes[job.lane].job != job:
         return state, ()
-    state = release(state, lease)
-    step = open_step(state, lease.slice.step)
+    state = release(state, job.lane)
+    step = open_step(state, job.slice.step)
     if step is None:
-        return state, ()  # of a group in quarantine, whose step is committed by now
-    group = step.groups[lease.slice.group]
+        return state, ()  # of a quarantined group, whose step is committed by now
+    group = step.groups[job.slice.group]
     failures = group.failures + 1
     state = put_step(
-        state, replace(step, groups=put_group(step, lease.slice.group, replace(group, failures=failures)))
+        state, replace(step, groups=put_group(step, job.slice.group, replace(group, failures=failures)))
     )
-    state = reissue(state, lease)
+    state = reissue(state, job.slice)
     if failures < state.terms.slice_failures_per_group:
         return state, ()
-    return quarantine(state, lease.slice, event.reason)
+    return quarantine(state, job.slice, event.reason, event.at_ns)
 
 
-def absorb_score_failed(state: SchedulerState, event: ScoreFailed) -> Outcome:
-    """A failed reward is never a number: the group goes into quarantine."""
-    if not awaits_score(state, event.scorer, event.slice):
+def _score_failed(state: SchedulerState, job: Score, event: JobFailed) -> Outcome:
+    """A failed reward is never a number."""
+    if state.scorers[job.scorer] != job:
         return state, ()
-    state = free_scorer(state, event.scorer)
-    state, actions = quarantine(state, event.slice, event.reason)
+    state, wanted = end_score(state, job)
+    actions: tuple[Action, ...] = ()
+    if wanted and isinstance(job.piece, HeldOutChunk):
+        state, actions = evaluation.abandon(state, job.piece.version, event.reason, event.at_ns)
+    elif wanted and isinstance(job.piece, Slice):
+        state, actions = quarantine(state, job.piece, event.reason, event.at_ns)
     state, more = start_scoring(state, event.at_ns)
     return state, (*actions, *more)
 
 
-def holds(state: SchedulerState, lease: Lease) -> bool:
-    """Whether the lane still holds this very lease; anything else is a late or doubled answer."""
-    held = state.lanes[lease.lane].lease
-    return held is not None and held.epoch == lease.epoch
+# --- Lost artifacts --------------------------------------------------------------------------------------------
 
 
-def release(state: SchedulerState, lease: Lease) -> SchedulerState:
-    """Takes the lease from its lane; a round ends when the last of the helpers' leases is gone."""
-    lane = replace(state.lanes[lease.lane], lease=None)
-    state = put_lane(state, lane)
-    if state.terms.colocated or not lane.helper:
-        return make_idle(state, lane)
-    return _end_round_if_over(state)
+def absorb_artifact_lost(state: SchedulerState, event: ArtifactLost) -> Outcome:
+    """The job is open again, and what it read is made again: slices, encoded prompts, exported weights."""
+    state, is_news = _take_back(state, event)
+    if is_news:
+        for piece in event.slices:
+            state = _forget_slice(state, piece)
+    state, encoding = encode(state, event.prompts, event.at_ns)
+    exporting: tuple[Action, ...] = ()
+    if event.weights and state.exporting is None and not isinstance(state.trainer, Restoring):
+        state, export = issue(state, event.at_ns, Export, state.committed)
+        state, exporting = replace(state, exporting=export), (export,)
+    state, scoring = start_scoring(state, event.at_ns)
+    state, abandoned = evaluation.abandon_if_unservable(state, event.at_ns)
+    return state, (*encoding, *exporting, *scoring, *abandoned)
 
 
-def make_idle(state: SchedulerState, lane: Lane) -> SchedulerState:
-    """Enters a free lane into the idle list, which is kept quickest first."""
-    keys = [(state.lanes[index].slice_ns, index) for index in state.idle]
-    place = bisect(keys, (lane.slice_ns, lane.index))
-    return replace(state, idle=(*state.idle[:place], lane.index, *state.idle[place:]))
+def _take_back(state: SchedulerState, event: ArtifactLost) -> tuple[SchedulerState, bool]:
+    """The worker is free and its work is open again.
+
+    Also returns whether the loss of slices is news. It is not if the job is late, or void because another job
+    has reported the loss.
+    """
+    job = event.job
+    if isinstance(job, Generate | Evaluate):
+        if state.lanes[job.lane].job != job:
+            return state, False
+        return return_job(release(state, job.lane), job), True
+    if isinstance(job, Score):
+        return _take_back_score(state, job)
+    if isinstance(job, Train):
+        return _take_back_train(state, job, event.at_ns)
+    if isinstance(job, Publish):
+        lanes = list(state.lanes)
+        for index in job.lanes:
+            lanes[index] = replace(lanes[index], sent_version=lanes[index].version)
+        return replace(state, lanes=tuple(lanes)), True
+    raise AssertionError(f"{job} reads no artifact that can be made again")
 
 
-def reissue(state: SchedulerState, lease: Lease) -> SchedulerState:
-    """Puts the slices of a lease back into its step's list, before everything that was never started."""
-    step, piece = open_step(state, lease.slice.step), lease.slice
-    state = _end_round_if_over(state)
+def _take_back_score(state: SchedulerState, job: Score) -> tuple[SchedulerState, bool]:
+    if state.scorers[job.scorer] != job:
+        return state, False
+    state, wanted = end_score(state, job)
+    if not wanted:
+        return state, False
+    if isinstance(job.piece, HeldOutChunk):
+        return evaluation.return_chunk(state, job.piece, sampled=True), True
+    return replace(state, unscored=(job.piece, *state.unscored)), True
+
+
+def _take_back_train(state: SchedulerState, job: Train, at_ns: int) -> tuple[SchedulerState, bool]:
+    assert state.trainer == Training(job), f"{job} was not issued"
+    step, piece = state.current, job.slice
+    unit = ReadyUnit(at_ns, piece.group, piece.first, piece.size)
+    step = replace(step, ready=tuple(sorted((*step.ready, unit))))
+    return replace(put_step(state, step), trainer=Free()), True
+
+
+def _forget_slice(state: SchedulerState, piece: Slice) -> SchedulerState:
+    """A generated slice is lost: it is generated and scored again. It was not trained, since a job needs it."""
+    terms, step = state.terms, open_step(state, piece.step)
+    assert terms.stream != "sample", "single samples are streamed in simulations only, where nothing is lost"
+    if step is None or step.groups[piece.group].retired:
+        return state
+    group = step.groups[piece.group]
+    was_complete = group.scored == (1 << terms.samples_per_prompt) - 1
+    ready = tuple(unit for unit in step.ready if unit.group != piece.group)
+    if terms.stream == "batch" and was_complete:
+        ready = ()
+    step = replace(
+        step,
+        groups=put_group(step, piece.group, replace(group, scored=group.scored & ~piece.mask())),
+        ready=ready,
+        unscored_groups=step.unscored_groups + was_complete,
+    )
+    void = {job.id for job in state.scorers if job is not None and _share_samples(job.piece, piece)}
+    waiting = tuple(each for each in state.unscored if not _share_samples(each, piece))
+    state = replace(put_step(state, step), unscored=waiting, void_scores=state.void_scores | void)
+    return reissue(state, piece)
+
+
+def _share_samples(piece: Slice | HeldOutChunk, other: Slice) -> bool:
+    if not isinstance(piece, Slice):
+        return False
+    return (piece.step, piece.group) == (other.step, other.group) and bool(piece.mask() & other.mask())
+
+
+# --- Issuing again ---------------------------------------------------------------------------------------------
+
+
+def return_job(state: SchedulerState, job: Generate | Evaluate | None) -> SchedulerState:
+    """What a lane held is open again."""
+    state = end_round_if_over(state)
+    if isinstance(job, Generate):
+        return reissue(state, job.slice)
+    return state if job is None else evaluation.return_chunk(state, job.chunk, sampled=False)
+
+
+def reissue(state: SchedulerState, piece: Slice) -> SchedulerState:
+    """Puts the slices of a job back into the step's list, before everything that was never started.
+
+    Their share of the stale budget is returned, and charged again by the version that they are issued on next.
+    """
+    step = open_step(state, piece.step)
     if step is None or step.groups[piece.group].retired:
         return state
     waiting = list(step.reissue)
     for each in slices_in(state.terms, piece):
         insort(waiting, each, key=positions(state.terms))
+    state = put_step(state, replace(step, reissue=tuple(waiting)))
+    return reconsider_help(return_stale_samples(state, piece))
+
+
+def return_stale_samples(state: SchedulerState, piece: Slice) -> SchedulerState:
+    """Those of the samples that count as stale do not any more."""
+    step = open_step(state, piece.step)
+    assert step is not None
     group = step.groups[piece.group]
-    returned = piece.size if lease.stale else 0
-    step = replace(
-        step,
-        reissue=tuple(waiting),
-        groups=put_group(step, piece.group, replace(group, stale=group.stale - returned)),
-        stale_samples=step.stale_samples - returned,
-    )
-    return reconsider_help(put_step(state, step))
+    returned = group.stale & piece.mask()
+    if not returned:
+        return state
+    groups = put_group(step, piece.group, replace(group, stale=group.stale & ~returned))
+    return put_step(state, replace(step, groups=groups, stale_samples=step.stale_samples - returned.bit_count()))
 
 
-def quarantine(state: SchedulerState, piece: Slice, reason: str) -> Outcome:
+def encode(state: SchedulerState, prompts: Sequence[tuple[int, int]], at_ns: int) -> Outcome:
+    """Encode jobs for the prompts of these (step, group) pairs that are not being encoded, one per step."""
+    if not state.terms.encodes:
+        return state, ()
+    missing = set(prompts) - {(job.step, group) for job in state.encoding for group in job.groups}
+    jobs: list[Action] = []
+    for step in sorted({step for step, _ in missing}):
+        groups = tuple(sorted(group for of_step, group in missing if of_step == step))
+        state, job = issue(state, at_ns, Encode, step, groups)
+        state = replace(state, encoding=(*state.encoding, job))
+        jobs.append(job)
+    return state, tuple(jobs)
+
+
+def quarantine(state: SchedulerState, piece: Slice, reason: str, at_ns: int) -> Outcome:
     """Retires a group with all its samples and appends a fresh one to its step."""
     terms, step = state.terms, open_step(state, piece.step)
     if step is None or step.groups[piece.group].retired:
@@ -171,25 +318,22 @@ def quarantine(state: SchedulerState, piece: Slice, reason: str) -> Outcome:
         groups=(*put_group(step, piece.group, replace(old, retired=True, stale=0)), GroupProgress()),
         ready=tuple(unit for unit in step.ready if unit.group != piece.group),
         unscored_groups=step.unscored_groups + was_complete,
-        stale_samples=step.stale_samples - old.stale,
+        stale_samples=step.stale_samples - old.stale.bit_count(),
         ahead=_with_retired(terms, step, piece.group),
     )
     state = reconsider_help(put_step(state, step))
-    unscored = tuple(each for each in state.unscored if (each.step, each.group) != (piece.step, piece.group))
-    return replace(state, unscored=unscored), (Quarantine(step.index, piece.group, replaced_by, reason),)
+    waiting = tuple(
+        each
+        for each in state.unscored
+        if not isinstance(each, Slice) or (each.step, each.group) != (piece.step, piece.group)
+    )
+    state, encoding = encode(replace(state, unscored=waiting), ((step.index, replaced_by),), at_ns)
+    return state, (Quarantine(step.index, piece.group, replaced_by, reason), *encoding)
 
 
 def _with_retired(terms: Terms, step: StepProgress, group: int) -> tuple[int, ...]:
-    """The positions that are not to be handed out any more, those of a retired group among them."""
+    """The positions that are not handed out any more, those of a retired group included."""
     if group >= terms.prompts:
         return step.ahead  # a replacement: its slices never were in the list
     retired = (position for position in positions_of_group(terms, group) if position >= step.cursor)
     return tuple(sorted({*step.ahead, *retired}))
-
-
-def _end_round_if_over(state: SchedulerState) -> SchedulerState:
-    if not isinstance(state.trainer, Helping):
-        return state
-    if any(state.lanes[index].lease is not None for index in state.helpers):
-        return state
-    return replace(state, trainer=BetweenRounds(state.trainer.plan, first=False))

@@ -1,13 +1,13 @@
-"""The promises about scheduling, as checks on what goes in and out of `decide`, in one place.
+"""The scheduler's promises, checked on the events that go into `decide` and the actions that come out.
 
-1. Every sample issued ends exactly once: trained, or in quarantine. None is trained twice, none is dropped.
-2. A trajectory carries one version. It is at most one behind its step, and within the set share.
-3. No commit with a missing, doubled or foreign sample; groups are whole, or replaced whole.
-5. Training work goes before helping; while a trainer's lanes generate, it neither trains nor commits.
-6. Versions only grow, and a lane works with the version it was given.
+1. Every sample issued ends exactly once: trained, or quarantined. None is trained twice, none is dropped.
+2. A trajectory has one version. It is at most one behind its step, and stale samples stay within the budget.
+3. No commit with a missing, doubled or foreign sample. Groups are complete, or replaced as a whole.
+5. Training goes before helping. While the trainer's lanes generate, it neither trains nor commits.
+6. Versions only grow. A lane works with the version it was given; a held-out chunk with the version it is about.
+7. A worker holds one job at a time, and job ids are never used twice.
 
-The auditor keeps its own books from events and actions alone; it does not trust the scheduler's state. Where a run
-goes on after a stop, it begins with the opening's number of commits and of leases so far.
+The auditor keeps its own books from events and actions and does not trust the scheduler's state.
 """
 
 from __future__ import annotations
@@ -18,25 +18,32 @@ from typing import Any, ClassVar
 
 from digenrl.records import (
     Action,
+    ArtifactLost,
     Commit,
     Committed,
+    Evaluate,
+    Evaluated,
     Event,
+    Export,
     Generate,
-    Help,
-    Lease,
+    Generated,
+    HeldOutChunk,
+    Job,
+    JobFailed,
     Publish,
     Published,
     Quarantine,
-    Return,
-    SamplesScored,
+    Restore,
+    Restored,
+    RoleSwitched,
+    Save,
+    Saved,
     Score,
-    ScoreFailed,
+    Scored,
     Slice,
-    SliceDone,
-    SliceFailed,
+    SwitchRole,
     Train,
     Trained,
-    TrainerReturned,
     WorkerJoined,
     WorkerLost,
 )
@@ -51,31 +58,41 @@ class BrokenPromiseError(AssertionError):
 class _GroupBook:
     """Sets of samples of one group, as bits, by how far they have come."""
 
-    being_made: int = 0
+    generating: int = 0
     generated: int = 0
     sent_to_score: int = 0
     scored: int = 0
     score_failed: int = 0
     sent_to_train: int = 0
     trained: int = 0
-    stale: int = 0  # made, or being made, on the version one behind
+    stale: int = 0  # issued on the version one behind
     retired: bool = False
 
     @property
     def being_scored(self) -> int:
         return self.sent_to_score & ~self.scored & ~self.score_failed
 
+    def forget(self, mask: int) -> None:
+        """The samples are lost, and as if they had never been issued."""
+        self.generated &= ~mask
+        self.sent_to_score &= ~mask
+        self.scored &= ~mask
+        self.sent_to_train &= ~mask
+        self.stale &= ~mask
+
 
 @dataclass(slots=True)
 class _StepBook:
     groups: dict[int, _GroupBook] = field(default_factory=dict)
-    stale_samples: int = 0
 
     def group(self, index: int) -> _GroupBook:
         return self.groups.setdefault(index, _GroupBook())
 
     def kept(self) -> list[_GroupBook]:
         return [group for group in self.groups.values() if not group.retired]
+
+    def stale_samples(self) -> int:
+        return sum(group.stale.bit_count() for group in self.groups.values() if not group.retired)
 
 
 class Auditor:
@@ -86,163 +103,246 @@ class Auditor:
         self._whole_group = (1 << opening.terms.samples_per_prompt) - 1
         self._lane_version = {lane.index: lane.version for lane in opening.lanes}
         self._helpers = {lane.index for lane in opening.lanes if lane.helper}
-        self._leases: dict[int, Lease] = {}  # by lane
-        self._next_epoch = opening.leases_issued
+        self._lane_jobs: dict[int, Generate | Evaluate] = {}
+        self._scores: dict[int, Score] = {}  # by reward lane
+        self._void_scores: set[int] = set()
+        self._trainer_job: Job | None = None
+        self._next_id = opening.jobs_issued
         self._steps: dict[int, _StepBook] = {}
-        # Groups in quarantine, of committed steps, of which something is still being made or scored.
+        # Quarantined groups of committed steps of which something is still being generated or scored.
         self._outliving: dict[tuple[int, int], _GroupBook] = {}
+        self._sampled: set[HeldOutChunk] = set()
         self._committed = opening.committed
-        self._trainer = "train"
+        self._role = "generate" if opening.terms.colocated else "train"
         self.trained_samples = 0
         self.stale_samples = 0
         self.helped_samples = 0
         self.quarantined_groups = 0
 
     def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
-        """Enters the event, then the actions that followed from it; raises BrokenPromiseError."""
+        """Enters the event, then the actions that follow from it; raises BrokenPromiseError."""
         absorb = self._EVENTS.get(type(event))
         if absorb is not None:
             absorb(self, event)
         for action in actions:
+            if isinstance(action, Job):
+                _promise(action.id >= self._next_id, "7: job id {} was used before", action.id)
+                self._next_id = action.id + 1
             enter = self._ACTIONS.get(type(action))
             if enter is not None:
                 enter(self, action)
         _promise(state.committed == self._committed, "6: the scheduler's version is the number of commits")
 
-    # --- Facts ------------------------------------------------------------------------------------------------
+    # --- Events -----------------------------------------------------------------------------------------------
 
     def _joined(self, event: WorkerJoined) -> None:
         self._lane_version[len(self._lane_version)] = NO_VERSION
 
     def _lost(self, event: WorkerLost) -> None:
-        lease = self._leases.get(event.lane)
-        if lease is not None:
-            self._void(lease)
-        self._lane_version[event.lane] = NO_VERSION
+        if event.pool == "generator":
+            self._return_lane_job(event.lane)
+            self._lane_version[event.lane] = NO_VERSION
+        elif event.pool == "reward":
+            self._return_score(event.lane)
+        elif event.pool == "trainer":
+            self._trainer_job = None
+            self._role = "train"
+            for lane in tuple(self._lane_jobs):
+                if lane in self._helpers or self._terms.colocated:
+                    self._return_lane_job(lane)
+            for group in self._steps.get(self._committed, _StepBook()).groups.values():
+                group.sent_to_train = group.trained = 0
 
-    def _done(self, event: SliceDone) -> None:
-        lease = event.lease
-        if self._leases.get(lease.lane) != lease:
+    def _generated(self, event: Generated) -> None:
+        job = event.job
+        if self._lane_jobs.get(job.lane) != job:
             return  # late or doubled: its samples must not be used, which the checks below would notice
-        del self._leases[lease.lane]
-        piece = lease.slice
+        del self._lane_jobs[job.lane]
+        piece = job.slice
         group = self._group(piece)
-        group.being_made &= ~piece.mask()
+        group.generating &= ~piece.mask()
         if group.retired:
             self._forget_if_over(piece, group)
             return
-        _promise(not group.generated & piece.mask(), "1: {} was made twice", piece)
+        _promise(not group.generated & piece.mask(), "1: {} was generated twice", piece)
         group.generated |= piece.mask()
-        if lease.lane in self._helpers and not self._terms.colocated:
+        if event.version >= piece.step:
+            group.stale &= ~piece.mask()
+        if not self._terms.scorers:
+            group.sent_to_score |= piece.mask()
+            if event.score_failure:
+                group.score_failed |= piece.mask()
+            else:
+                group.scored |= piece.mask()
+        if job.lane in self._helpers and not self._terms.colocated:
             self.helped_samples += piece.size
 
-    def _failed(self, event: SliceFailed) -> None:
-        if self._leases.get(event.lease.lane) == event.lease:
-            self._void(event.lease)
+    def _evaluated(self, event: Evaluated) -> None:
+        job = event.job
+        if self._lane_jobs.get(job.lane) == job:
+            del self._lane_jobs[job.lane]
+            _promise(job.chunk not in self._sampled, "1: {} was sampled twice", job.chunk)
+            self._sampled.add(job.chunk)
 
-    def _scored(self, event: SamplesScored) -> None:
-        group = self._group_being_scored(event.slice)
-        if group is not None:
-            group.scored |= event.slice.mask()
-            self._forget_if_over(event.slice, group)
+    def _scored(self, event: Scored) -> None:
+        self._end_score(event.job, failed=False)
 
-    def _score_failed(self, event: ScoreFailed) -> None:
-        group = self._group_being_scored(event.slice)
-        if group is not None:
-            group.score_failed |= event.slice.mask()
-            self._forget_if_over(event.slice, group)
+    def _failed(self, event: JobFailed) -> None:
+        job = event.job
+        if isinstance(job, Score):
+            self._end_score(job, failed=True)
+        elif isinstance(job, Generate | Evaluate) and self._lane_jobs.get(job.lane) == job:
+            self._return_lane_job(job.lane)
+
+    def _artifact_lost(self, event: ArtifactLost) -> None:
+        if not self._take_back(event.job):
+            return  # late, or the loss is known
+        for piece in event.slices:
+            if piece.step >= self._committed:
+                self._forget_slice(piece)
+
+    def _take_back(self, job: Job) -> bool:
+        """The job is open again. Returns whether the loss of slices that it reports is news."""
+        if isinstance(job, Generate | Evaluate) and self._lane_jobs.get(job.lane) == job:
+            self._return_lane_job(job.lane)
+        elif isinstance(job, Score):
+            is_news = self._scores.get(job.scorer) == job and job.id not in self._void_scores
+            if self._scores.get(job.scorer) == job:
+                self._return_score(job.scorer)
+            if is_news and isinstance(job.piece, HeldOutChunk):
+                self._sampled.discard(job.piece)
+            return is_news
+        elif isinstance(job, Train):
+            self._end_trainer_job(job)
+            self._step(job.slice).group(job.slice.group).sent_to_train &= ~job.slice.mask()
+        return True
+
+    def _forget_slice(self, piece: Slice) -> None:
+        """It is as if it had never been issued. Score jobs that still work on it are void."""
+        group, mask = self._step(piece).group(piece.group), piece.mask()
+        _promise(not group.trained & mask, "1: {} was lost after it was trained", piece)
+        if group.retired:
+            return
+        group.forget(mask)
+        for job in self._scores.values():
+            scored = job.piece
+            if not isinstance(scored, Slice) or (scored.step, scored.group) != (piece.step, piece.group):
+                continue
+            if scored.mask() & mask:
+                self._void_scores.add(job.id)
 
     def _trained(self, event: Trained) -> None:
-        for piece in event.slices:
-            group = self._step(piece).group(piece.group)
-            _promise(not group.trained & piece.mask(), "1: {} was trained twice", piece)
-            group.trained |= piece.mask()
+        self._end_trainer_job(event.job)
+        piece = event.job.slice
+        group = self._step(piece).group(piece.group)
+        _promise(not group.trained & piece.mask(), "1: {} was trained twice", piece)
+        group.trained |= piece.mask()
 
     def _committed_step(self, event: Committed) -> None:
-        book = self._steps.pop(event.step)
+        self._end_trainer_job(event.job)
+        step = event.job.step
+        book = self._steps.pop(step)
         self.trained_samples += sum(group.trained.bit_count() for group in book.kept())
-        self.stale_samples += sum(group.stale.bit_count() for group in book.kept())
+        self.stale_samples += book.stale_samples()
         self._committed += 1
         for index, group in book.groups.items():
-            if group.being_made or group.being_scored:
-                _promise(group.retired, "1: work on group {} outlives the commit of step {}", index, event.step)
-                self._outliving[event.step, index] = group
+            if group.generating or group.being_scored:
+                _promise(group.retired, "1: work on group {} outlives the commit of step {}", index, step)
+                self._outliving[step, index] = group
         for lane in self._lane_version:
             if lane in self._helpers or self._terms.colocated:
                 self._lane_version[lane] = self._committed
 
     def _published(self, event: Published) -> None:
         for lane in event.lanes:
-            if self._lane_version.get(lane, NO_VERSION) < event.version:
-                self._lane_version[lane] = event.version
+            if self._lane_version.get(lane, NO_VERSION) < event.job.version:
+                self._lane_version[lane] = event.job.version
 
-    def _returned(self, event: TrainerReturned) -> None:
-        self._trainer = "train"
+    def _role_switched(self, event: RoleSwitched) -> None:
+        self._end_trainer_job(event.job)
+        if event.job.role == "train":
+            self._role = "train"
 
-    # --- Orders -----------------------------------------------------------------------------------------------
+    def _trainer_done(self, event: Saved | Restored) -> None:
+        self._end_trainer_job(event.job)
 
-    def _generate(self, action: Generate) -> None:
-        lease, piece = action.lease, action.lease.slice
-        _promise(lease.lane not in self._leases, "1: lane {} was given a second slice", lease.lane)
-        _promise(lease.epoch >= self._next_epoch, "1: epoch {} was used before", lease.epoch)
-        self._next_epoch = lease.epoch + 1
+    # --- Actions ----------------------------------------------------------------------------------------------
+
+    def _generate(self, job: Generate) -> None:
+        piece = job.slice
+        self._take_lane(job)
         group = self._step(piece).group(piece.group)
-        _promise(not group.retired, "3: {} belongs to a group in quarantine", piece)
-        _promise(not group.generated & piece.mask(), "1: {} is made already", piece)
-        _promise(not group.being_made & piece.mask(), "1: {} is being made already", piece)
-        _promise(lease.version == self._lane_version[lease.lane], "6: {} is not what the lane serves", lease)
-        _promise(piece.step - 1 <= lease.version <= piece.step, "2: {} is more than one version behind", lease)
-        self._leases[lease.lane] = lease
-        group.being_made |= piece.mask()
-        if lease.stale:
-            self._enter_stale(piece, group)
+        _promise(not group.retired, "3: {} belongs to a quarantined group", piece)
+        _promise(not group.generated & piece.mask(), "1: {} is generated already", piece)
+        _promise(not group.generating & piece.mask(), "1: {} is being generated already", piece)
+        _promise(job.version == self._lane_version[job.lane], "6: {} is not what the lane serves", job)
+        _promise(piece.step - 1 <= job.version <= piece.step, "2: {} is more than one version behind", job)
+        group.generating |= piece.mask()
+        if job.stale:
+            group.stale |= piece.mask()
+            stale = self._steps[piece.step].stale_samples()
+            _promise(stale <= self._terms.stale_budget, "2: {} stale samples in step {}", stale, piece.step)
 
-    def _score(self, action: Score) -> None:
-        group = self._step(action.slice).group(action.slice.group)
-        mask = action.slice.mask()
-        _promise(group.generated & mask == mask, "3: {} is scored but was never made", action.slice)
-        _promise(not group.sent_to_score & mask, "1: {} is scored twice", action.slice)
+    def _evaluate(self, job: Evaluate) -> None:
+        self._take_lane(job)
+        version = self._lane_version[job.lane]
+        _promise(job.chunk.version == version, "6: {} needs another version than {}", job, version)
+
+    def _score(self, job: Score) -> None:
+        _promise(job.scorer not in self._scores, "7: reward lane {} was given a second job", job.scorer)
+        self._scores[job.scorer] = job
+        if isinstance(job.piece, HeldOutChunk):
+            _promise(job.piece in self._sampled, "3: {} is scored but was never sampled", job.piece)
+            return
+        group, mask = self._step(job.piece).group(job.piece.group), job.piece.mask()
+        _promise(group.generated & mask == mask, "3: {} is scored but was never generated", job.piece)
+        _promise(not group.sent_to_score & mask, "1: {} is scored twice", job.piece)
         group.sent_to_score |= mask
 
-    def _train(self, action: Train) -> None:
-        _promise(self._trainer == "train", "5: training while the trainer's lanes generate")
-        for piece in action.slices:
-            group, mask = self._step(piece).group(piece.group), piece.mask()
-            _promise(piece.step == self._committed, "3: {} is foreign to step {}", piece, self._committed)
-            _promise(not group.retired, "3: {} belongs to a group in quarantine", piece)
-            _promise(group.scored & mask == mask, "3: {} is trained without a score", piece)
-            _promise(not group.sent_to_train & mask, "1: {} is trained twice", piece)
-            group.sent_to_train |= mask
+    def _train(self, job: Train) -> None:
+        self._take_trainer(job)
+        _promise(self._role == "train", "5: training while the trainer's lanes generate")
+        piece, mask = job.slice, job.slice.mask()
+        group = self._step(piece).group(piece.group)
+        _promise(piece.step == self._committed, "3: {} is foreign to step {}", piece, self._committed)
+        _promise(not group.retired, "3: {} belongs to a quarantined group", piece)
+        _promise(group.scored & mask == mask, "3: {} is trained without a score", piece)
+        _promise(not group.sent_to_train & mask, "1: {} is trained twice", piece)
+        group.sent_to_train |= mask
 
-    def _commit(self, action: Commit) -> None:
-        _promise(self._trainer == "train", "5: a commit while the trainer's lanes generate")
-        kept = self._steps[action.step].kept()
-        _promise(len(kept) == self._terms.prompts, "3: step {} has {} groups", action.step, len(kept))
+    def _commit(self, job: Commit) -> None:
+        self._take_trainer(job)
+        _promise(self._role == "train", "5: a commit while the trainer's lanes generate")
+        book = self._steps[job.step]
+        kept, stale = book.kept(), book.stale_samples()
+        _promise(len(kept) == self._terms.prompts, "3: step {} has {} groups", job.step, len(kept))
         whole = all(group.trained == self._whole_group for group in kept)
-        _promise(whole, "3: step {} commits with samples missing", action.step)
-        stale = sum(group.stale.bit_count() for group in kept)
-        _promise(stale <= self._terms.stale_budget, "2: {} stale samples in step {}", stale, action.step)
+        _promise(whole, "3: step {} commits with samples missing", job.step)
+        _promise(stale <= self._terms.stale_budget, "2: {} stale samples in step {}", stale, job.step)
 
-    def _publish(self, action: Publish) -> None:
-        _promise(action.version == self._committed, "6: version {} is not the newest", action.version)
+    def _publish(self, job: Publish) -> None:
+        _promise(job.version == self._committed, "6: version {} is not the newest", job.version)
 
-    def _help(self, action: Help) -> None:
-        self._trainer = "generate"
+    def _export(self, job: Export) -> None:
+        _promise(job.version == self._committed, "6: version {} is not the newest", job.version)
+
+    def _switch(self, job: SwitchRole) -> None:
+        self._take_trainer(job)
+        if job.role == "train":
+            _promise(self._role == "generate", "5: the trainer returns without having helped")
+            return
+        self._role = "generate"
         if self._terms.colocated:
             return
         ready = any(self._is_ready(group) for group in self._steps.get(self._committed, _StepBook()).kept())
         _promise(self._terms.stream == "batch" or not ready, "5: help begins while something is ready to train")
 
-    def _return(self, action: Return) -> None:
-        _promise(self._terms.colocated or self._trainer == "generate", "5: a return from nowhere")
-
     def _quarantine(self, action: Quarantine) -> None:
         book = self._steps[action.step]
         old = book.group(action.group)
-        _promise(not old.retired, "1: group {} goes into quarantine twice", action.group)
-        _promise(old.trained != self._whole_group, "1: group {} is trained and in quarantine", action.group)
+        _promise(not old.retired, "1: group {} is quarantined twice", action.group)
+        _promise(old.trained != self._whole_group, "1: group {} is trained and quarantined", action.group)
         _promise(action.replaced_by not in book.groups, "3: group {} exists already", action.replaced_by)
-        book.stale_samples -= old.stale.bit_count()
         old.retired = True
         book.group(action.replaced_by)
         self.quarantined_groups += 1
@@ -254,7 +354,7 @@ class Auditor:
         return self._steps.setdefault(piece.step, _StepBook())
 
     def _group(self, piece: Slice) -> _GroupBook:
-        """Its group; of a committed step, one in quarantine of which something is still under way."""
+        """Its group, which may be a quarantined one of a committed step."""
         if piece.step >= self._committed:
             return self._step(piece).group(piece.group)
         outliving = self._outliving.get((piece.step, piece.group))
@@ -262,33 +362,58 @@ class Auditor:
         assert outliving is not None
         return outliving
 
-    def _group_being_scored(self, piece: Slice) -> _GroupBook | None:
-        """Its group, if these samples are being scored; any other answer is late or doubled."""
-        if piece.step < self._committed and (piece.step, piece.group) not in self._outliving:
-            return None
-        group = self._group(piece)
-        return group if group.being_scored & piece.mask() == piece.mask() else None
+    def _take_lane(self, job: Generate | Evaluate) -> None:
+        _promise(job.lane not in self._lane_jobs, "7: lane {} was given a second job", job.lane)
+        self._lane_jobs[job.lane] = job
+
+    def _return_lane_job(self, lane: int) -> None:
+        """The job will not be done: its samples are as if they had never been issued."""
+        job = self._lane_jobs.pop(lane, None)
+        if not isinstance(job, Generate):
+            return
+        group = self._group(job.slice)
+        group.generating &= ~job.slice.mask()
+        if not group.retired:
+            group.stale &= ~job.slice.mask()
+        self._forget_if_over(job.slice, group)
+
+    def _end_score(self, job: Score, failed: bool) -> None:
+        if self._scores.get(job.scorer) != job:
+            return
+        del self._scores[job.scorer]
+        is_void = job.id in self._void_scores
+        self._void_scores.discard(job.id)
+        if is_void or not isinstance(job.piece, Slice):
+            return
+        group, mask = self._group(job.piece), job.piece.mask()
+        if failed:
+            group.score_failed |= mask
+        else:
+            group.scored |= mask
+        self._forget_if_over(job.piece, group)
+
+    def _return_score(self, scorer: int) -> None:
+        job = self._scores.pop(scorer, None)
+        if job is None:
+            return
+        is_void = job.id in self._void_scores
+        self._void_scores.discard(job.id)
+        if isinstance(job.piece, Slice) and not is_void:
+            group = self._group(job.piece)
+            group.sent_to_score &= ~job.piece.mask()
+            self._forget_if_over(job.piece, group)
+
+    def _take_trainer(self, job: Job) -> None:
+        _promise(self._trainer_job is None, "7: the trainer was given {} beside {}", job, self._trainer_job)
+        self._trainer_job = job
+
+    def _end_trainer_job(self, job: Job) -> None:
+        _promise(self._trainer_job == job, "7: {} answers no job that the trainer holds", job)
+        self._trainer_job = None
 
     def _forget_if_over(self, piece: Slice, group: _GroupBook) -> None:
-        if not group.being_made and not group.being_scored:
+        if not group.generating and not group.being_scored:
             self._outliving.pop((piece.step, piece.group), None)
-
-    def _enter_stale(self, piece: Slice, group: _GroupBook) -> None:
-        book, budget = self._steps[piece.step], self._terms.stale_budget
-        group.stale |= piece.mask()
-        book.stale_samples += piece.size
-        _promise(book.stale_samples <= budget, "2: {} stale samples in step {}", book.stale_samples, piece.step)
-
-    def _void(self, lease: Lease) -> None:
-        """The lease will not be fulfilled: its samples are as if never handed out."""
-        del self._leases[lease.lane]
-        piece = lease.slice
-        group = self._group(piece)
-        group.being_made &= ~piece.mask()
-        self._forget_if_over(piece, group)
-        if lease.stale and not group.retired:
-            group.stale &= ~piece.mask()
-            self._steps[piece.step].stale_samples -= piece.size
 
     def _is_ready(self, group: _GroupBook) -> bool:
         if self._terms.stream == "sample":
@@ -298,28 +423,34 @@ class Auditor:
     _EVENTS: ClassVar[dict[type[Event], Callable[[Auditor, Any], None]]] = {
         WorkerJoined: _joined,
         WorkerLost: _lost,
-        SliceDone: _done,
-        SliceFailed: _failed,
-        SamplesScored: _scored,
-        ScoreFailed: _score_failed,
+        Generated: _generated,
+        Evaluated: _evaluated,
+        Scored: _scored,
+        JobFailed: _failed,
+        ArtifactLost: _artifact_lost,
         Trained: _trained,
         Committed: _committed_step,
         Published: _published,
-        TrainerReturned: _returned,
+        RoleSwitched: _role_switched,
+        Saved: _trainer_done,
+        Restored: _trainer_done,
     }
     _ACTIONS: ClassVar[dict[type[Action], Callable[[Auditor, Any], None]]] = {
         Generate: _generate,
+        Evaluate: _evaluate,
         Score: _score,
         Train: _train,
         Commit: _commit,
+        Save: _take_trainer,
+        Restore: _take_trainer,
         Publish: _publish,
-        Help: _help,
-        Return: _return,
+        Export: _export,
+        SwitchRole: _switch,
         Quarantine: _quarantine,
     }
 
 
 def _promise(kept: bool, sentence: str, *names: object) -> None:
-    """The sentence is put together only when it is needed: this runs several times for every event."""
+    """The sentence is built only if the promise is broken: this runs several times for every event."""
     if not kept:
         raise BrokenPromiseError(f"promise {sentence.format(*names)}")

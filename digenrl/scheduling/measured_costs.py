@@ -23,6 +23,9 @@ def absorb_costs(state: SchedulerState, event: CostsMeasured) -> tuple[Scheduler
         switch_in_ns=event.switch_in_ns,
         switch_out_ns=event.switch_out_ns,
         score_ns=event.score_ns,
+        evaluate_ns=event.evaluate_ns,
+        score_chunk_ns=state.costs.score_chunk_ns,
+        save_ns=event.save_ns,
     )
     lanes = list(state.lanes)
     for index, slice_ns in event.lane_slice_ns:

@@ -1,111 +1,141 @@
-"""From a finished slice to samples that may be trained: the score queue, and when a group is ready."""
+"""From a generated slice to samples that may be trained: the score queue, and when a group is ready."""
 
 from __future__ import annotations
 
 from bisect import insort
 from dataclasses import replace
 
-from digenrl.records import Action, SamplesScored, Score, Slice
+from digenrl.records import Action, HeldOutChunk, Score, Scored, Slice, WorkerRestarted
 from digenrl.scheduling.state import (
     GroupProgress,
     ReadyUnit,
     SchedulerState,
-    ScoringJob,
     StepProgress,
+    find_evaluation,
+    is_wanted,
     open_step,
+    put_evaluation,
     put_group,
     put_step,
 )
 from digenrl.scheduling.terms import Terms
 
-INSTANT_SCORER = -1
+Outcome = tuple[SchedulerState, tuple[Action, ...]]
 
 
-def enqueue(state: SchedulerState, piece: Slice, at_ns: int) -> tuple[SchedulerState, tuple[Action, ...]]:
-    """Sends a generated slice to be scored: at once, or batch by batch as reward lanes become free."""
+def enqueue(state: SchedulerState, piece: Slice | HeldOutChunk, at_ns: int) -> Outcome:
+    """Sends generated samples to the reward lanes. Without any, the generator has scored them."""
     if not state.scorers:
-        return state, (Score(piece, INSTANT_SCORER),)
+        assert isinstance(piece, Slice)
+        return mark_scored(state, piece, at_ns), ()
     return start_scoring(replace(state, unscored=(*state.unscored, piece)), at_ns)
 
 
-def start_scoring(state: SchedulerState, at_ns: int) -> tuple[SchedulerState, tuple[Action, ...]]:
-    """Every free reward lane takes the oldest sample that waits, or a batch of its slice from there on."""
+def start_scoring(state: SchedulerState, at_ns: int) -> Outcome:
+    """Every idle reward lane takes the oldest waiting samples: a chunk, or a batch of one slice."""
     if not state.unscored or None not in state.scorers:
         return state, ()
     scorers, waiting = list(state.scorers), list(state.unscored)
-    actions: list[Action] = []
-    for scorer, busy_with in enumerate(scorers):
-        if busy_with is not None or not waiting:
+    jobs: list[Action] = []
+    for scorer, held in enumerate(scorers):
+        if held is not None or scorer in state.absent_scorers or not waiting:
             continue
-        oldest = waiting[0]
-        taken = min(state.terms.score_batch, oldest.size)
-        batch = replace(oldest, size=taken)
-        scorers[scorer] = ScoringJob(batch, at_ns)
-        actions.append(Score(batch, scorer))
-        if oldest.size == taken:
-            waiting.pop(0)
-        else:
-            waiting[0] = replace(oldest, first=oldest.first + taken, size=oldest.size - taken)
-    return replace(state, scorers=tuple(scorers), unscored=tuple(waiting)), tuple(actions)
+        oldest = waiting.pop(0)
+        if isinstance(oldest, Slice) and oldest.size > state.terms.score_batch:
+            taken = state.terms.score_batch
+            waiting.insert(0, replace(oldest, first=oldest.first + taken, size=oldest.size - taken))
+            oldest = replace(oldest, size=taken)
+        job = Score(state.jobs_issued + len(jobs), at_ns, oldest, scorer)
+        scorers[scorer] = job
+        jobs.append(job)
+    state = replace(
+        state, scorers=tuple(scorers), unscored=tuple(waiting), jobs_issued=state.jobs_issued + len(jobs)
+    )
+    return state, tuple(jobs)
 
 
-def awaits_score(state: SchedulerState, scorer: int, piece: Slice) -> bool:
-    """Whether this score was asked for and not answered yet; any other answer is late or doubled."""
-    if scorer != INSTANT_SCORER:
-        held = state.scorers[scorer]
-        return held is not None and held.slice == piece
-    step = open_step(state, piece.step)
-    return step is not None and not step.groups[piece.group].scored & piece.mask()
+def end_score(state: SchedulerState, job: Score) -> tuple[SchedulerState, bool]:
+    """Takes the job from its reward lane. Also returns whether its samples still have to be scored."""
+    wanted = job.id not in state.void_scores and is_wanted(state, job.piece)
+    state = replace(
+        state,
+        scorers=(*state.scorers[: job.scorer], None, *state.scorers[job.scorer + 1 :]),
+        void_scores=state.void_scores - {job.id},
+    )
+    return state, wanted
 
 
-def free_scorer(state: SchedulerState, scorer: int) -> SchedulerState:
-    """Takes what a reward lane holds out of its hands."""
-    if scorer == INSTANT_SCORER:
-        return state
-    scorers = list(state.scorers)
-    scorers[scorer] = None
-    return replace(state, scorers=tuple(scorers))
-
-
-def absorb_scores(state: SchedulerState, event: SamplesScored) -> tuple[SchedulerState, tuple[Action, ...]]:
-    """Marks samples as scored; what thereby becomes ready joins the trainer's queue."""
-    if not awaits_score(state, event.scorer, event.slice):
+def absorb_scored(state: SchedulerState, event: Scored) -> Outcome:
+    """The reward lane takes the next samples."""
+    job, piece = event.job, event.job.piece
+    if state.scorers[job.scorer] != job:
         return state, ()
-    state = free_scorer(state, event.scorer)
-    piece = event.slice
-    step = open_step(state, piece.step)
-    if step is not None and not step.groups[piece.group].retired:
-        state = put_step(state, _mark_scored(state.terms, step, piece, event.at_ns))
+    state, wanted = end_score(state, job)
+    if wanted and isinstance(piece, Slice):
+        state = mark_scored(state, piece, event.at_ns)
+    elif wanted and isinstance(piece, HeldOutChunk):
+        evaluation = find_evaluation(state, piece.version)
+        assert evaluation is not None
+        state = put_evaluation(state, replace(evaluation, unscored=evaluation.unscored - 1))
     return start_scoring(state, event.at_ns)
 
 
-def _mark_scored(terms: Terms, step: StepProgress, piece: Slice, at_ns: int) -> StepProgress:
-    group = step.groups[piece.group]
+def absorb_restarted(state: SchedulerState, event: WorkerRestarted) -> Outcome:
+    """The reward lane takes jobs again."""
+    assert event.pool == "reward", f"{event}: only reward lanes restart in place"
+    return start_scoring(replace(state, absent_scorers=state.absent_scorers - {event.lane}), event.at_ns)
+
+
+def mark_scored(state: SchedulerState, piece: Slice, at_ns: int) -> SchedulerState:
+    """The samples are scored. What becomes ready joins the trainer's queue."""
+    step = open_step(state, piece.step)
+    assert step is not None
+    terms, group = state.terms, step.groups[piece.group]
     assert not group.scored & piece.mask(), f"{piece} was scored twice"
     group = replace(group, scored=group.scored | piece.mask())
     complete = group.scored == (1 << terms.samples_per_prompt) - 1
     unscored_groups = step.unscored_groups - complete
     step = replace(step, groups=put_group(step, piece.group, group), unscored_groups=unscored_groups)
-    return replace(step, ready=_with_newly_ready(terms, step, piece, complete, at_ns))
+    units = _newly_ready(terms, step, piece, complete, at_ns)
+    if units:
+        ready = list(step.ready)
+        for unit in units:
+            insort(ready, unit)
+        step = replace(step, ready=tuple(ready))
+    return put_step(state, step)
 
 
-def _with_newly_ready(
+def _newly_ready(
     terms: Terms, step: StepProgress, piece: Slice, group_complete: bool, at_ns: int
-) -> tuple[ReadyUnit, ...]:
-    """Streaming: by sample as it is scored, by group as it completes, or all groups when the step is scored."""
+) -> list[ReadyUnit]:
+    """Samples as they are scored, groups as they complete, or all groups once the step is scored.
+
+    Some may be trained already, if a slice was lost after the step had been scored.
+    """
     whole = terms.samples_per_prompt
     if terms.stream == "sample":
-        units = [ReadyUnit(at_ns, piece.group, sample.index, 1) for sample in piece.samples()]
-    elif terms.stream == "group" and group_complete:
-        units = [ReadyUnit(at_ns, piece.group, 0, whole)]
-    elif terms.stream == "batch" and step.unscored_groups == 0:
-        units = [ReadyUnit(at_ns, index, 0, whole) for index, group in _kept_groups(step)]
-    else:
-        return step.ready
-    ready = list(step.ready)
-    for unit in units:
-        insort(ready, unit)
-    return tuple(ready)
+        return [ReadyUnit(at_ns, piece.group, sample.index, 1) for sample in piece.samples()]
+    if terms.stream == "group" and group_complete:
+        return [ReadyUnit(at_ns, piece.group, 0, whole)]
+    if terms.stream == "batch" and step.unscored_groups == 0:
+        return [ReadyUnit(at_ns, index, 0, whole) for index, group in _kept_groups(step) if not group.trained]
+    return []
+
+
+def ready_again(terms: Terms, step: StepProgress, at_ns: int) -> tuple[ReadyUnit, ...]:
+    """Everything that is scored, ready to be trained from the beginning: the trainer's gradient was lost."""
+    whole = terms.samples_per_prompt
+    if terms.stream == "sample":
+        return tuple(
+            ReadyUnit(at_ns, index, sample, 1)
+            for index, group in _kept_groups(step)
+            for sample in range(whole)
+            if group.scored >> sample & 1
+        )
+    if terms.stream == "batch" and step.unscored_groups:
+        return ()
+    complete = [index for index, group in _kept_groups(step) if group.scored.bit_count() == whole]
+    return tuple(ReadyUnit(at_ns, index, 0, whole) for index in complete)
 
 
 def _kept_groups(step: StepProgress) -> list[tuple[int, GroupProgress]]:

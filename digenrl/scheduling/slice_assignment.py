@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from digenrl.records import Generate, Lease, Slice
+from digenrl.records import Generate, Slice
 from digenrl.scheduling.dispatch import Reservations
 from digenrl.scheduling.order import slice_at
 from digenrl.scheduling.staleness import admitted_samples
@@ -105,7 +105,7 @@ class _OpenList:
         self._touched = True
         if version < self._step.index:
             self._stale_samples += piece.size
-            self._stale_groups[piece.group] = self._stale_groups.get(piece.group, 0) + piece.size
+            self._stale_groups[piece.group] = self._stale_groups.get(piece.group, 0) | piece.mask()
         return piece
 
     def closed(self) -> StepProgress:
@@ -171,7 +171,7 @@ class _OpenList:
             return self._step.groups
         groups = list(self._step.groups)
         for index, samples in self._stale_groups.items():
-            groups[index] = replace(groups[index], stale=groups[index].stale + samples)
+            groups[index] = replace(groups[index], stale=groups[index].stale | samples)
         return tuple(groups)
 
 
@@ -183,14 +183,14 @@ class Take(NamedTuple):
     at_most: int
 
 
-def hand_out(state: SchedulerState, at_ns: int) -> tuple[SchedulerState, tuple[Generate, ...]]:
+def hand_out_slices(state: SchedulerState, at_ns: int) -> tuple[SchedulerState, tuple[Generate, ...]]:
     """Gives idle generator lanes slices, the quickest lane first, as far as slices may start."""
     if not state.idle:
         return state, ()
     picker = SlicePicker(state)
     if state.terms.dispatch == "earliest_finish":
-        return lease_slices(state, picker, _not_sooner_elsewhere(state, picker, at_ns), at_ns)
-    return lease_slices(state, picker, from_the_front(state, state.idle), at_ns)
+        return issue_slices(state, picker, _not_sooner_elsewhere(state, picker, at_ns), at_ns)
+    return issue_slices(state, picker, from_the_front(state, state.idle), at_ns)
 
 
 def from_the_front(state: SchedulerState, lanes: Iterable[int]) -> Iterator[Take]:
@@ -236,28 +236,28 @@ def _first_not_sooner_elsewhere(
     return None
 
 
-def lease_slices(
+def issue_slices(
     state: SchedulerState, picker: SlicePicker, takes: Iterable[Take], at_ns: int
 ) -> tuple[SchedulerState, tuple[Generate, ...]]:
-    """Leases slices to lanes, in this order; a lane for which none may start stays idle."""
+    """Generate jobs for these lanes, in this order. A lane for which no slice may start stays idle."""
     changed = list(state.lanes)
-    leased: list[Lease] = []
+    jobs: list[Generate] = []
     for take in takes:
         lane = changed[take.lane]
         piece = picker.take(lane.version, take.place, take.at_most)
         if piece is None:
             continue
-        lease = Lease(piece, lane.index, state.leases_issued + len(leased), lane.version, at_ns)
-        changed[lane.index] = replace(lane, lease=lease)
-        leased.append(lease)
-    if not leased:
+        job = Generate(state.jobs_issued + len(jobs), at_ns, piece, lane.index, lane.version)
+        changed[lane.index] = replace(lane, job=job)
+        jobs.append(job)
+    if not jobs:
         return state, ()
-    busy = {lease.lane for lease in leased}
+    busy = {job.lane for job in jobs}
     state = replace(
         state,
         lanes=tuple(changed),
         idle=tuple(index for index in state.idle if index not in busy),
         steps=picker.steps(),
-        leases_issued=state.leases_issued + len(leased),
+        jobs_issued=state.jobs_issued + len(jobs),
     )
-    return state, tuple(Generate(lease) for lease in leased)
+    return state, tuple(jobs)

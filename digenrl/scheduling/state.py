@@ -1,63 +1,82 @@
-"""The scheduler's state: immutable, so that `decide` is a function and any moment can be kept or replayed."""
+"""The scheduler's state. It is immutable, so `decide` is pure and any moment can be kept or replayed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from digenrl.records import LaneOffer, Lease, Slice
+from digenrl.records import (
+    Commit,
+    Encode,
+    Evaluate,
+    Export,
+    Generate,
+    HeldOutChunk,
+    Job,
+    LaneOffer,
+    Restore,
+    Save,
+    Score,
+    Slice,
+    SwitchRole,
+    Train,
+)
 from digenrl.scheduling.terms import Costs, Terms
 
 UNLIMITED = 1 << 30
-NO_VERSION = -2  # below what any step admits, the first included
+NO_VERSION = -2  # older than any step admits
+
+AnyJob = TypeVar("AnyJob", bound=Job)
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One device that can generate. It is free, or holds exactly one lease; a lost one never comes back.
+    """One device that can generate. It is idle or holds one job. A lost lane never returns.
 
-    `slice_ns` is the time for all that it takes at once; a new measurement replaces it. `take_ns` are the offered
-    times of 1, 2, ... slices together, up to as many; none where it takes one slice at a time.
+    `slice_ns` is the time of a full job; measurements replace it. `take_ns` are the offered times of 1, 2, ...
+    slices in one job; it is empty for a lane that takes one slice at a time.
     """
 
     index: int
     name: str
     slice_ns: int
-    helper: bool  # one of the trainer's own lanes
+    helper: bool  # one of the trainer's lanes
     version: int
-    lease: Lease | None = None
+    job: Generate | Evaluate | None = None
     present: bool = True
     take_ns: tuple[int, ...] = ()
+    sent_version: int = NO_VERSION  # the newest version that was published to it, loaded or not
 
     @property
     def slices_at_once(self) -> int:
-        """So many neighbouring slices of a group, at most, are one lease."""
+        """The most neighbouring slices of a group that one job can hold."""
         return len(self.take_ns) or 1
 
     @property
     def offer(self) -> LaneOffer:
-        """What it offers by the newest measurements."""
+        """Its offer, by the newest measurements."""
         return LaneOffer(self.name, self.slice_ns, self.slices_at_once, self.take_ns)
 
     def expected_ns(self, slices: int) -> int:
-        """The time of so many slices together."""
+        """The expected time of a job with this many slices."""
         return self.offer.expected_ns(slices) if self.take_ns else self.slice_ns
 
 
 @dataclass(frozen=True, slots=True)
 class GroupProgress:
-    """How far a group is, as sets of samples (bits). A retired group is in quarantine and was replaced."""
+    """How far a group is, as sets of samples (bits). A retired group is quarantined and has been replaced."""
 
     scored: int = 0
     trained: int = 0
-    stale: int = 0  # samples handed out on the version one behind
+    stale: int = 0  # issued on the version one behind
     failures: int = 0
     retired: bool = False
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class ReadyUnit:
-    """Samples that may be trained, in the order in which they became ready; ties go to the lower group."""
+    """Samples that may be trained, in the order in which they became ready. Ties go to the lower group."""
 
     ready_ns: int
     group: int
@@ -67,28 +86,35 @@ class ReadyUnit:
 
 @dataclass(frozen=True, slots=True)
 class StepProgress:
-    """One open step: what is still to be handed out, what is ready to train, what remains."""
+    """One open step: what has not been handed out yet, what is ready to train, what remains."""
 
     index: int
-    cursor: int  # position of the next slice never handed out
-    reissue: tuple[Slice, ...]  # lost, failed or replacing slices: handed out before the cursor
-    groups: tuple[GroupProgress, ...]  # replacements stand behind the first `prompts` groups
+    cursor: int  # position of the next slice that was never handed out
+    reissue: tuple[Slice, ...]  # lost, failed or replacement slices, handed out before the cursor
+    groups: tuple[GroupProgress, ...]  # replacements follow the first `prompts` groups
     ready: tuple[ReadyUnit, ...]
     unscored_groups: int
     untrained_groups: int
     stale_samples: int
-    ahead: tuple[int, ...] = ()  # positions from the cursor on that are handed out, or of a group in quarantine
+    ahead: tuple[int, ...] = ()  # positions from the cursor on that are handed out or belong to a retired group
 
 
 @dataclass(frozen=True, slots=True)
-class ScoringJob:
-    """What a reward lane holds."""
+class EvaluationProgress:
+    """The evaluation of one version on held-out prompts, in chunks."""
 
-    slice: Slice
-    started_ns: int
+    version: int
+    unstarted: tuple[int, ...]
+    sampling: int = 0  # chunks that lanes hold
+    unscored: int = 0  # sampled chunks without scores
+
+    @property
+    def sampled(self) -> bool:
+        """Whether no lane needs this version for it any more."""
+        return not self.unstarted and not self.sampling
 
 
-# --- What the trainer is doing: one class per state of life. ---------------------------------------------------
+# --- What the trainer is doing: one class per state. ------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,61 +128,91 @@ class HelpPlan:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Nothing in hand. `bubble_decided`: this bubble's decision was taken, and it was to wait."""
+    """No job. `bubble_decided`: the decision for this bubble was to wait."""
 
     bubble_decided: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Replaying these samples."""
+    """Replaying samples."""
 
-    slices: tuple[Slice, ...]
+    job: Train
 
 
 @dataclass(frozen=True, slots=True)
 class Committing:
     """Taking the optimizer step."""
 
+    job: Commit
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """Writing a checkpoint."""
+
+    job: Save
+
+
+@dataclass(frozen=True, slots=True)
+class Restoring:
+    """A replacement trainer loads the last version's state, then exports its weights again."""
+
+    job: Restore | Export
+
 
 @dataclass(frozen=True, slots=True)
 class SwitchingIn:
-    """Changing its lanes' role to generating: to help by a plan, or (colocated) for the next step."""
+    """Its lanes change to generating: to help by a plan or, colocated, for the next step."""
 
+    job: SwitchRole
     plan: HelpPlan | None
 
 
 @dataclass(frozen=True, slots=True)
 class BetweenRounds:
-    """Its lanes can generate and none of them does."""
+    """Its lanes can generate and are idle."""
 
     plan: HelpPlan
-    first: bool  # no round was run yet
+    first: bool  # before the first round
 
 
 @dataclass(frozen=True, slots=True)
 class Helping:
-    """A round is running: at least one of its lanes holds a lease."""
+    """A round is running: at least one of its lanes holds a job."""
 
     plan: HelpPlan
 
 
 @dataclass(frozen=True, slots=True)
 class SwitchingOut:
-    """Changing its lanes' role back to training."""
+    """Its lanes change back to training."""
+
+    job: SwitchRole
 
 
 @dataclass(frozen=True, slots=True)
 class Generating:
-    """Colocated: all lanes, the trainer's and the generators', make the step's slices."""
+    """Colocated: all lanes generate the step's slices."""
 
 
-TrainerState = Free | Training | Committing | SwitchingIn | BetweenRounds | Helping | SwitchingOut | Generating
+TrainerState = (
+    Free
+    | Training
+    | Committing
+    | Saving
+    | Restoring
+    | SwitchingIn
+    | BetweenRounds
+    | Helping
+    | SwitchingOut
+    | Generating
+)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedBubble:
-    """What to do at the bubble that opens at `opens_ns`: so many rounds of help, or none."""
+    """How many rounds of help to run in the bubble that opens at `opens_ns`; 0 means wait."""
 
     opens_ns: int
     rounds: int
@@ -164,40 +220,55 @@ class PlannedBubble:
 
 @dataclass(frozen=True, slots=True)
 class BubblePlan:
-    """What a help policy intends for the coming bubbles of a step; it holds while reality goes as predicted."""
+    """What a help rule intends for the coming bubbles of a step. It holds while the run goes as predicted."""
 
     step: int
     bubbles: tuple[PlannedBubble, ...]
-    exact: bool  # nothing better exists, by prediction
-    length: int  # how many bubbles it had when it was made
+    exact: bool  # no better plan exists, by prediction
+    length: int  # its number of bubbles when it was made
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerState:
-    """Everything `decide` knows."""
+    """Everything that `decide` knows."""
 
     terms: Terms
     costs: Costs
     lanes: tuple[Lane, ...]
-    idle: tuple[int, ...]  # free generator lanes, quickest first, then lower index
+    idle: tuple[int, ...]  # idle generator lanes, fastest first, then by index
     helpers: tuple[int, ...]
-    steps: tuple[StepProgress, ...]  # the current step and, where there is one, the next
-    scorers: tuple[ScoringJob | None, ...]
-    unscored: tuple[Slice, ...]  # generated, waiting for a scorer, oldest first
+    steps: tuple[StepProgress, ...]  # the current step and, unless it is the last, the next
+    scorers: tuple[Score | None, ...]  # what each reward lane holds
+    unscored: tuple[Slice | HeldOutChunk, ...]  # waiting for a reward lane, oldest first
     trainer: TrainerState
-    committed: int = 0  # optimizer steps taken = newest version
-    publishing: tuple[tuple[int, int], ...] = ()  # (version, when it is expected on the generators)
-    leases_issued: int = 0
+    committed: int = 0  # optimizer steps taken, which is the newest version
+    publishing: tuple[tuple[int, int], ...] = ()  # (version, when generators are expected to have it)
+    jobs_issued: int = 0
     bubble_plan: BubblePlan | None = None
+    absent_scorers: frozenset[int] = frozenset()
+    void_scores: frozenset[int] = frozenset()  # Score jobs whose samples were lost: their results are dropped
+    encoding: tuple[Encode, ...] = ()
+    exporting: Export | None = None
+    evaluations: tuple[EvaluationProgress, ...] = ()  # oldest first
+    saved: int | None = None  # the newest version that is in a checkpoint
+    stopping: bool = False
 
     @property
-    def finished(self) -> bool:
-        """All optimizer steps are taken."""
+    def all_committed(self) -> bool:
+        """Whether all optimizer steps are taken."""
         return self.committed == self.terms.steps
 
     @property
+    def finished(self) -> bool:
+        """Whether nothing is left to do: no step, no evaluation, no checkpoint."""
+        unsaved = self.terms.save_every > 0 and self.saved != self.committed
+        if self.stopping:
+            return not unsaved
+        return self.committed == self.terms.steps and not unsaved and not self.evaluations
+
+    @property
     def current(self) -> StepProgress:
-        """The lowest uncommitted step; a finished run has none."""
+        """The lowest uncommitted step. There is none after the last commit."""
         return self.steps[0]
 
 
@@ -208,13 +279,14 @@ def initial_state(
     helpers: Sequence[LaneOffer] = (),
     *,
     committed: int = 0,
-    leases_issued: int = 0,
+    jobs_issued: int = 0,
+    evaluates: bool = False,
 ) -> SchedulerState:
-    """The newest version is on every lane; nothing is handed out.
+    """The state before the first event: every lane has the newest version, and no job is issued.
 
-    A run that goes on after a stop gives the optimizer steps it has `committed` (its newest version) and, so that
-    answers from before the stop are recognised as late, how many leases it had issued. Steps and versions keep
-    their numbers, and `terms.steps` counts from the beginning.
+    A resumed run passes the optimizer steps it has `committed`, which is its newest version, and the number of
+    jobs it had issued, so that ids stay unique. Steps and versions keep their numbers, and `terms.steps` counts
+    from the beginning. With `evaluates` the newest version is evaluated first.
     """
     assert 0 <= committed <= terms.steps, f"{committed} of {terms.steps} steps are committed"
     offers = [(offer, False) for offer in generators] + [(offer, True) for offer in helpers]
@@ -233,19 +305,25 @@ def initial_state(
         unscored=(),
         trainer=Generating() if terms.colocated else Free(),
         committed=committed,
-        leases_issued=leases_issued,
+        jobs_issued=jobs_issued,
+        evaluations=(fresh_evaluation(terms, committed),) if evaluates else (),
     )
 
 
 def lane_of(index: int, offer: LaneOffer, helper: bool, version: int) -> Lane:
-    """A free lane, as offered."""
+    """An idle lane, as offered."""
     at_once = offer.slices_at_once
     take_ns = tuple(offer.expected_ns(slices) for slices in range(1, at_once + 1)) if at_once > 1 else ()
-    return Lane(index, offer.name, offer.slice_ns, helper, version, take_ns=take_ns)
+    return Lane(index, offer.name, offer.slice_ns, helper, version, take_ns=take_ns, sent_version=version)
+
+
+def fresh_evaluation(terms: Terms, version: int) -> EvaluationProgress:
+    """An evaluation of which no chunk has been handed out."""
+    return EvaluationProgress(version, tuple(range(terms.evaluation_chunks)))
 
 
 def fresh_step(terms: Terms, index: int) -> StepProgress:
-    """A step of which nothing is handed out yet."""
+    """A step of which nothing has been handed out."""
     return StepProgress(
         index=index,
         cursor=0,
@@ -258,8 +336,13 @@ def fresh_step(terms: Terms, index: int) -> StepProgress:
     )
 
 
+def issue(state: SchedulerState, at_ns: int, kind: type[AnyJob], *fields: object) -> tuple[SchedulerState, AnyJob]:
+    """A new job with the next id."""
+    return replace(state, jobs_issued=state.jobs_issued + 1), kind(state.jobs_issued, at_ns, *fields)
+
+
 def reconsider_help(state: SchedulerState) -> SchedulerState:
-    """Opens a waiting trainer's bubble again: there is something to start that was not there before."""
+    """Makes a waiting trainer decide again, because a slice has become available."""
     return replace(state, trainer=Free()) if state.trainer == Free(bubble_decided=True) else state
 
 
@@ -281,8 +364,34 @@ def put_group(step: StepProgress, index: int, group: GroupProgress) -> tuple[Gro
 
 
 def open_step(state: SchedulerState, index: int) -> StepProgress | None:
-    """The open step of this number, or None if it is committed or not yet open."""
+    """The open step with this index, or None if it is committed or not open yet."""
     for step in state.steps:
         if step.index == index:
             return step
     return None
+
+
+def is_wanted(state: SchedulerState, piece: Slice | HeldOutChunk) -> bool:
+    """Whether scores of these samples are still of use: not after a quarantine or an abandoned evaluation."""
+    if isinstance(piece, HeldOutChunk):
+        return find_evaluation(state, piece.version) is not None
+    step = open_step(state, piece.step)
+    return step is not None and not step.groups[piece.group].retired
+
+
+def find_evaluation(state: SchedulerState, version: int) -> EvaluationProgress | None:
+    """The open evaluation of a version."""
+    return next((each for each in state.evaluations if each.version == version), None)
+
+
+def put_evaluation(state: SchedulerState, evaluation: EvaluationProgress) -> SchedulerState:
+    """The state with one evaluation replaced, or removed if it is complete."""
+    done = evaluation.sampled and not evaluation.unscored
+    return replace(
+        state,
+        evaluations=tuple(
+            evaluation if each.version == evaluation.version else each
+            for each in state.evaluations
+            if not (done and each.version == evaluation.version)
+        ),
+    )

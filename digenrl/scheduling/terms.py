@@ -1,4 +1,4 @@
-"""The constants of one run's schedule: how much work, under which policy, at which expected costs."""
+"""The constants of one run's schedule: how much work, which techniques, and the expected costs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from digenrl.config.spec import DispatchRule, HelpRule, OrderRule, StreamRule
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What has to be done and which techniques are on. `slice_size` divides `samples_per_prompt`.
+    """The work of a run and the techniques that are on. `slice_size` divides `samples_per_prompt`.
 
-    Slices are what a step's list is made of. A lane takes one or, if its offer says so, several at once.
+    A step is a list of slices. A lane takes one slice per job or, if its offer says so, several.
     """
 
     steps: int
@@ -26,52 +26,67 @@ class Terms:
     dispatch: DispatchRule = "eager"
     stale_budget: int = 0  # samples of a step that may come from the version one behind
     colocated: bool = False
-    scorers: int = 0  # reward lanes; 0 means that scoring takes no lane
-    score_batch: int = 1  # so many waiting samples of one slice, at most, go to a reward lane together
-    search_budget: int = 500  # nodes of one help decision: instants of possible futures that it plays
-    slice_failures_per_group: int = 3  # so many failed slices take a group into quarantine
-    replacements_per_step: int = 64  # more quarantined groups than this in one step end the run
+    scorers: int = 0  # reward lanes; 0 means that generators score what they make
+    score_batch: int = 1  # the most samples of one slice in a Score job
+    search_budget: int = 500  # nodes that one help decision may visit
+    slice_failures_per_group: int = 3  # failed slices after which a group is quarantined
+    replacements_per_step: int = 64  # quarantined groups of one step beyond which the run gives up
+    encodes: bool = False  # whether the scheduler issues Encode jobs
+    evaluate_every: int = 0  # versions between evaluations; 0: never
+    evaluation_chunks: int = 0
+    save_every: int = 0  # versions between checkpoints; 0: never
 
     @property
     def slices_per_group(self) -> int:
-        """How many slices a group is cut into."""
+        """The number of slices of a group."""
         return self.samples_per_prompt // self.slice_size
 
     @property
     def slices_per_step(self) -> int:
-        """How many slices a step's list holds."""
+        """The number of slices of a step."""
         return self.prompts * self.slices_per_group
 
     def slices_in(self, samples: int) -> int:
-        """How many slices so many samples are: what a lane takes at once is one or more of them."""
+        """The number of slices that make up this many samples."""
         return samples // self.slice_size
 
     @property
     def score_unit(self) -> int:
-        """Samples that always travel through scoring together: every batch is a whole number of these."""
+        """Samples that always pass through scoring together: every Score job holds a multiple of these."""
         return gcd(min(self.score_batch, self.slice_size), self.slice_size)
 
     @property
     def samples_per_step(self) -> int:
-        """P x G."""
+        """The number of samples of a step."""
         return self.prompts * self.samples_per_prompt
+
+    def evaluates(self, version: int) -> bool:
+        """Whether this version is due for evaluation. The last one always is."""
+        return self.evaluate_every > 0 and (version % self.evaluate_every == 0 or version == self.steps)
+
+    def saves(self, version: int) -> bool:
+        """Whether this version is due for a checkpoint. The last one always is."""
+        return self.save_every > 0 and (version % self.save_every == 0 or version == self.steps)
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Expected times, exact in a simulation and measured in a live run. Slice times belong to the lanes."""
+    """Expected times: exact in a simulation, measured in a live run. Slice times belong to the lanes."""
 
     train_sample_ns: Fraction
     commit_ns: int = 0
     publish_ns: int = 0
     switch_in_ns: int = 0
     switch_out_ns: int = 0
-    score_ns: int = 0
+    score_ns: int = 0  # per sample
+    evaluate_ns: int = 0  # per held-out chunk
+    score_chunk_ns: int = 0  # per held-out chunk
+    save_ns: int = 0
 
     def train_ns(self, samples: int) -> int:
-        """The time to train `samples` in one go, rounded half-even to whole nanoseconds."""
+        """The time of a Train job, rounded half to even."""
         return round(samples * self.train_sample_ns)
 
     def score_batch_ns(self, samples: int) -> int:
-        """The time that a reward lane takes for `samples` at once."""
+        """The time of a Score job."""
         return samples * self.score_ns

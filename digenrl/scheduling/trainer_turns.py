@@ -1,6 +1,6 @@
-"""What the trainer does next: train what is ready, commit a trained step, and in a bubble help or wait.
+"""What the trainer does next: train what is ready, commit a trained step, save, and in a bubble help or wait.
 
-Training work goes before helping, and help never starts while something is ready to train.
+Training goes before helping, and help never starts while something is ready to train.
 """
 
 from __future__ import annotations
@@ -11,30 +11,39 @@ from digenrl.records import (
     Action,
     Commit,
     Committed,
-    Help,
-    HelpersReady,
-    Publish,
-    Return,
+    Export,
+    Exported,
+    Restored,
+    RoleSwitched,
+    Save,
+    Saved,
     Slice,
+    SwitchRole,
     Train,
     Trained,
-    TrainerReturned,
     Wait,
 )
+from digenrl.scheduling.evaluation import begin_evaluation
+from digenrl.scheduling.faults import encode
 from digenrl.scheduling.help.choose_help import choose_help
-from digenrl.scheduling.slice_assignment import SlicePicker, from_the_front, lease_slices
+from digenrl.scheduling.lanes import publish_newest
+from digenrl.scheduling.slice_assignment import SlicePicker, from_the_front, issue_slices
 from digenrl.scheduling.state import (
     BetweenRounds,
     Committing,
     Free,
     Generating,
     Helping,
+    HelpPlan,
+    Restoring,
+    Saving,
     SchedulerState,
     StepProgress,
     SwitchingIn,
     SwitchingOut,
     Training,
     fresh_step,
+    issue,
     put_group,
     put_step,
 )
@@ -44,75 +53,143 @@ Outcome = tuple[SchedulerState, tuple[Action, ...]]
 
 
 def direct_trainer(state: SchedulerState, at_ns: int) -> Outcome:
-    """The trainer's next order, if it is free to take one."""
-    if state.finished:
+    """The trainer's next job, if it can take one."""
+    if state.all_committed:
         return state, ()
     if isinstance(state.trainer, Free):
         return _direct_free_trainer(state, at_ns)
     if isinstance(state.trainer, BetweenRounds):
         return _next_round_or_return(state, state.trainer, at_ns)
-    if isinstance(state.trainer, Generating) and state.current.ready:
-        return replace(state, trainer=SwitchingOut()), (Return(),)
+    if isinstance(state.trainer, Generating) and state.current.ready and not _evaluating(state):
+        return _switch_to_training(state, at_ns)
     return state, ()
 
 
+def save_and_stop(state: SchedulerState, at_ns: int) -> Outcome:
+    """Saves the last version as soon as the trainer's current job has ended."""
+    lanes_busy = state.terms.colocated and any(lane.job is not None for lane in state.lanes)
+    if state.finished or lanes_busy or not isinstance(state.trainer, Free | BetweenRounds | Generating):
+        return state, ()
+    return _save(state, at_ns)
+
+
+# --- Results ---------------------------------------------------------------------------------------------------
+
+
 def absorb_trained(state: SchedulerState, event: Trained) -> Outcome:
-    """The samples count as trained, unless their group went into quarantine meanwhile."""
-    assert state.trainer == Training(event.slices), f"{event} answers nothing that was asked for"
-    step = state.current
-    for piece in event.slices:
-        step = _mark_trained(state.terms, step, piece)
+    """The samples count as trained, unless their group was quarantined meanwhile."""
+    assert state.trainer == Training(event.job), f"{event} answers no job that was issued"
+    step = _mark_trained(state.terms, state.current, event.job.slice)
     return replace(put_step(state, step), trainer=Free()), ()
 
 
 def absorb_committed(state: SchedulerState, event: Committed) -> Outcome:
-    """A new version: the trainer's lanes have it, the generators get it published."""
-    assert event.step == state.committed, f"commit of step {event.step} while step {state.committed} is open"
-    version = state.committed + 1
+    """A new version: the trainer's lanes have it, and it is published to the generators.
+
+    If it is due, it is evaluated, and the trainer saves it before anything else.
+    """
+    assert state.trainer == Committing(event.job), f"{event} answers no job that was issued"
+    terms, version, at_ns = state.terms, state.committed + 1, event.at_ns
     following = version + 1
-    opened = (fresh_step(state.terms, following),) if following < state.terms.steps else ()
-    shares_cards = state.terms.colocated
-    lanes = tuple(replace(lane, version=version) if lane.helper or shares_cards else lane for lane in state.lanes)
+    opened = (fresh_step(terms, following),) if following < terms.steps else ()
+    lanes = tuple(
+        replace(lane, version=version, sent_version=version) if lane.helper or terms.colocated else lane
+        for lane in state.lanes
+    )
     state = replace(state, committed=version, steps=(*state.steps[1:], *opened), lanes=lanes, trainer=Free())
-    if state.finished:
-        return state, ()
-    if shares_cards:
-        return replace(state, trainer=SwitchingIn(plan=None)), (Help(),)
-    generators = tuple(lane.index for lane in lanes if lane.present and not lane.helper)
-    if not generators:
-        return state, ()
-    due = (version, event.at_ns + state.costs.publish_ns)
-    return replace(state, publishing=(*state.publishing, due)), (Publish(version, generators),)
+    if terms.evaluates(version):
+        state = begin_evaluation(state, version)
+    encoding: tuple[Action, ...] = ()
+    if opened:
+        state, encoding = encode(state, [(following, group) for group in range(terms.prompts)], at_ns)
+    state, published = publish_newest(state, at_ns)
+    if terms.saves(version):
+        state, next_job = _save(state, at_ns)
+    else:
+        state, next_job = _generate_if_colocated(state, at_ns)
+    return state, (*encoding, *published, *next_job)
 
 
-def absorb_helpers_ready(state: SchedulerState, event: HelpersReady) -> Outcome:
-    """The helpers start their first round at the next tick, or all lanes generate (colocated)."""
-    assert isinstance(state.trainer, SwitchingIn), f"{event} while the trainer is {state.trainer}"
-    plan = state.trainer.plan
+def absorb_saved(state: SchedulerState, event: Saved) -> Outcome:
+    """The version is in a checkpoint."""
+    assert state.trainer == Saving(event.job), f"{event} answers no job that was issued"
+    state = replace(state, trainer=Free(), saved=event.job.step)
+    return (state, ()) if state.stopping else _generate_if_colocated(state, event.at_ns)
+
+
+def absorb_role_switched(state: SchedulerState, event: RoleSwitched) -> Outcome:
+    """The trainer is free, or its lanes generate from the next tick on."""
+    trainer = state.trainer
+    assert isinstance(trainer, SwitchingIn | SwitchingOut), f"{event} while the trainer is {trainer}"
+    assert trainer.job == event.job, f"{event} answers no job that was issued"
+    if isinstance(trainer, SwitchingOut):
+        return replace(state, trainer=Free()), ()
+    plan = trainer.plan
     return replace(state, trainer=Generating() if plan is None else BetweenRounds(plan, first=True)), ()
 
 
-def absorb_returned(state: SchedulerState, event: TrainerReturned) -> Outcome:
-    """The trainer is free again."""
-    assert isinstance(state.trainer, SwitchingOut), f"{event} while the trainer is {state.trainer}"
-    return replace(state, trainer=Free()), ()
+def absorb_restored(state: SchedulerState, event: Restored) -> Outcome:
+    """The replacement trainer exports the version again: the old export may be lost with the old trainer."""
+    assert state.trainer == Restoring(event.job), f"{event} answers no job that was issued"
+    state, job = issue(state, event.at_ns, Export, state.committed)
+    return replace(state, trainer=Restoring(job), exporting=job), (job,)
+
+
+def absorb_exported(state: SchedulerState, event: Exported) -> Outcome:
+    """The weights can be loaded again by lanes that lack them."""
+    if state.exporting != event.job:
+        return state, ()
+    restored = isinstance(state.trainer, Restoring)
+    state = replace(state, exporting=None, trainer=Free() if restored else state.trainer)
+    state, published = publish_newest(state, event.at_ns)
+    if restored and state.terms.saves(state.committed) and state.saved != state.committed:
+        state, saving = _save(state, event.at_ns)  # the old trainer was lost before it had saved
+        return state, (*published, *saving)
+    return state, published
+
+
+# --- Decisions -------------------------------------------------------------------------------------------------
 
 
 def _direct_free_trainer(state: SchedulerState, at_ns: int) -> Outcome:
     step = state.current
     if step.untrained_groups == 0:
-        return replace(state, trainer=Committing()), (Commit(step.index),)
+        state, commit = issue(state, at_ns, Commit, step.index)
+        return replace(state, trainer=Committing(commit)), (commit,)
     if step.ready:
-        return _train(state, step)
+        unit = step.ready[0]
+        state, train = issue(state, at_ns, Train, Slice(step.index, unit.group, unit.first, unit.size))
+        state = put_step(state, replace(step, ready=step.ready[1:]))
+        return replace(state, trainer=Training(train)), (train,)
+    if state.terms.colocated:  # a slice was lost and has to be generated again
+        return _switch_to_generating(state, None, at_ns)
     return _help_or_wait(state, at_ns)
 
 
-def _train(state: SchedulerState, step: StepProgress) -> Outcome:
-    """One unit at a time while streaming, all groups at once when the step is one batch."""
-    at_once = len(step.ready) if state.terms.stream == "batch" else 1
-    slices = tuple(Slice(step.index, unit.group, unit.first, unit.size) for unit in step.ready[:at_once])
-    state = put_step(state, replace(step, ready=step.ready[at_once:]))
-    return replace(state, trainer=Training(slices)), (Train(slices),)
+def _save(state: SchedulerState, at_ns: int) -> Outcome:
+    state, job = issue(state, at_ns, Save, state.committed)
+    return replace(state, trainer=Saving(job)), (job,)
+
+
+def _generate_if_colocated(state: SchedulerState, at_ns: int) -> Outcome:
+    """Colocated, the cards generate the next step, or evaluate the last version."""
+    if not state.terms.colocated or (state.all_committed and not state.evaluations):
+        return state, ()
+    return _switch_to_generating(state, None, at_ns)
+
+
+def _switch_to_generating(state: SchedulerState, plan: HelpPlan | None, at_ns: int) -> Outcome:
+    state, job = issue(state, at_ns, SwitchRole, "generate")
+    return replace(state, trainer=SwitchingIn(job, plan)), (job,)
+
+
+def _switch_to_training(state: SchedulerState, at_ns: int) -> Outcome:
+    state, job = issue(state, at_ns, SwitchRole, "train")
+    return replace(state, trainer=SwitchingOut(job)), (job,)
+
+
+def _evaluating(state: SchedulerState) -> bool:
+    return any(not evaluation.sampled for evaluation in state.evaluations)
 
 
 def _mark_trained(terms: Terms, step: StepProgress, piece: Slice) -> StepProgress:
@@ -130,7 +207,7 @@ def _mark_trained(terms: Terms, step: StepProgress, piece: Slice) -> StepProgres
 
 
 def _help_or_wait(state: SchedulerState, at_ns: int) -> Outcome:
-    """A bubble: one decision, at its opening, if there is a slice that the trainer may start."""
+    """A bubble: one decision when it opens, if there is a slice that the trainer may start."""
     assert isinstance(state.trainer, Free)
     if state.trainer.bubble_decided or state.terms.help == "none" or not state.helpers:
         return state, ()
@@ -140,11 +217,11 @@ def _help_or_wait(state: SchedulerState, at_ns: int) -> Outcome:
     state = replace(state, bubble_plan=bubble_plan)
     if plan is None:
         return replace(state, trainer=Free(bubble_decided=True)), (Wait(),)
-    return replace(state, trainer=SwitchingIn(plan)), (Help(),)
+    return _switch_to_generating(state, plan, at_ns)
 
 
 def _next_round_or_return(state: SchedulerState, between: BetweenRounds, at_ns: int) -> Outcome:
-    """Runs another round while the plan asks for one and a slice may start; else the lanes go back."""
+    """Runs another round while the plan asks for one and a slice may start; else the lanes return to training."""
     plan, picker = between.plan, SlicePicker(state)
     wanted = plan.rounds_left > 0 and bool(state.helpers)
     if plan.stop_when_ready and state.current.ready and not between.first:
@@ -152,6 +229,6 @@ def _next_round_or_return(state: SchedulerState, between: BetweenRounds, at_ns: 
     if plan.current_step_only and not picker.current_step_unstarted():
         wanted = False
     if wanted and picker.may_start(state.committed):
-        state, actions = lease_slices(state, picker, from_the_front(state, state.helpers), at_ns)
-        return replace(state, trainer=Helping(replace(plan, rounds_left=plan.rounds_left - 1))), actions
-    return replace(state, trainer=SwitchingOut()), (Return(),)
+        state, jobs = issue_slices(state, picker, from_the_front(state, state.helpers), at_ns)
+        return replace(state, trainer=Helping(replace(plan, rounds_left=plan.rounds_left - 1))), jobs
+    return _switch_to_training(state, at_ns)

@@ -62,6 +62,6 @@ def _colocated_ns(forecast: Forecast, start: SchedulerState) -> int:
     """Every step is the same: generate and score all samples, switch roles, train, commit, switch back."""
     forecast.wait()
     terms, costs = start.terms, start.costs
-    step_ns = forecast.now + costs.train_ns(terms.samples_per_step) + costs.commit_ns
+    step_ns = forecast.now + terms.prompts * costs.train_ns(terms.samples_per_prompt) + costs.commit_ns
     # The run ends with its last commit, without a switch back to generating.
     return terms.steps * (step_ns + costs.switch_out_ns) + (terms.steps - 1) * costs.switch_in_ns

@@ -1,7 +1,7 @@
-"""The simulated runtime: actions take their cost on a virtual clock and come back as events.
+"""Simulated workers: jobs take their cost on a virtual clock and come back as results.
 
-At one instant slice ends are reported first, then scores, then what the trainer completed, then publications;
-this repeats until nothing more is due, and then comes the tick.
+At one instant slice ends are reported first, then scores, then the trainer's results, then publications. This
+repeats until nothing more is due, and then comes the tick.
 """
 
 from __future__ import annotations
@@ -12,27 +12,36 @@ from heapq import heappop, heappush
 from typing import Any, ClassVar
 
 from digenrl.records import (
+    AbandonEvaluation,
     Action,
     Commit,
     Committed,
+    Encode,
+    Encoded,
+    Evaluate,
+    Evaluated,
     Event,
+    Export,
+    Exported,
     Generate,
-    Help,
-    HelpersReady,
+    Generated,
+    JobFailed,
     Publish,
     Published,
     Quarantine,
-    Return,
+    Restore,
+    Restored,
+    RoleSwitched,
     SampleId,
-    SamplesScored,
+    Save,
+    Saved,
     Score,
-    ScoreFailed,
-    SliceDone,
-    SliceFailed,
+    Scored,
+    Slice,
+    SwitchRole,
     Tick,
     Train,
     Trained,
-    TrainerReturned,
     Wait,
     WorkerJoined,
 )
@@ -40,23 +49,24 @@ from digenrl.scheduling import SchedulerState
 from digenrl.scheduling.order import position_of
 
 SLICE_ENDS, SCORES, TRAINER, PUBLICATIONS = range(4)
+FAILURE = "simulated failure"
 
 
 class StalledError(RuntimeError):
-    """Nothing is under way and the run is not finished."""
+    """No job is under way and the run is not finished."""
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What goes wrong in a simulated run: lanes lost or joined at set times, slices and scores that fail."""
+    """What goes wrong in a simulated run: events at set times, jobs that fail, samples that cannot be scored."""
 
-    events: tuple[Event, ...] = ()  # WorkerLost and WorkerJoined
-    failing_epochs: frozenset[int] = frozenset()
+    events: tuple[Event, ...] = ()  # WorkerLost, WorkerJoined, ...
+    failing_jobs: frozenset[int] = frozenset()
     failing_samples: frozenset[SampleId] = frozenset()
 
 
 class VirtualCluster:
-    """Lanes, scorers and a trainer that do nothing but take time; the clock starts at `start_ns`."""
+    """Lanes, reward lanes and a trainer that only take time. The clock starts at `start_ns`."""
 
     def __init__(self, opening: SchedulerState, faults: Faults | None = None, start_ns: int = 0) -> None:
         self.now_ns = start_ns
@@ -64,13 +74,13 @@ class VirtualCluster:
         self._offers = {lane.index: lane.offer for lane in opening.lanes}
         self._faults = faults or Faults()
         self._due: list[tuple[int, int, tuple[int, int], int, Event]] = []
-        self._order_of_submission = 0
+        self._submitted = 0
         self._ticked = False
         for event in self._faults.events:
             self._report(SLICE_ENDS, event, order=(-1, 0))
 
     def next_event(self) -> Event:
-        """What is due now, else the tick of this instant, else the clock moves on."""
+        """What is due now, else the tick of this instant, else the clock advances."""
         if self._due and self._due[0][0] == self.now_ns:
             self._ticked = False
             return self._pop()
@@ -78,13 +88,13 @@ class VirtualCluster:
             self._ticked = True
             return Tick(self.now_ns)
         if not self._due:
-            raise StalledError(f"at {self.now_ns / 1e9:g} s no lane is left that could go on")
+            raise StalledError(f"at {self.now_ns / 1e9:g} s no lane is left to continue the run")
         self.now_ns = self._due[0][0]
         self._ticked = False
         return self._pop()
 
     def submit(self, action: Action) -> None:
-        """Starts the action now."""
+        """Starts a job now."""
         self._START[type(action)](self, action)
 
     def _pop(self) -> Event:
@@ -94,55 +104,73 @@ class VirtualCluster:
         return event
 
     def _report(self, phase: int, event: Event, order: tuple[int, int] = (0, 0)) -> None:
-        self._order_of_submission += 1
-        heappush(self._due, (event.at_ns, phase, order, self._order_of_submission, event))
+        self._submitted += 1
+        heappush(self._due, (event.at_ns, phase, order, self._submitted, event))
 
-    def _generate(self, action: Generate) -> None:
-        lease = action.lease
-        slices = self._terms.slices_in(lease.slice.size)
-        end = self.now_ns + self._offers[lease.lane].expected_ns(slices)
-        order = (lease.slice.step, position_of(self._terms, lease.slice))
-        if lease.epoch in self._faults.failing_epochs:
-            self._report(SLICE_ENDS, SliceFailed(end, lease, "simulated failure"), order)
-        else:
-            self._report(SLICE_ENDS, SliceDone(end, lease), order)
+    def _generate(self, job: Generate) -> None:
+        end = self.now_ns + self._offers[job.lane].expected_ns(self._terms.slices_in(job.slice.size))
+        order = (job.slice.step, position_of(self._terms, job.slice))
+        if job.id in self._faults.failing_jobs:
+            self._report(SLICE_ENDS, JobFailed(end, job, FAILURE), order)
+            return
+        unscorable = not self._terms.scorers and self._is_unscorable(job.slice)
+        self._report(SLICE_ENDS, Generated(end, job, job.version, FAILURE if unscorable else ""), order)
 
-    def _score(self, action: Score) -> None:
-        takes_ns = self._costs.score_batch_ns(action.slice.size) if self._terms.scorers else 0
-        end = self.now_ns + takes_ns
-        if not self._faults.failing_samples.isdisjoint(action.slice.samples()):
-            self._report(SCORES, ScoreFailed(end, action.slice, action.scorer, "simulated failure"))
-        else:
-            self._report(SCORES, SamplesScored(end, action.slice, action.scorer))
+    def _evaluate(self, job: Evaluate) -> None:
+        self._report(SLICE_ENDS, Evaluated(self.now_ns + self._costs.evaluate_ns, job), (-1, job.chunk.index))
 
-    def _train(self, action: Train) -> None:
-        samples = sum(piece.size for piece in action.slices)
-        self._report(TRAINER, Trained(self.now_ns + self._costs.train_ns(samples), action.slices))
+    def _score(self, job: Score) -> None:
+        if not isinstance(job.piece, Slice):
+            self._report(SCORES, Scored(self.now_ns + self._costs.score_chunk_ns, job))
+            return
+        end = self.now_ns + self._costs.score_batch_ns(job.piece.size)
+        failed = self._is_unscorable(job.piece)
+        self._report(SCORES, JobFailed(end, job, FAILURE) if failed else Scored(end, job))
 
-    def _commit(self, action: Commit) -> None:
-        self._report(TRAINER, Committed(self.now_ns + self._costs.commit_ns, action.step))
+    def _is_unscorable(self, piece: Slice) -> bool:
+        return not self._faults.failing_samples.isdisjoint(piece.samples())
 
-    def _publish(self, action: Publish) -> None:
-        end = self.now_ns + self._costs.publish_ns
-        self._report(PUBLICATIONS, Published(end, action.version, action.lanes))
+    def _train(self, job: Train) -> None:
+        self._report(TRAINER, Trained(self.now_ns + self._costs.train_ns(job.slice.size), job))
 
-    def _help(self, action: Help) -> None:
-        self._report(TRAINER, HelpersReady(self.now_ns + self._costs.switch_in_ns))
+    def _commit(self, job: Commit) -> None:
+        self._report(TRAINER, Committed(self.now_ns + self._costs.commit_ns, job))
 
-    def _return(self, action: Return) -> None:
-        self._report(TRAINER, TrainerReturned(self.now_ns + self._costs.switch_out_ns))
+    def _save(self, job: Save) -> None:
+        self._report(TRAINER, Saved(self.now_ns + self._costs.save_ns, job))
+
+    def _publish(self, job: Publish) -> None:
+        self._report(PUBLICATIONS, Published(self.now_ns + self._costs.publish_ns, job, job.lanes))
+
+    def _switch(self, job: SwitchRole) -> None:
+        takes_ns = self._costs.switch_in_ns if job.role == "generate" else self._costs.switch_out_ns
+        self._report(TRAINER, RoleSwitched(self.now_ns + takes_ns, job))
+
+    def _restore(self, job: Restore) -> None:
+        self._report(TRAINER, Restored(self.now_ns, job))
+
+    def _export(self, job: Export) -> None:
+        self._report(TRAINER, Exported(self.now_ns, job))
+
+    def _encode(self, job: Encode) -> None:
+        self._report(SLICE_ENDS, Encoded(self.now_ns, job), (-1, 0))
 
     def _nothing(self, action: Action) -> None:
-        """Takes no time and has no answer."""
+        """Takes no time and has no result."""
 
     _START: ClassVar[dict[type[Action], Callable[[VirtualCluster, Any], None]]] = {
+        Encode: _encode,
         Generate: _generate,
         Score: _score,
         Train: _train,
         Commit: _commit,
         Publish: _publish,
-        Help: _help,
-        Return: _return,
+        SwitchRole: _switch,
+        Evaluate: _evaluate,
+        Save: _save,
+        Restore: _restore,
+        Export: _export,
         Wait: _nothing,
         Quarantine: _nothing,
+        AbandonEvaluation: _nothing,
     }

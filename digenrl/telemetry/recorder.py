@@ -1,226 +1,194 @@
-"""Records what every lane does in a run, simulated or live, by observing events and actions."""
+"""Observes a run, simulated or live, and records what every lane did."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from digenrl.records import (
     Action,
     Commit,
     Committed,
+    Evaluate,
     Event,
     Generate,
-    Help,
-    HelpersReady,
-    Lease,
+    Job,
     Publish,
     Published,
-    Return,
-    SamplesScored,
+    Restore,
+    Result,
+    Save,
     Score,
-    ScoreFailed,
     Slice,
-    SliceDone,
-    SliceFailed,
+    SwitchRole,
     Train,
-    Trained,
-    TrainerReturned,
     Wait,
     WorkerJoined,
     WorkerLost,
 )
 from digenrl.scheduling import SchedulerState
-from digenrl.telemetry.trace import (
-    GENERATOR_POOL,
-    REWARD_POOL,
-    TRAINER_LANE,
-    TRAINER_POOL,
-    LaneInfo,
-    Span,
-    Trace,
-    Work,
-)
+from digenrl.telemetry.trace import GENERATOR_POOL, TRAINER_LANE, LaneInfo, Span, Trace, Work
+
+_TRAINER_WORK: dict[type[Job], Work] = {
+    Train: Work.TRAIN,
+    Commit: Work.COMMIT,
+    Save: Work.SAVE,
+    SwitchRole: Work.SWITCH,
+    Restore: Work.RESTORE,
+}
 
 
 @dataclass(slots=True)
 class _Publication:
-    """One version being sent to some lanes; it ends when all of them that are still present have it."""
+    """One version on its way to some lanes. It has arrived when the last lane that is still present has it."""
 
-    version: int
-    started_ns: int
+    job: Publish
     missing: set[int]
-    last_answer_ns: int | None = field(default=None)
+    last_result_ns: int | None = None
 
 
 class Recorder:
-    """An observer that turns events and actions into spans, and keeps commit times and help decisions.
+    """An observer that turns jobs and results into spans, and keeps the times that an answer needs.
 
-    Without a `sink` everything is kept, for `trace()`. With one, each span goes to it when it ends, and each help
-    decision (time, "help" or "wait") to `on_help_decision`; nothing is kept, so memory stays constant. Lanes are
-    present from `start_ns` on. Late and repeated answers end no span, and no span ends before it starts.
+    Without a `sink`, everything is kept for `trace()`. With one, each span goes to it when it ends, and nothing is
+    kept, however long the run. Lanes are present from `start_ns` on. Late and doubled results end no span.
     """
 
     def __init__(
-        self,
-        initial: SchedulerState,
-        *,
-        start_ns: int = 0,
-        sink: Callable[[Span], None] | None = None,
-        on_help_decision: Callable[[int, str], None] | None = None,
+        self, opening: SchedulerState, *, start_ns: int = 0, sink: Callable[[Span], None] | None = None
     ) -> None:
-        self._initial = initial
-        self._start_ns = self._now_ns = self._trainer_since = start_ns
-        self._lane_names = [lane.name for lane in initial.lanes]
-        self._helpers = {lane.index for lane in initial.lanes if lane.helper and not initial.terms.colocated}
+        self._opening = opening
+        self._start_ns = self._now_ns = start_ns
+        self._lane_names = [lane.name for lane in opening.lanes]
+        self._helpers = {lane.index for lane in opening.lanes if lane.helper and not opening.terms.colocated}
         self._joined_ns: dict[int, int] = {}
         self._left_ns: dict[int, int] = {}
-        self._leases: dict[int, Lease] = {}
-        self._scoring: dict[int, tuple[Slice, int]] = {}
+        self._open: dict[int, tuple[Job, int]] = {}  # by id: the job, and the version when it was issued
         self._publications: list[_Publication] = []
-        self._version = initial.committed
-        self._sink, self._on_help_decision = sink, on_help_decision
+        self._sink = sink
         self.spans: list[Span] = []
         self.commit_ends_ns: list[int] = []
-        self.help_decisions: list[tuple[int, str]] = []
+        self.help_decisions: list[tuple[int, str]] = []  # (when, "help" or "wait")
 
     def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
+        """Closes the span that the event ends, and opens those of the jobs that start."""
         self._now_ns = max(self._now_ns, event.at_ns)
         self._close(event)
-        self._version = state.committed
         for action in actions:
-            self._open(action, event.at_ns)
-
-    def add_span(self, span: Span) -> None:
-        """Adds work that no action started: an evaluation, a checkpoint."""
-        known = (*self._lane_names, TRAINER_LANE, *self._scorer_names())
-        assert span.lane in known, f"span on unknown lane {span.lane!r}; known: {', '.join(known)}"
-        self._now_ns = max(self._now_ns, span.end_ns)
-        self._keep(span)
+            if isinstance(action, Publish):
+                self._open_publication(action)
+            elif isinstance(action, Job):
+                self._open[action.id] = (action, state.committed)
+            self._note_help_decision(action, event.at_ns)
 
     def trace(self) -> Trace:
-        """The lanes and the spans so far, ordered by start."""
+        """The lanes and the spans kept so far, in the order in which the work started."""
         lanes = [self._lane_info(index) for index in range(len(self._lane_names))]
-        helpers = [lane for lane in lanes if lane.pool == TRAINER_POOL]
+        helpers = [lane for lane in lanes if lane.pool == "trainer"]
         generators = [lane for lane in lanes if lane.pool == GENERATOR_POOL]
-        scorers = [LaneInfo(name, REWARD_POOL, self._start_ns) for name in self._scorer_names()]
+        scorers = [
+            LaneInfo(f"reward-{index}", "reward", self._start_ns) for index in range(self._opening.terms.scorers)
+        ]
         spans = sorted(self.spans, key=lambda span: (span.start_ns, span.end_ns))
-        rows = (*generators, *scorers, LaneInfo(TRAINER_LANE, TRAINER_POOL, self._start_ns), *helpers)
-        return Trace(rows, tuple(spans), self._now_ns, shared_cards=self._initial.terms.colocated)
-
-    def _scorer_names(self) -> list[str]:
-        return [f"reward-{index}" for index in range(self._initial.terms.scorers)]
+        rows = (*generators, *scorers, LaneInfo(TRAINER_LANE, "trainer", self._start_ns), *helpers)
+        return Trace(rows, tuple(spans), self._now_ns, shared_cards=self._opening.terms.colocated)
 
     def _lane_info(self, lane: int) -> LaneInfo:
-        pool = TRAINER_POOL if lane in self._helpers else GENERATOR_POOL
+        pool = "trainer" if lane in self._helpers else GENERATOR_POOL
         joined_ns = self._joined_ns.get(lane, self._start_ns)
         return LaneInfo(self._lane_names[lane], pool, joined_ns, self._left_ns.get(lane))
 
-    # --- Start of work -------------------------------------------------------------------------------------------
-
-    def _open(self, action: Action, at_ns: int) -> None:
-        if isinstance(action, Generate):
-            self._leases[action.lease.lane] = action.lease
-        elif isinstance(action, Score):
-            if action.scorer >= 0:  # an instant score has no lane
-                self._scoring[action.scorer] = (action.slice, at_ns)
-        elif isinstance(action, Publish):
-            self._open_publication(action, at_ns)
-        elif isinstance(action, Train | Commit | Return):
-            self._trainer_since = at_ns
-        elif isinstance(action, Help):
-            self._trainer_since = at_ns
-            if not self._initial.terms.colocated:
-                self._decided(at_ns, "help")
-        elif isinstance(action, Wait):
-            self._decided(at_ns, "wait")
-
-    def _decided(self, at_ns: int, choice: str) -> None:
-        if self._on_help_decision is not None:
-            self._on_help_decision(at_ns, choice)
-        if self._sink is None:
-            self.help_decisions.append((at_ns, choice))
-
-    def _open_publication(self, action: Publish, at_ns: int) -> None:
-        """Publications whose lanes never answered are dropped once two newer versions are published."""
-        recent = [each for each in self._publications if each.version >= action.version - 1]
-        self._publications = [*recent, _Publication(action.version, at_ns, set(action.lanes))]
-
-    # --- End of work ---------------------------------------------------------------------------------------------
+    def _note_help_decision(self, action: Action, at_ns: int) -> None:
+        if self._sink is not None or self._opening.terms.colocated:
+            return
+        if isinstance(action, Wait):
+            self.help_decisions.append((at_ns, "wait"))
+        elif isinstance(action, SwitchRole) and action.role == "generate":
+            self.help_decisions.append((at_ns, "help"))
 
     def _close(self, event: Event) -> None:
-        if isinstance(event, SliceDone | SliceFailed):
-            self._close_slice(event.lease, event.at_ns)
-        elif isinstance(event, SamplesScored | ScoreFailed):
-            self._close_scoring(event.scorer, event.slice, event.at_ns)
-        elif isinstance(event, Trained):
-            self._close_training(event)
-        elif isinstance(event, Committed):
-            self._close_trainer_work(Work.COMMIT, event.step, event.at_ns)
-            if self._sink is None:
-                self.commit_ends_ns.append(event.at_ns)
-        elif isinstance(event, HelpersReady | TrainerReturned):
-            self._close_trainer_work(Work.SWITCH, self._version, event.at_ns)
-        elif isinstance(event, Published):
+        if isinstance(event, Published):
             self._close_publication(event)
+        elif isinstance(event, Result):
+            job, version = self._open.pop(event.job.id, (None, 0))
+            if job is not None:
+                self._add_span(job, version, event.at_ns)
+            if isinstance(event, Committed) and self._sink is None:
+                self.commit_ends_ns.append(event.at_ns)
         elif isinstance(event, WorkerJoined):
             self._joined_ns[len(self._lane_names)] = event.at_ns
             self._lane_names.append(event.offer.name)
         elif isinstance(event, WorkerLost):
-            self._close_lane(event.lane, event.at_ns)
+            self._close_lost(event)
 
-    def _close_lane(self, lane: int, at_ns: int) -> None:
-        self._left_ns.setdefault(lane, at_ns)
-        if lane in self._leases:
-            self._close_slice(self._leases[lane], at_ns)
+    def _close_lost(self, event: WorkerLost) -> None:
+        """Whatever the lost worker was doing ends now."""
+        if event.pool == "generator":
+            self._left_ns.setdefault(event.lane, event.at_ns)
+        for job, version in list(self._open.values()):
+            if self._is_held_by(job, event):
+                del self._open[job.id]
+                self._add_span(job, version, event.at_ns)
         for publication in tuple(self._publications):
-            # A driver that reports lane by lane will not report this lane any more.
-            if publication.last_answer_ns is not None:
+            if publication.last_result_ns is not None:  # the lost lane will not report any more
                 self._close_if_arrived(publication)
 
-    def _close_slice(self, lease: Lease, at_ns: int) -> None:
-        if self._leases.get(lease.lane) != lease:
-            return  # a late answer; the span ended when the lane was lost
-        del self._leases[lease.lane]
-        work = Work.HELP if lease.lane in self._helpers else Work.GENERATE
-        self._add(self._lane_names[lease.lane], work, lease.started_ns, at_ns, lease.slice, lease.version)
+    def _is_held_by(self, job: Job, lost: WorkerLost) -> bool:
+        if isinstance(job, Generate | Evaluate):
+            if lost.pool == "trainer":
+                return job.lane in self._helpers
+            return lost.pool == "generator" and job.lane == lost.lane
+        if isinstance(job, Score):
+            return lost.pool == "reward" and job.scorer == lost.lane
+        return lost.pool == "trainer" and type(job) in _TRAINER_WORK
 
-    def _close_scoring(self, scorer: int, piece: Slice, at_ns: int) -> None:
-        held, start_ns = self._scoring.get(scorer, (None, 0))
-        if held == piece:
-            del self._scoring[scorer]
-            self._add(f"reward-{scorer}", Work.SCORE, start_ns, at_ns, piece)
+    def _add_span(self, job: Job, version: int, at_ns: int) -> None:
+        end_ns = max(job.issued_ns, at_ns)
+        if isinstance(job, Generate):
+            lane, work, piece, version = self._lane_names[job.lane], Work.GENERATE, job.slice, job.version
+            work = Work.HELP if job.lane in self._helpers else Work.GENERATE
+            self._keep(_slice_span(lane, work, job, end_ns, piece, version))
+        elif isinstance(job, Evaluate):
+            version = job.chunk.version
+            lane = self._lane_names[job.lane]
+            self._keep(Span(lane, Work.EVALUATE, job.issued_ns, end_ns, version, version=version))
+        elif isinstance(job, Score):
+            lane = f"reward-{job.scorer}"
+            if isinstance(job.piece, Slice):
+                self._keep(_slice_span(lane, Work.SCORE, job, end_ns, job.piece, 0))
+            else:
+                version = job.piece.version
+                self._keep(Span(lane, Work.EVALUATE, job.issued_ns, end_ns, version, version=version))
+        elif isinstance(job, Train):
+            self._keep(_slice_span(TRAINER_LANE, Work.TRAIN, job, end_ns, job.slice, version))
+        elif type(job) in _TRAINER_WORK and end_ns > job.issued_ns:
+            step = version - 1 if isinstance(job, Save) else version
+            self._keep(Span(TRAINER_LANE, _TRAINER_WORK[type(job)], job.issued_ns, end_ns, step, version=version))
 
-    def _close_training(self, event: Trained) -> None:
-        """One span per group; groups trained together share the time evenly."""
-        start, count = self._trainer_since, len(event.slices)
-        total = max(0, event.at_ns - start)
-        for index, piece in enumerate(event.slices):
-            begin, end = start + total * index // count, start + total * (index + 1) // count
-            self._add(TRAINER_LANE, Work.TRAIN, begin, end, piece, self._version)
+    def _open_publication(self, job: Publish) -> None:
+        """Publications whose lanes never answered are forgotten once two newer versions are out."""
+        recent = [each for each in self._publications if each.job.version >= job.version - 1]
+        self._publications = [*recent, _Publication(job, set(job.lanes))]
 
     def _close_publication(self, event: Published) -> None:
         for publication in tuple(self._publications):
-            if publication.version == event.version and not publication.missing.isdisjoint(event.lanes):
+            if publication.job.id == event.job.id and not publication.missing.isdisjoint(event.lanes):
                 publication.missing -= set(event.lanes)
-                publication.last_answer_ns = event.at_ns
+                publication.last_result_ns = event.at_ns
                 self._close_if_arrived(publication)
 
     def _close_if_arrived(self, publication: _Publication) -> None:
-        if not publication.missing <= self._left_ns.keys() or publication.last_answer_ns is None:
+        if not publication.missing <= self._left_ns.keys() or publication.last_result_ns is None:
             return
         self._publications = [each for each in self._publications if each is not publication]
-        start_ns, end_ns, version = publication.started_ns, publication.last_answer_ns, publication.version
-        if end_ns > start_ns:
-            self._keep(Span(TRAINER_LANE, Work.PUBLISH, start_ns, end_ns, version - 1, version=version))
-
-    def _close_trainer_work(self, work: Work, step: int, at_ns: int) -> None:
-        if at_ns > self._trainer_since:
-            self._keep(Span(TRAINER_LANE, work, self._trainer_since, at_ns, step, version=self._version))
-
-    def _add(self, lane: str, work: Work, start_ns: int, end_ns: int, piece: Slice, version: int = 0) -> None:
-        end_ns = max(start_ns, end_ns)
-        self._keep(Span(lane, work, start_ns, end_ns, piece.step, piece.group, piece.first, piece.size, version))
+        job, end_ns = publication.job, publication.last_result_ns
+        if end_ns > job.issued_ns:
+            span = Span(TRAINER_LANE, Work.PUBLISH, job.issued_ns, end_ns, job.version - 1, version=job.version)
+            self._keep(span)
 
     def _keep(self, span: Span) -> None:
         (self.spans.append if self._sink is None else self._sink)(span)
+
+
+def _slice_span(lane: str, work: Work, job: Job, end_ns: int, piece: Slice, version: int) -> Span:
+    return Span(lane, work, job.issued_ns, end_ns, piece.step, piece.group, piece.first, piece.size, version)

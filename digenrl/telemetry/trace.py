@@ -24,6 +24,7 @@ class Work(StrEnum):
     SWITCH = "switch"
     EVALUATE = "evaluate"
     SAVE = "save"
+    RESTORE = "restore"
 
 
 @dataclass(frozen=True, slots=True)

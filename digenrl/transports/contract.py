@@ -1,4 +1,4 @@
-"""How orders reach workers and reports come back: all that a runtime knows about processes. No torch."""
+"""The transport contract: how jobs reach workers and results come back. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ from pathlib import Path
 from typing import Protocol
 
 from digenrl.config.recipe import Recipe
-from digenrl.worker.assignment import Assignment, Workers
-from digenrl.worker.orders import Order, Report
+from digenrl.records import Job, Result
+from digenrl.worker.assignment import Assignment, Ready, StartFailed, Workers
 
 
 @dataclass(frozen=True, slots=True)
-class Gone(Report):
-    """The worker is no more; its orders are not answered. Not its `fault`: its machine went away."""
+class Gone:
+    """The worker is gone; its jobs get no result. `fault` is False if its machine was lost."""
 
     reason: str
     fault: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class InputsLost(Report):
+class InputsLost:
     """The job did not run: tensors that it reads were lost with the machine that held them."""
 
     names: tuple[str, ...]
+
+
+Report = Result | Ready | StartFailed | Gone | InputsLost
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +51,12 @@ class Transport(Protocol):
     """
 
     def start(self, assignment: Assignment) -> None:
-        """Starts a worker; its first report is Ready, or OrderFailed if it cannot be built."""
+        """Starts a worker; its first report is Ready, or StartFailed if it cannot be built."""
 
     def has_room(self, assignment: Assignment) -> bool:
         """Whether a worker that is started now would find a place."""
 
-    def send(self, worker: str, job_id: int, order: Order) -> None:
+    def send(self, worker: str, job_id: int, job: Job) -> None:
         """Sends a job, whose id is unique in the run; does nothing if the worker is gone."""
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
@@ -89,23 +92,23 @@ class ArtifactStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunResources:
-    """What one run works with. `close` ends its workers and frees what they left; it may be called twice.
+    """What one run works with. `close` ends its workers and frees their artifacts; it may be called twice.
 
-    `carried` are numbers about what went over a network since it was asked last, where there is one.
+    `network_metrics` are numbers about what went over the network since the last call, if there is one.
     """
 
     transport: Transport
-    exchange: ArtifactStore
-    crew: Workers
+    artifacts: ArtifactStore
+    workers: Workers
     close: Callable[[], None]
-    carried: Callable[[], dict[str, float]] = dict
+    network_metrics: Callable[[], dict[str, float]] = dict
 
 
 class Backend(Protocol):
-    """What there is to work on, found good for a recipe before anything is written or loaded."""
+    """Hardware that has been validated for a recipe, before anything is written or loaded."""
 
-    def settle(self, recipe: Recipe, run: Path, checkpoint: Path | None) -> RunResources:
-        """Makes ready for a run, which may begin from a checkpoint; workers are started later."""
+    def prepare(self, recipe: Recipe, run: Path, checkpoint: Path | None) -> RunResources:
+        """The resources of a run, which may start from a checkpoint. Workers are started later."""
 
     def close(self) -> None:
-        """Lets go of everything."""
+        """Releases the hardware."""

@@ -13,10 +13,10 @@ from queue import Empty, SimpleQueue
 
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
-from digenrl.transports.contract import Gone, Message
+from digenrl.records import Job
+from digenrl.transports.contract import Gone, Message, Report
 from digenrl.transports.thread_worker import ThreadWorker
 from digenrl.worker.assignment import Assignment
-from digenrl.worker.orders import Order, Report
 from digenrl.worker.worker import Worker, start_worker
 
 
@@ -27,7 +27,7 @@ class InlineTransport:
         self._workers: dict[str, Worker] = {}
         self._asides: dict[str, ThreadWorker] = {}
         self._arrived: deque[Message] = deque()
-        self._orders: deque[tuple[str, int, Order]] = deque()
+        self._orders: deque[tuple[str, int, Job]] = deque()
         self._done_aside: SimpleQueue[tuple[ThreadWorker, int | None, Report, int]] = SimpleQueue()
 
     def start(self, assignment: Assignment) -> None:
@@ -44,7 +44,7 @@ class InlineTransport:
         """Always."""
         return True
 
-    def send(self, worker: str, job_id: int, order: Order) -> None:
+    def send(self, worker: str, job_id: int, order: Job) -> None:
         """Begins at once beside the others, or waits for `receive`."""
         if worker in self._asides:
             self._asides[worker].send(job_id, order)

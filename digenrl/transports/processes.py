@@ -22,9 +22,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from digenrl.exchange.folder import ExchangeFolder
+from digenrl.logs import configure_logging
+from digenrl.records import Job
 from digenrl.transports.contract import Gone, Message
 from digenrl.worker.assignment import Assignment
-from digenrl.worker.orders import Order
 
 PRELOADED = ["digenrl.worker.worker"]
 PATIENCE_S = 5.0  # for workers that were asked to leave
@@ -106,7 +107,7 @@ class ProcessTransport:
         """This machine always has: who may be on it was settled before."""
         return True
 
-    def send(self, worker: str, job_id: int, order: Order) -> None:
+    def send(self, worker: str, job_id: int, order: Job) -> None:
         """A worker that died meanwhile is reported by `receive`."""
         member = self._members.get(worker)
         if member is not None:
@@ -188,6 +189,7 @@ def serve(
     _print_to(log)
     threading.Thread(target=_leave_with_the_driver, args=(lifeline, assignment.exchange), daemon=True).start()
     threading.Thread(target=_give_signs, args=(sign,), daemon=True).start()
+    configure_logging(assignment.name, verbose=assignment.recipe.logging.verbose)
     _take_place(assignment)
     from digenrl.exchange.tensors import TensorExchange
     from digenrl.worker.worker import start_worker  # loaded by the fork server already

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from digenrl.transports.contract import Gone, InputsLost, Message, Transport
-from digenrl.worker.assignment import Assignment, Ranks, rank_device, rank_names
-from digenrl.worker.orders import Order, OrderFailed, Report
+from digenrl.records import Job, JobFailed
+from digenrl.transports.contract import Gone, InputsLost, Message, Report, Transport
+from digenrl.worker.assignment import Assignment, Ranks, StartFailed, rank_device, rank_names
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class RankGroupTransport:
         """Whether all ranks would find a place."""
         return self._transport.has_room(assignment)
 
-    def send(self, worker: str, job_id: int, order: Order) -> None:
+    def send(self, worker: str, job_id: int, order: Job) -> None:
         """Sends to every rank of a group, or to the one rank that is named."""
         group = self._groups.get(worker)
         if group is None:
@@ -88,7 +88,7 @@ class RankGroupTransport:
             return [self._end_group(name, None, Gone(reason, report.fault))]
         if job_id not in group.reports:  # sent to this rank alone
             return [message]
-        if isinstance(report, OrderFailed):  # the other ranks may wait for this one forever
+        if isinstance(report, JobFailed | StartFailed):  # the other ranks may wait for this one forever
             return [self._end_group(name, job_id, report)]
         reports = group.reports[job_id]
         reports[message.worker] = report

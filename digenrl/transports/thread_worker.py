@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from digenrl.transports.contract import Gone
-from digenrl.worker.orders import Order, Report
+from digenrl.records import Job
+from digenrl.transports.contract import Gone, Report
 from digenrl.worker.worker import Worker
 
 PATIENCE_S = 5.0  # for an order under way; a thread cannot be ended, but this one does not keep the process alive
@@ -25,11 +25,11 @@ class ThreadWorker:
     ) -> None:
         self.name, self.under_way = name, 0
         self._worker, self._report = worker, report
-        self._orders: SimpleQueue[tuple[int, Order] | None] = SimpleQueue()
+        self._orders: SimpleQueue[tuple[int, Job] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
-    def send(self, job_id: int, order: Order) -> None:
+    def send(self, job_id: int, order: Job) -> None:
         """Is carried out after those before it."""
         self.under_way += 1
         self._orders.put((job_id, order))

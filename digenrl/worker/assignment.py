@@ -1,4 +1,4 @@
-"""What a worker is told when it starts. Needs no torch."""
+"""What a worker is told when it starts, and its first answer. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from digenrl.config.recipe import Recipe
 
 TRAINER, ENCODER = "trainer", "encoder"
 
-Duty = Literal["encode", "generate", "score", "learn"]
+Duty = Literal["encode", "generate", "score", "train"]
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """A worker's place among those that train together. The epoch is new whenever they start again."""
+    """A worker's place among the ranks of a trainer. Every restart has a new epoch."""
 
     index: int
     count: int
@@ -24,11 +24,11 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Who does what, where.
+    """One worker: its duties and its device.
 
     `exchange` is the folder where workers of one machine leave tensors; workers of a cluster have none. `cores`
-    pins a worker on a CPU. A trainer may begin from a `checkpoint`. `pool` is the recipe's pool of generators that
-    the worker is of, and `ranks` its place in a trainer of several processes. Files are written into `run`.
+    pins a worker to CPU cores. A trainer may start from a `checkpoint`. `pool` is the worker's generator pool in
+    the recipe, and `ranks` its place in a trainer of several processes. Files are written into `run`.
     """
 
     name: str
@@ -45,8 +45,22 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
+class Ready:
+    """The worker has loaded everything it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailed:
+    """The worker could not be built. A `user_error` is explained by `reason`; else see `details`."""
+
+    reason: str
+    user_error: bool = False
+    details: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
-    """What there is to work on."""
+    """The devices of this machine."""
 
     cores: tuple[int, ...]
     cuda_devices: int = 0
@@ -54,9 +68,9 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """All workers of a run. In mode colocated the trainer does everything but to score.
+    """All workers of a run. In mode colocated the trainer does everything except scoring.
 
-    `reserve` are generators that join while the run goes on, as soon as there is room for them.
+    `reserve` are generators that join during the run, as soon as there is room for them.
     """
 
     trainer: Assignment
@@ -65,33 +79,33 @@ class Workers:
     encoder: Assignment | None = None
     reserve: tuple[Assignment, ...] = ()
 
-    def everybody(self) -> tuple[Assignment, ...]:
-        """Who is there from the beginning, the slowest to load first."""
+    def initial(self) -> tuple[Assignment, ...]:
+        """Those that start with the run, the slowest to load first."""
         encoder = () if self.encoder is None else (self.encoder,)
         return (self.trainer, *self.generators, *self.rewards, *encoder)
 
 
 def rank_names(assignment: Assignment) -> list[str]:
-    """The processes that a worker is made of; most are one, under their own name."""
-    count = assignment.recipe.lanes.ranks if "learn" in assignment.duties else 1
+    """The processes of a worker: one of the same name, or one per rank."""
+    count = assignment.recipe.lanes.ranks if "train" in assignment.duties else 1
     return [assignment.name] if count == 1 else [f"{assignment.name}/{index}" for index in range(count)]
 
 
 def own_slice(assignment: Assignment, unit: int) -> int:
-    """How many samples a generator makes at once: its pool's number, or one slice."""
+    """How many samples a generator makes at once: its pool's setting, or one slice."""
     pools = assignment.recipe.cluster.generators
     own = next((pool.slice for pool in pools if pool.name == assignment.pool), None)
     return own or unit
 
 
 def rank_device(device: str, rank: int) -> str:
-    """Where a rank computes: the first on the device itself, the others on those that follow."""
+    """The device of a rank: the assignment's own for the first, the following ones for the others."""
     kind, colon, index = device.partition(":")
     return f"{kind}:{int(index) + rank}" if colon else device
 
 
 def threads_per_worker(recipe: Recipe, machine: Machine) -> int:
-    """Threads of each worker on a CPU: its share of the cores."""
+    """Threads per worker. On a CPU, each gets an equal share of the cores."""
     if isinstance(recipe.lanes.threads, int):
         return recipe.lanes.threads
     return max(1, len(machine.cores) // lane_count(recipe)) if runs_on_cpu(recipe, machine) else 4
@@ -102,7 +116,7 @@ def runs_on_cpu(recipe: Recipe, machine: Machine) -> bool:
 
 
 def lane_count(recipe: Recipe) -> int:
-    """Generators and the trainer's ranks: those who compute all the time."""
+    """Generators and trainer ranks: the workers that compute all the time."""
     if recipe.topology.one_process:
         return 1
     generators = recipe.lanes.generators

@@ -1,21 +1,27 @@
-"""From a recipe to what the rooms make of it, and to a loaded model. The first half reads no weights."""
+"""From a recipe to its blueprint, and from a blueprint to a loaded model and a trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 
 from digenrl import demo
+from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError, complaints_about
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_paths import DEMO
+from digenrl.config.windows import Window
+from digenrl.generation.noise import normal_noise
 from digenrl.models.compiled import compile_blocks
-from digenrl.models.contract import DiffusionModel, SampleSize, TextEncoder
+from digenrl.models.contract import DiffusionModel, SampleSize, Schedule, TextEncoder
+from digenrl.models.family import Family
 from digenrl.models.loading import check_source
 from digenrl.models.lora import add_lora
 from digenrl.models.offloaded_text_encoder import OffloadedTextEncoder
@@ -23,11 +29,35 @@ from digenrl.models.random_texts import RandomTexts
 from digenrl.models.registry import find_family
 from digenrl.models.trajectory import StepNoise
 from digenrl.training.batch import BatchShape, check_shape
-from digenrl.worker.stages import Blueprint
+from digenrl.training.ranks.rank_group import RankGroup
+from digenrl.training.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """A recipe with its family, algorithm and window resolved. It holds no weights."""
+
+    recipe: Recipe
+    family: Family
+    algorithm: Algorithm
+    window: Window
+    noise: StepNoise
+    size: SampleSize
+    guidance: float
+
+    @property
+    def shape(self) -> BatchShape:
+        """The number of groups in a batch, and of samples in a group."""
+        return BatchShape(self.recipe.batch.prompts, self.recipe.batch.samples_per_prompt)
+
+    def schedule(self, model: DiffusionModel, steps: int) -> Schedule:
+        """The model's own noise levels, or those of the recipe's shift."""
+        shift = self.recipe.sample.shift
+        return model.schedule(steps, self.size) if shift is None else model.shifted_schedule(steps, shift)
 
 
 def read_blueprint(recipe: Recipe) -> Blueprint:
-    """What the recipe asks of each room; raises ConfigError where one of them cannot do it."""
+    """Resolves a recipe; raises ConfigError for what the family, algorithm or window does not support."""
     family = find_family(recipe.model.family)
     if family.kind == "image" and recipe.sample.frames != 1:
         raise ConfigError(f"sample.frames: {family.name} makes images, got {recipe.sample.frames}; set it to 1")
@@ -63,15 +93,15 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
 
 
 def load_model(blueprint: Blueprint, device: str, for_a_run: bool = True) -> DiffusionModel:
-    """The recipe's model without text encoders, and with adapters where it trains those.
+    """The recipe's model without text encoders, with LoRA adapters if it trains those.
 
-    Compiling takes a minute or so and pays `for_a_run`, not for a few pictures.
+    Compiling takes about a minute, which pays off `for_a_run` but not for a few pictures.
     """
     recipe, family = blueprint.recipe, blueprint.family
     if recipe.model.random:
         model = family.build_full(dtype_of(recipe), device, recipe.model.random_size, seed=recipe.seed)
     else:
-        with _told_in_one_line(recipe):
+        with _loading_errors_in_one_line(recipe):
             model = family.load(source_of(recipe), dtype_of(recipe), device, text_encoders=False)
     if recipe.training.lora is not None:
         add_lora(model, recipe.training.lora.rank, recipe.training.lora.alpha, seed=recipe.seed)
@@ -81,11 +111,11 @@ def load_model(blueprint: Blueprint, device: str, for_a_run: bool = True) -> Dif
 
 
 def load_text_encoders(blueprint: Blueprint, device: str, shares_device: bool = False) -> TextEncoder:
-    """What encodes the recipe's prompts. On a card that it shares with training it makes room between times."""
+    """The recipe's text encoders. On a GPU shared with training they are offloaded between calls."""
     recipe = blueprint.recipe
     if recipe.model.random:
         return RandomTexts(blueprint.family, dtype_of(recipe), recipe.model.random_size)
-    with _told_in_one_line(recipe):
+    with _loading_errors_in_one_line(recipe):
         if shares_device and device.startswith("cuda"):
             return OffloadedTextEncoder(
                 blueprint.family.load_text_encoders(source_of(recipe), dtype_of(recipe)), device
@@ -94,8 +124,8 @@ def load_text_encoders(blueprint: Blueprint, device: str, shares_device: bool = 
 
 
 @contextmanager
-def _told_in_one_line(recipe: Recipe) -> Iterator[None]:
-    """A file that is missing, cut short or of another model is not a worker's fault."""
+def _loading_errors_in_one_line(recipe: Recipe) -> Iterator[None]:
+    """A missing, truncated or wrong file is the user's to fix."""
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
@@ -106,11 +136,34 @@ def _told_in_one_line(recipe: Recipe) -> Iterator[None]:
 
 
 def dtype_of(recipe: Recipe) -> torch.dtype:
-    """The type of the weights that are not trained."""
+    """The dtype of the frozen weights."""
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
     return dtype
 
 
 def source_of(recipe: Recipe) -> str | Path:
-    """Where the model is; the demo's comes with the package."""
+    """Where the model is. The demo's ships with the package."""
     return demo.model_folder() if recipe.model.source == DEMO else recipe.model.source
+
+
+def make_trainer(
+    blueprint: Blueprint, model: DiffusionModel, *, helps: bool, ranks: RankGroup | None = None
+) -> Trainer:
+    """The recipe's trainer, alone or as one of several `ranks`.
+
+    A trainer that also generates keeps the last version, and may offload its state while it generates.
+    """
+    settings = blueprint.recipe.training
+    if not blueprint.recipe.techniques.tsp:
+        settings = settings.model_copy(update={"pack_size": 1})
+    return Trainer(
+        model,
+        blueprint.algorithm,
+        settings,
+        blueprint.shape,
+        draw_noise=partial(normal_noise, blueprint.recipe.seed),
+        ranks=ranks,
+        helps=helps,
+        keep_last_version=True,
+        offload=helps and settings.offloads(model.device.type),
+    )

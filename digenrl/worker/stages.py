@@ -1,198 +1,323 @@
-"""The data's way, in order: prompt, plan, generate, reward, advantage, train, publish. Each stage calls one room.
+"""What a worker does: encode, generate, score, train, commit, publish, evaluate, save. One method per job.
 
-Who runs a stage, where and when is not known here; see `digenrl.workers` and `digenrl.scheduling`.
+Read from top to bottom, this is the way of a prompt to published weights. Each stage calls one room. Tensors come
+from the exchange and go there; jobs and results hold names and numbers only. The scheduler decides which stage
+runs where and when.
+
 Shape legend: B = samples, F = frames, C = 3 colours, H and W = height and width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from hashlib import blake2b
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter, sleep
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from digenrl.algorithms.contract import Algorithm
-from digenrl.config.recipe import Recipe
-from digenrl.config.windows import EulerOnly, Window
-from digenrl.generation.noise import normal_noise
-from digenrl.generation.rollout import GeneratedSlice, decode_slice, generate_pixels, generate_slice
-from digenrl.generation.row_limits import RowLimits
-from digenrl.generation.windows import plan_rollouts
-from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
-from digenrl.models.family import Family
+from digenrl.config.reading import ConfigError
+from digenrl.exchange.tensors import Exchange
+from digenrl.generation.rollout import GeneratedSlice
+from digenrl.models.contract import Conditioning, DiffusionModel, TextEncoder
 from digenrl.models.pairs import ScoredGroup
-from digenrl.models.trajectory import RolloutPlan, StepNoise, Trajectory
-from digenrl.prompts.sampler import PromptSampler
-from digenrl.prompts.sources import Prompt
-from digenrl.records import SampleId, Slice
-from digenrl.rewards.contract import Reward, RewardBatch
-from digenrl.training.batch import BatchShape
-from digenrl.training.ranks.rank_group import RankGroup
+from digenrl.models.published import gathered_weights, load_published
+from digenrl.models.trajectory import Trajectory
+from digenrl.models.transfers import sent, wait_for
+from digenrl.records import (
+    NO_WEIGHTS,
+    Commit,
+    Committed,
+    Encode,
+    Encoded,
+    Evaluate,
+    Evaluated,
+    Export,
+    Exported,
+    Generate,
+    Generated,
+    GroupArtifact,
+    PromptRow,
+    Publish,
+    Published,
+    Restore,
+    Restored,
+    Role,
+    RoleSwitched,
+    Save,
+    Saved,
+    Score,
+    Scored,
+    Scores,
+    Slice,
+    SliceArtifact,
+    SwitchRole,
+    Train,
+    Trained,
+    WeightsReference,
+    held_out_name,
+    pixels_name,
+    slice_name,
+    state_name,
+    weights_name,
+)
+from digenrl.rewards.contract import Reward, RewardError
+from digenrl.training.checkpoint.checkpoints import CheckpointError, prune_checkpoints, save_checkpoint
+from digenrl.training.checkpoint.export import export_weights, weights_to_export
+from digenrl.training.checkpoint.state_trees import state_as_tensors, state_of_tensors
+from digenrl.training.ranks.rank_group import RanksError, together
 from digenrl.training.trainer import Trainer
-
-HELD_OUT_STEP = 0  # held-out samples have ids of their own seed: always the same initial noise
+from digenrl.worker.blueprint import Blueprint
+from digenrl.worker.pictures import save_pictures
+from digenrl.worker.rollouts import held_out_pixels, plan, roll_out, row_limits, shuffled
+from digenrl.worker.tensor_files import (
+    conditioning_of,
+    conditioning_tensors,
+    trajectories_of,
+    trajectory_tensors,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Blueprint:
-    """What a recipe means to the rooms; `digenrl.worker.blueprint` reads it."""
+class WorkerParts:
+    """What a worker has loaded for its duties. It gets no jobs for what it lacks.
 
-    recipe: Recipe
-    family: Family
-    algorithm: Algorithm
-    window: Window
-    noise: StepNoise
-    size: SampleSize
-    guidance: float
+    With a trainer, the model is the trainer's, and generation uses the version that the trainer committed last.
+    `publishes` is false if no other worker generates. A `slowdown` above 1 imitates a slower device.
+    """
+
+    blueprint: Blueprint
+    exchange: Exchange
+    encoder: TextEncoder | None = None
+    model: DiffusionModel | None = None
+    reward: Reward | None = None
+    trainer: Trainer | None = None
+    publishes: bool = True
+    slowdown: float = 1.0
+
+
+class Stages:
+    """The stages of one worker, in the order in which data passes through them."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        self.parts = parts
+        self._blueprint, self._exchange = parts.blueprint, parts.exchange
+        self.row_limits = row_limits(parts.blueprint)
+        self._loaded_version = 0
+        self._has_loaded = False
+
+    # --- Generators and reward lanes ----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def encode(self, job: Encode) -> Encoded:
+        """Encodes prompts one at a time: a row's last bits depend on its batch, and a resumed run must match."""
+        negative = self._blueprint.recipe.model.negative_prompt
+        assert self.parts.encoder is not None
+        for prompt in job.prompts:
+            row = self.parts.encoder.encode([prompt.text], None if negative is None else [negative])
+            self._exchange.put(prompt.row, conditioning_tensors(row.to("cpu")))
+        return Encoded(0, job)
+
+    def generate(self, job: Generate) -> Generated:
+        """Rolls out a slice and decodes it. Scores it here if this worker has a reward, else leaves its pixels."""
+        assert self.version >= job.version, f"{job} needs weights that were never loaded"
+        generated, pixels_BFCHW = self.roll_out(job.prompt, job.slice)
+        name = slice_name(job.id)
+        self._exchange.put(name, trajectory_tensors(generated.trajectories))
+        if self.parts.reward is None:
+            self._exchange.put(pixels_name(name), {"pixels": pixels_BFCHW})
+            return Generated(0, job, self.version)
+        try:
+            scores = self.score_pixels(pixels_BFCHW, [job.prompt] * job.slice.size)
+        except RewardError as error:
+            return Generated(0, job, self.version, score_failure=str(error))
+        return Generated(0, job, self.version, scores=scores)
+
+    def score(self, job: Score) -> Scored:
+        """Scores samples whose pixels are in the exchange."""
+        (name,) = job.reads()
+        pixels_BFCHW = self._exchange.get(name)["pixels"]
+        if isinstance(job.piece, Slice):
+            assert job.artifact is not None
+            first = job.piece.first - job.artifact.slice.first
+            pixels_BFCHW = pixels_BFCHW[first : first + job.piece.size]
+        return Scored(0, job, self.score_pixels(pixels_BFCHW, job.prompts))
+
+    # --- The trainer --------------------------------------------------------------------------------------------
+
+    def train(self, job: Train) -> Trained:
+        """Adds a group's gradient to the open batch. Takes the optimizer updates before the batch's last one."""
+        trainer, updates = self.trainer, []
+        trainer.switching.come_back()  # a replacement trainer has not been told its role yet
+        trainer.add_group(self._scored_group(job.group), job.group.place)
+        while trainer.update < self._blueprint.algorithm.updates_per_batch - 1 and trainer.can_commit():
+            updates.append(asdict(trainer.commit()))
+        wait_for(self.model.device)  # so that the driver measures the whole job
+        return Trained(0, job, tuple(updates))
+
+    def commit(self, job: Commit) -> Committed:
+        """Takes the batch's last optimizer update and exports the new version."""
+        updates: list[Mapping[str, Any]] = []
+        while self.trainer.batch == job.step:
+            updates.append(asdict(self.trainer.commit()))
+        weights, _ = self._export(job)
+        return Committed(0, job, tuple(updates), weights)
+
+    def publish(self, job: Publish) -> Published:
+        """Loads a version, to be served from the next slice on.
+
+        Names, shapes and checksum are checked before anything changes. The first version is loaded even if this
+        worker has it already, which tells what loading costs.
+        """
+        began = perf_counter()
+        first_of_all = not self._has_loaded and job.version == self._loaded_version
+        if self.parts.trainer is None and (job.version > self._loaded_version or first_of_all):
+            load_published(self.model, self._exchange.get_weights(job.weights))
+            self._loaded_version, self._has_loaded = job.version, True
+        return Published(0, job, job.lanes, perf_counter() - began)
+
+    def switch_role(self, job: SwitchRole) -> RoleSwitched:
+        """Moves what only training needs off the device, or back, where the recipe asks for it."""
+        return RoleSwitched(0, job, self.switch_to(job.role))
+
+    def evaluate(self, job: Evaluate) -> Evaluated:
+        """Samples held-out prompts with the served version. Scores them here if this worker has a reward."""
+        settings = self._blueprint.recipe.evaluation
+        assert settings is not None
+        pixels: list[Tensor] = []
+        for start in range(0, len(job.prompts), settings.batch):
+            with self.served_weights():
+                rows = [self.row(prompt) for prompt in job.prompts[start : start + settings.batch]]
+                conditioning = Conditioning.joined(rows)
+                first = job.first + start
+                pixels.append(held_out_pixels(self._blueprint, self.model, conditioning, first, self.row_limits))
+        pixels_BFCHW = torch.cat(pixels)
+        save_pictures(pixels_BFCHW, Path(job.pictures), job.first, job.shown)
+        if self.parts.reward is not None:
+            return Evaluated(0, job, self.score_pixels(pixels_BFCHW, job.prompts))
+        self._exchange.put(held_out_name(job.chunk), {"pixels": pixels_BFCHW})
+        return Evaluated(0, job)
+
+    def save(self, job: Save) -> Saved:
+        """Writes a checkpoint of the last version and the exported weights, and removes old checkpoints.
+
+        The open batch is not saved: a resumed run does it again. All ranks of a trainer save together.
+        """
+        trainer = self.trainer
+        with suppress(ConfigError):  # without room for a host copy the state is read from the device, more slowly
+            trainer.keep_version()
+        run, state, ranks = Path(job.run), trainer.state_at_last_version(), trainer.ranks
+        assert state["batch"] == job.step, f"to save step {job.step}, but the trainer is at {state['batch']}"
+        path = save_checkpoint(run / "checkpoints", job.step, state, job.facts, ranks=ranks)
+        values = weights_to_export(state)
+        if trainer.cut is not None:
+            values = gathered_weights(self.model, values)
+        try:
+            with together(ranks):
+                if ranks is None or ranks.first:
+                    prune_checkpoints(run / "checkpoints", job.keep, path)
+                    export_weights(self.model, run, values)
+        except RanksError as error:
+            raise CheckpointError(f"{run}: the export was not written: {error}") from error
+        return Saved(0, job, str(path))
+
+    # --- Recovery -----------------------------------------------------------------------------------------------
+
+    def export(self, job: Export) -> Exported:
+        """Exports the trainer's current version: for the first time, or because the last export was lost."""
+        weights, state_bytes = self._export(job)
+        return Exported(0, job, weights, state_bytes)
+
+    def restore(self, job: Restore) -> Restored:
+        """Continues from the state that the lost trainer had exported."""
+        (name,) = job.reads()
+        self.trainer.load_state(state_of_tensors(self._exchange.get(name)))
+        return Restored(0, job)
+
+    # --- Parts of stages, which calibration uses as well --------------------------------------------------------
 
     @property
-    def shape(self) -> BatchShape:
-        """P groups of G samples."""
-        return BatchShape(self.recipe.batch.prompts, self.recipe.batch.samples_per_prompt)
+    def model(self) -> DiffusionModel:
+        """The model that this worker generates or trains with."""
+        assert self.parts.model is not None
+        return self.parts.model
 
-    def schedule(self, model: DiffusionModel, steps: int) -> Schedule:
-        """The model's own noise levels, or those of the recipe's shift."""
-        shift = self.recipe.sample.shift
-        return model.schedule(steps, self.size) if shift is None else model.shifted_schedule(steps, shift)
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer, in a worker that trains."""
+        assert self.parts.trainer is not None
+        return self.parts.trainer
 
+    @property
+    def version(self) -> int:
+        """The version that the next slice is generated with."""
+        return self._loaded_version if self.parts.trainer is None else self.parts.trainer.batch
 
-def prompt(sampler: PromptSampler, step: int, group: int) -> Prompt:
-    """1. The prompt of a group."""
-    return sampler.prompt_for(step, group)
+    def roll_out(self, prompt: PromptRow, piece: Slice) -> tuple[GeneratedSlice, Tensor]:
+        """The trajectories of a slice, and its pixels_BFCHW."""
+        began = perf_counter()
+        with self.served_weights():
+            row = self.row(prompt)
+            generated = roll_out(self._blueprint, self.model, row, piece, self.version, self.row_limits)
+        if self.parts.slowdown > 1:
+            sleep((perf_counter() - began) * (self.parts.slowdown - 1))
+        return generated
 
+    def score_pixels(self, pixels_BFCHW: Tensor, prompts: Sequence[PromptRow]) -> Scores:
+        """One finite number per sample, and its parts."""
+        assert self.parts.reward is not None
+        texts, metadata = [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts]
+        batch = self.parts.reward.score(pixels_BFCHW, texts, metadata)
+        return Scores(batch.values, dict(batch.parts))
 
-def plan(blueprint: Blueprint, model: DiffusionModel, samples: Sequence[SampleId]) -> tuple[RolloutPlan, ...]:
-    """2. Which steps of each sample are stochastic, and which are kept. Every worker comes to the same."""
-    return plan_rollouts(
-        blueprint.window,
-        samples,
-        schedule=blueprint.schedule(model, blueprint.recipe.sample.denoising_steps),
-        size=blueprint.size,
-        noise=blueprint.noise,
-        guidance=blueprint.guidance,
-        run_seed=blueprint.recipe.seed,
-    )
+    def switch_to(self, role: Role) -> float:
+        """The seconds until work can continue. Copies may still run in the background."""
+        began = perf_counter()
+        if role == "generate":
+            self.trainer.switching.leave()
+        else:
+            self.trainer.switching.come_back()
+        return perf_counter() - began
 
+    def served_weights(self) -> AbstractContextManager[None]:
+        """Inside, the model has the version that is served."""
+        return nullcontext() if self.parts.trainer is None else self.trainer.policies.generating()
 
-def generate(
-    blueprint: Blueprint,
-    model: DiffusionModel,
-    conditioning: Conditioning,
-    piece: Slice,
-    version: int,
-    limits: RowLimits | None = None,
-) -> tuple[GeneratedSlice, Tensor]:
-    """3. The trajectories of a slice, and its pixels_BFCHW. What fits in memory at once is kept in the limits."""
-    limits = limits or row_limits(blueprint)
-    made = generate_slice(
-        model,
-        conditioning,
-        plan(blueprint, model, tuple(piece.samples())),
-        piece,
-        run_seed=blueprint.recipe.seed,
-        version=version,
-        needs=blueprint.algorithm.needs,
-        same_noise_in_group=blueprint.algorithm.settings.same_initial_noise,
-        autocast=blueprint.recipe.training.autocast,
-        limit=limits.denoising,
-    )
-    return made, decode_slice(model, made, limits.decoding)
+    def row(self, prompt: PromptRow) -> Conditioning:
+        """The encoded prompt, on this worker's device."""
+        return conditioning_of(self._exchange.get(prompt.row)).to(self.model.device)
 
+    def _scored_group(self, group: GroupArtifact) -> ScoredGroup:
+        trajectories = [trajectory for piece in group.slices for trajectory in self._trajectories(piece)]
+        # Made compact once and not for every pack: on a GPU this waits for the device.
+        row = self.model.compact(conditioning_of(self._exchange.get(group.prompt.row))).to(self.model.device)
+        rewards = group.rewards
+        if self._blueprint.recipe.shuffled_rewards:
+            rewards = shuffled(rewards, self._blueprint.recipe.seed, trajectories[0].sample)
+        return ScoredGroup(row, tuple(trajectories), tuple(rewards))
 
-def reward(
-    scorer: Reward, pixels_BFCHW: Tensor, texts: Sequence[str], metadata: Sequence[Mapping[str, object]]
-) -> RewardBatch:
-    """4. One finite number per sample, or an error."""
-    return scorer.score(pixels_BFCHW, texts, metadata)
+    def _trajectories(self, piece: SliceArtifact) -> Sequence[Trajectory]:
+        samples = tuple(piece.slice.samples())
+        tensors = {name: sent(value, self.model.device) for name, value in self._exchange.get(piece.name).items()}
+        return trajectories_of(tensors, samples, plan(self._blueprint, self.model, samples), piece.version)
 
-
-def advantage(
-    blueprint: Blueprint,
-    conditioning: Conditioning,
-    trajectories: Sequence[Trajectory],
-    rewards: Sequence[float],
-) -> ScoredGroup:
-    """5. A whole group with its rewards; the algorithm turns them into advantages where it trains on them."""
-    if blueprint.recipe.shuffled_rewards:
-        rewards = shuffled(rewards, blueprint.recipe.seed, trajectories[0].sample)
-    return ScoredGroup(conditioning, tuple(trajectories), tuple(rewards))
-
-
-def train(trainer: Trainer, group: ScoredGroup, place: int) -> None:
-    """6. The group's gradient joins that of its update."""
-    trainer.add_group(group, place)
-
-
-def publish(trainer: Trainer) -> dict[str, Tensor]:
-    """7. The weights that the next batch is generated with, by name."""
-    return trainer.published()
-
-
-def make_trainer(
-    blueprint: Blueprint, model: DiffusionModel, *, helps: bool, ranks: RankGroup | None = None
-) -> Trainer:
-    """The trainer of a recipe, one of several `ranks` or alone.
-
-    One that also generates keeps the last version, and may leave the card to generation meanwhile.
-    """
-    settings = blueprint.recipe.training
-    if not blueprint.recipe.techniques.tsp:
-        settings = settings.model_copy(update={"pack_size": 1})
-    return Trainer(
-        model,
-        blueprint.algorithm,
-        settings,
-        blueprint.shape,
-        draw_noise=partial(normal_noise, blueprint.recipe.seed),
-        ranks=ranks,
-        helps=helps,
-        keep_last_version=True,
-        offload=helps and settings.offloads(model.device.type),
-    )
-
-
-def row_limits(blueprint: Blueprint) -> RowLimits:
-    """What a worker knows of its memory when it begins: what the recipe says."""
-    return RowLimits.decoding_at_most(blueprint.recipe.sample.decode_rows)
-
-
-def held_out_pixels(
-    blueprint: Blueprint,
-    model: DiffusionModel,
-    conditioning: Conditioning,
-    first: int,
-    limits: RowLimits | None = None,
-) -> Tensor:
-    """Held-out samples, pixels_BFCHW: one row of conditioning each, Euler steps, noise by their place alone."""
-    evaluation = blueprint.recipe.evaluation
-    assert evaluation is not None, "a recipe without evaluation has no held-out samples"
-    limits = limits or row_limits(blueprint)
-    samples = [SampleId(HELD_OUT_STEP, first + row, 0) for row in range(len(conditioning))]
-    plans = plan_rollouts(
-        EulerOnly(),
-        samples,
-        schedule=blueprint.schedule(model, evaluation.denoising_steps),
-        size=blueprint.size,
-        noise=blueprint.noise,
-        guidance=blueprint.guidance if evaluation.guidance is None else evaluation.guidance,
-        run_seed=evaluation.seed,
-    )
-    return generate_pixels(
-        model,
-        conditioning,
-        plans,
-        samples,
-        run_seed=evaluation.seed,
-        autocast=blueprint.recipe.training.autocast,
-        limit=limits.held_out,
-        decoding=limits.decoding,
-    )
-
-
-def shuffled(rewards: Sequence[float], seed: int, sample: SampleId) -> tuple[float, ...]:
-    """The rewards of a group in an order that has nothing to do with its samples, the same every time."""
-    key = f"{seed}/{sample.step}/{sample.group}/shuffled rewards"
-    order = sorted(range(len(rewards)), key=lambda index: blake2b(f"{key}/{index}".encode()).digest())
-    return tuple(rewards[index] for index in order)
+    def _export(self, job: Commit | Export) -> tuple[WeightsReference, int]:
+        """Leaves the weights and, if asked for, the state that a replacement needs. Returns the state's bytes."""
+        trainer = self.trainer
+        if job.new_version != trainer.batch or not self.parts.publishes:
+            return NO_WEIGHTS, 0
+        if job.writes_state or trainer.keeps_last_version:
+            trainer.keep_version()  # one host copy serves both
+        published = trainer.published()  # by all ranks together, if weights are sharded
+        weights = NO_WEIGHTS
+        if job.rank == 0:
+            weights = self._exchange.put_weights(weights_name(job.new_version), published)
+        state_bytes = 0
+        if job.writes_state:
+            state = state_as_tensors(trainer.state_at_last_version())
+            state_bytes = self._exchange.put(state_name(job.new_version, job.rank), state)
+            state_bytes += trainer.moments_to_come()  # room that it will need once there are optimizer moments
+        return weights, state_bytes

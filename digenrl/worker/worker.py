@@ -1,96 +1,129 @@
-"""A worker: the roles of its assignment, and one report for every order."""
+"""A worker: what its assignment loads, and one result for every job."""
 
 from __future__ import annotations
 
+import logging
 import traceback
+from collections.abc import Callable
 from socket import gethostname
+from time import perf_counter
+from typing import Any
 
 from torch._dynamo.exc import TorchDynamoException
 
+from digenrl import records
 from digenrl.config.reading import ConfigError
 from digenrl.exchange.tensors import Exchange
+from digenrl.logs import logged_job
 from digenrl.models.contract import DiffusionModel
+from digenrl.records import Job, JobFailed, Result
 from digenrl.rewards.building import build_rewards
 from digenrl.rewards.contract import RewardError
+from digenrl.training.checkpoint.checkpoints import read_checkpoint
 from digenrl.training.ranks.rank_group import join_ranks
 from digenrl.training.ranks.sharding import shard_model
 from digenrl.training.trainer import Trainer
-from digenrl.worker.assignment import Assignment
-from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
-from digenrl.worker.orders import Order, OrderFailed, Ready, Report
-from digenrl.worker.roles import Encoding, Generating, Learning, Role, Scoring
-from digenrl.worker.saving import Saving
-from digenrl.worker.stages import Blueprint, make_trainer
+from digenrl.worker.assignment import Assignment, Ready, StartFailed
+from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, make_trainer, read_blueprint
+from digenrl.worker.calibration import Calibration
+from digenrl.worker.stages import Stages, WorkerParts
 
-WITHOUT_COMPILER = "the model could not be compiled; a compiler for C is needed, or set model.compile=false"
+logger = logging.getLogger(__name__)
+
+NO_COMPILER = "the model could not be compiled; a C compiler is needed, or set model.compile=false"
 
 
 class Worker:
-    """Carries out one order after the other. What goes wrong is a report, too."""
+    """Carries out one job after the other. A failure is a result, too."""
 
-    def __init__(self, roles: list[Role]) -> None:
-        self._handlers = {kind: handler for role in roles for kind, handler in role.handlers.items()}
+    def __init__(self, name: str, stages: Stages) -> None:
+        self._name = name
+        self.stages = stages
+        self._handlers: dict[type[Job], Callable[[Any], Result]] = {
+            records.Encode: stages.encode,
+            records.Generate: stages.generate,
+            records.Score: stages.score,
+            records.Train: stages.train,
+            records.Commit: stages.commit,
+            records.Publish: stages.publish,
+            records.SwitchRole: stages.switch_role,
+            records.Evaluate: stages.evaluate,
+            records.Save: stages.save,
+            records.Export: stages.export,
+            records.Restore: stages.restore,
+            records.Calibrate: Calibration(stages).calibrate,
+        }
 
-    def handle(self, order: Order) -> Report:
-        """The report of an order that is carried out, or of why it could not be."""
+    def handle(self, job: Job) -> Result:
+        """The result of a job, or why it failed."""
+        with logged_job(job, self._name):
+            logger.debug("started; reads %s", job.reads())
+            began = perf_counter()
+            result = self._carry_out(job)
+            seconds = perf_counter() - began
+            if isinstance(result, JobFailed):
+                logger.warning("failed after %.3f s: %s\n%s", seconds, result.reason, result.details)
+            else:
+                logger.info("done in %.3f s", seconds)
+            return result
+
+    def _carry_out(self, job: Job) -> Result:
         try:
-            return self._handlers[type(order)](order)
+            return self._handlers[type(job)](job)
         except (ConfigError, RewardError) as error:
-            return OrderFailed(order, str(error), mistake=True)
+            return JobFailed(0, job, str(error), user_error=True)
         except TorchDynamoException as error:
-            return OrderFailed(order, f"{in_short(error)}; {WITHOUT_COMPILER}", mistake=True)
-        except Exception as error:  # a worker outlives its order: whoever gave it decides what follows
-            return failure(order, error)
-
-
-def failure(order: Order, error: Exception) -> OrderFailed:
-    """A report of something that nobody expected."""
-    return OrderFailed(order, in_short(error), details=traceback.format_exc())
+            return JobFailed(0, job, f"{in_short(error)}; {NO_COMPILER}", user_error=True)
+        except Exception as error:  # the worker survives; the scheduler decides what follows
+            return JobFailed(0, job, in_short(error), details=traceback.format_exc())
 
 
 def in_short(error: Exception) -> str:
-    """Its kind and its words, in one line."""
+    """The error's type and message in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def start_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "") -> tuple[Worker | None, Report]:
-    """A worker and its first report: that it is ready or, without one, why it could not be built.
+def start_worker(
+    assignment: Assignment, exchange: Exchange, rendezvous: str = ""
+) -> tuple[Worker | None, Ready | StartFailed]:
+    """A worker and its first message: that it is ready or, without a worker, why it could not be built.
 
     `rendezvous` is where the ranks of a trainer meet, as `torch.distributed` takes it.
     """
     try:
         return build_worker(assignment, exchange, rendezvous), Ready()
     except ConfigError as error:
-        return None, OrderFailed(Order(), str(error), mistake=True)
-    except Exception as error:  # whoever starts it tells it, and ends the run
-        return None, failure(Order(), error)
+        return None, StartFailed(str(error), user_error=True)
+    except Exception as error:  # the driver ends the run
+        return None, StartFailed(in_short(error), details=traceback.format_exc())
 
 
 def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "") -> Worker:
-    """Loads what the duties need, each once; raises ConfigError for what a user got wrong."""
+    """Loads what the duties need. Raises ConfigError for mistakes in the recipe."""
     duties, recipe = assignment.duties, assignment.recipe
     blueprint = read_blueprint(recipe)
-    _check_run_is_here(assignment)
-    roles: list[Role] = []
-    scoring = Scoring(blueprint, build_rewards(recipe.rewards), exchange) if "score" in duties else None
-    if scoring is not None:
-        roles.append(scoring)
+    _check_run_is_visible(assignment)
+    reward = build_rewards(recipe.rewards) if "score" in duties else None
+    encoder = None
     if "encode" in duties:
-        shares_device = bool(duties & {"generate", "learn"})
-        encoders = load_text_encoders(blueprint, assignment.device, shares_device)
-        roles.append(Encoding(encoders, exchange, recipe.model.negative_prompt))
-    if "generate" in duties or "learn" in duties:
-        model = load_model(blueprint, assignment.device)
-        trainer = _build_trainer(blueprint, model, assignment, rendezvous) if "learn" in duties else None
-        generating = Generating(blueprint, model, exchange, scoring, trainer, assignment.slowdown)
-        roles.append(generating)
-        if trainer is not None:
-            saving = Saving(model, trainer)
-            if assignment.checkpoint is not None:
-                saving.resume(assignment.checkpoint)
-            publishes = recipe.topology.publishes
-            roles += [Learning(blueprint, model, exchange, trainer, generating, publishes), saving]
-    return Worker(roles)
+        shares_device = bool(duties & {"generate", "train"})
+        encoder = load_text_encoders(blueprint, assignment.device, shares_device)
+    model = load_model(blueprint, assignment.device) if duties & {"generate", "train"} else None
+    trainer = None
+    if "train" in duties:
+        assert model is not None
+        trainer = _build_trainer(blueprint, model, assignment, rendezvous)
+    parts = WorkerParts(
+        blueprint,
+        exchange,
+        encoder=encoder,
+        model=model,
+        reward=reward,
+        trainer=trainer,
+        publishes=recipe.topology.publishes,
+        slowdown=assignment.slowdown,
+    )
+    return Worker(assignment.name, Stages(parts))
 
 
 def _build_trainer(
@@ -100,11 +133,15 @@ def _build_trainer(
     ranks = None if place is None else join_ranks(rendezvous, place.index, place.count, model.device)
     if ranks is not None and blueprint.recipe.sharded:
         shard_model(model, ranks)
-    return make_trainer(blueprint, model, helps="generate" in assignment.duties, ranks=ranks)
+    trainer = make_trainer(blueprint, model, helps="generate" in assignment.duties, ranks=ranks)
+    if assignment.checkpoint is not None:
+        checkpoint = read_checkpoint(assignment.checkpoint, cut=trainer.cut, ranks=trainer.ranks)
+        trainer.load_state(checkpoint.trainer_state)
+    return trainer
 
 
-def _check_run_is_here(assignment: Assignment) -> None:
-    """Files of a run are written where they are made: all machines have to see its folder."""
+def _check_run_is_visible(assignment: Assignment) -> None:
+    """Workers write files where they run, so every machine must see the run's folder."""
     run = assignment.run
     if run is not None and not run.is_dir():
         raise ConfigError(

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import Result
+from digenrl.worker.orders import MakingRehearsed, RehearseMaking
+from digenrl.worker.roles import Generating
 from typer.testing import CliRunner
 
 from digenrl.cli import app
@@ -17,8 +19,6 @@ from digenrl.config.profiles import Profile, read_profile
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe_files import read_recipe
 from digenrl.planning.recipe_workload import profiled_work
-from digenrl.worker.orders import MakingRehearsed, RehearseMaking
-from digenrl.worker.roles import Generating
 
 SMALL = [
     *("batch.samples_per_prompt=4", "batch.slice=auto", "algorithm.options.updates_per_batch=2"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+from digenrl.worker.orders import LayOutWeights, LoadWeights, Ready, WeightsLaidOut, WeightsLoaded
 from ray_clusters import (
     AddUp,
     Did,
@@ -31,7 +32,7 @@ from ray_clusters import (
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
-from digenrl.exchange.folder import WeightsReference
+from digenrl.records import WeightsReference
 from digenrl.transports.contract import Gone, InputsLost, Message
 from digenrl.transports.ray import weight_broadcast as wire
 from digenrl.transports.ray.joining import RayCluster
@@ -40,7 +41,6 @@ from digenrl.transports.ray.placing import place_on_cluster
 from digenrl.transports.ray.transport import RayTransport
 from digenrl.transports.ray.weight_broadcast import Delivery
 from digenrl.worker.assignment import Assignment, Ranks, Workers
-from digenrl.worker.orders import LayOutWeights, LoadWeights, Ready, WeightsLaidOut, WeightsLoaded
 
 FAR = {"labels": {"zone": "far"}, "num_cpus": 2}
 CLUSTER = {

@@ -9,7 +9,7 @@ from live_runs import NAIVE, LiveRuns, lines_of, metric, trained
 
 from digenrl.records import Generate
 from digenrl.run_folder.journal import read_journal
-from digenrl.runs.replaying import opening_of, replayed
+from digenrl.runs.replaying import initial_state_of, replayed
 
 PIPELINED = ("techniques.tag=auto",)
 COLOCATED = ("mode=colocated",)
@@ -52,14 +52,14 @@ def test_stale_samples_are_at_most_the_share_and_one_version_old(share: float, l
     assert any(shares), "nothing was stale: the run shows nothing"
     assert shares[0] == 0
     actions = [action for decision in read_journal(run.journal) for action in decision.actions]
-    leases = [action.lease for action in actions if isinstance(action, Generate)]
+    leases = [action for action in actions if isinstance(action, Generate)]
     assert all(lease.slice.step - 1 <= lease.version <= lease.slice.step for lease in leases)
-    assert len({lease.epoch for lease in leases}) == len(leases)
+    assert len({lease.id for lease in leases}) == len(leases)
 
 
 def test_a_journal_decides_the_same_again(live: LiveRuns) -> None:
     for run in (live.finished(*PIPELINED), live.finished(*COLOCATED), live.finished(*WAYS["two generators"])):
-        opening = opening_of(json.loads(run.run.read_text())["initial_state"])
+        opening = initial_state_of(json.loads(run.run.read_text())["initial_state"])
         for told, decided in replayed(opening, run.journal):
             assert told.actions == decided.actions
 

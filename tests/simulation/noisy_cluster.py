@@ -1,7 +1,7 @@
-"""A runtime with a virtual clock and the manners of a real one.
+"""A virtual cluster that behaves like a real one.
 
-Every duration strays from what is expected, stamps are a little older than their arrival, versions arrive lane by
-lane, answers come late or twice, lanes and scores fail, and what was measured is reported from time to time.
+Durations differ from what is expected, timestamps are a little older than their arrival, versions arrive lane by
+lane, results come late or twice, workers, jobs and artifacts are lost, and measured costs are reported now and then.
 """
 
 from __future__ import annotations
@@ -9,70 +9,97 @@ from __future__ import annotations
 import random
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
+from typing import Any, ClassVar
 
 from digenrl.records import (
     Action,
+    ArtifactLost,
     Commit,
     Committed,
     CostsMeasured,
+    Encode,
+    Encoded,
+    Evaluate,
+    Evaluated,
     Event,
+    Export,
+    Exported,
     Generate,
-    Help,
-    HelpersReady,
+    Generated,
+    Job,
+    JobFailed,
     LaneOffer,
     Publish,
     Published,
-    Return,
-    SamplesScored,
+    Restore,
+    Restored,
+    Result,
+    RoleSwitched,
+    Save,
+    Saved,
     Score,
-    ScoreFailed,
-    SliceDone,
-    SliceFailed,
+    Scored,
+    Slice,
+    SwitchRole,
     Tick,
     Train,
     Trained,
-    TrainerReturned,
     WorkerJoined,
     WorkerLost,
+    WorkerRestarted,
 )
 from digenrl.scheduling import SchedulerState
 
 SECOND = 1_000_000_000
 FACTORS = (0.7, 1.5)
 MOST_FAILED_SCORES = 5
+MOST_LOST_ARTIFACTS = 6
+TRAINER_JOBS = (Train, Commit, Save, SwitchRole, Restore, Export)
 
 
 class NoisyCluster:
-    """Lanes, scorers and a trainer of which nothing is exact; the same seed gives the same run."""
+    """Lanes, reward lanes and a trainer with random times and faults. The same seed gives the same run."""
 
     def __init__(self, opening: SchedulerState, seed: int) -> None:
         self.now_ns = 0
         self._terms, self._costs = opening.terms, opening.costs
         self._dice = random.Random(seed)
         self._offers = {lane.index: lane.offer for lane in opening.lanes}
+        self._helpers = {lane.index for lane in opening.lanes if lane.helper}
         self._lost: set[int] = set()
+        self._held: dict[int, Generate] = {}
+        self._generated: dict[tuple[int, int], set[Slice]] = defaultdict(set)  # artifacts, by step and group
         self._measured: dict[str, list[int]] = defaultdict(list)
         self._due: list[tuple[int, int, Event]] = []
-        self._submitted = self._failed_scores = 0
+        self._submitted = self._failed_scores = self._lost_artifacts = 0
         self._needs_tick = True
         self._plan_losses(len(opening.lanes))
 
     def _plan_losses(self, lanes: int) -> None:
-        """Lanes go and come; at the end a quick one stays, so that every run can finish."""
+        """Workers are lost and replaced. In the end a fast lane stays, so that every run can finish."""
         dice = self._dice
         for _ in range(dice.randrange(4)):
             self._report(dice.randrange(15 * SECOND), WorkerLost(0, dice.randrange(lanes)))
         for number in range(dice.randrange(3)):
             self._report(dice.randrange(15 * SECOND), WorkerJoined(0, LaneOffer(f"new-{number}", SECOND)))
         self._report(16 * SECOND, WorkerJoined(0, LaneOffer("last", SECOND)))
+        for _ in range(dice.randrange(3) if self._terms.scorers else 0):
+            at_ns, scorer = dice.randrange(15 * SECOND), dice.randrange(self._terms.scorers)
+            self._report(at_ns, WorkerLost(0, scorer, "reward"))
+            self._report(at_ns + dice.randrange(3 * SECOND), WorkerRestarted(0, scorer))
+        for _ in range(dice.randrange(3)):
+            self._report(dice.randrange(15 * SECOND), WorkerLost(0, 0, "trainer"))
+        if self._terms.encodes and dice.random() < 0.3:
+            self._report(dice.randrange(15 * SECOND), WorkerLost(0, 0, "encoder"))
 
     # --- What the driver sees --------------------------------------------------------------------------------
 
     def next_event(self) -> Event:
-        """Facts as they arrive; a tick before time passes, and now and then between two facts."""
+        """Events as they arrive; a tick before time passes, and now and then between two events."""
         quiet = not self._due or self._due[0][0] > self.now_ns
         if self._needs_tick and (quiet or self._dice.random() < 0.5):
             self._needs_tick = False
@@ -80,55 +107,133 @@ class NoisyCluster:
         self._needs_tick = True
         if self._dice.random() < 0.1:
             return self._measurements()
-        assert self._due, f"nothing is under way at {self.now_ns} ns"
+        assert self._due, f"no job is under way at {self.now_ns} ns"
         at_ns, _, event = heappop(self._due)
         self.now_ns = max(self.now_ns, at_ns)
         self._note(event)
         return replace(event, at_ns=max(0, self.now_ns - self._dice.randrange(SECOND // 1000)))
 
     def submit(self, action: Action) -> None:
-        """Starts the action now."""
-        if isinstance(action, Generate):
-            self._generate(action)
-        elif isinstance(action, Score):
-            self._score(action)
-        elif isinstance(action, Publish):
-            for lane in action.lanes:
-                self._answer("publish", self._costs.publish_ns, Published(0, action.version, (lane,)))
-        elif isinstance(action, Train):
-            samples = sum(piece.size for piece in action.slices)
-            self._answer("train", self._costs.train_ns(samples), Trained(0, action.slices), samples)
-        elif isinstance(action, Commit):
-            self._answer("commit", self._costs.commit_ns, Committed(0, action.step))
-        elif isinstance(action, Help):
-            self._answer("switch_in", self._costs.switch_in_ns, HelpersReady(0))
-        elif isinstance(action, Return):
-            self._answer("switch_out", self._costs.switch_out_ns, TrainerReturned(0))
+        """Starts a job now."""
+        start = self._START.get(type(action))
+        if start is not None:
+            start(self, action)
 
-    # --- How things come out ---------------------------------------------------------------------------------
+    # --- How jobs end ----------------------------------------------------------------------------------------
 
-    def _generate(self, action: Generate) -> None:
-        lease = action.lease
-        if lease.lane in self._lost and self._dice.random() < 0.5:
+    def _generate(self, job: Generate) -> None:
+        self._held[job.lane] = job
+        if job.lane in self._lost and self._dice.random() < 0.5:
             return
-        done: Event = SliceDone(0, lease)
+        piece, offer = job.slice, self._offers[job.lane]
+        done = Generated(0, job, job.version)
+        result: Event = done
         if self._dice.random() < 0.05:
-            done = SliceFailed(0, lease, "out of luck")
-        offer, slices = self._offers[lease.lane], self._terms.slices_in(lease.slice.size)
-        what = f"lane {lease.lane}" if slices == offer.slices_at_once else "smaller take"
-        self._answer(what, offer.expected_ns(slices), done)
+            result = JobFailed(0, job, "out of luck")
+        elif self._loses_artifact():
+            result = ArtifactLost(0, job, prompts=((piece.step, piece.group),))
+        elif not self._terms.scorers and self._fails_score():
+            result = replace(done, score_failure="no number")
+        elif job.stale and self._dice.random() < 0.1:
+            result = replace(done, version=piece.step)  # a newer version arrived before the job started
+        slices = self._terms.slices_in(piece.size)
+        what = f"lane {job.lane}" if slices == offer.slices_at_once else "smaller take"
+        self._answer(what, offer.expected_ns(slices), result)
         if self._dice.random() < 0.1:
-            self._answer("doubled", 2 * offer.expected_ns(slices), SliceDone(0, lease))
+            self._answer("doubled", 2 * offer.expected_ns(slices), done)
 
-    def _score(self, action: Score) -> None:
-        duration_ns = self._costs.score_batch_ns(action.slice.size) if action.scorer >= 0 else 0
-        scored: Event = SamplesScored(0, action.slice, action.scorer)
-        if self._failed_scores < MOST_FAILED_SCORES and self._dice.random() < 0.05:
-            self._failed_scores += 1
-            scored = ScoreFailed(0, action.slice, action.scorer, "no number")
-        self._answer("score", duration_ns, scored, action.slice.size)
+    def _evaluate(self, job: Evaluate) -> None:
+        result: Event = Evaluated(0, job)
+        if self._dice.random() < 0.03:
+            result = JobFailed(0, job, "out of luck")
+        elif self._loses_artifact():
+            result = ArtifactLost(0, job, prompts=((-1, job.chunk.index),))
+        self._answer("evaluate", self._costs.evaluate_ns, result)
+
+    def _score(self, job: Score) -> None:
+        if not isinstance(job.piece, Slice):
+            failed = JobFailed(0, job, "no number")
+            lost = ArtifactLost(0, job)
+            chunk_result: Event = failed if self._dice.random() < 0.03 else Scored(0, job)
+            self._answer("chunk", self._costs.score_chunk_ns, lost if self._loses_artifact() else chunk_result)
+            return
+        duration_ns = self._costs.score_batch_ns(job.piece.size)
+        scored: Event = Scored(0, job)
+        if self._fails_score():
+            scored = JobFailed(0, job, "no number")
+        elif self._loses_slice():
+            scored = ArtifactLost(0, job, slices=self._artifacts_of(job.piece))
+        self._answer("score", duration_ns, scored, job.piece.size)
         if self._dice.random() < 0.1:
-            self._answer("doubled", 2 * duration_ns + 1, SamplesScored(0, action.slice, action.scorer))
+            self._answer("doubled", 2 * duration_ns + 1, Scored(0, job))
+
+    def _train(self, job: Train) -> None:
+        trained: Event = Trained(0, job)
+        if self._loses_slice():
+            artifacts = self._artifacts_of(job.slice)
+            lost = tuple(piece for piece in artifacts if self._dice.random() < 0.5) or artifacts
+            trained = ArtifactLost(0, job, slices=lost)
+        self._answer("train", self._costs.train_ns(job.slice.size), trained, job.slice.size)
+
+    def _publish(self, job: Publish) -> None:
+        for lane in job.lanes:
+            lost = ArtifactLost(0, job, weights=True)
+            result = lost if self._loses_artifact() else Published(0, job, (lane,))
+            self._answer("publish", self._costs.publish_ns, result)
+
+    def _commit(self, job: Commit) -> None:
+        self._answer("commit", self._costs.commit_ns, Committed(0, job))
+
+    def _save(self, job: Save) -> None:
+        self._answer("save", self._costs.save_ns, Saved(0, job))
+
+    def _switch(self, job: SwitchRole) -> None:
+        what, expected_ns = ("switch_in", self._costs.switch_in_ns)
+        if job.role == "train":
+            what, expected_ns = ("switch_out", self._costs.switch_out_ns)
+        self._answer(what, expected_ns, RoleSwitched(0, job))
+
+    def _restore(self, job: Restore) -> None:
+        self._answer("restore", SECOND // 2, Restored(0, job))
+
+    def _export(self, job: Export) -> None:
+        self._answer("export", SECOND // 10, Exported(0, job))
+
+    def _encode(self, job: Encode) -> None:
+        self._answer("encode", SECOND // 10, Encoded(0, job))
+
+    _START: ClassVar[dict[type[Action], Callable[[NoisyCluster, Any], None]]] = {
+        Generate: _generate,
+        Evaluate: _evaluate,
+        Score: _score,
+        Train: _train,
+        Commit: _commit,
+        Publish: _publish,
+        Save: _save,
+        SwitchRole: _switch,
+        Restore: _restore,
+        Export: _export,
+        Encode: _encode,
+    }
+
+    def _fails_score(self) -> bool:
+        failed = self._failed_scores < MOST_FAILED_SCORES and self._dice.random() < 0.05
+        self._failed_scores += failed
+        return failed
+
+    def _loses_artifact(self) -> bool:
+        lost = self._lost_artifacts < MOST_LOST_ARTIFACTS and self._dice.random() < 0.05
+        self._lost_artifacts += lost
+        return lost
+
+    def _loses_slice(self) -> bool:
+        """Not where single samples are streamed, which is possible in simulations only."""
+        return self._terms.stream != "sample" and self._loses_artifact()
+
+    def _artifacts_of(self, piece: Slice) -> tuple[Slice, ...]:
+        """The generated slices of which these samples are part, as they were generated."""
+        generated = self._generated[piece.step, piece.group]
+        return tuple(sorted(each for each in generated if each.mask() & piece.mask()))
 
     def _answer(self, what: str, expected_ns: int, event: Event, samples: int = 1) -> None:
         took_ns = round(expected_ns * self._dice.uniform(*FACTORS))
@@ -142,11 +247,33 @@ class NoisyCluster:
     def _note(self, event: Event) -> None:
         if isinstance(event, WorkerJoined):
             self._offers[len(self._offers)] = event.offer
-        elif isinstance(event, WorkerLost):
+        elif isinstance(event, WorkerLost) and event.pool == "generator":
             self._lost.add(event.lane)
+            self._held.pop(event.lane, None)
+        elif isinstance(event, WorkerLost) and event.pool == "trainer":
+            self._lose_trainer()
+        elif isinstance(event, WorkerLost) and event.pool == "encoder":
+            self._forget_results(lambda job: isinstance(job, Encode))
+        elif isinstance(event, Generated) and self._held.get(event.job.lane) == event.job:
+            del self._held[event.job.lane]
+            piece = event.job.slice
+            artifacts = self._generated[piece.step, piece.group]
+            self._generated[piece.step, piece.group] = {
+                each for each in artifacts if not each.mask() & piece.mask()
+            } | {piece}
+
+    def _lose_trainer(self) -> None:
+        """Its results never arrive. Those of its lanes may arrive late."""
+        self._forget_results(lambda job: isinstance(job, TRAINER_JOBS))
+        for lane in [*self._held] if self._terms.colocated else self._helpers:
+            self._held.pop(lane, None)
+
+    def _forget_results(self, is_lost: Callable[[Job], bool]) -> None:
+        self._due = [entry for entry in self._due if not isinstance(entry[2], Result) or not is_lost(entry[2].job)]
+        heapify(self._due)
 
     def _measurements(self) -> CostsMeasured:
-        """Running medians; where nothing was measured yet, what was expected."""
+        """Running medians, or expected costs where nothing has been measured yet."""
         costs = self._costs
         return CostsMeasured(
             self.now_ns,
@@ -156,6 +283,8 @@ class NoisyCluster:
             switch_in_ns=self._median("switch_in", costs.switch_in_ns),
             switch_out_ns=self._median("switch_out", costs.switch_out_ns),
             score_ns=self._median("score", costs.score_ns),
+            evaluate_ns=self._median("evaluate", costs.evaluate_ns),
+            save_ns=self._median("save", costs.save_ns),
             lane_slice_ns=tuple(
                 (lane, self._median(f"lane {lane}", offer.slice_ns)) for lane, offer in self._offers.items()
             ),

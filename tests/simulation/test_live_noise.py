@@ -1,4 +1,4 @@
-"""The scheduler under a runtime whose times stray and whose lanes come and go: promises hold, and runs end."""
+"""The scheduler under random times and faults: promises hold, and runs end."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from digenrl.records import (
     Committed,
     Event,
     Generate,
-    Help,
-    HelpersReady,
+    Generated,
+    Job,
+    JobFailed,
     LaneOffer,
     Publish,
     Published,
-    Return,
-    SamplesScored,
+    RoleSwitched,
     Score,
-    ScoreFailed,
-    SliceDone,
-    SliceFailed,
+    Scored,
+    SwitchRole,
     Tick,
     Train,
     Trained,
@@ -54,7 +53,7 @@ SPECS = spec_contents(helps=HELPS, dispatches=DISPATCHES, most_samples=24)
 
 @settings(max_examples=250)
 @given(SPECS, st.integers(1, 4), st.integers(0, 2), st.sampled_from([1, 200]), st.integers(0, 10**6))
-def test_every_promise_holds_and_every_run_ends_however_times_stray(
+def test_every_promise_holds_and_every_run_ends_with_random_times_and_faults(
     content: dict[str, Any], batch: int, scorers: int, budget: int, seed: int
 ) -> None:
     content["reward"] |= {"batch": batch, "lanes": scorers}
@@ -80,112 +79,123 @@ def opening(lanes: tuple[float, ...] = (1, 1), budget: int = 100, **changes: Any
     return initial_scheduler_state(parse_model(Spec, content), budget)
 
 
-class Told:
-    """A scheduler that is told what happened, audited; it remembers the last orders."""
+def generated(at_ns: int, job: Generate, score_failure: str = "") -> Generated:
+    """The result of a job that used the version it was issued with."""
+    return Generated(at_ns, job, job.version, score_failure)
+
+
+class AuditedScheduler:
+    """A scheduler and its auditor, fed by hand. It remembers the actions of the last call."""
 
     def __init__(self, state: SchedulerState) -> None:
         self.state = state
-        self.orders: tuple[Action, ...] = ()
+        self.actions: tuple[Action, ...] = ()
         self._auditor = Auditor(state)
 
-    def tell(self, *events: Event) -> Told:
-        """All events of an instant; their orders together are the last ones."""
-        self.orders = ()
+    def feed(self, *events: Event) -> AuditedScheduler:
+        """Feeds events. The actions of all of them together are the last ones."""
+        self.actions = ()
         for event in events:
             self.state, actions = decide(self.state, event)
             self._auditor.observe(event, actions, self.state)
-            self.orders += actions
+            self.actions += actions
         return self
 
-    def ordered(self, kind: type[Action]) -> list[Any]:
-        """The last orders of one kind."""
-        return [order for order in self.orders if isinstance(order, kind)]
+    def issued(self, kind: type[Action]) -> list[Any]:
+        """The last actions of one kind."""
+        return [action for action in self.actions if isinstance(action, kind)]
+
+    def run_to_commit(self, cluster: VirtualCluster) -> AuditedScheduler:
+        """Runs on a virtual cluster until the first commit."""
+        while self.state.committed == 0:
+            self.feed(cluster.next_event())
+            for action in self.actions:
+                cluster.submit(action)
+        return self
 
 
-def test_a_slice_of_a_group_in_quarantine_may_outlive_its_steps_commit() -> None:
-    """Lane 1 makes a sample of group 0 for so long that the group's replacement is made and committed first."""
-    for end in (SliceDone, SliceFailed, WorkerLost):
-        told = Told(opening(lanes=(1, 100)))
-        quick, slow = (order.lease for order in told.tell(Tick(0)).ordered(Generate))
-        told.tell(SliceDone(1, quick))
-        told.tell(ScoreFailed(1, quick.slice, -1, "no number"))
+def test_a_slice_of_a_quarantined_group_may_outlive_its_steps_commit() -> None:
+    """Lane 1 generates a sample of group 0 until after the group's replacement is committed."""
+    for end in (Generated, JobFailed, WorkerLost):
+        scheduler = AuditedScheduler(opening(lanes=(1, 100)))
+        fast, slow = scheduler.feed(Tick(0)).issued(Generate)
+        scheduler.feed(generated(1, fast, "no number"))
         for at in (2, 3):
-            (again,) = told.tell(Tick(at)).ordered(Generate)
-            told.tell(SliceDone(at, again.lease), SamplesScored(at, again.lease.slice, -1))
-        (train,) = told.tell(Tick(4)).ordered(Train)
-        told.tell(Trained(5, train.slices), Tick(5), Committed(5, 0), Published(5, 1, (0, 1)), Tick(5))
-        assert told.state.committed == 1
-        assert told.state.lanes[1].lease == slow
-        assert forecast_from_state(told.state, 6).wait(), "the forecast must not trip over it either"
-        late = {SliceDone: SliceDone(7, slow), SliceFailed: SliceFailed(7, slow, "ended")}
-        told.tell(late.get(end, WorkerLost(7, 1)), Tick(7))
-        assert told.ordered(Score) == []
-        assert (told.state.lanes[1].lease is None) == (end is WorkerLost)
+            (again,) = scheduler.feed(Tick(at)).issued(Generate)
+            scheduler.feed(generated(at, again))
+        (train,) = scheduler.feed(Tick(4)).issued(Train)
+        (commit,) = scheduler.feed(Trained(5, train), Tick(5)).issued(Job)
+        (publish,) = scheduler.feed(Committed(5, commit)).issued(Publish)
+        scheduler.feed(Published(5, publish, (0, 1)), Tick(5))
+        assert scheduler.state.committed == 1
+        assert scheduler.state.lanes[1].job == slow
+        assert forecast_from_state(scheduler.state, 6).wait(), "the forecast must handle it too"
+        late: dict[Any, Event] = {Generated: generated(7, slow), JobFailed: JobFailed(7, slow, "ended")}
+        scheduler.feed(late.get(end, WorkerLost(7, 1)), Tick(7))
+        assert scheduler.issued(Score) == []
+        assert (scheduler.state.lanes[1].job is None) == (end is WorkerLost)
 
 
-def test_a_replacement_group_in_quarantine_does_not_confuse_the_look_ahead() -> None:
-    """Its number is one that no group of a later step has; its slice ends when a later step is under way."""
-    told = Told(opening(lanes=(1, 5), steps=9))
-    quick, slow = (order.lease for order in told.tell(Tick(0)).ordered(Generate))
-    failed = ScoreFailed(1, quick.slice, -1, "no number")
-    told.tell(SliceDone(1, quick), failed, SliceFailed(1, slow, "no luck"), Tick(1))
-    quick, slow = (order.lease for order in told.ordered(Generate))
-    told.tell(SliceDone(2, quick), ScoreFailed(2, quick.slice, -1, "no number"), Tick(2))
-    assert told.state.lanes[1].lease == slow and slow.slice.group == 1
-    assert told.state.current.groups[1].retired
-    future = forecast_from_state(told.state, 3)
+def test_a_quarantined_replacement_group_does_not_confuse_the_forecast() -> None:
+    """No group of a later step has its number, and its slice ends when a later step is under way."""
+    scheduler = AuditedScheduler(opening(lanes=(1, 5), steps=9))
+    fast, slow = scheduler.feed(Tick(0)).issued(Generate)
+    scheduler.feed(generated(1, fast, "no number"), JobFailed(1, slow, "no luck"), Tick(1))
+    fast, slow = scheduler.issued(Generate)
+    scheduler.feed(generated(2, fast, "no number"), Tick(2))
+    assert scheduler.state.lanes[1].job == slow and slow.slice.group == 1
+    assert scheduler.state.current.groups[1].retired
+    future = forecast_from_state(scheduler.state, 3)
     play(future, until_step=9, planned=(), rule=WAIT_ALWAYS)
     assert future.committed == 9
 
 
 @pytest.mark.parametrize("stream", ["group", "sample"])
-def test_a_score_of_a_group_in_quarantine_is_not_counted_on(stream: str) -> None:
-    told = Told(opening(reward={"lanes": 2, "seconds": 1}, policy={"stream": stream}))
-    leases = [order.lease for order in told.tell(Tick(0)).ordered(Generate)]
-    told.tell(*(SliceDone(SECOND, lease) for lease in leases))
-    told.tell(ScoreFailed(SECOND + 1, leases[0].slice, 0, "no number"), Tick(SECOND + 1))
-    future = forecast_from_state(told.state, SECOND + 1)
+def test_the_forecast_ignores_scores_of_a_quarantined_group(stream: str) -> None:
+    scheduler = AuditedScheduler(opening(reward={"lanes": 2, "seconds": 1}, policy={"stream": stream}))
+    jobs = scheduler.feed(Tick(0)).issued(Generate)
+    score, _ = scheduler.feed(*(generated(SECOND, job) for job in jobs)).issued(Score)
+    scheduler.feed(JobFailed(SECOND + 1, score, "no number"), Tick(SECOND + 1))
+    future = forecast_from_state(scheduler.state, SECOND + 1)
     assert future.wait()
-    assert future.now == 3 * SECOND + 1, "the replacement is made in one second, and scored in another"
+    assert future.now == 3 * SECOND + 1, "the replacement is generated in one second and scored in another"
 
 
-def test_a_trainer_that_waits_for_generators_that_are_lost_helps_after_all() -> None:
-    """During publishing generators hold no lease, so nothing is handed out again when they are gone."""
+def test_a_trainer_that_waits_for_lost_generators_decides_to_help() -> None:
+    """Lanes that wait for a publication hold no job, so nothing is reissued when they are lost."""
     start = opening(lanes=(0.1, 0.1), publish=0.2, policy={"help": "search"})
-    told, cluster = Told(start), VirtualCluster(start)
-    while told.state.committed == 0:
-        told.tell(cluster.next_event())
-        for order in told.orders:
-            cluster.submit(order)
-    assert told.tell(Tick(cluster.now_ns)).ordered(Wait)
-    told.tell(WorkerLost(cluster.now_ns + 1, 0), WorkerLost(cluster.now_ns + 1, 1), Tick(cluster.now_ns + 1))
-    assert told.ordered(Help)
+    scheduler, cluster = AuditedScheduler(start), VirtualCluster(start)
+    scheduler.run_to_commit(cluster)
+    assert scheduler.feed(Tick(cluster.now_ns)).issued(Wait)
+    at_ns = cluster.now_ns + 1
+    scheduler.feed(WorkerLost(at_ns, 0), WorkerLost(at_ns, 1), Tick(at_ns))
+    assert [job.role for job in scheduler.issued(SwitchRole)] == ["generate"]
 
 
-@pytest.mark.parametrize(("help_policy", "stale"), [("search", 0), ("auto", 0), ("auto", 1)])
-def test_a_trainer_alone_goes_on_however_small_its_budget(help_policy: str, stale: float) -> None:
-    """Scores that are still to come use the budget up before anything but waiting for ever was looked at."""
+@pytest.mark.parametrize(("help_rule", "stale"), [("search", 0), ("auto", 0), ("auto", 1)])
+def test_a_trainer_alone_continues_however_small_its_search_budget(help_rule: str, stale: float) -> None:
+    """Pending scores use up the budget before anything but waiting for ever was simulated."""
     start = opening(
         lanes=(0.1, 0.1),
         budget=1,
         samples_per_prompt=8,
         reward={"lanes": 1, "seconds": 1},
-        policy={"help": help_policy, "stale_fraction": stale},
+        policy={"help": help_rule, "stale_fraction": stale},
     )
-    gone = Faults(events=(WorkerLost(SECOND // 4, 0), WorkerLost(SECOND // 4, 1)))
-    assert drive(start, VirtualCluster(start, gone), (Auditor(start),)).finished
+    lost = Faults(events=(WorkerLost(SECOND // 4, 0), WorkerLost(SECOND // 4, 1)))
+    assert drive(start, VirtualCluster(start, lost), (Auditor(start),)).finished
 
 
-def test_a_trainer_whose_helper_lanes_are_lost_on_the_way_in_goes_back_to_training() -> None:
-    told = Told(opening(lanes=(9, 9), prompts=2, policy={"help": "greedy"}))
-    assert told.tell(Tick(0)).ordered(Help)
-    told.tell(WorkerLost(1, 2), HelpersReady(2), Tick(2))
-    assert told.ordered(Return)
+def test_a_trainer_that_loses_its_helper_lanes_while_switching_returns_to_training() -> None:
+    scheduler = AuditedScheduler(opening(lanes=(9, 9), prompts=2, policy={"help": "greedy"}))
+    (switch,) = scheduler.feed(Tick(0)).issued(SwitchRole)
+    scheduler.feed(WorkerLost(1, 2), RoleSwitched(2, switch), Tick(2))
+    assert [job.role for job in scheduler.issued(SwitchRole)] == ["train"]
 
 
-def test_a_version_for_nobody_is_not_published() -> None:
+def test_a_version_is_not_published_without_lanes() -> None:
     start = opening(policy={"help": "auto"})
-    gone = Faults(events=(WorkerLost(1, 0), WorkerLost(1, 1)))
+    lost = Faults(events=(WorkerLost(1, 0), WorkerLost(1, 1)))
     recorder = Recorder(start)
 
     class NoPublications:
@@ -193,78 +203,71 @@ def test_a_version_for_nobody_is_not_published() -> None:
             assert not any(isinstance(action, Publish) for action in actions)
             assert state.publishing == ()
 
-    drive(start, VirtualCluster(start, gone), (recorder, NoPublications()))
+    drive(start, VirtualCluster(start, lost), (recorder, NoPublications()))
 
 
-@pytest.mark.parametrize("scorers", [0, 1])
-def test_a_late_or_doubled_score_is_dropped(scorers: int) -> None:
-    told = Told(opening(reward={"lanes": scorers, "seconds": 1}))
-    first = told.tell(Tick(0)).ordered(Generate)[0].lease
-    (score,) = told.tell(SliceDone(1, first)).ordered(Score)
-    told.tell(SamplesScored(2, score.slice, score.scorer))
-    before = told.state
-    told.tell(SamplesScored(3, score.slice, score.scorer), ScoreFailed(3, score.slice, score.scorer, "late"))
-    assert (told.state, told.orders) == (before, ())
+def test_a_late_or_doubled_score_is_dropped() -> None:
+    scheduler = AuditedScheduler(opening(reward={"lanes": 1, "seconds": 1}))
+    first = scheduler.feed(Tick(0)).issued(Generate)[0]
+    (score,) = scheduler.feed(generated(1, first)).issued(Score)
+    before = scheduler.feed(Scored(2, score)).state
+    scheduler.feed(Scored(3, score), JobFailed(3, score, "late"))
+    assert (scheduler.state, scheduler.actions) == (before, ())
 
 
-def test_slow_lanes_do_not_leave_slices_to_a_quick_lane_that_has_no_weights_yet() -> None:
+def test_slow_lanes_do_not_leave_slices_to_a_fast_lane_without_weights() -> None:
     start = opening(lanes=(10,), policy={"dispatch": "earliest_finish"})
-    told = Told(start).tell(WorkerJoined(0, LaneOffer("quick", SECOND)))
-    assert told.ordered(Publish) == [Publish(0, (1,))]
-    assert [order.lease.lane for order in told.tell(Tick(0)).ordered(Generate)] == [0]
+    scheduler = AuditedScheduler(start).feed(WorkerJoined(0, LaneOffer("fast", SECOND)))
+    assert [(job.version, job.lanes) for job in scheduler.issued(Publish)] == [(0, (1,))]
+    assert [job.lane for job in scheduler.feed(Tick(0)).issued(Generate)] == [0]
 
 
-def test_lanes_of_one_speed_do_not_wait_for_the_one_whose_weights_arrive_last() -> None:
+def test_equal_lanes_do_not_wait_for_the_one_whose_weights_arrive_last() -> None:
     start = opening(lanes=(1, 1, 1), prompts=4, publish=1, policy={"dispatch": "earliest_finish"})
-    told, cluster = Told(start), VirtualCluster(start)
-    while told.state.committed == 0:
-        told.tell(cluster.next_event())
-        for order in told.orders:
-            cluster.submit(order)
+    scheduler, cluster = AuditedScheduler(start), VirtualCluster(start)
+    (publish,) = scheduler.run_to_commit(cluster).issued(Publish)
     at_ns = cluster.now_ns + SECOND
-    told.tell(Published(at_ns, 1, (1,)), Published(at_ns, 1, (2,)), Tick(at_ns))
-    assert [order.lease.lane for order in told.ordered(Generate)] == [1, 2]
-    assert isinstance(told.state.trainer, Free)
+    scheduler.feed(Published(at_ns, publish, (1,)), Published(at_ns, publish, (2,)), Tick(at_ns))
+    assert [job.lane for job in scheduler.issued(Generate)] == [1, 2]
+    assert isinstance(scheduler.state.trainer, Free)
 
 
 def test_a_lane_with_newer_weights_goes_before_its_equals() -> None:
     state = opening(lanes=(1, 1), policy={"dispatch": "earliest_finish"})
     state = replace(state, lanes=(state.lanes[0], replace(state.lanes[1], version=1)))
     _, actions = decide(state, Tick(0))
-    assert [action.lease.lane for action in actions if isinstance(action, Generate)] == [1, 0]
+    assert [action.lane for action in actions if isinstance(action, Generate)] == [1, 0]
 
 
-def test_a_lane_that_waits_for_weights_which_others_have_is_forecast_to_be_free_when_they_are_due() -> None:
+def test_a_lane_without_the_newest_weights_is_forecast_to_be_free_when_they_are_due() -> None:
     start = opening(lanes=(1, 1), prompts=4, publish=5)
-    told, cluster = Told(start), VirtualCluster(start)
-    while told.state.committed == 0:
-        told.tell(cluster.next_event())
-        for order in told.orders:
-            cluster.submit(order)
+    scheduler, cluster = AuditedScheduler(start), VirtualCluster(start)
+    (publish,) = scheduler.run_to_commit(cluster).issued(Publish)
     committed_ns = cluster.now_ns
-    told.tell(Published(committed_ns + SECOND, 1, (0,)), Tick(committed_ns + SECOND))
-    future = forecast_from_state(told.state, committed_ns + SECOND)
+    scheduler.feed(Published(committed_ns + SECOND, publish, (0,)), Tick(committed_ns + SECOND))
+    future = forecast_from_state(scheduler.state, committed_ns + SECOND)
     assert future.idle == [0]
     free_ns = [committed_ns + 2 * SECOND, committed_ns + 5 * SECOND]
     assert sorted(end for end, *_ in future.running) == free_ns
 
 
 def test_lanes_that_have_just_joined_are_forecast_to_work_with_the_newest_version() -> None:
-    told = Told(opening(lanes=(1,), publish=2)).tell(WorkerLost(0, 0), WorkerJoined(0, LaneOffer("new", SECOND)))
-    future = forecast_from_state(told.state, 0)
+    scheduler = AuditedScheduler(opening(lanes=(1,), publish=2))
+    scheduler.feed(WorkerLost(0, 0), WorkerJoined(0, LaneOffer("new", SECOND)))
+    future = forecast_from_state(scheduler.state, 0)
     assert future.wait(), "they will finish what is left"
     assert future.now == 2 * SECOND + 2 * SECOND
 
 
-def test_publications_that_were_overtaken_are_forgotten() -> None:
-    """One lane never answers; the scheduler does not keep a list of what it missed."""
+def test_superseded_publications_are_forgotten() -> None:
+    """One lane never answers. The scheduler keeps no list of what it missed."""
     start = opening(lanes=(1, 1), publish=0.5, policy={"help": "greedy"}, steps=30)
-    told, cluster = Told(start), VirtualCluster(start)
-    while not told.state.finished:
+    scheduler, cluster = AuditedScheduler(start), VirtualCluster(start)
+    while not scheduler.state.finished:
         event = cluster.next_event()
         if isinstance(event, Published):
-            event = Published(event.at_ns, event.version, (0,))
-        told.tell(event)
-        for order in told.orders:
-            cluster.submit(order)
-        assert len(told.state.publishing) <= 2
+            event = replace(event, lanes=(0,))
+        scheduler.feed(event)
+        for action in scheduler.actions:
+            cluster.submit(action)
+        assert len(scheduler.state.publishing) <= 2

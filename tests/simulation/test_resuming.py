@@ -25,7 +25,7 @@ from digenrl.telemetry.trace import Span, Work
 HELPS = ("none", "greedy", "search", "auto")
 
 
-def reopened(opening: SchedulerState, committed: int, leases_issued: int) -> SchedulerState:
+def reopened(opening: SchedulerState, committed: int, jobs_issued: int) -> SchedulerState:
     """What a run of the same settings starts with after so many commits."""
     offers = {
         helper: [LaneOffer(lane.name, lane.slice_ns) for lane in opening.lanes if lane.helper is helper]
@@ -37,7 +37,7 @@ def reopened(opening: SchedulerState, committed: int, leases_issued: int) -> Sch
         offers[False],
         offers[True],
         committed=committed,
-        leases_issued=leases_issued,
+        jobs_issued=jobs_issued,
     )
 
 
@@ -57,7 +57,7 @@ class Story:
 def stopped_and_gone_on(opening: SchedulerState, after: int, pause_ns: int) -> tuple[Story, Story]:
     """The run up to a commit, and the rest of it from `pause_ns` after that commit."""
     first = Story(replace(opening, terms=replace(opening.terms, steps=after)))
-    rest = reopened(opening, after, first.final.leases_issued)
+    rest = reopened(opening, after, first.final.jobs_issued)
     return first, Story(rest, start_ns=first.commits_ns[-1] + pause_ns)
 
 
@@ -100,14 +100,14 @@ def test_without_help_a_run_that_goes_on_when_the_version_would_have_arrived_is_
 def test_every_run_can_go_on_after_a_stop_and_keeps_its_promises(content: dict[str, Any], after: int) -> None:
     content["steps"] = 3
     opening = initial_scheduler_state(parse_model(Spec, content), search_budget=200)
-    story = Story(reopened(opening, after, leases_issued=1000), start_ns=50)
+    story = Story(reopened(opening, after, jobs_issued=1000), start_ns=50)
     assert story.final.finished
     assert [span.step for span in story.spans if span.work is Work.GENERATE and span.step < after] == []
     assert len(story.commits_ns) == 3 - after
     assert min(span.start_ns for span in story.spans) >= 50
 
 
-def small_opening(committed: int = 0, leases_issued: int = 0) -> SchedulerState:
+def small_opening(committed: int = 0, jobs_issued: int = 0) -> SchedulerState:
     content = {
         "steps": 4,
         "prompts": 2,
@@ -116,11 +116,11 @@ def small_opening(committed: int = 0, leases_issued: int = 0) -> SchedulerState:
         "generators": [{"count": 2, "seconds": {1: 1}}],
         "trainer": {"seconds_per_sample": 1},
     }
-    return reopened(initial_scheduler_state(parse_model(Spec, content), search_budget=1), committed, leases_issued)
+    return reopened(initial_scheduler_state(parse_model(Spec, content), search_budget=1), committed, jobs_issued)
 
 
 def test_steps_and_versions_keep_their_numbers() -> None:
-    opening = small_opening(committed=2, leases_issued=7)
+    opening = small_opening(committed=2, jobs_issued=7)
     _, actions = decide(opening, Tick(0))
     leases = [action.lease for action in actions if isinstance(action, Generate)]
     assert [(lease.slice.step, lease.version, lease.epoch) for lease in leases] == [(2, 2, 7), (2, 2, 8)]
@@ -135,7 +135,7 @@ def test_the_last_step_has_none_behind_it_and_a_finished_run_has_none() -> None:
 def test_an_answer_from_before_the_stop_is_late() -> None:
     before, actions = decide(small_opening(), Tick(0))
     old = next(action.lease for action in actions if isinstance(action, Generate))
-    again, _ = decide(small_opening(leases_issued=before.leases_issued), Tick(0))
+    again, _ = decide(small_opening(jobs_issued=before.jobs_issued), Tick(0))
     assert decide(again, SliceDone(1, old)) == (again, ())
 
 

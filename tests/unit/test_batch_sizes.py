@@ -7,12 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_crew import fake_recipe
-
-from digenrl.driver.batch_sizes import colocated_choices
-from digenrl.driver.calibration import Calibration, calibrate, calibrate_rest, choose_slice_size
-from digenrl.driver.placement import place
-from digenrl.worker.assignment import Machine, Workers
 from digenrl.worker.orders import (
     EncodedPrompt,
     LearningRehearsed,
@@ -24,6 +18,12 @@ from digenrl.worker.orders import (
     ScoringRehearsed,
     SwitchingRehearsed,
 )
+from fake_crew import fake_recipe
+
+from digenrl.driver.batch_sizes import colocated_choices
+from digenrl.driver.calibration import Calibration, calibrate, calibrate_rest, choose_slice_size
+from digenrl.driver.placement import place
+from digenrl.worker.assignment import Machine, Workers
 
 CPU, CARDS = Machine(tuple(range(8))), Machine(tuple(range(8)), cuda_devices=2)
 

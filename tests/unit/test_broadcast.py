@@ -15,7 +15,7 @@ from torch import Tensor
 from digenrl.exchange import flat_weights
 from digenrl.exchange.broadcast import BroadcastError, WeightsReceiver, WeightsSender
 from digenrl.exchange.flat_weights import DTYPES
-from digenrl.exchange.folder import WeightsReference
+from digenrl.records import WeightsReference
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from torch import Tensor
 from digenrl.exchange import flat_weights
 from digenrl.exchange.broadcast import BroadcastError, WeightsReceiver, WeightsSender
 from digenrl.exchange.distribution import Distribution
-from digenrl.exchange.folder import WeightsReference
+from digenrl.records import WeightsReference
 from digenrl.transports.processes import prepare_fork_server
 
 PROCESSES = multiprocessing.get_context("forkserver")

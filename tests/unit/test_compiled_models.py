@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from digenrl.worker.orders import Order, OrderFailed, Report
 from scored_groups import Rollout, nudge, relative_difference, scored_groups, toy, trainer_of, trajectories_of
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
@@ -27,7 +28,6 @@ from digenrl.models.family import Family
 from digenrl.models.lora import add_lora
 from digenrl.models.pairs import ScoredGroup
 from digenrl.models.registry import FAMILIES, make_tiny_pipeline
-from digenrl.worker.orders import Order, OrderFailed, Report
 from digenrl.worker.worker import Worker
 
 LONG_PROMPT = 1234567  # a group's number is in its prompt

@@ -10,13 +10,14 @@ import inspect
 import re
 import shlex
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import typer
 from doc_pages import DOCS, ROOT, DocPage, code
-from watched_runs import KeptNumbers, opening_of, watch
+from watched_runs import KeptNumbers, initial_state_of, watch
 
+from digenrl import records
 from digenrl.cli import INTERRUPTED, app
 from digenrl.config.recipe import Mode, Recipe
 from digenrl.config.recipe_files import read_recipe, shipped_recipes
@@ -27,6 +28,7 @@ from digenrl.records import SampleId
 from digenrl.run_folder.folder import RunFolder, RunInfo
 from digenrl.scheduling import Terms
 from digenrl.transports.ray.backend import Carried
+from digenrl.worker.stages import Stages
 
 TRAINING = DocPage(DOCS / "training.md")
 OTHER_COMMANDS = {"tensorboard"}
@@ -42,6 +44,29 @@ def options_of(command: str) -> set[str]:
     click_command: Any = typer.main.get_command(app)
     known = click_command.commands[command].params
     return {option for parameter in known for option in parameter.opts if option.startswith("--")}
+
+
+def test_the_table_of_jobs_has_them_all_with_their_results_in_the_order_of_the_stages() -> None:
+    jobs = {job.__name__ for job in _concrete(records.Job)}
+    results = {get_type_hints(result)["job"].__name__: result.__name__ for result in _concrete(records.Result)}
+    listed = {code(cells[0])[0]: code(cells[1])[0] for cells in TRAINING.table("job")}
+    assert listed == {job: results[job] for job in jobs}
+    methods = [name for name, each in vars(Stages).items() if inspect.isfunction(each) and name[0] != "_"]
+    stages = [name.replace("_", "") for name in methods if name.replace("_", "") in {job.lower() for job in jobs}]
+    assert [job.lower() for job in listed if job != "Calibrate"] == stages
+
+
+def test_the_other_events_are_named() -> None:
+    others = {event.__name__ for event in _concrete(records.Event)} - {
+        result.__name__ for result in _concrete(records.Result) if get_type_hints(result)["job"] is not records.Job
+    }
+    assert others <= set(code(TRAINING.prose))
+
+
+def _concrete(base: type) -> list[type]:
+    """The public subclasses of a record, without those that have subclasses."""
+    known = [each for each in vars(records).values() if isinstance(each, type) and issubclass(each, base)]
+    return [each for each in known if not any(other is not each and issubclass(other, each) for other in known)]
 
 
 def test_the_modes_are_all_there() -> None:
@@ -72,7 +97,7 @@ def test_the_table_of_the_folder_has_everything_in_it(tmp_path: Path) -> None:
 
 def test_the_table_of_metrics_has_them_all() -> None:
     kept = KeptNumbers()
-    watch(opening_of(), [kept])
+    watch(initial_state_of(), [kept])
     update = dict.fromkeys((*AVERAGED, "ratio_max", "memory_retries", "zero_spread_groups", "pack_size"), 1)
     reported = step_summary(0, {SampleId(0, 0, 0): 1.0}, {"ocr": [1.0]}, [update], 1)
     written = {*kept.steps[-1], *reported.values, *Carried().take(), "predicted_step_s"}

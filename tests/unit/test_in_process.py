@@ -10,12 +10,12 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
+from digenrl.worker.orders import Order, Ready, Report
 from fake_crew import fake_recipe
 
 from digenrl.transports.contract import Gone, Message
 from digenrl.transports.inline import InlineTransport
 from digenrl.worker.assignment import Assignment, Duty
-from digenrl.worker.orders import Order, Ready, Report
 
 PATIENCE_S = 60.0
 
@@ -57,7 +57,7 @@ def acts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
 def transport(acts: dict[str, Callable[[], Any]]) -> Iterator[InlineTransport]:
     """A device and one that scores, both ready."""
     transport = InlineTransport()
-    duties: dict[str, set[Duty]] = {"trainer": {"generate", "learn"}, "reward-0": {"score"}}
+    duties: dict[str, set[Duty]] = {"trainer": {"generate", "train"}, "reward-0": {"score"}}
     for name, does in duties.items():
         transport.start(Assignment(name, frozenset(does), "cpu", fake_recipe(), Path("exchange")))
         assert transport.receive(0) == [Message(name, None, Ready())]

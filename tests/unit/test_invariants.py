@@ -177,7 +177,7 @@ def test_a_commit_that_the_scheduler_made_up_is_noticed() -> None:
 
 def test_an_epoch_from_before_a_stop_is_noticed() -> None:
     story = Story()
-    story.auditor = Auditor(replace(story.state, leases_issued=5))
+    story.auditor = Auditor(replace(story.state, jobs_issued=5))
     with broken("1"):
         story.tell(Tick(0), Generate(Lease(FIRST, 0, 4, 0, 0)))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from digenrl.worker.orders import LoadWeights
+from digenrl.worker.roles import Generating
 from live_runs import TINY
 
 from digenrl.config.reading import parse_model
@@ -14,8 +16,6 @@ from digenrl.exchange.tensors import TensorExchange
 from digenrl.models.published import load_published, weights_state
 from digenrl.models.registry import make_tiny_pipeline
 from digenrl.worker.blueprint import load_model, read_blueprint
-from digenrl.worker.orders import LoadWeights
-from digenrl.worker.roles import Generating
 
 
 def test_the_first_order_to_load_is_carried_out_and_then_those_of_newer_versions(

@@ -1,4 +1,4 @@
-"""Slices of their own for unlike cards: only what fits, only what pays, and never worse than one size for all."""
+"""Slice sizes per pool: only sizes that fit and pay, and never worse than one size for all lanes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from digenrl.planning.plan_tables import slice_words
 from digenrl.planning.planner import plan
 from digenrl.planning.workload import Workload
 from digenrl.simulation.makespan import predict_makespan
+from digenrl.simulation.simulator import simulate
 
 WORK = Workload(
     model="tiny", height=32, width=32, denoise_steps=4, trained_share=0.75, prompts=6,
@@ -27,7 +28,7 @@ def pool(name: str, count: int, seconds: dict[int, float], train: float | None =
     return parse_model(CardPool, {"name": name, "nodes": count, "per_node": 1, "measured": measured})
 
 
-# Launches are most of a slice's time on the large card, arithmetic on the small one, which holds 2 samples.
+# A slice is dominated by launches on the large card and by arithmetic on the small one, which fits 2 samples.
 LARGE = pool("large", 2, {1: 1.0, 12: 1.4})
 SMALL = pool("small", 4, {1: 1.0, 2: 1.9})
 TRAINER = pool("trainer", 1, {1: 50.0, 12: 600.0}, train=0.02)
@@ -44,7 +45,7 @@ def uniform_candidates() -> list[Candidate]:
     return list(candidates(WORK, splits(WORK, CLUSTER, TRAINER, 1, options), options))
 
 
-def test_a_card_with_room_makes_larger_slices_beside_one_without(result):
+def test_a_card_with_more_memory_generates_larger_slices(result):
     both = next(found for found in result.plans if len(found.layout.generators) == 2)
     slices = {g.pool.name: own for g, own in zip(both.layout.generators, both.slices, strict=True)}
     assert slices["small"] <= 2 < slices["large"]
@@ -61,20 +62,20 @@ def test_slices_per_pool_beat_every_plan_with_one_size(result):
     assert result.best.makespan_s < 0.6 * min(one_size[2])
 
 
-def test_no_pool_is_given_a_slice_that_it_was_not_measured_with(result):
+def test_no_pool_gets_a_slice_size_that_was_not_measured(result):
     for found in result.plans:
         for generator, own in zip(found.layout.generators, found.slices, strict=True):
             assert generator.pool.measured.covers(own)
 
 
 def test_slices_that_do_not_pay_stay_one_size():
-    # Time is in proportion to size: a larger slice only waits longer for its last sample.
+    # The time is proportional to the size, so a larger slice gains nothing.
     even = Cluster(pools=(pool("a", 2, {1: 1.0, 12: 12.0}), pool("b", 2, {1: 2.0, 12: 24.0}), TRAINER))
     found = plan(WORK, even, PlanOptions(steps=3, helps=("none",)))
     assert set(found.best.slices) == {found.best.spec.slice}
 
 
-def test_the_search_for_slices_keeps_to_its_tries():
+def test_the_search_for_slices_respects_its_budget():
     start = min(uniform_candidates(), key=lambda candidate: candidate.bound_s)
     seen: list[Candidate] = []
 
@@ -89,30 +90,30 @@ def test_the_search_for_slices_keeps_to_its_tries():
     assert better_slices(start, before_s, WORK, CONSTANTS, makespan, 0.005, tries=0) is start
 
 
-def test_a_lane_of_larger_slices_bounds_a_run_by_its_rate():
+def test_a_lane_with_larger_slices_is_bounded_by_its_rate():
     trainer, lanes = best_trainer(WORK, TRAINER, 1, 12), generator_layout(WORK, LARGE, 2)
     assert trainer is not None and lanes is not None
     layout = Layout((lanes,), trainer, None)
     rates = rates_of(WORK, layout, 1, ScheduleRules(), 3, pool_slices=(12,))
     assert rates.samples_per_second == pytest.approx(2 * 12 / 1.4)
     candidate = Candidate(layout, 1, ScheduleRules(), rates, least_makespan(rates), (12,))
-    assert candidate.bound_s <= full_answer(candidate.spec(WORK, 3)).makespan
+    assert candidate.bound_s <= simulate(candidate.spec(WORK, 3)).answer.makespan
 
 
-def test_a_stale_share_has_to_bring_something():
-    # The trainer is what a step waits for, with or without stale starts.
-    busy = replace_train(5.0)
+def test_a_stale_share_that_gains_nothing_is_not_used():
+    # The trainer is the bottleneck, with or without stale samples.
+    busy = cluster_training_in(5.0)
     found = plan(WORK, busy, PlanOptions(steps=12))
     assert found.best.spec.policy.stale_fraction == 0
     stale = plan(WORK, busy, PlanOptions(steps=12, stale_shares=(0.5,)))
     assert stale.best.makespan_s > 0.98 * found.best.makespan_s
 
 
-def replace_train(seconds: float) -> Cluster:
+def cluster_training_in(seconds: float) -> Cluster:
     return Cluster(pools=(LARGE, SMALL, pool("trainer", 1, {1: 50.0, 12: 600.0}, train=seconds)))
 
 
-def test_the_gap_counts_what_was_given_up_for_less_staleness(result):
+def test_the_gap_includes_the_loss_from_less_staleness(result):
     gap = result.proven_gap
     one_size = min(predict_makespan(candidate.spec(WORK, 3)) for candidate in uniform_candidates())
     assert one_size >= result.best.makespan_s * (1 - gap) * (1 - 1e-9)

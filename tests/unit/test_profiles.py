@@ -188,11 +188,11 @@ def test_what_a_profile_cannot_tell_is_refused_in_one_line(
 
 
 def test_a_step_on_one_card_takes_its_parts_one_after_the_other() -> None:
-    foretold = predict_single_device(PROFILE, "card")
+    predicted = predict_single_device(PROFILE, "card")
     # 8 groups in one slice of 12 each, 96 samples scored and trained, one commit, there and back.
-    assert foretold.slice == 12
-    assert foretold.step_seconds == pytest.approx(8 * 2.0 + 96 * 0.01 + 96 * 0.25 + 0.3 + 0.6)
-    assert sum(foretold.parts.values()) == pytest.approx(foretold.step_seconds)
+    assert predicted.slice == 12
+    assert predicted.step_seconds == pytest.approx(8 * 2.0 + 96 * 0.01 + 96 * 0.25 + 0.3 + 0.6)
+    assert sum(predicted.parts.values()) == pytest.approx(predicted.step_seconds)
 
 
 def test_where_the_recipe_leaves_the_slice_open_a_card_takes_that_with_the_least_time_per_sample() -> None:
@@ -200,7 +200,7 @@ def test_where_the_recipe_leaves_the_slice_open_a_card_takes_that_with_the_least
     slices = {1: SliceCost(seconds=0.5), 4: SliceCost(seconds=1.0), 12: SliceCost(seconds=3.6)}
     profile = PROFILE.model_copy(update={"work": open_slice, "slices": slices})
     assert predict_single_device(profile, "card").slice == 4
-    with pytest.raises(ConfigError, match="card: has no training; a step cannot be foretold"):
+    with pytest.raises(ConfigError, match=r"card: .*training"):
         predict_single_device(without(PROFILE, "training"), "card")
 
 

@@ -7,12 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_crew import fake_recipe
-
-from digenrl.driver.placement import place
-from digenrl.transports.contract import Gone, InputsLost, Message
-from digenrl.transports.rank_groups import RankGroupTransport
-from digenrl.worker.assignment import Assignment, Machine, Ranks
 from digenrl.worker.orders import (
     ChangeRole,
     Order,
@@ -23,6 +17,12 @@ from digenrl.worker.orders import (
     StepTaken,
     TakeStep,
 )
+from fake_crew import fake_recipe
+
+from digenrl.driver.placement import place
+from digenrl.transports.contract import Gone, InputsLost, Message
+from digenrl.transports.rank_groups import RankGroupTransport
+from digenrl.worker.assignment import Assignment, Machine, Ranks
 
 
 class Recorded:
@@ -87,7 +87,7 @@ def test_ranks_start_with_places_of_their_own() -> None:
 def test_ranks_have_devices_one_after_the_other() -> None:
     recipe = fake_recipe(lanes={"ranks": 2, "generators": 1, "rewards": 1})
     crew = place(recipe, Machine((0,), cuda_devices=3), Path("exchange"))
-    assert [each.device for each in crew.everybody()] == ["cuda:0", "cuda:2", "cuda:2", "cuda:0"]
+    assert [each.device for each in crew.initial()] == ["cuda:0", "cuda:2", "cuda:2", "cuda:0"]
     inner = Recorded()
     RankGroupTransport(inner).start(crew.trainer)
     assert [each.device for each in inner.started.values()] == ["cuda:0", "cuda:1"]

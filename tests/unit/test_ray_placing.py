@@ -47,7 +47,7 @@ def test_pools_become_generators_that_are_numbered_through_with_a_reserve_after_
     assert (crew.trainer.device, crew.trainer.checkpoint) == ("cuda", tmp_path / "step-3")
     assert [reward.name for reward in crew.rewards] == ["reward-0", "reward-1"]
     assert crew.encoder is not None and crew.encoder.device == "cpu"
-    assert {(each.run, each.exchange) for each in crew.everybody()} == {(tmp_path, None)}
+    assert {(each.run, each.exchange) for each in crew.initial()} == {(tmp_path, None)}
     assert need_of(crew.generators[2]) == Need(
         "cluster.generators: pool 'slow'", 1, {"GPU": 1, "CPU": 1}, accelerator="A6000"
     )
@@ -56,10 +56,10 @@ def test_pools_become_generators_that_are_numbered_through_with_a_reserve_after_
 @pytest.mark.parametrize(
     ("changes", "trainer", "generator", "rewards"),
     [
-        ({}, {"learn", "generate"}, {"generate"}, 1),
-        ({"techniques": {"tag": "none"}}, {"learn"}, {"generate"}, 1),
-        ({"lanes": {"rewards": 0, "device": "cpu"}}, {"learn", "generate", "score"}, {"generate", "score"}, 0),
-        ({"lanes": {"ranks": 2, "device": "cpu"}, "training": {"lora": None}}, {"learn"}, {"generate"}, 1),
+        ({}, {"train", "generate"}, {"generate"}, 1),
+        ({"techniques": {"tag": "none"}}, {"train"}, {"generate"}, 1),
+        ({"lanes": {"rewards": 0, "device": "cpu"}}, {"train", "generate", "score"}, {"generate", "score"}, 0),
+        ({"lanes": {"ranks": 2, "device": "cpu"}, "training": {"lora": None}}, {"train"}, {"generate"}, 1),
     ],
 )
 def test_duties_are_those_of_one_machine(

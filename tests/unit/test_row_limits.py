@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from digenrl.worker.orders import EncodedPrompt, EncodePrompts, EvaluatePrompts, MakeSlice, RehearseMaking
+from digenrl.worker.roles import Encoding, Generating
 from live_runs import TINY
 from torch import Tensor
 from toy_model import TOY_SIZE, ToyModel
@@ -26,8 +28,6 @@ from digenrl.models.registry import make_tiny_pipeline
 from digenrl.models.trajectory import StepNoise
 from digenrl.records import Lease, Slice
 from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
-from digenrl.worker.orders import EncodedPrompt, EncodePrompts, EvaluatePrompts, MakeSlice, RehearseMaking
-from digenrl.worker.roles import Encoding, Generating
 
 GROUP = Slice(step=0, group=0, first=0, size=5)
 

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from digenrl.driver.evaluation import HeldOutScore
+from digenrl.worker.orders import Order, SaveCheckpoint, ScoreEvaluation
 from fake_crew import FakeRun, fake_recipe
 from PIL import Image
-from watched_runs import KeptNumbers, opening_of, watch
+from watched_runs import KeptNumbers, initial_state_of, watch
 
 from digenrl.config.reading import ConfigError
-from digenrl.driver.evaluation import HeldOutScore
 from digenrl.driver.supervisor import WorkerFailedError
 from digenrl.loop import drive
 from digenrl.records import Committed, LaneOffer, SampleId, WorkerJoined, WorkerLost
@@ -33,7 +34,6 @@ from digenrl.runs.stopping import Stopper, StopRequested
 from digenrl.simulation.virtual_cluster import VirtualCluster
 from digenrl.telemetry.trace import Span, Work
 from digenrl.worker import stages
-from digenrl.worker.orders import Order, SaveCheckpoint, ScoreEvaluation
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 
@@ -118,7 +118,7 @@ def test_the_second_signal_ends_the_run_at_once(second: signal.Signals) -> None:
 def test_predictions_come_with_the_costs_of_a_commit_and_match_a_run_of_those_costs() -> None:
     from digenrl.records import CostsMeasured
 
-    opening = opening_of(steps=12)
+    opening = initial_state_of(steps=12)
     told: dict[int, float] = {}
     foresight = StepTimePrediction(lambda step, seconds: told.update({step: seconds}))
     numbers = KeptNumbers()
@@ -203,7 +203,7 @@ def test_a_newer_version_is_saved_although_an_older_one_is_still_being_saved(tmp
     kept.keeper.save()
     kept.run.runtime.receive = lambda: None  # type: ignore[method-assign]  the trainer takes its time
     assert kept.run.crew.orders_of("trainer") == [SaveCheckpoint]
-    kept.keeper.bookmark = RunPosition(1, 5, 9, kept.lines.positions())
+    kept.keeper.position = RunPosition(1, 5, 9, kept.lines.positions())
     del kept.run.runtime.receive
     kept.run.crew.answer("trainer")
     kept.run.crew._batch = 1
@@ -220,7 +220,7 @@ def test_a_bookmark_has_the_length_of_every_file_at_the_commit(tmp_path: Path) -
     order = next(order for _, order in kept.run.crew.log if isinstance(order, SaveCheckpoint))
     assert order.facts["positions"] == {"journal": 0, "spans": 0, "metrics": 11, "evaluations": 0}
     assert order.facts["fingerprint"] == "print"
-    assert order.facts["leases_issued"] == 6
+    assert order.facts["jobs_issued"] == 6
 
 
 # --- Held-out prompts --------------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ def test_a_worker_that_breaks_in_the_first_evaluation_is_told_with_details(tmp_p
 
 def test_lanes_that_leave_and_join_are_written_down(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
-    state = opening_of()
+    state = initial_state_of()
     entries = [LaneEntry(name=lane.name, pool="generator", device="cpu") for lane in state.lanes]
     folder.update_info(lanes=(*entries, LaneEntry(name="trainer", pool="trainer", device="cpu")))
     book = LaneRecorder(folder, {"new": "cuda:3"})
@@ -355,7 +355,7 @@ def test_a_run_that_goes_on_knows_the_lanes_that_it_had() -> None:
 def write_checkpoint(folder: RunFolder, step: int, **facts: Any) -> None:
     from digenrl.config.recipe_files import fingerprint
 
-    known = {"at_ns": 5, "leases_issued": 6, "positions": {}, "fingerprint": fingerprint(folder.recipe)}
+    known = {"at_ns": 5, "jobs_issued": 6, "positions": {}, "fingerprint": fingerprint(folder.recipe)}
     path = folder.checkpoint(step)
     path.mkdir()
     (path / "state.json").write_text(json.dumps({"step": step, "facts": {**known, **facts}}))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from watched_runs import SPEC, AfterEach, opening_of, watch
+from watched_runs import SPEC, AfterEach, initial_state_of, watch
 
 from digenrl import records
 from digenrl.config.reading import ConfigError
@@ -71,7 +71,7 @@ def test_the_journal_of_a_run_with_faults_has_every_decision_except_ticks_withou
         failing_samples=frozenset({SampleId(1, 0, 0)}),
     )
     lines = JsonLines(tmp_path / "journal.jsonl")
-    watch(opening_of(), (), faults=faults, after=(Journal(lines), keep))
+    watch(initial_state_of(), (), faults=faults, after=(Journal(lines), keep))
     wanted = [each for each in seen if each.actions or not isinstance(each.event, Tick)]
     assert len(wanted) < len(seen)
     assert {type(each.event).__name__ for each in wanted} >= {"WorkerLost", "WorkerJoined", "SliceFailed"}

@@ -6,6 +6,7 @@ import math
 from fractions import Fraction
 
 import pytest
+from digenrl.worker.orders import EncodedPrompt, EncodePrompts, MadeSlice, Scores
 from fake_crew import UPDATE
 
 from digenrl.config.reading import ConfigError
@@ -18,7 +19,6 @@ from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import Prompt
 from digenrl.records import LaneOffer, SampleId, Slice
 from digenrl.scheduling import Costs
-from digenrl.worker.orders import EncodedPrompt, EncodePrompts, MadeSlice, Scores
 
 PROMPT = EncodedPrompt("prompt-0", "a cat", {})
 

@@ -29,7 +29,7 @@ def complaint(machine: Machine, **lanes: Any) -> str:
 
 
 def devices(of: Workers) -> dict[str, str]:
-    return {each.name: each.device for each in of.everybody()}
+    return {each.name: each.device for each in of.initial()}
 
 
 def test_on_a_cpu_everybody_is_on_the_cpu() -> None:
@@ -70,12 +70,12 @@ def test_a_cpu_may_be_asked_for_where_there_are_cards() -> None:
 @pytest.mark.parametrize("machine", [CPU, CARDS])
 def test_colocated_one_worker_does_everything_but_what_reward_lanes_do(machine: Machine) -> None:
     found = crew(machine, mode="colocated", rewards=0)
-    assert found.everybody() == (found.trainer,)
-    assert found.trainer.duties == {"encode", "generate", "score", "learn"}
+    assert found.initial() == (found.trainer,)
+    assert found.trainer.duties == {"encode", "generate", "score", "train"}
     assert found.trainer.device == ("cuda:0" if machine.cuda_devices else "cpu")
     assert found.trainer.checkpoint == Path("checkpoint")
     found = crew(machine, mode="colocated", rewards=2)
-    assert found.trainer.duties == {"encode", "generate", "learn"}
+    assert found.trainer.duties == {"encode", "generate", "train"}
     assert [(each.name, each.duties) for each in found.rewards] == [
         ("reward-0", {"score"}),
         ("reward-1", {"score"}),
@@ -84,23 +84,23 @@ def test_colocated_one_worker_does_everything_but_what_reward_lanes_do(machine: 
 
 
 def test_duties_follow_the_techniques_and_the_reward_lanes() -> None:
-    duties = {each.name: each.duties for each in crew(CPU).everybody()}
+    duties = {each.name: each.duties for each in crew(CPU).initial()}
     assert duties == {
-        "trainer": {"learn", "generate"},
+        "trainer": {"train", "generate"},
         "generator-0": {"generate"},
         "reward-0": {"score"},
         "encoder": {"encode"},
     }
-    duties = {each.name: each.duties for each in crew(CPU, tag="none", rewards=0).everybody()}
-    assert duties == {"trainer": {"learn"}, "generator-0": {"generate", "score"}, "encoder": {"encode"}}
-    duties = {each.name: each.duties for each in crew(CPU, rewards=0).everybody()}
-    assert duties["trainer"] == {"learn", "generate", "score"}
+    duties = {each.name: each.duties for each in crew(CPU, tag="none", rewards=0).initial()}
+    assert duties == {"trainer": {"train"}, "generator-0": {"generate", "score"}, "encoder": {"encode"}}
+    duties = {each.name: each.duties for each in crew(CPU, rewards=0).initial()}
+    assert duties["trainer"] == {"train", "generate", "score"}
 
 
 def test_only_the_trainer_begins_from_a_checkpoint() -> None:
     found = crew(CPU)
-    assert {each.name for each in found.everybody() if each.checkpoint is not None} == {"trainer"}
-    assert {each.exchange for each in found.everybody()} == {Path("exchange")}
+    assert {each.name for each in found.initial() if each.checkpoint is not None} == {"trainer"}
+    assert {each.exchange for each in found.initial()} == {Path("exchange")}
 
 
 def test_those_who_compute_all_the_time_have_cores_of_their_own() -> None:

@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from digenrl.worker.orders import SaveCheckpoint
+from digenrl.worker.saving import Saving
 from late_copies import LateCopies
 from rank_cases import STEADY, WAYS, Case, train
 from rank_processes import on_ranks
@@ -29,8 +31,6 @@ from digenrl.training.checkpoint.part_files import part_name
 from digenrl.training.checkpoint.state_trees import tensors_in
 from digenrl.training.policy_weights import Snapshot
 from digenrl.training.ranks.sharding import shard_model
-from digenrl.worker.orders import SaveCheckpoint
-from digenrl.worker.saving import Saving
 
 CASE = Case(
     "diffusion_nft",

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from digenrl.worker.orders import SaveCheckpoint
+from digenrl.worker.saving import Saving
 from scored_groups import Rollout, nudge, scored_groups, toy, trainer_of
 
 from digenrl.algorithms.registry import ALGORITHMS, build_algorithm
@@ -14,8 +16,6 @@ from digenrl.config.reading import ConfigError
 from digenrl.config.training import EmaSettings, TrainerSettings
 from digenrl.models.published import load_published, weights_state
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
-from digenrl.worker.orders import SaveCheckpoint
-from digenrl.worker.saving import Saving
 
 SETTINGS = TrainerSettings(pack_size=4, learning_rate=0.02, ema=EmaSettings(decay=0.5, every_updates=1))
 LORA_OR_FULL = pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])

@@ -6,19 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_crew import FakeRun, fake_recipe
-
-from digenrl.config.reading import ConfigError
 from digenrl.driver.evaluation import Evaluation, Evaluator
-from digenrl.driver.prompt_store import as_encoded
-from digenrl.driver.supervisor import TrainerLostError, WorkerFailedError
-from digenrl.loop import RunGaveUpError, drive
-from digenrl.prompts.sources import Prompt
-from digenrl.records import Generate, Lease, Publish, Slice, WorkerJoined, WorkerLost
-from digenrl.scheduling.invariants import Auditor
-from digenrl.telemetry.recorder import Recorder
-from digenrl.transports.contract import Gone, Message
-from digenrl.worker.assignment import TRAINER
 from digenrl.worker.orders import (
     EncodePrompts,
     LearnGroups,
@@ -31,6 +19,18 @@ from digenrl.worker.orders import (
     ScoreSamples,
     TakeStep,
 )
+from fake_crew import FakeRun, fake_recipe
+
+from digenrl.config.reading import ConfigError
+from digenrl.driver.prompt_store import as_encoded
+from digenrl.driver.supervisor import TrainerLostError, WorkerFailedError
+from digenrl.loop import RunGaveUpError, drive
+from digenrl.prompts.sources import Prompt
+from digenrl.records import Generate, Lease, Publish, Slice, WorkerJoined, WorkerLost
+from digenrl.scheduling.invariants import Auditor
+from digenrl.telemetry.recorder import Recorder
+from digenrl.transports.contract import Gone, Message
+from digenrl.worker.assignment import TRAINER
 
 CREWS: dict[str, dict[str, Any]] = {
     "all techniques": {"techniques": {"tcss": 0.5}},
@@ -168,7 +168,7 @@ def test_a_worker_lost_while_it_starts_is_started_again(tmp_path: Path) -> None:
         root = tmp_path / name
         root.mkdir()
         run = FakeRun(root, fake_recipe())
-        for assignment in run.runtime.crew.everybody():
+        for assignment in run.runtime.crew.initial():
             run.runtime._staff.seek(assignment.name)
         run.runtime._staff.fill()
         run.crew.kill(name)

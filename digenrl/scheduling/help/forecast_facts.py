@@ -55,7 +55,7 @@ class Facts:
         self.batch = terms.stream == "batch"
         self.units = terms.samples_per_step if self.by_sample else terms.prompts
         self.unit_ns = costs.train_ns(1 if self.by_sample else terms.samples_per_prompt)
-        self.whole_step_ns = costs.train_ns(terms.samples_per_step)
+        self.whole_step_ns = terms.prompts * costs.train_ns(terms.samples_per_prompt)
         self.commit_ns, self.publish_ns = costs.commit_ns, costs.publish_ns
         self.switch_in_ns, self.switch_out_ns = costs.switch_in_ns, costs.switch_out_ns
         self.score_unit = terms.score_unit  # so many samples are scored together

@@ -7,12 +7,13 @@ from collections import deque
 from collections.abc import Iterator
 from heapq import heapify, heappush
 
-from digenrl.records import LaneOffer, Slice
+from digenrl.records import Generate, LaneOffer, Score, Slice
+from digenrl.scheduling.dispatch import expected_end_ns
 from digenrl.scheduling.help.forecast import HELPER_CLASS, NO_STEP, Bundle, Forecast
 from digenrl.scheduling.help.forecast_facts import NEVER, Facts, Meter
 from digenrl.scheduling.help.slice_lists import Runs, holes_in, unstarted_slices
 from digenrl.scheduling.order import positions
-from digenrl.scheduling.state import Lane, SchedulerState, StepProgress, open_step
+from digenrl.scheduling.state import Lane, SchedulerState, StepProgress, is_wanted, open_step
 from digenrl.scheduling.terms import Terms
 
 MOST_CLASSES = 8  # up to this many different speeds are kept apart exactly
@@ -78,12 +79,6 @@ def _loaded_ns(state: SchedulerState, at_ns: int, version: int) -> int:
     return max(at_ns + 1, min(dues, default=at_ns + state.costs.publish_ns))
 
 
-def _is_wanted(state: SchedulerState, piece: Slice) -> bool:
-    """Whether these samples still count; those of a group in quarantine are made, or scored, for nothing."""
-    step = open_step(state, piece.step)
-    return step is not None and not step.groups[piece.group].retired
-
-
 def _classes(generators: list[Lane]) -> tuple[tuple[LaneOffer, ...], dict[Kind, int]]:
     """What a lane of each class offers, quickest first, and which class a kind of lane belongs to.
 
@@ -117,20 +112,18 @@ def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[Kind, i
         positions(state.terms),
     )
     members: dict[tuple[int, int, int], list[Member]] = {}
-    leased = [(lane, lane.lease) for lane in state.lanes if lane.lease is not None]
-    for lane, lease in leased:
-        piece = lease.slice
-        slices = piece.size // slice_size
-        end = max(at_ns + 1, lease.started_ns + (lane.expected_ns(slices) if lane.take_ns else lane.slice_ns))
+    busy = [(lane, lane.job) for lane in state.lanes if lane.job is not None]
+    for lane, job in busy:
+        end = max(at_ns + 1, expected_end_ns(state, lane))
         lane_class = HELPER_CLASS if lane.helper else class_of[lane.slice_ns, lane.take_ns]
-        if _is_wanted(state, piece):
-            step, member = piece.step, (position(piece), piece.group, slices)
-        else:
-            step, member = NO_STEP, (0, 0, 0)
+        step, member = NO_STEP, (0, 0, 0)
+        if isinstance(job, Generate) and is_wanted(state, job.slice):
+            piece = job.slice
+            step, member = piece.step, (position(piece), piece.group, piece.size // slice_size)
         members.setdefault((end, lane_class, step), []).append(member)
     rounded = len(members) > MOST_BUNDLES
     if rounded:
-        members = _rounded_up(members, min(lane.slice_ns for lane, _ in leased))
+        members = _rounded_up(members, min(lane.slice_ns for lane, _ in busy))
     bundles: list[Bundle] = []
     for (end, lane_class, step), places in members.items():
         for stretch in (sorted(places),) if rounded else _stretches(sorted(places)):
@@ -184,21 +177,26 @@ def _units_trained(terms: Terms, step: StepProgress) -> int:
     return sum(group.trained.bit_count() for group in step.groups if not group.retired)
 
 
+def _score_end(state: SchedulerState, job: Score, at_ns: int) -> tuple[int, int, Runs]:
+    """When a Score job is expected to end, and what it scores."""
+    costs, piece = state.costs, job.piece
+    if not isinstance(piece, Slice):
+        return max(at_ns + 1, job.issued_ns + costs.score_chunk_ns), NO_STEP, ()
+    end_ns = max(at_ns + 1, job.issued_ns + costs.score_batch_ns(piece.size))
+    return end_ns, piece.step, ((piece.group, piece.size),) if is_wanted(state, piece) else ()
+
+
 def _resume_scoring(future: Forecast, state: SchedulerState, at_ns: int) -> None:
     """Samples in the scorers' hands end when expected; the waiting ones follow in their order."""
     costs, unit = state.costs, state.terms.score_unit
     unit_ns = costs.score_batch_ns(unit)
     jobs = [job for job in state.scorers if job is not None]
-    scored: list[tuple[int, int, Runs]] = sorted(
-        (
-            max(at_ns + 1, job.started_ns + costs.score_batch_ns(job.slice.size)),
-            job.slice.step,
-            ((job.slice.group, job.slice.size),) if _is_wanted(state, job.slice) else (),
-        )
-        for job in jobs
-    )
+    scored: list[tuple[int, int, Runs]] = sorted(_score_end(state, job, at_ns) for job in jobs)
     free = [at_ns] * (len(state.scorers) - len(jobs)) + [end for end, _, _ in scored]
     for piece in state.unscored:
+        if not isinstance(piece, Slice):
+            insort(free, max(at_ns, free.pop(0)) + costs.score_chunk_ns)
+            continue
         for first in range(0, piece.size, unit):
             end = max(at_ns, free.pop(0)) + unit_ns
             insort(free, end)

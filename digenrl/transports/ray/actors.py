@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
-from digenrl.exchange.folder import WeightsReference
-from digenrl.transports.contract import InputsLost
+from digenrl.records import Job, JobFailed, WeightsReference
+from digenrl.transports.contract import InputsLost, Report
 from digenrl.worker.assignment import Assignment
-from digenrl.worker.orders import Order, OrderFailed, Report
 
 if TYPE_CHECKING:
     from digenrl.exchange.carried import CarriedTensors
@@ -31,7 +30,7 @@ PULSE, WIRE = "pulse", "wire"
 class Handler(Protocol):
     """What carries out orders: a worker."""
 
-    def handle(self, order: Order) -> Report:
+    def handle(self, order: Job) -> Report:
         """The report of an order."""
 
 
@@ -62,14 +61,14 @@ class Surroundings:
     search_path: tuple[str, ...]
 
 
-def letter_of(order: Order, names: tuple[str, ...]) -> bytes:
+def letter_of(order: Job, names: tuple[str, ...]) -> bytes:
     """An order, and the names of what travels beside it."""
     return pickle.dumps((order, names))
 
 
-def open_letter(letter: bytes) -> tuple[Order, tuple[str, ...]]:
+def open_letter(letter: bytes) -> tuple[Job, tuple[str, ...]]:
     """What `letter_of` put into it."""
-    content: tuple[Order, tuple[str, ...]] = pickle.loads(letter)
+    content: tuple[Job, tuple[str, ...]] = pickle.loads(letter)
     return content
 
 
@@ -113,16 +112,16 @@ class WorkerActor:
     def carry_out(self, letter: bytes, *parcels: Any) -> Any:
         """The report and, in the order of `leaves()`, what the order left; None where it did not.
 
-        Order and report are bytes: Ray takes several times as long as pickle to pack so little.
+        Job and report are bytes: Ray takes several times as long as pickle to pack so little.
         """
         order, names = open_letter(letter)
         assert self._worker is not None, f"{self._assignment.name} could not be built, and got {order}"
         came = {name: parcel for name, parcel in zip(names, parcels, strict=True) if parcel is not None}
         self._tensors.open(came)
         report = self._worker.handle(order)
-        if isinstance(report, OrderFailed) and (lost := getattr(self._tensors, "lost", ())):
+        if isinstance(report, JobFailed) and (lost := getattr(self._tensors, "lost", ())):
             report = InputsLost(lost)
-        left, leaves = self._tensors.close(), order.leaves()
+        left, leaves = self._tensors.close(), order.writes()
         assert left.keys() <= set(leaves), f"{order} left {sorted(left)}, expected {leaves}"
         answer = pickle.dumps(report)
         return (answer, *(left.get(name) for name in leaves)) if leaves else answer

@@ -62,7 +62,7 @@ class RayBackend:
             raise
         return cls(cluster)
 
-    def settle(self, recipe: Recipe, run: Path, checkpoint: Path | None) -> RunResources:
+    def prepare(self, recipe: Recipe, run: Path, checkpoint: Path | None) -> RunResources:
         """Actors are started later, each where there is room."""
         from digenrl.transports.ray.transport import RayTransport
 

@@ -11,11 +11,11 @@ from typing import Any
 import ray
 from ray._private.state import actors
 
+from digenrl.records import Job
 from digenrl.transports.contract import Gone
 from digenrl.transports.ray.actors import PULSE, Birth
 from digenrl.transports.ray.capacity import Need
 from digenrl.worker.assignment import Assignment
-from digenrl.worker.orders import Order
 
 LONGEST_PAUSE_S = 5.0  # between signs of life
 DEAD = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError)
@@ -26,7 +26,7 @@ LOST = ray.exceptions.ObjectLostError  # an argument of a call is on no machine 
 class Sent:
     """An order under way: its report, and what it leaves, as references. Building has no order."""
 
-    order: Order | None
+    order: Job | None
     report: Any
     left: tuple[Any, ...] = ()
 

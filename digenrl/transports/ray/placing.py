@@ -29,7 +29,7 @@ def place_on_cluster(
 def cpus_wanted(recipe: Recipe) -> int:
     """How many CPUs all workers of a run take together, those that may join later included."""
     crew = _crew(recipe, False, None, None)
-    everybody = (*crew.everybody(), *crew.reserve)
+    everybody = (*crew.initial(), *crew.reserve)
     needs = [need_of(assignment) for assignment in everybody]
     return math.ceil(sum(need.count * need.resources.get("CPU", 0) for need in needs))
 
@@ -37,7 +37,7 @@ def cpus_wanted(recipe: Recipe) -> int:
 def needs_of(crew: Workers) -> list[Need]:
     """What everybody who is there from the beginning takes, equal ones together."""
     needs: dict[str, Need] = {}
-    for assignment in crew.everybody():
+    for assignment in crew.initial():
         need = need_of(assignment)
         before = needs.get(need.who)
         needs[need.who] = need if before is None else replace(before, count=before.count + need.count)
@@ -49,7 +49,7 @@ def need_of(assignment: Assignment) -> Need:
     who, place = _place_of(assignment)
     gpus = place.gpus if place.gpus is not None else float(assignment.device != "cpu")
     resources = {"GPU": gpus, "CPU": place.cpus, **place.resources}
-    together = assignment.recipe.lanes.ranks if "learn" in assignment.duties and assignment.ranks is None else 1
+    together = assignment.recipe.lanes.ranks if "train" in assignment.duties and assignment.ranks is None else 1
     some = {kind: amount for kind, amount in resources.items() if amount}
     return Need(who, together, some, place.accelerator, place.labels)
 
@@ -78,14 +78,14 @@ def _crew(recipe: Recipe, has_gpus: bool, checkpoint: Path | None, run: Path | N
             device="cuda" if gpus > 0 else "cpu",
             recipe=recipe,
             exchange=None,
-            checkpoint=checkpoint if "learn" in duties else None,
+            checkpoint=checkpoint if "train" in duties else None,
             pool=pool.name if pool is not None and cluster.generators else None,
             slowdown=1.0 if pool is None else pool.slowdown,
             run=run,
         )
 
     return Workers(
-        trainer=assign(TRAINER, {"learn", *helps}, cluster.trainer),
+        trainer=assign(TRAINER, {"train", *helps}, cluster.trainer),
         generators=tuple(assign(name, makes, pool, pool) for name, pool in generators),
         rewards=tuple(assign(f"reward-{index}", {"score"}, cluster.rewards) for index in range(rewards)),
         encoder=assign(ENCODER, {"encode"}, cluster.encoder),
@@ -116,7 +116,7 @@ def _numbered() -> Iterator[str]:
 def _place_of(assignment: Assignment) -> tuple[str, WorkerResources]:
     """The recipe's key for a worker's place, and the place."""
     cluster = assignment.recipe.cluster
-    if "learn" in assignment.duties:
+    if "train" in assignment.duties:
         return "cluster.trainer", cluster.trainer
     if "generate" in assignment.duties:
         pool = next((pool for pool in cluster.generators if pool.name == assignment.pool), None)

@@ -17,7 +17,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from digenrl.config.recipe import Recipe
-from digenrl.transports.contract import Gone, InputsLost, Message
+from digenrl.records import Job, JobFailed, Publish, Published
+from digenrl.transports.contract import Gone, InputsLost, Message, Report
 from digenrl.transports.processes import ENVIRONMENT
 from digenrl.transports.ray.actors import (
     PULSE,
@@ -35,7 +36,6 @@ from digenrl.transports.ray.members import DEAD, LOST, Member, Sent, ending
 from digenrl.transports.ray.placing import need_of, threads_of
 from digenrl.transports.ray.weight_broadcast import Delivery, WeightBroadcast
 from digenrl.worker.assignment import Assignment
-from digenrl.worker.orders import LoadWeights, Order, OrderFailed, Report, WeightsLoaded
 
 ROUND_S = 0.5  # signs of life and time limits are looked at so often
 
@@ -133,7 +133,7 @@ class RayTransport:
 
     # --- Orders and reports -------------------------------------------------------------------------------------
 
-    def send(self, worker: str, job_id: int, order: Order) -> None:
+    def send(self, worker: str, job_id: int, order: Job) -> None:
         """Hands over an order, and references to what it reads; to a worker that is gone, this does nothing."""
         member = self._members.get(worker)
         if member is None:
@@ -141,7 +141,7 @@ class RayTransport:
         found = {name: self.shelf.get(name) for name in self._carried(order)}
         absent = tuple(name for name, reference in found.items() if reference is None)
         assert not absent, f"{order} reads {', '.join(absent)}, which nobody left, or which was dropped"
-        leaves = len(order.leaves())
+        leaves = len(order.writes())
         call = member.actor.carry_out.options(num_returns=1 + leaves)
         references = call.remote(letter_of(order, tuple(found)), *found.values())
         report, *left = references if leaves else [references]
@@ -158,7 +158,7 @@ class RayTransport:
             if messages or left_s <= 0:
                 return messages
 
-    def _carried(self, order: Order) -> tuple[str, ...]:
+    def _carried(self, order: Job) -> tuple[str, ...]:
         """What an order reads of what travels beside it."""
         weights = getattr(order, "weights", None) if self._by_wire else None
         return tuple(name for name in dict.fromkeys(order.reads()) if weights is None or name != weights.name)
@@ -201,12 +201,12 @@ class RayTransport:
     def _note(self, member: Member, sent: Sent, report: Report) -> None:
         member.ready = True
         order = sent.order
-        if order is not None and not isinstance(report, OrderFailed | InputsLost):
-            for name, reference in zip(order.leaves(), sent.left, strict=True):
+        if order is not None and not isinstance(report, JobFailed | InputsLost):
+            for name, reference in zip(order.writes(), sent.left, strict=True):
                 self.shelf.keep(name, reference, member.node_id)
         if self._by_wire:
             self._wire.reported(member.name, report)
-        elif isinstance(report, WeightsLoaded) and isinstance(order, LoadWeights):
+        elif isinstance(report, Published) and isinstance(order, Publish):
             self._tell(Delivery(order.weights.name, (member.name,), order.weights.bytes, report.seconds))
 
     def _lost(self, sent: Sent, error: Exception) -> Report:

@@ -8,10 +8,10 @@ from typing import Any
 
 import ray
 
-from digenrl.exchange.folder import WeightsReference
+from digenrl.records import Committed, Exported, Job, Publish, WeightsReference
+from digenrl.transports.contract import Report
 from digenrl.transports.ray.actors import WIRE
 from digenrl.transports.ray.members import Member
-from digenrl.worker.orders import EvaluatePrompts, LoadWeights, Order, Report, StepTaken, WeightsLaidOut
 
 SHORTEST_TIMEOUT_S = 20.0
 SLOWEST_BYTES_PER_S = 20e6
@@ -49,16 +49,16 @@ class WeightBroadcast:
         self._under_way: _UnderWay | None = None
         self._epoch = 0
 
-    def ordered(self, worker: str, order: Order) -> None:
+    def ordered(self, worker: str, order: Job) -> None:
         """An order was sent: it may need weights."""
-        if isinstance(order, LoadWeights | EvaluatePrompts):
+        if isinstance(order, Publish):
             name = order.weights.name
-            if name not in self._has.get(worker, ()) and "learn" not in self._members[worker].assignment.duties:
+            if name not in self._has.get(worker, ()) and "train" not in self._members[worker].assignment.duties:
                 self._lacking.setdefault(name, {})[worker] = order.weights
 
     def reported(self, worker: str, report: Report) -> None:
         """A report came: there may be new weights."""
-        if isinstance(report, StepTaken | WeightsLaidOut) and report.weights.name:
+        if isinstance(report, Committed | Exported) and report.weights.name:
             self._staged = (worker, report.weights.name)
 
     def forget(self, worker: str) -> None:

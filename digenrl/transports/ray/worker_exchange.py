@@ -9,7 +9,7 @@ from torch import Tensor
 
 from digenrl.exchange.broadcast import WeightsReceiver, WeightsSender
 from digenrl.exchange.carried import CarriedTensors, Parcel
-from digenrl.exchange.folder import WeightsReference
+from digenrl.records import WeightsReference
 from digenrl.worker.assignment import Assignment
 
 # Whoever sends may have died and be loading its model again elsewhere.
@@ -21,7 +21,7 @@ def make_exchange(assignment: Assignment, host: str) -> CarriedTensors:
     if assignment.recipe.training.lora is not None:
         return CarriedTensors()
     is_first_rank = assignment.ranks is None or assignment.ranks.index == 0
-    sends = "learn" in assignment.duties and is_first_rank
+    sends = "train" in assignment.duties and is_first_rank
     return WiredTensors(WeightsSender(host) if sends else None)
 
 

@@ -1,0 +1,110 @@
+"""Evaluation: held-out prompts are sampled in chunks by idle generator lanes that serve the version.
+
+Chunks go before slices. The next version is not published before all chunks of this one are sampled, so every
+chunk is sampled with the version it is about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from digenrl.records import AbandonEvaluation, Action, Evaluate, Evaluated, HeldOutChunk
+from digenrl.scheduling.lanes import publish_newest, release
+from digenrl.scheduling.scoring import enqueue
+from digenrl.scheduling.state import SchedulerState, find_evaluation, fresh_evaluation, put_evaluation
+
+Outcome = tuple[SchedulerState, tuple[Action, ...]]
+
+
+def begin_evaluation(state: SchedulerState, version: int) -> SchedulerState:
+    """Queues the evaluation of a version."""
+    return replace(state, evaluations=(*state.evaluations, fresh_evaluation(state.terms, version)))
+
+
+def hand_out_chunks(state: SchedulerState, at_ns: int) -> Outcome:
+    """Gives chunks to the idle lanes that serve the version."""
+    jobs: list[Action] = []
+    for evaluation in state.evaluations:
+        able = [
+            index
+            for index in state.idle
+            if state.lanes[index].version == state.lanes[index].sent_version == evaluation.version
+        ]
+        pairs = list(zip(able, evaluation.unstarted, strict=False))
+        if not pairs:
+            continue
+        lanes = list(state.lanes)
+        for index, chunk in pairs:
+            held_out = HeldOutChunk(evaluation.version, chunk)
+            job = Evaluate(state.jobs_issued + len(jobs), at_ns, held_out, index)
+            lanes[index] = replace(lanes[index], job=job)
+            jobs.append(job)
+        busy = {index for index, _ in pairs}
+        state = put_evaluation(
+            replace(state, lanes=tuple(lanes), idle=tuple(index for index in state.idle if index not in busy)),
+            replace(
+                evaluation,
+                unstarted=evaluation.unstarted[len(pairs) :],
+                sampling=evaluation.sampling + len(pairs),
+            ),
+        )
+    return replace(state, jobs_issued=state.jobs_issued + len(jobs)), tuple(jobs)
+
+
+def absorb_evaluated(state: SchedulerState, event: Evaluated) -> Outcome:
+    """The lane is idle again. The chunk waits for a reward lane, unless generators score."""
+    job = event.job
+    if state.lanes[job.lane].job != job:
+        return state, ()
+    state = release(state, job.lane)
+    evaluation = find_evaluation(state, job.chunk.version)
+    if evaluation is None:
+        return state, ()
+    evaluation = replace(
+        evaluation, sampling=evaluation.sampling - 1, unscored=evaluation.unscored + bool(state.scorers)
+    )
+    state = put_evaluation(state, evaluation)
+    actions: tuple[Action, ...] = ()
+    if state.scorers:
+        state, actions = enqueue(state, job.chunk, event.at_ns)
+    state, published = publish_newest(state, event.at_ns)
+    return state, (*actions, *published)
+
+
+def return_chunk(state: SchedulerState, chunk: HeldOutChunk, *, sampled: bool) -> SchedulerState:
+    """The chunk was lost, by its lane or after it was `sampled`: it is to be sampled again."""
+    evaluation = find_evaluation(state, chunk.version)
+    if evaluation is None:
+        return state
+    return put_evaluation(
+        state,
+        replace(
+            evaluation,
+            unstarted=tuple(sorted((*evaluation.unstarted, chunk.index))),
+            sampling=evaluation.sampling - (not sampled),
+            unscored=evaluation.unscored - sampled,
+        ),
+    )
+
+
+def abandon(state: SchedulerState, version: int, reason: str, at_ns: int) -> Outcome:
+    """Drops the evaluation of a version. What lanes are still doing for it is ignored."""
+    if find_evaluation(state, version) is None:
+        return state, ()
+    waiting = tuple(
+        each for each in state.unscored if not (isinstance(each, HeldOutChunk) and each.version == version)
+    )
+    left = tuple(each for each in state.evaluations if each.version != version)
+    state, published = publish_newest(replace(state, evaluations=left, unscored=waiting), at_ns)
+    return state, (AbandonEvaluation(version, reason), *published)
+
+
+def abandon_if_unservable(state: SchedulerState, at_ns: int) -> Outcome:
+    """Drops evaluations of older versions that no generator lane will serve again."""
+    actions: tuple[Action, ...] = ()
+    for version in [each.version for each in state.evaluations if each.unstarted]:
+        served = any(lane.present and not lane.helper and lane.sent_version == version for lane in state.lanes)
+        if version < state.committed and not served:
+            state, abandoned = abandon(state, version, "no lane is left that serves this version", at_ns)
+            actions += abandoned
+    return state, actions

@@ -1,0 +1,196 @@
+"""Calibrate jobs: do a little work of one kind, discard it, and report how long it took."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import replace
+from time import perf_counter
+
+import torch
+
+from digenrl.models.compiled import is_compiled
+from digenrl.models.contract import Conditioning
+from digenrl.models.pairs import ScoredGroup
+from digenrl.models.trajectory import Trajectory
+from digenrl.models.transfers import wait_for
+from digenrl.records import Calibrate, Calibrated, PromptRow, SampleId, Slice
+from digenrl.rewards.contract import RewardError
+from digenrl.worker.rollouts import held_out_pixels, roll_out
+from digenrl.worker.stages import Stages
+from digenrl.worker.tensor_files import trajectory_tensors
+from digenrl.worker.timing import peak_bytes, sustained_seconds, watch_peak
+
+CALIBRATION_STEP = -1  # the step of samples that are discarded
+
+
+class Calibration:
+    """Times one worker's stages."""
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+        self._blueprint, self._exchange = stages.parts.blueprint, stages.parts.exchange
+        self._tasks = {
+            "generate": self._generation,
+            "score": self._scoring,
+            "train": self._training,
+            "switch": self._switching,
+            "commit": self._commits,
+        }
+
+    def calibrate(self, job: Calibrate) -> Calibrated:
+        """Runs the job's task once to warm up and then against the clock."""
+        return self._tasks[job.task](job)
+
+    def _generation(self, job: Calibrate) -> Calibrated:
+        """One slice of every size, and held-out batches once so that a compiled model has met their sizes."""
+        prompt, model = _prompt(job), self._stages.model
+        seconds: dict[int, float] = {}
+        peaks: dict[int, int] = {}
+        for size in job.sizes:
+            watch_peak(model.device)
+            seconds[size] = self._timed_slice(prompt, size)
+            peaks[size] = peak_bytes(model.device)
+        for size in job.held_out:
+            with self._stages.served_weights():
+                row = self._stages.row(prompt)
+                rows = Conditioning.joined([model.of_another_length(row), *[row] * (size - 1)])
+                held_out_pixels(self._blueprint, model, rows, 0, self._stages.row_limits)
+        return Calibrated(0, job, seconds, peak_bytes=peaks)
+
+    def _timed_slice(self, prompt: PromptRow, size: int) -> float:
+        name = f"calibration-{os.getpid()}"  # all workers calibrate at the same time
+
+        def generate() -> None:
+            generated, pixels_BFCHW = self._stages.roll_out(prompt, Slice(CALIBRATION_STEP, 0, 0, size))
+            self._put_and_drop(name, trajectory_tensors(generated.trajectories))
+            if self._stages.parts.reward is None:
+                self._put_and_drop(name, {"pixels": pixels_BFCHW})
+                return
+            with suppress(RewardError):  # a prompt that cannot be scored is no reason not to start
+                self._stages.score_pixels(pixels_BFCHW, [prompt] * size)
+
+        generate()
+        return sustained_seconds(generate, self._stages.model.device)
+
+    def _put_and_drop(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        self._exchange.put(name, tensors)
+        self._exchange.drop(name)
+
+    def _scoring(self, job: Calibrate) -> Calibrated:
+        """Scores noise twice and times the second call. A reward that finds nothing in it will do."""
+        size, (samples,) = self._blueprint.size, job.sizes
+        noise = torch.Generator().manual_seed(0)
+        pixels_BFCHW = torch.rand(samples, size.frames, 3, size.height, size.width, generator=noise)
+        for _ in range(2):
+            began = perf_counter()
+            with suppress(RewardError):
+                self._stages.score_pixels(pixels_BFCHW, [_prompt(job)] * samples)
+            seconds = perf_counter() - began
+        return Calibrated(0, job, {1: seconds / samples})
+
+    def _training(self, job: Calibrate) -> Calibrated:
+        """Replays a few samples twice and times the second replay. Finds the pack size on the way."""
+        trainer, (samples,) = self._stages.trainer, job.sizes
+        group = self.sample_group(_prompt(job), samples, job.at_once or samples)
+        trainer.calibrate(group)
+        watch_peak(self._stages.model.device)
+        seconds = self._timed_replay(group, later=False)
+        updates = self._blueprint.algorithm.updates_per_batch
+        if trainer.later_updates_differ:
+            if is_compiled(self._stages.model):
+                trainer.calibrate(group, later=True)
+            seconds = (seconds + (updates - 1) * self._timed_replay(group, later=True)) / updates
+        packing = trainer.packing
+        assert packing is not None, "calibration chooses the packing"
+        return Calibrated(
+            0,
+            job,
+            {1: seconds},
+            peak_bytes={1: peak_bytes(self._stages.model.device)},
+            pack_size=packing.pack_size,
+            checkpointed_blocks=packing.checkpointed,
+            planned_bytes=packing.planned_bytes,
+            predicted_bytes=packing.foreseen_bytes,
+        )
+
+    def sample_group(self, prompt: PromptRow, samples: int, at_once: int) -> ScoredGroup:
+        """Samples with made-up rewards, generated `at_once` at a time."""
+        stages = self._stages
+        row = stages.model.compact(stages.row(prompt))
+        trajectories: list[Trajectory] = []
+        for first in range(0, samples, at_once):
+            piece = Slice(CALIBRATION_STEP, 0, first, at_once)
+            with stages.served_weights():
+                generated, _ = roll_out(
+                    self._blueprint, stages.model, row, piece, stages.version, stages.row_limits
+                )
+            trajectories += generated.trajectories
+        return ScoredGroup(row, tuple(trajectories[:samples]), tuple(float(index) for index in range(samples)))
+
+    def _timed_replay(self, group: ScoredGroup, later: bool) -> float:
+        """Seconds per sample."""
+        trainer, shares = self._stages.trainer, []
+        seconds = sustained_seconds(
+            lambda: shares.append(trainer.calibrate(group, later=later)), self._stages.model.device
+        )
+        return seconds / shares[-1] / self._blueprint.shape.group_size
+
+    def _switching(self, job: Calibrate) -> Calibrated:
+        """Switches to generating and back until no more host memory is allocated, and reports the last time.
+
+        The first switches allocate the host memory that later ones reuse.
+        """
+        switching = self._stages.trainer.switching
+        self._there_and_back(job)
+        while True:
+            allocated = switching.host_bytes
+            calibrated = self._there_and_back(job)
+            if switching.host_bytes == allocated:
+                return calibrated
+
+    def _there_and_back(self, job: Calibrate) -> Calibrated:
+        trainer = self._stages.trainer
+        switching = trainer.switching
+        with switching.as_in_a_step():
+            to_generating = self._stages.switch_to("generate")
+            moved_bytes = switching.bytes_away
+            switching.settle()
+            if self._stages.parts.publishes:  # a version is kept while the trainer helps within a batch
+                trainer.reserve_version()
+            to_training = self._stages.switch_to("train")
+        return Calibrated(0, job, {1: to_generating}, seconds_back=to_training, moved_bytes=moved_bytes)
+
+    def _commits(self, job: Calibrate) -> Calibrated:
+        """Trains a whole batch of discarded samples and times its optimizer updates. The version advances."""
+        trainer, shape = self._stages.trainer, self._blueprint.shape
+        batch, seconds = trainer.batch, 0.0
+        group = self.sample_group(_prompt(job), shape.group_size, job.at_once or shape.group_size)
+        for place in range(shape.groups):
+            trainer.add_group(_placed(group, batch, place), place)
+            while trainer.batch == batch and trainer.can_commit():
+                seconds += self._timed_commit()
+        assert trainer.batch == batch + 1, "the whole batch was trained"
+        return Calibrated(0, job, {1: seconds})
+
+    def _timed_commit(self) -> float:
+        device = self._stages.model.device
+        wait_for(device)
+        began = perf_counter()
+        self._stages.trainer.commit()
+        wait_for(device)
+        return perf_counter() - began
+
+
+def _prompt(job: Calibrate) -> PromptRow:
+    assert job.prompt is not None, f"{job} needs a prompt"
+    return job.prompt
+
+
+def _placed(group: ScoredGroup, batch: int, place: int) -> ScoredGroup:
+    """The same samples as a group of the open batch."""
+    trajectories = tuple(
+        replace(each, sample=SampleId(batch, place, each.sample.index), version=batch)
+        for each in group.trajectories
+    )
+    return replace(group, trajectories=trajectories)

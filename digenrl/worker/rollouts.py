@@ -1,0 +1,105 @@
+"""From a recipe's blueprint to rollouts: training slices and held-out samples.
+
+Shape legend: B = samples, F = frames, C = 3 colours, H and W = height and width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from torch import Tensor
+
+from digenrl.config.windows import EulerOnly
+from digenrl.generation.rollout import GeneratedSlice, decode_slice, generate_pixels, generate_slice
+from digenrl.generation.row_limits import RowLimits
+from digenrl.generation.windows import plan_rollouts
+from digenrl.models.contract import Conditioning, DiffusionModel
+from digenrl.models.trajectory import RolloutPlan
+from digenrl.records import SampleId, Slice
+from digenrl.worker.blueprint import Blueprint
+
+HELD_OUT_STEP = 0  # held-out samples use their own seed and always the same initial noise
+
+
+def row_limits(blueprint: Blueprint) -> RowLimits:
+    """How many rows fit into memory at once, as far as the recipe says so. Out-of-memory errors lower them."""
+    return RowLimits.decoding_at_most(blueprint.recipe.sample.decode_rows)
+
+
+def plan(blueprint: Blueprint, model: DiffusionModel, samples: Sequence[SampleId]) -> tuple[RolloutPlan, ...]:
+    """Which steps of each sample are stochastic and which are kept. It depends on the samples' ids alone."""
+    return plan_rollouts(
+        blueprint.window,
+        samples,
+        schedule=blueprint.schedule(model, blueprint.recipe.sample.denoising_steps),
+        size=blueprint.size,
+        noise=blueprint.noise,
+        guidance=blueprint.guidance,
+        run_seed=blueprint.recipe.seed,
+    )
+
+
+def roll_out(
+    blueprint: Blueprint,
+    model: DiffusionModel,
+    conditioning: Conditioning,
+    piece: Slice,
+    version: int,
+    limits: RowLimits | None = None,
+) -> tuple[GeneratedSlice, Tensor]:
+    """The trajectories of a slice, and its pixels_BFCHW."""
+    limits = limits or row_limits(blueprint)
+    generated = generate_slice(
+        model,
+        conditioning,
+        plan(blueprint, model, tuple(piece.samples())),
+        piece,
+        run_seed=blueprint.recipe.seed,
+        version=version,
+        needs=blueprint.algorithm.needs,
+        same_noise_in_group=blueprint.algorithm.settings.same_initial_noise,
+        autocast=blueprint.recipe.training.autocast,
+        limit=limits.denoising,
+    )
+    return generated, decode_slice(model, generated, limits.decoding)
+
+
+def held_out_pixels(
+    blueprint: Blueprint,
+    model: DiffusionModel,
+    conditioning: Conditioning,
+    first: int,
+    limits: RowLimits | None = None,
+) -> Tensor:
+    """Held-out samples as pixels_BFCHW, one per row of conditioning: Euler steps, noise by index alone."""
+    evaluation = blueprint.recipe.evaluation
+    assert evaluation is not None, "a recipe without evaluation has no held-out samples"
+    limits = limits or row_limits(blueprint)
+    samples = [SampleId(HELD_OUT_STEP, first + row, 0) for row in range(len(conditioning))]
+    plans = plan_rollouts(
+        EulerOnly(),
+        samples,
+        schedule=blueprint.schedule(model, evaluation.denoising_steps),
+        size=blueprint.size,
+        noise=blueprint.noise,
+        guidance=blueprint.guidance if evaluation.guidance is None else evaluation.guidance,
+        run_seed=evaluation.seed,
+    )
+    return generate_pixels(
+        model,
+        conditioning,
+        plans,
+        samples,
+        run_seed=evaluation.seed,
+        autocast=blueprint.recipe.training.autocast,
+        limit=limits.held_out,
+        decoding=limits.decoding,
+    )
+
+
+def shuffled(rewards: Sequence[float], seed: int, sample: SampleId) -> tuple[float, ...]:
+    """The rewards of a group in an order unrelated to its samples, the same every time."""
+    key = f"{seed}/{sample.step}/{sample.group}/shuffled rewards"
+    order = sorted(range(len(rewards)), key=lambda index: blake2b(f"{key}/{index}".encode()).digest())
+    return tuple(rewards[index] for index in order)

@@ -43,13 +43,14 @@ from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_files import read_recipe
 from digenrl.models.compiled import compile_blocks, is_compiled
 from digenrl.models.contract import Conditioning, DiffusionModel
-from digenrl.models.registry import FAMILIES, make_tiny_pipeline
-from digenrl.models.transfers import wait_for
+from digenrl.models.registry import FAMILIES
+from digenrl.models.transfers import synchronize
 from digenrl.records import Slice
 from digenrl.rewards.building import build_rewards
 from digenrl.run_folder.folder import RunFolder
 from digenrl.runs.training import check_recipe, train
 from digenrl.simulation.single_device import predict_single_device
+from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 from digenrl.worker import stages
 from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
 from digenrl.worker.stages import Blueprint
@@ -166,7 +167,7 @@ def window(trained_steps: int, denoising_steps: int) -> dict[str, Any]:
 @contextmanager
 def peer_style(model: DiffusionModel) -> Iterator[None]:
     """Inside, blocks run eagerly though they are compiled, and no forward is replayed from a recording."""
-    model.forget_rollouts()
+    model.release_rollout_memory()
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -174,11 +175,11 @@ def peer_style(model: DiffusionModel) -> Iterator[None]:
 def seconds_of(work: Callable[[], object], device: torch.device, warm_ups: int, times: int) -> float:
     for _ in range(warm_ups):
         work()
-    wait_for(device)
+    synchronize(device)
     began = time.perf_counter()
     for _ in range(times):
         work()
-    wait_for(device)
+    synchronize(device)
     return (time.perf_counter() - began) / times
 
 
@@ -233,7 +234,7 @@ def baseline_step(model: DiffusionModel, recipe: Recipe, row: Conditioning) -> f
     assert isinstance(size, int)
     with peer_style(model):
         trainer = stages.make_trainer(blueprint, model, helps=False)
-        wait_for(model.device)
+        synchronize(model.device)
         began = time.perf_counter()
         trajectories, rewards = [], []
         for first in range(0, group_size, size):
@@ -244,7 +245,7 @@ def baseline_step(model: DiffusionModel, recipe: Recipe, row: Conditioning) -> f
         group = stages.advantage(blueprint, row, trajectories, rewards)
         stages.train(trainer, group, place=0)
         trainer.commit()
-        wait_for(model.device)
+        synchronize(model.device)
         return time.perf_counter() - began
 
 
@@ -346,7 +347,7 @@ def measure(family: str, options: argparse.Namespace, folder: Path, say: Callabl
 
 
 def tiny_case(family: str) -> Case:
-    size = FAMILIES[family].tiny_size
+    size = tiny_size(family)
     return Case(size.height, size.width, size.frames, group=2, slices=(1, 2), denoising_steps=4, trained_steps=2)
 
 

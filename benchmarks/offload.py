@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from digenrl.models.transfers import wait_for
+from digenrl.models.transfers import synchronize
 from digenrl.training.offload.host_copies import HostCopies, copies_of, cpu_copy
 from digenrl.training.offload.last_version import LastVersion
 from digenrl.training.offload.offloader import Offload
@@ -125,7 +125,7 @@ def measure(parameters: int, width: int, device: torch.device) -> Measured:
     offload = Offload({"sums": lambda: parts["sums"], "moments": lambda: parts["moments"]}, device, host)
     version = LastVersion(host)
     before, products = fingerprint(parts), work_of(device)
-    wait = partial(wait_for, device)
+    wait = partial(synchronize, device)
 
     def changed() -> None:
         """Back, and about to be written to: the next time all is copied again."""

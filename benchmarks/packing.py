@@ -31,10 +31,10 @@ from digenrl.generation.noise import normal_noise
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize
 from digenrl.models.family import Family
 from digenrl.models.lora import add_lora
-from digenrl.models.pairs import ScoredGroup
-from digenrl.models.registry import FAMILIES, find_family, make_tiny_pipeline
-from digenrl.models.trajectory import RolloutPlan, StepNoise, Trajectory
+from digenrl.models.registry import FAMILIES, find_family
+from digenrl.models.trajectory import RolloutPlan, ScoredGroup, StepNoise, Trajectory
 from digenrl.records import SampleId
+from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 from digenrl.training.batch import BatchShape
 from digenrl.training.gradients import Gradients, total_norm
 from digenrl.training.packing.pack_size import measured_bytes
@@ -89,7 +89,7 @@ def tiny_subject(family: Family) -> Subject:
         model = family.load(Path(folder) / family.name)
     conditioning = model.encode(["a red cube"])
     add_lora(model, rank=4, alpha=4, seed=0)
-    return Subject(model, family.tiny_size, conditioning)
+    return Subject(model, tiny_size(family.name), conditioning)
 
 
 def full_subject(family: Family, clip: SampleSize) -> Subject:

@@ -235,7 +235,7 @@ def make_tiny_command(
     It is a complete diffusers pipeline, for trying things out offline.
     """
     with _requires("train"):
-        from digenrl.models.registry import make_tiny_pipeline
+        from digenrl.testing.tiny_models import make_tiny_pipeline
     make_tiny_pipeline(family, directory, seed)
     print_written(directory)
 

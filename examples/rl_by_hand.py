@@ -1,9 +1,10 @@
-"""One RL run, put together by hand from DigenRL's rooms: prompt, generate, reward, advantage, train.
+"""An RL run assembled by hand from DigenRL's packages: prompt, generate, score, train.
 
     python examples/rl_by_hand.py            # a tiny SD3 pipeline with random weights, on the CPU, half a minute
 
-The model is made on the spot, the reward is a function of our own (bright pictures are good), the algorithm is
-Flow-GRPO. Nothing runs in parallel here: this is the story that the scheduler will tell on many cards.
+The model is created on the spot, the reward is a custom function (bright images are good), and the algorithm is
+Flow-GRPO. Everything runs in one process, one stage after the other. `digenrl train` runs the same stages on many
+GPUs, where the scheduler overlaps them.
 """
 
 from __future__ import annotations
@@ -23,21 +24,22 @@ from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.rewards import parse_rewards
 from digenrl.config.training import TrainerSettings
 from digenrl.generation.noise import normal_noise
-from digenrl.generation.rollout import decode_slice, generate_slice
+from digenrl.generation.rollout import RolloutSettings, decode_slice, generate_slice
 from digenrl.generation.windows import plan_rollouts
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.pairs import ScoredGroup
-from digenrl.models.registry import find_family, make_tiny_pipeline
-from digenrl.models.trajectory import StepNoise
+from digenrl.models.registry import find_family
+from digenrl.models.trajectory import ScoredGroup, StepNoise
 from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import Prompt
 from digenrl.records import Slice
 from digenrl.rewards.building import build_rewards
 from digenrl.rewards.contract import Reward
+from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 from digenrl.training.batch import BatchShape
 from digenrl.training.trainer import Trainer
 
 FAMILY = find_family("sd3")
+SIZE = tiny_size("sd3")
 RUN_SEED, DENOISING_STEPS = 7, 4
 SHAPE = BatchShape(groups=3, group_size=8)
 TEXTS = ["a red door", "a lake at dawn", "three green apples", "snow on a roof"]
@@ -45,35 +47,34 @@ PROMPTS = [Prompt(index, text, {}) for index, text in enumerate(TEXTS)]
 
 
 def brightness(pixels_BFCHW: Tensor, prompts: list[str], metadata: list[dict[str, object]]) -> list[float]:
-    """A reward of one's own: pixels of a batch in, one number per sample out."""
+    """A custom reward: takes the pixels of a batch and returns one number per sample."""
     return [float(value) for value in pixels_BFCHW.mean(dim=(1, 2, 3, 4))]
 
 
-def make_group(
+def score_group(
     model: DiffusionModel, algorithm: Algorithm, reward: Reward, prompt: Prompt, step: int, group: int
 ) -> ScoredGroup:
-    """All samples of one prompt: denoised with noise, decoded, scored."""
+    """Generates and scores all samples of one prompt."""
     samples = Slice(step, group, first=0, size=SHAPE.group_size)
     conditioning = model.encode([prompt.text])
     plans = plan_rollouts(
         algorithm.settings.window,
         samples.samples(),
-        schedule=model.schedule(DENOISING_STEPS, FAMILY.tiny_size),
-        size=FAMILY.tiny_size,
+        schedule=model.schedule(DENOISING_STEPS, SIZE),
+        size=SIZE,
         noise=StepNoise("flow", level=0.7),
         guidance=1.0,
         run_seed=RUN_SEED,
     )
-    made = generate_slice(
-        model, conditioning, plans, samples, run_seed=RUN_SEED, version=step, needs=algorithm.needs
-    )
-    pixels_BFCHW = decode_slice(model, made)
+    settings = RolloutSettings(RUN_SEED, algorithm.needs)
+    generated = generate_slice(model, conditioning, plans, samples, settings, version=step)
+    pixels_BFCHW = decode_slice(model, generated)
     scores = reward.score(pixels_BFCHW, [prompt.text] * samples.size, [prompt.metadata] * samples.size)
-    return ScoredGroup(conditioning, made.trajectories, tuple(scores.values))
+    return ScoredGroup(conditioning, generated.trajectories, tuple(scores.values))
 
 
 def run(steps: int) -> list[float]:
-    """Trains for so many optimizer steps; returns the mean reward of each step's samples."""
+    """Trains for `steps` optimizer steps; returns the mean reward of each step's samples."""
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_pipeline(FAMILY.name, Path(folder) / "tiny")
         model = FAMILY.load(Path(folder) / "tiny")
@@ -90,7 +91,7 @@ def run(steps: int) -> list[float]:
     for step in range(steps):
         for group in range(SHAPE.groups):
             prompt = sampler.prompt_for(step, group)
-            trainer.add_group(make_group(model, algorithm, reward, prompt, step, group))
+            trainer.add_group(score_group(model, algorithm, reward, prompt, step, group))
         metrics = trainer.commit()
         rewards.append(metrics.reward_mean)
         cells = (f"{metrics.reward_mean:.4f}", f"{metrics.gradient_norm:.3g}", f"{metrics.ratio_max:.6f}")
@@ -100,7 +101,7 @@ def run(steps: int) -> list[float]:
 
 
 def main() -> None:
-    """Runs, and says what came of it."""
+    """Trains, and prints the mean reward at the beginning and at the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     rewards = run(parser.parse_args().steps)

@@ -18,9 +18,9 @@ import yaml
 from rich.console import Console
 
 from digenrl.commands.train import resume_run, start_run
-from digenrl.models.registry import make_tiny_pipeline
 from digenrl.run_folder.folder import RunFolder, Status
 from digenrl.run_folder.lines import read_lines
+from digenrl.testing.tiny_models import make_tiny_pipeline
 
 TESTS = Path(__file__).parent
 PATIENCE_S = 240.0  # for a machine that others use, too

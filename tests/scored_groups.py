@@ -19,12 +19,11 @@ from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import TrainerSettings
 from digenrl.config.windows import read_window
 from digenrl.generation.noise import normal_noise
-from digenrl.generation.rollout import generate_slice
+from digenrl.generation.rollout import RolloutSettings, generate_slice
 from digenrl.generation.windows import plan_rollouts
 from digenrl.models.contract import DiffusionModel, SampleSize
 from digenrl.models.lora import add_lora
-from digenrl.models.pairs import ScoredGroup
-from digenrl.models.trajectory import StepNoise, Trajectory
+from digenrl.models.trajectory import ScoredGroup, StepNoise, Trajectory
 from digenrl.records import Slice
 from digenrl.testing.serial_reference import Gradients, SerialReference
 from digenrl.training.batch import BatchShape
@@ -114,10 +113,8 @@ def trajectories_of(
             model.encode([f"prompt {group}"]),
             plans,
             slice_,
-            run_seed=RUN_SEED,
+            RolloutSettings(RUN_SEED, algorithm.needs, algorithm.settings.same_initial_noise),
             version=rollout.version,
-            needs=algorithm.needs,
-            same_noise_in_group=algorithm.settings.same_initial_noise,
         )
         trajectories += made.trajectories
     return tuple(trajectories)
@@ -171,7 +168,7 @@ def serial_of(
 
 def serial_gradient(serial: SerialReference, groups: Sequence[ScoredGroup]) -> Gradients:
     """Of a batch that is one update, with the weights left alone."""
-    return serial.gradient(groups, serial.objective.advantages([group.rewards for group in groups]))
+    return serial.gradient(groups, serial.objective.batch_advantages([group.rewards for group in groups]))
 
 
 def relative_difference(left: Gradients, right: Gradients) -> float:

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, Protocol
 
 from digenrl.algorithms.advantages import centered, checked_rewards, clamped, has_spread, std_of
 from digenrl.config.algorithms import AlgorithmSettings, Needs
-from digenrl.models.pairs import LossTerms, Objective, PairBatch, Standing
+from digenrl.models.objective import Advantages, LossTerms, Objective, PairBatch
 from digenrl.models.trajectory import RolloutPlan
 
 
@@ -55,15 +55,15 @@ class GroupRelative(ABC):
     def updates_per_batch(self) -> int:
         return self.settings.updates_per_batch
 
-    def standing(self, rewards: Sequence[float]) -> Standing:
+    def group_advantages(self, rewards: Sequence[float]) -> Advantages:
         checked_rewards(rewards)
         advantages = centered(rewards)
         if not has_spread(rewards):
-            return Standing(tuple(0.0 for _ in rewards), chosen=())
+            return Advantages(tuple(0.0 for _ in rewards), chosen=())
         if self.scale_over == "group":
             divisor = std_of(rewards, self.settings.advantage.ddof) + self.settings.advantage.eps
             advantages = tuple(advantage / divisor for advantage in advantages)
-        return Standing(advantages, self.chosen(advantages))
+        return Advantages(advantages, self.chosen(advantages))
 
     def chosen(self, advantages: Sequence[float]) -> tuple[int, ...]:
         """The indices of the samples to train on, in a group whose rewards differ."""
@@ -75,10 +75,10 @@ class GroupRelative(ABC):
         everything = [reward for rewards in rewards_by_group for reward in checked_rewards(rewards)]
         return 1 / (std_of(everything, self.settings.advantage.ddof) + self.settings.advantage.eps)
 
-    def advantages(self, rewards_by_group: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
+    def batch_advantages(self, rewards_by_group: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
         scale = self.scale(rewards_by_group)
-        standings = [self.standing(rewards) for rewards in rewards_by_group]
-        return [tuple(clamped(value * scale, self.clamp) for value in s.advantages) for s in standings]
+        groups = [self.group_advantages(rewards) for rewards in rewards_by_group]
+        return [tuple(clamped(value * scale, self.clamp) for value in group.values) for group in groups]
 
     def terms_per_group(self, group_size: int, plan: RolloutPlan) -> int:
         terms_per_step = self.settings.trained_samples(group_size) // self.rows_per_term

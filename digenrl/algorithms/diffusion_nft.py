@@ -11,7 +11,7 @@ from torch import Tensor
 from digenrl.algorithms.contract import GroupRelative
 from digenrl.algorithms.policy_loss import squared_distance_R
 from digenrl.config.algorithms import DiffusionNftSettings
-from digenrl.models.pairs import LossTerms, PairBatch, RenoisedPairs
+from digenrl.models.objective import LossTerms, PairBatch, RenoisedPairs
 
 SMALLEST_ERROR = 1e-5  # below this the self-normalised error is no longer divided by its own size
 

@@ -10,7 +10,7 @@ from digenrl.algorithms.advantages import checked_rewards, has_spread
 from digenrl.algorithms.contract import GroupRelative
 from digenrl.algorithms.policy_loss import squared_distance_R
 from digenrl.config.algorithms import FlowDpoSettings
-from digenrl.models.pairs import LossTerms, PairBatch, RenoisedPairs, Standing
+from digenrl.models.objective import Advantages, LossTerms, PairBatch, RenoisedPairs
 
 
 class FlowDpo(GroupRelative):
@@ -19,15 +19,15 @@ class FlowDpo(GroupRelative):
     settings_type = FlowDpoSettings
     settings: FlowDpoSettings
 
-    def standing(self, rewards: Sequence[float]) -> Standing:
+    def group_advantages(self, rewards: Sequence[float]) -> Advantages:
         checked_rewards(rewards)
         indices = range(len(rewards))
         best = max(indices, key=lambda index: rewards[index])
         worst = min(indices, key=lambda index: rewards[index])
         if not has_spread(rewards):
-            return Standing(tuple(0.0 for _ in indices), chosen=())
+            return Advantages(tuple(0.0 for _ in indices), chosen=())
         advantages = tuple(1.0 if index == best else -1.0 if index == worst else 0.0 for index in indices)
-        return Standing(advantages, chosen=(best, worst))
+        return Advantages(advantages, chosen=(best, worst))
 
     def loss(self, pairs: PairBatch) -> LossTerms:
         assert isinstance(pairs, RenoisedPairs) and pairs.reference_velocity_RL is not None

@@ -11,7 +11,7 @@ from torch import Tensor
 from digenrl.algorithms.flow_grpo import FlowGrpo
 from digenrl.algorithms.policy_loss import squared_distance_R
 from digenrl.config.algorithms import GrpoGuardSettings
-from digenrl.models.pairs import StepPairs
+from digenrl.models.objective import StepPairs
 
 
 class GrpoGuard(FlowGrpo):

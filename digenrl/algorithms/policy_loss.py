@@ -13,7 +13,7 @@ from torch import Tensor
 
 from digenrl.algorithms.contract import GroupRelative
 from digenrl.config.algorithms import AlgorithmSettings, KlForm, PolicyLossSettings
-from digenrl.models.pairs import LossTerms, PairBatch, StepPairs
+from digenrl.models.objective import LossTerms, PairBatch, StepPairs
 
 
 class PolicyLoss(GroupRelative):

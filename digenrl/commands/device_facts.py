@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 
 from digenrl.config.profiles import DeviceFacts, rounded
-from digenrl.models.transfers import wait_for
+from digenrl.models.transfers import synchronize
 
 SIDE = {"cuda": 8192, "cpu": 512}  # of the matrices, by type of device
 TYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
@@ -40,11 +40,11 @@ def matrix_tflops(device: torch.device) -> float:
     out = torch.empty_like(left)
     for _ in range(WARM_UPS):
         torch.matmul(left, right, out=out)
-    wait_for(device)
+    synchronize(device)
     began = perf_counter()
     for _ in range(TIMED):
         torch.matmul(left, right, out=out)
-    wait_for(device)
+    synchronize(device)
     return TIMED * 2 * side**3 / (perf_counter() - began) / 1e12
 
 

@@ -24,7 +24,7 @@ from digenrl.driver.placement import place
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.transfers import wait_for
+from digenrl.models.transfers import synchronize
 from digenrl.planning.recipe_workload import profiled_work
 from digenrl.records import (
     Calibrate,
@@ -275,7 +275,7 @@ def _measure_publish(bench: _Bench, lane: Worker, stepped: _Stepped) -> float | 
     load = Publish(bench.next_id(), 0, exported.job.version, (0,), exported.weights)
     began = perf_counter()
     loaded = bench.ask(lane, load, Published, "publish")
-    wait_for(bench.device)
+    synchronize(bench.device)
     return None if loaded is None else rounded(perf_counter() - began)
 
 

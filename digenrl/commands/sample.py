@@ -23,9 +23,9 @@ from digenrl.commands.output import out, print_written
 from digenrl.config.prompts import PromptSettings
 from digenrl.config.reading import ConfigError, nearest, parse_model
 from digenrl.config.recipe import EvaluationSettings, Recipe
-from digenrl.generation.prompt_cache import encode_prompts
+from digenrl.generation.encoding import encode_prompts
 from digenrl.models.contract import Conditioning, DiffusionModel
-from digenrl.models.published import load_published, weights_state
+from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.prompts.sources import read_prompts
 from digenrl.run_folder.folder import RunFolder, numbered_path
 from digenrl.run_folder.grids import columns_for, side_by_side
@@ -233,8 +233,8 @@ def _device(name: str | None) -> str:
 def _encode(blueprint: Blueprint, texts: Sequence[str], device: str) -> list[Conditioning]:
     """One row per sample. The text encoders are freed before the model is loaded."""
     encoders = load_text_encoders(blueprint, device)
-    cache = encode_prompts(encoders, texts, blueprint.recipe.model.negative_prompt)
-    return [cache.row(text) for text in texts]
+    rows = encode_prompts(encoders, texts, blueprint.recipe.model.negative_prompt)
+    return [rows[text] for text in texts]
 
 
 def _load_weights(model: DiffusionModel, checkpoint: Path | None) -> tuple[Weights, bool]:
@@ -247,7 +247,7 @@ def _load_weights(model: DiffusionModel, checkpoint: Path | None) -> tuple[Weigh
         return "untrained", True
     state = read_checkpoint(checkpoint).trainer_state
     try:
-        load_published(model, weights_state(model, "cpu", instead=weights_to_export(state)))
+        load_weights(model, weights_state(model, "cpu", instead=weights_to_export(state)))
     except ValueError as error:
         raise ConfigError(f"{checkpoint}: {error}; was config.yaml changed?") from None
     averaged = bool(state["ema"])

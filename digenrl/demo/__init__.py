@@ -1,7 +1,7 @@
-"""A model of 1.4 million parameters that writes four-digit numbers, and prompts for it: RL that fits a laptop.
+"""A model with 1.4 million parameters that writes four-digit numbers, and prompts for it: RL on a laptop.
 
-`model/` is a diffusers StableDiffusion3Pipeline, trained by pretrain.py and stopped early on purpose: the OCR
-reward reads somewhat under half of its numbers. `prompts/` holds numbers to train on, and others to judge by.
+`model/` is a diffusers StableDiffusion3Pipeline, trained by tools/demo/pretrain.py and stopped early on purpose:
+the OCR reward reads slightly less than half of its numbers. `prompts/` has numbers for training and evaluation.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ _HERE = Path(__file__).parent
 
 
 def model_folder() -> Path:
-    """The pre-trained pipeline's directory."""
+    """The directory of the pre-trained pipeline."""
     return _HERE / "model"
 
 
@@ -20,5 +20,5 @@ def train_prompts() -> Path:
 
 
 def held_out_prompts() -> Path:
-    """Prompts that neither pre-training nor RL has seen, one per line."""
+    """Prompts used by neither pre-training nor RL, one per line."""
     return _HERE / "prompts" / "held_out.txt"

@@ -1,1 +1,1 @@
-"""Turns prompts into samples: noise, denoising, decoding, in slices."""
+"""Generates samples from encoded prompts: noise, denoising, decoding."""

@@ -1,4 +1,4 @@
-"""How much of a worker's work fits in memory at once, found out on the way: what does not is made in halves."""
+"""Splits work into batches that fit in memory; the size is found by halving when memory runs out."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ import torch
 
 from digenrl.config.reading import ConfigError
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 class RowLimit:
-    """How many rows of one kind of work are done at once: all of them, until so many did not fit.
+    """The largest number of rows that one kind of work processes at once; None until memory runs out.
 
-    Whoever keeps it for the next rows does not run out of memory again.
+    Reuse it for later rows, so that memory does not run out again. `doing` names the work in error messages.
     """
 
     def __init__(self, largest: int | None = None, doing: str = "working on") -> None:
         self.largest = largest
         self._doing = doing
 
-    def run(self, rows: int, make: Callable[[slice], Made]) -> list[Made]:
-        """What `make` gives for all rows, in order, in parts as even as can be and no larger than what fits."""
-        made: list[Made] = []
+    def run(self, rows: int, work: Callable[[slice], Result]) -> list[Result]:
+        """The results of `work` for all rows in order, in parts of about equal size that fit in memory."""
+        results: list[Result] = []
         done = 0
         while done < rows:
-            size = self._next(rows - done)
-            part = self._tried(make, slice(done, done + size))
+            size = self._next_size(rows - done)
+            part = self._try(work, slice(done, done + size))
             if part is None:
                 self.largest = (size + 1) // 2
             else:
-                made.append(part[0])
+                results.append(part[0])
                 done += size
-        return made
+        return results
 
-    def _next(self, left: int) -> int:
+    def _next_size(self, left: int) -> int:
         parts = -(-left // min(left, self.largest or left))
         return -(-left // parts)
 
-    def _tried(self, make: Callable[[slice], Made], rows: slice) -> tuple[Made] | None:
-        """None where there was no room for so many; raises ConfigError where there is none for one alone."""
+    def _try(self, work: Callable[[slice], Result], rows: slice) -> tuple[Result] | None:
+        """None if memory ran out; raises ConfigError if it ran out for a single row."""
         try:
-            return (make(rows),)
+            return (work(rows),)
         except torch.OutOfMemoryError as error:
             if rows.stop - rows.start == 1:
                 raise ConfigError(
                     f"memory ran out while {self._doing} a single sample; lower sample.height, sample.width or "
-                    "sample.frames, use model.dtype: bfloat16 with adapters (training.lora), or give the lane a "
-                    "card that nobody else uses"
+                    "sample.frames, use model.dtype: bfloat16 with adapters (training.lora), or use a GPU that no "
+                    "other process uses"
                 ) from error
         # Outside the except block: the error's traceback would keep the tensors of the failed part alive.
-        torch.cuda.empty_cache()  # without a card it does nothing
+        torch.cuda.empty_cache()  # does nothing without a GPU
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class RowLimits:
-    """Of one worker. Held-out samples may be guided otherwise, and then take another amount of memory."""
+    """The limits of one worker. Held-out samples have their own: they may be guided differently."""
 
     denoising: RowLimit = field(default_factory=lambda: RowLimit(doing="denoising"))
     held_out: RowLimit = field(default_factory=lambda: RowLimit(doing="denoising"))
@@ -67,5 +67,5 @@ class RowLimits:
 
     @classmethod
     def decoding_at_most(cls, rows: int | None) -> RowLimits:
-        """Nothing is known yet but how many rows may be decoded at once, if that."""
+        """Limits of which only that of decoding is known, if any."""
         return cls(decoding=RowLimit(rows, doing="decoding"))

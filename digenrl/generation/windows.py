@@ -55,7 +55,7 @@ def plan_rollouts(
     guidance: float,
     run_seed: int,
 ) -> tuple[RolloutPlan, ...]:
-    """One plan per sample, in order; samples with the same choice of steps share one record."""
+    """One plan per sample, in order; samples with the same choice of steps share a plan."""
     window.check(schedule.steps)
     plans: dict[StepChoice, RolloutPlan] = {}
 
@@ -69,7 +69,7 @@ def plan_rollouts(
 
 
 def check_plan(plan: RolloutPlan) -> None:
-    """Refuses a plan whose steps leave its schedule, include the last step, or are kept without noise."""
+    """Raises ConfigError if steps are outside the schedule, include the last step, or are kept without noise."""
     last = plan.schedule.steps - 1
     outside = [index for index in plan.stochastic_steps if not 0 <= index < last]
     if outside:
@@ -83,6 +83,6 @@ def check_plan(plan: RolloutPlan) -> None:
             f"step {without_noise[0]} is kept for training but has no noise; keep stochastic steps only"
         )
     if list(plan.kept_steps) != sorted(set(plan.kept_steps)):
-        raise ConfigError(f"kept steps must ascend without repeats, got {plan.kept_steps}")
+        raise ConfigError(f"kept steps must be strictly ascending, got {plan.kept_steps}")
     if plan.kept_steps and plan.noise.level <= 0:
         raise ConfigError(f"kept steps need noise: its level must be above 0, got {plan.noise.level}")

@@ -1,7 +1,7 @@
-"""Which kernel computes attention: flash, where there is no mask, and in rollouts on Hopper cards cuDNN's.
+"""The choice of attention kernel: flash if there is no mask, and cuDNN's for rollouts on Hopper GPUs.
 
-cuDNN's is the fastest forward there, but its backward crashed (torch 2.11), so it is off wherever there is a
-gradient. diffusers' attention asks its processor for the kernel, which compiled graphs are told apart by.
+cuDNN has the fastest forward there, but its backward crashed (torch 2.11), so it is disabled wherever there is a
+gradient. diffusers' attention reads the kernel from its processor, and compiled graphs are specialized on it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ HOPPER = (9, 0)  # compute capability
 
 
 def forbid_cudnn_attention() -> None:
-    """For the whole process, not around a forward: checkpointing runs forwards again, from within a backward."""
+    """Disables cuDNN attention in the whole process: checkpointing reruns forwards from within a backward."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @contextmanager
 def rollout_attention(processors: Sequence[Any]) -> Iterator[None]:
-    """Inside, forwards without gradient and without a mask take the fastest kernel that there is for them.
+    """Inside, these processors use cuDNN; for forwards without gradient and without a mask.
 
-    Of a model with these `choosing_processors`.
+    `processors` are a model's `switchable_processors`.
     """
     for processor in processors:
         processor._attention_backend = AttentionBackendName._NATIVE_CUDNN
@@ -38,8 +38,8 @@ def rollout_attention(processors: Sequence[Any]) -> Iterator[None]:
             processor._attention_backend = None
 
 
-def choosing_processors(model: DiffusionModel) -> list[Any]:
-    """Those of a model's attention that take another kernel in rollouts; none where no other is faster."""
+def switchable_processors(model: DiffusionModel) -> list[Any]:
+    """The attention processors that use another kernel in rollouts; none if no other kernel is faster."""
     if not _is_hopper(model.device) or model.dtype not in (torch.bfloat16, torch.float16):
         return []
     found = (getattr(module, "processor", None) for module in model.transformer.modules())

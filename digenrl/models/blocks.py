@@ -1,4 +1,4 @@
-"""A transformer's repeated blocks: most of its weights and work, and what is compiled or computed again."""
+"""A transformer's repeated blocks: the unit of compilation and of gradient checkpointing."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from digenrl.models.contract import DiffusionModel
 
 
 def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
-    """All of them, in the order in which a forward meets them; alike but for their kind."""
+    """All blocks in the order of a forward; there may be several kinds."""
     lists = [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
     return [block for each in lists for block in each]
 
 
-def kind_of(block: nn.Module) -> tuple[str, int]:
-    """Blocks of one kind do the same work: they are of one class and have equally many weights."""
+def block_kind(block: nn.Module) -> tuple[str, int]:
+    """Equal for blocks that do the same work: those of one class with the same number of weights."""
     return type(block).__name__, sum(weight.numel() for weight in block.parameters())
 
 
 def checkpoint_blocks(model: DiffusionModel, count: int) -> None:
-    """The first `count` blocks keep no activations: the backward computes them again; the gradient is the same.
+    """Checkpoints the first `count` blocks: they keep no activations, and the backward recomputes them.
 
-    The first, because theirs are kept longest: when the backward comes to them, the others' are already freed, and
-    the block that is computed again needs no room of its own.
+    The activations of the first blocks are kept longest. When the backward reaches them, those of the others have
+    been freed, and a recomputed block fits in that memory.
     """
     blocks = repeated_blocks(model.transformer)
     assert 0 <= count <= len(blocks), f"{count} of {len(blocks)} blocks"
@@ -34,7 +34,7 @@ def checkpoint_blocks(model: DiffusionModel, count: int) -> None:
 
 
 def checkpoint_chosen(model: DiffusionModel, blocks: Collection[nn.Module]) -> None:
-    """Just these blocks are computed again in the backward."""
+    """Checkpoints exactly these blocks."""
     transformer: Any = model.transformer
     if not blocks:
         switch = getattr(transformer, "disable_gradient_checkpointing", None)
@@ -42,7 +42,9 @@ def checkpoint_chosen(model: DiffusionModel, blocks: Collection[nn.Module]) -> N
             switch()
         return
     if not hasattr(transformer, "enable_gradient_checkpointing"):
-        raise ValueError(f"{model.family} cannot checkpoint its gradient; set gradient_checkpointing: false")
+        raise ValueError(
+            f"{model.family} does not support gradient checkpointing; set gradient_checkpointing: false"
+        )
     chosen = set(blocks)
 
     def call(block: Callable[..., Any], *arguments: Any) -> Any:

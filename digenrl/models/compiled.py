@@ -1,7 +1,7 @@
-"""Compiles a transformer's repeated blocks, one graph for all blocks of a kind and each shape of a batch.
+"""Compiles a transformer's repeated blocks: one graph per kind of block and batch shape.
 
-Shapes are static, but for the length of texts that are not padded to a fixed one. A graph is compiled where a
-shape is first met; a rehearsal meets all that a run will use, so that nothing is compiled while the run goes on.
+Shapes are static, except for the length of texts that are not padded to a fixed one. A graph is compiled when its
+shape first occurs. Calibration runs all shapes that a run uses, so nothing is compiled during the run.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from torch import Tensor, nn
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import DiffusionModel
 
-GRAPHS = 64  # of one kind of block: sizes of slices and packs, with and without gradient, adapters on and off
+GRAPHS = 64  # per kind of block: sizes of slices and packs, with and without gradient, adapters on and off
 
 
 def compile_blocks(model: DiffusionModel, backend: str | Callable[..., Any] = "inductor") -> None:
-    """From now on blocks run compiled. Adapters have to be there already. Backends are torch.compile's."""
+    """Compiles all blocks, lazily; add adapters before. `backend` is that of torch.compile."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     for block in repeated_blocks(model.transformer):
         names = tuple(inspect.signature(type(block).forward).parameters)[1:]
-        block.register_forward_pre_hook(partial(_alike, model, names), with_kwargs=True)
-        # The forward, not the module: calling a module is the same code for every kind of block, and graphs are
-        # kept and counted by code.
+        block.register_forward_pre_hook(partial(_normalize_inputs, model, names), with_kwargs=True)
+        # The forward, not the module: calling a module runs the same code for every kind of block, and graphs are
+        # cached and counted per code object.
         compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, backend=backend)
         block.forward = compiled
 
 
 def is_compiled(model: DiffusionModel) -> bool:
-    """Whether `compile_blocks` was called on it."""
+    """Whether the model's blocks are compiled."""
     return any("forward" in vars(block) for block in repeated_blocks(model.transformer))
 
 
-def _alike(
+def _normalize_inputs(
     model: DiffusionModel,
     names: tuple[str, ...],
     block: nn.Module,
     arguments: tuple[Any, ...],
     named: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What differs between blocks or prompts and would need a graph of its own is made equal."""
+    """Removes differences between blocks and prompts that would each cause another graph."""
     given = dict(zip(names, arguments, strict=False)) | named
-    for name in model.passed_through_blocks:
+    for name in model.block_state_arguments:
         states: Tensor = given[name]
         if torch.is_grad_enabled() and not states.requires_grad:
-            states.requires_grad_()  # with adapters, those that enter the first block do not
-        given[name] = states.contiguous()  # some blocks leave a part of a longer sequence
-    for value, dimension in model.dimensions_of_text(given):
+            states.requires_grad_()  # with adapters, the inputs of the first block do not
+        given[name] = states.contiguous()  # some blocks return a slice of a longer sequence
+    for value, dimension in model.text_length_dims(given):
         torch._dynamo.maybe_mark_dynamic(value, dimension)
     return tuple(given[name] for name in names[: len(arguments)]), {name: given[name] for name in named}

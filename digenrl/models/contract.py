@@ -1,8 +1,8 @@
-"""What every model family can do, once loaded: the only view of a model that the other rooms have.
+"""The interface of a loaded model, and the only view of it that the rest of the package has.
 
 Shape legend: B = rows of a batch, N = denoising steps, C = latent channels, F = latent frames, h, w = latent
-height and width, L = one sample's latents in the layout that the family's transformer takes (packed or not).
-Velocity is v = noise - x0, so that an Euler step is x' = x + (sigma' - sigma) * v, with no sign flips.
+height and width, L = one sample's latents in the layout of the family's transformer (packed or not).
+Velocity is v = noise - x0, so an Euler step is x' = x + (sigma' - sigma) * v.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class SampleSize:
-    """What one sample is, in pixels and frames; an image has one frame."""
+    """The size of a sample in pixels and frames; an image has one frame."""
 
     height: int
     width: int
@@ -27,10 +27,10 @@ class SampleSize:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The noise levels of one rollout, from the family's own diffusers scheduler; never derived twice.
+    """The noise levels of a rollout, from the family's diffusers scheduler.
 
-    `sigmas` has N + 1 entries and ends with 0; `timesteps` has N, as the scheduler gives them (the family turns
-    them into what its transformer wants). Both are fp32 on the CPU.
+    `sigmas` has N + 1 entries and ends with 0; `timesteps` has N, as the scheduler returns them (the family
+    converts them for its transformer). Both are fp32 on the CPU.
     """
 
     sigmas: Tensor
@@ -46,8 +46,8 @@ class Schedule:
 class Conditioning:
     """Encoded prompts, one row per sample: the transformer's text arguments by name.
 
-    `negative` holds the same for the unconditional branch, where the family uses classifier-free guidance.
-    A value of None is passed on as None (a mask that is not needed).
+    `negative` holds the same for the unconditional branch, if the family uses classifier-free guidance. A value
+    may be None (a mask that is not needed) and is passed on as None.
     """
 
     positive: Mapping[str, Tensor | None]
@@ -57,16 +57,16 @@ class Conditioning:
         return len(next(value for value in self.positive.values() if value is not None))
 
     def rows(self, index_B: Tensor | slice) -> Conditioning:
-        """The conditioning of some rows, in the given order; an index may repeat."""
+        """Selected rows in the given order; an index may repeat."""
         return self._mapped(lambda value: value[index_B])
 
     def repeated(self, count: int) -> Conditioning:
-        """Every row `count` times, copies of a row next to each other."""
+        """Every row `count` times, with copies next to each other."""
         return self._mapped(lambda value: value.repeat_interleave(count, dim=0))
 
     @staticmethod
     def joined(rows: Sequence[Conditioning]) -> Conditioning:
-        """Several conditionings as one, rows in order; all of one family."""
+        """Concatenates conditionings of one family."""
 
         def side(sides: Sequence[Mapping[str, Tensor | None]]) -> dict[str, Tensor | None]:
             columns = {name: [each[name] for each in sides] for name in sides[0]}
@@ -76,11 +76,11 @@ class Conditioning:
             }
 
         negatives = [row.negative for row in rows if row.negative is not None]
-        assert len(negatives) in (0, len(rows)), "all rows have an unconditional branch, or none has"
+        assert len(negatives) in (0, len(rows)), "all rows have an unconditional branch, or none"
         return Conditioning(side([row.positive for row in rows]), side(negatives) if negatives else None)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Conditioning:
-        """On another device; floating-point values also in another type."""
+        """A copy on another device; floating-point values can also change their dtype."""
         return self._mapped(
             lambda value: value.to(device=device, dtype=dtype if value.is_floating_point() else None)
         )
@@ -93,7 +93,7 @@ class Conditioning:
 
 
 class TextEncoder(Protocol):
-    """Turns prompts into what a transformer is given of them."""
+    """Encodes prompts; see `DiffusionModel.encode`."""
 
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning: ...
 
@@ -101,46 +101,47 @@ class TextEncoder(Protocol):
 
 
 class DiffusionModel(ABC):
-    """One loaded model: transformer, VAE and, until dropped, text encoders."""
+    """A loaded model: transformer, VAE and, until dropped, text encoders."""
 
-    family: str
+    family: str  # the family's name in recipes
+    pipeline_class: type[Any]  # of diffusers; it writes and loads exported adapters
     transformer: nn.Module
     lora_targets: tuple[str, ...]  # names of the adapted linear layers, as peft's target_modules
     default_guidance: float
-    passed_through_blocks: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
-    """Arguments of a repeated block that it gives back changed, for the next one."""
+    # The arguments of a repeated block that it updates and returns, for the next block.
+    block_state_arguments: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the transformer's own weights, whatever its adapters have."""
+        """The dtype of the transformer's weights, not counting adapters."""
         return next(self.transformer.parameters()).dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the transformer is."""
+        """The device of the transformer."""
         return next(self.transformer.parameters()).device
 
     @abstractmethod
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
-        """The prompts as the transformer's text arguments, padded to the family's fixed length.
+        """Encodes prompts as the transformer's text arguments, padded to the family's fixed length.
 
-        Rows of the unconditional branch come from `negative_prompts`, empty prompts by default; families with
-        embedded guidance have none.
+        The unconditional branch encodes `negative_prompts`, empty prompts by default. Families with embedded
+        guidance have no such branch, and raise ConfigError if negative prompts are given.
         """
 
     def compact(self, conditioning: Conditioning) -> Conditioning:
-        """The same, with nothing in it that no row needs: no padding at the end, no mask that hides nothing.
+        """The same without padding that no row needs, and without a mask that masks nothing.
 
-        Reads values, so on a card it waits for them: once for a prompt, not for every forward.
+        It reads values, which synchronizes with a GPU: call it once per prompt, not once per forward.
         """
         return conditioning
 
-    def of_another_length(self, row: Conditioning) -> Conditioning:
-        """A prompt's row as of a shorter prompt, to calibrate with; the same where all texts have one length."""
+    def shortened_prompt(self, row: Conditioning) -> Conditioning:
+        """A prompt's row with one token less, for calibration; unchanged if all texts have the same length."""
         return row
 
-    def dimensions_of_text(self, arguments: Mapping[str, Any]) -> list[tuple[Tensor, int]]:
-        """Of a repeated block's arguments, by name: those that grow with a prompt's length, where lengths vary."""
+    def text_length_dims(self, arguments: Mapping[str, Any]) -> list[tuple[Tensor, int]]:
+        """A repeated block's arguments that vary with the prompt's length, each with the dimension that varies."""
         return []
 
     @abstractmethod
@@ -149,19 +150,19 @@ class DiffusionModel(ABC):
 
     @abstractmethod
     def schedule(self, steps: int, size: SampleSize) -> Schedule:
-        """The sigmas and time-steps of a rollout of so many steps at this size."""
+        """The sigmas and timesteps of a rollout with this number of steps, at this size."""
 
     @abstractmethod
     def shifted_schedule(self, steps: int, shift: float) -> Schedule:
-        """Even levels s from 1 to 1 / N, as shift * s / (1 + (shift - 1) * s), whatever the samples' size."""
+        """Evenly spaced s from 1 to 1 / N, mapped to shift * s / (1 + (shift - 1) * s), for any sample size."""
 
     @abstractmethod
     def noise_shape(self, size: SampleSize) -> tuple[int, ...]:
-        """The shape of one sample's noise before any packing: (C, h, w), or (C, F, h, w) for video."""
+        """The shape of one sample's noise before packing: (C, h, w), or (C, F, h, w) for video."""
 
     @abstractmethod
     def initial_latents(self, noise_B: Tensor, size: SampleSize) -> Tensor:
-        """Noise of shape (B, *noise_shape) as latents (B, *L) in the layout that the transformer takes."""
+        """Noise of shape (B, *noise_shape) as latents (B, *L) in the transformer's layout, on its device."""
 
     @abstractmethod
     def velocity(
@@ -172,10 +173,10 @@ class DiffusionModel(ABC):
         guidance: float,
         size: SampleSize,
     ) -> Tensor:
-        """v of every row, in fp32 (fp64 for an fp64 model), guided as the family's diffusers pipeline does it.
+        """v of every row, in fp32 (fp64 for an fp64 model), with the guidance of the family's diffusers pipeline.
 
-        Rows are independent and may have different time-steps. `timesteps_B` are entries of `Schedule.timesteps`.
-        A guidance of 1 or less switches classifier-free guidance off (one forward, no negative rows needed).
+        Rows are independent and may have different timesteps. `timesteps_B` are entries of `Schedule.timesteps`.
+        A guidance of 1 or less disables classifier-free guidance (one branch, no negative rows needed).
         """
 
     def rollout_velocity(
@@ -186,11 +187,11 @@ class DiffusionModel(ABC):
         guidance: float,
         size: SampleSize,
     ) -> Tensor:
-        """As `velocity`, where there is no gradient and the same shapes come again and again."""
+        """As `velocity`, for rollouts: without gradient, with few different shapes."""
         return self.velocity(latents_BL, timesteps_B, conditioning, guidance, size)
 
-    def forget_rollouts(self) -> None:  # noqa: B027  most models hold nothing
-        """Gives back the memory that speeds rollouts up."""
+    def release_rollout_memory(self) -> None:  # noqa: B027  optional
+        """Frees memory that `rollout_velocity` holds between calls."""
 
     @abstractmethod
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:

@@ -1,11 +1,11 @@
-"""A model family: what it is called, how it is loaded, built at full size, and written at tiny size.
+"""A model family before a model is loaded: its pipeline and model class, its published sizes, how it is loaded.
 
-The model itself, once loaded, is a `DiffusionModel`; everything here happens before that.
+A loaded model is a `DiffusionModel`; see `digenrl.models.contract`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,22 +14,22 @@ import torch
 from torch import nn
 
 from digenrl.config.reading import ConfigError, nearest
-from digenrl.models.contract import Conditioning, SampleSize
+from digenrl.models.contract import Conditioning
 from digenrl.models.loading import building_on, load_pipeline, pipeline_without
 from digenrl.models.pipeline_model import PipelineModel
 
-LOCAL = torch.device("cpu")
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A class of diffusers and the arguments that build it."""
+class Component:
+    """A component of a diffusers pipeline: its class and constructor arguments."""
 
     cls: type[Any]
     arguments: Mapping[str, Any]
 
     def build(self) -> Any:
-        """A new one; weights, if any, are random."""
+        """A new instance; its weights, if any, are random."""
         return self.cls(**self.arguments)
 
 
@@ -38,66 +38,53 @@ class FullSize:
     """One published size of a family."""
 
     billions: float  # parameters of the transformer, rounded to two places
-    transformer: Part
+    transformer: Component
     text_shapes: Mapping[str, tuple[int, ...]]  # one row of every text argument; a mask is all ones
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One entry of the registry.
-
-    `call_arguments(model, guidance)` are the arguments with which the family's own diffusers pipeline does what
-    our Euler loop does with that model and guidance, beyond prompt, negative_prompt, height, width, num_frames,
-    num_inference_steps, latents and output_type.
-    """
+    """A model family, as registered in `digenrl.models.registry` or named by an import path."""
 
     kind: Literal["image", "video"]
     pipeline_class: type[Any]
     model_class: type[PipelineModel]
     sizes: Mapping[str, FullSize]  # the first is the default
-    vae: Part
-    scheduler: Part
-    write_tiny: Callable[[Path, int], None]
-    tiny_size: SampleSize
-    call_arguments: Callable[[Any, float], dict[str, Any]]
+    vae: Component
+    scheduler: Component
     uses_negative_prompts: bool  # True for classifier-free, False for embedded guidance
 
     @property
     def name(self) -> str:
-        """What recipes call it."""
+        """The family's name in recipes."""
         return self.model_class.family
 
     @property
-    def lora_targets(self) -> tuple[str, ...]:
-        """Names of the adapted linear layers, as peft's target_modules."""
-        return self.model_class.lora_targets
-
-    @property
     def default_guidance(self) -> float:
-        """The guidance scale of a recipe that gives none."""
+        """The guidance scale of a recipe that sets none."""
         return self.model_class.default_guidance
 
     def load(
         self,
         source: str | Path,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | str = LOCAL,
+        device: torch.device | str = CPU,
         *,
         text_encoders: bool = True,
     ) -> PipelineModel:
-        """The model of a diffusers pipeline directory or hub id; a directory, then the local cache, goes first.
+        """Loads the model from a diffusers pipeline directory or a hub id, which is looked up in the cache first.
 
-        Raises ConfigError before any weights load if the source is missing or of another family. Without text
-        encoders they are not even read, and `encode` raises from the start.
+        Raises ConfigError, before any weights are read, if the source is missing or belongs to another family.
+        Without text encoders, they are not read at all and `encode` raises.
         """
         without = () if text_encoders else self.model_class.text_encoders
         pipeline = load_pipeline(self.pipeline_class, source, dtype, without)
         return self.model_class(pipeline.to(device))
 
     def load_text_encoders(
-        self, source: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = LOCAL
+        self, source: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = CPU
     ) -> PipelineModel:
-        """What encodes prompts, and nothing else: `encode` is all that the model can do."""
+        """Loads the text encoders alone: the model can only `encode`."""
         pipeline = load_pipeline(self.pipeline_class, source, dtype, without=("transformer", "vae"))
         return self.model_class(pipeline.to(device))
 
@@ -114,7 +101,7 @@ class Family:
     ) -> PipelineModel:
         """The model at full size with random weights and no text encoders, for profiles and benchmarks.
 
-        The same seed gives the same weights on devices of one kind.
+        The same seed gives the same weights on devices of the same type.
         """
         devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
         with torch.random.fork_rng(devices):
@@ -136,10 +123,7 @@ class Family:
         size: str | None = None,
         text_tokens: int | None = None,
     ) -> Conditioning:
-        """Text arguments of the full-size shapes, for benchmarks: random numbers.
-
-        Masks, where the family has one, show the first `text_tokens` tokens, all by default.
-        """
+        """Random text arguments of the full-size shapes. A mask shows the first `text_tokens` tokens, or all."""
         generator = torch.Generator().manual_seed(seed)
 
         def one_side() -> dict[str, torch.Tensor | None]:
@@ -156,7 +140,7 @@ class Family:
         return Conditioning(one_side(), one_side() if self.uses_negative_prompts else None)
 
     def full_size(self, size: str | None = None) -> FullSize:
-        """A published size by its name, the first by default."""
+        """A published size by name, the first by default; raises ConfigError if it is unknown."""
         if size is None:
             return next(iter(self.sizes.values()))
         if size not in self.sizes:

@@ -1,4 +1,4 @@
-"""Reads diffusers pipelines from a directory or a hub id, and builds parts in place on a device."""
+"""Loads diffusers pipelines from a directory or the hub, and builds components directly on a device."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 def load_pipeline(
     pipeline_class: type[Any], source: str | Path, dtype: torch.dtype, without: Sequence[str] = ()
 ) -> Any:
-    """The diffusers pipeline at a directory or hub id, on the CPU; parts named in `without` are left out.
+    """Loads a pipeline from a directory or hub id, on the CPU, without the components named in `without`.
 
-    Code that comes with weights is never run. Every complaint about the source is a ConfigError, raised before any
-    weights are read where the source is a directory.
+    Remote code is never run. Raises ConfigError if the source is not usable; for a directory, before any weights
+    are read.
     """
     arguments: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False}
     arguments |= dict.fromkeys(without)
@@ -39,17 +39,17 @@ def load_pipeline(
     hub_id = str(source)
     try:
         return pipeline_class.from_pretrained(hub_id, local_files_only=True, **arguments)
-    except OSError:  # not in the local cache, or not all of it
+    except OSError:  # not in the local cache, or incomplete
         pass
     try:
         return pipeline_class.from_pretrained(hub_id, **arguments)
     except OSError as error:
         reason = shorten(str(error), width=160, placeholder=" ...")
-        raise ConfigError(f"{hub_id}: no such directory, and not to be had from the hub: {reason}") from None
+        raise ConfigError(f"{hub_id}: no such directory, and not available from the hub: {reason}") from None
 
 
 def check_source(pipeline_class: type[Any], source: str | Path) -> None:
-    """Raises ConfigError if this is no pipeline directory of the class and no hub id; asks no network."""
+    """Raises ConfigError unless this is a pipeline directory of the class or a hub id; uses no network."""
     if Path(source).exists():
         check_pipeline_directory(pipeline_class, Path(source))
     elif HUB_ID.fullmatch(str(source)) is None:
@@ -73,35 +73,35 @@ def check_pipeline_directory(pipeline_class: type[Any], directory: Path) -> None
 
 
 def pipeline_without(pipeline_class: type[Any], **parts: Any) -> Any:
-    """A pipeline of these parts alone; all others it asks for are None."""
-    asked = inspect.signature(pipeline_class.__init__).parameters.values()
-    absent = {
+    """A pipeline with only these components; all others are None."""
+    parameters = inspect.signature(pipeline_class.__init__).parameters.values()
+    others = {
         parameter.name: None
-        for parameter in asked
+        for parameter in parameters
         if parameter.default is inspect.Parameter.empty and parameter.name != "self"
     }
-    return pipeline_class(**(absent | parts))
+    return pipeline_class(**(others | parts))
 
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Inside, diffusers and transformers read and write files without drawing on the terminal."""
-    drawing = [room for room in (diffusers_logging, transformers_logging) if room.is_progress_bar_enabled()]
-    for room in drawing:
-        room.disable_progress_bar()
+    """Inside, diffusers and transformers show no progress bars."""
+    enabled = [each for each in (diffusers_logging, transformers_logging) if each.is_progress_bar_enabled()]
+    for each in enabled:
+        each.disable_progress_bar()
     try:
         yield
     finally:
-        for room in drawing:
-            room.enable_progress_bar()
+        for each in enabled:
+            each.enable_progress_bar()
 
 
 @contextmanager
 def building_on(dtype: torch.dtype, device: torch.device | str) -> Iterator[None]:
-    """Modules made inside have their weights in this type and on this device from the start.
+    """Modules built inside have their weights in this dtype and on this device from the start.
 
     Building in place, rather than on "meta" and filling later, keeps plain tensors and non-persistent buffers
-    (such as rotary tables) right.
+    (such as rotary tables) correct.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -1,4 +1,4 @@
-"""Text encoders that share a card with everything else: their weights are there only while prompts are encoded."""
+"""Text encoders that share a GPU with the rest of the worker: on the GPU only while prompts are encoded."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from digenrl.models.pipeline_model import PipelineModel
 
 
 class OffloadedTextEncoder:
-    """Encodes on a device; between times the weights lie in the host's memory, pinned where the device is a card.
+    """Encodes on a device; between calls the weights are in host memory, pinned if the device is a GPU.
 
-    They never change, so that leaving the card copies nothing.
+    The weights never change, so they are not copied back from the GPU. `encode` returns tensors on the device.
     """
 
     def __init__(self, model: PipelineModel, device: torch.device | str) -> None:
@@ -25,30 +25,28 @@ class OffloadedTextEncoder:
         weights = [
             weight for part in parts if part is not None for weight in (*part.parameters(), *part.buffers())
         ]
-        self._at_home = [(weight, self._pinned(weight.data)) for weight in weights]
-        for weight, home in self._at_home:
-            weight.data = home
+        self._host_copies = [(weight, self._pinned(weight.data)) for weight in weights]
+        for weight, host in self._host_copies:
+            weight.data = host
 
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
-        """As the model does; the result is on the device."""
         with self._on_device():
             return self._model.encode(prompts, negative_prompts)
 
     def drop_text_encoders(self) -> None:
-        """Frees them, at home too."""
-        self._at_home = []
+        self._host_copies = []
         self._model.drop_text_encoders()
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
         try:
-            for weight, home in self._at_home:
-                weight.data = home.to(self._device, non_blocking=True)
+            for weight, host in self._host_copies:
+                weight.data = host.to(self._device, non_blocking=True)
             yield
         finally:
-            for weight, home in self._at_home:
-                weight.data = home
+            for weight, host in self._host_copies:
+                weight.data = host
 
     def _pinned(self, value: Tensor) -> Tensor:
-        at_home = value.to("cpu")
-        return at_home.pin_memory() if self._device.type == "cuda" else at_home
+        host = value.to("cpu")
+        return host.pin_memory() if self._device.type == "cuda" else host

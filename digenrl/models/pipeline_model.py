@@ -1,4 +1,4 @@
-"""What the families share: a `DiffusionModel` around the parts of a diffusers pipeline.
+"""The part of `DiffusionModel` that all families share: a model made of the components of a diffusers pipeline.
 
 Shape legend: as in contract.py.
 """
@@ -6,7 +6,7 @@ Shape legend: as in contract.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -14,44 +14,42 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from digenrl.config.reading import ConfigError
-from digenrl.models.attention import choosing_processors, forbid_cudnn_attention, rollout_attention
-from digenrl.models.captured import CapturedForwards
+from digenrl.models.attention import forbid_cudnn_attention, rollout_attention, switchable_processors
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
+from digenrl.models.cuda_graphs import GraphedForwards
 
 
 class PipelineModel(DiffusionModel):
-    """Holds a pipeline of the family's own class, and never calls it: only its parts and its small helpers.
+    """Holds a pipeline of the family's class and uses its components and helper methods; never calls the pipeline.
 
-    Its denoising loop knows one time-step for a whole batch; ours has one per row. All parts are in evaluation
-    mode, the frozen ones (VAE, text encoders) without gradients.
+    The pipeline's denoising loop has one timestep for the whole batch, ours one per row. All components are in
+    evaluation mode; the VAE and the text encoders are frozen.
     """
 
-    text_encoders: ClassVar[tuple[str, ...]]  # parts of the pipeline, by name
-    text_mask: ClassVar[str | None] = None  # the text argument that says which tokens are padding
+    text_encoders: ClassVar[tuple[str, ...]]  # names of pipeline components
+    text_mask: ClassVar[str | None] = None  # the text argument that marks padding
 
     def __init__(self, pipeline: Any) -> None:
         self.pipeline = pipeline
+        self.pipeline_class = type(pipeline)
         self.transformer: nn.Module = pipeline.transformer
         self.vae = pipeline.vae
-        self._captured: CapturedForwards | None = None
-        frozen = [self.vae, *(getattr(pipeline, name) for name in self.text_encoders)]
-        for part in frozen:
-            if part is not None:
-                part.requires_grad_(False).eval()
-        if self.transformer is not None:  # absent where prompts are encoded and nothing else
+        self._graphed: GraphedForwards | None = None
+        for component in (self.vae, *(getattr(pipeline, name) for name in self.text_encoders)):
+            if component is not None:
+                component.requires_grad_(False).eval()
+        if self.transformer is not None:  # None if only the text encoders are loaded
             self.transformer.eval()
         forbid_cudnn_attention()
 
     def drop_text_encoders(self) -> None:
-        """Frees the text encoders; `encode` raises from then on."""
         for name in self.text_encoders:
             setattr(self.pipeline, name, None)
 
     def compact(self, conditioning: Conditioning) -> Conditioning:
-        """Texts no longer than the longest row's, and without a mask where all rows are equally long.
+        """Cuts texts to the longest row, and drops the mask if all rows have that length.
 
-        Samples of one prompt then run with no padding and no mask at all, as they do in the pipeline.
+        Samples of one prompt then run without padding and without a mask, as in the diffusers pipeline.
         """
         if self.text_mask is None:
             return conditioning
@@ -61,8 +59,7 @@ class PipelineModel(DiffusionModel):
             None if negative is None else without_padding(negative, self.text_mask),
         )
 
-    def of_another_length(self, row: Conditioning) -> Conditioning:
-        """With a last word less, where a mask tells how long a text is."""
+    def shortened_prompt(self, row: Conditioning) -> Conditioning:
         mask_1T = None if self.text_mask is None else row.positive[self.text_mask]
         if mask_1T is None or self.text_mask is None:
             return row
@@ -71,7 +68,7 @@ class PipelineModel(DiffusionModel):
         return Conditioning({**row.positive, self.text_mask: shorter_1T}, row.negative)
 
     def text_device(self) -> torch.device:
-        """Where the text encoders are; raises if they are gone."""
+        """The device of the text encoders; raises RuntimeError if they are not loaded."""
         encoders = [getattr(self.pipeline, name) for name in self.text_encoders]
         if any(encoder is None for encoder in encoders):
             raise RuntimeError(
@@ -83,19 +80,22 @@ class PipelineModel(DiffusionModel):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the transformer's own weights, whatever its adapters have: inputs are cast to it."""
+        """The dtype of most of the transformer's weights, not counting adapters: inputs are cast to it."""
         layer, name = self._typical_weight
         dtype: torch.dtype = getattr(layer, name).dtype
         return dtype
 
     @cached_property
     def _typical_weight(self) -> tuple[nn.Module, str]:
-        """Looked for once: every forward asks for the type, and a transformer has thousands of weights."""
+        # Cached: every forward asks for the dtype, and a transformer has thousands of weights.
         return typical_weight(self.transformer)
 
     @cached_property
     def _processors(self) -> list[Any]:
-        return choosing_processors(self)
+        return switchable_processors(self)
+
+    def initial_latents(self, noise_B: Tensor, size: SampleSize) -> Tensor:
+        return noise_B.to(self.device)
 
     def rollout_velocity(
         self,
@@ -105,66 +105,39 @@ class PipelineModel(DiffusionModel):
         guidance: float,
         size: SampleSize,
     ) -> Tensor:
-        """With the fastest attention there is for a forward alone, and in small batches as a recorded graph."""
+        """Uses the fastest attention kernel for a forward without gradient, and CUDA graphs for small batches."""
         conditioning = self.compact(conditioning)
         if self.text_mask is not None and conditioning.positive[self.text_mask] is not None:
             return self.velocity(latents_BL, timesteps_B, conditioning, guidance, size)
-        if self._captured is None:  # not before adapters are there
-            self._captured = CapturedForwards(self)
+        if self._graphed is None:  # created late, after adapters have been added
+            self._graphed = GraphedForwards(self)
         with rollout_attention(self._processors):
-            return self._captured.velocity(latents_BL, timesteps_B, conditioning, guidance, size)
+            return self._graphed.velocity(latents_BL, timesteps_B, conditioning, guidance, size)
 
-    def forget_rollouts(self) -> None:
-        """Recorded graphs hold memory of their own."""
-        self._captured = None
+    def release_rollout_memory(self) -> None:
+        self._graphed = None
 
     def fresh_scheduler(self, **changes: Any) -> Any:
-        """A scheduler as the pipeline's was when loaded: nothing is left behind for the next call."""
+        """A new scheduler with the configuration of the pipeline's, so that no state is shared between calls."""
         scheduler = self.pipeline.scheduler
         return type(scheduler).from_config(scheduler.config, **changes)
 
     def shifted_schedule(self, steps: int, shift: float) -> Schedule:
-        """By the scheduler itself, with this fixed shift instead of its own."""
         scheduler = self.fresh_scheduler(shift=shift, use_dynamic_shifting=False, shift_terminal=None)
         scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps))
         return schedule_of(scheduler)
 
 
-def paired_negatives(prompts: Sequence[str], negative_prompts: Sequence[str] | None) -> list[str]:
-    """One negative prompt per prompt, empty ones by default."""
-    negatives = [""] * len(prompts) if negative_prompts is None else list(negative_prompts)
-    if len(negatives) != len(prompts):
-        raise ValueError(f"expected one negative prompt per prompt, got {len(negatives)} for {len(prompts)}")
-    return negatives
-
-
-def negative_side(conditioning: Conditioning) -> Mapping[str, Tensor | None]:
-    """The unconditional rows, which classifier-free guidance needs."""
-    if conditioning.negative is None:
-        raise ValueError(
-            "a guidance above 1 needs the unconditional rows of the conditioning, got none; "
-            "encode the prompts with this model, or set guidance to 1"
-        )
-    return conditioning.negative
-
-
-def both_branches(
-    forward: Callable[[Tensor, Tensor, Mapping[str, Tensor | None]], Tensor],
-    latents_BL: Tensor,
-    timesteps_B: Tensor,
-    positive: Mapping[str, Tensor | None],
-    negative: Mapping[str, Tensor | None],
-) -> tuple[Tensor, Tensor]:
-    """Conditional and unconditional predictions, from one batch; texts of both have one length."""
-    pairs = {name: (value, negative[name]) for name, value in positive.items()}
-    text = {name: None if a is None or b is None else torch.cat([b, a]) for name, (a, b) in pairs.items()}
-    both = forward(torch.cat([latents_BL] * 2), torch.cat([timesteps_B] * 2), text)
-    unconditional_BL, conditional_BL = both.chunk(2)  # in the order of the pipelines
-    return conditional_BL, unconditional_BL
+def schedule_of(scheduler: Any) -> Schedule:
+    """The schedule of a diffusers scheduler after `set_timesteps`, in fp32 on the CPU."""
+    return Schedule(
+        sigmas=scheduler.sigmas.detach().to(device="cpu", dtype=torch.float32).clone(),
+        timesteps=scheduler.timesteps.detach().to(device="cpu", dtype=torch.float32).clone(),
+    )
 
 
 def without_padding(text: Mapping[str, Tensor | None], mask_name: str) -> Mapping[str, Tensor | None]:
-    """Text arguments without the columns that are padding in every row; the mask is None where no row has any."""
+    """Text arguments without the columns that are padding in every row; the mask is None if no row is padded."""
     mask_BT = text[mask_name]
     if mask_BT is None:
         return text
@@ -183,10 +156,9 @@ def without_padding(text: Mapping[str, Tensor | None], mask_name: str) -> Mappin
 
 
 def typical_weight(transformer: nn.Module) -> tuple[nn.Module, str]:
-    """The layer and the name of a weight of the type that most of a transformer's own have.
+    """A weight with the most common dtype, not counting adapters, as the layer and the parameter's name.
 
-    Some families keep a few weights in fp32. It is the layer that lasts: parameters are replaced where they are
-    spread over ranks.
+    Some families keep a few weights in fp32. Sharding replaces parameters, hence not the parameter itself.
     """
     elements_per_dtype: Counter[torch.dtype] = Counter()
     found: dict[torch.dtype, tuple[nn.Module, str]] = {}
@@ -197,48 +169,3 @@ def typical_weight(transformer: nn.Module) -> tuple[nn.Module, str]:
             elements_per_dtype[parameter.dtype] += parameter.numel()
             found.setdefault(parameter.dtype, (layer, name))
     return found[elements_per_dtype.most_common(1)[0][0]]
-
-
-def at_least_fp32(value: Tensor) -> Tensor:
-    """In fp32, or in fp64 where the model itself computes in fp64: gradients are compared there."""
-    return value.to(torch.promote_types(value.dtype, torch.float32))
-
-
-def pixels_of_images(decoded_BCHW: Tensor) -> Tensor:
-    """What an image VAE gives, in about [-1, 1], as (B, 1, 3, height, width) in [0, 1], fp32."""
-    return (decoded_BCHW * 0.5 + 0.5).clamp(0, 1).float().unsqueeze(1)
-
-
-def latent_height_width(size: SampleSize, pixels_per_latent: int, patch: int = 2) -> tuple[int, int]:
-    """(h, w) of the latents; raises ConfigError unless both sides are whole patches."""
-    multiple = pixels_per_latent * patch
-    if size.height < multiple or size.width < multiple or size.height % multiple or size.width % multiple:
-        raise ConfigError(
-            f"height and width must be positive multiples of {multiple}, got {size.height} x {size.width}"
-        )
-    return size.height // pixels_per_latent, size.width // pixels_per_latent
-
-
-def require_one_frame(size: SampleSize, family: str) -> None:
-    """Raises ConfigError if an image family is asked for a video."""
-    if size.frames != 1:
-        raise ConfigError(f"{family} makes images: frames must be 1, got {size.frames}")
-
-
-def schedule_of(scheduler: Any) -> Schedule:
-    """What a scheduler holds after `set_timesteps`, in fp32 on the CPU."""
-    return Schedule(
-        sigmas=scheduler.sigmas.detach().to(device="cpu", dtype=torch.float32).clone(),
-        timesteps=scheduler.timesteps.detach().to(device="cpu", dtype=torch.float32).clone(),
-    )
-
-
-def shift_from_tokens(config: Mapping[str, Any], tokens: int, default_max_shift: float) -> float:
-    """mu, the schedule's shift for this number of image tokens: a line through two points of the configuration.
-
-    The order of operations is that of the diffusers pipelines, so that the schedule is theirs to the last bit.
-    """
-    base_tokens, max_tokens = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-    base_shift, max_shift = config.get("base_shift", 0.5), config.get("max_shift", default_max_shift)
-    slope = (max_shift - base_shift) / (max_tokens - base_tokens)
-    return float(tokens * slope + (base_shift - slope * base_tokens))

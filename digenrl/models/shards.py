@@ -1,4 +1,4 @@
-"""Weights that are spread over ranks by FSDP2: each rank holds some rows of every parameter, its part."""
+"""Parameters sharded over ranks by FSDP2: each rank holds some rows of every parameter."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from torch.distributed.tensor import DTensor
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether this process holds parts of the parameters only."""
+    """Whether this process holds only a shard of the parameters."""
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def local_shard(value: Tensor) -> Tensor:
-    """This rank's rows, in the very memory that FSDP2 gathers them from; what is not sharded is its own part."""
+    """This rank's rows, sharing FSDP2's memory; a tensor that is not sharded is returned as it is."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def gathered(parameters: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole values from every rank's parts, on the CPU of the first rank; other ranks get none of them.
+def gather_to_first_rank(parameters: Mapping[str, Tensor], shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole values from the shards of all ranks, on the CPU of rank 0; other ranks get an empty dictionary.
 
-    `parts` are cut as the sharded `parameters` of the same names. All ranks call it. One parameter at a time is
-    whole on their devices.
+    `shards` are cut like the sharded `parameters` of the same names. A collective: all ranks must call it. One
+    parameter at a time is gathered on the devices.
     """
     whole: dict[str, Tensor] = {}
-    for name, part in parts.items():
+    for name, shard in shards.items():
         parameter = parameters[name]
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
         value = DTensor.from_local(
-            part.detach().to(parameter.device),
+            shard.detach().to(parameter.device),
             parameter.device_mesh,
             parameter.placements,
             run_check=False,

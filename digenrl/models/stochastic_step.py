@@ -1,8 +1,8 @@
-"""The stochastic step: one function that samples a step of the rollout and scores it again in training.
+"""The stochastic step: one function samples a step in the rollout and scores it again in training.
 
-Every kind is linear in the latent and the prediction, x' = cx * x + cp * prediction + s * z with z ~ N(0, 1). Its
-three numbers depend on the row's place in the schedule alone, so they are computed on the CPU in fp64 and are the
-same wherever the latents are. The latents are treated in fp32, or fp64 if they come in fp64.
+Every kind is linear in the latents and the prediction: x' = cx * x + cp * prediction + s * z with z ~ N(0, 1). The
+three coefficients depend only on the row's place in the schedule. They are computed on the CPU in fp64, so they
+are the same on every device. The latents are processed in fp32, or in fp64 if they are fp64.
 
 Shape legend as in `digenrl.models.contract`. sigma' is the next sigma, h = sigma - sigma' > 0.
 """
@@ -19,17 +19,17 @@ from torch import Tensor
 from digenrl.config.reading import nearest
 from digenrl.models.contract import Schedule
 from digenrl.models.trajectory import NoiseKind, StepNoise
-from digenrl.models.transfers import sent, sent_like
+from digenrl.models.transfers import to_device, to_device_like
 
 TRUNCATED_STD = 0.45  # the largest std of one truncated step
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Where each row of a batch stands in its schedule; rows may stand at different steps. All on the CPU.
+    """The place of each row in its schedule, on the CPU; rows may be at different steps.
 
-    `timestep_B` is what the model is given. For `ddim`, whose latents are sqrt(abar) x0 + sqrt(1 - abar) noise,
-    sigma is sqrt(1 - abar): the factor of the noise, as in the other kinds.
+    `timestep_B` is the model's input. For `ddim`, whose latents are sqrt(abar) x0 + sqrt(1 - abar) noise,
+    sigma is sqrt(1 - abar), the factor of the noise, as in the other kinds.
     """
 
     index_B: Tensor
@@ -39,13 +39,13 @@ class StepTimes:
 
     @classmethod
     def at(cls, schedule: Schedule, index_B: Sequence[int] | Tensor) -> StepTimes:
-        """Rows of one schedule."""
+        """Rows of the same schedule."""
         index_B = torch.as_tensor(index_B, dtype=torch.int64, device="cpu")
         return cls(index_B, schedule.sigmas[index_B], schedule.sigmas[index_B + 1], schedule.timesteps[index_B])
 
     @classmethod
     def of_rows(cls, rows: Sequence[tuple[Schedule, int]]) -> StepTimes:
-        """Rows that each bring their own schedule."""
+        """Rows with a schedule each."""
         each = [cls.at(schedule, [index]) for schedule, index in rows]
         return cls(
             torch.cat([row.index_B for row in each]),
@@ -56,7 +56,7 @@ class StepTimes:
 
     @property
     def step_size_B(self) -> Tensor:
-        """h, by how much sigma falls."""
+        """h = sigma - sigma'."""
         return self.sigma_B - self.next_sigma_B
 
     def __len__(self) -> int:
@@ -65,11 +65,11 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did to each row.
+    """The outcome of one step, per row.
 
-    `next_latents_BL` has the dtype of the latents the step started from; `log_prob_B` is of exactly these rounded
-    latents, averaged over a row's elements. Rows without noise have `std_B` 0 and `log_prob_B` NaN: they
-    have no density.
+    `next_latents_BL` has the dtype of the latents that the step started from; `log_prob_B` is of exactly these
+    rounded latents, averaged over a row's elements. Rows without noise have no density: their `std_B` is 0 and
+    their `log_prob_B` is NaN.
     """
 
     next_latents_BL: Tensor
@@ -88,12 +88,12 @@ def stochastic_step(
     z_BL: Tensor | None = None,
     stochastic_B: Tensor | None = None,
 ) -> StepResult:
-    """One step of every row, from its latents and the model's prediction: the velocity, or for `ddim` the noise.
+    """One step of every row from its latents and the model's prediction: the velocity, or the noise for `ddim`.
 
     Given `next_latents_BL` it scores them; given `z_BL`, standard normal noise, it samples; given neither it takes
     the Euler step. A sampled step scored again from equal latents and prediction has bitwise the same log-prob.
-    `stochastic_B` (on the CPU) says which rows get noise, all by default; the last step of a schedule never does.
-    The gradient flows through the prediction and the mean, never through the next latents.
+    `stochastic_B` (on the CPU) selects the rows that get noise, all by default; the last step of a schedule gets
+    none. The gradient flows through the prediction and the mean, never through the next latents.
     """
     assert next_latents_BL is None or z_BL is None, "either score the next latents or sample with z, not both"
     assert len(times) == len(latents_BL), f"{len(times)} places in the schedule for {len(latents_BL)} rows"
@@ -109,8 +109,8 @@ def stochastic_step(
     dtype = torch.promote_types(torch.promote_types(latents_BL.dtype, prediction_BL.dtype), torch.float32)
     ours = coefficients
     numbers = torch.stack([ours.latents_B, ours.prediction_B, ours.std_B, *_density(ours.std_B)])
-    # In one copy, and in one that nobody waits for.
-    latents_B, prediction_B, std_B, offset_B, precision_B = sent(numbers, latents_BL.device, dtype)
+    # One asynchronous copy for all five.
+    latents_B, prediction_B, std_B, offset_B, precision_B = to_device(numbers, latents_BL.device, dtype)
 
     def shaped(value_B: Tensor) -> Tensor:
         return value_B.view(-1, *[1] * (latents_BL.dim() - 1))
@@ -118,7 +118,7 @@ def stochastic_step(
     mean_BL = shaped(latents_B) * latents_BL.to(dtype)
     mean_BL = mean_BL + shaped(prediction_B) * prediction_BL.to(dtype)
     if next_latents_BL is None:
-        next_BL = mean_BL if z_BL is None else mean_BL + shaped(std_B) * sent_like(z_BL, mean_BL)
+        next_BL = mean_BL if z_BL is None else mean_BL + shaped(std_B) * to_device_like(z_BL, mean_BL)
         next_latents_BL = next_BL.to(latents_BL.dtype)
     next_latents_BL = next_latents_BL.detach()
     distance_B = (next_latents_BL.to(mean_BL) - mean_BL).square().flatten(1).mean(1)
@@ -150,7 +150,7 @@ class _Coefficients:
 
 
 def _coefficients(times: StepTimes, noise: StepNoise, stochastic_B: Tensor | None) -> _Coefficients:
-    """Of every row; rows without noise, and the last step of a schedule, are deterministic."""
+    """The coefficients of every row; rows without noise and the last step of a schedule are deterministic."""
     known: list[str] = [*_KINDS]
     if noise.kind not in _KINDS:
         raise ValueError(f"unknown noise kind '{noise.kind}'; {nearest(noise.kind, known)}")
@@ -163,7 +163,7 @@ def _coefficients(times: StepTimes, noise: StepNoise, stochastic_B: Tensor | Non
         has_noise_B = has_noise_B & stochastic_B
     of_kind = _KINDS[noise.kind](times.index_B, sigma_B, next_sigma_B, noise.level)
     without = _KINDS["ddim" if noise.kind == "ddim" else "dance"](times.index_B, sigma_B, next_sigma_B, 0.0)
-    # Without noise every kind is the Euler step; taking it from one formula makes it so to the last bit.
+    # Without noise every kind is the Euler step. Using one formula for it makes it bitwise the same.
     has_noise_B = has_noise_B & (of_kind.std_B != 0)
     chosen = _Coefficients(
         latents_B=torch.where(has_noise_B, of_kind.latents_B, without.latents_B),
@@ -174,7 +174,7 @@ def _coefficients(times: StepTimes, noise: StepNoise, stochastic_B: Tensor | Non
         places = f"{times.sigma_B.tolist()} to {times.next_sigma_B.tolist()}"
         raise ValueError(
             f"{noise.kind} noise is not finite from sigma {places}; "
-            "sigma must fall, start from 1 at step 0 alone, and from below 1 for ddim"
+            "sigma must decrease, be 1 at step 0 only, and be below 1 for ddim"
         )
     return chosen
 
@@ -196,7 +196,7 @@ def _diffused(sigma_B: Tensor, next_sigma_B: Tensor, diffusion_B: Tensor) -> _Co
 def _flow_diffusion(index_B: Tensor, sigma_B: Tensor, next_sigma_B: Tensor, level: float) -> Tensor:
     """Flow-GRPO's g = a sqrt(sigma / (1 - sigma)), with sigma_1 in the denominator of step 0.
 
-    Step 0 is known by its index: some schedules start a little below 1, where 1 - sigma is tiny but not zero.
+    Step 0 is recognized by its index: some schedules start slightly below 1, where 1 - sigma is tiny but not zero.
     """
     denominator_B = 1 - torch.where(index_B == 0, next_sigma_B, sigma_B)
     return level * (sigma_B / denominator_B).sqrt()

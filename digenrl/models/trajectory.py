@@ -1,13 +1,14 @@
-"""What a rollout leaves behind for training, and nothing more."""
+"""Records of a rollout: how samples are denoised, and what is kept of them for training."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from digenrl.models.contract import SampleSize, Schedule
+from digenrl.models.contract import Conditioning, SampleSize, Schedule
 from digenrl.records import SampleId
 
 NoiseKind = Literal["flow", "dance", "cps", "truncated_flow", "ddim"]
@@ -15,7 +16,7 @@ NoiseKind = Literal["flow", "dance", "cps", "truncated_flow", "ddim"]
 
 @dataclass(frozen=True, slots=True)
 class StepNoise:
-    """How a stochastic step draws its noise: the kind, and its level (a or eta)."""
+    """The noise of a stochastic step: its kind and its level (a or eta)."""
 
     kind: NoiseKind
     level: float
@@ -23,9 +24,9 @@ class StepNoise:
 
 @dataclass(frozen=True, slots=True)
 class RolloutPlan:
-    """How samples are denoised: which steps are stochastic, and which of those are kept for training.
+    """How a sample is denoised: which steps are stochastic, and which of those are kept for training.
 
-    Steps not in `stochastic_steps` are Euler steps, and so is always the last. `kept_steps` is a subset of them.
+    Steps not in `stochastic_steps` are Euler steps; the last step always is. `kept_steps` is a subset.
     """
 
     schedule: Schedule
@@ -35,15 +36,23 @@ class RolloutPlan:
     stochastic_steps: tuple[int, ...]
     kept_steps: tuple[int, ...]
 
+    @property
+    def keeps_consecutive_steps(self) -> bool:
+        """Whether each kept step starts from the latent at which the previous one arrived.
+
+        Such a trajectory has K + 1 different latents, a chain in which each is stored once.
+        """
+        kept = self.kept_steps
+        return bool(kept) and kept == tuple(range(kept[0], kept[-1] + 1))
+
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One sample's way through the steps that will be trained. K = kept steps.
+    """The kept steps of one sample. K = kept steps, L = the sample's latents.
 
     `latents_KL[k]` is the latent that step `plan.kept_steps[k]` started from and `next_latents_KL[k]` the one it
-    arrived at, exactly as the rollout used them (consecutive steps share storage). `log_prob_K` is of the policy
-    that generated, in fp32 (fp64 for an fp64 model). `mean_KL` is its step mean and `final_L` the denoised latent,
-    where an algorithm asked for them.
+    arrived at, exactly as the rollout used them. `log_prob_K` is of the generating policy, in fp32 (fp64 for an
+    fp64 model). `mean_KL` is its step mean and `final_L` the denoised latent, if the algorithm asks for them.
     """
 
     sample: SampleId
@@ -54,3 +63,36 @@ class Trajectory:
     log_prob_K: Tensor
     mean_KL: Tensor | None = None
     final_L: Tensor | None = None
+
+    def chain(self) -> Tensor:
+        """All latents of consecutive kept steps, (K + 1, *L)."""
+        assert self.plan.keeps_consecutive_steps, "the kept steps are not consecutive"
+        return torch.cat([self.latents_KL, self.next_latents_KL[-1:]])
+
+
+def split_chain(chain: Tensor) -> tuple[Tensor, Tensor]:
+    """`latents_KL` and `next_latents_KL` of a chain, sharing its storage."""
+    return chain[:-1], chain[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredGroup:
+    """All samples of one prompt with their rewards, in the order of sample indices.
+
+    `conditioning` has one row, the prompt's.
+    """
+
+    conditioning: Conditioning
+    trajectories: tuple[Trajectory, ...]
+    rewards: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.conditioning) == 1, f"one conditioning row per prompt, got {len(self.conditioning)}"
+        assert len(self.trajectories) == len(self.rewards), "one reward per trajectory"
+        assert [t.sample.index for t in self.trajectories] == list(range(len(self.trajectories))), "in index order"
+        assert len({(t.sample.step, t.sample.group) for t in self.trajectories}) == 1, "samples of one group"
+
+    @property
+    def index(self) -> int:
+        """The group's number in its step."""
+        return self.trajectories[0].sample.group

@@ -1,7 +1,7 @@
-"""Tensors on their way to a card and back, so that nobody waits in the middle of its work.
+"""Asynchronous copies between host and GPU, through pinned memory.
 
-A plain copy makes the host wait until the card has done everything it was told, and then the card waits for the
-host. Through pinned memory a copy takes its turn like any other work; torch keeps that memory until it is made.
+A plain copy from pageable memory blocks the host until the GPU has finished all queued work, and then leaves the
+GPU idle until the host queues more. A copy from or to pinned memory is queued like a kernel.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ import torch
 from torch import Tensor
 
 
-def sent(value: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor on this device, in another type if one is given; nobody waits for it to arrive."""
+def to_device(value: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Copies a tensor to a device, optionally in another dtype, without blocking the host."""
     value = value if dtype is None else value.to(dtype)
     if device.type != "cuda" or value.is_cuda:
         return value.to(device)
     return value.pin_memory().to(device, non_blocking=True)
 
 
-def sent_like(value: Tensor, other: Tensor) -> Tensor:
-    """The tensor where the other is, and of its type."""
-    return sent(value, other.device, other.dtype)
+def to_device_like(value: Tensor, other: Tensor) -> Tensor:
+    """As `to_device`, with the device and dtype of another tensor."""
+    return to_device(value, other.device, other.dtype)
 
 
-def leaving(value: Tensor) -> Tensor:
-    """A copy on the host, to be read once `wait_for` has returned; of what is there already, the tensor itself."""
+def copy_to_host(value: Tensor) -> Tensor:
+    """Starts a copy to the host; its values are valid after `synchronize`. A CPU tensor is returned as it is."""
     if not value.is_cuda:
         return value
     return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
 
 
-def wait_for(device: torch.device) -> None:
-    """Returns when a card has done everything it was told by this thread; on a CPU that is always so."""
+def synchronize(device: torch.device) -> None:
+    """Waits until a GPU has finished everything that this thread queued; does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
-def fetched(values: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors on the host; however many they are, a card is waited for once for each of their types."""
+def to_host(values: Sequence[Tensor]) -> list[Tensor]:
+    """Copies tensors to the host, with one synchronization per dtype however many there are."""
     places: dict[torch.dtype, list[int]] = {}
     for place, value in enumerate(values):
         if value.is_cuda:

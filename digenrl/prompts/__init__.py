@@ -1,1 +1,1 @@
-"""Where prompts come from, and in which order they are drawn."""
+"""Reads prompts from files and chooses the prompt of each group."""

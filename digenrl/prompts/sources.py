@@ -1,4 +1,4 @@
-"""Prompts from files: text, one per line; JSON lines; parquet. Every mistake is told with its file and line."""
+"""Reads prompts from text files (one per line), JSON lines and parquet; errors name the file and line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from digenrl.config.reading import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A text to generate for. `id` is its place in the source, from 0; two prompts may have the same text."""
+    """A prompt. `id` is its index in the source; two prompts may have the same text."""
 
     id: int
     text: str
@@ -22,26 +22,26 @@ class Prompt:
 
 
 def read_prompts(settings: PromptSettings) -> tuple[Prompt, ...]:
-    """All prompts of a file, in its order; at least one, and none of them empty."""
+    """All prompts of a file in order; raises ConfigError if there are none, or if one is empty."""
     path = settings.path
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; expected prompts as .txt, .jsonl or .parquet")
     readers = {".txt": _from_text, ".jsonl": _from_json_lines, ".parquet": _from_parquet}
     prompts = tuple(readers[path.suffix](path, settings.column))
     if not prompts:
-        raise ConfigError(f"{path}: holds no prompts; at least one is needed")
+        raise ConfigError(f"{path}: contains no prompts; at least one is needed")
     return prompts
 
 
 def _from_text(path: Path, column: str) -> Iterator[Prompt]:
-    """Each line as it is: spaces and '#' belong to the prompt."""
+    """One prompt per line; spaces and '#' belong to the prompt."""
     del column
     for index, line in enumerate(_lines(path)):
         yield Prompt(index, line)
 
 
 def _from_json_lines(path: Path, column: str) -> Iterator[Prompt]:
-    """Each line an object with the prompt under `column`; the other keys are its metadata."""
+    """One object per line with the prompt under `column`; the other keys are metadata."""
     for index, line in enumerate(_lines(path)):
         where = f"{path}:{index + 1}"
         try:
@@ -54,7 +54,7 @@ def _from_json_lines(path: Path, column: str) -> Iterator[Prompt]:
 
 
 def _from_parquet(path: Path, column: str) -> Iterator[Prompt]:
-    """Each row a prompt, its other columns are its metadata."""
+    """One prompt per row; the other columns are metadata."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -76,12 +76,12 @@ def _from_record(index: int, record: dict[str, Any], column: str, where: str) ->
         raise ConfigError(f"{where}: no '{column}'; known: {', '.join(record) or 'nothing'}; set `column`")
     text = record[column]
     if not isinstance(text, str) or not text.strip():
-        raise ConfigError(f"{where}: '{column}' must be a text that is not empty, got {text!r}")
+        raise ConfigError(f"{where}: '{column}' must be a non-empty string, got {text!r}")
     return Prompt(index, text, {key: value for key, value in record.items() if key != column})
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 file without their ends. Only a line feed ends a line: prompts may hold others."""
+    """The lines of a UTF-8 file. Only a line feed ends a line: prompts may contain other separators."""
     content = path.read_bytes()
     try:
         text = content.decode("utf-8-sig")

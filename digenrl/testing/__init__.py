@@ -1,1 +1,1 @@
-"""Reference implementations and tiny models for tests, benchmarks and examples."""
+"""Reference implementations and tiny models, for tests, benchmarks and examples."""

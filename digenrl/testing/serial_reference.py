@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.pairs import Objective, PairBatch, RenoisedPairs, ScoredGroup, StepPairs
+from digenrl.models.objective import Objective, PairBatch, RenoisedPairs, StepPairs
 from digenrl.models.stochastic_step import StepResult, StepTimes, stochastic_step
-from digenrl.models.trajectory import Trajectory
+from digenrl.models.trajectory import ScoredGroup, Trajectory
 from digenrl.training.packing.replay import DrawNoise
 from digenrl.training.policy_weights import PolicyWeights
 
@@ -44,7 +44,7 @@ class SerialReference:
 
     def train_batch(self, groups: Sequence[ScoredGroup]) -> list[Gradients]:
         """Takes all optimizer steps of a batch; returns the gradient of each, before clipping."""
-        advantages = self.objective.advantages([group.rewards for group in groups])
+        advantages = self.objective.batch_advantages([group.rewards for group in groups])
         updates = self.objective.updates_per_batch
         gradients = []
         for update in range(updates):
@@ -65,7 +65,7 @@ class SerialReference:
         for parameter in parameters.values():
             parameter.grad = None
         for group, advantage in zip(groups, advantages, strict=True):
-            chosen = objective.standing(group.rewards).chosen
+            chosen = objective.group_advantages(group.rewards).chosen
             for first in range(0, len(chosen), objective.rows_per_term):
                 samples = chosen[
                     first : first + objective.rows_per_term

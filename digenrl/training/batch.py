@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.training import TrainerSettings
-from digenrl.models.pairs import Objective, ScoredGroup, Standing
+from digenrl.models.objective import Advantages, Objective
+from digenrl.models.trajectory import ScoredGroup
 from digenrl.training.ordered_sums import OrderedSums
 from digenrl.training.policy_weights import PolicyWeights
 from digenrl.training.ranks.rank_group import RankGroup
@@ -35,7 +36,7 @@ class GroupEntry:
     group: ScoredGroup | None  # None once nothing more is replayed of it, so that its trajectories are freed
     index: int
     rewards: tuple[float, ...]
-    standing: Standing
+    advantages: Advantages
     terms: int  # that it counts in the denominator
     sums: OrderedSums  # over its samples
     held: list[set[int]] = field(default_factory=list)  # slices of a later update, not trained yet

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from digenrl.models.pairs import PairBatch, StepPairs
-from digenrl.models.transfers import fetched
+from digenrl.models.objective import PairBatch, StepPairs
+from digenrl.models.transfers import to_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Tally:
         """Everything that was added, in the order in which it was; a card is waited for once."""
         tensors = list(self._tensors())
         if self._unread:
-            self._count_up(iter(fetched(tensors)))
+            self._count_up(iter(to_host(tensors)))
 
     def _tensors(self) -> Iterator[Tensor]:
         for each in self._unread:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.lora import adapters_disabled, has_lora
-from digenrl.models.published import check_fits, gathered_weights, published_name, weights_state
+from digenrl.models.lora import adapters_disabled, has_lora, published_name
+from digenrl.models.model_weights import check_fits, gathered_weights, weights_state
 from digenrl.models.shards import is_sharded, local_shard
 from digenrl.training.offload.host_copies import Copied, copies_of, cpu_copy
 
@@ -119,7 +119,7 @@ class PolicyWeights:
         return nullcontext()
 
     def published(self, kept: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The last version's weights, which `load_published` takes over; where they are at hand.
+        """The last version's weights, which `load_weights` takes over; where they are at hand.
 
         They are copies, or those that are `kept` of it already. Of a sharded model all ranks ask; the first gets
         whole weights, on its CPU, and the others none.

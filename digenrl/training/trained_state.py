@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from digenrl.models.published import check_fits
+from digenrl.models.model_weights import check_fits
 from digenrl.training.offload.host_copies import Copied, cpu_copy
 from digenrl.training.optimizer import MOMENTS_PER_PARAMETER, check_moments, load_optimizer_state, optimizer_state
 from digenrl.training.policy_weights import PolicyWeights, Snapshot

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from digenrl.config.training import TrainerSettings
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.pairs import Objective, ScoredGroup, Standing
+from digenrl.models.objective import Advantages, Objective
+from digenrl.models.trajectory import ScoredGroup
 from digenrl.training.batch import BatchShape, GroupEntry, check_shape, check_sharding
 from digenrl.training.gradients import Gradients, GradientSums, add_into, total_norm
 from digenrl.training.metrics import UpdateMetrics, update_metrics
@@ -139,11 +140,11 @@ class Trainer:
         if len(samples) < 2:
             raise ValueError(f"a rehearsal needs a group of at least 2 samples, got {len(samples)}")
         rows = self._objective.rows_per_term
-        standing = Standing(
-            advantages=tuple(1.0 if index % 2 else -1.0 for index in samples),
+        advantages = Advantages(
+            values=tuple(1.0 if index % 2 else -1.0 for index in samples),
             chosen=tuple(samples[: len(samples) // rows * rows]),
         )
-        terms = terms_of(group, standing, self._objective, samples)
+        terms = terms_of(group, advantages, self._objective, samples)
         self.switching.need(*TO_REPLAY)
         self.reserve_version()
         per_sample = len(terms) // len(samples)
@@ -313,7 +314,7 @@ class Trainer:
             entry = self._entries[place]
             weights = {
                 index: self._objective.clamp / (abs(advantage) * scale) - 1
-                for index, advantage in enumerate(entry.standing.advantages)
+                for index, advantage in enumerate(entry.advantages.values)
                 if abs(advantage) * scale > self._objective.clamp
             }
             terms = [
@@ -341,13 +342,13 @@ class Trainer:
         terms = self._terms_of(group)
         if any(entry.terms != terms for entry in self._entries.values()):
             raise ValueError(f"{where} has {terms} terms, other groups of the batch another number")
-        standing = self._objective.standing(group.rewards)
+        advantages = self._objective.group_advantages(group.rewards)
         if self._objective.scale_over == "group":
             clamp = self._objective.clamp
-            held = tuple(max(-clamp, min(clamp, advantage)) for advantage in standing.advantages)
-            standing = replace(standing, advantages=held)
+            held = tuple(max(-clamp, min(clamp, advantage)) for advantage in advantages.values)
+            advantages = replace(advantages, values=held)
         sums = OrderedSums(range(self._shape.group_size), self._settings.sum_in_order)
-        entry = self._entries.get(place) or GroupEntry(group, group.index, group.rewards, standing, terms, sums)
+        entry = self._entries.get(place) or GroupEntry(group, group.index, group.rewards, advantages, terms, sums)
         if (entry.index, entry.rewards) != (group.index, group.rewards):
             raise ValueError(f"{where} is not the group that place {place} already holds")
         doubled = wanted & entry.added()
@@ -375,7 +376,7 @@ class Trainer:
 
     def _terms(self, entry: GroupEntry, samples: Iterable[int]) -> list[Term]:
         assert entry.group is not None
-        return terms_of(entry.group, entry.standing, self._objective, samples)
+        return terms_of(entry.group, entry.advantages, self._objective, samples)
 
     def _run(self, place: int, entry: GroupEntry, terms: list[Term], only_waiting: bool = False) -> PassResult:
         assert entry.group is not None
@@ -429,7 +430,7 @@ class Trainer:
             update=self.update,
             rewards=[reward for entry in entries for reward in entry.rewards],
             gradient_norm=agreed.norm,
-            zero_spread_groups=sum(not entry.standing.chosen for entry in entries),
+            zero_spread_groups=sum(not entry.advantages.chosen for entry in entries),
             terms=self._denominator(entries[0]),
             pack_size=self._passes.pack_size or 0,
         )

@@ -25,7 +25,7 @@ from digenrl.models.family import Family
 from digenrl.models.loading import check_source
 from digenrl.models.lora import add_lora
 from digenrl.models.offloaded_text_encoder import OffloadedTextEncoder
-from digenrl.models.random_texts import RandomTexts
+from digenrl.models.random_text_encoder import RandomTextEncoder
 from digenrl.models.registry import find_family
 from digenrl.models.trajectory import StepNoise
 from digenrl.training.batch import BatchShape, check_shape
@@ -114,7 +114,7 @@ def load_text_encoders(blueprint: Blueprint, device: str, shares_device: bool = 
     """The recipe's text encoders. On a GPU shared with training they are offloaded between calls."""
     recipe = blueprint.recipe
     if recipe.model.random:
-        return RandomTexts(blueprint.family, dtype_of(recipe), recipe.model.random_size)
+        return RandomTextEncoder(blueprint.family, dtype_of(recipe), recipe.model.random_size)
     with _loading_errors_in_one_line(recipe):
         if shares_device and device.startswith("cuda"):
             return OffloadedTextEncoder(

@@ -11,9 +11,8 @@ import torch
 
 from digenrl.models.compiled import is_compiled
 from digenrl.models.contract import Conditioning
-from digenrl.models.pairs import ScoredGroup
-from digenrl.models.trajectory import Trajectory
-from digenrl.models.transfers import wait_for
+from digenrl.models.trajectory import ScoredGroup, Trajectory
+from digenrl.models.transfers import synchronize
 from digenrl.records import Calibrate, Calibrated, PromptRow, SampleId, Slice
 from digenrl.rewards.contract import RewardError
 from digenrl.worker.rollouts import held_out_pixels, roll_out
@@ -54,7 +53,7 @@ class Calibration:
         for size in job.held_out:
             with self._stages.served_weights():
                 row = self._stages.row(prompt)
-                rows = Conditioning.joined([model.of_another_length(row), *[row] * (size - 1)])
+                rows = Conditioning.joined([model.shortened_prompt(row), *[row] * (size - 1)])
                 held_out_pixels(self._blueprint, model, rows, 0, self._stages.row_limits)
         return Calibrated(0, job, seconds, peak_bytes=peaks)
 
@@ -175,10 +174,10 @@ class Calibration:
 
     def _timed_commit(self) -> float:
         device = self._stages.model.device
-        wait_for(device)
+        synchronize(device)
         began = perf_counter()
         self._stages.trainer.commit()
-        wait_for(device)
+        synchronize(device)
         return perf_counter() - began
 
 

@@ -11,7 +11,13 @@ from hashlib import blake2b
 from torch import Tensor
 
 from digenrl.config.windows import EulerOnly
-from digenrl.generation.rollout import GeneratedSlice, decode_slice, generate_pixels, generate_slice
+from digenrl.generation.rollout import (
+    GeneratedSlice,
+    RolloutSettings,
+    decode_slice,
+    generate_pixels,
+    generate_slice,
+)
 from digenrl.generation.row_limits import RowLimits
 from digenrl.generation.windows import plan_rollouts
 from digenrl.models.contract import Conditioning, DiffusionModel
@@ -55,11 +61,13 @@ def roll_out(
         conditioning,
         plan(blueprint, model, tuple(piece.samples())),
         piece,
-        run_seed=blueprint.recipe.seed,
+        RolloutSettings(
+            run_seed=blueprint.recipe.seed,
+            needs=blueprint.algorithm.needs,
+            same_noise_in_group=blueprint.algorithm.settings.same_initial_noise,
+            autocast=blueprint.recipe.training.autocast,
+        ),
         version=version,
-        needs=blueprint.algorithm.needs,
-        same_noise_in_group=blueprint.algorithm.settings.same_initial_noise,
-        autocast=blueprint.recipe.training.autocast,
         limit=limits.denoising,
     )
     return generated, decode_slice(model, generated, limits.decoding)
@@ -91,9 +99,8 @@ def held_out_pixels(
         conditioning,
         plans,
         samples,
-        run_seed=evaluation.seed,
-        autocast=blueprint.recipe.training.autocast,
-        limit=limits.held_out,
+        RolloutSettings(evaluation.seed, autocast=blueprint.recipe.training.autocast),
+        denoising=limits.held_out,
         decoding=limits.decoding,
     )
 

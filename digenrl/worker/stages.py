@@ -23,10 +23,9 @@ from digenrl.config.reading import ConfigError
 from digenrl.exchange.tensors import Exchange
 from digenrl.generation.rollout import GeneratedSlice
 from digenrl.models.contract import Conditioning, DiffusionModel, TextEncoder
-from digenrl.models.pairs import ScoredGroup
-from digenrl.models.published import gathered_weights, load_published
-from digenrl.models.trajectory import Trajectory
-from digenrl.models.transfers import sent, wait_for
+from digenrl.models.model_weights import gathered_weights, load_weights
+from digenrl.models.trajectory import ScoredGroup, Trajectory
+from digenrl.models.transfers import synchronize, to_device
 from digenrl.records import (
     NO_WEIGHTS,
     Commit,
@@ -155,7 +154,7 @@ class Stages:
         trainer.add_group(self._scored_group(job.group), job.group.place)
         while trainer.update < self._blueprint.algorithm.updates_per_batch - 1 and trainer.can_commit():
             updates.append(asdict(trainer.commit()))
-        wait_for(self.model.device)  # so that the driver measures the whole job
+        synchronize(self.model.device)  # so that the driver measures the whole job
         return Trained(0, job, tuple(updates))
 
     def commit(self, job: Commit) -> Committed:
@@ -175,7 +174,7 @@ class Stages:
         began = perf_counter()
         first_of_all = not self._has_loaded and job.version == self._loaded_version
         if self.parts.trainer is None and (job.version > self._loaded_version or first_of_all):
-            load_published(self.model, self._exchange.get_weights(job.weights))
+            load_weights(self.model, self._exchange.get_weights(job.weights))
             self._loaded_version, self._has_loaded = job.version, True
         return Published(0, job, job.lanes, perf_counter() - began)
 
@@ -301,7 +300,9 @@ class Stages:
 
     def _trajectories(self, piece: SliceArtifact) -> Sequence[Trajectory]:
         samples = tuple(piece.slice.samples())
-        tensors = {name: sent(value, self.model.device) for name, value in self._exchange.get(piece.name).items()}
+        tensors = {
+            name: to_device(value, self.model.device) for name, value in self._exchange.get(piece.name).items()
+        }
         return trajectories_of(tensors, samples, plan(self._blueprint, self.model, samples), piece.version)
 
     def _export(self, job: Commit | Export) -> tuple[WeightsReference, int]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from digenrl.models.contract import Conditioning
-from digenrl.models.trajectory import RolloutPlan, Trajectory
+from digenrl.models.trajectory import RolloutPlan, Trajectory, split_chain
 from digenrl.records import SampleId
 
 ABSENT = "absent."  # before the name of a text argument that is None
@@ -38,10 +38,10 @@ def conditioning_of(tensors: Mapping[str, Tensor]) -> Conditioning:
 
 
 def trajectory_tensors(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
-    """The trajectories of a slice; of steps in a row each latent is stored once."""
+    """The trajectories of a slice; consecutive steps are stored as a chain."""
     columns: dict[str, list[Tensor]] = {"log_prob": [t.log_prob_K for t in trajectories]}
-    if all(_in_a_row(t.plan) for t in trajectories):
-        columns["chain"] = [torch.cat([t.latents_KL, t.next_latents_KL[-1:]]) for t in trajectories]
+    if all(t.plan.keeps_consecutive_steps for t in trajectories):
+        columns["chain"] = [t.chain() for t in trajectories]
     else:
         columns["latents"] = [t.latents_KL for t in trajectories]
         columns["next_latents"] = [t.next_latents_KL for t in trajectories]
@@ -56,21 +56,19 @@ def trajectories_of(
     """The trajectories that `trajectory_tensors` took apart."""
 
     def trajectory(row: int) -> Trajectory:
-        chain = tensors["chain"][row] if "chain" in tensors else None
+        if "chain" in tensors:
+            latents_KL, next_latents_KL = split_chain(tensors["chain"][row])
+        else:
+            latents_KL, next_latents_KL = tensors["latents"][row], tensors["next_latents"][row]
         return Trajectory(
             sample=samples[row],
             version=version,
             plan=plans[row],
-            latents_KL=tensors["latents"][row] if chain is None else chain[:-1],
-            next_latents_KL=tensors["next_latents"][row] if chain is None else chain[1:],
+            latents_KL=latents_KL,
+            next_latents_KL=next_latents_KL,
             log_prob_K=tensors["log_prob"][row],
             mean_KL=tensors["mean"][row] if "mean" in tensors else None,
             final_L=tensors["final"][row] if "final" in tensors else None,
         )
 
     return tuple(trajectory(row) for row in range(len(samples)))
-
-
-def _in_a_row(plan: RolloutPlan) -> bool:
-    kept = plan.kept_steps
-    return bool(kept) and kept == tuple(range(kept[0], kept[-1] + 1))

@@ -8,7 +8,7 @@ from time import perf_counter
 
 import torch
 
-from digenrl.models.transfers import wait_for
+from digenrl.models.transfers import synchronize
 
 SUSTAINED_S = 4.0  # a card that has been busy for so long has found its pace
 
@@ -36,5 +36,5 @@ def sustained_seconds(work: Callable[[], object], device: torch.device) -> float
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
     began = perf_counter()
     work()
-    wait_for(device)
+    synchronize(device)
     return perf_counter() - began

@@ -19,7 +19,7 @@ from digenrl.config.reading import ConfigError
 from digenrl.config.windows import WINDOWS, Window, read_window
 from digenrl.generation.windows import choose_steps
 from digenrl.models.contract import SampleSize, Schedule
-from digenrl.models.pairs import PairBatch, RenoisedPairs, StepPairs
+from digenrl.models.objective import PairBatch, RenoisedPairs, StepPairs
 from digenrl.models.trajectory import RolloutPlan, StepNoise
 from digenrl.records import SampleId
 
@@ -131,7 +131,7 @@ def test_its_denominator_counts_what_it_chooses_times_the_steps_it_trains(name):
     plan = RolloutPlan(schedule, SampleSize(8, 8), StepNoise("flow", 0.7), 1.0, kept, kept)
     steps = algorithm.trained_steps(plan)
     assert steps == (kept if kept else (0, 1, 2, 3)), "and never the last of five"
-    chosen = algorithm.standing([0.0, 1.0, 2.0, 3.0]).chosen
+    chosen = algorithm.group_advantages([0.0, 1.0, 2.0, 3.0]).chosen
     assert algorithm.terms_per_group(4, plan) == len(chosen) // algorithm.rows_per_term * len(steps)
 
 

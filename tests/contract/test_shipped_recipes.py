@@ -77,8 +77,8 @@ def test_its_algorithm_can_make_something_of_the_batch(name: str) -> None:
     algorithm = algorithm_of(recipe)
     assert algorithm.updates_per_batch <= recipe.batch.prompts
     group = recipe.batch.samples_per_prompt
-    standing = algorithm.standing([float(index) for index in range(group)])
-    assert 2 <= len(standing.chosen) <= group
+    advantages = algorithm.group_advantages([float(index) for index in range(group)])
+    assert 2 <= len(advantages.chosen) <= group
     assert recipe.batch.slice == (group if name == "demo" else "auto")
 
 

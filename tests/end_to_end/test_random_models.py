@@ -19,18 +19,18 @@ from digenrl.commands.train import start_run
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe_files import read_recipe
 from digenrl.models.compiled import compile_blocks
-from digenrl.models.family import FullSize, Part
-from digenrl.models.random_texts import RandomTexts
+from digenrl.models.family import Component, FullSize
+from digenrl.models.random_text_encoder import RandomTextEncoder
 from digenrl.models.registry import FAMILIES
-from digenrl.models.tiny import tiny_image_vae
 from digenrl.run_folder.folder import Status
 from digenrl.run_folder.lines import read_lines
 from digenrl.runs.training import calibrate_rest
+from digenrl.testing.tiny_models import tiny_image_vae
 from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
 
 SIZE = FullSize(
     billions=0.0,
-    transformer=Part(
+    transformer=Component(
         FAMILIES["sd3"].full_size().transformer.cls,
         {
             "sample_size": 8,
@@ -49,7 +49,7 @@ SIZE = FullSize(
 
 @pytest.fixture(autouse=True)
 def a_tiny_published_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    vae = Part(tiny_image_vae, {"scaling_factor": 1.5, "shift_factor": 0.1})
+    vae = Component(tiny_image_vae, {"scaling_factor": 1.5, "shift_factor": 0.1})
     family = replace(FAMILIES["sd3"], sizes={"tiny": SIZE, "tinier": SIZE}, vae=vae)
     monkeypatch.setitem(FAMILIES, "sd3", family)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which a run sets for its workers
@@ -134,7 +134,7 @@ def test_the_recipes_seed_gives_the_weights_and_a_prompt_its_text(recipe: Path) 
     assert not all(torch.equal(other[name], value) for name, value in once.items())
 
     texts = load_text_encoders(read(), "cpu")
-    assert isinstance(texts, RandomTexts)
+    assert isinstance(texts, RandomTextEncoder)
     both, alone = texts.encode(["a cat", "a dog"]), texts.encode(["a dog"])
     for name, shape in SIZE.text_shapes.items():
         positive, negative = both.positive[name], both.negative[name]

@@ -18,14 +18,14 @@ from scored_groups import DRAW_NOISE, RUN_SEED
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import TrainerSettings
-from digenrl.generation.rollout import decode_slice, generate_slice
+from digenrl.generation.rollout import RolloutSettings, decode_slice, generate_slice
 from digenrl.generation.windows import plan_rollouts
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.pairs import ScoredGroup
-from digenrl.models.registry import FAMILIES, make_tiny_pipeline
-from digenrl.models.trajectory import StepNoise
+from digenrl.models.registry import FAMILIES
+from digenrl.models.trajectory import ScoredGroup, StepNoise
 from digenrl.records import Slice
 from digenrl.testing.serial_reference import SerialReference
+from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 from digenrl.training.policy_weights import PolicyWeights
 from digenrl.training.trainer import make_optimizer
 
@@ -77,8 +77,8 @@ def rollout(model: DiffusionModel, recipe: Recipe, step: int, group: int) -> Sco
     plans = plan_rollouts(
         algorithm.settings.window,
         slice_.samples(),
-        schedule=model.schedule(recipe.denoising_steps, FAMILY.tiny_size),
-        size=FAMILY.tiny_size,
+        schedule=model.schedule(recipe.denoising_steps, tiny_size(FAMILY.name)),
+        size=tiny_size(FAMILY.name),
         noise=recipe.noise,
         guidance=1.0,
         run_seed=RUN_SEED,
@@ -88,10 +88,8 @@ def rollout(model: DiffusionModel, recipe: Recipe, step: int, group: int) -> Sco
         conditioning,
         plans,
         slice_,
-        run_seed=RUN_SEED,
+        RolloutSettings(RUN_SEED, algorithm.needs, algorithm.settings.same_initial_noise),
         version=step,
-        needs=algorithm.needs,
-        same_noise_in_group=algorithm.settings.same_initial_noise,
     )
     return ScoredGroup(conditioning, generated.trajectories, tuple(brightness(decode_slice(model, generated))))
 
@@ -102,7 +100,7 @@ def held_out_rewards(model: DiffusionModel, recipe: Recipe) -> list[float]:
     return [statistics.mean(group.rewards) for group in groups]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.algorithm.name)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe.algorithm).__name__)
 def test_thirty_serial_steps_raise_the_mean_reward_by_more_than_three_standard_errors(
     recipe: Recipe, tmp_path: Path
 ) -> None:

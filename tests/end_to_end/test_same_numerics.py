@@ -12,11 +12,10 @@ from toy_model import TOY_SIZE, ToyModel
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import TrainerSettings
 from digenrl.config.windows import read_window
-from digenrl.generation.rollout import generate_slice
+from digenrl.generation.rollout import RolloutSettings, generate_slice
 from digenrl.generation.windows import plan_rollouts
 from digenrl.models.lora import add_lora
-from digenrl.models.pairs import ScoredGroup
-from digenrl.models.trajectory import StepNoise
+from digenrl.models.trajectory import ScoredGroup, StepNoise
 from digenrl.records import Slice
 from digenrl.training.batch import BatchShape
 from digenrl.training.metrics import UpdateMetrics
@@ -48,10 +47,8 @@ def trained(
         conditioning,
         plans,
         slice_,
-        run_seed=RUN_SEED,
+        RolloutSettings(RUN_SEED, algorithm.needs, autocast=generating),
         version=0,
-        needs=algorithm.needs,
-        autocast=generating,
     )
     settings = TrainerSettings(pack_size=len(REWARDS), autocast=training, old_log_probs=old_log_probs)
     trainer = Trainer(model, algorithm, settings, BatchShape(1, len(REWARDS)), DRAW_NOISE)

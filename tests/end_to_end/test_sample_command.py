@@ -20,8 +20,8 @@ from digenrl.cli import app
 from digenrl.commands.train import start_run
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipe import Recipe
-from digenrl.models.registry import make_tiny_pipeline
 from digenrl.run_folder.folder import RunFolder
+from digenrl.testing.tiny_models import make_tiny_pipeline
 
 HELD_OUT = ("a red cat", "a blue dog", "a green apple", "a ship", "a yellow cab", "snow", "a door")
 TRAINED_ON = ("a lake", "a roof")

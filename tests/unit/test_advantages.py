@@ -13,7 +13,7 @@ from digenrl.config.reading import ConfigError
 def test_a_group_std_divides_by_the_groups_own_spread():
     dance = build_algorithm("dance_grpo")
     # mean 2, deviations -1, 0, 1: a sample std (one degree of freedom less) of 1
-    assert dance.advantages([[1.0, 2.0, 3.0]])[0] == pytest.approx((-1.0, 0.0, 1.0), abs=1e-7)
+    assert dance.batch_advantages([[1.0, 2.0, 3.0]])[0] == pytest.approx((-1.0, 0.0, 1.0), abs=1e-7)
 
 
 def test_a_batch_std_is_over_all_rewards_and_not_over_deviations():
@@ -21,15 +21,15 @@ def test_a_batch_std_is_over_all_rewards_and_not_over_deviations():
     rewards = [[0.0, 2.0], [10.0, 12.0]]
     std = math.sqrt((36 + 16 + 16 + 36) / 4)  # of 0, 2, 10, 12 around 6
     expected = [(-1 / (std + 1e-4), 1 / (std + 1e-4))] * 2
-    assert flow.advantages(rewards) == [pytest.approx(pair) for pair in expected]
+    assert flow.batch_advantages(rewards) == [pytest.approx(pair) for pair in expected]
 
 
-def test_standings_times_scale_are_the_advantages_of_the_whole_batch():
+def test_group_advantages_times_scale_are_the_advantages_of_the_whole_batch():
     flow = build_algorithm("flow_grpo", {"advantage": {"clamp": 100}})
     rewards = [[0.3, 0.1, 0.7], [2.0, 5.0, 1.0], [0.0, 0.0, 9.0]]
     scale = flow.scale(rewards)
-    streamed = [tuple(value * scale for value in flow.standing(group).advantages) for group in rewards]
-    assert streamed == flow.advantages(rewards)
+    streamed = [tuple(value * scale for value in flow.group_advantages(group).values) for group in rewards]
+    assert streamed == flow.batch_advantages(rewards)
 
 
 def test_the_scale_does_not_depend_on_the_order_of_the_groups():
@@ -40,22 +40,22 @@ def test_the_scale_does_not_depend_on_the_order_of_the_groups():
 
 def test_a_group_without_spread_trains_nobody_even_if_rounding_parts_its_rewards():
     for name in ("flow_grpo", "dance_grpo", "diffusion_nft", "flow_dpo"):
-        standing = build_algorithm(name).standing([0.1 + 0.2, 0.3, 0.3])
-        assert standing.chosen == ()
-        assert standing.advantages == (0.0, 0.0, 0.0)
+        advantages = build_algorithm(name).group_advantages([0.1 + 0.2, 0.3, 0.3])
+        assert advantages.chosen == ()
+        assert advantages.values == (0.0, 0.0, 0.0)
 
 
 def test_advantages_are_clamped_on_both_sides():
     flow = build_algorithm("flow_grpo", {"advantage": {"clamp": 0.5}})
-    (advantages,) = flow.advantages([[0.0, 1.0, 2.0, -3.0]])
+    (advantages,) = flow.batch_advantages([[0.0, 1.0, 2.0, -3.0]])
     assert max(advantages) == 0.5
     assert min(advantages) == -0.5
 
 
 def test_a_group_std_of_up_to_26_samples_never_meets_the_clamp_of_5():
     mix = build_algorithm("mix_grpo", {"advantage": {"ddof": 0}})
-    assert max(mix.advantages([[0.0] * 25 + [1.0]])[0]) == pytest.approx(5.0)
-    assert max(mix.advantages([[0.0] * 24 + [1.0]])[0]) < 5
+    assert max(mix.batch_advantages([[0.0] * 25 + [1.0]])[0]) == pytest.approx(5.0)
+    assert max(mix.batch_advantages([[0.0] * 24 + [1.0]])[0]) < 5
 
 
 @pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo", "diffusion_nft", "flow_dpo"])
@@ -63,40 +63,40 @@ def test_a_group_std_of_up_to_26_samples_never_meets_the_clamp_of_5():
 def test_a_reward_that_is_not_a_number_raises_before_any_advantage(name, bad):
     algorithm = build_algorithm(name)
     with pytest.raises(ValueError, match="reward of sample 1 is"):
-        algorithm.standing([0.0, bad, 1.0])
+        algorithm.group_advantages([0.0, bad, 1.0])
     with pytest.raises(ValueError, match="reward of sample 2 is"):
-        algorithm.advantages([[0.0, 1.0, 2.0], [0.0, 1.0, bad]])
+        algorithm.batch_advantages([[0.0, 1.0, 2.0], [0.0, 1.0, bad]])
 
 
 def test_a_group_of_one_cannot_be_compared():
     with pytest.raises(ValueError, match="at least 2 rewards"):
-        build_algorithm("flow_grpo").standing([1.0])
+        build_algorithm("flow_grpo").group_advantages([1.0])
 
 
 def test_best_of_n_takes_top_and_bottom_with_the_advantages_of_the_whole_group():
     dance = build_algorithm("dance_grpo", {"best_of_n": {"top": 1, "bottom": 2}})
     rewards = [5.0, 1.0, 9.0, 0.0, 4.0]
-    standing = dance.standing(rewards)
-    assert standing.chosen == (1, 2, 3)
-    assert standing.advantages == build_algorithm("dance_grpo").standing(rewards).advantages
+    advantages = dance.group_advantages(rewards)
+    assert advantages.chosen == (1, 2, 3)
+    assert advantages.values == build_algorithm("dance_grpo").group_advantages(rewards).values
 
 
 def test_best_of_n_breaks_ties_by_index_and_never_takes_a_sample_twice():
     dance = build_algorithm("dance_grpo", {"best_of_n": {"top": 2, "bottom": 2}})
-    assert dance.standing([1.0, 1.0, 1.0, 0.0]).chosen == (0, 1, 2, 3)
-    assert dance.standing([1.0, 0.0, 1.0, 1.0, 0.0, 1.0]).chosen == (0, 1, 2, 4)
+    assert dance.group_advantages([1.0, 1.0, 1.0, 0.0]).chosen == (0, 1, 2, 3)
+    assert dance.group_advantages([1.0, 0.0, 1.0, 1.0, 0.0, 1.0]).chosen == (0, 1, 2, 4)
 
 
 def test_a_selection_larger_than_the_group_is_refused():
     dance = build_algorithm("dance_grpo", {"best_of_n": {"top": 4, "bottom": 4}})
     with pytest.raises(ConfigError, match="8 samples, but a group has 6"):
-        dance.standing([float(i) for i in range(6)])
+        dance.group_advantages([float(i) for i in range(6)])
 
 
 def test_flow_dpo_compares_the_best_with_the_worst_whatever_the_distance():
-    standing = build_algorithm("flow_dpo").standing([0.2, 0.9, -3.0, 0.1])
-    assert standing.chosen == (1, 2)
-    assert standing.advantages == (0.0, 1.0, -1.0, 0.0)
+    advantages = build_algorithm("flow_dpo").group_advantages([0.2, 0.9, -3.0, 0.1])
+    assert advantages.chosen == (1, 2)
+    assert advantages.values == (0.0, 1.0, -1.0, 0.0)
 
 
 def test_setting_one_number_of_the_normalisation_keeps_the_algorithms_other_defaults():

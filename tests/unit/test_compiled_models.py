@@ -20,14 +20,15 @@ from torch._dynamo.exc import BackendCompilerFailed
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import TrainerSettings
-from digenrl.models.blocks import kind_of, repeated_blocks
-from digenrl.models.captured import CapturedForwards
+from digenrl.models.blocks import block_kind, repeated_blocks
 from digenrl.models.compiled import compile_blocks, is_compiled
 from digenrl.models.contract import DiffusionModel
+from digenrl.models.cuda_graphs import GraphedForwards
 from digenrl.models.family import Family
 from digenrl.models.lora import add_lora
-from digenrl.models.pairs import ScoredGroup
-from digenrl.models.registry import FAMILIES, make_tiny_pipeline
+from digenrl.models.registry import FAMILIES
+from digenrl.models.trajectory import ScoredGroup
+from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 from digenrl.worker.worker import Worker
 
 LONG_PROMPT = 1234567  # a group's number is in its prompt
@@ -81,7 +82,7 @@ def test_after_a_rehearsal_a_family_compiles_nothing_and_has_the_eager_models_gr
     algorithm = build_algorithm(
         "flow_grpo", {"updates_per_batch": 1, "kl_weight": 0.1 if name == "wan" else 0}
     )  # once with the reference, whose adapters are off
-    rollout = Rollout(groups=2, steps=3, guidance=family.default_guidance, size=family.tiny_size)
+    rollout = Rollout(groups=2, steps=3, guidance=family.default_guidance, size=tiny_size(family.name))
     settings = TrainerSettings(pack_size=3)
     eager, compiled = (adapted(family, tmp_path / name) for _ in range(2))
     expected = [group_of(eager, algorithm, rollout, number) for number in (0, LONG_PROMPT)]
@@ -93,7 +94,7 @@ def test_after_a_rehearsal_a_family_compiles_nothing_and_has_the_eager_models_gr
     trainer = trainer_of(compiled, algorithm, expected, settings)
     trainer.calibrate(replace(rehearsed, trajectories=rehearsed.trajectories[:2], rewards=REWARDS[:2]))
     ways = 3 if name == "wan" else 2  # with and without gradient, and without adapters
-    graphs = ways * len({kind_of(block) for block in repeated_blocks(compiled.transformer)})
+    graphs = ways * len({block_kind(block) for block in repeated_blocks(compiled.transformer)})
     assert backend.graphs == graphs
 
     groups = [rehearsed, group_of(compiled, algorithm, rollout, LONG_PROMPT)]
@@ -116,7 +117,7 @@ class WatchedToy:
         self._velocity = self.model.velocity
         self.model.velocity = self.velocity
         if compiled:
-            self.model.passed_through_blocks = ("latent_BSW",)
+            self.model.block_state_arguments = ("latent_BSW",)
             compile_blocks(self.model, Counting())
 
     def velocity(self, latents_BL: Tensor, *arguments: Any) -> Tensor:
@@ -178,16 +179,16 @@ def test_a_filled_pack_that_does_not_fit_is_halved_with_its_fillers() -> None:
 def test_on_a_cpu_a_rollouts_forward_is_the_plain_one(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     make_tiny_pipeline(name, tmp_path / name)
-    model, size = adapted(family, tmp_path / name), family.tiny_size
+    model, size = adapted(family, tmp_path / name), tiny_size(family.name)
     conditioning = model.compact(model.encode(["a red cat"] * 2))
     latents = model.initial_latents(torch.randn(2, *model.noise_shape(size), dtype=torch.float64), size)
     given = latents, model.schedule(3, size).timesteps[[0, 1]], conditioning, family.default_guidance, size
     with torch.no_grad():
-        plain, captured = model.velocity(*given), CapturedForwards(model)
+        plain, captured = model.velocity(*given), GraphedForwards(model)
         for _ in range(3):
             assert torch.equal(captured.velocity(*given), plain)
             assert torch.equal(model.rollout_velocity(*given), plain)
-        model.forget_rollouts()
+        model.release_rollout_memory()
         assert torch.equal(model.rollout_velocity(*given), plain)
 
 
@@ -195,7 +196,7 @@ def test_on_a_cpu_a_rollouts_forward_is_the_plain_one(name: str, tmp_path: Path)
 def test_forwards_that_cannot_be_recorded_run_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family = FAMILIES["sd3"]
     make_tiny_pipeline("sd3", tmp_path / "sd3")
-    model, size, tries = adapted(family, tmp_path / "sd3"), family.tiny_size, []
+    model, size, tries = adapted(family, tmp_path / "sd3"), tiny_size(family.name), []
     conditioning = model.encode(["a red cat"])
     latents = model.initial_latents(torch.randn(1, *model.noise_shape(size), dtype=torch.float64), size)
     given = latents, model.schedule(3, size).timesteps[:1], conditioning, 1.0, size
@@ -204,9 +205,9 @@ def test_forwards_that_cannot_be_recorded_run_as_they_are(tmp_path: Path, monkey
         tries.append(1)
         raise torch.OutOfMemoryError("no room for another pool")
 
-    monkeypatch.setattr(CapturedForwards, "_worth_recording", lambda *_arguments: True)
-    monkeypatch.setattr(CapturedForwards, "_record", no_room)
-    captured, expected = CapturedForwards(model), model.velocity(*given)
+    monkeypatch.setattr(GraphedForwards, "_worth_capturing", lambda *_arguments: True)
+    monkeypatch.setattr(GraphedForwards, "_capture", no_room)
+    captured, expected = GraphedForwards(model), model.velocity(*given)
     for tried in (0, 1, 1, 1):  # the first runs as it is, the second is to be recorded
         assert torch.equal(captured.velocity(*given), expected)
         assert len(tries) == tried

@@ -6,14 +6,15 @@ import sys
 from pathlib import Path
 from random import Random
 
+import pretrain
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
+from number_images import draw_number, draw_numbers, prompt_of
+from readability import EVALUATION_STEPS, SIZE, exact_share, number_reader, sample_images
 
 from digenrl.config.prompts import PromptSettings
-from digenrl.demo import held_out_prompts, model_folder, pretrain, train_prompts
-from digenrl.demo.drawing import draw_number, draw_numbers, prompt_of
-from digenrl.demo.reading import EVALUATION_STEPS, SIZE, exact_share, number_reader, sample_pictures
+from digenrl.demo import held_out_prompts, model_folder, train_prompts
 from digenrl.generation.noise import initial_noise
 from digenrl.models.loading import without_progress_bars
 from digenrl.models.pipeline_model import PipelineModel
@@ -57,7 +58,7 @@ def test_the_model_writes_some_numbers_readably_and_leaves_room_to_learn(model: 
 
 def test_plain_diffusers_makes_the_same_picture(model: PipelineModel) -> None:
     prompt = texts(held_out_prompts())[0]
-    ours_CHW = sample_pictures(model, [prompt], seed=3)[0, 0]
+    ours_CHW = sample_images(model, [prompt], seed=3)[0, 0]
     with without_progress_bars():
         pipeline = StableDiffusion3Pipeline.from_pretrained(model_folder())
     pipeline.set_progress_bar_config(disable=True)
@@ -77,7 +78,7 @@ def test_plain_diffusers_makes_the_same_picture(model: PipelineModel) -> None:
 
 def test_a_picture_does_not_depend_on_those_made_beside_it(model: PipelineModel) -> None:
     prompts = texts(held_out_prompts())[:3]
-    together, alone = sample_pictures(model, prompts, seed=1), sample_pictures(model, prompts[2:], seed=1, first=2)
+    together, alone = sample_images(model, prompts, seed=1), sample_images(model, prompts[2:], seed=1, first=2)
     torch.testing.assert_close(together[2:], alone, atol=1e-4, rtol=0)
 
 

@@ -12,13 +12,14 @@ from scored_groups import Rollout, nudge, scored_groups, trainer_of
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import EmaSettings, TrainerSettings
 from digenrl.models.lora import FILE_NAME, add_lora
-from digenrl.models.published import load_published, weights_state
-from digenrl.models.registry import find_family, make_tiny_pipeline
+from digenrl.models.model_weights import load_weights, weights_state
+from digenrl.models.registry import find_family
+from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 from digenrl.training.checkpoint.checkpoints import CheckpointError
 from digenrl.training.checkpoint.export import export_lora, export_transformer, export_weights, weights_to_export
 
 FAMILY = find_family("sd3")
-SIZE = FAMILY.tiny_size
+SIZE = tiny_size(FAMILY.name)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def test_what_was_trained_loads_in_diffusers_and_gives_the_same_velocity(directo
     assert torch.equal(velocity_of(model), trained), "the trained weights are as they were"
     got = velocity_of(loaded_in_diffusers(directory, folder, lora))
     assert torch.equal(got, trained) == (ema is None)
-    load_published(model, values)
+    load_weights(model, values)
     assert torch.equal(got, velocity_of(model))
 
 

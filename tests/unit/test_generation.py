@@ -14,17 +14,18 @@ from toy_model import TOY_SIZE, ToyModel
 from digenrl.config.algorithms import Needs
 from digenrl.config.reading import ConfigError
 from digenrl.config.windows import WINDOWS, AllSteps, EulerOnly, RandomSubset, Window, read_window
+from digenrl.generation.encoding import encode_prompts
 from digenrl.generation.noise import initial_noise, step_noise
-from digenrl.generation.prompt_cache import encode_prompts
-from digenrl.generation.rollout import GeneratedSlice, decode_slice, generate_slice
+from digenrl.generation.rollout import GeneratedSlice, RolloutSettings, decode_slice, generate_slice
 from digenrl.generation.row_limits import RowLimit
 from digenrl.generation.windows import choose_steps, plan_rollouts
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize
 from digenrl.models.pipeline_model import PipelineModel
-from digenrl.models.registry import FAMILIES, find_family, make_tiny_pipeline
+from digenrl.models.registry import FAMILIES, find_family
 from digenrl.models.stochastic_step import StepTimes, stochastic_step
 from digenrl.models.trajectory import RolloutPlan, StepNoise, Trajectory
 from digenrl.records import SampleId, Slice
+from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 
 RUN_SEED = 11
 STEPS = 6
@@ -59,10 +60,8 @@ def generate(
         how.pop("conditioning", None) or model.encode(["a red cat"]),
         plans_of(model, slice_, window, **how),
         slice_,
-        run_seed=RUN_SEED,
+        RolloutSettings(RUN_SEED, needs, same),
         version=9,
-        needs=needs,
-        same_noise_in_group=same,
     )
 
 
@@ -185,7 +184,7 @@ def test_every_kind_of_window_is_known_by_its_own_name_and_plans_only_what_can_b
         ((4, 5), (4,), 0.7, "step 5 cannot be stochastic in a schedule of 6 steps; use steps 0 to 4"),
         ((-1, 0), (0,), 0.7, "step -1 cannot be stochastic"),
         ((1, 2), (1, 3), 0.7, "step 3 is kept for training but has no noise"),
-        ((1, 2), (2, 1), 0.7, "kept steps must ascend"),
+        ((1, 2), (2, 1), 0.7, "ascending"),
         ((1, 2), (1, 2), 0.0, "its level must be above 0, got 0.0"),
     ],
 )
@@ -194,7 +193,7 @@ def test_a_plan_made_by_hand_is_checked_before_the_first_forward(stochastic, kep
     (plan,) = plans_of(model, slice_, AllSteps())
     plan = replace(plan, stochastic_steps=stochastic, kept_steps=kept, noise=StepNoise("flow", level))
     with pytest.raises(ConfigError, match=message):
-        generate_slice(model, model.encode(["x"]), [plan], slice_, run_seed=0, version=0, needs=NOTHING)
+        generate_slice(model, model.encode(["x"]), [plan], slice_, RolloutSettings(0), version=0)
 
 
 # --- Rollouts ------------------------------------------------------------------------------------------------
@@ -311,7 +310,7 @@ def test_steps_outside_the_window_are_euler_steps_and_so_is_the_last() -> None:
     (plan, _) = plans_of(model, slice_, AllSteps())
     plan = replace(plan, stochastic_steps=(1, 3), kept_steps=(1, 3))
     row = model.encode(["a red cat"])
-    generated = generate_slice(model, row, [plan] * 2, slice_, run_seed=RUN_SEED, version=0, needs=NOTHING)
+    generated = generate_slice(model, row, [plan] * 2, slice_, RolloutSettings(RUN_SEED), version=0)
     x = torch.stack([t.next_latents_KL[1] for t in generated.trajectories])
     with torch.no_grad():
         for index in (4, 5):
@@ -374,31 +373,23 @@ class CountingToy(ToyModel):
         return super().encode(prompts, negative_prompts)
 
 
-def test_every_distinct_prompt_is_encoded_once_and_then_the_encoders_go() -> None:
+def test_every_distinct_prompt_is_encoded_once_before_the_encoders_are_dropped() -> None:
     model = CountingToy()
     expected = ToyModel().encode(["a"], ["ugly"])
-    cache = encode_prompts(model, ["a", "b", "a", "c", "b"], negative_prompt="ugly")
-    assert (model.encoded, len(cache), "b" in cache, "d" in cache) == (3, 3, True, False)
-    row = cache.row("a")
+    rows = encode_prompts(model, ["a", "b", "a", "c", "b"], negative_prompt="ugly")
+    assert (model.encoded, list(rows)) == (3, ["a", "b", "c"])
+    row = rows["a"]
     assert len(row) == 1
     assert row.negative is not None and expected.negative is not None
     assert torch.equal(row.positive["encoder_hidden_states"], expected.positive["encoder_hidden_states"])
     assert torch.equal(row.negative["encoder_hidden_states"], expected.negative["encoder_hidden_states"])
-    with pytest.raises(RuntimeError, match="text encoders were dropped"):
+    with pytest.raises(RuntimeError, match="text encoders"):
         model.encode(["d"])
 
 
 def test_all_prompts_share_one_copy_of_the_unconditional_rows() -> None:
-    cache = encode_prompts(ToyModel(), ["a", "b", "c"])
-    rows = [cache.row(prompt).negative for prompt in ("a", "b", "c")]
-    addresses = {row["encoder_hidden_states"].data_ptr() for row in rows if row is not None}
-    assert len(addresses) == 1
-
-
-def test_a_prompt_that_was_not_encoded_is_named() -> None:
-    cache = encode_prompts(ToyModel(), ["a", "b"])
-    with pytest.raises(KeyError, match="prompt 'd' was not encoded; 2 prompts were"):
-        cache.row("d")
+    negatives = [row.negative for row in encode_prompts(ToyModel(), ["a", "b", "c"]).values()]
+    assert len({side["encoder_hidden_states"].data_ptr() for side in negatives if side is not None}) == 1
 
 
 # --- Tiny pipelines --------------------------------------------------------------------------------------------
@@ -411,7 +402,7 @@ def tiny(
     directory = tmp_path_factory.mktemp("tiny") / request.param
     make_tiny_pipeline(request.param, directory)
     family = find_family(request.param)
-    return family.load(directory), family.tiny_size
+    return family.load(directory), tiny_size(family.name)
 
 
 def test_tiny_pipelines_make_the_same_samples_alone_and_together(tiny: tuple[PipelineModel, SampleSize]) -> None:
@@ -426,8 +417,7 @@ def test_tiny_pipelines_make_the_same_samples_alone_and_together(tiny: tuple[Pip
 
 def test_a_rollout_of_a_tiny_pipeline_is_on_policy_to_the_last_bit(tiny: tuple[PipelineModel, SampleSize]) -> None:
     model, size = tiny
-    cache = encode_prompts(model, ["a red cat", "a blue cup"])  # after this the text encoders are gone
-    row = cache.row("a red cat")
+    row = encode_prompts(model, ["a red cat", "a blue cup"])["a red cat"]  # drops the text encoders
     generated = generate(model, Slice(0, 3, 0, 2), AllSteps(), size=size, conditioning=row)
     trajectories = list(generated.trajectories)
     assert trajectories[0].plan.kept_steps == tuple(range(STEPS - 1))

@@ -13,8 +13,8 @@ from digenrl.config.reading import parse_model
 from digenrl.config.recipe import Recipe
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
-from digenrl.models.published import load_published, weights_state
-from digenrl.models.registry import make_tiny_pipeline
+from digenrl.models.model_weights import load_weights, weights_state
+from digenrl.testing.tiny_models import make_tiny_pipeline
 from digenrl.worker.blueprint import load_model, read_blueprint
 
 
@@ -31,9 +31,9 @@ def test_the_first_order_to_load_is_carried_out_and_then_those_of_newer_versions
 
     def noted(*arguments: object) -> None:
         loaded.append(version)
-        load_published(*arguments)  # type: ignore[arg-type]
+        load_weights(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("digenrl.worker.roles.load_published", noted)
+    monkeypatch.setattr("digenrl.worker.roles.load_weights", noted)
     generating = Generating(blueprint, model, exchange)
     for version in (0, 0, 2, 1, 2, 3):
         reference = exchange.put_weights(f"weights-{version}", weights_state(model))

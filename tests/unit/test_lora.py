@@ -1,4 +1,4 @@
-"""Adapters on the smallest model: what is trained, what is carried, what a wrong state does."""
+"""LoRA adapters on the tiny SD3: what is trained, published, exported and refused."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import Linear as LoraLinear
+from safetensors.torch import load_file
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import DiffusionModel
@@ -15,19 +16,18 @@ from digenrl.models.lora import (
     ADAPTER,
     FILE_NAME,
     AdaptedLinear,
+    adapter_parameters,
     adapters_disabled,
     add_lora,
     has_lora,
-    load_lora_state,
-    lora_state,
-    read_lora_state,
     save_lora,
-    trainable_parameters,
 )
-from digenrl.models.registry import find_family, make_tiny_pipeline
+from digenrl.models.model_weights import load_weights, weights_state
+from digenrl.models.registry import find_family
+from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 
 FAMILY = find_family("sd3")
-SIZE = FAMILY.tiny_size
+SIZE = tiny_size(FAMILY.name)
 
 
 @pytest.fixture(scope="module")
@@ -51,19 +51,17 @@ def velocity_of(model: DiffusionModel) -> torch.Tensor:
 
 def shake_adapters(model: DiffusionModel, seed: int = 5) -> None:
     generator = torch.Generator().manual_seed(seed)
-    load_lora_state(
-        model, {name: torch.randn(v.shape, generator=generator) * 0.1 for name, v in lora_state(model).items()}
+    load_weights(
+        model, {name: torch.randn(v.shape, generator=generator) * 0.1 for name, v in weights_state(model).items()}
     )
 
 
-def test_fresh_adapters_leave_the_velocity_as_it_was_and_freeze_the_base(model: DiffusionModel) -> None:
+def test_new_adapters_do_not_change_the_velocity_and_freeze_the_base(model: DiffusionModel) -> None:
     before = velocity_of(model)
     add_lora(model, rank=4, alpha=8, seed=0)
     assert torch.equal(velocity_of(model), before)
-    names = trainable_parameters(model)
-    assert names and all(".lora_" in name for name in names)
-    frozen = [p for name, p in model.transformer.named_parameters() if ".lora_" not in name]
-    assert frozen and not any(p.requires_grad for p in frozen)
+    trained = {name for name, p in model.transformer.named_parameters() if p.requires_grad}
+    assert trained and trained == {name for name, _ in model.transformer.named_parameters() if ".lora_" in name}
 
 
 def test_every_target_layer_of_every_block_is_adapted(model: DiffusionModel) -> None:
@@ -74,7 +72,7 @@ def test_every_target_layer_of_every_block_is_adapted(model: DiffusionModel) -> 
     ]
     add_lora(model, rank=4, alpha=8, seed=0)
     expected = {f"{name}.lora_{side}.weight" for name in targets for side in "AB"}
-    assert lora_state(model).keys() == expected
+    assert weights_state(model).keys() == expected
 
 
 @pytest.mark.parametrize(
@@ -86,17 +84,17 @@ def test_adapters_are_fp32_whatever_the_base_is_and_fp64_only_in_an_fp64_model(
 ) -> None:
     model = FAMILY.load(directory, base, "cpu")
     add_lora(model, rank=2, alpha=2, seed=0)
-    assert {value.dtype for value in lora_state(model).values()} == {adapters}
+    assert {value.dtype for value in weights_state(model).values()} == {adapters}
     assert model.transformer.get_submodule("proj_out").weight.dtype == base
 
 
-def test_the_first_weights_depend_on_the_seed_alone(directory: Path) -> None:
+def test_the_initial_weights_depend_only_on_the_seed(directory: Path) -> None:
     states = []
     for seed, disturbance in ((1, 10), (1, 11), (2, 10)):
         torch.manual_seed(disturbance)
         model = FAMILY.load(directory, torch.float32, "cpu")
         add_lora(model, rank=4, alpha=8, seed=seed)
-        states.append(lora_state(model))
+        states.append(weights_state(model))
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert not all(torch.equal(states[0][name], states[2][name]) for name in states[0])
 
@@ -107,15 +105,15 @@ def test_disabling_gives_exactly_the_base_and_restores_everything_after(model: D
     shake_adapters(model)
     adapted = velocity_of(model)
     assert not torch.equal(adapted, base)
-    next(iter(trainable_parameters(model).values())).requires_grad_(False)
-    trained = list(trainable_parameters(model))
+    next(iter(adapter_parameters(model).values())).requires_grad_(False)
+    trained = [parameter.requires_grad for parameter in adapter_parameters(model).values()]
     with adapters_disabled(model):
         assert torch.equal(velocity_of(model), base)
         with adapters_disabled(model):
             pass
         assert torch.equal(velocity_of(model), base)
     assert torch.equal(velocity_of(model), adapted)
-    assert list(trainable_parameters(model)) == trained
+    assert [parameter.requires_grad for parameter in adapter_parameters(model).values()] == trained
 
 
 def test_adapters_come_back_when_the_reference_forward_raises(model: DiffusionModel) -> None:
@@ -134,7 +132,7 @@ def test_a_gradient_reaches_the_adapters_through_a_forward_made_before_disabling
     with adapters_disabled(model), torch.no_grad():
         reference = velocity_of(model)
     (velocity - reference).square().mean().backward()
-    grads = [parameter.grad for parameter in trainable_parameters(model).values()]
+    grads = [parameter.grad for parameter in adapter_parameters(model).values()]
     assert sum(float(grad.abs().sum()) for grad in grads if grad is not None) > 0
 
 
@@ -165,34 +163,34 @@ def test_beside_a_bf16_base_adapters_compute_in_bf16_what_peft_computes_in_fp32(
         assert (ours - wanted).norm() < 0.02 * wanted.norm()
 
 
-def test_a_state_is_a_copy_and_brings_the_velocity_back(model: DiffusionModel) -> None:
+def test_a_state_is_a_copy_and_restores_the_velocity(model: DiffusionModel) -> None:
     add_lora(model, rank=4, alpha=8, seed=0)
     shake_adapters(model, seed=5)
-    state, velocity = lora_state(model), velocity_of(model)
+    state, velocity = weights_state(model), velocity_of(model)
     shake_adapters(model, seed=6)
     assert not torch.equal(velocity_of(model), velocity)
-    load_lora_state(model, state)
+    load_weights(model, state)
     assert torch.equal(velocity_of(model), velocity)
 
 
 def test_a_state_that_does_not_fit_changes_nothing(model: DiffusionModel, directory: Path) -> None:
     add_lora(model, rank=4, alpha=8, seed=0)
-    before = lora_state(model)
+    before = weights_state(model)
     name = next(iter(before))
     other_rank = FAMILY.load(directory, torch.float32, "cpu")
     add_lora(other_rank, rank=2, alpha=8, seed=0)
     lacking = {n: v + 1 for n, v in before.items() if n != name}
-    with pytest.raises(ValueError, match=f"1 missing, 0 foreign, the first: {name}"):
-        load_lora_state(model, lacking)
-    with pytest.raises(ValueError, match="0 missing, 1 foreign, the first: something"):
-        load_lora_state(model, before | {"something": torch.zeros(1)})
-    with pytest.raises(ValueError, match="of another rank"):
-        load_lora_state(model, lora_state(other_rank))
-    after = lora_state(model)
+    with pytest.raises(ValueError, match=f"1 tensors missing.*{name}"):
+        load_weights(model, lacking)
+    with pytest.raises(ValueError, match=r"1 unexpected.*something"):
+        load_weights(model, before | {"something": torch.zeros(1)})
+    with pytest.raises(ValueError, match="rank"):
+        load_weights(model, weights_state(other_rank))
+    after = weights_state(model)
     assert all(torch.equal(before[n], after[n]) for n in before)
 
 
-def test_a_saved_directory_holds_one_file_that_reads_back_bit_for_bit(
+def test_a_saved_directory_has_one_file_with_bitwise_the_same_weights(
     model: DiffusionModel, tmp_path: Path
 ) -> None:
     add_lora(model, rank=4, alpha=8, seed=0)
@@ -200,19 +198,18 @@ def test_a_saved_directory_holds_one_file_that_reads_back_bit_for_bit(
     save_lora(model, tmp_path / "lora")
     save_lora(model, tmp_path / "lora")  # an older one is replaced
     assert [path.name for path in (tmp_path / "lora").iterdir()] == [FILE_NAME]
-    read, state = read_lora_state(tmp_path / "lora"), lora_state(model)
+    saved, state = load_file(tmp_path / "lora" / FILE_NAME), weights_state(model)
+    read = {name.removeprefix("transformer."): value for name, value in saved.items()}
     assert read.keys() == state.keys()
     assert all(torch.equal(read[name], state[name]) for name in state)
 
 
-def test_mistakes_are_told_in_one_line(model: DiffusionModel, tmp_path: Path) -> None:
+def test_mistakes_are_reported(model: DiffusionModel) -> None:
     with pytest.raises(ValueError, match="no LoRA adapters to disable"), adapters_disabled(model):
         pass
     with pytest.raises(ConfigError, match="rank must be at least 1, got 0"):
         add_lora(model, rank=0, alpha=8, seed=0)
     assert not has_lora(model)
-    with pytest.raises(ConfigError, match="holds no LoRA weights"):
-        read_lora_state(tmp_path)
     add_lora(model, rank=4, alpha=8, seed=0)
     with pytest.raises(ValueError, match="already"):
         add_lora(model, rank=4, alpha=8, seed=0)

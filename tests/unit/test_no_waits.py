@@ -12,8 +12,9 @@ from scored_groups import LIVELY, Rollout, lively, scored_groups, trainer_of, tr
 from digenrl.config.training import TrainerSettings
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.lora import add_lora
-from digenrl.models.pairs import ScoredGroup
-from digenrl.models.registry import FAMILIES, make_tiny_pipeline
+from digenrl.models.registry import FAMILIES
+from digenrl.models.trajectory import ScoredGroup
+from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 
 REWARDS = (0.0, 1.0, 5.0, 2.0)
 OTHERS = [family for family in FAMILIES if family != "sd3"]
@@ -33,7 +34,7 @@ def test_a_group_is_trained_without_a_wait(
 ) -> None:
     without_autocast(monkeypatch)
     model, algorithm = adapted(family, tmp_path), lively(algorithm_name)
-    rollout = Rollout(groups=2, steps=6, size=FAMILIES[family].tiny_size)
+    rollout = Rollout(groups=2, steps=6, size=tiny_size(family))
     made = scored_groups(model, algorithm, rollout, rewards=[REWARDS] * 2)
     groups = [ScoredGroup(model.compact(g.conditioning).to("meta"), g.trajectories, g.rewards) for g in made]
     model.transformer.to("meta")
@@ -49,7 +50,7 @@ def test_a_group_is_trained_without_a_wait(
 def test_a_slice_is_denoised_without_a_wait(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_autocast(monkeypatch)
     model, algorithm = adapted(family, tmp_path), lively("flow_grpo")
-    rollout = Rollout(steps=4, size=FAMILIES[family].tiny_size, guidance=FAMILIES[family].default_guidance)
+    rollout = Rollout(steps=4, size=tiny_size(family), guidance=FAMILIES[family].default_guidance)
     texts = {f"prompt {group}": model.compact(model.encode([f"prompt {group}"])).to("meta") for group in range(2)}
     monkeypatch.setattr(model, "encode", lambda prompts: texts[prompts[0]])
     model.transformer.to("meta")

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from digenrl.models.offloaded_text_encoder import OffloadedTextEncoder
-from digenrl.models.registry import find_family, make_tiny_pipeline
+from digenrl.models.registry import find_family
+from digenrl.testing.tiny_models import make_tiny_pipeline
 
 PROMPTS = ["a red fox", "two dogs on a hill at night"]
 

@@ -20,13 +20,13 @@ from digenrl.config.recipe import Recipe
 from digenrl.config.windows import AllSteps
 from digenrl.exchange.folder import ExchangeFolder, WeightsReference
 from digenrl.exchange.tensors import TensorExchange
-from digenrl.generation.rollout import GeneratedSlice, decode_slice, generate_slice
+from digenrl.generation.rollout import GeneratedSlice, RolloutSettings, decode_slice, generate_slice
 from digenrl.generation.row_limits import RowLimit
 from digenrl.generation.windows import plan_rollouts
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.registry import make_tiny_pipeline
 from digenrl.models.trajectory import StepNoise
 from digenrl.records import Lease, Slice
+from digenrl.testing.tiny_models import make_tiny_pipeline
 from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
 
 GROUP = Slice(step=0, group=0, first=0, size=5)
@@ -61,7 +61,8 @@ def made(model: ToyModel, piece: Slice = GROUP, limit: RowLimit | None = None) -
         run_seed=1,
     )
     row = model.encode(["a cat"])
-    return generate_slice(model, row, plans, piece, run_seed=1, version=0, needs=Needs(True, True), limit=limit)
+    settings = RolloutSettings(run_seed=1, needs=Needs(step_means=True, final_latents=True))
+    return generate_slice(model, row, plans, piece, settings, version=0, limit=limit)
 
 
 def test_a_slice_that_does_not_fit_is_made_in_halves_with_the_same_samples() -> None:

@@ -174,7 +174,7 @@ class Kept:
         self.spans: list[Span] = []
         opening = RunPosition(0, 0, 0, self.lines.positions())
         self.keeper = Checkpointer(
-            self.folder, self.lines, self.run.runtime, opening, lambda b: b.facts("print", {}), self.spans.append
+            self.folder, self.lines, self.run.runtime, opening, lambda b: b.facts("print"), self.spans.append
         )
 
     def saved(self) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from watched_runs import SPEC, AfterEach, KeptNumbers, opening_of, watch
+from watched_runs import SPEC, AfterEach, KeptNumbers, initial_state_of, watch
 
 from digenrl.console.dashboard import DashboardState, TerminalSize, render_dashboard
 from digenrl.console.lane_activity import lane_activity
@@ -100,7 +100,7 @@ def test_before_the_first_step_the_dashboard_shows_only_the_run_and_its_steps() 
 
 
 def test_every_lane_has_a_row_with_its_work() -> None:
-    opening, seen = opening_of(), set[str]()
+    opening, seen = initial_state_of(), set[str]()
     progress = Progress(4)
     recorder = Recorder(opening)
     names = [lane.name for lane in recorder.trace().lanes]
@@ -111,9 +111,9 @@ def test_every_lane_has_a_row_with_its_work() -> None:
         assert [row.split()[0] for row in rows if row] == names
         for lane in state.lanes:
             row = next(row for row in rows if row.startswith(lane.name))
-            if lane.lease is not None:
-                assert f"step {lane.lease.slice.step} group {lane.lease.slice.group}" in row
-                assert ("stale" in row) == lane.lease.stale
+            if lane.job is not None:
+                assert f"step {lane.job.slice.step} group {lane.job.slice.group}" in row
+                assert ("stale" in row) == lane.job.stale
         seen.update(row.split()[1] for row in rows if row)
 
     class Feed(KeptNumbers):
@@ -125,7 +125,7 @@ def test_every_lane_has_a_row_with_its_work() -> None:
 
 
 def test_a_lane_shows_its_busy_share_over_ten_steps_and_the_elapsed_time_of_its_slice() -> None:
-    opening, states = opening_of(), list[SchedulerState]()
+    opening, states = initial_state_of(), list[SchedulerState]()
     watch(opening, [], after=(AfterEach(lambda event, actions, state: states.append(state)),))
     progress = Progress(100)
     for step in range(20):
@@ -137,7 +137,7 @@ def test_a_lane_shows_its_busy_share_over_ten_steps_and_the_elapsed_time_of_its_
 
 def test_many_lanes_are_folded_to_fit_the_terminal_and_no_row_is_too_wide() -> None:
     generators = [{"name": "a100", "count": 100, "seconds": {1: 1.0, 2: 1.7}}]
-    opening = opening_of(generators=generators)
+    opening = initial_state_of(generators=generators)
     progress = Progress(4)
     progress.step(_step(0, **{f"busy/a100-{index}": 0.5 for index in range(100)}))
     lines = _rendered(_dashboard(progress, opening, message="a long message " * 10), TerminalSize(60, 24))
@@ -149,7 +149,7 @@ def test_many_lanes_are_folded_to_fit_the_terminal_and_no_row_is_too_wide() -> N
 
 
 def test_a_short_terminal_folds_lanes_that_a_tall_one_shows() -> None:
-    opening = opening_of(generators=[{"name": "a100", "count": 10, "seconds": {1: 1.0, 2: 1.7}}])
+    opening = initial_state_of(generators=[{"name": "a100", "count": 10, "seconds": {1: 1.0, 2: 1.7}}])
     assert len(_rendered(_dashboard(Progress(4), opening), TerminalSize(100, 30))) == 4 + 15
     low = _rendered(_dashboard(Progress(4), opening), TerminalSize(100, 16))
     assert len(low) <= 16 and any("7 more like these" in line for line in low)
@@ -197,7 +197,7 @@ def test_an_expensive_dashboard_is_drawn_less_often() -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_the_terminal_is_clean_after_an_exception(error: type[BaseException]) -> None:
     console, clock = CountingConsole(), SetClock()
-    opening = opening_of()
+    opening = initial_state_of()
     view = TerminalView(TITLE, console, clock.clocks())
 
     def stop(event: Any, actions: Any, state: SchedulerState) -> None:
@@ -216,7 +216,7 @@ def test_the_terminal_is_clean_after_an_exception(error: type[BaseException]) ->
 
 def test_a_whole_run_on_a_terminal_ends_with_all_steps_done() -> None:
     console, clock = CountingConsole(), SetClock()
-    opening = opening_of()
+    opening = initial_state_of()
     cluster = VirtualCluster(opening)
     view = TerminalView(TITLE, console, Clocks(lambda: cluster.now_ns / SECOND, clock.clocks().processor))
     with view:
@@ -243,7 +243,7 @@ def test_without_a_terminal_a_run_prints_one_line_per_step() -> None:
     assert isinstance(view, PlainView)
     with view:
         view.evaluation(EvaluationRecord(0, 0.0, 200, {"reward_mean": 0.25, "reward/ocr": 0.25}))
-        watch(opening_of(), [view], after=(view,))
+        watch(initial_state_of(), [view], after=(view,))
     evaluation, *steps = out.getvalue().splitlines()
     assert evaluation == "evaluation after 0 steps: reward_mean 0.2500, reward/ocr 0.2500"
     assert len(steps) == SPEC["steps"]
@@ -256,7 +256,7 @@ def test_json_output_is_one_object_per_step_as_in_the_file() -> None:
     view = choose_view(TITLE, Console(file=out, force_terminal=True), SetClock().clocks(), as_json=True)
     assert isinstance(view, JsonView)
     with view:
-        watch(opening_of(), [view, kept], after=(view,))
+        watch(initial_state_of(), [view, kept], after=(view,))
         view.step({**_step(4), "kl": float("nan")})
         view.evaluation(EvaluationRecord(5, 1.0, 200, {"reward_mean": 0.5}))
     lines = [json.loads(line) for line in out.getvalue().splitlines()]

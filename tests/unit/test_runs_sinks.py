@@ -14,7 +14,7 @@ import pytest
 from handmade_runs import recipe
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from watched_runs import opening_of, watch
+from watched_runs import initial_state_of, watch
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import LoggingSettings
@@ -169,7 +169,7 @@ def test_a_missing_package_is_an_error_before_the_run(monkeypatch: pytest.Monkey
 
 
 def test_a_run_folder_is_read_back_as_it_was_written(folder: RunFolder) -> None:
-    opening, lines = opening_of(), RunLines(folder)
+    opening, lines = initial_state_of(), RunLines(folder)
     whole = Recorder(opening)
     rows = whole.trace().lanes
     folder.update_info(lanes=[{"name": row.name, "pool": row.pool, "device": "cpu"} for row in rows])

@@ -15,8 +15,9 @@ from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
 from digenrl.generation.windows import plan_rollouts
 from digenrl.models.contract import Conditioning
-from digenrl.models.registry import FAMILIES, find_family, make_tiny_pipeline
+from digenrl.models.registry import FAMILIES, find_family
 from digenrl.models.trajectory import Trajectory
+from digenrl.testing.tiny_models import make_tiny_pipeline
 from digenrl.worker import tensor_files
 from digenrl.worker.tensor_files import conditioning_of, conditioning_tensors, trajectory_tensors
 

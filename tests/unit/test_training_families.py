@@ -17,7 +17,8 @@ from scored_groups import (
 
 from digenrl.config.training import TrainerSettings
 from digenrl.models.lora import add_lora
-from digenrl.models.registry import FAMILIES, make_tiny_pipeline
+from digenrl.models.registry import FAMILIES
+from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ def test_a_family_trains_in_packs_as_it_does_pair_by_pair(family, name, tmp_path
     nudge(model, 0.05, seed=4)
     algorithm = lively(name)
     rollout = Rollout(
-        groups=2, group_size=2, steps=3, slice_size=2, guidance=entry.default_guidance, size=entry.tiny_size
+        groups=2, group_size=2, steps=3, slice_size=2, guidance=entry.default_guidance, size=tiny_size(entry.name)
     )
     rewards = [(0.0, 1.0), (5.0, 2.0)]
     groups = scored_groups(model, algorithm, rollout, rewards)

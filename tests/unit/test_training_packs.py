@@ -90,7 +90,7 @@ def test_with_no_room_for_the_second_point_a_smaller_one_is_measured():
 
 def test_a_tally_looks_at_what_was_added_once_and_not_before_somebody_asks(monkeypatch):
     looked = []
-    monkeypatch.setattr(metrics, "fetched", lambda values: looked.append(len(values)) or list(values))
+    monkeypatch.setattr(metrics, "to_host", lambda values: looked.append(len(values)) or list(values))
     whole, group, pack = Tally(), Tally(), Tally()
     pack.add(
         {"ratio": torch.tensor([1.0, 3.0]), "off": Chosen(torch.tensor([5.0, 7.0]), torch.tensor([False, True]))}

@@ -20,7 +20,7 @@ from test_export import SIZE, loaded_in_diffusers, model_of, velocity_of
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import EmaSettings
-from digenrl.models.registry import make_tiny_pipeline
+from digenrl.testing.tiny_models import make_tiny_pipeline
 from digenrl.training.checkpoint.checkpoints import (
     CheckpointError,
     latest_checkpoint,

@@ -43,7 +43,7 @@ def test_a_batch_of_two_updates_steps_twice_each_over_its_own_groups():
     model = toy()
     groups = scored_groups(model, algorithm, Rollout(groups=4, steps=4))
     serial = serial_of(model, algorithm)
-    advantages = algorithm.advantages([group.rewards for group in groups])
+    advantages = algorithm.batch_advantages([group.rewards for group in groups])
     first_half = serial.gradient(groups[:2], advantages[:2])
     second_half_too_early = serial.gradient(groups[2:], advantages[2:])
     gradients = serial.train_batch(groups)

@@ -24,8 +24,8 @@ from scored_groups import (
 from digenrl.algorithms.registry import ALGORITHMS, build_algorithm
 from digenrl.config.reading import ConfigError
 from digenrl.config.training import EmaSettings, TrainerSettings
-from digenrl.models.published import weights_state
-from digenrl.models.shards import gathered
+from digenrl.models.model_weights import weights_state
+from digenrl.models.shards import gather_to_first_rank
 from digenrl.training.checkpoint.state_trees import state_as_tensors, state_of_tensors, tensors_in
 from digenrl.training.ranks.rank_group import RanksError, join_ranks
 from digenrl.training.ranks.sharding import shard_model
@@ -39,7 +39,7 @@ def trained(ranks, case):
     metrics = [told for groups in batches for told in train(trainer, groups)]
     average = {} if trainer.ema is None else trainer.ema.values
     if trainer.policies.sharded:
-        average = gathered(trainer.policies.model_parameters, average)
+        average = gather_to_first_rank(trainer.policies.model_parameters, average)
     return trainer.published(), average, metrics
 
 
@@ -115,7 +115,7 @@ def gradients_of_all(ranks, lora):
         for group in groups:
             trainer.add_group(group)
         gradient = trainer.gradient()
-        found[name] = gradient if lora else gathered(trainer.policies.model_parameters, gradient)
+        found[name] = gradient if lora else gather_to_first_rank(trainer.policies.model_parameters, gradient)
     return found
 
 

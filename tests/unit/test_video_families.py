@@ -14,7 +14,8 @@ from digenrl.config.reading import ConfigError
 from digenrl.models.contract import Conditioning
 from digenrl.models.families.wan import WanModel
 from digenrl.models.pipeline_model import PipelineModel
-from digenrl.models.registry import find_family, make_tiny_pipeline
+from digenrl.models.registry import find_family
+from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 
 PROMPTS = ["a red cat", "two small dogs running through a field of yellow flowers"]
 STEPS = 3
@@ -33,13 +34,13 @@ def load(directory: Path, family: str, dtype: torch.dtype = torch.float32) -> Pi
 
 
 def first_latents(model: PipelineModel, rows: int = 2) -> Tensor:
-    size = find_family(model.family).tiny_size
+    size = tiny_size(model.family)
     noise = torch.randn(rows, *model.noise_shape(size), generator=torch.Generator().manual_seed(3))
     return model.initial_latents(noise, size)
 
 
 def first_velocity(model: PipelineModel, conditioning: Conditioning, guidance: float) -> Tensor:
-    size = find_family(model.family).tiny_size
+    size = tiny_size(model.family)
     latents = first_latents(model, len(conditioning))
     times = model.schedule(STEPS, size).timesteps[:1].expand(len(latents))
     return model.velocity(latents, times, conditioning, guidance, size)
@@ -140,7 +141,7 @@ def test_guidance_without_unconditional_rows_says_what_to_do(directory: Path, fa
 @torch.no_grad()
 def test_wan_with_unipc_at_first_order_is_our_euler_loop(directory: Path) -> None:
     """Its own scheduler, reduced to the order at which it is Euler's rule: equal up to rounding."""
-    model, size = load(directory, "wan"), find_family("wan").tiny_size
+    model, size = load(directory, "wan"), tiny_size("wan")
     conditioning, latents = model.encode(PROMPTS), first_latents(model)
     ours, schedule = latents, model.schedule(STEPS, size)
     for i, time in enumerate(schedule.timesteps):
@@ -208,7 +209,7 @@ def test_hunyuan_video_takes_no_negative_prompts(directory: Path) -> None:
 @pytest.mark.parametrize("family", ["wan", "hunyuan_video"])
 @torch.no_grad()
 def test_videos_of_other_lengths_have_as_many_frames_as_asked_for(directory: Path, family: str) -> None:
-    model, tiny = load(directory, family), find_family(family).tiny_size
+    model, tiny = load(directory, family), tiny_size(family)
     for frames, latent_frames in ((1, 1), (9, 3)):
         size = type(tiny)(tiny.height, tiny.width, frames)
         assert model.noise_shape(size)[:2] == (16, latent_frames)

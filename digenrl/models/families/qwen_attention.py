@@ -1,6 +1,6 @@
-"""Qwen-Image's joint attention with rotations in real numbers, which a compiler can fuse with what is around them.
+"""Qwen-Image's joint attention with rotary embeddings in real numbers, which a compiler can fuse.
 
-diffusers rotates complex numbers, for which compiled code falls back to single kernels and fp32 copies.
+diffusers uses complex numbers, for which compiled code falls back to separate kernels and fp32 copies.
 Shape legend: B = rows, S = tokens of one stream, H = heads, D = a head's width, J = tokens of both streams.
 """
 
@@ -12,26 +12,26 @@ import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 
-Tables = tuple[Tensor, Tensor]  # of image and text: (S, D / 2, 2), the cosine and sine of every pair of channels
+Tables = tuple[Tensor, Tensor]  # for image and text: (S, D / 2, 2), the cosine and sine of every channel pair
 
 
 class RealRotations(nn.Module):
-    """Stands in for the transformer's rotary table, and gives the same one in real numbers."""
+    """Replaces the transformer's rotary embedding and returns the same tables in real numbers."""
 
     def __init__(self, tables: nn.Module) -> None:
         super().__init__()
         self.tables = tables
 
     def forward(self, *arguments: Any, **named: Any) -> Tables:
-        """Cosines and sines of the image's and of the text's tokens."""
+        """Cosines and sines for the image's and the text's tokens."""
         image, text = self.tables(*arguments, **named)
         return torch.view_as_real(image), torch.view_as_real(text)
 
 
 class JointAttention:
-    """A processor for every block's attention: both streams look at each other, text before image."""
+    """An attention processor: both streams attend to each other, text before image."""
 
-    _attention_backend = None  # who generates may name another kernel; see `digenrl.models.attention`
+    _attention_backend = None  # rollouts may set another kernel; see `digenrl.models.attention`
     _parallel_config = None
 
     def __call__(
@@ -43,7 +43,7 @@ class JointAttention:
         attention_mask: Tensor | None = None,
         image_rotary_emb: Tables | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The image's tokens and the text's, each after its own output layer."""
+        """The image's and the text's tokens, each after its own output layer."""
         assert attention_mask is None and image_rotary_emb is not None, "as this transformer calls it"
         image_table, text_table = image_rotary_emb
         image = _projected(attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v))
@@ -58,14 +58,14 @@ class JointAttention:
             attn_mask=_joint_mask(encoder_hidden_states_mask, hidden_states.shape[1]),
             backend=self._attention_backend,
         )
-        words = encoder_hidden_states.shape[1]
+        text_tokens = encoder_hidden_states.shape[1]
         joint = joint_BJHD.flatten(2, 3).to(hidden_states.dtype)
-        image_out = attn.to_out[0](joint[:, words:].contiguous())
-        return attn.to_out[1](image_out), attn.to_add_out(joint[:, :words].contiguous())
+        image_out = attn.to_out[0](joint[:, text_tokens:].contiguous())
+        return attn.to_out[1](image_out), attn.to_add_out(joint[:, :text_tokens].contiguous())
 
 
 def rotated(value_BSHD: Tensor, table_SP2: Tensor) -> Tensor:
-    """Every pair of neighbouring channels turned by its angle, computed in fp32 (fp64 in an fp64 model)."""
+    """Rotates every pair of neighbouring channels, computed in fp32 (fp64 in an fp64 model)."""
     dtype = torch.promote_types(value_BSHD.dtype, torch.float32)
     first, second = value_BSHD.to(dtype).reshape(*value_BSHD.shape[:-1], -1, 2).unbind(-1)
     cosine, sine = table_SP2.unsqueeze(1).unbind(-1)
@@ -79,8 +79,8 @@ def _projected(attn: Any, states_BSW: Tensor, layers: tuple[nn.Module, ...]) -> 
 
 
 def _joint_mask(text_mask_BT: Tensor | None, image_tokens: int) -> Tensor | None:
-    """Which tokens may be looked at, where some of the text is padding."""
+    """The tokens that may be attended to, or None if no text is padded."""
     if text_mask_BT is None:
         return None
-    all_of_the_image = text_mask_BT.new_ones((len(text_mask_BT), image_tokens), dtype=torch.bool)
-    return torch.cat([text_mask_BT.to(torch.bool), all_of_the_image], dim=1)[:, None, None, :]
+    image_mask_BS = text_mask_BT.new_ones((len(text_mask_BT), image_tokens), dtype=torch.bool)
+    return torch.cat([text_mask_BT.to(torch.bool), image_mask_BS], dim=1)[:, None, None, :]

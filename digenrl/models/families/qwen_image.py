@@ -1,4 +1,4 @@
-"""Qwen-Image: packed latents, Qwen2.5-VL text with a mask, true classifier-free guidance with a rescaled norm.
+"""Qwen-Image: packed latents, Qwen2.5-VL text with a mask, classifier-free guidance that preserves the norm.
 
 Shape legend as in `digenrl.models.contract`; here L = (S, 64) with S = (h / 2) * (w / 2) tokens; T = text tokens.
 """
@@ -6,7 +6,6 @@ Shape legend as in `digenrl.models.contract`; here L = (S, 64) with S = (h / 2) 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,40 +21,30 @@ from torch.nn import functional
 
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
-from digenrl.models.families.qwen_attention import JointAttention, RealRotations
-from digenrl.models.families.video_helpers import pixels_of_videos, vae_latents
-from digenrl.models.family import Family, FullSize, Part
-from digenrl.models.loading import pipeline_without
-from digenrl.models.pipeline_model import (
-    PipelineModel,
+from digenrl.models.families.helpers import (
+    JOINT_ATTENTION,
+    Text,
     at_least_fp32,
     latent_height_width,
     negative_side,
     paired_negatives,
+    pixels_of_videos,
     require_one_frame,
-    schedule_of,
+    scaled_video_latents,
     shift_from_tokens,
 )
-from digenrl.models.tiny import seeded_weights
-from digenrl.models.tiny_video import tiny_qwen_text_encoder, tiny_qwen_tokenizer
+from digenrl.models.families.qwen_attention import JointAttention, RealRotations
+from digenrl.models.family import Component, Family, FullSize
+from digenrl.models.pipeline_model import PipelineModel, schedule_of
 
-TEXT_LENGTH = 512  # tokens of a prompt, the pipeline's own default
+TEXT_LENGTH = 512  # tokens of a prompt, the pipeline's default
 
 
 class QwenImageModel(PipelineModel):
-    """L = (S, 64). Text is kept at one length, with a mask; a forward takes no more of it than its rows have."""
+    """L = (S, 64). Text is stored at a fixed length with a mask; forwards drop unneeded padding."""
 
     family = "qwen_image"
-    lora_targets = (
-        "to_q",
-        "to_k",
-        "to_v",
-        "to_out.0",
-        "add_q_proj",
-        "add_k_proj",
-        "add_v_proj",
-        "to_add_out",
-    )
+    lora_targets = JOINT_ATTENTION
     default_guidance = 4.0
     text_encoders = ("text_encoder",)
     text_mask = "encoder_hidden_states_mask"
@@ -67,8 +56,8 @@ class QwenImageModel(PipelineModel):
             for block in repeated_blocks(self.transformer):
                 block.attn.set_processor(JointAttention())  # type: ignore[union-attr,operator]
 
-    def dimensions_of_text(self, arguments: Mapping[str, Any]) -> list[tuple[Tensor, int]]:
-        """The text, its rotary table and, where it has one, its mask."""
+    def text_length_dims(self, arguments: Mapping[str, Any]) -> list[tuple[Tensor, int]]:
+        """The text, its rotary table and, if there is one, its mask."""
         mask_BT = arguments["encoder_hidden_states_mask"]
         return [
             (arguments["encoder_hidden_states"], 1),
@@ -78,7 +67,6 @@ class QwenImageModel(PipelineModel):
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
-        """Both branches, each as the pipeline encodes it, padded to TEXT_LENGTH with a mask."""
         return Conditioning(
             self._encode_side(list(prompts)),
             self._encode_side(paired_negatives(prompts, negative_prompts)),
@@ -88,7 +76,7 @@ class QwenImageModel(PipelineModel):
         text_BTD, mask_BT = self.pipeline.encode_prompt(
             prompts, device=self.text_device(), max_sequence_length=TEXT_LENGTH
         )
-        if mask_BT is None:  # how the pipeline says that no row is padded
+        if mask_BT is None:  # the pipeline returns None if no row is padded
             mask_BT = torch.ones(text_BTD.shape[:2], dtype=torch.long, device=text_BTD.device)
         padding = TEXT_LENGTH - text_BTD.shape[1]
         return {
@@ -97,7 +85,7 @@ class QwenImageModel(PipelineModel):
         }
 
     def schedule(self, steps: int, size: SampleSize) -> Schedule:
-        """Even levels from 1, shifted by the number of tokens and stretched to the scheduler's terminal value."""
+        """Evenly spaced sigmas, shifted by the number of tokens, stretched to the scheduler's terminal value."""
         _, h, w = self.noise_shape(size)
         scheduler = self.fresh_scheduler()
         shift = shift_from_tokens(scheduler.config, tokens=(h // 2) * (w // 2), default_max_shift=1.15)
@@ -105,13 +93,12 @@ class QwenImageModel(PipelineModel):
         return schedule_of(scheduler)
 
     def noise_shape(self, size: SampleSize) -> tuple[int, ...]:
-        """(16, h, w)."""
         require_one_frame(size, self.family)
         h, w = latent_height_width(size, self.pipeline.vae_scale_factor)
         return self.vae.config.z_dim, h, w
 
     def initial_latents(self, noise_B: Tensor, size: SampleSize) -> Tensor:
-        """2 x 2 latent cells become one token of 64 numbers."""
+        """The noise, packed: each 2 x 2 patch becomes a token of 64 numbers."""
         channels, h, w = self.noise_shape(size)
         packed_BL: Tensor = self.pipeline._pack_latents(noise_B, len(noise_B), channels, h, w)
         return packed_BL.to(self.device)
@@ -124,9 +111,9 @@ class QwenImageModel(PipelineModel):
         guidance: float,
         size: SampleSize,
     ) -> Tensor:
-        """v of every row. With guidance, every token's combined v is scaled back to the length it has without.
+        """With guidance, the velocity of every token is rescaled to the norm that it has without.
 
-        The branches are two forwards: their texts have lengths of their own, and one batch would need a mask.
+        The branches are separate forwards: their texts differ in length, and one batch would need a mask.
         """
         conditioning = self.compact(conditioning)
         conditional_BL = self._forward(latents_BL, timesteps_B, conditioning.positive, size)
@@ -134,16 +121,14 @@ class QwenImageModel(PipelineModel):
             return at_least_fp32(conditional_BL)
         unconditional_BL = self._forward(latents_BL, timesteps_B, negative_side(conditioning), size)
         combined_BL = unconditional_BL + guidance * (conditional_BL - unconditional_BL)
-        wanted_length = torch.norm(conditional_BL, dim=-1, keepdim=True)
-        length = torch.norm(combined_BL, dim=-1, keepdim=True)
-        return at_least_fp32(combined_BL * (wanted_length / length))
+        norm = torch.norm(conditional_BL, dim=-1, keepdim=True)
+        guided_norm = torch.norm(combined_BL, dim=-1, keepdim=True)
+        return at_least_fp32(combined_BL * (norm / guided_norm))
 
-    def _forward(
-        self, latents_BL: Tensor, timesteps_B: Tensor, text: Mapping[str, Tensor | None], size: SampleSize
-    ) -> Tensor:
+    def _forward(self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, size: SampleSize) -> Tensor:
         _, h, w = self.noise_shape(size)
         text_BTD, mask_BT = text["encoder_hidden_states"], text["encoder_hidden_states_mask"]
-        assert text_BTD is not None, "a transformer's text is never optional"
+        assert text_BTD is not None, "the transformer's text is never optional"
         velocity_BL: Tensor = self.transformer(
             hidden_states=latents_BL.to(self.dtype),
             timestep=timesteps_B.to(latents_BL.device) / 1000,
@@ -157,19 +142,15 @@ class QwenImageModel(PipelineModel):
 
     @torch.no_grad()
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
-        """Pixels in [0, 1], fp32: (B, 1, 3, height, width)."""
         latents_BCFHW = self.pipeline._unpack_latents(
             latents_BL, size.height, size.width, self.pipeline.vae_scale_factor
         )
-        return pixels_of_videos(self.vae.decode(vae_latents(self.vae, latents_BCFHW), return_dict=False)[0])
+        scaled_BCFHW = scaled_video_latents(self.vae, latents_BCFHW)
+        return pixels_of_videos(self.vae.decode(scaled_BCFHW, return_dict=False)[0])
 
 
-def _call_arguments(model: QwenImageModel, guidance: float) -> dict[str, Any]:
-    return {"true_cfg_scale": guidance, "max_sequence_length": TEXT_LENGTH}
-
-
-# mu from .5 at 256 tokens to .9 at 8192; the last noise level before 0 is always .02.
-SCHEDULER = Part(
+# mu rises from .5 at 256 tokens to .9 at 8192; the last sigma before 0 is always .02.
+SCHEDULER = Component(
     FlowMatchEulerDiscreteScheduler,
     {
         "use_dynamic_shifting": True,
@@ -182,26 +163,6 @@ SCHEDULER = Part(
 )
 
 
-def _write_tiny(directory: Path, seed: int) -> None:
-    template = pipeline_without(QwenImagePipeline).prompt_template_encode
-    tokenizer = tiny_qwen_tokenizer(template)
-    with seeded_weights(seed):
-        pipeline = QwenImagePipeline(
-            transformer=QwenImageTransformer2DModel(
-                num_layers=2,
-                attention_head_dim=16,
-                num_attention_heads=2,
-                joint_attention_dim=16,
-                axes_dims_rope=(4, 6, 6),
-            ),
-            scheduler=SCHEDULER.build(),
-            vae=AutoencoderKLQwenImage(base_dim=4, dim_mult=[1, 2, 2, 2], num_res_blocks=1),
-            text_encoder=tiny_qwen_text_encoder(tokenizer, width=16),
-            tokenizer=tokenizer,
-        )
-    pipeline.save_pretrained(directory)
-
-
 QWEN_IMAGE = Family(
     kind="image",
     pipeline_class=QwenImagePipeline,
@@ -209,17 +170,14 @@ QWEN_IMAGE = Family(
     sizes={
         "20b": FullSize(
             billions=20.43,
-            transformer=Part(QwenImageTransformer2DModel, {}),  # the class's defaults are the published model
+            transformer=Component(QwenImageTransformer2DModel, {}),  # the class's defaults: the published model
             text_shapes={
                 "encoder_hidden_states": (TEXT_LENGTH, 3584),
                 "encoder_hidden_states_mask": (TEXT_LENGTH,),
             },
         ),
     },
-    vae=Part(AutoencoderKLQwenImage, {}),
+    vae=Component(AutoencoderKLQwenImage, {}),
     scheduler=SCHEDULER,
-    write_tiny=_write_tiny,
-    tiny_size=SampleSize(height=32, width=32),
-    call_arguments=_call_arguments,
     uses_negative_prompts=True,
 )

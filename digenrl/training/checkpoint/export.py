@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.lora import has_lora, save_lora
-from digenrl.models.published import published_name, weights_replaced, weights_state
+from digenrl.models.lora import has_lora, published_name, save_lora
+from digenrl.models.model_weights import weights_replaced, weights_state
 from digenrl.models.shards import is_sharded
 from digenrl.training.checkpoint.atomic_folders import tidy, written_atomically
 from digenrl.training.checkpoint.checkpoints import CheckpointError, reason_of

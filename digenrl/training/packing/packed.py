@@ -16,8 +16,8 @@ from digenrl.config.training import TrainerSettings
 from digenrl.models.blocks import checkpoint_blocks, repeated_blocks
 from digenrl.models.compiled import is_compiled
 from digenrl.models.contract import Conditioning, DiffusionModel
-from digenrl.models.pairs import LossTerms, Objective
-from digenrl.models.transfers import sent_like
+from digenrl.models.objective import LossTerms, Objective
+from digenrl.models.transfers import to_device_like
 from digenrl.training.gradients import Gradients, GradientSums, drop_gradients, take_gradients
 from digenrl.training.metrics import Tally, log_prob_mismatch
 from digenrl.training.packing.memory_plan import Packing, choose_packing
@@ -240,7 +240,7 @@ class PackedPasses:
         finally:
             drop_gradients(self._parameters)
         # Outside the except block: the error's traceback would keep the tensors of the failed pack alive.
-        self._model.forget_rollouts()
+        self._model.release_rollout_memory()
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
         if len(terms) == 1:
@@ -275,7 +275,7 @@ class PackedPasses:
         assert total_M.shape == (len(weights),), (
             f"{len(weights)} terms, but a loss of shape {tuple(total_M.shape)}"
         )
-        weight_M = sent_like(torch.tensor(weights, dtype=torch.float64), total_M)
+        weight_M = to_device_like(torch.tensor(weights, dtype=torch.float64), total_M)
         if self._objective.scale_over == "group":
             return GradientSums(final=self._gradient_of((total_M * weight_M).sum(), add_up=last))
         sums = GradientSums()

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from digenrl.models.pairs import Objective, ScoredGroup, Standing
-from digenrl.models.trajectory import Trajectory
+from digenrl.models.objective import Advantages, Objective
+from digenrl.models.trajectory import ScoredGroup, Trajectory
 
 Item = TypeVar("Item")
 
@@ -36,14 +36,16 @@ class Rank:
     count: int = 1
 
 
-def terms_of(group: ScoredGroup, standing: Standing, objective: Objective, samples: Iterable[int]) -> list[Term]:
+def terms_of(
+    group: ScoredGroup, advantages: Advantages, objective: Objective, samples: Iterable[int]
+) -> list[Term]:
     """The terms of some of a group's samples, sample by sample; a couple belongs to the first of the two."""
     wanted = set(samples)
-    couples = list(zip(*[iter(standing.chosen)] * objective.rows_per_term, strict=True))
+    couples = list(zip(*[iter(advantages.chosen)] * objective.rows_per_term, strict=True))
     return [
         Term(
             trajectories=tuple(group.trajectories[index] for index in couple),
-            advantages=tuple(standing.advantages[index] for index in couple),
+            advantages=tuple(advantages.values[index] for index in couple),
             step=step,
         )
         for couple in couples

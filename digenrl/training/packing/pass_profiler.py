@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from digenrl.models.blocks import checkpoint_chosen, kind_of, repeated_blocks
+from digenrl.models.blocks import block_kind, checkpoint_chosen, repeated_blocks
 from digenrl.models.contract import DiffusionModel
 
 LONG_S = 2.0  # a pass that takes longer is not repeated
@@ -23,7 +23,7 @@ class CardGauge:
         self._model = model
         self._run_pack = run_pack
         self._blocks = repeated_blocks(model.transformer)
-        self.kinds: Sequence[Hashable] = [kind_of(block) for block in self._blocks]
+        self.kinds: Sequence[Hashable] = [block_kind(block) for block in self._blocks]
 
     def checkpoint(self, chosen: Collection[int]) -> None:
         """From now on these blocks are computed again."""

@@ -1,6 +1,6 @@
 """One packed forward: terms in, a batch of pairs out. Rows stand at different steps and never see each other.
 
-Shape legend as in `digenrl.models.pairs`.
+Shape legend as in `digenrl.models.objective`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from digenrl.models.contract import Conditioning, DiffusionModel
-from digenrl.models.pairs import Objective, PairBatch, RenoisedPairs, StepPairs
+from digenrl.models.objective import Objective, PairBatch, RenoisedPairs, StepPairs
 from digenrl.models.stochastic_step import StepResult, StepTimes, stochastic_step
 from digenrl.models.trajectory import Trajectory
-from digenrl.models.transfers import sent, sent_like
+from digenrl.models.transfers import to_device, to_device_like
 from digenrl.records import SampleId
 from digenrl.training.packing.packs import Term
 from digenrl.training.policy_weights import PolicyWeights
@@ -102,8 +102,10 @@ class Replay:
         velocity_RL, scored = self._scored(latents_RL, next_RL, rows)
         if self._recompute and before_updates:
             old = scored  # the same weights: one forward is both, and the ratio is 1 to the last bit
-        fresh_R = sent(torch.tensor([t.version == t.sample.step for t in rows.trajectories]), self._model.device)
-        rollout_log_prob_R = sent_like(torch.stack([t.log_prob_K[k] for t, k in stored]), scored.log_prob_B)
+        fresh_R = to_device(
+            torch.tensor([t.version == t.sample.step for t in rows.trajectories]), self._model.device
+        )
+        rollout_log_prob_R = to_device_like(torch.stack([t.log_prob_K[k] for t, k in stored]), scored.log_prob_B)
         old_log_prob_R = rollout_log_prob_R
         old_mean_RL = None
         if self._objective.needs.step_means:
@@ -114,14 +116,14 @@ class Replay:
                 fresh_R1 = fresh_R.view(-1, *[1] * (old_mean_RL.dim() - 1))
                 old_mean_RL = torch.where(fresh_R1, old.mean_BL.detach(), old_mean_RL)
         return StepPairs(
-            advantage_R=sent_like(rows.advantage_R, scored.log_prob_B),
+            advantage_R=to_device_like(rows.advantage_R, scored.log_prob_B),
             log_prob_R=scored.log_prob_B,
             old_log_prob_R=old_log_prob_R,
             rollout_log_prob_R=rollout_log_prob_R,
             fresh_R=fresh_R,
             std_R=scored.std_B,
-            sigma_R=sent_like(rows.times.sigma_B, scored.std_B),
-            step_size_R=sent_like(rows.times.step_size_B, scored.std_B),
+            sigma_R=to_device_like(rows.times.sigma_B, scored.std_B),
+            step_size_R=to_device_like(rows.times.step_size_B, scored.std_B),
             mean_RL=scored.mean_BL,
             velocity_RL=velocity_RL,
             proximal_log_prob_R=None if old is None else old.log_prob_B.detach(),
@@ -138,8 +140,8 @@ class Replay:
                 for owner, step in zip(rows.owners, rows.steps, strict=True)
             ]
         )
-        noise_RL = sent_like(noise_RL, final_RL)
-        sigma_R = sent_like(rows.times.sigma_B, final_RL)
+        noise_RL = to_device_like(noise_RL, final_RL)
+        sigma_R = to_device_like(rows.times.sigma_B, final_RL)
         sigma_R1 = sigma_R.view(-1, *[1] * (final_RL.dim() - 1))
         noised_RL = (1 - sigma_R1) * final_RL + sigma_R1 * noise_RL
         reference_RL = old_RL = None
@@ -149,7 +151,7 @@ class Replay:
             old_RL = self._velocity_apart(self._policies.old(), noised_RL, rows)
         velocity_RL = self._velocity(noised_RL, rows)
         return RenoisedPairs(
-            advantage_R=sent_like(rows.advantage_R, velocity_RL),
+            advantage_R=to_device_like(rows.advantage_R, velocity_RL),
             sigma_R=sigma_R,
             final_RL=final_RL,
             noise_RL=noise_RL,
@@ -176,12 +178,12 @@ class Replay:
 
     def _velocity(self, latents_RL: Tensor, rows: _Rows) -> Tensor:
         plan = rows.trajectories[0].plan
-        timesteps_R = sent(rows.times.timestep_B, self._model.device)
+        timesteps_R = to_device(rows.times.timestep_B, self._model.device)
         with torch.autocast(self._model.device.type, torch.bfloat16, enabled=self._autocast):
             return self._model.velocity(latents_RL, timesteps_R, rows.conditioning, plan.guidance, plan.size)
 
     def _stacked(self, values: list[Tensor]) -> Tensor:
-        return sent(torch.stack(values), self._model.device)
+        return to_device(torch.stack(values), self._model.device)
 
 
 def _final(trajectory: Trajectory) -> Tensor:

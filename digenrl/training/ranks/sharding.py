@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.lora import has_lora
-from digenrl.models.published import check_fits
+from digenrl.models.model_weights import check_fits
 from digenrl.training.checkpoint.state_trees import put_tensors, tensors_in, without_tensors
 from digenrl.training.ranks.rank_group import RankGroup
 

@@ -1,9 +1,9 @@
-"""Trains the demo model from nothing: first the VAE, then the transformer, which is stopped early on purpose.
+"""Trains the demo model from scratch: first the VAE, then the transformer, which is stopped early on purpose.
 
-    python -m digenrl.demo.pretrain OUT_DIR        # four minutes on one core
+    python tools/demo/pretrain.py OUT_DIR        # four minutes on one core
 
-OUT_DIR becomes a diffusers pipeline directory. The model must write some numbers so that they can be read, or no
-reward would tell samples apart, and must leave room for RL.
+OUT_DIR becomes a diffusers pipeline directory. Some of the model's numbers must be legible, or all rewards would
+be equal; others must not, to leave room for RL.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from random import Random
 from typing import Any
 
 import torch
+from number_images import draw_numbers, prompt_of
+from readability import SIZE, exact_share, number_reader
 from rich.progress import Progress, TextColumn
 from torch import Tensor, nn
+from untrained_pipeline import untrained_pipeline
 
 from digenrl.config.prompts import PromptSettings
 from digenrl.demo import held_out_prompts
-from digenrl.demo.drawing import draw_numbers, prompt_of
-from digenrl.demo.parts import untrained_pipeline
-from digenrl.demo.reading import SIZE, exact_share, number_reader
 from digenrl.models.families.sd3 import SD3Model
 from digenrl.models.loading import without_progress_bars
 from digenrl.models.registry import find_family
@@ -35,27 +35,27 @@ VAE_BATCH, BATCH = 16, 64
 VAE_LEARNING_RATE, LEARNING_RATE = 5e-3, 2e-3
 KL_WEIGHT = 3e-4
 WARM_UP = 50  # steps
-STATISTICS_OVER = 512  # pictures
+STATISTICS_OVER = 512  # images
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """All randomness after the first weights: of numbers and pictures, and of noise."""
+    """The random state after initialization: of numbers and images, and of noise."""
 
     random: Random
     generator: torch.Generator
 
 
 def pretrain(directory: Path, seed: int, vae_steps: int, steps: int) -> float:
-    """Writes the pipeline and returns the share of held-out numbers that is read exactly."""
+    """Writes the pipeline and returns the share of held-out numbers that are read exactly."""
     held_out = {prompt.text: None for prompt in read_prompts(PromptSettings(path=held_out_prompts()))}
     numbers = [number for number in range(1000, 10_000) if prompt_of(number) not in held_out]
     pipeline = untrained_pipeline(seed)
     draws = Draws(Random(seed), torch.Generator().manual_seed(seed))
     with Progress(*Progress.get_default_columns(), TextColumn("{task.fields[loss]}")) as progress:
         train_vae(pipeline.vae, numbers, vae_steps, draws, progress)
-        some_pictures = draw_numbers(draws.random.choices(numbers, k=STATISTICS_OVER), draws.random)
-        standardise_latents(pipeline.vae, some_pictures)
+        images = draw_numbers(draws.random.choices(numbers, k=STATISTICS_OVER), draws.random)
+        standardise_latents(pipeline.vae, images)
         model = SD3Model(pipeline)
         train_transformer(model, numbers, steps, draws, progress)
     write_in_half_precision(pipeline, directory)
@@ -63,7 +63,10 @@ def pretrain(directory: Path, seed: int, vae_steps: int, steps: int) -> float:
 
 
 def write_in_half_precision(pipeline: Any, directory: Path) -> None:
-    """Half the size; diffusers computes in fp32 unless told otherwise. Text encoders would be left in fp16."""
+    """Saves transformer and VAE in fp16, at half the size; diffusers loads them in fp32 by default.
+
+    The text encoders stay in fp32: transformers would load them in fp16.
+    """
     pipeline.transformer.half()
     pipeline.vae.half()
     with without_progress_bars():
@@ -71,30 +74,30 @@ def write_in_half_precision(pipeline: Any, directory: Path) -> None:
 
 
 def train_vae(vae: Any, numbers: list[int], steps: int, draws: Draws, progress: Progress) -> None:
-    """Pictures to latents and back, with latents that are held near to a normal distribution."""
+    """Trains the autoencoder, with a KL term that keeps latents close to a normal distribution."""
 
     def loss() -> Tensor:
-        pictures_BCHW = draw_numbers(draws.random.choices(numbers, k=VAE_BATCH), draws.random)
-        posterior = vae.encode(pictures_BCHW).latent_dist
+        images_BCHW = draw_numbers(draws.random.choices(numbers, k=VAE_BATCH), draws.random)
+        posterior = vae.encode(images_BCHW).latent_dist
         decoded_BCHW = vae.decode(posterior.sample(draws.generator)).sample
         kl = posterior.kl().mean() / posterior.mean[0].numel()
-        total: Tensor = (decoded_BCHW - pictures_BCHW).square().mean() + KL_WEIGHT * kl
+        total: Tensor = (decoded_BCHW - images_BCHW).square().mean() + KL_WEIGHT * kl
         return total
 
     minimise(vae, loss, steps, VAE_LEARNING_RATE, "VAE", progress)
 
 
 @torch.no_grad()
-def standardise_latents(vae: Any, pictures_BCHW: Tensor) -> None:
-    """Has the pipeline shift and scale latents to mean 0 and standard deviation 1."""
-    latents_BCHW = vae.encode(pictures_BCHW).latent_dist.mean
+def standardise_latents(vae: Any, images_BCHW: Tensor) -> None:
+    """Sets the VAE's shift and scale so that latents have mean 0 and standard deviation 1."""
+    latents_BCHW = vae.encode(images_BCHW).latent_dist.mean
     vae.register_to_config(
         shift_factor=float(latents_BCHW.mean()), scaling_factor=1 / max(float(latents_BCHW.std()), 1e-6)
     )
 
 
 def train_transformer(model: SD3Model, numbers: list[int], steps: int, draws: Draws, progress: Progress) -> None:
-    """Flow matching: the velocity from picture to noise, at a random place between them."""
+    """Flow matching: the velocity from image to noise, at a random sigma."""
     vae, generator = model.vae, draws.generator
 
     def loss() -> Tensor:
@@ -117,7 +120,7 @@ def train_transformer(model: SD3Model, numbers: list[int], steps: int, draws: Dr
 def minimise(
     module: nn.Module, loss: Callable[[], Tensor], steps: int, learning_rate: float, name: str, progress: Progress
 ) -> None:
-    """AdamW with a warm-up, and a cosine down to a twentieth."""
+    """AdamW with a warm-up and a cosine decay to a twentieth of the learning rate."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=learning_rate, weight_decay=1e-4)
     task = progress.add_task(name, total=steps, loss="")
     for step in range(steps):
@@ -134,7 +137,7 @@ def minimise(
 
 
 def main() -> None:
-    """Trains, writes, and says how many numbers can be read."""
+    """Trains, saves, and prints how many numbers are legible."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, metavar="OUT_DIR")
     parser.add_argument("--seed", type=int, default=0)

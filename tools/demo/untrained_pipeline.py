@@ -1,4 +1,4 @@
-"""The demo pipeline before any training: every part that Stable Diffusion 3 has, as small as the task allows."""
+"""The demo pipeline before training: every component of Stable Diffusion 3, as small as the task allows."""
 
 from __future__ import annotations
 
@@ -11,21 +11,14 @@ from diffusers import (
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
 )
-from tokenizers import pre_tokenizers
 from torch import nn
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModelWithProjection,
-    CLIPTokenizer,
-    T5Config,
-    T5EncoderModel,
-    T5TokenizerFast,
-)
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
-from digenrl.models.tiny import CHARACTERS, END_OF_WORD, seeded_weights
+from digenrl.testing.tiny_models import seeded_weights
+from digenrl.testing.tiny_text_encoders import tiny_clip_tokenizer, tiny_t5_tokenizer
 
-WORDS = ("a", "sign", "that", "says")  # one token each; everything else is spelt
-TEXT_LENGTH = 12  # tokens: these words, two quotes, four digits and the marks around them
+WORDS = ("a", "sign", "that", "says")  # one token each; everything else is spelled
+TEXT_LENGTH = 12  # tokens: these words, two quotes, four digits, start and end
 TEXT_WIDTH = 64
 HIDDEN, HEADS, LAYERS = 96, 4, 4
 VAE_CHANNELS = 16
@@ -33,9 +26,10 @@ SHIFT = 2.0  # of the noise schedule
 
 
 def untrained_pipeline(seed: int) -> StableDiffusion3Pipeline:
-    """All parts with random weights. The text encoders stay as they are here: see `_text_encoder`."""
+    """All components with random weights. The text encoders are not trained: see `_text_encoder`."""
     with seeded_weights(seed):
-        clip_tokenizer, t5_tokenizer = _clip_tokenizer(), _t5_tokenizer()
+        clip_tokenizer = tiny_clip_tokenizer(WORDS, TEXT_LENGTH)
+        t5_tokenizer = tiny_t5_tokenizer((*WORDS, '"'), TEXT_LENGTH)
         return StableDiffusion3Pipeline(
             transformer=_transformer(),
             scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
@@ -82,34 +76,10 @@ def _vae() -> AutoencoderKL:
     )
 
 
-def _clip_tokenizer() -> Any:
-    """CLIP splits every text into words and single digits; here, words it does not know are spelt byte by byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges: dict[tuple[str, str], None] = {}
-    for word in WORDS:
-        left, *others = [*word[:-1], word[-1] + END_OF_WORD]
-        for right in others:
-            merges[left, right] = None
-            left += right
-    tokens = ["<|startoftext|>", "<|endoftext|>", *alphabet, *(byte + END_OF_WORD for byte in alphabet)]
-    tokens += [left + right for left, right in merges]
-    vocabulary = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
-    return CLIPTokenizer(vocab=vocabulary, merges=list(merges), model_max_length=TEXT_LENGTH)
-
-
-def _t5_tokenizer() -> Any:
-    """Words it knows are one piece, and so is every other character."""
-    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
-    words = [(f"▁{word}", -4.0) for word in (*WORDS, '"')]
-    characters = [(character, -8.0) for character in ("▁", *CHARACTERS)]
-    return T5TokenizerFast(vocab=special + words + characters, extra_ids=0, model_max_length=TEXT_LENGTH)
-
-
 def _text_encoder(tokenizer: Any) -> CLIPTextModelWithProjection:
-    """A CLIP of one layer: what the pipeline takes from it is the sum of token and position embedding.
+    """A CLIP with one layer, of which the pipeline uses the sum of token and position embeddings.
 
-    These are random and as large as each other, so that every digit and its place can be told apart: there is
-    nothing left to learn.
+    Both are random and of the same magnitude, so every digit and its position can be told apart without training.
     """
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),

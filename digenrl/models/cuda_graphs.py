@@ -1,8 +1,7 @@
-"""Forwards of rollouts as CUDA graphs: the host hands a whole forward to the card at once.
+"""Forwards of rollouts as CUDA graphs, so that the GPU does not wait for the host to launch kernels.
 
-A small batch of a large model is over on the card before the host has launched all its kernels. A shape's first
-forward runs as it is, the second is recorded, and all others are replayed. Results are the same to the last bit.
-What cannot be recorded, for want of memory above all, goes on running as it is.
+The first forward of a shape runs eagerly, the second is captured, and all others are replayed; results are bitwise
+the same. Forwards that cannot be captured, mainly for lack of memory, keep running eagerly.
 """
 
 from __future__ import annotations
@@ -20,43 +19,43 @@ from torch import Tensor, nn
 
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize
 
-RECORDINGS = 16  # shapes that are remembered; prompts of different lengths have different ones
-OPERATIONS = 1e14  # 2 x parameters x tokens of latents: in longer forwards the host is not what the card waits for
+MAX_SHAPES = 16  # kept at a time; prompts of different lengths have different shapes
+MAX_OPERATIONS = 1e14  # 2 x parameters x latent tokens: longer forwards are not limited by kernel launches
 
 
 @dataclass(frozen=True, slots=True)
-class _Recording:
-    """A graph, the tensors that it reads, and the one that it leaves its result in."""
+class _Graph:
+    """A captured graph with its input and output tensors."""
 
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     velocity_BL: Tensor
 
     def replay(self, inputs: list[Tensor]) -> Tensor:
-        """The result in memory of its own: the next replay overwrites the graph's."""
-        for own, given in zip(self.inputs, inputs, strict=True):
-            own.copy_(given)
+        """A copy of the result: the next replay overwrites the graph's output."""
+        for static, given in zip(self.inputs, inputs, strict=True):
+            static.copy_(given)
         self.graph.replay()
         return self.velocity_BL.clone()
 
 
-class _Unrecorded(Enum):
-    """Why there is no recording of a shape."""
+class _NotCaptured(Enum):
+    """Why a shape has no graph."""
 
     RAN_ONCE = auto()
-    CANNOT_BE = auto()
+    FAILED = auto()
 
 
-class CapturedForwards:
-    """Stands in for a model's `velocity` wherever there is no gradient."""
+class GraphedForwards:
+    """Replaces a model's `velocity` for forwards without gradient."""
 
     def __init__(self, model: DiffusionModel) -> None:
         self._model = model
         modules = list(model.transformer.modules())
         self._parameters = sum(weight.numel() for weight in model.transformer.parameters())
         self._adapters = next((each for each in modules if isinstance(each, BaseTunerLayer)), None)
-        self._pool: Any = None  # torch names its type nowhere
-        self._recordings: OrderedDict[Hashable, _Recording | _Unrecorded] = OrderedDict()
+        self._pool: Any = None  # torch does not export its type
+        self._graphs: OrderedDict[Hashable, _Graph | _NotCaptured] = OrderedDict()
 
     def velocity(
         self,
@@ -66,57 +65,56 @@ class CapturedForwards:
         guidance: float,
         size: SampleSize,
     ) -> Tensor:
-        """As the model's own."""
-        if not self._worth_recording(latents_BL, size):
+        if not self._worth_capturing(latents_BL, size):
             return self._model.velocity(latents_BL, timesteps_B, conditioning, guidance, size)
         inputs = [latents_BL, timesteps_B, *_tensors(conditioning)]
         key = (*self._key(), guidance, size, *((value.shape, value.dtype) for value in inputs))
-        found = self._recordings.get(key)
-        if found is _Unrecorded.RAN_ONCE:
-            found = self._recorded_if_possible(inputs, conditioning, guidance, size)
-        self._remember(key, found or _Unrecorded.RAN_ONCE)
-        if isinstance(found, _Recording):
+        found = self._graphs.get(key)
+        if found is _NotCaptured.RAN_ONCE:
+            found = self._try_capture(inputs, conditioning, guidance, size)
+        self._remember(key, found or _NotCaptured.RAN_ONCE)
+        if isinstance(found, _Graph):
             return found.replay(inputs)
         return self._model.velocity(latents_BL, timesteps_B, conditioning, guidance, size)
 
-    def _worth_recording(self, latents_BL: Tensor, size: SampleSize) -> bool:
+    def _worth_capturing(self, latents_BL: Tensor, size: SampleSize) -> bool:
         tokens = latents_BL.shape[0] * size.height * size.width * (1 + (size.frames - 1) // 4) // 256
-        short = 2 * self._parameters * tokens <= OPERATIONS
+        short = 2 * self._parameters * tokens <= MAX_OPERATIONS
         return short and latents_BL.device.type == "cuda" and not torch.is_grad_enabled()
 
     def _key(self) -> tuple[Hashable, ...]:
-        """What a graph holds fast besides shapes: where trained weights lie, whether adapters are on, types."""
+        """What a graph depends on besides shapes: addresses of trained weights, adapters on or off, autocast."""
         layer: nn.Module = self._model.transformer if self._adapters is None else self._adapters
         trained = itertools.islice((p for p in layer.parameters() if p.requires_grad), 1)
         adapters_on = self._adapters is not None and not self._adapters.disable_adapters
         return *(weight.data_ptr() for weight in trained), adapters_on, torch.is_autocast_enabled("cuda")
 
-    def _recorded_if_possible(
+    def _try_capture(
         self, inputs: list[Tensor], conditioning: Conditioning, guidance: float, size: SampleSize
-    ) -> _Recording | _Unrecorded:
-        """A forward that is wrong in itself fails again when it runs as it is, and is told then."""
+    ) -> _Graph | _NotCaptured:
+        # A forward that is wrong in itself fails again when it runs eagerly, and raises then.
         try:
-            return self._record(inputs, conditioning, guidance, size)
-        except RuntimeError:  # torch's own for a lack of memory is one
-            return _Unrecorded.CANNOT_BE
+            return self._capture(inputs, conditioning, guidance, size)
+        except RuntimeError:  # torch.OutOfMemoryError is one
+            return _NotCaptured.FAILED
 
-    def _record(
+    def _capture(
         self, inputs: list[Tensor], conditioning: Conditioning, guidance: float, size: SampleSize
-    ) -> _Recording:
-        own = [value.clone() for value in inputs]
-        held = _with_tensors(conditioning, own[2:])
+    ) -> _Graph:
+        static = [value.clone() for value in inputs]
+        held = _with_tensors(conditioning, static[2:])
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()  # graphs run one after the other: all use the same memory
+            self._pool = torch.cuda.graph_pool_handle()  # graphs never run concurrently: they share memory
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            velocity_BL = self._model.velocity(own[0], own[1], held, guidance, size)
-        return _Recording(graph, own, velocity_BL)
+            velocity_BL = self._model.velocity(static[0], static[1], held, guidance, size)
+        return _Graph(graph, static, velocity_BL)
 
-    def _remember(self, key: Hashable, recording: _Recording | _Unrecorded) -> None:
-        self._recordings[key] = recording
-        self._recordings.move_to_end(key)
-        while len(self._recordings) > RECORDINGS:
-            self._recordings.popitem(last=False)
+    def _remember(self, key: Hashable, graph: _Graph | _NotCaptured) -> None:
+        self._graphs[key] = graph
+        self._graphs.move_to_end(key)
+        while len(self._graphs) > MAX_SHAPES:
+            self._graphs.popitem(last=False)
 
 
 def _tensors(conditioning: Conditioning) -> list[Tensor]:

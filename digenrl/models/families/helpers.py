@@ -1,0 +1,160 @@
+"""Building blocks of the model families: guidance, sizes, schedules and pixels.
+
+Shape legend as in `digenrl.models.contract`; P = the channels of a pixel (3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL
+from torch import Tensor
+
+from digenrl.config.reading import ConfigError
+from digenrl.models.contract import Conditioning, SampleSize
+from digenrl.models.family import Component
+
+Text = Mapping[str, Tensor | None]
+
+# The linear layers of attention between an image and a text stream.
+JOINT_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+
+
+def paired_negatives(prompts: Sequence[str], negative_prompts: Sequence[str] | None) -> list[str]:
+    """One negative prompt per prompt, empty by default."""
+    negatives = [""] * len(prompts) if negative_prompts is None else list(negative_prompts)
+    if len(negatives) != len(prompts):
+        raise ValueError(f"expected one negative prompt per prompt, got {len(negatives)} for {len(prompts)}")
+    return negatives
+
+
+def refuse_negatives(negative_prompts: Sequence[str] | None, family: str) -> None:
+    """Raises ConfigError if a family with embedded guidance is given negative prompts."""
+    if negative_prompts is not None:
+        raise ConfigError(f"{family} has embedded guidance and takes no negative prompts; leave them out")
+
+
+def negative_side(conditioning: Conditioning) -> Text:
+    """The unconditional rows; raises ValueError if there are none."""
+    if conditioning.negative is None:
+        raise ValueError(
+            "a guidance above 1 needs the unconditional rows of the conditioning, got none; "
+            "encode the prompts with this model, or set guidance to 1"
+        )
+    return conditioning.negative
+
+
+def guided_velocity(
+    forward: Callable[[Tensor, Tensor, Text], Tensor],
+    latents_BL: Tensor,
+    timesteps_B: Tensor,
+    conditioning: Conditioning,
+    guidance: float,
+) -> Tensor:
+    """Classifier-free guidance, with both branches in one batch; a guidance of 1 or less takes one branch alone.
+
+    The texts of both branches must have the same length.
+    """
+    if guidance <= 1:
+        return at_least_fp32(forward(latents_BL, timesteps_B, conditioning.positive))
+    negative = negative_side(conditioning)
+    pairs = {name: (value, negative[name]) for name, value in conditioning.positive.items()}
+    text = {name: None if a is None or b is None else torch.cat([b, a]) for name, (a, b) in pairs.items()}
+    both = forward(torch.cat([latents_BL] * 2), torch.cat([timesteps_B] * 2), text)
+    unconditional_BL, conditional_BL = both.chunk(2)  # in the order of the diffusers pipelines
+    return at_least_fp32(unconditional_BL + guidance * (conditional_BL - unconditional_BL))
+
+
+def text_like(text: Text, latents_BL: Tensor) -> dict[str, Tensor | None]:
+    """Text arguments with the device and dtype of the latents."""
+    return {name: None if value is None else value.to(latents_BL) for name, value in text.items()}
+
+
+def at_least_fp32(value: Tensor) -> Tensor:
+    """The value in fp32, or in fp64 if the model computes in fp64, where gradients are compared."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def require_one_frame(size: SampleSize, family: str) -> None:
+    """Raises ConfigError if an image family is asked for a video."""
+    if size.frames != 1:
+        raise ConfigError(f"{family} generates images: frames must be 1, got {size.frames}")
+
+
+def latent_height_width(size: SampleSize, pixels_per_latent: int, patch: int = 2) -> tuple[int, int]:
+    """(h, w) of the latents; raises ConfigError unless both sides are a whole number of patches."""
+    multiple = pixels_per_latent * patch
+    if size.height < multiple or size.width < multiple or size.height % multiple or size.width % multiple:
+        raise ConfigError(
+            f"height and width must be positive multiples of {multiple}, got {size.height} x {size.width}"
+        )
+    return size.height // pixels_per_latent, size.width // pixels_per_latent
+
+
+def latent_frames_height_width(
+    size: SampleSize, frames_per_latent: int, pixels_per_latent: int
+) -> tuple[int, int, int]:
+    """(F, h, w) of a video's latents; raises ConfigError if the size does not divide.
+
+    The first frame is a latent frame by itself.
+    """
+    if size.frames < 1 or size.frames % frames_per_latent != 1:
+        raise ConfigError(f"frames must be {frames_per_latent} k + 1, such as 33 or 53, got {size.frames}")
+    return (size.frames - 1) // frames_per_latent + 1, *latent_height_width(size, pixels_per_latent)
+
+
+def shift_from_tokens(config: Mapping[str, Any], tokens: int, default_max_shift: float) -> float:
+    """mu, the schedule's shift for this number of image tokens: linear between two points of the configuration.
+
+    The order of operations is that of the diffusers pipelines, so that schedules are bitwise equal to theirs.
+    """
+    base_tokens, max_tokens = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+    base_shift, max_shift = config.get("base_shift", 0.5), config.get("max_shift", default_max_shift)
+    slope = (max_shift - base_shift) / (max_tokens - base_tokens)
+    return float(tokens * slope + (base_shift - slope * base_tokens))
+
+
+def image_vae(scaling_factor: float, shift_factor: float) -> Component:
+    """The published VAE of SD3 and FLUX: 16 latent channels, 8 pixels per latent."""
+    return Component(
+        AutoencoderKL,
+        {
+            "down_block_types": ("DownEncoderBlock2D",) * 4,
+            "up_block_types": ("UpDecoderBlock2D",) * 4,
+            "block_out_channels": (128, 256, 512, 512),
+            "layers_per_block": 2,
+            "latent_channels": 16,
+            "sample_size": 1024,
+            "scaling_factor": scaling_factor,
+            "shift_factor": shift_factor,
+            "use_quant_conv": False,
+            "use_post_quant_conv": False,
+        },
+    )
+
+
+def scaled_image_latents(vae: Any, latents_BCHW: Tensor) -> Tensor:
+    """Latents as the VAE of SD3 or FLUX takes them."""
+    scaled: Tensor = latents_BCHW.to(vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
+    return scaled
+
+
+def scaled_video_latents(vae: Any, latents_BCFHW: Tensor) -> Tensor:
+    """Latents as a VAE with a mean and a standard deviation per channel (Wan's, Qwen-Image's) takes them."""
+    latents = latents_BCFHW.to(vae.dtype)
+    mean = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1).to(latents)
+    # Dividing by the inverse, not multiplying, makes the result bitwise equal to that of the pipelines.
+    inverse_std = 1.0 / torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1).to(latents)
+    return latents / inverse_std + mean
+
+
+def pixels_of_images(decoded_BPHW: Tensor) -> Tensor:
+    """The output of an image VAE, in about [-1, 1], as (B, 1, 3, height, width) in [0, 1], fp32."""
+    return pixels_of_videos(decoded_BPHW.unsqueeze(2))
+
+
+def pixels_of_videos(decoded_BPFHW: Tensor) -> Tensor:
+    """The output of a video VAE, in about [-1, 1], as (B, frames, 3, height, width) in [0, 1], fp32."""
+    return (decoded_BPFHW * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 1, 3, 4).float()

@@ -1,0 +1,254 @@
+"""A tiny diffusers pipeline for every model family: all components of the real one, random weights, under 2 MB.
+
+Add a family's `TinyModel` to `TINY_MODELS`; the tests that run for every family then cover it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    HunyuanVideoPipeline,
+    HunyuanVideoTransformer3DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+
+from digenrl.config.reading import ConfigError
+from digenrl.models.contract import SampleSize
+from digenrl.models.families import flux, hunyuan_video, qwen_image, sd3, wan
+from digenrl.models.loading import pipeline_without, without_progress_bars
+from digenrl.models.registry import find_family
+from digenrl.testing.tiny_text_encoders import (
+    tiny_clip,
+    tiny_clip_tokenizer,
+    tiny_clip_with_projection,
+    tiny_llama,
+    tiny_llama_tokenizer,
+    tiny_qwen_text_encoder,
+    tiny_qwen_tokenizer,
+    tiny_t5,
+    tiny_t5_tokenizer,
+    tiny_umt5,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """How a family's tiny pipeline is built and sampled.
+
+    `call_arguments(model, guidance)` are the arguments with which the family's diffusers pipeline computes the
+    same as our Euler loop with that model and guidance, beyond prompt, negative_prompt, height, width, num_frames,
+    num_inference_steps, latents and output_type.
+    """
+
+    build: Callable[[], Any]
+    size: SampleSize
+    call_arguments: Callable[[Any, float], dict[str, Any]]
+
+
+def make_tiny_pipeline(family: str, directory: Path, seed: int = 0) -> None:
+    """Writes a family's tiny pipeline. The same seed writes the same weights; no network access is needed.
+
+    The directory is created atomically; raises ConfigError if it exists and is not empty.
+    """
+    tiny = TINY_MODELS.get(find_family(family).name)
+    if tiny is None:
+        raise ConfigError(f"no tiny model of '{family}'; known: {', '.join(TINY_MODELS)}")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"{directory}: exists and is not empty; name a new directory or empty this one")
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    except OSError as error:
+        raise ConfigError(f"{directory}: cannot be created: {error.strerror}") from None
+    try:
+        with without_progress_bars(), seeded_weights(seed):
+            tiny.build().save_pretrained(partial)
+        partial.chmod(0o755)  # mkdtemp's folders are private
+        partial.replace(directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def tiny_size(family: str) -> SampleSize:
+    """The size of a sample of a family's tiny pipeline."""
+    return TINY_MODELS[family].size
+
+
+@contextmanager
+def seeded_weights(seed: int) -> Iterator[None]:
+    """Modules built inside get the same random weights every time; the caller's random state is restored."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def _sd3() -> StableDiffusion3Pipeline:
+    clip_tokenizer, t5_tokenizer = tiny_clip_tokenizer(), tiny_t5_tokenizer()
+    return StableDiffusion3Pipeline(
+        transformer=SD3Transformer2DModel(
+            sample_size=8,
+            in_channels=16,
+            num_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=2,
+            joint_attention_dim=32,
+            caption_projection_dim=16,
+            pooled_projection_dim=32,
+            out_channels=16,
+            pos_embed_max_size=16,
+            dual_attention_layers=(0,),
+            qk_norm="rms_norm",
+        ),
+        scheduler=sd3.SCHEDULER.build(),
+        vae=tiny_image_vae(scaling_factor=1.5305, shift_factor=0.0609),
+        text_encoder=tiny_clip_with_projection(clip_tokenizer, width=16),
+        tokenizer=clip_tokenizer,
+        text_encoder_2=tiny_clip_with_projection(clip_tokenizer, width=16),
+        tokenizer_2=clip_tokenizer,
+        text_encoder_3=tiny_t5(t5_tokenizer, width=32),
+        tokenizer_3=t5_tokenizer,
+    )
+
+
+def _flux() -> FluxPipeline:
+    clip_tokenizer, t5_tokenizer = tiny_clip_tokenizer(), tiny_t5_tokenizer()
+    return FluxPipeline(
+        transformer=FluxTransformer2DModel(
+            in_channels=64,
+            num_layers=1,
+            num_single_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=2,
+            joint_attention_dim=32,
+            pooled_projection_dim=16,
+            guidance_embeds=True,
+            axes_dims_rope=(2, 2, 4),
+        ),
+        scheduler=flux.SCHEDULER.build(),
+        vae=tiny_image_vae(scaling_factor=0.3611, shift_factor=0.1159),
+        text_encoder=tiny_clip(clip_tokenizer, width=16),
+        tokenizer=clip_tokenizer,
+        text_encoder_2=tiny_t5(t5_tokenizer, width=32),
+        tokenizer_2=t5_tokenizer,
+    )
+
+
+def _qwen_image() -> QwenImagePipeline:
+    tokenizer = tiny_qwen_tokenizer(pipeline_without(QwenImagePipeline).prompt_template_encode)
+    return QwenImagePipeline(
+        transformer=QwenImageTransformer2DModel(
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=16,
+            axes_dims_rope=(4, 6, 6),
+        ),
+        scheduler=qwen_image.SCHEDULER.build(),
+        vae=AutoencoderKLQwenImage(base_dim=4, dim_mult=[1, 2, 2, 2], num_res_blocks=1),
+        text_encoder=tiny_qwen_text_encoder(tokenizer, width=16),
+        tokenizer=tokenizer,
+    )
+
+
+def _wan() -> WanPipeline:
+    tokenizer = tiny_t5_tokenizer()
+    return WanPipeline(
+        transformer=WanTransformer3DModel(
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            text_dim=16,
+            freq_dim=32,
+            ffn_dim=64,
+            rope_max_seq_len=64,
+        ),
+        scheduler=wan.SCHEDULER.build(),
+        vae=AutoencoderKLWan(base_dim=4, dim_mult=[1, 2, 2, 2], num_res_blocks=1),
+        text_encoder=tiny_umt5(tokenizer, width=16),
+        tokenizer=tokenizer,
+    )
+
+
+def _hunyuan_video() -> HunyuanVideoPipeline:
+    tokenizer = tiny_llama_tokenizer()
+    clip_tokenizer = tiny_clip_tokenizer(length=77)  # the pipeline pads to 77 tokens, whatever the tokenizer says
+    return HunyuanVideoPipeline(
+        transformer=HunyuanVideoTransformer3DModel(
+            num_layers=1,
+            num_single_layers=2,
+            num_refiner_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            text_embed_dim=16,
+            pooled_projection_dim=16,
+            rope_axes_dim=(4, 6, 6),
+        ),
+        scheduler=hunyuan_video.SCHEDULER.build(),
+        vae=AutoencoderKLHunyuanVideo(block_out_channels=(4, 8, 8, 8), layers_per_block=1, norm_num_groups=4),
+        text_encoder=tiny_llama(tokenizer, width=16),
+        tokenizer=tokenizer,
+        text_encoder_2=tiny_clip(clip_tokenizer, width=16),
+        tokenizer_2=clip_tokenizer,
+    )
+
+
+def tiny_image_vae(scaling_factor: float, shift_factor: float) -> AutoencoderKL:
+    """16 latent channels and 8 pixels per latent, as SD3 and FLUX have."""
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(4, 4, 4, 8),
+        layers_per_block=1,
+        norm_num_groups=2,
+        latent_channels=16,
+        scaling_factor=scaling_factor,
+        shift_factor=shift_factor,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        force_upcast=False,
+    )
+
+
+IMAGE = SampleSize(height=32, width=32)
+VIDEO = SampleSize(height=32, width=32, frames=5)
+
+TINY_MODELS: dict[str, TinyModel] = {
+    "sd3": TinyModel(
+        _sd3, IMAGE, lambda model, scale: {"guidance_scale": scale, "max_sequence_length": model.t5_length}
+    ),
+    "flux": TinyModel(
+        _flux, IMAGE, lambda model, scale: {"guidance_scale": scale, "max_sequence_length": model.t5_length}
+    ),
+    "qwen_image": TinyModel(
+        _qwen_image,
+        IMAGE,
+        lambda _, scale: {"true_cfg_scale": scale, "max_sequence_length": qwen_image.TEXT_LENGTH},
+    ),
+    "wan": TinyModel(
+        _wan, VIDEO, lambda model, scale: {"guidance_scale": scale, "max_sequence_length": model.text_length}
+    ),
+    "hunyuan_video": TinyModel(
+        _hunyuan_video,
+        VIDEO,
+        lambda _, scale: {"guidance_scale": scale, "max_sequence_length": hunyuan_video.TEXT_LENGTH},
+    ),
+}

@@ -1,0 +1,231 @@
+"""Tokenizers with a small vocabulary and text encoders with random weights, built without network access."""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Sequence
+from typing import Any
+
+from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    LlamaConfig,
+    LlamaModel,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5TokenizerFast,
+    UMT5Config,
+    UMT5EncoderModel,
+)
+
+TEXT_LENGTH = 48  # tokens
+VOCABULARY_SIZE = 768
+END_OF_WORD = "</w>"  # CLIP's mark on the last piece of a word
+SENTENCES = (
+    "a photo of a red cat sitting on a wooden table",
+    "a green apple and a blue cup in front of a window",
+    'a sign in the street that says "hello world"',
+    "an oil painting of a ship on the sea at sunset",
+    "two small dogs running through a field of yellow flowers",
+    "a video of a woman walking in the rain with an umbrella",
+)
+WORDS = sorted({word for sentence in SENTENCES for word in sentence.split() if word.isalpha()})
+CHARACTERS = tuple(string.ascii_letters + string.digits + string.punctuation)
+
+
+def tiny_clip_tokenizer(words: Sequence[str] = WORDS, length: int = TEXT_LENGTH) -> Any:
+    """CLIP's tokenizer with one token for each of these words; other words are spelled byte by byte.
+
+    The vocabulary is written out: the trainer's is not deterministic when it uses an end-of-word suffix.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges: dict[tuple[str, str], None] = {}
+    for word in words:
+        left, *others = [*word[:-1], word[-1] + END_OF_WORD]
+        for right in others:
+            merges[left, right] = None
+            left += right
+    tokens = ["<|startoftext|>", "<|endoftext|>", *alphabet, *(byte + END_OF_WORD for byte in alphabet)]
+    tokens += [left + right for left, right in merges]
+    vocabulary = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
+    return CLIPTokenizer(vocab=vocabulary, merges=list(merges), model_max_length=length)
+
+
+def tiny_t5_tokenizer(words: Sequence[str] = WORDS, length: int = TEXT_LENGTH) -> Any:
+    """T5's tokenizer with one piece for each of these words and for every character.
+
+    The vocabulary is written out: the trainer's is not deterministic.
+    """
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    pieces = [(f"▁{word}", -4.0) for word in words]
+    characters = [(character, -8.0) for character in ("▁", *CHARACTERS)]
+    return T5TokenizerFast(vocab=special + pieces + characters, extra_ids=0, model_max_length=length)
+
+
+def tiny_qwen_tokenizer(template: str) -> Any:
+    """Qwen2's tokenizer with the special tokens of a chat.
+
+    It is trained on the pipeline's prompt template, so that little more than the prompt is left after the pipeline
+    has cut off the template's 34 tokens.
+    """
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trained = _byte_level_bpe([template] * 2 + list(SENTENCES), special)
+    merges = [tuple(merge) for merge in json.loads(trained.to_str())["model"]["merges"]]
+    tokenizer = Qwen2Tokenizer(vocab=trained.get_vocab(), merges=merges)
+    tokenizer.add_special_tokens({"additional_special_tokens": special[1:]})
+    return tokenizer
+
+
+def tiny_llama_tokenizer() -> Any:
+    """A byte-level tokenizer with Llama 3's special tokens, trained on HunyuanVideo's prompt template.
+
+    The pipeline cuts off the first 95 tokens and everything after token 351; a tokenizer that does not know the
+    template's words would spend all of these on it and never reach the prompt.
+    """
+    special = [
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        "<pad>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+    ]
+    tokenizer = _byte_level_bpe([DEFAULT_PROMPT_TEMPLATE["template"]] * 2 + list(SENTENCES), special)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{special[0]} $A", special_tokens=[(special[0], tokenizer.token_to_id(special[0]))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=special[0],
+        eos_token=special[1],
+        pad_token=special[2],
+        padding_side="right",
+        additional_special_tokens=special[3:],
+    )
+
+
+def tiny_clip(tokenizer: Any, width: int) -> CLIPTextModel:
+    """A CLIP text encoder with this hidden size and no projection."""
+    return CLIPTextModel(_clip_config(tokenizer, width)).eval()
+
+
+def tiny_clip_with_projection(tokenizer: Any, width: int) -> CLIPTextModelWithProjection:
+    """A CLIP text encoder with this hidden and projected size."""
+    return CLIPTextModelWithProjection(_clip_config(tokenizer, width)).eval()
+
+
+def tiny_t5(tokenizer: Any, width: int) -> T5EncoderModel:
+    """A T5 encoder with this hidden size."""
+    return T5EncoderModel(T5Config(**_t5_settings(tokenizer, width))).eval()  # eval: T5 has dropout
+
+
+def tiny_umt5(tokenizer: Any, width: int) -> UMT5EncoderModel:
+    """A UMT5 encoder with this hidden size."""
+    return UMT5EncoderModel(UMT5Config(**_t5_settings(tokenizer, width))).eval()  # eval: UMT5 has dropout
+
+
+def tiny_llama(tokenizer: Any, width: int) -> LlamaModel:
+    """A Llama with this hidden size. The pipeline reads the third layer from the end, so it has three."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaModel(config).eval()
+
+
+def tiny_qwen_text_encoder(tokenizer: Any, width: int) -> Qwen2_5_VLForConditionalGeneration:
+    """Qwen2.5-VL with this hidden size and a minimal vision tower, which is never used."""
+    third = width // 4 // 3
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            # Channels for time, height and width; together half of a head's width.
+            "mrope_section": [width // 4 - 2 * third, third, third],
+        },
+        "bos_token_id": tokenizer.eos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": width,
+        "intermediate_size": width,
+        "num_heads": 2,
+        "out_hidden_size": width,
+        "fullatt_block_indexes": [0],
+    }
+    config = Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        vision_start_token_id=0,
+        vision_end_token_id=0,
+        image_token_id=0,
+        video_token_id=0,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config).eval()
+
+
+def _clip_config(tokenizer: Any, width: int) -> CLIPTextConfig:
+    return CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        projection_dim=width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=tokenizer.model_max_length,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _t5_settings(tokenizer: Any, width: int) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "d_model": width,
+        "d_kv": width // 2,
+        "d_ff": 2 * width,
+        "num_layers": 2,
+        "num_heads": 2,
+        "feed_forward_proj": "gated-gelu",
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+
+
+def _byte_level_bpe(texts: Sequence[str], special: list[str]) -> Tokenizer:
+    """A byte-level BPE of everything that occurs at least twice in the texts."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=special,
+        min_frequency=2,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer

@@ -1,4 +1,4 @@
-"""Weights to send, and a distribution of them among threads of this process."""
+"""Weights to broadcast, and broadcasts among threads of this process."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from digenrl.exchange.broadcast import WeightsReceiver, WeightsSender
+from digenrl.exchange.broadcast import WeightsSender, receive_weights
 from digenrl.records import WeightsReference
 
 LOOPBACK = "127.0.0.1"
-TIMEOUT_S = 30.0  # never reached where all goes well
+TIMEOUT_S = 30.0  # only reached by tests that fail
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -27,35 +27,24 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return list(left) == list(right) and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def distribute(
-    sender: WeightsSender,
-    reference: WeightsReference,
-    epoch: int,
-    receivers: list[WeightsReceiver],
-    threads: ThreadPoolExecutor,
-) -> list[Future[None]]:
-    """Sends to all receivers; returns what came of each of them, the sender's outcome last."""
-    size = len(receivers) + 1
-    tasks = [
-        threads.submit(receiver.receive, sender.address, epoch, rank, size, reference, TIMEOUT_S)
-        for rank, receiver in enumerate(receivers, start=1)
+def attempt(
+    sender: WeightsSender, reference: WeightsReference, epoch: int, receivers: int, threads: ThreadPoolExecutor
+) -> tuple[list[Future[dict[str, Tensor]]], Future[float]]:
+    """Broadcasts staged weights; returns the finished futures of the receivers and of the sender."""
+    received = [
+        threads.submit(receive_weights, sender.address, epoch, rank, receivers + 1, reference, TIMEOUT_S)
+        for rank in range(1, receivers + 1)
     ]
-    sending = threads.submit(sender.send, reference.name, epoch, len(receivers), TIMEOUT_S)
-    outcomes: list[Future[None]] = [*tasks, sending]  # type: ignore[list-item]
-    for outcome in outcomes:
+    sent = threads.submit(sender.send, reference.name, epoch, receivers, TIMEOUT_S)
+    for outcome in (*received, sent):
         outcome.exception()
-    return outcomes
+    return received, sent
 
 
-def arrive(
-    sender: WeightsSender,
-    name: str,
-    tensors: dict[str, Tensor],
-    epoch: int,
-    receivers: list[WeightsReceiver],
-    threads: ThreadPoolExecutor,
-) -> WeightsReference:
-    reference = sender.stage(name, tensors)
-    for outcome in distribute(sender, reference, epoch, receivers, threads):
-        outcome.result()
-    return reference
+def broadcast(
+    sender: WeightsSender, reference: WeightsReference, epoch: int, receivers: int, threads: ThreadPoolExecutor
+) -> list[dict[str, Tensor]]:
+    """What each receiver gets in a broadcast that succeeds."""
+    received, sent = attempt(sender, reference, epoch, receivers, threads)
+    sent.result()
+    return [each.result() for each in received]

@@ -24,7 +24,7 @@ settings.load_profile("repeatable")
 
 # The processes of all tests come from one fork server, which the first test to need one starts: it loads what any
 # of them needs. Otherwise each process imports that by itself, which takes seconds.
-processes.PRELOADED += ["test_training_rank_checkpoints", "test_training_several_ranks"]
+processes.PRELOADED_MODULES += ["test_training_rank_checkpoints", "test_training_several_ranks"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

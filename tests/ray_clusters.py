@@ -1,35 +1,27 @@
-"""Real Ray clusters of several nodes on this machine, and workers without models to put on them."""
+"""Ray clusters of several nodes on this machine, and workers without models to run on them."""
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from digenrl.worker.orders import (
-    LayOutWeights,
-    LoadWeights,
-    Order,
-    OrderFailed,
-    Ready,
-    Report,
-    WeightsLaidOut,
-    WeightsLoaded,
-    weights_name,
-)
-from fake_crew import fake_recipe
+from fake_recipes import fake_recipe
 
 from digenrl.config.cluster import ClusterSettings
 from digenrl.config.recipe import Recipe
-from digenrl.transports.contract import Message, Transport
-from digenrl.transports.ray.joining import LOOPBACK, LOOPBACK_ONLY, RayCluster, open_cluster
-from digenrl.worker.assignment import Assignment
+from digenrl.records import Export, Exported, Job, JobFailed, Publish, Published, Result, weights_name
+from digenrl.transports.contract import Message, Report, Transport
+from digenrl.transports.ray.internals import LOOPBACK_ONLY
+from digenrl.transports.ray.joining import LOOPBACK, RayCluster, open_cluster, set_ray_environment
+from digenrl.worker.assignment import Assignment, Ready
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +43,7 @@ QUICK_CHECKS = {
 
 
 class SeveralNodes:
-    """A cluster of nodes that are processes of this machine, on loopback, with a token."""
+    """A cluster whose nodes are processes of this machine, on loopback, with a token."""
 
     def __init__(self, **head: Any) -> None:
         from ray.cluster_utils import Cluster
@@ -66,15 +58,15 @@ class SeveralNodes:
         return address
 
     def add(self, **node: Any) -> Any:
-        """Another machine."""
+        """Adds a node."""
         return self._cluster.add_node(**_node(node))
 
     def kill(self, node: Any) -> None:
-        """A machine goes away without a word."""
+        """Kills a node."""
         self._cluster.remove_node(node, allow_graceful=False)
 
     def close(self) -> None:
-        """Everything ends."""
+        """Ends all nodes."""
         self._cluster.shutdown()
 
 
@@ -84,28 +76,24 @@ def _node(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def environment(**values: str) -> Iterator[None]:
-    """These variables, for a while; Ray sees them at once."""
-    from digenrl.transports.ray import joining
-
-    before = joining._set_environment(values)
-    joining._read_environment_again()
+    """Sets environment variables inside the block, for Ray too."""
+    before = set_ray_environment(values)
     try:
         yield
     finally:
-        joining._set_environment(before)
-        joining._read_environment_again()
+        set_ray_environment(before)
 
 
 @contextmanager
 def nodes_alone(**head: Any) -> Iterator[SeveralNodes]:
-    """A cluster that nobody has joined."""
+    """A cluster that this process has not joined."""
     with (
         tempfile.TemporaryDirectory(prefix="ray-tests-", ignore_cleanup_errors=True) as folder,
         environment(
             RAY_AUTH_MODE="token",
             RAY_AUTH_TOKEN=TOKEN,
             RAY_TMPDIR=folder,
-            PYTHONPATH=TESTS,
+            PYTHONPATH=os.pathsep.join((TESTS, *sys.path)),
             **{LOOPBACK_ONLY: "0"},
         ),
     ):
@@ -128,7 +116,7 @@ def several_nodes(**head: Any) -> Iterator[tuple[SeveralNodes, RayCluster]]:
 
 
 def stored_bytes(node_id: str) -> int:
-    """How much the object store of a node holds."""
+    """Bytes in the object store of a node."""
     import ray
     from ray._private.internal_api import node_stats
 
@@ -142,7 +130,7 @@ def stored_bytes(node_id: str) -> int:
 
 
 def family_of(pid: int) -> list[int]:
-    """A process and all that came of it."""
+    """A process and all its descendants."""
     children: dict[int, list[int]] = {}
     for process in Path("/proc").glob("[0-9]*"):
         parent = _stat(int(process.name))[1]
@@ -166,19 +154,13 @@ def _stat(pid: int) -> list[str]:
 
 
 def listening(pids: Sequence[int]) -> dict[str, str]:
-    """The addresses on which processes listen, in hexadecimal, and what each process is."""
+    """The addresses on which processes listen, in hexadecimal, by process and socket."""
     sockets = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            (
-                _,
-                local,
-                _,
-                state,
-                *_,
-            ) = line.split()
-            if state == "0A":
-                sockets[line.split()[9]] = local.partition(":")[0]
+            fields = line.split()
+            if fields[3] == "0A":
+                sockets[fields[9]] = fields[1].partition(":")[0]
     found = {}
     for pid in pids:
         for descriptor in _descriptors(pid):
@@ -199,20 +181,28 @@ def _descriptors(pid: int) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave(Order):
-    """Leaves so many numbers under a name, beginning with `first`. Completed by Did."""
+class AbacusJob(Job):
+    """A job of an abacus. Tests give its id to the transport."""
+
+    id: int = field(default=0, init=False)
+    issued_ns: int = field(default=0, init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Leave(AbacusJob):
+    """Leaves consecutive numbers, from `first` on, under a name. Answered by Did."""
 
     name: str
     numbers: int
     first: float = 0.0
 
-    def leaves(self) -> tuple[str, ...]:
+    def writes(self) -> tuple[str, ...]:
         return (self.name, f"{self.name}-never")
 
 
 @dataclass(frozen=True, slots=True)
-class AddUp(Order):
-    """Adds up what lies under some names. Completed by Did with the sum."""
+class AddUp(AbacusJob):
+    """Adds up the numbers under some names. Answered by Did with the sum."""
 
     names: tuple[str, ...]
 
@@ -221,31 +211,33 @@ class AddUp(Order):
 
 
 @dataclass(frozen=True, slots=True)
-class Sleep(Order):
-    """Completed by Did, after a while."""
+class Sleep(AbacusJob):
+    """Answered by Did after some seconds."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class LookAround(Order):
-    """Completed by Saw."""
+class Inspect(AbacusJob):
+    """Answered by Inspected."""
 
 
 @dataclass(frozen=True, slots=True)
-class Did(Report):
-    """Done; `value` is what came of it."""
+class Did(Result):
+    """The job is done."""
 
     value: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Saw(Report):
-    """What a worker is told by its surroundings."""
+class Inspected(Result):
+    """The process of a worker and its environment."""
 
+    pid: int
+    node_id: str
     rendezvous: str
     threads: str
-    cards: str
+    gpus: str
 
 
 def _weights(version: int) -> Tensor:
@@ -255,74 +247,77 @@ def _weights(version: int) -> Tensor:
 
 
 def sum_of_weights(version: int) -> float:
-    """What a worker that loaded them says in place of seconds."""
+    """What a worker that has loaded them reports instead of seconds."""
     return 1000.0 * version
 
 
 class Abacus:
-    """A worker that adds up."""
+    """A worker that adds numbers."""
 
     def __init__(self, assignment: Assignment, exchange: Exchange, rendezvous: str) -> None:
         self._exchange, self._rendezvous = exchange, rendezvous
-        print(f"{assignment.name} is here", flush=True)
+        print(f"{assignment.name} has started", flush=True)
 
-    def handle(self, order: Order) -> Report:
-        """What each order comes to; what goes wrong is a report, too."""
+    def handle(self, job: Job) -> Report:
+        """Runs a job; errors become reports."""
         try:
-            return self._carry_out(order)
+            return self._run(job)
         except Exception as error:
-            return OrderFailed(order, str(error))
+            return JobFailed(0, job, str(error))
 
-    def _carry_out(self, order: Order) -> Report:  # noqa: PLR0911
-        match order:
-            case Leave(name, numbers, first):
-                import torch  # as late as real workers do: its process has to be quick to start
+    def _run(self, job: Job) -> Report:  # noqa: PLR0911
+        match job:
+            case Leave(name=name, numbers=numbers, first=first):
+                import torch  # late, as in real workers, so that the process starts quickly
 
                 self._exchange.put(name, {"numbers": torch.arange(numbers, dtype=torch.float64) + first})
-                return Did()
-            case AddUp(names):
-                return Did(sum(self._exchange.get(name)["numbers"].sum().item() for name in names))
-            case LayOutWeights(version=version):
+                return Did(0, job)
+            case AddUp(names=names):
+                return Did(0, job, sum(self._exchange.get(name)["numbers"].sum().item() for name in names))
+            case Export(version=version):
                 weights = {"numbers": _weights(version)}
-                return WeightsLaidOut(version, self._exchange.put_weights(weights_name(version), weights))
-            case LoadWeights(version, weights):
-                return WeightsLoaded(version, self._exchange.get_weights(weights)["numbers"].sum().item())
-            case Sleep(seconds):
+                return Exported(0, job, self._exchange.put_weights(weights_name(version), weights))
+            case Publish(weights=weights, lanes=lanes):
+                return Published(0, job, lanes, self._exchange.get_weights(weights)["numbers"].sum().item())
+            case Sleep(seconds=seconds):
                 time.sleep(seconds)
-                return Did()
-            case LookAround():
-                threads, cards = os.environ["OMP_NUM_THREADS"], os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-                return Saw(self._rendezvous, threads, cards)
-        return OrderFailed(order, "unknown")
+                return Did(0, job)
+            case Inspect():
+                import ray
+
+                node_id = ray.get_runtime_context().get_node_id()
+                threads, gpus = os.environ["OMP_NUM_THREADS"], os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+                return Inspected(0, job, os.getpid(), node_id, self._rendezvous, threads, gpus)
+        return JobFailed(0, job, "unknown")
 
 
 def build_abacus(assignment: Assignment, exchange: Exchange, rendezvous: str) -> tuple[Abacus, Report]:
-    """Any assignment is one of an abacus."""
+    """An abacus for any assignment."""
     return Abacus(assignment, exchange, rendezvous), Ready()
 
 
 def cluster_recipe(**changes: Any) -> Recipe:
-    """A recipe of mode ray with adapters, as far as a transport reads it."""
+    """A recipe of mode ray with LoRA, as far as a transport reads it."""
     training = {"lora": {"rank": 2, "alpha": 4}}
     return fake_recipe(
         **{"mode": "ray", "lanes": {"generators": 1, "device": "cpu"}, "training": training} | changes
     )
 
 
-def wait_for(transport: Transport, count: int, patience_s: float = 30.0) -> list[Message]:
-    """So many messages, in the order in which they came."""
+def wait_for(transport: Transport, count: int, timeout_s: float = 30.0) -> list[Message]:
+    """Waits for a number of messages."""
     messages: list[Message] = []
-    deadline_s = time.monotonic() + patience_s
+    deadline_s = time.monotonic() + timeout_s
     while len(messages) < count:
         assert time.monotonic() < deadline_s, f"waited for {count} messages, got {messages}"
         messages += transport.receive(1.0)
     return messages
 
 
-def until(true: Callable[[], Any], patience_s: float = 20.0) -> Any:
-    """Waits until something is true, and returns it."""
-    deadline_s = time.monotonic() + patience_s
-    while not (found := true()):
-        assert time.monotonic() < deadline_s, "waited in vain"
+def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+    """Waits until a condition is true, and returns its value."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline_s, "timed out"
         time.sleep(0.1)
     return found

@@ -1,7 +1,7 @@
-"""A real model of about two thousand parameters behind the model contract: quick enough for every unit test.
+"""A model with about two thousand parameters that implements the model contract, fast enough for unit tests.
 
 One attention block over the tokens of a latent, given the time and a prompt hashed to an embedding. It predicts
-a correction to the exact velocity of Gaussian data, so that its samples stay of the size of real latents.
+a correction to the exact velocity of Gaussian data, so that its samples have the scale of real latents.
 The transformer is a diffusers model: `add_adapter`, `disable_adapters` and `enable_gradient_checkpointing` work.
 
 Shape legend as in `digenrl.models.contract`; S = tokens of a latent (h * w), T = text tokens, W = width.
@@ -25,13 +25,13 @@ LATENT_CHANNELS = 4
 PIXELS_PER_LATENT = 2
 TEXT_TOKENS = 3
 TEXT_WIDTH = 8
-DATA_STD = 0.6  # of the Gaussian data that the uncorrected velocity is exact for
+DATA_STD = 0.6  # of the Gaussian data for which the uncorrected velocity is exact
 SHIFT = 3.0
 TOY_SIZE = SampleSize(height=8, width=8)  # latents of shape (4, 4, 4)
 
 
 class ToyBlock(nn.Module):
-    """Latent tokens look at each other and at the text."""
+    """Latent tokens attend to each other and to the text."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -38,7 +38,8 @@ def derive_facts(recipe: Recipe) -> ModelFacts:
         published = recipe.model.random_size if recipe.model.random else _size_in(model_name(recipe), family)
         model = family.build_full(torch.bfloat16, "meta", published)
         text_shapes = family.full_size(published).text_shapes
-    return facts_of(family, model_name(recipe), model, text_shapes, size)
+    name = family.name if recipe.model.random else model_name(recipe)
+    return facts_of(family, name, model, text_shapes, size)
 
 
 def facts_of(

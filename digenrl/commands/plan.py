@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,6 +122,7 @@ def facts_for(recipe: Recipe, cluster: Cluster) -> ModelFacts | None:
     entry = catalogue_model(recipe)
     if entry is not None or not any(_needs_model(pool) for pool in cluster.pools):
         return entry
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # no remarks about optional packages
     try:
         from digenrl.commands.derived_facts import derive_facts
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Weights as one run of bytes with a header that says what lies where: what a broadcast carries."""
+"""The format of a weight broadcast: one flat array of bytes, and a header that describes the tensors in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from digenrl.records import WeightsReference
 
 BUCKET_BYTES = 25 << 20
 
-# Read by name from headers, hence a closed list.
+# Headers name dtypes as strings, so only these are accepted.
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -27,7 +27,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a header: everything of it but its values."""
+    """The name, dtype and shape of one tensor."""
 
     name: str
     dtype: str
@@ -35,59 +35,59 @@ class TensorEntry:
 
     @property
     def bytes(self) -> int:
-        """How many bytes its values take."""
+        """Size of the tensor's values."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
-    """What is sent under a name, in how large buckets."""
+class WeightsHeader:
+    """Describes the tensors of one weight version, and the size of the buckets in which they are sent."""
 
     name: str
     bucket_bytes: int
     tensors: tuple[TensorEntry, ...]
 
-    def encoded(self) -> bytes:
-        """As it travels: JSON."""
+    def encode(self) -> bytes:
+        """The header as JSON."""
         tensors = [[entry.name, entry.dtype, entry.shape] for entry in self.tensors]
         return json.dumps({"name": self.name, "bucket_bytes": self.bucket_bytes, "tensors": tensors}).encode()
 
     @property
     def total_bytes(self) -> int:
-        """The size of all values."""
+        """Size of all values."""
         return sum(entry.bytes for entry in self.tensors)
 
 
-def header_of(name: str, tensors: Mapping[str, Tensor]) -> Header:
-    """The header of these tensors; raises ValueError if one is of a kind that cannot travel."""
+def make_header(name: str, tensors: Mapping[str, Tensor]) -> WeightsHeader:
+    """The header for these tensors. Raises ValueError for a sparse tensor or an unsupported dtype."""
     entries = []
     for key, value in tensors.items():
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype not in DTYPES or value.layout is not torch.strided:
-            known = ", ".join(DTYPES)
-            raise ValueError(f"{name}: cannot send {key!r}, {dtype} and {value.layout}; known: dense {known}")
+            supported = ", ".join(DTYPES)
+            raise ValueError(f"{name}: cannot send {key!r}, {dtype} {value.layout}; supported: dense {supported}")
         entries.append(TensorEntry(key, dtype, tuple(value.shape)))
-    return Header(name, BUCKET_BYTES, tuple(entries))
+    return WeightsHeader(name, BUCKET_BYTES, tuple(entries))
 
 
-def read_header(encoded: bytes, reference: WeightsReference) -> Header:
-    """The header of what was promised; raises ValueError if it is no header, or one of something else."""
+def decode_header(encoded: bytes, reference: WeightsReference) -> WeightsHeader:
+    """Parses a header. Raises ValueError if it is malformed or does not match the reference."""
     try:
         fields = json.loads(encoded)
         entries = tuple(TensorEntry(name, dtype, tuple(shape)) for name, dtype, shape in fields["tensors"])
-        header = Header(fields["name"], int(fields["bucket_bytes"]), entries)
+        header = WeightsHeader(fields["name"], int(fields["bucket_bytes"]), entries)
         found = (header.name, header.total_bytes)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{reference.name}: arrived damaged, its header cannot be read ({error!r})") from error
     if found != (reference.name, reference.bytes) or header.bucket_bytes <= 0:
-        raise ValueError(f"{found[0]} of {found[1]:,} bytes arrived; expected {reference}")
+        raise ValueError(f"received {found[0]} of {found[1]:,} bytes; expected {reference}")
     return header
 
 
-def views(flat: Tensor, header: Header) -> dict[str, Tensor]:
-    """The tensors of a header, in its order, as parts of the flat bytes.
+def tensor_views(flat: Tensor, header: WeightsHeader) -> dict[str, Tensor]:
+    """The tensors of a header as views of the flat bytes, in the header's order.
 
-    Wide dtypes lie first: every tensor is aligned without a gap.
+    Wider dtypes are stored first, so that every tensor is aligned without padding.
     """
     offsets: dict[str, int] = {}
     offset = 0
@@ -104,7 +104,7 @@ def views(flat: Tensor, header: Header) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class FlatWeights:
-    """A copy of one version's weights on the CPU. Nobody changes it."""
+    """A copy of one weight version on the CPU. Not modified after it was made."""
 
     reference: WeightsReference
     header: bytes
@@ -112,21 +112,21 @@ class FlatWeights:
     flat: Tensor
 
     def buckets(self) -> Iterator[Tensor]:
-        """Its bytes, in the order in which they are sent."""
+        """Consecutive parts of the flat bytes, in the order in which they are sent."""
         for offset in range(0, len(self.flat), self.bucket_bytes):
             yield self.flat[offset : offset + self.bucket_bytes]
 
 
-def flatten(header: Header, tensors: Mapping[str, Tensor]) -> FlatWeights:
-    """Copies the tensors of a header, whatever their device and strides; later changes of them are not seen."""
+def flatten(header: WeightsHeader, tensors: Mapping[str, Tensor]) -> FlatWeights:
+    """Copies the tensors of a header from any device and with any strides."""
     flat = torch.empty(header.total_bytes, dtype=torch.uint8)
-    for key, room in views(flat, header).items():
-        room.copy_(tensors[key].detach())
-    encoded = header.encoded()
-    reference = WeightsReference(header.name, header.total_bytes, checksum(flat, zlib.crc32(encoded)))
+    for key, view in tensor_views(flat, header).items():
+        view.copy_(tensors[key].detach())
+    encoded = header.encode()
+    reference = WeightsReference(header.name, header.total_bytes, crc32(flat, zlib.crc32(encoded)))
     return FlatWeights(reference, encoded, header.bucket_bytes, flat)
 
 
-def checksum(flat: Tensor, before: int) -> int:
-    """CRC-32 of bytes that follow others of a known one. Other threads run meanwhile."""
-    return zlib.crc32(flat.numpy().data, before)
+def crc32(flat: Tensor, previous: int) -> int:
+    """CRC-32 of these bytes, continued from the CRC-32 of those before them. Releases the GIL."""
+    return zlib.crc32(flat.numpy().data, previous)

@@ -1,4 +1,4 @@
-"""The folder of an exchange, as the driver sees it: names and sizes, never tensors. Needs no torch."""
+"""The folder in which workers of one machine exchange tensors, as the driver sees it: names and sizes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from digenrl.host_memory import free_host_bytes
+from digenrl.records import WeightsReference
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "digenrl-"
@@ -18,11 +19,20 @@ SUFFIX = ".safetensors"
 LOCK = "lock"
 
 
-class ExchangeFolder:
-    """One run's folder. Removing it frees everything that was left in it, whoever left it.
+def check_weights(reference: WeightsReference, found_bytes: int, found_checksum: int) -> None:
+    """Raises ValueError if the weights that were found do not match their reference."""
+    if (found_bytes, found_checksum) != (reference.bytes, reference.checksum):
+        raise ValueError(
+            f"{reference.name}: arrived damaged, {found_bytes} bytes with checksum {found_checksum}; "
+            f"expected {reference}"
+        )
 
-    Who created it holds a lock on it for as long as its process lives; a folder without is left over from a run
-    whose every process was killed, and the next run removes it.
+
+class ExchangeFolder:
+    """The exchange folder of one run. Removing it frees all tensors in it.
+
+    The process that creates it holds a lock on it until that process ends. A folder without a lock belongs to a
+    run whose processes were all killed, and is removed by the next run.
     """
 
     holds_weights = True
@@ -33,18 +43,18 @@ class ExchangeFolder:
 
     @classmethod
     def create(cls, bytes_wanted: int = 256 << 20, places: Iterable[Path] | None = None) -> ExchangeFolder:
-        """A new folder in shared memory or, where there is none with so much room, in the temporary folder.
+        """A new folder in shared memory or, if that has less free space than wanted, in the temporary folder.
 
-        Containers often have 64 MB of shared memory; a file elsewhere is still read through the page cache.
+        Containers often have only 64 MB of shared memory. Files elsewhere are still read through the page cache.
         """
         candidates = [SHARED_MEMORY] if places is None else list(places)
         usable = [place for place in candidates if place.is_dir() and os.access(place, os.W_OK)]
-        elsewhere = Path(tempfile.gettempdir())
-        for place in {*usable, elsewhere}:
+        fallback = Path(tempfile.gettempdir())
+        for place in {*usable, fallback}:
             remove_abandoned(place)
-        roomy = [place for place in usable if shutil.disk_usage(place).free >= bytes_wanted]
-        # Hidden until it is locked: another run must not take it for abandoned.
-        hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=roomy[0] if roomy else elsewhere))
+        large_enough = [place for place in usable if shutil.disk_usage(place).free >= bytes_wanted]
+        # Hidden until it is locked, so that no other run takes it for abandoned.
+        hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=large_enough[0] if large_enough else fallback))
         lock = os.open(hidden / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         folder = cls(hidden.rename(hidden.with_name(hidden.name.removeprefix("."))))
@@ -52,42 +62,41 @@ class ExchangeFolder:
         return folder
 
     def free_bytes(self) -> int:
-        """How much more it can hold: in shared memory no more than the machine has left, whatever that allows."""
-        allowed, left = shutil.disk_usage(self.root).free, free_host_bytes()
-        return allowed if left is None or SHARED_MEMORY not in self.root.parents else min(allowed, left)
+        """Free space; for a folder in shared memory at most the free memory of the machine."""
+        on_disk, in_memory = shutil.disk_usage(self.root).free, free_host_bytes()
+        return on_disk if in_memory is None or SHARED_MEMORY not in self.root.parents else min(on_disk, in_memory)
 
     def where(self) -> str:
-        """What it is called, for people."""
         return str(self.root)
 
     def path(self, name: str) -> Path:
-        """The file of this name."""
+        """The file that holds the tensors of this name."""
         assert "/" not in name, f"a name, not a path: {name}"
         return self.root / f"{name}{SUFFIX}"
 
     def drop(self, name: str) -> None:
-        """Forgets a name; who has its tensors mapped keeps them. Dropping what is not there does nothing."""
+        """Removes a name. Tensors that are still mapped stay valid. Does nothing if the name is unknown."""
         self.path(name).unlink(missing_ok=True)
 
     def names(self) -> list[str]:
-        """Everything that is there, in order."""
+        """All names, sorted."""
         return sorted(path.name.removesuffix(SUFFIX) for path in self.root.glob(f"*{SUFFIX}"))
 
     def remove(self) -> None:
-        """Frees everything; may be called twice, by several at once, and while somebody still writes into it."""
-        gone = self.root.with_name(f"{self.root.name}.gone")
-        with suppress(OSError):  # somebody else was quicker
-            self.root.rename(gone)  # whoever writes finds no folder any more, and leaves nothing behind
-        shutil.rmtree(gone, ignore_errors=True)
+        """Removes the folder. Safe to call twice, from several processes, and while a worker writes into it."""
+        removed = self.root.with_name(f"{self.root.name}.gone")
+        with suppress(OSError):  # another process was faster
+            self.root.rename(removed)  # a worker that still writes finds no folder, and leaves nothing behind
+        shutil.rmtree(removed, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
 
 def remove_abandoned(place: Path) -> None:
-    """Removes exchange folders whose creator no longer lives; those of other users are not touched."""
+    """Removes exchange folders whose creator has ended. Folders of other users are not touched."""
     for root in place.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # gone meanwhile, held by its creator, or not ours
+        with suppress(OSError):  # already removed, still locked by its creator, or not ours
             lock = os.open(root / LOCK, os.O_RDWR)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

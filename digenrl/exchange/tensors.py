@@ -1,4 +1,4 @@
-"""Tensors by name, written once and mapped by whoever reads them. What was put is not changed any more."""
+"""Tensors by name: written once, mapped by the workers that read them, and never modified."""
 
 from __future__ import annotations
 
@@ -10,37 +10,36 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from digenrl.checksums import quick_file_checksum
-from digenrl.exchange.folder import ExchangeFolder
+from digenrl.exchange.folder import ExchangeFolder, check_weights
 from digenrl.records import WeightsReference
 
 
 class Exchange(Protocol):
-    """A worker's side of an exchange. What was put is not changed any more, and what was got is not to be."""
+    """A worker's access to the tensors of other workers. Callers must not modify tensors that they got."""
 
     def put(self, name: str, tensors: Mapping[str, Tensor]) -> int:
-        """Leaves tensors under a name; returns their size in bytes."""
+        """Stores tensors under a name; returns their size in bytes."""
 
     def get(self, name: str) -> dict[str, Tensor]:
         """The tensors of a name."""
 
     def drop(self, name: str) -> None:
-        """Forgets a name."""
+        """Removes a name."""
 
     def put_weights(self, name: str, tensors: Mapping[str, Tensor]) -> WeightsReference:
-        """Like `put`, with a checksum that every reader compares."""
+        """Like `put`, with a checksum that readers verify."""
 
     def get_weights(self, reference: WeightsReference) -> dict[str, Tensor]:
-        """The weights of a reference; raises ValueError if they are not, byte for byte, those that were put."""
+        """The weights of a reference. Raises ValueError if their size or checksum differs from it."""
 
 
 class TensorExchange:
-    """Puts tensors into a run's folder and maps them again. A name is whole or absent."""
+    """Stores tensors as files of a run's exchange folder, and memory-maps them. A name is complete or absent."""
 
     def __init__(self, folder: ExchangeFolder) -> None:
         self._folder = folder
 
     def put(self, name: str, tensors: Mapping[str, Tensor]) -> int:
-        """Leaves tensors under a name; returns their size in bytes."""
         path = self._folder.path(name)
         partial = path.with_suffix(".part")
         try:
@@ -48,28 +47,22 @@ class TensorExchange:
             size = partial.stat().st_size
             partial.replace(path)
         finally:
-            partial.unlink(missing_ok=True)  # half a file, where there was no room for the whole
+            partial.unlink(missing_ok=True)  # incomplete if there was not enough space
         return size
 
     def get(self, name: str) -> dict[str, Tensor]:
-        """The tensors of a name, mapped from memory: a change would be seen by nobody else, and is not meant."""
         return _mapped(self._folder.path(name))
 
     def drop(self, name: str) -> None:
-        """Forgets a name."""
         self._folder.drop(name)
 
     def put_weights(self, name: str, tensors: Mapping[str, Tensor]) -> WeightsReference:
-        """Like `put`, with a checksum that every reader compares."""
         size = self.put(name, tensors)
         return WeightsReference(name, size, quick_file_checksum(self._folder.path(name)))
 
     def get_weights(self, reference: WeightsReference) -> dict[str, Tensor]:
-        """The weights of a reference; raises ValueError if they are not, byte for byte, those that were put."""
         path = self._folder.path(reference.name)
-        found = (path.stat().st_size, quick_file_checksum(path))
-        if found != (reference.bytes, reference.checksum):
-            raise ValueError(f"{reference.name}: arrived damaged, as {found}; expected {reference}")
+        check_weights(reference, path.stat().st_size, quick_file_checksum(path))
         return _mapped(path)
 
 

@@ -8,7 +8,7 @@ from decimal import Decimal
 from itertools import product
 from typing import Literal
 
-from digenrl.config.spec import DispatchRule, HelpRule, ScheduleRules, Spec, StreamRule
+from digenrl.config.spec import DispatchRuleName, HelpRuleName, ScheduleRules, Spec, StreamRuleName
 from digenrl.planning.bounds import EqualLanes, Rates, least_makespan
 from digenrl.planning.cluster import CardPool, Cluster
 from digenrl.planning.constants import CONSTANTS, Constants
@@ -41,10 +41,10 @@ class PlanOptions:
 
     steps: int = 4
     ranks: int | None = None
-    streams: tuple[StreamRule, ...] = ("group", "batch")
+    streams: tuple[StreamRuleName, ...] = ("group", "batch")
     capabilities: Capabilities = ALL_CAPABILITIES
     stale_shares: tuple[float, ...] = (0.0, 0.25, 0.5)
-    helps: tuple[HelpRule, ...] = ("none", "auto")
+    helps: tuple[HelpRuleName, ...] = ("none", "auto")
     objective: Objective = "throughput"
     keep: int = 5
     tolerance: float = 0.005
@@ -88,7 +88,7 @@ def splits(
     trainer_cards: int,
     options: PlanOptions,
     constants: Constants = CONSTANTS,
-) -> Iterator[tuple[Layout, StreamRule]]:
+) -> Iterator[tuple[Layout, StreamRuleName]]:
     """The layouts with `trainer_cards` trainer cards of this pool; all or some of the other cards generate."""
     group_s_per_sample: float | None = None
     for stream in options.streams:
@@ -108,13 +108,13 @@ def splits(
 
 def candidates(
     workload: Workload,
-    layouts: Iterable[tuple[Layout, StreamRule]],
+    layouts: Iterable[tuple[Layout, StreamRuleName]],
     options: PlanOptions,
     constants: Constants = CONSTANTS,
 ) -> Iterator[Candidate]:
     """Every slice size, help rule, stale share and dispatch rule on every layout."""
     for layout, stream in layouts:
-        dispatches: tuple[DispatchRule, ...] = ("eager", "earliest_finish")
+        dispatches: tuple[DispatchRuleName, ...] = ("eager", "earliest_finish")
         if len(layout.generators) == 1:
             dispatches = ("eager",)  # equal lanes have no faster lane to wait for
         for slice_size in fitting_slices(workload, layout, constants):

@@ -8,7 +8,7 @@ from digenrl.config.spec import (
     HelperCosts,
     ScheduleRules,
     Spec,
-    StreamRule,
+    StreamRuleName,
     TimedGeneratorPool,
     TimedRewardPool,
     TrainerCosts,
@@ -71,7 +71,7 @@ def build_spec(
     )
 
 
-def training_unit(workload: Workload, stream: StreamRule) -> int:
+def training_unit(workload: Workload, stream: StreamRuleName) -> int:
     """The number of samples that are sent to the trainer together."""
     return {"group": workload.samples_per_prompt, "batch": workload.samples_per_step, "sample": 1}[stream]
 

@@ -34,7 +34,7 @@ Report = Result | Ready | StartFailed | Gone | InputsLost
 class Message:
     """A report from a worker, matched to its job by id.
 
-    `job_id` is None for the first report after a start (`Ready`, or why the worker was not built) and for `Gone`.
+    `job_id` is None for the first report after a start (`Ready` or `StartFailed`) and for `Gone`.
     `waited_ns` is the time between the report and its receipt, where the driver was too busy to receive it.
     """
 
@@ -54,47 +54,47 @@ class Transport(Protocol):
         """Starts a worker; its first report is Ready, or StartFailed if it cannot be built."""
 
     def has_room(self, assignment: Assignment) -> bool:
-        """Whether a worker that is started now would find a place."""
+        """Whether there is capacity to start this worker now."""
 
     def send(self, worker: str, job_id: int, job: Job) -> None:
         """Sends a job, whose id is unique in the run; does nothing if the worker is gone."""
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
-        """Everything that has arrived; waits for the first for so long.
+        """All messages that have arrived; waits for the first one up to the timeout.
 
-        A worker without a sign of life for the recipe's `lanes.patience_s` is ended and reported as gone.
+        A worker that gives no sign of life for the recipe's `lanes.patience_s` is killed and reported as gone.
         """
 
     def end(self, worker: str) -> None:
-        """Ends a worker at once; it does not report any more, not even that it is gone."""
+        """Kills a worker. It sends no more reports, not even that it is gone."""
 
     def stop(self) -> None:
-        """Ends all workers; may be called twice."""
+        """Ends all workers. Safe to call twice."""
 
 
 class ArtifactStore(Protocol):
-    """The driver's side of an exchange: names that it can forget, never tensors.
+    """The driver's side of an exchange: names that it can drop, never tensors.
 
-    `holds_weights` is false where weights go from worker to worker beside it.
+    `holds_weights` is False if weights are sent from worker to worker and take no space in the store.
     """
 
     holds_weights: bool
 
     def drop(self, name: str) -> None:
-        """Forgets a name; dropping what is not there does nothing."""
+        """Removes a name; does nothing if it is unknown."""
 
     def free_bytes(self) -> int:
-        """How much more it can hold."""
+        """Free space."""
 
     def where(self) -> str:
-        """What it is called, for people."""
+        """The place, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunResources:
-    """What one run works with. `close` ends its workers and frees their artifacts; it may be called twice.
+    """What one run works with. `close` ends its workers and frees their tensors; it is safe to call twice.
 
-    `network_metrics` are numbers about what went over the network since the last call, if there is one.
+    `network_metrics` returns metrics of the weights sent over the network since the last call, if there are any.
     """
 
     transport: Transport
@@ -105,10 +105,10 @@ class RunResources:
 
 
 class Backend(Protocol):
-    """Hardware that has been validated for a recipe, before anything is written or loaded."""
+    """The hardware of a run, validated for a recipe before anything is written or loaded."""
 
     def prepare(self, recipe: Recipe, run: Path, checkpoint: Path | None) -> RunResources:
-        """The resources of a run, which may start from a checkpoint. Workers are started later."""
+        """Creates the resources of a run, which may resume from a checkpoint. Workers are started later."""
 
     def close(self) -> None:
         """Releases the hardware."""

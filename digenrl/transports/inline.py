@@ -1,7 +1,7 @@
-"""All workers in this very process: for one device, and as the baseline that takes turns.
+"""All workers in this process, for runs on one device.
 
-One of them has the device and works here, when somebody waits for reports. Those that score have a thread each,
-and do so meanwhile.
+The worker that owns the device runs its jobs when the driver waits for messages. Workers that only score have a
+thread each and run beside it.
 """
 
 from __future__ import annotations
@@ -14,89 +14,83 @@ from queue import Empty, SimpleQueue
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
 from digenrl.records import Job
-from digenrl.transports.contract import Gone, Message, Report
-from digenrl.transports.thread_worker import ThreadWorker
+from digenrl.transports.contract import Gone, Message
+from digenrl.transports.thread_worker import JobEnded, ThreadWorker
 from digenrl.worker.assignment import Assignment
 from digenrl.worker.worker import Worker, start_worker
 
 
 class InlineTransport:
-    """Orders are carried out one by one, but for those of workers that do nothing but score."""
+    """Runs jobs one at a time, except for those of workers that only score."""
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
-        self._asides: dict[str, ThreadWorker] = {}
-        self._arrived: deque[Message] = deque()
-        self._orders: deque[tuple[str, int, Job]] = deque()
-        self._done_aside: SimpleQueue[tuple[ThreadWorker, int | None, Report, int]] = SimpleQueue()
+        self._threads: dict[str, ThreadWorker] = {}
+        self._messages: deque[Message] = deque()
+        self._jobs: deque[tuple[str, int, Job]] = deque()
+        self._ended: SimpleQueue[JobEnded] = SimpleQueue()
 
     def start(self, assignment: Assignment) -> None:
-        """Builds the worker at once, and here: libraries have settings that hold for all threads."""
+        # Every worker is built in this thread: some settings of libraries are global.
         assert assignment.exchange is not None
         worker, report = start_worker(assignment, TensorExchange(ExchangeFolder(assignment.exchange)))
         if worker is not None and assignment.duties == {"score"}:
-            self._asides[assignment.name] = ThreadWorker(assignment.name, worker, self._take_report)
+            self._threads[assignment.name] = ThreadWorker(assignment.name, worker, self._ended.put)
         elif worker is not None:
             self._workers[assignment.name] = worker
-        self._arrived.append(Message(assignment.name, None, report))
+        self._messages.append(Message(assignment.name, None, report))
 
     def has_room(self, assignment: Assignment) -> bool:
-        """Always."""
         return True
 
-    def send(self, worker: str, job_id: int, order: Job) -> None:
-        """Begins at once beside the others, or waits for `receive`."""
-        if worker in self._asides:
-            self._asides[worker].send(job_id, order)
+    def send(self, worker: str, job_id: int, job: Job) -> None:
+        if worker in self._threads:
+            self._threads[worker].send(job_id, job)
         elif worker in self._workers:
-            self._orders.append((worker, job_id, order))
+            self._jobs.append((worker, job_id, job))
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
-        """One report: of what was done aside or, if there is none, of the oldest order, which is carried out."""
-        if not self._arrived:
-            self._wait_for_report(timeout_s)
-        return [self._arrived.popleft()] if self._arrived else []
+        """One message: from a thread or, if there is none, of the oldest job, which is run now."""
+        if not self._messages:
+            self._wait_for_message(timeout_s)
+        return [self._messages.popleft()] if self._messages else []
 
     def end(self, worker: str) -> None:
-        """Lets go of it, of its orders and of its reports."""
         self._workers.pop(worker, None)
-        self._orders = deque(each for each in self._orders if each[0] != worker)
-        self._arrived = deque(each for each in self._arrived if each.worker != worker)
-        if worker in self._asides:
-            self._asides.pop(worker).leave()
+        self._jobs = deque(each for each in self._jobs if each[0] != worker)
+        self._messages = deque(each for each in self._messages if each.worker != worker)
+        if worker in self._threads:
+            self._threads.pop(worker).close()
 
     def stop(self) -> None:
-        """Lets go of the workers; no thread stays."""
-        asides, self._asides = list(self._asides.values()), {}
+        threads, self._threads = list(self._threads.values()), {}
         self._workers.clear()
-        self._orders.clear()
-        for aside in asides:
-            aside.leave()
-        for aside in asides:
-            aside.join()
+        self._jobs.clear()
+        for thread in threads:
+            thread.close()
+        for thread in threads:
+            thread.join()
 
-    def _take_report(self, aside: ThreadWorker, job_id: int | None, report: Report, at_ns: int) -> None:
-        self._done_aside.put((aside, job_id, report, at_ns))
+    def _wait_for_message(self, timeout_s: float) -> None:
+        self._collect_from_threads(0.0 if self._jobs else timeout_s)
+        if self._messages or not self._jobs:
+            return  # jobs that follow from these messages can start before the device is busy again
+        name, job_id, job = self._jobs.popleft()
+        report = self._workers[name].handle(job)
+        self._collect_from_threads(0.0)
+        self._messages.append(Message(name, job_id, report))
 
-    def _wait_for_report(self, timeout_s: float) -> None:
-        self._take_reports_aside(0.0 if self._orders else timeout_s)
-        if self._arrived or not self._orders:
-            return  # what follows from them begins while the device works
-        name, job_id, order = self._orders.popleft()
-        report = self._workers[name].handle(order)
-        self._take_reports_aside(0.0)
-        self._arrived.append(Message(name, job_id, report))
-
-    def _take_reports_aside(self, timeout_s: float) -> None:
-        """All that are there; waits for the first for so long, if somebody is at work."""
-        while any(aside.under_way for aside in self._asides.values()):
+    def _collect_from_threads(self, timeout_s: float) -> None:
+        """Takes all finished jobs; waits for the first one up to the timeout, if any is pending."""
+        while any(thread.pending for thread in self._threads.values()):
             try:
-                aside, job_id, report, at_ns = self._done_aside.get(timeout=0.0 if self._arrived else timeout_s)
+                ended = self._ended.get(timeout=0.0 if self._messages else timeout_s)
             except Empty:
                 return
-            aside.under_way -= 1
-            if self._asides.get(aside.name) is not aside:
-                continue  # it was ended meanwhile
-            self._arrived.append(Message(aside.name, job_id, report, time.monotonic_ns() - at_ns))
-            if isinstance(report, Gone):
-                del self._asides[aside.name]
+            thread, name = ended.thread, ended.thread.name
+            thread.pending -= 1
+            if self._threads.get(name) is not thread:
+                continue  # the worker was ended
+            self._messages.append(Message(name, ended.job_id, ended.report, time.monotonic_ns() - ended.at_ns))
+            if isinstance(ended.report, Gone):
+                del self._threads[name]

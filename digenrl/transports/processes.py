@@ -1,7 +1,7 @@
-"""Workers as processes of this machine. They come from a fork server that has torch loaded, in milliseconds.
+"""Workers as processes of this machine, started in milliseconds by a fork server that has torch loaded.
 
-Signals are the driver's to handle: a terminal and most supervisors send theirs to every process of a run. A worker
-ignores them, and leaves by itself when the driver is gone.
+Signals are handled by the driver: a terminal and most supervisors send them to every process of a run. A worker
+ignores them, and exits when the driver is gone.
 """
 
 from __future__ import annotations
@@ -25,34 +25,27 @@ from digenrl.exchange.folder import ExchangeFolder
 from digenrl.logs import configure_logging
 from digenrl.records import Job
 from digenrl.transports.contract import Gone, Message
+from digenrl.transports.process_setup import TORCH_ENVIRONMENT, log_file, redirect_output
 from digenrl.worker.assignment import Assignment
 
-PRELOADED = ["digenrl.worker.worker"]
-PATIENCE_S = 5.0  # for workers that were asked to leave
-SIGN_EVERY_S = 1.0  # of life, which every worker gives
-FOR_THE_DRIVER = (signal.SIGINT, signal.SIGTERM)
-# Read when torch is imported, which the fork server does once for all workers. Libraries ask whether there is a
-# card when they are imported; with the NVML check that does not start CUDA, which a fork could not use then.
-ENVIRONMENT = {
-    "ONEDNN_JIT_PROFILE": "0",
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_VERBOSITY": "error",
-}
+PRELOADED_MODULES = ["digenrl.worker.worker"]
+EXIT_TIMEOUT_S = 5.0  # for workers that were asked to exit
+HEARTBEAT_INTERVAL_S = 1.0
+DRIVER_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def set_threads(threads: int) -> None:
-    """How many threads torch has where it is imported from now on: here, or in a fork server not yet started."""
+    """Sets torch's number of threads, for this process or a fork server, before torch is imported there."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    for name, value in ENVIRONMENT.items():
+    for name, value in TORCH_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 def prepare_fork_server(threads: int) -> None:
-    """Sets what workers inherit, and starts it."""
+    """Sets the environment that workers inherit, and starts the fork server."""
     set_threads(threads)
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-    with _ignored(FOR_THE_DRIVER):  # what is ignored when a process starts, it and its children ignore
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED_MODULES)
+    with _ignored(DRIVER_SIGNALS):  # child processes inherit ignored signals
         forkserver.ensure_running()
 
 
@@ -67,143 +60,136 @@ def _ignored(signals: Sequence[signal.Signals]) -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class _Member:
+class _WorkerProcess:
     process: BaseProcess
     connection: Connection
-    lifeline: Connection  # its other end tells the worker that the driver lives
-    sign: ctypes.c_double  # when the worker last gave a sign of life, by the monotonic clock
-    patience_s: float
+    lifeline: Connection  # closed when the driver ends, which the worker notices at its other end
+    heartbeat_s: ctypes.c_double  # on the monotonic clock, written by the worker
+    heartbeat_timeout_s: float
 
 
 class ProcessTransport:
-    """Worker processes, each with a pipe. What they print goes to a file of their own in `logs`."""
+    """Worker processes, each with a pipe. The output of each goes to its own file in `logs`."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
-        self._members: dict[str, _Member] = {}
+        self._workers: dict[str, _WorkerProcess] = {}
         self._context = multiprocessing.get_context("forkserver")
 
     def start(self, assignment: Assignment) -> None:
-        """Starts a process; one of the same name must be gone."""
-        assert assignment.name not in self._members, f"{assignment.name} is there already"
+        assert assignment.name not in self._workers, f"{assignment.name} is already running"
         self._logs.mkdir(parents=True, exist_ok=True)
         ours, theirs = self._context.Pipe()
         their_lifeline, our_lifeline = self._context.Pipe(duplex=False)
-        sign = self._context.RawValue(ctypes.c_double, time.monotonic())
-        log = self._logs / f"{assignment.name.replace('/', '-')}.log"
+        heartbeat_s = self._context.RawValue(ctypes.c_double, time.monotonic())
         process = self._context.Process(
             target=serve,
-            args=(assignment, theirs, their_lifeline, sign, log),
+            args=(assignment, theirs, their_lifeline, heartbeat_s, log_file(self._logs, assignment.name)),
             name=f"digenrl {assignment.name}",
             daemon=True,
         )
         process.start()
         theirs.close()
         their_lifeline.close()
-        patience_s = assignment.recipe.lanes.patience_s
-        self._members[assignment.name] = _Member(process, ours, our_lifeline, sign, patience_s)
+        timeout_s = assignment.recipe.lanes.patience_s
+        self._workers[assignment.name] = _WorkerProcess(process, ours, our_lifeline, heartbeat_s, timeout_s)
 
     def has_room(self, assignment: Assignment) -> bool:
-        """This machine always has: who may be on it was settled before."""
         return True
 
-    def send(self, worker: str, job_id: int, order: Job) -> None:
-        """A worker that died meanwhile is reported by `receive`."""
-        member = self._members.get(worker)
-        if member is not None:
-            with suppress(OSError):
-                member.connection.send((job_id, order))
+    def send(self, worker: str, job_id: int, job: Job) -> None:
+        if worker in self._workers:
+            with suppress(OSError):  # the process has ended, which `receive` reports
+                self._workers[worker].connection.send((job_id, job))
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
-        """All reports that are there, those of a worker that died before the news of its death."""
-        handles = {m.connection: name for name, m in self._members.items()}
-        sentinels = {m.process.sentinel: name for name, m in self._members.items()}
+        """All reports that have arrived. The reports of a worker that ended come before its Gone."""
+        connections = {each.connection: name for name, each in self._workers.items()}
+        sentinels = {each.process.sentinel: name for name, each in self._workers.items()}
         messages: list[Message] = []
-        ready = wait([*handles, *sentinels], timeout_s)
-        for name in dict.fromkeys(handles.get(each) or sentinels[each] for each in ready):  # type: ignore[call-overload, index]
-            messages += self._reports_of(name)
-        return [*messages, *self._end_the_silent()]
+        ready = wait([*connections, *sentinels], timeout_s)
+        for name in dict.fromkeys(connections.get(each) or sentinels[each] for each in ready):  # type: ignore[call-overload, index]
+            messages += self._receive_from(name)
+        return [*messages, *self._end_unresponsive()]
 
-    def _end_the_silent(self) -> list[Message]:
-        """A process that is stopped, or stuck where no thread of it can run, is not coming back."""
+    def _end_unresponsive(self) -> list[Message]:
+        """Kills processes that are stopped, or stuck in a state in which none of their threads can run."""
         now_s = time.monotonic()
-        silent = [name for name, m in self._members.items() if now_s - m.sign.value > m.patience_s]
-        for name in silent:
+        unresponsive = [
+            name
+            for name, each in self._workers.items()
+            if now_s - each.heartbeat_s.value > each.heartbeat_timeout_s
+        ]
+        for name in unresponsive:
             self.end(name)
-        return [Message(name, None, Gone("gave no sign of life any more and was ended")) for name in silent]
+        return [Message(name, None, Gone("gave no sign of life any more and was ended")) for name in unresponsive]
 
-    def _reports_of(self, name: str) -> list[Message]:
-        member = self._members[name]
-        dead = not member.process.is_alive()  # asked first: what it sent before it died is still in the pipe
+    def _receive_from(self, name: str) -> list[Message]:
+        worker = self._workers[name]
+        ended = not worker.process.is_alive()  # asked before the pipe is read, which may hold its last reports
         messages = []
         try:
-            while member.connection.poll():
-                messages.append(Message(name, *member.connection.recv()))
+            while worker.connection.poll():
+                messages.append(Message(name, *worker.connection.recv()))
         except (EOFError, OSError):
-            _end(member.process, PATIENCE_S)
-            dead = True
-        if dead:
-            self._release(name)
-            messages.append(Message(name, None, Gone(_ending(member.process.exitcode))))
+            _end_process(worker.process, EXIT_TIMEOUT_S)
+            ended = True
+        if ended:
+            self._forget(name)
+            messages.append(Message(name, None, Gone(_describe_exit(worker.process.exitcode))))
         return messages
 
     def end(self, worker: str) -> None:
-        """Kills the process, whatever it is at."""
-        member = self._members.get(worker)
-        if member is not None:
-            _end(member.process, 0.0)
-            self._release(worker)
-
-    def pids(self) -> dict[str, int]:
-        """The processes there are, by worker."""
-        return {name: m.process.pid for name, m in self._members.items() if m.process.pid is not None}
+        if worker in self._workers:
+            _end_process(self._workers[worker].process, 0.0)
+            self._forget(worker)
 
     def stop(self) -> None:
-        """Asks every worker to leave, and ends those that do not."""
+        """Asks every worker to exit, and kills those that do not in time."""
         try:
-            for member in self._members.values():
+            for worker in self._workers.values():
                 with suppress(OSError):
-                    member.connection.send(None)
-            deadline_s = time.monotonic() + PATIENCE_S
-            for member in self._members.values():
-                _end(member.process, max(0.0, deadline_s - time.monotonic()))
-        finally:  # whoever is in a hurry interrupts the waiting: without its lifeline a worker leaves by itself
-            for name in list(self._members):
-                self._release(name)
+                    worker.connection.send(None)
+            deadline_s = time.monotonic() + EXIT_TIMEOUT_S
+            for worker in self._workers.values():
+                _end_process(worker.process, max(0.0, deadline_s - time.monotonic()))
+        finally:  # also if the user interrupts the wait: without its lifeline a worker exits by itself
+            for name in list(self._workers):
+                self._forget(name)
 
-    def _release(self, name: str) -> None:
-        member = self._members.pop(name)
-        member.connection.close()
-        member.lifeline.close()
-        if not member.process.is_alive():
-            member.process.join()
+    def _forget(self, name: str) -> None:
+        worker = self._workers.pop(name)
+        worker.connection.close()
+        worker.lifeline.close()
+        if not worker.process.is_alive():
+            worker.process.join()
 
 
 def serve(
-    assignment: Assignment, connection: Connection, lifeline: Connection, sign: ctypes.c_double, log: Path
+    assignment: Assignment, connection: Connection, lifeline: Connection, heartbeat_s: ctypes.c_double, log: Path
 ) -> None:
-    """A worker process, from beginning to end."""
+    """The main function of a worker process."""
     assert assignment.exchange is not None
-    for each in FOR_THE_DRIVER:
+    for each in DRIVER_SIGNALS:
         signal.signal(each, signal.SIG_IGN)
-    _print_to(log)
-    threading.Thread(target=_leave_with_the_driver, args=(lifeline, assignment.exchange), daemon=True).start()
-    threading.Thread(target=_give_signs, args=(sign,), daemon=True).start()
+    redirect_output(log)
     configure_logging(assignment.name, verbose=assignment.recipe.logging.verbose)
-    _take_place(assignment)
+    threading.Thread(target=_exit_with_driver, args=(lifeline, assignment.exchange), daemon=True).start()
+    threading.Thread(target=_beat, args=(heartbeat_s,), daemon=True).start()
+    _select_cores_and_device(assignment)
     from digenrl.exchange.tensors import TensorExchange
-    from digenrl.worker.worker import start_worker  # loaded by the fork server already
+    from digenrl.worker.worker import start_worker  # already loaded by the fork server
 
     exchange = ExchangeFolder(assignment.exchange)
     worker, report = start_worker(assignment, TensorExchange(exchange), _rendezvous(assignment))
     connection.send((None, report))
-    while worker is not None and (job := connection.recv()) is not None:
-        job_id, order = job
-        connection.send((job_id, worker.handle(order)))
+    while worker is not None and (sent := connection.recv()) is not None:
+        job_id, job = sent
+        connection.send((job_id, worker.handle(job)))
 
 
-def _take_place(assignment: Assignment) -> None:
-    """A worker's own cores, and the one card that `cuda` or `auto` means to it; a worker on the CPU sees none."""
+def _select_cores_and_device(assignment: Assignment) -> None:
+    """Pins the process to its cores, and selects its GPU. A worker on the CPU sees no GPU."""
     if assignment.cores is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, assignment.cores)
     if assignment.device == "cpu":
@@ -215,45 +201,37 @@ def _take_place(assignment: Assignment) -> None:
 
 
 def _rendezvous(assignment: Assignment) -> str:
-    """Ranks of one machine meet in a file; they start again under another epoch, in another file."""
+    """Ranks of one machine meet in a file, a new one whenever they start again."""
     if assignment.ranks is None:
         return ""
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # they need no other machine
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
     return f"file://{assignment.exchange}/ranks-{assignment.ranks.epoch}"
 
 
-def _give_signs(sign: ctypes.c_double) -> None:
+def _beat(heartbeat_s: ctypes.c_double) -> None:
     while True:
-        sign.value = time.monotonic()
-        time.sleep(SIGN_EVERY_S)
+        heartbeat_s.value = time.monotonic()
+        time.sleep(HEARTBEAT_INTERVAL_S)
 
 
-def _leave_with_the_driver(lifeline: Connection, exchange: Path) -> None:
-    """A busy worker survives its driver's death, unless somebody watches."""
+def _exit_with_driver(lifeline: Connection, exchange: Path) -> None:
+    """Ends a worker, even a busy one, when the driver is gone."""
     with suppress(EOFError, OSError):
         lifeline.recv_bytes()
     ExchangeFolder(exchange).remove()
     os._exit(1)
 
 
-def _print_to(log: Path) -> None:
-    target = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-        os.dup2(target, stream.fileno())
-    os.close(target)
-
-
-def _end(process: BaseProcess, patience_s: float) -> None:
-    """Waits for a process that is about to leave; one that does not is ended."""
-    process.join(patience_s)
+def _end_process(process: BaseProcess, timeout_s: float) -> None:
+    """Joins a process, and kills it if it does not exit in time."""
+    process.join(timeout_s)
     if process.is_alive():
         process.kill()
         process.join()
 
 
-def _ending(exit_code: int | None) -> str:
+def _describe_exit(exit_code: int | None) -> str:
     if exit_code is not None and exit_code < 0:
         return f"ended by signal {-exit_code} ({signal.Signals(-exit_code).name})"
     return f"ended with exit code {exit_code}"

@@ -1,53 +1,60 @@
-"""A worker in a thread of its own, beside whatever else this process does."""
+"""A worker in a thread of this process."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 from digenrl.records import Job
 from digenrl.transports.contract import Gone, Report
 from digenrl.worker.worker import Worker
 
-PATIENCE_S = 5.0  # for an order under way; a thread cannot be ended, but this one does not keep the process alive
+JOIN_TIMEOUT_S = 5.0  # a thread cannot be killed; as a daemon it does not keep the process alive
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnded:
+    """A report, and when it was made, in nanoseconds of the monotonic clock. `job_id` is None for Gone."""
+
+    thread: ThreadWorker
+    job_id: int | None
+    report: Report
+    at_ns: int
 
 
 class ThreadWorker:
-    """Carries out orders in a thread; `report` is called there, with each report and when it was made.
+    """Runs jobs in a thread, and calls `on_end` there after each. The caller decrements `pending` for each."""
 
-    Moments are nanoseconds of the monotonic clock. `under_way` counts orders; who takes their reports counts down.
-    """
-
-    def __init__(
-        self, name: str, worker: Worker, report: Callable[[ThreadWorker, int | None, Report, int], None]
-    ) -> None:
-        self.name, self.under_way = name, 0
-        self._worker, self._report = worker, report
-        self._orders: SimpleQueue[tuple[int, Job] | None] = SimpleQueue()
+    def __init__(self, name: str, worker: Worker, on_end: Callable[[JobEnded], None]) -> None:
+        self.name, self.pending = name, 0
+        self._worker, self._on_end = worker, on_end
+        self._jobs: SimpleQueue[tuple[int, Job] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
-    def send(self, job_id: int, order: Job) -> None:
-        """Is carried out after those before it."""
-        self.under_way += 1
-        self._orders.put((job_id, order))
+    def send(self, job_id: int, job: Job) -> None:
+        """Queues a job."""
+        self.pending += 1
+        self._jobs.put((job_id, job))
 
-    def leave(self) -> None:
-        """After the order under way it takes no other."""
-        self._orders.put(None)
+    def close(self) -> None:
+        """Ends the thread after the jobs that were sent before."""
+        self._jobs.put(None)
 
     def join(self) -> None:
-        """Waits until it has left, but not for ever."""
-        self._thread.join(PATIENCE_S)
+        """Waits for the thread to end, with a timeout."""
+        self._thread.join(JOIN_TIMEOUT_S)
 
     def _serve(self) -> None:
-        while (job := self._orders.get()) is not None:
-            job_id, order = job
+        while (sent := self._jobs.get()) is not None:
+            job_id, job = sent
             try:
-                report = self._worker.handle(order)
-            except SystemExit as left:  # it would have ended a process of its own
-                self._report(self, None, Gone(f"left with exit code {left.code}"), time.monotonic_ns())
+                report = self._worker.handle(job)
+            except SystemExit as exited:  # in a worker process this would have ended the process
+                gone = Gone(f"left with exit code {exited.code}")
+                self._on_end(JobEnded(self, None, gone, time.monotonic_ns()))
                 return
-            self._report(self, job_id, report, time.monotonic_ns())
+            self._on_end(JobEnded(self, job_id, report, time.monotonic_ns()))

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from digenrl import demo
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
-from digenrl.config.reading import ConfigError, complaints_about
+from digenrl.config.reading import ConfigError, errors_about, one_line
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_paths import DEMO
 from digenrl.config.windows import Window
@@ -71,7 +71,7 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
         check_source(family.pipeline_class, source_of(recipe))
     algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
     window = recipe.window
-    with complaints_about("sample.window"):
+    with errors_about("sample.window"):
         window.check(recipe.sample.denoising_steps)
     check_shape(BatchShape(recipe.batch.prompts, recipe.batch.samples_per_prompt), algorithm, recipe.training)
     if recipe.training.lora is None and recipe.model.dtype != "float32":
@@ -131,8 +131,7 @@ def _loading_errors_in_one_line(recipe: Recipe) -> Iterator[None]:
     except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, ConfigError):
             raise
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"model.source: {source_of(recipe)} cannot be loaded: {reason}") from error
+        raise ConfigError(f"model.source: {source_of(recipe)} cannot be loaded: {one_line(error)}") from error
 
 
 def dtype_of(recipe: Recipe) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Models of random weights: a run needs no download. The published size is a tiny one here."""
+"""Models with random weights need no download. The published size is replaced by a tiny one here."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from rich.console import Console
 from digenrl.commands.train import start_run
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe_files import read_recipe
+from digenrl.driver.calibration import calibrate_remaining_sizes
 from digenrl.models.compiled import compile_blocks
 from digenrl.models.family import Component, FullSize
 from digenrl.models.random_text_encoder import RandomTextEncoder
 from digenrl.models.registry import FAMILIES
 from digenrl.run_folder.folder import Status
 from digenrl.run_folder.lines import read_lines
-from digenrl.runs.training import calibrate_rest
 from digenrl.testing.tiny_models import tiny_image_vae
 from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
 
@@ -48,11 +48,11 @@ SIZE = FullSize(
 
 
 @pytest.fixture(autouse=True)
-def a_tiny_published_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def tiny_published_model(monkeypatch: pytest.MonkeyPatch) -> None:
     vae = Component(tiny_image_vae, {"scaling_factor": 1.5, "shift_factor": 0.1})
     family = replace(FAMILIES["sd3"], sizes={"tiny": SIZE, "tinier": SIZE}, vae=vae)
     monkeypatch.setitem(FAMILIES, "sd3", family)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which a run sets for its workers
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a run sets it for its workers
 
 
 @pytest.fixture
@@ -77,51 +77,51 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def train(recipe: Path, *overrides: str) -> list[dict[str, Any]]:
-    """A run in this process; the numbers of its steps."""
+    """Trains in this process; returns the metrics of all steps."""
     out = recipe.parent / "run"
     assert start_run(str(recipe), overrides, out, Console(file=io.StringIO()), True) is Status.FINISHED
     return list(read_lines(out / "metrics.jsonl"))
 
 
 class Graphs:
-    """A backend of `torch.compile` that counts what is compiled, and the count when the rehearsal was over."""
+    """A backend of `torch.compile` that counts graphs, in total and until the end of calibration."""
 
     def __init__(self) -> None:
-        self.compiled = self.rehearsed = 0
+        self.compiled = self.calibrated = 0
 
     def __call__(self, graph: Any, _inputs: list[Any]) -> Any:
         self.compiled += 1
         return graph.forward
 
-    def calibrate_rest(self, *arguments: Any) -> Any:
-        answer = calibrate_rest(*arguments)
-        self.rehearsed = self.compiled
-        return answer
+    def calibrate_remaining_sizes(self, *arguments: Any) -> Any:
+        calibration = calibrate_remaining_sizes(*arguments)
+        self.calibrated = self.compiled
+        return calibration
 
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
     counted = Graphs()
     monkeypatch.setattr("digenrl.worker.blueprint.compile_blocks", partial(compile_blocks, backend=counted))
-    monkeypatch.setattr("digenrl.runs.training.calibrate_rest", counted.calibrate_rest)
+    monkeypatch.setattr("digenrl.runs.training.calibrate_remaining_sizes", counted.calibrate_remaining_sizes)
     torch._dynamo.reset()
     yield counted
     torch._dynamo.reset()
 
 
-def test_a_run_trains_one_and_once_rehearsed_compiles_nothing(recipe: Path, graphs: Graphs) -> None:
+def test_a_run_compiles_nothing_after_calibration(recipe: Path, graphs: Graphs) -> None:
     steps = train(recipe, "model.compile=true")
     assert [step["step"] for step in steps] == [0, 1]
     assert all(step["gradient_norm"] > 0 and step["log_prob_mismatch"] < 1e-4 for step in steps)
-    assert graphs.compiled == graphs.rehearsed > 0
+    assert graphs.compiled == graphs.calibrated > 0
 
 
-def test_on_a_cpu_nothing_is_compiled_unless_somebody_says_so(recipe: Path, graphs: Graphs) -> None:
+def test_on_a_cpu_nothing_is_compiled_by_default(recipe: Path, graphs: Graphs) -> None:
     assert train(recipe, "steps=1")[0]["pack_size"] == 3
     assert graphs.compiled == 0
 
 
-def test_the_recipes_seed_gives_the_weights_and_a_prompt_its_text(recipe: Path) -> None:
+def test_the_seed_determines_the_weights_and_a_prompt_its_encoding(recipe: Path) -> None:
     def read(*overrides: str) -> Any:
         return read_blueprint(read_recipe(str(recipe), overrides))
 
@@ -143,13 +143,13 @@ def test_the_recipes_seed_gives_the_weights_and_a_prompt_its_text(recipe: Path) 
         assert torch.equal(negative[0], negative[1])
 
 
-def test_an_unknown_size_is_answered_with_the_known_ones(recipe: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^unknown size '70b' of sd3; known: tiny, tinier$"):
+def test_an_unknown_size_is_reported_with_the_known_ones(recipe: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'70b'.*tiny, tinier"):
         read_blueprint(read_recipe(str(recipe), ["model.source=random:70b"]))
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "named"),
     [
         ("model.compile=sometimes", "model.compile.*'auto'.*'sometimes'"),
         ("training.gradient_checkpointing=most", "training.gradient_checkpointing.*'auto'.*'most'"),
@@ -157,15 +157,15 @@ def test_an_unknown_size_is_answered_with_the_known_ones(recipe: Path) -> None:
         ("training.gradient_checkpointing=1.5", r"training.gradient_checkpointing.*1\.5"),
     ],
 )
-def test_a_wrong_setting_is_told_in_one_line(recipe: Path, override: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told) as caught:
+def test_a_wrong_setting_is_reported_in_one_line(recipe: Path, override: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named) as caught:
         read_recipe(str(recipe), [override])
     assert "\n" not in str(caught.value)
 
 
-def test_more_blocks_than_there_are_cannot_be_computed_again(recipe: Path) -> None:
+def test_checkpointing_more_blocks_than_the_model_has_is_refused(recipe: Path) -> None:
     assert train(recipe, "training.gradient_checkpointing=2")
-    with pytest.raises(ConfigError, match="gradient_checkpointing: 4, but sd3 has 3 blocks; lower it"):
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing.*3 blocks"):
         start_run(
             str(recipe),
             ["training.gradient_checkpointing=4"],

@@ -1,4 +1,4 @@
-"""Whole runs on a real Ray cluster of several nodes: the weights of a run on one machine, whatever is lost."""
+"""Runs on a Ray cluster of several nodes give the weights of a run on one machine, whatever is lost."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ FEW_WORKERS = ("lanes.rewards=0",)  # every actor loads torch
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[SeveralNodes]:
-    """A head with room for the trainer and all others, and one machine for generators."""
-    with nodes_alone(num_cpus=1, resources={"home": 8}) as cluster:  # Ray starts a process for every CPU
+    """A head node for the trainer and other workers, and one node for generators."""
+    with nodes_alone(num_cpus=1, resources={"home": 8}) as cluster:  # Ray starts one process per CPU
         cluster.add(num_cpus=1, resources={"away": 2})
         yield cluster
 
 
 def on(nodes: SeveralNodes, *pools: str) -> tuple[str, ...]:
-    """Overrides that put a run on the cluster: all at home, and generators in these pools."""
+    """Overrides that run on the cluster: generators in these pools, everything else on the head."""
     home = "{cpus: 0, resources: {home: 1}}"
     places = tuple(f"cluster.{who}={home}" for who in ("trainer", "rewards", "encoder"))
     return (
         "mode=ray",
         f"cluster.address={nodes.address}",
-        "cluster.start_timeout_s=120",  # a machine's first process takes its time where others work, too
+        "cluster.start_timeout_s=120",  # the first process of a node is slow on a busy machine
         f"cluster.generators=[{', '.join(pools) or '{cpus: 0, resources: {away: 1}}'}]",
         "lanes.generators=1",
         *places,
@@ -71,20 +71,20 @@ def test_a_cluster_gives_the_weights_of_one_machine(live: LiveRuns, nodes: Sever
     here, there = live.finished(*options), live.finished(*options, *on(nodes))
     assert_same_weights(there, here, 3)
     assert metric(there, "step") == [0, 1, 2]
-    assert_versions_went_by_wire(there)
+    assert_weights_were_transferred(there)
 
 
 def assert_same_weights(there: RunFolder, here: RunFolder, step: int) -> None:
     one, other = weights(here, step), weights(there, step)
-    assert all(torch.equal(one[name], other[name]) for name in one), "the same shapes: to the last bit"
+    assert all(torch.equal(one[name], other[name]) for name in one), "weights differ"
 
 
-def assert_versions_went_by_wire(run: RunFolder) -> None:
+def assert_weights_were_transferred(run: RunFolder) -> None:
     assert sum(metric(run, "wire_bytes")) >= 2 * metric(run, "publish_bytes")[0], "two versions were needed"
 
 
-class Hurt:
-    """A run in a process of its own, on a cluster that changes: Ray adds machines in a main thread alone."""
+class RunWithFaults:
+    """A run in its own process, on a cluster that changes: Ray adds nodes in the main thread only."""
 
     def __init__(self, command: subprocess.Popen[str], path: Path) -> None:
         self._command, self._path = command, path
@@ -95,7 +95,9 @@ class Hurt:
         return found
 
     def kill(self, *workers: str) -> None:
-        found = self.wait(lambda: workers_of(self._path).keys() >= set(workers) and workers_of(self._path), "them")
+        found = self.wait(
+            lambda: workers_of(self._path).keys() >= set(workers) and workers_of(self._path), f"{workers} to start"
+        )
         for worker in workers:
             os.kill(found[worker], signal.SIGKILL)
 
@@ -105,7 +107,7 @@ class Hurt:
     def count(self, event: type) -> int:
         return sum(isinstance(decision.event, event) for decision in read_journal(self._path / "journal.jsonl"))
 
-    def made_by(self) -> set[str]:
+    def lanes_that_generated(self) -> set[str]:
         spans = lines_of(self._path / "spans.jsonl")
         return {span["lane"] for span in spans if span["work"] == "generate"}
 
@@ -116,16 +118,16 @@ class Hurt:
 
 
 @contextmanager
-def hurt(live: LiveRuns, path: Path, *overrides: str) -> Iterator[Hurt]:
+def run_with_faults(live: LiveRuns, path: Path, *overrides: str) -> Iterator[RunWithFaults]:
     command = live.command("tiny.yaml", *overrides, "--out", str(path))
     try:
-        yield Hurt(command, path)
+        yield RunWithFaults(command, path)
     finally:
         command.kill()
         command.communicate()
 
 
-def test_a_generator_a_machine_and_a_trainer_may_be_lost_and_a_lane_joins_with_a_machine_that_is_added(
+def test_a_run_survives_the_loss_of_a_generator_a_node_and_the_trainer_and_grows_with_a_new_node(
     live: LiveRuns, nodes: SeveralNodes
 ) -> None:
     path = live.new_path()
@@ -134,7 +136,7 @@ def test_a_generator_a_machine_and_a_trainer_may_be_lost_and_a_lane_joins_with_a
     home = "{name: home, cpus: 0, resources: {away: 1}}"
     elastic = "{name: far, cpus: 0, resources: {pasture: 1}, count: 1, up_to: 2}"
     options = (*LORA, *FEW_WORKERS, *RANKS)
-    with hurt(live, path, *options, "steps=2000", *on(nodes, home, elastic)) as run:
+    with run_with_faults(live, path, *options, "steps=2000", *on(nodes, home, elastic)) as run:
         run.after(steps=1)
         run.kill("generator-0")
         run.after(steps=3)
@@ -142,20 +144,20 @@ def test_a_generator_a_machine_and_a_trainer_may_be_lost_and_a_lane_joins_with_a
         run.after(steps=5)
         run.kill("trainer-0", "trainer-1")
         run.after(steps=6)
-        run.wait(lambda: run.count(WorkerLost) == 2, "the news of both losses")
-        assert run.count(WorkerJoined) == 1, "one lane found no room again"
+        run.wait(lambda: run.count(WorkerLost) == 3, "two lost generators and a lost trainer in the journal")
+        assert run.count(WorkerJoined) == 1, "the lane of the lost node has no room"
         added = nodes.add(**machine)
-        run.wait(lambda: "generator-2" in run.made_by(), "a slice of the lane that joined")
+        run.wait(lambda: "generator-2" in run.lanes_that_generated(), "a slice from the lane that joined")
         run.interrupt()
     nodes.kill(added)
     folder, steps = RunFolder.open(path), steps_done(path)
     assert metric(folder, "step") == list(range(steps))
     assert_same_weights(folder, live.finished(*options, f"steps={steps}"), steps)
-    assert_versions_went_by_wire(folder)
+    assert_weights_were_transferred(folder)
 
 
 @pytest.mark.parametrize(
-    ("pool", "told"),
+    ("pool", "named"),
     [
         ("{accelerator: H100}", "H100"),
         ("{labels: {room: cold}}", "room"),
@@ -163,11 +165,11 @@ def test_a_generator_a_machine_and_a_trainer_may_be_lost_and_a_lane_joins_with_a
         ("{resources: {away: 1}, count: 9}", "away"),
     ],
 )
-def test_what_the_cluster_has_not_is_told_before_anything_is_written(
-    pool: str, told: str, live: LiveRuns, nodes: SeveralNodes
+def test_missing_resources_are_reported_before_anything_is_written(
+    pool: str, named: str, live: LiveRuns, nodes: SeveralNodes
 ) -> None:
     path = live.new_path()
-    with pytest.raises(ConfigError, match=told) as caught:
+    with pytest.raises(ConfigError, match=named) as caught:
         live.run(*on(nodes, pool), out=path)
     assert "\n" not in str(caught.value)
     assert not path.exists()

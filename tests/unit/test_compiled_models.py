@@ -1,4 +1,4 @@
-"""Compiled blocks compute what they did before, and a run compiles nothing that its rehearsal did not."""
+"""Compiled blocks compute the same, and everything is compiled during calibration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from digenrl.worker.orders import Order, OrderFailed, Report
 from scored_groups import Rollout, nudge, relative_difference, scored_groups, toy, trainer_of, trajectories_of
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
@@ -28,7 +27,9 @@ from digenrl.models.family import Family
 from digenrl.models.lora import add_lora
 from digenrl.models.registry import FAMILIES
 from digenrl.models.trajectory import ScoredGroup
+from digenrl.records import Encode, Encoded, JobFailed
 from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
+from digenrl.worker.stages import Stages, WorkerParts
 from digenrl.worker.worker import Worker
 
 LONG_PROMPT = 1234567  # a group's number is in its prompt
@@ -36,7 +37,7 @@ REWARDS = (0.0, 1.0, 5.0, 2.0)
 
 
 class Counting:
-    """A backend that counts graphs; those of a forward alone run as they are, which is quicker to compile."""
+    """A backend that counts graphs. Graphs without gradient run eagerly, which is faster to compile."""
 
     def __init__(self) -> None:
         self.graphs = 0
@@ -47,7 +48,7 @@ class Counting:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_compiled_before() -> Iterator[None]:
+def reset_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -73,15 +74,15 @@ def same_trajectories(left: ScoredGroup, right: ScoredGroup) -> bool:
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
-def test_after_a_rehearsal_a_family_compiles_nothing_and_has_the_eager_models_gradient(
+def test_after_calibration_nothing_is_compiled_and_gradients_are_those_of_the_eager_model(
     name: str, tmp_path: Path
 ) -> None:
-    """Also under a longer prompt: in some families a text is as long as it is. Packs of 3 are filled up."""
+    """Also with a longer prompt: some families do not pad texts. Packs are filled to a size of 3."""
     family = FAMILIES[name]
     make_tiny_pipeline(name, tmp_path / name)
     algorithm = build_algorithm(
         "flow_grpo", {"updates_per_batch": 1, "kl_weight": 0.1 if name == "wan" else 0}
-    )  # once with the reference, whose adapters are off
+    )  # once with the reference policy, with adapters off
     rollout = Rollout(groups=2, steps=3, guidance=family.default_guidance, size=tiny_size(family.name))
     settings = TrainerSettings(pack_size=3)
     eager, compiled = (adapted(family, tmp_path / name) for _ in range(2))
@@ -90,14 +91,14 @@ def test_after_a_rehearsal_a_family_compiles_nothing_and_has_the_eager_models_gr
 
     backend = Counting()
     compile_blocks(compiled, backend)
-    rehearsed = group_of(compiled, algorithm, rollout, 0)
+    calibrated = group_of(compiled, algorithm, rollout, 0)
     trainer = trainer_of(compiled, algorithm, expected, settings)
-    trainer.calibrate(replace(rehearsed, trajectories=rehearsed.trajectories[:2], rewards=REWARDS[:2]))
+    trainer.calibrate(replace(calibrated, trajectories=calibrated.trajectories[:2], rewards=REWARDS[:2]))
     ways = 3 if name == "wan" else 2  # with and without gradient, and without adapters
     graphs = ways * len({block_kind(block) for block in repeated_blocks(compiled.transformer)})
     assert backend.graphs == graphs
 
-    groups = [rehearsed, group_of(compiled, algorithm, rollout, LONG_PROMPT)]
+    groups = [calibrated, group_of(compiled, algorithm, rollout, LONG_PROMPT)]
     for place, group in enumerate(groups):
         trainer.add_group(group, place)
         reference.add_group(expected[place], place)
@@ -110,7 +111,7 @@ def test_after_a_rehearsal_a_family_compiles_nothing_and_has_the_eager_models_gr
 
 
 class WatchedToy:
-    """A toy whose batch sizes with gradient are written down."""
+    """A toy model that records its batch sizes with gradient."""
 
     def __init__(self, compiled: bool) -> None:
         self.model, self.rows, self.room = toy(), [], 1000
@@ -128,7 +129,7 @@ class WatchedToy:
         return self._velocity(latents_BL, *arguments)
 
 
-def test_packs_of_a_compiled_model_are_of_one_size_and_fillers_count_nowhere() -> None:
+def test_packs_of_a_compiled_model_have_one_size_and_fillers_do_not_count() -> None:
     algorithm = build_algorithm("flow_grpo", {"updates_per_batch": 1, "kl_weight": 0.1})
     eager, compiled = WatchedToy(compiled=False), WatchedToy(compiled=True)
     assert is_compiled(compiled.model) and not is_compiled(eager.model)
@@ -176,7 +177,7 @@ def test_a_filled_pack_that_does_not_fit_is_halved_with_its_fillers() -> None:
 
 
 @pytest.mark.parametrize("name", ["sd3", "qwen_image"])
-def test_on_a_cpu_a_rollouts_forward_is_the_plain_one(name: str, tmp_path: Path) -> None:
+def test_on_a_cpu_rollout_velocity_equals_velocity(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     make_tiny_pipeline(name, tmp_path / name)
     model, size = adapted(family, tmp_path / name), tiny_size(family.name)
@@ -193,7 +194,7 @@ def test_on_a_cpu_a_rollouts_forward_is_the_plain_one(name: str, tmp_path: Path)
 
 
 @torch.no_grad()
-def test_forwards_that_cannot_be_recorded_run_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forwards_that_cannot_be_captured_run_eagerly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family = FAMILIES["sd3"]
     make_tiny_pipeline("sd3", tmp_path / "sd3")
     model, size, tries = adapted(family, tmp_path / "sd3"), tiny_size(family.name), []
@@ -208,16 +209,17 @@ def test_forwards_that_cannot_be_recorded_run_as_they_are(tmp_path: Path, monkey
     monkeypatch.setattr(GraphedForwards, "_worth_capturing", lambda *_arguments: True)
     monkeypatch.setattr(GraphedForwards, "_capture", no_room)
     captured, expected = GraphedForwards(model), model.velocity(*given)
-    for tried in (0, 1, 1, 1):  # the first runs as it is, the second is to be recorded
+    for tried in (0, 1, 1, 1):  # the first runs eagerly, the second tries to capture
         assert torch.equal(captured.velocity(*given), expected)
         assert len(tries) == tried
 
 
-def test_a_compiler_that_fails_is_told_with_the_way_out() -> None:
-    def handle(order: Order) -> Report:
-        raise BackendCompilerFailed(handle, RuntimeError("no C compiler found"), None)
+def test_a_failure_to_compile_is_a_user_error_that_names_the_setting() -> None:
+    class FailingStages(Stages):
+        def encode(self, job: Encode) -> Encoded:
+            raise BackendCompilerFailed(self.encode, RuntimeError("no C compiler found"), None)
 
-    role = SimpleNamespace(handlers={Order: handle})
-    report = Worker([role]).handle(Order())
-    assert isinstance(report, OrderFailed) and report.mistake
-    assert "no C compiler found" in report.reason and "model.compile=false" in report.reason
+    parts = WorkerParts(SimpleNamespace(recipe=SimpleNamespace(sample=SimpleNamespace(decode_rows=None))), None)
+    result = Worker("generator-0", FailingStages(parts)).handle(Encode(0, 0, step=0, groups=()))
+    assert isinstance(result, JobFailed) and result.user_error
+    assert "no C compiler found" in result.reason and "model.compile" in result.reason

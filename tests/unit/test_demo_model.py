@@ -34,7 +34,7 @@ def model() -> PipelineModel:
     return find_family("sd3").load(model_folder())
 
 
-def test_the_model_is_small_enough_to_travel_with_the_package() -> None:
+def test_the_model_is_small_enough_to_be_packaged() -> None:
     assert sum(file.stat().st_size for file in model_folder().rglob("*") if file.is_file()) < 5 * MEGABYTES
 
 
@@ -45,18 +45,18 @@ def test_the_prompts_are_different_numbers_and_none_is_in_both_files() -> None:
     assert {*train, *held_out} <= {prompt_of(number) for number in range(1000, 10_000)}
 
 
-def test_every_digit_of_a_prompt_is_a_token_of_its_own_and_no_prompt_is_cut(model: PipelineModel) -> None:
+def test_every_digit_of_a_prompt_is_a_token_and_no_prompt_is_cut(model: PipelineModel) -> None:
     for tokenizer in (model.pipeline.tokenizer, model.pipeline.tokenizer_3):
         tokens = tokenizer.convert_ids_to_tokens(tokenizer(prompt_of(4071)).input_ids)
         assert [token[0] for token in tokens if token[0].isdigit()] == ["4", "0", "7", "1"]
         assert len(tokens) <= tokenizer.model_max_length
 
 
-def test_the_model_writes_some_numbers_readably_and_leaves_room_to_learn(model: PipelineModel) -> None:
+def test_the_model_writes_some_numbers_legibly_and_leaves_room_to_learn(model: PipelineModel) -> None:
     assert 0.2 < exact_share(model, texts(held_out_prompts())[:80], 0, number_reader()) < 0.6
 
 
-def test_plain_diffusers_makes_the_same_picture(model: PipelineModel) -> None:
+def test_plain_diffusers_generates_the_same_image(model: PipelineModel) -> None:
     prompt = texts(held_out_prompts())[0]
     ours_CHW = sample_images(model, [prompt], seed=3)[0, 0]
     with without_progress_bars():
@@ -76,17 +76,17 @@ def test_plain_diffusers_makes_the_same_picture(model: PipelineModel) -> None:
     torch.testing.assert_close(ours_CHW, torch.from_numpy(theirs_BHWC[0]).permute(2, 0, 1), atol=1e-4, rtol=0)
 
 
-def test_a_picture_does_not_depend_on_those_made_beside_it(model: PipelineModel) -> None:
+def test_an_image_does_not_depend_on_its_batch(model: PipelineModel) -> None:
     prompts = texts(held_out_prompts())[:3]
     together, alone = sample_images(model, prompts, seed=1), sample_images(model, prompts[2:], seed=1, first=2)
     torch.testing.assert_close(together[2:], alone, atol=1e-4, rtol=0)
 
 
-def test_drawn_numbers_are_read_exactly_and_their_looks_vary() -> None:
+def test_drawn_numbers_are_read_exactly_and_vary_in_appearance() -> None:
     random, numbers = Random(0), [4071, 9926, 1358, 2640]
-    pictures_BCHW = draw_numbers(numbers, random)
-    assert pictures_BCHW.shape == (4, 3, SIZE.height, SIZE.width)
-    pixels_BFCHW = (pictures_BCHW / 2 + 0.5)[:, None]
+    images_BCHW = draw_numbers(numbers, random)
+    assert images_BCHW.shape == (4, 3, SIZE.height, SIZE.width)
+    pixels_BFCHW = (images_BCHW / 2 + 0.5)[:, None]
     scores = number_reader().score(pixels_BFCHW, [prompt_of(number) for number in numbers], [{}] * 4)
     assert scores.parts["exact"] == (1.0,) * 4
     assert draw_number(4071, random) != draw_number(4071, random)

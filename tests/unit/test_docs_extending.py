@@ -19,8 +19,11 @@ from digenrl.algorithms.registry import build_algorithm
 from digenrl.config import rewards as reward_settings
 from digenrl.config.recipe_files import read_recipe
 from digenrl.config.rewards import parse_rewards
+from digenrl.models.lora import adapter_parameters, add_lora
 from digenrl.models.objective import StepPairs
+from digenrl.models.registry import find_family
 from digenrl.rewards.building import build_rewards
+from digenrl.testing.tiny_models import make_tiny_pipeline
 
 BLOCK = re.compile(r"^ *```python\n *# (\S+)\n(.*?)^ *```", re.M | re.S)
 SOURCES = {
@@ -106,6 +109,18 @@ def step_pairs() -> StepPairs:
         mean_RL=latents_RL,
         velocity_RL=latents_RL,
     )
+
+
+def test_the_model_family_adds_adapters_to_the_mlps(import_example: Importer, tmp_path: Path) -> None:
+    import_example("my_package/families.py")
+    path = "my_package.families:SD3_WITH_MLP"
+    read_recipe("sd3_flow_grpo", ["prompts.path=prompts.txt", f"model.family={path}"])
+    make_tiny_pipeline("sd3", tmp_path / "tiny")
+    model = find_family(path).load(tmp_path / "tiny", text_encoders=False)
+    add_lora(model, rank=2, alpha=4, seed=0)
+    adapted = {name.partition(".lora_")[0] for name in adapter_parameters(model)}
+    for layer in ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "attn.to_q"):
+        assert any(name.endswith(layer) for name in adapted), layer
 
 
 def test_the_help_rule_is_evaluated_as_the_page_says() -> None:

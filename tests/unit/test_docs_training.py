@@ -27,7 +27,7 @@ from digenrl.models.registry import FAMILIES
 from digenrl.records import SampleId
 from digenrl.run_folder.folder import RunFolder, RunInfo
 from digenrl.scheduling import Terms
-from digenrl.transports.ray.backend import Carried
+from digenrl.transports.ray.backend import TransferMetrics
 from digenrl.worker.stages import Stages
 
 TRAINING = DocPage(DOCS / "training.md")
@@ -100,7 +100,7 @@ def test_the_table_of_metrics_has_them_all() -> None:
     watch(initial_state_of(), [kept])
     update = dict.fromkeys((*AVERAGED, "ratio_max", "memory_retries", "zero_spread_groups", "pack_size"), 1)
     reported = step_summary(0, {SampleId(0, 0, 0): 1.0}, {"ocr": [1.0]}, [update], 1)
-    written = {*kept.steps[-1], *reported.values, *Carried().take(), "predicted_step_s"}
+    written = {*kept.steps[-1], *reported.values, *TransferMetrics().take(), "predicted_step_s"}
     known = {re.sub("^busy/.*", "busy/LANE", re.sub("^reward/.*", "reward/NAME", name)) for name in written}
     listed = [name for cells in TRAINING.table("name", after="The metrics of a step") for name in code(cells[0])]
     assert sorted(listed) == sorted(known)

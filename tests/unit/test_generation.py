@@ -1,4 +1,4 @@
-"""Windows, rollouts of slices, decoding, the prompt cache: on the toy model and every family's tiny pipeline."""
+"""Windows, rollouts, decoding and encoding, on the toy model and on every family's tiny pipeline."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 RUN_SEED = 11
 STEPS = 6
 GROUP = 4
-CLIP_RANGE = 1e-4  # of the usual recipes: a mismatch beyond it would cut gradients
+CLIP_RANGE = 1e-4  # of typical recipes: a mismatch above it would clip gradients
 NOTHING = Needs()
 FLOW = StepNoise("flow", 0.7)
 DANCE = StepNoise("dance", 0.3)
@@ -88,13 +88,13 @@ def with_sigma_off(trajectory: Trajectory, index: int) -> Trajectory:
 
 
 @pytest.mark.parametrize("steps, kept", [(10, 9), (6, 5), (2, 1), (100, 99), (200, 198)])
-def test_flow_grpo_keeps_all_but_a_hundredth_and_never_the_last_step(steps: int, kept: int) -> None:
+def test_flow_grpo_keeps_99_percent_and_never_the_last_step(steps: int, kept: int) -> None:
     choice = choose_steps(AllSteps(), steps, 0, SampleId(0, 0, 0))
     assert choice.stochastic == tuple(range(steps - 1))
     assert choice.kept == tuple(range(kept))
 
 
-def test_dance_grpo_keeps_its_own_uniform_subset_of_every_sample() -> None:
+def test_dance_grpo_keeps_a_uniform_subset_drawn_per_sample() -> None:
     window = RandomSubset()
     choices = [choose_steps(window, 16, RUN_SEED, SampleId(0, 0, index)) for index in range(2000)]
     assert all(choice.stochastic == tuple(range(15)) for choice in choices)
@@ -148,7 +148,7 @@ def test_the_fast_window_is_uniform_over_the_first_half_and_shared_by_a_training
         ({"kind": "all"}, 1, "schedule of 1"),
     ],
 )
-def test_a_window_outside_the_schedule_is_refused_in_one_line(settings, steps: int, message: str) -> None:
+def test_a_window_that_does_not_fit_is_refused_in_one_line(settings, steps: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         read_window(settings).check(steps)
     assert "\n" not in str(caught.value)
@@ -167,7 +167,7 @@ def test_window_settings_are_checked_when_read(settings, message: str) -> None:
         read_window(settings)
 
 
-def test_every_kind_of_window_is_known_by_its_own_name_and_plans_only_what_can_be_trained() -> None:
+def test_every_kind_of_window_plans_only_trainable_steps() -> None:
     model, slice_ = ToyModel(), Slice(30, 0, 0, 3)
     for kind, cls in WINDOWS.items():
         window = cls()
@@ -201,7 +201,7 @@ def test_a_plan_made_by_hand_is_checked_before_the_first_forward(stochastic, kep
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 @pytest.mark.parametrize("kind", WINDOWS)
-def test_a_sample_is_the_same_whatever_slice_it_is_generated_in(kind: str, dtype, tolerance: float) -> None:
+def test_a_sample_does_not_depend_on_its_slice(kind: str, dtype, tolerance: float) -> None:
     model, needs = ToyModel(dtype=dtype), Needs(step_means=True, final_latents=True)
     window = read_window({"kind": kind})
     whole = generate(model, Slice(2, 1, 0, GROUP), window, needs)
@@ -227,12 +227,12 @@ def test_stored_steps_scored_again_have_bitwise_the_stored_log_probs(kind: str, 
     assert len(generated.trajectories[0].log_prob_K) >= 2
     for k in range(len(generated.trajectories[0].log_prob_K)):
         log_prob_B = scored_again(model, row, list(generated.trajectories), k)
-        # With "random_subset" the rows of this batch stand at different steps; they do not disturb each other.
+        # With "random_subset" the rows of this batch are at different steps.
         ratio_B = (log_prob_B - torch.stack([t.log_prob_K[k] for t in generated.trajectories])).exp()
         assert torch.equal(ratio_B, torch.ones(GROUP))
 
 
-def test_a_sigma_off_by_a_thousandth_is_seen_in_every_ratio() -> None:
+def test_a_sigma_off_by_a_thousandth_changes_every_ratio() -> None:
     model = ToyModel()
     row = model.encode(["a red cat"])
     generated = generate(model, Slice(2, 1, 0, GROUP), AllSteps())
@@ -242,7 +242,7 @@ def test_a_sigma_off_by_a_thousandth_is_seen_in_every_ratio() -> None:
         assert (ratio_B - 1).abs().max() > CLIP_RANGE
 
 
-def test_other_weights_another_prompt_or_another_guidance_give_other_log_probs() -> None:
+def test_weights_prompt_and_guidance_each_change_the_log_probs() -> None:
     model = ToyModel()
     trajectories = list(generate(model, Slice(2, 1, 0, GROUP), AllSteps()).trajectories)
     stored_B = torch.stack([t.log_prob_K[1] for t in trajectories])
@@ -253,7 +253,7 @@ def test_other_weights_another_prompt_or_another_guidance_give_other_log_probs()
 
 
 @pytest.mark.parametrize("kind", WINDOWS)
-def test_a_trajectory_holds_the_kept_steps_and_nothing_else(kind: str) -> None:
+def test_a_trajectory_contains_only_the_kept_steps(kind: str) -> None:
     model, slice_ = ToyModel(), Slice(2, 1, 1, 3)
     bare = generate(model, slice_, read_window({"kind": kind}))
     full = generate(model, slice_, read_window({"kind": kind}), Needs(step_means=True, final_latents=True))
@@ -274,7 +274,7 @@ def test_a_trajectory_holds_the_kept_steps_and_nothing_else(kind: str) -> None:
             assert torch.equal(trajectory.latents_KL[1:], trajectory.next_latents_KL[:-1])
             assert trajectory.latents_KL.untyped_storage().nbytes() == (len(kept) + 1) * latent_bytes
             assert trajectory.latents_KL.data_ptr() + latent_bytes == trajectory.next_latents_KL.data_ptr()
-        # Neighbours in the batch do not travel along.
+        # It does not share storage with the rest of the batch.
         assert len(pickle.dumps(trajectory)) < 2 * len(kept) * latent_bytes + 8_000
 
 
@@ -332,7 +332,7 @@ def test_samples_differ_within_a_group_even_from_the_same_initial_noise() -> Non
     assert not torch.equal(apart.trajectories[0].latents_KL[0], apart.trajectories[1].latents_KL[0])
 
 
-def test_a_rollout_leaves_gradients_and_global_randomness_alone() -> None:
+def test_a_rollout_does_not_touch_gradients_or_global_random_state() -> None:
     model = ToyModel()
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
@@ -344,14 +344,14 @@ def test_a_rollout_leaves_gradients_and_global_randomness_alone() -> None:
     assert not generated.trajectories[0].latents_KL.is_inference()
 
 
-def test_a_slice_is_refused_with_the_rows_of_two_prompts() -> None:
+def test_a_slice_with_the_rows_of_two_prompts_is_refused() -> None:
     model = ToyModel()
-    with pytest.raises(ValueError, match="one row of conditioning; got 2"):
+    with pytest.raises(ValueError, match="one row"):
         generate(model, Slice(0, 0, 0, 2), AllSteps(), conditioning=model.encode(["a", "b"]))
 
 
 @pytest.mark.parametrize("rows_at_once", [None, 1, 2])
-def test_decoding_gives_pixels_whatever_the_rows_at_once(rows_at_once: int | None) -> None:
+def test_decoding_does_not_depend_on_the_number_of_rows_at_once(rows_at_once: int | None) -> None:
     model = ToyModel()
     generated = generate(model, Slice(0, 0, 0, 3), AllSteps())
     pixels = decode_slice(model, generated, RowLimit(rows_at_once))
@@ -405,7 +405,9 @@ def tiny(
     return family.load(directory), tiny_size(family.name)
 
 
-def test_tiny_pipelines_make_the_same_samples_alone_and_together(tiny: tuple[PipelineModel, SampleSize]) -> None:
+def test_tiny_pipelines_generate_the_same_samples_alone_and_in_a_batch(
+    tiny: tuple[PipelineModel, SampleSize],
+) -> None:
     model, size = tiny
     row = model.encode(["a red cat"])
     together, *alone = (
@@ -415,7 +417,7 @@ def test_tiny_pipelines_make_the_same_samples_alone_and_together(tiny: tuple[Pip
     torch.testing.assert_close(together.final_BL, torch.cat([one.final_BL for one in alone]), rtol=1e-5, atol=1e-5)
 
 
-def test_a_rollout_of_a_tiny_pipeline_is_on_policy_to_the_last_bit(tiny: tuple[PipelineModel, SampleSize]) -> None:
+def test_a_rollout_of_a_tiny_pipeline_is_bitwise_on_policy(tiny: tuple[PipelineModel, SampleSize]) -> None:
     model, size = tiny
     row = encode_prompts(model, ["a red cat", "a blue cup"])["a red cat"]  # drops the text encoders
     generated = generate(model, Slice(0, 3, 0, 2), AllSteps(), size=size, conditioning=row)

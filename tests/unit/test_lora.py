@@ -116,7 +116,7 @@ def test_disabling_gives_exactly_the_base_and_restores_everything_after(model: D
     assert [parameter.requires_grad for parameter in adapter_parameters(model).values()] == trained
 
 
-def test_adapters_come_back_when_the_reference_forward_raises(model: DiffusionModel) -> None:
+def test_adapters_are_enabled_again_if_the_reference_forward_raises(model: DiffusionModel) -> None:
     add_lora(model, rank=4, alpha=8, seed=0)
     shake_adapters(model)
     adapted = velocity_of(model)
@@ -136,7 +136,7 @@ def test_a_gradient_reaches_the_adapters_through_a_forward_made_before_disabling
     assert sum(float(grad.abs().sum()) for grad in grads if grad is not None) > 0
 
 
-def test_beside_a_bf16_base_adapters_compute_in_bf16_what_peft_computes_in_fp32() -> None:
+def test_with_a_bf16_base_adapters_compute_in_bf16_and_agree_with_peft_in_fp32() -> None:
     torch.manual_seed(0)
     config = LoraConfig(r=8, lora_alpha=16, init_lora_weights=False)
     layer, theirs = (
@@ -196,7 +196,7 @@ def test_a_saved_directory_has_one_file_with_bitwise_the_same_weights(
     add_lora(model, rank=4, alpha=8, seed=0)
     shake_adapters(model)
     save_lora(model, tmp_path / "lora")
-    save_lora(model, tmp_path / "lora")  # an older one is replaced
+    save_lora(model, tmp_path / "lora")  # replaces the first
     assert [path.name for path in (tmp_path / "lora").iterdir()] == [FILE_NAME]
     saved, state = load_file(tmp_path / "lora" / FILE_NAME), weights_state(model)
     read = {name.removeprefix("transformer."): value for name, value in saved.items()}
@@ -205,9 +205,9 @@ def test_a_saved_directory_has_one_file_with_bitwise_the_same_weights(
 
 
 def test_mistakes_are_reported(model: DiffusionModel) -> None:
-    with pytest.raises(ValueError, match="no LoRA adapters to disable"), adapters_disabled(model):
+    with pytest.raises(ValueError, match="no LoRA adapters"), adapters_disabled(model):
         pass
-    with pytest.raises(ConfigError, match="rank must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match="rank"):
         add_lora(model, rank=0, alpha=8, seed=0)
     assert not has_lora(model)
     add_lora(model, rank=4, alpha=8, seed=0)

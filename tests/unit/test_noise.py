@@ -1,4 +1,4 @@
-"""Noise belongs to a sample: the same wherever and whenever it is drawn, and no two draws alike."""
+"""Noise depends only on the sample and the seed, and no two draws are alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from digenrl.records import SampleId, Slice
 SHAPE = (4, 3, 5)
 
 
-def test_a_key_depends_on_every_part_of_the_name_and_on_nothing_else() -> None:
+def test_a_key_depends_on_every_part_of_the_name() -> None:
     numbers = range(12)
     keys = {
         draw_key(seed, SampleId(step, group, index), purpose)
@@ -23,7 +23,7 @@ def test_a_key_depends_on_every_part_of_the_name_and_on_nothing_else() -> None:
 
 
 def test_noise_is_the_same_on_every_machine_and_in_every_release() -> None:
-    # A change here changes every sample of every run: resumed runs would no longer continue the old ones.
+    # A change here changes every sample of every run: resumed runs would no longer match.
     assert draw_key(7, SampleId(5, 2, 1), "initial") == 0x84D4066174B83526CF80A1CF2E535559
     values = normal_noise(7, SampleId(5, 2, 1), "initial", (3,))
     torch.testing.assert_close(values, torch.tensor([-1.3370142, -0.34783503, -1.2246542]), rtol=1e-6, atol=0)

@@ -226,7 +226,7 @@ def test_a_plan_for_another_recipe_is_an_error(demo_plan: Plan, override: str, c
 def test_a_file_that_is_not_a_plan_is_an_error(tmp_path: Path):
     path = tmp_path / "spec.yaml"
     path.write_text("steps: 1")
-    with pytest.raises(ConfigError, match="plan"):
+    with pytest.raises(ConfigError, match="is not a plan"):
         read_plan(path)
     path.write_text("plan: {recipe: x}\nlane: {}")
     with pytest.raises(ConfigError, match=r"lane: .*'lanes'"):

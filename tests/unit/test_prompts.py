@@ -88,14 +88,16 @@ def test_parquet_rows_carry_metadata(tmp_path: Path) -> None:
         ("p.parquet", "not parquet", "p.parquet: not a readable parquet file"),
     ],
 )
-def test_a_wrong_file_is_told_with_its_line(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+def test_a_wrong_file_is_reported_with_its_line(
+    tmp_path: Path, name: str, content: str | bytes, message: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         read(written(tmp_path, name, content))
     assert str(caught.value).startswith(f"{tmp_path}/{message}")
     assert "\n" not in str(caught.value)
 
 
-def test_a_wrong_parquet_row_is_told_with_its_number(tmp_path: Path) -> None:
+def test_a_wrong_parquet_row_is_reported_with_its_number(tmp_path: Path) -> None:
     path = tmp_path / "p.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", None]}), path)
     with pytest.raises(ConfigError, match=r"p\.parquet, row 2: 'prompt'"):
@@ -108,24 +110,22 @@ def test_a_wrong_parquet_row_is_told_with_its_number(tmp_path: Path) -> None:
         read(path)
 
 
-def test_a_missing_file_and_an_unknown_format_are_told(tmp_path: Path) -> None:
+def test_a_missing_file_and_an_unknown_format_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.txt: no such file"):
         read(tmp_path / "absent.txt")
-    with pytest.raises(
-        ConfigError, match=r"path: p\.json: cannot read prompts from a '\.json' file; did you mean '\.jsonl'"
-    ):
+    with pytest.raises(ConfigError, match=r"path: .*'\.jsonl'"):
         parse_model(PromptSettings, {"path": "p.json"})
 
 
 @given(count=st.integers(1, 12), per_step=st.integers(1, 7), seed=st.integers(0, 99), shuffle=st.booleans())
-def test_every_prompt_comes_once_per_epoch(count: int, per_step: int, seed: int, shuffle: bool) -> None:
+def test_every_prompt_occurs_once_per_epoch(count: int, per_step: int, seed: int, shuffle: bool) -> None:
     sampler = PromptSampler(numbered(count), per_step, seed, shuffle)
     drawn = [prompt.id for step in range(3 * count) for prompt in step_of(sampler, step)]
     for start in range(0, len(drawn) - count + 1, count):
         assert Counter(drawn[start : start + count]) == Counter(range(count))
 
 
-def test_epochs_and_seeds_differ_in_their_order_and_without_shuffle_the_file_has_it() -> None:
+def test_epochs_and_seeds_have_different_orders_and_without_shuffle_that_of_the_file() -> None:
     def epoch(number: int, seed: int, shuffle: bool = True) -> list[int]:
         sampler = PromptSampler(numbered(40), 40, seed, shuffle)
         return [sampler.prompt_for(number, group).id for group in range(40)]
@@ -159,7 +159,7 @@ def test_earlier_calls_do_not_change_a_prompt(count: int, per_step: int, asked: 
     assert [step_of(busy, step) for step in range(5)] == [step_of(fresh, step) for step in range(5)]
 
 
-def test_a_replacement_is_a_prompt_that_the_step_does_not_have_while_there_is_one() -> None:
+def test_a_replacement_is_a_prompt_that_the_step_does_not_have_yet_if_there_is_one() -> None:
     sampler = PromptSampler(numbered(10), 4, seed=0)
     own = {sampler.prompt_for(2, group).id for group in range(4)}
     replacements = [sampler.prompt_for(2, group).id for group in range(4, 10)]
@@ -169,9 +169,9 @@ def test_a_replacement_is_a_prompt_that_the_step_does_not_have_while_there_is_on
 
 
 def test_a_sampler_needs_prompts_and_at_least_one_per_step() -> None:
-    with pytest.raises(ConfigError, match="no prompts to sample from"):
+    with pytest.raises(ConfigError, match="no prompts"):
         PromptSampler((), 1, seed=0)
-    with pytest.raises(ConfigError, match="prompts per step must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match="prompts per step"):
         PromptSampler(numbered(1), 0, seed=0)
-    with pytest.raises(ValueError, match="counted from 0, got step -1"):
+    with pytest.raises(ValueError, match="step -1"):
         PromptSampler(numbered(1), 1, seed=0).prompt_for(-1, 0)

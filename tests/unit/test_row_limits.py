@@ -1,4 +1,4 @@
-"""Memory that runs out while samples are made: they are made in halves, and the next ones at once as small."""
+"""When memory runs out during generation, batches are halved, and later batches start with the smaller size."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from digenrl.worker.orders import EncodedPrompt, EncodePrompts, EvaluatePrompts, MakeSlice, RehearseMaking
-from digenrl.worker.roles import Encoding, Generating
 from live_runs import TINY
 from torch import Tensor
 from toy_model import TOY_SIZE, ToyModel
@@ -18,22 +16,24 @@ from digenrl.config.algorithms import Needs
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipe import Recipe
 from digenrl.config.windows import AllSteps
-from digenrl.exchange.folder import ExchangeFolder, WeightsReference
+from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
 from digenrl.generation.rollout import GeneratedSlice, RolloutSettings, decode_slice, generate_slice
 from digenrl.generation.row_limits import RowLimit
 from digenrl.generation.windows import plan_rollouts
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.trajectory import StepNoise
-from digenrl.records import Lease, Slice
+from digenrl.records import Calibrate, Encode, Evaluate, Generate, HeldOutChunk, PromptRow, Slice
 from digenrl.testing.tiny_models import make_tiny_pipeline
 from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
+from digenrl.worker.calibration import Calibration
+from digenrl.worker.stages import Stages, WorkerParts
 
 GROUP = Slice(step=0, group=0, first=0, size=5)
 
 
-def short_of_memory(model: DiffusionModel, **fits: int) -> dict[str, list[int]]:
-    """The methods of these names have room for so many rows; returns how many each was asked for."""
+def limit_rows(model: DiffusionModel, **fits: int) -> dict[str, list[int]]:
+    """Makes these methods run out of memory above a number of rows; returns the sizes of all calls."""
     asked: dict[str, list[int]] = {name: [] for name in fits}
 
     def limited(name: str, method: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -50,7 +50,7 @@ def short_of_memory(model: DiffusionModel, **fits: int) -> dict[str, list[int]]:
     return asked
 
 
-def made(model: ToyModel, piece: Slice = GROUP, limit: RowLimit | None = None) -> GeneratedSlice:
+def generate(model: ToyModel, piece: Slice = GROUP, limit: RowLimit | None = None) -> GeneratedSlice:
     plans = plan_rollouts(
         AllSteps(),
         tuple(piece.samples()),
@@ -65,11 +65,11 @@ def made(model: ToyModel, piece: Slice = GROUP, limit: RowLimit | None = None) -
     return generate_slice(model, row, plans, piece, settings, version=0, limit=limit)
 
 
-def test_a_slice_that_does_not_fit_is_made_in_halves_with_the_same_samples() -> None:
-    whole = made(ToyModel())
+def test_a_slice_that_does_not_fit_is_generated_in_halves_with_the_same_samples() -> None:
+    whole = generate(ToyModel())
     model, limit = ToyModel(), RowLimit()
-    asked = short_of_memory(model, velocity=2)
-    halved = made(model, limit=limit)
+    asked = limit_rows(model, velocity=2)
+    halved = generate(model, limit=limit)
     assert asked["velocity"] == [5, 3, *[2] * 6, *[1] * 3]
     assert [t.sample for t in halved.trajectories] == [t.sample for t in whole.trajectories]
     torch.testing.assert_close(halved.final_BL, whole.final_BL)
@@ -77,15 +77,15 @@ def test_a_slice_that_does_not_fit_is_made_in_halves_with_the_same_samples() -> 
         torch.testing.assert_close(one.latents_KL, other.latents_KL)
         torch.testing.assert_close(one.log_prob_K, other.log_prob_K)
     asked["velocity"].clear()
-    made(model, Slice(0, 1, 0, 4), limit)
-    assert asked["velocity"] == [2] * 6  # what was found out is remembered
+    generate(model, Slice(0, 1, 0, 4), limit)
+    assert asked["velocity"] == [2] * 6  # the limit is remembered
 
 
 def test_decoding_that_does_not_fit_is_repeated_without_the_denoising() -> None:
     model, limit = ToyModel(), RowLimit(4)
-    expected = decode_slice(model, made(model))
-    asked = short_of_memory(model, velocity=9, decode=2)
-    pixels = decode_slice(model, made(model), limit)
+    expected = decode_slice(model, generate(model))
+    asked = limit_rows(model, velocity=9, decode=2)
+    pixels = decode_slice(model, generate(model), limit)
     assert (asked["velocity"], asked["decode"]) == ([5] * 3, [3, 2, 2, 1])
     assert torch.equal(pixels, expected)
 
@@ -95,38 +95,31 @@ def test_parts_are_even_so_that_they_have_few_sizes() -> None:
     assert parts == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_one_sample_that_does_not_fit_is_the_users_to_make_smaller() -> None:
+def test_a_single_sample_that_does_not_fit_is_a_config_error() -> None:
     model = ToyModel()
-    short_of_memory(model, velocity=0)
-    with pytest.raises(ConfigError, match=r"denoising a single sample; lower sample\.height.*model\.dtype"):
-        made(model)
+    limit_rows(model, velocity=0)
+    with pytest.raises(ConfigError, match=r"denoising.*sample\.height"):
+        generate(model)
 
 
-@pytest.fixture(scope="module")
-def generating(tmp_path_factory: pytest.TempPathFactory) -> tuple[Generating, EncodedPrompt, dict[str, list[int]]]:
-    """A generator of a tiny model with room for two rows, and a prompt that is encoded."""
-    root = tmp_path_factory.mktemp("short")
-    make_tiny_pipeline("sd3", root / "model")
+def test_a_worker_remembers_from_its_calibration_what_fits(tmp_path: Path) -> None:
+    make_tiny_pipeline("sd3", tmp_path / "model")
     evaluation = {"prompts": {"path": "held_out.txt"}, "denoising_steps": 2, "batch": 3}
-    model_settings = {"family": "sd3", "source": str(root / "model"), "guidance": 1.0}
+    model_settings = {"family": "sd3", "source": str(tmp_path / "model"), "guidance": 1.0}
     blueprint = read_blueprint(parse_model(Recipe, {**TINY, "model": model_settings, "evaluation": evaluation}))
-    (root / "exchange").mkdir()
-    exchange, prompt = TensorExchange(ExchangeFolder(root / "exchange")), EncodedPrompt("prompt-0", "a cat", {})
-    Encoding(load_text_encoders(blueprint, "cpu"), exchange, None).encode(EncodePrompts((prompt,)))
-    model = load_model(blueprint, "cpu")
-    return Generating(blueprint, model, exchange), prompt, short_of_memory(model, velocity=2, decode=2)
-
-
-def test_a_generator_remembers_what_fits_from_its_rehearsal_on(
-    generating: tuple[Generating, EncodedPrompt, dict[str, list[int]]], tmp_path: Path
-) -> None:
-    role, prompt, asked = generating
-    report = role.calibrate(RehearseMaking(prompt, sizes=(4,), held_out=(3,)))
-    assert report.seconds.keys() == {4} and report.peak_bytes == {4: 0}
+    (tmp_path / "exchange").mkdir()
+    exchange, prompt = TensorExchange(ExchangeFolder(tmp_path / "exchange")), PromptRow("prompt-0", "a cat", {})
+    model, encoder = load_model(blueprint, "cpu"), load_text_encoders(blueprint, "cpu")
+    asked = limit_rows(model, velocity=2, decode=2)
+    stages = Stages(WorkerParts(blueprint, exchange, encoder, model))
+    stages.encode(Encode(0, 0, step=0, groups=(0,), prompts=(prompt,)))
+    job = Calibrate(1, 0, "generate", prompt, sizes=(4,), held_out=(3,))
+    calibrated = Calibration(stages).calibrate(job)
+    assert calibrated.seconds.keys() == {4} and calibrated.peak_bytes == {4: 0}
     assert {max(rows) for rows in asked.values()} == {4}
     for rows in asked.values():
         rows.clear()
-    assert role.make_slice(MakeSlice(Lease(Slice(0, 0, 0, 4), 0, 0, 0, 0), prompt)).made.slice.size == 4
-    order = EvaluatePrompts(0, (prompt,) * 3, 0, WeightsReference("", 0, 0), "held-out", str(tmp_path), shown=0)
-    role.evaluate(order)
+    stages.generate(Generate(2, 0, Slice(0, 0, 0, 4), lane=0, version=0, prompt=prompt))
+    chunk = HeldOutChunk(version=0, index=0)
+    stages.evaluate(Evaluate(3, 0, chunk, lane=0, prompts=(prompt,) * 3, pictures=str(tmp_path / "held-out")))
     assert {max(rows) for rows in asked.values()} == {2}

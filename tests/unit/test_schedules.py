@@ -1,4 +1,4 @@
-"""The noise levels of all five families, as their published schedulers are configured; no weights are read."""
+"""The sigmas of every family with its published scheduler configuration; no weights are read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KNOWN = {
 
 @cache
 def full_size(family: str) -> DiffusionModel:
-    """Weighs nothing on "meta"."""
+    """Takes no memory: it is on the meta device."""
     return find_family(family).build_full(torch.bfloat16, "meta")
 
 
@@ -31,18 +31,18 @@ def levels(family: str, steps: int, size: SampleSize) -> list[float]:
     return values
 
 
-def test_every_family_has_known_noise_levels() -> None:
+def test_every_family_has_known_sigmas() -> None:
     assert set(KNOWN) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("family", KNOWN)
-def test_four_steps_have_the_published_noise_levels(family: str) -> None:
+def test_four_steps_have_the_published_sigmas(family: str) -> None:
     size, expected = KNOWN[family]
     assert levels(family, 4, size) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("family", KNOWN)
-def test_time_steps_are_a_thousand_times_the_noise_levels_and_whole_numbers_for_wan_alone(family: str) -> None:
+def test_timesteps_are_a_thousand_times_the_sigmas_and_integers_only_for_wan(family: str) -> None:
     schedule = full_size(family).schedule(4, KNOWN[family][0])
     expected = schedule.sigmas[:-1] * 1000
     torch.testing.assert_close(schedule.timesteps, expected.floor() if family == "wan" else expected)

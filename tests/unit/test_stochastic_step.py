@@ -67,7 +67,7 @@ def test_scalar_steps_have_the_hand_computed_mean_std_and_log_prob(
 
 @pytest.mark.parametrize("kind", FLOW_KINDS)
 @pytest.mark.parametrize("way", ["level 0", "no z", "rows without noise"])
-def test_zero_noise_is_the_euler_step_to_the_last_bit(kind: NoiseKind, way: str) -> None:
+def test_zero_noise_is_bitwise_the_euler_step(kind: NoiseKind, way: str) -> None:
     x_BL, v_BL, z_BL = normal(5, 4, 3, seed=1), normal(5, 4, 3, seed=2), normal(5, 4, 3, seed=3)
     times = StepTimes.at(EVEN, [0, 1, 2, 3, 4])
     step = stochastic_step(
@@ -158,7 +158,7 @@ def test_the_last_step_gets_no_noise_and_cannot_be_scored(kind: NoiseKind) -> No
 
 
 @pytest.mark.parametrize("kind", ["flow", "truncated_flow"])
-def test_step_0_is_guarded_by_its_index_also_where_sigma_starts_a_little_below_1(kind: NoiseKind) -> None:
+def test_step_0_is_recognized_by_its_index_even_if_sigma_starts_slightly_below_1(kind: NoiseKind) -> None:
     x, v = torch.ones(1, 4), torch.full((1, 4), 0.5)
     level = 0.4  # below the truncation, so that both kinds agree
     exact = stochastic_step(x, v, times_of([1.0], [0.9], [0]), StepNoise(kind, level), next_latents_BL=x)
@@ -246,7 +246,7 @@ def exact_denoised_std(kind: NoiseKind, level: float, steps: int) -> float:
     "kind, level, steps, error",
     [("dance", 0.3, 100, -0.00727), ("dance", 0.3, 200, -0.00364), ("cps", 0.8, 400, -0.118)],
 )
-def test_denoising_exact_data_leaves_the_known_error_of_its_std(kind, level, steps, error) -> None:
+def test_denoising_exact_data_has_the_known_error_in_std(kind, level, steps, error) -> None:
     assert exact_denoised_std(kind, level, steps) - 0.6 == pytest.approx(error, abs=0.005 * abs(error) + 1e-5)
 
 
@@ -269,7 +269,7 @@ def test_sampled_steps_have_the_std_that_their_means_and_stds_imply(kind: NoiseK
         (StepNoise("cps", 1.5), "level of cps noise must be in .0, 1.0., got 1.5"),
     ],
 )
-def test_noise_that_makes_no_sense_is_refused(noise: StepNoise, message: str) -> None:
+def test_invalid_noise_is_refused(noise: StepNoise, message: str) -> None:
     x = torch.ones(1, 2)
     with pytest.raises(ValueError, match=message):
         stochastic_step(x, x, StepTimes.at(EVEN, [1]), noise, z_BL=x)

@@ -1,4 +1,4 @@
-"""Conditioning and trajectories as named tensors: what travels comes back to the last bit."""
+"""Conditioning and trajectories are bitwise the same after a round trip through named tensors."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def same(left: Tensor | None, right: Tensor | None) -> bool:
     return left.dtype is right.dtype and left.shape == right.shape and torch.equal(left, right)
 
 
-def travelled(
+def round_trip(
     trajectories: tuple[Trajectory, ...], window: dict[str, object], rollout: Rollout, exchange: TensorExchange
 ) -> tuple[Trajectory, ...]:
-    """Through the exchange; plans are made again where they arrive."""
+    """Puts trajectories into the exchange and reads them back; the reader makes the plans again."""
     exchange.put("slice", trajectory_tensors(trajectories))
     samples = [trajectory.sample for trajectory in trajectories]
     plan = trajectories[0].plan
@@ -63,10 +63,12 @@ def travelled(
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_trajectories_come_back_to_the_last_bit(window: str, algorithm: Algorithm, tmp_path: Path) -> None:
+def test_trajectories_are_bitwise_the_same_after_a_round_trip(
+    window: str, algorithm: Algorithm, tmp_path: Path
+) -> None:
     rollout = Rollout(steps=8, version=3)
     made = trajectories_of(toy(torch.float32), algorithm, rollout, group=2, window=WINDOWS[window])
-    back = travelled(made, WINDOWS[window], rollout, TensorExchange(ExchangeFolder(tmp_path)))
+    back = round_trip(made, WINDOWS[window], rollout, TensorExchange(ExchangeFolder(tmp_path)))
     for before, after in zip(made, back, strict=True):
         assert (after.sample, after.version) == (before.sample, 3)
         assert (after.plan.kept_steps, after.plan.stochastic_steps) == (
@@ -77,7 +79,7 @@ def test_trajectories_come_back_to_the_last_bit(window: str, algorithm: Algorith
             assert same(getattr(before, name), getattr(after, name)), name
 
 
-def test_of_steps_in_a_row_each_latent_travels_once() -> None:
+def test_each_latent_of_consecutive_steps_is_stored_once() -> None:
     made = trajectories_of(toy(torch.float32), lively("flow_grpo"), Rollout(steps=8), 0, {"kind": "all"})
     tensors = trajectory_tensors(made)
     assert tensors["chain"].shape[:2] == (4, 8)
@@ -95,7 +97,7 @@ def test_a_text_argument_that_is_none_stays_none() -> None:
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
-def test_the_rows_of_every_family_travel(name: str, tmp_path: Path) -> None:
+def test_rows_of_every_family_survive_a_round_trip(name: str, tmp_path: Path) -> None:
     make_tiny_pipeline(name, tmp_path / "tiny", seed=0)
     family = find_family(name)
     encoders = family.load_text_encoders(tmp_path / "tiny")

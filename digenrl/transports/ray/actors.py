@@ -1,4 +1,4 @@
-"""A worker's process on some machine of the cluster. Torch is imported when the worker is built, not before."""
+"""The Ray actor of a worker. Torch is imported when the worker is built, not before."""
 
 from __future__ import annotations
 
@@ -15,86 +15,88 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
+from digenrl.logs import configure_logging
 from digenrl.records import Job, JobFailed, WeightsReference
 from digenrl.transports.contract import InputsLost, Report
+from digenrl.transports.process_setup import redirect_output
 from digenrl.worker.assignment import Assignment
 
 if TYPE_CHECKING:
-    from digenrl.exchange.carried import CarriedTensors
+    from digenrl.exchange.payloads import PayloadExchange
     from digenrl.exchange.tensors import Exchange
 
-# Beside orders, which are carried out one after the other, an actor does these, each in a thread of its own.
-PULSE, WIRE = "pulse", "wire"
+# Concurrency groups of an actor, with one thread each. Jobs run one at a time, in the default group.
+HEARTBEAT, BROADCAST = "heartbeat", "broadcast"
 
 
-class Handler(Protocol):
-    """What carries out orders: a worker."""
+class JobRunner(Protocol):
+    """The part of a worker that an actor uses."""
 
-    def handle(self, order: Job) -> Report:
-        """The report of an order."""
-
-
-Builder = Callable[[Assignment, "Exchange", str], tuple[Handler | None, Report]]
+    def handle(self, job: Job) -> Report:
+        """Runs a job and returns its report."""
 
 
-def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str) -> tuple[Handler | None, Report]:
+Builder = Callable[[Assignment, "Exchange", str], tuple[JobRunner | None, Report]]
+
+
+def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str) -> tuple[JobRunner | None, Report]:
     """The worker of an assignment, and its first report."""
     from digenrl.worker.worker import start_worker
 
     return start_worker(assignment, exchange, rendezvous)
 
 
+def make_exchange(assignment: Assignment, host: str) -> PayloadExchange:
+    """The exchange of a worker on this host. Full weights are too large to travel with jobs, and are broadcast."""
+    from digenrl.exchange.broadcast import WeightsSender
+    from digenrl.exchange.broadcast_exchange import BroadcastExchange
+    from digenrl.exchange.payloads import PayloadExchange
+
+    if assignment.recipe.training.lora is not None:
+        return PayloadExchange()
+    is_first_rank = assignment.ranks is None or assignment.ranks.index == 0
+    return BroadcastExchange(WeightsSender(host) if "train" in assignment.duties and is_first_rank else None)
+
+
 @dataclass(frozen=True, slots=True)
-class Birth:
-    """Where an actor came to be."""
+class ActorLocation:
+    """Where an actor runs."""
 
     node_id: str
     address: str
-    pid: int
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What a process finds: variables, and where else to look for modules, as for a user's own reward."""
+class ProcessEnvironment:
+    """Environment variables, and folders to search for modules, such as a user's own reward."""
 
-    environment: Mapping[str, str]
+    variables: Mapping[str, str]
     search_path: tuple[str, ...]
 
 
-def letter_of(order: Job, names: tuple[str, ...]) -> bytes:
-    """An order, and the names of what travels beside it."""
-    return pickle.dumps((order, names))
-
-
-def open_letter(letter: bytes) -> tuple[Job, tuple[str, ...]]:
-    """What `letter_of` put into it."""
-    content: tuple[Job, tuple[str, ...]] = pickle.loads(letter)
-    return content
-
-
 class WorkerActor:
-    """Carries out orders. What they read comes as arguments, what they leave goes back beside the report."""
+    """Runs jobs. Tensors that a job reads are arguments, and those that it leaves are returned with its report."""
 
     def __init__(
-        self, assignment: Assignment, surroundings: Surroundings, log: Path | None, build: Builder
+        self, assignment: Assignment, environment: ProcessEnvironment, log: Path | None, build: Builder
     ) -> None:
         self._assignment, self._build = assignment, build
-        self._tensors: CarriedTensors
-        self._worker: Handler | None = None
-        os.environ.update(surroundings.environment)  # in time: nothing here has imported torch
-        sys.path += [place for place in surroundings.search_path if place not in sys.path]
-        with suppress(ValueError):  # signals are the driver's to handle; only a main thread may say so
+        self._exchange: PayloadExchange
+        self._worker: JobRunner | None = None
+        os.environ.update(environment.variables)  # torch is not imported yet
+        sys.path += [place for place in environment.search_path if place not in sys.path]
+        with suppress(ValueError):  # signals are handled by the driver; only the main thread may change this
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if log is not None and log.parent.is_dir():  # else this machine does not see the run's folder
-            _print_to(log)
+        if log is not None and log.parent.is_dir():  # otherwise this machine does not share the run's folder
+            redirect_output(log)
+        configure_logging(assignment.name, verbose=assignment.recipe.logging.verbose)
 
-    def tell_birth(self) -> Birth:
-        """The first thing that an actor is asked: by then it has its place."""
-        context = ray.get_runtime_context()
-        return Birth(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid())
+    def locate(self) -> ActorLocation:
+        """Where the actor runs. The first call to it, which returns once it has a process."""
+        return ActorLocation(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
 
     def choose_rendezvous(self) -> str:
-        """Where the ranks of a trainer can meet: an address of this machine that is free now."""
+        """A free address of this machine, where the ranks of a trainer can meet."""
         host = ray.util.get_node_ip_address()
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.bind((host, 0))
@@ -102,61 +104,51 @@ class WorkerActor:
         return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
 
     def build(self, rendezvous: str) -> bytes:
-        """Loads everything; the first report."""
-        from digenrl.transports.ray.worker_exchange import make_exchange
-
-        self._tensors = make_exchange(self._assignment, ray.util.get_node_ip_address())
-        self._worker, report = self._build(self._assignment, self._tensors, rendezvous)
+        """Loads the worker; returns its first report."""
+        self._exchange = make_exchange(self._assignment, ray.util.get_node_ip_address())
+        self._worker, report = self._build(self._assignment, self._exchange, rendezvous)
         return pickle.dumps(report)
 
-    def carry_out(self, letter: bytes, *parcels: Any) -> Any:
-        """The report and, in the order of `leaves()`, what the order left; None where it did not.
+    def run_job(self, message: bytes, *payloads: Any) -> Any:
+        """Returns the report and, in the order of `writes()`, the payloads that the job left, or None for each.
 
-        Job and report are bytes: Ray takes several times as long as pickle to pack so little.
+        `message` is a job and the names of the payloads. It and the report are pickled here, because Ray takes
+        several times as long for such small objects.
         """
-        order, names = open_letter(letter)
-        assert self._worker is not None, f"{self._assignment.name} could not be built, and got {order}"
-        came = {name: parcel for name, parcel in zip(names, parcels, strict=True) if parcel is not None}
-        self._tensors.open(came)
-        report = self._worker.handle(order)
-        if isinstance(report, JobFailed) and (lost := getattr(self._tensors, "lost", ())):
-            report = InputsLost(lost)
-        left, leaves = self._tensors.close(), order.writes()
-        assert left.keys() <= set(leaves), f"{order} left {sorted(left)}, expected {leaves}"
-        answer = pickle.dumps(report)
-        return (answer, *(left.get(name) for name in leaves)) if leaves else answer
+        job, names = pickle.loads(message)
+        assert self._worker is not None, f"{self._assignment.name} was not built, and got {job}"
+        inputs = zip(names, payloads, strict=True)
+        self._exchange.begin_job({name: payload for name, payload in inputs if payload is not None})
+        report = self._worker.handle(job)
+        if isinstance(report, JobFailed) and self._exchange.lost:
+            report = InputsLost(self._exchange.lost)
+        outputs, writes = self._exchange.end_job(), job.writes()
+        assert outputs.keys() <= set(writes), f"{job} left {sorted(outputs)}, expected {writes}"
+        pickled = pickle.dumps(report)
+        return (pickled, *(outputs.get(name) for name in writes)) if writes else pickled
 
     def ping(self) -> None:
-        """A sign of life."""
+        """Returns as long as the process responds."""
 
-    def wire_address(self) -> str:
-        """Where receivers of weights meet this one, which sends them."""
-        address: str = self._wired().sender_address()
+    def broadcast_address(self) -> str:
+        """Where receivers of weights find the sender."""
+        address: str = self._broadcasts().sender.address
         return address
 
-    def send_weights(self, name: str, epoch: int, receivers: int, timeout_s: float) -> tuple[int, float]:
-        """Sends what was laid out under a name to all who receive in this epoch: bytes and seconds."""
-        sent: tuple[int, float] = self._wired().send(name, epoch, receivers, timeout_s)
-        return sent
+    def send_weights(self, name: str, epoch: int, receivers: int, timeout_s: float) -> float:
+        """Sends staged weights to the receivers of this epoch; returns the seconds it took."""
+        seconds: float = self._broadcasts().sender.send(name, epoch, receivers, timeout_s)
+        return seconds
 
     def receive_weights(
         self, address: str, epoch: int, rank: int, size: int, reference: WeightsReference, timeout_s: float
     ) -> None:
-        """Receives them; the order that loads them may be waiting already."""
-        self._wired().receive(address, epoch, rank, size, reference, timeout_s)
+        """Receives weights for a job that may already wait for them."""
+        self._broadcasts().receive(address, epoch, rank, size, reference, timeout_s)
 
     def give_up_weights(self, name: str) -> None:
-        """These will not come any more."""
-        self._wired().give_up(name)
+        """Fails the job that waits for these weights."""
+        self._broadcasts().give_up(name)
 
-    def _wired(self) -> Any:
-        return self._tensors
-
-
-def _print_to(log: Path) -> None:
-    target = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    for descriptor in (1, 2):
-        os.dup2(target, descriptor)
-    os.close(target)
+    def _broadcasts(self) -> Any:
+        return self._exchange

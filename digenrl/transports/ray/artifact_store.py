@@ -1,4 +1,4 @@
-"""What workers left in the object store, by name. The driver holds references and never gets what they mean."""
+"""Tensors that workers left in Ray's object store. The driver holds references to them, and never the tensors."""
 
 from __future__ import annotations
 
@@ -9,48 +9,43 @@ import ray
 
 
 class RayArtifactStore:
-    """References by name; the store frees what nobody refers to."""
+    """References by name. Ray frees an object when its last reference is dropped."""
 
     def __init__(self, holds_weights: bool = True) -> None:
         self.holds_weights = holds_weights
-        self._references: dict[str, Any] = {}
-        self._made_on: dict[str, str | None] = {}  # the node of who left it
+        self._references: dict[str, tuple[Any, str | None]] = {}  # with the node that made the object
 
-    def keep(self, name: str, reference: Any, node_id: str | None) -> None:
-        """From now on this is what the name means."""
-        self._references[name], self._made_on[name] = reference, node_id
+    def put(self, name: str, reference: Any, node_id: str | None) -> None:
+        """Keeps a reference to an object that a worker on this node has left."""
+        self._references[name] = (reference, node_id)
 
     def get(self, name: str) -> Any | None:
-        """The reference, not the tensors; None if there is nothing of this name."""
-        return self._references.get(name)
+        """The reference, or None if the name is unknown."""
+        return self._references.get(name, (None,))[0]
 
     def drop(self, name: str) -> None:
-        """Forgets a name; who works with its tensors keeps them. Dropping what is not there does nothing."""
         self._references.pop(name, None)
-        self._made_on.pop(name, None)
 
     def lost(self, names: Iterable[str], error: Exception) -> tuple[str, ...]:
-        """Those of the names whose tensors are, after this error, to be taken for lost.
+        """The names whose objects are considered lost after this error.
 
-        Ray names one, and may leave a note in the place of another. So whatever was made on a machine that is no
-        more counts as lost too, even where a copy might be left.
+        Ray's error names one object at most. Objects that were made on a dead machine count as lost too, even if
+        there may be a copy of them elsewhere.
         """
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         named = getattr(getattr(error, "cause", error), "object_ref_hex", "")
-        held = [name for name in names if name in self._references]
+        found = [(name, *self._references[name]) for name in names if name in self._references]
         return tuple(
-            name for name in held if self._made_on[name] not in alive or self._references[name].hex() == named
+            name for name, reference, node_id in found if node_id not in alive or reference.hex() == named
         )
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Drops all names."""
         self._references.clear()
-        self._made_on.clear()
 
     def free_bytes(self) -> int:
-        """How much more the object stores of all machines can hold together."""
+        """Free space of the object stores of all machines together."""
         return int(ray.available_resources().get("object_store_memory", 0))
 
     def where(self) -> str:
-        """What it is called, for people."""
         return "the cluster's object store"

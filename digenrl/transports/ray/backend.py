@@ -1,4 +1,4 @@
-"""A Ray cluster as the place of a run: joined or started, and found to have what the recipe asks for."""
+"""A Ray cluster as the backend of a run: joined or started, and checked against the recipe."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ from digenrl.transports.contract import RunResources
 from digenrl.transports.processes import prepare_fork_server
 from digenrl.transports.rank_groups import RankGroupTransport
 from digenrl.transports.ray.joining import RayCluster, open_cluster
-from digenrl.transports.ray.placing import cpus_wanted, place_on_cluster
+from digenrl.transports.ray.placing import place_on_cluster, total_cpus
 from digenrl.worker.assignment import Machine, threads_per_worker
 from digenrl.worker.preflight import cores_here, inspect
 
 if TYPE_CHECKING:
-    from digenrl.transports.ray.weight_broadcast import Delivery
+    from digenrl.transports.ray.weight_broadcast import WeightTransfer
 
 
-class Carried:
-    """Weights that went to workers since somebody asked."""
+class TransferMetrics:
+    """Collects weight transfers between two readings."""
 
     def __init__(self) -> None:
-        self._deliveries: list[Delivery] = []
+        self._transfers: list[WeightTransfer] = []
 
-    def add(self, delivery: Delivery) -> None:
-        """They arrived."""
-        self._deliveries.append(delivery)
+    def add(self, transfer: WeightTransfer) -> None:
+        """Adds a transfer that has ended."""
+        self._transfers.append(transfer)
 
     def take(self) -> dict[str, float]:
-        """Bytes in all, over all receivers, and the seconds of the slowest delivery."""
-        deliveries, self._deliveries = self._deliveries, []
+        """Bytes that reached all receivers together, and seconds of the slowest transfer, since the last call."""
+        transfers, self._transfers = self._transfers, []
         return {
-            "wire_bytes": sum(each.bytes * len(each.receivers) for each in deliveries),
-            "wire_s": max((each.seconds for each in deliveries), default=0.0),
+            "wire_bytes": sum(each.bytes * len(each.receivers) for each in transfers),
+            "wire_s": max((each.seconds for each in transfers), default=0.0),
         }
 
 
 class RayBackend:
-    """A cluster that this process is connected to."""
+    """A cluster to which this process is connected."""
 
     def __init__(self, cluster: RayCluster) -> None:
         self.cluster = cluster
-        self.driver_bytes: Callable[[], int] = lambda: 0  # that reports brought here, in the last run
+        self.driver_bytes: Callable[[], int] = lambda: 0  # bytes of all reports in the last run
 
     @classmethod
     def find(cls, recipe: Recipe) -> RayBackend:
-        """The recipe's cluster; raises ConfigError where it is not there, lacks something, or has other code."""
-        prepare_fork_server(threads_per_worker(recipe, Machine(cores_here())))  # it loads torch meanwhile
-        cluster = open_cluster(recipe.cluster, cpus_wanted(recipe))
+        """The recipe's cluster. Raises ConfigError if it is missing, lacks resources, or has other versions."""
+        prepare_fork_server(threads_per_worker(recipe, Machine(cores_here())))  # loads torch in the background
+        cluster = open_cluster(recipe.cluster, total_cpus(recipe))
         try:
             from digenrl.transports.ray.package_versions import check_versions
 
-            facts = cluster.facts()
-            place_on_cluster(recipe, facts)
-            check_versions(facts, recipe.cluster.start_timeout_s)
+            resources = cluster.resources()
+            place_on_cluster(recipe, resources)
+            check_versions(resources, recipe.cluster.start_timeout_s)
             inspect(recipe)
         except BaseException:
             cluster.close()
@@ -63,15 +63,16 @@ class RayBackend:
         return cls(cluster)
 
     def prepare(self, recipe: Recipe, run: Path, checkpoint: Path | None) -> RunResources:
-        """Actors are started later, each where there is room."""
         from digenrl.transports.ray.transport import RayTransport
 
-        crew = place_on_cluster(recipe, self.cluster.facts(), checkpoint, run)
-        carried = Carried()
-        transport = RayTransport(self.cluster, recipe, run / "logs", carried.add)
+        workers = place_on_cluster(recipe, self.cluster.resources(), checkpoint, run)
+        metrics = TransferMetrics()
+        transport = RayTransport(self.cluster, recipe, run / "logs", metrics.add)
         self.driver_bytes = lambda: transport.driver_bytes
-        return RunResources(RankGroupTransport(transport), transport.shelf, crew, transport.stop, carried.take)
+        return RunResources(
+            RankGroupTransport(transport), transport.artifacts, workers, transport.stop, metrics.take
+        )
 
     def close(self) -> None:
-        """Leaves the cluster; one that was started for the run is ended."""
+        """Leaves the cluster, and ends it if it was started for the run."""
         self.cluster.close()

@@ -1,7 +1,7 @@
-"""Joins a Ray cluster, or starts one on this machine, and says in one line why it could not. No torch.
+"""Joins a Ray cluster or starts one on this machine, or explains in one line why it cannot. No torch.
 
-A cluster that is started here listens on loopback alone, asks for a token that nobody else knows, and ends with
-its driver, however that ends.
+A cluster that is started here listens on loopback only, requires a random token, and ends with its driver, even if
+the driver is killed.
 """
 
 from __future__ import annotations
@@ -22,52 +22,49 @@ from typing import Any
 
 from digenrl.config.cluster import ClusterSettings
 from digenrl.config.reading import ConfigError
-from digenrl.transports.ray import cleanup as keeper
-from digenrl.transports.ray.capacity import ClusterFacts, NodeFacts
+from digenrl.transports.ray import cleanup
+from digenrl.transports.ray.capacity import ClusterResources, NodeResources
+from digenrl.transports.ray.internals import (
+    LOOPBACK_ONLY,
+    free_resources_by_node,
+    gcs_client,
+    reload_environment,
+    silence_cluster_messages,
+)
 
 LOOPBACK = "127.0.0.1"
-# Ray calls its own that of other systems; set to 0, a node takes the loopback address, and only then its servers
-# listen there alone.
-LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-PAUSE_S = 0.2
-LONGEST_FOLDER = 40  # paths of Ray's sockets are in this folder, and may have 107 characters
+RETRY_INTERVAL_S = 0.2
+MAX_TEMP_PATH_LENGTH = 40  # Ray's socket paths are inside, and may have at most 107 characters
 ADVICE = "start one with `ray start --head --port=6379` and join it, or set cluster.address: local"
 
 
 class RayCluster:
-    """A cluster that this process is connected to. `address` is its head's."""
+    """A cluster to which this process is connected. `address` is that of its head."""
 
-    def __init__(self, address: str, started: _Started | None) -> None:
+    def __init__(self, address: str, started: _StartedCluster | None) -> None:
         self.address = address
         self._started = started
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether it was started here, and ends with this process."""
-        return self._started is not None
-
-    def facts(self) -> ClusterFacts:
-        """The machines that are alive, and what they have."""
+    def resources(self) -> ClusterResources:
+        """The machines that are alive, with their total and free resources."""
         import ray
-        from ray._private.state import available_resources_per_node
 
-        free = available_resources_per_node()
-        return ClusterFacts(
-            tuple(
-                NodeFacts(
-                    node["NodeID"],
-                    node["NodeManagerAddress"],
-                    node["Resources"],
-                    free.get(node["NodeID"], {}),
-                    node["Labels"],
-                )
-                for node in ray.nodes()
-                if node["Alive"]
+        free = free_resources_by_node()
+        nodes = (
+            NodeResources(
+                node["NodeID"],
+                node["NodeManagerAddress"],
+                node["Resources"],
+                free.get(node["NodeID"], {}),
+                node["Labels"],
             )
+            for node in ray.nodes()
+            if node["Alive"]
         )
+        return ClusterResources(tuple(nodes))
 
     def close(self) -> None:
-        """Leaves the cluster; one that was started here is ended. May be called twice."""
+        """Leaves the cluster, and ends it if it was started here. Safe to call twice."""
         import ray
 
         if ray.is_initialized():
@@ -76,10 +73,10 @@ class RayCluster:
             self._started.remove()
 
 
-def open_cluster(settings: ClusterSettings, cpus: int = 0) -> RayCluster:
-    """The cluster of the settings; raises ConfigError if there is none that can be joined.
+def open_cluster(settings: ClusterSettings, min_cpus: int = 0) -> RayCluster:
+    """Joins or starts the cluster of the settings. Raises ConfigError if that is not possible.
 
-    One that is started here counts at least so many CPUs: a run's workers share the real ones.
+    A cluster that is started here declares at least `min_cpus` CPUs; its workers share the real ones.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
@@ -88,181 +85,160 @@ def open_cluster(settings: ClusterSettings, cpus: int = 0) -> RayCluster:
         raise ConfigError(
             f"mode: ray needs the package '{error.name}', which is not installed; install digenrl[ray]"
         ) from None
-    if settings.address == "local":
-        return _start(cpus)
-    if settings.address != "auto":
-        return _join(settings.address, settings.start_timeout_s)
-    told = os.environ.get("RAY_ADDRESS", "")
-    if told not in ("", "auto", "local"):
-        return _join(told, settings.start_timeout_s)
-    found = _cluster_of_this_machine()
-    return _start(cpus) if found is None else _join(found, settings.start_timeout_s)
+    address: str | None = settings.address
+    if address == "auto":
+        configured = os.environ.get("RAY_ADDRESS", "")
+        address = configured if configured not in ("", "auto", "local") else find_local_cluster()
+    if address in (None, "local"):
+        return _start(min_cpus)
+    return _join(address, settings.start_timeout_s)
+
+
+def find_local_cluster() -> str | None:
+    """The address that `ray start` recorded on this machine, if the cluster still answers."""
+    root = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    with suppress(OSError, ConfigError):
+        address = (Path(root) / "ray" / "ray_current_cluster").read_text().strip()
+        return address if _accepts_connections(*_host_and_port(address), timeout_s=1.0) else None
+    return None
 
 
 # --- Starting ----------------------------------------------------------------------------------------------------
 
 
-class _Started:
-    """What a cluster that is started here leaves in this process and on disk, and how it goes away."""
+class _StartedCluster:
+    """The folder, the environment variables and the cleanup process of a cluster that is started here."""
 
     def __init__(self) -> None:
-        place = tempfile.gettempdir()
+        parent = tempfile.gettempdir()
         self.folder = Path(
-            tempfile.mkdtemp(prefix="digenrl-ray-", dir=place if len(place) < LONGEST_FOLDER else "/tmp")
+            tempfile.mkdtemp(prefix="digenrl-ray-", dir=parent if len(parent) < MAX_TEMP_PATH_LENGTH else "/tmp")
         )
-        command = [sys.executable, "-I", keeper.__file__, str(self.folder), str(os.getpid())]
-        # In a session of its own: what a terminal tells the driver is not meant for it.
-        self._keeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        command = [sys.executable, "-I", cleanup.__file__, str(self.folder), str(os.getpid())]
+        # In its own session, so that signals of a terminal do not reach it.
+        self._cleanup = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        self._before = _set_environment({**token, LOOPBACK_ONLY: "0"})
-        _read_environment_again()
+        self._environment_before = set_ray_environment({**token, LOOPBACK_ONLY: "0"})
 
     def remove(self) -> None:
-        """Whatever still runs is ended; the environment is as before."""
-        if self._keeper.stdin is None or self._keeper.stdin.closed:
+        """Ends all processes of the cluster and restores the environment. Safe to call twice."""
+        if self._cleanup.stdin is None or self._cleanup.stdin.closed:
             return
-        self._keeper.stdin.close()
-        self._keeper.wait()
-        _set_environment(self._before)
-        _read_environment_again()
+        self._cleanup.stdin.close()
+        self._cleanup.wait()
+        set_ray_environment(self._environment_before)
 
 
-def _start(cpus: int) -> RayCluster:
+def _start(min_cpus: int) -> RayCluster:
     import ray
 
-    started = _Started()
+    started = _StartedCluster()
     try:
         context = ray.init(
             address="local",
-            num_cpus=max(cpus, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1),
+            num_cpus=max(min_cpus, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1),
             include_dashboard=False,
             log_to_driver=False,
             logging_level="ERROR",
             _node_ip_address=LOOPBACK,
             _temp_dir=str(started.folder),
         )
-    except Exception as error:  # of many kinds; whatever it is, there is no cluster
+    except Exception as error:  # Ray raises many kinds
         started.remove()
         raise ConfigError(
-            f"cluster.address: no Ray could be started on this machine: {_one_line(error)}"
+            f"cluster.address: Ray could not be started on this machine: {one_line(error)}"
         ) from error
-    _be_quiet()
+    silence_cluster_messages()
     return RayCluster(context.address_info["gcs_address"], started)
 
 
-def _set_environment(values: Mapping[str, str | None]) -> dict[str, str | None]:
-    """Sets variables, or takes them away; returns what they were."""
+def set_ray_environment(values: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Sets environment variables, or removes those that are None, for Ray too; returns their previous values."""
     before = {name: os.environ.get(name) for name in values}
     for name, value in values.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+    reload_environment()
     return before
-
-
-def _read_environment_again() -> None:
-    """Ray reads some variables once, when it is imported, and keeps a token that it has seen."""
-    import ray
-
-    ray._private.ray_constants.ENABLE_RAY_CLUSTER = os.environ.get(LOOPBACK_ONLY, "1") != "0"
-    ray._raylet.Config.initialize("")
-    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 # --- Joining -----------------------------------------------------------------------------------------------------
 
 
 def _join(address: str, timeout_s: float) -> RayCluster:
-    """Asks everything that could go wrong before Ray does: Ray waits for up to a minute and then says less."""
+    """Checks everything that could go wrong first, because `ray.init` retries for a minute and explains less."""
     import ray
 
     host, port = _host_and_port(address)
-    if not _answers(host, port, timeout_s):
-        raise ConfigError(f"cluster.address: nothing answers at {address}, tried for {timeout_s:g} s; {ADVICE}")
-    client = _in_time(lambda: _gcs_client(address), address, timeout_s)
-    _check_same_ray(_in_time(lambda: _metadata(client), address, timeout_s), address)
-    _check_is_member(_in_time(client.get_all_node_info, address, timeout_s), address)
+    if not _accepts_connections(host, port, timeout_s):
+        raise ConfigError(f"cluster.address: nothing answers at {address} within {timeout_s:g} s; {ADVICE}")
+    client = _call_with_timeout(lambda: gcs_client(address), address, timeout_s)
+    metadata = _call_with_timeout(
+        lambda: client.internal_kv_get(b"CLUSTER_METADATA", namespace=b"cluster"), address, timeout_s
+    )
+    check_same_ray(json.loads(metadata or b"{}"), address)
+    nodes = _call_with_timeout(client.get_all_node_info, address, timeout_s)
+    check_is_member([node.node_manager_address for node in nodes.values() if node.state == 0], address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        raise ConfigError(
-            f"cluster.address: {address} could not be joined: {_one_line(error)}; {ADVICE}"
-        ) from error
-    _be_quiet()
+        raise ConfigError(f"cluster.address: cannot join {address}: {one_line(error)}; {ADVICE}") from error
+    silence_cluster_messages()
     return RayCluster(address, None)
-
-
-def _cluster_of_this_machine() -> str | None:
-    """Where `ray start` noted its cluster, if that still answers."""
-    root = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    with suppress(OSError, ConfigError):
-        address = (Path(root) / "ray" / "ray_current_cluster").read_text().strip()
-        return address if _answers(*_host_and_port(address), timeout_s=1.0) else None
-    return None
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise ConfigError(f"cluster.address: '{address}' is neither auto, local nor HOST:PORT, as 10.0.0.1:6379")
+        raise ConfigError(
+            f"cluster.address: '{address}' is not auto, local or HOST:PORT; write it like 10.0.0.1:6379"
+        )
     return host.strip("[]"), int(port)
 
 
-def _answers(host: str, port: int, timeout_s: float) -> bool:
-    """Whether something listens there, or begins to in this time."""
+def _accepts_connections(host: str, port: int, timeout_s: float) -> bool:
+    """Whether something listens there, or starts to within the timeout."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         left_s = deadline_s - time.monotonic()
-        with suppress(OSError), socket.create_connection((host, port), max(left_s, PAUSE_S)):
+        with suppress(OSError), socket.create_connection((host, port), max(left_s, RETRY_INTERVAL_S)):
             return True
-        if left_s <= PAUSE_S:
+        if left_s <= RETRY_INTERVAL_S:
             return False
-        time.sleep(PAUSE_S)
+        time.sleep(RETRY_INTERVAL_S)
 
 
-def _in_time(ask: Callable[[], Any], address: str, timeout_s: float) -> Any:
-    """The answer of a call that may never return; it is left alone then."""
+def _call_with_timeout(call: Callable[[], Any], address: str, timeout_s: float) -> Any:
+    """The result of a call that may never return. Raises ConfigError if it fails or does not return in time."""
     import ray
 
-    answers: list[Any] = []
+    results: list[Any] = []
     errors: list[Exception] = []
 
-    def call() -> None:
+    def run() -> None:
         try:
-            answers.append(ask())
-        except Exception as error:  # raised below, in the thread that asked
+            results.append(call())
+        except Exception as error:  # raised below, in the calling thread
             errors.append(error)
 
-    thread = threading.Thread(target=call, daemon=True)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(timeout_s)
-    if answers:
-        return answers[0]
+    if results:
+        return results[0]
     if errors and isinstance(errors[0], ray.exceptions.AuthenticationError):
         raise ConfigError(
-            f"cluster.address: the cluster at {address} does not take this token; set RAY_AUTH_MODE=token and "
-            "RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, to that of the cluster"
+            f"cluster.address: the cluster at {address} rejects this token; set RAY_AUTH_MODE=token and "
+            "RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, to the cluster's token"
         )
-    reason = _one_line(errors[0]) if errors else f"it said nothing for {timeout_s:g} s"
-    raise ConfigError(
-        f"cluster.address: what answers at {address} is no Ray cluster that can be used: {reason}; {ADVICE}"
-    )
+    reason = one_line(errors[0]) if errors else f"no answer within {timeout_s:g} s"
+    raise ConfigError(f"cluster.address: {address} is not a usable Ray cluster: {reason}; {ADVICE}")
 
 
-def _gcs_client(address: str) -> Any:
-    import ray
-
-    return ray._raylet.GcsClient(address=address)
-
-
-def _metadata(client: Any) -> dict[str, str]:
-    content = client.internal_kv_get(b"CLUSTER_METADATA", namespace=b"cluster")
-    metadata: dict[str, str] = json.loads(content or b"{}")
-    return metadata
-
-
-def _check_same_ray(metadata: Mapping[str, str], address: str) -> None:
+def check_same_ray(metadata: Mapping[str, str], address: str) -> None:
+    """Raises ConfigError if the cluster runs another version of Ray or Python."""
     import ray
 
     ours = (ray.__version__, ".".join(map(str, sys.version_info[:2])))
@@ -270,21 +246,20 @@ def _check_same_ray(metadata: Mapping[str, str], address: str) -> None:
     if ours != theirs:
         raise ConfigError(
             f"cluster.address: the cluster at {address} runs Ray {theirs[0]} on Python {theirs[1]}, this machine "
-            f"has Ray {ours[0]} on Python {ours[1]}; install the same on all machines"
+            f"has Ray {ours[0]} on Python {ours[1]}; install the same versions on all machines"
         )
 
 
-def _check_is_member(nodes: Mapping[Any, Any], address: str) -> None:
-    """A driver needs a node of the cluster on its own machine."""
-    alive = [node.node_manager_address for node in nodes.values() if node.state == 0]
-    if not any(_is_here(host) for host in alive):
+def check_is_member(hosts: list[str], address: str) -> None:
+    """Raises ConfigError if none of a cluster's machines is this one: a driver needs a local node."""
+    if not any(_is_this_machine(host) for host in hosts):
         raise ConfigError(
-            f"cluster.address: {address} is a cluster of {len(alive)} machines, but this one is not among them; "
+            f"cluster.address: this machine is not one of the {len(hosts)} machines of the cluster at {address}; "
             f"run `ray start --address={address}` here first"
         )
 
 
-def _is_here(host: str) -> bool:
+def _is_this_machine(host: str) -> bool:
     """Only an address of this machine can be bound."""
     with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
@@ -292,12 +267,6 @@ def _is_here(host: str) -> bool:
     return False
 
 
-def _be_quiet() -> None:
-    """What Ray would print of machines and processes that went away, a run tells in its own way."""
-    import ray
-
-    ray._private.worker._worker_logs_enabled = False
-
-
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """The message of an error in one line."""
     return " ".join(str(error).split()) or type(error).__name__

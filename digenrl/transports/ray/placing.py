@@ -1,77 +1,70 @@
-"""Who works on a cluster, and what each takes: from a recipe's pools to assignments. Needs no Ray and no torch."""
+"""The workers of a run on a cluster, and the resources that each takes. Needs neither Ray nor torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from digenrl.config.cluster import ClusterGeneratorPool, WorkerResources
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
-from digenrl.transports.ray.capacity import ClusterFacts, Need, check_capacity
+from digenrl.transports.ray.capacity import ClusterResources, ResourceRequest, check_capacity
 from digenrl.worker.assignment import ENCODER, TRAINER, Assignment, Duty, Workers
 
 
 def place_on_cluster(
-    recipe: Recipe, cluster: ClusterFacts, checkpoint: Path | None = None, run: Path | None = None
+    recipe: Recipe, cluster: ClusterResources, checkpoint: Path | None = None, run: Path | None = None
 ) -> Workers:
-    """Everybody's assignment; raises ConfigError where the cluster has not enough of something.
+    """The assignments of all workers. Raises ConfigError if the cluster lacks resources for them.
 
-    Which machine a worker is on is settled when it starts.
+    The machine of a worker is chosen when it starts.
     """
-    crew = _crew(recipe, cluster.has_gpus, checkpoint, run)
-    check_capacity(needs_of(crew), cluster)
-    return crew
+    workers = _assign(recipe, cluster.has_gpus, checkpoint, run)
+    requests: dict[str, ResourceRequest] = {}
+    for request in map(resource_request, workers.initial()):
+        before = requests.get(request.key)
+        requests[request.key] = request if before is None else replace(before, count=before.count + request.count)
+    check_capacity(requests.values(), cluster)
+    return workers
 
 
-def cpus_wanted(recipe: Recipe) -> int:
-    """How many CPUs all workers of a run take together, those that may join later included."""
-    crew = _crew(recipe, False, None, None)
-    everybody = (*crew.initial(), *crew.reserve)
-    needs = [need_of(assignment) for assignment in everybody]
-    return math.ceil(sum(need.count * need.resources.get("CPU", 0) for need in needs))
+def total_cpus(recipe: Recipe) -> int:
+    """CPUs that all workers take together, including those that may join later."""
+    workers = _assign(recipe, False, None, None)
+    requests = map(resource_request, (*workers.initial(), *workers.reserve))
+    return math.ceil(sum(request.count * request.resources.get("CPU", 0) for request in requests))
 
 
-def needs_of(crew: Workers) -> list[Need]:
-    """What everybody who is there from the beginning takes, equal ones together."""
-    needs: dict[str, Need] = {}
-    for assignment in crew.initial():
-        need = need_of(assignment)
-        before = needs.get(need.who)
-        needs[need.who] = need if before is None else replace(before, count=before.count + need.count)
-    return list(needs.values())
+def resource_request(assignment: Assignment) -> ResourceRequest:
+    """What a worker takes; for a trainer that is not split into its ranks yet, what all of them take."""
+    key, wanted = _resources_of(assignment)
+    gpus = wanted.gpus if wanted.gpus is not None else float(assignment.device != "cpu")
+    amounts = {"GPU": gpus, "CPU": wanted.cpus, **wanted.resources}
+    count = assignment.recipe.lanes.ranks if "train" in assignment.duties and assignment.ranks is None else 1
+    needed = {kind: amount for kind, amount in amounts.items() if amount}
+    return ResourceRequest(key, count, needed, wanted.accelerator, wanted.labels)
 
 
-def need_of(assignment: Assignment) -> Need:
-    """What a worker takes; one of several ranks that are not told apart yet takes as much for each of them."""
-    who, place = _place_of(assignment)
-    gpus = place.gpus if place.gpus is not None else float(assignment.device != "cpu")
-    resources = {"GPU": gpus, "CPU": place.cpus, **place.resources}
-    together = assignment.recipe.lanes.ranks if "train" in assignment.duties and assignment.ranks is None else 1
-    some = {kind: amount for kind, amount in resources.items() if amount}
-    return Need(who, together, some, place.accelerator, place.labels)
-
-
-def threads_of(assignment: Assignment) -> int:
-    """Threads of a worker's computations: the recipe's or, for each CPU that it takes, one."""
+def torch_threads(assignment: Assignment) -> int:
+    """The recipe's number of threads or, by default, one per CPU that the worker takes."""
     threads = assignment.recipe.lanes.threads
-    return threads if isinstance(threads, int) else max(1, int(_place_of(assignment)[1].cpus))
+    return threads if isinstance(threads, int) else max(1, int(_resources_of(assignment)[1].cpus))
 
 
-def _crew(recipe: Recipe, has_gpus: bool, checkpoint: Path | None, run: Path | None) -> Workers:
+def _assign(recipe: Recipe, has_gpus: bool, checkpoint: Path | None, run: Path | None) -> Workers:
     scores: set[Duty] = {"score"} if recipe.lanes.rewards == 0 else set()
     makes: set[Duty] = {"generate", *scores}
     helps: set[Duty] = makes if recipe.techniques.tag != "none" and not recipe.sharded else set()
-    generators, reserve = _lanes(recipe)
-    rewards = _number(recipe.lanes.rewards, "lanes.rewards")
-    cluster = recipe.cluster
+    generators, reserve = _generators(recipe)
+    rewards = _count(recipe.lanes.rewards, "lanes.rewards")
+    cluster, device = recipe.cluster, recipe.lanes.device
+    default_gpus = float(device == "cuda" or (device == "auto" and has_gpus))
 
     def assign(
-        name: str, duties: set[Duty], place: WorkerResources, pool: ClusterGeneratorPool | None = None
+        name: str, duties: set[Duty], resources: WorkerResources, pool: ClusterGeneratorPool | None = None
     ) -> Assignment:
-        gpus = place.gpus if place.gpus is not None else _gpus_by_default(recipe, has_gpus)
+        gpus = default_gpus if resources.gpus is None else resources.gpus
         return Assignment(
             name=name,
             duties=frozenset(duties),
@@ -93,54 +86,38 @@ def _crew(recipe: Recipe, has_gpus: bool, checkpoint: Path | None, run: Path | N
     )
 
 
-def _lanes(
+def _generators(
     recipe: Recipe,
 ) -> tuple[list[tuple[str, ClusterGeneratorPool]], list[tuple[str, ClusterGeneratorPool]]]:
-    """Generators by name and pool, those of the beginning and those that may join; all are numbered through."""
+    """The initial generators and those that may join, each as name and pool, with consecutive numbers."""
     pools = recipe.cluster.generators
     if not pools:
-        pools = (ClusterGeneratorPool(count=_number(recipe.lanes.generators, "lanes.generators")),)
-    now = [pool for pool in pools for _ in range(pool.count)]
+        pools = (ClusterGeneratorPool(count=_count(recipe.lanes.generators, "lanes.generators")),)
+    initial = [pool for pool in pools for _ in range(pool.count)]
     later = [pool for pool in pools for _ in range((pool.up_to or pool.count) - pool.count)]
-    names = _numbered()
-    return [(next(names), pool) for pool in now], [(next(names), pool) for pool in later]
+    named = [(f"generator-{index}", pool) for index, pool in enumerate((*initial, *later))]
+    return named[: len(initial)], named[len(initial) :]
 
 
-def _numbered() -> Iterator[str]:
-    index = 0
-    while True:
-        yield f"generator-{index}"
-        index += 1
-
-
-def _place_of(assignment: Assignment) -> tuple[str, WorkerResources]:
-    """The recipe's key for a worker's place, and the place."""
+def _resources_of(assignment: Assignment) -> tuple[str, WorkerResources]:
+    """The recipe's key for a worker's resources, and the resources."""
     cluster = assignment.recipe.cluster
     if "train" in assignment.duties:
         return "cluster.trainer", cluster.trainer
     if "generate" in assignment.duties:
         pool = next((pool for pool in cluster.generators if pool.name == assignment.pool), None)
-        return (
-            ("lanes.generators", WorkerResources())
-            if pool is None
-            else (f"cluster.generators: pool '{pool.name}'", pool)
-        )
-    return (
-        ("cluster.encoder", cluster.encoder)
-        if "encode" in assignment.duties
-        else ("cluster.rewards", cluster.rewards)
-    )
+        if pool is None:
+            return "lanes.generators", WorkerResources()
+        return f"cluster.generators: pool '{pool.name}'", pool
+    if "encode" in assignment.duties:
+        return "cluster.encoder", cluster.encoder
+    return "cluster.rewards", cluster.rewards
 
 
-def _gpus_by_default(recipe: Recipe, has_gpus: bool) -> float:
-    device = recipe.lanes.device
-    return float(device == "cuda" or (device == "auto" and has_gpus))
-
-
-def _number(lanes: int | tuple[str, ...], key: str) -> int:
+def _count(lanes: int | tuple[str, ...], key: str) -> int:
     if isinstance(lanes, int):
         return lanes
     raise ConfigError(
-        f"{key}: [{', '.join(lanes)}] names devices of one machine, in mode ray numbers count; "
-        "give a number, and say in cluster where"
+        f"{key}: [{', '.join(lanes)}] names devices of one machine; in mode ray give a number, and describe the "
+        "machines in cluster"
     )

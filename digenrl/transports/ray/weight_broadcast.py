@@ -1,4 +1,4 @@
-"""Full weights on their way: who lacks which version, and who sends it to whom."""
+"""Decides which workers get which full weights, and runs one broadcast at a time."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import ray
 
 from digenrl.records import Committed, Exported, Job, Publish, WeightsReference
 from digenrl.transports.contract import Report
-from digenrl.transports.ray.actors import WIRE
-from digenrl.transports.ray.members import Member
+from digenrl.transports.ray.actors import BROADCAST
+from digenrl.transports.ray.worker_handles import WorkerHandle
 
-SHORTEST_TIMEOUT_S = 20.0
-SLOWEST_BYTES_PER_S = 20e6
+MIN_TIMEOUT_S = 20.0
+MIN_BYTES_PER_S = 20e6
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
-    """Weights that reached workers: their size, and how long it took."""
+class WeightTransfer:
+    """Weights that reached workers: their size, and the seconds it took."""
 
     name: str
     receivers: tuple[str, ...]
@@ -28,106 +28,106 @@ class Delivery:
 
 
 @dataclass(frozen=True, slots=True)
-class _UnderWay:
+class _RunningBroadcast:
     reference: WeightsReference
     sent: Any
     received: Mapping[str, Any]  # by worker
 
 
-class WeightBroadcast:
-    """Starts a distribution whenever somebody lacks weights that the trainer has, one at a time.
+class WeightBroadcaster:
+    """Broadcasts the trainer's weights to workers that lack them, and reports each transfer to `on_transfer`.
 
-    If it fails, whoever still lacks them takes part in the next one. Weights that a trainer which takes another's
-    place does not have are given up.
+    If a broadcast fails, workers that still lack the weights take part in the next one. Weights that the trainer
+    does not have any more, because it was replaced, are given up.
     """
 
-    def __init__(self, members: Mapping[str, Member], tell: Callable[[Delivery], None]) -> None:
-        self._members, self._tell = members, tell
-        self._lacking: dict[str, dict[str, WeightsReference]] = {}  # by weights' name, then by worker
-        self._has: dict[str, set[str]] = {}
-        self._staged: tuple[str, str] | None = None  # the sender, and the weights that it has
-        self._under_way: _UnderWay | None = None
+    def __init__(self, workers: Mapping[str, WorkerHandle], on_transfer: Callable[[WeightTransfer], None]) -> None:
+        self._workers, self._on_transfer = workers, on_transfer
+        self._lacking: dict[str, dict[str, WeightsReference]] = {}  # by name of the weights, then by worker
+        self._held: dict[str, set[str]] = {}  # names, by worker
+        self._staged: tuple[str, str] | None = None  # the sender, and the name of its weights
+        self._running: _RunningBroadcast | None = None
         self._epoch = 0
 
-    def ordered(self, worker: str, order: Job) -> None:
-        """An order was sent: it may need weights."""
-        if isinstance(order, Publish):
-            name = order.weights.name
-            if name not in self._has.get(worker, ()) and "train" not in self._members[worker].assignment.duties:
-                self._lacking.setdefault(name, {})[worker] = order.weights
+    def job_sent(self, worker: str, job: Job) -> None:
+        """Notes the weights that a job needs."""
+        if isinstance(job, Publish):
+            name = job.weights.name
+            trains = "train" in self._workers[worker].assignment.duties
+            if not trains and name not in self._held.get(worker, ()):
+                self._lacking.setdefault(name, {})[worker] = job.weights
 
-    def reported(self, worker: str, report: Report) -> None:
-        """A report came: there may be new weights."""
+    def report_received(self, worker: str, report: Report) -> None:
+        """Notes new weights."""
         if isinstance(report, Committed | Exported) and report.weights.name:
             self._staged = (worker, report.weights.name)
 
     def forget(self, worker: str) -> None:
-        """The worker is gone."""
-        self._has.pop(worker, None)
+        """Forgets a worker that is gone."""
+        self._held.pop(worker, None)
         for lacking in self._lacking.values():
             lacking.pop(worker, None)
         if self._staged is not None and self._staged[0] == worker:
             self._staged = None
 
     def awaited(self) -> Iterator[Any]:
-        """What ends the distribution that is under way."""
-        if self._under_way is not None:
-            yield self._under_way.sent
-            yield from self._under_way.received.values()
+        """References of the running broadcast."""
+        if self._running is not None:
+            yield self._running.sent
+            yield from self._running.received.values()
 
-    def go_on(self) -> None:
-        """Notes what has ended, and starts what can be started. Does not wait."""
-        if self._under_way is not None:
-            self._note_end(self._under_way)
-        if self._under_way is None and self._staged is not None:
+    def advance(self) -> None:
+        """Finishes a broadcast that has ended, and starts the next one. Does not block."""
+        if self._running is not None:
+            self._finish(self._running)
+        if self._running is None and self._staged is not None:
             self._start(*self._staged)
 
     def _start(self, sender: str, name: str) -> None:
         for old in [other for other in self._lacking if other != name]:
             for worker in self._lacking.pop(old):
-                self._on_wire(worker, "give_up_weights").remote(old)
+                self._method(worker, "give_up_weights").remote(old)
         lacking = self._lacking.get(name, {})
-        receivers = {worker: it for worker, it in lacking.items() if self._members[worker].ready}
+        receivers = {worker: reference for worker, reference in lacking.items() if self._workers[worker].ready}
         if not receivers:
             return
         self._epoch += 1
-        reference = next(iter(receivers.values()))
-        timeout_s = SHORTEST_TIMEOUT_S + reference.bytes / SLOWEST_BYTES_PER_S
-        address = self._on_wire(sender, "wire_address").remote()
         size = len(receivers) + 1
+        reference = next(iter(receivers.values()))
+        timeout_s = MIN_TIMEOUT_S + reference.bytes / MIN_BYTES_PER_S
+        address = self._method(sender, "broadcast_address").remote()
         received = {
-            worker: self._on_wire(worker, "receive_weights").remote(
-                address, self._epoch, rank, size, it, timeout_s
+            worker: self._method(worker, "receive_weights").remote(
+                address, self._epoch, rank, size, receivers[worker], timeout_s
             )
-            for rank, (worker, it) in enumerate(receivers.items(), start=1)
+            for rank, worker in enumerate(receivers, start=1)
         }
-        sent = self._on_wire(sender, "send_weights").remote(name, self._epoch, len(receivers), timeout_s)
-        self._under_way = _UnderWay(reference, sent, received)
+        sent = self._method(sender, "send_weights").remote(name, self._epoch, len(receivers), timeout_s)
+        self._running = _RunningBroadcast(reference, sent, received)
 
-    def _note_end(self, under_way: _UnderWay) -> None:
-        references = [under_way.sent, *under_way.received.values()]
+    def _finish(self, running: _RunningBroadcast) -> None:
+        references = list(self.awaited())
         if len(ray.wait(references, num_returns=len(references), timeout=0)[0]) < len(references):
             return
-        self._under_way = None
-        name = under_way.reference.name
-        arrived = tuple(worker for worker, it in under_way.received.items() if _outcome(it) is not None)
-        for worker in arrived:
-            if worker in self._members:
-                self._has.setdefault(worker, set()).add(name)
+        self._running = None
+        name = running.reference.name
+        received = tuple(worker for worker, outcome in running.received.items() if _succeeded(outcome))
+        for worker in received:
+            if worker in self._workers:
+                self._held.setdefault(worker, set()).add(name)
                 self._lacking.get(name, {}).pop(worker, None)
-        sent = _outcome(under_way.sent)
-        if sent is not None:
-            self._tell(Delivery(name, arrived, *sent[0]))
+        if _succeeded(running.sent):
+            self._on_transfer(WeightTransfer(name, received, running.reference.bytes, ray.get(running.sent)))
         if not self._lacking.get(name, True):
             del self._lacking[name]
 
-    def _on_wire(self, worker: str, method: str) -> Any:
-        return getattr(self._members[worker].actor, method).options(concurrency_group=WIRE)
+    def _method(self, worker: str, method: str) -> Any:
+        return getattr(self._workers[worker].actor, method).options(concurrency_group=BROADCAST)
 
 
-def _outcome(reference: Any) -> tuple[Any] | None:
-    """What a call came to, in a tuple; None if it failed."""
+def _succeeded(reference: Any) -> bool:
     try:
-        return (ray.get(reference),)
-    except ray.exceptions.RayError:  # somebody died, or the connection: it is tried again
-        return None
+        ray.get(reference)
+    except ray.exceptions.RayError:  # a worker or a connection died: the next broadcast tries again
+        return False
+    return True

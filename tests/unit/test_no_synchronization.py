@@ -1,4 +1,4 @@
-"""Inside a slice and inside a group that is trained, a card is never waited for."""
+"""Neither generating a slice nor training on a group synchronizes with the GPU."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def adapted(family: str, folder: Path) -> DiffusionModel:
 
 
 @pytest.mark.parametrize(("family", "algorithm_name"), CASES)
-def test_a_group_is_trained_without_a_wait(
+def test_a_group_is_trained_without_synchronizing(
     family: str, algorithm_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_autocast(monkeypatch)
     model, algorithm = adapted(family, tmp_path), lively(algorithm_name)
     rollout = Rollout(groups=2, steps=6, size=tiny_size(family))
-    made = scored_groups(model, algorithm, rollout, rewards=[REWARDS] * 2)
-    groups = [ScoredGroup(model.compact(g.conditioning).to("meta"), g.trajectories, g.rewards) for g in made]
+    generated = scored_groups(model, algorithm, rollout, rewards=[REWARDS] * 2)
+    groups = [ScoredGroup(model.compact(g.conditioning).to("meta"), g.trajectories, g.rewards) for g in generated]
     model.transformer.to("meta")
     settings = TrainerSettings(pack_size=12, gradient_checkpointing=False, old_log_probs="recomputed")
     trainer = trainer_of(model, algorithm, groups, settings)
@@ -47,7 +47,9 @@ def test_a_group_is_trained_without_a_wait(
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_a_slice_is_denoised_without_a_wait(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slice_is_denoised_without_synchronizing(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     without_autocast(monkeypatch)
     model, algorithm = adapted(family, tmp_path), lively("flow_grpo")
     rollout = Rollout(steps=4, size=tiny_size(family), guidance=FAMILIES[family].default_guidance)

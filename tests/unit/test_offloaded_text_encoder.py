@@ -15,27 +15,29 @@ PROMPTS = ["a red fox", "two dogs on a hill at night"]
 
 
 @pytest.mark.parametrize("family", ["sd3", "qwen_image"])
-def test_a_parked_encoder_encodes_the_same_and_its_weights_go_home(family: str, tmp_path: Path) -> None:
+def test_an_offloaded_encoder_encodes_the_same_and_its_weights_return_to_the_host(
+    family: str, tmp_path: Path
+) -> None:
     make_tiny_pipeline(family, tmp_path / "model")
     model = find_family(family).load_text_encoders(tmp_path / "model")
     expected = model.encode(PROMPTS)
-    parked = OffloadedTextEncoder(model, "cpu")
-    at_home = [weight.data_ptr() for weight in model.pipeline.text_encoder.parameters()]
+    offloaded = OffloadedTextEncoder(model, "cpu")
+    on_host = [weight.data_ptr() for weight in model.pipeline.text_encoder.parameters()]
     for _ in range(2):
-        got = parked.encode(PROMPTS)
+        got = offloaded.encode(PROMPTS)
         for name, value in expected.positive.items():
             assert value is not None and torch.equal(value, got.positive[name])
-        assert [weight.data_ptr() for weight in model.pipeline.text_encoder.parameters()] == at_home
-    parked.drop_text_encoders()
+        assert [weight.data_ptr() for weight in model.pipeline.text_encoder.parameters()] == on_host
+    offloaded.drop_text_encoders()
     with pytest.raises(RuntimeError, match="not loaded"):
-        parked.encode(PROMPTS)
+        offloaded.encode(PROMPTS)
 
 
-def test_weights_go_home_even_if_encoding_fails(tmp_path: Path) -> None:
+def test_weights_return_to_the_host_even_if_encoding_fails(tmp_path: Path) -> None:
     make_tiny_pipeline("sd3", tmp_path / "model")
     model = find_family("sd3").load_text_encoders(tmp_path / "model")
-    parked = OffloadedTextEncoder(model, "cpu")
-    at_home = [weight.data_ptr() for weight in model.pipeline.text_encoder.parameters()]
+    offloaded = OffloadedTextEncoder(model, "cpu")
+    on_host = [weight.data_ptr() for weight in model.pipeline.text_encoder.parameters()]
     with pytest.raises(ValueError, match="negative prompt"):
-        parked.encode(PROMPTS, ["only one"])
-    assert [weight.data_ptr() for weight in model.pipeline.text_encoder.parameters()] == at_home
+        offloaded.encode(PROMPTS, ["only one"])
+    assert [weight.data_ptr() for weight in model.pipeline.text_encoder.parameters()] == on_host

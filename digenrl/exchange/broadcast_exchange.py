@@ -1,0 +1,68 @@
+"""A worker's exchange where tensors travel with jobs, and full weights by broadcast."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from digenrl.exchange.broadcast import WeightsSender, receive_weights
+from digenrl.exchange.payloads import PayloadExchange
+from digenrl.records import WeightsReference
+
+# The sender may have died, and may have to load its model again on another machine.
+ARRIVAL_TIMEOUT_S = 1800.0
+
+
+class BroadcastExchange(PayloadExchange):
+    """Only the trainer's first rank has a sender; a weight version is sent once, to all workers that lack it.
+
+    Weights are received in another thread than the one that runs jobs, possibly before the job that loads them,
+    and even before a job that loads the previous version. A version is kept until a later one is loaded.
+    """
+
+    def __init__(self, sender: WeightsSender | None) -> None:
+        super().__init__()
+        self._sender = sender
+        self._changed = threading.Condition()
+        self._received: dict[str, dict[str, Tensor]] = {}
+        self._given_up: set[str] = set()
+
+    def put_weights(self, name: str, tensors: Mapping[str, Tensor]) -> WeightsReference:
+        return self.sender.stage(name, tensors)
+
+    def get_weights(self, reference: WeightsReference) -> dict[str, Tensor]:
+        name = reference.name
+        with self._changed:
+            self._changed.wait_for(lambda: name in self._received or name in self._given_up, ARRIVAL_TIMEOUT_S)
+            if name not in self._received:
+                self.lost = (name,)
+                raise ValueError(f"{name} did not arrive")
+            for older in list(self._received):
+                if older == name:
+                    break
+                del self._received[older]
+            return self._received[name]
+
+    def receive(
+        self, address: str, epoch: int, rank: int, size: int, reference: WeightsReference, timeout_s: float
+    ) -> None:
+        """Receives one version. Raises BroadcastError on failure; can be called again in a new epoch."""
+        tensors = receive_weights(address, epoch, rank, size, reference, timeout_s)
+        with self._changed:
+            self._received[reference.name] = tensors
+            self._given_up.discard(reference.name)
+            self._changed.notify_all()
+
+    def give_up(self, name: str) -> None:
+        """Fails the job that waits for these weights: no worker has them any more."""
+        with self._changed:
+            self._given_up.add(name)
+            self._changed.notify_all()
+
+    @property
+    def sender(self) -> WeightsSender:
+        """The sender of the trainer's first rank."""
+        assert self._sender is not None, "only the trainer's first rank sends weights"
+        return self._sender

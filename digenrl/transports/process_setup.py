@@ -1,0 +1,31 @@
+"""What worker processes share, on one machine and on a cluster: environment variables and log files. No torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+# Read when torch is imported. Libraries ask at import whether CUDA is available; with the NVML check that does not
+# initialize CUDA, which a forked process could not use afterwards.
+TORCH_ENVIRONMENT = {
+    "ONEDNN_JIT_PROFILE": "0",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+def log_file(logs: Path, worker: str) -> Path:
+    """The file for the output of a worker."""
+    return logs / f"{worker.replace('/', '-')}.log"
+
+
+def redirect_output(log: Path) -> None:
+    """Appends all further output of this process, also that of C libraries, to a file."""
+    target = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    for descriptor in (1, 2):
+        os.dup2(target, descriptor)
+    os.close(target)

@@ -28,6 +28,20 @@ def slice_tables(draw: st.DrawFn) -> dict[int, float]:
 
 
 @st.composite
+def evaluation_and_checkpoint(draw: st.DrawFn) -> dict[str, Any]:
+    """The keys `evaluation` and `checkpoint` of a SPEC, one of them or both."""
+    evaluation = {
+        "every": draw(st.integers(1, 3)),
+        "chunks": draw(st.integers(1, 4)),
+        "chunk": draw(seconds(most_ms=6000)),
+        "score": draw(st.one_of(st.just(0.0), seconds(most_ms=1000))),
+    }
+    checkpoint = {"every": draw(st.integers(1, 3)), "seconds": draw(st.one_of(st.just(0.0), seconds()))}
+    both = {"evaluation": evaluation, "checkpoint": checkpoint}
+    return {key: both[key] for key in draw(st.sampled_from([("evaluation",), ("checkpoint",), tuple(both)]))}
+
+
+@st.composite
 def spec_contents(
     draw: st.DrawFn,
     helps: tuple[str, ...] = ("none", "greedy", "search"),

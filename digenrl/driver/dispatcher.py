@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -131,6 +131,7 @@ class Dispatcher:
         self._own_ids = count(-1, -1)  # of jobs that the scheduler does not issue
         self._callbacks: dict[int, Callable[[Any], None]] = {}  # for results of those jobs
         self._starting: set[str] = set()
+        self._unheard_losses: Counter[str] = Counter()  # lost workers of which the scheduler has yet to hear
         self._returning: dict[str, int] = {}  # the lane that a generator had before it was lost
         self._parked: list[Job] = []  # until their prompts are encoded
         self._abandoned: set[int] = set()  # versions whose evaluation was abandoned
@@ -146,7 +147,10 @@ class Dispatcher:
                 self._ticked = True
                 return Tick(self._now_ns)
             self.receive()
-        return self._events.popleft()
+        event = self._events.popleft()
+        if isinstance(event, WorkerLost):
+            self._hear_of_loss(event)
+        return event
 
     def submit(self, action: Action) -> None:
         """Sends a job to its workers, with its inputs."""
@@ -232,7 +236,7 @@ class Dispatcher:
     def _encode(self, job: Encode) -> None:
         missing = self.prompts.missing(job.step, job.groups)
         if missing:
-            self._jobs.send(self.encoder(), replace(job, prompts=missing))
+            self._send(self.encoder(), replace(job, prompts=missing))
         else:
             self._events.append(Encoded(self._now_ns, job))
 
@@ -248,32 +252,37 @@ class Dispatcher:
         else:
             prompt = self.prompts.row(job.piece.step, job.piece.group)
             artifact = self._samples.artifact_of(job.piece)
-            assert artifact is not None, f"{job.piece} is to be scored but was never generated"
+            if artifact is None:  # just lost, which the scheduler is about to hear
+                self._events.append(ArtifactLost(self._now_ns, job))
+                return
             job = replace(job, artifact=artifact, prompts=(prompt,) * job.piece.size)
-        self._jobs.send(self.workers.rewards[job.scorer].name, job)
+        self._send(self.workers.rewards[job.scorer].name, job)
 
     def _train(self, job: Train) -> None:
         prompt = self.prompts.row(job.slice.step, job.slice.group)
         group = self._samples.group_artifact(job.slice, prompt)
+        if group is None:  # some of it was just lost, which the scheduler is about to hear
+            self._events.append(ArtifactLost(self._now_ns, job))
+            return
         self._send_when_encoded(TRAINER, replace(job, group=group), [prompt])
 
     def _commit(self, job: Commit) -> None:
-        self._jobs.send(TRAINER, self._with_state(job))
+        self._send(TRAINER, self._with_state(job))
 
     def _export(self, job: Export) -> None:
-        self._jobs.send(TRAINER, self._with_state(job))
+        self._send(TRAINER, self._with_state(job))
 
     def _restore(self, job: Restore) -> None:
-        self._jobs.send(TRAINER, replace(job, sharded=self.recipe.sharded))
+        self._send(TRAINER, replace(job, sharded=self.recipe.sharded))
 
     def _publish(self, job: Publish) -> None:
         for lane in job.lanes:
             worker = self.lanes.worker(lane)
             if worker:
-                self._jobs.send(worker, replace(job, lanes=(lane,), weights=self.versions.newest))
+                self._send(worker, replace(job, lanes=(lane,), weights=self.versions.newest))
 
     def _switch_role(self, job: SwitchRole) -> None:
-        self._jobs.send(TRAINER, job)
+        self._send(TRAINER, job)
 
     def _evaluate(self, job: Evaluate) -> None:
         worker, settings = self.lanes.worker(job.lane), self.recipe.evaluation
@@ -292,7 +301,7 @@ class Dispatcher:
     def _save(self, job: Save) -> None:
         facts = self._hooks.checkpoint_facts(job.step)
         run, keep = self.workers.trainer.run, self.recipe.checkpoint.keep
-        self._jobs.send(TRAINER, replace(job, run=str(run), facts=facts, keep=keep))
+        self._send(TRAINER, replace(job, run=str(run), facts=facts, keep=keep))
 
     def _quarantine(self, action: Quarantine) -> None:
         for artifact in self._samples.replace(action.step, action.group, action.replaced_by):
@@ -325,7 +334,7 @@ class Dispatcher:
 
     def _send_when_encoded(self, worker: str, job: Job, prompts: Sequence[PromptRow]) -> None:
         if all(self.prompts.is_encoded(prompt) for prompt in prompts):
-            self._jobs.send(worker, job)
+            self._send(worker, job)
         else:
             logger.info("%s waits for its prompts", describe(job))
             self._parked.append(job)
@@ -337,6 +346,11 @@ class Dispatcher:
         assert self.recipe.evaluation is not None
         size = self.recipe.evaluation.chunk
         return self.prompts.held_out[chunk.index * size : (chunk.index + 1) * size]
+
+    def _send(self, worker: str, job: Job) -> None:
+        """Sends a job of the scheduler, unless it has yet to hear that the worker is lost: it issues it again."""
+        if worker not in self._unheard_losses:
+            self._jobs.send(worker, job)
 
     def _send_own(self, worker: str, job: Job, callback: Callable[[Any], None]) -> None:
         self._callbacks[job.id] = callback
@@ -494,14 +508,15 @@ class Dispatcher:
         if not self._begun or job.id in self._callbacks:
             self._remake_and_resend(completed.worker, job, lost_rows)
             return
-        slices = tuple(each.slice for each in _slices_of(job) if {each.name, pixels_name(each.name)} & names)
-        for piece in slices:
-            self._samples.remove_slice(piece)
+        lost = [each for each in _slices_of(job) if {each.name, pixels_name(each.name)} & names]
+        for artifact in lost:
+            self._drop_slice(artifact.name)
+        lost = [artifact for artifact in lost if self._samples.remove_slice(artifact)]
         self._events.append(
             ArtifactLost(
                 self._now_ns,
                 job,
-                slices=slices,
+                slices=tuple(artifact.slice for artifact in lost),
                 prompts=tuple(self._ids_of(job, lost_rows)),
                 weights=isinstance(job, Publish),
             )
@@ -551,17 +566,29 @@ class Dispatcher:
         rewards = self.reward_workers()
         if worker == TRAINER:
             self._updates = []
-            self._parked = [job for job in self._parked if not isinstance(job, Train)]
+            names = {TRAINER, *rank_names(self.workers.trainer)}
+            self._parked = [job for job in self._parked if self._worker_of(job) not in names]
+            self._unheard_losses.update(names)
             self._events.append(WorkerLost(self._now_ns, 0, "trainer"))
         elif worker == ENCODER:
+            self._unheard_losses[worker] += 1
             self._events.append(WorkerLost(self._now_ns, 0, "encoder"))
         elif worker in rewards:
+            self._unheard_losses[worker] += 1
             self._events.append(WorkerLost(self._now_ns, rewards.index(worker), "reward"))
         else:
             for lane in self.lanes.lanes_of(worker):
                 self.lanes.lose(lane)
                 self._returning[worker] = lane
                 self._events.append(WorkerLost(self._now_ns, lane))
+
+    def _worker_of(self, job: Job) -> str:
+        return self.lanes.worker(job.lane) if isinstance(job, Generate | Evaluate) else TRAINER
+
+    def _hear_of_loss(self, event: WorkerLost) -> None:
+        names = {"encoder": {ENCODER}, "trainer": {TRAINER, *rank_names(self.workers.trainer)}}
+        heard = {self.reward_workers()[event.lane]} if event.pool == "reward" else set()
+        self._unheard_losses -= Counter(names.get(event.pool, heard))
 
     def _resend_to_replacement(self, worker: str, lost: Sequence[tuple[str, Job]]) -> None:
         """Before the run, a replacement takes over the jobs; a generator loads the exported weights first."""

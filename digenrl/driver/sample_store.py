@@ -35,14 +35,16 @@ class SampleStore:
         self._group(key).slices.append(artifact)
         return True
 
-    def remove_slice(self, piece: Slice) -> None:
-        """The slice was lost."""
-        group = self._groups.get((piece.step, piece.group))
-        if group is not None:
-            group.slices = [each for each in group.slices if each.slice != piece]
-            for sample in piece.samples():
-                group.values.pop(sample.index, None)
-                group.parts.pop(sample.index, None)
+    def remove_slice(self, artifact: SliceArtifact) -> bool:
+        """The artifact was lost. Returns whether it was wanted: it may have been generated again meanwhile."""
+        group = self._groups.get((artifact.slice.step, artifact.slice.group))
+        if group is None or artifact not in group.slices:
+            return False
+        group.slices.remove(artifact)
+        for sample in artifact.slice.samples():
+            group.values.pop(sample.index, None)
+            group.parts.pop(sample.index, None)
+        return True
 
     def artifact_of(self, piece: Slice) -> SliceArtifact | None:
         """The slice that these samples are part of; None if their group was discarded."""
@@ -66,9 +68,11 @@ class SampleStore:
         group = self._groups.get((artifact.slice.step, artifact.slice.group))
         return group is None or all(sample.index in group.values for sample in artifact.slice.samples())
 
-    def group_artifact(self, piece: Slice, prompt: PromptRow) -> GroupArtifact:
-        """A complete, scored group."""
+    def group_artifact(self, piece: Slice, prompt: PromptRow) -> GroupArtifact | None:
+        """A complete, scored group; None if some of it was lost."""
         group = self._groups[piece.step, piece.group]
+        if len(group.values) < piece.size:
+            return None
         slices = tuple(sorted(group.slices, key=lambda each: each.slice.first))
         rewards = tuple(group.values[index] for index in range(piece.size))
         return GroupArtifact(group.place, prompt, slices, rewards)

@@ -1,7 +1,7 @@
 """Evaluation: held-out prompts are sampled in chunks by idle generator lanes that serve the version.
 
 Chunks go before slices. The next version is not published before all chunks of this one are sampled, so every
-chunk is sampled with the version it is about.
+chunk is sampled with the version it is about. And a version to be evaluated is published before the next commit.
 """
 
 from __future__ import annotations
@@ -19,6 +19,15 @@ Outcome = tuple[SchedulerState, tuple[Action, ...]]
 def begin_evaluation(state: SchedulerState, version: int) -> SchedulerState:
     """Queues the evaluation of a version."""
     return replace(state, evaluations=(*state.evaluations, fresh_evaluation(state.terms, version)))
+
+
+def awaits_publication(state: SchedulerState) -> bool:
+    """Whether the newest version is to be evaluated and has not been sent to any generator lane yet."""
+    evaluation = find_evaluation(state, state.committed)
+    if evaluation is None or state.terms.colocated:
+        return False
+    generators = [lane for lane in state.lanes if lane.present and not lane.helper]
+    return bool(generators) and all(lane.sent_version != evaluation.version for lane in generators)
 
 
 def hand_out_chunks(state: SchedulerState, at_ns: int) -> Outcome:

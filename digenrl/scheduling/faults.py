@@ -38,6 +38,7 @@ from digenrl.scheduling.state import (
     GroupProgress,
     ReadyUnit,
     Restoring,
+    Saving,
     SchedulerState,
     StepProgress,
     Training,
@@ -107,8 +108,9 @@ def _lose_trainer(state: SchedulerState, at_ns: int) -> Outcome:
         groups = tuple(replace(group, trained=0) for group in step.groups)
         step = replace(step, groups=groups, untrained_groups=state.terms.prompts)
         state = put_step(state, replace(step, ready=ready_again(state.terms, step, at_ns)))
+    saves = isinstance(state.trainer, Saving) or (isinstance(state.trainer, Restoring) and state.trainer.saves)
     state, job = issue(replace(state, exporting=None), at_ns, Restore, state.committed)
-    return replace(state, trainer=Restoring(job)), (job,)
+    return replace(state, trainer=Restoring(job, saves)), (job,)
 
 
 # --- Failed jobs -----------------------------------------------------------------------------------------------
@@ -215,9 +217,12 @@ def _take_back_score(state: SchedulerState, job: Score) -> tuple[SchedulerState,
 def _take_back_train(state: SchedulerState, job: Train, at_ns: int) -> tuple[SchedulerState, bool]:
     assert state.trainer == Training(job), f"{job} was not issued"
     step, piece = state.current, job.slice
-    unit = ReadyUnit(at_ns, piece.group, piece.first, piece.size)
-    step = replace(step, ready=tuple(sorted((*step.ready, unit))))
-    return replace(put_step(state, step), trainer=Free()), True
+    group, state = step.groups[piece.group], replace(state, trainer=Free())
+    still_scored = group.scored & piece.mask() == piece.mask() and not group.retired
+    if still_scored and not (state.terms.stream == "batch" and step.unscored_groups):
+        unit = ReadyUnit(at_ns, piece.group, piece.first, piece.size)
+        state = put_step(state, replace(step, ready=tuple(sorted((*step.ready, unit)))))
+    return state, True
 
 
 def _forget_slice(state: SchedulerState, piece: Slice) -> SchedulerState:

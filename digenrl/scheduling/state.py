@@ -156,9 +156,13 @@ class Saving:
 
 @dataclass(frozen=True, slots=True)
 class Restoring:
-    """A replacement trainer loads the last version's state, then exports its weights again."""
+    """A replacement trainer loads the last version's state, then exports its weights again.
+
+    It then saves a version whose checkpoint the lost trainer had not finished.
+    """
 
     job: Restore | Export
+    saves: bool = False
 
 
 @dataclass(frozen=True, slots=True)

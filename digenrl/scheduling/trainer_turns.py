@@ -23,7 +23,7 @@ from digenrl.records import (
     Trained,
     Wait,
 )
-from digenrl.scheduling.evaluation import begin_evaluation
+from digenrl.scheduling.evaluation import abandon_if_unservable, awaits_publication, begin_evaluation
 from digenrl.scheduling.faults import encode
 from digenrl.scheduling.help.choose_help import choose_help
 from digenrl.scheduling.lanes import publish_newest
@@ -97,6 +97,7 @@ def absorb_committed(state: SchedulerState, event: Committed) -> Outcome:
         for lane in state.lanes
     )
     state = replace(state, committed=version, steps=(*state.steps[1:], *opened), lanes=lanes, trainer=Free())
+    state, abandoned = abandon_if_unservable(state, at_ns)
     if terms.evaluates(version):
         state = begin_evaluation(state, version)
     encoding: tuple[Action, ...] = ()
@@ -107,7 +108,7 @@ def absorb_committed(state: SchedulerState, event: Committed) -> Outcome:
         state, next_job = _save(state, at_ns)
     else:
         state, next_job = _generate_if_colocated(state, at_ns)
-    return state, (*encoding, *published, *next_job)
+    return state, (*abandoned, *encoding, *published, *next_job)
 
 
 def absorb_saved(state: SchedulerState, event: Saved) -> Outcome:
@@ -130,20 +131,22 @@ def absorb_role_switched(state: SchedulerState, event: RoleSwitched) -> Outcome:
 
 def absorb_restored(state: SchedulerState, event: Restored) -> Outcome:
     """The replacement trainer exports the version again: the old export may be lost with the old trainer."""
-    assert state.trainer == Restoring(event.job), f"{event} answers no job that was issued"
+    trainer = state.trainer
+    assert isinstance(trainer, Restoring) and trainer.job == event.job, f"{event} answers no job that was issued"
     state, job = issue(state, event.at_ns, Export, state.committed)
-    return replace(state, trainer=Restoring(job), exporting=job), (job,)
+    return replace(state, trainer=Restoring(job, trainer.saves), exporting=job), (job,)
 
 
 def absorb_exported(state: SchedulerState, event: Exported) -> Outcome:
     """The weights can be loaded again by lanes that lack them."""
     if state.exporting != event.job:
         return state, ()
-    restored = isinstance(state.trainer, Restoring)
-    state = replace(state, exporting=None, trainer=Free() if restored else state.trainer)
+    trainer = state.trainer
+    restored = isinstance(trainer, Restoring)
+    state = replace(state, exporting=None, trainer=Free() if restored else trainer)
     state, published = publish_newest(state, event.at_ns)
-    if restored and state.terms.saves(state.committed) and state.saved != state.committed:
-        state, saving = _save(state, event.at_ns)  # the old trainer was lost before it had saved
+    if isinstance(trainer, Restoring) and trainer.saves:
+        state, saving = _save(state, event.at_ns)
         return state, (*published, *saving)
     return state, published
 
@@ -154,6 +157,8 @@ def absorb_exported(state: SchedulerState, event: Exported) -> Outcome:
 def _direct_free_trainer(state: SchedulerState, at_ns: int) -> Outcome:
     step = state.current
     if step.untrained_groups == 0:
+        if awaits_publication(state):
+            return state, ()
         state, commit = issue(state, at_ns, Commit, step.index)
         return replace(state, trainer=Committing(commit)), (commit,)
     if step.ready:

@@ -12,7 +12,7 @@ from digenrl.simulation.makespan import with_best_slice
 from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
 from digenrl.simulation.virtual_cluster import VirtualCluster
 from digenrl.telemetry.recorder import Recorder
-from digenrl.telemetry.trace import TRAINER_LANE, Trace, Work
+from digenrl.telemetry.trace import GENERATOR_POOL, TRAINER_LANE, Trace, Work
 
 # In a simulation nobody waits for a decision, so a search may look at far more futures than in a live run.
 SIMULATED_SEARCH_BUDGET = 200_000
@@ -40,8 +40,8 @@ def simulate(spec: Spec, search_budget: int = SIMULATED_SEARCH_BUDGET) -> Simula
 
 def _answer(spec: Spec, recorder: Recorder, auditor: Auditor, trace: Trace) -> Answer:
     end_ns = trace.end_ns
-    lanes = sum(lane.pool == "generator" for lane in trace.lanes)
-    generating_ns = sum(s.end_ns - s.start_ns for s in trace.spans if s.work is Work.GENERATE)
+    lanes = {lane.name for lane in trace.lanes if lane.pool == GENERATOR_POOL}
+    generating_ns = sum(span.end_ns - span.start_ns for span in trace.spans if span.lane in lanes)
     makespan, bound = end_ns / NS_PER_SECOND, bound_seconds(spec)
     return Answer(
         makespan=makespan,
@@ -49,7 +49,7 @@ def _answer(spec: Spec, recorder: Recorder, auditor: Auditor, trace: Trace) -> A
         throughput=spec.steps * spec.prompts * spec.samples_per_prompt / makespan,
         bound=bound,
         efficiency=bound / makespan,
-        generator_idle=1 - generating_ns / (lanes * end_ns),
+        generator_idle=1 - generating_ns / (len(lanes) * end_ns),
         trainer_idle=1 - _trainer_busy_ns(trace) / end_ns,
         stale_samples=auditor.stale_samples,
         helped_samples=auditor.helped_samples,

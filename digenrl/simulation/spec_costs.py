@@ -64,7 +64,8 @@ def initial_scheduler_state(spec: Spec, search_budget: int) -> SchedulerState:
     if helper is not None and (spec.policy.help != "none" or spec.policy.colocated):
         duration = slice_ns(helper.seconds, spec.slice, "trainer.helper.seconds")
         helpers = _lanes("helper", helper.lanes, (duration,), next_number)
-    return initial_state(_terms(spec, search_budget), _costs(spec, len(generators)), generators, helpers)
+    terms, costs = _terms(spec, search_budget), _costs(spec, len(generators))
+    return initial_state(terms, costs, generators, helpers, evaluates=spec.evaluation is not None)
 
 
 def _lanes(pool: str, count: int, take_ns: tuple[int, ...], next_number: Counter[str]) -> list[LaneOffer]:
@@ -88,6 +89,9 @@ def _terms(spec: Spec, search_budget: int) -> Terms:
         scorers=spec.reward.lanes if to_ns(spec.reward.seconds) else 0,
         score_batch=spec.reward.batch,
         search_budget=search_budget,
+        evaluate_every=spec.evaluation.every if spec.evaluation else 0,
+        evaluation_chunks=spec.evaluation.chunks if spec.evaluation else 0,
+        save_every=spec.checkpoint.every if spec.checkpoint else 0,
     )
     return with_rules(work, spec.policy, has_helper=spec.trainer.helper is not None)
 
@@ -122,4 +126,7 @@ def _costs(spec: Spec, generator_lanes: int) -> Costs:
         switch_in_ns=to_ns(switch_in),
         switch_out_ns=to_ns(switch_out),
         score_ns=to_ns(spec.reward.seconds),
+        evaluate_ns=to_ns(spec.evaluation.chunk) if spec.evaluation else 0,
+        score_chunk_ns=to_ns(spec.evaluation.score) if spec.evaluation else 0,
+        save_ns=to_ns(spec.checkpoint.seconds) if spec.checkpoint else 0,
     )

@@ -162,7 +162,7 @@ class Recorder:
         elif isinstance(job, Train):
             self._keep(_slice_span(TRAINER_LANE, Work.TRAIN, job, end_ns, job.slice, version))
         elif type(job) in _TRAINER_WORK and end_ns > job.issued_ns:
-            step = version - 1 if isinstance(job, Save) else version
+            step = max(0, job.step - 1) if isinstance(job, Save) else version
             self._keep(Span(TRAINER_LANE, _TRAINER_WORK[type(job)], job.issued_ns, end_ns, step, version=version))
 
     def _open_publication(self, job: Publish) -> None:

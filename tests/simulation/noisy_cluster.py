@@ -1,7 +1,7 @@
 """A virtual cluster that behaves like a real one.
 
 Durations differ from what is expected, timestamps are a little older than their arrival, versions arrive lane by
-lane, results come late or twice, workers, jobs and artifacts are lost, and costs are measured from time to time.
+lane, results come late or twice, workers, jobs and artifacts are lost, and measured costs are reported at times.
 """
 
 from __future__ import annotations

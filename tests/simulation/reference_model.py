@@ -6,7 +6,14 @@ whole nanoseconds inside and float seconds in the answer (exactly 1). Nothing he
 `reward.batch` is read as: a free reward lane takes the oldest sample and, up to `batch` in all, those behind it
 that came with the same slice, `seconds` for each.
 
-Not covered: `help: auto`, `dispatch: earliest_finish` and the validation of a SPEC.
+`evaluation` is read as: version 0, every `every`-th version and the last one are evaluated. Idle generator lanes
+that have the version take its chunks before slices, `chunk` seconds each. Sampled chunks queue for the reward
+lanes like slices, and before slices that end with them; each keeps a lane for `score` seconds. A version is
+published once the chunks of all earlier versions are sampled, and a version to be evaluated is sent out before
+the next commit. `checkpoint` is read as: after every `every`-th commit and the last one the trainer is busy for
+`seconds`. The run ends when the last version is evaluated and saved.
+
+Not covered: `help: auto`, `dispatch: earliest_finish`, evaluations with `help: search`, and validation.
 """
 
 import copy
@@ -16,6 +23,7 @@ from itertools import pairwise
 from math import floor, inf
 
 NANOSECONDS = 10**9
+CHUNK = -1  # in the place of a sample's slice
 
 
 def reference_answer(spec: dict) -> dict:
@@ -30,7 +38,7 @@ def answer_for_slice(spec: dict, slice_size: int) -> dict:
     """Run the schedule and turn its tallies into the Answer (idle shares: exactly 14)."""
     costs = Costs(spec, slice_size)
     tally = run_colocated(costs) if costs.colocated else run_disaggregated(costs)
-    makespan = tally.step_end[-1]
+    makespan = tally.end
     lanes = len(costs.lane_ns) + (costs.helper_lanes if costs.colocated else 0)
     bound = least_makespan(costs)
     return {
@@ -107,6 +115,12 @@ class Costs:
         self.commit_ns = nanoseconds(self.commit_seconds)
         self.publish_ns = nanoseconds(exact(spec.get("publish", 0)))
         self.role_change_ns = nanoseconds(exact((spec.get("colocate") or {}).get("switch", 0)))
+        evaluation, checkpoint = spec.get("evaluation") or {}, spec.get("checkpoint") or {}
+        self.evaluate_every, self.chunks = int(evaluation.get("every", 0)), int(evaluation.get("chunks", 0))
+        self.chunk_ns = nanoseconds(exact(evaluation.get("chunk", 0)))
+        self.chunk_score_ns = nanoseconds(exact(evaluation.get("score", 0)))
+        self.save_every = int(checkpoint.get("every", 0))
+        self.save_ns = nanoseconds(exact(checkpoint.get("seconds", 0)))
 
     def read_policy(self, policy: dict) -> None:
         self.order, self.stream = policy.get("order", "generation"), policy.get("stream", "group")
@@ -126,6 +140,10 @@ class Costs:
         self.switch_in_ns = nanoseconds(exact(helper.get("switch_in", 0)))
         self.switch_out_ns = nanoseconds(exact(helper.get("switch_out", 0)))
         self.helper_rate = self.helper_lanes * best_rate(helper["seconds"], self.group_size)
+
+    def is_due(self, version: int, every: int) -> bool:
+        """Whether a version is evaluated or saved. The last one always is."""
+        return every > 0 and (version % every == 0 or version == self.steps)
 
     def step_of(self, slice_index: int) -> int:
         """Slices are numbered through all the steps' lists, which one cursor walks (exactly 8)."""
@@ -158,6 +176,7 @@ class Tally:
 
     def __init__(self):
         self.step_end: list[int] = []
+        self.end = 0
         self.generating_ns = self.trainer_busy_ns = self.stale_samples = self.helped_samples = 0
         self.help_decisions: list[tuple[int, str]] = []
 
@@ -166,44 +185,62 @@ class Tally:
 
 
 def run_colocated(costs: Costs) -> Tally:
-    """Generate, score, switch, train, commit, switch; the last switch lies after the makespan."""
-    tally, clock = Tally(), 0
+    """Generate, score, switch, train, commit, switch; there is no switch after the last job."""
+    tally, clock, switches, reward_lanes = Tally(), 0, 0, [0] * costs.reward_lanes
     train_ns = nanoseconds(costs.step_size * colocated_sample_seconds(costs))
-    for _ in range(costs.steps):
-        deliveries = generate_on_all_lanes(costs, clock)
-        clock = last_score(costs, deliveries, clock) + costs.role_change_ns + train_ns + costs.commit_ns
+    for version in range(costs.steps + 1):
+        chunks = costs.chunks if costs.is_due(version, costs.evaluate_every) else 0
+        slices = costs.slices_per_step if version < costs.steps else 0
+        if version and (chunks or slices):
+            clock += costs.role_change_ns
+            switches += 1
+        deliveries = generate_on_all_lanes(costs, clock, chunks, slices)
+        tally.generating_ns += sum(duration for _end, _is_slice, duration in deliveries)
+        scored = score_in_order(costs, deliveries, reward_lanes)
+        if version == costs.steps:
+            tally.end = max([clock, *scored, *reward_lanes])
+            break
+        sampled = [end for end, is_slice, _duration in deliveries if not is_slice]
+        clock = max([clock, *scored, *sampled]) + costs.role_change_ns + train_ns + costs.commit_ns
+        switches += 1
         tally.step_end.append(clock)
-        tally.generating_ns += sum(lane_ns for _end, lane_ns in deliveries)
-        clock += costs.role_change_ns
-    switching_ns = (2 * costs.steps - 1) * costs.role_change_ns
-    tally.trainer_busy_ns = costs.steps * (train_ns + costs.commit_ns) + switching_ns
+        if costs.is_due(version + 1, costs.save_every):
+            clock += costs.save_ns
+            tally.trainer_busy_ns += costs.save_ns
+    tally.trainer_busy_ns += costs.steps * (train_ns + costs.commit_ns) + switches * costs.role_change_ns
     return tally
 
 
-def generate_on_all_lanes(costs: Costs, start: int) -> list[tuple[int, int]]:
-    """(end, duration) of a step's slices, each taken by the lane idle first, then fastest, then lowest."""
+def generate_on_all_lanes(costs: Costs, start: int, chunks: int, slices: int) -> list[tuple[int, bool, int]]:
+    """(end, whether a slice, duration), each taken by the lane idle first, then fastest, then lowest."""
     durations = costs.lane_ns + [costs.helper_ns] * costs.helper_lanes
     lanes = [(start, duration, index) for index, duration in enumerate(durations)]
     heapq.heapify(lanes)
     deliveries = []
-    for _ in range(costs.slices_per_step):
-        idle_at, duration, index = heapq.heappop(lanes)
-        deliveries.append((idle_at + duration, duration))
-        heapq.heappush(lanes, (idle_at + duration, duration, index))
+    for is_slice in [False] * chunks + [True] * slices:
+        idle_at, slice_ns, index = heapq.heappop(lanes)
+        duration = slice_ns if is_slice else costs.chunk_ns
+        deliveries.append((idle_at + duration, is_slice, duration))
+        heapq.heappush(lanes, (idle_at + duration, slice_ns, index))
     return deliveries
 
 
-def last_score(costs: Costs, deliveries: list[tuple[int, int]], start: int) -> int:
-    """Rule 3: when the last sample of the step is scored."""
-    delivered = sorted(end for end, _duration in deliveries)
-    if not costs.reward_lanes:
-        return delivered[-1]
-    free_at = [start] * costs.reward_lanes
-    for end in delivered:
-        for first in range(0, costs.slice_size, costs.reward_batch):
-            together = min(costs.reward_batch, costs.slice_size - first)
-            heapq.heappush(free_at, max(end, heapq.heappop(free_at)) + together * costs.reward_ns)
-    return max(free_at)
+def score_in_order(costs: Costs, deliveries: list[tuple[int, bool, int]], free_at: list[int]) -> list[int]:
+    """Rule 3: when slices, or without any chunks, are scored. `free_at` of each reward lane is updated."""
+    any_slice = any(is_slice for _end, is_slice, _duration in deliveries)
+    scored = []
+    for end, is_slice, _duration in sorted(deliveries):
+        samples = costs.slice_size if is_slice else 1
+        each_ns = costs.reward_ns if is_slice else costs.chunk_score_ns
+        scored_at = end
+        for first in range(0, samples if costs.reward_lanes else 0, costs.reward_batch):
+            together = min(costs.reward_batch, samples - first)
+            done = max(end, heapq.heappop(free_at)) + together * each_ns
+            heapq.heappush(free_at, done)
+            scored_at = max(scored_at, done)
+        if is_slice or not any_slice:
+            scored.append(scored_at)
+    return scored
 
 
 # ---- disaggregated (rules 1-6) -----------------------------------------------------------------------------
@@ -212,7 +249,7 @@ def last_score(costs: Costs, deliveries: list[tuple[int, int]], start: int) -> i
 def run_disaggregated(costs: Costs) -> Tally:
     """Drive one world to its last commit, settling each bubble by the policy (rule 5)."""
     world, plan = World(costs), []
-    while world.committed < costs.steps:
+    while not world.finished():
         if not world.advance():
             continue
         if costs.help == "greedy":
@@ -222,6 +259,7 @@ def run_disaggregated(costs: Costs) -> Tally:
             rounds = plan.pop(0)
         world.tally.help_decisions.append((world.clock, "help" if rounds else "wait"))
         world.settle_bubble(rounds)
+    world.tally.end = world.clock
     return world.tally
 
 
@@ -240,7 +278,12 @@ class World:
         self.ready = [0] * costs.steps
         self.trained = 0  # units of the lowest uncommitted step
         self.committed = 0  # also the newest version on the trainer's own lanes
-        self.published, self.publications = -1, [0]  # on generators; version 0 arrives at t=0 (rule 1)
+        self.sent, self.published = 0, -1  # to generators and on them
+        self.publications = [(0, 0)]  # (when, version); version 0 arrives at t=0 (rule 1)
+        self.to_sample: list[int] = []  # chunks that no lane has taken, as their versions, oldest first
+        self.sampling: list[tuple[int, int, int]] = []  # (end, version, lane)
+        self.unscored_chunks = 0
+        self.queue_evaluation(0)
         self.activity, self.activity_end = "free", 0
         self.in_bubble = False
         self.rounds_wanted = self.rounds_run = 0
@@ -259,6 +302,10 @@ class World:
         past = ("costs", "tally", "rounds_wanted", "rounds_run", "activity_end")
         return repr([value for name, value in vars(self).items() if name not in past])
 
+    def finished(self) -> bool:
+        evaluating = self.to_sample or self.sampling or self.unscored_chunks
+        return self.committed == self.costs.steps and not evaluating and self.activity == "free"
+
     # One instant (exactly 2) ------------------------------------------------------------------------------
 
     def advance(self) -> bool:
@@ -275,11 +322,18 @@ class World:
 
     def pending_ends(self) -> list[int]:
         trainer = [] if self.activity in ("free", "helping") else [self.activity_end]
-        ends = [end for end, *_ in self.running] + [end for end, _samples in self.scoring]
-        return ends + self.publications + trainer
+        ends = [end for end, *_ in self.running + self.sampling + self.publications]
+        return ends + [end for end, _samples in self.scoring] + trainer
 
     def end_slices(self) -> None:
-        """Slices that end together enter the FIFO in list order (exactly 3)."""
+        """Slices that end together enter the FIFO in list order (exactly 3), after chunks."""
+        sampled = [entry for entry in self.sampling if entry[0] == self.clock]
+        for entry in sampled:
+            self.sampling.remove(entry)
+            self.to_score += [CHUNK] if self.costs.reward_lanes else []
+            self.unscored_chunks += 1 if self.costs.reward_lanes else 0
+        if sampled:
+            self.send_newest_version()
         ended = sorted(index for end, index, _lane in self.running if end == self.clock)
         self.running = [entry for entry in self.running if entry[0] != self.clock]
         for index in ended:
@@ -298,11 +352,17 @@ class World:
         while self.to_score and len(self.scoring) < self.costs.reward_lanes:
             ahead = self.to_score[: self.costs.reward_batch]
             samples = [sample for sample in ahead if sample == ahead[0]]
-            self.scoring.append((self.clock + len(samples) * self.costs.reward_ns, samples))
+            if ahead[0] == CHUNK:
+                samples = [CHUNK]
+            each_ns = self.costs.chunk_score_ns if ahead[0] == CHUNK else self.costs.reward_ns
+            self.scoring.append((self.clock + len(samples) * each_ns, samples))
             del self.to_score[: len(samples)]
 
     def mark_scored(self, sample: int) -> None:
         """Rule 4: a sample, a whole group or a whole step becomes ready, by stream."""
+        if sample == CHUNK:
+            self.unscored_chunks -= 1
+            return
         step, group = self.costs.step_of(sample), self.costs.group_of(sample)
         unit = (step, 0 if self.costs.stream == "batch" else group)
         self.scored[unit] = self.scored.get(unit, 0) + 1
@@ -320,12 +380,25 @@ class World:
         elif ended == "commit":
             self.committed, self.trained = self.committed + 1, 0
             self.tally.step_end.append(self.clock)
-            self.publications.append(self.clock + self.costs.publish_ns)  # rule 1
+            self.queue_evaluation(self.committed)
+            self.send_newest_version()
+            if self.costs.is_due(self.committed, self.costs.save_every):
+                self.begin("save", self.costs.save_ns)
+
+    def queue_evaluation(self, version: int) -> None:
+        if self.costs.is_due(version, self.costs.evaluate_every):
+            self.to_sample += [version] * self.costs.chunks
+
+    def send_newest_version(self) -> None:
+        """Rule 1, unless an older version is still needed for its evaluation."""
+        needed = self.to_sample + [version for _end, version, _lane in self.sampling]
+        if self.sent < self.committed and min(needed, default=self.committed) == self.committed:
+            self.sent = self.committed
+            self.publications.append((self.clock + self.costs.publish_ns, self.sent))
 
     def publish(self) -> None:
-        while self.publications and self.publications[0] == self.clock:
-            self.publications.pop(0)
-            self.published += 1
+        while self.publications and self.publications[0][0] == self.clock:
+            self.published = self.publications.pop(0)[1]
 
     # Slices -----------------------------------------------------------------------------------------------
 
@@ -346,10 +419,14 @@ class World:
 
     def start_slices(self) -> None:
         """Rule 2: each slice goes to the idle lane that would finish it first, then to the lower index."""
-        busy = {lane for _end, _slice, lane in self.running}
+        busy = {lane for _end, _slice, lane in self.running + self.sampling}
         idle = sorted((ns, lane) for lane, ns in enumerate(self.costs.lane_ns) if lane not in busy)
         for duration, lane in idle:
-            if self.may_start(self.published):
+            if self.published in self.to_sample:
+                self.to_sample.remove(self.published)
+                self.sampling.append((self.clock + self.costs.chunk_ns, self.published, lane))
+                self.tally.generating_ns += self.costs.chunk_ns
+            elif self.may_start(self.published):
                 self.start_slice(lane, duration, self.published)
                 self.tally.generating_ns += duration
 
@@ -369,6 +446,8 @@ class World:
         elif self.activity == "helping":
             self.begin("switch_out", costs.switch_out_ns)
         elif self.activity == "free" and self.trained == costs.units_per_step:
+            if self.committed in self.to_sample and self.sent < self.committed:
+                return False  # its evaluation would never take place
             self.begin("commit", costs.commit_ns)
         elif self.activity == "free" and self.ready[self.committed]:
             self.ready[self.committed] -= 1

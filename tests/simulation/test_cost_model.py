@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from random_specs import spec_contents
+from hypothesis import strategies as st
+from random_specs import evaluation_and_checkpoint, spec_contents
 
 from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
@@ -78,6 +79,15 @@ def test_every_answer_equals_the_oracle(content: dict[str, Any]) -> None:
 def test_larger_runs_with_the_slice_left_open_equal_the_oracle(content: dict[str, Any]) -> None:
     content = {**content, "slice": "auto"}
     assert_equal_answers(answer(content), reference_answer(content))
+
+
+@settings(max_examples=300)
+@given(spec_contents(helps=("none", "greedy")), st.integers(1, 3), evaluation_and_checkpoint())
+def test_every_answer_with_evaluations_and_checkpoints_equals_the_oracle(
+    content: dict[str, Any], batch: int, more: dict[str, Any]
+) -> None:
+    content["reward"]["batch"] = batch
+    assert_equal_answers(answer({**content, **more}), reference_answer({**content, **more}))
 
 
 def test_times_are_exact_decimals_and_not_floats() -> None:

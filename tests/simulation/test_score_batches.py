@@ -1,4 +1,4 @@
-"""Reward lanes that take several samples at once: the oracle agrees, and the forecast knows what is ready when."""
+"""Reward lanes that score several samples at once: the oracle agrees, and forecasts are exact."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from random_specs import spec_contents
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.spec import Spec
 from digenrl.loop import drive
-from digenrl.records import Action, Event, Score, Tick
+from digenrl.records import Action, Event, Score, Slice, Tick
 from digenrl.scheduling import SchedulerState, Terms, decide
 from digenrl.scheduling.help.forecast_from_state import forecast_from_state
 from digenrl.scheduling.help.help_rules import WAIT_ALWAYS, play
@@ -38,13 +38,13 @@ ONE_SLICE = {
 
 
 def with_batch(content: dict[str, Any], batch: int) -> dict[str, Any]:
-    """The same SPEC with rewards taken in batches of so many."""
+    """The same SPEC with rewards in batches of this size."""
     return {**content, "reward": {**content["reward"], "batch": batch}}
 
 
 @settings(max_examples=150)
 @given(spec_contents(), st.integers(2, 5))
-def test_every_answer_equals_the_oracle_with_batches_too(content: dict[str, Any], batch: int) -> None:
+def test_every_answer_with_batches_equals_the_oracle(content: dict[str, Any], batch: int) -> None:
     content = with_batch(content, batch)
     ours, oracle = simulate(parse_model(Spec, content)).answer, reference_answer(content)
     assert ours.step_end == pytest.approx(oracle["step_end"], abs=1e-6)
@@ -65,7 +65,7 @@ def batched_contents(draw: st.DrawFn, helps: tuple[str, ...]) -> dict[str, Any]:
 
 @settings(max_examples=200)
 @given(batched_contents(HELPS))
-def test_the_forecast_of_a_whole_run_knows_batches(content: dict[str, Any]) -> None:
+def test_the_forecast_of_a_whole_run_with_batches_is_exact(content: dict[str, Any]) -> None:
     spec = parse_model(Spec, content)
     assert predict_makespan(spec, 20_000) == simulate(spec, 20_000).answer.makespan
 
@@ -73,7 +73,7 @@ def test_the_forecast_of_a_whole_run_knows_batches(content: dict[str, Any]) -> N
 @settings(max_examples=100)
 @given(batched_contents(("none",)))
 def test_a_forecast_from_any_bubble_ends_when_the_run_does(content: dict[str, Any]) -> None:
-    """Also from the middle of a batch."""
+    """That includes bubbles in the middle of a batch."""
     state = initial_scheduler_state(parse_model(Spec, content), 100)
     cluster, ends = VirtualCluster(state), set[int]()
     while not state.finished:
@@ -100,36 +100,37 @@ def test_two_lanes_share_a_slice_in_batches_and_a_batch_is_never_more_than_a_sli
     assert makespan == pytest.approx(10 + scored_s + 6 * 0.001)
 
 
-class ScoreOrders:
-    """Writes down what reward lanes are given."""
+class ScoreJobs:
+    """Records what reward lanes are given."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
-        self.spread: set[int] = set()
+        self.slices: set[int] = set()
 
     def observe(self, event: Event, actions: tuple[Action, ...], state: SchedulerState) -> None:
         for action in actions:
             if isinstance(action, Score):
-                self.sizes.append(action.slice.size)
-                self.spread.add(action.slice.first // state.terms.slice_size)
+                assert isinstance(action.piece, Slice)
+                self.sizes.append(action.piece.size)
+                self.slices.add(action.piece.first // state.terms.slice_size)
 
 
 def test_a_batch_holds_samples_of_one_slice_only() -> None:
     content = {**with_batch(ONE_SLICE, 4), "slice": 3, "generators": [{"count": 2, "seconds": {3: 10}}]}
     content["reward"]["lanes"] = 1
-    opening, orders = initial_scheduler_state(parse_model(Spec, content), 100), ScoreOrders()
-    drive(opening, VirtualCluster(opening), (orders,))
-    assert (orders.sizes, orders.spread) == ([3, 3], {0, 1})
+    opening, jobs = initial_scheduler_state(parse_model(Spec, content), 100), ScoreJobs()
+    drive(opening, VirtualCluster(opening), (jobs,))
+    assert (jobs.sizes, jobs.slices) == ([3, 3], {0, 1})
 
 
-def test_instant_rewards_know_no_batches() -> None:
+def test_without_reward_lanes_generators_score_and_there_are_no_score_jobs() -> None:
     content = {**ONE_SLICE, "reward": {"lanes": 0, "batch": 2}}
-    opening, orders = initial_scheduler_state(parse_model(Spec, content), 100), ScoreOrders()
-    drive(opening, VirtualCluster(opening), (orders,))
-    assert orders.sizes == [6]
+    opening, jobs = initial_scheduler_state(parse_model(Spec, content), 100), ScoreJobs()
+    assert drive(opening, VirtualCluster(opening), (jobs,)).finished
+    assert jobs.sizes == []
 
 
-def test_a_batch_of_nothing_is_refused() -> None:
+def test_a_batch_of_zero_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"reward\.batch"):
         parse_model(Spec, with_batch(ONE_SLICE, 0))
 

@@ -1,4 +1,4 @@
-"""Measured costs take the place of expected ones, and change nothing that is under way."""
+"""Measured costs replace expected ones and do not affect jobs under way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
 from digenrl.loop import drive
-from digenrl.records import CostsMeasured, Event, Generate, Help, SliceDone, Tick
+from digenrl.records import CostsMeasured, Event, Generate, Generated, SwitchRole, Tick
 from digenrl.scheduling import Costs, SchedulerState, decide
 from digenrl.scheduling.invariants import Auditor
 from digenrl.scheduling.state import BubblePlan, PlannedBubble
@@ -28,7 +28,7 @@ def opening(**policy: Any) -> SchedulerState:
         "prompts": 2,
         "samples_per_prompt": 4,
         "slice": 2,
-        "generators": [{"name": "quick", "count": 2, "seconds": {2: 4}}, {"name": "slow", "seconds": {2: 6}}],
+        "generators": [{"name": "fast", "count": 2, "seconds": {2: 4}}, {"name": "slow", "seconds": {2: 6}}],
         "reward": {"lanes": 1, "seconds": 0.1},
         "trainer": {
             "seconds_per_sample": 1,
@@ -42,8 +42,9 @@ def opening(**policy: Any) -> SchedulerState:
 
 
 def measured(state: SchedulerState, *slices: tuple[int, int], at_ns: int = 0, **changed: Any) -> CostsMeasured:
-    """The costs that are expected already, but for what is named."""
-    fields = {name: getattr(state.costs, name) for name in Costs.__dataclass_fields__}
+    """The expected costs, except for what is named."""
+    names = Costs.__dataclass_fields__.keys() & CostsMeasured.__dataclass_fields__.keys()
+    fields = {name: getattr(state.costs, name) for name in names}
     return CostsMeasured(at_ns, **{**fields, **changed}, lane_slice_ns=slices)
 
 
@@ -54,17 +55,18 @@ def absorbed(state: SchedulerState, event: Event) -> SchedulerState:
 
 
 def test_all_costs_are_replaced() -> None:
-    event = CostsMeasured(0, Fraction(7, 3), 1, 2, 3, 4, 5)
-    assert absorbed(opening(), event).costs == Costs(Fraction(7, 3), 1, 2, 3, 4, 5)
+    event = CostsMeasured(0, Fraction(7, 3), 1, 2, 3, 4, 5, evaluate_ns=6, save_ns=7)
+    expected = Costs(Fraction(7, 3), 1, 2, 3, 4, 5, evaluate_ns=6, save_ns=7)
+    assert absorbed(opening(), event).costs == expected
 
 
-def test_idle_lanes_stay_ordered_quickest_first_then_by_index() -> None:
+def test_idle_lanes_stay_ordered_fastest_first_then_by_index() -> None:
     state = opening()
     assert state.idle == (0, 1, 2)
     state = absorbed(state, measured(state, (0, 6 * SECOND), (1, 5 * SECOND), (2, 5 * SECOND)))
     assert state.idle == (1, 2, 0)
     _, actions = decide(state, Tick(1))
-    assert [action.lease.lane for action in actions if isinstance(action, Generate)] == [1, 2, 0]
+    assert [action.lane for action in actions if isinstance(action, Generate)] == [1, 2, 0]
 
 
 def test_lanes_that_are_not_named_keep_their_time() -> None:
@@ -73,16 +75,16 @@ def test_lanes_that_are_not_named_keep_their_time() -> None:
     assert [lane.slice_ns for lane in after.lanes[:3]] == [4 * SECOND, 4 * SECOND, 5 * SECOND]
 
 
-def test_what_is_under_way_goes_on_and_its_answer_is_taken() -> None:
+def test_jobs_under_way_continue() -> None:
     state, actions = decide(opening(), Tick(0))
-    lease = next(action.lease for action in actions if isinstance(action, Generate))
-    state = absorbed(state, measured(state, (lease.lane, 9 * SECOND), at_ns=1))
-    assert state.lanes[lease.lane].lease == lease
-    after, scoring = decide(state, SliceDone(2, lease))
-    assert scoring and after.lanes[lease.lane].lease is None
+    job = next(action for action in actions if isinstance(action, Generate))
+    state = absorbed(state, measured(state, (job.lane, 9 * SECOND), at_ns=1))
+    assert state.lanes[job.lane].job == job
+    after, scoring = decide(state, Generated(2, job, version=0))
+    assert scoring and after.lanes[job.lane].job is None
 
 
-def test_a_measured_time_of_nothing_counts_as_the_least_there_is() -> None:
+def test_a_measured_time_of_zero_counts_as_one_nanosecond() -> None:
     state = opening(dispatch="earliest_finish")
     after = absorbed(state, measured(state, (0, 0)))
     assert after.lanes[0].slice_ns == 1
@@ -105,7 +107,7 @@ def test_a_measured_time_of_nothing_counts_as_the_least_there_is() -> None:
     ],
     ids=str,
 )
-def test_a_plan_outlives_a_change_of_a_tenth_of_a_cost_or_of_a_slice(change: dict[str, Any], kept: bool) -> None:
+def test_a_plan_survives_a_change_of_a_tenth_of_a_cost_or_of_a_slice(change: dict[str, Any], kept: bool) -> None:
     state = replace(opening(help="search"), bubble_plan=PLAN)
     assert absorbed(state, measured(state, **change)).bubble_plan == (PLAN if kept else None)
 
@@ -113,32 +115,32 @@ def test_a_plan_outlives_a_change_of_a_tenth_of_a_cost_or_of_a_slice(change: dic
 @pytest.mark.parametrize(
     ("slice_ns", "kept"), [(4_400_000_000, True), (4_500_000_000, False), (3 * SECOND, False)]
 )
-def test_a_plan_outlives_a_change_of_a_tenth_of_a_lanes_time(slice_ns: int, kept: bool) -> None:
+def test_a_plan_survives_a_change_of_a_tenth_of_a_lanes_time(slice_ns: int, kept: bool) -> None:
     state = replace(opening(help="search"), bubble_plan=PLAN)
     assert absorbed(state, measured(state, (1, slice_ns))).bubble_plan == (PLAN if kept else None)
 
 
-def test_a_lane_that_is_gone_keeps_no_plan_from_living() -> None:
+def test_measurements_of_a_lost_lane_do_not_end_a_plan() -> None:
     state = replace(opening(help="search"), bubble_plan=PLAN)
     lanes = tuple(replace(lane, present=lane.index != 2) for lane in state.lanes)
     state = replace(state, lanes=lanes, idle=(0, 1))
     assert absorbed(state, measured(state, (2, 60 * SECOND))).bubble_plan == PLAN
 
 
-def test_measurements_change_what_is_decided() -> None:
-    """Help that was thought cheap is not begun any more once its cost is known."""
+def test_measurements_change_decisions() -> None:
+    """Help does not start once it is known to be expensive."""
     state = opening(help="search")
     state = absorbed(state, measured(state, train_sample_ns=Fraction(SECOND, 10)))
     _, actions = decide(state, Tick(0))
-    assert any(isinstance(action, Help) for action in actions)
-    dear = absorbed(state, measured(state, switch_in_ns=60 * SECOND))
-    _, actions = decide(dear, Tick(0))
-    assert not any(isinstance(action, Help) for action in actions)
+    assert any(isinstance(action, SwitchRole) for action in actions)
+    expensive = absorbed(state, measured(state, switch_in_ns=60 * SECOND))
+    _, actions = decide(expensive, Tick(0))
+    assert not any(isinstance(action, SwitchRole) for action in actions)
 
 
-@pytest.mark.parametrize("help_policy", ["none", "greedy", "search", "auto"])
-def test_a_measurement_of_what_was_expected_changes_no_schedule(help_policy: str) -> None:
-    state = opening(help=help_policy, stale_fraction=0.5)
+@pytest.mark.parametrize("help_rule", ["none", "greedy", "search", "auto"])
+def test_measurements_that_equal_the_expected_costs_change_no_schedule(help_rule: str) -> None:
+    state = opening(help=help_rule, stale_fraction=0.5)
     nothing_new = tuple(measured(state, at_ns=at * SECOND // 7) for at in range(1, 200, 3))
     ends = []
     for events in ((), nothing_new):

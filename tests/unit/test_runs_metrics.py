@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_specs import spec_contents
 from rich.console import Console
-from watched_runs import SPEC, AfterEach, KeptNumbers, opening_of, watch
+from simulation.random_faults import faults_for
+from watched_runs import SPEC, AfterEach, KeptNumbers, initial_state_of, watch
 
 from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
@@ -23,14 +24,12 @@ from digenrl.metrics.busy import BusyMeter
 from digenrl.metrics.step_metrics import StepMetrics
 from digenrl.records import (
     Committed,
+    Generate,
+    Generated,
     LaneOffer,
-    Lease,
     Quarantine,
     SampleId,
-    SliceDone,
     Trained,
-    WorkerJoined,
-    WorkerLost,
 )
 from digenrl.run_folder.metric_lines import EvaluationRecord
 from digenrl.scheduling import SchedulerState, initial_state
@@ -71,15 +70,15 @@ class Account:
 
     def __init__(self, opening: SchedulerState) -> None:
         self._before = opening
-        self._makers: dict[SampleId, Lease] = {}
+        self._jobs: dict[SampleId, Generate] = {}
         self._trained: set[SampleId] = set()
         self._retired: set[tuple[int, int]] = set()
 
     def observe(self, event: Any, actions: Any, state: SchedulerState) -> None:
-        if isinstance(event, SliceDone) and self._before.lanes[event.lease.lane].lease == event.lease:
-            self._makers |= dict.fromkeys(event.lease.slice.samples(), event.lease)
+        if isinstance(event, Generated) and self._before.lanes[event.job.lane].job == event.job:
+            self._jobs |= dict.fromkeys(event.job.slice.samples(), event.job)
         if isinstance(event, Trained):
-            self._trained |= {sample for piece in event.slices for sample in piece.samples()}
+            self._trained |= set(event.job.slice.samples())
         self._retired |= {(each.step, each.group) for each in actions if isinstance(each, Quarantine)}
         self._before = state
 
@@ -87,9 +86,9 @@ class Account:
         """The stale and the helped share of a step."""
         terms, lanes = self._before.terms, self._before.lanes
         kept = [s for s in self._trained if s.step == step and (s.step, s.group) not in self._retired]
-        leases = [self._makers[sample] for sample in kept]
-        helped = 0 if terms.colocated else sum(lanes[lease.lane].helper for lease in leases)
-        return sum(lease.stale for lease in leases) / len(kept), helped / len(kept)
+        jobs = [self._jobs[sample] for sample in kept]
+        helped = 0 if terms.colocated else sum(lanes[job.lane].helper for job in jobs)
+        return sum(job.stale for job in jobs) / len(kept), helped / len(kept)
 
 
 def _check_against_the_full_trace(opening: SchedulerState, faults: Faults) -> list[dict[str, float]]:
@@ -108,7 +107,7 @@ def _check_against_the_full_trace(opening: SchedulerState, faults: Faults) -> li
 
 
 def test_a_step_has_the_shares_of_the_full_trace() -> None:
-    steps = _check_against_the_full_trace(opening_of(), NO_FAULTS)
+    steps = _check_against_the_full_trace(initial_state_of(), NO_FAULTS)
     assert any(numbers["stale_share"] > 0 for numbers in steps)
     assert any(numbers["helped_share"] > 0 for numbers in steps)
     assert any(0 < numbers["busy/l40s-0"] < 1 for numbers in steps)
@@ -117,30 +116,16 @@ def test_a_step_has_the_shares_of_the_full_trace() -> None:
     assert [numbers["version"] for numbers in steps] == [1, 2, 3, 4]
 
 
-@st.composite
-def _faults(draw: st.DrawFn, spec: Spec) -> Faults:
-    """Lanes leave and join, slices and scores fail; a fast lane joins at the end, so that every run finishes."""
-    lanes = len(opening_of(spec).lanes)
-    lost = draw(st.lists(st.tuples(st.integers(0, 20 * SECOND), st.integers(0, lanes - 1)), max_size=4))
-    moments = [*sorted(draw(st.sets(st.integers(0, 20 * SECOND), max_size=2))), 21 * SECOND]
-    samples = st.builds(SampleId, st.integers(0, spec.steps - 1), st.integers(0, spec.prompts), st.integers(0, 7))
-    return Faults(
-        events=tuple(WorkerLost(at, lane) for at, lane in lost)
-        + tuple(WorkerJoined(at, LaneOffer(f"new-{at}", SECOND)) for at in moments),
-        failing_epochs=frozenset(draw(st.sets(st.integers(0, 30), max_size=4))),
-        failing_samples=frozenset(draw(st.sets(samples, max_size=2))),
-    )
-
-
 @settings(max_examples=60)
 @given(st.data())
 def test_any_run_has_the_shares_of_its_full_trace_however_lanes_join_and_leave(data: st.DataObject) -> None:
     spec = parse_model(Spec, data.draw(spec_contents(helps=("none", "greedy", "auto"))))
-    _check_against_the_full_trace(opening_of(spec), data.draw(_faults(spec)))
+    opening = initial_state_of(spec)
+    _check_against_the_full_trace(opening, data.draw(faults_for(opening)))
 
 
 def test_the_shares_of_all_steps_add_up_to_the_share_of_the_run() -> None:
-    opening, kept = opening_of(), KeptNumbers()
+    opening, kept = initial_state_of(), KeptNumbers()
     recorder = Recorder(opening)
     watch(opening, [kept], after=(recorder,))
     whole = lane_uses(recorder.trace())
@@ -151,7 +136,7 @@ def test_the_shares_of_all_steps_add_up_to_the_share_of_the_run() -> None:
 
 
 def test_an_evaluation_keeps_a_lane_busy_and_a_publication_does_not() -> None:
-    meter = BusyMeter(opening_of())
+    meter = BusyMeter(initial_state_of())
     meter.add(Span("a100-0", Work.EVALUATE, 6 * SECOND, 8 * SECOND, step=0))
     meter.add(Span("a100-0", Work.EVALUATE, 0, 2 * SECOND, step=0))  # reported late
     meter.add(Span("trainer", Work.PUBLISH, 0, 9 * SECOND, step=0))
@@ -170,11 +155,11 @@ def test_an_evaluation_keeps_a_lane_busy_and_a_publication_does_not() -> None:
 
 def _run_with_reports(reports: dict[int, list[tuple[int, dict[str, float | None]]]]) -> list[dict[str, float]]:
     """A run in which these metrics are reported just before the commit of a step is observed."""
-    opening, kept = opening_of(), KeptNumbers()
+    opening, kept = initial_state_of(), KeptNumbers()
     metrics = StepMetrics(opening, [kept])
 
     def report(event: Any, actions: Any, state: SchedulerState) -> None:
-        for step, numbers in reports.get(event.step, ()) if isinstance(event, Committed) else ():
+        for step, numbers in reports.get(event.job.step, ()) if isinstance(event, Committed) else ():
             metrics.report(step, numbers)
 
     recorder = Recorder(opening, sink=metrics.add_span)
@@ -196,14 +181,14 @@ def test_reported_metrics_are_written_with_their_step_and_late_ones_with_the_nex
 
 
 def test_computed_metrics_cannot_be_reported() -> None:
-    metrics = StepMetrics(opening_of(), ())
+    metrics = StepMetrics(initial_state_of(), ())
     for name in ("step_s", "busy/trainer"):
         with pytest.raises(AssertionError, match=name):
             metrics.report(0, {name: 1.0})
 
 
 def test_a_resumed_run_continues_from_its_step() -> None:
-    opening = opening_of()
+    opening = initial_state_of()
     kept, whole = KeptNumbers(), KeptNumbers()
     watch(opening, [whole])
     offers = [LaneOffer(lane.name, lane.slice_ns) for lane in opening.lanes]
@@ -220,7 +205,7 @@ def test_a_resumed_run_continues_from_its_step() -> None:
 
 def test_evaluations_and_the_end_reach_every_sink() -> None:
     sinks = [KeptNumbers(), KeptNumbers()]
-    metrics = StepMetrics(opening_of(), sinks)
+    metrics = StepMetrics(initial_state_of(), sinks)
     evaluation = EvaluationRecord(0, 1.5, 200, {"reward_mean": 0.5})
     metrics.evaluated(evaluation)
     metrics.close()
@@ -251,8 +236,8 @@ def _entries(thing: object) -> int:
 
 def test_nothing_grows_over_two_thousand_steps() -> None:
     small = {"prompts": 1, "samples_per_prompt": 4, "slice": 1, "generators": SPEC["generators"][1:]}
-    opening = opening_of(**small, steps=2000, policy={"help": "greedy", "stale_fraction": 0.5})
-    faults = Faults(failing_epochs=frozenset(range(0, 10_000, 7)))
+    opening = initial_state_of(**small, steps=2000, policy={"help": "greedy", "stale_fraction": 0.5})
+    faults = Faults(failing_jobs=frozenset(range(0, 10_000, 7)))
     view = TerminalView(RunTitle("long", Path("runs/long-1"), 2000), Console(file=StringIO()), STANDING_CLOCKS)
     metrics = StepMetrics(opening, [view])
     recorder = Recorder(opening, sink=metrics.add_span)
@@ -260,10 +245,11 @@ def test_nothing_grows_over_two_thousand_steps() -> None:
 
     def look(event: Any, actions: Any, state: SchedulerState) -> None:
         if isinstance(event, Committed):
-            metrics.report(event.step + 1, {"kl": 0.5, "reward_mean": event.at_ns})
-            metrics.report(event.step, {"publish_s": 0.5})
-            metrics.evaluated(EvaluationRecord(event.step, 0.0, 1, {"reward_mean": float(event.step)}))
-            half = event.step // 1000
+            step = event.job.step
+            metrics.report(step + 1, {"kl": 0.5, "reward_mean": event.at_ns})
+            metrics.report(step, {"publish_s": 0.5})
+            metrics.evaluated(EvaluationRecord(step, 0.0, 1, {"reward_mean": float(step)}))
+            half = step // 1000
             largest[half] = max(largest[half], _entries(metrics))  # the view is one of its sinks
 
     drive(opening, VirtualCluster(opening, faults), (recorder, metrics, view, AfterEach(look)))

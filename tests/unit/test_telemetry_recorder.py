@@ -5,24 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
 from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
 from digenrl.loop import drive
 from digenrl.records import (
     Action,
+    Evaluate,
+    Evaluated,
     Event,
     Generate,
+    Generated,
+    HeldOutChunk,
+    JobFailed,
     LaneOffer,
-    Lease,
     Publish,
     Published,
-    SamplesScored,
+    Save,
+    Saved,
     Score,
-    ScoreFailed,
+    Scored,
     Slice,
-    SliceDone,
     Tick,
     Train,
     Trained,
@@ -40,7 +42,9 @@ from digenrl.telemetry.trace import Span, Work
 from digenrl.telemetry.utilisation import lane_uses
 
 PIECE = Slice(step=0, group=0, first=0, size=1)
-LEASE = Lease(PIECE, lane=0, epoch=0, version=0, started_ns=0)
+GENERATE = Generate(0, 0, PIECE, lane=0, version=0)
+GENERATED = Generated(4, GENERATE, version=0)
+PUBLISH = Publish(1, 5, version=1, lanes=(0, 1))
 
 
 def opening(steps: int = 2, **policy: Any) -> SchedulerState:
@@ -58,14 +62,14 @@ def opening(steps: int = 2, **policy: Any) -> SchedulerState:
     return initial_scheduler_state(parse_model(Spec, content), search_budget=100)
 
 
-class Told:
-    """A recorder that is told a made-up course of events and actions."""
+class Recorded:
+    """A recorder that is fed invented events and actions."""
 
     def __init__(self, **options: Any) -> None:
         self.state = opening()
         self.recorder = Recorder(self.state, **options)
 
-    def tell(self, event: Event, *actions: Action) -> Told:
+    def feed(self, event: Event, *actions: Action) -> Recorded:
         self.recorder.observe(event, actions, self.state)
         return self
 
@@ -73,22 +77,18 @@ class Told:
         return [(s.lane, s.start_ns, s.end_ns) for s in self.recorder.trace().spans if s.work is work]
 
 
-def test_with_a_sink_every_span_and_decision_goes_there_and_nothing_is_kept() -> None:
-    start, spans, decisions = opening(), list[Span](), list[tuple[int, str]]()
-    keeping = Recorder(start)
-    passing = Recorder(
-        start, sink=spans.append, on_help_decision=lambda at, choice: decisions.append((at, choice))
-    )
+def test_with_a_sink_every_span_goes_there_and_nothing_is_kept() -> None:
+    start, spans = opening(), list[Span]()
+    keeping, passing = Recorder(start), Recorder(start, sink=spans.append)
     drive(start, VirtualCluster(start), (keeping, passing))
     assert spans == keeping.spans and spans
-    assert decisions == keeping.help_decisions and decisions
     assert (passing.spans, passing.commit_ends_ns, passing.help_decisions) == ([], [], [])
     assert passing.trace().lanes == keeping.trace().lanes
     assert passing.trace().end_ns == keeping.trace().end_ns
 
 
 def size_of(value: object) -> int:
-    """How many things a recorder holds, however deep."""
+    """The number of objects in a container, nested ones included."""
     if isinstance(value, dict):
         return sum(map(size_of, value.values()))
     if isinstance(value, list | tuple | set | frozenset):
@@ -96,7 +96,7 @@ def size_of(value: object) -> int:
     return 1
 
 
-def test_with_a_sink_a_recorder_stays_as_small_as_it_was() -> None:
+def test_with_a_sink_a_recorder_does_not_grow() -> None:
     start = opening(steps=60)
     recorder, sizes = Recorder(start, sink=lambda span: None), list[int]()
 
@@ -110,72 +110,76 @@ def test_with_a_sink_a_recorder_stays_as_small_as_it_was() -> None:
     assert max(sizes[-10:]) <= max(sizes[:10])
 
 
-def test_lanes_that_never_answer_leave_nothing_behind_but_the_newest_publications() -> None:
-    told = Told()
-    for version in range(1, 20):
-        told.tell(Tick(version), Publish(version, (0, 1)))
-    told.tell(Published(30, 19, (0, 1))).tell(Published(31, 18, (0, 1))).tell(Published(32, 17, (0, 1)))
-    assert told.spans(Work.PUBLISH) == [("trainer", 18, 31), ("trainer", 19, 30)]
+def test_publications_without_results_are_forgotten_except_the_newest() -> None:
+    recorded, jobs = Recorded(), [Publish(version, version, version, (0, 1)) for version in range(1, 20)]
+    for job in jobs:
+        recorded.feed(Tick(job.issued_ns), job)
+    for at_ns, job in zip((30, 31, 32), reversed(jobs), strict=False):
+        recorded.feed(Published(at_ns, job, (0, 1)))
+    assert recorded.spans(Work.PUBLISH) == [("trainer", 18, 31), ("trainer", 19, 30)]
 
 
 def test_a_version_that_arrives_lane_by_lane_is_one_publication_until_the_last_has_it() -> None:
-    told = Told().tell(Tick(5), Publish(1, (0, 1)))
-    told.tell(Published(7, 1, (1,)))
-    assert told.spans(Work.PUBLISH) == []
-    told.tell(Published(9, 1, (0,))).tell(Published(11, 1, (0,)))
-    assert told.spans(Work.PUBLISH) == [("trainer", 5, 9)]
+    recorded = Recorded().feed(Tick(5), PUBLISH)
+    recorded.feed(Published(7, PUBLISH, (1,)))
+    assert recorded.spans(Work.PUBLISH) == []
+    recorded.feed(Published(9, PUBLISH, (0,))).feed(Published(11, PUBLISH, (0,)))
+    assert recorded.spans(Work.PUBLISH) == [("trainer", 5, 9)]
 
 
-def test_a_lane_that_is_lost_holds_up_no_publication() -> None:
-    told = Told().tell(Tick(5), Publish(1, (0, 1))).tell(Published(7, 1, (1,))).tell(WorkerLost(8, 0))
-    assert told.spans(Work.PUBLISH) == [("trainer", 5, 7)]
+def test_a_lost_lane_does_not_delay_the_end_of_a_publication() -> None:
+    recorded = Recorded().feed(Tick(5), PUBLISH).feed(Published(7, PUBLISH, (1,))).feed(WorkerLost(8, 0))
+    assert recorded.spans(Work.PUBLISH) == [("trainer", 5, 7)]
 
 
-def test_a_lane_that_joins_meanwhile_has_a_publication_of_its_own() -> None:
-    told = Told().tell(Tick(5), Publish(1, (0, 1)))
-    told.tell(WorkerJoined(6, LaneOffer("new", 1)), Publish(1, (3,)))
-    told.tell(Published(8, 1, (0, 1))).tell(Published(10, 1, (3,)))
-    assert told.spans(Work.PUBLISH) == [("trainer", 5, 8), ("trainer", 6, 10)]
+def test_a_lane_that_joins_meanwhile_has_its_own_publication() -> None:
+    to_new_lane = Publish(2, 6, version=1, lanes=(3,))
+    recorded = Recorded().feed(Tick(5), PUBLISH)
+    recorded.feed(WorkerJoined(6, LaneOffer("new", 1)), to_new_lane)
+    recorded.feed(Published(8, PUBLISH, (0, 1))).feed(Published(10, to_new_lane, (3,)))
+    assert recorded.spans(Work.PUBLISH) == [("trainer", 5, 8), ("trainer", 6, 10)]
 
 
-def test_a_version_nobody_asked_for_is_no_publication() -> None:
-    assert Told().tell(Published(8, 1, (0, 1))).spans(Work.PUBLISH) == []
+def test_a_result_without_a_publication_is_ignored() -> None:
+    assert Recorded().feed(Published(8, PUBLISH, (0, 1))).spans(Work.PUBLISH) == []
 
 
-def test_a_late_answer_of_a_lost_lane_ends_nothing() -> None:
-    told = Told().tell(Tick(0), Generate(LEASE)).tell(WorkerLost(4, 0)).tell(SliceDone(9, LEASE))
-    assert told.spans(Work.GENERATE) == [("generator-0", 0, 4)]
-    assert told.recorder.trace().lanes[0].left_ns == 4
+def test_a_late_result_of_a_lost_lane_ends_no_span() -> None:
+    late = Generated(9, GENERATE, version=0)
+    recorded = Recorded().feed(Tick(0), GENERATE).feed(WorkerLost(4, 0)).feed(late)
+    assert recorded.spans(Work.GENERATE) == [("generator-0", 0, 4)]
+    assert recorded.recorder.trace().lanes[0].left_ns == 4
 
 
-def test_a_late_or_doubled_score_ends_nothing() -> None:
-    other = Slice(0, 0, 1, 1)
-    told = Told().tell(SliceDone(1, LEASE), Score(PIECE, 0)).tell(SamplesScored(3, PIECE, 0), Score(other, 0))
-    told.tell(SamplesScored(4, PIECE, 0)).tell(ScoreFailed(5, other, 0, "no number")).tell(
-        SamplesScored(6, other, 0)
-    )
-    assert told.spans(Work.SCORE) == [("reward-0", 1, 3), ("reward-0", 3, 5)]
+def test_a_late_or_doubled_score_ends_no_span() -> None:
+    first, second = Score(1, 1, PIECE, 0), Score(2, 3, Slice(0, 0, 1, 1), 0)
+    recorded = Recorded().feed(GENERATED, first).feed(Scored(3, first), second).feed(Scored(4, first))
+    recorded.feed(JobFailed(5, second, "no number")).feed(Scored(6, second))
+    assert recorded.spans(Work.SCORE) == [("reward-0", 1, 3), ("reward-0", 3, 5)]
 
 
-def test_instant_scores_have_no_lane_and_no_span() -> None:
-    told = Told().tell(SliceDone(1, LEASE), Score(PIECE, -1)).tell(SamplesScored(3, PIECE, -1))
-    assert told.spans(Work.SCORE) == []
+def test_no_span_ends_before_it_starts_even_if_a_timestamp_is_older_than_its_job() -> None:
+    generate, train = Generate(0, 10, PIECE, lane=0, version=0), Train(1, 10, PIECE)
+    recorded = Recorded().feed(Tick(10), generate, train)
+    recorded.feed(Generated(9, generate, version=0)).feed(Trained(8, train))
+    assert recorded.spans(Work.GENERATE) == [("generator-0", 10, 10)]
+    assert recorded.spans(Work.TRAIN) == [("trainer", 10, 10)]
+    assert recorded.recorder.trace().end_ns == 10
 
 
-def test_no_span_ends_before_it_starts_even_if_a_stamp_is_older_than_its_order() -> None:
-    told = Told().tell(Tick(10), Generate(Lease(PIECE, 0, 0, 0, 10)), Train((PIECE,)))
-    told.tell(SliceDone(9, Lease(PIECE, 0, 0, 0, 10))).tell(Trained(8, (PIECE,)))
-    assert told.spans(Work.GENERATE) == [("generator-0", 10, 10)]
-    assert told.spans(Work.TRAIN) == [("trainer", 10, 10)]
-    assert told.recorder.trace().end_ns == 10
+def test_losing_the_trainer_ends_its_span_and_those_of_its_lanes() -> None:
+    train, generate = Train(1, 0, PIECE), Generate(2, 0, PIECE, lane=2, version=0)
+    recorded = Recorded().feed(Tick(0), train, generate, GENERATE).feed(WorkerLost(3, 0, "trainer"))
+    assert recorded.spans(Work.TRAIN) == [("trainer", 0, 3)]
+    assert recorded.spans(Work.HELP) == [("helper-0", 0, 3)]
+    assert recorded.spans(Work.GENERATE) == []
 
 
-def evaluated() -> Told:
-    """The trainer saves for 2 ns of 10, and a generator evaluates for 4."""
-    told = Told().tell(Tick(0), Generate(LEASE)).tell(SliceDone(4, LEASE))
-    told.recorder.add_span(Span("generator-1", Work.EVALUATE, 2, 6, step=0))
-    told.recorder.add_span(Span("trainer", Work.SAVE, 8, 10, step=0))
-    return told
+def evaluated() -> Recorded:
+    """Of 10 ns a generator generates for 4, another evaluates for 4, and the trainer saves for 2."""
+    evaluate, save = Evaluate(1, 2, HeldOutChunk(version=0, index=0), lane=1), Save(2, 8, 1)
+    recorded = Recorded().feed(Tick(0), GENERATE).feed(Tick(2), evaluate).feed(GENERATED)
+    return recorded.feed(Evaluated(6, evaluate)).feed(Tick(8), save).feed(Saved(10, save))
 
 
 def test_evaluations_and_checkpoints_are_busy_time() -> None:
@@ -191,17 +195,5 @@ def test_evaluations_and_checkpoints_are_drawn_and_explained_where_they_occur() 
     for chart in (gantt_svg(trace), gantt_text(trace, 100).plain):
         assert all(label in chart for label in labels)
     assert {event["name"] for event in perfetto_json(trace)["traceEvents"]} >= {"evaluate step 0", "save step 0"}
-    without = Told().tell(Tick(0), Generate(LEASE)).tell(SliceDone(4, LEASE)).recorder.trace()
+    without = Recorded().feed(Tick(0), GENERATE).feed(GENERATED).recorder.trace()
     assert not any(label in gantt_svg(without) for label in labels)
-
-
-def test_a_span_on_an_unknown_lane_is_refused() -> None:
-    with pytest.raises(AssertionError, match="unknown lane 'ghost'"):
-        Told().recorder.add_span(Span("ghost", Work.SAVE, 0, 1, step=0))
-
-
-def test_added_spans_go_to_the_sink_too() -> None:
-    spans: list[Span] = []
-    saved = Span("trainer", Work.SAVE, 0, 1, step=0)
-    Told(sink=spans.append).recorder.add_span(saved)
-    assert spans == [saved]

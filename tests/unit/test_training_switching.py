@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_crew import fake_recipe
+from fake_workers import fake_recipe
 from late_copies import LateCopies
 from scored_groups import Rollout, scored_groups, toy, trainer_of
 

@@ -1,0 +1,69 @@
+"""Random faults for simulated runs, and an account of what was trained in spite of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from digenrl.records import (
+    Action,
+    Committed,
+    Event,
+    LaneOffer,
+    Quarantine,
+    SampleId,
+    Trained,
+    WorkerJoined,
+    WorkerLost,
+)
+from digenrl.scheduling import SchedulerState
+from digenrl.simulation.virtual_cluster import Faults
+
+SECOND = 1_000_000_000
+
+
+@st.composite
+def faults_for(draw: st.DrawFn, opening: SchedulerState, most_at_once: int = 1) -> Faults:
+    """Lanes are lost and join, jobs and scores fail. A fast lane joins last, so that the run can finish."""
+    terms, moments = opening.terms, st.integers(0, 20 * SECOND)
+    lost = draw(st.lists(st.tuples(moments, st.integers(0, len(opening.lanes) - 1)), max_size=6))
+    joined = draw(st.lists(st.tuples(moments, st.integers(1, most_at_once)), max_size=3))
+    joins = [
+        WorkerJoined(at, LaneOffer(f"new-{number}", SECOND, at_once))
+        for number, (at, at_once) in enumerate((*sorted(joined), (21 * SECOND, most_at_once)))
+    ]
+    samples = st.builds(
+        SampleId, st.integers(0, terms.steps - 1), st.integers(0, terms.prompts), st.integers(0, 7)
+    )
+    return Faults(
+        events=(*(WorkerLost(at, lane) for at, lane in lost), *joins),
+        failing_jobs=frozenset(draw(st.sets(st.integers(0, 60), max_size=6))),
+        failing_samples=frozenset(draw(st.sets(samples, max_size=3))),
+    )
+
+
+class TrainedSamples:
+    """Counts which samples are in the committed weights, independently of the scheduler and its auditor."""
+
+    def __init__(self) -> None:
+        self.committed: list[SampleId] = []
+        self.quarantined_groups: list[tuple[int, int]] = []
+        self._open: list[SampleId] = []
+
+    def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
+        if isinstance(event, Trained):
+            self._open += event.job.slice.samples()
+        elif isinstance(event, WorkerLost) and event.pool == "trainer":
+            self._open.clear()  # the gradient is lost
+        elif isinstance(event, Committed):
+            self.committed += self._open
+            self._open.clear()
+        self.quarantined_groups += [(a.step, a.group) for a in actions if isinstance(a, Quarantine)]
+
+    def check(self, opening: SchedulerState) -> None:
+        """Every sample of the run is in the weights exactly once."""
+        retired = set(self.quarantined_groups)
+        kept = [sample for sample in self.committed if (sample.step, sample.group) not in retired]
+        steps = opening.terms.steps - opening.committed
+        assert len(kept) == len(set(kept)) == steps * opening.terms.samples_per_step

@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from digenrl.commands.diffusers_snippet import diffusers_snippet
+from digenrl.commands.output import out, print_written
 from digenrl.config.prompts import PromptSettings
 from digenrl.config.reading import ConfigError, nearest, parse_model
 from digenrl.config.recipe import EvaluationSettings, Recipe
@@ -128,6 +129,18 @@ def sample_run(run: Path, request: SampleRequest, out: Path | None, report: Repo
             side_by_side(images, columns_for(len(images))).save(partial / samples.grid.name)
             _write_description(partial, samples)
     return samples
+
+
+def print_samples(samples: WrittenSamples) -> None:
+    """Prints where the samples are, and how to load the newest weights with diffusers."""
+    out.print(f"{samples.checkpoint} ({samples.weights}): {len(samples.pictures)} samples", highlight=False)
+    if not samples.as_evaluated:
+        out.print("These are the exported weights; evaluations use those that generate.", style="dim")
+    print_written(samples.grid)
+    if samples.loading:
+        out.print("To load the newest weights with diffusers:")
+        for line in samples.loading:
+            out.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def find_checkpoint(folder: RunFolder, name: str | None) -> Path | None:

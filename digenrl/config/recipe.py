@@ -6,6 +6,7 @@ read. docs/recipes.md lists every key.
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +19,7 @@ from digenrl.config.prompts import PromptSettings
 from digenrl.config.reading import ConfigError, Frozen, errors_about
 from digenrl.config.recipe_paths import RANDOM
 from digenrl.config.rewards import Rewards
-from digenrl.config.spec import DispatchRuleName, HelpRuleName
+from digenrl.config.spec import DispatchRuleName, HelpRuleName, ScheduleRules
 from digenrl.config.topology import TOPOLOGIES, Mode, Topology
 from digenrl.config.training import TrainerSettings
 from digenrl.config.windows import Window, read_window
@@ -155,6 +156,27 @@ class Techniques(Frozen):
     @classmethod
     def _off_is_no_share(cls, share: Any) -> Any:
         return 0.0 if share is False else share
+
+    def schedule_rules(self, colocated: bool) -> ScheduleRules:
+        """The scheduling rules of these techniques."""
+        return ScheduleRules(
+            order="generation" if self.gap else "batch",
+            stream="group" if self.gap else "batch",
+            help=self.tag,
+            dispatch=self.dispatch,
+            stale_fraction=Decimal(repr(self.tcss)),
+            colocated=colocated,
+        )
+
+
+def technique_keys(rules: ScheduleRules) -> dict[str, Any]:
+    """The keys of `techniques` that select these scheduling rules."""
+    return {
+        "gap": rules.stream == "group",
+        "tag": rules.help,
+        "tcss": float(rules.stale_fraction),
+        "dispatch": rules.dispatch,
+    }
 
 
 class LaneSettings(Frozen):

@@ -23,6 +23,7 @@ from digenrl.driver.dispatcher import Dispatcher
 from digenrl.records import Calibrate, Calibrated, LaneOffer, PromptRow, Publish, Published, SwitchRole
 from digenrl.scheduling import Costs, SchedulerState, Terms, initial_state
 from digenrl.simulation.prediction import predict
+from digenrl.simulation.spec_costs import with_rules
 from digenrl.transports.contract import ArtifactStore
 from digenrl.worker.assignment import TRAINER, Assignment, own_slice, rank_names
 
@@ -226,23 +227,15 @@ def offers(
 
 def terms_of(recipe: Recipe, slice_size: int, *, scorers: int) -> Terms:
     """What the scheduler needs to know about the recipe's work and techniques."""
-    techniques, batch = recipe.techniques, recipe.batch
-    colocated = recipe.topology.shares_cards
-    streams = techniques.gap and not colocated
-    return Terms(
+    work = Terms(
         steps=recipe.steps,
-        prompts=batch.prompts,
-        samples_per_prompt=batch.samples_per_prompt,
+        prompts=recipe.batch.prompts,
+        samples_per_prompt=recipe.batch.samples_per_prompt,
         slice_size=slice_size,
-        order="generation" if streams else "batch",
-        stream="group" if streams else "batch",
-        help="none" if colocated else techniques.tag,
-        dispatch=techniques.dispatch,
-        stale_budget=int(Fraction(str(techniques.tcss)) * batch.prompts * batch.samples_per_prompt),
-        colocated=colocated,
         scorers=scorers,
         score_batch=slice_size,
     )
+    return with_rules(work, recipe.techniques.schedule_rules(recipe.topology.shares_cards))
 
 
 def initial_scheduler_state(

@@ -1,1 +1,1 @@
-"""A runtime with a virtual clock: it drives the production scheduler and answers what a schedule costs."""
+"""Runs the production scheduler on a virtual clock, and reports the cost of a schedule."""

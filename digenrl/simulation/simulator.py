@@ -8,7 +8,7 @@ from digenrl.config.spec import Spec
 from digenrl.loop import drive
 from digenrl.scheduling.invariants import Auditor
 from digenrl.simulation.answer import Answer, bound_seconds
-from digenrl.simulation.quick import with_best_slice
+from digenrl.simulation.makespan import with_best_slice
 from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
 from digenrl.simulation.virtual_cluster import VirtualCluster
 from digenrl.telemetry.recorder import Recorder

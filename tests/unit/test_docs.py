@@ -20,9 +20,9 @@ from rich.console import Console
 
 from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec, read_spec
-from digenrl.simulation.ladder import climb, rungs
+from digenrl.simulation.ladder import rungs, simulate_ladder
 from digenrl.simulation.simulator import simulate
-from digenrl.simulation.view import answer_table, ladder_table, percent, seconds
+from digenrl.simulation.tables import answer_table, ladder_table, percent, seconds
 
 DOCUMENTS = [
     DocPage(path)
@@ -164,7 +164,7 @@ def test_the_help_rules_compare_as_the_page_about_scheduling_says(row: list[str]
 
 def test_the_page_about_simulating_quotes_what_the_command_line_prints() -> None:
     spec = read_spec(DOCS / "specs" / "everything_on.yaml")
-    ladder = list(climb(rungs(spec, Decimal("0.6"))))
+    ladder = list(simulate_ladder(rungs(spec, Decimal("0.6"))))
     lines = printed(answer_table(spec, simulate(spec).answer)) | printed(ladder_table(ladder))
     first_words = (
         r"makespan|throughput|bound|efficiency|generators|trainer idle|stale|helped|colocated|naive|\+\w+"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from digenrl.commands.plan import search_plans
 from digenrl.config import profiles
 from digenrl.config.profiles import (
     Profile,
@@ -27,8 +28,7 @@ from digenrl.config.spec import Spec, read_spec
 from digenrl.models.registry import FAMILIES
 from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.cluster import read_cluster
-from digenrl.planning.command import search_plans
-from digenrl.planning.profiled_work import _costs_the_same, check_profiles, profiled_work
+from digenrl.planning.recipe_workload import check_profiles, profiled_work, same_costs
 from digenrl.simulation.single_device import predict_single_device
 
 ROOT = Path(__file__).parents[2]
@@ -223,7 +223,7 @@ def test_a_pool_with_a_profile_is_planned_like_one_with_the_same_measured_costs(
     assert by_profile.pools[0].card.name == "H200", "the profile's device, not the shorter H20"
     assert by_profile.pools[0].measured == by_hand.pools[0].measured
     plans = [
-        search_plans(DEMO, cluster, PlanOptions(stale_shares=(0.0,), ranks=1), lambda done, total: None).best.spec
+        search_plans(DEMO, cluster, PlanOptions(stale_shares=(0.0,), ranks=1)).best.spec
         for cluster in (by_profile, by_hand)
     ]
     assert plans[0] == plans[1]
@@ -294,4 +294,4 @@ def test_an_error_in_the_profile_of_a_pool_names_the_pool(
 def test_a_model_with_random_weights_costs_the_same_as_one_of_its_size(
     measured: str, wanted: str, same: bool
 ) -> None:
-    assert _costs_the_same("model", measured, wanted) == same
+    assert same_costs("model", measured, wanted) == same

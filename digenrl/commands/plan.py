@@ -6,7 +6,7 @@ import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import yaml
 from rich.console import Console
@@ -14,15 +14,22 @@ from rich.console import Console
 from digenrl.config.reading import ConfigError, nearest
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_files import read_recipe
-from digenrl.planning.candidates import PlanOptions
-from digenrl.planning.cluster import CardPool, Cluster
+from digenrl.planning.candidates import Objective, PlanOptions
+from digenrl.planning.cluster import CardPool, Cluster, read_cluster
 from digenrl.planning.model_facts import ModelFacts
-from digenrl.planning.plan_tables import cost_source, plan_reasons, plans_table
+from digenrl.planning.plan_overlay import overlay, overlay_text
+from digenrl.planning.plan_tables import cost_source, plan_reasons, plans_table, result_as_dict, spec_as_dict
 from digenrl.planning.planner import Progress, plan
 from digenrl.planning.plans import PlanResult
-from digenrl.planning.recipe_workload import catalogue_model, options_for, unknown_model, workload_of
+from digenrl.planning.recipe_workload import (
+    catalogue_model,
+    check_profiles,
+    options_for,
+    unknown_model,
+    workload_of,
+)
 from digenrl.planning.workload import WORKLOAD_KEYS, Workload, workload_for
-from digenrl.telemetry.writing import check_writable
+from digenrl.telemetry.writing import check_writable, write_atomically
 
 DEFAULT_FILE = Path("plan.yaml")
 
@@ -66,6 +73,34 @@ def output_files(request: Recipe | Workload, plan: Path | None, spec: Path | Non
     return files
 
 
+def stale_shares(request: Recipe | Workload, on_policy: bool, given: list[float] | None) -> tuple[float, ...]:
+    """The stale shares to try; by default the usual ones and the recipe's own."""
+    if on_policy and given:
+        raise ConfigError("--on-policy and --stale-share: contradict each other; leave one out")
+    for share in given or ():
+        if not 0 <= share <= 1:
+            raise ConfigError(f"--stale-share: must be between 0 and 1, got {share}")
+    if on_policy:
+        return (0.0,)
+    own = request.techniques.tcss if isinstance(request, Recipe) else 0.0
+    return tuple(given) if given else tuple(sorted({*PlanOptions().stale_shares, own}))
+
+
+def plan_options(shares: tuple[float, ...], ranks: int | None, objective: str, keep: int) -> PlanOptions:
+    """The options of the search; raises ConfigError for an unknown objective."""
+    known = list(get_args(Objective))
+    if objective not in known:
+        raise ConfigError(f"--objective: unknown '{objective}'; {nearest(objective, known)}")
+    return PlanOptions(stale_shares=shares, ranks=ranks, objective=cast(Objective, objective), keep=keep)
+
+
+def read_cards(path: Path, request: Recipe | Workload) -> Cluster:
+    """The cluster in a file; raises ConfigError if its profiles were measured for other work."""
+    cluster = read_cluster(path)
+    check_profiles(cluster, request if isinstance(request, Recipe) else None)
+    return cluster
+
+
 def search_plans(
     request: Recipe | Workload,
     cluster: Cluster,
@@ -100,6 +135,19 @@ def facts_for(recipe: Recipe, cluster: Cluster) -> ModelFacts | None:
 
 def _needs_model(pool: CardPool) -> bool:
     return pool.card.described and not pool.measured.complete
+
+
+def write_plan(
+    request: Recipe | Workload, result: PlanResult, files: PlanFiles, words: list[str]
+) -> dict[str, Any]:
+    """Writes the best plan and its SPEC; returns all plans as plain JSON values."""
+    content = result_as_dict(result)
+    if isinstance(request, Recipe) and files.plan is not None:
+        content["overlay"] = overlay(result.best, request, words[0])
+        write_atomically(files.plan, overlay_text(content["overlay"], result.best))
+    if files.spec is not None:
+        write_atomically(files.spec, yaml.safe_dump(spec_as_dict(result.best), sort_keys=False))
+    return content
 
 
 def show_plans(console: Console, result: PlanResult, words: list[str], files: PlanFiles) -> None:

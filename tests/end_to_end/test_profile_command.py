@@ -1,4 +1,4 @@
-"""`digenrl profile`: measures this device, and `simulate` and `plan` read what it writes."""
+"""`digenrl profile`: measures this device; `simulate` and `plan` read the profile."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ SMALL = [
 
 
 def digenrl(*words: object) -> Result:
-    """In this process, which has torch loaded."""
+    """Calls a command in this process, which has torch loaded."""
     return CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
 
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Profile]]:
-    """The demo's work on this machine's CPU, as the command writes and prints it."""
+    """The profile of the demo on this machine's CPU, as written and printed."""
     path = tmp_path_factory.mktemp("profiles") / "cpu.yaml"
     before = torch.get_num_threads()
     result = digenrl("profile", "demo", *SMALL, "--out", path, "--json")
@@ -69,14 +69,14 @@ def test_simulate_and_plan_read_it(profile: tuple[Path, Profile], tmp_path: Path
     cluster.write_text(json.dumps({"pools": [{"profile": str(path), "nodes": 2, "per_node": 1}]}))
     planned = digenrl("plan", "demo", *SMALL, "--cluster", cluster, "--out", tmp_path / "plan.yaml", "--json")
     assert planned.exit_code == 0 and measured.device.name in planned.stdout
-    with pytest.raises(ConfigError, match="was measured for height = 32"):
+    with pytest.raises(ConfigError, match="height = 32"):
         digenrl("plan", "demo", *SMALL, "sample.height=64", "--cluster", cluster, "--out", tmp_path / "other.yaml")
 
 
-def test_an_existing_file_is_not_written_over(profile: tuple[Path, Profile]) -> None:
-    with pytest.raises(ConfigError, match=r"cpu.yaml: exists; add --force"):
+def test_an_existing_file_is_not_overwritten(profile: tuple[Path, Profile]) -> None:
+    with pytest.raises(ConfigError, match=r"cpu.yaml: .*--force"):
         digenrl("profile", "demo", "--out", profile[0])
-    with pytest.raises(ConfigError, match="give a SPEC"):
+    with pytest.raises(ConfigError, match="SPEC"):
         digenrl("simulate")
 
 

@@ -30,8 +30,9 @@ from digenrl.prompts.sources import read_prompts
 from digenrl.run_folder.folder import RunFolder, numbered_path
 from digenrl.run_folder.grids import columns_for, side_by_side
 from digenrl.training.checkpoint.atomic_folders import written_atomically
-from digenrl.training.checkpoint.checkpoints import checkpoints_in, read_checkpoint
+from digenrl.training.checkpoint.checkpoints import read_checkpoint
 from digenrl.training.checkpoint.export import weights_to_export
+from digenrl.training.checkpoint.format import checkpoints_in
 from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, read_blueprint
 from digenrl.worker.pictures import as_image
 from digenrl.worker.rollouts import held_out_pixels
@@ -250,8 +251,8 @@ def _load_weights(model: DiffusionModel, checkpoint: Path | None) -> tuple[Weigh
         load_weights(model, weights_state(model, "cpu", instead=weights_to_export(state)))
     except ValueError as error:
         raise ConfigError(f"{checkpoint}: {error}; was config.yaml changed?") from None
-    averaged = bool(state["ema"])
-    return "moving average" if averaged else "trained", not averaged and state["policies"]["old"] is None
+    averaged = state.average is not None
+    return "moving average" if averaged else "trained", not averaged and state.old_policy is None
 
 
 def _generate(

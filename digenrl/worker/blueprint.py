@@ -28,7 +28,7 @@ from digenrl.models.offloaded_text_encoder import OffloadedTextEncoder
 from digenrl.models.random_text_encoder import RandomTextEncoder
 from digenrl.models.registry import find_family
 from digenrl.models.trajectory import StepNoise
-from digenrl.training.batch import BatchShape, check_shape
+from digenrl.training.open_batch import BatchShape, check_shape
 from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.training.trainer import Trainer
 
@@ -163,6 +163,4 @@ def make_trainer(
         draw_noise=partial(normal_noise, blueprint.recipe.seed),
         ranks=ranks,
         helps=helps,
-        keep_last_version=True,
-        offload=helps and settings.offloads(model.device.type),
     )

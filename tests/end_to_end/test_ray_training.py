@@ -62,7 +62,7 @@ def on(nodes: SeveralNodes, *pools: str) -> tuple[str, ...]:
 
 
 def weights(run: RunFolder, step: int) -> Mapping[str, Tensor]:
-    state: Mapping[str, Tensor] = read_checkpoint(run.checkpoint(step)).trainer_state["policies"]["current"]
+    state: Mapping[str, Tensor] = read_checkpoint(run.checkpoint(step)).trainer_state.weights
     return state
 
 

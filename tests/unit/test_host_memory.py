@@ -38,8 +38,8 @@ def test_the_lesser_of_machine_and_container(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host_memory, "MACHINE", tmp_path / "meminfo")
-    monkeypatch.setattr(host_memory, "CONTAINER", tmp_path)
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
     if meminfo is not None:
         (tmp_path / "meminfo").write_text(meminfo)
     for name, content in container.items():

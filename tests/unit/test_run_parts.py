@@ -39,6 +39,7 @@ from digenrl.runs.resuming import find_resume_point, kept_positions
 from digenrl.runs.step_time_prediction import StepTimePrediction, predicted_step_s
 from digenrl.runs.stopping import Stopper
 from digenrl.simulation.virtual_cluster import VirtualCluster
+from digenrl.training.checkpoint.format import STATE_FILE, WHOLE, CheckpointContent
 from digenrl.worker.rollouts import shuffled
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
@@ -271,8 +272,8 @@ def write_checkpoint(folder: RunFolder, step: int, **facts: Any) -> None:
 
     known = {"at_ns": 5, "jobs_issued": 6, "positions": {}, "fingerprint": fingerprint(folder.recipe)}
     path = folder.checkpoint(step)
-    path.mkdir()
-    (path / "state.json").write_text(json.dumps({"step": step, "facts": {**known, **facts}}))
+    path.mkdir(exist_ok=True)
+    CheckpointContent(WHOLE, step, {}, {**known, **facts}, {}).write(path)
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
@@ -281,6 +282,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     for step in (999_999, 1_000_000, 20):
         write_checkpoint(folder, step)
     (folder.checkpoints / ".saving-step_1000001").mkdir()
+    folder.checkpoint(1_000_000).rename(folder.checkpoints / ".replaced-step_1000000")
     standing = find_resume_point(folder)
     assert standing is not None
     assert standing.checkpoint == folder.checkpoint(1_000_000)
@@ -300,11 +302,14 @@ def test_damaged_and_foreign_checkpoints_are_told_in_one_line(tmp_path: Path) ->
     write_checkpoint(folder, 3, fingerprint="another")
     with pytest.raises(ConfigError, match=r"step_000003: was saved by another run: seed, model"):
         find_resume_point(folder)
-    for content in ("{", "[]", '{"step": 3}', '{"step": 3, "facts": {"at_ns": 1}}'):
-        (folder.checkpoint(3) / "state.json").write_text(content)
-        with pytest.raises(ConfigError, match="step_000003: incomplete or damaged") as caught:
+    for content in ("{", "[]", '{"format": 3, "step": 3}'):
+        (folder.checkpoint(3) / STATE_FILE).write_text(content)
+        with pytest.raises(ConfigError, match="step_000003: ") as caught:
             find_resume_point(folder)
         assert "\n" not in str(caught.value)
+    CheckpointContent(WHOLE, 3, {}, {"at_ns": 1}, {}).write(folder.checkpoint(3))
+    with pytest.raises(ConfigError, match=r"step_000003: .*jobs_issued"):
+        find_resume_point(folder)
 
 
 def test_evaluations_of_versions_that_are_kept_are_kept_wherever_they_stand(tmp_path: Path) -> None:

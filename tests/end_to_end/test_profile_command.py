@@ -18,7 +18,7 @@ from digenrl.config.reading import ConfigError
 from digenrl.config.recipe_files import read_recipe
 from digenrl.planning.recipe_workload import profiled_work
 from digenrl.records import Calibrate, Calibrated
-from digenrl.worker.calibration import Calibration
+from digenrl.worker.calibration import StageCalibration
 
 SMALL = [
     *("batch.samples_per_prompt=4", "batch.slice=auto", "algorithm.options.updates_per_batch=2"),
@@ -82,14 +82,14 @@ def test_an_existing_file_is_not_overwritten(profile: tuple[Path, Profile]) -> N
 
 def test_what_fails_is_omitted_with_a_remark(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory runs out at slices of 2, and the reward server is not running."""
-    calibrate = Calibration.calibrate
+    calibrate = StageCalibration.calibrate
 
-    def until_memory_runs_out(calibration: Calibration, job: Calibrate) -> Calibrated:
+    def until_memory_runs_out(calibration: StageCalibration, job: Calibrate) -> Calibrated:
         if job.task == "generate" and max(job.sizes) > 1:
             raise torch.OutOfMemoryError("no room for two")
         return calibrate(calibration, job)
 
-    monkeypatch.setattr(Calibration, "calibrate", until_memory_runs_out)
+    monkeypatch.setattr(StageCalibration, "calibrate", until_memory_runs_out)
     nowhere = "rewards=[{name: http, url: 'http://127.0.0.1:9', retries: 0}]"
     stages: list[str] = []
     recipe = read_recipe("demo", [*SMALL, nowhere])

@@ -93,10 +93,10 @@ class Replay:
         reference = old = None
         if self.objective.needs.reference:
             with torch.no_grad(), self.policies.reference():
-                _, reference = self._scored(latents_RL, next_RL, rows)
+                reference = self._scored(latents_RL, next_RL, rows)[1]
         if self._recompute and not before_updates:
             with torch.no_grad(), self.policies.old():
-                _, old = self._scored(latents_RL, next_RL, rows)
+                old = self._scored(latents_RL, next_RL, rows)[1]
         velocity_RL, scored = self._scored(latents_RL, next_RL, rows)
         if self._recompute and before_updates:
             old = scored  # the same weights: one forward serves as both, and the ratio is exactly 1

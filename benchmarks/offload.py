@@ -26,8 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 from digenrl.models.transfers import synchronize
-from digenrl.training.offload.host_copies import HostCopies, copy_all, cpu_copy
-from digenrl.training.offload.kept_state import KeptState
+from digenrl.training.offload.host_copies import HostCopies, HostCopy, copy_all, cpu_copy
 from digenrl.training.offload.offloader import Offloader
 
 ROUNDS = 3  # after the one that pins host memory
@@ -123,7 +122,7 @@ def measure(parameters: int, width: int, device: torch.device) -> Measured:
     """Round trips alone, then beside work."""
     parts, host = state_of(parameters, width, device), HostCopies(device)
     offloader = Offloader({"sums": lambda: parts["sums"], "moments": lambda: parts["moments"]}, device, host)
-    version: KeptState[dict[str, dict[str, Tensor]]] = KeptState(host)
+    copies: dict[tuple[str, str], HostCopy] = {}
     before, products = fingerprint(parts), work_of(device)
     wait = partial(synchronize, device)
 
@@ -150,17 +149,24 @@ def measure(parameters: int, width: int, device: torch.device) -> Measured:
     work_and_returning_s = timed(offloader.load, work, changed)[-1]
 
     def keep() -> None:
-        version.keep(lambda copied: {part: copy_all(values, copied) for part, values in parts.items()})
+        host.copier.begin()
+        for part, values in parts.items():
+            copies.update({(part, name): host.acquire(value) for name, value in values.items()})
+
+    def discard() -> None:
+        for (part, name), copy in copies.items():
+            host.mark_changed([parts[part][name]])
+            host.release(copy)
 
     keeping = []
     for _ in range(ROUNDS):
-        keeping.append(timed(keep, version.state))
-        version.discard()
+        keeping.append(timed(keep, host.copier.finish))
+        discard()
     keeping_thread_s, keeping_s = map(min, zip(*keeping, strict=True))
-    work_and_keeping_s = timed(keep, work, wait, version.state)[-1]
+    work_and_keeping_s = timed(keep, work, wait, host.copier.finish)[-1]
     plain_copy_s = min(timed(partial(plain_copies, parts))[-1] for _ in range(ROUNDS))
     kept = all(
-        torch.equal(version.state()[part][name], value.cpu())
+        torch.equal(copies[part, name].values, value.cpu())
         for part in parts
         for name, value in parts[part].items()
     )

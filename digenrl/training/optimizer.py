@@ -6,12 +6,12 @@ import copy
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from digenrl.config.training import TrainerSettings
 from digenrl.training.gradients import Gradients
 from digenrl.training.offload.host_copies import CopyTensor, copy_all, cpu_copy
-from digenrl.training.trainer_state import MOMENTS_PER_PARAMETER, OptimizerState
+from digenrl.training.trainer_state import OptimizerState
 
 DEVICE_OPTIONS = ("foreach", "fused")  # choose the kernels of a step; not restored from a state
 
@@ -61,22 +61,6 @@ def optimizer_state(
         scalars={key: copy.copy(value) for key, value in group.items() if key != "params"},
         moments={names[index]: copy_all(moments, copy_tensor) for index, moments in state["state"].items()},
     )
-
-
-def moment_tensors(optimizer: torch.optim.Optimizer, parameters: Parameters) -> dict[str, Tensor]:
-    """The optimizer's own tensors that are as large as their parameter: all except step counters."""
-    return {
-        f"{kind}/{name}": value
-        for name, parameter in parameters.items()
-        for kind, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape
-    }
-
-
-def missing_moment_bytes(optimizer: torch.optim.Optimizer, parameters: Parameters) -> int:
-    """The size of the moments that the first step will allocate; 0 after it."""
-    without = [parameter for parameter in parameters.values() if not optimizer.state.get(parameter)]
-    return sum(MOMENTS_PER_PARAMETER * parameter.nbytes for parameter in without)
 
 
 def check_moments(state: OptimizerState, parameters: Parameters) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from digenrl.config.training import TrainerSettings
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.model_weights import check_fits
@@ -12,14 +14,13 @@ from digenrl.training.optimizer import (
     check_moments,
     load_optimizer_state,
     make_optimizer,
-    missing_moment_bytes,
     optimizer_state,
     take_step,
 )
 from digenrl.training.policy_weights import PolicyWeights
 from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.training.ranks.sharding import ShardSpec
-from digenrl.training.trainer_state import TrainerState
+from digenrl.training.trainer_state import MOMENTS_PER_PARAMETER, TrainerState
 
 
 class TrainableState:
@@ -93,7 +94,17 @@ class TrainableState:
 
     def missing_moment_bytes(self) -> int:
         """By how many bytes the first optimizer step will increase this state; 0 after it."""
-        return missing_moment_bytes(self.optimizer, self.policies.parameters)
+        without = [p for p in self.policies.parameters.values() if not self.optimizer.state.get(p)]
+        return sum(MOMENTS_PER_PARAMETER * parameter.nbytes for parameter in without)
+
+    def moments(self) -> dict[str, Tensor]:
+        """The optimizer's tensors that are as large as their parameter: all except step counters."""
+        return {
+            f"{kind}/{name}": value
+            for name, parameter in self.policies.parameters.items()
+            for kind, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape
+        }
 
     def _for_this_rank(self, state: TrainerState) -> TrainerState:
         if state.shard == self.shard:

@@ -193,7 +193,7 @@ class Trainer:
         return self._last_version.published()
 
     def keep_version(self) -> None:
-        """Starts copying the last version's state to the host, unless it is there or updates were committed since.
+        """Starts copying the last version's state to the host, unless it is kept or updates were committed since.
 
         `published` and `state_at_last_version` then read it from there.
         """
@@ -275,7 +275,7 @@ class Trainer:
         self._last_version.discard()
 
     def _bytes_to_come(self) -> int:
-        """What training will allocate besides a pass: the moments, and the sums of an update's earlier groups."""
+        """What training will allocate in addition to a pass: moments, and the sums of earlier groups."""
         sums_bytes = self._passes.sums_bytes if len(self._open.places()) > 1 and not self._sums.tensors() else 0
         return self._trainable.missing_moment_bytes() + sums_bytes
 

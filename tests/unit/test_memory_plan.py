@@ -182,7 +182,7 @@ def test_a_pack_that_needs_more_memory_than_estimated_is_replaced_by_a_smaller_o
     assert 2 <= packing.pack_size <= 5 and packing.checkpointed == 0
 
 
-def test_the_first_estimate_is_reported_besides_the_plan_that_a_trial_corrected() -> None:
+def test_the_first_estimate_is_reported_along_with_the_corrected_plan() -> None:
     class Surprising(CostFormula):
         def peak(self, pack_size: int, chosen: Collection[int]) -> float:
             return super().peak(pack_size, chosen) * (1.25 if pack_size > 1 else 1)

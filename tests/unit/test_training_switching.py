@@ -21,7 +21,7 @@ from digenrl.training.offload.offloader import Offloader
 
 SETTINGS = TrainerSettings(pack_size=4, learning_rate=0.02, ema=EmaSettings(decay=0.5, every_updates=1))
 CPU = torch.device("cpu")
-KINDS = {  # with a frozen reference; with trained weights besides those that generate; with both
+KINDS = {  # with a frozen reference; with trained weights that do not generate; with both
     "flow_grpo": {"updates_per_batch": 1, "kl_weight": 0.1},
     "mix_grpo": {"updates_per_batch": 2},
     "diffusion_nft": {"updates_per_batch": 2, "kl_weight": 0.1},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -31,14 +31,16 @@ def copy_all(tensors: Mapping[str, Tensor], copy: CopyTensor) -> dict[str, Tenso
     return {name: copy(value) for name, value in tensors.items()}
 
 
-class Copier(Protocol):
-    """Makes copies in the order in which they are requested, concurrently with the computation."""
+class Copier:
+    """Makes copies in the order in which they are requested: on a CPU, at the time of the request."""
 
     def begin(self) -> None:
         """Makes later copies wait for everything computed so far."""
 
+    @torch.no_grad()
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Requests a copy. The memory of both tensors stays allocated until it is made."""
+        target.copy_(source)
 
     def mark(self) -> Any:
         """A marker that is reached once all copies requested so far are made."""
@@ -50,28 +52,8 @@ class Copier(Protocol):
         """Blocks this thread until the marker is reached, or until all copies are made."""
 
 
-class ImmediateCopier:
-    """For a CPU: makes every copy when it is requested."""
-
-    def begin(self) -> None:
-        pass
-
-    @torch.no_grad()
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        target.copy_(source)
-
-    def mark(self) -> None:
-        pass
-
-    def wait(self, mark: None) -> None:
-        pass
-
-    def finish(self, mark: None = None) -> None:
-        pass
-
-
-class StreamCopier:
-    """For a GPU: makes copies on a separate CUDA stream, which the copy engines serve during computation."""
+class StreamCopier(Copier):
+    """Makes copies on a separate CUDA stream, which the GPU's copy engines serve during computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -104,7 +86,7 @@ class StreamCopier:
 
 def make_copier(device: torch.device) -> Copier:
     """The copier for tensors of this device."""
-    return StreamCopier(device) if device.type == "cuda" else ImmediateCopier()
+    return StreamCopier(device) if device.type == "cuda" else Copier()
 
 
 @dataclass(slots=True, eq=False)

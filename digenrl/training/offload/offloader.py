@@ -1,6 +1,6 @@
 """Moves tensors from a device to host memory and back, asynchronously.
 
-An offloaded tensor object keeps its identity: its data lies in host memory and can be read there.
+An offloaded tensor object keeps its identity: its data is in host memory and can be read there.
 """
 
 from __future__ import annotations

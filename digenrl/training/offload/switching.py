@@ -7,12 +7,12 @@
 | gradient sums of the open update | after the passes over the next group |
 | optimizer moments, moving average | at the optimizer step |
 
-Whoever uses a part does so inside the context manager of a phase, which makes the computation wait for it.
+Parts are used only inside the context manager of a phase, which makes the computation wait for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from digenrl.training.offload.host_copies import HostCopies
 from digenrl.training.offload.offloader import CurrentTensors, Offloader
-from digenrl.training.optimizer import moment_tensors
 from digenrl.training.trainable_state import TrainableState
 from digenrl.training.trainer_state import MOMENTS_PER_PARAMETER
 
@@ -29,7 +28,7 @@ REPLAY_PARTS, STEP_PARTS = (WEIGHTS, REFERENCE), (WEIGHTS, MOMENTS, AVERAGE)
 ALL_PARTS = (WEIGHTS, REFERENCE, SUMS, MOMENTS, AVERAGE)
 
 
-class Switching:
+class Switching(Offloader):
     """Offloads and loads a trainer's parts. Unless `enabled`, nothing moves and all methods do nothing.
 
     `open_sums` returns the gradient sums of the open update, of which a parameter has up to `sums_per_parameter`.
@@ -38,7 +37,7 @@ class Switching:
     def __init__(
         self,
         trainable: TrainableState,
-        open_sums: Callable[[], Mapping[str, Tensor]],
+        open_sums: CurrentTensors,
         sums_per_parameter: int,
         host: HostCopies,
         device: torch.device,
@@ -48,35 +47,17 @@ class Switching:
         self._trainable, self._open_sums, self._sums_per_parameter = trainable, open_sums, sums_per_parameter
         self._placeholders: dict[str, dict[str, Tensor]] = {}
         self._enabled = enabled
-        self._offloader = Offloader(self._parts() if enabled else {}, device, host)
-
-    @property
-    def offloaded_bytes(self) -> int:
-        """The size of everything that is currently offloaded."""
-        return self._offloader.offloaded_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory allocated so far."""
-        return self._offloader.host_bytes
-
-    def offload(self) -> None:
-        """Starts offloading asynchronously, to make room for generation."""
-        self._offloader.offload()
+        super().__init__(self._current_tensors() if enabled else {}, device, host)
 
     def load(self) -> None:
         """Starts loading everything for training, and blocks until forwards can be computed."""
-        self._offloader.load()
-        self._offloader.wait_for(*REPLAY_PARTS)
-
-    def synchronize(self) -> None:
-        """Blocks until no transfer is under way: all tensors can be read, wherever they are."""
-        self._offloader.synchronize()
+        super().load()
+        self.wait_for(*REPLAY_PARTS)
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """For forwards and backwards; everything else is loaded meanwhile."""
-        self._offloader.load()
+        super().load()
         with self._phase(*REPLAY_PARTS):
             yield
 
@@ -100,7 +81,7 @@ class Switching:
     def full_size(self) -> Iterator[None]:
         """Inside, as much is moved as in the middle of a step, even before gradients and moments exist."""
         parameters = list(self._trainable.policies.parameters.values())
-        if self._enabled and not self._moments():
+        if self._enabled and not self._trainable.moments():
             self._placeholders[MOMENTS] = _zeros(parameters * MOMENTS_PER_PARAMETER)
         if self._enabled and not self._open_sums():
             self._placeholders[SUMS] = _zeros(parameters * self._sums_per_parameter)
@@ -112,24 +93,21 @@ class Switching:
 
     @contextmanager
     def _phase(self, *parts: str, changes: bool = False) -> Iterator[None]:
-        self._offloader.require(*parts, changes=changes)
+        self.require(*parts, changes=changes)
         yield
 
-    def _parts(self) -> dict[str, CurrentTensors]:
+    def _current_tensors(self) -> dict[str, CurrentTensors]:
         return {
             WEIGHTS: self._idle_weights,
             REFERENCE: lambda: self._trainable.policies.reference_values,
             SUMS: lambda: {**self._open_sums(), **self._placeholders.get(SUMS, {})},
-            MOMENTS: lambda: self._moments() | self._placeholders.get(MOMENTS, {}),
+            MOMENTS: lambda: self._trainable.moments() | self._placeholders.get(MOMENTS, {}),
             AVERAGE: lambda: {} if self._trainable.average is None else self._trainable.average.values,
         }
 
     def _idle_weights(self) -> Mapping[str, Tensor]:
         """The trained weights, unless they are the ones to generate with."""
         return {} if self._trainable.policies.old_snapshot is None else self._trainable.policies.parameters
-
-    def _moments(self) -> dict[str, Tensor]:
-        return moment_tensors(self._trainable.optimizer, self._trainable.policies.parameters)
 
 
 def _zeros(like: list[nn.Parameter]) -> dict[str, Tensor]:

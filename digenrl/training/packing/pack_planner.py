@@ -25,8 +25,8 @@ RunPack = Callable[[Sequence[Term]], None]
 class PackPlanner:
     """Takes the pack size and checkpointing from the settings, or measures them on the first terms.
 
-    `sums_bytes` is the size of a gradient sum. `bytes_to_come` is what training will allocate besides its passes
-    and has not allocated yet.
+    `sums_bytes` is the size of a gradient sum. `bytes_to_come` is what training will still allocate in
+    addition to its passes.
     """
 
     def __init__(

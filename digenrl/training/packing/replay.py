@@ -6,7 +6,6 @@ Shape legend as in `digenrl.models.objective`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -93,9 +92,11 @@ class Replay:
         next_RL = self._stacked([t.next_latents_KL[k] for t, k in stored])
         reference = old = None
         if self.objective.needs.reference:
-            reference = self._scored_without_gradient(self.policies.reference(), latents_RL, next_RL, rows)
+            with torch.no_grad(), self.policies.reference():
+                reference = self._scored(latents_RL, next_RL, rows)[1]
         if self._recompute and not before_updates:
-            old = self._scored_without_gradient(self.policies.old(), latents_RL, next_RL, rows)
+            with torch.no_grad(), self.policies.old():
+                old = self._scored(latents_RL, next_RL, rows)[1]
         velocity_RL, scored = self._scored(latents_RL, next_RL, rows)
         if self._recompute and before_updates:
             old = scored  # the same weights: one forward serves as both, and the ratio is exactly 1
@@ -143,9 +144,11 @@ class Replay:
         noised_RL = (1 - sigma_R1) * final_RL + sigma_R1 * noise_RL
         reference_RL = old_RL = None
         if self.objective.needs.reference:
-            reference_RL = self._velocity_without_gradient(self.policies.reference(), noised_RL, rows)
+            with torch.no_grad(), self.policies.reference():
+                reference_RL = self._velocity(noised_RL, rows)
         if self.objective.needs.old_policy:
-            old_RL = self._velocity_without_gradient(self.policies.old(), noised_RL, rows)
+            with torch.no_grad(), self.policies.old():
+                old_RL = self._velocity(noised_RL, rows)
         velocity_RL = self._velocity(noised_RL, rows)
         return RenoisedPairs(
             advantage_R=to_device_like(rows.advantage_R, velocity_RL),
@@ -162,18 +165,6 @@ class Replay:
         velocity_RL = self._velocity(latents_RL, rows)
         noise = rows.trajectories[0].plan.noise
         return velocity_RL, stochastic_step(latents_RL, velocity_RL, rows.times, noise, next_latents_BL=next_RL)
-
-    def _scored_without_gradient(
-        self, policy: AbstractContextManager[None], latents_RL: Tensor, next_RL: Tensor, rows: _Rows
-    ) -> StepResult:
-        with torch.no_grad(), policy:
-            return self._scored(latents_RL, next_RL, rows)[1]
-
-    def _velocity_without_gradient(
-        self, policy: AbstractContextManager[None], latents_RL: Tensor, rows: _Rows
-    ) -> Tensor:
-        with torch.no_grad(), policy:
-            return self._velocity(latents_RL, rows)
 
     def _velocity(self, latents_RL: Tensor, rows: _Rows) -> Tensor:
         plan = rows.trajectories[0].plan

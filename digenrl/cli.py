@@ -159,6 +159,7 @@ def train_command(
     resume: options.ResumePath = None,
     plan_file: options.ChosenPlan = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print every step as a line of JSON.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also log debug messages to RUN/logs.")] = False,
 ) -> None:
     """Train a model with a recipe.
 
@@ -166,6 +167,7 @@ def train_command(
     """
     from digenrl.commands.train import resume_run, start_run
 
+    overrides = [*(overrides or []), *(["logging.verbose=true"] if verbose else [])]
     if resume is not None:
         if out_folder is not None:
             raise ConfigError("--out: a run is resumed in its own folder; leave it out")
@@ -175,7 +177,7 @@ def train_command(
     elif recipe is None:
         raise ConfigError("train: give a recipe, as 'digenrl train demo', or --resume RUN")
     else:
-        changes = overrides or [] if plan_file is None else with_plan(recipe, overrides or [], plan_file)
+        changes = overrides if plan_file is None else with_plan(recipe, overrides, plan_file)
         status = start_run(recipe, changes, out_folder, out, as_json)
     if status == "interrupted":
         raise typer.Exit(INTERRUPTED)

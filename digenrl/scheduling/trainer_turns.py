@@ -54,8 +54,8 @@ Outcome = tuple[SchedulerState, tuple[Action, ...]]
 
 def direct_trainer(state: SchedulerState, at_ns: int) -> Outcome:
     """The trainer's next job, if it can take one."""
-    if state.all_committed:
-        return state, ()
+    if state.all_committed:  # a restored trainer may still have to evaluate
+        return _generate_if_colocated(state, at_ns) if isinstance(state.trainer, Free) else (state, ())
     if isinstance(state.trainer, Free):
         return _direct_free_trainer(state, at_ns)
     if isinstance(state.trainer, BetweenRounds):

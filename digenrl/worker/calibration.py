@@ -23,7 +23,7 @@ from digenrl.worker.timing import peak_bytes, sustained_seconds, watch_peak
 CALIBRATION_STEP = -1  # the step of samples that are discarded
 
 
-class Calibration:
+class StageCalibration:
     """Times one worker's stages."""
 
     def __init__(self, stages: Stages) -> None:

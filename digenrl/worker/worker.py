@@ -26,7 +26,7 @@ from digenrl.training.ranks.sharding import shard_model
 from digenrl.training.trainer import Trainer
 from digenrl.worker.assignment import Assignment, Ready, StartFailed
 from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, make_trainer, read_blueprint
-from digenrl.worker.calibration import Calibration
+from digenrl.worker.calibration import StageCalibration
 from digenrl.worker.stages import Stages, WorkerParts
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Worker:
             records.Save: stages.save,
             records.Export: stages.export,
             records.Restore: stages.restore,
-            records.Calibrate: Calibration(stages).calibrate,
+            records.Calibrate: StageCalibration(stages).calibrate,
         }
 
     def handle(self, job: Job) -> Result:

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import Result
-from digenrl.worker.orders import MakingRehearsed, RehearseMaking
-from digenrl.worker.roles import Generating
 from typer.testing import CliRunner
 
 from digenrl.cli import app
@@ -19,6 +17,8 @@ from digenrl.config.profiles import Profile, read_profile
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe_files import read_recipe
 from digenrl.planning.recipe_workload import profiled_work
+from digenrl.records import Calibrate, Calibrated
+from digenrl.worker.calibration import StageCalibration
 
 SMALL = [
     *("batch.samples_per_prompt=4", "batch.slice=auto", "algorithm.options.updates_per_batch=2"),
@@ -80,29 +80,29 @@ def test_an_existing_file_is_not_overwritten(profile: tuple[Path, Profile]) -> N
         digenrl("simulate")
 
 
-def test_what_fails_is_left_out_with_a_remark(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory runs out at slices of 2, and the reward's server is not there."""
-    calibrate = Generating.calibrate
+def test_what_fails_is_omitted_with_a_remark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out at slices of 2, and the reward server is not running."""
+    calibrate = StageCalibration.calibrate
 
-    def until_memory_runs_out(role: Generating, order: RehearseMaking) -> MakingRehearsed:
-        if max(order.sizes) > 1:
+    def until_memory_runs_out(calibration: StageCalibration, job: Calibrate) -> Calibrated:
+        if job.task == "generate" and max(job.sizes) > 1:
             raise torch.OutOfMemoryError("no room for two")
-        return calibrate(role, order)
+        return calibrate(calibration, job)
 
-    monkeypatch.setattr(Generating, "calibrate", until_memory_runs_out)
+    monkeypatch.setattr(StageCalibration, "calibrate", until_memory_runs_out)
     nowhere = "rewards=[{name: http, url: 'http://127.0.0.1:9', retries: 0}]"
-    done: list[str] = []
+    stages: list[str] = []
     recipe = read_recipe("demo", [*SMALL, nowhere])
-    measured = profile_recipe(recipe, slice_sizes(recipe, None), lambda at, total, doing: done.append(doing))
+    measured = profile_recipe(recipe, slice_sizes(recipe, None), lambda done, total, stage: stages.append(stage))
     assert list(measured.slices) == [1] and measured.score_seconds is None
     assert measured.training is not None and measured.commit_seconds is not None
     slices, scoring = measured.remarks
     assert slices == "slice of 2: OutOfMemoryError: no room for two"
     assert scoring.startswith("scoring: ")
-    assert "slice of 2" in done and "slice of 4" not in done
+    assert "slice of 2" in stages and "slice of 4" not in stages
 
 
-def test_sizes_are_doubled_as_long_as_they_cut_a_group_evenly() -> None:
+def test_sizes_are_doubled_as_long_as_they_divide_a_group() -> None:
     recipe = read_recipe("demo", ["batch.samples_per_prompt=24", "batch.slice=6"])
     assert slice_sizes(recipe, None) == (1, 2, 4, 6, 8, 24)
     assert slice_sizes(recipe, 8) == (1, 2, 4, 6, 8)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from heapq import heapify, heappop, heappush
@@ -62,9 +62,12 @@ TRAINER_JOBS = (Train, Commit, Save, SwitchRole, Restore, Export)
 
 
 class NoisyCluster:
-    """Lanes, reward lanes and a trainer with random times and faults. The same seed gives the same run."""
+    """Lanes, reward lanes and a trainer with random times and faults. The same seed gives the same run.
 
-    def __init__(self, opening: SchedulerState, seed: int) -> None:
+    `also` are further events, each reported after this many others.
+    """
+
+    def __init__(self, opening: SchedulerState, seed: int, also: Mapping[int, Event] | None = None) -> None:
         self.now_ns = 0
         self._terms, self._costs = opening.terms, opening.costs
         self._dice = random.Random(seed)
@@ -75,6 +78,7 @@ class NoisyCluster:
         self._generated: dict[tuple[int, int], set[Slice]] = defaultdict(set)  # artifacts, by step and group
         self._measured: dict[str, list[int]] = defaultdict(list)
         self._due: list[tuple[int, int, Event]] = []
+        self._also, self._reported = also or {}, 0
         self._submitted = self._failed_scores = self._lost_artifacts = 0
         self._needs_tick = True
         self._plan_losses(len(opening.lanes))
@@ -88,9 +92,7 @@ class NoisyCluster:
             self._report(dice.randrange(15 * SECOND), WorkerJoined(0, LaneOffer(f"new-{number}", SECOND)))
         self._report(16 * SECOND, WorkerJoined(0, LaneOffer("last", SECOND)))
         for _ in range(dice.randrange(3) if self._terms.scorers else 0):
-            at_ns, scorer = dice.randrange(15 * SECOND), dice.randrange(self._terms.scorers)
-            self._report(at_ns, WorkerLost(0, scorer, "reward"))
-            self._report(at_ns + dice.randrange(3 * SECOND), WorkerRestarted(0, scorer))
+            self._report(dice.randrange(15 * SECOND), WorkerLost(0, dice.randrange(self._terms.scorers), "reward"))
         for _ in range(dice.randrange(3)):
             self._report(dice.randrange(15 * SECOND), WorkerLost(0, 0, "trainer"))
         if self._terms.encodes and dice.random() < 0.3:
@@ -100,6 +102,11 @@ class NoisyCluster:
 
     def next_event(self) -> Event:
         """Events as they arrive; a tick before time passes, and now and then between two events."""
+        self._reported += 1
+        if self._reported in self._also:
+            self._needs_tick = True
+            self._note(self._also[self._reported])
+            return replace(self._also[self._reported], at_ns=self.now_ns)
         quiet = not self._due or self._due[0][0] > self.now_ns
         if self._needs_tick and (quiet or self._dice.random() < 0.5):
             self._needs_tick = False
@@ -171,7 +178,7 @@ class NoisyCluster:
         trained: Event = Trained(0, job)
         if self._loses_slice():
             artifacts = self._artifacts_of(job.slice)
-            lost = tuple(piece for piece in artifacts if self._dice.random() < 0.5) or artifacts
+            lost = tuple(piece for piece in artifacts if self._dice.random() < 0.5)  # none: the job is tried again
             trained = ArtifactLost(0, job, slices=lost)
         self._answer("train", self._costs.train_ns(job.slice.size), trained, job.slice.size)
 
@@ -250,6 +257,8 @@ class NoisyCluster:
         elif isinstance(event, WorkerLost) and event.pool == "generator":
             self._lost.add(event.lane)
             self._held.pop(event.lane, None)
+        elif isinstance(event, WorkerLost) and event.pool == "reward":
+            self._report(self.now_ns + self._dice.randrange(3 * SECOND), WorkerRestarted(0, event.lane))
         elif isinstance(event, WorkerLost) and event.pool == "trainer":
             self._lose_trainer()
         elif isinstance(event, WorkerLost) and event.pool == "encoder":

@@ -13,7 +13,8 @@ published once the chunks of all earlier versions are sampled, and a version to 
 the next commit. `checkpoint` is read as: after every `every`-th commit and the last one the trainer is busy for
 `seconds`. The run ends when the last version is evaluated and saved.
 
-Not covered: `help: auto`, `dispatch: earliest_finish`, evaluations with `help: search`, and validation.
+Not covered: `help: auto`, `dispatch: earliest_finish`, evaluations with `help: search`, and the validation of a
+SPEC.
 """
 
 import copy

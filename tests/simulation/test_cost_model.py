@@ -90,6 +90,24 @@ def test_every_answer_with_evaluations_and_checkpoints_equals_the_oracle(
     assert_equal_answers(answer({**content, **more}), reference_answer({**content, **more}))
 
 
+def test_a_version_to_be_evaluated_is_published_before_the_next_commit() -> None:
+    """Stale samples would allow the commit at 3 s, but version 1 waits for the evaluation of version 0."""
+    content = {
+        "steps": 3,
+        "prompts": 1,
+        "samples_per_prompt": 1,
+        "slice": 1,
+        "generators": [{"count": 2, "seconds": {1: 1}}],
+        "trainer": {"seconds_per_sample": 1},
+        "evaluation": {"every": 1, "chunks": 1, "chunk": 100},
+        "policy": {"stale_fraction": 1},
+    }
+    result = answer(content)
+    assert result["step_end"] == (2, 100, 200)
+    assert result["makespan"] == 400
+    assert_equal_answers(result, reference_answer(content))
+
+
 def test_times_are_exact_decimals_and_not_floats() -> None:
     """0.1 + 0.2 in floats is not 0.3; three steps of 0.1 s samples must end at exactly 0.9 s."""
     content = {**HELPED, "steps": 3, "prompts": 1, "samples_per_prompt": 1}

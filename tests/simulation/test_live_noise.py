@@ -43,6 +43,7 @@ from digenrl.scheduling.state import Free
 from digenrl.simulation.spec_costs import initial_scheduler_state
 from digenrl.simulation.virtual_cluster import Faults, VirtualCluster
 from digenrl.telemetry.recorder import Recorder
+from simulation.audited_scheduler import AuditedScheduler, generated
 from simulation.noisy_cluster import NoisyCluster
 
 SECOND = 1_000_000_000
@@ -77,41 +78,6 @@ def opening(lanes: tuple[float, ...] = (1, 1), budget: int = 100, **changes: Any
         **changes,
     }
     return initial_scheduler_state(parse_model(Spec, content), budget)
-
-
-def generated(at_ns: int, job: Generate, score_failure: str = "") -> Generated:
-    """The result of a job that used the version it was issued with."""
-    return Generated(at_ns, job, job.version, score_failure)
-
-
-class AuditedScheduler:
-    """A scheduler and its auditor, fed by hand. It remembers the actions of the last call."""
-
-    def __init__(self, state: SchedulerState) -> None:
-        self.state = state
-        self.actions: tuple[Action, ...] = ()
-        self._auditor = Auditor(state)
-
-    def feed(self, *events: Event) -> AuditedScheduler:
-        """Feeds events. The actions of all of them together are the last ones."""
-        self.actions = ()
-        for event in events:
-            self.state, actions = decide(self.state, event)
-            self._auditor.observe(event, actions, self.state)
-            self.actions += actions
-        return self
-
-    def issued(self, kind: type[Action]) -> list[Any]:
-        """The last actions of one kind."""
-        return [action for action in self.actions if isinstance(action, kind)]
-
-    def run_to_commit(self, cluster: VirtualCluster) -> AuditedScheduler:
-        """Runs on a virtual cluster until the first commit."""
-        while self.state.committed == 0:
-            self.feed(cluster.next_event())
-            for action in self.actions:
-                cluster.submit(action)
-        return self
 
 
 def test_a_slice_of_a_quarantined_group_may_outlive_its_steps_commit() -> None:

@@ -174,6 +174,33 @@ def test_the_page_about_simulating_quotes_what_the_command_line_prints() -> None
     assert {tuple(line.split()) for line in quoted} <= lines
 
 
+def test_the_readme_quotes_figures_of_the_page_about_benchmarks() -> None:
+    def numbers(text: str) -> set[float]:
+        return {float(each.replace(",", "")) for each in re.findall(r"\d[\d,]*(?:\.\d+)?", text)}
+
+    readme, benchmarks = DocPage(ROOT / "README.md"), DocPage(DOCS / "benchmarks.md")
+    rows = readme.table("what")
+    assert 0 < len(rows) <= 10
+    for what, result, _ in rows:
+        assert numbers(result) <= numbers(benchmarks.text), what
+
+
+def test_the_page_about_benchmarks_lists_every_script() -> None:
+    listed = {
+        name
+        for row in DocPage(DOCS / "benchmarks.md").table("script in `benchmarks/`")
+        for name in _linked(row[0])
+    }
+    scripts = {
+        path.name for path in ROOT.glob("benchmarks/*.py") if "__main__" in path.read_text(encoding="utf-8")
+    }
+    assert listed == scripts
+
+
+def _linked(cell: str) -> list[str]:
+    return re.findall(r"\[(\w+\.py)\]", cell)
+
+
 def test_no_document_contains_a_path_of_a_machine() -> None:
     readable = [*(page.path for page in DOCUMENTS), *YAML_FILES, *PICTURES, DOCS / "draw_pictures.py"]
     for path in readable:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from digenrl.planning.profiled_work import profiled_work
 from scored_groups import Rollout, scored_groups, toy, trainer_of
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe_files import read_recipe
+from digenrl.planning.recipe_workload import profiled_work
 from digenrl.worker.blueprint import read_blueprint
 
 MODULE = """

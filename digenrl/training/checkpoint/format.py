@@ -15,7 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from digenrl.config.reading import ConfigError
+from digenrl.config.reading import ConfigError, one_line
 from digenrl.training.checkpoint.atomic_folders import restore
 
 WHOLE, SHARDED = 3, 4  # format numbers
@@ -108,7 +108,7 @@ def last_good(folder: Path, other_than: Path | None = None) -> str:
 
 def reason_of(error: Exception) -> str:
     """The reason for a failed file operation, in a few words."""
-    text = getattr(error, "strerror", None) or " ".join(str(error).split())
+    text = getattr(error, "strerror", None) or one_line(error)
     return str(text).removeprefix("Error while serializing: I/O error: ")
 
 

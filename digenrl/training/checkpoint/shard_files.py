@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from digenrl.training.ranks.rank_group import RankGroup, RanksError, one_line
+from digenrl.config.reading import one_line
+from digenrl.training.ranks.rank_group import RankGroup, RanksError
 from digenrl.training.ranks.sharding import ShardSpec
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from digenrl.config.reading import one_line
 from digenrl.training.ranks.rank import Rank
 
 BUCKET_BYTES = 25 * 2**20  # per all-reduce: large enough for the network, small enough to be copied
@@ -126,11 +127,6 @@ def all_or_none(ranks: RankGroup | None) -> Iterator[None]:
     failed = [f"rank {index}: {each}" for index, each in enumerate(reasons) if each is not None]
     if failed:
         raise RanksError(failed[0])
-
-
-def one_line(error: BaseException) -> str:
-    """The error's message in one line; torch's span several."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -1,9 +1,10 @@
-"""The paper's ladder, simulated: ours beside its figures, from one set of constants, every assumption listed.
+"""The paper's ladder, simulated with one set of constants and listed assumptions, next to its figures.
 
     python benchmarks/paper_ladder.py [--json]
 
 The paper (arXiv 2606.24369) gives the speed-ups, the cards' number, memory and fp32 rate, the network, the batch,
-the denoising steps and the trained share. The rest is assumed here, and `SENSITIVITY` shows what each is worth.
+the denoising steps and the trained share. The rest is assumed here; `SENSITIVITY` shows the effect of each
+assumption.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ PAPER_LADDER = {
     "Wan2.1-14B": (1.58, 1.70, 2.10, 2.79, 2.85),
 }
 PAPER_RANGE = {"Qwen-Image": (1.56, 2.21)}
-# An independent re-implementation on 32 H20 with Wan2.1-1.3B: what each technique brought over the one before.
+# An independent re-implementation on 32 H20 with Wan2.1-1.3B: the gain of each technique over the previous rung.
 INDEPENDENT = {"GAP and TCSS": "1.36 to 1.44", "TSP": "1.07 to 1.11", "TAG": "up to 1.42"}
 PAPER_MIXED = {"colocated": 1.46, "everything on": 1.85}
 SETTINGS = tuple((steps, share) for steps in (20, 30, 40) for share in (0.4, 0.6))
@@ -55,8 +56,8 @@ ASSUMPTIONS = (
     "branch.",
     "Colocated shards over all its cards and runs one time-step at a time, as DanceGRPO's trainer does; generates "
     "with a whole copy of the weights on each card; pays 1 s to wake or stop its inference engine, and the gather "
-    "of that copy. Its scaling is otherwise perfect. Unequal cards train at the slowest one's pace.",
-    "Disaggregated rungs may keep a copy of the weights per node where that fits. Without TSP a sample stays on "
+    "of that copy. Its scaling is otherwise perfect. Unequal cards train at the rate of the slowest.",
+    "Disaggregated rungs may keep a copy of the weights per node if that fits. Without TSP a sample stays on "
     "one rank and a pass holds one pair. Every rung gets the split and slice that suit it best.",
     "Rewards and text encoders cost nothing on either side.",
 )
@@ -97,7 +98,7 @@ SENSITIVITY = (
     Scenario("4 prompts of 8 samples", workload={"prompts": 4, "samples_per_prompt": 8}),
     Scenario("clips of 33 frames", workload={"frames": 33}),
     Scenario("clips of 53 frames of 480x480", workload={"height": 480, "width": 480, "frames": 53}),
-    Scenario("a second guidance branch, where the family has one", workload={"guidance": True}),
+    Scenario("a second guidance branch, if the family has one", workload={"guidance": True}),
 )
 
 
@@ -127,7 +128,7 @@ def ladder_of(model: str, testbed: str, setting: tuple[int, float], scenario: Sc
 
 
 def all_ladders() -> dict[str, dict[str, list[LadderRow]]]:
-    """Model, then testbed, at the shown setting."""
+    """The ladders by model and testbed, at the shown setting."""
     return {
         model: {testbed: ladder_of(model, testbed, SHOWN_SETTING, SENSITIVITY[0]) for testbed in TESTBEDS}
         for model in MODELS
@@ -135,7 +136,7 @@ def all_ladders() -> dict[str, dict[str, list[LadderRow]]]:
 
 
 def ranges() -> dict[str, dict[str, tuple[float, float]]]:
-    """Least and greatest last-rung speed-up over the paper's six settings."""
+    """The range of the last rung's speed-up over the paper's six settings."""
     found: dict[str, dict[str, tuple[float, float]]] = {}
     for model in MODELS:
         found[model] = {}
@@ -146,7 +147,7 @@ def ranges() -> dict[str, dict[str, tuple[float, float]]]:
 
 
 def mixed_against_a(ladders: dict[str, dict[str, list[LadderRow]]]) -> dict[str, dict[str, float]]:
-    """What adding testbed C's cards to A brings, against colocated on A alone."""
+    """The gain from adding testbed C's cards to A, relative to colocated on A alone."""
     gains = {}
     for model, by_testbed in ladders.items():
         alone_s, mixed = by_testbed["A"][0].makespan_s, by_testbed["A+C"]
@@ -158,7 +159,7 @@ def mixed_against_a(ladders: dict[str, dict[str, list[LadderRow]]]) -> dict[str,
 
 
 def technique_by_technique() -> dict[str, float]:
-    """What each technique brings over the rung before it on 32 H20 with Wan2.1-1.3B."""
+    """The gain of each technique over the previous rung on 32 H20 with Wan2.1-1.3B."""
     workload = workload_of("Wan2.1-1.3B", SHOWN_SETTING, {})
     _, naive, gap, tsp, tag, tcss = (row.speedup for row in simulate_rungs(workload, [H20], STEPS, BASELINE))
     return {"GAP and TCSS": gap / naive * tcss / tag, "TSP": tsp / gap, "TAG": tag / tsp}
@@ -239,7 +240,7 @@ def sensitivity_table(rows: list[tuple[str, dict[str, dict[str, float]]]]) -> Ta
 
 
 def baseline_costs() -> dict[str, dict[str, float]]:
-    """What the colocated step of HunyuanVideo is made of, in seconds, on every testbed."""
+    """The parts of the colocated step of HunyuanVideo on every testbed, in seconds."""
     parts = {}
     for testbed, pools in TESTBEDS.items():
         spec = colocated_spec(workload_of("HunyuanVideo", SHOWN_SETTING, {}), pools, 1, BASELINE)
@@ -283,7 +284,7 @@ def main() -> None:
     console.print(mixed_table(gains))
     console.print(technique_table(technique_by_technique()))
     console.print(sensitivity_table(scenarios))
-    console.print("Assumptions, beside the constants in digenrl/planning/constants.py:")
+    console.print("Assumptions, in addition to the constants in digenrl/planning/constants.py:")
     for number, assumption in enumerate(ASSUMPTIONS, start=1):
         console.print(f"{number}. {assumption}")
 

@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from digenrl import demo
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipe import Recipe
-from digenrl.config.recipe_paths import DEMO
 from digenrl.models.contract import SampleSize
 from digenrl.models.family import Family
 from digenrl.models.loading import building_on, pipeline_without
@@ -22,6 +20,7 @@ from digenrl.models.registry import find_family
 from digenrl.models.work_count import TextShapes, count_work
 from digenrl.planning.model_facts import ModelFacts, typical_costs
 from digenrl.planning.recipe_workload import model_name
+from digenrl.worker.blueprint import source_of
 
 
 def derive_facts(recipe: Recipe) -> ModelFacts:
@@ -31,15 +30,15 @@ def derive_facts(recipe: Recipe) -> ModelFacts:
     """
     family, sample = find_family(recipe.model.family), recipe.sample
     size = SampleSize(sample.height, sample.width, sample.frames)
-    source = Path(demo.model_folder() if recipe.model.source == DEMO else recipe.model.source)
+    source, name = Path(source_of(recipe)), model_name(recipe)
     if (source / "transformer" / "config.json").is_file():
-        model, text_shapes = _local_model(family, source)
-    else:
-        published = recipe.model.random_size if recipe.model.random else _size_in(model_name(recipe), family)
-        model = family.build_full(torch.bfloat16, "meta", published)
-        text_shapes = family.full_size(published).text_shapes
-    name = family.name if recipe.model.random else model_name(recipe)
-    return facts_of(family, name, model, text_shapes, size)
+        return facts_of(family, name, *_local_model(family, source), size)
+    published = recipe.model.random_size if recipe.model.random else _size_in(name, family)
+    if published is None:
+        published = next(iter(family.sizes))
+        name = f"{name} (as {family.name} {published})"
+    model = family.build_full(torch.bfloat16, "meta", published)
+    return facts_of(family, name, model, family.full_size(published).text_shapes, size)
 
 
 def facts_of(
@@ -48,12 +47,11 @@ def facts_of(
     """Facts of a model on the meta device, counted with a sample of this size."""
     count = asdict(count_work(model, text_shapes, size))
     costs = typical_costs(count.pop("activations"), family.kind)
-    joint = count["joint_attention_blocks"] > 0
     facts = {
         "name": name,
         "family": family.name,
         "guidance": "batched" if family.uses_negative_prompts else "embedded",
-        "block_tokens": "joint" if joint else "image",
+        "block_tokens": "joint" if count["joint_attention_blocks"] else "image",
     }
     return parse_model(ModelFacts, {**facts, **count, **costs})
 

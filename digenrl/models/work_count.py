@@ -56,10 +56,11 @@ class WorkCount:
 
 @dataclass(slots=True)
 class _Forward:
-    """What one forward did: the sequence length and weights of every linear layer, and all attention calls."""
+    """The linear layers and attention calls of one forward, in order."""
 
-    linears: list[tuple[int, int]] = field(default_factory=list)
-    attention: list[tuple[int, int, int]] = field(default_factory=list)  # query length, key length, hidden width
+    linears: list[tuple[int, int]] = field(default_factory=list)  # sequence length, parameters
+    attention: list[tuple[int, int]] = field(default_factory=list)  # query length, key length
+    hidden: int = 0  # width of the attention
     saved_bytes: int = 0  # by the repeated blocks, for their backward
 
 
@@ -69,30 +70,22 @@ def count_work(model: PipelineModel, text_shapes: TextShapes, size: SampleSize) 
     `text_shapes` are the shapes of one row of every text argument.
     """
     parameters = sum(weight.numel() for weight in model.transformer.parameters())
-    add_lora(model, ADAPTER_RANK, alpha=ADAPTER_RANK, seed=0)
-    adapters = 0
-    for name, weight in model.transformer.named_parameters():
-        weight.requires_grad_("lora_" in name)
-        adapters += weight.numel() if "lora_" in name else 0
+    adapters = _add_adapters(model)
     text = next(shape[0] for shape in text_shapes.values() if len(shape) > 1)
     forward = _forward(model, text_shapes, size)
     shorter = _forward(model, {name: _without_a_token(shape, text) for name, shape in text_shapes.items()}, size)
-    attention = [
-        (query - text if query != less else query, _kind_of_attention(query, key, query != less, key != key_less))
-        for (query, key, _), (less, key_less, _) in zip(forward.attention, shorter.attention, strict=True)
-    ]
+    image, kinds = _attention_kinds(forward, shorter, text)
+    blocks, through_blocks = len(repeated_blocks(model.transformer)), image + (text if "joint" in kinds else 0)
     linears = [
         (length, weights, length != less)
         for (length, weights), (less, _) in zip(forward.linears, shorter.linears, strict=True)
     ]
-    image, kinds = max(length for length, _ in attention), [kind for length, kind in attention if length]
-    hidden, blocks = max(width for _, _, width in forward.attention), len(repeated_blocks(model.transformer))
-    through_blocks = image + (text if "joint" in kinds else 0)
-    shape = model.noise_shape(size)
-    latent_frames = shape[1] if len(shape) == 4 else 1
+    latent_shape = model.noise_shape(size)
+    is_video = len(latent_shape) == 4
+    pixels = size.height * size.width * (latent_shape[1] if is_video else 1)
     return WorkCount(
         parameters=parameters,
-        hidden=hidden,
+        hidden=forward.hidden,
         blocks=blocks,
         image_weights=sum(
             weights for length, weights, has_text in linears if length == (image + text if has_text else image)
@@ -102,24 +95,40 @@ def count_work(model: PipelineModel, text_shapes: TextShapes, size: SampleSize) 
         image_attention_blocks=kinds.count("image"),
         cross_attention_blocks=kinds.count("cross"),
         text_tokens=text,
-        pixels_per_token=isqrt(size.height * size.width * latent_frames // image),
-        frames_per_latent=_frames_per_latent(model, size) if len(shape) == 4 else None,
-        lora_linears=adapters / ADAPTER_RANK / (2 * hidden),
-        activations=forward.saved_bytes / (blocks * through_blocks * hidden * model.dtype.itemsize),
+        pixels_per_token=isqrt(pixels // image),
+        frames_per_latent=_frames_per_latent(model, size) if is_video else None,
+        lora_linears=adapters / ADAPTER_RANK / (2 * forward.hidden),
+        activations=forward.saved_bytes / (blocks * through_blocks * forward.hidden * model.dtype.itemsize),
     )
+
+
+def _add_adapters(model: PipelineModel) -> int:
+    """Adds adapters, the only weights with a gradient; returns their number of parameters."""
+    add_lora(model, ADAPTER_RANK, alpha=ADAPTER_RANK, seed=0)
+    parameters = 0
+    for name, weight in model.transformer.named_parameters():
+        weight.requires_grad_("lora_" in name)
+        parameters += weight.numel() if "lora_" in name else 0
+    return parameters
 
 
 def _without_a_token(shape: tuple[int, ...], text: int) -> tuple[int, ...]:
     return (text - 1, *shape[1:]) if shape[0] == text else shape
 
 
-def _kind_of_attention(query: int, key: int, query_has_text: bool, key_has_text: bool) -> str:
-    """Joint, image or cross attention; text tokens alone also count as joint, with no image tokens."""
-    if query_has_text:
-        return "joint"
-    if not key_has_text:
-        return "image"
-    return "cross" if key < query else "joint"
+def _attention_kinds(forward: _Forward, shorter: _Forward, text: int) -> tuple[int, list[str]]:
+    """The number of image tokens, and the kind of every attention call except those over text tokens alone."""
+    image, kinds = 0, []
+    for (query, key), (less_query, less_key) in zip(forward.attention, shorter.attention, strict=True):
+        image_queries = query - text if query != less_query else query
+        image = max(image, image_queries)
+        if query != less_query:
+            kinds += ["joint"] if image_queries else []
+        elif key == less_key:
+            kinds.append("image")
+        else:
+            kinds.append("cross" if key == text else "joint")
+    return image, kinds
 
 
 def _frames_per_latent(model: PipelineModel, size: SampleSize) -> int:
@@ -182,8 +191,8 @@ class _AttentionRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
         query_BHTD, key_BHTD = named["query"], named["key"]
-        width = query_BHTD.shape[1] * query_BHTD.shape[3]
-        self._forward.attention.append((query_BHTD.shape[2], key_BHTD.shape[2], width))
+        self._forward.hidden = max(self._forward.hidden, query_BHTD.shape[1] * query_BHTD.shape[3])
+        self._forward.attention.append((query_BHTD.shape[2], key_BHTD.shape[2]))
         return _FusedAttention.apply(query_BHTD, key_BHTD, named["value"])  # type: ignore[no-untyped-call]
 
 

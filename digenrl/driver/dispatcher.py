@@ -506,7 +506,7 @@ class Dispatcher:
         for row in lost_rows:
             self.prompts.forget(row.row)
         if not self._begun or job.id in self._callbacks:
-            self._remake_and_resend(completed.worker, job, lost_rows)
+            self._recover_and_resend(completed.worker, job, lost_rows)
             return
         lost = [each for each in _slices_of(job) if {each.name, pixels_name(each.name)} & names]
         for artifact in lost:
@@ -522,7 +522,7 @@ class Dispatcher:
             )
         )
 
-    def _remake_and_resend(self, worker: str, job: Job, lost_rows: Sequence[PromptRow]) -> None:
+    def _recover_and_resend(self, worker: str, job: Job, lost_rows: Sequence[PromptRow]) -> None:
         if isinstance(job, Publish):
             export = self._with_state(Export(self.own_job_id(), 0, job.version))
 

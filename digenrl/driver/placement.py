@@ -1,4 +1,4 @@
-"""From a recipe's lanes to assignments on this machine, or a ConfigError naming what is missing. Needs no torch."""
+"""From a recipe's lanes to assignments on this machine, or a ConfigError naming what is missing. No torch."""
 
 from __future__ import annotations
 

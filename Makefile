@@ -7,7 +7,7 @@ PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint co
 # One thread per test process: several processes with several threads each are slower than one.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test lint types imports pytest docs bench clean
+.PHONY: setup demo test test-fast lint types imports pytest docs bench clean
 
 setup: $(STAMP)
 
@@ -32,6 +32,10 @@ types: $(STAMP)
 
 imports: $(STAMP)
 	$(BIN)/lint-imports
+
+# Unit and contract tests without Ray, a browser or worker processes.
+test-fast: $(STAMP)
+	$(BIN)/pytest --numprocesses auto --dist loadgroup --no-loadscope-reorder -m "not slow" tests/unit tests/contract
 
 pytest: $(STAMP)
 	$(BIN)/pytest --numprocesses auto --dist loadgroup --no-loadscope-reorder

@@ -26,9 +26,8 @@ from rich.table import Table
 from torch import Tensor
 
 from digenrl.models.transfers import synchronize
-from digenrl.training.offload.host_copies import HostCopies, copies_of, cpu_copy
-from digenrl.training.offload.last_version import LastVersion
-from digenrl.training.offload.offloader import Offload
+from digenrl.training.offload.host_copies import HostCopies, HostCopy, copy_all, cpu_copy
+from digenrl.training.offload.offloader import Offloader
 
 ROUNDS = 3  # after the one that pins host memory
 LONGER = 1.5  # work beside a copy lasts so many times as long
@@ -95,7 +94,7 @@ def fingerprint(parts: Mapping[str, Mapping[str, Tensor]]) -> list[int]:
 
 def plain_copies(parts: Mapping[str, Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
     """Of everything, in fresh memory of the host."""
-    return [copies_of(values, cpu_copy) for values in parts.values()]
+    return [copy_all(values, cpu_copy) for values in parts.values()]
 
 
 def timed(*actions: Callable[[], object]) -> list[float]:
@@ -122,23 +121,23 @@ def work_of(device: torch.device) -> Callable[[int], None]:
 def measure(parameters: int, width: int, device: torch.device) -> Measured:
     """Round trips alone, then beside work."""
     parts, host = state_of(parameters, width, device), HostCopies(device)
-    offload = Offload({"sums": lambda: parts["sums"], "moments": lambda: parts["moments"]}, device, host)
-    version = LastVersion(host)
+    offloader = Offloader({"sums": lambda: parts["sums"], "moments": lambda: parts["moments"]}, device, host)
+    copies: dict[tuple[str, str], HostCopy] = {}
     before, products = fingerprint(parts), work_of(device)
     wait = partial(synchronize, device)
 
     def changed() -> None:
         """Back, and about to be written to: the next time all is copied again."""
-        offload.need("sums", "moments", changes=True)
+        offloader.require("sums", "moments", changes=True)
         wait()
 
-    pinning_s = timed(offload.leave, offload.settle)[-1]
-    offload.come_back()
+    pinning_s = timed(offloader.offload, offloader.synchronize)[-1]
+    offloader.load()
     changed()
     rounds = []
     for _ in range(ROUNDS):
-        leaving = timed(offload.leave, offload.settle)
-        returning = timed(offload.come_back, offload.settle)
+        leaving = timed(offloader.offload, offloader.synchronize)
+        returning = timed(offloader.load, offloader.synchronize)
         rounds.append((*leaving, *returning))
         changed()
     leaving_thread_s, leaving_s, returning_thread_s, returning_s = map(min, zip(*rounds, strict=True))
@@ -146,21 +145,28 @@ def measure(parameters: int, width: int, device: torch.device) -> Measured:
     each_s = timed(partial(products, 20), wait)[-1] / 20
     work = partial(products, max(1, round(LONGER * max(leaving_s, returning_s) / each_s)))
     work_s = timed(work, wait)[-1]
-    work_and_leaving_s = timed(offload.leave, work, wait, offload.settle)[-1]
-    work_and_returning_s = timed(offload.come_back, work, changed)[-1]
+    work_and_leaving_s = timed(offloader.offload, work, wait, offloader.synchronize)[-1]
+    work_and_returning_s = timed(offloader.load, work, changed)[-1]
 
     def keep() -> None:
-        version.keep(lambda copied: {part: copies_of(values, copied) for part, values in parts.items()})
+        host.copier.begin()
+        for part, values in parts.items():
+            copies.update({(part, name): host.acquire(value) for name, value in values.items()})
+
+    def discard() -> None:
+        for (part, name), copy in copies.items():
+            host.mark_changed([parts[part][name]])
+            host.release(copy)
 
     keeping = []
     for _ in range(ROUNDS):
-        keeping.append(timed(keep, version.state))
-        version.forget()
+        keeping.append(timed(keep, host.copier.finish))
+        discard()
     keeping_thread_s, keeping_s = map(min, zip(*keeping, strict=True))
-    work_and_keeping_s = timed(keep, work, wait, version.state)[-1]
+    work_and_keeping_s = timed(keep, work, wait, host.copier.finish)[-1]
     plain_copy_s = min(timed(partial(plain_copies, parts))[-1] for _ in range(ROUNDS))
     kept = all(
-        torch.equal(version.state()[part][name], value.cpu())
+        torch.equal(copies[part, name].values, value.cpu())
         for part in parts
         for name, value in parts[part].items()
     )

@@ -35,8 +35,8 @@ from digenrl.models.registry import FAMILIES, find_family
 from digenrl.models.trajectory import RolloutPlan, ScoredGroup, StepNoise, Trajectory
 from digenrl.records import SampleId
 from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
-from digenrl.training.batch import BatchShape
 from digenrl.training.gradients import Gradients, total_norm
+from digenrl.training.open_batch import BatchShape
 from digenrl.training.packing.pack_size import measured_bytes
 from digenrl.training.trainer import Trainer
 
@@ -129,7 +129,7 @@ def measure(subject: Subject, pack: int, checkpointing: bool, repeats: int) -> t
         trainer = new_trainer(subject, pack, checkpointing)
         began = time.perf_counter()
         trainer.add_group(group)
-        if trainer.pack_size != pack:
+        if trainer.plan is None or trainer.plan.pack_size != pack:
             raise torch.OutOfMemoryError(f"a pack of {pack} was halved")
         if device.type == "cuda":
             torch.cuda.synchronize(device)

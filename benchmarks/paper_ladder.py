@@ -1,9 +1,10 @@
-"""The paper's ladder, simulated: ours beside its figures, from one set of constants, every assumption listed.
+"""The paper's ladder, simulated with one set of constants and listed assumptions, next to its figures.
 
     python benchmarks/paper_ladder.py [--json]
 
 The paper (arXiv 2606.24369) gives the speed-ups, the cards' number, memory and fp32 rate, the network, the batch,
-the denoising steps and the trained share. The rest is assumed here, and `SENSITIVITY` shows what each is worth.
+the denoising steps and the trained share. The rest is assumed here; `SENSITIVITY` shows the effect of each
+assumption.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ladder_simulation import RUNGS, ColocatedAssumptions, LadderRow, colocated_spec, simulate_rungs
 from rich.console import Console
 from rich.table import Table
 
 from digenrl.planning.cluster import CardPool
-from digenrl.planning.colocated import ColocatedAssumptions, colocated_spec
 from digenrl.planning.constants import CONSTANTS, Constants
-from digenrl.planning.evaluation import predicted_makespan
-from digenrl.planning.ladder import RUNGS, Standing, climb
 from digenrl.planning.workload import Workload, workload_for
+from digenrl.simulation.makespan import predict_makespan
 
 STEPS = 4  # optimizer steps simulated
 
@@ -41,7 +41,7 @@ PAPER_LADDER = {
     "Wan2.1-14B": (1.58, 1.70, 2.10, 2.79, 2.85),
 }
 PAPER_RANGE = {"Qwen-Image": (1.56, 2.21)}
-# An independent re-implementation on 32 H20 with Wan2.1-1.3B: what each technique brought over the one before.
+# An independent re-implementation on 32 H20 with Wan2.1-1.3B: the gain of each technique over the previous rung.
 INDEPENDENT = {"GAP and TCSS": "1.36 to 1.44", "TSP": "1.07 to 1.11", "TAG": "up to 1.42"}
 PAPER_MIXED = {"colocated": 1.46, "everything on": 1.85}
 SETTINGS = tuple((steps, share) for steps in (20, 30, 40) for share in (0.4, 0.6))
@@ -56,8 +56,8 @@ ASSUMPTIONS = (
     "branch.",
     "Colocated shards over all its cards and runs one time-step at a time, as DanceGRPO's trainer does; generates "
     "with a whole copy of the weights on each card; pays 1 s to wake or stop its inference engine, and the gather "
-    "of that copy. Its scaling is otherwise perfect. Unequal cards train at the slowest one's pace.",
-    "Disaggregated rungs may keep a copy of the weights per node where that fits. Without TSP a sample stays on "
+    "of that copy. Its scaling is otherwise perfect. Unequal cards train at the rate of the slowest.",
+    "Disaggregated rungs may keep a copy of the weights per node if that fits. Without TSP a sample stays on "
     "one rank and a pass holds one pair. Every rung gets the split and slice that suit it best.",
     "Rewards and text encoders cost nothing on either side.",
 )
@@ -66,8 +66,8 @@ BASELINE = ColocatedAssumptions(engine_switch_s=1.0)
 
 
 @dataclass(frozen=True)
-class Scene:
-    """One set of assumptions: the baseline's habits, the constants, the workload and the network."""
+class Scenario:
+    """One set of assumptions: the baseline, the constants, the workload and the network."""
 
     name: str
     colocated: ColocatedAssumptions = BASELINE
@@ -78,27 +78,27 @@ class Scene:
 
 
 SENSITIVITY = (
-    Scene("as assumed"),
-    Scene("colocated pays little: node shards, packed, no engine switch", ColocatedAssumptions(True, True)),
-    Scene("colocated shards inside nodes", replace(BASELINE, node_shards=True)),
-    Scene("nobody shards inside nodes", node_shards=False),
-    Scene("colocated packs and spreads time-steps", replace(BASELINE, packed=True)),
-    Scene("colocated switches engines for free", replace(BASELINE, engine_switch_s=0.0)),
-    Scene("colocated needs 5 s to switch engines", replace(BASELINE, engine_switch_s=5.0)),
-    Scene("colocated training scales to 0.8", replace(BASELINE, scaling=0.8)),
-    Scene("colocated generates with sharded weights", replace(BASELINE, sharded_rollout=True)),
-    Scene(
+    Scenario("as assumed"),
+    Scenario("colocated pays little: node shards, packed, no engine switch", ColocatedAssumptions(True, True)),
+    Scenario("colocated shards inside nodes", replace(BASELINE, node_shards=True)),
+    Scenario("no side shards inside nodes", node_shards=False),
+    Scenario("colocated packs and spreads time-steps", replace(BASELINE, packed=True)),
+    Scenario("colocated switches engines for free", replace(BASELINE, engine_switch_s=0.0)),
+    Scenario("colocated needs 5 s to switch engines", replace(BASELINE, engine_switch_s=5.0)),
+    Scenario("colocated training scales to 0.8", replace(BASELINE, scaling=0.8)),
+    Scenario("colocated generates with sharded weights", replace(BASELINE, sharded_rollout=True)),
+    Scenario(
         "colocated pays much: sharded rollout, 5 s, scaling 0.8",
         ColocatedAssumptions(sharded_rollout=True, scaling=0.8, engine_switch_s=5.0),
     ),
-    Scene("gathers hide fully", constants=replace(CONSTANTS, gather_overlap=1.0)),
-    Scene("gathers do not hide", constants=replace(CONSTANTS, gather_overlap=0.0)),
-    Scene("the network is a card's, not a node's", network_factor=8.0),
-    Scene("LoRA, colocated still sharded over all cards", workload={"tuning": "lora"}),
-    Scene("4 prompts of 8 samples", workload={"prompts": 4, "samples_per_prompt": 8}),
-    Scene("clips of 33 frames", workload={"frames": 33}),
-    Scene("clips of 53 frames of 480x480", workload={"height": 480, "width": 480, "frames": 53}),
-    Scene("a second guidance branch, where the family has one", workload={"guidance": True}),
+    Scenario("gathers hide fully", constants=replace(CONSTANTS, gather_overlap=1.0)),
+    Scenario("gathers do not hide", constants=replace(CONSTANTS, gather_overlap=0.0)),
+    Scenario("the network is a card's, not a node's", network_factor=8.0),
+    Scenario("LoRA, colocated still sharded over all cards", workload={"tuning": "lora"}),
+    Scenario("4 prompts of 8 samples", workload={"prompts": 4, "samples_per_prompt": 8}),
+    Scenario("clips of 33 frames", workload={"frames": 33}),
+    Scenario("clips of 53 frames of 480x480", workload={"height": 480, "width": 480, "frames": 53}),
+    Scenario("a second guidance branch, if the family has one", workload={"guidance": True}),
 )
 
 
@@ -116,19 +116,19 @@ def workload_of(model: str, setting: tuple[int, float], changes: dict[str, Any])
     return workload_for(model, **{**base, **MODELS.get(model, CLIP), **changes})
 
 
-def ladder_of(model: str, testbed: str, setting: tuple[int, float], scene: Scene) -> list[Standing]:
+def ladder_of(model: str, testbed: str, setting: tuple[int, float], scenario: Scenario) -> list[LadderRow]:
     """Every rung of one model on one testbed."""
     pools = [
-        pool.model_copy(update={"network_gbit_s": pool.network_gbit_s * scene.network_factor})
+        pool.model_copy(update={"network_gbit_s": pool.network_gbit_s * scenario.network_factor})
         for pool in TESTBEDS[testbed]
     ]
-    workload = workload_of(model, setting, scene.workload)
-    rungs = [replace(rung, node_shards=scene.node_shards) for rung in RUNGS]
-    return climb(workload, pools, predicted_makespan, STEPS, scene.colocated, scene.constants, rungs)
+    workload = workload_of(model, setting, scenario.workload)
+    rungs = [replace(rung, node_shards=scenario.node_shards) for rung in RUNGS]
+    return simulate_rungs(workload, pools, STEPS, scenario.colocated, scenario.constants, rungs)
 
 
-def all_ladders() -> dict[str, dict[str, list[Standing]]]:
-    """Model, then testbed, at the shown setting."""
+def all_ladders() -> dict[str, dict[str, list[LadderRow]]]:
+    """The ladders by model and testbed, at the shown setting."""
     return {
         model: {testbed: ladder_of(model, testbed, SHOWN_SETTING, SENSITIVITY[0]) for testbed in TESTBEDS}
         for model in MODELS
@@ -136,7 +136,7 @@ def all_ladders() -> dict[str, dict[str, list[Standing]]]:
 
 
 def ranges() -> dict[str, dict[str, tuple[float, float]]]:
-    """Least and greatest last-rung speed-up over the paper's six settings."""
+    """The range of the last rung's speed-up over the paper's six settings."""
     found: dict[str, dict[str, tuple[float, float]]] = {}
     for model in MODELS:
         found[model] = {}
@@ -146,8 +146,8 @@ def ranges() -> dict[str, dict[str, tuple[float, float]]]:
     return found
 
 
-def mixed_against_a(ladders: dict[str, dict[str, list[Standing]]]) -> dict[str, dict[str, float]]:
-    """What adding testbed C's cards to A brings, against colocated on A alone."""
+def mixed_against_a(ladders: dict[str, dict[str, list[LadderRow]]]) -> dict[str, dict[str, float]]:
+    """The gain from adding testbed C's cards to A, relative to colocated on A alone."""
     gains = {}
     for model, by_testbed in ladders.items():
         alone_s, mixed = by_testbed["A"][0].makespan_s, by_testbed["A+C"]
@@ -159,22 +159,20 @@ def mixed_against_a(ladders: dict[str, dict[str, list[Standing]]]) -> dict[str, 
 
 
 def technique_by_technique() -> dict[str, float]:
-    """What each technique brings over the rung before it on 32 H20 with Wan2.1-1.3B."""
+    """The gain of each technique over the previous rung on 32 H20 with Wan2.1-1.3B."""
     workload = workload_of("Wan2.1-1.3B", SHOWN_SETTING, {})
-    _, naive, gap, tsp, tag, tcss = (
-        standing.speedup for standing in climb(workload, [H20], predicted_makespan, STEPS, BASELINE)
-    )
+    _, naive, gap, tsp, tag, tcss = (row.speedup for row in simulate_rungs(workload, [H20], STEPS, BASELINE))
     return {"GAP and TCSS": gap / naive * tcss / tag, "TSP": tsp / gap, "TAG": tag / tsp}
 
 
 def sensitivity() -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
-    """For every scene the last rung's speed-up, of the two models that the paper gives a ladder for."""
-    for scene in SENSITIVITY:
+    """The speed-up of the last rung in every scenario, for the two models whose ladder the paper reports."""
+    for scenario in SENSITIVITY:
         yield (
-            scene.name,
+            scenario.name,
             {
                 model: {
-                    testbed: ladder_of(model, testbed, SHOWN_SETTING, scene)[-1].speedup
+                    testbed: ladder_of(model, testbed, SHOWN_SETTING, scenario)[-1].speedup
                     for testbed in ("A", "B", "C")
                 }
                 for model in PAPER_LADDER
@@ -182,16 +180,16 @@ def sensitivity() -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
         )
 
 
-def ladder_table(model: str, by_testbed: dict[str, list[Standing]]) -> Table:
+def ladder_table(model: str, by_testbed: dict[str, list[LadderRow]]) -> Table:
     table = Table(title=f"{model}: speed-up over colocated, {SHOWN_SETTING[0]} steps, {SHOWN_SETTING[1]} trained")
     table.add_column("rung")
     table.add_column("paper", justify="right")
     for testbed in by_testbed:
         table.add_column(f"ours, {testbed}", justify="right")
     paper = PAPER_LADDER.get(model, (None,) * len(RUNGS))
-    for row, rung in enumerate(RUNGS):
-        ours = [f"{standings[row + 1].speedup:.2f}" for standings in by_testbed.values()]
-        table.add_row(rung.name, f"{paper[row]:.2f}" if paper[row] else "-", *ours)
+    for index, rung in enumerate(RUNGS):
+        ours = [f"{rows[index + 1].speedup:.2f}" for rows in by_testbed.values()]
+        table.add_row(rung.name, f"{paper[index]:.2f}" if paper[index] else "-", *ours)
     table.add_row("split of the last rung", "", *(s[-1].split.replace("; ", "\n") for s in by_testbed.values()))
     table.add_row("colocated, s a step", "", *(f"{s[0].makespan_s / STEPS:.0f}" for s in by_testbed.values()))
     return table
@@ -242,7 +240,7 @@ def sensitivity_table(rows: list[tuple[str, dict[str, dict[str, float]]]]) -> Ta
 
 
 def baseline_costs() -> dict[str, dict[str, float]]:
-    """What the colocated step of HunyuanVideo is made of, in seconds, on every testbed."""
+    """The parts of the colocated step of HunyuanVideo on every testbed, in seconds."""
     parts = {}
     for testbed, pools in TESTBEDS.items():
         spec = colocated_spec(workload_of("HunyuanVideo", SHOWN_SETTING, {}), pools, 1, BASELINE)
@@ -252,7 +250,7 @@ def baseline_costs() -> dict[str, dict[str, float]]:
             "two switches": float(2 * spec.colocate.switch),
             "training": float(spec.trainer.seconds_per_sample) * samples / lanes,
             "commit": float(spec.trainer.commit),
-            "step": predicted_makespan(spec),
+            "step": predict_makespan(spec),
         }
     return parts
 
@@ -262,20 +260,20 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of tables")
     as_json = parser.parse_args().json
     ladders, found = all_ladders(), ranges()
-    gains, scenes = mixed_against_a(ladders), list(sensitivity())
+    gains, scenarios = mixed_against_a(ladders), list(sensitivity())
     if as_json:
         content = {
             "assumptions": ASSUMPTIONS,
             "constants": asdict(CONSTANTS),
             "ladders": {
-                m: {t: [asdict(s) for s in rungs] for t, rungs in by.items()} for m, by in ladders.items()
+                m: {t: [asdict(row) for row in rows] for t, rows in by.items()} for m, by in ladders.items()
             },
             "paper": {"ladder": PAPER_LADDER, "range": PAPER_RANGE, "mixed": PAPER_MIXED},
             "ranges": found,
             "mixed": gains,
             "technique_by_technique": technique_by_technique(),
             "colocated_step": baseline_costs(),
-            "sensitivity": dict(scenes),
+            "sensitivity": dict(scenarios),
         }
         print(json.dumps(content, indent=2))
         return
@@ -285,8 +283,8 @@ def main() -> None:
     console.print(range_table(found))
     console.print(mixed_table(gains))
     console.print(technique_table(technique_by_technique()))
-    console.print(sensitivity_table(scenes))
-    console.print("Assumptions, beside the constants in digenrl/planning/constants.py:")
+    console.print(sensitivity_table(scenarios))
+    console.print("Assumptions, in addition to the constants in digenrl/planning/constants.py:")
     for number, assumption in enumerate(ASSUMPTIONS, start=1):
         console.print(f"{number}. {assumption}")
 

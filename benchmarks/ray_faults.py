@@ -143,8 +143,7 @@ def same_weights(one: Path, other: Path, step: int) -> tuple[bool, float]:
     from digenrl.training.checkpoint.checkpoints import read_checkpoint
 
     first, second = (
-        read_checkpoint(run / "checkpoints" / f"step_{step:06d}").trainer_state["policies"]["current"]
-        for run in (one, other)
+        read_checkpoint(run / "checkpoints" / f"step_{step:06d}").trainer_state.weights for run in (one, other)
     )
     apart = max(float((first[name] - second[name]).abs().max()) for name in first)
     return all(torch.equal(first[name], second[name]) for name in first), apart

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from digenrl.checksums import file_checksum
 from digenrl.training.checkpoint.checkpoints import read_checkpoint, save_checkpoint
+from digenrl.training.trainer_state import OptimizerState, TrainerState
 
 WIDTH = 4096
 
@@ -45,17 +46,15 @@ class Measured:
         return self.one_core_s / self.all_cores_s
 
 
-def state_of(parameters: int) -> dict[str, Any]:
+def state_of(parameters: int) -> TrainerState:
     """A trainer's, with made-up values."""
     weights = {f"block {index}": torch.randn(WIDTH, WIDTH) for index in range(max(1, parameters // WIDTH**2))}
     moments = {
         name: {"exp_avg": torch.randn_like(value), "exp_avg_sq": torch.rand_like(value)}
         for name, value in weights.items()
     }
-    policies = {"current": weights, "old": None, "reference": None}
-    optimizer = {"scalars": {"lr": 1e-5}, "moments": moments}
-    counts = {"batch": 1, "updates_done": 1, "pack_size": 1}
-    return counts | {"policies": policies, "ema": None, "optimizer": optimizer, "shard": None}
+    optimizer = OptimizerState({"lr": 1e-5}, moments)
+    return TrainerState(batch=1, updates_done=1, pack_size=1, weights=weights, optimizer=optimizer)
 
 
 def measure(parameters: int, folder: Path) -> Measured:
@@ -66,8 +65,8 @@ def measure(parameters: int, folder: Path) -> Measured:
     one_core_s, alone = timed(lambda: [file_checksum(file, threads=1) for file in files])
     all_cores_s, together = timed(lambda: [file_checksum(file) for file in files])
     reading_s, read = timed(lambda: read_checkpoint(path))
-    weights = read.trainer_state["policies"]["current"]
-    same = all(torch.equal(value, weights[name]) for name, value in state["policies"]["current"].items())
+    weights = read.trainer_state.weights
+    same = all(torch.equal(value, weights[name]) for name, value in state.weights.items())
     return Measured(
         gigabytes=sum(file.stat().st_size for file in files) / 1e9,
         saving_s=saving_s,

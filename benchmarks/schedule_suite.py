@@ -24,7 +24,7 @@ from rich.table import Table
 
 from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
-from digenrl.simulation.quick import quick_makespan, with_best_slice
+from digenrl.simulation.makespan import predict_makespan, with_best_slice
 from digenrl.simulation.simulator import simulate
 
 SHARES = (0.0, 0.25, 0.5, 1.0)
@@ -105,7 +105,7 @@ def run_spec(task: tuple[int, str]) -> list[Outcome]:
             policy: with_best_slice(spec.with_rules(help=policy, stale_fraction=share), SEARCH_BUDGET)
             for policy in POLICIES
         }
-        makespans = {policy: quick_makespan(best[policy], SEARCH_BUDGET) for policy in POLICIES}
+        makespans = {policy: predict_makespan(best[policy], SEARCH_BUDGET) for policy in POLICIES}
         answer = simulate(best["auto"], SEARCH_BUDGET).answer
         makespans["auto"] = answer.makespan
         outcomes.append(Outcome(number, kind, share, makespans, answer.efficiency))

@@ -1,4 +1,4 @@
-"""Checksums of large files and tensors, piece by piece and by all cores at once: one core would take minutes."""
+"""Checksums of large files and tensors, computed piece by piece on all cores: a single one would take minutes."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ Piece = bytes | memoryview
 
 
 def file_checksum(path: Path, threads: int = THREADS) -> str:
-    """Of what is in the file; the same whatever the number of threads."""
+    """A checksum of the file's content; does not depend on the number of threads."""
     with _pieces_in(path) as (read, starts):
         return _checksum(read, starts, threads)
 
 
 def quick_file_checksum(path: Path, threads: int = THREADS) -> int:
-    """By the CRC-32 of pieces: several times as quick, for what lies in memory and is read again soon."""
+    """A checksum from CRC-32 of pieces: several times faster, for files in memory that are soon read again."""
     with _pieces_in(path) as (read, starts):
         return int(_checksum(read, starts, threads, lambda piece: zlib.crc32(piece).to_bytes(4, "little")), 16)
 
 
 def tensors_checksum(tensors: Mapping[str, Tensor], threads: int = THREADS) -> str:
-    """Of names, types, shapes and values of tensors on the CPU."""
+    """A checksum of the names, dtypes, shapes and values of tensors on the CPU."""
     return _checksum(lambda piece: piece, _pieces_of(tensors), threads)
 
 
 @contextmanager
 def _pieces_in(path: Path) -> Iterator[tuple[Callable[[int], bytes], range]]:
-    """How to read a piece of a file, and where pieces start."""
+    """Yields a function that reads a piece of a file, and the offsets of the pieces."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         starts = range(0, os.fstat(descriptor).st_size, PIECE_BYTES)
@@ -64,7 +64,7 @@ def _blake2b(piece: Piece) -> bytes:
 def _checksum(
     read: Callable[[T], Piece], pieces: Iterable[T], threads: int, digest: Callable[[Piece], bytes] = _blake2b
 ) -> str:
-    """Of the pieces' own ones, in their order. A thread that hashes lets the others work."""
+    """A digest of the digests of all pieces, in order. Hashing releases the GIL."""
     whole = blake2b(digest_size=16)
     with ThreadPoolExecutor(threads) as pool:
         for each in pool.map(lambda piece: digest(read(piece)), pieces):

@@ -1,31 +1,31 @@
-"""What this machine, or the container that a process is in, can still give of its memory."""
+"""The free memory of this machine, or of the container that the process runs in."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
 
-MACHINE = Path("/proc/meminfo")
-CONTAINER = Path("/sys/fs/cgroup")  # where it is of the second version; of the first, the machine's counts
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")  # version 2; with version 1 only the machine's memory is known
 
 
 def free_host_bytes() -> int | None:
-    """Caches of files count as free; None where the system does not tell."""
-    free = [each for each in (_of_machine(), _of_container()) if each is not None]
+    """Free memory, including file caches; None if the system does not report it."""
+    free = [each for each in (_machine_bytes(), _container_bytes()) if each is not None]
     return min(free, default=None)
 
 
-def _of_machine() -> int | None:
+def _machine_bytes() -> int | None:
     with suppress(OSError, ValueError, KeyError):
-        lines = dict(line.split(":", 1) for line in MACHINE.read_text().splitlines())
+        lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024
     return None
 
 
-def _of_container() -> int | None:
+def _container_bytes() -> int | None:
     with suppress(OSError, ValueError, KeyError):
-        limit = int((CONTAINER / "memory.max").read_text())  # "max" where there is none
-        statistics = dict(line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
-        used = int((CONTAINER / "memory.current").read_text()) - int(statistics["inactive_file"])
+        limit = int((CGROUP / "memory.max").read_text())  # "max" if there is no limit
+        statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        used = int((CGROUP / "memory.current").read_text()) - int(statistics["inactive_file"])
         return max(0, limit - used)
     return None

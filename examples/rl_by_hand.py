@@ -35,7 +35,7 @@ from digenrl.records import Slice
 from digenrl.rewards.building import build_rewards
 from digenrl.rewards.contract import Reward
 from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
-from digenrl.training.batch import BatchShape
+from digenrl.training.open_batch import BatchShape
 from digenrl.training.trainer import Trainer
 
 FAMILY = find_family("sd3")

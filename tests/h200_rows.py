@@ -1,7 +1,7 @@
 """Measurements on one NVIDIA H200 that calibrate the cost model: bf16, torch 2.11, diffusers 0.42, random weights.
 
 Sizes are the image's side in pixels (SD3.5-M, FLUX.1, Qwen-Image) or the frames of a clip of 480x832 (Wan) or
-480x640 (Hunyuan). Left out: rows with another attention kernel.
+480x640 (Hunyuan). Rows with another attention kernel are left out.
 """
 
 # Plain diffusers, eager: (family, size, samples in one forward, seconds)
@@ -47,8 +47,8 @@ TRAINING_ROWS = (
     ("hunyuan", 33, True, 2, 9.4386, 35.5),
 )
 
-# This runtime, compiled, as benchmarks/gpu.py prints them, some families from two machines. Prompts have 128
-# tokens where a family does not pad them.
+# This runtime, compiled, as printed by benchmarks/gpu.py, for some families from two machines. Prompts have 128
+# tokens unless the family pads them.
 COMPILED_FORWARD_ROWS = (
     ("sd3", 512, 1, 0.0106),
     ("sd3", 512, 8, 0.0481),
@@ -75,11 +75,8 @@ COMPILED_TRAINING_ROWS = (
     ("hunyuan", 33, 2, 1.554, 122.1),
 )
 
-# Slower in total than the pack of two beside it, so a warm-up and no cost: not used for timing, only for memory.
+# Slower than the pack of two in the next row, so it includes a warm-up: used for memory only.
 WARM_UP_ROW = ("flux", 512, True, 1, 0.7561, 23.1)
-
-# (family, trainable parameters of LoRA r=32 on to_q, to_k, to_v and to_out.0)
-LORA_ROWS = (("flux", 37355520), ("qwen", 47185920), ("wan", 104857600), ("hunyuan", 40894464))
 
 # (GiB of all weights, seconds from pinned host memory to the card)
 ONLOAD_ROWS = ((22.2, 0.440), (38.1, 0.750), (26.6, 0.535), (23.9, 0.469))

@@ -1,6 +1,6 @@
-"""Finds where work on a card would stop for the host, without a card: the meta device stands for it.
+"""Finds where a GPU would wait for the host, without a GPU: the meta device takes its place.
 
-There a value that the host asks for is an error, and copies from the host can be seen.
+Reading a value from it is an error, and copies from the host can be observed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from digenrl.models import transfers
 
 
 class HostVisits(TorchDispatchMode):
-    """Notes what is computed from tensors on two devices at once, or copied between them.
+    """Records operations on tensors of two devices, and copies between them.
 
-    Not what `transfers` copies: through pinned memory, which nobody waits for.
+    Copies made by `transfers` are exempt: they go through pinned memory and do not block.
     """
 
     def __init__(self) -> None:
@@ -39,5 +39,5 @@ class HostVisits(TorchDispatchMode):
 
 
 def without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch refuses it on the meta device, even switched off."""
+    """torch does not support autocast on the meta device, even if it is disabled."""
     monkeypatch.setattr(torch, "autocast", lambda *_arguments, **_named: nullcontext())

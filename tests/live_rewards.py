@@ -1,4 +1,4 @@
-"""Rewards for tests of whole runs: quick, different for every sample, and able to wait or to fail."""
+"""Rewards for tests of whole runs: fast, different for every sample, and able to wait or fail."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def redness(pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Any
 
 
 def gated(pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Any], gates: str) -> list[float]:
-    """Redness, but a prompt waits while the folder `gates` has a file of its name."""
+    """Redness; a prompt waits while the folder `gates` has a file of its name."""
     while any((Path(gates) / prompt).exists() for prompt in prompts):
         time.sleep(0.01)
     return redness(pixels_BFCHW, prompts, metadata)
 
 
 def refuses(pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Any], prompt: str) -> list[float]:
-    """Redness, but no score for one prompt."""
+    """Redness; fails for one prompt."""
     if prompt in prompts:
         raise ValueError(f"nothing to see in {prompt!r}")
     return redness(pixels_BFCHW, prompts, metadata)
 
 
 def broken(pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Any]) -> list[float]:
-    """Never a score for a picture; noise, as in a rehearsal, is none."""
+    """Always fails."""
     raise ConnectionError("the scorer is away")

@@ -1,8 +1,9 @@
-"""What tests of several ranks train: a few batches of a toy, the same on one rank and on many."""
+"""Training cases for tests of several ranks: a few batches of a toy, the same on one rank and on many."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,16 +12,18 @@ from scored_groups import Rollout, scored_groups, toy, trainer_of
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import TrainerSettings
+from digenrl.training.checkpoint.checkpoints import read_checkpoint
 from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.training.ranks.sharding import shard_model
+from digenrl.worker.stages import Stages, WorkerParts
 
 STEADY = TrainerSettings(pack_size=3, learning_rate=1e-2, adam_eps=1e-3, gradient_norm=1e-2)
-WAYS = pytest.mark.parametrize("lora", [True, False], ids=["replicated", "sharded"])
+LORA_OR_SHARDED = pytest.mark.parametrize("lora", [True, False], ids=["replicated", "sharded"])
 
 
 @dataclass(frozen=True)
 class Case:
-    """A few batches of one algorithm; groups are generated before any training, the same on every rank."""
+    """A few batches of one algorithm; groups are generated before training, the same on every rank."""
 
     algorithm: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -38,8 +41,18 @@ class Case:
         ]
         if ranks is not None and not self.lora:
             shard_model(model, ranks)
-        trainer = trainer_of(model, algorithm, batches[0], self.settings, ranks=ranks, keep_last_version=True)
+        trainer = trainer_of(model, algorithm, batches[0], self.settings, ranks=ranks)
         return model, trainer, batches
+
+
+def stages_of(model, trainer):
+    """The stages of a worker that only trains and saves."""
+    recipe = SimpleNamespace(sample=SimpleNamespace(decode_rows=None))
+    return Stages(WorkerParts(SimpleNamespace(recipe=recipe), exchange=None, model=model, trainer=trainer))
+
+
+def resume(trainer, path):
+    trainer.load_state(read_checkpoint(path, trainer.shard, trainer.ranks).trainer_state)
 
 
 def train(trainer, groups):

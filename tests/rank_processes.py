@@ -1,4 +1,4 @@
-"""Runs a function in several real processes that train together: gloo on the CPU, a fresh group every time."""
+"""Runs a function in several real processes that form a group of ranks: gloo on the CPU, a new group each time."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from uuid import uuid4
 
 import torch
 
+from digenrl.training.ranks.rank import Rank
 from digenrl.training.ranks.rank_group import RankGroup, join_ranks
 from digenrl.transports.processes import prepare_fork_server
 
-TIMEOUT_S = 30.0  # of a rank that waits for others; nobody waits for so long unless something is broken
+TIMEOUT_S = 30.0  # for collectives; reached only if something is broken
 
 
 def on_ranks(
     count: int, folder: Path, job: Callable[..., Any], *arguments: Any, die: frozenset[int] = frozenset()
 ) -> list[Any]:
-    """What job(ranks, *arguments) returns on every rank; raises what the first rank to fail raised.
+    """The results of job(ranks, *arguments) on all ranks; raises the error of the first rank that failed.
 
-    Of the ranks that are to `die` nothing is expected; their result is None.
+    Ranks that are expected to `die` have the result None.
     """
     prepare_fork_server(threads=1)
     context = multiprocessing.get_context("forkserver")
@@ -60,7 +61,7 @@ def _run(place: Path, index: int, count: int, job: Callable[..., Any], arguments
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     try:
-        ranks: RankGroup = join_ranks(f"file://{place}/meet", index, count, torch.device("cpu"), TIMEOUT_S)
+        ranks: RankGroup = join_ranks(f"file://{place}/meet", Rank(index, count), torch.device("cpu"), TIMEOUT_S)
         result = job(ranks, *arguments)
         ranks.close()
     except BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -92,7 +93,7 @@ def nodes_alone(**head: Any) -> Iterator[SeveralNodes]:
             RAY_AUTH_MODE="token",
             RAY_AUTH_TOKEN=TOKEN,
             RAY_TMPDIR=folder,
-            PYTHONPATH=TESTS,
+            PYTHONPATH=os.pathsep.join((TESTS, *sys.path)),
             **{LOOPBACK_ONLY: "0"},
         ),
     ):

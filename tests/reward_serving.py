@@ -1,4 +1,4 @@
-"""A real reward server on a free port of this machine, for as long as a test needs it."""
+"""A real reward server on a free port of this machine, for the duration of a test."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import uvicorn
 
 from digenrl.rewards.contract import Reward
+from digenrl.rewards.http_messages import Limits
 from digenrl.rewards.server import create_app
-from digenrl.rewards.wire import Limits
 
 TOKEN = "a token for tests alone"
 

@@ -1,6 +1,6 @@
-"""Real rollouts of small models with given rewards: what the trainer's tests train on.
+"""Real rollouts of small models with given rewards, for the tests of the trainer.
 
-The rollout's policy and the trained one differ by a nudge of the weights, unless a test wants them equal.
+The rollout's policy and the trained one differ by a small perturbation, unless a test wants them equal.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ from digenrl.models.lora import add_lora
 from digenrl.models.trajectory import ScoredGroup, StepNoise, Trajectory
 from digenrl.records import Slice
 from digenrl.testing.serial_reference import Gradients, SerialReference
-from digenrl.training.batch import BatchShape
+from digenrl.training.checkpoint.state_tensors import state_as_tensors, state_of_tensors
+from digenrl.training.open_batch import BatchShape
+from digenrl.training.optimizer import make_optimizer
 from digenrl.training.packing.replay import DrawNoise
 from digenrl.training.policy_weights import PolicyWeights
-from digenrl.training.trainer import Trainer, make_optimizer
+from digenrl.training.trainer import Trainer
+from digenrl.training.trainer_state import TrainerState
 
 RUN_SEED = 11
 FLOW_NOISE = StepNoise("flow", 0.7)
 DRAW_NOISE: DrawNoise = partial(normal_noise, RUN_SEED)
 
-# Settings at which a toy's small nudges clip some ratios and leave others, and the clamp catches some samples.
+# Settings with which small perturbations of a toy clip some ratios, and some advantages exceed the clamp.
 LIVELY: dict[str, dict[str, Any]] = {
     "flow_grpo": {"clip": 1e-4, "kl_weight": 0.1, "updates_per_batch": 1, "advantage": {"clamp": 1.2}},
     "flow_grpo_fast": {"clip": 1e-4, "updates_per_batch": 1, "kl_weight": 0.1, "kl_form": "exact"},
@@ -49,7 +52,7 @@ LIVELY: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Rollout:
-    """How the tests' samples are made."""
+    """How samples are generated."""
 
     groups: int = 3
     group_size: int = 4
@@ -63,12 +66,12 @@ class Rollout:
 
 
 def lively(name: str) -> Algorithm:
-    """The algorithm with settings under which every branch of its loss is taken."""
+    """The algorithm with settings that reach every branch of its loss."""
     return build_algorithm(name, LIVELY[name])
 
 
 def toy(dtype: torch.dtype = torch.float64, lora: bool = True) -> ToyModel:
-    """A toy with adapters that are not zero, so that the reference is another policy."""
+    """A toy model; adapters are not zero, so that the reference is another policy."""
     model = ToyModel(seed=1, dtype=dtype)
     if lora:
         add_lora(model, rank=2, alpha=4, seed=3)
@@ -127,7 +130,7 @@ def scored_groups(
     rewards: Sequence[Sequence[float]] | None = None,
     window: Mapping[str, Any] | None = None,
 ) -> list[ScoredGroup]:
-    """A batch of groups; unless given, rewards are drawn, and those of group 1 are all alike."""
+    """A batch of groups; unless given, rewards are random, except that those of group 1 are all equal."""
     dice = random.Random(5)
     drawn = [
         tuple(0.25 if group == 1 else dice.gauss(0, 1 + group) for _ in range(rollout.group_size))
@@ -158,22 +161,39 @@ def trainer_of(
 def serial_of(
     model: DiffusionModel, algorithm: Algorithm, settings: TrainerSettings | None = None
 ) -> SerialReference:
-    """The oracle; its old policy and reference are the model's weights of now."""
+    """The serial reference; its old policy and reference are the model's current weights."""
     settings = settings or TrainerSettings()
     needs = algorithm.needs
     policies = PolicyWeights(model, keep_old=needs.old_policy, keep_reference=needs.reference)
-    optimizer = make_optimizer(policies, settings)
+    optimizer = make_optimizer(policies.parameters, settings)
     return SerialReference(model, algorithm, policies, optimizer, DRAW_NOISE, settings.gradient_norm)
 
 
 def serial_gradient(serial: SerialReference, groups: Sequence[ScoredGroup]) -> Gradients:
-    """Of a batch that is one update, with the weights left alone."""
+    """The gradient of a batch that is one update; weights do not change."""
     return serial.gradient(groups, serial.objective.batch_advantages([group.rewards for group in groups]))
 
 
 def relative_difference(left: Gradients, right: Gradients) -> float:
-    """The norm of the difference over the norm of the right; both have the same parameters."""
+    """The norm of the difference, relative to the norm of the right one."""
     assert left.keys() == right.keys(), (sorted(left), sorted(right))
     flat = [torch.cat([part[name].flatten() for name in right]) for part in (left, right)]
     assert flat[1].norm() > 0, "a gradient of zero shows nothing"
     return float((flat[0] - flat[1]).norm() / flat[1].norm())
+
+
+def state_of(trainer: Trainer) -> TrainerState:
+    """A copy of the state at the last version that stays valid."""
+    tensors = state_as_tensors(trainer.state_at_last_version())
+    return state_of_tensors({name: value.clone() for name, value in tensors.items()})
+
+
+def differences(left: TrainerState, right: TrainerState) -> list[str]:
+    """The names of the parts in which two states differ, in any bit."""
+    ours, theirs = state_as_tensors(left), state_as_tensors(right)
+    assert len(ours) > 1, "states have tensors"
+    return [
+        name
+        for name in sorted(ours.keys() | theirs.keys())
+        if name not in ours or name not in theirs or not torch.equal(ours[name], theirs[name])
+    ]

@@ -1,4 +1,4 @@
-"""Tiny random weights of every reward model, saved to disk in the layout that the real ones are published in."""
+"""Tiny random weights of every reward model, saved in the published layout."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def save_clip(directory: Path, seed: int = 0, projection: int = 24) -> Path:
 
 
 def to_open_clip(model: CLIPModel) -> dict[str, Tensor]:
-    """The weights of a CLIPModel in open_clip's names, written out by hand as the other way's check."""
+    """The weights of a CLIPModel in open_clip's names, by hand, to check the conversion in the other direction."""
     mine = model.state_dict()
     theirs = {
         "logit_scale": mine["logit_scale"],

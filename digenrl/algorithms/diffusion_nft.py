@@ -1,7 +1,7 @@
-"""DiffusionNFT: no likelihoods; final latents are noised again, and the velocity is pulled towards good samples.
+"""DiffusionNFT: no likelihoods; final latents are noised again, and the velocity moves towards good samples.
 
 With q = A / 2M + 1/2 in [0, 1], the loss (M / beta) [q l+ + (1 - q) l-] is the sum of a part linear in A,
-A / 2 beta * (l+ - l-), and one without it, M / 2 beta * (l+ + l-): it streams like a policy loss.
+A / 2 beta * (l+ - l-), and a part without A, M / 2 beta * (l+ + l-): groups can be streamed as for a policy loss.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from digenrl.algorithms.policy_loss import squared_distance_R
 from digenrl.config.algorithms import DiffusionNftSettings
 from digenrl.models.objective import LossTerms, PairBatch, RenoisedPairs
 
-SMALLEST_ERROR = 1e-5  # below this the self-normalised error is no longer divided by its own size
+SMALLEST_ERROR = 1e-5  # lower bound of the divisor of the self-normalised error
 
 
 class DiffusionNft(GroupRelative):
-    """Rollouts are Euler throughout: no step is stochastic, and only the final latents are kept."""
+    """Rollouts are deterministic (Euler), and only the final latents are kept."""
 
     settings_type = DiffusionNftSettings
     settings: DiffusionNftSettings
@@ -42,7 +42,7 @@ class DiffusionNft(GroupRelative):
 
 
 def _normalised_error_R(pairs: RenoisedPairs, velocity_RL: Tensor) -> Tensor:
-    """mean (x0^ - x0)^2 over its own size, mean |x0^ - x0|, through which no gradient flows."""
+    """mean (x0^ - x0)^2 / mean |x0^ - x0|, without gradient through the divisor."""
     sigma_R1 = pairs.sigma_R.view(-1, *[1] * (velocity_RL.dim() - 1))
     error_RL = (pairs.noised_RL - sigma_R1 * velocity_RL - pairs.final_RL).flatten(1)
     size_R = error_RL.detach().abs().mean(1).clamp(min=SMALLEST_ERROR)

@@ -1,4 +1,4 @@
-"""Online Flow-DPO: of every group the best sample is preferred to the worst, at the same noise and time."""
+"""Online Flow-DPO: in every group the best sample is preferred to the worst, at the same noise and time."""
 
 from __future__ import annotations
 

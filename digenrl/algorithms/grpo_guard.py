@@ -1,7 +1,7 @@
-"""GRPO-Guard: Flow-GRPO with ratios brought to one scale over the steps, and gradients to one size.
+"""GRPO-Guard: Flow-GRPO with ratios and gradients normalised across denoising steps.
 
 The log-ratio of a Gaussian step has mean -b under the old policy, b = mean (mu - mu_old)^2 / 2 s^2, and a spread
-that grows as 1 / s: rho = exp((logp - logp_old + b) s) has neither. The loss is divided by the step's size h.
+that grows as 1 / s: rho = exp((logp - logp_old + b) s) has neither. The loss is divided by the step size h.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The clipped policy loss and the distance to the reference policy, row by row.
 
 Log-probs are means over a sample's elements, so that a ratio is the true one to the power 1 / elements: a clip of
-1e-4 is already loose, and what is loose depends on the resolution.
+1e-4 is already loose, and how loose depends on the resolution.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PolicyLoss(GroupRelative):
         return pairs.log_prob_R - base_log_prob_R
 
     def row_weight_R(self, pairs: StepPairs) -> Tensor | None:
-        """A factor on every row's policy term, where the algorithm has one."""
+        """A factor on the policy term of every row, or None."""
         return None
 
     def _clipped(self, pairs: StepPairs, log_ratio_R: Tensor, weight_R: Tensor | None = None) -> LossTerms:

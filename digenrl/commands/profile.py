@@ -25,7 +25,7 @@ from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.transfers import synchronize
-from digenrl.planning.profiled_work import profiled_work
+from digenrl.planning.recipe_workload import profiled_work
 from digenrl.records import (
     Calibrate,
     Calibrated,

@@ -22,7 +22,7 @@ from digenrl.report.headline import (
 from digenrl.report.page import write_report
 from digenrl.run_folder.folder import RunFolder, Status
 from digenrl.run_folder.reading import RunRecord, read_run
-from digenrl.telemetry.lane_shares import Window, lane_shares, steady_window, without_helper_rows
+from digenrl.telemetry.lane_shares import TimeWindow, lane_shares, steady_window, without_helper_rows
 from digenrl.telemetry.styles import percent
 
 
@@ -90,7 +90,7 @@ def report_run(path: Path) -> WrittenReport:
 def summarise(run: RunRecord) -> RunSummary:
     """The figures of a run."""
     reward, steady = reward_change(run.steps), steady_window(run.trace)
-    shares = lane_shares(run.trace, steady or Window(0, run.trace.end_ns))
+    shares = lane_shares(run.trace, steady or TimeWindow(0, run.trace.end_ns))
     lanes = without_helper_rows(run.trace.lanes) if run.trace.spans else []
     return RunSummary(
         name=run.info.name,

@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from digenrl.commands.diffusers_snippet import diffusers_snippet
+from digenrl.commands.output import out, print_written
 from digenrl.config.prompts import PromptSettings
 from digenrl.config.reading import ConfigError, nearest, parse_model
 from digenrl.config.recipe import EvaluationSettings, Recipe
@@ -29,8 +30,9 @@ from digenrl.prompts.sources import read_prompts
 from digenrl.run_folder.folder import RunFolder, numbered_path
 from digenrl.run_folder.grids import columns_for, side_by_side
 from digenrl.training.checkpoint.atomic_folders import written_atomically
-from digenrl.training.checkpoint.checkpoints import checkpoints_in, read_checkpoint
+from digenrl.training.checkpoint.checkpoints import read_checkpoint
 from digenrl.training.checkpoint.export import weights_to_export
+from digenrl.training.checkpoint.format import checkpoints_in
 from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, read_blueprint
 from digenrl.worker.pictures import as_image
 from digenrl.worker.rollouts import held_out_pixels
@@ -127,6 +129,18 @@ def sample_run(run: Path, request: SampleRequest, out: Path | None, report: Repo
             side_by_side(images, columns_for(len(images))).save(partial / samples.grid.name)
             _write_description(partial, samples)
     return samples
+
+
+def print_samples(samples: WrittenSamples) -> None:
+    """Prints where the samples are, and how to load the newest weights with diffusers."""
+    out.print(f"{samples.checkpoint} ({samples.weights}): {len(samples.pictures)} samples", highlight=False)
+    if not samples.as_evaluated:
+        out.print("These are the exported weights; evaluations use those that generate.", style="dim")
+    print_written(samples.grid)
+    if samples.loading:
+        out.print("To load the newest weights with diffusers:")
+        for line in samples.loading:
+            out.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def find_checkpoint(folder: RunFolder, name: str | None) -> Path | None:
@@ -237,8 +251,8 @@ def _load_weights(model: DiffusionModel, checkpoint: Path | None) -> tuple[Weigh
         load_weights(model, weights_state(model, "cpu", instead=weights_to_export(state)))
     except ValueError as error:
         raise ConfigError(f"{checkpoint}: {error}; was config.yaml changed?") from None
-    averaged = bool(state["ema"])
-    return "moving average" if averaged else "trained", not averaged and state["policies"]["old"] is None
+    averaged = state.average is not None
+    return "moving average" if averaged else "trained", not averaged and state.old_policy is None
 
 
 def _generate(

@@ -1,1 +1,1 @@
-"""Typed, frozen settings. A wrong one fails when it is read, with a line that says what to do."""
+"""Typed, frozen settings. A mistake fails when it is read, with one line that says what to do."""

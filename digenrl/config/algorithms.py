@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from digenrl.config.import_paths import import_object
-from digenrl.config.reading import ConfigError, Frozen, complaints_about, nearest, parse_model
+from digenrl.config.reading import ConfigError, Frozen, errors_about, nearest, parse_model
 from digenrl.config.windows import AllSteps, EulerOnly, FastWindow, RandomSubset, SlidingWindow, Window
 
 KlForm = Literal["exact", "flow_grpo_image"]
@@ -82,7 +82,7 @@ class AlgorithmSettings(Frozen):
     def trained_steps(self, steps: int, window: Window | None = None) -> int:
         """How many of a sample's denoising steps are trained, with the recipe's window or the default one."""
         window = window or self.window
-        with complaints_about("sample.window"):
+        with errors_about("sample.window"):
             window.check(steps)
             if window.kept_steps(steps) < 1:
                 raise ValueError(f"'{window.kind}' keeps no step to train; choose another kind of window")

@@ -1,4 +1,4 @@
-"""Where a run's workers go on a Ray cluster: one pool per class of cards or machines."""
+"""Placement of a run's workers on a Ray cluster, one pool per class of cards or machines."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ NAME = r"^[a-z0-9][a-z0-9_-]*$"
 class WorkerResources(Frozen):
     """The resources of one worker, and the machines that may host it.
 
-    `gpus` is 1 by default where `lanes.device` means CUDA, else 0. `accelerator` is Ray's name of a card, as H100
-    or A6000; `labels` are those that `ray start --labels` gave a machine; `resources` are custom ones, by amount.
+    `gpus` defaults to 1 if the run uses CUDA (`lanes.device`), else to 0. `accelerator` is Ray's name of a card,
+    such as H100 or A6000; `labels` match those of `ray start --labels`; `resources` are amounts of custom ones.
     """
 
     gpus: Annotated[float, Field(ge=0)] | None = None
@@ -27,7 +27,7 @@ class WorkerResources(Frozen):
 
 
 class CpuWorkerResources(WorkerResources):
-    """The same for workers that need no card unless they are given one, or a share of one."""
+    """Resources of a worker that needs no card unless `gpus` says so; a fraction shares a card."""
 
     gpus: Annotated[float, Field(ge=0)] | None = 0.0
 
@@ -44,18 +44,18 @@ class ClusterGeneratorPool(WorkerResources, GeneratorPool):
     slowdown: float = Field(default=1.0, ge=1)
 
     @model_validator(mode="after")
-    def _grows(self) -> ClusterGeneratorPool:
+    def _up_to_is_not_less_than_count(self) -> ClusterGeneratorPool:
         if self.up_to is not None and self.up_to < self.count:
             raise ValueError(f"up_to = {self.up_to} is less than count = {self.count}; raise it, or leave it out")
         return self
 
 
 class ClusterSettings(Frozen):
-    """The Ray cluster of mode ray. Numbers of trainer ranks and reward lanes stand in `lanes`.
+    """The Ray cluster of `mode: ray`. The numbers of trainer ranks and reward lanes are in `lanes`.
 
-    `address` is that of a running cluster, as 10.0.0.1:6379; `auto` joins the one that this machine belongs to, or
-    starts one on this machine; `local` always starts one. Without `generators`, there are `lanes.generators` of
-    them, wherever there is room.
+    `address` is that of a running cluster, such as 10.0.0.1:6379; `auto` joins the cluster of this machine or
+    starts one; `local` always starts one. Without `generators`, `lanes.generators` lanes are placed wherever there
+    is room.
     """
 
     address: str = Field(default="auto", min_length=1)
@@ -67,13 +67,13 @@ class ClusterSettings(Frozen):
 
     @field_validator("generators", mode="before")
     @classmethod
-    def _one_pool_needs_no_list(cls, pools: Any) -> Any:
+    def _single_pool_as_list(cls, pools: Any) -> Any:
         return [pools] if isinstance(pools, dict) else pools
 
     @model_validator(mode="after")
-    def _pools_have_names_of_their_own(self) -> ClusterSettings:
+    def _pool_names_are_unique(self) -> ClusterSettings:
         names = [pool.name for pool in self.generators]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ValueError(f"generators: '{twice}' names two pools; give each a name of its own")
+            raise ValueError(f"generators: two pools are called '{twice}'; rename one of them")
         return self

@@ -1,4 +1,4 @@
-"""A SPEC that leaves out times takes them from a profile. Works on the SPEC's mapping, before it is validated."""
+"""Fills the times that a SPEC leaves out from a profile. Works on the SPEC's mapping, before validation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from digenrl.config.reading import ConfigError
 
 
 def filled_in(content: Mapping[str, Any], profile: Profile, name: str) -> dict[str, Any]:
-    """The SPEC with the profile's times where it gives none; `name` is what the profile is called.
+    """The SPEC with missing times taken from the profile called `name`; times in the SPEC take precedence.
 
-    Whatever the SPEC gives stays. Raises ConfigError where the profile does not know what is left out, or does not
-    cover the size of a slice. What is no SPEC at all is left for validation to refuse.
+    Raises ConfigError if the profile lacks a missing time or does not cover a slice size. A malformed SPEC is left
+    for validation to reject.
     """
     filling = _Filling(content, profile, name)
     filled = dict(content)
@@ -26,7 +26,7 @@ def filled_in(content: Mapping[str, Any], profile: Profile, name: str) -> dict[s
     reward = content.get("reward")
     if isinstance(reward, Mapping) and reward.get("lanes") and "seconds" not in reward:
         if profile.score_seconds is None:
-            raise filling.lacking("reward.seconds", "score_seconds")
+            raise filling.missing("reward.seconds", "score_seconds")
         filled["reward"] = {**reward, "seconds": profile.score_seconds}
     colocate = content.get("colocate", {})
     if isinstance(colocate, Mapping):
@@ -37,7 +37,7 @@ def filled_in(content: Mapping[str, Any], profile: Profile, name: str) -> dict[s
 
 @dataclass(frozen=True, slots=True)
 class _Filling:
-    """A profile that complains in the words of the SPEC."""
+    """A profile whose errors name the keys of the SPEC."""
 
     spec: Mapping[str, Any]
     profile: Profile
@@ -55,14 +55,14 @@ class _Filling:
         filled = dict(trainer)
         if "seconds_per_sample" not in trainer:
             if self.profile.training is None:
-                raise self.lacking("trainer.seconds_per_sample", "training")
+                raise self.missing("trainer.seconds_per_sample", "training")
             filled["seconds_per_sample"] = self.profile.training.seconds_per_sample
         _add(filled, "commit", self.profile.shared_commit_seconds)
         if isinstance(trainer.get("helper"), Mapping):
             filled["helper"] = self._helper(dict(trainer["helper"]))
         return filled
 
-    def lacking(self, where: str, what: str) -> ConfigError:
+    def missing(self, where: str, what: str) -> ConfigError:
         return ConfigError(f"{where}: missing, and the profile {self.name} has no {what}; give it", where)
 
     def _helper(self, helper: dict[str, Any]) -> dict[str, Any]:
@@ -73,17 +73,17 @@ class _Filling:
         return helper
 
     def _table(self, where: str, own: Mapping[str, int]) -> dict[int, float]:
-        """The times of slices, which have to cover the SPEC's slice and a pool's `own`, by the key that asks."""
+        """The times by slice size, which have to cover the SPEC's slice and the sizes in `own`, by key."""
         table = self.profile.slice_seconds
         if not table:
-            raise self.lacking(where, "slices")
+            raise self.missing(where, "slices")
         key = "samples_per_prompt" if self.spec.get("slice") == "auto" else "slice"  # auto tries every divisor
-        for asking, size in {key: self.spec.get(key), **own}.items():
+        for slice_key, size in {key: self.spec.get(key), **own}.items():
             if isinstance(size, int) and not self.profile.covers(size):
                 raise ConfigError(
-                    f"{asking}: {size} samples together, and the profile {self.name} covers slices of "
+                    f"{slice_key}: {size} samples together, but the profile {self.name} covers slices of "
                     f"{min(table)} to {max(table)}; choose such a slice, or give {where}",
-                    asking,
+                    slice_key,
                 )
         return table
 

@@ -1,30 +1,28 @@
-"""A profile: what one device takes for one recipe's work, as `digenrl profile` measured it. Needs no torch.
+"""Profiles: the costs of a recipe's work on one device, measured by `digenrl profile`. Needs no torch.
 
-`digenrl plan` and `digenrl simulate` read it, by the name of one that comes with DigenRL or as a file.
+`digenrl plan` and `digenrl simulate` read a profile by the name of a shipped one or by path.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from digenrl.config.reading import ConfigError, Frozen, nearest, read_model
-from digenrl.config.recipe_paths import PACKAGE
+from digenrl.config.reading import Frozen, read_model
+from digenrl.config.recipe_paths import PACKAGE, find_file, names_in
 
 SHIPPED = PACKAGE / "profiles"
-FILE_ENDINGS = (".yaml", ".yml", ".json")
-DIGITS = 4  # of a measured time that are worth keeping
+DIGITS = 4  # significant digits of a measured time
 
-Seconds = Annotated[float, Field(ge=0)]
+NonNegativeSeconds = Annotated[float, Field(ge=0)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
 
 
 class DeviceFacts(Frozen):
-    """The device. Its rate is that of a large product of matrices: in bf16 on a card, in fp32 on a CPU."""
+    """The device. Its rate is that of a large matrix product: in bf16 on a card, in fp32 on a CPU."""
 
     name: str
     memory_bytes: PositiveInt
@@ -34,9 +32,10 @@ class DeviceFacts(Frozen):
 
 
 class ProfiledWork(Frozen):
-    """What was measured. Costs of a recipe that differs in more than its batch are others.
+    """The work that was measured. A recipe that differs in more than its batch has other costs.
 
-    `trained_steps` of a sample's denoising steps are trained, and `trained_share` of the samples.
+    `trained_steps` counts the denoising steps of a sample that are trained; `trained_share` is the fraction of
+    samples that are trained.
     """
 
     recipe: str
@@ -63,17 +62,17 @@ class ProfiledWork(Frozen):
 
 
 class SliceCost(Frozen):
-    """A warm slice: a lane's seconds, and the memory in use at its fullest, weights included; 0 on a CPU."""
+    """A slice after warm-up: seconds on one lane, and peak memory with weights; 0 on a CPU."""
 
     seconds: PositiveSeconds
     peak_bytes: NonNegativeInt = 0
 
 
 class TrainingCost(Frozen):
-    """Replaying a sample, for every sample that is generated, and how the trainer packed for it.
+    """The cost of training, per generated sample, and the packing that the trainer chose.
 
-    `peak_bytes` is the memory in use at its fullest, `planned_bytes` what the trainer planned with, and
-    `foreseen_bytes` what it had expected from one pair, before it tried a pack; 0 on a CPU.
+    `peak_bytes` is the peak memory, `planned_bytes` the budget that the trainer planned with, and `foreseen_bytes`
+    its prediction from a single pair, before it tried a pack; 0 on a CPU.
     """
 
     seconds_per_sample: PositiveSeconds
@@ -85,12 +84,12 @@ class TrainingCost(Frozen):
 
 
 class Profile(Frozen):
-    """One device at one recipe's work. What could not be measured is absent, and `remarks` say why.
+    """The costs of one recipe's work on one device. `remarks` explain what could not be measured.
 
-    `commit_seconds`: all optimizer steps of a batch. `lay_out_seconds`: the new version is laid out, where others
-    generate with it. `publish_seconds`: a lane of the same machine loads it. `switch_in_seconds`: a trainer turns
-    to generating, and `switched_bytes` leave the card; `switch_out_seconds`: back. `score_seconds`: one sample is
-    scored. `weights_bytes` are the transformer's, `published_bytes` those of a version.
+    `commit_seconds`: all optimizer steps of a batch. `lay_out_seconds`: exporting the new weights for generators.
+    `publish_seconds`: loading them on a lane of the same machine. `switch_in_seconds`: switching a trainer to
+    generation, which offloads `switched_bytes`; `switch_out_seconds`: switching it back. `score_seconds`: scoring
+    one sample. `weights_bytes` is the size of the transformer, `published_bytes` that of an exported version.
     """
 
     device: DeviceFacts
@@ -99,65 +98,54 @@ class Profile(Frozen):
     published_bytes: PositiveInt | None = None
     slices: dict[PositiveInt, SliceCost]
     training: TrainingCost | None = None
-    commit_seconds: Seconds | None = None
-    lay_out_seconds: Seconds | None = None
-    publish_seconds: Seconds | None = None
-    switch_in_seconds: Seconds | None = None
-    switch_out_seconds: Seconds | None = None
+    commit_seconds: NonNegativeSeconds | None = None
+    lay_out_seconds: NonNegativeSeconds | None = None
+    publish_seconds: NonNegativeSeconds | None = None
+    switch_in_seconds: NonNegativeSeconds | None = None
+    switch_out_seconds: NonNegativeSeconds | None = None
     switched_bytes: NonNegativeInt = 0
-    score_seconds: Seconds | None = None
+    score_seconds: NonNegativeSeconds | None = None
     remarks: tuple[str, ...] = ()
 
     @property
     def slice_seconds(self) -> dict[int, float]:
-        """A lane's seconds by the size of the slice, smallest first."""
+        """NonNegativeSeconds on one lane by slice size, in ascending order."""
         return {size: self.slices[size].seconds for size in sorted(self.slices)}
 
     @property
     def switch_seconds(self) -> float | None:
-        """One change of role, where both ways have to cost the same: their mean."""
+        """The mean cost of one role switch, for models that have one cost for both directions."""
         if self.switch_in_seconds is None or self.switch_out_seconds is None:
             return None
         return (self.switch_in_seconds + self.switch_out_seconds) / 2
 
     @property
     def shared_commit_seconds(self) -> float | None:
-        """A commit of a trainer whose weights others generate with: it lays them out, too."""
+        """The cost of a commit if generators elsewhere need the weights: it includes the export."""
         return None if self.commit_seconds is None else self.commit_seconds + (self.lay_out_seconds or 0.0)
 
     def covers(self, size: int) -> bool:
-        """Whether a slice of this size was measured, or lies between two that were."""
+        """Whether this slice size was measured or lies between two that were."""
         return bool(self.slices) and min(self.slices) <= size <= max(self.slices)
 
 
 def shipped_profiles() -> list[str]:
-    """The names of the profiles that come with the package."""
-    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+    """The names of the profiles in the package."""
+    return names_in(SHIPPED)
 
 
 def find_profile(where: str, folder: Path | None = None) -> Path:
-    """A file, if it is written as one (with an ending or a folder); else the shipped profile of this name.
-
-    A relative path is relative to `folder`, the current one by default.
-    """
-    path = Path(where)
-    if path.suffix in FILE_ENDINGS or "/" in where or os.sep in where:
-        return path if folder is None else folder / path
-    known = shipped_profiles()
-    if where not in known:
-        or_a_file = f"or name a file, which ends in {', '.join(FILE_ENDINGS)}"
-        hint = nearest(where, known) if known else "none comes with DigenRL"
-        raise ConfigError(f"unknown profile '{where}'; {hint}; {or_a_file}")
-    return SHIPPED / f"{where}.yaml"
+    """The path of a profile in a file or of a shipped name; a relative path is relative to `folder`."""
+    return find_file("profile", where, SHIPPED, folder or Path())
 
 
 def read_profile(where: str, folder: Path | None = None) -> Profile:
-    """The profile of a file or of a shipped name; raises ConfigError with one line."""
+    """The profile in a file or of a shipped name; a relative path is relative to `folder`."""
     return read_model(Profile, find_profile(where, folder))
 
 
 def write_profile(profile: Profile, by: str | None = None) -> str:
-    """The profile as YAML; read again, it is an equal one. What is absent is left out. `by`: how it was taken."""
+    """The profile as YAML that reads back equal, without absent values; `by` is the command that measured it."""
     content = profile.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     content["work"] = profile.work.model_dump(mode="json")
     content["slices"] = {
@@ -170,5 +158,5 @@ def write_profile(profile: Profile, by: str | None = None) -> str:
 
 
 def rounded(seconds: float) -> float:
-    """A measured time without the digits that mean nothing; nothing is finer than a microsecond."""
+    """A measured time, rounded to its significant digits and to microseconds."""
     return float(f"{round(seconds, 6):.{DIGITS}g}")

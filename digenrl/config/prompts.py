@@ -1,4 +1,4 @@
-"""What a recipe says about its prompts."""
+"""Settings of a recipe's prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROMPT_FORMATS = (".txt", ".jsonl", ".parquet")
 
 
 class PromptSettings(Frozen):
-    """A file of prompts, and the order they are drawn in. The seed is the run's."""
+    """A file of prompts, and whether they are drawn in shuffled order, by the run's seed."""
 
     path: Path
     column: str = Field(default="prompt", min_length=1, description="the prompt's key in .jsonl and .parquet")

@@ -1,4 +1,4 @@
-"""Reads YAML or JSON into a frozen model, and turns what is wrong into one line that says what to do."""
+"""Reads YAML or JSON into frozen settings, and turns validation errors into one line that says what to do."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 Model = TypeVar("Model", bound=BaseModel)
-Place = tuple[int | str, ...]  # keys of mappings and indices of lists
+KeyPath = tuple[int | str, ...]  # keys of mappings and indices of lists
 
 
 class ConfigError(ValueError):
-    """A user's mistake, told in one line: what, what was given, what is known, what to do.
+    """A user's mistake, in one line: what is wrong, what was given, what is known, what to do.
 
-    `where` is the dotted key that the line is about, where it is about one; the line begins with it.
+    `where` is the dotted key that is wrong, if there is one; the line then begins with it.
     """
 
     def __init__(self, message: str, where: str = "") -> None:
@@ -31,10 +31,10 @@ class ConfigError(ValueError):
 
 
 class Frozen(BaseModel):
-    """The base of every settings model: immutable, finite, and an unknown key is an error.
+    """Base of all settings models: immutable, finite numbers only, unknown keys are errors.
 
-    YAML reads `off` and `no` as False. Where a setting's word for that is `off` or `none`, or a part of the
-    settings can be absent, that is what False means. Yes and no are never numbers.
+    YAML reads `off` and `no` as False. In a setting that accepts the word `off` or `none`, or that is an optional
+    section, False means that. Booleans are never read as numbers.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
@@ -44,20 +44,25 @@ class Frozen(BaseModel):
     def _yes_and_no(cls, value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, bool) or info.field_name is None:
             return value
-        return _meaning(value, list(_kinds(cls.model_fields[info.field_name].annotation)))
+        return _meaning_of_bool(value, list(_kinds(cls.model_fields[info.field_name].annotation)))
 
 
 @contextmanager
-def complaints_about(where: str) -> Iterator[None]:
-    """A ValueError raised inside becomes a ConfigError about the dotted key `where`."""
+def errors_about(where: str) -> Iterator[None]:
+    """Turns a ValueError raised inside into a ConfigError about the dotted key `where`."""
     try:
         yield
     except ValueError as error:
         raise ConfigError(f"{where}: {error}", where) from None
 
 
+def one_line(error: BaseException) -> str:
+    """The message of an error on a single line; its type if it has no message."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The mapping at the top of a YAML or JSON file (JSON is read as YAML's subset)."""
+    """The top-level mapping of a YAML or JSON file."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -66,15 +71,14 @@ def read_mapping(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
-        first_line = " ".join(str(error).split())
-        raise ConfigError(f"{path}: not valid YAML or JSON: {first_line}") from None
+        raise ConfigError(f"{path}: not valid YAML or JSON: {one_line(error)}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a mapping of keys at the top, got {_describe(content)}")
     return content
 
 
 def read_model(model: type[Model], path: Path) -> Model:
-    """Reads one file into `model`; every complaint begins with the file's name."""
+    """Reads a file into `model`; error messages begin with the path."""
     try:
         return parse_model(model, read_mapping(path))
     except ConfigError as error:
@@ -83,7 +87,7 @@ def read_model(model: type[Model], path: Path) -> Model:
 
 
 def parse_model(model: type[Model], content: dict[str, Any]) -> Model:
-    """Validates `content` as `model`; raises ConfigError with the first complaint, in one line."""
+    """Validates `content` as `model`; raises ConfigError for the first mistake."""
     try:
         return model.model_validate(content)
     except ValidationError as error:
@@ -97,38 +101,33 @@ def nearest(word: str, known: list[str]) -> str:
     return f"{did_you_mean}known: {', '.join(known)}"
 
 
-def model_inside(annotation: Any) -> type[BaseModel]:
-    """The one settings model named in an annotation such as `tuple[Pool, ...]` or `Helper | None`."""
+def model_inside(annotation: Any) -> type[BaseModel] | None:
+    """The settings model inside an annotation such as `tuple[GeneratorPool, ...]` or `HelperCosts | None`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    for argument in get_args(annotation):
-        try:
-            return model_inside(argument)
-        except LookupError:
-            continue
-    raise LookupError(f"no settings model inside {annotation}")
+    return next(filter(None, map(model_inside, get_args(annotation))), None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Complaint:
-    """One of pydantic's complaints. Each member of a union makes its own about the same place."""
+    """One error of pydantic. For a union, every member reports its own about the same path."""
 
-    place: Place
+    path: KeyPath
     kind: str
     message: str
     given: Any
-    raised: Any = None  # by one of our validators
+    raised: Any = None  # the exception, if one of our validators raised it
 
     @property
-    def wrong_kind_of_value(self) -> bool:
-        """Whether it says no more than that the value is not of this member's kind."""
+    def is_type_mismatch(self) -> bool:
+        """Whether it only says that the value has the wrong type for this member of the union."""
         return self.kind.endswith(("_type", "_parsing")) or self.kind == "literal_error"
 
 
 def _first_complaint(model: type[BaseModel], content: Any, error: ValidationError) -> ConfigError:
     complaints = [
         _Complaint(
-            _place(c["loc"], content, c["type"]),
+            _user_path(c["loc"], content, c["type"]),
             c["type"],
             _plain(c["msg"]),
             c["input"],
@@ -137,78 +136,79 @@ def _first_complaint(model: type[BaseModel], content: Any, error: ValidationErro
         for c in error.errors(include_url=False)
     ]
     unknown = [complaint for complaint in complaints if complaint.kind == "extra_forbidden"]
-    complaint = unknown[0] if unknown else _meant(complaints)
+    complaint = unknown[0] if unknown else _most_relevant(complaints)
     if isinstance(complaint.raised, ConfigError) and complaint.raised.where:
         return complaint.raised  # it already names its key
-    where = _dotted(complaint.place)
-    text = _told(model, complaint).replace("\n", " ")
+    where = _dotted(complaint.path)
+    text = _text_of(model, complaint).replace("\n", " ")
     return ConfigError(f"{where}: {text}" if where else text, where)
 
 
-def _told(model: type[BaseModel], complaint: _Complaint) -> str:
+def _text_of(model: type[BaseModel], complaint: _Complaint) -> str:
     if complaint.kind == "extra_forbidden":
-        known = _known_keys(model, complaint.place[:-1])
-        return f"unknown key; {nearest(str(complaint.place[-1]), known)}"
+        known = _known_keys(model, complaint.path[:-1])
+        return f"unknown key; {nearest(str(complaint.path[-1]), known)}"
     if complaint.kind == "missing":
         return "missing; this key is required"
-    if complaint.kind == "value_error" or not complaint.place:
+    if complaint.kind == "value_error" or not complaint.path:
         return complaint.message
     return f"{complaint.message[0].lower()}{complaint.message[1:]}, got {_describe(complaint.given)}"
 
 
-def _meant(complaints: Sequence[_Complaint]) -> _Complaint:
-    """The first complaint, or of those about the same union the one about the member that was meant.
+def _most_relevant(complaints: Sequence[_Complaint]) -> _Complaint:
+    """The first complaint, or, if it is about a union, the one about the member that the user most likely meant.
 
-    That is the member in which the complaint lies deepest, then one that has more to say than that the kind is
-    wrong. Where no member is of the value's kind, all are named.
+    That is the member with the deepest path, preferably with more to say than that the type is wrong. If the type
+    is wrong for all members, the complaint names all of them.
     """
-    first = complaints[0].place
-    same_union = [complaint for complaint in complaints if complaint.place[: len(first)] == first]
-    deepest = max(same_union, key=lambda complaint: len(complaint.place)).place
-    members = [complaint for complaint in same_union if complaint.place == deepest]
-    telling = [complaint for complaint in members if not complaint.wrong_kind_of_value]
-    if telling or len(members) == 1:
-        return (telling or members)[0]
+    first = complaints[0].path
+    same_union = [complaint for complaint in complaints if complaint.path[: len(first)] == first]
+    deepest = max(same_union, key=lambda complaint: len(complaint.path)).path
+    members = [complaint for complaint in same_union if complaint.path == deepest]
+    specific = [complaint for complaint in members if not complaint.is_type_mismatch]
+    if specific or len(members) == 1:
+        return (specific or members)[0]
     expected = [member.message.removeprefix("Input should be ") for member in members]
     message = f"Input should be {' or '.join(dict.fromkeys(expected))}"
     return _Complaint(deepest, members[0].kind, message, members[0].given)
 
 
-def _place(location: Place, content: Any, kind: str) -> Place:
-    """Where a complaint is, in the user's own keys: pydantic also names members of unions, which are left out."""
-    place: list[int | str] = []
+def _user_path(location: KeyPath, content: Any, kind: str) -> KeyPath:
+    """The path in the user's content; pydantic's location also names members of unions, which are left out."""
+    path: list[int | str] = []
     for depth, part in enumerate(location):
         missing = kind == "missing" and depth == len(location) - 1
         if isinstance(content, Mapping):
             by_name = {str(key): key for key in content}
             if missing or str(part) in by_name:
-                place.append(part)
+                path.append(part)
                 content = content.get(by_name.get(str(part)))
         elif isinstance(content, list | tuple) and isinstance(part, int):
-            place.append(part)
+            path.append(part)
             content = None if missing else content[part]
-    return tuple(place)
+    return tuple(path)
 
 
-def _dotted(place: Place) -> str:
+def _dotted(path: KeyPath) -> str:
     """('generators', 0, 'count') reads generators[0].count."""
     text = ""
-    for part in place:
+    for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
 
 
-def _known_keys(model: type[BaseModel], place: Place) -> list[str]:
-    """The keys of the model that stands at `place` below `model`."""
-    current = model
-    for part in place:
+def _known_keys(model: type[BaseModel], path: KeyPath) -> list[str]:
+    """The keys of the model at `path` below `model`."""
+    for part in path:
         if not isinstance(part, int):
-            current = model_inside(current.model_fields[str(part)].annotation)
-    return list(current.model_fields)
+            inner = model_inside(model.model_fields[part].annotation)
+            assert inner is not None, f"{part} has keys"
+            model = inner
+    return list(model.model_fields)
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """The members of a union, or the one kind there is; words of a Literal each by itself."""
+    """The members of a union, or the annotation itself; each word of a Literal separately."""
     origin = get_origin(annotation)
     if origin is Annotated:
         yield from _kinds(get_args(annotation)[0])
@@ -221,15 +221,15 @@ def _kinds(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
-def _meaning(value: bool, kinds: list[Any]) -> Any:
-    """What a setting of these kinds means by yes or no; a number is never meant."""
+def _meaning_of_bool(value: bool, kinds: list[Any]) -> Any:
+    """The value that a boolean stands for in a setting of these kinds; raises ValueError if that is a number."""
     if bool in kinds or Any in kinds:
         return value
-    has_a_part = any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in kinds)
+    has_section = any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in kinds)
     words = [word for word in ("off", "none") if word in kinds]
     if not value and words:
         return words[0]
-    if not value and has_a_part and NoneType in kinds:
+    if not value and has_section and NoneType in kinds:
         return None
     if any(kind in (int, float, Decimal) for kind in kinds):
         raise ValueError(f"expected a number, got {value} (YAML reads yes, on, no and off as True and False)")
@@ -237,7 +237,7 @@ def _meaning(value: bool, kinds: list[Any]) -> Any:
 
 
 def _plain(message: str) -> str:
-    """What a value should be, in the words of someone who writes YAML."""
+    """Pydantic's message in YAML's vocabulary."""
     if message.startswith("Value error, "):
         return message.removeprefix("Value error, ")
     if message.startswith("Input is not a valid path"):

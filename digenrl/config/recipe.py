@@ -1,11 +1,12 @@
-"""A recipe: everything that one training run is told, validated before anything is loaded.
+"""A recipe: all settings of one training run, validated before anything is loaded.
 
-What depends on other rooms (an algorithm's options, a family's name) is checked by them, still before any weights
-are read; see `digenrl.worker.blueprint`. docs/recipes.md lists every key.
+Settings that depend on the model family are checked by `digenrl.worker.blueprint`, still before any weights are
+read. docs/recipes.md lists every key.
 """
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,78 +16,77 @@ from digenrl.config.algorithms import AlgorithmSettings, read_algorithm_settings
 from digenrl.config.cluster import ClusterSettings
 from digenrl.config.generator_pools import check_pool_slice, check_slice, slice_sizes
 from digenrl.config.prompts import PromptSettings
-from digenrl.config.reading import Frozen, complaints_about
+from digenrl.config.reading import ConfigError, Frozen, errors_about
 from digenrl.config.recipe_paths import RANDOM
 from digenrl.config.rewards import Rewards
-from digenrl.config.spec import DispatchRule, HelpRule
+from digenrl.config.spec import DispatchRuleName, HelpRuleName, ScheduleRules
 from digenrl.config.topology import TOPOLOGIES, Mode, Topology
 from digenrl.config.training import TrainerSettings
 from digenrl.config.windows import Window, read_window
 
-NoiseKind = Literal["flow", "dance", "cps", "truncated_flow"]  # no `ddim`: every family predicts velocities
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class ModelSettings(Frozen):
-    """A pretrained diffusers pipeline. `source` is a directory, a hub id, or `demo`, which comes with DigenRL.
+    """A pretrained diffusers pipeline. `source` is a directory, a hub id, or `demo`, the model in the package.
 
     `random` is the family's published model with random weights, `random:SIZE` another of its sizes: it needs no
-    download and learns nothing, but takes the time and the memory of the real one. With `compile` the
-    transformer's blocks are compiled; `auto` does it on CUDA cards.
+    download and learns nothing, but has the speed and memory footprint of the real one. With `compile` the
+    transformer's blocks are compiled; `auto` compiles on CUDA cards.
     """
 
     family: str
     source: str = Field(min_length=1)
     compile: bool | Literal["auto"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    guidance: float | None = Field(default=None, ge=0, description="the family's own by default")
+    guidance: float | None = Field(default=None, ge=0, description="the family's default if absent")
     negative_prompt: str | None = None
 
     @property
     def random(self) -> bool:
-        """Whether it has random weights."""
+        """Whether the weights are random."""
         return self.source.partition(":")[0] == RANDOM
 
     @property
     def random_size(self) -> str | None:
-        """Which of the family's sizes a random model has; None for the first."""
+        """The size of a random model, one of the family's; None is the first."""
         return self.source.partition(":")[2] or None
 
     def compiles(self, device: str) -> bool:
-        """Whether it is compiled on this device, as `cuda:0`."""
+        """Whether the model is compiled on this device, such as `cuda:0`."""
         return device.partition(":")[0] == "cuda" if self.compile == "auto" else self.compile
 
 
 class NoiseSettings(Frozen):
-    """How stochastic steps draw their noise: the kind, and its level (a or eta)."""
+    """The noise of stochastic steps: its kind, and its level (a or eta)."""
 
-    kind: NoiseKind = "flow"
+    # No `ddim`: every family predicts velocities.
+    kind: Literal["flow", "dance", "cps", "truncated_flow"] = "flow"
     level: float = Field(default=0.7, gt=0)
 
     @field_validator("level")
     @classmethod
-    def _fits_the_kind(cls, level: float, info: ValidationInfo) -> float:
+    def _level_fits_the_kind(cls, level: float, info: ValidationInfo) -> float:
         if info.data.get("kind") == "cps" and level > 1:
             raise ValueError(f"the level of cps noise is a share, at most 1, got {level}; lower it")
         return level
 
 
 class SampleSettings(Frozen):
-    """What one sample is and how it is denoised for training.
+    """The size of a sample and how it is denoised.
 
-    `window` says which steps are stochastic and kept; the algorithm's own by default.
-    `shift` moves the noise levels up: evenly spaced ones, s, become shift * s / (1 + (shift - 1) * s), whatever
-    the size of a sample; samples of an evaluation likewise. By default the family's scheduler shifts as its
-    configuration says.
+    `window` selects the steps that are stochastic and kept for training; by default the algorithm's. `shift`
+    raises the noise levels: evenly spaced levels s become shift * s / (1 + (shift - 1) * s), for samples of any
+    size and also in evaluations. By default the family's scheduler applies its own shift.
     """
 
     height: PositiveInt
     width: PositiveInt
     frames: PositiveInt = 1
     denoising_steps: int = Field(default=10, ge=2)
-    shift: float | None = Field(default=None, gt=0, description="a fixed shift; the scheduler's own by default")
+    shift: float | None = Field(default=None, gt=0, description="a fixed shift; the scheduler's by default")
     noise: NoiseSettings = NoiseSettings()
-    window: dict[str, Any] | None = None  # as written: the fingerprint of a recipe has no defaults in it
+    window: dict[str, Any] | None = None  # kept as written, so that the fingerprint does not depend on defaults
     decode_rows: PositiveInt | None = Field(default=None, description="rows decoded at once; all by default")
 
     @field_validator("window")
@@ -98,7 +98,7 @@ class SampleSettings(Frozen):
 
 
 class BatchSettings(Frozen):
-    """One optimizer step's samples: `prompts` groups of `samples_per_prompt`, generated in slices."""
+    """The samples of one training step: `prompts` groups of `samples_per_prompt`, generated in slices."""
 
     prompts: PositiveInt
     samples_per_prompt: int = Field(ge=2)
@@ -106,7 +106,7 @@ class BatchSettings(Frozen):
 
     @field_validator("slice")
     @classmethod
-    def _slices_are_equal(cls, size: int | str, info: ValidationInfo) -> int | str:
+    def _slice_divides_the_group(cls, size: int | str, info: ValidationInfo) -> int | str:
         group = info.data.get("samples_per_prompt")
         if isinstance(size, int) and group is not None:
             check_slice(size, group)
@@ -138,31 +138,53 @@ class AlgorithmChoice(Frozen):
 
 
 class Techniques(Frozen):
-    """What keeps cards from idling; each can be switched off alone. Only `tcss` changes what is computed.
+    """The techniques that reduce idle time; each can be switched off. Only `tcss` changes what is computed.
 
     `gap`: groups stream to the trainer as they complete (off: the whole batch is generated first).
     `tsp`: many (sample, time-step) pairs in one forward (off: one at a time).
-    `tag`: the trainer helps to generate: by a search that predicts whether it pays, or none.
-    `tcss`: the largest share of a batch that may be made with weights one version old (off: 0).
+    `tag`: the trainer helps to generate if a search predicts that it pays off (off: `none`).
+    `tcss`: the largest share of a batch that may come from weights one version old (off: 0).
     """
 
     gap: bool = True
     tsp: bool = True
-    tag: HelpRule = "auto"
+    tag: HelpRuleName = "auto"
     tcss: Share = 0.0
-    dispatch: DispatchRule = "earliest_finish"
+    dispatch: DispatchRuleName = "earliest_finish"
 
     @field_validator("tcss", mode="before")
     @classmethod
     def _off_is_no_share(cls, share: Any) -> Any:
         return 0.0 if share is False else share
 
+    def schedule_rules(self, colocated: bool) -> ScheduleRules:
+        """The scheduling rules of these techniques."""
+        return ScheduleRules(
+            order="generation" if self.gap else "batch",
+            stream="group" if self.gap else "batch",
+            help=self.tag,
+            dispatch=self.dispatch,
+            stale_fraction=Decimal(repr(self.tcss)),
+            colocated=colocated,
+        )
+
+
+def technique_keys(rules: ScheduleRules) -> dict[str, Any]:
+    """The keys of `techniques` that select these scheduling rules."""
+    return {
+        "gap": rules.stream == "group",
+        "tag": rules.help,
+        "tcss": float(rules.stale_fraction),
+        "dispatch": rules.dispatch,
+    }
+
 
 class LaneSettings(Frozen):
-    """Which devices do what: a number of lanes, placed on free devices, or the devices by name.
+    """The lanes of a run: a number of lanes, placed on free devices, or a list of devices.
 
-    With `rewards: 0` the lane that generated a sample scores it. `ranks` processes train together, each on a
-    device of its own. `threads` are of each worker on a CPU. In mode ray numbers count, and `cluster` says where.
+    With `rewards: 0` the lane that generated a sample scores it. `ranks` processes train together, each on its own
+    device. `threads` is the number of threads per worker on a CPU. `mode: ray` takes only numbers of lanes;
+    `cluster` says where they go.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -173,29 +195,29 @@ class LaneSettings(Frozen):
     encoder: str = Field(default="auto", description="where prompts are encoded; the trainer's device by default")
     threads: PositiveInt | Literal["auto"] = "auto"
     exchange: Path | None = Field(
-        default=None, description="where workers leave tensors for each other; shared memory by default"
+        default=None, description="folder through which workers exchange tensors; shared memory by default"
     )
-    restarts: int = Field(default=3, ge=0, description="how often a worker that ended is replaced")
+    restarts: int = Field(default=3, ge=0, description="how often a worker that died is replaced")
     patience_s: float = Field(
-        default=120.0, gt=0, description="a worker without a sign of life for so long is taken for dead"
+        default=120.0, gt=0, description="a worker that is silent for this long counts as dead"
     )
 
     @field_validator("generators", "rewards")
     @classmethod
-    def _some_devices(cls, lanes: int | tuple[str, ...]) -> int | tuple[str, ...]:
+    def _list_is_not_empty(cls, lanes: int | tuple[str, ...]) -> int | tuple[str, ...]:
         if lanes == ():
             raise ValueError("an empty list of devices; give a number of lanes, or at least one device")
         return lanes
 
 
 class EvaluationSettings(Frozen):
-    """Held-out prompts, sampled without noise in the steps, always from the same initial noise."""
+    """Evaluation on held-out prompts: deterministic sampling, always from the same initial noise."""
 
     prompts: PromptSettings
     every: PositiveInt = Field(default=10, description="optimizer steps; also before the first and after the last")
-    count: PositiveInt | None = Field(default=None, description="so many of the prompts; all by default")
+    count: PositiveInt | None = Field(default=None, description="number of prompts; all by default")
     denoising_steps: PositiveInt = 20
-    guidance: float | None = Field(default=None, ge=0, description="that of training by default")
+    guidance: float | None = Field(default=None, ge=0, description="the same as in training by default")
     seed: int = Field(default=0, ge=0)
     batch: PositiveInt = Field(default=8, description="samples denoised together")
     shown: PositiveInt = Field(default=16, description="images in the grid")
@@ -207,17 +229,17 @@ class EvaluationSettings(Frozen):
 
 
 class CheckpointSettings(Frozen):
-    """Complete or absent on disk. One is also written at the end, and when the run is interrupted."""
+    """Checkpoints are atomic. One is also written at the end and when the run is interrupted."""
 
     every: PositiveInt = 10
     keep: PositiveInt = 3
     in_memory: bool = Field(
-        default=True, description="every commit's state is also kept in memory, for a trainer that takes its place"
+        default=True, description="keep the state of the last commit in memory, to replace a trainer that died"
     )
 
 
 class LoggingSettings(Frozen):
-    """Where numbers go besides `metrics.jsonl`. `wandb` is a project's name; it needs the extra of that name."""
+    """Where metrics go besides `metrics.jsonl`. `wandb` is the name of a project and needs the extra `wandb`."""
 
     tensorboard: bool = True
     wandb: str | None = Field(default=None, min_length=1)
@@ -250,66 +272,48 @@ class Recipe(Frozen):
     checkpoint: CheckpointSettings = CheckpointSettings()
     logging: LoggingSettings = LoggingSettings()
     shuffled_rewards: bool = Field(
-        default=False, description="a control: permuted within each group, so that there is nothing to learn"
+        default=False,
+        description="control experiment: permutes rewards within groups, so that nothing is learned",
     )
 
     @model_validator(mode="after")
-    def _stale_share_needs_two_pools(self) -> Recipe:
-        if self.topology.shares_cards and self.techniques.tcss > 0:
-            raise ValueError(
-                f"techniques.tcss: {self.techniques.tcss} in mode colocated, where generation and training take "
-                "turns and nothing is stale; set it to 0, or mode to local"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _several_ranks_have_a_mode_for_it(self) -> Recipe:
-        if self.topology.one_process and self.lanes.ranks > 1:
-            raise ValueError(
-                f"lanes.ranks: {self.lanes.ranks} in mode colocated, which is one process; set it to 1, or mode "
-                "to local"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _sharded_weights_cannot_help(self) -> Recipe:
-        if self.sharded and self.techniques.tag not in ("none", "auto"):
-            raise ValueError(
-                f"techniques.tag: {self.techniques.tag}, but no rank of lanes.ranks = {self.lanes.ranks} has all "
-                "weights to generate with; set it to none, or train adapters (training.lora)"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _sharded_weights_stay(self) -> Recipe:
+    def _parts_fit_together(self) -> Recipe:
+        ranks, techniques = self.lanes.ranks, self.techniques
+        if self.topology.shares_cards and techniques.tcss > 0:
+            why = f"{techniques.tcss} in mode {self.mode}, where generation and training take turns and no sample"
+            raise _conflict("techniques.tcss", f"{why} is stale; set it to 0, or mode to local")
+        if self.topology.one_process and ranks > 1:
+            why = f"{ranks} in mode {self.mode}, which is one process"
+            raise _conflict("lanes.ranks", f"{why}; set it to 1, or mode to local")
+        if self.sharded and techniques.tag not in ("none", "auto"):
+            why = f"{techniques.tag}, but with lanes.ranks = {ranks} no rank holds all weights to generate with"
+            raise _conflict("techniques.tag", f"{why}; set it to none, or train adapters (training.lora)")
         if self.sharded and self.training.offload is True:
-            raise ValueError(
-                f"training.offload: true, but lanes.ranks = {self.lanes.ranks} share the weights and none of them "
-                "generates; set it to auto"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _pools_cut_groups_evenly(self) -> Recipe:
+            why = f"true, but the weights are sharded over lanes.ranks = {ranks}, none of which generates"
+            raise _conflict("training.offload", f"{why}; set it to auto")
         unit = 1 if self.batch.slice == "auto" else self.batch.slice
         for index, pool in enumerate(self.cluster.generators):
             if pool.slice is not None:
-                with complaints_about(f"cluster.generators[{index}].slice"):
+                with errors_about(f"cluster.generators[{index}].slice"):
                     check_pool_slice(pool.slice, unit, self.batch.samples_per_prompt)
         return self
 
     @property
     def window(self) -> Window:
-        """Which steps are stochastic and kept: the recipe's choice, or the algorithm's default."""
+        """The window of the recipe, or the default one of its algorithm."""
         chosen = self.sample.window
         return self.algorithm.settings().window if chosen is None else read_window(chosen)
 
     @property
     def topology(self) -> Topology:
-        """The processes and cards that the recipe's mode stands for."""
+        """What the recipe's mode means for processes and cards."""
         return TOPOLOGIES[self.mode]
 
     @property
     def sharded(self) -> bool:
-        """Whether the trained weights are spread over the trainer's ranks: full fine-tuning by several."""
+        """Whether the trained weights are sharded over the trainer's ranks: full fine-tuning on several ranks."""
         return self.training.lora is None and self.lanes.ranks > 1
+
+
+def _conflict(where: str, why: str) -> ConfigError:
+    return ConfigError(f"{where}: {why}", where)

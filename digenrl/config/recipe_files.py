@@ -1,13 +1,12 @@
-"""Recipes as files: found by name or path, merged with `key=value` overrides, read, written, and told apart.
+"""Recipe files: found by name or path, merged with `key=value` overrides, read, written and fingerprinted.
 
-OmegaConf merges and interpolates (`${seed}`), pydantic validates. Every mistake is one line that names the file or
-the override it is in.
+OmegaConf merges and interpolates (`${seed}`), pydantic validates. Every error is one line that names the file or
+the override that is wrong.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
@@ -18,16 +17,15 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from digenrl.config.reading import ConfigError, nearest, parse_model, read_mapping
+from digenrl.config.reading import ConfigError, parse_model, read_mapping
 from digenrl.config.recipe import Recipe
-from digenrl.config.recipe_overrides import apply_override, blame, in_one_line, read_overrides
-from digenrl.config.recipe_paths import PACKAGE, place_paths
+from digenrl.config.recipe_overrides import apply_override, blame, omegaconf_message, read_overrides
+from digenrl.config.recipe_paths import PACKAGE, find_file, names_in, place_paths
 
 SHIPPED = PACKAGE / "recipes"
-FILE_ENDINGS = (".yaml", ".yml", ".json")
 EXAMPLES = {"prompts.path": "prompts.txt", "evaluation.prompts.path": "held_out.txt"}
 
-# What the computed update does not depend on, but for the rounding of its sums. All other keys count.
+# Keys that do not change the computed update, except for the rounding of its sums. All other keys count.
 NOT_IN_FINGERPRINT: dict[str, Any] = {
     **dict.fromkeys(("name", "steps", "mode", "lanes", "cluster", "evaluation", "checkpoint", "logging"), True),
     "model": {"compile"},
@@ -44,16 +42,16 @@ NOT_IN_FINGERPRINT: dict[str, Any] = {
 
 
 def shipped_recipes() -> list[str]:
-    """The names of the recipes that come with the package."""
-    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+    """The names of the recipes in the package."""
+    return names_in(SHIPPED)
 
 
 def read_recipe(where: str, overrides: Sequence[str] = (), *, without_prompts: bool = False) -> Recipe:
-    """The recipe of a file or of a shipped name, with overrides such as `training.learning_rate=1e-4`.
+    """The recipe in a file or of a shipped name, with overrides such as `training.learning_rate=1e-4`.
 
-    A mapping given as a value is merged into what is there, anything else replaces it. Relative paths are relative
-    to the recipe's file, those of overrides to the current folder; they come out absolute. `without_prompts` reads
-    a recipe that leaves its prompts open, for who will not draw any.
+    A mapping as a value is merged into the existing mapping, any other value replaces it. Relative paths become
+    absolute: they are relative to the recipe's file, or, in overrides, to the current folder. `without_prompts`
+    accepts a recipe whose prompts are still `???`, for callers that draw none.
     """
     path = find_recipe(where)
     given = read_overrides(overrides)
@@ -72,31 +70,22 @@ def read_recipe(where: str, overrides: Sequence[str] = (), *, without_prompts: b
 
 
 def find_recipe(where: str) -> Path:
-    """A file, if it is written as one (with an ending or a folder); else the shipped recipe of this name."""
-    path = Path(where)
-    known = shipped_recipes()
-    if path.suffix in FILE_ENDINGS or "/" in where or os.sep in where:
-        if not path.exists() and path.stem in known:
-            raise ConfigError(f"{where}: no such file; for the recipe that comes with DigenRL, write {path.stem}")
-        return path
-    if where not in known:
-        or_a_file = f"or name a file, which ends in {', '.join(FILE_ENDINGS)}"
-        raise ConfigError(f"unknown recipe '{where}'; {nearest(where, known)}; {or_a_file}")
-    return SHIPPED / f"{where}.yaml"
+    """The path of a recipe in a file or of a shipped name."""
+    return find_file("recipe", where, SHIPPED)
 
 
 def write_recipe(recipe: Recipe) -> str:
-    """The whole recipe as YAML, defaults too, in the schema's order; read again, it is an equal recipe.
+    """The recipe as YAML that reads back equal, with all defaults, in the order of the schema.
 
-    Paths are written as they are, which is absolute in every recipe that was read.
+    The paths of a recipe that was read are absolute.
     """
     return OmegaConf.to_yaml(OmegaConf.create(_escaped(recipe.model_dump(mode="json"))))
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """Differs where anything differs that changes the computed update; see NOT_IN_FINGERPRINT for what does not.
+    """A hash of everything that changes the computed update; NOT_IN_FINGERPRINT lists what does not.
 
-    Prompts count by what their file holds, wherever it is (by its path while there is none), all else by value.
+    Prompts count by the content of their file (by its path if it does not exist), all else by value.
     """
     content = recipe.model_dump(mode="json", exclude=NOT_IN_FINGERPRINT)
     prompts = recipe.prompts.path
@@ -109,11 +98,11 @@ def _load(path: Path) -> DictConfig:
     if path.suffix == ".json":
         return OmegaConf.create(content)
     try:
-        # Again from the text: OmegaConf's YAML knows 1e-4 for a number, and refuses a key that is there twice.
+        # Parse the text again: OmegaConf's YAML reads 1e-4 as a number and rejects duplicate keys.
         config = OmegaConf.create(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path}: {in_one_line(error)}") from None
-    assert isinstance(config, DictConfig), "the mapping that was read before"
+        raise ConfigError(f"{path}: {omegaconf_message(error)}") from None
+    assert isinstance(config, DictConfig), "read_mapping returned a mapping"
     return config
 
 
@@ -131,7 +120,7 @@ def _refuse_missing(config: DictConfig, where: str) -> None:
 
 
 def _missing_keys(content: Any, key: str) -> Iterator[str]:
-    """The dotted keys whose value is `???`."""
+    """The dotted keys with the value `???`."""
     if isinstance(content, dict):
         for name, inner in content.items():
             yield from _missing_keys(inner, f"{key}.{name}".lstrip("."))
@@ -147,13 +136,13 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
         content = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         key = str(error.full_key)
-        raise ConfigError(f"{key}: {in_one_line(error)}", key) from None
+        raise ConfigError(f"{key}: {omegaconf_message(error)}", key) from None
     assert isinstance(content, dict)
     return {str(key): value for key, value in content.items()}
 
 
 def _escaped(value: Any) -> Any:
-    """The same content, in which a text that looks like an interpolation is a text."""
+    """The same content with `${` escaped, so that it is not read as an interpolation."""
     if isinstance(value, Mapping):
         return {key: _escaped(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -164,7 +153,7 @@ def _escaped(value: Any) -> Any:
 
 
 def _canonical(value: Any) -> Any:
-    """The same content, in which 1 and 1.0 are one number."""
+    """The same content with 1.0 written as 1, so that both have the same hash."""
     if isinstance(value, Mapping):
         return {str(key): _canonical(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -13,28 +13,29 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
-from digenrl.config.reading import ConfigError, model_inside
+from digenrl.config.reading import ConfigError, model_inside, one_line
 from digenrl.config.recipe import Recipe
 
-OPEN_KEYS = ("rewards", "algorithm.options", "sample.window")  # what is below them is checked by others
-REPLACED_WHOLE = ("sample.window",)  # a choice: keys of the one before mean nothing to the next
+OPEN_KEYS = ("rewards", "algorithm.options", "sample.window")  # keys below these are not in the schema
+# Mappings that replace the old one if they have this key: settings of one kind mean nothing to another.
+REPLACED_BY = {"sample.window": "kind", "algorithm": "name"}
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """One override as it was given; its key in dots alone, its value as YAML reads it."""
+    """One override: its text as given, its dotted key, and its parsed value."""
 
     text: str
     key: str
     value: Any
 
     def keys_set(self) -> Iterator[str]:
-        """The dotted keys that get a value from it; more than one where the value is a mapping."""
+        """The dotted keys that it sets; several if the value is a mapping."""
         yield from _leaves(self.key, self.value)
 
 
 def read_overrides(texts: Sequence[str]) -> list[Override]:
-    """All overrides in order; raises ConfigError for one that the schema does not know, or that is there twice."""
+    """All overrides in order; raises ConfigError for an unknown or repeated key."""
     overrides: dict[str, Override] = {}
     for text in texts:
         override = _read_override(text)
@@ -48,18 +49,18 @@ def read_overrides(texts: Sequence[str]) -> list[Override]:
 
 
 def apply_override(config: DictConfig, override: Override) -> None:
-    """Merges a mapping into the mapping that is there, in place; any other value replaces what is there."""
+    """Merges a mapping into an existing mapping, in place; any other value replaces the existing one."""
     try:
         before = OmegaConf.select(config, override.key, throw_on_missing=False)
         both_mappings = isinstance(before, DictConfig) and isinstance(override.value, dict)
-        merge = both_mappings and override.key not in REPLACED_WHOLE
+        merge = both_mappings and REPLACED_BY.get(override.key) not in override.value
         OmegaConf.update(config, override.key, override.value, merge=merge)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{override.text}: {in_one_line(error)}") from None
+        raise ConfigError(f"{override.text}: {omegaconf_message(error)}") from None
 
 
 def blame(error: ConfigError, overrides: Sequence[Override], otherwise: str) -> ConfigError:
-    """The same complaint, which now begins with the override that it is about, or with `otherwise`."""
+    """The same error, prefixed with the override that caused it, or with `otherwise`."""
     where = _in_dots(error.where)
     for override in overrides:
         if where == override.key:
@@ -70,10 +71,9 @@ def blame(error: ConfigError, overrides: Sequence[Override], otherwise: str) -> 
     return ConfigError(f"{otherwise}: {error}", error.where)
 
 
-def in_one_line(error: Exception) -> str:
-    """OmegaConf's first line, or all of YAML's, which are about one place."""
-    text = str(error)
-    return " ".join(text.split()) if isinstance(error, yaml.YAMLError) else text.splitlines()[0]
+def omegaconf_message(error: Exception) -> str:
+    """The first line of an OmegaConf error, or all lines of a YAML error, which describe one place."""
+    return one_line(error) if isinstance(error, yaml.YAMLError) else str(error).splitlines()[0]
 
 
 def _read_override(text: str) -> Override:
@@ -85,7 +85,7 @@ def _read_override(text: str) -> Override:
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{shown}: not valid YAML behind the '=': {in_one_line(error)}; quote it") from None
+        raise ConfigError(f"{shown}: not valid YAML after the '=': {omegaconf_message(error)}; quote it") from None
     assert isinstance(parsed, dict)
     override = Override(shown, key, parsed["value"])
     _check_key(override)
@@ -93,7 +93,7 @@ def _read_override(text: str) -> Override:
 
 
 def _check_key(override: Override) -> None:
-    """Refuses a key that the schema has not, and names the nearest that it has."""
+    """Raises ConfigError for a key that is not in the schema; the message names the nearest one."""
     parts = override.key.split(".")
     model: type[BaseModel] | None = Recipe
     for depth, part in enumerate(parts):
@@ -105,38 +105,31 @@ def _check_key(override: Override) -> None:
             raise ConfigError(f"{override.text}: unknown key; {hint}")
         if ".".join(parts[: depth + 1]) in OPEN_KEYS:
             return
-        model = _model_of(model.model_fields[part].annotation)
+        model = model_inside(model.model_fields[part].annotation)
 
 
-def _nearest_key(parts: list[str], depth: int, beside: list[str]) -> str:
-    """The nearest key beside the wrong part, or else the one that ends most like the override's, anywhere."""
+def _nearest_key(parts: list[str], depth: int, siblings: list[str]) -> str:
+    """A hint: the nearest key at the same level, or else the key anywhere whose last part is most similar."""
     known = list(all_keys(Recipe))
     near = []
-    for name in difflib.get_close_matches(parts[depth], beside, n=1):
+    for name in difflib.get_close_matches(parts[depth], siblings, n=1):
         near += [".".join([*parts[:depth], name, *parts[depth + 1 :]]), ".".join([*parts[:depth], name])]
     by_last_part = {key.rpartition(".")[2]: key for key in reversed(known)}
     near += [by_last_part[name] for name in difflib.get_close_matches(parts[-1], by_last_part, n=1, cutoff=0.7)]
     found = next((key for key in near if key in known), "")
     did_you_mean = f"did you mean '{found}'? " if found else ""
     place = f" in {'.'.join(parts[:depth])}" if depth else ""
-    return f"{did_you_mean}known{place}: {', '.join(beside)}"
+    return f"{did_you_mean}known{place}: {', '.join(siblings)}"
 
 
 def all_keys(model: type[BaseModel], above: str = "") -> Iterator[str]:
-    """Every dotted key of a settings model, in its order, parts before what is in them."""
+    """Every dotted key of a settings model, in order, each section before its keys."""
     for name, field in model.model_fields.items():
         key = f"{above}{name}"
         yield key
-        inside = _model_of(field.annotation)
+        inside = model_inside(field.annotation)
         if inside is not None and key not in OPEN_KEYS:
             yield from all_keys(inside, f"{key}.")
-
-
-def _model_of(annotation: Any) -> type[BaseModel] | None:
-    try:
-        return model_inside(annotation)
-    except LookupError:
-        return None
 
 
 def _leaves(key: str, value: Any) -> Iterator[str]:

@@ -1,24 +1,47 @@
-"""Where the files are that a recipe names: beside it, here, or in the package."""
+"""Finds recipes and profiles by name or path, and resolves the paths in a recipe."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from digenrl.config.reading import ConfigError, nearest
 
 PACKAGE = Path(__file__).parents[1]
-DEMO = "demo"  # a model's source, and the folder of prompts, that come with the package
-RANDOM = "random"  # a model's source: random weights
+DEMO = "demo"  # the model and the folder of prompts in the package
+RANDOM = "random"  # a model with random weights
 DEMO_PROMPTS = PACKAGE / "demo" / "prompts"
+FILE_ENDINGS = (".yaml", ".yml", ".json")
 REWARD_FILES = ("model", "processor", "checkpoint", "tokenizer", "head")
+
+
+def names_in(shipped: Path) -> list[str]:
+    """The names of the YAML files in a folder of the package."""
+    return sorted(path.stem for path in shipped.glob("*.yaml"))
+
+
+def find_file(kind: str, where: str, shipped: Path, folder: Path = Path()) -> Path:
+    """The file `where`, relative to `folder`, if it has a file ending or a slash; else the shipped file."""
+    known = names_in(shipped)
+    if Path(where).suffix in FILE_ENDINGS or "/" in where or os.sep in where:
+        path = folder / where
+        if not path.exists() and path.stem in known:
+            raise ConfigError(f"{where}: no such file; for the shipped {kind}, write {path.stem}")
+        return path
+    if where not in known:
+        endings = ", ".join(FILE_ENDINGS)
+        raise ConfigError(
+            f"unknown {kind} '{where}'; {nearest(where, known)}; or give a file, which ends in {endings}"
+        )
+    return shipped / f"{where}.yaml"
 
 
 def place_paths(content: dict[str, Any], folder: Path, given_here: set[str]) -> None:
     """Makes a recipe's relative paths absolute, in place.
 
-    They are relative to the recipe's `folder`; those whose dotted keys are in `given_here` to the current one. A
-    model or a reward's file that is not there is left alone: it may be a hub id.
+    They are relative to the recipe's `folder`, or to the current one if their dotted keys are in `given_here`. The
+    source of a model or reward that does not exist as a path is left unchanged: it may be a hub id.
     """
     here, there = Path.cwd(), folder.absolute()
     for above in ("prompts", "evaluation.prompts"):
@@ -36,19 +59,19 @@ def place_paths(content: dict[str, Any], folder: Path, given_here: set[str]) -> 
 
 
 def is_made_here(source: str) -> bool:
-    """Whether a model's source names no place: it comes with the package, or has random weights."""
+    """Whether a model needs no path: it is in the package or has random weights."""
     return source == DEMO or source.partition(":")[0] == RANDOM
 
 
 def _prompts_path(text: str, base: Path, key: str) -> str:
-    """`demo/` stands for the prompts that come with the package."""
+    """Resolves the path of prompts; `demo/` is the folder of prompts in the package."""
     if not text.startswith(f"{DEMO}/"):
         return str(base / _from_home(text))
     path = DEMO_PROMPTS / text.removeprefix(f"{DEMO}/")
     if not path.is_file():
         known = [f"{DEMO}/{found.name}" for found in sorted(DEMO_PROMPTS.glob("*.txt"))]
-        hint = f"{nearest(text, known)}; for a file of your own write ./{text}"
-        raise ConfigError(f"{key}: {text} does not come with DigenRL; {hint}", key)
+        hint = f"{nearest(text, known)}; for your own file, write ./{text}"
+        raise ConfigError(f"{key}: {text} is not in the package; {hint}", key)
     return str(path)
 
 
@@ -62,7 +85,7 @@ def _from_home(text: str) -> Path:
 
 
 def _rewards(rewards: Any) -> list[tuple[dict[str, Any], str]]:
-    """The rewards that have settings, each with its dotted key."""
+    """The rewards that are mappings, each with its dotted key."""
     if isinstance(rewards, dict):
         return [(rewards, "rewards")]
     several = enumerate(rewards if isinstance(rewards, list) else ())

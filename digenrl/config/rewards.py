@@ -1,11 +1,13 @@
-"""What a recipe says about rewards: one settings model per reward, and the one dictionary of all rewards.
+"""Settings of the rewards, one model each, and the table of all rewards.
 
-A recipe names rewards in any of these ways; the last two mean the same:
+A recipe names rewards in any of these ways; the last two are equivalent:
 
     rewards: ocr
     rewards: [{name: ocr, weight: 0.7}, {name: pickscore, model: weights/pickscore, weight: 0.3}]
     rewards: ["my_package.rewards:smile"]
     rewards: [{name: function, target: "my_package.rewards:smile"}]
+
+To add a reward, write its settings here, list them in `REWARDS`, and write digenrl/rewards/NAME.py.
 """
 
 from __future__ import annotations
@@ -23,109 +25,110 @@ OPENAI_CLIP_L = "openai/clip-vit-large-patch14"
 
 
 class RewardSettings(Frozen):
-    """What every reward has: the sum of all rewards is taken with `weight`, of the raw scores."""
+    """Settings of every reward. The total reward is the sum of raw scores times `weight`."""
 
     name: str
     weight: float = Field(default=1.0, allow_inf_nan=False)
-    label: str | None = Field(default=None, min_length=1, description="its name in metrics; its own by default")
+    label: str | None = Field(
+        default=None, min_length=1, description="name in metrics; the reward's name by default"
+    )
 
     @property
     def shown_as(self) -> str:
-        """The label it has in metrics and errors."""
+        """The name in metrics and errors."""
         return self.label or self.name
 
 
 class FrameRewardSettings(RewardSettings):
-    """A reward of single images. A video scores the mean over every `frame_stride`-th frame, from the first on."""
+    """A reward of single images. A video scores the mean over every `frame_stride`-th frame."""
 
     frame_stride: PositiveInt = 1
 
 
 class ModelRewardSettings(FrameRewardSettings):
-    """A reward with weights. `model` is a directory, or a hub id."""
+    """A reward with weights. `model` is a directory or a hub id."""
 
     model: str = Field(min_length=1)
-    device: str = Field(default="auto", description="as torch names it; auto: cuda where there is one")
+    device: str = Field(default="auto", description="a torch device; auto: cuda if available")
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     batch_size: PositiveInt = Field(default=16, description="images in one forward")
 
 
 class ClipRewardSettings(ModelRewardSettings):
-    """A reward built on CLIP. `processor` holds tokenizer and image processor where `model` has none."""
+    """A reward built on CLIP. `processor` holds tokenizer and image processor if `model` has none."""
 
     processor: str | None = Field(default=None, min_length=1)
 
 
 class OcrSettings(FrameRewardSettings):
-    """How well the wanted text can be read.
+    """How legible the expected text is.
 
-    With `detect`, text is looked for all over the image, upright or upside down. Without, the whole image is taken
-    as one upright line of text and all images are read in one go: many times faster.
+    With `detect`, text is detected anywhere in the image, upright or upside down. Without it, the whole image is
+    read as one upright line of text, and all images in one batch, which is many times faster.
     """
 
     name: Literal["ocr"] = "ocr"
     exact_bonus: float = Field(
-        default=0.0, ge=0.0, allow_inf_nan=False, description="added where every letter fits"
+        default=0.0, ge=0.0, allow_inf_nan=False, description="added if every letter matches"
     )
     detect: bool = True
     shorter_side: int = Field(
         default=256,
         ge=32,
         le=2000,
-        description="smaller images are upscaled to it, in pixels, before text is looked for; only with `detect`",
+        description="smaller images are upscaled to this many pixels before text is detected; only with `detect`",
     )
     width: int = Field(
         default=320,
         ge=48,
         le=3200,
-        description="pixels that a line of text, scaled to 48 high, is padded to; one that is wider stays so",
+        description="width in pixels to which a line of text, scaled to height 48, is padded; wider lines stay",
     )
     threads: PositiveInt = 1
 
 
 class JpegCompressibilitySettings(FrameRewardSettings):
-    """Small JPEG files are good."""
+    """Rewards small JPEG files."""
 
     name: Literal["jpeg_compressibility"] = "jpeg_compressibility"
     quality: int = Field(default=95, ge=1, le=100)
 
 
 class JpegIncompressibilitySettings(FrameRewardSettings):
-    """Large JPEG files are good."""
+    """Rewards large JPEG files."""
 
     name: Literal["jpeg_incompressibility"] = "jpeg_incompressibility"
     quality: int = Field(default=95, ge=1, le=100)
 
 
 class ClipScoreSettings(ClipRewardSettings):
-    """Cosine of image and prompt under CLIP."""
+    """Cosine similarity of image and prompt under CLIP."""
 
     name: Literal["clip_score"] = "clip_score"
     model: str = Field(default=OPENAI_CLIP_L, min_length=1)
 
 
 class PickScoreSettings(ClipRewardSettings):
-    """Human preference, a fine-tuned CLIP-H."""
+    """Human preference: a fine-tuned CLIP-H."""
 
     name: Literal["pickscore"] = "pickscore"
     model: str = Field(default="yuvalkirstain/PickScore_v1", min_length=1)
 
 
 class HpsV2Settings(ClipRewardSettings):
-    """Human preference score v2, a fine-tuned CLIP-H.
+    """Human preference score v2: a fine-tuned CLIP-H.
 
-    Either `model` is a converted checkpoint, or `model` is the CLIP-H it was tuned from and `checkpoint` the
-    published file.
+    `model` is a converted checkpoint, or the CLIP-H base if `checkpoint` is the published file.
     """
 
     name: Literal["hpsv2"] = "hpsv2"
     checkpoint: str | None = Field(
-        default=None, min_length=1, description="a .pt or .safetensors file, open_clip names"
+        default=None, min_length=1, description="a .pt or .safetensors file with open_clip's names"
     )
 
 
 class ImageRewardSettings(ModelRewardSettings):
-    """Human preference, BLIP with a head. `model` holds ImageReward.pt and med_config.json, as published."""
+    """Human preference: BLIP with a head. `model` holds ImageReward.pt and med_config.json, as published."""
 
     name: Literal["image_reward"] = "image_reward"
     model: str = Field(default="THUDM/ImageReward", min_length=1)
@@ -135,46 +138,46 @@ class ImageRewardSettings(ModelRewardSettings):
 
 
 class AestheticSettings(ClipRewardSettings):
-    """LAION's aesthetic predictor: a head over CLIP-L."""
+    """LAION's aesthetic predictor: a head on CLIP-L."""
 
     name: Literal["aesthetic"] = "aesthetic"
     model: str = Field(default=OPENAI_CLIP_L, min_length=1)
-    head: str = Field(min_length=1, description="the head's file, .pth or .safetensors")
+    head: str = Field(min_length=1, description="file of the head, .pth or .safetensors")
 
 
 class FunctionSettings(RewardSettings):
-    """A function of the user's own."""
+    """A function, or a subclass of `digenrl.rewards.contract.Reward`, outside this package."""
 
     name: Literal["function"] = "function"
-    target: str = Field(description="package.module:function")
-    arguments: dict[str, Any] = Field(default={}, description="given to the function by name")
+    target: str = Field(description="package.module:function or package.module:Class")
+    arguments: dict[str, Any] = Field(default={}, description="keyword arguments of the function or class")
 
     @field_validator("target")
     @classmethod
-    def _names_a_function(cls, target: str) -> str:
-        module, _, function = target.partition(":")
-        if not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
-            raise ValueError(f"expected package.module:function, got {target!r}")
+    def _is_an_import_path(cls, target: str) -> str:
+        module, _, name = target.partition(":")
+        if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+            raise ValueError(f"expected package.module:function or package.module:Class, got {target!r}")
         return target
 
     @property
     def shown_as(self) -> str:
-        """The label, or the function's name."""
+        """The label, or the name of the function or class."""
         return self.label or self.target.partition(":")[2]
 
 
 class HttpSettings(RewardSettings):
-    """A reward served elsewhere. The token is read from the environment, so that no recipe holds it."""
+    """A reward on a server. The token is read from the environment, so that it is never in a recipe."""
 
     name: Literal["http"] = "http"
     url: str
     token_env: str = Field(default="DIGENRL_REWARD_TOKEN", min_length=1)
     timeout_s: PositiveFloat = 120.0
     retries: int = Field(default=3, ge=0, le=20)
-    backoff_s: PositiveFloat = Field(default=0.5, description="before the first retry; doubles with each")
+    backoff_s: PositiveFloat = Field(default=0.5, description="wait before the first retry; doubles with each")
     max_backoff_s: PositiveFloat = 8.0
     batch_size: PositiveInt = Field(default=16, description="samples in one request")
-    frame_stride: PositiveInt = Field(default=1, description="only every so-many-th frame is sent")
+    frame_stride: PositiveInt = Field(default=1, description="send every n-th frame")
 
     @field_validator("url")
     @classmethod
@@ -183,11 +186,13 @@ class HttpSettings(RewardSettings):
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"expected http://host:port or https://host, got {url!r}")
         if parts.username or parts.password:
-            raise ValueError("holds a password; put the token into the environment variable of `token_env`")
+            raise ValueError(
+                "contains a password; put the token into the environment variable named by `token_env`"
+            )
         return url.rstrip("/")
 
 
-# Every reward there is. Each is built by `build(settings)` of digenrl/rewards/<name>.py.
+# Each reward is built by `build(settings)` of digenrl/rewards/<name>.py.
 REWARDS: dict[str, type[RewardSettings]] = {
     "aesthetic": AestheticSettings,
     "clip_score": ClipScoreSettings,
@@ -203,19 +208,22 @@ REWARDS: dict[str, type[RewardSettings]] = {
 
 
 def parse_reward(content: Any) -> RewardSettings:
-    """One reward from a name, a `package.module:function` or a mapping; raises ConfigError in one line."""
+    """The settings of one reward, given by name, by import path or as a mapping."""
     if isinstance(content, RewardSettings):
         return content
     if isinstance(content, str):
-        content = {"name": "function", "target": content} if ":" in content else {"name": content}
+        content = {"name": content}
     if not isinstance(content, Mapping):
         raise ConfigError(f"a reward is a name or a mapping with the key 'name', got {content!r}")
     if "name" not in content:
         raise ConfigError(f"a reward needs the key 'name'; known: {', '.join(REWARDS)}")
     name = content["name"]
+    if isinstance(name, str) and ":" in name:
+        content, name = {**content, "name": "function", "target": name}, "function"
     if name not in REWARDS:
         raise ConfigError(
-            f"unknown reward {name!r}; {nearest(str(name), list(REWARDS))}; add digenrl/rewards/{name}.py"
+            f"unknown reward {name!r}; {nearest(str(name), list(REWARDS))}; for your own, give an import path "
+            f"(my_package.module:function) or add digenrl/rewards/{name}.py"
         )
     try:
         return parse_model(REWARDS[name], dict(content))
@@ -224,7 +232,7 @@ def parse_reward(content: Any) -> RewardSettings:
 
 
 def parse_rewards(content: Any) -> tuple[RewardSettings, ...]:
-    """All rewards of a recipe, at least one, each with a label of its own."""
+    """All rewards of a recipe: at least one, with unique labels."""
     several = content if isinstance(content, list | tuple) else [content]
     if not several:
         raise ConfigError(f"at least one reward is needed, got none; known: {', '.join(REWARDS)}")
@@ -232,7 +240,7 @@ def parse_rewards(content: Any) -> tuple[RewardSettings, ...]:
     labels = [reward.shown_as for reward in rewards]
     for label in labels:
         if labels.count(label) > 1:
-            raise ConfigError(f"two rewards are called '{label}'; give one of them a `label` of its own")
+            raise ConfigError(f"two rewards are called '{label}'; give one of them another `label`")
     return rewards
 
 

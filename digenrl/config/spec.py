@@ -14,12 +14,12 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from digenrl.config.generator_pools import Count, GeneratorPool, check_pool_slice, check_slice, slice_sizes
 from digenrl.config.profile_filling import filled_in
 from digenrl.config.profiles import read_profile
-from digenrl.config.reading import ConfigError, Frozen, complaints_about, parse_model, read_mapping
+from digenrl.config.reading import ConfigError, Frozen, errors_about, parse_model, read_mapping
 
-OrderRule = Literal["generation", "batch"]
-StreamRule = Literal["group", "batch", "sample"]
-HelpRule = Literal["none", "greedy", "search", "auto"]
-DispatchRule = Literal["eager", "earliest_finish"]
+OrderRuleName = Literal["generation", "batch"]
+StreamRuleName = Literal["group", "batch", "sample"]
+HelpRuleName = Literal["none", "greedy", "search", "auto"]
+DispatchRuleName = Literal["eager", "earliest_finish"]
 
 
 def _number(value: Any) -> Any:
@@ -77,10 +77,10 @@ class TrainerCosts(Frozen):
 class ScheduleRules(Frozen):
     """The techniques that are on. With `colocated` all other rules are ignored."""
 
-    order: OrderRule = "generation"
-    stream: StreamRule = "group"
-    help: HelpRule = "none"
-    dispatch: DispatchRule = "eager"
+    order: OrderRuleName = "generation"
+    stream: StreamRuleName = "group"
+    help: HelpRuleName = "none"
+    dispatch: DispatchRuleName = "eager"
     stale_fraction: Annotated[Number, Field(ge=0, le=1)] = Decimal(0)
     colocated: bool = False
 
@@ -143,7 +143,7 @@ class Spec(Frozen):
     @model_validator(mode="after")
     def _parts_fit_together(self) -> Spec:
         if isinstance(self.slice, int):
-            with complaints_about("slice"):
+            with errors_about("slice"):
                 check_slice(self.slice, self.samples_per_prompt)
         for index, pool in enumerate(self.generators):
             if pool.slice is not None:
@@ -153,7 +153,7 @@ class Spec(Frozen):
         return self
 
     def _check_pool_slice(self, where: str, own: int, largest_timed: int) -> None:
-        with complaints_about(where):
+        with errors_about(where):
             check_pool_slice(own, 1 if self.slice == "auto" else self.slice, self.samples_per_prompt)
             if own > largest_timed:
                 raise ValueError(
@@ -169,7 +169,7 @@ class Spec(Frozen):
         if self.policy.help in ("greedy", "search"):
             raise ValueError(
                 f"policy.help: '{self.policy.help}' needs trainer.helper, which is absent; "
-                f"add trainer.helper, or set help to none (auto helps only where there is a helper)"
+                f"add trainer.helper, or set help to none (auto helps only if there is a helper)"
             )
 
     def slice_sizes(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What a trainer can be told."""
+"""Settings of the trainer."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ class EmaSettings(Frozen):
 class TrainerSettings(Frozen):
     """What is trained, the optimizer, and how pairs are replayed.
 
-    Without `lora` all weights of the transformer are trained.
-    `pack_size` counts the terms of one forward and backward, `gradient_checkpointing` says whether activations are
-    computed again in the backward: of all blocks, of none, or of so many. Where they are `auto`, memory and time
-    are measured, and what fits `memory_share` of the free memory and takes least time is chosen.
-    `old_log_probs` are the rollout's own, or recomputed by the trainer where forwards of another shape or device
-    would not give the same bits. With `sum_in_order` the gradients of groups
-    are added up in the order of their places: the weights are the same to the last bit whatever order groups come
-    in, and a group that is early holds a gradient of its own until then. `offload` is for a process that both
-    generates and trains: what only training needs goes to the machine's memory while it generates; `auto` where
-    all weights are trained on a CUDA card. Adapters never move, and sharded weights do not either.
+    - Without `lora`, all weights of the transformer are trained.
+    - `pack_size` is the number of loss terms in one forward and backward. `gradient_checkpointing` recomputes
+      activations in the backward: of all blocks, of none, or of a number of blocks. With `auto`, memory and time
+      are measured, and the fastest choice that fits `memory_share` of the free memory is used.
+    - `old_log_probs` are those of the rollout, or recomputed by the trainer if forwards of another shape or device
+      would not give the same bits.
+    - With `sum_in_order`, the gradients of groups are added in a fixed order: the weights are bitwise the same for
+      every order of arrival, and a group that arrives early keeps its gradient separate until its turn.
+    - `offload` is for a process that both generates and trains: tensors that only training needs move to host
+      memory during generation. `auto` offloads if all weights are trained on a CUDA card. Adapters and sharded
+      weights are never offloaded.
     """
 
     learning_rate: float = Field(default=3e-4, gt=0)
@@ -56,22 +57,22 @@ class TrainerSettings(Frozen):
 
     @field_validator("pack_size")
     @classmethod
-    def _a_pack_holds_a_term(cls, size: int | str) -> int | str:
+    def _pack_size_is_positive(cls, size: int | str) -> int | str:
         if isinstance(size, int) and size < 1:
             raise ValueError(f"pack_size must be at least 1 or 'auto', got {size}")
         return size
 
     @model_validator(mode="after")
-    def _adapters_stay(self) -> TrainerSettings:
+    def _adapters_are_not_offloaded(self) -> TrainerSettings:
         if self.offload is True and self.lora is not None:
             raise ValueError(
-                "offload: true, but adapters are trained, which are small and stay on the card; set it to auto, "
+                "offload: true, but adapters are small and stay on the card; set it to auto, "
                 "or train all weights (lora: null)"
             )
         return self
 
     def offloads(self, device: str) -> bool:
-        """Whether a process that generates and trains on this device, as `cuda:0`, moves what training holds."""
+        """Whether a process that generates and trains on this device, as `cuda:0`, offloads training state."""
         if self.lora is not None:
             return False
         return device.partition(":")[0] == "cuda" if self.offload == "auto" else self.offload

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from digenrl.scheduling import SchedulerState
-from digenrl.telemetry.lane_shares import Window, lane_shares
+from digenrl.telemetry.lane_shares import TimeWindow, lane_shares
 from digenrl.telemetry.trace import (
     GENERATOR_POOL,
     REWARD_POOL,
@@ -54,7 +54,7 @@ class BusyMeter:
         for span in open_spans:
             self.add(span)
         trace = Trace(tuple(self._lanes.values()), tuple(self._spans), now_ns, self._shared_cards)
-        shares = lane_shares(trace, Window(self._window_start_ns, now_ns))
+        shares = lane_shares(trace, TimeWindow(self._window_start_ns, now_ns))
         self._lanes = {name: lane for name, lane in self._lanes.items() if lane.left_ns is None}
         self._window_start_ns, self._spans = now_ns, []
         return {name: share.busy for name, share in shares.items()}

@@ -1,1 +1,1 @@
-"""Sizes the pools: what a card does in a second, what a model asks of it, and which split of cards is fastest."""
+"""Plans a run on a cluster: the costs of cards and models, and the fastest split into generators and a trainer."""

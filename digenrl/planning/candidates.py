@@ -1,25 +1,21 @@
-"""Every plan worth a look: splits of the cluster, and for each its slices and policies, with a bound."""
+"""The search space of the planner: splits of the cluster, slice sizes and scheduling rules, each with a bound."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from itertools import product
 from typing import Literal
 
-from digenrl.config.spec import DispatchRule, HelpRule, ScheduleRules, Spec, StreamRule
-from digenrl.planning.bounds import Lanes, Pace, least_makespan
+from digenrl.config.spec import DispatchRuleName, HelpRuleName, ScheduleRules, Spec, StreamRuleName
+from digenrl.planning.bounds import EqualLanes, Rates, least_makespan
 from digenrl.planning.cluster import CardPool, Cluster
 from digenrl.planning.constants import CONSTANTS, Constants
-from digenrl.planning.costs import (
-    commit_seconds,
-    lane_slice_seconds,
-    unit_seconds,
-)
+from digenrl.planning.costs import commit_seconds, lane_slice_seconds, unit_seconds
 from digenrl.planning.layout import (
-    EVERYTHING,
-    Abilities,
+    ALL_CAPABILITIES,
+    Capabilities,
     GeneratorLayout,
     Layout,
     best_trainer,
@@ -27,27 +23,28 @@ from digenrl.planning.layout import (
     fitting_slices,
     generator_layout,
     helper_lane_cards,
+    lane_sizes,
 )
-from digenrl.planning.spec_builder import build_spec, publication_seconds, unit_of
+from digenrl.planning.spec_builder import build_spec, publication_seconds, training_unit
 from digenrl.planning.workload import Workload
 
 Objective = Literal["throughput", "cost"]
 
-# A whole step at once is only worth a look where a group leaves ranks of the trainer without work.
+# Training a whole step at once is considered only if it is this much faster per sample than training by group.
 STREAM_GAIN = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What the search may choose from. `stale_shares=(0,)` keeps every sample on-policy; `ranks` is how many cards
-    train, where that is settled."""
+    """The choices of the search. `stale_shares=(0,)` keeps every sample on-policy; `ranks` fixes the number of
+    trainer cards."""
 
     steps: int = 4
     ranks: int | None = None
-    streams: tuple[StreamRule, ...] = ("group", "batch")
-    abilities: Abilities = EVERYTHING
+    streams: tuple[StreamRuleName, ...] = ("group", "batch")
+    capabilities: Capabilities = ALL_CAPABILITIES
     stale_shares: tuple[float, ...] = (0.0, 0.25, 0.5)
-    helps: tuple[HelpRule, ...] = ("none", "auto")
+    helps: tuple[HelpRuleName, ...] = ("none", "auto")
     objective: Objective = "throughput"
     keep: int = 5
     tolerance: float = 0.005
@@ -56,31 +53,31 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan before it is simulated.
+    """A plan that has not been simulated.
 
-    `pool_slices` are the layout's generators' own slices, multiples of `slice_size`; empty where all make that.
-    `bound_s` is never above the makespan where they do; with slices of several sizes it is an estimate.
+    `pool_slices` are the slice sizes of the layout's generator pools, multiples of `slice_size`; empty if all are
+    equal to it. `bound_s` is a lower bound of the makespan for equal slices, and an estimate for unequal ones.
     """
 
     layout: Layout
     slice_size: int
-    policy: ScheduleRules
-    pace: Pace
+    rules: ScheduleRules
+    rates: Rates
     bound_s: float
     pool_slices: tuple[int, ...] = ()
 
     def spec(self, workload: Workload, steps: int, constants: Constants = CONSTANTS) -> Spec:
-        return build_spec(workload, self.layout, self.slice_size, self.policy, steps, constants, self.pool_slices)
+        return build_spec(workload, self.layout, self.slice_size, self.rules, steps, constants, self.pool_slices)
 
     def with_stale_share(self, share: float) -> Candidate:
-        """The same plan with another share of stale starts."""
-        policy = self.policy.model_copy(update={"stale_fraction": Decimal(repr(share))})
-        pace = replace(self.pace, stale_share=share)
-        return replace(self, policy=policy, pace=pace, bound_s=least_makespan(pace))
+        """The same plan with another share of stale samples."""
+        rules = self.rules.model_copy(update={"stale_fraction": Decimal(repr(share))})
+        rates = replace(self.rates, stale_share=share)
+        return replace(self, rules=rules, rates=rates, bound_s=least_makespan(rates))
 
     @property
     def own_slices(self) -> tuple[int, ...]:
-        """What each pool of the layout's generators makes at once."""
+        """The slice size of each generator pool."""
         return self.pool_slices or (self.slice_size,) * len(self.layout.generators)
 
 
@@ -91,14 +88,12 @@ def splits(
     trainer_cards: int,
     options: PlanOptions,
     constants: Constants = CONSTANTS,
-) -> Iterator[tuple[Layout, StreamRule]]:
-    """The layouts in which `trainer_cards` of that pool train; what is left generates, some of it perhaps not."""
-    trainers = [
-        (best_trainer(workload, trainer_pool, trainer_cards, unit, constants, options.abilities), stream, unit)
-        for stream, unit in _units(workload, options)
-    ]
+) -> Iterator[tuple[Layout, StreamRuleName]]:
+    """The layouts with `trainer_cards` trainer cards of this pool; all or some of the other cards generate."""
     group_s_per_sample: float | None = None
-    for trainer, stream, unit in trainers:
+    for stream in options.streams:
+        unit = training_unit(workload, stream)
+        trainer = best_trainer(workload, trainer_pool, trainer_cards, unit, constants, options.capabilities)
         if trainer is None:
             continue
         s_per_sample = unit_seconds(workload, trainer, unit, constants) / unit
@@ -106,70 +101,68 @@ def splits(
             group_s_per_sample = s_per_sample
         elif group_s_per_sample is not None and s_per_sample > STREAM_GAIN * group_s_per_sample:
             continue
+        helper_cards = helper_lane_cards(workload, trainer, constants, options.capabilities)
         for generators in _generator_choices(workload, cluster, trainer_pool, trainer_cards, options, constants):
-            yield (
-                Layout(generators, trainer, helper_lane_cards(workload, trainer, constants, options.abilities)),
-                stream,
-            )
+            yield Layout(generators, trainer, helper_cards), stream
 
 
 def candidates(
     workload: Workload,
-    layouts: Iterable[tuple[Layout, StreamRule]],
+    layouts: Iterable[tuple[Layout, StreamRuleName]],
     options: PlanOptions,
     constants: Constants = CONSTANTS,
 ) -> Iterator[Candidate]:
-    """Every slice, help, stale share and dispatch on every layout."""
+    """Every slice size, help rule, stale share and dispatch rule on every layout."""
     for layout, stream in layouts:
-        dispatches: tuple[DispatchRule, ...] = ("eager", "earliest_finish")
+        dispatches: tuple[DispatchRuleName, ...] = ("eager", "earliest_finish")
         if len(layout.generators) == 1:
-            dispatches = ("eager",)  # equal lanes have no faster one to wait for
+            dispatches = ("eager",)  # equal lanes have no faster lane to wait for
         for slice_size in fitting_slices(workload, layout, constants):
             helps = options.helps if can_help(layout, slice_size) else ("none",)
-            pace = pace_of(
-                workload, layout, slice_size, ScheduleRules(stream=stream, help="auto"), options.steps, constants
-            )
-            for help_policy, stale, dispatch in product(helps, options.stale_shares, dispatches):
-                policy = ScheduleRules(
+            helped = ScheduleRules(stream=stream, help="auto")
+            rates = rates_of(workload, layout, slice_size, helped, options.steps, constants)
+            for help_rule, stale, dispatch in product(helps, options.stale_shares, dispatches):
+                rules = ScheduleRules(
                     order="generation" if stream == "group" else "batch",
                     stream=stream,
-                    help=help_policy,
+                    help=help_rule,
                     dispatch=dispatch,
                     stale_fraction=Decimal(repr(stale)),
                 )
-                helpers = None if help_policy == "none" else pace.helpers
-                own_pace = replace(pace, helpers=helpers, stale_share=stale)
-                yield Candidate(layout, slice_size, policy, own_pace, least_makespan(own_pace))
+                helpers = None if help_rule == "none" else rates.helpers
+                own_rates = replace(rates, helpers=helpers, stale_share=stale)
+                yield Candidate(layout, slice_size, rules, own_rates, least_makespan(own_rates))
 
 
-def pace_of(
+def rates_of(
     workload: Workload,
     layout: Layout,
     slice_size: int,
-    policy: ScheduleRules,
+    rules: ScheduleRules,
     steps: int,
     constants: Constants = CONSTANTS,
     pool_slices: tuple[int, ...] = (),
-) -> Pace:
-    """What bounds the makespan on that layout under that policy: the SPEC's numbers, unrounded.
+) -> Rates:
+    """The unrounded numbers of the plan's SPEC that bound its makespan.
 
-    A lane of larger slices counts as one that makes slices of `slice_size`, one after the other, at the same rate.
+    A lane with larger slices counts as a lane that generates slices of `slice_size` one after another at the same
+    rate.
     """
     own_slices = pool_slices or (slice_size,) * len(layout.generators)
-    unit = unit_of(workload, policy.stream)
+    unit = training_unit(workload, rules.stream)
     helpers = None
-    if policy.help != "none" and layout.helper_lane_cards is not None and can_help(layout, slice_size):
+    if rules.help != "none" and layout.helper_lane_cards is not None and can_help(layout, slice_size):
         helper_s = lane_slice_seconds(
             workload, layout.trainer.pool, slice_size, layout.helper_lane_cards, constants
         )
-        helpers = Lanes(layout.helper_lanes, helper_s)
-    return Pace(
+        helpers = EqualLanes(layout.helper_lanes, helper_s)
+    return Rates(
         steps=steps,
         samples_per_step=workload.samples_per_step,
         slice_size=slice_size,
         unit_samples=unit,
         generators=tuple(
-            Lanes(
+            EqualLanes(
                 g.lanes,
                 lane_slice_seconds(workload, g.pool, own, g.lane_cards, constants) * slice_size / own,
             )
@@ -181,12 +174,8 @@ def pace_of(
         publish_s=publication_seconds(workload, layout, constants),
         reward_s=workload.reward_seconds if workload.reward_lanes else 0.0,
         reward_lanes=workload.reward_lanes,
-        stale_share=float(policy.stale_fraction),
+        stale_share=float(rules.stale_fraction),
     )
-
-
-def _units(workload: Workload, options: PlanOptions) -> list[tuple[StreamRule, int]]:
-    return [(stream, unit_of(workload, stream)) for stream in options.streams]
 
 
 def _generator_choices(
@@ -197,18 +186,18 @@ def _generator_choices(
     options: PlanOptions,
     constants: Constants,
 ) -> list[tuple[GeneratorLayout, ...]]:
-    """All that is left; all but one class, since slow lanes can hold a step up; for cost, parts of a class."""
-    left = [
+    """All remaining cards; all but one pool, since slow lanes can delay a step; for cost, parts of a pool."""
+    remaining = [
         generator_layout(
             workload,
             pool,
             pool.cards - (trainer_cards if pool == trainer_pool else 0),
             constants,
-            options.abilities,
+            options.capabilities,
         )
         for pool in cluster.pools
     ]
-    everything = tuple(layout for layout in left if layout is not None)
+    everything = tuple(layout for layout in remaining if layout is not None)
     choices = [everything]
     if len(everything) > 1:
         choices += [everything[:i] + everything[i + 1 :] for i in range(len(everything))]
@@ -220,8 +209,70 @@ def _generator_choices(
 def _parts(
     workload: Workload, choice: tuple[GeneratorLayout, ...], constants: Constants
 ) -> Iterator[tuple[GeneratorLayout, ...]]:
-    """The same classes with one of them cut to a half or a quarter."""
+    """The same pools with one of them reduced to a half or a quarter."""
     for index, share in product(range(len(choice)), (2, 4)):
         cut = generator_layout(workload, choice[index].pool, choice[index].cards // share, constants)
         if cut is not None:
             yield (*choice[:index], cut, *choice[index + 1 :])
+
+
+def better_slices(
+    candidate: Candidate,
+    makespan_s: float,
+    workload: Workload,
+    constants: Constants,
+    makespan: Callable[[Candidate], float],
+    least_gain: float,
+    tries: int,
+) -> Candidate:
+    """The same plan with a slice size per pool, or `candidate` itself if none gains at least `least_gain`.
+
+    Changes one pool's slice or the common unit at a time, the most promising change first, as long as that pays.
+    Calls `makespan` at most `tries` times.
+    """
+    best, best_s = candidate, makespan_s
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    queue = _slice_changes(best, workload, constants)
+    while queue and tries:
+        change = queue.pop(0)
+        key = (change.slice_size, change.own_slices)
+        if key in seen or change.bound_s >= best_s * (1 - least_gain):
+            continue
+        seen.add(key)
+        tries -= 1
+        seconds = makespan(change)
+        if seconds < best_s * (1 - least_gain):
+            best, best_s = change, seconds
+            queue = _slice_changes(best, workload, constants)
+    return best
+
+
+def _slice_changes(candidate: Candidate, workload: Workload, constants: Constants) -> list[Candidate]:
+    """Plans with another slice for one pool, or with a smaller unit and the same slices, best bound first."""
+    unit, own = candidate.slice_size, candidate.own_slices
+    sizes = [lane_sizes(workload, generator, constants) for generator in candidate.layout.generators]
+    changes = [
+        (unit, (*own[:index], size, *own[index + 1 :]))
+        for index, fitting in enumerate(sizes)
+        for size in fitting
+        if size % unit == 0 and size != own[index]
+    ]
+    changes += [
+        (smaller, own)
+        for smaller in workload.slice_sizes()
+        if smaller < unit and unit % smaller == 0 and all(smaller in fitting for fitting in sizes)
+    ]
+    changed = [_with_slices(candidate, *change, workload, constants) for change in changes]
+    return sorted(changed, key=lambda change: change.bound_s)
+
+
+def _with_slices(
+    candidate: Candidate, unit: int, own: tuple[int, ...], workload: Workload, constants: Constants
+) -> Candidate:
+    rules = candidate.rules
+    if rules.help != "none" and not can_help(candidate.layout, unit):
+        rules = rules.model_copy(update={"help": "none"})
+    rates = rates_of(workload, candidate.layout, unit, rules, candidate.rates.steps, constants, own)
+    return replace(
+        candidate, slice_size=unit, rules=rules, rates=rates, bound_s=least_makespan(rates), pool_slices=own
+    )

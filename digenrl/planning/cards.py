@@ -1,20 +1,23 @@
-"""Cards: what one does in a second, holds, and costs, from public data sheets (catalogue/cards.yaml)."""
+"""The catalogue of cards, from public data sheets (catalogue/cards.yaml), and the lookup of catalogue entries."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
 from functools import cache
-from typing import Annotated
+from importlib.resources import files
+from typing import Annotated, Any, Protocol, TypeVar
 
+import yaml
 from pydantic import Field
 
-from digenrl.config.reading import Frozen, parse_model
-from digenrl.planning.lookup import find, read_catalogue
+from digenrl.config.reading import ConfigError, Frozen, nearest, parse_model
 
 Positive = Annotated[float, Field(gt=0)]
 
 
 class Card(Frozen):
-    """One card as its data sheet has it; links are one direction. A cluster file may define its own."""
+    """A card as described by its data sheet; link rates are per direction. A cluster file can define its own."""
 
     name: str
     aliases: tuple[str, ...] = ()
@@ -29,9 +32,9 @@ class Card(Frozen):
 
 
 def undescribed_card(name: str) -> Card:
-    """A machine that no data sheet describes. Nothing fits it by the cost model: only measured costs use it.
+    """A card without a data sheet. Nothing fits it in the cost model, so only measured costs can use it.
 
-    Its links are taken for PCIe 4.0's.
+    Its links are assumed to be PCIe 4.0.
     """
     return Card(
         name=name,
@@ -46,10 +49,49 @@ def undescribed_card(name: str) -> Card:
 
 @cache
 def known_cards() -> tuple[Card, ...]:
-    """Every card of the catalogue, in its order."""
+    """All cards of the catalogue, in file order."""
     return tuple(parse_model(Card, entry) for entry in read_catalogue("cards.yaml"))
 
 
 def find_card(name: str) -> Card:
-    """The catalogue's card of that name; raises ConfigError naming the nearest one."""
-    return find("card", name, known_cards())
+    """The card with this name or alias; raises ConfigError with the nearest name."""
+    return find_entry("card", name, known_cards())
+
+
+class Named(Protocol):
+    """An entry of the catalogue."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def aliases(self) -> tuple[str, ...]: ...
+
+
+Entry = TypeVar("Entry", bound=Named)
+
+
+def read_catalogue(file_name: str) -> list[dict[str, Any]]:
+    """The entries of one catalogue file, not yet validated."""
+    text = files("digenrl.planning").joinpath("catalogue", file_name).read_text(encoding="utf-8")
+    entries = yaml.safe_load(text)
+    assert isinstance(entries, list), f"catalogue/{file_name} must be a list of entries"
+    return entries
+
+
+def find_entry(kind: str, wanted: str, entries: Sequence[Entry]) -> Entry:
+    """The entry named `wanted`, ignoring case, spaces, hyphens and underscores.
+
+    Raises ConfigError with the nearest name and all known names.
+    """
+    by_name = {_normalized(name): entry for entry in entries for name in (entry.name, *entry.aliases)}
+    found = by_name.get(_normalized(wanted))
+    if found is None:
+        names = [entry.name for entry in entries]
+        close = difflib.get_close_matches(_normalized(wanted), by_name, n=1, cutoff=0.5)
+        raise ConfigError(f"unknown {kind} '{wanted}'; {nearest(by_name[close[0]].name if close else '', names)}")
+    return found
+
+
+def _normalized(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter not in " -_")

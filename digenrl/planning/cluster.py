@@ -1,4 +1,4 @@
-"""The CLUSTER file: which cards there are, how they sit in nodes, what joins the nodes, and what was measured."""
+"""The CLUSTER file: pools of cards, their nodes and network, and measured costs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from digenrl.config.profiles import Profile, find_profile, read_profile
 from digenrl.config.reading import ConfigError, Frozen, parse_model, read_mapping
 from digenrl.planning.cards import Card, Positive, find_card, known_cards, undescribed_card
-from digenrl.planning.model_catalogue import Whole
+from digenrl.planning.model_facts import Whole
 
 Seconds = Annotated[float, Field(ge=0)]
 
 
 class Measured(Frozen):
-    """Seconds that were measured on one card of a pool; the cost model is asked for the rest.
+    """Times measured on one card of a pool, in seconds; the cost model supplies the rest.
 
-    `slice_seconds` maps a slice's size to a lane's seconds; sizes between two measured ones are on a straight
-    line, others are not planned with. `train_seconds_per_sample` is of one rank, of a sample that was generated;
-    several ranks share a group's pairs. `publish_seconds` runs from a commit until the pool's lanes have the new
-    version, `score_seconds` is of one sample on a reward lane, `switch_seconds` of one change of a trainer's role.
+    `slice_seconds` maps a slice size to the time of a lane; sizes between two measured ones are interpolated,
+    other sizes are not used. `train_seconds_per_sample` is the time of one rank per generated sample; several
+    ranks share the pairs of a group. `publish_seconds` is the time from a commit until the pool's lanes have the
+    new version, `score_seconds` the time of one sample on a reward lane, `switch_seconds` the time of one role
+    switch.
     """
 
     slice_seconds: Annotated[dict[Whole, Positive], Field(min_length=1)] | None = None
@@ -34,8 +35,7 @@ class Measured(Frozen):
     switch_seconds: Seconds | None = None
 
     @classmethod
-    def by(cls, profile: Profile) -> Measured:
-        """What a profile says of its device."""
+    def from_profile(cls, profile: Profile) -> Measured:
         training = profile.training
         return cls(
             slice_seconds=profile.slice_seconds or None,
@@ -46,12 +46,17 @@ class Measured(Frozen):
             switch_seconds=profile.switch_seconds,
         )
 
+    @property
+    def complete(self) -> bool:
+        """Whether both generation and training were measured."""
+        return self.slice_seconds is not None and self.train_seconds_per_sample is not None
+
     def covers(self, size: int) -> bool:
-        """Whether a slice of this size was measured, or lies between two that were."""
+        """Whether a slice of this size was measured, or lies between two measured sizes."""
         return self.slice_seconds is not None and min(self.slice_seconds) <= size <= max(self.slice_seconds)
 
     def slice_s(self, size: int) -> float:
-        """A lane's seconds for a slice of a size that is covered."""
+        """The time of a slice whose size is covered."""
         assert self.slice_seconds is not None and self.covers(size)
         if size in self.slice_seconds:
             return self.slice_seconds[size]
@@ -61,12 +66,11 @@ class Measured(Frozen):
 
 
 class CardPool(Frozen):
-    """Equal nodes of equal cards. `network_gbit_s` is what one node sends, shared by its cards.
+    """Equal nodes of equal cards. `network_gbit_s` is the bandwidth of one node, shared by its cards.
 
-    With `measured` costs a `name` may stand in place of the card. A `profile` brings measured costs, and the card
-    where none is given; it holds for the work that it was made with alone. `accelerator`, `labels` and `resources`
-    say which machines of a Ray cluster are the pool's; the accelerator is the card's own where none of them is
-    given.
+    A pool with `measured` costs needs only a `name` instead of a card. A `profile` supplies measured costs, and
+    the card if none is given; it is valid only for the work that was profiled. `accelerator`, `labels` and
+    `resources` select the pool's machines in a Ray cluster; by default the card's accelerator does.
     """
 
     card: Card
@@ -86,7 +90,7 @@ class CardPool(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _measured_machines_need_no_card(cls, content: Any) -> Any:
+    def _fill_in_the_card(cls, content: Any) -> Any:
         if not isinstance(content, Mapping):
             return content
         content = _with_profile(content)
@@ -99,12 +103,12 @@ class CardPool(Frozen):
 
     @field_validator("card", mode="before")
     @classmethod
-    def _by_name(cls, value: Any) -> Any:
+    def _look_up_the_card(cls, value: Any) -> Any:
         return find_card(value) if isinstance(value, str) else value
 
     @field_validator("name")
     @classmethod
-    def _else_the_cards(cls, name: str, info: ValidationInfo) -> str:
+    def _default_to_the_card(cls, name: str, info: ValidationInfo) -> str:
         card = info.data.get("card")
         return name or (card.name if card is not None else "")
 
@@ -118,7 +122,7 @@ class CardPool(Frozen):
 
     @property
     def place(self) -> dict[str, Any]:
-        """What tells Ray the pool's machines from others; empty where nothing does."""
+        """The keys that select the pool's machines in a Ray cluster; empty if nothing does."""
         given = {"accelerator": self.accelerator, "labels": {**self.labels}, "resources": {**self.resources}}
         chosen = {key: value for key, value in given.items() if value}
         if not chosen and self.card.accelerator is not None:
@@ -127,20 +131,20 @@ class CardPool(Frozen):
 
 
 def _with_profile(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A pool's content with what its profile, if it has one, stands for."""
+    """The pool's content, with measured costs and card taken from its profile, if any."""
     given = content.get("profile")
     if given is None:
         return content
     if content.get("measured"):
-        raise ValueError("profile and measured: both say what was measured; leave one of them out")
+        raise ValueError("profile and measured: both give measured costs; leave one of them out")
     profile = read_profile(given) if isinstance(given, str) else given
     if not isinstance(profile, Profile):
         raise ValueError(f"profile: expected a name or a file, got {given!r}")
-    filled = {**content, "profile": profile, "measured": Measured.by(profile)}
+    filled = {**content, "profile": profile, "measured": Measured.from_profile(profile)}
     if content.get("card") is None:
         device = profile.device.name
         cards = [card for card in known_cards() if card.name.lower() in device.lower()]
-        if cards:  # of H20 and H200, the longer name is the one that is meant
+        if cards:  # the longest match: "H20" is also part of "H200"
             filled["card"] = max(cards, key=lambda card: len(card.name))
         else:
             filled["name"] = content.get("name") or device
@@ -148,19 +152,19 @@ def _with_profile(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class Cluster(Frozen):
-    """Pools of cards, each with a name of its own: its card's, where it is not given one."""
+    """Pools of cards with unique names; the default name of a pool is its card's."""
 
     pools: tuple[CardPool, ...]
 
     @model_validator(mode="after")
-    def _classes_stay_apart(self) -> Cluster:
+    def _names_are_unique(self) -> Cluster:
         if not self.pools:
             raise ValueError("no pools; give at least one, as {card: H100, nodes: 1, per_node: 8}")
         names = [pool.name for pool in self.pools]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(
-                f"pools: '{twice}' stands twice; put its nodes in one pool, or give each pool a name of its own"
+                f"pools: '{twice}' is used twice; put its nodes in one pool, or give each pool a unique name"
             )
         return self
 
@@ -170,21 +174,21 @@ class Cluster(Frozen):
 
 
 def read_cluster(path: Path) -> Cluster:
-    """The cluster in a YAML or JSON file; raises ConfigError with one line about the first mistake.
+    """Reads a cluster from a YAML or JSON file; raises ConfigError with one line about the first mistake.
 
-    A pool's profile, where it is a file, is looked for beside the cluster's.
+    A pool's profile file is relative to the folder of the cluster file.
     """
     content = read_mapping(path)
     try:
         for index, pool in enumerate(content["pools"] if isinstance(content.get("pools"), list) else ()):
             if isinstance(pool, dict) and isinstance(pool.get("profile"), str):
-                pool["profile"] = str(_found(pool["profile"], path.parent, f"pools[{index}].profile"))
+                pool["profile"] = str(_profile_path(pool["profile"], path.parent, f"pools[{index}].profile"))
         return parse_model(Cluster, content)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}", error.where) from None
 
 
-def _found(profile: str, folder: Path, key: str) -> Path:
+def _profile_path(profile: str, folder: Path, key: str) -> Path:
     try:
         return find_profile(profile, folder)
     except ConfigError as error:

@@ -1,7 +1,7 @@
-"""The constants of the cost model, each with its source. One set serves every card and every family.
+"""The constants of the cost model, each with its source. One set serves all cards and all models.
 
-Fitted to bf16 measurements on one NVIDIA H200 of forwards and LoRA training: 34 rows of plain diffusers, eager,
-with and without gradient checkpointing, 1 to 8 samples a pass, and 19 of this runtime, compiled, 1 to 48.
+Fitted to bf16 measurements of forwards and LoRA training on one NVIDIA H200: 34 rows of plain diffusers, eager,
+with and without gradient checkpointing, 1 to 8 samples per pass, and 19 rows of this runtime, compiled, 1 to 48.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Shares are of the data sheet's number; factors multiply the forward's cost."""
+    """Shares are relative to the data sheet; factors multiply the cost of a forward."""
 
-    # Measured: 766 of 989 TFLOPS in plain large matrix products.
+    # Measured: 766 of 989 TFLOPS in large matrix products.
     matmul_share: float = 0.775
-    # Fitted: the fast attention kernel, the one of compiled rollouts, and the one that a text mask forces.
+    # Fitted: the fast attention kernel, the kernel of compiled rollouts, and the kernel that a text mask requires.
     attention_share: float = 0.335
     rollout_attention_share: float = 0.47
     masked_attention_share: float = 0.125
     # Fitted: backward of attention and of element-wise work, in forwards.
     attention_backward: float = 3.1
     traffic_backward: float = 1.1
-    # Fitted: kernels launched by a training pass, in forwards' launches (adapters and checkpoints add theirs).
+    # Fitted: kernel launches of a training pass, in launches of a forward (adapters and checkpointing add some).
     training_launches: float = 4.3
     checkpointed_launches: float = 8.3
     # Measured: 54.7 of 63 GB/s between pinned host memory and the card.
     host_link_share: float = 0.87
-    # Assumed: what collectives reach of a link, and how much of the shorter of compute and gather hides in the
-    # longer.
+    # Assumed: the share of a link's bandwidth that collectives reach, and the overlap of compute and gather, as a
+    # share of the shorter of the two.
     collective_share: float = 0.8
     gather_overlap: float = 0.7
-    # A convention: models' decode_gflop_per_pixel is fitted to times at this share.
+    # A convention: decode_gflop_per_pixel of a model is fitted to times at this share.
     decode_share: float = 0.4
-    # Assumed: fixed time of a collective over all ranks, of an optimizer step and of swapping adapters on a lane.
+    # Assumed: fixed times of a collective over all ranks, of an optimizer step, and of loading adapters on a lane.
     collective_latency_s: float = 0.005
     optimizer_fixed_s: float = 0.05
     adapter_swap_s: float = 0.05
     # AdamW in fp32 reads and writes weight, gradient and two moments, and writes the bf16 copy.
     optimizer_bytes_per_parameter: float = 30.0
-    # Assumed: memory left to the driver, the caching allocator's fragments and communication buffers.
+    # Assumed: memory left for the driver, fragmentation of the caching allocator and communication buffers.
     memory_headroom: float = 0.08
 
 

@@ -1,7 +1,7 @@
-"""Seconds of the pieces of a run: a slice, a training pass, a gather, a commit, a publication, a change of role.
+"""The time of a slice, a training pass, a gather, a commit, a publication and a role switch, in seconds.
 
 Compute is a roofline per card: matrix products and attention at shares of its bf16 rate, element-wise work at its
-memory bandwidth, and the host's kernel launches as a floor that small batches run into.
+memory bandwidth, and kernel launches on the host as a floor for small batches.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from math import ceil, hypot
 from digenrl.planning.cards import Card
 from digenrl.planning.cluster import CardPool
 from digenrl.planning.constants import CONSTANTS, Constants
-from digenrl.planning.memory import SHARDED_BYTES_PER_PARAMETER, helper_fits_beside_training
-from digenrl.planning.model_catalogue import ForwardWork
+from digenrl.planning.memory import SHARDED_BYTES_PER_PARAMETER, helper_fits_with_training
+from digenrl.planning.model_facts import ForwardWork
 from digenrl.planning.workload import Workload
 
 GB = 1e9
@@ -23,11 +23,11 @@ TERA = 1e12
 
 @dataclass(frozen=True, slots=True)
 class TrainerLayout:
-    """How the trainer's cards work together.
+    """The parallelism of the trainer's cards.
 
-    `shard_cards` cards share one copy of the weights (1: each has its own; all: FSDP; a node's: hybrid sharding).
-    `pack` pairs go through one forward and backward. With `spread_steps` the pairs of a sample go to several ranks
-    (time-step parallelism); without it a sample stays on one rank, its steps one after the other.
+    `shard_cards` cards share one copy of the weights: 1 is plain data parallelism, all cards FSDP, the cards of a
+    node hybrid sharding. `pack` pairs share one forward and backward. With `spread_steps` the pairs of a sample
+    are distributed over ranks (time-step parallelism); without it one rank trains all steps of a sample.
     """
 
     pool: CardPool
@@ -38,14 +38,14 @@ class TrainerLayout:
     spread_steps: bool = True
 
     def __post_init__(self) -> None:
-        assert 1 <= self.shard_cards <= self.cards, "a copy is spread over the trainer's own cards"
+        assert 1 <= self.shard_cards <= self.cards, "a copy of the weights is sharded over the trainer's cards"
         assert self.pack >= 1
 
 
 def forward_seconds(
     workload: Workload, card: Card, rows: int, lane_cards: int = 1, constants: Constants = CONSTANTS
 ) -> float:
-    """One transformer forward of `rows` sequences on a lane of `lane_cards` tensor-parallel cards."""
+    """A transformer forward of `rows` sequences on a lane of `lane_cards` tensor-parallel cards."""
     work = workload.forward_work
     busy_s = rows * sum(_phases(work, card, constants, rollout=True)) / lane_cards
     return hypot(work.launch_s, busy_s) + _tensor_parallel_seconds(workload, card, rows, lane_cards, constants)
@@ -54,7 +54,7 @@ def forward_seconds(
 def slice_seconds(
     workload: Workload, card: Card, size: int, lane_cards: int = 1, constants: Constants = CONSTANTS
 ) -> float:
-    """One lane denoises and decodes `size` samples together; guidance doubles the rows of every forward."""
+    """Denoising and decoding `size` samples on one lane; guidance doubles the rows of every forward."""
     forward_s = forward_seconds(workload, card, size * workload.branches, lane_cards, constants)
     decode_s = size * workload.decode_flop / (card.bf16_tflops * TERA * constants.decode_share)
     return workload.denoise_steps * forward_s + decode_s
@@ -63,9 +63,9 @@ def slice_seconds(
 def lane_slice_seconds(
     workload: Workload, pool: CardPool, size: int, lane_cards: int = 1, constants: Constants = CONSTANTS
 ) -> float:
-    """What a slice takes on a lane of the pool, as measured or else as modelled.
+    """The time of a slice on a lane of the pool: measured if possible, else modelled.
 
-    Without reward lanes the lane scores its own samples.
+    Includes scoring if there are no reward lanes.
     """
     scoring_s = 0.0 if workload.reward_lanes else size * workload.reward_seconds
     if pool.measured.slice_seconds is not None:
@@ -76,12 +76,12 @@ def lane_slice_seconds(
 def training_pass_seconds(
     workload: Workload, card: Card, pairs: int, checkpointing: bool, constants: Constants = CONSTANTS
 ) -> float:
-    """Forward and backward of `pairs` packed (sample, time-step) pairs on one card, gathers not counted."""
+    """Forward and backward of `pairs` packed (sample, time-step) pairs on one card, without gathers."""
     work = workload.forward_work
     matmul_s, attention_s, traffic_s = _phases(work, card, constants, rollout=False)
     without_gradient = workload.reference_forward + workload.old_policy_forward
     forwards = 1.0 + checkpointing + without_gradient
-    weight_gradients = 2.0 if workload.tuning == "full" else 1.0  # frozen weights need none of their own
+    weight_gradients = 2.0 if workload.tuning == "full" else 1.0  # frozen weights need no gradient
     per_row_s = (
         matmul_s * (forwards + weight_gradients)
         + attention_s * (forwards + constants.attention_backward)
@@ -93,7 +93,7 @@ def training_pass_seconds(
 
 
 def gather_seconds(workload: Workload, trainer: TrainerLayout, constants: Constants = CONSTANTS) -> float:
-    """What one training pass sends: weights for forward and for backward, and full gradients, in fp32."""
+    """The communication of one training pass: weights for forward and backward, and full gradients in fp32."""
     gradients = 4.0 * workload.trained_parameters if workload.tuning == "full" else 0.0
     sent = 2 * workload.weight_bytes + gradients
     return all_gather_seconds(sent, trainer, constants)
@@ -102,7 +102,7 @@ def gather_seconds(workload: Workload, trainer: TrainerLayout, constants: Consta
 def packed_pass_seconds(
     workload: Workload, trainer: TrainerLayout, pairs: int, constants: Constants = CONSTANTS
 ) -> float:
-    """One pass of `pairs` pairs with its gathers, which hide in part behind the compute (or it behind them)."""
+    """One pass of `pairs` pairs, with gathers that partly overlap with compute."""
     compute_s = training_pass_seconds(workload, trainer.pool.card, pairs, trainer.checkpointing, constants)
     gather_s = gather_seconds(workload, trainer, constants)
     exposed = (1 - constants.gather_overlap) * min(compute_s, gather_s)
@@ -112,18 +112,18 @@ def packed_pass_seconds(
 def unit_seconds(
     workload: Workload, trainer: TrainerLayout, samples: int, constants: Constants = CONSTANTS
 ) -> float:
-    """The trainer trains what it is to train of `samples` samples that arrive together (a group, or a whole step).
+    """Training the trained share of `samples` samples that arrive together (a group, or a whole step).
 
-    The busiest rank decides: it has the most pairs, cut into the fewest equal packs that fit.
+    The rank with the most pairs sets the time; its pairs are cut into the fewest equal packs.
     """
     trained, pairs_per_sample = workload.trained_samples(samples), workload.pairs_per_sample
     if trainer.spread_steps:
         pairs = ceil(trained * pairs_per_sample / trainer.cards)
     else:
         pairs = ceil(trained / trainer.cards) * pairs_per_sample
-    alone_s = trainer.pool.measured.train_seconds_per_sample
-    if alone_s is not None:
-        return samples * alone_s * pairs / (trained * pairs_per_sample)
+    one_rank_s = trainer.pool.measured.train_seconds_per_sample
+    if one_rank_s is not None:
+        return samples * one_rank_s * pairs / (trained * pairs_per_sample)
     passes = ceil(pairs / trainer.pack)
     small, larger_passes = divmod(pairs, passes)
     seconds = (passes - larger_passes) * packed_pass_seconds(workload, trainer, small, constants)
@@ -133,10 +133,10 @@ def unit_seconds(
 
 
 def commit_seconds(workload: Workload, trainer: TrainerLayout, constants: Constants = CONSTANTS) -> float:
-    """Of every update: gradients summed over the copies of the weights, then the optimizer step on every shard."""
+    """All updates of a batch: an all-reduce of gradients over the copies, and an optimizer step per shard."""
     if trainer.pool.measured.commit_seconds is not None:
         return trainer.pool.measured.commit_seconds
-    if not workload.catalogued:
+    if not workload.has_cost_model:
         return 0.0
     copies = trainer.cards // trainer.shard_cards
     gradient_bytes = 4.0 * workload.trained_parameters
@@ -151,7 +151,7 @@ def commit_seconds(workload: Workload, trainer: TrainerLayout, constants: Consta
 
 
 def publish_seconds(workload: Workload, link_bytes_s: float, constants: Constants = CONSTANTS) -> float:
-    """From the trainer to every generator, piped node to node, so the slowest link carries it once."""
+    """Sending a weight version to all generators, pipelined over the nodes: the slowest link carries it once."""
     latency = constants.adapter_swap_s if workload.tuning == "lora" else constants.collective_latency_s
     return workload.published_bytes / link_bytes_s + latency
 
@@ -159,19 +159,19 @@ def publish_seconds(workload: Workload, link_bytes_s: float, constants: Constant
 def switch_seconds(
     workload: Workload, trainer: TrainerLayout, lane_cards: int, constants: Constants = CONSTANTS
 ) -> tuple[float, float]:
-    """What the trainer pays to become a generator, and to train again.
+    """Switching the trainer to generation, and back to training.
 
-    A lane needs a whole copy: free where each card holds one, else gathered from the shards. Where copy and
-    training state do not fit together, the state goes to the host and comes back.
+    A lane needs a full copy of the weights, which is gathered unless each card holds one. If the copy does not fit
+    in memory together with the training state, the state is offloaded to the host and loaded again.
     """
     if trainer.pool.measured.switch_seconds is not None:
         return trainer.pool.measured.switch_seconds, trainer.pool.measured.switch_seconds
-    if not workload.catalogued:
+    if not workload.has_cost_model:
         return 0.0, 0.0
     gathered_bytes = workload.weight_bytes / lane_cards
     gather_s = 0.0 if trainer.shard_cards == 1 else all_gather_seconds(gathered_bytes, trainer, constants)
     swap_s = constants.adapter_swap_s
-    if helper_fits_beside_training(
+    if helper_fits_with_training(
         workload, trainer.pool.card, trainer.shard_cards, lane_cards, constants.memory_headroom
     ):
         return gather_s + swap_s, swap_s
@@ -181,12 +181,12 @@ def switch_seconds(
 
 
 def network_bytes_s(pool: CardPool, constants: Constants = CONSTANTS) -> float:
-    """What collectives reach between nodes; a node's cards share its network."""
+    """The bandwidth of collectives between nodes; the cards of a node share its network."""
     return pool.network_gbit_s * GBIT * constants.collective_share
 
 
 def _phases(work: ForwardWork, card: Card, constants: Constants, rollout: bool) -> tuple[float, float, float]:
-    """Seconds of one row's matrix products, attention and element-wise work."""
+    """The time of one row's matrix products, attention and element-wise work."""
     rate = card.bf16_tflops * TERA
     attention_share = constants.attention_share
     if work.masked_attention:
@@ -203,23 +203,23 @@ def _phases(work: ForwardWork, card: Card, constants: Constants, rollout: bool) 
 def _tensor_parallel_seconds(
     workload: Workload, card: Card, rows: int, lane_cards: int, constants: Constants
 ) -> float:
-    """Two sums of the hidden state per block, over the links inside the node."""
+    """Two all-reduces of the hidden state per block, inside the node."""
     if lane_cards == 1:
         return 0.0
-    family = workload.family
-    sent = 2 * family.blocks * rows * family.block_hidden_bytes(workload.tokens)
+    facts = workload.facts
+    sent = 2 * facts.blocks * rows * facts.block_hidden_bytes(workload.tokens)
     link = card.card_link_gb_s * GB * constants.collective_share
     return 2 * sent * (lane_cards - 1) / lane_cards / link
 
 
 def _link_bytes_s(pool: CardPool, cards: int, constants: Constants) -> float:
-    """The slowest link of a ring over `cards` cards of the pool, nodes filled one after the other."""
+    """The slowest link of a ring over `cards` cards of the pool, node by node."""
     inside = pool.card.card_link_gb_s * GB * constants.collective_share
     return inside if cards <= pool.per_node else min(inside, network_bytes_s(pool, constants))
 
 
 def all_gather_seconds(total_bytes: float, trainer: TrainerLayout, constants: Constants) -> float:
-    """Every card of a shard group receives what the others hold."""
+    """An all-gather inside each shard group."""
     ranks = trainer.shard_cards
     if ranks == 1:
         return 0.0

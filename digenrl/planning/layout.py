@@ -1,4 +1,4 @@
-"""Who does what: the cards that generate, in lanes, and the cards that train, as one group."""
+"""How cards are assigned: generator cards in lanes, trainer cards as one group."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from digenrl.planning.memory import (
 )
 from digenrl.planning.workload import Workload
 
-# Fewer shards and smaller packs leave memory free and make helping cheaper: worth this much of the trainer's time.
+# Fewer shards and smaller packs free memory and make helping cheaper, which is worth this share of training time.
 SIMPLER_MAY_COST = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Abilities:
-    """What the system that is to run a plan can do; by default all that the cost model knows.
+class Capabilities:
+    """Features of the runtime that will run a plan; by default everything that the cost model supports.
 
-    `shards`: weights over all of the trainer's cards, a node's, or whole (`any`), all or whole (`no_nodes`), or
-    `as_trained`: adapters beside a whole copy, fully trained weights over all cards. With `sharded_help` a trainer
-    that holds shards can generate. Without `packed` (no time-step parallelism) every pair is a pass of its own and
-    a sample stays on one rank.
+    `shards` is how weights may be sharded: over all trainer cards, per node or not at all (`any`), over all cards
+    or not at all (`no_nodes`), or `as_trained`: not at all for adapters, over all cards for full fine-tuning. With
+    `sharded_help` a trainer with sharded weights can generate. Without `packed` (no time-step parallelism) every
+    pair is one pass, and one rank trains all pairs of a sample.
     """
 
     tensor_parallel: bool = True
@@ -42,12 +42,12 @@ class Abilities:
     checkpointing: tuple[bool, ...] = (False, True)
 
 
-EVERYTHING = Abilities()
+ALL_CAPABILITIES = Capabilities()
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratorLayout:
-    """Cards of one pool that generate: one lane per card, or per tensor-parallel set where a card is too small."""
+    """Generator cards of one pool: one lane per card, or per tensor-parallel set if a card is too small."""
 
     pool: CardPool
     cards: int
@@ -60,7 +60,7 @@ class GeneratorLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """A split of the cluster. `helper_lane_cards` is None where the trainer's cards cannot generate."""
+    """A split of the cluster. `helper_lane_cards` is None if the trainer's cards cannot generate."""
 
     generators: tuple[GeneratorLayout, ...]
     trainer: TrainerLayout
@@ -68,7 +68,7 @@ class Layout:
 
     @cached_property
     def usd_per_hour(self) -> float:
-        """What the cards in use cost; cards left out are not paid for."""
+        """The price of all cards in use."""
         generating = sum(g.cards * g.pool.usd_per_card_hour for g in self.generators)
         return generating + self.trainer.cards * self.trainer.pool.usd_per_card_hour
 
@@ -82,7 +82,7 @@ class Layout:
 
     @property
     def split(self) -> str:
-        """The split in words, which is also its identity: '8 H100 train; 16 RTX A6000 generate'."""
+        """The split in words, which also identifies it: '8 H100 train; 16 RTX A6000 generate'."""
         generating = " + ".join(f"{g.cards} {g.pool.name}" for g in self.generators)
         return f"{self.trainer.cards} {self.trainer.pool.name} train; {generating} generate"
 
@@ -92,14 +92,14 @@ def generator_layout(
     pool: CardPool,
     cards: int,
     constants: Constants = CONSTANTS,
-    abilities: Abilities = EVERYTHING,
+    capabilities: Capabilities = ALL_CAPABILITIES,
 ) -> GeneratorLayout | None:
-    """The lanes that `cards` cards of the pool make, or None where none fits; a measured lane is a card."""
+    """The lanes of `cards` cards of the pool, or None if the model does not fit; a measured lane is one card."""
     lane_cards: int | None = None
     if pool.measured.slice_seconds is not None:
         lane_cards = 1 if any(pool.measured.covers(size) for size in workload.slice_sizes()) else None
-    elif workload.catalogued:
-        widest = pool.per_node if abilities.tensor_parallel else 1
+    elif workload.has_cost_model:
+        widest = pool.per_node if capabilities.tensor_parallel else 1
         lane_cards = smallest_lane(workload, pool.card, widest, constants.memory_headroom)
     if lane_cards is None or cards < lane_cards:
         return None
@@ -107,17 +107,17 @@ def generator_layout(
 
 
 def helper_lane_cards(
-    workload: Workload, trainer: TrainerLayout, constants: Constants, abilities: Abilities
+    workload: Workload, trainer: TrainerLayout, constants: Constants, capabilities: Capabilities
 ) -> int | None:
-    """Cards of a lane that the trainer's cards make when they generate, or None where they cannot."""
-    if trainer.shard_cards > 1 and not abilities.sharded_help:
+    """Cards per lane if the trainer's cards generate, or None if they cannot."""
+    if trainer.shard_cards > 1 and not capabilities.sharded_help:
         return None
-    layout = generator_layout(workload, trainer.pool, trainer.cards, constants, abilities)
+    layout = generator_layout(workload, trainer.pool, trainer.cards, constants, capabilities)
     return None if layout is None else layout.lane_cards
 
 
 def can_help(layout: Layout, slice_size: int) -> bool:
-    """Whether the trainer's cards can make slices of this size."""
+    """Whether the trainer's cards can generate slices of this size."""
     measured = layout.trainer.pool.measured
     return layout.helper_lanes > 0 and (measured.slice_seconds is None or measured.covers(slice_size))
 
@@ -128,23 +128,23 @@ def best_trainer(
     cards: int,
     samples_per_unit: int,
     constants: Constants = CONSTANTS,
-    abilities: Abilities = EVERYTHING,
+    capabilities: Capabilities = ALL_CAPABILITIES,
 ) -> TrainerLayout | None:
-    """The simplest sharding, pack and checkpointing within 1 % of the soonest that fit; None where none fits.
+    """The simplest sharding, pack and checkpointing within 1 % of the fastest that fit; None if none fits.
 
-    They bear on nothing but the trainer's own time, so they are chosen here, outside the search over splits. What
-    was measured fits, and its pack and checkpointing are those of the measurement.
+    They affect only the training time, so they are chosen here, outside the search over splits. A measured trainer
+    fits, with the pack and checkpointing of its measurement.
     """
     if pool.measured.train_seconds_per_sample is not None:
         shards = cards if workload.tuning == "full" else 1
-        return TrainerLayout(pool, cards, shards, 1, False, spread_steps=abilities.packed)
-    if not workload.catalogued:
+        return TrainerLayout(pool, cards, shards, 1, False, spread_steps=capabilities.packed)
+    if not workload.has_cost_model:
         return None
     units = ceil(workload.samples_per_step / samples_per_unit)
     seconds = {
         trainer: units * unit_seconds(workload, trainer, samples_per_unit, constants)
         + commit_seconds(workload, trainer, constants)
-        for trainer in _fitting_trainers(workload, pool, cards, samples_per_unit, constants, abilities)
+        for trainer in _fitting_trainers(workload, pool, cards, samples_per_unit, constants, capabilities)
     }
     if not seconds:
         return None
@@ -161,14 +161,14 @@ def _fitting_trainers(
     cards: int,
     samples_per_unit: int,
     constants: Constants,
-    abilities: Abilities,
+    capabilities: Capabilities,
 ) -> Iterator[TrainerLayout]:
     packs: tuple[int, ...] = (1,)
-    if abilities.packed:
-        packs = _pack_sizes(workload, cards, samples_per_unit, abilities.largest_pack)
-    shard_sizes = _shard_sizes(workload, pool, cards, abilities)
-    for shard_cards, checkpointing, pack in product(shard_sizes, abilities.checkpointing, packs):
-        trainer = TrainerLayout(pool, cards, shard_cards, pack, checkpointing, spread_steps=abilities.packed)
+    if capabilities.packed:
+        packs = _pack_sizes(workload, cards, samples_per_unit, capabilities.largest_pack)
+    shard_sizes = _shard_sizes(workload, pool, cards, capabilities)
+    for shard_cards, checkpointing, pack in product(shard_sizes, capabilities.checkpointing, packs):
+        trainer = TrainerLayout(pool, cards, shard_cards, pack, checkpointing, spread_steps=capabilities.packed)
         if memory_of_trainer(workload, trainer, constants.memory_headroom).fits:
             yield trainer
 
@@ -180,7 +180,7 @@ def memory_of_trainer(workload: Workload, trainer: TrainerLayout, headroom: floa
 
 
 def fitting_slices(workload: Workload, layout: Layout, constants: Constants = CONSTANTS) -> tuple[int, ...]:
-    """Slice sizes that every generator lane can make; where nothing was measured, size 1 is one of them."""
+    """Slice sizes that every generator lane supports; without measurements, size 1 is always one of them."""
     by_lane = [lane_sizes(workload, generator, constants) for generator in layout.generators]
     return tuple(size for size in workload.slice_sizes() if all(size in sizes for sizes in by_lane))
 
@@ -188,7 +188,7 @@ def fitting_slices(workload: Workload, layout: Layout, constants: Constants = CO
 def lane_sizes(
     workload: Workload, generator: GeneratorLayout, constants: Constants = CONSTANTS
 ) -> tuple[int, ...]:
-    """Slice sizes that a lane of the pool can make: those that fit its memory, or that its measurements cover."""
+    """Slice sizes that fit the memory of the pool's lanes, or that its measurements cover."""
     pool = generator.pool
     if pool.measured.slice_seconds is not None:
         return tuple(size for size in workload.slice_sizes() if pool.measured.covers(size))
@@ -199,18 +199,18 @@ def lane_sizes(
     )
 
 
-def _shard_sizes(workload: Workload, pool: CardPool, cards: int, abilities: Abilities) -> tuple[int, ...]:
-    """A whole copy on each card; one per node, where nodes are filled; one over all cards."""
-    if abilities.shards == "as_trained":
+def _shard_sizes(workload: Workload, pool: CardPool, cards: int, capabilities: Capabilities) -> tuple[int, ...]:
+    """A copy of the weights per card, per full node, or over all cards."""
+    if capabilities.shards == "as_trained":
         return (cards,) if workload.tuning == "full" else (1,)
     sizes = {1, cards}
-    if cards % pool.per_node == 0 and abilities.shards == "any":
+    if cards % pool.per_node == 0 and capabilities.shards == "any":
         sizes.add(pool.per_node)
     return tuple(sorted(sizes))
 
 
 def _pack_sizes(workload: Workload, cards: int, samples_per_unit: int, largest: int | None) -> tuple[int, ...]:
-    """Powers of two up to all the pairs that one rank gets of a unit, and exactly those; none above `largest`."""
+    """Powers of two below the number of pairs that one rank gets of a unit, and that number; at most `largest`."""
     most = ceil(workload.trained_samples(samples_per_unit) * workload.pairs_per_sample / cards)
     most = min(most, largest or most)
     powers = [2**exponent for exponent in range(most.bit_length()) if 2**exponent < most]

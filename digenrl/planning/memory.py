@@ -1,4 +1,4 @@
-"""GiB on one card: weights, optimizer state, gradients and activations, for a generator and for a trainer."""
+"""The memory of one generator or trainer card: weights, optimizer state, gradients and activations, in GiB."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from dataclasses import dataclass
 
 from digenrl.planning.cards import Card
 from digenrl.planning.constants import CONSTANTS
-from digenrl.planning.model_catalogue import BYTES_BF16
+from digenrl.planning.model_facts import BYTES_BF16
 from digenrl.planning.workload import Workload
 
 GIB = float(2**30)
 
-# Full fine-tuning and adapters alike: fp32 weight, fp32 gradient, and AdamW's two fp32 moments.
+# Of a trained parameter, adapter or not: fp32 weight, fp32 gradient, and AdamW's two fp32 moments.
 SHARDED_BYTES_PER_PARAMETER = 16.0
-# While one sharded block computes, the next one is fetched.
+# While one sharded block computes, the next one is prefetched.
 GATHERED_BLOCKS = 2
-# Checkpointing keeps the hidden state of every block, and two blocks' activations while it recomputes.
+# Checkpointing saves the hidden state of every block, and two blocks' activations during recomputation.
 RECOMPUTED_BLOCKS = 2
-# The decoder's widest layers: 128 channels in bf16, four such tensors alive; videos are decoded in short chunks.
+# The decoder's widest layers: 128 channels in bf16, four live tensors; videos are decoded in short chunks.
 DECODE_BYTES_PER_PIXEL = 128 * BYTES_BF16 * 4
 DECODE_FRAMES_AT_ONCE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """What one card of a side holds at its fullest."""
+    """Peak memory of one card."""
 
     weights_gib: float
     optimizer_gib: float
@@ -43,10 +43,10 @@ class MemoryReport:
 def generator_memory(
     workload: Workload, card: Card, size: int, lane_cards: int = 1, headroom: float = CONSTANTS.memory_headroom
 ) -> MemoryReport:
-    """A lane of `lane_cards` cards that generates slices of `size` samples; text encoders are off the lanes."""
-    family = workload.family
+    """A card of a lane of `lane_cards` that generates slices of `size` samples; text encoders run elsewhere."""
+    facts = workload.facts
     rows = size * workload.branches
-    block_bytes = workload.activations_per_block * family.block_hidden_bytes(workload.tokens)
+    block_bytes = workload.activations_per_block * facts.block_hidden_bytes(workload.tokens)
     adapters = 4.0 * workload.trained_parameters if workload.tuning == "lora" else 0.0
     pixels = workload.height * workload.width * min(workload.frames, DECODE_FRAMES_AT_ONCE)
     working = max(rows * RECOMPUTED_BLOCKS * block_bytes / lane_cards, pixels * DECODE_BYTES_PER_PIXEL)
@@ -66,15 +66,15 @@ def trainer_memory(
     checkpointing: bool,
     headroom: float = CONSTANTS.memory_headroom,
 ) -> MemoryReport:
-    """A trainer card that holds one of `shard_cards` shards and packs `pairs` pairs into a pass."""
-    family = workload.family
+    """A trainer card that holds one of `shard_cards` shards and trains `pairs` pairs per pass."""
+    facts = workload.facts
     state = workload.trained_parameters * SHARDED_BYTES_PER_PARAMETER
     if workload.tuning == "full":
-        weights, state = 0.0, state / shard_cards  # the fp32 weights are in the state
+        weights, state = 0.0, state / shard_cards  # the state includes the fp32 weights
     else:
         weights = workload.weight_bytes / shard_cards
     if shard_cards > 1 or workload.tuning == "full":
-        weights += GATHERED_BLOCKS * workload.weight_bytes / family.blocks
+        weights += GATHERED_BLOCKS * workload.weight_bytes / facts.blocks
     return MemoryReport(
         weights_gib=weights / GIB,
         optimizer_gib=state / GIB,
@@ -84,19 +84,19 @@ def trainer_memory(
 
 
 def activation_gib(workload: Workload, pairs: int, checkpointing: bool) -> float:
-    """What `pairs` pairs keep for their backward."""
-    family = workload.family
-    hidden_bytes = family.block_hidden_bytes(workload.tokens)
+    """Activations that `pairs` pairs save for their backward."""
+    facts = workload.facts
+    hidden_bytes = facts.block_hidden_bytes(workload.tokens)
     block_bytes = workload.activations_per_block * hidden_bytes
     if checkpointing:
-        per_row = family.blocks * hidden_bytes + RECOMPUTED_BLOCKS * block_bytes
+        per_row = facts.blocks * hidden_bytes + RECOMPUTED_BLOCKS * block_bytes
     else:
-        per_row = family.blocks * block_bytes
+        per_row = facts.blocks * block_bytes
     return pairs * workload.branches * per_row / GIB
 
 
 def smallest_lane(workload: Workload, card: Card, per_node: int, headroom: float) -> int | None:
-    """The fewest tensor-parallel cards of a node on which one sample can be generated, or None."""
+    """The fewest tensor-parallel cards of a node that can generate one sample, or None."""
     lane_cards = 1
     while lane_cards <= per_node:
         if generator_memory(workload, card, 1, lane_cards, headroom).fits:
@@ -105,18 +105,18 @@ def smallest_lane(workload: Workload, card: Card, per_node: int, headroom: float
     return None
 
 
-def helper_fits_beside_training(
+def helper_fits_with_training(
     workload: Workload, card: Card, shard_cards: int, lane_cards: int, headroom: float
 ) -> bool:
-    """Whether a trainer card can hold a generator's copy of the weights and its own state at once."""
+    """Whether a trainer card can hold a generator's copy of the weights in addition to its training state."""
     generating = generator_memory(workload, card, 1, lane_cards, headroom)
     state = workload.trained_parameters * SHARDED_BYTES_PER_PARAMETER
-    beside = state / shard_cards if workload.tuning == "full" else state
+    training = state / shard_cards if workload.tuning == "full" else state
     if workload.tuning == "lora" and shard_cards > 1:
-        beside += workload.weight_bytes / shard_cards
-    return generating.total_gib + beside / GIB <= generating.available_gib
+        training += workload.weight_bytes / shard_cards
+    return generating.total_gib + training / GIB <= generating.available_gib
 
 
 def available_gib(card: Card, headroom: float) -> float:
-    """What plans may fill of a card."""
+    """The memory of a card that plans may use."""
     return card.memory_gib * (1 - headroom)

@@ -1,9 +1,9 @@
-"""Sizes the pools: branch and bound over splits, slices and policies, simulating only what can still win.
+"""The planner: branch and bound over splits, slices and scheduling rules.
 
-Candidates are taken in the order of their bounds. The search ends when the best bound left is no better than the
-best plan in hand (within `tolerance`), so what is not simulated could not have won. Pools too large to try every
-trainer size are searched on a coarse grid of whole nodes first, then twice as finely around the best, and again.
-All that is with one slice size for all lanes; the best splits are then given slices per pool where these pay.
+Candidates are simulated in the order of their bounds. The search ends when no remaining bound beats the best plan
+by more than `tolerance`, so a candidate that was not simulated could not have won. In large pools the trainer
+sizes are searched on a coarse grid of whole nodes first, which is then refined around the best size. This search
+uses one slice size for all lanes; afterwards the best splits get a slice size per pool if that pays.
 """
 
 from __future__ import annotations
@@ -11,92 +11,70 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Protocol
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.spec import Spec
-from digenrl.planning.candidates import Candidate, PlanOptions, candidates, splits
+from digenrl.planning.candidates import Candidate, PlanOptions, better_slices, candidates, splits
 from digenrl.planning.cluster import CardPool, Cluster
 from digenrl.planning.constants import CONSTANTS, Constants
 from digenrl.planning.layout import GeneratorLayout, memory_of_trainer
 from digenrl.planning.memory import MemoryReport, generator_memory, trainer_memory
-from digenrl.planning.plans import Plan, PlanResult
-from digenrl.planning.reasons import why_it_lost, why_it_won
-from digenrl.planning.slicing import better_slices
+from digenrl.planning.plans import Plan, PlanResult, why_it_lost, why_it_won
 from digenrl.planning.workload import Workload
+from digenrl.simulation.answer import Answer
+from digenrl.simulation.makespan import predict_makespan
+from digenrl.simulation.simulator import simulate
 
-Evaluate = Callable[[Spec], float]
 Progress = Callable[[int, int], None]
 
-# Pools up to this many cards are tried at every size; larger ones at this many sizes, then between them.
+# Pools up to this many cards are searched at every trainer size; larger ones start with a coarse grid.
 EVERY_SIZE_UP_TO = 32
 COARSE_SIZES = 12
-# Simulations granted to each split that will be shown, beyond what the search for the best gave it.
-POLISH = 4
-# So many splits, however few are shown, are given slices per pool, with so many simulations for each.
+# Additional simulations for each split that will be shown.
+POLISH_TRIES = 4
+# The number of splits that get a slice size per pool, and the simulations for each of them.
 SLICED_SPLITS = 6
 SLICING_TRIES = 6
-# Stale starts change what is computed: a larger share has to bring at least this much.
-STALE_MUST_BRING = 0.01
+# Stale samples change the numerics: a larger share has to gain at least this much.
+STALE_MIN_GAIN = 0.01
 
-ONE_CARD = "a cluster of one card cannot generate and train apart; add a card, or train with mode=colocated"
+ONE_CARD = "a cluster of one card has no card left to generate; add a card, or train with mode=colocated"
 NEEDED_MEASUREMENTS = (
-    "one pool at least needs measured.slice_seconds for a size that divides the samples of a prompt, and one "
+    "at least one pool needs measured.slice_seconds for a size that divides samples_per_prompt, and another card "
     "measured.train_seconds_per_sample"
 )
 
 
-class Outcome(Protocol):
-    """What a full simulation says about a SPEC."""
-
-    @property
-    def makespan(self) -> float: ...
-    @property
-    def step_end(self) -> tuple[float, ...]: ...
-    @property
-    def throughput(self) -> float: ...
-    @property
-    def efficiency(self) -> float: ...
-    @property
-    def generator_idle(self) -> float: ...
-    @property
-    def trainer_idle(self) -> float: ...
-
-
-Inspect = Callable[[Spec], Outcome]
-
-
 @dataclass
 class _Search:
-    """The search's memory: the best candidate of every split seen, and what it has cost so far."""
+    """The state of the search: the best candidate of every split, and the simulations so far."""
 
     workload: Workload
     options: PlanOptions
     constants: Constants
-    evaluate: Evaluate
     progress: Progress
     best_of_split: dict[str, tuple[float, Candidate]] = field(default_factory=dict)
     found: list[Candidate] = field(default_factory=list)
-    tried: set[int] = field(default_factory=set)  # identities of candidates, which `found` keeps alive
+    tried: set[int] = field(default_factory=set)  # ids of candidates, which `found` keeps alive
     considered: int = 0
-    refined: int = 0  # simulations that refined what was found
+    refined: int = 0  # simulations after the search, for staleness and slices
     least_bound_left: float = inf
 
     def score(self, candidate: Candidate, makespan_s: float) -> float:
-        """Lower is better: seconds, or dollars for the same samples."""
+        """The objective, to be minimized: seconds, or dollars for the same samples."""
         return makespan_s * (candidate.layout.usd_per_hour if self.options.objective == "cost" else 1.0)
 
     @property
     def splits_wanted(self) -> int:
         return max(self.options.keep, SLICED_SPLITS)
 
-    def best(self) -> float:
+    def best_score(self) -> float:
         return min((score for score, _ in self.best_of_split.values()), default=inf)
 
     def explore(self, found: Iterable[Candidate], budget: int) -> None:
-        """Best bound first, until no candidate left can beat the plan in hand by more than the tolerance.
+        """Simulates candidates, best bound first, until none can beat the best plan by more than the tolerance.
 
-        At most `budget` simulations; what they leave open is remembered in `least_bound_left`.
+        Runs at most `budget` simulations; `least_bound_left` is the best bound that was not simulated.
         """
         queue = sorted(found, key=lambda candidate: self.score(candidate, candidate.bound_s))
         self.considered += len(queue)
@@ -115,9 +93,9 @@ class _Search:
         self.progress(self.considered, self.considered)
 
     def polish(self) -> None:
-        """Gives the splits that will be shown a few more of their own candidates: a runner-up at its best."""
+        """Simulates a few more candidates of the splits that will be shown, to show each at its best."""
         shown = sorted(self.best_of_split, key=lambda split: self.best_of_split[split][0])[: self.options.keep]
-        tries = dict.fromkeys(shown, POLISH)
+        tries = dict.fromkeys(shown, POLISH_TRIES)
         for candidate in sorted(self.found, key=lambda candidate: candidate.bound_s):
             split = candidate.layout.split
             if tries.get(split, 0) == 0 or id(candidate) in self.tried:
@@ -127,36 +105,42 @@ class _Search:
                 self._try(candidate)
 
     def less_stale(self, candidate: Candidate, makespan_s: float) -> tuple[Candidate, float]:
-        """The candidate with the smallest stale share that costs next to nothing, and its makespan."""
-        limit_s = makespan_s * (1 + STALE_MUST_BRING)
-        for share in sorted(share for share in self.options.stale_shares if share < candidate.pace.stale_share):
-            calmer = candidate.with_stale_share(share)
-            if calmer.bound_s > limit_s:
+        """The candidate with the smallest stale share that is almost as fast, and its makespan."""
+        limit_s = makespan_s * (1 + STALE_MIN_GAIN)
+        for share in sorted(share for share in self.options.stale_shares if share < candidate.rates.stale_share):
+            fresher = candidate.with_stale_share(share)
+            if fresher.bound_s > limit_s:
                 continue
-            self.refined += 1
-            seconds = self.evaluate(calmer.spec(self.workload, self.options.steps, self.constants))
+            seconds = self._refined_makespan(fresher)
             if seconds <= limit_s:
-                return calmer, seconds
+                return fresher, seconds
         return candidate, makespan_s
 
     def slice_by_pool(self, candidate: Candidate, makespan_s: float) -> Candidate:
-        """The candidate with slices per pool, where the prediction says that these pay."""
-
-        def makespan(sliced: Candidate) -> float:
-            self.refined += 1
-            return self.evaluate(sliced.spec(self.workload, self.options.steps, self.constants))
-
+        """The candidate with a slice size per pool, if the prediction says that this pays."""
         return better_slices(
-            candidate, makespan_s, self.workload, self.constants, makespan, self.options.tolerance, SLICING_TRIES
+            candidate,
+            makespan_s,
+            self.workload,
+            self.constants,
+            self._refined_makespan,
+            self.options.tolerance,
+            SLICING_TRIES,
         )
 
+    def spec(self, candidate: Candidate) -> Spec:
+        return candidate.spec(self.workload, self.options.steps, self.constants)
+
+    def _refined_makespan(self, candidate: Candidate) -> float:
+        self.refined += 1
+        return predict_makespan(self.spec(candidate))
+
     def _cannot_win(self, bound: float) -> bool:
-        return bound >= self.best() * (1 - self.options.tolerance)
+        return bound >= self.best_score() * (1 - self.options.tolerance)
 
     def _try(self, candidate: Candidate) -> None:
         self.tried.add(id(candidate))
-        spec = candidate.spec(self.workload, self.options.steps, self.constants)
-        score = self.score(candidate, self.evaluate(spec))
+        score = self.score(candidate, predict_makespan(self.spec(candidate)))
         split = candidate.layout.split
         if score < self.best_of_split.get(split, (inf,))[0]:
             self.best_of_split[split] = (score, candidate)
@@ -166,18 +150,15 @@ def plan(
     workload: Workload,
     cluster: Cluster,
     options: PlanOptions,
-    evaluate: Evaluate,
-    inspect: Inspect,
     progress: Progress = lambda done, total: None,
     constants: Constants = CONSTANTS,
 ) -> PlanResult:
     """The best plans for the workload on the cluster, best first, at most one per split of the cards.
 
-    `evaluate` predicts a SPEC's makespan in seconds; `inspect` simulates the few plans that are shown.
-    The trainer is of one class of cards: its ranks move in step, so a slower class would set the pace.
-    Raises ConfigError, in one line, when the model does not fit the cluster.
+    The trainer uses cards of one pool: its ranks are synchronous, so a slower card would delay all others.
+    Raises ConfigError if the model does not fit the cluster.
     """
-    search = _Search(workload, options, constants, evaluate, progress)
+    search = _Search(workload, options, constants, progress)
     several = len(cluster.pools) > 1
     sizes = {pool: _first_sizes(pool, several, options.ranks) for pool in cluster.pools}
     if not any(sizes.values()):
@@ -200,15 +181,15 @@ def plan(
             budget if len(tried) == len(fresh) else budget // 4,
         )
         if options.ranks is None:
-            sizes = _between(search, sizes)
+            sizes = _refined_sizes(search, sizes)
     if not search.best_of_split:
         raise ConfigError(_does_not_fit(workload, cluster, options, constants))
     search.polish()
-    return _result(search, inspect, all(pool.cards - 1 <= EVERY_SIZE_UP_TO for pool in cluster.pools))
+    return _result(search, all(pool.cards - 1 <= EVERY_SIZE_UP_TO for pool in cluster.pools))
 
 
 def _first_sizes(pool: CardPool, others_generate: bool, ranks: int | None) -> list[int]:
-    """Trainer sizes to begin with; with other pools to generate, a whole pool may train."""
+    """The first trainer sizes to search; a whole pool can train if other pools generate."""
     most = pool.cards if others_generate else pool.cards - 1
     if ranks is not None:
         return [ranks] if ranks <= most else []
@@ -220,8 +201,8 @@ def _first_sizes(pool: CardPool, others_generate: bool, ranks: int | None) -> li
     return inside_a_node + sorted(mark * pool.per_node for mark in marks)
 
 
-def _between(search: _Search, sizes: dict[CardPool, list[int]]) -> dict[CardPool, list[int]]:
-    """The coarse grid of the best trainer's pool, with whole nodes halfway to its neighbours added."""
+def _refined_sizes(search: _Search, sizes: dict[CardPool, list[int]]) -> dict[CardPool, list[int]]:
+    """The same sizes, and around the best trainer those halfway to its neighbours, in whole nodes."""
     if not search.best_of_split:
         return sizes
     _, best = min(search.best_of_split.values(), key=lambda entry: entry[0])
@@ -237,7 +218,7 @@ def _between(search: _Search, sizes: dict[CardPool, list[int]]) -> dict[CardPool
     return {**sizes, pool: sorted({*grid, *(mark for mark in halfway if mark > 0)})}
 
 
-def _result(search: _Search, inspect: Inspect, every_size: bool) -> PlanResult:
+def _result(search: _Search, every_size: bool) -> PlanResult:
     by_score_then_price = sorted(
         search.best_of_split.values(), key=lambda entry: (entry[0], entry[1].layout.usd_per_hour)
     )
@@ -247,19 +228,19 @@ def _result(search: _Search, inspect: Inspect, every_size: bool) -> PlanResult:
         candidate, makespan_s = search.less_stale(found, score / search.score(found, 1.0))
         sliced = search.slice_by_pool(candidate, makespan_s)
         if place < keep:
-            plans.append(_finished(search, candidate, inspect))
+            plans.append(_simulated(search, candidate))
         if sliced is not candidate:
-            plans.append(_finished(search, sliced, inspect))
-    # Where it differs from the quick prediction, the inspection has the say.
-    plans = _best_of_each_split(sorted(plans, key=_by_inspection(search.options)))[:keep]
+            plans.append(_simulated(search, sliced))
+    # The full simulation overrides the quick prediction.
+    plans = _best_of_each_split(sorted(plans, key=_simulated_order(search.options)))[:keep]
     best = plans[0]
-    told = [replace(best, why=why_it_won(best, search.workload))]
-    told += [replace(other, why=why_it_lost(other, best, search.options.objective)) for other in plans[1:]]
+    explained = [replace(best, why=why_it_won(best, search.workload))]
+    explained += [replace(other, why=why_it_lost(other, best, search.options.objective)) for other in plans[1:]]
     first = best.makespan_s * (best.layout.usd_per_hour if search.options.objective == "cost" else 1.0)
-    proven_gap = max(0.0, 1 - min(search.least_bound_left, search.best()) / first)
+    proven_gap = max(0.0, 1 - min(search.least_bound_left, search.best_score()) / first)
     return PlanResult(
         workload=search.workload,
-        plans=tuple(told),
+        plans=tuple(explained),
         considered=search.considered,
         evaluated=len(search.tried) + search.refined,
         proven_gap=proven_gap,
@@ -275,28 +256,27 @@ def _best_of_each_split(plans: list[Plan]) -> list[Plan]:
     return list(first.values())
 
 
-def _by_inspection(options: PlanOptions) -> Callable[[Plan], tuple[float, float]]:
+def _simulated_order(options: PlanOptions) -> Callable[[Plan], tuple[float, float]]:
     if options.objective == "cost":
         return lambda plan: (plan.usd_per_1000_samples, plan.makespan_s)
     return lambda plan: (plan.makespan_s, plan.usd_per_1000_samples)
 
 
-def _finished(search: _Search, candidate: Candidate, inspect: Inspect) -> Plan:
-    workload = search.workload
-    spec = candidate.spec(workload, search.options.steps, search.constants)
-    outcome = inspect(spec)
+def _simulated(search: _Search, candidate: Candidate) -> Plan:
+    spec = search.spec(candidate)
+    answer = simulate(spec).answer
     usd_per_second = candidate.layout.usd_per_hour / 3600
     return Plan(
         layout=candidate.layout,
-        pace=candidate.pace,
+        rates=candidate.rates,
         spec=spec,
-        makespan_s=outcome.makespan,
-        step_s=_settled_step_s(outcome),
-        samples_per_second=outcome.throughput,
-        efficiency=outcome.efficiency,
-        generator_busy=1 - outcome.generator_idle,
-        trainer_busy=1 - outcome.trainer_idle,
-        usd_per_1000_samples=1000 * usd_per_second / outcome.throughput,
+        makespan_s=answer.makespan,
+        step_s=_steady_step_s(answer),
+        samples_per_second=answer.throughput,
+        efficiency=answer.efficiency,
+        generator_busy=1 - answer.generator_idle,
+        trainer_busy=1 - answer.trainer_idle,
+        usd_per_1000_samples=1000 * usd_per_second / answer.throughput,
         slices=candidate.own_slices,
         generator_memory=tuple(
             _lane_memory(search, generator, own)
@@ -306,14 +286,14 @@ def _finished(search: _Search, candidate: Candidate, inspect: Inspect) -> Plan:
     )
 
 
-def _settled_step_s(outcome: Outcome) -> float:
-    """From one commit to the next, once the pipeline is full."""
-    ends = outcome.step_end
+def _steady_step_s(answer: Answer) -> float:
+    """The mean time between two commits once the pipeline is full."""
+    ends = answer.step_end
     return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else ends[0]
 
 
 def _lane_memory(search: _Search, generator: GeneratorLayout, slice_size: int) -> MemoryReport | None:
-    """None where slices of this size were measured, and so did fit."""
+    """None if slices of this size were measured, and thus fit."""
     pool, headroom = generator.pool, search.constants.memory_headroom
     if pool.measured.slice_seconds is not None:
         return None
@@ -331,43 +311,43 @@ def _too_many_ranks(cluster: Cluster, options: PlanOptions) -> str:
     if cluster.cards == 1:
         return ONE_CARD
     pool = max(cluster.pools, key=lambda pool: pool.cards)
-    left = "" if len(cluster.pools) > 1 else ", and one card at least has to generate"
+    left = "" if len(cluster.pools) > 1 else ", and at least one card has to generate"
     return (
-        f"--ranks: {options.ranks} ranks are more than one class of cards has: {pool.name}, the largest, has "
-        f"{pool.cards}{left}; use fewer"
+        f"--ranks: {options.ranks} ranks are more than any pool has cards: {pool.name}, the largest, has "
+        f"{pool.cards}{left}; use fewer ranks"
     )
 
 
 def _does_not_fit(workload: Workload, cluster: Cluster, options: PlanOptions, constants: Constants) -> str:
-    """What the roomiest class lacks, in one line."""
+    """The memory that is missing on the pool with the most memory, in one line."""
     if cluster.cards == 1:
         return ONE_CARD
-    if not workload.catalogued:
+    if not workload.has_cost_model:
         return _not_measured(workload, cluster)
-    headroom, abilities = constants.memory_headroom, options.abilities
+    headroom, capabilities = constants.memory_headroom, options.capabilities
     pool = max(cluster.pools, key=lambda pool: pool.card.memory_gib * pool.cards)
     if not pool.card.described:
-        return f"no pool is of a card that the catalogue knows, and {NEEDED_MEASUREMENTS}, on cards of their own"
+        return f"no pool has a card of the catalogue, so the plan needs measured costs: {NEEDED_MEASUREMENTS}"
     shards = pool.cards if len(cluster.pools) > 1 else pool.cards - 1
-    if abilities.shards == "as_trained" and workload.tuning == "lora":
+    if capabilities.shards == "as_trained" and workload.tuning == "lora":
         shards = 1
-    lane_cards = pool.per_node if abilities.tensor_parallel else 1
-    checkpointing = abilities.checkpointing[-1]
+    lane_cards = pool.per_node if capabilities.tensor_parallel else 1
+    checkpointing = capabilities.checkpointing[-1]
     generating = generator_memory(workload, pool.card, 1, lane_cards, headroom)
     training = trainer_memory(workload, pool.card, shards, 1, checkpointing, headroom)
-    way_out = "add cards or take larger ones" + (", or use LoRA" if workload.tuning == "full" else "")
+    way_out = "add cards or use larger ones" + (", or use LoRA" if workload.tuning == "full" else "")
     if not checkpointing:
         way_out += ", or set training.gradient_checkpointing"
     return (
         f"{workload.model} ({workload.tuning}) does not fit this cluster of {cluster.cards} cards: {pool.name}, "
-        f"the roomiest, has {training.available_gib:.1f} GiB free a card; training over {shards} needs "
-        f"{training.total_gib:.1f} a card and generating over {lane_cards} needs {generating.total_gib:.1f}, "
-        f"on cards of their own; {way_out}"
+        f"the largest pool, has {training.available_gib:.1f} GiB free per card; training over {shards} needs "
+        f"{training.total_gib:.1f} GiB per card, and generating over {lane_cards} needs "
+        f"{generating.total_gib:.1f} GiB per card, on separate cards; {way_out}"
     )
 
 
 def _not_measured(workload: Workload, cluster: Cluster) -> str:
-    """What a model outside the catalogue lacks, in one line."""
+    """The measurements that are missing for a model without a cost model, in one line."""
     sizes = ", ".join(map(str, workload.slice_sizes()))
     for pool in cluster.pools:
         table = pool.measured.slice_seconds
@@ -376,7 +356,4 @@ def _not_measured(workload: Workload, cluster: Cluster) -> str:
                 f"{pool.name}: measured.slice_seconds has {', '.join(map(str, sorted(table)))}, which covers no "
                 f"size that divides samples_per_prompt = {workload.samples_per_prompt}; measure one of {sizes}"
             )
-    return (
-        f"{workload.model} is not in the catalogue, so that only measured costs can plan it: "
-        f"{NEEDED_MEASUREMENTS}, on cards of their own"
-    )
+    return f"{workload.model} is not in the catalogue, so the plan needs measured costs: {NEEDED_MEASUREMENTS}"

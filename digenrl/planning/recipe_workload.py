@@ -1,4 +1,4 @@
-"""From a recipe to the workload that is planned, and to what the search may choose for it. Needs no torch."""
+"""The workload and planner options of a recipe, and the check of profiles against a recipe."""
 
 from __future__ import annotations
 
@@ -6,43 +6,54 @@ import json
 from pathlib import Path
 from typing import Any
 
+from digenrl.config.plan_files import work_of
+from digenrl.config.profiles import Profile, ProfiledWork
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipe import Recipe
+from digenrl.config.recipe_paths import RANDOM
 from digenrl.planning.candidates import PlanOptions
-from digenrl.planning.cluster import CardPool, Cluster
-from digenrl.planning.layout import Abilities
-from digenrl.planning.model_catalogue import ModelFamily, known_models
+from digenrl.planning.cluster import Cluster
+from digenrl.planning.layout import Capabilities
+from digenrl.planning.model_facts import CatalogueModel, ModelFacts, known_models
 from digenrl.planning.workload import Workload
 
-NO_GUIDANCE = 1.0  # up to this scale a family runs no unconditional branch
+NO_GUIDANCE = 1.0  # up to this scale there is no unconditional forward
+BATCH_KEYS = {"recipe", "prompts", "samples_per_prompt", "slice"}  # of a profile; do not affect its costs
 
 
-def workload_of(recipe: Recipe, cluster: Cluster) -> Workload:
-    """What the recipe costs. Scoring costs what the slowest pool measured, and nothing where none did.
+def workload_of(recipe: Recipe, cluster: Cluster, facts: ModelFacts | None) -> Workload:
+    """The recipe's workload. The scoring time is that of the slowest pool, or 0 if it was not measured.
 
-    Raises ConfigError where the catalogue does not know the model and nothing was measured.
+    `facts` are None if the cost model does not know the model; raises ConfigError if nothing was measured either.
     """
-    model = catalogue_model(recipe)
-    content = {
-        **_sample_and_batch(recipe),
-        **_training(recipe),
-        "reward_lanes": _reward_lanes(recipe),
+    if facts is None:
+        if not any(pool.measured.slice_seconds for pool in cluster.pools):
+            raise ConfigError(unknown_model(recipe))
+        model: dict[str, Any] = {"model": model_name(recipe)}
+    else:
+        if not all(pool.measured.complete for pool in cluster.pools):
+            _check_precision(recipe)
+        model = {"model": facts.name, "model_facts": facts, "compiled": recipe.model.compiles("cuda")}
+    sample, batch, rewards = recipe.sample, recipe.batch, recipe.lanes.rewards
+    settings = {
+        "height": sample.height,
+        "width": sample.width,
+        "frames": sample.frames,
+        "denoise_steps": sample.denoising_steps,
+        "prompts": batch.prompts,
+        "samples_per_prompt": batch.samples_per_prompt,
+        "guidance": _guided(recipe.model.guidance),
+        "reward_lanes": rewards if isinstance(rewards, int) else len(rewards),
         "reward_seconds": max((pool.measured.score_seconds or 0.0 for pool in cluster.pools), default=0.0),
     }
-    if model is not None:
-        if not all(_fully_measured(pool) for pool in cluster.pools):
-            _check_precision(recipe)
-        return parse_model(Workload, {**content, "model": model.name, "compiled": recipe.model.compiles("cuda")})
-    if not any(pool.measured.slice_seconds for pool in cluster.pools):
-        raise ConfigError(_unknown_model(recipe))
-    return parse_model(Workload, {**content, "model": model_name(recipe), "catalogued": False})
+    return parse_model(Workload, {**settings, **_training(recipe), **model})
 
 
 def options_for(recipe: Recipe, base: PlanOptions) -> PlanOptions:
-    """The options with which a plan of the recipe can be run.
+    """`base`, restricted to plans that the runtime can run with this recipe.
 
-    A lane is a card; adapters are trained beside a whole copy of the weights, all weights in shards over all
-    ranks, which then cannot help. Help and streaming that the recipe switches off stay off; packs and
+    A lane is one card. Adapters are trained with a full copy of the weights per rank; fully trained weights are
+    sharded over all ranks, which then cannot help. Techniques that the recipe switches off stay off; pack size and
     checkpointing are the recipe's.
     """
     techniques, training = recipe.techniques, recipe.training
@@ -52,7 +63,7 @@ def options_for(recipe: Recipe, base: PlanOptions) -> PlanOptions:
         steps=base.steps,
         ranks=base.ranks,
         streams=("group", "batch") if techniques.gap else ("batch",),
-        abilities=Abilities(
+        capabilities=Capabilities(
             tensor_parallel=False,
             shards="as_trained",
             sharded_help=False,
@@ -67,8 +78,8 @@ def options_for(recipe: Recipe, base: PlanOptions) -> PlanOptions:
     )
 
 
-def catalogue_model(recipe: Recipe) -> ModelFamily | None:
-    """The catalogue's entry of the recipe's size: by the layers of a pipeline that is here, else by its name."""
+def catalogue_model(recipe: Recipe) -> CatalogueModel | None:
+    """The catalogue entry of the recipe's model, by the layers of a local pipeline or by the pipeline's name."""
     of_family = [entry for entry in known_models() if entry.family == recipe.model.family]
     config = Path(recipe.model.source) / "transformer" / "config.json"
     if config.is_file():
@@ -82,38 +93,98 @@ def model_name(recipe: Recipe) -> str:
     return Path(recipe.model.source).name
 
 
-def _has_size(config: Path, entry: ModelFamily) -> bool:
+def unknown_model(recipe: Recipe) -> str:
+    """The error message for a model that is not in the catalogue and was not measured."""
+    known = ", ".join(entry.name for entry in known_models())
+    return (
+        f"model.source: '{recipe.model.source}' ({recipe.model.family}) is not in the catalogue ({known}); "
+        "give the cluster's pools measured costs, as measured: {slice_seconds: {1: 0.2, 4: 0.6}, "
+        "train_seconds_per_sample: 0.1}"
+    )
+
+
+def profiled_work(recipe: Recipe) -> ProfiledWork:
+    """The settings of the recipe that affect the times of a device."""
+    algorithm, group = recipe.algorithm.settings(), recipe.batch.samples_per_prompt
+    return ProfiledWork(
+        **work_of(recipe).model_dump(),
+        recipe=recipe.name,
+        dtype=recipe.model.dtype,
+        guidance=recipe.model.guidance,
+        slice=recipe.batch.slice,
+        trained_steps=algorithm.trained_steps(recipe.sample.denoising_steps, recipe.window),
+        trained_share=algorithm.trained_samples(group) / group,
+        updates_per_batch=algorithm.updates_per_batch,
+        reference_forward=algorithm.needs.reference,
+        old_log_probs=recipe.training.old_log_probs,
+        autocast=recipe.training.autocast,
+        packed=recipe.techniques.tsp,
+    )
+
+
+def check_profiles(cluster: Cluster, recipe: Recipe | None) -> None:
+    """Raises ConfigError if a pool's profile measured other work than the recipe's; the batch may differ."""
+    for pool in cluster.pools:
+        if pool.profile is None:
+            continue
+        if recipe is None:
+            raise ConfigError(
+                f"{pool.name}: its profile is of the recipe {pool.profile.work.recipe}; plan a recipe, not --model"
+            )
+        _check_profile(recipe, pool.profile, f"{pool.name}: its profile")
+
+
+def _check_profile(recipe: Recipe, profile: Profile, where: str) -> None:
+    measured, wanted = profile.work.model_dump(), profiled_work(recipe).model_dump()
+    for key, value in wanted.items():
+        if key not in BATCH_KEYS and not same_costs(key, measured[key], value):
+            raise ConfigError(
+                f"{where} was measured for {key} = {_value(measured[key])} ({profile.work.recipe}), the recipe "
+                f"has {_value(value)}; measure it with: digenrl profile RECIPE"
+            )
+
+
+def same_costs(key: str, measured: Any, wanted: Any) -> bool:
+    """Whether two values of a profile's key have the same costs."""
+    if key == "guidance":  # only the number of forwards matters
+        return _guided(measured) == _guided(wanted)
+    if key == "model":
+        return measured == wanted or _is_random_copy(measured, wanted) or _is_random_copy(wanted, measured)
+    return bool(measured == wanted)
+
+
+def _guided(scale: float | None) -> bool:
+    """Whether guidance needs an unconditional forward; None is the family's default scale, which does."""
+    return scale is None or scale > NO_GUIDANCE
+
+
+def _is_random_copy(random: str, other: str) -> bool:
+    """Whether `random` has random weights in the size of `other`: any size, or one like 2.1-14b in its name."""
+    source, _, size = random.partition(":")
+    return source == RANDOM and size.rpartition("-")[2] in other.lower()
+
+
+def _value(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _has_size(config: Path, entry: CatalogueModel) -> bool:
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.source: {config} cannot be read: {error}") from None
     hidden = content.get("num_attention_heads", 0) * content.get("attention_head_dim", 0)
-    return (hidden, content.get("num_layers", 0) + content.get("num_single_layers", 0)) == (
-        entry.hidden,
-        entry.blocks,
-    )
-
-
-def _sample_and_batch(recipe: Recipe) -> dict[str, Any]:
-    sample, batch = recipe.sample, recipe.batch
-    return {
-        "height": sample.height,
-        "width": sample.width,
-        "frames": sample.frames,
-        "denoise_steps": sample.denoising_steps,
-        "prompts": batch.prompts,
-        "samples_per_prompt": batch.samples_per_prompt,
-        "guidance": recipe.model.guidance is None or recipe.model.guidance > NO_GUIDANCE,
-    }
+    blocks = content.get("num_layers", 0) + content.get("num_single_layers", 0)
+    return (hidden, blocks) == (entry.hidden, entry.blocks)
 
 
 def _training(recipe: Recipe) -> dict[str, Any]:
-    """What of a sample is trained, and what that takes beside its own forward and backward."""
+    """The share of a sample that is trained, and the forwards that training needs in addition to its own."""
     steps, training = recipe.sample.denoising_steps, recipe.training
     algorithm = recipe.algorithm.settings()
     updates, old_policy = algorithm.updates_per_batch, 1.0 if algorithm.needs.old_policy else 0.0
     if training.old_log_probs == "recomputed" and algorithm.replays == "steps":
-        old_policy = (updates - 1) / updates  # before the first update, the policy's own forward is the old one's
+        old_policy = (updates - 1) / updates  # in the first update, the old policy is the policy itself
     return {
         "tuning": "full" if training.lora is None else "lora",
         "lora_rank": 1 if training.lora is None else training.lora.rank,
@@ -126,28 +197,9 @@ def _training(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _reward_lanes(recipe: Recipe) -> int:
-    rewards = recipe.lanes.rewards
-    return rewards if isinstance(rewards, int) else len(rewards)
-
-
-def _fully_measured(pool: CardPool) -> bool:
-    measured = pool.measured
-    return measured.slice_seconds is not None and measured.train_seconds_per_sample is not None
-
-
 def _check_precision(recipe: Recipe) -> None:
     if recipe.model.dtype == "float32" and recipe.training.autocast == "off":
         raise ConfigError(
-            "training.autocast: off with float32 weights, and the cost model knows bf16 arithmetic only; set "
+            "training.autocast: off with float32 weights, but the cost model covers bf16 arithmetic only; set "
             "training.autocast=bf16, or give measured costs for every pool of the cluster"
         )
-
-
-def _unknown_model(recipe: Recipe) -> str:
-    known = ", ".join(entry.name for entry in known_models())
-    return (
-        f"model.source: '{recipe.model.source}' ({recipe.model.family}) is no model that the catalogue knows "
-        f"({known}); give the cluster's pools measured costs, as measured: {{slice_seconds: {{1: 0.2, 4: 0.6}}, "
-        "train_seconds_per_sample: 0.1}"
-    )

@@ -1,4 +1,4 @@
-"""Turns a layout into a SPEC: every number of it comes from the cost model, to six digits."""
+"""Builds the SPEC of a layout, with all durations from the cost model, rounded to six digits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from digenrl.config.spec import (
     HelperCosts,
     ScheduleRules,
     Spec,
-    StreamRule,
+    StreamRuleName,
     TimedGeneratorPool,
     TimedRewardPool,
     TrainerCosts,
@@ -32,17 +32,17 @@ def build_spec(
     workload: Workload,
     layout: Layout,
     slice_size: int,
-    policy: ScheduleRules,
+    rules: ScheduleRules,
     steps: int,
     constants: Constants = CONSTANTS,
     pool_slices: tuple[int, ...] = (),
 ) -> Spec:
-    """The SPEC of `steps` steps of the workload on that layout under that policy.
+    """The SPEC of `steps` steps of the workload on this layout.
 
-    `pool_slices` are the slices of the layout's generators, in its order, where they are not all `slice_size`.
+    `pool_slices` are the slice sizes of the layout's generator pools, in order; empty if all are `slice_size`.
     """
     own_slices = pool_slices or (slice_size,) * len(layout.generators)
-    samples_per_unit = unit_of(workload, policy.stream)
+    samples_per_unit = training_unit(workload, rules.stream)
     unit_s = unit_seconds(workload, layout.trainer, samples_per_unit, constants)
     return Spec(
         steps=steps,
@@ -67,19 +67,19 @@ def build_spec(
             helper=_helper(workload, layout, constants),
         ),
         publish=rounded(publication_seconds(workload, layout, constants)),
-        policy=policy,
+        policy=rules,
     )
 
 
-def unit_of(workload: Workload, stream: StreamRule) -> int:
-    """Samples that the trainer gets at once."""
+def training_unit(workload: Workload, stream: StreamRuleName) -> int:
+    """The number of samples that are sent to the trainer together."""
     return {"group": workload.samples_per_prompt, "batch": workload.samples_per_step, "sample": 1}[stream]
 
 
 def slice_table(
     workload: Workload, pool: CardPool, lane_cards: int, constants: Constants = CONSTANTS
 ) -> dict[int, Decimal]:
-    """Slice size to seconds, for every size that cuts a group evenly and that measurements, if any, cover."""
+    """Seconds by slice size, for every size that cuts a group evenly and is covered by measurements, if any."""
     modelled = pool.measured.slice_seconds is None
     return {
         size: rounded(lane_slice_seconds(workload, pool, size, lane_cards, constants))
@@ -89,16 +89,16 @@ def slice_table(
 
 
 def publication_seconds(workload: Workload, layout: Layout, constants: Constants = CONSTANTS) -> float:
-    """Until the last generator has a new version: the slowest pool's measured time, or the modelled one."""
+    """The time until the last generator has a new version: the slowest pool's, measured or modelled."""
     measured = [generator.pool.measured.publish_seconds for generator in layout.generators]
     known = [seconds for seconds in measured if seconds is not None]
-    if len(known) == len(measured) or not workload.catalogued:
+    if len(known) == len(measured) or not workload.has_cost_model:
         return max(known, default=0.0)
     return max([*known, publish_seconds(workload, publish_link(layout, constants), constants)])
 
 
 def publish_link(layout: Layout, constants: Constants = CONSTANTS) -> float:
-    """Bytes a second to the generators: the network's slowest part, or the node's own links within one node."""
+    """Bandwidth to the generators: the slowest network, or the links of the node if there is only one."""
     pools = {layout.trainer.pool, *(generator.pool for generator in layout.generators)}
     trainer_pool = layout.trainer.pool
     if len(pools) == 1 and trainer_pool.nodes == 1:
@@ -107,7 +107,7 @@ def publish_link(layout: Layout, constants: Constants = CONSTANTS) -> float:
 
 
 def rounded(seconds: float) -> Decimal:
-    """Six significant digits, which is finer than any of this is known."""
+    """Six significant digits, which is more than the cost model can know."""
     return Decimal(f"{Decimal(repr(seconds)):.6g}")
 
 

@@ -1,4 +1,4 @@
-"""What is trained: the model, the size of its samples, the batch, and what of it gets gradients."""
+"""A training workload: the model, the size of its samples, the batch, and the trained parameters."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pydantic import Field, model_validator
 
 from digenrl.config.generator_pools import slice_sizes
 from digenrl.config.reading import Frozen, parse_model
-from digenrl.planning.model_catalogue import ForwardWork, ModelFamily, Tokens, Whole, WholeOrNone, find_model
+from digenrl.planning.model_facts import ForwardWork, ModelFacts, Tokens, Whole, WholeOrZero, find_model
 
 Tuning = Literal["lora", "full"]
 
 
 class Workload(Frozen):
-    """One training job, as far as its costs go. `workload_for` fills in the family's recipe.
+    """The settings of a training job that affect its costs.
 
-    `trained_per_prompt` samples of each group are trained, all of them by default. `old_policy_forward` is the
-    share of pairs that also get a forward of the policy before the update. A model that is not `catalogued` has no
-    costs but measured ones.
+    `trained_per_prompt` samples of each group are trained, all by default. `old_policy_forward` is the share of
+    (sample, time-step) pairs that also need a forward of the policy before the update. Without `model_facts` only
+    measured costs are available.
     """
 
     model: str
-    catalogued: bool = True
+    model_facts: ModelFacts | None = Field(default=None, exclude=True, repr=False)
     tuning: Tuning = "lora"
     lora_rank: Whole = 32
     height: Whole
@@ -40,17 +40,17 @@ class Workload(Frozen):
     old_policy_forward: Annotated[float, Field(ge=0, le=1)] = 0.0
     float32_weights: bool = False
     compiled: bool = False
-    reward_lanes: WholeOrNone = 0
+    reward_lanes: WholeOrZero = 0
     reward_seconds: Annotated[float, Field(ge=0)] = 0.0
 
     @model_validator(mode="after")
-    def _the_family_can_do_it(self) -> Workload:
-        if self.catalogued:
-            self.forward_work  # noqa: B018  raises where the family cannot make such samples
+    def _sample_size_fits_the_model(self) -> Workload:
+        if self.has_cost_model:
+            self.forward_work  # noqa: B018  raises if the model cannot generate such samples
         return self
 
     @model_validator(mode="after")
-    def _trains_what_it_generates(self) -> Workload:
+    def _trains_at_most_the_generated_samples(self) -> Workload:
         if self.trained_per_prompt is not None and self.trained_per_prompt > self.samples_per_prompt:
             raise ValueError(
                 f"trained_per_prompt: {self.trained_per_prompt} is more than samples_per_prompt = "
@@ -59,34 +59,40 @@ class Workload(Frozen):
         return self
 
     @property
-    def family(self) -> ModelFamily:
-        return find_model(self.model)
+    def has_cost_model(self) -> bool:
+        """Whether costs can be modelled where none were measured."""
+        return self.model_facts is not None
+
+    @property
+    def facts(self) -> ModelFacts:
+        assert self.model_facts is not None, "a workload without model facts has measured costs only"
+        return self.model_facts
 
     @property
     def tokens(self) -> Tokens:
-        return self.family.tokens(self.height, self.width, self.frames, self.text_tokens)
+        return self.facts.tokens(self.height, self.width, self.frames, self.text_tokens)
 
     @property
     def forward_work(self) -> ForwardWork:
-        return self.family.forward_work(self.tokens, self.compiled)
+        return self.facts.forward_work(self.tokens, self.compiled)
 
     @property
     def activations_per_block(self) -> float:
-        """What a block keeps for its backward, in hidden states of a sample."""
-        return self.family.execution(self.compiled).activations
+        """Activations that a block saves for its backward, in hidden states of a sample."""
+        return self.facts.execution(self.compiled).activations
 
     @property
     def decode_flop(self) -> float:
-        return self.family.decode_flop(self.height, self.width, self.frames)
+        return self.facts.decode_flop(self.height, self.width, self.frames)
 
     @property
     def branches(self) -> int:
-        """Rows of the batch per sample: two where guidance needs an unconditional forward."""
-        return 2 if self.guidance and self.family.guidance == "batched" else 1
+        """Rows of the batch per sample: two if guidance needs an unconditional forward."""
+        return 2 if self.guidance and self.facts.guidance == "batched" else 1
 
     @property
     def pairs_per_sample(self) -> int:
-        """Trained time-steps of one sample; the last step is never trained."""
+        """Trained time-steps of one sample; the last denoising step is never trained."""
         return max(1, min(round(self.trained_share * self.denoise_steps), self.denoise_steps - 1))
 
     @property
@@ -94,24 +100,24 @@ class Workload(Frozen):
         return self.prompts * self.samples_per_prompt
 
     def trained_samples(self, samples: int) -> int:
-        """How many of so many generated samples are trained."""
+        """How many of `samples` generated samples are trained."""
         share = self.trained_per_prompt or self.samples_per_prompt
         return max(1, samples * share // self.samples_per_prompt)
 
     @property
     def weight_bytes(self) -> float:
-        """All weights, in the type that they are kept in."""
-        return self.family.weight_bytes * (2 if self.float32_weights else 1)
+        """The size of all weights in their storage type."""
+        return self.facts.weight_bytes * (2 if self.float32_weights else 1)
 
     @property
     def trained_parameters(self) -> int:
         if self.tuning == "full":
-            return self.family.parameters
-        return self.family.lora_parameters(self.lora_rank)
+            return self.facts.parameters
+        return self.facts.lora_parameters(self.lora_rank)
 
     @property
     def published_bytes(self) -> float:
-        """What a new version sends to every generator: all weights, or fp32 adapters."""
+        """The size of a new weight version for one generator: all weights, or fp32 adapters."""
         if self.tuning == "full":
             return self.weight_bytes
         return 4.0 * self.trained_parameters
@@ -121,14 +127,15 @@ class Workload(Frozen):
         return slice_sizes(self.samples_per_prompt)
 
 
-WORKLOAD_KEYS = [key for key in Workload.model_fields if key not in ("model", "catalogued")]
+WORKLOAD_KEYS = [key for key in Workload.model_fields if key not in ("model", "model_facts")]
 
 
 def workload_for(model: str, **overrides: Any) -> Workload:
-    """The family's published recipe, with `overrides`; None leaves the recipe's value.
+    """A model of the catalogue with its published settings and `overrides`; None keeps the published value.
 
-    Raises ConfigError for an unknown family, an unknown key, or a sample the family cannot make.
+    Raises ConfigError for an unknown model, an unknown key, or a sample size that the model cannot generate.
     """
-    family = find_model(model)
+    entry = find_model(model)
     given = {key: value for key, value in overrides.items() if value is not None}
-    return parse_model(Workload, {"model": family.name, **family.recipe.model_dump(), **given})
+    settings = {**entry.published.model_dump(), **given}
+    return parse_model(Workload, {"model": entry.name, "model_facts": entry, **settings})

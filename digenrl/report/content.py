@@ -14,7 +14,7 @@ from digenrl.report import curves, headline
 from digenrl.report.grids import grids
 from digenrl.report.timeline import timeline
 from digenrl.run_folder.reading import RunRecord
-from digenrl.telemetry.lane_shares import LaneShares, Window, lane_shares, mean_busy, steady_window
+from digenrl.telemetry.lane_shares import LaneShares, TimeWindow, lane_shares, mean_busy, steady_window
 from digenrl.telemetry.trace import TRAINER_LANE, LaneInfo, Trace
 
 
@@ -80,7 +80,7 @@ def headline_of(run: RunRecord) -> dict[str, Any]:
     """The headline figures; None for what the run did not measure."""
     reward = headline.reward_change(run.steps)
     steady = steady_window(run.trace)
-    whole = Window(0, run.trace.end_ns)
+    whole = TimeWindow(0, run.trace.end_ns)
     pools = list(dict.fromkeys(lane.pool for lane in run.trace.lanes))
     shares = lane_shares(run.trace, steady or whole)
     accuracy, colocated = headline.prediction_accuracy(run.steps), run.trace.shared_cards
@@ -110,7 +110,7 @@ def utilisation(run: RunRecord) -> dict[str, Any]:
     """Every lane's shares, over the whole run and in the steady state; None if it was not reached."""
     steady = steady_window(run.trace)
     return {
-        "run": _shares(run, Window(0, run.trace.end_ns)),
+        "run": _shares(run, TimeWindow(0, run.trace.end_ns)),
         "steady": _shares(run, steady) if steady else None,
     }
 
@@ -123,7 +123,7 @@ def prediction_of(run: RunRecord) -> dict[str, Any] | None:
     return {**asdict(accuracy), "errors": accuracy.errors, "median_error": accuracy.median_error}
 
 
-def _shares(run: RunRecord, window: Window) -> dict[str, Any]:
+def _shares(run: RunRecord, window: TimeWindow) -> dict[str, Any]:
     return {
         "seconds": (window.end_ns - window.start_ns) / 1e9,
         "lanes": {name: _lane_entry(shares) for name, shares in lane_shares(run.trace, window).items()},

@@ -1,1 +1,1 @@
-"""Scorers behind one contract: images or frames, prompts and metadata in, one number per sample out."""
+"""Rewards, one file each, behind one contract: pixels, prompts and metadata in, one number per sample out."""

@@ -17,14 +17,14 @@ from digenrl.rewards.weights import pick_device, read_state_dict
 
 
 class AestheticReward(FrameReward):
-    """How pleasing an image is; prompts do not matter."""
+    """The predicted aesthetic score of an image; prompts are ignored."""
 
     def __init__(self, settings: AestheticSettings) -> None:
         super().__init__(settings.shown_as, settings.frame_stride)
         self.batch_size = settings.batch_size
         self.device = pick_device(settings.device)
         head_file = Path(settings.head).expanduser()
-        head_state = read_state_dict(head_file)  # small: a wrong file is told before the backbone loads
+        head_state = read_state_dict(head_file)  # small: a wrong file fails before the backbone loads
         model = load_clip(settings)
         self.vision = model.vision_model.to(self.device).eval().requires_grad_(False)
         self.projection = model.visual_projection.to(self.device).requires_grad_(False)
@@ -33,12 +33,8 @@ class AestheticReward(FrameReward):
 
     @torch.inference_mode()
     def score_frames(
-        self,
-        frames_NCHW: Tensor,
-        prompts: Sequence[str],
-        metadata: Sequence[Metadata],
+        self, frames_NCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> RewardBatch:
-        """Neither prompts nor metadata matter."""
         scores: list[float] = []
         for batch_NCHW in torch.split(frames_NCHW, self.batch_size):
             pixel_values = self._images(batch_NCHW).to(self.device, self.vision.dtype)
@@ -48,5 +44,5 @@ class AestheticReward(FrameReward):
 
 
 def build(settings: AestheticSettings) -> AestheticReward:
-    """Loads backbone and head."""
+    """Loads the backbone and the head."""
     return AestheticReward(settings)

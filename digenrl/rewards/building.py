@@ -1,19 +1,43 @@
-"""From settings to rewards. Models and their libraries are loaded here and not before."""
+"""Builds rewards from settings. Models and their libraries are loaded here and not before."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from importlib import import_module
 
+from torch import Tensor
+
 from digenrl.config.reading import ConfigError
 from digenrl.config.rewards import REWARDS, RewardSettings
-from digenrl.rewards.contract import Reward
-from digenrl.rewards.weighted import WeightedReward
+from digenrl.rewards.contract import Metadata, Reward, RewardBatch
+
+
+class WeightedReward(Reward):
+    """The sum of raw scores times weights. Parts: `label` for each raw score, `label/part` for its components.
+
+    If one reward fails, the sample has no score: a sum without one of its terms would be another reward.
+    """
+
+    def __init__(self, rewards: Sequence[tuple[Reward, float]]) -> None:
+        super().__init__(" + ".join(reward.label for reward, _ in rewards))
+        assert rewards, "a weighted reward needs at least one"
+        self.rewards = tuple(rewards)
+
+    def _score(self, pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> RewardBatch:
+        parts: dict[str, tuple[float, ...]] = {}
+        weighted = []
+        for reward, weight in self.rewards:
+            batch = reward.score(pixels_BFCHW, prompts, metadata)
+            weighted.append([weight * value for value in batch.values])
+            parts[reward.label] = batch.values
+            parts.update({f"{reward.label}/{name}": part for name, part in batch.parts.items()})
+        return RewardBatch(tuple(math.fsum(terms) for terms in zip(*weighted, strict=True)), parts)
 
 
 def build_reward(settings: RewardSettings) -> Reward:
-    """One reward, without its weight, as `build` of digenrl/rewards/<name>.py makes it."""
-    assert settings.name in REWARDS, f"{settings.name} is not in the dictionary of rewards"
+    """One reward, without its weight, from `build` of digenrl/rewards/<name>.py."""
+    assert settings.name in REWARDS, f"{settings.name} is not in the table of rewards"
     try:
         reward = import_module(f"digenrl.rewards.{settings.name}").build(settings)
     except ModuleNotFoundError as error:
@@ -26,5 +50,5 @@ def build_reward(settings: RewardSettings) -> Reward:
 
 
 def build_rewards(settings: Sequence[RewardSettings]) -> WeightedReward:
-    """All rewards of a recipe as one: the weighted sum of the raw scores, each kept as a named part."""
+    """All rewards of a recipe as one weighted sum."""
     return WeightedReward([(build_reward(one), one.weight) for one in settings])

@@ -1,4 +1,4 @@
-"""CLIP as the backbone of several rewards: loading, and cosines of images and prompts."""
+"""CLIP, the backbone of several rewards: loading, and the cosine similarity of images and prompts."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, CLIPMode
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.rewards import ClipRewardSettings
-from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch
-from digenrl.rewards.images import as_pil
+from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, as_pil
 from digenrl.rewards.weights import is_directory, load_pretrained, load_whole_model, pick_device
 
 
 class ClipImages:
-    """CLIP's image processor: frames as the pixel values that the model takes."""
+    """CLIP's image processor."""
 
     def __init__(self, processor: str) -> None:
         self._processor = load_pretrained(AutoImageProcessor.from_pretrained, processor, backend="pil")
 
     def __call__(self, frames_NCHW: Tensor) -> Tensor:
-        """Resized, cropped and normalised as the processor's file says."""
+        """The model's pixel values: frames resized, cropped and normalised by the processor."""
         pixel_values: Tensor = self._processor(images=list(as_pil(frames_NCHW)), return_tensors="pt")[
             "pixel_values"
         ]
@@ -31,7 +30,7 @@ class ClipImages:
 
 
 class ClipPairReward(FrameReward):
-    """The cosine of each image with its own prompt, times `scale`. Rows do not depend on their neighbours."""
+    """The cosine similarity of each image with its prompt, times `scale`. Rows are independent."""
 
     def __init__(self, settings: ClipRewardSettings, model: Any, processor: str, scale: float = 1.0) -> None:
         super().__init__(settings.shown_as, settings.frame_stride)
@@ -44,12 +43,8 @@ class ClipPairReward(FrameReward):
 
     @torch.inference_mode()
     def score_frames(
-        self,
-        frames_NCHW: Tensor,
-        prompts: Sequence[str],
-        metadata: Sequence[Metadata],
+        self, frames_NCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> RewardBatch:
-        """Metadata do not matter."""
         cosines: list[float] = []
         for start in range(0, len(prompts), self.batch_size):
             rows = slice(start, start + self.batch_size)
@@ -75,7 +70,7 @@ class ClipPairReward(FrameReward):
 
 
 def load_clip(settings: ClipRewardSettings) -> Any:
-    """The whole model, after a look at its config: weights of another architecture are not loaded."""
+    """The whole model; raises ConfigError, from its config alone, if it is of another architecture."""
     config = load_pretrained(AutoConfig.from_pretrained, settings.model)
     if config.model_type != "clip":
         raise ConfigError(f"{settings.model}: expected the weights of a CLIP model, got '{config.model_type}'")
@@ -83,7 +78,7 @@ def load_clip(settings: ClipRewardSettings) -> Any:
 
 
 def processor_of(settings: ClipRewardSettings, published: str | None = None) -> str:
-    """Where tokenizer and image processor are: as set, else with the model, else where the authors point to."""
+    """Where tokenizer and image processor are: as configured, with the model, or as published."""
     if settings.processor is not None:
         return settings.processor
     return settings.model if published is None or is_directory(settings.model) else published

@@ -1,4 +1,4 @@
-"""Cosine of image and prompt under CLIP, as it is: at most 1, with no clamp at 0 that would hide a gradient."""
+"""Cosine similarity of image and prompt under CLIP, at most 1, without the usual clamp at 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every reward does: samples in, one finite number per sample out, or an error that names the sample.
+"""The contract of a reward: samples in, one finite number per sample out, or an error that names the sample.
 
 Shape legend: B = samples, F = frames of a sample (an image has one), N = single images, C = 3 colours, H and W =
 height and width.
@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 Metadata = Mapping[str, Any]
-ROUNDING = 1e-4  # how far a decoder's pixels may lie outside [0, 1]
+ROUNDING = 1e-4  # how far the pixels of a decoder may exceed [0, 1]
 
 
 class RewardError(RuntimeError):
-    """No usable score: whoever asked discards the samples; nobody puts a number in their place.
+    """There is no usable score. The caller discards the samples; no number ever replaces a missing score.
 
-    `samples` are positions in the batch that was to be scored; empty where the whole batch failed.
+    `samples` are positions in the batch; empty if the whole batch failed.
     """
 
     def __init__(self, reward: str, reason: str, samples: tuple[int, ...] = ()) -> None:
-        super().__init__(reward, reason, samples)  # all three are args, so that it survives pickling
+        super().__init__(reward, reason, samples)  # all three are args, so that it can be pickled
         self.reward = reward
         self.reason = reason
         self.samples = samples
@@ -41,7 +44,7 @@ class RewardError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class RewardBatch:
-    """One value per sample, and named parts that explain it, each with one number per sample."""
+    """One value per sample, and named components that explain it, each with one number per sample."""
 
     values: tuple[float, ...]
     parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
@@ -53,7 +56,7 @@ class RewardBatch:
 
 
 class Reward(ABC):
-    """A scorer. `score` is what others call; a reward's own file writes `_score`."""
+    """A scorer. Callers use `score`; subclasses implement `_score`."""
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -64,9 +67,9 @@ class Reward(ABC):
         prompts: Sequence[str],
         metadata: Sequence[Metadata],
     ) -> RewardBatch:
-        """Scores of pixels in [0, 1], fp32; exactly one finite value per sample, in the same order.
+        """Scores pixels in [0, 1], fp32: exactly one finite value per sample, in the same order.
 
-        Raises RewardError where a sample cannot be scored, and ValueError where the call itself is wrong.
+        Raises RewardError if a sample cannot be scored, and ValueError if the call itself is wrong.
         """
         check_call(pixels_BFCHW, prompts, metadata)
         check_pixels(self.label, pixels_BFCHW)
@@ -74,24 +77,19 @@ class Reward(ABC):
             batch = self._score(pixels_BFCHW, prompts, metadata)
         except RewardError:
             raise
-        except Exception as error:  # scorers are foreign code: whatever they raise means "no score"
+        except Exception as error:  # scorers are foreign code: any exception means "no score"
             raise RewardError(self.label, f"{type(error).__name__}: {error}") from error
         return checked(self.label, batch, len(prompts))
 
     @abstractmethod
-    def _score(
-        self,
-        pixels_BFCHW: Tensor,
-        prompts: Sequence[str],
-        metadata: Sequence[Metadata],
-    ) -> RewardBatch:
-        """The scores; may raise anything, and what it returns is checked."""
+    def _score(self, pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> RewardBatch:
+        """The scores. May raise anything; the result is checked."""
 
 
 class FrameReward(Reward):
-    """A reward of single images. A video scores the mean over every `frame_stride`-th frame, from the first on.
+    """A reward of single images. A video scores the mean over frames 0, `frame_stride`, 2 `frame_stride`, ...
 
-    Images are rounded to 8 bits first, as they would be in a file: what travels as PNG scores the same.
+    Images are first rounded to 8 bits, so that an image sent as PNG scores the same.
     """
 
     def __init__(self, label: str, frame_stride: int = 1) -> None:
@@ -100,19 +98,11 @@ class FrameReward(Reward):
 
     @abstractmethod
     def score_frames(
-        self,
-        frames_NCHW: Tensor,
-        prompts: Sequence[str],
-        metadata: Sequence[Metadata],
+        self, frames_NCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> RewardBatch:
-        """Scores of single images, uint8. A RewardError names rows of N."""
+        """Scores single images, uint8. The samples of a RewardError are rows of N."""
 
-    def _score(
-        self,
-        pixels_BFCHW: Tensor,
-        prompts: Sequence[str],
-        metadata: Sequence[Metadata],
-    ) -> RewardBatch:
+    def _score(self, pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> RewardBatch:
         frames_BFCHW = as_uint8(pixels_BFCHW[:, :: self.frame_stride])
         count = frames_BFCHW.shape[1]
         repeated_prompts = [prompt for prompt in prompts for _ in range(count)]
@@ -128,8 +118,16 @@ class FrameReward(Reward):
 
 
 def as_uint8(pixels: Tensor) -> Tensor:
-    """Pixels in [0, 1] as whole numbers of 0 to 255 on the CPU, rounded to the nearest."""
+    """Pixels in [0, 1] as integers from 0 to 255 on the CPU, rounded to the nearest."""
     return (pixels.detach().float() * 255).round().clamp(0, 255).to(device="cpu", dtype=torch.uint8)
+
+
+def as_pil(frames_NCHW: Tensor) -> Iterator[Image.Image]:
+    """uint8 frames as RGB images of Pillow."""
+    from PIL import Image  # only rewards that use it need Pillow
+
+    for frame_CHW in frames_NCHW:
+        yield Image.fromarray(frame_CHW.permute(1, 2, 0).contiguous().numpy())
 
 
 def check_call(pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> None:
@@ -147,7 +145,7 @@ def check_call(pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[
 
 
 def check_pixels(label: str, pixels_BFCHW: Tensor) -> None:
-    """Raises RewardError naming the samples whose pixels are not numbers of [0, 1]."""
+    """Raises RewardError naming the samples whose pixels are not numbers in [0, 1]."""
     flat = pixels_BFCHW.detach().flatten(1)
     good_B = ((flat >= -ROUNDING) & (flat <= 1 + ROUNDING)).all(dim=1)
     if not bool(good_B.all()):
@@ -156,7 +154,7 @@ def check_pixels(label: str, pixels_BFCHW: Tensor) -> None:
 
 
 def checked(label: str, batch: RewardBatch, count: int) -> RewardBatch:
-    """The batch, if it has one finite number per sample everywhere; otherwise RewardError."""
+    """The batch; raises RewardError unless it has exactly one finite number per sample everywhere."""
     if len(batch.values) != count:
         raise RewardError(
             label, f"returned {len(batch.values)} scores for {count} samples; one per sample is needed"
@@ -169,5 +167,5 @@ def checked(label: str, batch: RewardBatch, count: int) -> RewardBatch:
 
 
 def _means(numbers: tuple[float, ...], count: int) -> tuple[float, ...]:
-    """The mean of each run of `count` neighbours."""
+    """The mean of every `count` consecutive numbers."""
     return tuple(math.fsum(numbers[at : at + count]) / count for at in range(0, len(numbers), count))

@@ -1,4 +1,4 @@
-"""A user's own reward: any importable function."""
+"""Rewards outside this package: any importable function or subclass of `Reward`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from digenrl.config.import_paths import import_object
-from digenrl.config.reading import ConfigError
+from digenrl.config.reading import ConfigError, one_line
 from digenrl.config.rewards import FunctionSettings
 from digenrl.rewards.contract import Metadata, Reward, RewardBatch, RewardError
 
@@ -16,7 +16,7 @@ from digenrl.rewards.contract import Metadata, Reward, RewardBatch, RewardError
 class FunctionReward(Reward):
     """Calls `function(pixels_BFCHW, prompts, metadata, **arguments)`.
 
-    It returns one number per sample (a list, a tensor of shape (B,)) or a RewardBatch.
+    The function returns one number per sample (a list or a tensor of shape (B,)) or a RewardBatch.
     """
 
     def __init__(self, label: str, function: Callable[..., Any], arguments: Metadata) -> None:
@@ -24,12 +24,7 @@ class FunctionReward(Reward):
         self.function = function
         self.arguments = dict(arguments)
 
-    def _score(
-        self,
-        pixels_BFCHW: Tensor,
-        prompts: Sequence[str],
-        metadata: Sequence[Metadata],
-    ) -> RewardBatch:
+    def _score(self, pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> RewardBatch:
         answer = self.function(pixels_BFCHW, prompts, metadata, **self.arguments)
         if isinstance(answer, RewardBatch):
             return answer
@@ -46,9 +41,19 @@ class FunctionReward(Reward):
             raise RewardError(self.label, f"expected a number, got {value!r}", (index,)) from None
 
 
-def build(settings: FunctionSettings) -> FunctionReward:
-    """Imports the function; raises ConfigError if it is not there."""
-    function = import_object(settings.target, what="reward", kind="function")
-    if not callable(function):
-        raise ConfigError(f"reward '{settings.target}': expected a function, got {type(function).__name__}")
-    return FunctionReward(settings.shown_as, function, settings.arguments)
+def build(settings: FunctionSettings) -> Reward:
+    """Imports the function or class; raises ConfigError if it does not exist or cannot be used."""
+    target = import_object(settings.target, what="reward", kind="function or class")
+    if not isinstance(target, type):
+        if not callable(target):
+            raise ConfigError(f"reward '{settings.target}': expected a function or class, got {target!r}")
+        return FunctionReward(settings.shown_as, target, settings.arguments)
+    if not issubclass(target, Reward):
+        raise ConfigError(
+            f"reward '{settings.target}': expected a function or a subclass of digenrl.rewards.contract.Reward, "
+            f"got the class {target.__name__}; derive it from Reward or FrameReward"
+        )
+    try:
+        return target(settings.shown_as, **settings.arguments)
+    except TypeError as error:
+        raise ConfigError(f"reward '{settings.target}': {one_line(error)}; check its `arguments`") from error

@@ -1,6 +1,6 @@
-"""HPSv2: CLIP-H tuned on ranked images; the score is the cosine.
+"""HPSv2: CLIP-H fine-tuned on ranked images; the score is the cosine similarity.
 
-The authors publish a file in open_clip's names. It is laid over the CLIP-H it was tuned from, weight by weight.
+The published file has open_clip's names. Its weights replace those of the CLIP-H base model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BLOCKS = "transformer.resblocks."
 
 
 def build(settings: HpsV2Settings) -> ClipPairReward:
-    """Loads the model, and the published file over it where one is given."""
+    """Loads the model, and the published file into it if one is given."""
     model = load_clip(settings)
     if settings.checkpoint is not None:
         path = Path(settings.checkpoint).expanduser()
@@ -50,7 +50,7 @@ def build(settings: HpsV2Settings) -> ClipPairReward:
 
 
 def from_open_clip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights in open_clip's names as transformers' CLIPModel names them; unknown names stay as they are."""
+    """Renames weights from open_clip to transformers' CLIPModel; unknown names stay unchanged."""
     renamed: dict[str, Tensor] = {}
     for name, tensor in state.items():
         tower = "visual." if name.startswith("visual.") else ""
@@ -64,7 +64,7 @@ def from_open_clip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _block_weight(name: str, tower: str, tensor: Tensor) -> dict[str, Tensor]:
-    """`3.attn.in_proj_weight` becomes three weights; the others are renamed."""
+    """Splits `3.attn.in_proj_weight` into three weights and renames the others."""
     number, _, inner = name.partition(".")
     layer = f"{tower}encoder.layers.{number}."
     if inner.startswith("attn.in_proj_"):

@@ -1,4 +1,4 @@
-"""A reward that is served elsewhere: on another machine, or in an environment of its own."""
+"""A reward on a server: another machine, or a separate environment."""
 
 from __future__ import annotations
 
@@ -13,25 +13,22 @@ from torch import Tensor
 from digenrl.config.reading import ConfigError
 from digenrl.config.rewards import HttpSettings
 from digenrl.rewards.contract import Metadata, Reward, RewardBatch, RewardError
-from digenrl.rewards.wire import Refusal, ScoreReply, encode_request
+from digenrl.rewards.http_messages import Refusal, ScoreReply, check_token, encode_request
 
-# Worth another try: the server is overloaded or not there yet. Everything else would fail in the same way again.
-PASSING_STATUS = frozenset({429, 502, 503, 504})
+# Worth a retry: the server is overloaded or still starting. Other errors would repeat.
+RETRIED_STATUS = frozenset({429, 502, 503, 504})
 
 
 class HttpReward(Reward):
-    """Asks a server that `digenrl reward serve` runs, or any that speaks digenrl/rewards/wire.py.
+    """Sends samples to a server run by `digenrl reward serve`, or any that implements http_messages.py.
 
-    Pixels travel as 8-bit PNG. Nothing is sent anywhere but to the address set: no proxy, no redirect.
+    Pixels are sent as 8-bit PNG, and only to the configured address: no proxy, no redirect.
     """
 
     def __init__(self, settings: HttpSettings, token: str, sleep: Callable[[float], None] = time.sleep) -> None:
         super().__init__(settings.shown_as)
-        if not token.isascii() or not token.isprintable() or token != token.strip():
-            # told here and without the token: the HTTP library would put it into its own message
-            raise ConfigError(
-                f"reward '{settings.shown_as}': its token must be printable ASCII with no space around"
-            )
+        # Before the HTTP library, which would put a bad token into its error message.
+        check_token(token, f"reward '{self.label}'")
         self.settings = settings
         self._sleep = sleep
         self._client = httpx.Client(
@@ -41,24 +38,19 @@ class HttpReward(Reward):
             follow_redirects=False,
         )
 
-    def _score(
-        self,
-        pixels_BFCHW: Tensor,
-        prompts: Sequence[str],
-        metadata: Sequence[Metadata],
-    ) -> RewardBatch:
+    def _score(self, pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> RewardBatch:
         sent_BFCHW = pixels_BFCHW[:, :: self.settings.frame_stride]
         replies = []
         for start in range(0, len(prompts), self.settings.batch_size):
             rows = slice(start, min(start + self.settings.batch_size, len(prompts)))
             replies.append(self._ask(encode_request(sent_BFCHW[rows], prompts[rows], metadata[rows]), rows))
         if any(reply.parts.keys() != replies[0].parts.keys() for reply in replies):
-            raise RewardError(self.label, "the server named other parts from one request to the next")
+            raise RewardError(self.label, "the parts differ between the replies of the server")
         parts = {name: tuple(n for reply in replies for n in reply.parts[name]) for name in replies[0].parts}
         return RewardBatch(tuple(value for reply in replies for value in reply.values), parts)
 
     def _ask(self, body: bytes, rows: slice) -> ScoreReply:
-        """The reply for these rows, with as many numbers. Raises RewardError that names rows of the batch."""
+        """The reply for these rows. The samples of a RewardError are positions in the batch."""
         response = self._post(body, rows)
         if response.status_code != httpx.codes.OK:
             raise self._refused(response, rows)
@@ -67,28 +59,30 @@ class HttpReward(Reward):
         except ValidationError as error:
             reason = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in reason["loc"]) or "the reply"
-            raise self._failed(f"the server's reply is not scores: {where}: {reason['msg']}", rows) from None
+            raise self._failed(f"the reply of the server has no scores: {where}: {reason['msg']}", rows) from None
         for numbers in (reply.values, *reply.parts.values()):
             if len(numbers) != rows.stop - rows.start:
-                raise self._failed(f"{len(numbers)} scores came back for {rows.stop - rows.start} samples", rows)
+                raise self._failed(
+                    f"the server returned {len(numbers)} scores for {rows.stop - rows.start} samples", rows
+                )
         return reply
 
     def _post(self, body: bytes, rows: slice) -> httpx.Response:
-        """The server's answer; tries again where the trouble may pass, each time after twice the wait."""
-        trouble = ""
+        """The response of the server; retries temporary failures, doubling the wait each time."""
+        failure = ""
         for attempt in range(self.settings.retries + 1):
             if attempt:
                 self._sleep(min(self.settings.max_backoff_s, self.settings.backoff_s * 2 ** (attempt - 1)))
             try:
                 response = self._client.post(f"{self.settings.url}/score", content=body)
             except httpx.TransportError as error:
-                trouble = f"{type(error).__name__}: {error}"
+                failure = f"{type(error).__name__}: {error}"
                 continue
-            if response.status_code not in PASSING_STATUS:
+            if response.status_code not in RETRIED_STATUS:
                 return response
-            trouble = f"status {response.status_code}"
-        tries = self.settings.retries + 1
-        raise self._failed(f"{self.settings.url} gave no answer in {tries} tries, last {trouble}", rows)
+            failure = f"status {response.status_code}"
+        attempts = self.settings.retries + 1
+        raise self._failed(f"{self.settings.url} did not respond in {attempts} attempts, last {failure}", rows)
 
     def _refused(self, response: httpx.Response, rows: slice) -> RewardError:
         try:
@@ -106,11 +100,11 @@ class HttpReward(Reward):
 
 
 def build(settings: HttpSettings) -> HttpReward:
-    """Makes the client; the token must be in the environment."""
+    """Creates the client; the token must be in the environment."""
     token = os.environ.get(settings.token_env, "")
     if not token:
         raise ConfigError(
             f"reward '{settings.shown_as}': the environment variable {settings.token_env} is not set; "
-            f"put the token of {settings.url} there"
+            f"set it to the token of {settings.url}"
         )
     return HttpReward(settings, token)

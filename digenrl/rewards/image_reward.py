@@ -1,7 +1,7 @@
-"""ImageReward: BLIP reads the prompt with the image in view, and a head scores the first token's feature.
+"""ImageReward: BLIP encodes the prompt with attention to the image, and a head scores the first token.
 
-The published file holds BLIP in its authors' names. Sizes are read off the weights; what they do not tell is in
-med_config.json; the modules are transformers' BLIP.
+The published file has the authors' names for BLIP's weights. Sizes are derived from the weights and, for the rest,
+from med_config.json; the modules are transformers' BLIP.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from transformers.models.blip.modeling_blip_text import BlipTextModel
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.rewards import ImageRewardSettings
-from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch
-from digenrl.rewards.images import as_pil
+from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, as_pil
 from digenrl.rewards.score_head import ScoreHead
 from digenrl.rewards.weights import (
     find_file,
@@ -38,9 +37,9 @@ CHECKPOINT = "ImageReward.pt"
 TEXT_CONFIG = "med_config.json"
 BERT_TOKENIZER = "google-bert/bert-base-uncased"
 PROMPT_TOKENS = 35
-RAW_MEAN, RAW_STD = 0.16717362830052426, 1.0333394966054072  # published: scores have mean 0 and spread 1
+RAW_MEAN, RAW_STD = 0.16717362830052426, 1.0333394966054072  # published; they give scores mean 0 and std 1
 COLOUR_MEAN, COLOUR_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-VISION_HEAD_WIDTH = 64  # of ViT-B and ViT-L alike
+VISION_HEAD_WIDTH = 64  # of both ViT-B and ViT-L
 VISION_NAMES = (
     (r"^cls_token$", "embeddings.class_embedding"),
     (r"^pos_embed$", "embeddings.position_embedding"),
@@ -54,7 +53,7 @@ VISION_NAMES = (
 
 
 class ImageRewardScorer(FrameReward):
-    """About 0 on average with a spread of 1, higher where people preferred the image for its prompt."""
+    """Human preference for an image given its prompt, with mean 0 and std 1."""
 
     def __init__(self, settings: ImageRewardSettings) -> None:
         super().__init__(settings.shown_as, settings.frame_stride)
@@ -79,12 +78,8 @@ class ImageRewardScorer(FrameReward):
 
     @torch.inference_mode()
     def score_frames(
-        self,
-        frames_NCHW: Tensor,
-        prompts: Sequence[str],
-        metadata: Sequence[Metadata],
+        self, frames_NCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> RewardBatch:
-        """Metadata do not matter."""
         scores: list[float] = []
         for start in range(0, len(prompts), self.batch_size):
             rows = slice(start, start + self.batch_size)
@@ -108,7 +103,7 @@ class ImageRewardScorer(FrameReward):
 
 
 def preprocessed(frames_NCHW: Tensor, side: int) -> Tensor:
-    """uint8 frames with the shorter side scaled to `side`, the middle cut out, colours normalised as CLIP's."""
+    """uint8 frames with the shorter side scaled to `side`, centre-cropped, with CLIP's colour normalisation."""
     cut_NCHW = torch.stack([_square(image, side) for image in as_pil(frames_NCHW)])
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (COLOUR_MEAN, COLOUR_STD))
     return (cut_NCHW - mean) / std
@@ -168,7 +163,7 @@ def _load_vision(state: dict[str, Tensor], source: Path) -> BlipVisionModel:
         num_attention_heads=width // VISION_HEAD_WIDTH,
         image_size=patch * round((positions - 1) ** 0.5),
         patch_size=patch,
-        layer_norm_eps=1e-6,  # as BLIP was trained; transformers' default is another
+        layer_norm_eps=1e-6,  # as in BLIP's training; not transformers' default
     )
     model = BlipVisionModel(config)
     load_into(model, state, source)

@@ -1,4 +1,4 @@
-"""Rewards images that JPEG stores in few bytes: cheap, exact, and a good first test of a training run."""
+"""Rewards images with small JPEG files: cheap, exact, and a good first test of a training run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from digenrl.config.rewards import JpegCompressibilitySettings
-from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch
-from digenrl.rewards.images import as_pil
+from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, as_pil
 
 
 class JpegReward(FrameReward):
@@ -22,12 +21,8 @@ class JpegReward(FrameReward):
         self.sign = sign
 
     def score_frames(
-        self,
-        frames_NCHW: Tensor,
-        prompts: Sequence[str],
-        metadata: Sequence[Metadata],
+        self, frames_NCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> RewardBatch:
-        """Neither prompts nor metadata matter."""
         kilobytes = tuple(self._kilobytes(image) for image in as_pil(frames_NCHW))
         return RewardBatch(tuple(self.sign * size for size in kilobytes), {"kilobytes": kilobytes})
 
@@ -38,5 +33,5 @@ class JpegReward(FrameReward):
 
 
 def build(settings: JpegCompressibilitySettings) -> JpegReward:
-    """The smaller the file, the better."""
+    """Rewards small files."""
     return JpegReward(settings.shown_as, settings.frame_stride, settings.quality, sign=-1)

@@ -1,4 +1,4 @@
-"""Rewards images that JPEG needs many bytes for."""
+"""Rewards images with large JPEG files."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from digenrl.rewards.jpeg_compressibility import JpegReward
 
 
 def build(settings: JpegIncompressibilitySettings) -> JpegReward:
-    """The larger the file, the better."""
+    """Rewards large files."""
     return JpegReward(settings.shown_as, settings.frame_stride, settings.quality, sign=1)

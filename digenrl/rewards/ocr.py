@@ -1,4 +1,4 @@
-"""Rewards images in which the wanted text can be read. The recogniser's weights come with its package."""
+"""Rewards images in which the expected text can be read. The recogniser's weights are in its package."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from rapidocr_onnxruntime import RapidOCR
 from torch import Tensor
 
 from digenrl.config.rewards import OcrSettings
-from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, RewardError
-from digenrl.rewards.images import as_pil
+from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, RewardError, as_pil
 
 LINE_HEIGHT = 48  # pixels of the recogniser's input
-LINES_AT_ONCE = 16  # in one forward; more are not faster
-LEAST_CONFIDENCE = 0.5  # of a line that counts as read; the recogniser's own default
+LINES_PER_BATCH = 16  # larger batches are not faster
+LEAST_CONFIDENCE = 0.5  # below this a line does not count as read; the recogniser's default
 QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”|«([^»]+)»')
 
 
 class OcrReward(FrameReward):
-    """1 - edit distance / length of the longer text, letter case and white space aside, plus the exact bonus.
+    """1 - edit distance / length of the longer text, plus the exact bonus; letter case and whitespace are ignored.
 
-    The wanted text is `metadata["text"]`, or everything in double quotes in the prompt. An image without readable
-    text scores 0; a sample without a wanted text has no score.
+    The expected text is `metadata["text"]`, or everything in double quotes in the prompt. An image without
+    readable text scores 0; a sample without an expected text is an error.
     """
 
     def __init__(self, settings: OcrSettings) -> None:
@@ -39,53 +38,49 @@ class OcrReward(FrameReward):
             text_score=LEAST_CONFIDENCE,
             det_limit_side_len=settings.shorter_side,
             rec_img_shape=[3, LINE_HEIGHT, settings.width],
-            rec_batch_num=LINES_AT_ONCE,
+            rec_batch_num=LINES_PER_BATCH,
         )
 
     def score_frames(
-        self,
-        frames_NCHW: Tensor,
-        prompts: Sequence[str],
-        metadata: Sequence[Metadata],
+        self, frames_NCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> RewardBatch:
-        """All wanted texts are known before the first image is read."""
-        wanted = [self._wanted(row, prompts[row], metadata[row]) for row in range(len(prompts))]
+        expected = [self._expected(row, prompts[row], metadata[row]) for row in range(len(prompts))]
         read = [normalised(text) for text in self.read(list(as_pil(frames_NCHW)))]
-        pairs = list(zip(wanted, read, strict=True))
+        pairs = list(zip(expected, read, strict=True))
         similarity = tuple(1 - edit_distance(want, got) / max(len(want), len(got)) for want, got in pairs)
         exact = tuple(float(want == got) for want, got in pairs)
         values = tuple(near + self.exact_bonus * same for near, same in zip(similarity, exact, strict=True))
         return RewardBatch(values, {"similarity": similarity, "exact": exact})
 
     def read(self, images: Sequence[Image.Image]) -> list[str]:
-        """The text of each image, empty where there is none; several lines in reading order, apart by spaces."""
+        """The text of each image, empty if there is none; lines in reading order, joined by spaces."""
         if self.detect:
-            return [self._found(image) for image in images]
-        # No upscaling here: the recogniser scales every image to the height of its lines, bilinearly too.
+            return [self._detected(image) for image in images]
+        # No upscaling: the recogniser itself scales every image to its line height, bilinearly.
         lines, _ = self._engine.text_rec([_as_bgr(image) for image in images])
         return [text if confidence >= LEAST_CONFIDENCE else "" for text, confidence in lines]
 
-    def _found(self, image: Image.Image) -> str:
-        """All lines of text that are found in an image."""
+    def _detected(self, image: Image.Image) -> str:
+        """All lines of text that are detected in an image."""
         lines, _ = self._engine(_as_bgr(self._upscaled(image)))
         return " ".join(text for _, text, _ in lines or [])
 
     def _upscaled(self, image: Image.Image) -> Image.Image:
-        """Bilinear: text of 8 to 14 pixels is read better so than as it is, and worse with a sharper filter."""
+        """Bilinear: text of 8 to 14 pixels is recognised better than without scaling or with a sharper filter."""
         factor = self.shorter_side / min(image.size)
         if factor <= 1:
             return image
         return image.resize((round(image.width * factor), round(image.height * factor)), Image.Resampling.BILINEAR)
 
-    def _wanted(self, row: int, prompt: str, metadata: Metadata) -> str:
+    def _expected(self, row: int, prompt: str, metadata: Metadata) -> str:
         text = metadata.get("text")
         if text is not None and not isinstance(text, str):
             raise RewardError(self.label, f"metadata 'text' must be a string, got {text!r}", (row,))
-        wanted = normalised(text if text is not None else quoted(prompt))
-        if not wanted:
-            known = "give it metadata 'text', or put the text in double quotes into the prompt"
-            raise RewardError(self.label, f"no text to look for in the prompt {prompt!r}; {known}", (row,))
-        return wanted
+        expected = normalised(text if text is not None else quoted(prompt))
+        if not expected:
+            hint = "set metadata 'text', or put the text in double quotes into the prompt"
+            raise RewardError(self.label, f"no text to look for in the prompt {prompt!r}; {hint}", (row,))
+        return expected
 
 
 def _as_bgr(image: Image.Image) -> Any:
@@ -94,7 +89,7 @@ def _as_bgr(image: Image.Image) -> Any:
 
 
 def quoted(prompt: str) -> str:
-    """Everything in double quotes ("…", “…” or «…»), in order, apart by spaces.
+    """Everything in double quotes ("…", “…” or «…»), in order, joined by spaces.
 
     >>> quoted('a sign "OPEN" over a door marked “24 h”')
     'OPEN 24 h'
@@ -103,12 +98,12 @@ def quoted(prompt: str) -> str:
 
 
 def normalised(text: str) -> str:
-    """Letter case and white space aside."""
+    """The text without letter case and whitespace."""
     return "".join(text.casefold().split())
 
 
 def edit_distance(first: str, second: str) -> int:
-    """The fewest insertions, deletions and replacements of one letter that turn one text into the other."""
+    """The Levenshtein distance: the fewest insertions, deletions and replacements of one character."""
     above = list(range(len(second) + 1))
     for row, letter in enumerate(first, start=1):
         current = [row]

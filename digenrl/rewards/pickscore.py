@@ -1,4 +1,4 @@
-"""PickScore: CLIP-H tuned on pairwise choices; the score is the model's own logit, exp(logit_scale) * cosine."""
+"""PickScore: CLIP-H fine-tuned on pairwise choices; the score is the logit, exp(logit_scale) * cosine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from digenrl.rewards.clip import ClipPairReward, load_clip, processor_of
 
 
 def build(settings: PickScoreSettings) -> ClipPairReward:
-    """Loads the model; its learned scale becomes the reward's."""
+    """Loads the model and uses its learned scale."""
     model = load_clip(settings)
     scale = float(model.logit_scale.detach().float().exp())
     return ClipPairReward(settings, model, processor_of(settings, published=LAION_CLIP_H), scale)

@@ -1,4 +1,4 @@
-"""Serves a reward over HTTP: JSON and PNG in, numbers out, for whoever has the token."""
+"""Serves a reward over HTTP to clients that have the token: JSON and PNG in, numbers out."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from starlette.concurrency import run_in_threadpool
 
 from digenrl.config.reading import ConfigError
 from digenrl.rewards.contract import Reward, RewardError
-from digenrl.rewards.wire import Limits, Refusal, ScoreReply, WireError, decode_request
+from digenrl.rewards.http_messages import Limits, MessageError, Refusal, ScoreReply, check_token, decode_request
 
 DEFAULT_PORT = 8790
 OPEN_REQUESTS = 64
-MIN_TOKEN_LENGTH = 16  # of a token that is reachable from other machines
+MIN_TOKEN_LENGTH = 16  # if the server is reachable from other machines
 
 
 def create_app(reward: Reward, token: str, limits: Limits | None = None) -> FastAPI:
-    """GET /health (open to all, tells nothing but that it lives) and POST /score (needs the bearer token).
+    """GET /health (public, only says that the server is up) and POST /score (needs the bearer token).
 
-    Requests are scored one at a time, so that a reward need not be thread-safe. A reward that fails is answered
-    with status 500 and the reason, never with a number.
+    Requests are scored one at a time, so that rewards need not be thread-safe. If a reward fails, the response is
+    status 500 with the reason, never a number.
     """
     if not token:
         raise ValueError("a reward server needs a token, got an empty one")
@@ -50,23 +50,22 @@ def create_app(reward: Reward, token: str, limits: Limits | None = None) -> Fast
 
 
 def serve(reward: Reward, host: str = "127.0.0.1", port: int = DEFAULT_PORT, token: str | None = None) -> None:
-    """Serves until interrupted. On this machine alone a token is made up and printed where none is given."""
-    agreed = token_for(host, token)
+    """Serves until interrupted. On a loopback address, a token is generated and printed if none is given."""
+    accepted = token_for(host, token)
     if token is None:
-        print(f"token: {agreed}", flush=True)
+        print(f"token: {accepted}", flush=True)
     print(f"serving reward '{reward.label}' on http://{_bracketed(host)}:{port}", flush=True)
     uvicorn.run(
-        create_app(reward, agreed), host=host, port=port, log_level="warning", limit_concurrency=OPEN_REQUESTS
+        create_app(reward, accepted), host=host, port=port, log_level="warning", limit_concurrency=OPEN_REQUESTS
     )
 
 
 def token_for(host: str, token: str | None) -> str:
-    """The token to serve with. Raises ConfigError for an address that others reach without a good one."""
-    if token is not None and (not token.isascii() or not token.isprintable() or token != token.strip()):
-        raise ConfigError("the token must be printable ASCII with no space around it")
+    """The token to serve with. Raises ConfigError if other machines can reach the host and it is weak."""
+    check_token(token or "", "the server")
     if is_loopback(host):
         if token == "":
-            raise ConfigError("the token is empty; leave it out to have one made up")
+            raise ConfigError("the token is empty; omit it to generate one")
         return token or secrets.token_urlsafe(32)
     if not token:
         raise ConfigError(
@@ -74,13 +73,13 @@ def token_for(host: str, token: str | None) -> str:
         )
     if len(token) < MIN_TOKEN_LENGTH:
         raise ConfigError(
-            f"the token for host {host} has {len(token)} letters; at least {MIN_TOKEN_LENGTH} are needed"
+            f"the token for host {host} has {len(token)} characters; at least {MIN_TOKEN_LENGTH} are needed"
         )
     return token
 
 
 def is_loopback(host: str) -> bool:
-    """True for addresses that only this machine reaches; any other name may point anywhere."""
+    """True if only this machine can reach the address; any other host name may point anywhere."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -88,16 +87,16 @@ def is_loopback(host: str) -> bool:
 
 
 def token_fits(authorization: str, token: str) -> bool:
-    """Compared in constant time: how long it takes tells nothing about the token."""
+    """Whether the header has this token; compared in constant time."""
     scheme, _, given = authorization.partition(" ")
     return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), token.encode())
 
 
 def _answer(reward: Reward, body: bytes, limits: Limits, scoring: threading.Lock) -> JSONResponse:
-    with scoring:  # unpacking too: waiting requests hold their bodies and no pixels
+    with scoring:  # includes unpacking: waiting requests hold their bodies but no pixels
         try:
             batch = reward.score(*decode_request(body, limits))
-        except WireError as error:
+        except MessageError as error:
             return _refusal(422, str(error))
         except RewardError as error:
             return _refusal(500, str(error), error.samples)
@@ -106,7 +105,7 @@ def _answer(reward: Reward, body: bytes, limits: Limits, scoring: threading.Lock
 
 
 async def _read_body(request: Request, limit: int) -> bytes | None:
-    """The body, or None as soon as it turns out to be too large, whatever its header says."""
+    """The body, or None once it exceeds the limit, whatever its header says."""
     announced = request.headers.get("content-length", "0")
     if not announced.isdigit() or int(announced) > limit:
         return None

@@ -1,4 +1,4 @@
-"""A reward's weights, from a directory, a file or a hub id. Code that comes with weights is never run."""
+"""Loads the weights of rewards from a directory, a file or a hub id. Code in their repositories is never run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from digenrl.config.reading import ConfigError
+from digenrl.config.reading import ConfigError, one_line
 
 Loaded = TypeVar("Loaded")
 HUB_ID_PARTS = 2  # owner/name
 
 
 def is_directory(model: str) -> bool:
-    """True for a directory, False for what may be a hub id; a path that is not there is an error."""
+    """True for a directory, False for a possible hub id; raises ConfigError for a path that does not exist."""
     path = Path(model).expanduser()
     if path.is_dir():
         return True
@@ -26,29 +26,28 @@ def is_directory(model: str) -> bool:
 
 
 def load_pretrained(load: Callable[..., Loaded], model: str, **options: Any) -> Loaded:
-    """`load` is some `from_pretrained`; a directory is loaded with no look at the network."""
+    """Calls `load`, a `from_pretrained` method; a directory is loaded without network access."""
     local = is_directory(model)
     where = str(Path(model).expanduser()) if local else model
     try:
         return load(where, local_files_only=local, trust_remote_code=False, **options)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{model}: cannot be loaded: {reason}") from error
+        raise ConfigError(f"{model}: cannot be loaded: {one_line(error)}") from error
 
 
 def load_whole_model(load: Callable[..., Any], model: str, **options: Any) -> Any:
-    """A model whose every weight was in its files: transformers would fill a missing one with random numbers."""
-    loaded, told = load_pretrained(load, model, output_loading_info=True, **options)
-    absent = [*told["missing_keys"], *(key[0] for key in told["mismatched_keys"])]
+    """Loads a model; raises ConfigError if a weight is missing, which transformers would initialise randomly."""
+    loaded, info = load_pretrained(load, model, output_loading_info=True, **options)
+    absent = [*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])]
     if absent:
         raise ConfigError(
-            f"{model}: {len(absent)} weights are missing or of another shape, '{sorted(absent)[0]}' first"
+            f"{model}: {len(absent)} weights are missing or have another shape, the first is '{sorted(absent)[0]}'"
         )
     return loaded
 
 
 def find_file(model: str, name: str) -> Path:
-    """A file of a directory, or of a hub id's repository."""
+    """A file in a directory or in the repository of a hub id."""
     if is_directory(model):
         path = Path(model).expanduser() / name
         if not path.is_file():
@@ -59,11 +58,11 @@ def find_file(model: str, name: str) -> Path:
     try:
         return Path(hf_hub_download(model, name))
     except OSError as error:
-        raise ConfigError(f"{model}: cannot fetch {name}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{model}: cannot fetch {name}: {one_line(error)}") from error
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """Tensors by name from .safetensors, or from a torch file read as plain tensors: no pickled code is run."""
+    """Tensors by name from a .safetensors or torch file; pickled code is not run."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; expected .safetensors, .pt or .pth")
     try:
@@ -73,9 +72,8 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
             content: Any = load_file(path)
         else:
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # each format has its own family of errors; all mean the same to the user
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{path}: cannot be read as tensors: {reason}") from error
+    except Exception as error:  # each format has its own errors, which mean the same to the user
+        raise ConfigError(f"{path}: cannot be read as tensors: {one_line(error)[:300]}") from error
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
     if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
@@ -84,13 +82,19 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
 
 
 def load_into(module: nn.Module, state: Mapping[str, Tensor], source: object) -> None:
-    """Every weight is there, has its shape, and none is left over; otherwise ConfigError names the first."""
+    """Loads all weights; raises ConfigError naming the first that is missing, unexpected or of another shape."""
     expected = module.state_dict()
     missing = [name for name in expected if name not in state]
-    foreign = [name for name in state if name not in expected]
-    if missing or foreign:
-        what = f"weight '{missing[0]}' is missing" if missing else f"weight '{foreign[0]}' is not of this model"
-        raise ConfigError(f"{source}: {what} ({len(missing)} missing, {len(foreign)} foreign of {len(expected)})")
+    unexpected = [name for name in state if name not in expected]
+    if missing or unexpected:
+        what = (
+            f"weight '{missing[0]}' is missing"
+            if missing
+            else f"weight '{unexpected[0]}' is not part of the model"
+        )
+        raise ConfigError(
+            f"{source}: {what} ({len(missing)} missing, {len(unexpected)} unexpected of {len(expected)})"
+        )
     for name, tensor in expected.items():
         if tensor.shape != state[name].shape:
             shapes = f"expected {tuple(tensor.shape)}, got {tuple(state[name].shape)}"
@@ -99,7 +103,7 @@ def load_into(module: nn.Module, state: Mapping[str, Tensor], source: object) ->
 
 
 def pick_device(device: str) -> torch.device:
-    """`auto` is the first CUDA device where there is one, and the CPU elsewhere."""
+    """The torch device; `auto` is the first CUDA device if there is one, else the CPU."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

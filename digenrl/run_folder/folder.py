@@ -20,6 +20,7 @@ from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_files import read_recipe, write_recipe
 from digenrl.run_folder.lines import JsonLines
 from digenrl.telemetry.writing import write_atomically
+from digenrl.training.checkpoint.format import step_folder
 
 FORMAT: Final = 2  # of all files in the folder; raise it when an older version's files can no longer be read
 _LOCK_NAME = ".lock"
@@ -155,7 +156,7 @@ class RunFolder:
 
     def checkpoint(self, steps_done: int) -> Path:
         """The checkpoint after `steps_done` optimizer steps."""
-        return self.checkpoints / f"step_{steps_done:06d}"
+        return step_folder(self.checkpoints, steps_done)
 
 
 class RunLines:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +10,7 @@ from digenrl.config.recipe_files import fingerprint
 from digenrl.run_folder.folder import RunFolder
 from digenrl.run_folder.metric_lines import end_of_evaluations
 from digenrl.runs.checkpointer import RunPosition
-
-NAME = re.compile(r"step_(\d{6,})")
+from digenrl.training.checkpoint.format import newest_checkpoint, read_content
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +23,17 @@ class ResumePoint:
 
 def find_resume_point(folder: RunFolder) -> ResumePoint | None:
     """The newest checkpoint; None for a run that stopped before its first and has to start over."""
-    inside = list(folder.checkpoints.iterdir()) if folder.checkpoints.is_dir() else []
-    steps = {int(found[1]): path for path in inside if (found := NAME.fullmatch(path.name))}
-    if not steps:
+    path = newest_checkpoint(folder.checkpoints)
+    if path is None:
         return None
-    path = steps[max(steps)]
+    content = read_content(path)
     try:
-        content = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        facts, step = content["facts"], content["step"]
-        position = RunPosition(step, facts["at_ns"], facts["jobs_issued"], facts["positions"])
+        facts = content.facts
+        position = RunPosition(content.step, facts["at_ns"], facts["jobs_issued"], facts["positions"])
         owner = facts["fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except KeyError as error:
         raise ConfigError(
-            f"{path}: incomplete or damaged ({type(error).__name__}); remove it to resume from the previous one"
+            f"{path}: lacks {error.args[0]}; resume with the version of DigenRL that wrote it"
         ) from None
     if owner != fingerprint(folder.recipe):
         raise ConfigError(

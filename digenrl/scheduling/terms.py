@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd
 
-from digenrl.config.spec import DispatchRule, HelpRule, OrderRule, StreamRule
+from digenrl.config.spec import DispatchRuleName, HelpRuleName, OrderRuleName, StreamRuleName
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +20,10 @@ class Terms:
     prompts: int
     samples_per_prompt: int
     slice_size: int
-    order: OrderRule = "generation"
-    stream: StreamRule = "group"
-    help: HelpRule = "none"
-    dispatch: DispatchRule = "eager"
+    order: OrderRuleName = "generation"
+    stream: StreamRuleName = "group"
+    help: HelpRuleName = "none"
+    dispatch: DispatchRuleName = "eager"
     stale_budget: int = 0  # samples of a step that may come from the version one behind
     colocated: bool = False
     scorers: int = 0  # reward lanes; 0 means that generators score what they make

@@ -1,4 +1,4 @@
-"""What a simulated schedule cost, and the least that any schedule could cost."""
+"""The result of a simulated schedule, and a lower bound of its makespan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from digenrl.simulation.spec_costs import best_rate
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Times in seconds; idle shares are of lane-seconds over the whole run."""
+    """Times in seconds; idle shares are relative to the lane-seconds of the whole run."""
 
     makespan: float
     step_end: tuple[float, ...]
@@ -26,12 +26,11 @@ class Answer:
     help_decisions: tuple[tuple[float, str], ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
         return asdict(self)
 
 
 def bound_seconds(spec: Spec) -> float:
-    """The least makespan that any schedule could reach if work were fluid and staleness free."""
+    """A lower bound of the makespan: work is divisible without limit, and staleness is unrestricted."""
     sizes = spec.slice_sizes()
     generator_rate = sum(
         (pool.count * best_rate(pool.seconds, sizes) for pool in spec.generators), start=Fraction(0)

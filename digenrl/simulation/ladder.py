@@ -1,4 +1,4 @@
-"""The ladder: the same work colocated, disaggregated naively, and with one technique after the other."""
+"""The ladder: the same work colocated, disaggregated naively, and with one technique after another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_STALE_FRACTION = Decimal("0.5")
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One way to run the work; `spec` is None where the SPEC lacks what it takes, and `note` says what."""
+    """One configuration of the run; `spec` is None if the SPEC lacks something, which `note` names."""
 
     name: str
     spec: Spec | None
@@ -23,20 +23,20 @@ class Rung:
 
 
 @dataclass(frozen=True, slots=True)
-class Climbed:
-    """A rung with what it cost."""
+class RungResult:
+    """A rung and its simulated result."""
 
     rung: Rung
     answer: Answer | None
 
 
 def rungs(spec: Spec, unpacked_seconds: Decimal | None = None) -> tuple[Rung, ...]:
-    """Colocated, naive, +GAP, +TSP, +TAG, +TCSS: each keeps what the one before it has.
+    """Colocated, naive, +GAP, +TSP, +TAG, +TCSS; each rung keeps the techniques of the previous one.
 
-    A SPEC's seconds per sample are after packing. `unpacked_seconds`, the time when pairs are replayed one at a
-    time, is what the rungs below +TSP train with.
+    A SPEC's seconds per sample include packing. Rungs below +TSP use `unpacked_seconds`, the time per sample if
+    pairs are replayed one at a time.
     """
-    unpacked = spec if unpacked_seconds is None else _training_in(spec, unpacked_seconds)
+    unpacked = spec if unpacked_seconds is None else _with_training_time(spec, unpacked_seconds)
     base = {"colocated": False, "help": "none", "stale_fraction": 0}
     packing_note = "" if unpacked_seconds else "as +GAP; see --unpacked"
     has_helper = spec.trainer.helper is not None
@@ -54,15 +54,15 @@ def rungs(spec: Spec, unpacked_seconds: Decimal | None = None) -> tuple[Rung, ..
     )
 
 
-def climb(ladder: tuple[Rung, ...]) -> Iterator[Climbed]:
-    """Simulates the rungs from the lowest to the highest."""
+def simulate_ladder(ladder: tuple[Rung, ...]) -> Iterator[RungResult]:
+    """Simulates the rungs in order."""
     for rung in ladder:
-        yield Climbed(rung, None if rung.spec is None else simulate(rung.spec).answer)
+        yield RungResult(rung, None if rung.spec is None else simulate(rung.spec).answer)
 
 
 def _streaming(spec: Spec) -> str:
     return "group" if spec.policy.stream == "batch" else spec.policy.stream
 
 
-def _training_in(spec: Spec, seconds_per_sample: Decimal) -> Spec:
+def _with_training_time(spec: Spec, seconds_per_sample: Decimal) -> Spec:
     return spec.with_changes(trainer={**spec.trainer.model_dump(), "seconds_per_sample": seconds_per_sample})

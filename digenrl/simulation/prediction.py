@@ -1,6 +1,6 @@
-"""What a run should look like by its own profile: the same opening, driven on a virtual clock.
+"""Predicts the next steps of a run from its scheduler terms and costs, on a virtual clock.
 
-A live run hands in the terms, costs and slice times it has measured, and compares what it did with what comes out.
+A live run passes the costs that it has measured, and compares the prediction with what happens.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from digenrl.telemetry.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
-    """What every lane would do, when each step would be committed, and every decision on the way."""
+class PredictedRun:
+    """The predicted work of every lane, the time of every commit, and all decisions."""
 
     trace: Trace
     commit_ends_ns: tuple[int, ...]
-    help_decisions: tuple[tuple[int, str], ...]  # (when, "help" or "wait")
-    actions: tuple[tuple[int, Action], ...]  # (when, what), in the order in which they were ordered
+    help_decisions: tuple[tuple[int, str], ...]  # (at_ns, "help" or "wait")
+    actions: tuple[tuple[int, Action], ...]  # (at_ns, action), in the order of the decisions
 
 
 @dataclass(slots=True)
 class ActionLog:
-    """An observer that writes down every action with the time at which it was ordered."""
+    """An observer that records every action with its time."""
 
     actions: list[tuple[int, Action]] = field(default_factory=list)
 
     def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
-        """Called after every decision."""
         self.actions += ((event.at_ns, action) for action in actions)
 
 
@@ -48,17 +47,17 @@ def predict(
     committed: int = 0,
     start_ns: int = 0,
     faults: Faults | None = None,
-) -> Prediction:
-    """The next `steps` optimizer steps of a run that has `committed` so many and whose clock is at `start_ns`.
+) -> PredictedRun:
+    """The next `steps` optimizer steps of a run after `committed` steps, with the clock at `start_ns`.
 
-    All lanes have the newest version, and nothing is under way. `terms.steps` is not looked at: the run ends after
-    these steps, so that under stale starts nobody works ahead of the last of them.
+    All lanes are idle and have the newest version. `terms.steps` is ignored: the predicted run ends after these
+    steps, so stale samples of later steps are not generated.
     """
     terms = replace(terms, steps=committed + steps)
-    opening = initial_state(terms, costs, generators, helpers, committed=committed)
-    recorder, log = Recorder(opening, start_ns=start_ns), ActionLog()
-    drive(opening, VirtualCluster(opening, faults, start_ns), (recorder, log, Auditor(opening)))
-    return Prediction(
+    start = initial_state(terms, costs, generators, helpers, committed=committed)
+    recorder, log = Recorder(start, start_ns=start_ns), ActionLog()
+    drive(start, VirtualCluster(start, faults, start_ns), (recorder, log, Auditor(start)))
+    return PredictedRun(
         trace=recorder.trace(),
         commit_ends_ns=tuple(recorder.commit_ends_ns),
         help_decisions=tuple(recorder.help_decisions),

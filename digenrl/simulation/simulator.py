@@ -1,4 +1,4 @@
-"""Simulates a SPEC: the production scheduler on a virtual clock, every promise checked after every event."""
+"""Simulates a SPEC: the production scheduler on a virtual clock, with all invariants checked after every event."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from digenrl.config.spec import Spec
 from digenrl.loop import drive
 from digenrl.scheduling.invariants import Auditor
 from digenrl.simulation.answer import Answer, bound_seconds
-from digenrl.simulation.quick import with_best_slice
+from digenrl.simulation.makespan import with_best_slice
 from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
 from digenrl.simulation.virtual_cluster import VirtualCluster
 from digenrl.telemetry.recorder import Recorder
 from digenrl.telemetry.trace import GENERATOR_POOL, TRAINER_LANE, Trace, Work
 
-# In a simulation nobody waits for a decision, so a search may look at far more futures than in a live run.
+# A simulation need not decide quickly, so its search may visit far more nodes than that of a live run.
 SIMULATED_SEARCH_BUDGET = 200_000
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """The spec that ran (with its slice chosen), what it cost, and what every lane did."""
+    """The SPEC that was run (with its slice size), its result, and the work of every lane."""
 
     spec: Spec
     answer: Answer
@@ -28,7 +28,7 @@ class SimulatedRun:
 
 
 def simulate(spec: Spec, search_budget: int = SIMULATED_SEARCH_BUDGET) -> SimulatedRun:
-    """Runs a SPEC; `slice: auto` takes the size with the least makespan, the largest among equals."""
+    """Runs a SPEC; `slice: auto` selects the size with the least makespan, the largest of equally good ones."""
     if spec.slice == "auto":
         spec = with_best_slice(spec, search_budget)
     opening = initial_scheduler_state(spec, search_budget)
@@ -58,7 +58,7 @@ def _answer(spec: Spec, recorder: Recorder, auditor: Auditor, trace: Trace) -> A
 
 
 def _trainer_busy_ns(trace: Trace) -> int:
-    """The trainer is one unit: a round of help counts once, from its start to its last end."""
+    """The busy time of the trainer as one unit: a round of help counts once, until its last slice ends."""
     own = [span for span in trace.spans if span.lane == TRAINER_LANE and span.work is not Work.PUBLISH]
     busy_ns = sum(span.end_ns - span.start_ns for span in own)
     rounds: dict[int, int] = {}

@@ -1,14 +1,15 @@
-"""From a SPEC's decimals to the scheduler's whole nanoseconds, exactly."""
+"""Translates a SPEC into the scheduler's terms, costs and lanes, with exact arithmetic in nanoseconds."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.spec import Spec
+from digenrl.config.spec import ScheduleRules, Spec
 from digenrl.records import LaneOffer
 from digenrl.scheduling import Costs, SchedulerState, Terms, initial_state
 
@@ -21,9 +22,9 @@ def to_ns(seconds: Decimal | Fraction) -> int:
 
 
 def slice_seconds(table: Mapping[int, Decimal], size: int) -> Fraction:
-    """The time of a slice of `size` samples: linear between the table's sizes, beyond the last with its slope.
+    """The time of a slice of `size` samples, interpolated linearly, and extrapolated with the last slope.
 
-    The point 0 -> 0 is implied.
+    The table implicitly starts with 0 seconds for 0 samples.
 
     >>> slice_seconds({1: Decimal(1), 2: Decimal("1.7")}, 4)
     Fraction(31, 10)
@@ -35,24 +36,24 @@ def slice_seconds(table: Mapping[int, Decimal], size: int) -> Fraction:
 
 
 def slice_ns(table: Mapping[int, Decimal], size: int, where: str) -> int:
-    """As `slice_seconds`, in nanoseconds; a time that comes out as nothing is a mistake in the table."""
+    """`slice_seconds` in nanoseconds; raises ConfigError if the extrapolated time is not positive."""
     duration = to_ns(slice_seconds(table, size))
     if duration <= 0:
         raise ConfigError(
-            f"{where}: the time of a slice of {size} comes out as {duration} ns, it must be above 0; "
+            f"{where}: the extrapolated time of a slice of {size} is {duration} ns, it must be above 0; "
             f"correct the table or add an entry for {size}"
         )
     return duration
 
 
 def best_rate(table: Mapping[int, Decimal], sizes: tuple[int, ...]) -> Fraction:
-    """The most samples per second that a lane reaches over these slice sizes."""
+    """The highest throughput of a lane over these slice sizes, in samples per second."""
     return max(size / slice_seconds(table, size) for size in sizes)
 
 
 def initial_scheduler_state(spec: Spec, search_budget: int) -> SchedulerState:
-    """The scheduler at t = 0 of a SPEC, whose slice is a number."""
-    assert isinstance(spec.slice, int), "slice: auto is settled before a run"
+    """The scheduler's state at the start of a SPEC with a fixed slice size."""
+    assert isinstance(spec.slice, int), "slice: auto is resolved before a run"
     next_number: Counter[str] = Counter()
     generators: list[LaneOffer] = []
     for which, pool in enumerate(spec.generators):
@@ -68,9 +69,9 @@ def initial_scheduler_state(spec: Spec, search_budget: int) -> SchedulerState:
 
 
 def _lanes(pool: str, count: int, take_ns: tuple[int, ...], next_number: Counter[str]) -> list[LaneOffer]:
-    """Equal lanes, named after their pool; pools of one name count on, so that no two lanes share a name.
+    """Equal lanes, named after their pool, with a counter that is shared by pools of the same name.
 
-    `take_ns` are the times of 1, 2, ... slices together, up to what a lane takes at once.
+    `take_ns` are the times of 1, 2, ... slices together, up to the number that a lane takes per job.
     """
     first = next_number[pool]
     next_number[pool] += count
@@ -80,20 +81,11 @@ def _lanes(pool: str, count: int, take_ns: tuple[int, ...], next_number: Counter
 
 def _terms(spec: Spec, search_budget: int) -> Terms:
     assert isinstance(spec.slice, int)
-    policy = spec.policy
-    stale = Fraction(policy.stale_fraction) * spec.prompts * spec.samples_per_prompt
-    has_helper = spec.trainer.helper is not None
-    return Terms(
+    work = Terms(
         steps=spec.steps,
         prompts=spec.prompts,
         samples_per_prompt=spec.samples_per_prompt,
         slice_size=spec.slice,
-        order="batch" if policy.colocated else policy.order,
-        stream="batch" if policy.colocated else policy.stream,
-        help=policy.help if has_helper and not policy.colocated else "none",
-        dispatch=policy.dispatch,
-        stale_budget=0 if policy.colocated else int(stale),
-        colocated=policy.colocated,
         scorers=spec.reward.lanes if to_ns(spec.reward.seconds) else 0,
         score_batch=spec.reward.batch,
         search_budget=search_budget,
@@ -101,10 +93,25 @@ def _terms(spec: Spec, search_budget: int) -> Terms:
         evaluation_chunks=spec.evaluation.chunks if spec.evaluation else 0,
         save_every=spec.checkpoint.every if spec.checkpoint else 0,
     )
+    return with_rules(work, spec.policy, has_helper=spec.trainer.helper is not None)
+
+
+def with_rules(terms: Terms, rules: ScheduleRules, has_helper: bool = True) -> Terms:
+    """The same work under these scheduling rules. Colocated runs use none of the techniques."""
+    if rules.colocated:
+        return replace(terms, order="batch", stream="batch", dispatch=rules.dispatch, colocated=True)
+    return replace(
+        terms,
+        order=rules.order,
+        stream=rules.stream,
+        help=rules.help if has_helper else "none",
+        dispatch=rules.dispatch,
+        stale_budget=int(Fraction(rules.stale_fraction) * terms.samples_per_step),
+    )
 
 
 def _costs(spec: Spec, generator_lanes: int) -> Costs:
-    """Colocated, the generators' cards train along, and each change of role costs the same."""
+    """The SPEC's costs. If colocated, the generators' cards train as well, and all role switches cost the same."""
     trainer, helper = spec.trainer, spec.trainer.helper
     train_sample_ns = Fraction(trainer.seconds_per_sample) * NS_PER_SECOND
     switch_in, switch_out = (helper.switch_in, helper.switch_out) if helper else (Decimal(0), Decimal(0))

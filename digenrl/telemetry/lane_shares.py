@@ -11,7 +11,7 @@ from digenrl.telemetry.utilisation import lane_uses, spans_by_lane
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TimeWindow:
     """A period of the run, in nanoseconds."""
 
     start_ns: int
@@ -36,27 +36,27 @@ class LaneShares:
     publishing: float
 
 
-def step_windows(trace: Trace) -> dict[int, Window]:
+def step_windows(trace: Trace) -> dict[int, TimeWindow]:
     """The window of every step, from commit to commit, in order; the first starts with the run."""
     commit_ends: dict[int, int] = {}
     for span in trace.spans:
         if span.work is Work.COMMIT:
             commit_ends[span.step] = max(span.end_ns, commit_ends.get(span.step, 0))
-    windows: dict[int, Window] = {}
+    windows: dict[int, TimeWindow] = {}
     start_ns = 0
     for step in sorted(commit_ends):
-        windows[step] = Window(start_ns, commit_ends[step])
+        windows[step] = TimeWindow(start_ns, commit_ends[step])
         start_ns = commit_ends[step]
     return windows
 
 
-def steady_window(trace: Trace) -> Window | None:
+def steady_window(trace: Trace) -> TimeWindow | None:
     """All steps except the first, which fills the pipeline; None if there are no others."""
     windows = list(step_windows(trace).values())
-    return Window(windows[0].end_ns, windows[-1].end_ns) if len(windows) > 1 else None
+    return TimeWindow(windows[0].end_ns, windows[-1].end_ns) if len(windows) > 1 else None
 
 
-def lane_shares(trace: Trace, window: Window) -> dict[str, LaneShares]:
+def lane_shares(trace: Trace, window: TimeWindow) -> dict[str, LaneShares]:
     """The shares of every lane that was present in the window, by name."""
     spans, uses = spans_by_lane(trace), lane_uses(trace)
     shares: dict[str, LaneShares] = {}

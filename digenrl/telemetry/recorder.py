@@ -1,4 +1,4 @@
-"""Observes a run, simulated or live, and records what every lane did."""
+"""Records what every lane does in a run, simulated or live, by observing events and actions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,16 @@ from digenrl.records import (
     WorkerLost,
 )
 from digenrl.scheduling import SchedulerState
-from digenrl.telemetry.trace import GENERATOR_POOL, TRAINER_LANE, LaneInfo, Span, Trace, Work
+from digenrl.telemetry.trace import (
+    GENERATOR_POOL,
+    REWARD_POOL,
+    TRAINER_LANE,
+    TRAINER_POOL,
+    LaneInfo,
+    Span,
+    Trace,
+    Work,
+)
 
 _TRAINER_WORK: dict[type[Job], Work] = {
     Train: Work.TRAIN,
@@ -51,16 +60,16 @@ class Recorder:
     """An observer that turns jobs and results into spans, and keeps the times that an answer needs.
 
     Without a `sink`, everything is kept for `trace()`. With one, each span goes to it when it ends, and nothing is
-    kept, however long the run. Lanes are present from `start_ns` on. Late and doubled results end no span.
+    kept, however long the run. Lanes are present from `start_ns` on. Late and repeated results end no span.
     """
 
     def __init__(
-        self, opening: SchedulerState, *, start_ns: int = 0, sink: Callable[[Span], None] | None = None
+        self, initial: SchedulerState, *, start_ns: int = 0, sink: Callable[[Span], None] | None = None
     ) -> None:
-        self._opening = opening
+        self._initial = initial
         self._start_ns = self._now_ns = start_ns
-        self._lane_names = [lane.name for lane in opening.lanes]
-        self._helpers = {lane.index for lane in opening.lanes if lane.helper and not opening.terms.colocated}
+        self._lane_names = [lane.name for lane in initial.lanes]
+        self._helpers = {lane.index for lane in initial.lanes if lane.helper and not initial.terms.colocated}
         self._joined_ns: dict[int, int] = {}
         self._left_ns: dict[int, int] = {}
         self._open: dict[int, tuple[Job, int]] = {}  # by id: the job, and the version when it was issued
@@ -71,7 +80,6 @@ class Recorder:
         self.help_decisions: list[tuple[int, str]] = []  # (when, "help" or "wait")
 
     def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
-        """Closes the span that the event ends, and opens those of the jobs that start."""
         self._now_ns = max(self._now_ns, event.at_ns)
         self._close(event)
         for action in actions:
@@ -82,24 +90,25 @@ class Recorder:
             self._note_help_decision(action, event.at_ns)
 
     def trace(self) -> Trace:
-        """The lanes and the spans kept so far, in the order in which the work started."""
+        """The lanes and the spans so far, ordered by start."""
         lanes = [self._lane_info(index) for index in range(len(self._lane_names))]
-        helpers = [lane for lane in lanes if lane.pool == "trainer"]
+        helpers = [lane for lane in lanes if lane.pool == TRAINER_POOL]
         generators = [lane for lane in lanes if lane.pool == GENERATOR_POOL]
         scorers = [
-            LaneInfo(f"reward-{index}", "reward", self._start_ns) for index in range(self._opening.terms.scorers)
+            LaneInfo(f"reward-{index}", REWARD_POOL, self._start_ns)
+            for index in range(self._initial.terms.scorers)
         ]
         spans = sorted(self.spans, key=lambda span: (span.start_ns, span.end_ns))
-        rows = (*generators, *scorers, LaneInfo(TRAINER_LANE, "trainer", self._start_ns), *helpers)
-        return Trace(rows, tuple(spans), self._now_ns, shared_cards=self._opening.terms.colocated)
+        rows = (*generators, *scorers, LaneInfo(TRAINER_LANE, TRAINER_POOL, self._start_ns), *helpers)
+        return Trace(rows, tuple(spans), self._now_ns, shared_cards=self._initial.terms.colocated)
 
     def _lane_info(self, lane: int) -> LaneInfo:
-        pool = "trainer" if lane in self._helpers else GENERATOR_POOL
+        pool = TRAINER_POOL if lane in self._helpers else GENERATOR_POOL
         joined_ns = self._joined_ns.get(lane, self._start_ns)
         return LaneInfo(self._lane_names[lane], pool, joined_ns, self._left_ns.get(lane))
 
     def _note_help_decision(self, action: Action, at_ns: int) -> None:
-        if self._sink is not None or self._opening.terms.colocated:
+        if self._sink is not None or self._initial.terms.colocated:
             return
         if isinstance(action, Wait):
             self.help_decisions.append((at_ns, "wait"))
@@ -145,9 +154,8 @@ class Recorder:
     def _add_span(self, job: Job, version: int, at_ns: int) -> None:
         end_ns = max(job.issued_ns, at_ns)
         if isinstance(job, Generate):
-            lane, work, piece, version = self._lane_names[job.lane], Work.GENERATE, job.slice, job.version
             work = Work.HELP if job.lane in self._helpers else Work.GENERATE
-            self._keep(_slice_span(lane, work, job, end_ns, piece, version))
+            self._keep(_slice_span(self._lane_names[job.lane], work, job, end_ns, job.slice, job.version))
         elif isinstance(job, Evaluate):
             version = job.chunk.version
             lane = self._lane_names[job.lane]
@@ -166,7 +174,7 @@ class Recorder:
             self._keep(Span(TRAINER_LANE, _TRAINER_WORK[type(job)], job.issued_ns, end_ns, step, version=version))
 
     def _open_publication(self, job: Publish) -> None:
-        """Publications whose lanes never answered are forgotten once two newer versions are out."""
+        """Publications whose lanes never answered are dropped once two newer versions are published."""
         recent = [each for each in self._publications if each.job.version >= job.version - 1]
         self._publications = [*recent, _Publication(job, set(job.lanes))]
 

@@ -1,11 +1,11 @@
-"""The serial reference: what a batch's updates are, one (sample, step) pair at a time.
+"""The serial reference: the updates of a batch, computed one (sample, step) pair at a time.
 
-No packing, no slicing, no streaming, nothing clever: the page to read first, and what all faster ways are compared
-with. It goes the way of a batch from its rewards to the new weights:
+It has no packing, no slicing and no streaming. Read it first; every faster path is tested against it. It follows a
+batch from its rewards to the new weights:
 
     advantages of all samples -> for every update: the gradient, pair by pair -> clip -> AdamW
 
-The trained model is the *current* policy. The *old* policy is the one the batch began with; the *reference* is the
+The trained model is the *current* policy. The *old* policy is the one before the batch, the *reference* is the
 model before any training.
 """
 
@@ -27,7 +27,7 @@ Gradients = dict[str, Tensor]
 
 
 class SerialReference:
-    """The updates of one batch after another, in the plainest way."""
+    """Computes the updates of one batch after the other."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class SerialReference:
         self.batches_done = 0
 
     def train_batch(self, groups: Sequence[ScoredGroup]) -> list[Gradients]:
-        """Takes all optimizer steps of a batch; returns the gradient of each, before clipping."""
+        """Takes all optimizer steps of a batch; returns their gradients before clipping."""
         advantages = self.objective.batch_advantages([group.rewards for group in groups])
         updates = self.objective.updates_per_batch
         gradients = []
@@ -57,7 +57,7 @@ class SerialReference:
         return gradients
 
     def gradient(self, groups: Sequence[ScoredGroup], advantages: Sequence[Sequence[float]]) -> Gradients:
-        """Of L = (1 / Z) sum over pairs of l, where Z also counts the pairs of groups that teach nothing."""
+        """The gradient of L = (1 / Z) sum of l over pairs; Z also counts groups with equal rewards."""
         objective, parameters = self.objective, self.policies.parameters
         denominator = sum(
             objective.terms_per_group(len(group.rewards), group.trajectories[0].plan) for group in groups
@@ -67,9 +67,7 @@ class SerialReference:
         for group, advantage in zip(groups, advantages, strict=True):
             chosen = objective.group_advantages(group.rewards).chosen
             for first in range(0, len(chosen), objective.rows_per_term):
-                samples = chosen[
-                    first : first + objective.rows_per_term
-                ]  # one sample, or the two that are compared
+                samples = chosen[first : first + objective.rows_per_term]  # one sample, or two that are compared
                 for step in objective.trained_steps(group.trajectories[samples[0]].plan):
                     pairs = self.replay(group, samples, [advantage[index] for index in samples], step)
                     (loss,) = objective.loss(pairs).total_M()
@@ -82,7 +80,7 @@ class SerialReference:
     def replay(
         self, group: ScoredGroup, samples: Sequence[int], advantages: Sequence[float], step: int
     ) -> PairBatch:
-        """What the loss sees of one sample, or of the two that are compared, at one step."""
+        """The loss's inputs for one sample, or for two that are compared, at one step."""
         trajectories = [group.trajectories[index] for index in samples]
         if self.objective.replays == "steps":
             (trajectory,), (advantage,) = trajectories, advantages
@@ -90,7 +88,7 @@ class SerialReference:
         return self._replay_renoised(group, trajectories, advantages, step)
 
     def _replay_step(self, group: ScoredGroup, trajectory: Trajectory, advantage: float, step: int) -> StepPairs:
-        """The rollout's step from its latent to its next latent, scored by the current policy."""
+        """The rollout's step from one latent to the next, scored by the current policy."""
         needs = self.objective.needs
         kept = trajectory.plan.kept_steps.index(step)
 
@@ -128,7 +126,7 @@ class SerialReference:
     def _replay_renoised(
         self, group: ScoredGroup, trajectories: Sequence[Trajectory], advantages: Sequence[float], step: int
     ) -> RenoisedPairs:
-        """Final latents noised to the step's sigma, with one draw of noise, and the velocities there."""
+        """Final latents noised to the step's sigma, with the same noise, and the velocities there."""
         final_RL = torch.stack([t.final_L for t in trajectories if t.final_L is not None])
         noise_L = self.draw_noise(trajectories[0].sample, f"renoise {step}", final_RL.shape[1:])
         noise_RL = torch.stack([noise_L for _ in trajectories]).to(final_RL)
@@ -161,13 +159,13 @@ class SerialReference:
         )
 
     def _velocity(self, group: ScoredGroup, trajectory: Trajectory, latents_1L: Tensor, step: int) -> Tensor:
-        """Of one row, with the conditioning and guidance of the rollout."""
+        """The velocity of one row, with the conditioning and guidance of the rollout."""
         plan = trajectory.plan
         timestep_1 = plan.schedule.timesteps[step][None].to(self.model.device)
         return self.model.velocity(latents_1L, timestep_1, group.conditioning, plan.guidance, plan.size)
 
     def _step(self, gradient: Gradients) -> None:
-        """Clips the whole gradient's norm, then AdamW."""
+        """Clips the norm of the whole gradient, then takes an AdamW step."""
         for name, parameter in self.policies.parameters.items():
             parameter.grad = gradient[name].clone() if name in gradient else None
         torch.nn.utils.clip_grad_norm_(self.policies.parameters.values(), self.gradient_norm)

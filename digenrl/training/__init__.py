@@ -1,1 +1,1 @@
-"""Packed replay, optimizer, adapters and checkpoints; blind to which algorithm it serves."""
+"""Trains on scored groups: packed replay, optimizer, offloading, checkpoints. Knows no algorithm by name."""

@@ -1,4 +1,4 @@
-"""Sums of gradients, taken off the parameters so that a failed pack or group leaves no trace in them."""
+"""Sums of gradients, kept apart from the parameters so that a failed pack or group leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from torch import Tensor, nn
 
 from digenrl.models.shards import local_shard
 
-Gradients = dict[str, Tensor]  # by parameter; one without a gradient is absent
+Gradients = dict[str, Tensor]
+"""Gradients by parameter; a parameter without a gradient is absent."""
 
 
 @dataclass(slots=True)
 class GradientSums:
-    """What a batch's scale still multiplies, and what is final."""
+    """The gradient in two parts: `unscaled` still has to be multiplied by the batch's scale, `final` has not."""
 
-    waiting: Gradients = field(default_factory=dict)
+    unscaled: Gradients = field(default_factory=dict)
     final: Gradients = field(default_factory=dict)
 
     def add(self, other: GradientSums) -> None:
-        """Takes over the other's sums; the other is not used again."""
-        add_into(self.waiting, other.waiting)
+        """Adds the other's sums, which must not be used afterwards."""
+        add_into(self.unscaled, other.unscaled)
         add_into(self.final, other.final)
 
     def total(self, scale: float) -> Gradients:
-        """scale * waiting + final, in new tensors."""
-        total = scaled(self.waiting, scale)
+        """scale * unscaled + final, in new tensors."""
+        total = scaled(self.unscaled, scale)
         add_into(total, {name: value if name in total else value.clone() for name, value in self.final.items()})
         return total
 
 
 def add_into(sums: Gradients, more: Gradients) -> None:
-    """sums += more; tensors that are new to the sums move there."""
+    """sums += more; tensors of parameters that are new to the sums are moved, not copied."""
     both = [name for name in more if name in sums]
     if both:
         torch._foreach_add_([sums[name] for name in both], [more[name] for name in both])
@@ -48,14 +49,14 @@ def scaled(gradients: Gradients, factor: float) -> Gradients:
 
 
 def take_gradients(parameters: Mapping[str, nn.Parameter]) -> Gradients:
-    """The gradients of the last backward, taken off the parameters; of sharded ones this rank's parts."""
+    """Removes the gradients of the last backward from the parameters and returns them, or this rank's shards."""
     taken = {name: local_shard(p.grad) for name, p in parameters.items() if p.grad is not None}
     drop_gradients(parameters)
     return taken
 
 
 def drop_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
-    """No parameter has a gradient."""
+    """Leaves all parameters without a gradient."""
     for parameter in parameters.values():
         parameter.grad = None
 

@@ -1,4 +1,4 @@
-"""What an update tells about itself, from per-term values that the loss names."""
+"""The metrics of an update, from per-term values that the loss names."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from digenrl.models.transfers import to_host
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """Values of which only those count where `counts` is true."""
+class MaskedValues:
+    """Values of which only those count where `mask` is true."""
 
     values: Tensor
-    counts: Tensor
+    mask: Tensor
 
 
-Measures = Mapping[str, Tensor | Chosen]
+Measures = Mapping[str, Tensor | MaskedValues]
 
 
 class Tally:
-    """Counts, sums and largest values by name; adding tallies in any order gives the same counts and maxima.
+    """Counts, sums and maxima by name. Counts and maxima do not depend on the order of merging.
 
-    What is added is not looked at before somebody asks: until then a card may still be computing it.
+    Tensors are read only when a result is requested: until then a GPU may still be computing them.
     """
 
     def __init__(self) -> None:
@@ -36,15 +36,15 @@ class Tally:
         self._unread: list[Measures | Tally] = []
 
     def add(self, measures: Measures) -> None:
-        """One value per term, by name; they are not changed any more."""
+        """Adds one value per term, by name; the tensors must not change afterwards."""
         self._unread.append(measures)
 
     def merge(self, other: Tally) -> None:
-        """Adds everything the other has counted; the other is not used again."""
+        """Adds everything the other has counted; the other must not be used afterwards."""
         self._unread.append(other)
 
     def _read(self) -> None:
-        """Everything that was added, in the order in which it was; a card is waited for once."""
+        """Counts everything that was added, in that order, with a single wait for the GPU."""
         tensors = list(self._tensors())
         if self._unread:
             self._count_up(iter(to_host(tensors)))
@@ -55,10 +55,13 @@ class Tally:
                 yield from each._tensors()
             else:
                 for measured in each.values():
-                    yield from (measured.values, measured.counts) if isinstance(measured, Chosen) else (measured,)
+                    if isinstance(measured, MaskedValues):
+                        yield from (measured.values, measured.mask)
+                    else:
+                        yield measured
 
     def _count_up(self, on_host: Iterator[Tensor]) -> None:
-        """Takes what it has not read from the tensors, which are in the order of `_tensors`."""
+        """Counts what is unread; its tensors are taken from `on_host`, in the order of `_tensors`."""
         unread, self._unread = self._unread, []
         for each in unread:
             if isinstance(each, Tally):
@@ -68,7 +71,7 @@ class Tally:
                 continue
             for name, measured in each.items():
                 values = next(on_host)
-                values = values[next(on_host)] if isinstance(measured, Chosen) else values
+                values = values[next(on_host)] if isinstance(measured, MaskedValues) else values
                 if values.numel():
                     self._add(name, values.numel(), float(values.double().sum()), float(values.max()))
 
@@ -78,12 +81,12 @@ class Tally:
         self._largest[name] = max(self._largest.get(name, largest), largest)
 
     def mean(self, name: str) -> float | None:
-        """None where nothing of this name was counted."""
+        """None if nothing of this name was counted."""
         self._read()
         return self._sum[name] / self._count[name] if name in self._count else None
 
     def largest(self, name: str) -> float | None:
-        """None where nothing of this name was counted."""
+        """None if nothing of this name was counted."""
         self._read()
         return self._largest.get(name)
 
@@ -92,25 +95,26 @@ class Tally:
         self._read()
         return {name: self._sum[name] / self._count[name] for name in sorted(self._count)}
 
-    def facts(self) -> dict[str, list[float]]:
-        """Everything counted, for JSON."""
+    def as_json(self) -> dict[str, list[float]]:
+        """Everything counted, as content that JSON can represent."""
         self._read()
         return {name: [self._count[name], self._sum[name], self._largest[name]] for name in self._count}
 
-    def add_facts(self, facts: Mapping[str, tuple[int, float, float]]) -> None:
-        """Adds what another tally counted, as its `facts` say."""
+    def add_json(self, content: Mapping[str, tuple[int, float, float]]) -> None:
+        """Adds what another tally's `as_json` returned."""
         self._read()
-        for name, (count, total, largest) in facts.items():
+        for name, (count, total, largest) in content.items():
             self._add(name, count, total, largest)
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateMetrics:
-    """One optimizer update. What an algorithm does not have is None.
+    """The metrics of one optimizer update. Those that an algorithm does not have are None.
 
     `log_prob_mismatch` is the mean |new - rollout's log-prob| of fresh samples before the batch's first update,
-    where both should be equal. `gradient_norm` is before clipping. Rewards are of the update's groups; `terms` is
-    the denominator Z. `memory_retries` since the update before: memory is so tight that the card waits for it.
+    where both should be equal. `gradient_norm` is before clipping. Rewards are those of the update's groups;
+    `terms` is the denominator Z. `memory_retries` counts the allocator's retries since the previous update: if it
+    is not 0, memory is so tight that the GPU waits for it.
     """
 
     batch: int
@@ -131,9 +135,16 @@ class UpdateMetrics:
 
 
 def update_metrics(
-    tally: Tally, *, batch: int, update: int, rewards: Sequence[float], gradient_norm: float, **counts: int
+    tally: Tally,
+    *,
+    batch: int,
+    update: int,
+    rewards: Sequence[float],
+    gradient_norm: float,
+    memory_retries: int | None,
+    **counts: int,
 ) -> UpdateMetrics:
-    """The metrics of one update from everything its packs counted; `rewards` are of its groups' samples."""
+    """The metrics of one update, from the tally of all its packs and the rewards of its samples."""
     center = math.fsum(rewards) / len(rewards)
     return UpdateMetrics(
         batch=batch,
@@ -147,13 +158,14 @@ def update_metrics(
         kl=tally.mean("kl"),
         log_prob_mismatch=tally.mean("log_prob_mismatch"),
         measures=tally.means(),
+        memory_retries=memory_retries,
         **counts,
     )
 
 
 def log_prob_mismatch(pairs: PairBatch, rows: int) -> Measures:
-    """How far log-probs of the first rows are from the rollout's, for samples of the same weights."""
+    """How much the log-probs of the first rows differ from the rollout's, for samples of the same weights."""
     if not isinstance(pairs, StepPairs):
         return {}
-    off_R = (pairs.log_prob_R - pairs.rollout_log_prob_R).detach().abs()
-    return {"log_prob_mismatch": Chosen(off_R[:rows], pairs.fresh_R[:rows])}
+    difference_R = (pairs.log_prob_R - pairs.rollout_log_prob_R).detach().abs()
+    return {"log_prob_mismatch": MaskedValues(difference_R[:rows], pairs.fresh_R[:rows])}

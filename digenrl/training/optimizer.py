@@ -1,51 +1,50 @@
-"""The optimizer of a trainer: made, stepped, and its state by the names of parameters."""
+"""The optimizer of a trainer: creation, one step, and its state by parameter name."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from digenrl.config.training import TrainerSettings
 from digenrl.training.gradients import Gradients
-from digenrl.training.offload.host_copies import Copied, cpu_copy
-from digenrl.training.policy_weights import PolicyWeights
+from digenrl.training.offload.host_copies import CopyTensor, copy_all, cpu_copy
+from digenrl.training.trainer_state import OptimizerState
 
-MOMENTS_PER_PARAMETER = 2  # of AdamW
-OF_THE_DEVICE = ("foreach", "fused")  # how a step is computed is not the state's to say
+DEVICE_OPTIONS = ("foreach", "fused")  # choose the kernels of a step; not restored from a state
+
+Parameters = Mapping[str, nn.Parameter]
 
 
-def make_optimizer(policies: PolicyWeights, settings: TrainerSettings) -> torch.optim.AdamW:
-    """AdamW over the trained parameters; on a card by kernels that take all of them at once."""
-    parameters = list(policies.parameters.values())
+def make_optimizer(parameters: Parameters, settings: TrainerSettings) -> torch.optim.AdamW:
+    """AdamW over the trained parameters, fused on a GPU."""
     return torch.optim.AdamW(
-        parameters,
+        list(parameters.values()),
         lr=settings.learning_rate,
         betas=settings.betas,
         eps=settings.adam_eps,
         weight_decay=settings.weight_decay,
-        fused=all(parameter.is_cuda for parameter in parameters) or None,
+        fused=all(parameter.is_cuda for parameter in parameters.values()) or None,
     )
 
 
 def take_step(
-    policies: PolicyWeights,
+    parameters: Parameters,
     optimizer: torch.optim.Optimizer,
     gradient: Gradients,
     norm: float,
     largest_norm: float,
 ) -> None:
-    """One optimizer step with this gradient, clipped to a norm; parameters are left without gradients.
+    """One optimizer step with this gradient, clipped to the largest norm.
 
-    The gradient is used up: it is clipped in place, and let go of.
+    The gradient is clipped in place and then cleared; parameters are left without gradients.
     """
     factor = min(1.0, largest_norm / (norm + 1e-6))
     if gradient:
         torch._foreach_mul_(list(gradient.values()), factor)
-    for name, parameter in policies.parameters.items():
+    for name, parameter in parameters.items():
         parameter.grad = gradient[name].to(parameter.dtype) if name in gradient else None
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -53,48 +52,36 @@ def take_step(
 
 
 def optimizer_state(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], copied: Copied = cpu_copy
-) -> dict[str, Any]:
-    """A copy on the CPU: the moments of each parameter by its name, and the scalars of the one group."""
+    optimizer: torch.optim.Optimizer, parameters: Parameters, copy_tensor: CopyTensor = cpu_copy
+) -> OptimizerState:
+    """A copy of the optimizer's state."""
     names, state = list(parameters), optimizer.state_dict()
     (group,) = state["param_groups"]
-    return {
-        "scalars": {key: copy.copy(value) for key, value in group.items() if key != "params"},
-        "moments": {
-            names[index]: {key: copied(value) for key, value in moments.items()}
-            for index, moments in state["state"].items()
-        },
-    }
+    return OptimizerState(
+        scalars={key: copy.copy(value) for key, value in group.items() if key != "params"},
+        moments={names[index]: copy_all(moments, copy_tensor) for index, moments in state["state"].items()},
+    )
 
 
-def check_moments(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raises ValueError unless every moment is of a trained parameter and of its shape."""
-    for name, moments in state["moments"].items():
+def check_moments(state: OptimizerState, parameters: Parameters) -> None:
+    """Raises ValueError unless every moment belongs to a trained parameter and has its shape."""
+    for name, moments in state.moments.items():
         if name not in parameters:
             raise ValueError(f"optimizer state does not fit: {name} is not trained here")
-        for key, value in moments.items():
-            if key != "step" and value.shape != parameters[name].shape:
+        for kind, value in moments.items():
+            if kind != "step" and value.shape != parameters[name].shape:
                 raise ValueError(
-                    f"optimizer state does not fit: {key} of {name} is {tuple(value.shape)}, "
+                    f"optimizer state does not fit: {kind} of {name} is {tuple(value.shape)}, "
                     f"expected {tuple(parameters[name].shape)}"
                 )
 
 
-def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], state: Mapping[str, Any]
-) -> None:
-    """Takes over a copy of a state that `check_moments` has passed."""
+def load_optimizer_state(optimizer: torch.optim.Optimizer, parameters: Parameters, state: OptimizerState) -> None:
+    """Loads a copy of a state that `check_moments` accepts."""
     index_of = {name: index for index, name in enumerate(parameters)}
-    scalars = {key: tuple(value) if isinstance(value, list) else value for key, value in state["scalars"].items()}
-    scalars |= {key: optimizer.param_groups[0][key] for key in OF_THE_DEVICE}
-    optimizer.load_state_dict(
-        {
-            "state": {index_of[name]: _copied(moments) for name, moments in state["moments"].items()},
-            "param_groups": [scalars | {"params": list(index_of.values())}],
-        }
-    )
-
-
-def _copied(moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """torch's optimizers go on with the very tensors they are handed, and would change the state in place."""
-    return {key: value.clone() for key, value in moments.items()}
+    scalars = {key: tuple(value) if isinstance(value, list) else value for key, value in state.scalars.items()}
+    scalars |= {key: optimizer.param_groups[0][key] for key in DEVICE_OPTIONS}
+    # Cloned: torch's optimizers keep the tensors they are given, and would change the state in place.
+    moments = {index_of[name]: copy_all(each, torch.clone) for name, each in state.moments.items()}
+    groups = [scalars | {"params": list(index_of.values())}]
+    optimizer.load_state_dict({"state": moments, "param_groups": groups})

@@ -1,4 +1,4 @@
-"""Sums that are the same to the last bit whatever order their parts come in."""
+"""Gradient sums whose bits do not depend on the order in which groups arrive."""
 
 from __future__ import annotations
 
@@ -6,43 +6,41 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from digenrl.training.packing.packed import PassResult
+from digenrl.training.packing.packed_passes import PassResult
 
 
 class OrderedSums:
-    """Adds up passes over places in the order of the places.
+    """Adds up the passes over an update's groups in the order of their places.
 
-    A pass that comes before one of an earlier place waits, with gradients of its own. Not `in_order`, passes are
-    added as they come: no memory is spent on waiting, and the last bits depend on the order.
+    A pass that arrives before one with a lower place is held back, with its own gradient. Without `in_order`,
+    passes are added as they arrive: this saves memory, but the last bits depend on the order of arrival.
     """
 
-    def __init__(self, places: Iterable[int], in_order: bool) -> None:
+    def __init__(self, in_order: bool) -> None:
+        self._in_order = in_order
+        self.reset(())
+
+    def reset(self, places: Iterable[int]) -> None:
+        """Discards all sums and starts an update whose groups have these places."""
         self.total = PassResult()
         self._missing = sorted(places)
-        self._in_order = in_order
-        self._waiting: dict[int, tuple[frozenset[int], PassResult]] = {}  # by each of its places
+        self._held_back: dict[int, PassResult] = {}
 
     def tensors(self) -> dict[str, Tensor]:
-        """All gradients that are held, those that wait too, each under a name of its own."""
-        waiting = {min(covered): result.sums for covered, result in self._waiting.values()}
-        held = {"total": self.total.sums, **{f"waiting {place}": sums for place, sums in waiting.items()}}
+        """All gradients, including those held back, by unique names."""
+        results = {"total": self.total, **{f"place {place}": each for place, each in self._held_back.items()}}
         return {
-            f"{where}/{kind}/{name}": value
-            for where, sums in held.items()
-            for kind, gradients in (("waiting", sums.waiting), ("final", sums.final))
+            f"{owner}/{part}/{name}": value
+            for owner, result in results.items()
+            for part, gradients in (("unscaled", result.sums.unscaled), ("final", result.sums.final))
             for name, value in gradients.items()
         }
 
-    def add(self, places: Iterable[int], result: PassResult) -> None:
-        """Takes over the result of a pass over some of the places, none of them added before."""
-        covered = frozenset(places)
+    def add(self, place: int, result: PassResult) -> None:
+        """Adds the pass over one group, which must not be used afterwards."""
         if not self._in_order:
             self.total.add(result)
             return
-        self._waiting |= dict.fromkeys(covered, (covered, result))
-        while self._missing and self._missing[0] in self._waiting:
-            covered, result = self._waiting[self._missing[0]]
-            self.total.add(result)
-            self._missing = [place for place in self._missing if place not in covered]
-            for place in covered:
-                del self._waiting[place]
+        self._held_back[place] = result
+        while self._missing and self._missing[0] in self._held_back:
+            self.total.add(self._held_back.pop(self._missing.pop(0)))

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from digenrl import demo
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
-from digenrl.config.reading import ConfigError, complaints_about
+from digenrl.config.reading import ConfigError, errors_about, one_line
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_paths import DEMO
 from digenrl.config.windows import Window
@@ -28,7 +28,7 @@ from digenrl.models.offloaded_text_encoder import OffloadedTextEncoder
 from digenrl.models.random_text_encoder import RandomTextEncoder
 from digenrl.models.registry import find_family
 from digenrl.models.trajectory import StepNoise
-from digenrl.training.batch import BatchShape, check_shape
+from digenrl.training.open_batch import BatchShape, check_shape
 from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.training.trainer import Trainer
 
@@ -71,7 +71,7 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
         check_source(family.pipeline_class, source_of(recipe))
     algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
     window = recipe.window
-    with complaints_about("sample.window"):
+    with errors_about("sample.window"):
         window.check(recipe.sample.denoising_steps)
     check_shape(BatchShape(recipe.batch.prompts, recipe.batch.samples_per_prompt), algorithm, recipe.training)
     if recipe.training.lora is None and recipe.model.dtype != "float32":
@@ -131,8 +131,7 @@ def _loading_errors_in_one_line(recipe: Recipe) -> Iterator[None]:
     except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, ConfigError):
             raise
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"model.source: {source_of(recipe)} cannot be loaded: {reason}") from error
+        raise ConfigError(f"model.source: {source_of(recipe)} cannot be loaded: {one_line(error)}") from error
 
 
 def dtype_of(recipe: Recipe) -> torch.dtype:
@@ -164,6 +163,4 @@ def make_trainer(
         draw_noise=partial(normal_noise, blueprint.recipe.seed),
         ranks=ranks,
         helps=helps,
-        keep_last_version=True,
-        offload=helps and settings.offloads(model.device.type),
     )

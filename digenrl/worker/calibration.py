@@ -23,7 +23,7 @@ from digenrl.worker.timing import peak_bytes, sustained_seconds, watch_peak
 CALIBRATION_STEP = -1  # the step of samples that are discarded
 
 
-class Calibration:
+class StageCalibration:
     """Times one worker's stages."""
 
     def __init__(self, stages: Stages) -> None:
@@ -100,17 +100,17 @@ class Calibration:
             if is_compiled(self._stages.model):
                 trainer.calibrate(group, later=True)
             seconds = (seconds + (updates - 1) * self._timed_replay(group, later=True)) / updates
-        packing = trainer.packing
-        assert packing is not None, "calibration chooses the packing"
+        plan = trainer.plan
+        assert plan is not None, "calibration makes a plan"
         return Calibrated(
             0,
             job,
             {1: seconds},
             peak_bytes={1: peak_bytes(self._stages.model.device)},
-            pack_size=packing.pack_size,
-            checkpointed_blocks=packing.checkpointed,
-            planned_bytes=packing.planned_bytes,
-            predicted_bytes=packing.foreseen_bytes,
+            pack_size=plan.pack_size,
+            checkpointed_blocks=plan.checkpointed,
+            planned_bytes=plan.planned_bytes,
+            predicted_bytes=plan.first_estimate_bytes,
         )
 
     def sample_group(self, prompt: PromptRow, samples: int, at_once: int) -> ScoredGroup:
@@ -151,10 +151,10 @@ class Calibration:
     def _there_and_back(self, job: Calibrate) -> Calibrated:
         trainer = self._stages.trainer
         switching = trainer.switching
-        with switching.as_in_a_step():
+        with switching.full_size():
             to_generating = self._stages.switch_to("generate")
-            moved_bytes = switching.bytes_away
-            switching.settle()
+            moved_bytes = switching.offloaded_bytes
+            switching.synchronize()
             if self._stages.parts.publishes:  # a version is kept while the trainer helps within a batch
                 trainer.reserve_version()
             to_training = self._stages.switch_to("train")
@@ -174,6 +174,7 @@ class Calibration:
 
     def _timed_commit(self) -> float:
         device = self._stages.model.device
+        self._stages.trainer.switching.synchronize()
         synchronize(device)
         began = perf_counter()
         self._stages.trainer.commit()

@@ -64,10 +64,11 @@ from digenrl.records import (
     weights_name,
 )
 from digenrl.rewards.contract import Reward, RewardError
-from digenrl.training.checkpoint.checkpoints import CheckpointError, prune_checkpoints, save_checkpoint
+from digenrl.training.checkpoint.checkpoints import prune_checkpoints, save_checkpoint
 from digenrl.training.checkpoint.export import export_weights, weights_to_export
-from digenrl.training.checkpoint.state_trees import state_as_tensors, state_of_tensors
-from digenrl.training.ranks.rank_group import RanksError, together
+from digenrl.training.checkpoint.format import CheckpointError
+from digenrl.training.checkpoint.state_tensors import state_as_tensors, state_of_tensors
+from digenrl.training.ranks.rank_group import RanksError, all_or_none
 from digenrl.training.trainer import Trainer
 from digenrl.worker.blueprint import Blueprint
 from digenrl.worker.pictures import save_pictures
@@ -150,7 +151,7 @@ class Stages:
     def train(self, job: Train) -> Trained:
         """Adds a group's gradient to the open batch. Takes the optimizer updates before the batch's last one."""
         trainer, updates = self.trainer, []
-        trainer.switching.come_back()  # a replacement trainer has not been told its role yet
+        trainer.switching.load()  # a replacement trainer has not been told its role yet
         trainer.add_group(self._scored_group(job.group), job.group.place)
         while trainer.update < self._blueprint.algorithm.updates_per_batch - 1 and trainer.can_commit():
             updates.append(asdict(trainer.commit()))
@@ -209,14 +210,14 @@ class Stages:
         with suppress(ConfigError):  # without room for a host copy the state is read from the device, more slowly
             trainer.keep_version()
         run, state, ranks = Path(job.run), trainer.state_at_last_version(), trainer.ranks
-        assert state["batch"] == job.step, f"to save step {job.step}, but the trainer is at {state['batch']}"
+        assert state.batch == job.step, f"to save step {job.step}, but the trainer is at {state.batch}"
         path = save_checkpoint(run / "checkpoints", job.step, state, job.facts, ranks=ranks)
         values = weights_to_export(state)
-        if trainer.cut is not None:
+        if trainer.shard is not None:
             values = gathered_weights(self.model, values)
         try:
-            with together(ranks):
-                if ranks is None or ranks.first:
+            with all_or_none(ranks):
+                if ranks is None or ranks.rank.is_first:
                     prune_checkpoints(run / "checkpoints", job.keep, path)
                     export_weights(self.model, run, values)
         except RanksError as error:
@@ -276,14 +277,14 @@ class Stages:
         """The seconds until work can continue. Copies may still run in the background."""
         began = perf_counter()
         if role == "generate":
-            self.trainer.switching.leave()
+            self.trainer.switching.offload()
         else:
-            self.trainer.switching.come_back()
+            self.trainer.switching.load()
         return perf_counter() - began
 
     def served_weights(self) -> AbstractContextManager[None]:
         """Inside, the model has the version that is served."""
-        return nullcontext() if self.parts.trainer is None else self.trainer.policies.generating()
+        return nullcontext() if self.parts.trainer is None else self.trainer.generating()
 
     def row(self, prompt: PromptRow) -> Conditioning:
         """The encoded prompt, on this worker's device."""
@@ -310,7 +311,7 @@ class Stages:
         trainer = self.trainer
         if job.new_version != trainer.batch or not self.parts.publishes:
             return NO_WEIGHTS, 0
-        if job.writes_state or trainer.keeps_last_version:
+        if job.writes_state:
             trainer.keep_version()  # one host copy serves both
         published = trainer.published()  # by all ranks together, if weights are sharded
         weights = NO_WEIGHTS
@@ -318,7 +319,7 @@ class Stages:
             weights = self._exchange.put_weights(weights_name(job.new_version), published)
         state_bytes = 0
         if job.writes_state:
-            state = state_as_tensors(trainer.state_at_last_version())
-            state_bytes = self._exchange.put(state_name(job.new_version, job.rank), state)
-            state_bytes += trainer.moments_to_come()  # room that it will need once there are optimizer moments
+            state = trainer.state_at_last_version()
+            state_bytes = self._exchange.put(state_name(job.new_version, job.rank), state_as_tensors(state))
+            state_bytes += state.missing_moment_bytes()  # room that it will need once there are optimizer moments
         return weights, state_bytes

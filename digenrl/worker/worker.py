@@ -20,12 +20,13 @@ from digenrl.records import Job, JobFailed, Result
 from digenrl.rewards.building import build_rewards
 from digenrl.rewards.contract import RewardError
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
+from digenrl.training.ranks.rank import Rank
 from digenrl.training.ranks.rank_group import join_ranks
 from digenrl.training.ranks.sharding import shard_model
 from digenrl.training.trainer import Trainer
 from digenrl.worker.assignment import Assignment, Ready, StartFailed
 from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, make_trainer, read_blueprint
-from digenrl.worker.calibration import Calibration
+from digenrl.worker.calibration import StageCalibration
 from digenrl.worker.stages import Stages, WorkerParts
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class Worker:
             records.Save: stages.save,
             records.Export: stages.export,
             records.Restore: stages.restore,
-            records.Calibrate: Calibration(stages).calibrate,
+            records.Calibrate: StageCalibration(stages).calibrate,
         }
 
     def handle(self, job: Job) -> Result:
@@ -130,12 +131,12 @@ def _build_trainer(
     blueprint: Blueprint, model: DiffusionModel, assignment: Assignment, rendezvous: str
 ) -> Trainer:
     place = assignment.ranks
-    ranks = None if place is None else join_ranks(rendezvous, place.index, place.count, model.device)
+    ranks = None if place is None else join_ranks(rendezvous, Rank(place.index, place.count), model.device)
     if ranks is not None and blueprint.recipe.sharded:
         shard_model(model, ranks)
     trainer = make_trainer(blueprint, model, helps="generate" in assignment.duties, ranks=ranks)
     if assignment.checkpoint is not None:
-        checkpoint = read_checkpoint(assignment.checkpoint, cut=trainer.cut, ranks=trainer.ranks)
+        checkpoint = read_checkpoint(assignment.checkpoint, shard=trainer.shard, ranks=trainer.ranks)
         trainer.load_state(checkpoint.trainer_state)
     return trainer
 

@@ -1,4 +1,4 @@
-"""One suite for every algorithm in the registry, then each loss by hand on scalars."""
+"""One suite for every algorithm, then each loss compared with values computed by hand."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_settings_of_algorithms_import_without_torch():
 
 
 @EVERY
-def test_its_scaled_part_grows_with_the_advantages_and_its_fixed_part_does_not_move(name):
+def test_its_scaled_part_is_homogeneous_in_the_advantages_and_its_fixed_part_independent(name):
     algorithm, pairs = build_algorithm(name), some_pairs(name)
     loss = algorithm.loss(pairs)
     tripled = algorithm.loss(replace(pairs, advantage_R=3 * pairs.advantage_R))
@@ -96,7 +96,7 @@ def test_its_scaled_part_grows_with_the_advantages_and_its_fixed_part_does_not_m
 
 
 @EVERY
-def test_its_terms_never_look_at_the_rows_of_other_terms(name):
+def test_its_terms_are_independent_of_other_terms(name):
     algorithm, pairs = build_algorithm(name), some_pairs(name)
     width = algorithm.rows_per_term
     together = algorithm.loss(pairs).total_M()
@@ -106,7 +106,7 @@ def test_its_terms_never_look_at_the_rows_of_other_terms(name):
 
 
 @EVERY
-def test_its_loss_moves_the_policy(name):
+def test_its_loss_has_a_gradient_for_the_policy(name):
     pairs = some_pairs(name)
     build_algorithm(name).loss(pairs).total_M().sum().backward()
     moved = pairs.log_prob_R if isinstance(pairs, StepPairs) else pairs.velocity_RL
@@ -124,7 +124,7 @@ def test_its_measures_are_detached_and_one_per_term(name):
 
 
 @EVERY
-def test_its_denominator_counts_what_it_chooses_times_the_steps_it_trains(name):
+def test_its_denominator_counts_chosen_samples_times_trained_steps(name):
     algorithm = build_algorithm(name)
     kept = () if algorithm.replays == "renoised" else (0, 1, 3)
     schedule = Schedule(sigmas=torch.linspace(1, 0, 6), timesteps=torch.linspace(1000, 200, 5))
@@ -167,7 +167,7 @@ def rollout_plan(window: Window, steps: int) -> RolloutPlan:
 
 
 @EVERY
-def test_its_settings_are_frozen_and_refuse_unknown_keys_by_naming_the_nearest(name):
+def test_its_settings_are_frozen_and_the_error_for_an_unknown_key_names_the_nearest(name):
     settings = build_algorithm(name).settings
     with pytest.raises(ValidationError):
         settings.updates_per_batch = 3
@@ -234,7 +234,7 @@ def one_step(**changes: Tensor | None) -> StepPairs:
         (2.0, 0.02, -2.0404026800535117),  # inside the band
     ],
 )
-def test_the_clipped_loss_takes_the_more_pessimistic_of_two(advantage, log_ratio, expected):
+def test_the_clipped_loss_is_the_larger_of_two(advantage, log_ratio, expected):
     flow = build_algorithm("flow_grpo", {"clip": 0.05, "kl_weight": 0})
     loss = flow.loss(one_step(advantage_R=column(advantage), log_prob_R=column(log_ratio)))
     assert loss.fixed_M is None
@@ -253,7 +253,7 @@ def test_the_kl_is_exact_or_flow_grpos_image_form_by_name():
 
 
 @pytest.mark.parametrize(("form", "kl"), [("exact", 0.5), ("flow_grpo_image", 0.125)])
-def test_the_kl_is_added_with_its_weight_and_kept_apart(form, kl):
+def test_the_weighted_kl_is_the_fixed_part(form, kl):
     flow = build_algorithm("flow_grpo", {"kl_weight": 0.04, "kl_form": form})
     loss = flow.loss(one_step(reference_mean_RL=column(0.3)[None]))
     assert loss.scaled_M.item() == -1.0
@@ -279,7 +279,7 @@ def test_guard_recentres_and_rescales_the_ratio_and_divides_by_the_step():
     assert guard.needs.step_means
 
 
-def test_nft_pulls_towards_good_samples_and_away_from_bad_ones():
+def test_nft_moves_towards_good_samples_and_away_from_bad_ones():
     nft = build_algorithm("diffusion_nft", {"beta": 1.0, "kl_weight": 0.1})
     row = RenoisedPairs(
         advantage_R=column(2.5),
@@ -308,12 +308,12 @@ def test_nft_at_the_old_policy_has_the_gradient_of_the_advantage_alone():
     assert pairs.velocity_RL.grad.abs().max() < 1e-15, "good and bad pull equally where the advantage is 0"
 
 
-def test_the_nft_generating_policy_follows_faster_at_first_and_then_at_its_limit():
+def test_the_decay_of_the_old_policy_grows_up_to_its_limit():
     nft = build_algorithm("diffusion_nft", {"old_decay_growth": 0.1, "old_decay_max": 0.25})
     assert [nft.old_policy_decay(batch) for batch in range(5)] == [0.0, 0.1, 0.2, 0.25, 0.25]
 
 
-def test_dpo_prefers_the_first_of_two_by_what_it_gains_over_the_reference():
+def test_dpo_prefers_the_sample_with_the_larger_gain_over_the_reference():
     dpo = build_algorithm("flow_dpo", {"beta": 10})
     couple = RenoisedPairs(
         advantage_R=column(1.0, -1.0),

@@ -1,44 +1,47 @@
-"""Every card and model family of the catalogue passes the same suite."""
+"""Every card and model of the catalogue passes the same suite, and models without an entry are derived."""
 
 from __future__ import annotations
 
-import pytest
+from functools import cache
 
-from digenrl.config.recipe_files import read_recipe, shipped_recipes
+import pytest
+import torch
+
+from digenrl.commands.derived_facts import facts_of
+from digenrl.models.contract import SampleSize
 from digenrl.models.registry import FAMILIES
 from digenrl.planning.cards import Card, find_card, known_cards
 from digenrl.planning.costs import forward_seconds, slice_seconds, training_pass_seconds
 from digenrl.planning.memory import activation_gib, generator_memory
-from digenrl.planning.model_catalogue import ModelFamily, find_model, known_models
-from digenrl.planning.recipe_workload import catalogue_model
+from digenrl.planning.model_facts import CatalogueModel, ModelFacts, find_model, known_models
 from digenrl.planning.workload import workload_for
 
 PROMISED_CARDS = ("RTX A6000", "A100", "H100", "H200", "H20", "L40S", "RTX PRO 6000 Blackwell")
 PROMISED_MODELS = ("SD3.5-M", "FLUX.1", "Qwen-Image", "Wan2.1-1.3B", "Wan2.1-14B", "HunyuanVideo")
 
 every_card = pytest.mark.parametrize("card", known_cards(), ids=lambda card: card.name)
-every_family = pytest.mark.parametrize("family", known_models(), ids=lambda family: family.name)
+every_model = pytest.mark.parametrize("model", known_models(), ids=lambda model: model.name)
 
 
-def test_the_promised_cards_and_families_are_there():
+def test_the_promised_cards_and_models_are_in_the_catalogue():
     assert set(PROMISED_CARDS) <= {card.name for card in known_cards()}
-    assert set(PROMISED_MODELS) == {family.name for family in known_models()}
+    assert set(PROMISED_MODELS) == {model.name for model in known_models()}
 
 
-def test_no_name_or_alias_means_two_things():
+def test_names_and_aliases_are_unique():
     for entries in (known_cards(), known_models()):
         names = [name.lower() for entry in entries for name in (entry.name, *entry.aliases)]
         assert len(names) == len(set(names))
 
 
 @every_card
-def test_a_card_is_found_by_every_name_it_has(card: Card):
+def test_a_card_is_found_by_every_name_and_alias(card: Card):
     for name in (card.name, card.name.lower(), card.name.replace(" ", "-"), *card.aliases):
         assert find_card(name) is card
 
 
 @every_card
-def test_a_cards_numbers_are_in_the_units_they_claim(card: Card):
+def test_the_numbers_of_a_card_have_the_documented_units(card: Card):
     assert 50 < card.bf16_tflops < 5000  # dense tensor TFLOPS, not fp32's nor sparse petaflops
     assert 16 < card.memory_gib < 300
     assert 500 < card.memory_gb_s < 10_000
@@ -47,54 +50,54 @@ def test_a_cards_numbers_are_in_the_units_they_claim(card: Card):
     assert 0 < card.usd_per_hour < 20
 
 
-@every_family
-def test_a_family_is_found_by_every_name_it_has(family: ModelFamily):
-    for name in (family.name, family.name.upper(), *family.aliases):
-        assert find_model(name) is family
+@every_model
+def test_a_model_is_found_by_every_name_and_alias(model: CatalogueModel):
+    for name in (model.name, model.name.upper(), *model.aliases):
+        assert find_model(name) is model
 
 
-@every_family
-def test_a_token_meets_at_most_the_parameters_there_are(family: ModelFamily):
-    assert 0.25 * family.parameters < family.image_weights < family.parameters
-    assert family.text_weights <= family.image_weights
+@every_model
+def test_a_token_is_multiplied_with_at_most_all_parameters(model: CatalogueModel):
+    assert 0.25 * model.parameters < model.image_weights < model.parameters
+    assert model.text_weights <= model.image_weights
 
 
-@every_family
-def test_attention_grows_with_the_square_of_the_tokens_and_products_in_proportion(family: ModelFamily):
-    small, large = family.tokens(256, 256, text=0), family.tokens(512, 512, text=0)
+@every_model
+def test_attention_is_quadratic_in_the_tokens_and_matrix_products_are_linear(model: CatalogueModel):
+    small, large = model.tokens(256, 256, text=0), model.tokens(512, 512, text=0)
     assert large.image == 4 * small.image
-    little, much = family.forward_work(small), family.forward_work(large)
+    little, much = model.forward_work(small), model.forward_work(large)
     assert much.matmul_flop == pytest.approx(4 * little.matmul_flop)
     assert much.attention_flop == pytest.approx(16 * little.attention_flop)
 
 
-@every_family
-def test_frames_count_four_to_a_latent_in_videos_and_never_in_images(family: ModelFamily):
-    if family.makes_video:
-        assert family.tokens(256, 256, 33).image == 9 * family.tokens(256, 256, 1).image
+@every_model
+def test_videos_have_four_frames_per_latent_and_images_one_frame(model: CatalogueModel):
+    if model.frames_per_latent is not None:
+        assert model.tokens(256, 256, 33).image == 9 * model.tokens(256, 256, 1).image
     else:
-        with pytest.raises(ValueError, match="makes images"):
-            family.tokens(256, 256, 33)
+        with pytest.raises(ValueError, match="images"):
+            model.tokens(256, 256, 33)
 
 
-@every_family
-def test_adapters_are_in_proportion_to_their_rank_and_small(family: ModelFamily):
-    assert family.lora_parameters(64) == 2 * family.lora_parameters(32)
-    assert 0 < family.lora_parameters(32) < 0.05 * family.parameters
+@every_model
+def test_adapters_are_small_and_proportional_to_their_rank(model: CatalogueModel):
+    assert model.lora_parameters(64) == 2 * model.lora_parameters(32)
+    assert 0 < model.lora_parameters(32) < 0.05 * model.parameters
 
 
-@every_family
-def test_the_published_recipe_is_a_workload(family: ModelFamily):
-    workload = workload_for(family.name)
-    assert workload.family is family
+@every_model
+def test_the_published_settings_are_a_workload(model: CatalogueModel):
+    workload = workload_for(model.name)
+    assert workload.facts is model
     assert 1 <= workload.pairs_per_sample < workload.denoise_steps
     assert workload.samples_per_step >= 16
 
 
-@every_family
+@every_model
 @every_card
-def test_more_work_takes_longer_and_packing_never_costs_per_sample(family: ModelFamily, card: Card):
-    workload = workload_for(family.name)
+def test_more_work_takes_longer_and_larger_batches_take_less_time_per_sample(model: CatalogueModel, card: Card):
+    workload = workload_for(model.name)
     forwards = [forward_seconds(workload, card, rows) for rows in (1, 2, 4, 8)]
     assert forwards == sorted(forwards)
     per_row = [seconds / rows for seconds, rows in zip(forwards, (1, 2, 4, 8), strict=True)]
@@ -104,38 +107,73 @@ def test_more_work_takes_longer_and_packing_never_costs_per_sample(family: Model
     assert forwards[0] < plain < checkpointed
 
 
-@every_family
-def test_full_fine_tuning_costs_more_than_adapters_in_time_and_in_bytes(family: ModelFamily):
+@every_model
+def test_full_fine_tuning_takes_more_time_and_bytes_than_adapters(model: CatalogueModel):
     card = find_card("H200")
-    lora, full = (workload_for(family.name, tuning=tuning) for tuning in ("lora", "full"))
+    lora, full = (workload_for(model.name, tuning=tuning) for tuning in ("lora", "full"))
     assert training_pass_seconds(full, card, 8, True) > training_pass_seconds(lora, card, 8, True)
     assert full.published_bytes > 10 * lora.published_bytes
 
 
-@every_family
-def test_checkpointing_saves_most_activations_and_memory_grows_with_the_pack(family: ModelFamily):
-    workload = workload_for(family.name)
+@every_model
+def test_checkpointing_halves_activations_and_memory_grows_with_the_pack(model: CatalogueModel):
+    workload = workload_for(model.name)
     assert activation_gib(workload, 1, True) < 0.5 * activation_gib(workload, 1, False)
     assert activation_gib(workload, 4, False) == pytest.approx(4 * activation_gib(workload, 1, False))
 
 
-@every_family
+@every_model
 @every_card
-def test_a_wider_lane_holds_less_on_each_card(family: ModelFamily, card: Card):
-    workload = workload_for(family.name)
+def test_a_wider_lane_needs_less_memory_per_card(model: CatalogueModel, card: Card):
+    workload = workload_for(model.name)
     totals = [generator_memory(workload, card, 1, lane_cards).total_gib for lane_cards in (1, 2, 4)]
     assert totals == sorted(totals, reverse=True)
 
 
-@every_family
-def test_a_family_is_what_recipes_call_it_and_guides_as_it_does(family: ModelFamily):
-    real = FAMILIES[family.family]
-    assert (family.guidance == "batched") == real.uses_negative_prompts
-    assert family.makes_video == (real.kind == "video")
+@every_model
+def test_the_family_of_a_model_has_the_same_guidance_and_kind(model: CatalogueModel):
+    family = FAMILIES[model.family]
+    assert (model.guidance == "batched") == family.uses_negative_prompts
+    assert (model.frames_per_latent is not None) == (family.kind == "video")
 
 
-@pytest.mark.parametrize("name", [name for name in shipped_recipes() if name != "demo"])
-def test_every_shipped_recipe_is_of_a_size_that_the_catalogue_knows(name: str):
-    recipe = read_recipe(name, without_prompts=True)
-    found = catalogue_model(recipe)
-    assert found is not None and found.family == recipe.model.family
+@cache
+def derived(family: str, size: str) -> ModelFacts:
+    """The facts of a published size, counted on the meta device."""
+    entry = FAMILIES[family]
+    model = entry.build_full(torch.bfloat16, "meta", size)
+    sample = SampleSize(512, 512, 9 if entry.kind == "video" else 1)
+    return facts_of(entry, size, model, entry.full_size(size).text_shapes, sample)
+
+
+def published_size(model: CatalogueModel) -> str:
+    """The name of the size that the catalogue's model has in its family."""
+    billions = round(model.parameters / 1e9, 2)
+    return next(size for size, full in FAMILIES[model.family].sizes.items() if full.billions == billions)
+
+
+@every_model
+def test_facts_derived_from_the_layers_agree_with_the_catalogue(model: CatalogueModel):
+    counted = derived(model.family, published_size(model))
+    assert not counted.fitted
+    assert counted.parameters == pytest.approx(model.parameters, rel=0.01)
+    assert counted.image_weights == pytest.approx(model.image_weights, rel=0.01)
+    assert counted.text_weights == pytest.approx(model.text_weights, rel=0.07)  # embeddings are counted, too
+    assert counted.lora_parameters(32) == model.lora_parameters(32)
+    exact = {"hidden", "blocks", "block_tokens", "guidance", "frames_per_latent", "pixels_per_token"}
+    exact |= {"joint_attention_blocks", "image_attention_blocks", "cross_attention_blocks"}
+    assert counted.model_dump(include=exact) == model.model_dump(include=exact)
+    assert model.text_tokens <= counted.text_tokens, "the catalogue has typical prompts where padding is cut"
+
+
+@every_model
+def test_derived_costs_are_near_the_fitted_ones(model: CatalogueModel):
+    counted, card = derived(model.family, published_size(model)), find_card("H200")
+    fitted = workload_for(model.name, compiled=True, text_tokens=model.text_tokens)
+    estimate = fitted.model_copy(update={"model_facts": counted})
+    assert slice_seconds(estimate, card, 4) == pytest.approx(slice_seconds(fitted, card, 4), rel=0.2)
+    assert training_pass_seconds(estimate, card, 4, False) == pytest.approx(
+        training_pass_seconds(fitted, card, 4, False), rel=0.2
+    )
+    fitted_gib, estimated_gib = (activation_gib(each, 4, False) for each in (fitted, estimate))
+    assert 0.98 * fitted_gib < estimated_gib < 1.4 * fitted_gib, "memory is not underestimated"

@@ -1,4 +1,4 @@
-"""What every reward of the dictionary does, on real tiny weights."""
+"""One suite for every reward, with real tiny weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ONE_FRAME_AT_A_TIME = set(REWARDS) - {"function", "http"}
 
 @pytest.fixture(scope="module", params=sorted(REWARDS))
 def reward(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reward]:
-    """Each reward in turn; `http` asks a real server on this machine."""
+    """Each reward in turn; `http` uses a real server on this machine."""
     directory: Path = tmp_path_factory.mktemp(request.param)
     if request.param != "http":
         yield build_reward(tiny_settings(request.param, directory))
@@ -37,34 +37,34 @@ def reward(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def pixels(samples: int = 2, frames: int = 1, seed: int = 0) -> Tensor:
-    """Smooth colours: as little text in them as possible."""
+    """Smooth colours that do not look like text."""
     coarse = torch.rand(samples * frames, 3, 4, 5, generator=torch.Generator().manual_seed(seed))
     fine = torch.nn.functional.interpolate(coarse, size=(40, 48), mode="bilinear")
     return fine.reshape(samples, frames, 3, 40, 48)
 
 
-def test_there_is_one_finite_value_per_sample_and_as_many_of_each_part(reward: Reward) -> None:
+def test_there_is_one_finite_number_per_sample_in_values_and_parts(reward: Reward) -> None:
     batch = reward.score(pixels(), PROMPTS, METADATA)
     for numbers in (batch.values, *batch.parts.values()):
         assert len(numbers) == 2
         assert all(isinstance(number, float) and math.isfinite(number) for number in numbers)
 
 
-def test_scoring_twice_gives_the_same_and_leaves_the_pixels_alone(reward: Reward) -> None:
+def test_scoring_is_deterministic_and_does_not_change_the_pixels(reward: Reward) -> None:
     given = pixels()
     before = given.clone()
     assert reward.score(given, PROMPTS, METADATA) == reward.score(given, PROMPTS, METADATA)
     assert torch.equal(given, before)
 
 
-def test_a_sample_scores_the_same_alone_and_in_company(reward: Reward) -> None:
+def test_a_sample_scores_the_same_alone_and_in_a_batch(reward: Reward) -> None:
     given = pixels()
     together = reward.score(given, PROMPTS, METADATA).values
     alone = [reward.score(given[i : i + 1], PROMPTS[i : i + 1], METADATA[i : i + 1]).values[0] for i in range(2)]
     assert together == pytest.approx(alone, rel=1e-4, abs=1e-5)
 
 
-def test_a_prompt_matters_where_it_should(reward: Reward, request: pytest.FixtureRequest) -> None:
+def test_only_rewards_that_read_prompts_depend_on_them(reward: Reward, request: pytest.FixtureRequest) -> None:
     name = request.node.callspec.params["reward"]
     given = pixels(1).expand(2, -1, -1, -1, -1)
     one, other = reward.score(given, ["a cat", "zzz 123"], [{"text": "x"}] * 2).values
@@ -83,18 +83,18 @@ def test_pixels_that_are_not_numbers_are_an_error_that_names_the_sample(reward: 
     for bad in (math.nan, math.inf, 1.5):
         given = pixels()
         given[1, 0, 2, 3, 4] = bad
-        with pytest.raises(RewardError, match=r"sample 1: its pixels are not all numbers in \[0, 1\]") as caught:
+        with pytest.raises(RewardError, match=r"sample 1: .*pixels") as caught:
             reward.score(given, PROMPTS, METADATA)
         assert caught.value.samples == (1,)
         assert caught.value.reward == reward.label
 
 
-def test_a_wrong_call_says_what_is_wrong(reward: Reward) -> None:
+def test_a_wrong_call_is_a_value_error(reward: Reward) -> None:
     with pytest.raises(ValueError, match="2 samples, 1 prompts and 2 metadata"):
         reward.score(pixels(), PROMPTS[:1], METADATA)
-    with pytest.raises(ValueError, match=r"expected pixels of shape .* got \(2, 3, 40, 48\)"):
+    with pytest.raises(ValueError, match=r"shape .*\(2, 3, 40, 48\)"):
         reward.score(pixels()[:, 0], PROMPTS, METADATA)
-    with pytest.raises(ValueError, match=r"floating point, got torch\.uint8"):
+    with pytest.raises(ValueError, match=r"torch\.uint8"):
         reward.score((pixels() * 255).to(torch.uint8), PROMPTS, METADATA)
 
 
@@ -110,6 +110,6 @@ def test_rewards_of_images_take_every_kth_frame(tmp_path: Path) -> None:
         assert reward.score(video, PROMPTS[:1], METADATA[:1]) != reward.score(changed, PROMPTS[:1], METADATA[:1])
 
 
-def test_an_error_survives_the_way_between_processes() -> None:
+def test_an_error_can_be_pickled() -> None:
     error = pickle.loads(pickle.dumps(RewardError("ocr", "no text", (3,))))
     assert (str(error), error.samples) == ("reward 'ocr', sample 3: no text", (3,))

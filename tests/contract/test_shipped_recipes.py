@@ -1,4 +1,4 @@
-"""Every recipe of the package parses, means something to every room, and has the published numbers."""
+"""Every shipped recipe is valid, fits its model and algorithm, and has the published numbers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.recipe import LaneSettings, Recipe
-from digenrl.config.recipe_files import SHIPPED, read_recipe, shipped_recipes
-from digenrl.config.windows import Window
+from digenrl.config.recipe_files import read_recipe, shipped_recipes
 from digenrl.generation.windows import choose_steps
 from digenrl.models.registry import FAMILIES, find_family
 from digenrl.models.trajectory import StepNoise
@@ -34,21 +33,15 @@ def algorithm_of(recipe: Recipe) -> Algorithm:
     return build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
 
 
-def window_of(recipe: Recipe) -> Window:
-    window = recipe.window
-    window.check(recipe.sample.denoising_steps)
-    return window
-
-
-def test_every_family_has_a_recipe_of_both_algorithms() -> None:
+def test_every_family_has_a_recipe_for_both_algorithms() -> None:
     both = {f"{family}_{algorithm}" for family in FAMILIES for algorithm in ("flow_grpo", "dance_grpo")}
     assert set(shipped_recipes()) == both.union(EXPERIMENTS)
 
 
 @pytest.mark.parametrize("name", ONE_GPU)
-def test_a_recipe_for_one_gpu_takes_turns_on_one_copy_of_the_base(name: str) -> None:
+def test_a_recipe_for_one_gpu_shares_one_copy_of_the_base_weights(name: str) -> None:
     recipe = shipped(name)
-    assert recipe.mode == "colocated" and recipe.training.lora is not None and recipe.model.dtype == "bfloat16"
+    assert recipe.topology.shares_cards and recipe.training.lora is not None and recipe.model.dtype == "bfloat16"
     assert recipe.training.pack_size == recipe.training.gradient_checkpointing == recipe.batch.slice == "auto"
 
 
@@ -63,16 +56,17 @@ def test_its_family_makes_samples_of_this_size(name: str) -> None:
 
 
 @each_recipe
-def test_its_window_keeps_as_many_steps_of_every_sample_and_never_the_last(name: str) -> None:
+def test_its_window_keeps_the_same_number_of_steps_of_every_sample_and_never_the_last(name: str) -> None:
     recipe = shipped(name)
     steps = recipe.sample.denoising_steps
-    choices = [choose_steps(window_of(recipe), steps, recipe.seed, sample) for sample in SAMPLES]
+    recipe.window.check(steps)
+    choices = [choose_steps(recipe.window, steps, recipe.seed, sample) for sample in SAMPLES]
     assert all(choice.kept and steps - 1 not in choice.kept for choice in choices)
     assert len({len(choice.kept) for choice in choices}) == 1
 
 
 @each_recipe
-def test_its_algorithm_can_make_something_of_the_batch(name: str) -> None:
+def test_its_batch_fits_the_algorithm(name: str) -> None:
     recipe = shipped(name)
     algorithm = algorithm_of(recipe)
     assert algorithm.updates_per_batch <= recipe.batch.prompts
@@ -89,8 +83,8 @@ def test_trained_weights_are_never_kept_in_half_precision(name: str) -> None:
 
 
 @each_recipe
-def test_where_forwards_are_in_bf16_old_log_probs_are_recomputed(name: str) -> None:
-    """Adapters compute in the type of a bf16 base; weights that are trained are fp32, and need autocast for it."""
+def test_old_log_probs_are_recomputed_if_forwards_are_in_bf16(name: str) -> None:
+    """Adapters compute in the dtype of a bf16 base; fully trained weights are fp32 and need autocast."""
     recipe = shipped(name)
     in_bf16 = "bf16" if name != "demo" else "off"
     assert recipe.training.autocast == ("off" if recipe.training.lora else in_bf16)
@@ -99,21 +93,13 @@ def test_where_forwards_are_in_bf16_old_log_probs_are_recomputed(name: str) -> N
 
 
 @each_recipe
-def test_it_says_where_its_numbers_are_from(name: str) -> None:
-    comment = (SHIPPED / f"{name}.yaml").read_text(encoding="utf-8").partition("\nname:")[0].lower()
-    published = ": published settings" in comment
-    assert published == (name in PUBLISHED)
-    assert published or name == "demo" or "no published setting" in comment
-
-
-@each_recipe
-def test_it_does_not_assume_a_machine(name: str) -> None:
+def test_it_assumes_no_particular_machine(name: str) -> None:
     assert shipped(name).lanes == LaneSettings()
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A row of the table of published settings; `more` are other values, by dotted key."""
+    """Published settings; `more` holds further values by dotted key."""
 
     size: tuple[int, int, int]
     steps: int
@@ -177,7 +163,7 @@ PUBLISHED = {
 
 
 def value_at(recipe: Recipe, key: str) -> Any:
-    """A value by its dotted key; `options` are those of the built algorithm, defaults included."""
+    """A value by its dotted key; `options` are the algorithm's settings with defaults."""
     first, _, rest = key.partition(".")
     found: Any = algorithm_of(recipe).settings if first == "options" else getattr(recipe, first)
     for part in rest.split("."):
@@ -201,7 +187,7 @@ def test_its_numbers_are_the_published_ones(name: str, published: Published) -> 
         assert value_at(recipe, key) == value, key
 
 
-def test_the_demo_has_its_prompts_and_judges_by_others() -> None:
+def test_the_demo_is_evaluated_on_held_out_prompts() -> None:
     recipe = shipped("demo")
     assert recipe.evaluation is not None
     train = {prompt.text for prompt in read_prompts(recipe.prompts)}

@@ -1,4 +1,4 @@
-"""The command line as a user meets it, right and wrong: in a process of its own where that could matter."""
+"""The command line, used correctly and incorrectly; in its own process where that could matter."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HELPER = {"seconds_per_sample": 0.5, "helper": {"lanes": 1, "seconds": {2: 2.0}}
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a command left: its exit code and what it printed."""
+    """The exit code and the output of a command."""
 
     returncode: int
     stdout: str
@@ -41,7 +41,7 @@ class Outcome:
 
 
 def digenrl(*arguments: object, cwd: Path | None = None, **environment: str) -> Outcome:
-    """The entry point, called here: a process of its own takes a second to start."""
+    """Calls the entry point in this process, as starting a process takes a second."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "argv", ["digenrl", *map(str, arguments)])
@@ -56,7 +56,7 @@ def digenrl(*arguments: object, cwd: Path | None = None, **environment: str) -> 
 
 
 def digenrl_in_a_process(*arguments: object, cwd: Path | None = None) -> Outcome:
-    """The same, as a user calls it."""
+    """Calls the entry point in a new process."""
     command = [sys.executable, "-c", "from digenrl.cli import main; main()", *map(str, arguments)]
     environment = {**os.environ, "COLUMNS": "100"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False, env=environment)
@@ -70,7 +70,7 @@ def spec_file(folder: Path, **changes: Any) -> Path:
 
 
 def complaint(result: Outcome) -> str:
-    """The one line on stderr of a run that failed as it should."""
+    """The one line on stderr of a command that was refused."""
     assert result.returncode == 2, result.stderr
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
@@ -79,14 +79,14 @@ def complaint(result: Outcome) -> str:
     return lines[0]
 
 
-def test_simulate_prints_a_table_and_a_picture_of_the_lanes() -> None:
+def test_simulate_prints_a_table_and_a_gantt_chart() -> None:
     result = digenrl_in_a_process("simulate", EXAMPLE)
     assert result.returncode == 0, result.stderr
     for word in ("makespan", "efficiency", "h100-0", "trainer", "helper-0"):
         assert word in result.stdout
 
 
-def test_simulate_answers_in_json_with_the_stated_keys() -> None:
+def test_simulate_answers_in_json_with_the_documented_keys() -> None:
     answer = json.loads(digenrl("simulate", EXAMPLE, "--json").stdout)
     assert set(answer) == {
         "makespan", "step_end", "throughput", "bound", "efficiency", "generator_idle", "trainer_idle",
@@ -104,7 +104,7 @@ def test_a_json_spec_gives_the_answer_of_the_same_yaml_spec(tmp_path: Path) -> N
     assert answers[0] == answers[1] != ""
 
 
-def test_simulate_writes_a_trace_and_a_picture(tmp_path: Path) -> None:
+def test_simulate_writes_a_trace_and_a_gantt_chart(tmp_path: Path) -> None:
     trace, gantt = tmp_path / "trace.json", tmp_path / "lanes.svg"
     assert digenrl("simulate", EXAMPLE, "--trace", trace, "--gantt", gantt).returncode == 0
     assert json.loads(trace.read_text())["traceEvents"]
@@ -119,37 +119,34 @@ def test_the_ladder_has_all_rungs_in_order() -> None:
     assert times[1:] == sorted(times[1:], reverse=True)
 
 
-def test_the_ladder_says_what_a_spec_without_a_helper_cannot_show(tmp_path: Path) -> None:
+def test_the_ladder_notes_what_a_spec_without_a_helper_cannot_show(tmp_path: Path) -> None:
     result = digenrl("simulate", spec_file(tmp_path), "--ladder")
     assert result.returncode == 0
     assert "colocated: needs trainer.helper" in result.stdout
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "key"),
     [
-        ({"promts": 3}, "promts: unknown key; did you mean 'prompts'?"),
-        ({"policy": {"stale_faction": 0.5}}, "policy.stale_faction: unknown key; did you mean 'stale_fraction'?"),
-        ({"slice": 3}, "slice: 3 does not divide samples_per_prompt = 4; choose one of 1, 2, 4, or auto"),
-        ({"generators": []}, "generators: no generators"),
+        ({"promts": 3}, "promts: "),
+        ({"policy": {"stale_faction": 0.5}}, "policy.stale_faction: "),
+        ({"slice": 3}, "slice: 3"),
+        ({"generators": []}, "generators: "),
         ({"generators": [{"count": 0, "seconds": {1: 1}}]}, "generators[0].count"),
-        ({"generators": [{"seconds": {1: 0}}]}, "generators[0].seconds[1]: input should be greater than 0, got 0"),
-        ({"generators": [{"seconds": {1: -1}}]}, "greater than 0, got -1"),
-        ({"generators": [{"seconds": {1: 2.0, 2: 1.0}}], "slice": 4}, "comes out as -1000000000 ns"),
+        ({"generators": [{"seconds": {1: 0}}]}, "generators[0].seconds[1]: "),
+        ({"generators": [{"seconds": {1: 2.0, 2: 1.0}}], "slice": 4}, "-1000000000 ns"),
         ({"trainer": {"seconds_per_sample": 0}}, "trainer.seconds_per_sample"),
         ({"trainer": {"seconds_per_sample": 1, "commit": -1}}, "trainer.commit"),
-        ({"policy": {"help": "greedy"}}, "policy.help: 'greedy' needs trainer.helper, which is absent"),
-        ({"policy": {"colocated": True}}, "policy.colocated: needs trainer.helper"),
+        ({"policy": {"help": "greedy"}}, "policy.help: "),
+        ({"policy": {"colocated": True}}, "policy.colocated: "),
         ({"policy": {"stale_fraction": 1.5}}, "policy.stale_fraction"),
         ({"steps": None}, "steps"),
     ],
 )
-def test_a_wrong_spec_is_one_line_that_says_what_to_do(
-    tmp_path: Path, changes: dict[str, Any], words: str
-) -> None:
+def test_an_invalid_spec_is_one_line_that_names_the_key(tmp_path: Path, changes: dict[str, Any], key: str) -> None:
     line = complaint(digenrl("simulate", spec_file(tmp_path, **changes), "--json"))
-    assert words in line
-    assert "spec.yaml" in line or "comes out as" in line
+    assert key in line
+    assert "spec.yaml" in line or "ns" in line
 
 
 def test_help_auto_without_a_helper_is_no_help(tmp_path: Path) -> None:
@@ -160,13 +157,13 @@ def test_help_auto_without_a_helper_is_no_help(tmp_path: Path) -> None:
     assert answers[0] == answers[1] != ""
 
 
-def test_a_missing_file_and_a_folder_that_is_not_there_are_said_before_any_work(tmp_path: Path) -> None:
+def test_a_missing_file_or_folder_is_an_error_before_any_work(tmp_path: Path) -> None:
     assert "cannot be read" in complaint(digenrl_in_a_process("simulate", tmp_path / "none.yaml"))
     nowhere = tmp_path / "nowhere" / "x.svg"
     assert "no such folder" in complaint(digenrl("simulate", EXAMPLE, "--gantt", nowhere))
 
 
-def test_text_that_is_no_yaml_is_told_in_one_line(tmp_path: Path) -> None:
+def test_invalid_yaml_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "broken.yaml"
     path.write_text("steps: [1, 2\nprompts: }")
     assert "not valid YAML" in complaint(digenrl("simulate", path))
@@ -183,39 +180,39 @@ def test_plan_writes_a_spec_that_simulates(tmp_path: Path) -> None:
     assert digenrl("simulate", tmp_path / "plan.yaml", "--json").returncode == 0
 
 
-def test_plan_does_not_write_over_a_spec_unless_told_to(tmp_path: Path) -> None:
+def test_plan_overwrites_a_file_only_with_force(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text("mine")
     arguments = ("plan", "--model", "sd3.5", "--cluster", ROOT / "examples/cluster_small.yaml")
-    assert "exists; add --force" in complaint(digenrl(*arguments, cwd=tmp_path))
+    assert "--force" in complaint(digenrl(*arguments, cwd=tmp_path))
     assert (tmp_path / "plan.yaml").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "word"),
     [
-        (("--model", "flux2"), "unknown model"),
-        (("--model", "flux.1", "promts=3"), "unknown key 'promts'; did you mean 'prompts'?"),
-        (("--model", "flux.1", "prompts"), "expected KEY=VALUE"),
+        (("--model", "flux2"), "flux2"),
+        (("--model", "flux.1", "promts=3"), "'prompts'"),
+        (("--model", "flux.1", "prompts"), "KEY=VALUE"),
         (("--model", "flux.1", "prompts=0"), "prompts"),
-        (("--model", "flux.1", "--objective", "speed"), "unknown 'speed'; known: throughput, cost"),
-        (("--model", "flux.1", "--stale-share", "2"), "between 0 and 1"),
-        (("--model", "flux.1", "--out", "x.yaml"), "a plan that can be trained by needs a recipe"),
-        (("--model", "flux.1", "wan_flow_grpo"), "to plan a recipe, leave --model out"),
-        ((), "give a recipe, as 'digenrl plan sd3_flow_grpo --cluster cluster.yaml', or --model FAMILY"),
-        (("batch.prompts=4",), "give a recipe"),
-        (("wan_flow_gpo",), "unknown recipe 'wan_flow_gpo'; did you mean 'wan_flow_grpo'?"),
-        (("wan_flow_grpo", "batch.promts=4"), "did you mean 'batch.prompts'?"),
-        (("wan_flow_grpo", "--ranks", "8"), "8 ranks are more than one class of cards has"),
-        (("wan_flow_grpo", "--spec", "plan.yaml"), "--out and --spec: both are plan.yaml"),
-        (("demo",), "'demo' (sd3) is no model that the catalogue knows"),
+        (("--model", "flux.1", "--objective", "speed"), "throughput, cost"),
+        (("--model", "flux.1", "--stale-share", "2"), "--stale-share"),
+        (("--model", "flux.1", "--stale-share", "0", "--on-policy"), "--on-policy and --stale-share"),
+        (("--model", "flux.1", "--out", "x.yaml"), "--out"),
+        (("--model", "flux.1", "wan_flow_grpo"), "--model and 'wan_flow_grpo'"),
+        ((), "--model"),
+        (("batch.prompts=4",), "recipe"),
+        (("wan_flow_gpo",), "'wan_flow_grpo'"),
+        (("wan_flow_grpo", "batch.promts=4"), "'batch.prompts'"),
+        (("wan_flow_grpo", "--ranks", "8"), "8 "),
+        (("wan_flow_grpo", "--spec", "plan.yaml"), "--out and --spec"),
     ],
 )
-def test_wrong_words_for_plan_are_one_line(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+def test_invalid_arguments_of_plan_are_one_line(tmp_path: Path, arguments: tuple[str, ...], word: str) -> None:
     cluster = ROOT / "examples" / "cluster_small.yaml"
-    assert words in complaint(digenrl("plan", "--cluster", cluster, *arguments, cwd=tmp_path))
+    assert word in complaint(digenrl("plan", "--cluster", cluster, *arguments, cwd=tmp_path))
 
 
-def test_the_plan_of_a_recipe_is_written_with_its_spec_and_says_how_to_start_it(tmp_path: Path) -> None:
+def test_the_plan_of_a_recipe_is_written_with_its_spec_and_the_command_that_starts_it(tmp_path: Path) -> None:
     cluster = ROOT / "examples" / "cluster_measured.yaml"
     result = digenrl("plan", "demo", "seed=1", "--cluster", cluster, "--spec", "spec.yaml", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
@@ -226,20 +223,18 @@ def test_the_plan_of_a_recipe_is_written_with_its_spec_and_says_how_to_start_it(
     assert answer["throughput"] == pytest.approx(plan["plan"]["predicted"]["samples_per_second"], rel=1e-3)
 
 
-def test_a_plan_for_other_work_or_no_plan_at_all_is_refused_before_training(tmp_path: Path) -> None:
+def test_a_plan_for_other_work_and_a_file_that_is_not_a_plan_are_refused_before_training(tmp_path: Path) -> None:
     cluster = ROOT / "examples" / "cluster_measured.yaml"
     planned = json.loads(digenrl("plan", "demo", "--cluster", cluster, "--json", cwd=tmp_path).stdout)
     assert planned["overlay"] == yaml.safe_load((tmp_path / "plan.yaml").read_text())
     train = ("train", "demo", "--plan", "plan.yaml")
-    assert "was made for prompts = 8" in complaint(digenrl(*train, "batch.prompts=4", cwd=tmp_path))
-    assert "--plan: a run is resumed with its own" in complaint(
-        digenrl("train", "--resume", "run", "--plan", "plan.yaml", cwd=tmp_path)
-    )
+    assert "prompts = 8" in complaint(digenrl(*train, "batch.prompts=4", cwd=tmp_path))
+    assert "--plan: " in complaint(digenrl("train", "--resume", "run", "--plan", "plan.yaml", cwd=tmp_path))
     planned["overlay"]["lanes"] = {"rank": 2}
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(planned["overlay"]))
     line = complaint(digenrl(*train, cwd=tmp_path))
-    assert "plan.yaml: lanes.rank=2: unknown key; did you mean 'lanes.ranks'?" in line
-    assert "is no plan of a recipe" in complaint(digenrl("train", "demo", "--plan", EXAMPLE, cwd=tmp_path))
+    assert "plan.yaml: lanes.rank=2: " in line and "'lanes.ranks'" in line
+    assert EXAMPLE.name in complaint(digenrl("train", "demo", "--plan", EXAMPLE, cwd=tmp_path))
     assert not (tmp_path / "runs").exists()
 
 
@@ -267,7 +262,7 @@ def test_simulating_and_planning_load_neither_torch_nor_ray(tmp_path: Path) -> N
         assert json.loads(result.stdout)[key] > 0
 
 
-def test_the_example_by_hand_trains_and_says_what_came_of_it(
+def test_the_example_by_hand_trains_and_prints_the_reward(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = str(ROOT / "examples" / "rl_by_hand.py")
@@ -276,15 +271,13 @@ def test_the_example_by_hand_trains_and_says_what_came_of_it(
     assert "mean reward of the first 1 steps" in capsys.readouterr().out
 
 
-def test_make_tiny_writes_a_pipeline_and_wrong_words_are_one_line(tmp_path: Path) -> None:
+def test_make_tiny_writes_a_pipeline_and_invalid_arguments_are_one_line(tmp_path: Path) -> None:
     assert digenrl("make-tiny", "sd3", tmp_path / "tiny").returncode == 0
     assert (tmp_path / "tiny" / "model_index.json").exists()
-    assert "did you mean 'sd3'?" in complaint(digenrl("make-tiny", "sd4", tmp_path / "other"))
-    assert "exists and is not empty" in complaint(digenrl("make-tiny", "sd3", tmp_path / "tiny"))
+    assert "'sd3'" in complaint(digenrl("make-tiny", "sd4", tmp_path / "other"))
+    assert "tiny" in complaint(digenrl("make-tiny", "sd3", tmp_path / "tiny"))
 
 
-def test_wrong_words_for_reward_serve_are_one_line() -> None:
-    assert "did you mean 'ocr'?" in complaint(digenrl("reward", "serve", "ocrr"))
-    assert "needs a token" in complaint(
-        digenrl("reward", "serve", "ocr", "--host", "0.0.0.0", DIGENRL_REWARD_TOKEN="")
-    )
+def test_invalid_arguments_of_reward_serve_are_one_line() -> None:
+    assert "'ocr'" in complaint(digenrl("reward", "serve", "ocrr"))
+    assert "token" in complaint(digenrl("reward", "serve", "ocr", "--host", "0.0.0.0", DIGENRL_REWARD_TOKEN=""))

@@ -62,7 +62,7 @@ def on(nodes: SeveralNodes, *pools: str) -> tuple[str, ...]:
 
 
 def weights(run: RunFolder, step: int) -> Mapping[str, Tensor]:
-    state: Mapping[str, Tensor] = read_checkpoint(run.checkpoint(step)).trainer_state["policies"]["current"]
+    state: Mapping[str, Tensor] = read_checkpoint(run.checkpoint(step)).trainer_state.weights
     return state
 
 
@@ -144,7 +144,7 @@ def test_a_run_survives_the_loss_of_a_generator_a_node_and_the_trainer_and_grows
         run.after(steps=5)
         run.kill("trainer-0", "trainer-1")
         run.after(steps=6)
-        run.wait(lambda: run.count(WorkerLost) == 2, "both losses in the journal")
+        run.wait(lambda: run.count(WorkerLost) == 3, "two lost generators and a lost trainer in the journal")
         assert run.count(WorkerJoined) == 1, "the lane of the lost node has no room"
         added = nodes.add(**machine)
         run.wait(lambda: "generator-2" in run.lanes_that_generated(), "a slice from the lane that joined")

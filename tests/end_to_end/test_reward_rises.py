@@ -26,8 +26,8 @@ from digenrl.models.trajectory import ScoredGroup, StepNoise
 from digenrl.records import Slice
 from digenrl.testing.serial_reference import SerialReference
 from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
+from digenrl.training.optimizer import make_optimizer
 from digenrl.training.policy_weights import PolicyWeights
-from digenrl.training.trainer import make_optimizer
 
 FAMILY = FAMILIES["sd3"]
 STEPS, GROUPS = 30, 2
@@ -108,7 +108,7 @@ def test_thirty_serial_steps_raise_the_mean_reward_by_more_than_three_standard_e
     model = FAMILY.load(tmp_path / "sd3")
     settings = TrainerSettings(learning_rate=recipe.learning_rate)
     policies = PolicyWeights(model, keep_old=False, keep_reference=recipe.algorithm.needs.reference)
-    optimizer = make_optimizer(policies, settings)
+    optimizer = make_optimizer(policies.parameters, settings)
     serial = SerialReference(model, recipe.algorithm, policies, optimizer, DRAW_NOISE, settings.gradient_norm)
 
     before = held_out_rewards(model, recipe)

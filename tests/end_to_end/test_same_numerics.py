@@ -17,8 +17,8 @@ from digenrl.generation.windows import plan_rollouts
 from digenrl.models.lora import add_lora
 from digenrl.models.trajectory import ScoredGroup, StepNoise
 from digenrl.records import Slice
-from digenrl.training.batch import BatchShape
 from digenrl.training.metrics import UpdateMetrics
+from digenrl.training.open_batch import BatchShape
 from digenrl.training.trainer import Trainer
 
 Precision = Literal["off", "bf16"]

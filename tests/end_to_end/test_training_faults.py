@@ -26,7 +26,7 @@ from live_runs import (
 )
 
 from digenrl.config.reading import ConfigError
-from digenrl.records import Committed, Generate, Quarantine, SliceDone, Trained, WorkerJoined, WorkerLost
+from digenrl.records import Committed, Generate, Generated, Quarantine, Trained, WorkerJoined, WorkerLost
 from digenrl.report.page import write_report
 from digenrl.run_folder.folder import RunFolder, Status
 from digenrl.run_folder.journal import read_journal
@@ -59,7 +59,7 @@ class Hurt:
         def stopped_inside() -> bool:
             os.kill(pid, signal.SIGSTOP)
             wait_for(lambda: is_stalled(self.run), "everybody to wait")
-            if open_leases(self.run, lane=0):
+            if open_slices(self.run, lane=0):
                 return True
             os.kill(pid, signal.SIGCONT)
             return False
@@ -87,15 +87,15 @@ class Hurt:
         assert_nothing_is_left(self.run, self.exchange)
 
 
-def open_leases(run: Path, lane: int) -> set[int]:
-    """The epochs of slices that a lane was given and did not finish."""
+def open_slices(run: Path, lane: int) -> set[int]:
+    """The ids of Generate jobs that a lane was given and did not finish."""
     given: set[int] = set()
     for decision in read_journal(run / "journal.jsonl"):
-        if isinstance(decision.event, SliceDone):
-            given.discard(decision.event.lease.epoch)
+        if isinstance(decision.event, Generated):
+            given.discard(decision.event.job.id)
         for action in decision.actions:
-            if isinstance(action, Generate) and action.lease.lane == lane:
-                given.add(action.lease.epoch)
+            if isinstance(action, Generate) and action.lane == lane:
+                given.add(action.id)
     return given
 
 

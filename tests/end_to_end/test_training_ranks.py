@@ -21,7 +21,7 @@ KINDS = {"adapters": ADAPTERS, "all weights": EVERYTHING}
 
 
 def weights(run: RunFolder, step: int) -> Mapping[str, Tensor]:
-    state: Mapping[str, Tensor] = read_checkpoint(run.checkpoint(step)).trainer_state["policies"]["current"]
+    state: Mapping[str, Tensor] = read_checkpoint(run.checkpoint(step)).trainer_state.weights
     return state
 
 

@@ -178,9 +178,7 @@ class NoisyCluster:
         trained: Event = Trained(0, job)
         if self._loses_slice():
             artifacts = self._artifacts_of(job.slice)
-            lost = tuple(
-                piece for piece in artifacts if self._dice.random() < 0.5
-            )  # none: it is to be tried again
+            lost = tuple(piece for piece in artifacts if self._dice.random() < 0.5)  # none: the job is tried again
             trained = ArtifactLost(0, job, slices=lost)
         self._answer("train", self._costs.train_ns(job.slice.size), trained, job.slice.size)
 

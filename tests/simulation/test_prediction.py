@@ -1,4 +1,4 @@
-"""Predicting a run from its own profile gives what simulating its SPEC gives."""
+"""The prediction of a run from its terms and costs equals the simulation of its SPEC."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from random_specs import spec_contents
 from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
 from digenrl.records import Commit, LaneOffer
-from digenrl.simulation.prediction import Prediction, predict
+from digenrl.simulation.prediction import PredictedRun, predict
 from digenrl.simulation.simulator import simulate
 from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
 
 BUDGET = 500
 
 
-def predicted(content: dict[str, Any], **options: int) -> Prediction:
-    opening = initial_scheduler_state(parse_model(Spec, content), BUDGET)
-    generators = [LaneOffer(lane.name, lane.slice_ns) for lane in opening.lanes if not lane.helper]
-    helpers = [LaneOffer(lane.name, lane.slice_ns) for lane in opening.lanes if lane.helper]
-    return predict(opening.terms, opening.costs, generators, helpers, **{"steps": content["steps"], **options})
+def predicted(content: dict[str, Any], **options: int) -> PredictedRun:
+    start = initial_scheduler_state(parse_model(Spec, content), BUDGET)
+    generators = [LaneOffer(lane.name, lane.slice_ns) for lane in start.lanes if not lane.helper]
+    helpers = [LaneOffer(lane.name, lane.slice_ns) for lane in start.lanes if lane.helper]
+    return predict(start.terms, start.costs, generators, helpers, **{"steps": content["steps"], **options})
 
 
 @settings(max_examples=60)
 @given(spec_contents(helps=("none", "greedy", "search", "auto"), dispatches=("eager", "earliest_finish")))
-def test_a_prediction_is_the_simulation_of_the_same_opening(content: dict[str, Any]) -> None:
+def test_a_prediction_equals_the_simulation_from_the_same_state(content: dict[str, Any]) -> None:
     run, prediction = simulate(parse_model(Spec, content), BUDGET), predicted(content)
     assert prediction.trace == run.trace
     assert tuple(at / NS_PER_SECOND for at in prediction.commit_ends_ns) == run.answer.step_end
@@ -44,7 +44,7 @@ CONTENT = {
 }
 
 
-def test_any_stretch_of_a_run_can_be_predicted() -> None:
+def test_any_part_of_a_run_can_be_predicted() -> None:
     later = predicted(CONTENT, steps=3, committed=10, start_ns=7)
     commits = [(at, action.step) for at, action in later.actions if isinstance(action, Commit)]
     assert [step for _, step in commits] == [10, 11, 12]

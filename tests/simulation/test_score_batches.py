@@ -17,7 +17,7 @@ from digenrl.scheduling import SchedulerState, Terms, decide
 from digenrl.scheduling.help.forecast_from_state import forecast_from_state
 from digenrl.scheduling.help.help_rules import WAIT_ALWAYS, simulate_help
 from digenrl.scheduling.state import Free
-from digenrl.simulation.quick import quick_makespan
+from digenrl.simulation.makespan import predict_makespan
 from digenrl.simulation.simulator import simulate
 from digenrl.simulation.spec_costs import initial_scheduler_state
 from digenrl.simulation.virtual_cluster import VirtualCluster
@@ -67,7 +67,7 @@ def batched_contents(draw: st.DrawFn, helps: tuple[str, ...]) -> dict[str, Any]:
 @given(batched_contents(HELPS))
 def test_the_forecast_of_a_whole_run_with_batches_is_exact(content: dict[str, Any]) -> None:
     spec = parse_model(Spec, content)
-    assert quick_makespan(spec, 20_000) == simulate(spec, 20_000).answer.makespan
+    assert predict_makespan(spec, 20_000) == simulate(spec, 20_000).answer.makespan
 
 
 @settings(max_examples=100)

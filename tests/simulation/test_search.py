@@ -11,7 +11,7 @@ from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
 from digenrl.scheduling.help.forecast_from_state import forecast_from_state
 from digenrl.scheduling.help.search import least_commit_ns
-from digenrl.simulation.quick import quick_makespan
+from digenrl.simulation.makespan import predict_makespan
 from digenrl.simulation.simulator import simulate
 from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
 from simulation.reference_model import reference_answer
@@ -41,7 +41,7 @@ def test_auto_is_no_worse_than_any_other_rule(content: dict[str, Any]) -> None:
 @given(spec_contents(helps=HELPS, dispatches=("eager", "earliest_finish"), most_samples=32))
 def test_a_forecast_of_the_whole_run_is_exact_to_the_nanosecond(content: dict[str, Any]) -> None:
     spec = parse_model(Spec, content)
-    assert quick_makespan(spec, 20_000) == simulate(spec, 20_000).answer.makespan
+    assert predict_makespan(spec, 20_000) == simulate(spec, 20_000).answer.makespan
 
 
 @settings(max_examples=100)

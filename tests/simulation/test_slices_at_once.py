@@ -34,7 +34,7 @@ from digenrl.scheduling.help.forecast_from_state import forecast_from_state
 from digenrl.scheduling.help.help_rules import GREEDY, WAIT_ALWAYS, simulate_help
 from digenrl.scheduling.help.lookahead import look_ahead
 from digenrl.scheduling.invariants import Auditor
-from digenrl.simulation.quick import quick_makespan
+from digenrl.simulation.makespan import predict_makespan
 from digenrl.simulation.simulator import simulate
 from digenrl.simulation.spec_costs import initial_scheduler_state
 from digenrl.simulation.virtual_cluster import VirtualCluster
@@ -101,7 +101,7 @@ def test_lanes_do_not_leave_slices_to_each_other_for_ever() -> None:
     content |= {"trainer": {"seconds_per_sample": 1.0}, "policy": policy}
     spec = parse_model(Spec, content)
     assert simulate(spec).answer.makespan == pytest.approx(1.2 + 2.0)
-    assert quick_makespan(spec) == simulate(spec).answer.makespan
+    assert predict_makespan(spec) == simulate(spec).answer.makespan
 
 
 @settings(max_examples=100)
@@ -124,7 +124,7 @@ def test_by_its_own_prediction_looking_ahead_is_no_worse_than_waiting_or_greedy_
 @given(mixed_contents(helps=("none", "greedy"), most_samples=32))
 def test_a_forecast_is_within_a_factor_of_two_of_the_run(content: dict[str, Any]) -> None:
     spec = parse_model(Spec, content)
-    assert 0.5 <= quick_makespan(spec) / simulate(spec).answer.makespan <= 2
+    assert 0.5 <= predict_makespan(spec) / simulate(spec).answer.makespan <= 2
 
 
 @settings(max_examples=60)
@@ -135,7 +135,7 @@ def test_one_pool_that_takes_several_slices_is_forecast_exactly_in_generation_or
     del content["generators"][1:]
     content["policy"] |= {"order": "generation", "colocated": False, "stale_fraction": 0}
     spec = parse_model(Spec, content)
-    assert quick_makespan(spec) == simulate(spec).answer.makespan
+    assert predict_makespan(spec) == simulate(spec).answer.makespan
 
 
 @settings(max_examples=100)

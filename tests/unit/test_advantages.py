@@ -1,4 +1,4 @@
-"""Advantages by hand, what is refused, and that a batch-wide std may come last."""
+"""Advantages compared with values computed by hand, their errors, and scaling by a batch-wide std at the end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_scale_does_not_depend_on_the_order_of_the_groups():
     assert flow.scale(rewards) == flow.scale(rewards[::-1]) == flow.scale([rewards[1], rewards[0], rewards[2]])
 
 
-def test_a_group_without_spread_trains_nobody_even_if_rounding_parts_its_rewards():
+def test_a_group_whose_rewards_differ_only_by_rounding_trains_no_sample():
     for name in ("flow_grpo", "dance_grpo", "diffusion_nft", "flow_dpo"):
         advantages = build_algorithm(name).group_advantages([0.1 + 0.2, 0.3, 0.3])
         assert advantages.chosen == ()
@@ -52,7 +52,7 @@ def test_advantages_are_clamped_on_both_sides():
     assert min(advantages) == -0.5
 
 
-def test_a_group_std_of_up_to_26_samples_never_meets_the_clamp_of_5():
+def test_with_a_group_std_up_to_26_samples_stay_within_the_clamp_of_5():
     mix = build_algorithm("mix_grpo", {"advantage": {"ddof": 0}})
     assert max(mix.batch_advantages([[0.0] * 25 + [1.0]])[0]) == pytest.approx(5.0)
     assert max(mix.batch_advantages([[0.0] * 24 + [1.0]])[0]) < 5
@@ -68,7 +68,7 @@ def test_a_reward_that_is_not_a_number_raises_before_any_advantage(name, bad):
         algorithm.batch_advantages([[0.0, 1.0, 2.0], [0.0, 1.0, bad]])
 
 
-def test_a_group_of_one_cannot_be_compared():
+def test_a_group_of_one_is_an_error():
     with pytest.raises(ValueError, match="at least 2 rewards"):
         build_algorithm("flow_grpo").group_advantages([1.0])
 
@@ -87,18 +87,18 @@ def test_best_of_n_breaks_ties_by_index_and_never_takes_a_sample_twice():
     assert dance.group_advantages([1.0, 0.0, 1.0, 1.0, 0.0, 1.0]).chosen == (0, 1, 2, 4)
 
 
-def test_a_selection_larger_than_the_group_is_refused():
+def test_a_selection_larger_than_the_group_is_an_error():
     dance = build_algorithm("dance_grpo", {"best_of_n": {"top": 4, "bottom": 4}})
-    with pytest.raises(ConfigError, match="8 samples, but a group has 6"):
+    with pytest.raises(ConfigError, match="best_of_n"):
         dance.group_advantages([float(i) for i in range(6)])
 
 
-def test_flow_dpo_compares_the_best_with_the_worst_whatever_the_distance():
+def test_flow_dpo_compares_the_best_sample_with_the_worst():
     advantages = build_algorithm("flow_dpo").group_advantages([0.2, 0.9, -3.0, 0.1])
     assert advantages.chosen == (1, 2)
     assert advantages.values == (0.0, 1.0, -1.0, 0.0)
 
 
-def test_setting_one_number_of_the_normalisation_keeps_the_algorithms_other_defaults():
+def test_one_advantage_setting_keeps_the_other_defaults_of_the_algorithm():
     assert build_algorithm("flow_grpo", {"advantage": {"clamp": 3}}).scale_over == "batch"
     assert build_algorithm("dance_grpo", {"advantage": {"clamp": 3}}).settings.advantage.ddof == 1

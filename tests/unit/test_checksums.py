@@ -1,4 +1,4 @@
-"""Checksums piece by piece: the same however many cores there are, another one for whatever else is there."""
+"""Checksums do not depend on the number of threads, and change with every change of the content."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_it_does_not_depend_on_the_number_of_threads(size: int, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("checksum", [file_checksum, quick_file_checksum])
-def test_every_byte_of_a_file_counts_and_so_does_the_order_of_pieces(
+def test_every_byte_of_a_file_and_the_order_of_pieces_count(
     checksum: Callable[[Path], str | int], tmp_path: Path
 ) -> None:
     content = bytes(index % 251 for index in range(3 * PIECE + 5))
@@ -63,8 +63,8 @@ def test_names_types_shapes_and_values_of_tensors_count() -> None:
     assert len(set(found)) == len(found)
 
 
-def test_how_tensors_lie_in_memory_and_their_order_do_not_count() -> None:
+def test_strides_and_order_of_tensors_do_not_count() -> None:
     value = torch.arange(24.0).view(4, 6)
-    laid_out_otherwise = value.t().contiguous().t()
-    assert not laid_out_otherwise.is_contiguous()
-    assert tensors_checksum({"a": value, "b": value}) == tensors_checksum({"b": laid_out_otherwise, "a": value})
+    transposed = value.t().contiguous().t()
+    assert not transposed.is_contiguous()
+    assert tensors_checksum({"a": value, "b": value}) == tensors_checksum({"b": transposed, "a": value})

@@ -154,10 +154,9 @@ def test_a_pack_is_not_filled_beyond_the_largest_group() -> None:
     groups = scored_groups(watched.model, algorithm, Rollout(groups=2), [REWARDS] * 2)
     trainer = trainer_of(watched.model, algorithm, groups, TrainerSettings(pack_size=64))
     trainer.calibrate(replace(groups[0], trajectories=groups[0].trajectories[:2], rewards=REWARDS[:2]))
-    trainer.add_group(groups[0], samples=[0])
-    trainer.add_group(groups[0], samples=[1, 2, 3])
+    trainer.add_group(groups[0])
     trainer.add_group(groups[1])
-    assert watched.rows == [16] * 4
+    assert watched.rows == [16] * 3
 
 
 def test_a_filled_pack_that_does_not_fit_is_halved_with_its_fillers() -> None:

@@ -20,9 +20,9 @@ from rich.console import Console
 
 from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec, read_spec
-from digenrl.simulation.ladder import climb, rungs
+from digenrl.simulation.ladder import rungs, simulate_ladder
 from digenrl.simulation.simulator import simulate
-from digenrl.simulation.view import answer_table, ladder_table, percent, seconds
+from digenrl.simulation.tables import answer_table, ladder_table, percent, seconds
 
 DOCUMENTS = [
     DocPage(path)
@@ -164,7 +164,7 @@ def test_the_help_rules_compare_as_the_page_about_scheduling_says(row: list[str]
 
 def test_the_page_about_simulating_quotes_what_the_command_line_prints() -> None:
     spec = read_spec(DOCS / "specs" / "everything_on.yaml")
-    ladder = list(climb(rungs(spec, Decimal("0.6"))))
+    ladder = list(simulate_ladder(rungs(spec, Decimal("0.6"))))
     lines = printed(answer_table(spec, simulate(spec).answer)) | printed(ladder_table(ladder))
     first_words = (
         r"makespan|throughput|bound|efficiency|generators|trainer idle|stale|helped|colocated|naive|\+\w+"
@@ -172,6 +172,33 @@ def test_the_page_about_simulating_quotes_what_the_command_line_prints() -> None
     quoted = re.findall(rf"^(?:{first_words}) .*$", "\n".join(SIMULATING.blocks("")), re.M)
     assert len(quoted) == 14
     assert {tuple(line.split()) for line in quoted} <= lines
+
+
+def test_the_readme_quotes_figures_of_the_page_about_benchmarks() -> None:
+    def numbers(text: str) -> set[float]:
+        return {float(each.replace(",", "")) for each in re.findall(r"\d[\d,]*(?:\.\d+)?", text)}
+
+    readme, benchmarks = DocPage(ROOT / "README.md"), DocPage(DOCS / "benchmarks.md")
+    rows = readme.table("what")
+    assert 0 < len(rows) <= 10
+    for what, result, _ in rows:
+        assert numbers(result) <= numbers(benchmarks.text), what
+
+
+def test_the_page_about_benchmarks_lists_every_script() -> None:
+    listed = {
+        name
+        for row in DocPage(DOCS / "benchmarks.md").table("script in `benchmarks/`")
+        for name in _linked(row[0])
+    }
+    scripts = {
+        path.name for path in ROOT.glob("benchmarks/*.py") if "__main__" in path.read_text(encoding="utf-8")
+    }
+    assert listed == scripts
+
+
+def _linked(cell: str) -> list[str]:
+    return re.findall(r"\[(\w+\.py)\]", cell)
 
 
 def test_no_document_contains_a_path_of_a_machine() -> None:

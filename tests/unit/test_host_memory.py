@@ -1,4 +1,4 @@
-"""What memory is left: the machine's, or the container's where that is less."""
+"""Free host memory: the machine's, or the container's if that is less."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_the_lesser_of_machine_and_container(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host_memory, "MACHINE", tmp_path / "meminfo")
-    monkeypatch.setattr(host_memory, "CONTAINER", tmp_path)
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
     if meminfo is not None:
         (tmp_path / "meminfo").write_text(meminfo)
     for name, content in container.items():
@@ -47,7 +47,7 @@ def test_the_lesser_of_machine_and_container(
     assert free_host_bytes() == expected
 
 
-def test_here_it_is_known() -> None:
+def test_on_this_machine_it_is_positive_or_unknown() -> None:
     free = free_host_bytes()
     assert free is None or free > 0
 

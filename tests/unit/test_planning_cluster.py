@@ -1,4 +1,4 @@
-"""CLUSTER files and workloads: what they accept, and the one line they answer a mistake with."""
+"""CLUSTER files and workloads: valid contents, and errors of one line."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.parametrize(("name", "cards"), [("cluster_mixed.yaml", 32), ("cluster_small.yaml", 8)])
-def test_the_example_clusters_read(name, cards):
+def test_the_example_clusters_are_valid(name, cards):
     assert read_cluster(EXAMPLES / name).cards == cards
 
 
-def test_a_cluster_may_define_its_own_card_and_its_own_price():
+def test_a_cluster_can_define_a_card_and_a_price():
     custom = {
         "name": "lab card",
         "bf16_tflops": 200,
@@ -35,36 +35,36 @@ def test_a_cluster_may_define_its_own_card_and_its_own_price():
 @pytest.mark.parametrize(
     ("pools", "complaint"),
     [
-        ([{"card": "H10"}], r"pools\[0\].card: unknown card 'H10'; did you mean 'H100'\? known: RTX A6000"),
-        ([{"card": "H100", "node": 2}], r"pools\[0\].node: unknown key; did you mean 'nodes'"),
+        ([{"card": "H10"}], r"pools\[0\].card: .*'H10'.*'H100'"),
+        ([{"card": "H100", "node": 2}], r"pools\[0\].node: .*'nodes'"),
         ([{"card": "H100", "per_node": 0}], r"pools\[0\].per_node: .*got 0"),
-        ([{"card": {"name": "x", "bf16_tflop": 1}}], "did you mean 'bf16_tflops'"),
-        ([{"card": "H100"}, {"card": "h100"}], "'H100' stands twice"),
-        ([], "no pools; give at least one"),
+        ([{"card": {"name": "x", "bf16_tflop": 1}}], "'bf16_tflops'"),
+        ([{"card": "H100"}, {"card": "h100"}], "'H100'.*twice"),
+        ([], "no pools"),
     ],
 )
-def test_a_wrong_cluster_is_told_in_one_line(pools, complaint):
-    with pytest.raises(ConfigError, match=complaint) as told:
+def test_an_invalid_cluster_is_an_error_of_one_line(pools, complaint):
+    with pytest.raises(ConfigError, match=complaint) as error:
         parse_model(Cluster, {"pools": pools})
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("model", "overrides", "complaint"),
     [
-        ("hunyan", {}, "unknown model 'hunyan'; did you mean 'HunyuanVideo'"),
-        ("flux", {"height": 500}, "multiples of 16, got 500x512"),
-        ("flux", {"frames": 5}, "makes images, got 5 frames"),
-        ("flux", {"tuning": "lorra"}, "tuning: .*'lora' or 'full'"),
+        ("hunyan", {}, "'hunyan'.*'HunyuanVideo'"),
+        ("flux", {"height": 500}, "multiples of 16.*500x512"),
+        ("flux", {"frames": 5}, "5 frames"),
+        ("flux", {"tuning": "lorra"}, "tuning: .*'lora'"),
         ("flux", {"prompts": 0}, "prompts: .*got 0"),
-        ("flux", {"promts": 4}, "promts: unknown key; did you mean 'prompts'"),
+        ("flux", {"promts": 4}, "promts: .*'prompts'"),
     ],
 )
-def test_a_wrong_workload_is_told_in_one_line(model, overrides, complaint):
-    with pytest.raises(ConfigError, match=complaint) as told:
+def test_an_invalid_workload_is_an_error_of_one_line(model, overrides, complaint):
+    with pytest.raises(ConfigError, match=complaint) as error:
         workload_for(model, **overrides)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
-def test_overrides_left_out_keep_the_recipe():
+def test_an_override_of_none_keeps_the_published_setting():
     assert workload_for("flux", height=None, denoise_steps=None) == workload_for("FLUX.1")

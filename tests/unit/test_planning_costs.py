@@ -1,4 +1,4 @@
-"""What the pieces of a run cost, and why packing time-steps pays."""
+"""The costs of the parts of a run, and the gain from packing time-steps."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def trainer(**changes) -> TrainerLayout:
     return replace(TrainerLayout(H100S, 32, 32, 1, False), **changes)
 
 
-def test_a_gather_over_the_network_is_bytes_over_the_slowest_link():
-    sent = 2 * 2 * FULL.family.weight_bytes  # weights twice in bf16, gradients once in fp32
+def test_the_time_of_a_gather_is_its_bytes_over_the_slowest_link():
+    sent = 2 * 2 * FULL.facts.weight_bytes  # weights twice in bf16, gradients once in fp32
     expected = sent * 31 / 32 / (400e9 / 8 * CONSTANTS.collective_share)
     assert gather_seconds(FULL, trainer()) == pytest.approx(expected, rel=0.01)
 
 
-def test_shards_inside_a_node_gather_over_its_own_faster_links():
+def test_shards_inside_a_node_are_gathered_over_its_faster_links():
     assert gather_seconds(FULL, trainer(shard_cards=8)) < gather_seconds(FULL, trainer()) / 5
 
 
@@ -51,13 +51,13 @@ def test_a_copy_on_every_card_gathers_nothing():
     )
 
 
-def test_packing_pays_the_gather_once_for_all_pairs_of_the_pack():
+def test_a_pack_gathers_the_weights_once_for_all_its_pairs():
     alone = packed_pass_seconds(FULL, trainer(), 1)
     together = packed_pass_seconds(FULL, trainer(), 4)
     assert together < 0.5 * 4 * alone
 
 
-def test_gathers_hide_between_not_at_all_and_fully():
+def test_gathers_overlap_with_compute_by_the_assumed_share():
     sharded = trainer()
     compute_s = training_pass_seconds(FULL, H100S.card, 1, False)
     gather_s = gather_seconds(FULL, sharded)
@@ -74,23 +74,23 @@ def test_without_time_step_parallelism_a_group_smaller_than_the_trainer_leaves_r
     assert unit_seconds(FULL, trainer(), 8) == pytest.approx(eight_samples_on_32_ranks / 4)
 
 
-def test_packs_that_do_not_divide_the_pairs_are_cut_evenly():
+def test_pairs_are_cut_into_packs_of_nearly_equal_size():
     one_rank = TrainerLayout(H100S, 1, 1, 5, False)
     assert LORA.pairs_per_sample == 12
     expected = 3 * packed_pass_seconds(LORA, one_rank, 4)  # 12 pairs in packs of at most 5: three of 4
     assert unit_seconds(LORA, one_rank, 1) == pytest.approx(expected)
 
 
-def test_copies_sum_their_gradients_before_the_optimizer_step():
+def test_copies_reduce_their_gradients_before_the_optimizer_step():
     one_copy, four_copies = trainer(), trainer(shard_cards=8)
-    network_s = 2 * 4 * FULL.family.parameters * 3 / 4 / (50e9 * CONSTANTS.collective_share)
+    network_s = 2 * 4 * FULL.facts.parameters * 3 / 4 / (50e9 * CONSTANTS.collective_share)
     assert commit_seconds(FULL, four_copies) > commit_seconds(FULL, one_copy)
     assert commit_seconds(FULL, four_copies) == pytest.approx(network_s, rel=0.1)
 
 
 def test_publishing_adapters_takes_a_hundredth_of_publishing_weights():
     link = 25e9
-    assert publish_seconds(FULL, link) == pytest.approx(FULL.family.weight_bytes / link, rel=0.01)
+    assert publish_seconds(FULL, link) == pytest.approx(FULL.facts.weight_bytes / link, rel=0.01)
     assert publish_seconds(LORA, link) - CONSTANTS.adapter_swap_s < publish_seconds(FULL, link) / 50
 
 
@@ -100,19 +100,19 @@ def test_a_trainer_with_adapters_and_whole_copies_switches_almost_for_free():
 
 def test_a_sharded_trainer_gathers_a_copy_to_help():
     switch_in, switch_out = switch_seconds(FULL, trainer(), 1)
-    assert switch_in == pytest.approx(FULL.family.weight_bytes / 40e9, rel=0.15)
+    assert switch_in == pytest.approx(FULL.facts.weight_bytes / 40e9, rel=0.15)
     assert switch_out < switch_in
 
 
-def test_where_copy_and_state_do_not_fit_together_the_state_moves_to_the_host_and_back():
+def test_the_training_state_is_offloaded_if_it_does_not_fit_together_with_a_copy():
     eight_a6000 = TrainerLayout(A6000S, 8, 8, 1, True)
-    state_s = 16 * FULL.family.parameters / 8 / (31.5e9 * CONSTANTS.host_link_share)
+    state_s = 16 * FULL.facts.parameters / 8 / (31.5e9 * CONSTANTS.host_link_share)
     roomy = TrainerLayout(A6000S, 32, 32, 1, True)
     assert switch_seconds(FULL, roomy, 1)[1] == CONSTANTS.adapter_swap_s
     assert switch_seconds(FULL, eight_a6000, 1)[1] == pytest.approx(state_s + CONSTANTS.adapter_swap_s)
 
 
-def test_guidance_doubles_the_rows_only_where_it_is_batched():
+def test_guidance_doubles_the_rows_only_if_it_is_batched():
     wan, flux = workload_for("wan"), workload_for("flux")
     assert (wan.branches, flux.branches) == (2, 1)
     unguided = workload_for("wan", guidance=False)
@@ -121,7 +121,7 @@ def test_guidance_doubles_the_rows_only_where_it_is_batched():
     assert slice_seconds(wan, card, 1) > 1.9 * slice_seconds(unguided, card, 1)
 
 
-def test_a_tensor_parallel_lane_is_faster_but_not_in_proportion():
+def test_a_tensor_parallel_lane_is_faster_but_not_linearly():
     card = find_card("L40S")
     alone, four = (forward_seconds(FULL, card, 1, lane_cards) for lane_cards in (1, 4))
     assert alone / 4 < four < alone

@@ -10,15 +10,15 @@ import yaml
 from doc_pages import DOCS, ROOT, DocPage
 from rich.console import Console
 
+from digenrl.commands.plan import search_plans
 from digenrl.config.plan_files import PlanFile
 from digenrl.config.reading import parse_model
 from digenrl.config.recipe_files import read_recipe
 from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.cluster import Cluster, Measured, read_cluster
-from digenrl.planning.command import search_plans
-from digenrl.planning.overlay import overlay
+from digenrl.planning.plan_overlay import overlay
+from digenrl.planning.plan_tables import plan_reasons, plans_table
 from digenrl.planning.plans import PlanResult
-from digenrl.planning.view import plan_reasons, plans_table
 
 PLANNING = DocPage(DOCS / "planning.md")
 RECIPE = read_recipe("sd3_flow_grpo_fast", without_prompts=True)
@@ -27,7 +27,7 @@ RECIPE = read_recipe("sd3_flow_grpo_fast", without_prompts=True)
 @pytest.fixture(scope="module")
 def result() -> PlanResult:
     cluster = read_cluster(ROOT / "examples" / "cluster_mixed.yaml")
-    return search_plans(RECIPE, cluster, PlanOptions(keep=3), lambda done, total: None)
+    return search_plans(RECIPE, cluster, PlanOptions(keep=3))
 
 
 def test_the_example_is_what_the_command_prints(result: PlanResult) -> None:

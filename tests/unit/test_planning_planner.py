@@ -1,11 +1,10 @@
-"""The planner: finds what trying everything finds, keeps to memory, says why, and is quick."""
+"""The planner finds the optimum of its search space, respects memory, and explains its choice."""
 
 from __future__ import annotations
 
 import io
 import json
 from pathlib import Path
-from time import perf_counter
 
 import pytest
 from rich.console import Console
@@ -14,10 +13,11 @@ from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.spec import Spec
 from digenrl.planning.candidates import PlanOptions, candidates, splits
 from digenrl.planning.cluster import CardPool, Cluster, read_cluster
-from digenrl.planning.evaluation import full_answer, predicted_makespan
+from digenrl.planning.plan_tables import plan_reasons, plans_table, rate_words, result_as_dict, spec_as_dict
 from digenrl.planning.planner import plan
-from digenrl.planning.view import plan_reasons, plans_table, rate_words, result_as_dict, spec_as_dict
 from digenrl.planning.workload import workload_for
+from digenrl.simulation.makespan import predict_makespan
+from digenrl.simulation.simulator import simulate
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CLIP = workload_for("wan", prompts=2, samples_per_prompt=4)
@@ -32,7 +32,7 @@ def cluster_of(*pools: tuple[str, int]) -> Cluster:
 
 
 def planned(workload, cluster, **options):
-    return plan(workload, cluster, PlanOptions(**options), predicted_makespan, full_answer)
+    return plan(workload, cluster, PlanOptions(**options))
 
 
 SMALL = cluster_of(("H100", 1))
@@ -49,20 +49,20 @@ def mixed_result():
     return planned(CLIP, MIXED)
 
 
-def test_pruning_loses_nothing_against_trying_everything():
+def test_pruning_finds_the_best_of_all_candidates():
     options = PlanOptions(steps=2, tolerance=0.0)
     everything = [
-        predicted_makespan(candidate.spec(CLIP, 2))
+        predict_makespan(candidate.spec(CLIP, 2))
         for cards in range(1, 8)
         for candidate in candidates(CLIP, splits(CLIP, SMALL, SMALL.pools[0], cards, options), options)
     ]
-    found = plan(CLIP, SMALL, options, predicted_makespan, full_answer)
+    found = plan(CLIP, SMALL, options)
     assert found.considered == len(everything)
     assert found.evaluated < len(everything)
-    assert predicted_makespan(found.best.spec) == pytest.approx(min(everything), rel=1e-9)
+    assert predict_makespan(found.best.spec) == pytest.approx(min(everything), rel=1e-9)
 
 
-def test_plans_come_best_first_one_per_split_and_every_card_counts_once(mixed_result):
+def test_plans_are_sorted_one_per_split_and_use_every_card_at_most_once(mixed_result):
     rates = [plan.samples_per_second for plan in mixed_result.plans]
     assert rates == sorted(rates, reverse=True)
     assert len({plan.layout.split for plan in mixed_result.plans}) == len(rates) == 5
@@ -79,8 +79,8 @@ def test_every_plan_fits_in_memory(mixed_result, small_result):
         assert all(memory.fits for memory in found.generator_memory)
 
 
-def test_the_prediction_is_the_simulators(small_result):
-    answer = full_answer(small_result.best.spec)
+def test_the_prediction_is_that_of_the_simulator(small_result):
+    answer = simulate(small_result.best.spec).answer
     assert small_result.best.makespan_s == answer.makespan
     assert small_result.best.generator_busy == 1 - answer.generator_idle
 
@@ -104,10 +104,10 @@ def test_cost_is_cards_times_price_over_throughput(small_result):
 def test_asking_for_cost_finds_cheaper_samples(mixed_result):
     cheap = planned(CLIP, MIXED, objective="cost")
     assert cheap.best.usd_per_1000_samples < mixed_result.best.usd_per_1000_samples
-    assert "dearer" in cheap.plans[-1].why
+    assert "more expensive" in cheap.plans[-1].why
 
 
-def test_runners_up_say_how_far_behind_they_are_and_which_side_holds_them_back(mixed_result):
+def test_runners_up_explain_their_distance_to_the_best_plan(mixed_result):
     best, *others = mixed_result.plans
     assert "sets the pace" in best.why
     for other in others:
@@ -115,13 +115,13 @@ def test_runners_up_say_how_far_behind_they_are_and_which_side_holds_them_back(m
         assert other.why.startswith((f"{behind:.1%} slower: ", "as fast"))
 
 
-def test_the_spec_that_is_written_reads_back_as_the_spec_that_was_planned(small_result):
+def test_a_written_spec_parses_as_the_planned_spec(small_result):
     content = json.loads(json.dumps(spec_as_dict(small_result.best)))
     again = parse_model(Spec, content)
     assert again == small_result.best.spec
 
 
-def test_the_whole_answer_is_json(mixed_result):
+def test_the_result_can_be_written_as_json(mixed_result):
     content = json.loads(json.dumps(result_as_dict(mixed_result)))
     assert content["plans"][0]["trainer"]["memory"]["total_gib"] > 0
     assert content["considered"] == mixed_result.considered
@@ -137,23 +137,16 @@ def test_the_table_shows_every_plan_and_the_reasons_are_numbered_like_it(mixed_r
     assert [line[:2] for line in plan_reasons(mixed_result.plans)] == ["1.", "2.", "3.", "4.", "5."]
 
 
-def test_progress_grows_to_its_total():
+def test_progress_increases_to_its_total():
     seen = []
-    plan(
-        CLIP,
-        SMALL,
-        PlanOptions(steps=2),
-        predicted_makespan,
-        full_answer,
-        progress=lambda done, total: seen.append((done, total)),
-    )
+    plan(CLIP, SMALL, PlanOptions(steps=2), progress=lambda done, total: seen.append((done, total)))
     assert seen[-1][0] == seen[-1][1] > 0
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
-def test_a_spent_budget_is_admitted_in_the_gap():
+def test_a_small_budget_shows_in_the_gap():
     hurried = planned(CLIP, MIXED, max_evaluations=1, keep=1)
-    assert hurried.evaluated <= 1 + 4 + 2 + 6  # its split at its best, then less stale and with slices per pool
+    assert hurried.evaluated <= 1 + 4 + 2 + 6  # polishing, then less staleness and slices per pool
     thorough = planned(CLIP, MIXED)
     assert hurried.best.samples_per_second <= thorough.best.samples_per_second * 1.0001
     assert thorough.proven_gap <= PlanOptions().tolerance
@@ -162,34 +155,30 @@ def test_a_spent_budget_is_admitted_in_the_gap():
 @pytest.mark.parametrize(
     ("workload", "cluster", "complaint"),
     [
-        (CLIP, {"card": "H100", "per_node": 1}, "one card cannot generate and train apart"),
+        (CLIP, {"card": "H100", "per_node": 1}, "one card"),
         (
             workload_for("qwen"),
             {"card": "RTX 4090", "per_node": 2},
-            r"Qwen-Image \(lora\) does not fit this cluster of 2 cards: RTX 4090, the roomiest, has 21.7 GiB free",
+            r"Qwen-Image \(lora\) does not fit .*RTX 4090.* 21.7 GiB",
         ),
         (workload_for("wan", tuning="full"), {"card": "H100", "per_node": 2}, "or use LoRA"),
     ],
 )
-def test_a_cluster_too_small_is_one_clear_line(workload, cluster, complaint):
-    with pytest.raises(ConfigError, match=complaint) as told:
+def test_a_cluster_that_is_too_small_is_an_error_of_one_line(workload, cluster, complaint):
+    with pytest.raises(ConfigError, match=complaint) as error:
         planned(workload, parse_model(Cluster, {"pools": [cluster]}))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
-def test_32_mixed_cards_take_seconds():
-    started = perf_counter()
+def test_few_of_the_plans_for_32_mixed_cards_are_simulated():
     result = planned(workload_for("flux"), MIXED)
-    assert perf_counter() - started < 30
     assert result.every_size
+    assert result.evaluated < 0.05 * result.considered
 
 
 def test_1024_mixed_cards_are_searched_on_a_refined_grid():
     huge = cluster_of(("RTX A6000", 64), ("H100", 32), ("RTX PRO 6000 Blackwell", 32))
-    workload = workload_for("hunyuan", prompts=16)
-    started = perf_counter()
-    result = planned(workload, huge, steps=2, keep=2)
-    assert perf_counter() - started < 60
-    assert huge.cards == 1024
+    result = planned(workload_for("hunyuan", prompts=16), huge, steps=2, keep=2)
     assert not result.every_size
+    assert result.evaluated <= PlanOptions().max_evaluations
     assert result.best.layout.trainer.cards % 8 == 0 or result.best.layout.trainer.cards < 8

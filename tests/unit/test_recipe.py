@@ -1,4 +1,4 @@
-"""What a recipe may say, and what it is told when it says something else."""
+"""The schema of a recipe, its defaults, and its errors, which name the key that is wrong."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ def with_value(key: str, value: Any) -> dict[str, Any]:
     return content
 
 
-def complaint(key: str, value: Any) -> str:
+def error_of(key: str, value: Any) -> ConfigError:
+    """The error that this value raises: one line that begins with the key that is wrong."""
     with pytest.raises(ConfigError) as caught:
         parse_model(Recipe, with_value(key, value))
     assert "\n" not in str(caught.value)
-    return str(caught.value)
+    assert str(caught.value).startswith(f"{caught.value.where}: ")
+    return caught.value
 
 
 def test_a_recipe_needs_seven_keys_and_has_defaults_for_the_rest() -> None:
@@ -42,7 +44,7 @@ def test_a_recipe_needs_seven_keys_and_has_defaults_for_the_rest() -> None:
     assert (recipe.seed, recipe.mode, recipe.training.lora, recipe.evaluation) == (0, "local", None, None)
     for key in SMALLEST:
         without = {name: value for name, value in SMALLEST.items() if name != key}
-        with pytest.raises(ConfigError, match=f"^{key}: missing; this key is required$"):
+        with pytest.raises(ConfigError, match=f"^{key}: missing"):
             parse_model(Recipe, without)
 
 
@@ -67,110 +69,94 @@ def test_off_means_off_although_yaml_reads_it_as_false(key: str, meaning: object
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("key", "value", "noun"),
     [
-        ("steps", True, "steps: expected a number, got True (YAML reads yes, on, no and off as True and False)"),
-        ("model.guidance", False, "model.guidance: expected a number, got False (YAML reads"),
-        ("techniques.tcss", True, "techniques.tcss: expected a number, got True"),
-        ("training.autocast", True, "training.autocast: input should be 'off' or 'bf16', got True"),
-        ("training.lora", True, "training.lora: input should be a mapping of keys, got True"),
+        ("steps", True, "number"),
+        ("model.guidance", False, "number"),
+        ("techniques.tcss", True, "number"),
+        ("training.autocast", True, "'bf16'"),
+        ("training.lora", True, "mapping"),
     ],
 )
-def test_yes_and_no_are_not_numbers_nor_words(key: str, value: object, message: str) -> None:
-    assert complaint(key, value).startswith(message)
+def test_booleans_are_neither_numbers_nor_words(key: str, value: object, noun: str) -> None:
+    error = error_of(key, value)
+    assert error.where == key and noun in str(error)
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("key", "value", "where", "noun"),
     [
-        ("lanes.generators", -2, "lanes.generators: input should be greater than 0, got -2"),
-        ("lanes.generators", "two", "lanes.generators: input should be a whole number or a list, got 'two'"),
-        ("lanes.generators", 1.5, "lanes.generators: input should be a whole number, got 1.5"),
-        ("lanes.generators", ["cuda:0", 1], "lanes.generators[1]: input should be a string, got 1"),
-        ("lanes.rewards", [], "lanes.rewards: an empty list of devices; give a number of lanes, or at least one"),
-        ("batch.slice", "most", "batch.slice: input should be a whole number or 'auto', got 'most'"),
-        ("batch.slice", 0, "batch.slice: input should be greater than 0, got 0"),
-        ("training.betas", [0.9], "training.betas[1]: missing; this key is required"),
-        ("training.lora", {"rnk": 4}, "training.lora.rnk: unknown key; did you mean 'rank'? known: rank, alpha"),
-        ("training.lora", {"rank": 0}, "training.lora.rank: input should be greater than or equal to 1, got 0"),
-        ("evaluation", {"every": 3}, "evaluation.prompts: missing; this key is required"),
-        ("sample.window", 3, "sample.window: input should be a mapping of keys, got 3"),
-        ("prompts.path", 3, "prompts.path: input should be a path, got 3"),
+        ("lanes.generators", -2, "lanes.generators", "greater than 0"),
+        ("lanes.generators", "two", "lanes.generators", "a whole number or a list"),
+        ("lanes.generators", 1.5, "lanes.generators", "a whole number"),
+        ("lanes.generators", ["cuda:0", 1], "lanes.generators[1]", "string"),
+        ("lanes.rewards", [], "lanes.rewards", "empty"),
+        ("batch.slice", "most", "batch.slice", "'auto'"),
+        ("batch.slice", 0, "batch.slice", "greater than 0"),
+        ("batch.slice", 3, "batch.slice", "1, 2, 4"),
+        ("training.betas", [0.9], "training.betas[1]", "missing"),
+        ("training.lora", {"rnk": 4}, "training.lora.rnk", "'rank'"),
+        ("training.lora", {"rank": 0}, "training.lora.rank", "1"),
+        ("training.learning_rate", float("inf"), "training.learning_rate", "finite"),
+        ("evaluation", {"every": 3}, "evaluation.prompts", "missing"),
+        ("sample.window", 3, "sample.window", "mapping"),
+        ("sample.window", {"kind": "fsat"}, "sample.window", "'fast'"),
+        ("sample.noise", {"kind": "cps", "level": 1.2}, "sample.noise.level", "cps"),
+        ("sample.noise", {"kind": "ddim"}, "sample.noise.kind", "'flow'"),
+        ("sample.shift", 0, "sample.shift", "greater than 0"),
+        ("algorithm.name", "flow_gpro", "algorithm.name", "'flow_grpo'"),
+        ("algorithm.options", {"clip": 0}, "algorithm.options.clip", "greater than 0"),
+        ("cluster.generators", [{"slice": 3}], "cluster.generators[0].slice", "1, 2, 4"),
+        ("prompts.path", 3, "prompts.path", "path"),
+        ("name", "a/b", "name", "pattern"),
+        ("name", "two\nlines", "name", "pattern"),
     ],
 )
-def test_a_complaint_names_the_place_in_the_users_own_keys(key: str, value: object, message: str) -> None:
-    assert complaint(key, value).startswith(message)
+def test_an_error_names_the_wrong_key_as_the_user_wrote_it(key: str, value: object, where: str, noun: str) -> None:
+    error = error_of(key, value)
+    assert error.where == where and noun in str(error)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        (
-            "batch.slice",
-            3,
-            "batch.slice: 3 does not divide samples_per_prompt = 4; choose one of 1, 2, 4, or auto",
-        ),
-        ("sample.noise", {"kind": "cps", "level": 1.2}, "sample.noise.level: the level of cps noise is a share"),
-        ("sample.noise", {"kind": "ddim"}, "sample.noise.kind: input should be 'flow', 'dance', 'cps' or"),
-        ("sample.shift", 0, "sample.shift: input should be greater than 0, got 0"),
-        (
-            "training.learning_rate",
-            float("inf"),
-            "training.learning_rate: input should be a finite number, got inf",
-        ),
-        ("name", "a/b", "name: string should match pattern"),
-        ("name", "two\nlines", "name: string should match pattern"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(key: str, value: object, message: str) -> None:
-    assert complaint(key, value).startswith(message)
-
-
-def test_noise_of_the_other_kinds_may_exceed_one() -> None:
+def test_the_level_of_other_kinds_of_noise_may_exceed_one() -> None:
     recipe = parse_model(Recipe, with_value("sample.noise", {"kind": "flow", "level": 1.2}))
     assert recipe.sample.noise.level == 1.2
 
 
-def test_a_stale_share_needs_a_generator_that_runs_beside_the_trainer() -> None:
+def test_stale_samples_need_generators_that_run_beside_the_trainer() -> None:
     content = {**SMALLEST, "techniques": {"tcss": 0.5}}
     assert parse_model(Recipe, content).techniques.tcss == 0.5
-    with pytest.raises(ConfigError, match=r"^techniques\.tcss: 0\.5 in mode colocated.*; set it to 0, or mode to"):
+    with pytest.raises(ConfigError, match=r"techniques\.tcss: .*colocated"):
         parse_model(Recipe, {**content, "mode": "colocated"})
 
 
-class Part(Frozen):
-    """A part of settings."""
+class Section(Frozen):
+    """A section."""
 
     size: int
 
 
 class Holder(Frozen):
-    """Parts by name, or in a list, or one number for all."""
+    """Numbers by name, and a union of a list of sections and a number."""
 
     by_name: dict[str, int] = Field(default={})
-    several: tuple[Part, ...] | int = 1
+    several: tuple[Section, ...] | int = 1
 
 
 @pytest.mark.parametrize(
-    ("content", "message", "where"),
+    ("content", "where", "noun"),
     [
-        ({"by_name": {"a": "x"}}, "by_name.a: input should be a whole number, got 'x'", "by_name.a"),
-        ({"several": [{"size": 1}, {}]}, "several[1].size: missing; this key is required", "several[1].size"),
-        (
-            {"several": [{"sice": 1, "size": 1}]},
-            "several[0].sice: unknown key; did you mean 'size'? known: size",
-            "several[0].sice",
-        ),
-        ({"several": "x"}, "several: input should be a list or a whole number, got 'x'", "several"),
+        ({"by_name": {"a": "x"}}, "by_name.a", "a whole number"),
+        ({"several": [{"size": 1}, {}]}, "several[1].size", "missing"),
+        ({"several": [{"sice": 1, "size": 1}]}, "several[0].sice", "'size'"),
+        ({"several": "x"}, "several", "a list or a whole number"),
     ],
 )
-def test_places_are_right_inside_unions_lists_and_mappings(content: Any, message: str, where: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_keys_are_right_inside_unions_lists_and_mappings(content: Any, where: str, noun: str) -> None:
+    with pytest.raises(ConfigError, match=noun) as caught:
         parse_model(Holder, content)
-    assert str(caught.value) == message
     assert caught.value.where == where
 
 
-def test_an_error_keeps_its_place_on_the_way_from_another_process() -> None:
+def test_an_error_keeps_its_key_when_pickled() -> None:
     again = pickle.loads(pickle.dumps(ConfigError("seed: wrong", "seed")))
     assert (str(again), again.where) == ("seed: wrong", "seed")

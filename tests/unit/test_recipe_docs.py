@@ -30,7 +30,7 @@ def field_of(key: str) -> FieldInfo:
     model: type[BaseModel] = Recipe
     *parts, last = key.split(".")
     for part in parts:
-        model = model_inside(model.model_fields[part].annotation)
+        model = model_inside(model.model_fields[part].annotation) or model
     return model.model_fields[last]
 
 

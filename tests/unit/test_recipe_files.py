@@ -1,4 +1,4 @@
-"""Recipes are found, overridden, read, written and told apart."""
+"""Recipes are found, overridden, read, written and fingerprinted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ training: {lora: {rank: 4, alpha: 8}}
 
 @pytest.fixture
 def recipe_file(tmp_path: Path) -> Path:
-    """A recipe in a folder of its own, with its prompts beside it."""
+    """A recipe in a separate folder, next to its prompts."""
     folder = tmp_path / "somewhere"
     folder.mkdir()
     (folder / "prompts.txt").write_text("a cat\na dog\n", encoding="utf-8")
@@ -47,11 +47,13 @@ def complaint(where: object, *overrides: str) -> str:
 
 def test_a_shipped_recipe_is_found_by_its_name() -> None:
     assert read_recipe("demo").name == "demo"
-    assert complaint("dmo").startswith("unknown recipe 'dmo'; did you mean 'demo'? known: demo, flux_dance_grpo,")
-    assert complaint("demo.yaml") == "demo.yaml: no such file; for the recipe that comes with DigenRL, write demo"
+    assert "did you mean 'demo'" in complaint("dmo")
+    assert complaint("demo.yaml").endswith("write demo")
 
 
-def test_a_file_here_is_meant_only_if_written_as_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_in_the_current_folder_counts_only_if_written_as_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("demo", "demo.yaml"):
         Path(name).write_text(f"name: mine\n{TEXT}", encoding="utf-8")
@@ -60,24 +62,24 @@ def test_a_file_here_is_meant_only_if_written_as_a_file(tmp_path: Path, monkeypa
     assert read_recipe("./demo").name == "mine"
 
 
-def test_json_is_read_as_well(recipe_file: Path, tmp_path: Path) -> None:
+def test_json_is_read_too(recipe_file: Path, tmp_path: Path) -> None:
     recipe = read_recipe(str(recipe_file))
     as_json = tmp_path / "recipe.json"
     as_json.write_text(recipe.model_dump_json(), encoding="utf-8")
     assert read_recipe(str(as_json)) == recipe
 
 
-def test_what_is_wrong_in_a_file_is_told_with_its_name(tmp_path: Path) -> None:
+def test_an_error_in_a_file_begins_with_its_name(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(f"{TEXT}\nstpes: 3\n", encoding="utf-8")
-    assert complaint(path).startswith(f"{path}: stpes: unknown key; did you mean 'steps'? known: name,")
+    assert complaint(path).startswith(f"{path}: stpes: ") and "'steps'" in complaint(path)
     path.write_text(f"{TEXT}\nseed: 4\n", encoding="utf-8")
-    assert "found duplicate key seed" in complaint(path)
+    assert "duplicate key seed" in complaint(path)
     path.write_text("[1, 2]", encoding="utf-8")
-    assert complaint(path) == f"{path}: expected a mapping of keys at the top, got [1, 2]"
+    assert complaint(path).startswith(f"{path}: ") and "mapping" in complaint(path)
     path.write_text(f"{TEXT}\nname: ${{nobody}}\n", encoding="utf-8")
-    assert complaint(path) == f"{path}: name: Interpolation key 'nobody' not found"
-    assert complaint(tmp_path / "absent.yaml").endswith("absent.yaml: cannot be read: No such file or directory")
+    assert complaint(path).startswith(f"{path}: name: ") and "'nobody'" in complaint(path)
+    assert "No such file" in complaint(tmp_path / "absent.yaml")
 
 
 def test_overrides_are_read_as_yaml_in_dot_notation(recipe_file: Path) -> None:
@@ -116,60 +118,56 @@ def test_a_mapping_is_merged_and_anything_else_replaces(recipe_file: Path) -> No
     assert [reward.name for reward in read_recipe(str(recipe_file), ["rewards={name: ocr}"]).rewards] == ["ocr"]
 
 
-def test_another_window_takes_nothing_from_the_one_before(recipe_file: Path) -> None:
-    recipe = read_recipe(str(recipe_file), ["sample.window={kind: fast, width: 2}"])
+def test_another_window_or_algorithm_replaces_all_settings_of_the_old_one(recipe_file: Path) -> None:
+    recipe = read_recipe(str(recipe_file), ["sample.window={kind: fast, width: 2}", "algorithm={name: flow_dpo}"])
     assert recipe.sample.window == {"kind": "fast", "width": 2}
+    assert recipe.algorithm.options == {}
+    merged = read_recipe(str(recipe_file), ["sample.window={fraction: 0.7}", "algorithm={options: {clip: 0.1}}"])
+    assert merged.sample.window == {"kind": "all", "fraction": 0.7}
+    assert merged.algorithm.options == {"clip": 0.1, "kl_weight": 0.04}
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "noun"),
     [
-        (
-            "training.learning_rat=1",
-            "unknown key; did you mean 'training.learning_rate'? known in training: learning_rate, ",
-        ),
-        ("learning_rate=1", "unknown key; did you mean 'training.learning_rate'? known: name, seed, "),
-        ("trainig.lora.rank=1", "unknown key; did you mean 'training.lora.rank'? known: name, "),
-        ("--steps=3", "unknown key; did you mean 'steps'? "),
-        ("steps.more=3", "'steps' is a single value, with no keys below it"),
-        ("seed", "not an override; expected key=value, such as seed=1"),
-        ("=3", "not an override; expected key=value, such as seed=1"),
-        ("name='x", "not valid YAML behind the '=': "),
-        ("seed=${nobody}", "Interpolation key 'nobody' not found"),
-        ("steps=many", "input should be a whole number, got 'many'"),
-        ("training={lora: {rnk: 1}}", "training.lora.rnk: unknown key; did you mean 'rank'? "),
-        ("lanes.generators=[cuda:0, 1]", "lanes.generators[1]: input should be a string, got 1"),
-        ("batch.slice=3", "3 does not divide samples_per_prompt = 4; choose one of 1, 2, 4, or auto"),
-        ("rewards=[ocrr]", "unknown reward 'ocrr'; did you mean 'ocr'? "),
-        ("rewards.0.wieght=2", "rewards: reward 'ocr': wieght: unknown key; did you mean 'weight'? "),
-        ("rewards.5.weight=2", "list index out of range"),
-        (
-            "prompts.path=demo/trin.txt",
-            "demo/trin.txt does not come with DigenRL; did you mean 'demo/train.txt'? ",
-        ),
+        ("training.learning_rat=1", "'training.learning_rate'"),
+        ("learning_rate=1", "'training.learning_rate'"),
+        ("trainig.lora.rank=1", "'training.lora.rank'"),
+        ("--steps=3", "'steps'"),
+        ("steps.more=3", "'steps' is a single value"),
+        ("seed", "key=value"),
+        ("=3", "key=value"),
+        ("name='x", "YAML"),
+        ("seed=${nobody}", "'nobody'"),
+        ("steps=many", "'many'"),
+        ("training={lora: {rnk: 1}}", "'rank'"),
+        ("lanes.generators=[cuda:0, 1]", "lanes.generators[1]"),
+        ("batch.slice=3", "1, 2, 4"),
+        ("rewards=[ocrr]", "'ocr'"),
+        ("rewards.0.wieght=2", "'weight'"),
+        ("rewards.5.weight=2", "index"),
+        ("algorithm.options.clpi=1", "'clip'"),
+        ("sample.window={kind: fsat}", "'fast'"),
+        ("prompts.path=demo/trin.txt", "'demo/train.txt'"),
     ],
 )
-def test_what_is_wrong_in_an_override_is_told_with_the_override(
-    recipe_file: Path, override: str, message: str
-) -> None:
-    assert complaint(recipe_file, override).startswith(f"{override}: {message}")
+def test_an_error_in_an_override_begins_with_the_override(recipe_file: Path, override: str, noun: str) -> None:
+    error = complaint(recipe_file, override)
+    assert error.startswith(f"{override}: ") and noun in error
 
 
-def test_an_override_given_twice_is_refused(recipe_file: Path) -> None:
-    told = complaint(recipe_file, "rewards[0].weight=1", "rewards.0.weight=2")
-    assert told == (
-        "rewards.0.weight: given twice, as rewards[0].weight=1 and as rewards.0.weight=2; leave one of them out"
-    )
+def test_an_override_given_twice_is_an_error(recipe_file: Path) -> None:
+    error = complaint(recipe_file, "rewards[0].weight=1", "rewards.0.weight=2")
+    assert error.startswith("rewards.0.weight: ") and "twice" in error
 
 
-def test_a_value_left_open_must_be_given() -> None:
-    assert complaint("flux_flow_grpo") == (
-        "flux_flow_grpo: prompts.path must be given: digenrl train flux_flow_grpo prompts.path=prompts.txt"
-    )
-    assert complaint("flux_flow_grpo", "name=${prompts.path}").startswith("flux_flow_grpo: prompts.path must be")
+def test_an_open_value_must_be_given() -> None:
+    for overrides in ((), ("name=${prompts.path}",)):
+        error = complaint("flux_flow_grpo", *overrides)
+        assert error.endswith("digenrl train flux_flow_grpo prompts.path=prompts.txt")
 
 
-def test_paths_are_seen_from_the_recipe_and_those_of_overrides_from_here(
+def test_paths_are_relative_to_the_recipe_and_those_of_overrides_to_the_current_folder(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, beside = tmp_path / "here", recipe_file.parent
@@ -195,7 +193,7 @@ def test_paths_are_seen_from_the_recipe_and_those_of_overrides_from_here(
     assert from_here.evaluation is not None and from_here.evaluation.prompts.path == here / "sub/held_out.txt"
 
 
-def test_hub_ids_and_the_demo_are_no_paths(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_ids_and_the_demo_are_not_paths(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (recipe_file.parent / "demo").mkdir()
     monkeypatch.chdir(recipe_file.parent)
     assert read_recipe(str(recipe_file)).model.source == "demo"
@@ -276,16 +274,16 @@ CHANGES_NO_UPDATE = [
 
 
 @pytest.mark.parametrize("override", CHANGES_THE_UPDATE)
-def test_a_fingerprint_tells_runs_apart_whose_updates_differ(recipe_file: Path, override: str) -> None:
+def test_fingerprints_differ_if_updates_differ(recipe_file: Path, override: str) -> None:
     assert fingerprint(read_recipe(str(recipe_file), [override])) != fingerprint(read_recipe(str(recipe_file)))
 
 
 @pytest.mark.parametrize("override", CHANGES_NO_UPDATE)
-def test_a_fingerprint_does_not_see_what_changes_no_update(recipe_file: Path, override: str) -> None:
+def test_fingerprints_are_equal_if_updates_are_equal(recipe_file: Path, override: str) -> None:
     assert fingerprint(read_recipe(str(recipe_file), [override])) == fingerprint(read_recipe(str(recipe_file)))
 
 
-def test_prompts_count_by_what_they_are_not_by_where(recipe_file: Path, tmp_path: Path) -> None:
+def test_prompts_count_by_content_not_by_path(recipe_file: Path, tmp_path: Path) -> None:
     before = fingerprint(read_recipe(str(recipe_file)))
     moved = recipe_file.parent.rename(tmp_path / "elsewhere") / recipe_file.name
     assert fingerprint(read_recipe(str(moved))) == before
@@ -293,7 +291,7 @@ def test_prompts_count_by_what_they_are_not_by_where(recipe_file: Path, tmp_path
     assert fingerprint(read_recipe(str(moved))) != before
 
 
-def test_whole_numbers_and_floats_of_the_same_value_are_one(recipe_file: Path) -> None:
+def test_equal_integers_and_floats_have_the_same_fingerprint(recipe_file: Path) -> None:
     whole, other = (
         read_recipe(str(recipe_file), [f"algorithm.options.kl_weight={text}"]) for text in ("1", "1.0")
     )

@@ -15,7 +15,7 @@ from digenrl.report.grids import choose_evenly, grids
 from digenrl.report.timeline import kinds_in, pack_intervals, timeline
 from digenrl.run_folder.metric_lines import StepRecord
 from digenrl.run_folder.reading import read_run
-from digenrl.telemetry.lane_shares import Window, lane_shares, mean_busy, steady_window, step_windows
+from digenrl.telemetry.lane_shares import TimeWindow, lane_shares, mean_busy, steady_window, step_windows
 from digenrl.telemetry.trace import LaneInfo, Trace, Work
 from digenrl.telemetry.utilisation import lane_uses
 
@@ -26,16 +26,16 @@ def steps_of(*values: dict[str, float]) -> tuple[StepRecord, ...]:
 
 def test_a_step_lasts_from_commit_to_commit() -> None:
     windows = step_windows(on_policy_trace())
-    assert windows == {0: Window(0, 9 * SECOND), 1: Window(9 * SECOND, 19 * SECOND)}
+    assert windows == {0: TimeWindow(0, 9 * SECOND), 1: TimeWindow(9 * SECOND, 19 * SECOND)}
 
 
 def test_the_steady_state_excludes_the_first_step() -> None:
-    assert steady_window(on_policy_trace()) == Window(9 * SECOND, 19 * SECOND)
+    assert steady_window(on_policy_trace()) == TimeWindow(9 * SECOND, 19 * SECOND)
     assert steady_window(helped_trace()) is None
 
 
 def test_shares_of_a_window_are_those_calculated_by_hand() -> None:
-    shares = lane_shares(on_policy_trace(), Window(9 * SECOND, 19 * SECOND))
+    shares = lane_shares(on_policy_trace(), TimeWindow(9 * SECOND, 19 * SECOND))
     assert shares["fast"].works == {Work.GENERATE: pytest.approx(0.4)}
     assert shares["slow"].works == {Work.GENERATE: pytest.approx(0.6)}
     assert shares["reward-0"].idle == pytest.approx(0.8)
@@ -44,7 +44,7 @@ def test_shares_of_a_window_are_those_calculated_by_hand() -> None:
 
 
 def test_a_card_that_works_in_another_row_is_neither_idle_nor_busy_with_its_own() -> None:
-    shares = lane_shares(helped_trace(), Window(0, 14 * SECOND))
+    shares = lane_shares(helped_trace(), TimeWindow(0, 14 * SECOND))
     assert shares["helper-0"].works == {Work.HELP: pytest.approx(5 / 14)}
     assert shares["helper-0"].elsewhere == pytest.approx(5 / 14)
     assert shares["trainer"].elsewhere == pytest.approx(5 / 14)
@@ -53,7 +53,7 @@ def test_a_card_that_works_in_another_row_is_neither_idle_nor_busy_with_its_own(
 
 @pytest.mark.parametrize("trace", [on_policy_trace(), helped_trace(), large_trace()])
 def test_shares_fill_the_time_and_agree_with_the_busy_shares_of_the_whole_run(trace: Trace) -> None:
-    shares = lane_shares(trace, Window(0, trace.end_ns))
+    shares = lane_shares(trace, TimeWindow(0, trace.end_ns))
     for name, use in lane_uses(trace).items():
         assert shares[name].busy == pytest.approx(use.busy_share)
     for name in ("trainer", "reward-0"):
@@ -65,13 +65,13 @@ def test_shares_fill_the_time_and_agree_with_the_busy_shares_of_the_whole_run(tr
 def test_a_lane_that_joined_late_is_not_idle_before() -> None:
     lanes = (LaneInfo("late", "generator", joined_ns=4 * SECOND), LaneInfo("gone", "generator", left_ns=SECOND))
     trace = Trace(lanes, (span("late", Work.GENERATE, 4, 7), span("gone", Work.GENERATE, 0, 1)), 10 * SECOND)
-    assert lane_shares(trace, Window(0, 10 * SECOND))["late"].idle == pytest.approx(0.5)
-    assert "gone" not in lane_shares(trace, Window(2 * SECOND, 10 * SECOND))
+    assert lane_shares(trace, TimeWindow(0, 10 * SECOND))["late"].idle == pytest.approx(0.5)
+    assert "gone" not in lane_shares(trace, TimeWindow(2 * SECOND, 10 * SECOND))
 
 
 def test_helper_rows_do_not_count_twice_in_the_mean() -> None:
     trace = helped_trace()
-    shares = lane_shares(trace, Window(0, trace.end_ns))
+    shares = lane_shares(trace, TimeWindow(0, trace.end_ns))
     assert mean_busy(trace.lanes, shares) == pytest.approx((12 / 14 + 10 / 14) / 2)
     assert mean_busy((), shares) is None
 

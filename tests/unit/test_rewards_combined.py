@@ -1,4 +1,4 @@
-"""Weights, users' functions, and rewards that fail: a failure is never a number."""
+"""Weighted sums, rewards outside the package, and failures, which are never replaced by a number."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from torch import Tensor
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.rewards import parse_reward, parse_rewards
-from digenrl.rewards.building import build_reward, build_rewards
+from digenrl.rewards.building import WeightedReward, build_reward, build_rewards
 from digenrl.rewards.contract import FrameReward, RewardBatch, RewardError
 from digenrl.rewards.function import FunctionReward
-from digenrl.rewards.weighted import WeightedReward
 
 PIXELS = torch.full((3, 1, 3, 8, 8), 0.5)
 PROMPTS = ["a", "b", "c"]
@@ -26,7 +25,7 @@ def returning(answer: object, label: str = "mine") -> FunctionReward:
     return FunctionReward(label, lambda pixels, prompts, metadata: answer, {})
 
 
-def test_raw_scores_are_weighted_then_summed_and_each_stays_visible() -> None:
+def test_raw_scores_are_weighted_and_summed_and_each_is_a_part() -> None:
     first = returning(RewardBatch((1.0, 2.0, 3.0), {"detail": (7.0, 8.0, 9.0)}), "first")
     both = WeightedReward([(first, 0.5), (returning([10, 20, 30], "second"), -2.0)])
     batch = both.score(PIXELS, PROMPTS, METADATA)
@@ -38,7 +37,7 @@ def test_raw_scores_are_weighted_then_summed_and_each_stays_visible() -> None:
     }
 
 
-def test_a_recipe_of_several_rewards_is_built_with_its_weights() -> None:
+def test_several_rewards_are_built_with_their_weights() -> None:
     settings = parse_rewards([{"name": "jpeg_compressibility", "weight": 2}, {"name": "jpeg_incompressibility"}])
     batch = build_rewards(settings).score(PIXELS, PROMPTS, METADATA)
     small, large = batch.parts["jpeg_compressibility"], batch.parts["jpeg_incompressibility"]
@@ -54,42 +53,40 @@ def test_a_score_or_a_part_that_is_not_finite_is_an_error_that_names_sample_and_
         torch.tensor([0.0, bad, 1.0]),
         RewardBatch((0.0,) * 3, {"p": (0.0, bad, 0.0)}),
     ):
-        with pytest.raises(
-            RewardError, match=r"reward 'mine', sample 1: .* is -?(nan|inf), not a finite number"
-        ) as one:
+        with pytest.raises(RewardError, match=r"'mine'.*finite") as error:
             returning(answer).score(PIXELS, PROMPTS, METADATA)
-        assert one.value.samples == (1,)
-        with pytest.raises(RewardError, match="reward 'mine', sample 1"):
+        assert error.value.samples == (1,)
+        with pytest.raises(RewardError, match="'mine', sample 1"):
             WeightedReward([(returning([1, 2, 3], "good"), 1.0), (returning(answer), 0.0)]).score(
                 PIXELS, PROMPTS, METADATA
             )
 
 
 def test_a_weighted_sum_that_overflows_is_an_error() -> None:
-    with pytest.raises(RewardError, match="sample 2: the score is inf"):
+    with pytest.raises(RewardError, match="sample 2"):
         WeightedReward([(returning([0.0, 0.0, 1e300]), 1e300)]).score(PIXELS, PROMPTS, METADATA)
 
 
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ([1.0, 2.0], "returned 2 scores for 3 samples"),
-        (torch.zeros(3, 1), r"sample 0: expected a number, got \[0.0\]"),
-        ([1.0, None, 2.0], "sample 1: expected a number, got None"),
-        (0.5, "expected a list of numbers or a RewardBatch, got 0.5"),
-        (None, "expected a list of numbers or a RewardBatch, got None"),
+        ([1.0, 2.0], "2 scores for 3 samples"),
+        (torch.zeros(3, 1), r"sample 0: .*\[0.0\]"),
+        ([1.0, None, 2.0], "sample 1: .*None"),
+        (0.5, "list of numbers.*0.5"),
+        (None, "list of numbers.*None"),
     ],
 )
-def test_an_answer_of_the_wrong_kind_is_an_error(answer: object, message: str) -> None:
+def test_a_result_of_the_wrong_type_is_an_error(answer: object, message: str) -> None:
     with pytest.raises(RewardError, match=message):
         returning(answer).score(PIXELS, PROMPTS, METADATA)
 
 
-def test_whatever_a_function_raises_becomes_a_reward_error_with_its_cause() -> None:
+def test_an_exception_of_a_function_becomes_a_reward_error_with_its_cause() -> None:
     def broken(pixels: Tensor, prompts: object, metadata: object) -> list[float]:
         raise ZeroDivisionError("my mistake")
 
-    with pytest.raises(RewardError, match="reward 'broken', all samples: ZeroDivisionError: my mistake") as caught:
+    with pytest.raises(RewardError, match="'broken', all samples: ZeroDivisionError") as caught:
         FunctionReward("broken", broken, {}).score(PIXELS, PROMPTS, METADATA)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
@@ -108,23 +105,45 @@ def test_a_users_function_gets_pixels_prompts_metadata_and_its_arguments(
     )
     assert reward.label == "longer"
     assert reward.score(PIXELS, ["a", "bb", "ccc"], [{}, {"extra": 10}, {}]).values == (1.5, 12.5, 3.5)
-    with pytest.raises(ConfigError, match="users_own has no function 'longr'; did you mean 'longer'"):
+    with pytest.raises(ConfigError, match=r"'longr'.*'longer'"):
         build_reward(parse_reward("users_own:longr"))
-    with pytest.raises(ConfigError, match="no module named 'nowhere_to_be_found'; is it on PYTHONPATH"):
+    with pytest.raises(ConfigError, match=r"'nowhere_to_be_found'.*PYTHONPATH"):
         build_reward(parse_reward("nowhere_to_be_found.sub:f"))
 
 
-def test_a_missing_package_is_told_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_class_is_built_with_its_label_and_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_class.py").write_text(
+        "from digenrl.rewards.contract import FrameReward, RewardBatch\n"
+        "class Brightness(FrameReward):\n"
+        "    def __init__(self, label, gain=1.0):\n"
+        "        super().__init__(label)\n"
+        "        self.gain = gain\n"
+        "    def score_frames(self, frames, prompts, metadata):\n"
+        "        return RewardBatch(tuple(self.gain * float(f.float().mean()) for f in frames))\n"
+        "class Other:\n"
+        "    pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward = build_reward(parse_reward({"name": "own_class:Brightness", "arguments": {"gain": 2.0}}))
+    assert reward.label == "Brightness"
+    assert reward.score(PIXELS, PROMPTS, METADATA).values == (256.0,) * 3
+    with pytest.raises(ConfigError, match=r"'own_class:Brightness'.*arguments"):
+        build_reward(parse_reward({"name": "own_class:Brightness", "arguments": {"gian": 2.0}}))
+    with pytest.raises(ConfigError, match=r"'own_class:Other'.*Reward"):
+        build_reward(parse_reward("own_class:Other"))
+
+
+def test_the_error_for_a_missing_package_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "needs_more.py").write_text("import a_package_that_is_not_there\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(
-        ConfigError, match="needs the package 'a_package_that_is_not_there', which is not installed"
-    ):
+    with pytest.raises(ConfigError, match="'a_package_that_is_not_there'"):
         build_reward(parse_reward("needs_more:f"))
 
 
 class FailsOnRow(FrameReward):
-    """Fails, or gives NaN, on one image of all."""
+    """Raises, or returns NaN, for one of the images."""
 
     def __init__(self, row: int, raises: bool) -> None:
         super().__init__("fails")
@@ -138,13 +157,13 @@ class FailsOnRow(FrameReward):
 
 
 @pytest.mark.parametrize("raises", [True, False])
-def test_a_frame_that_fails_names_the_sample_it_belongs_to(raises: bool) -> None:
+def test_the_error_for_a_frame_names_its_sample(raises: bool) -> None:
     video = PIXELS.expand(3, 4, 3, 8, 8)
     with pytest.raises(RewardError) as caught:
         FailsOnRow(row=9, raises=raises).score(video, PROMPTS, METADATA)
     assert caught.value.samples == (2,)
 
 
-def test_a_batch_whose_parts_have_another_length_cannot_be_made() -> None:
-    with pytest.raises(ValueError, match="part 'p' has 1 numbers for 2 values"):
+def test_a_batch_has_parts_of_the_same_length() -> None:
+    with pytest.raises(ValueError, match="part 'p'"):
         RewardBatch((1.0, 2.0), {"p": (1.0,)})

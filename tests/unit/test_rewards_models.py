@@ -1,4 +1,4 @@
-"""Rewards with weights against their published formulas, written out here from the saved tensors."""
+"""Rewards with weights, compared with their published formulas, computed here from the saved tensors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel, CLIPTextC
 from digenrl.config.reading import ConfigError
 from digenrl.config.rewards import parse_reward
 from digenrl.rewards.building import build_reward
-from digenrl.rewards.contract import as_uint8
+from digenrl.rewards.contract import as_pil, as_uint8
 from digenrl.rewards.image_reward import preprocessed
-from digenrl.rewards.images import as_pil
 
 PIXELS = torch.rand(3, 1, 3, 40, 52, generator=torch.Generator().manual_seed(5))
 PROMPTS = ["a cat", "two dogs, one ball", "x" * 60]  # the last is longer than the model reads
@@ -67,26 +66,22 @@ def test_scores_do_not_depend_on_the_batch_size(clip: Path, blip: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_hpsv2_lays_the_published_file_over_the_model_it_was_tuned_from(
-    clip: Path, tmp_path: Path, suffix: str
-) -> None:
+def test_hpsv2_loads_the_published_file_into_the_base_model(clip: Path, tmp_path: Path, suffix: str) -> None:
     tuned = save_clip(tmp_path / "tuned", seed=9)
     state = to_open_clip(CLIPModel.from_pretrained(tuned))
     file = tmp_path / f"HPS{suffix}"
     save_file(state, file) if suffix == ".safetensors" else torch.save({"state_dict": state, "epoch": 1}, file)
-    laid_over = scores("hpsv2", model=str(clip), checkpoint=str(file))
-    assert laid_over == scores("hpsv2", model=str(tuned))
-    assert laid_over != scores("hpsv2", model=str(clip))
+    with_file = scores("hpsv2", model=str(clip), checkpoint=str(file))
+    assert with_file == scores("hpsv2", model=str(tuned))
+    assert with_file != scores("hpsv2", model=str(clip))
     state.pop("visual.ln_post.bias")
     torch.save(state, tmp_path / "short.pt")
-    with pytest.raises(
-        ConfigError, match=r"short\.pt: weight 'vision_model\.post_layernorm\.bias' is missing \(1 missing"
-    ):
+    with pytest.raises(ConfigError, match=r"short\.pt: .*'vision_model\.post_layernorm\.bias'"):
         scores("hpsv2", model=str(clip), checkpoint=str(tmp_path / "short.pt"))
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_aesthetic_is_the_head_over_the_unit_image_embedding(clip: Path, tmp_path: Path, suffix: str) -> None:
+def test_aesthetic_is_the_head_on_the_normalised_image_embedding(clip: Path, tmp_path: Path, suffix: str) -> None:
     state, file = head_state(24), tmp_path / f"head{suffix}"
     save_file(state, file) if suffix == ".safetensors" else torch.save(state, file)
     model = CLIPModel.from_pretrained(clip).eval()
@@ -101,9 +96,9 @@ def test_aesthetic_is_the_head_over_the_unit_image_embedding(clip: Path, tmp_pat
     assert scores("aesthetic", model=str(clip), head=str(file)) == pytest.approx(features[:, 0].tolist(), abs=1e-5)
 
 
-def test_a_head_that_does_not_fit_is_told_before_it_scores(clip: Path, tmp_path: Path) -> None:
+def test_a_head_of_another_width_is_an_error(clip: Path, tmp_path: Path) -> None:
     torch.save(head_state(768), tmp_path / "large.pth")
-    with pytest.raises(ConfigError, match="the head takes 768 features, its backbone gives 24"):
+    with pytest.raises(ConfigError, match=r"768 features.*24"):
         scores("aesthetic", model=str(clip), head=str(tmp_path / "large.pth"))
     with pytest.raises(ConfigError, match=r"absent\.pth: no such file"):
         scores("aesthetic", model=str(clip), head=str(tmp_path / "absent.pth"))
@@ -116,36 +111,32 @@ class Trap:
         return (exec, ("raise SystemExit('code of a weights file was run')",))
 
 
-def test_a_weights_file_that_would_run_code_is_refused(clip: Path, tmp_path: Path) -> None:
+def test_a_weights_file_that_would_run_code_is_rejected(clip: Path, tmp_path: Path) -> None:
     torch.save({"layers.0.weight": Trap()}, tmp_path / "evil.pth")
-    with pytest.raises(ConfigError, match=r"evil\.pth: cannot be read as tensors"):
+    with pytest.raises(ConfigError, match=r"evil\.pth: .*tensors"):
         scores("aesthetic", model=str(clip), head=str(tmp_path / "evil.pth"))
 
 
-def test_weights_that_are_not_there_or_of_another_model_are_told(clip: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"absent: no such directory; expected a directory of weights, or a hub id"
-    ):
+def test_missing_weights_and_weights_of_another_model_are_errors(clip: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="absent: no such directory"):
         scores("clip_score", model=str(tmp_path / "absent"))
     config = CLIPTextConfig(
         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
     )
     config.bos_token_id, config.eos_token_id, config.pad_token_id = 0, 1, 1
     CLIPTextModel(config).save_pretrained(tmp_path / "text")
-    with pytest.raises(ConfigError, match="expected the weights of a CLIP model, got 'clip_text_model'"):
+    with pytest.raises(ConfigError, match="'clip_text_model'"):
         scores("clip_score", model=str(tmp_path / "text"))
 
 
-def test_a_checkpoint_with_a_weight_missing_is_refused_instead_of_filled_with_random_numbers(
+def test_a_checkpoint_with_a_missing_weight_is_an_error_instead_of_a_random_weight(
     tmp_path: Path,
 ) -> None:
     directory = save_clip(tmp_path / "clip")
     state = CLIPModel.from_pretrained(directory).state_dict()
     state.pop("text_projection.weight")
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, directory / "model.safetensors")
-    with pytest.raises(
-        ConfigError, match=r"1 weights are missing or of another shape, 'text_projection\.weight' first"
-    ):
+    with pytest.raises(ConfigError, match=r"'text_projection\.weight'"):
         scores("clip_score", model=str(directory))
 
 
@@ -234,14 +225,14 @@ def test_image_reward_cuts_the_middle_square_of_the_scaled_image() -> None:
     torch.testing.assert_close(middle[0, :, 16, 16], white)
 
 
-def test_a_directory_without_the_published_files_is_told(blip: Path, clip: Path, tmp_path: Path) -> None:
+def test_a_directory_without_the_published_files_is_an_error(blip: Path, clip: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ImageReward\.pt: no such file"):
         scores("image_reward", model=str(clip))
     broken = save_image_reward(tmp_path / "broken")
     (broken / "med_config.json").write_text(json.dumps({"hidden_size": 3}))
-    with pytest.raises(ConfigError, match=r"med_config\.json: not the config of ImageReward's text half"):
+    with pytest.raises(ConfigError, match=r"med_config\.json: "):
         scores("image_reward", model=str(broken))
     torch.save(head_state(32), broken / "ImageReward.pt")
     (broken / "med_config.json").write_text((blip / "med_config.json").read_text())
-    with pytest.raises(ConfigError, match="not ImageReward's weights"):
+    with pytest.raises(ConfigError, match="ImageReward"):
         scores("image_reward", model=str(broken))

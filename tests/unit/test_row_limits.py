@@ -26,7 +26,7 @@ from digenrl.models.trajectory import StepNoise
 from digenrl.records import Calibrate, Encode, Evaluate, Generate, HeldOutChunk, PromptRow, Slice
 from digenrl.testing.tiny_models import make_tiny_pipeline
 from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
-from digenrl.worker.calibration import Calibration
+from digenrl.worker.calibration import StageCalibration
 from digenrl.worker.stages import Stages, WorkerParts
 
 GROUP = Slice(step=0, group=0, first=0, size=5)
@@ -114,7 +114,7 @@ def test_a_worker_remembers_from_its_calibration_what_fits(tmp_path: Path) -> No
     stages = Stages(WorkerParts(blueprint, exchange, encoder, model))
     stages.encode(Encode(0, 0, step=0, groups=(0,), prompts=(prompt,)))
     job = Calibrate(1, 0, "generate", prompt, sizes=(4,), held_out=(3,))
-    calibrated = Calibration(stages).calibrate(job)
+    calibrated = StageCalibration(stages).calibrate(job)
     assert calibrated.seconds.keys() == {4} and calibrated.peak_bytes == {4: 0}
     assert {max(rows) for rows in asked.values()} == {4}
     for rows in asked.values():

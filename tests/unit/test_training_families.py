@@ -1,4 +1,4 @@
-"""Packed training of every model family, at tiny size: the serial reference's gradient."""
+"""Packed training of every model family, at tiny size, gives the serial reference's gradient."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 @pytest.mark.parametrize(
     ("family", "name"), [(family, "flow_grpo") for family in FAMILIES] + [("sd3", "diffusion_nft")]
 )
-def test_a_family_trains_in_packs_as_it_does_pair_by_pair(family, name, tmp_path):
+def test_packed_training_equals_training_term_by_term(family, name, tmp_path):
     make_tiny_pipeline(family, tmp_path / family)
     entry = FAMILIES[family]
     model = entry.load(tmp_path / family, dtype=torch.float64)

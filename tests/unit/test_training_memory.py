@@ -1,4 +1,4 @@
-"""What a trainer of all weights holds beside a pass: as many copies of the weights as its plan leaves room for."""
+"""Full fine-tuning holds as many copies of the weights during a pass as the memory plan accounts for."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import EmaSettings, TrainerSettings
 
+PACK_SIZE = "digenrl.training.packing.pack_size"
 KINDS = {
     "one group an update": ("flow_grpo", {"updates_per_batch": 4}),
     "several groups": ("mix_grpo", {"updates_per_batch": 2}),
@@ -22,7 +23,7 @@ KINDS = {
 
 
 class Census(TorchDispatchMode):
-    """Inside, memory that comes into being is remembered until it is let go, by the shape of what it holds."""
+    """Counts tensors that are alive and were allocated inside, by shape; views of larger memory do not count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,31 +32,30 @@ class Census(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for each in tree_leaves(result):
-            if isinstance(each, torch.Tensor):
+            if isinstance(each, torch.Tensor) and each.untyped_storage().nbytes() == each.nbytes:
                 reference = StorageWeakRef(each.untyped_storage())
                 self._kept.setdefault(each.shape, {})[reference.cdata] = reference
         return result
 
     def copies(self, shape: torch.Size) -> int:
-        """How many of this shape are there now."""
+        """The number of live tensors of this shape."""
         return sum(not each.expired() for each in self._kept[shape].values())
 
 
-def watched(trainer, look):
-    """Calls `look` whenever a pack is about to be run."""
-    passes = trainer._passes
-    run_pack = passes._run_pack
+def watch(model, observe):
+    """Calls `observe` before every forward."""
+    velocity = model.velocity
 
-    def looking(*arguments, **named):
-        look()
-        return run_pack(*arguments, **named)
+    def observed(*arguments):
+        observe()
+        return velocity(*arguments)
 
-    passes._run_pack = looking
+    model.velocity = observed
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["in time", "held for a later update"])
+@pytest.mark.parametrize("late", [False, True], ids=["in order", "held for a later update"])
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_pass_finds_no_more_beside_it_than_the_plan_foresees(kind, late):
+def test_a_pass_shares_memory_with_exactly_what_the_plan_accounts_for(kind, late):
     name, options = KINDS[kind]
     algorithm, model = build_algorithm(name, options), toy(torch.float32, lora=False)
     old_log_probs = "recomputed" if late and name != "diffusion_nft" else "rollout"
@@ -69,7 +69,7 @@ def test_a_pass_finds_no_more_beside_it_than_the_plan_foresees(kind, late):
         to_come = trainer._bytes_to_come() + trainer._passes.sums_bytes
         weights = to_come // sum(each.nbytes for each in trainer.policies.parameters.values())
         planned = census.copies(largest) + weights * shapes.count(largest)
-        watched(trainer, lambda: seen.append(census.copies(largest)))
+        watch(model, lambda: seen.append(census.copies(largest)))
         for groups in batches:
             for group in groups:
                 trainer.add_group(group)
@@ -78,19 +78,19 @@ def test_a_pass_finds_no_more_beside_it_than_the_plan_foresees(kind, late):
             while trainer.can_commit():
                 trainer.commit()
     assert trainer.batch == 2
-    assert max(seen) == planned, "less would be too much caution"
+    assert max(seen) == planned, "an overestimate would waste memory"
 
 
-def test_the_allocators_retries_are_told_update_by_update(monkeypatch):
+def test_allocator_retries_are_reported_per_update(monkeypatch):
     algorithm, model = build_algorithm("flow_grpo", {"updates_per_batch": 1}), toy()
     groups = scored_groups(model, algorithm, Rollout())
     trainer = trainer_of(model, algorithm, groups, TrainerSettings(pack_size=2))
-    told = []
-    monkeypatch.setattr("digenrl.training.trainer.allocation_retries", lambda device: 1)
+    reported = []
+    monkeypatch.setattr(f"{PACK_SIZE}.allocation_retries", lambda device: 1)
     trainer.calibrate(groups[0])
     for step, retries in enumerate((3, 3, 8, None)):
-        monkeypatch.setattr("digenrl.training.trainer.allocation_retries", lambda device, now=retries: now)
+        monkeypatch.setattr(f"{PACK_SIZE}.allocation_retries", lambda device, now=retries: now)
         for group in scored_groups(model, algorithm, Rollout(step=step, version=step)):
             trainer.add_group(group)
-        told.append(trainer.commit().memory_retries)
-    assert told == [2, 0, 5, None]
+        reported.append(trainer.commit().memory_retries)
+    assert reported == [2, 0, 5, None]

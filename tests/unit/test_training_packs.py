@@ -1,4 +1,4 @@
-"""Index arithmetic: packs, shares of ranks, updates; and the line of memory over pack size."""
+"""Index arithmetic of packs, ranks and updates; the largest pack from measured memory; tallies of metrics."""
 
 from __future__ import annotations
 
@@ -7,21 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from digenrl.training import metrics
-from digenrl.training.metrics import Chosen, Tally
+from digenrl.training.metrics import MaskedValues, Tally
+from digenrl.training.open_batch import update_of
 from digenrl.training.packing.pack_size import MemoryLine, measure_largest_pack
-from digenrl.training.packing.packs import Rank, cut, halves, share_of, update_of
-
-
-@given(st.lists(st.integers()), st.integers(1, 9))
-def test_packs_hold_every_item_once_in_order_and_none_is_too_large(items, largest):
-    packs = cut(items, largest)
-    assert [item for pack in packs for item in pack] == items
-    assert all(1 <= len(pack) <= largest for pack in packs)
-    assert all(len(pack) == largest for pack in packs[:-1])
+from digenrl.training.packing.packs import halves, share_of
+from digenrl.training.ranks.rank import Rank
 
 
 @given(st.lists(st.integers(), min_size=2))
-def test_halves_are_both_smaller_and_lose_nothing(items):
+def test_halves_are_both_smaller_and_keep_all_items(items):
     first, second = halves(items)
     assert first + second == items
     assert len(items) > len(first) >= len(second) >= 1
@@ -35,13 +29,13 @@ def test_ranks_share_evenly_and_completely(count, ranks, offset):
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_the_odd_terms_go_to_other_ranks_for_other_groups():
+def test_the_offset_decides_which_rank_gets_one_term_more():
     larger = [len(share_of(range(5), Rank(0, 2), offset)) for offset in range(4)]
     assert larger == [3, 2, 3, 2]
 
 
 @given(st.integers(1, 60), st.data())
-def test_every_update_has_groups_and_their_numbers_differ_by_one_at_most(groups, data):
+def test_updates_have_equally_many_groups_up_to_one(groups, data):
     updates = data.draw(st.integers(1, groups))
     owners = [update_of(place, groups, updates) for place in range(groups)]
     assert owners == sorted(owners)
@@ -55,11 +49,11 @@ def test_two_measured_points_give_the_line():
     assert (line.base, line.per_term) == (1000, 300)
     assert line.largest(budget=10_000, limit=64) == 30
     assert line.largest(budget=10_000, limit=8) == 8
-    assert line.largest(budget=900, limit=8) == 1, "one is tried even if it should not fit"
+    assert line.largest(budget=900, limit=8) == 1, "one term is tried even if it should not fit"
     assert MemoryLine.through((1, 500), (4, 500)).largest(budget=1, limit=8) == 8
 
 
-def test_on_a_cpu_memory_is_what_autograd_saves_and_grows_with_the_pack():
+def test_on_a_cpu_the_largest_pack_follows_from_what_autograd_saves():
     weight = torch.randn(64, 64, requires_grad=True)
     sizes = []
 
@@ -75,7 +69,7 @@ def test_on_a_cpu_memory_is_what_autograd_saves_and_grows_with_the_pack():
     assert tight == 1
 
 
-def test_with_no_room_for_the_second_point_a_smaller_one_is_measured():
+def test_if_the_second_pack_does_not_fit_a_smaller_one_is_measured():
     tried = []
 
     def run_pack(size: int) -> None:
@@ -88,20 +82,19 @@ def test_with_no_room_for_the_second_point_a_smaller_one_is_measured():
     assert tried == [1, 4, 2]
 
 
-def test_a_tally_looks_at_what_was_added_once_and_not_before_somebody_asks(monkeypatch):
-    looked = []
-    monkeypatch.setattr(metrics, "to_host", lambda values: looked.append(len(values)) or list(values))
+def test_a_tally_reads_tensors_once_and_only_when_a_result_is_requested(monkeypatch):
+    reads = []
+    monkeypatch.setattr(metrics, "to_host", lambda values: reads.append(len(values)) or list(values))
     whole, group, pack = Tally(), Tally(), Tally()
-    pack.add(
-        {"ratio": torch.tensor([1.0, 3.0]), "off": Chosen(torch.tensor([5.0, 7.0]), torch.tensor([False, True]))}
-    )
-    pack.add({"none": Chosen(torch.tensor([5.0]), torch.tensor([False]))})
+    masked = MaskedValues(torch.tensor([5.0, 7.0]), torch.tensor([False, True]))
+    pack.add({"ratio": torch.tensor([1.0, 3.0]), "off": masked})
+    pack.add({"none": MaskedValues(torch.tensor([5.0]), torch.tensor([False]))})
     group.merge(pack)
     whole.merge(group)
     whole.add({"ratio": torch.tensor([5.0])})
-    assert looked == []
+    assert reads == []
     assert (whole.mean("ratio"), whole.largest("ratio"), whole.means()) == (3, 5, {"off": 7, "ratio": 3})
-    assert looked == [6]
+    assert reads == [6]
 
 
 def test_a_tally_of_parts_is_the_tally_of_the_whole():

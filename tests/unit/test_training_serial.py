@@ -1,4 +1,4 @@
-"""The serial reference against gradients written down without it."""
+"""The serial reference against gradients computed independently."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from digenrl.config.training import TrainerSettings
 from digenrl.models.stochastic_step import StepTimes, stochastic_step
 
 
-def test_on_policy_it_is_the_score_function_weighted_by_advantages():
-    """-(1 / Z) sum A grad ln p, with the density of torch's own normal distribution."""
+def test_on_policy_the_gradient_is_the_score_function_weighted_by_advantages():
+    """-(1 / Z) sum A grad ln p, with the density of torch's normal distribution."""
     algorithm = build_algorithm("dance_grpo")
     model = toy()
     groups = scored_groups(model, algorithm, Rollout(groups=1))
@@ -34,11 +34,11 @@ def test_on_policy_it_is_the_score_function_weighted_by_advantages():
             terms.append(-advantage * density.log_prob(then).mean())
     assert len(terms) == 4 * 2
     torch.stack(terms).mean().backward()
-    written = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-    assert relative_difference(found, written) < 1e-10
+    expected = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    assert relative_difference(found, expected) < 1e-10
 
 
-def test_a_batch_of_two_updates_steps_twice_each_over_its_own_groups():
+def test_two_updates_step_over_different_groups():
     algorithm = build_algorithm("flow_grpo", {"updates_per_batch": 2})
     model = toy()
     groups = scored_groups(model, algorithm, Rollout(groups=4, steps=4))
@@ -49,10 +49,10 @@ def test_a_batch_of_two_updates_steps_twice_each_over_its_own_groups():
     gradients = serial.train_batch(groups)
     assert len(gradients) == 2
     assert relative_difference(gradients[0], first_half) == 0
-    assert relative_difference(gradients[1], second_half_too_early) > 1e-6, "the first step moved the weights"
+    assert relative_difference(gradients[1], second_half_too_early) > 1e-6, "the first step changed the weights"
 
 
-def test_a_step_does_not_move_further_than_the_clipped_gradient_allows():
+def test_a_step_is_limited_by_the_clipped_gradient():
     algorithm = build_algorithm("flow_dpo")
     model = toy()
     groups = scored_groups(model, algorithm)
@@ -61,5 +61,5 @@ def test_a_step_does_not_move_further_than_the_clipped_gradient_allows():
     (gradient,) = serial_of(model, algorithm, settings).train_batch(groups)
     after = [p.detach() for p in model.transformer.parameters() if p.requires_grad]
     moved = torch.cat([(b - a).flatten() for a, b in zip(after, before, strict=True)]).norm()
-    assert torch.cat([g.flatten() for g in gradient.values()]).norm() > 0.01, "so that there is something to clip"
+    assert torch.cat([g.flatten() for g in gradient.values()]).norm() > 0.01, "otherwise nothing is clipped"
     assert float(moved) == pytest.approx(1e-3, rel=0.01)

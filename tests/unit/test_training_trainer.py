@@ -1,4 +1,4 @@
-"""The trainer's life: whole updates, refusals that change nothing, memory, and what it reports."""
+"""The trainer: complete updates, refusals that change nothing, running out of memory, and metrics."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 from scored_groups import (
     DRAW_NOISE,
     Rollout,
+    differences,
     lively,
     nudge,
     relative_difference,
     scored_groups,
     serial_gradient,
     serial_of,
+    state_of,
     toy,
     trainer_of,
 )
@@ -24,7 +26,7 @@ from toy_model import ToyModel
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import EmaSettings, TrainerSettings
 from digenrl.models.lora import add_lora
-from digenrl.training.batch import BatchShape
+from digenrl.training.open_batch import BatchShape
 from digenrl.training.trainer import Trainer
 
 
@@ -50,7 +52,7 @@ def with_log_probs_off_by(shift, group):
 
 @pytest.mark.parametrize("name", ["flow_grpo", "mix_grpo", "diffusion_nft"])
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 2, 0)])
-def test_two_batches_of_two_updates_end_in_the_serial_weights(name, order):
+def test_two_batches_of_two_updates_end_with_the_serial_weights(name, order):
     algorithm = build_algorithm(name, {"updates_per_batch": 2})
     settings = TrainerSettings(pack_size=4, learning_rate=1e-2, gradient_norm=1e-3, adam_eps=1e-3)
     packed, serial_model = toy(), toy()
@@ -58,8 +60,7 @@ def test_two_batches_of_two_updates_end_in_the_serial_weights(name, order):
     trainer = None
     for batch in range(2):
         rollout = Rollout(groups=4, steps=5, step=batch, version=batch)
-        generator = serial.policies.generating()
-        with generator:
+        with serial.policies.generating():
             groups = scored_groups(serial_model, algorithm, rollout)
         trainer = trainer or trainer_of(packed, algorithm, groups, settings)
         serial.train_batch(groups)
@@ -80,7 +81,7 @@ def test_a_group_of_a_later_update_waits_for_the_updates_before():
     trainer.add_group(groups[2])
     trainer.add_group(groups[3])
     assert not trainer.can_commit()
-    with pytest.raises(RuntimeError, match=r"places \[0, 1\] are missing"):
+    with pytest.raises(RuntimeError, match=r"\[0, 1\] are missing"):
         trainer.commit()
     trainer.add_group(groups[0])
     trainer.add_group(groups[1])
@@ -102,7 +103,7 @@ def test_a_batch_wide_scale_waits_for_all_rewards_of_the_batch():
     assert trainer.can_commit()
 
 
-def test_the_average_follows_every_few_updates():
+def test_the_moving_average_follows_every_few_updates():
     algorithm = lively("dance_grpo")
     model = toy()
     settings = TrainerSettings(pack_size=8, learning_rate=0.1, ema=EmaSettings(decay=0.75, every_updates=2))
@@ -116,7 +117,7 @@ def test_the_average_follows_every_few_updates():
         trainer.commit()
         seen.append(weights_of(model))
     expected = {name: 0.75 * start[name] + 0.25 * seen[1][name] for name in start}
-    assert relative_difference(trainer.ema.values, expected) < 1e-12
+    assert relative_difference(trainer.state_at_last_version().average, expected) < 1e-12
 
 
 def test_a_policy_that_follows_slowly_is_the_one_to_generate_with():
@@ -133,7 +134,7 @@ def test_a_policy_that_follows_slowly_is_the_one_to_generate_with():
             trainer.add_group(group)
         trainer.commit()
         trained.append(weights_of(model))
-        with trainer.policies.generating():
+        with trainer.generating():
             generated_with.append(weights_of(model))
     assert same_weights(generated_with[1], trained[0])
     followed = {name: 0.25 * trained[0][name] + 0.75 * trained[1][name] for name in trained[0]}
@@ -142,7 +143,7 @@ def test_a_policy_that_follows_slowly_is_the_one_to_generate_with():
 
 
 @pytest.mark.parametrize("lora", [True, False])
-def test_a_trainer_that_is_saved_and_loaded_goes_on_as_if_nothing_happened(lora):
+def test_a_saved_and_loaded_trainer_continues_with_the_same_bits(lora):
     algorithm = build_algorithm("diffusion_nft", {"old_decay_growth": 0.25, "updates_per_batch": 2})
     settings = TrainerSettings(pack_size=8, learning_rate=0.01, ema=EmaSettings(decay=0.5, every_updates=1))
     model = toy(lora=lora)
@@ -156,7 +157,7 @@ def test_a_trainer_that_is_saved_and_loaded_goes_on_as_if_nothing_happened(lora)
 
     first = trainer_of(model, algorithm, batches[0], settings)
     train(first, batches[0])
-    state = first.state()
+    state = state_of(first)
     train(first, batches[1])
     other = toy(lora=lora)
     nudge(other, 0.3, seed=77)
@@ -165,14 +166,11 @@ def test_a_trainer_that_is_saved_and_loaded_goes_on_as_if_nothing_happened(lora)
     train(second, batches[1])
     assert second.batch == 2
     assert same_weights(weights_of(other), weights_of(model))
-    assert same_weights(second.ema.values, first.ema.values)
-    assert same_weights(second.policies.old_snapshot.values, first.policies.old_snapshot.values)
-    second.add_group(scored_groups(other, algorithm, Rollout(steps=4, step=2, version=2))[0])
-    with pytest.raises(RuntimeError, match="batch 2 is open"):
-        second.state()
+    assert differences(state_of(second), state_of(first)) == []
+    assert state_of(first).average and state_of(first).old_policy
 
 
-def test_a_state_of_another_device_does_not_say_how_steps_are_computed_here():
+def test_a_state_does_not_choose_the_kernels_of_an_optimizer_step():
     algorithm = build_algorithm("flow_grpo", {"updates_per_batch": 1})
     model = toy()
     groups = scored_groups(model, algorithm, Rollout(steps=4))
@@ -180,11 +178,11 @@ def test_a_state_of_another_device_does_not_say_how_steps_are_computed_here():
     for group in groups:
         trainer.add_group(group)
     trainer.commit()
-    state = trainer.state()
-    state["optimizer"]["scalars"] |= {"fused": True, "foreach": True, "lr": 0.5}
-    trainer.load_state(state)
-    (here,) = trainer.optimizer.param_groups
-    assert (here["fused"], here["foreach"], here["lr"]) == (None, None, 0.5)
+    state = state_of(trainer)
+    scalars = {**state.optimizer.scalars, "fused": True, "foreach": True, "lr": 0.5}
+    trainer.load_state(replace(state, optimizer=replace(state.optimizer, scalars=scalars)))
+    loaded = state_of(trainer).optimizer.scalars
+    assert (loaded["fused"], loaded["foreach"], loaded["lr"]) == (None, None, 0.5)
 
 
 # --- On policy ------------------------------------------------------------------------------------------------
@@ -192,10 +190,10 @@ def test_a_state_of_another_device_does_not_say_how_steps_are_computed_here():
 
 @pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_on_policy_with_equal_shapes_every_ratio_is_exactly_1(name, dtype):
+def test_on_policy_and_with_equal_shapes_every_ratio_is_exactly_1(name, dtype):
     algorithm = build_algorithm(name, {"updates_per_batch": 1})
     model = toy(dtype)
-    groups = scored_groups(model, algorithm, Rollout(slice_size=1, noise=Rollout().noise))
+    groups = scored_groups(model, algorithm, Rollout(slice_size=1))
     trainer = trainer_of(model, algorithm, groups, TrainerSettings(pack_size=1))
     for group in groups:
         trainer.add_group(group)
@@ -206,7 +204,7 @@ def test_on_policy_with_equal_shapes_every_ratio_is_exactly_1(name, dtype):
     assert metrics.log_prob_mismatch == 0
 
 
-def test_a_sigma_that_is_off_by_a_thousandth_is_seen_in_the_mismatch():
+def test_a_sigma_that_is_off_by_a_thousandth_shows_in_the_mismatch():
     algorithm = build_algorithm("flow_grpo", {"updates_per_batch": 1})
     model = toy(torch.float32)
     groups = scored_groups(model, algorithm, Rollout(slice_size=1))
@@ -225,7 +223,7 @@ def test_a_sigma_that_is_off_by_a_thousandth_is_seen_in_the_mismatch():
     assert metrics.clip_fraction > 0
 
 
-def test_recomputed_log_probs_make_the_ratio_1_whatever_the_shapes():
+def test_recomputed_log_probs_make_the_ratio_1_for_any_shape():
     algorithm = build_algorithm("flow_grpo", {"updates_per_batch": 1})
     model = toy(torch.float32)
     groups = scored_groups(model, algorithm, Rollout(slice_size=4))
@@ -238,7 +236,7 @@ def test_recomputed_log_probs_make_the_ratio_1_whatever_the_shapes():
     assert metrics.log_prob_mismatch == pytest.approx(0.01, rel=1e-3)
 
 
-def test_recomputed_log_probs_of_a_second_update_are_of_the_policy_before_the_first():
+def test_log_probs_recomputed_in_a_second_update_are_those_from_before_the_first():
     algorithm = build_algorithm("flow_grpo", {"updates_per_batch": 2})
     metrics = {}
     for source in ("rollout", "recomputed"):
@@ -257,7 +255,7 @@ def test_recomputed_log_probs_of_a_second_update_are_of_the_policy_before_the_fi
     assert metrics["recomputed"].gradient_norm == pytest.approx(metrics["rollout"].gradient_norm, rel=1e-9)
 
 
-def test_a_stale_sample_keeps_the_log_probs_of_the_policy_that_made_it():
+def test_a_stale_sample_keeps_the_log_probs_of_the_policy_that_generated_it():
     algorithm = build_algorithm("flow_grpo", {"updates_per_batch": 1})
     model = toy()
     groups = scored_groups(model, algorithm, Rollout(step=0, version=-1))
@@ -267,14 +265,14 @@ def test_a_stale_sample_keeps_the_log_probs_of_the_policy_that_made_it():
         trainer.add_group(group)
     metrics = trainer.commit()
     assert metrics.ratio_max != 1
-    assert metrics.log_prob_mismatch is None, "only samples of the same weights can mismatch"
+    assert metrics.log_prob_mismatch is None, "only samples of the same weights are compared"
 
 
 # --- Refusals -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_reward_that_is_not_a_number_leaves_the_trainer_as_it_was(bad):
+def test_a_reward_that_is_not_finite_leaves_the_trainer_unchanged(bad):
     algorithm = lively("flow_grpo")
     model = toy()
     groups = scored_groups(model, algorithm)
@@ -282,7 +280,7 @@ def test_a_reward_that_is_not_a_number_leaves_the_trainer_as_it_was(bad):
     trainer = trainer_of(model, algorithm, groups, TrainerSettings(pack_size=4))
     before = weights_of(model)
     trainer.add_group(groups[0])
-    with pytest.raises(ValueError, match="reward of sample 2 is"):
+    with pytest.raises(ValueError, match="reward of sample 2"):
         trainer.add_group(with_rewards(groups[2], [0.0, 1.0, bad, 2.0]))
     assert same_weights(weights_of(model), before)
     assert all(p.grad is None for p in model.transformer.parameters())
@@ -291,7 +289,7 @@ def test_a_reward_that_is_not_a_number_leaves_the_trainer_as_it_was(bad):
     assert relative_difference(trainer.gradient(), expected) < 1e-6
 
 
-def test_a_forward_that_fails_in_the_middle_of_a_group_leaves_no_part_of_it():
+def test_a_forward_that_fails_in_the_middle_of_a_group_leaves_nothing_behind():
     algorithm = lively("flow_grpo")
     model = toy()
     groups = scored_groups(model, algorithm)
@@ -315,36 +313,19 @@ def test_a_forward_that_fails_in_the_middle_of_a_group_leaves_no_part_of_it():
     assert relative_difference(trainer.gradient(), expected) < 1e-6
 
 
-def test_no_sample_is_trained_twice_and_none_of_another_step():
+def test_no_group_is_trained_twice_at_another_place_or_in_another_step():
     algorithm = lively("mix_grpo")
     model = toy()
     groups = scored_groups(model, algorithm)
     trainer = trainer_of(model, algorithm, groups)
-    trainer.add_group(groups[0], samples=[0, 1])
-    with pytest.raises(ValueError, match=r"samples \[1\] were added before"):
-        trainer.add_group(groups[0], samples=[1, 2])
+    trainer.add_group(groups[0])
+    with pytest.raises(ValueError, match="place 0"):
+        trainer.add_group(groups[0])
     foreign = scored_groups(model, algorithm, Rollout(step=1))[0]
-    with pytest.raises(ValueError, match="is foreign: the open batch is of step 0"):
+    with pytest.raises(ValueError, match=r"step 1 .*open batch"):
         trainer.add_group(foreign)
-    with pytest.raises(ValueError, match="is not the group that place 0 already holds"):
-        trainer.add_group(with_rewards(groups[0], [1.0, 2.0, 3.0, 4.0]), samples=[2])
-    with pytest.raises(ValueError, match="has no place 7"):
+    with pytest.raises(ValueError, match="place 7"):
         trainer.add_group(groups[1], place=7)
-
-
-def test_a_group_of_which_a_part_was_trained_can_be_replaced():
-    algorithm = lively("mix_grpo")
-    model = toy()
-    groups = scored_groups(model, algorithm)
-    expected = serial_gradient(serial_of(model, algorithm), groups)
-    trainer = trainer_of(model, algorithm, groups)
-    trainer.add_group(groups[2], place=0, samples=[0, 1, 2])
-    trainer.discard_group(0)
-    for group in groups:
-        trainer.add_group(group)
-    assert relative_difference(trainer.gradient(), expected) < 1e-6
-    with pytest.raises(ValueError, match="is whole and part of the open gradient"):
-        trainer.discard_group(0)
 
 
 def test_a_gradient_that_is_not_finite_never_reaches_the_weights():
@@ -364,24 +345,24 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights():
     assert same_weights(weights_of(model), before)
 
 
-def test_what_cannot_be_trained_is_refused_before_it_begins():
+def test_impossible_settings_are_refused_when_a_trainer_is_made():
     model, flow = toy(), build_algorithm("flow_grpo")
     settings = TrainerSettings()
-    with pytest.raises(ValueError, match="group_size must be at least 2"):
+    with pytest.raises(ValueError, match="group_size"):
         Trainer(model, flow, settings, BatchShape(groups=2, group_size=1), DRAW_NOISE)
-    with pytest.raises(ValueError, match="updates_per_batch: 2"):
+    with pytest.raises(ValueError, match=r"updates_per_batch: 2"):
         Trainer(model, flow, settings, BatchShape(groups=1, group_size=4), DRAW_NOISE)
     decoupled = build_algorithm("flow_grpo", {"stale": "decoupled"})
-    with pytest.raises(ValueError, match=r"training.old_log_probs.*recomputed"):
+    with pytest.raises(ValueError, match="old_log_probs"):
         Trainer(model, decoupled, settings, BatchShape(groups=2, group_size=4), DRAW_NOISE)
     coarse = ToyModel(dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"is torch.bfloat16, too coarse.*autocast: bf16"):
+    with pytest.raises(ValueError, match=r"torch.bfloat16.*autocast: bf16"):
         Trainer(coarse, flow, settings, BatchShape(groups=2, group_size=4), DRAW_NOISE)
     frozen = toy()
     frozen.transformer.requires_grad_(False)
     with pytest.raises(ValueError, match="nothing to train"):
         Trainer(frozen, flow, settings, BatchShape(groups=2, group_size=4), DRAW_NOISE)
-    with pytest.raises(ValueError, match="pack_size must be at least 1 or 'auto', got 0"):
+    with pytest.raises(ValueError, match="pack_size"):
         TrainerSettings(pack_size=0)
 
 
@@ -389,7 +370,7 @@ def test_what_cannot_be_trained_is_refused_before_it_begins():
 
 
 class SmallDevice(ToyModel):
-    """A toy on a device that holds so many rows of a forward with gradient."""
+    """A toy on a device with memory for a few rows of a forward with gradient."""
 
     rows_that_fit = 3
     largest_seen = 0
@@ -421,7 +402,7 @@ def test_a_pack_that_does_not_fit_is_halved_and_gives_the_same_gradient(name, pa
     assert trainer.commit().pack_size <= model.rows_that_fit // algorithm.rows_per_term
 
 
-def test_running_out_of_memory_in_the_backward_leaves_nothing_half_added():
+def test_running_out_of_memory_in_the_backward_adds_nothing_partially():
     algorithm, model = lively("flow_grpo"), toy()
     groups = scored_groups(model, algorithm)
     expected = serial_gradient(serial_of(model, algorithm), groups)
@@ -459,7 +440,7 @@ def test_the_automatic_pack_size_is_measured_and_gives_the_same_gradient():
     for group in groups:
         trainer.add_group(group)
     assert relative_difference(trainer.gradient(), expected) < 1e-6
-    assert trainer.commit().pack_size == 9, "a toy fits in any memory, so that the limit holds"
+    assert trainer.commit().pack_size == 9, "a toy always fits, so the limit applies"
 
 
 def test_bf16_autocast_keeps_adapters_and_gradients_in_fp32():
@@ -471,15 +452,15 @@ def test_bf16_autocast_keeps_adapters_and_gradients_in_fp32():
         trainer.add_group(group)
     gradient = trainer.gradient()
     assert {value.dtype for value in gradient.values()} == {torch.float32}
-    assert 1e-6 < relative_difference(gradient, expected) < 0.5, "rounded, but the same direction"
+    assert 1e-6 < relative_difference(gradient, expected) < 0.5, "rounded, but of the same direction"
     trainer.commit()
     assert {p.dtype for p in trainer.policies.parameters.values()} == {torch.float32}
 
 
-# --- What it reports ------------------------------------------------------------------------------------------
+# --- Metrics --------------------------------------------------------------------------------------------------
 
 
-def test_an_update_reports_its_rewards_its_terms_and_its_gradient():
+def test_an_update_reports_rewards_terms_and_gradient_norm():
     algorithm, model = lively("flow_grpo"), toy()
     rewards = [(0.0, 1.0, 2.0, 3.0), (5.0, 5.0, 5.0, 5.0), (1.0, 0.0, 0.0, 1.0)]
     groups = scored_groups(model, algorithm, rewards=rewards)

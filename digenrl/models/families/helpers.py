@@ -5,7 +5,7 @@ Shape legend as in `digenrl.models.contract`; P = the channels of a pixel (3).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
-from digenrl.models.contract import Conditioning, SampleSize
+from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize
 from digenrl.models.family import Component
 
 Text = Mapping[str, Tensor | None]
@@ -47,16 +47,23 @@ def negative_side(conditioning: Conditioning) -> Text:
 
 
 def guided_velocity(
-    forward: Callable[[Tensor, Tensor, Text], Tensor],
-    latents_BL: Tensor,
-    timesteps_B: Tensor,
-    conditioning: Conditioning,
-    guidance: float,
+    model: DiffusionModel, latents_BL: Tensor, timesteps_B: Tensor, conditioning: Conditioning, guidance: float
 ) -> Tensor:
     """Classifier-free guidance, with both branches in one batch; a guidance of 1 or less takes one branch alone.
 
-    The texts of both branches must have the same length.
+    For transformers that take latents, timesteps and text as they are; the texts of both branches must have the
+    same length.
     """
+
+    def forward(latents_BL: Tensor, timesteps_B: Tensor, text: Text) -> Tensor:
+        arguments = text_like(text, latents_BL)
+        timesteps_B = timesteps_B.to(latents_BL.device)
+        output: Tensor = model.transformer(
+            hidden_states=latents_BL, timestep=timesteps_B, return_dict=False, **arguments
+        )[0]
+        return output
+
+    latents_BL = latents_BL.to(model.dtype)
     if guidance <= 1:
         return at_least_fp32(forward(latents_BL, timesteps_B, conditioning.positive))
     negative = negative_side(conditioning)

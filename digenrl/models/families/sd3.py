@@ -12,7 +12,6 @@ from torch import Tensor
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
 from digenrl.models.families.helpers import (
     JOINT_ATTENTION,
-    Text,
     guided_velocity,
     image_vae,
     latent_height_width,
@@ -21,7 +20,6 @@ from digenrl.models.families.helpers import (
     require_one_frame,
     scaled_image_latents,
     shift_from_tokens,
-    text_like,
 )
 from digenrl.models.family import Component, Family, FullSize
 from digenrl.models.pipeline_model import PipelineModel, schedule_of
@@ -80,17 +78,7 @@ class SD3Model(PipelineModel):
         guidance: float,
         size: SampleSize,
     ) -> Tensor:
-        return guided_velocity(self._forward, latents_BL, timesteps_B, conditioning, guidance)
-
-    def _forward(self, latents_BL: Tensor, timesteps_B: Tensor, text: Text) -> Tensor:
-        latents_BL = latents_BL.to(self.dtype)
-        output: Tensor = self.transformer(
-            hidden_states=latents_BL,
-            timestep=timesteps_B.to(latents_BL.device),
-            return_dict=False,
-            **text_like(text, latents_BL),
-        )[0]
-        return output
+        return guided_velocity(self, latents_BL, timesteps_B, conditioning, guidance)
 
     @torch.no_grad()
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:

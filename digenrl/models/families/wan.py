@@ -12,13 +12,11 @@ from torch import Tensor
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
 from digenrl.models.families.helpers import (
-    Text,
     guided_velocity,
     latent_frames_height_width,
     paired_negatives,
     pixels_of_videos,
     scaled_video_latents,
-    text_like,
 )
 from digenrl.models.family import Component, Family, FullSize
 from digenrl.models.pipeline_model import PipelineModel, schedule_of
@@ -89,17 +87,7 @@ class WanModel(PipelineModel):
         guidance: float,
         size: SampleSize,
     ) -> Tensor:
-        return guided_velocity(self._forward, latents_BL, timesteps_B, conditioning, guidance)
-
-    def _forward(self, latents_BL: Tensor, timesteps_B: Tensor, text: Text) -> Tensor:
-        latents_BL = latents_BL.to(self.dtype)
-        output: Tensor = self.transformer(
-            hidden_states=latents_BL,
-            timestep=timesteps_B.to(latents_BL.device),
-            return_dict=False,
-            **text_like(text, latents_BL),
-        )[0]
-        return output
+        return guided_velocity(self, latents_BL, timesteps_B, conditioning, guidance)
 
     @torch.no_grad()
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:

@@ -1,7 +1,7 @@
-"""Folders that are complete or absent, whenever a process or a machine stops.
+"""Folders that are either complete or absent, even if the process or the machine stops. Does not import torch.
 
-A folder is written beside its place under a hidden name, brought to the disk, and renamed. Hidden leftovers of a
-process that was stopped are tidied by the next one.
+A folder is written next to its target under a hidden name, synced to disk, and renamed. Hidden leftovers of an
+interrupted process are removed by the next one.
 """
 
 from __future__ import annotations
@@ -17,36 +17,37 @@ SAVING, REPLACED, REMOVING = ".saving-", ".replaced-", ".removing-"
 
 @contextmanager
 def written_atomically(target: Path) -> Iterator[Path]:
-    """Inside, an empty folder to write into; after a block that did not raise it stands as `target`.
+    """Yields an empty folder to write into; if the block does not raise, it becomes `target`.
 
-    What stood there before is replaced. If anything raises, it stays as it was and the new folder is gone.
+    An existing target is replaced. If anything raises, it stays as it was and the new folder is removed.
     """
-    partial = partial_of(target)
+    partial = partial_folder(target)
     if partial.exists():
         shutil.rmtree(partial)
     try:
         partial.mkdir(parents=True)
         yield partial
-        _bring_to_disk(partial)
-        _put_in_place(partial, target)
+        for path in (*partial.rglob("*"), partial):
+            _sync(path)
+        _replace(target, partial)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def partial_of(target: Path) -> Path:
-    """Where `written_atomically` has a folder written, for others who write into it too."""
+def partial_folder(target: Path) -> Path:
+    """The folder that `written_atomically` yields, for other processes that write into it."""
     return target.with_name(SAVING + target.name)
 
 
 def remove_atomically(folder: Path) -> None:
-    """Gone at once by its name, so that nobody takes what is left of it for the whole."""
+    """Removes a folder. Its name disappears first, so that a partly removed folder is never taken for complete."""
     hidden = folder.with_name(REMOVING + folder.name)
     folder.rename(hidden)
     shutil.rmtree(hidden)
 
 
 def tidy(parent: Path) -> None:
-    """Removes what a stopped process left behind."""
+    """Restores interrupted replacements, and removes all other leftovers of interrupted processes."""
     restore(parent)
     for path in parent.iterdir():
         if path.name.startswith((SAVING, REPLACED, REMOVING)):
@@ -54,31 +55,25 @@ def tidy(parent: Path) -> None:
 
 
 def restore(parent: Path) -> None:
-    """Puts back folders whose replacement had not arrived when the process stopped."""
-    for aside in sorted(parent.glob(f"{REPLACED}*")):
-        target = aside.with_name(aside.name.removeprefix(REPLACED))
+    """Undoes replacements that were interrupted before the new folder was in place."""
+    for replaced in sorted(parent.glob(f"{REPLACED}*")):
+        target = replaced.with_name(replaced.name.removeprefix(REPLACED))
         if not target.exists():
-            aside.rename(target)
+            replaced.rename(target)
 
 
-def _put_in_place(partial: Path, target: Path) -> None:
-    aside = target.with_name(REPLACED + target.name)
+def _replace(target: Path, partial: Path) -> None:
+    replaced = target.with_name(REPLACED + target.name)
     if target.exists():
-        if aside.exists():
-            shutil.rmtree(aside)
-        target.rename(aside)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        target.rename(replaced)
     try:
         partial.rename(target)
         _sync(target.parent)
     finally:
         restore(target.parent)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _bring_to_disk(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:

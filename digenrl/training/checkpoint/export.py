@@ -1,4 +1,4 @@
-"""Trained weights as diffusers loads them: a LoRA folder, or a transformer folder after full fine-tuning."""
+"""Trained weights as diffusers loads them: a LoRA folder or, after full fine-tuning, a transformer folder."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from digenrl.models.lora import has_lora, published_name, save_lora
 from digenrl.models.model_weights import weights_replaced, weights_state
 from digenrl.models.shards import is_sharded
 from digenrl.training.checkpoint.atomic_folders import tidy, written_atomically
-from digenrl.training.checkpoint.checkpoints import CheckpointError, reason_of
-from digenrl.training.ranks.sharding import plain_class
+from digenrl.training.checkpoint.format import CheckpointError, reason_of
+from digenrl.training.ranks.sharding import unsharded_class
+from digenrl.training.trainer_state import TrainerState
 
 
 def export_weights(model: DiffusionModel, parent: Path, values: Mapping[str, Tensor] | None = None) -> Path:
-    """Writes parent/lora of a model with adapters, else parent/transformer; returns the folder."""
+    """Writes parent/lora for a model with adapters, else parent/transformer; returns the folder."""
     folder = parent / ("lora" if has_lora(model) else "transformer")
     (export_lora if has_lora(model) else export_transformer)(model, folder, values)
     return folder
 
 
 def export_lora(model: DiffusionModel, folder: Path, values: Mapping[str, Tensor] | None = None) -> None:
-    """Writes the adapters so that `pipe.load_lora_weights(folder)` reads them, in place of older ones.
+    """Writes the adapters so that `pipe.load_lora_weights(folder)` reads them; replaces older ones.
 
-    `values` stand in for the model's own, by the names of `weights_to_export`.
+    `values`, named as by `weights_to_export`, replace the model's own.
     """
     try:
         with _with_values(model, values):
@@ -40,10 +41,9 @@ def export_lora(model: DiffusionModel, folder: Path, values: Mapping[str, Tensor
 
 
 def export_transformer(model: DiffusionModel, folder: Path, values: Mapping[str, Tensor] | None = None) -> None:
-    """Writes the transformer so that its class's `from_pretrained(folder)` reads it, in place of an older one.
+    """Writes the transformer so that its class's `from_pretrained(folder)` reads it; replaces an older one.
 
-    `values` as in `export_lora`; a weight that they do not name is the model's own. Of a sharded model they are
-    whole and name all weights, as `gathered_weights` gives them.
+    `values` replace some of the model's own weights. For a sharded model they must be all weights, gathered.
     """
     whole = values if is_sharded(model.transformer) else weights_state(model, "cpu", instead=values or {})
     transformer = _transformer_with(model, whole or {})
@@ -56,10 +56,9 @@ def export_transformer(model: DiffusionModel, folder: Path, values: Mapping[str,
         raise CheckpointError(f"{folder}: cannot be written: {reason_of(error)}") from error
 
 
-def weights_to_export(trainer_state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Of a trainer's state: the moving average where there is one, else the trained weights."""
-    values = trainer_state["ema"] or trainer_state["policies"]["current"]
-    return {published_name(name): value for name, value in values.items()}
+def weights_to_export(state: TrainerState) -> dict[str, Tensor]:
+    """The moving average if there is one, else the trained weights, under their published names."""
+    return {published_name(name): value for name, value in (state.average or state.weights).items()}
 
 
 def _with_values(model: DiffusionModel, values: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
@@ -69,18 +68,19 @@ def _with_values(model: DiffusionModel, values: Mapping[str, Tensor] | None) -> 
 
 
 def _transformer_with(model: DiffusionModel, weights: Mapping[str, Tensor]) -> Any:
-    """A transformer of the same configuration around these weights; the model's own is left alone."""
+    """A transformer of the same configuration with these weights; the model's own is not changed."""
     parameters = dict(model.transformer.named_parameters())
     saved = model.transformer.state_dict()
     buffers = {name: value.cpu() for name, value in saved.items() if name not in parameters}
     configuration: Any = model.transformer.config
     with torch.device("meta"):
-        transformer = plain_class(model.transformer).from_config(configuration)
-    transformer.load_state_dict(buffers | {name: _apart(value) for name, value in weights.items()}, assign=True)
+        transformer = unsharded_class(model.transformer).from_config(configuration)
+    weights = {name: _with_own_storage(value) for name, value in weights.items()}
+    transformer.load_state_dict(buffers | weights, assign=True)
     return transformer
 
 
-def _apart(value: Tensor) -> Tensor:
-    """The same values as a tensor by itself: those that share memory are written into one file, however large."""
+def _with_own_storage(value: Tensor) -> Tensor:
+    """The same memory as a separate storage: diffusers puts tensors that share one into a single file."""
     content = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return torch.from_numpy(content).view(value.dtype).view(value.shape)

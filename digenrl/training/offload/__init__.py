@@ -1,1 +1,1 @@
-"""Moves trainer state between device and host memory."""
+"""Offloads what only training needs to host memory, and keeps the last version's state there."""

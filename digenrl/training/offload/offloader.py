@@ -1,7 +1,6 @@
-"""Tensors that leave a card for the machine's own memory, and come back before they are used.
+"""Moves tensors from a device to host memory and back, asynchronously.
 
-A tensor that has left lies in host memory and can be read there as ever: whoever holds it holds the same tensor.
-Host memory is pinned once and used again.
+An offloaded tensor object keeps its identity: its data is in host memory and can be read there.
 """
 
 from __future__ import annotations
@@ -15,113 +14,116 @@ from torch import Tensor
 
 from digenrl.training.offload.host_copies import HostCopies, HostCopy
 
-Held = Callable[[], Mapping[str, Tensor]]  # the tensors of a part that are there now, by name
+CurrentTensors = Callable[[], Mapping[str, Tensor]]
+"""The tensors that currently belong to a part, by name."""
 
 
 @dataclass(slots=True)
 class _Part:
     """Tensors that are needed at the same time."""
 
-    held: Held
-    away: dict[str, Tensor] = field(default_factory=dict)  # those that lie in host memory
-    copies: dict[str, HostCopy] = field(default_factory=dict)  # of what is away, and of what has not changed since
-    under_way: Any = None  # the moment when it is back on the card
-    comes: bool = False  # it was sent for, and nobody has waited for it yet
+    current: CurrentTensors
+    offloaded: dict[str, Tensor] = field(default_factory=dict)
+    copies: dict[str, HostCopy] = field(default_factory=dict)  # of offloaded and of unchanged tensors
+    loaded: Any = None  # the copier's marker for the end of the transfer back
+    loading: bool = False  # requested, and not waited for yet
 
 
-class Offload:
-    """Parts of what a card holds, in the order in which they are needed when they are back.
+class Offloader:
+    """Offloads named parts of a device's memory; they are loaded again in the order given here.
 
-    Values are the same to the last bit after a round trip. A part that nobody has changed since leaves the card
-    without another copy: whoever changes one says so. A part that is not known here never leaves.
+    A round trip preserves every bit. A part that has not changed is not copied again: `require` must announce
+    changes. Names that are not among the parts are ignored.
     """
 
-    def __init__(self, parts: Mapping[str, Held], device: torch.device, host: HostCopies | None = None) -> None:
-        self._parts = {name: _Part(held) for name, held in parts.items()}
+    def __init__(
+        self, parts: Mapping[str, CurrentTensors], device: torch.device, host: HostCopies | None = None
+    ) -> None:
+        self._parts = {name: _Part(current) for name, current in parts.items()}
         self._device = device
         self._host = host or HostCopies(device)
-        self._copies = self._host.copies
+        self._copier = self._host.copier
 
     @property
-    def bytes_away(self) -> int:
-        """What is not on the card."""
-        return sum(tensor.nbytes for part in self._parts.values() for tensor in part.away.values())
+    def offloaded_bytes(self) -> int:
+        """The size of everything that is currently offloaded."""
+        return sum(tensor.nbytes for part in self._parts.values() for tensor in part.offloaded.values())
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that was taken so far, also by who shares it."""
-        return self._host.memory.bytes_taken
+        """Host memory allocated so far, including that of others who share the host copies."""
+        return self._host.memory.allocated_bytes
 
-    def leave(self) -> None:
-        """Everything leaves the card; its memory is free as copies are made. What is away stays there."""
-        self._copies.begin()
+    def offload(self) -> None:
+        """Starts to offload everything; device memory is freed as copies complete."""
+        if self._parts:
+            self._copier.begin()
         for part in self._parts.values():
-            held = part.held()
-            self._forget(part, [name for name in part.copies if not _is_of(part, name, held)])
-            for name, tensor in held.items():
-                if name not in part.away:
+            current = part.current()
+            self._drop_copies(part, [name for name in part.copies if not _is_current(part, name, current)])
+            for name, tensor in current.items():
+                if name not in part.offloaded:
                     self._send(part, name, tensor)
-            part.comes = False
+            part.loading = False
 
-    def come_back(self) -> None:
-        """Everything is sent for; who uses a part says so first, by `need`."""
-        if self.bytes_away:
-            self._copies.begin()
+    def load(self) -> None:
+        """Starts to load everything; `require` must precede the use of a part."""
+        if self.offloaded_bytes:
+            self._copier.begin()
         for part in self._parts.values():
-            self._send_for(part)
+            self._start_loading(part)
 
-    def need(self, *names: str, changes: bool = False) -> None:
-        """What is computed from now on finds these parts on the card, and may change them if it says so."""
+    def require(self, *names: str, changes: bool = False) -> None:
+        """Makes later computation find these parts on the device; `changes` says that it will modify them."""
         for part in self._named(names):
-            if part.away:
-                self._copies.begin()
-                self._send_for(part)
-            if part.comes:
-                self._copies.wait(part.under_way)
-                part.comes = False
+            if part.offloaded:
+                self._copier.begin()
+                self._start_loading(part)
+            if part.loading:
+                self._copier.wait(part.loaded)
+                part.loading = False
             if changes:
-                self._host.changed(part.held().values())
-                self._forget(part, list(part.copies))
+                self._host.mark_changed(part.current().values())
+                self._drop_copies(part, list(part.copies))
 
-    def arrived(self, *names: str) -> None:
-        """Waits until these parts are back, if they were sent for."""
+    def wait_for(self, *names: str) -> None:
+        """Blocks until these parts are loaded, if loading has started."""
         for part in self._named(names):
-            if part.comes:
-                self._copies.finish(part.under_way)
+            if part.loading:
+                self._copier.finish(part.loaded)
 
-    def settle(self) -> None:
-        """Waits until nothing is under way: tensors can be read wherever they are."""
-        self._copies.finish()
+    def synchronize(self) -> None:
+        """Blocks until no transfer is under way: all tensors can be read, wherever they are."""
+        self._copier.finish()
 
     def _named(self, names: tuple[str, ...]) -> list[_Part]:
         return [self._parts[name] for name in names if name in self._parts]
 
     def _send(self, part: _Part, name: str, tensor: Tensor) -> None:
         if name not in part.copies:
-            part.copies[name] = self._host.hold(tensor)
+            part.copies[name] = self._host.acquire(tensor)
         tensor.data = part.copies[name].values
-        part.away[name] = tensor
+        part.offloaded[name] = tensor
 
-    def _send_for(self, part: _Part) -> None:
-        """What nobody holds any more stays behind."""
-        if not part.away:
+    def _start_loading(self, part: _Part) -> None:
+        if not part.offloaded:
             return
-        held = part.held()
-        for name, tensor in part.away.items():
-            if held.get(name) is tensor:
+        current = part.current()
+        for name, tensor in part.offloaded.items():
+            if current.get(name) is tensor:  # others were dropped by their owner in the meantime
                 values = part.copies[name].values
                 back = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=self._device)
-                self._copies.copy(back, values)
+                self._copier.copy(back, values)
                 tensor.data = back
-        part.away = {}
-        part.under_way, part.comes = self._copies.mark(), True
+        part.offloaded = {}
+        part.loaded, part.loading = self._copier.mark(), True
 
-    def _forget(self, part: _Part, names: list[str]) -> None:
+    def _drop_copies(self, part: _Part, names: list[str]) -> None:
         for name in names:
-            part.away.pop(name, None)
-            self._host.let_go(part.copies.pop(name))
+            part.offloaded.pop(name, None)
+            self._host.release(part.copies.pop(name))
 
 
-def _is_of(part: _Part, name: str, held: Mapping[str, Tensor]) -> bool:
-    """Whether the part's copy of this name is of a tensor that is still held."""
-    return name in held and part.away.get(name, held[name]) is held[name]
+def _is_current(part: _Part, name: str, current: Mapping[str, Tensor]) -> bool:
+    """Whether the part's copy of this name is of the tensor that has the name now."""
+    return name in current and part.offloaded.get(name, current[name]) is current[name]

@@ -1,1 +1,1 @@
-"""Cuts scored groups into packs of (sample, time-step) pairs and runs them."""
+"""Splits scored groups into packs of terms and runs them through the model."""

@@ -1,7 +1,7 @@
-"""The largest pack that fits: two measured packs give a line of memory over pack size.
+"""The largest pack that fits in memory, from two measured packs; and how memory is measured.
 
-On a GPU the peak of a forward and backward is measured. On a CPU it is what autograd saves for the backward, which
-is most of it, against half of the memory that is free.
+On a GPU, the peak of a forward and backward is measured. On a CPU it is what autograd saves for the backward,
+which is most of it, compared with half of the free memory.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from functools import partial
 import torch
 from torch import Tensor
 
-SECOND_POINTS = (4, 2)  # pack sizes tried beside 1, the larger first
+SECOND_SIZES = (4, 2)  # measured in addition to 1, the larger first
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLine:
-    """bytes = base + per_term * pack size, through two measured points."""
+    """bytes = base + per_term * pack size."""
 
     base: float
     per_term: float
 
     @classmethod
     def through(cls, first: tuple[int, float], second: tuple[int, float]) -> MemoryLine:
-        """Each point is (pack size, bytes); the sizes differ. Of two that fall it is level, through the second."""
+        """The line through two points (pack size, bytes). If memory decreases, the slope is clamped to zero."""
         per_term = max(0.0, (second[1] - first[1]) / (second[0] - first[0]))
         return cls(base=second[1] - per_term * second[0], per_term=per_term)
 
     def at(self, pack_size: int) -> float:
-        """Bytes of such a pack."""
+        """The bytes of a pack of this size."""
         return self.base + pack_size * self.per_term
 
     def largest(self, budget: int, limit: int) -> int:
@@ -51,16 +51,16 @@ def measure_largest_pack(
     limit: int,
     reserved_bytes: int = 0,
 ) -> int:
-    """Runs packs of 1 and 4 (or 2) terms, of which there are `terms`, and draws the line.
+    """Measures packs of 1 and of 4 or 2 terms, and extrapolates. Raises OutOfMemoryError if one term does not fit.
 
-    `run_pack` does a forward and backward of so many terms and leaves no trace. Not even one fitting raises.
-    `reserved_bytes` are for what several packs in a row hold and one alone does not.
+    `run_pack` does a forward and backward of that many of the `terms` terms and leaves nothing behind.
+    `reserved_bytes` are needed by several packs in a row, in addition to a single one.
     """
     if device.type == "cuda":
-        run_pack(1)  # libraries take their workspaces in the first pass; they are not the pack's
+        run_pack(1)  # the first pass allocates workspaces of libraries, which are not the pack's
     budget = int(memory_share * free_bytes(device)) - reserved_bytes
     first = (1, measured_bytes(lambda: run_pack(1), device))
-    for size in SECOND_POINTS:
+    for size in SECOND_SIZES:
         if size > min(limit, terms):
             continue
         try:
@@ -72,7 +72,7 @@ def measure_largest_pack(
 
 
 def measured_bytes(run: Callable[[], None], device: torch.device) -> int:
-    """What a forward and backward takes beyond what was there before."""
+    """The memory that a forward and backward needs in addition to what is allocated before it."""
     if device.type != "cuda":
         with _counting_saved_bytes() as saved:
             run()
@@ -86,26 +86,39 @@ def measured_bytes(run: Callable[[], None], device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What a pass may take: on a card also what torch holds and nobody uses, on a CPU half of what is free."""
+    """The memory available to a pass: on a GPU with torch's unused cache, on a CPU half of what is free."""
     if device.type != "cuda":
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     allocated = torch.cuda.memory_allocated(device)
-    unused_by_torch = torch.cuda.memory_reserved(device) - allocated
+    cached = torch.cuda.memory_reserved(device) - allocated
     free, total = torch.cuda.mem_get_info(device)
-    share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: 1.0)  # not in every version
-    return min(free + unused_by_torch, int(share(device) * total) - allocated)
+    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: 1.0)  # in newer versions
+    return min(free + cached, int(fraction(device) * total) - allocated)
 
 
 def allocation_retries(device: torch.device) -> int | None:
-    """How often torch gave unused memory back to a card and asked anew, which takes long; None on a CPU."""
+    """How often torch has returned its cache to the GPU and allocated again, which is slow; None on a CPU."""
     if device.type != "cuda":
         return None
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
 
 
+class RetryCounter:
+    """Counts the allocator's retries between calls."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._before = device, 0
+
+    def since_last(self) -> int | None:
+        """The retries since the last call; None on a CPU."""
+        before, now = self._before, allocation_retries(self._device)
+        self._before = now or 0
+        return None if now is None else now - before
+
+
 @contextmanager
 def _counting_saved_bytes() -> Iterator[dict[int, int]]:
-    """Inside, what autograd saves is counted: bytes by storage, each once."""
+    """Yields the bytes that autograd saves inside, by storage."""
     saved: dict[int, int] = {}
 
     def pack(value: Tensor) -> Tensor:

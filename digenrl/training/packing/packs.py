@@ -1,25 +1,26 @@
-"""Which terms go into which forward, and to which rank: index arithmetic alone.
+"""Which terms go into which forward, and to which rank.
 
 A term is one summand of the loss: one sample at one step, or two samples compared at one step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from digenrl.models.objective import Advantages, Objective
 from digenrl.models.trajectory import ScoredGroup, Trajectory
+from digenrl.training.ranks.rank import Rank
 
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One summand: its rows' trajectories and advantages, the step of the schedule, and its weight in the sum.
+    """One summand of the loss: the trajectories and advantages of its rows, the schedule's step, and its weight.
 
-    One of weight 0 is a filler: it takes part in a forward and counts nowhere.
+    A term of weight 0 is padding: it takes part in a forward and counts nowhere.
     """
 
     trajectories: tuple[Trajectory, ...]
@@ -28,20 +29,11 @@ class Term:
     weight: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """This trainer's place among all that share a batch."""
-
-    index: int = 0
-    count: int = 1
-
-
 def terms_of(
-    group: ScoredGroup, advantages: Advantages, objective: Objective, samples: Iterable[int]
+    group: ScoredGroup, advantages: Advantages, objective: Objective, samples: Collection[int] | None = None
 ) -> list[Term]:
-    """The terms of some of a group's samples, sample by sample; a couple belongs to the first of the two."""
-    wanted = set(samples)
-    couples = list(zip(*[iter(advantages.chosen)] * objective.rows_per_term, strict=True))
+    """The terms of a group or of some of its samples, in their order; a pair belongs to its first sample."""
+    couples = zip(*[iter(advantages.chosen)] * objective.rows_per_term, strict=True)
     return [
         Term(
             trajectories=tuple(group.trajectories[index] for index in couple),
@@ -49,47 +41,32 @@ def terms_of(
             step=step,
         )
         for couple in couples
-        if couple[0] in wanted
+        if samples is None or couple[0] in samples
         for step in objective.trained_steps(group.trajectories[couple[0]].plan)
     ]
 
 
+def calibration_terms(group: ScoredGroup, objective: Objective) -> list[Term]:
+    """The terms of all samples of a group, with made-up advantages."""
+    samples = range(len(group.trajectories))
+    if len(samples) < 2:
+        raise ValueError(f"calibration needs a group of at least 2 samples, got {len(samples)}")
+    chosen = samples[: len(samples) // objective.rows_per_term * objective.rows_per_term]
+    advantages = Advantages(tuple(1.0 if index % 2 else -1.0 for index in samples), tuple(chosen))
+    return terms_of(group, advantages, objective)
+
+
 def share_of(items: Sequence[Item], rank: Rank, offset: int) -> list[Item]:
-    """Every count-th item: shares differ by one at most, and another offset gives the odd ones to other ranks."""
+    """Every count-th item. Shares differ by at most one; the offset decides which ranks get one more."""
     return [item for place, item in enumerate(items) if (place + offset) % rank.count == rank.index]
 
 
-def filled_up(share: Sequence[Term], terms: Sequence[Term], count: int) -> list[Term]:
-    """A share of these terms with fillers after it, so that the shares of all `count` ranks are equally long."""
-    largest = -(-len(terms) // count)
-    return [*share, *(filler(terms[0]) for _ in range(largest - len(share)))]
-
-
-def filler(term: Term) -> Term:
-    """One like it that counts nowhere."""
-    return replace(term, weight=0.0)
-
-
-def cut(items: Sequence[Item], largest: int) -> list[Sequence[Item]]:
-    """Consecutive packs of `largest` items; the last may be smaller.
-
-    >>> cut("abcdefgh", 3)
-    ['abc', 'def', 'gh']
-    """
-    assert largest >= 1, f"a pack holds at least one item, got {largest}"
-    return [items[first : first + largest] for first in range(0, len(items), largest)]
+def padded(terms: Sequence[Term], size: int, like: Term) -> list[Term]:
+    """The terms followed by as much padding as makes them `size` terms."""
+    return [*terms, *[replace(like, weight=0.0)] * (size - len(terms))]
 
 
 def halves(items: Sequence[Item]) -> tuple[Sequence[Item], Sequence[Item]]:
-    """Two packs in the order of the items, the first not the smaller."""
+    """Both halves in order; the first one is not smaller."""
     middle = (len(items) + 1) // 2
     return items[:middle], items[middle:]
-
-
-def update_of(place: int, groups: int, updates: int) -> int:
-    """Which update of a batch a group belongs to: by its place, never by when it arrives.
-
-    >>> [update_of(place, groups=5, updates=2) for place in range(5)]
-    [0, 0, 0, 1, 1]
-    """
-    return place * updates // groups

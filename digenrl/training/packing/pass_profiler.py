@@ -1,11 +1,11 @@
-"""Measures passes on a card: the memory that they take, block by block, and their time."""
+"""Measures passes on a GPU: their memory, block by block, and their time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -13,11 +13,31 @@ from torch import nn
 from digenrl.models.blocks import block_kind, checkpoint_chosen, repeated_blocks
 from digenrl.models.contract import DiffusionModel
 
-LONG_S = 2.0  # a pass that takes longer is not repeated
+LONG_PASS_S = 2.0  # a pass that takes longer is timed only once
 
 
-class CardGauge:
-    """A `Gauge` of a model on a CUDA device; `run_pack` does a pass of so many terms and leaves no trace."""
+class PassProfiler(Protocol):
+    """Runs and measures passes that leave nothing behind. Raises OutOfMemoryError if a pack does not fit."""
+
+    @property
+    def kinds(self) -> Sequence[Hashable]:
+        """The kinds of the repeated blocks, in order."""
+
+    def checkpoint(self, chosen: Collection[int]) -> None:
+        """Recomputes the activations of exactly these blocks from now on."""
+
+    def warm_up(self, pack_size: int) -> None:
+        """Runs a pass, so that compilation and other one-time costs are not measured."""
+
+    def measure(self, pack_size: int) -> tuple[int, list[int]]:
+        """Peak bytes of a pass, beyond what is allocated before it, and the growth of memory in each block."""
+
+    def seconds(self, pack_size: int) -> float:
+        """The duration of a pass after warm-up."""
+
+
+class CudaPassProfiler:
+    """Profiles a model on a GPU; `run_pack` runs a pass of that many terms and leaves nothing behind."""
 
     def __init__(self, model: DiffusionModel, run_pack: Callable[[int], None]) -> None:
         self._model = model
@@ -26,28 +46,24 @@ class CardGauge:
         self.kinds: Sequence[Hashable] = [block_kind(block) for block in self._blocks]
 
     def checkpoint(self, chosen: Collection[int]) -> None:
-        """From now on these blocks are computed again."""
         checkpoint_chosen(self._model, [self._blocks[index] for index in chosen])
 
     def warm_up(self, pack_size: int) -> None:
-        """Compiles, and lets libraries take their workspaces, which are not the pack's."""
         self._run_pack(pack_size)
 
     def measure(self, pack_size: int) -> tuple[int, list[int]]:
-        """Peak bytes of a pass, beyond what was there before, and by how much memory grew in each block."""
         device = self._model.device
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        with self._watching_blocks() as grown:
+        with self._recording_growth() as growth:
             self._run_pack(pack_size)
         torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before, grown
+        return torch.cuda.max_memory_allocated(device) - before, growth
 
     def seconds(self, pack_size: int) -> float:
-        """Of one pass, until the card is done; of a short one, the shorter of two."""
         first = self._timed(pack_size)
-        return first if first > LONG_S else min(first, self._timed(pack_size))
+        return first if first > LONG_PASS_S else min(first, self._timed(pack_size))
 
     def _timed(self, pack_size: int) -> float:
         torch.cuda.synchronize(self._model.device)
@@ -57,32 +73,32 @@ class CardGauge:
         return perf_counter() - began
 
     @contextmanager
-    def _watching_blocks(self) -> Iterator[list[int]]:
-        """Fills a list with the growth of each block's first forward: later ones are from within the backward."""
-        grown, at_entry = [0] * len(self._blocks), [-1] * len(self._blocks)
+    def _recording_growth(self) -> Iterator[list[int]]:
+        """Yields the memory growth of each block's first forward; later ones are recomputations."""
+        growth, at_entry = [0] * len(self._blocks), [-1] * len(self._blocks)
         seen: set[int] = set()
 
-        def entered(index: int) -> Callable[..., None]:
-            def remember(_module: nn.Module, _arguments: Any) -> None:
+        def before(index: int) -> Callable[..., None]:
+            def record(_module: nn.Module, _arguments: Any) -> None:
                 at_entry[index] = torch.cuda.memory_allocated(self._model.device)
 
-            return remember
+            return record
 
-        def left(index: int) -> Callable[..., None]:
-            def count(_module: nn.Module, _arguments: Any, _result: Any) -> None:
+        def after(index: int) -> Callable[..., None]:
+            def record(_module: nn.Module, _arguments: Any, _result: Any) -> None:
                 if torch.is_grad_enabled() and index not in seen:
                     seen.add(index)
-                    grown[index] = torch.cuda.memory_allocated(self._model.device) - at_entry[index]
+                    growth[index] = torch.cuda.memory_allocated(self._model.device) - at_entry[index]
 
-            return count
+            return record
 
         hooks = [
             hook
             for index, block in enumerate(self._blocks)
-            for hook in (block.register_forward_pre_hook(entered(index)), block.register_forward_hook(left(index)))
+            for hook in (block.register_forward_pre_hook(before(index)), block.register_forward_hook(after(index)))
         ]
         try:
-            yield grown
+            yield growth
         finally:
             for hook in hooks:
                 hook.remove()

@@ -1,4 +1,4 @@
-"""One packed forward: terms in, a batch of pairs out. Rows stand at different steps and never see each other.
+"""Replays terms in one packed forward and returns a batch of pairs. Rows may be at different steps.
 
 Shape legend as in `digenrl.models.objective`.
 """
@@ -6,12 +6,12 @@ Shape legend as in `digenrl.models.objective`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from digenrl.config.training import TrainerSettings
 from digenrl.models.contract import Conditioning, DiffusionModel
 from digenrl.models.objective import Objective, PairBatch, RenoisedPairs, StepPairs
 from digenrl.models.stochastic_step import StepResult, StepTimes, stochastic_step
@@ -22,15 +22,15 @@ from digenrl.training.packing.packs import Term
 from digenrl.training.policy_weights import PolicyWeights
 
 DrawNoise = Callable[[SampleId, str, Sequence[int]], Tensor]
-"""Standard normal noise that depends on a sample, a purpose and a shape alone."""
+"""Standard normal noise that depends only on a sample, a purpose and a shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The terms, row by row, on the model's device."""
+    """The rows of some terms."""
 
     trajectories: list[Trajectory]
-    owners: list[SampleId]  # whose noise a row is given: the first sample of its term
+    noise_samples: list[SampleId]  # whose noise a row gets: the first sample of its term
     advantage_R: Tensor
     times: StepTimes
     steps: list[int]
@@ -38,9 +38,9 @@ class _Rows:
 
 
 class Replay:
-    """Repeats steps of a rollout under the policies that an objective asks for.
+    """Repeats steps of a rollout under the policies that an objective needs.
 
-    The forward that carries gradient is always the last: the others swap weights in and out.
+    The forward that carries gradient is always the last one: the others swap weights in and out.
     """
 
     def __init__(
@@ -49,24 +49,20 @@ class Replay:
         objective: Objective,
         policies: PolicyWeights,
         draw_noise: DrawNoise,
-        *,
-        recompute: bool = False,
-        autocast: bool = False,
+        settings: TrainerSettings,
     ) -> None:
-        self._model = model
-        self._objective = objective
-        self._policies = policies
+        self.model, self.objective, self.policies = model, objective, policies
         self._draw_noise = draw_noise
-        self._recompute = recompute
-        self._autocast = autocast
+        self._recompute = settings.old_log_probs == "recomputed"
+        self._autocast = settings.autocast == "bf16"
 
     def pairs(self, terms: Sequence[Term], conditioning: Conditioning, *, before_updates: bool) -> PairBatch:
-        """The pairs of these terms, all of one group; `conditioning` is its single row.
+        """The pairs of these terms of one group; `conditioning` is the group's single row.
 
-        `before_updates` says that the trained weights are still those the batch began with.
+        `before_updates` says that the trained weights are still those from before the batch.
         """
         rows = self._rows(terms, conditioning)
-        if self._objective.replays == "steps":
+        if self.objective.replays == "steps":
             return self._step_pairs(rows, before_updates)
         return self._renoised_pairs(rows)
 
@@ -80,13 +76,13 @@ class Replay:
         steps = [term.step for term in terms for _ in term.trajectories]
         return _Rows(
             trajectories=trajectories,
-            owners=[term.trajectories[0].sample for term in terms for _ in term.trajectories],
+            noise_samples=[term.trajectories[0].sample for term in terms for _ in term.trajectories],
             advantage_R=torch.tensor([a for term in terms for a in term.advantages], dtype=torch.float64),
             times=StepTimes.of_rows(
                 [(t.plan.schedule, step) for t, step in zip(trajectories, steps, strict=True)]
             ),
             steps=steps,
-            conditioning=self._model.compact(conditioning).to(self._model.device).repeated(len(steps)),
+            conditioning=self.model.compact(conditioning).to(self.model.device).repeated(len(steps)),
         )
 
     def _step_pairs(self, rows: _Rows, before_updates: bool) -> StepPairs:
@@ -95,20 +91,22 @@ class Replay:
         latents_RL = self._stacked([t.latents_KL[k] for t, k in stored])
         next_RL = self._stacked([t.next_latents_KL[k] for t, k in stored])
         reference = old = None
-        if self._objective.needs.reference:
-            reference = self._scored_apart(self._policies.reference(), latents_RL, next_RL, rows)
+        if self.objective.needs.reference:
+            with torch.no_grad(), self.policies.reference():
+                reference = self._scored(latents_RL, next_RL, rows)[1]
         if self._recompute and not before_updates:
-            old = self._scored_apart(self._policies.old(), latents_RL, next_RL, rows)
+            with torch.no_grad(), self.policies.old():
+                old = self._scored(latents_RL, next_RL, rows)[1]
         velocity_RL, scored = self._scored(latents_RL, next_RL, rows)
         if self._recompute and before_updates:
-            old = scored  # the same weights: one forward is both, and the ratio is 1 to the last bit
+            old = scored  # the same weights: one forward serves as both, and the ratio is exactly 1
         fresh_R = to_device(
-            torch.tensor([t.version == t.sample.step for t in rows.trajectories]), self._model.device
+            torch.tensor([t.version == t.sample.step for t in rows.trajectories]), self.model.device
         )
         rollout_log_prob_R = to_device_like(torch.stack([t.log_prob_K[k] for t, k in stored]), scored.log_prob_B)
         old_log_prob_R = rollout_log_prob_R
         old_mean_RL = None
-        if self._objective.needs.step_means:
+        if self.objective.needs.step_means:
             old_mean_RL = self._stacked([_mean(t)[k] for t, k in stored]).to(scored.mean_BL)
         if old is not None:
             old_log_prob_R = torch.where(fresh_R, old.log_prob_B.detach(), old_log_prob_R)
@@ -136,8 +134,8 @@ class Replay:
         final_RL = final_RL.to(torch.promote_types(final_RL.dtype, torch.float32))
         noise_RL = torch.stack(
             [
-                self._draw_noise(owner, f"renoise {step}", final_RL.shape[1:])
-                for owner, step in zip(rows.owners, rows.steps, strict=True)
+                self._draw_noise(sample, f"renoise {step}", final_RL.shape[1:])
+                for sample, step in zip(rows.noise_samples, rows.steps, strict=True)
             ]
         )
         noise_RL = to_device_like(noise_RL, final_RL)
@@ -145,10 +143,12 @@ class Replay:
         sigma_R1 = sigma_R.view(-1, *[1] * (final_RL.dim() - 1))
         noised_RL = (1 - sigma_R1) * final_RL + sigma_R1 * noise_RL
         reference_RL = old_RL = None
-        if self._objective.needs.reference:
-            reference_RL = self._velocity_apart(self._policies.reference(), noised_RL, rows)
-        if self._objective.needs.old_policy:
-            old_RL = self._velocity_apart(self._policies.old(), noised_RL, rows)
+        if self.objective.needs.reference:
+            with torch.no_grad(), self.policies.reference():
+                reference_RL = self._velocity(noised_RL, rows)
+        if self.objective.needs.old_policy:
+            with torch.no_grad(), self.policies.old():
+                old_RL = self._velocity(noised_RL, rows)
         velocity_RL = self._velocity(noised_RL, rows)
         return RenoisedPairs(
             advantage_R=to_device_like(rows.advantage_R, velocity_RL),
@@ -166,24 +166,14 @@ class Replay:
         noise = rows.trajectories[0].plan.noise
         return velocity_RL, stochastic_step(latents_RL, velocity_RL, rows.times, noise, next_latents_BL=next_RL)
 
-    def _scored_apart(
-        self, policy: AbstractContextManager[None], latents_RL: Tensor, next_RL: Tensor, rows: _Rows
-    ) -> StepResult:
-        with torch.no_grad(), policy:
-            return self._scored(latents_RL, next_RL, rows)[1]
-
-    def _velocity_apart(self, policy: AbstractContextManager[None], latents_RL: Tensor, rows: _Rows) -> Tensor:
-        with torch.no_grad(), policy:
-            return self._velocity(latents_RL, rows)
-
     def _velocity(self, latents_RL: Tensor, rows: _Rows) -> Tensor:
         plan = rows.trajectories[0].plan
-        timesteps_R = to_device(rows.times.timestep_B, self._model.device)
-        with torch.autocast(self._model.device.type, torch.bfloat16, enabled=self._autocast):
-            return self._model.velocity(latents_RL, timesteps_R, rows.conditioning, plan.guidance, plan.size)
+        timesteps_R = to_device(rows.times.timestep_B, self.model.device)
+        with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self._autocast):
+            return self.model.velocity(latents_RL, timesteps_R, rows.conditioning, plan.guidance, plan.size)
 
     def _stacked(self, values: list[Tensor]) -> Tensor:
-        return to_device(torch.stack(values), self._model.device)
+        return to_device(torch.stack(values), self.model.device)
 
 
 def _final(trajectory: Trajectory) -> Tensor:

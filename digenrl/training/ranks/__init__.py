@@ -1,1 +1,1 @@
-"""Several trainer processes that act as one."""
+"""Several processes that train one model together."""

@@ -1,6 +1,6 @@
-"""Full fine-tuning by several ranks: every rank holds some rows of each parameter, and of all that belongs to it.
+"""Full fine-tuning on several ranks: each holds some rows of every parameter, gradient and moment.
 
-FSDP2 gathers a block's weights for its forward and backward, and hands every rank its rows of the summed gradient.
+FSDP2 gathers a block's weights for its forward and backward, and gives each rank its rows of the summed gradient.
 """
 
 from __future__ import annotations
@@ -15,97 +15,69 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.lora import has_lora
-from digenrl.models.model_weights import check_fits
-from digenrl.training.checkpoint.state_trees import put_tensors, tensors_in, without_tensors
+from digenrl.training.ranks.rank import Rank
 from digenrl.training.ranks.rank_group import RankGroup
 
 
 def shard_model(model: DiffusionModel, ranks: RankGroup) -> None:
-    """Spreads the transformer over the ranks, which all hold the same weights; before a trainer is made of it."""
+    """Shards the transformer over ranks that all hold the same weights; to be called before a trainer is made."""
     if has_lora(model):
-        raise ValueError(f"{model.family} has LoRA adapters, which every rank holds whole; it is not sharded")
+        raise ValueError(f"{model.family} has LoRA adapters, which are replicated on all ranks and not sharded")
     mesh = ranks.mesh(ranks.device.type)
-    # Everything is freed after a forward, the root too: the next one may be under another policy's weights.
+    # Everything is freed after a forward, the root too: the next one may use another policy's weights.
     for block in repeated_blocks(model.transformer):
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
     fully_shard(model.transformer, mesh=mesh, reshard_after_forward=True)
-    for module in _sharded_modules(model.transformer):
-        module.set_gradient_divide_factor(1.0)  # sums, not means: the denominator counts the terms of all ranks
-        module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
+    for module in model.transformer.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)  # sums, not means: the denominator counts terms of all ranks
+            module.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
 
 
-def add_up_in_next_backward(transformer: nn.Module, on: bool) -> None:
-    """Whether the next backward ends with gradients added up over ranks, or keeps its own for one that does."""
+def sum_gradients_in_next_backward(transformer: nn.Module, enabled: bool) -> None:
+    """Whether the next backward sums gradients over ranks, or accumulates them locally for a later one."""
     assert isinstance(transformer, FSDPModule)
-    transformer.set_requires_gradient_sync(on)
+    transformer.set_requires_gradient_sync(enabled)
 
 
-def plain_class(transformer: nn.Module) -> type[Any]:
-    """The class that a sharded transformer had before; FSDP2 puts one of its own in front."""
+def unsharded_class(transformer: nn.Module) -> type[Any]:
+    """The transformer's own class; FSDP2 puts a subclass in front of it."""
     return next(kind for kind in type(transformer).__mro__ if not issubclass(kind, FSDPModule))
-
-
-def _sharded_modules(transformer: nn.Module) -> list[FSDPModule]:
-    return [module for module in transformer.modules() if isinstance(module, FSDPModule)]
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSpec:
-    """Which rows of each parameter a rank holds: all ranks equally many, the last ones fewer or none."""
+    """Which rows of each parameter a rank holds: equally many on all ranks, except for the last ones."""
 
-    index: int
-    count: int
-    shapes: Mapping[str, tuple[int, ...]] = field(repr=False)  # of whole parameters, by name
+    rank: Rank
+    shapes: Mapping[str, tuple[int, ...]] = field(repr=False)  # of the whole parameters, by name
 
     @classmethod
     def of(cls, parameters: Mapping[str, nn.Parameter], ranks: RankGroup) -> ShardSpec:
-        """That of sharded parameters."""
-        return cls(ranks.index, ranks.count, {name: tuple(value.shape) for name, value in parameters.items()})
+        """The shards of these parameters on this rank."""
+        return cls(ranks.rank, {name: tuple(value.shape) for name, value in parameters.items()})
 
     @classmethod
-    def of_facts(cls, facts: Mapping[str, Any]) -> ShardSpec:
-        """That of a state which holds a rank's parts."""
-        shapes = {name: tuple(shape) for name, shape in facts["shapes"].items()}
-        return cls(facts["index"], facts["count"], shapes)
+    def from_json(cls, content: Mapping[str, Any]) -> ShardSpec:
+        """The inverse of `as_json`."""
+        shapes = {name: tuple(shape) for name, shape in content["shapes"].items()}
+        return cls(Rank(content["index"], content["count"]), shapes)
 
-    def facts(self) -> dict[str, Any]:
-        """For JSON."""
+    def as_json(self) -> dict[str, Any]:
+        """Content that JSON can represent."""
         shapes = {name: list(shape) for name, shape in self.shapes.items()}
-        return {"index": self.index, "count": self.count, "shapes": shapes}
+        return {"index": self.rank.index, "count": self.rank.count, "shapes": shapes}
 
     def rows(self, parameter: str) -> slice:
-        """This rank's rows, as FSDP2 chooses them."""
+        """This rank's rows, as FSDP2 assigns them."""
         total = self.shapes[parameter][0]
-        most = -(-total // self.count)
-        return slice(min(total, self.index * most), min(total, (self.index + 1) * most))
+        per_rank = -(-total // self.rank.count)
+        return slice(min(total, self.rank.index * per_rank), min(total, (self.rank.index + 1) * per_rank))
 
-    def parameter_at(self, path: str, dimensions: int) -> str | None:
-        """Whose rows the tensor at this path of a state is cut by; None where every rank holds all: a counter."""
+    def shard(self, parameter: str, whole: Tensor) -> Tensor:
+        """This rank's shard of a whole tensor that belongs to a parameter; step counters are not sharded."""
+        return whole[self.rows(parameter)].clone() if whole.dim() else whole
+
+    def parameter_of(self, path: str, dimensions: int) -> str | None:
+        """The parameter by whose rows a stored tensor is sharded; None for a step counter."""
         return next((key for key in path.split("/") if key in self.shapes), None) if dimensions else None
-
-    def parts_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's parts of a whole state."""
-        cut = without_tensors(state) | {"shard": self.facts()}
-        put_tensors(cut, {path: self._part(path, value) for path, value in tensors_in(state).items()})
-        return cut
-
-    def _part(self, path: str, whole: Tensor) -> Tensor:
-        parameter = self.parameter_at(path, whole.dim())
-        return whole if parameter is None else whole[self.rows(parameter)].clone()
-
-
-def as_held_by(
-    cut: ShardSpec | None, parameters: Mapping[str, nn.Parameter], state: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """A state as a rank with this cut of the whole parameters holds it; without a cut it holds all."""
-    shard = state.get("shard")
-    if shard is None and cut is not None:
-        check_fits("state of the trained weights", state["policies"]["current"], parameters)
-        return cut.parts_of(state)
-    if shard is not None and (cut is None or ShardSpec.of_facts(shard) != cut):
-        here = "holds whole weights" if cut is None else f"is rank {cut.index} of {cut.count}"
-        raise ValueError(
-            f"state does not fit: it has the parts of rank {shard['index']} of {shard['count']}, and this "
-            f"trainer {here}; save a checkpoint with those ranks, and read it with these"
-        )
-    return state

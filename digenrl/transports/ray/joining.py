@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from digenrl.config.cluster import ClusterSettings
-from digenrl.config.reading import ConfigError
+from digenrl.config.reading import ConfigError, one_line
 from digenrl.transports.ray import cleanup
 from digenrl.transports.ray.capacity import ClusterResources, NodeResources
 from digenrl.transports.ray.internals import (
@@ -265,8 +265,3 @@ def _is_this_machine(host: str) -> bool:
         probe.bind((host, 0))
         return True
     return False
-
-
-def one_line(error: Exception) -> str:
-    """The message of an error in one line."""
-    return " ".join(str(error).split()) or type(error).__name__

@@ -8,9 +8,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from digenrl.config.reading import ConfigError
+from digenrl.config.reading import ConfigError, one_line
 from digenrl.transports.ray.capacity import ClusterResources, NodeResources
-from digenrl.transports.ray.joining import one_line
 
 ADVICE = "install the same on all machines"
 SOURCE = "DigenRL's source"

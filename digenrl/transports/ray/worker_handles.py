@@ -10,12 +10,12 @@ from typing import Any
 
 import ray
 
+from digenrl.config.reading import one_line
 from digenrl.records import Job
 from digenrl.transports.contract import Gone
 from digenrl.transports.ray.actors import HEARTBEAT, ActorLocation
 from digenrl.transports.ray.capacity import ResourceRequest
 from digenrl.transports.ray.internals import has_process
-from digenrl.transports.ray.joining import one_line
 from digenrl.worker.assignment import Assignment
 
 MAX_HEARTBEAT_INTERVAL_S = 5.0

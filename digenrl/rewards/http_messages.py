@@ -1,4 +1,4 @@
-"""What a reward's client and server say to each other: JSON, with frames as PNG in base64; never pickle."""
+"""The messages between a reward's client and server: JSON, with frames as PNG in base64; never pickle."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from PIL import Image
 from pydantic import ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from digenrl.config.reading import Frozen
-from digenrl.rewards.contract import Metadata, as_uint8
-from digenrl.rewards.images import as_pil
+from digenrl.config.reading import ConfigError, Frozen, one_line
+from digenrl.rewards.contract import Metadata, as_pil, as_uint8
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class WireError(ValueError):
-    """What came over the wire is not what was agreed on; the message says where."""
+class MessageError(ValueError):
+    """A malformed message; the text says where."""
 
 
-class WireSample(Frozen):
+class SampleMessage(Frozen):
     """One sample: its frames are RGB PNG files in base64, all of one size."""
 
     prompt: str
@@ -36,13 +35,13 @@ class WireSample(Frozen):
 
 
 class ScoreRequest(Frozen):
-    """Samples to score together: as many frames each, all of one size."""
+    """Samples to score together, with the same number of frames, all of one size."""
 
-    samples: tuple[WireSample, ...] = Field(min_length=1)
+    samples: tuple[SampleMessage, ...] = Field(min_length=1)
 
 
 class ScoreReply(Frozen):
-    """Finite numbers and nothing that has to be turned into one."""
+    """Finite numbers; strict, so that nothing is converted to a number."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     values: list[Finite]
@@ -50,7 +49,7 @@ class ScoreReply(Frozen):
 
 
 class Refusal(Frozen):
-    """Why there are no scores. `samples` are positions in the request; empty: all of them."""
+    """Why there are no scores. `samples` are positions in the request; empty means all."""
 
     error: str
     samples: list[int] = Field(default=[])
@@ -58,35 +57,43 @@ class Refusal(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a server accepts in one request; everything beyond is refused before it takes memory."""
+    """What a server accepts in one request; larger requests are refused before they use memory."""
 
     body_bytes: int = 256 * 2**20
     samples: int = 256
     frames_per_sample: int = 512
     pixels_per_frame: int = 2**24  # 4096 x 4096
-    pixels_in_total: int = 2**27  # 1.5 GiB once they are fp32
+    pixels_in_total: int = 2**27  # 1.5 GiB in fp32
+
+
+def check_token(token: str, owner: str) -> None:
+    """Raises ConfigError, which does not show the token, unless it can be sent in a header."""
+    if not token.isascii() or not token.isprintable() or token != token.strip():
+        raise ConfigError(f"{owner}: the token must be printable ASCII without surrounding whitespace")
 
 
 def encode_request(pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> bytes:
-    """The body of a request. Raises WireError for metadata that JSON has no word for."""
+    """The body of a request. Raises MessageError for metadata that JSON cannot represent."""
     samples = tuple(
-        WireSample(prompt=prompt, metadata=dict(one), frames=tuple(encode_png(image) for image in as_pil(frames)))
+        SampleMessage(
+            prompt=prompt, metadata=dict(one), frames=tuple(encode_png(image) for image in as_pil(frames))
+        )
         for frames, prompt, one in zip(as_uint8(pixels_BFCHW), prompts, metadata, strict=True)
     )
     try:
         return ScoreRequest(samples=samples).model_dump_json().encode()
     except ValueError as error:
-        raise WireError(f"metadata cannot be written as JSON: {error}") from None
+        raise MessageError(f"metadata cannot be written as JSON: {error}") from None
 
 
 def decode_request(body: bytes, limits: Limits) -> tuple[Tensor, list[str], list[Metadata]]:
-    """Pixels (B, F, 3, H, W) in [0, 1], prompts and metadata. Raises WireError that names the sample and frame."""
+    """Pixels (B, F, 3, H, W) in [0, 1], prompts and metadata. A MessageError names the sample and frame."""
     try:
         request = ScoreRequest.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the body"
-        raise WireError(f"{where}: {first['msg']}") from None
+        raise MessageError(f"{where}: {first['msg']}") from None
     _check_counts(request, limits)
     frames = _decode_frames(request, limits)
     count = len(request.samples)
@@ -95,23 +102,23 @@ def decode_request(body: bytes, limits: Limits) -> tuple[Tensor, list[str], list
 
 
 def encode_png(image: Image.Image) -> str:
-    """Lossless; light compression, for the wire is faster than the compressor."""
+    """A PNG file in base64, with light compression: sending is faster than compressing."""
     file = BytesIO()
     image.save(file, format="PNG", compress_level=1)
     return base64.b64encode(file.getvalue()).decode()
 
 
 def decode_png(text: str, limits: Limits) -> Tensor:
-    """(3, H, W) uint8. Its size is checked before its pixels are unpacked."""
+    """(3, H, W) uint8. The size is checked before the pixels are unpacked."""
     try:
         with Image.open(BytesIO(base64.b64decode(text, validate=True)), formats=("PNG",)) as image:
             if image.width * image.height > limits.pixels_per_frame:
                 size = f"{image.width} x {image.height}"
-                raise WireError(f"{size} pixels are more than the {limits.pixels_per_frame} allowed")
+                raise MessageError(f"{size} pixels are more than the {limits.pixels_per_frame} allowed")
             if image.mode != "RGB":
-                raise WireError(f"expected an 8-bit RGB image, got mode {image.mode}")
+                raise MessageError(f"expected an 8-bit RGB image, got mode {image.mode}")
             return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
-    except WireError:
+    except MessageError:
         raise
     except (
         OSError,
@@ -122,39 +129,39 @@ def decode_png(text: str, limits: Limits) -> Tensor:
         zlib.error,
         Image.DecompressionBombError,
     ) as error:
-        raise WireError(f"not a PNG file in base64: {' '.join(str(error).split())}") from None
+        raise MessageError(f"not a PNG file in base64: {one_line(error)}") from None
 
 
 def _check_counts(request: ScoreRequest, limits: Limits) -> None:
     if len(request.samples) > limits.samples:
-        raise WireError(
+        raise MessageError(
             f"{len(request.samples)} samples are more than the {limits.samples} allowed in one request"
         )
     frames = len(request.samples[0].frames)
     if frames > limits.frames_per_sample:
-        raise WireError(f"{frames} frames are more than the {limits.frames_per_sample} allowed in one sample")
+        raise MessageError(f"{frames} frames are more than the {limits.frames_per_sample} allowed in one sample")
     for index, sample in enumerate(request.samples):
         if len(sample.frames) != frames:
-            raise WireError(
-                f"samples.{index}: has {len(sample.frames)} frames, samples.0 has {frames}; send them apart"
+            raise MessageError(
+                f"samples.{index}: has {len(sample.frames)} frames, samples.0 has {frames}; send them separately"
             )
 
 
 def _decode_frames(request: ScoreRequest, limits: Limits) -> list[Tensor]:
-    """All frames, sample by sample; stops at the first that is wrong, or where the total is reached."""
+    """All frames, sample by sample; raises MessageError at the first wrong one or if there are too many pixels."""
     decoded: list[Tensor] = []
     pixels = 0
     for index, sample in enumerate(request.samples):
         for number, text in enumerate(sample.frames):
             try:
                 frame = decode_png(text, limits)
-            except WireError as error:
-                raise WireError(f"samples.{index}.frames.{number}: {error}") from None
+            except MessageError as error:
+                raise MessageError(f"samples.{index}.frames.{number}: {error}") from None
             if decoded and frame.shape != decoded[0].shape:
                 sizes = f"{tuple(frame.shape)}, the first frame is {tuple(decoded[0].shape)}"
-                raise WireError(f"samples.{index}.frames.{number}: {sizes}; send sizes apart")
+                raise MessageError(f"samples.{index}.frames.{number}: {sizes}; send each size separately")
             pixels += frame[0].numel()
             if pixels > limits.pixels_in_total:
-                raise WireError(f"more than {limits.pixels_in_total} pixels in one request; send fewer samples")
+                raise MessageError(f"more than {limits.pixels_in_total} pixels in one request; send fewer samples")
             decoded.append(frame)
     return decoded

@@ -1,21 +1,19 @@
-"""Plans for people (a table) and for programs (plain dictionaries)."""
+"""Plans as terminal tables and as plain dictionaries for JSON."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from digenrl.planning.command import PlanFiles
 from digenrl.planning.memory import MemoryReport
 from digenrl.planning.plans import Plan, PlanResult
+from digenrl.planning.workload import Workload
 
 
 def plans_table(plans: Sequence[Plan]) -> Table:
-    """The plans, best first, one row each; the reasons stand below the table, from `plan_reasons`."""
+    """The plans, best first, one row each; `plan_reasons` go below the table."""
     table = Table(title="Plans, best first", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 1, 0))
     table.add_column("")
     table.add_column("plan", ratio=1)
@@ -24,7 +22,7 @@ def plans_table(plans: Sequence[Plan]) -> Table:
     for rank, plan in enumerate(plans, start=1):
         table.add_row(
             str(rank),
-            "\n".join((plan.layout.split, policy_words(plan), trainer_words(plan), memory_words(plan))),
+            "\n".join((plan.layout.split, rule_words(plan), trainer_words(plan), memory_words(plan))),
             rate_words(plan.samples_per_second),
             rate_words(plan.step_s),
             f"{plan.generator_busy:.0%}",
@@ -35,7 +33,7 @@ def plans_table(plans: Sequence[Plan]) -> Table:
 
 
 def plan_reasons(plans: Sequence[Plan]) -> list[str]:
-    """One line a plan: why the first won, why each other one lost."""
+    """One line per plan: why the first won, and why the others lost."""
     return [f"{rank}. {plan.why}" for rank, plan in enumerate(plans, start=1)]
 
 
@@ -50,16 +48,16 @@ def trainer_words(plan: Plan) -> str:
     return f"{ranks}: pack {trainer.pack}, {checkpointing}{weights}"
 
 
-def policy_words(plan: Plan) -> str:
+def rule_words(plan: Plan) -> str:
     """'slices of 2 (H100 8), group stream, help auto, stale 0.5'."""
-    policy = plan.spec.policy
-    stale = f"stale {policy.stale_fraction}" if policy.stale_fraction else "on-policy"
-    patient = ", earliest finish" if policy.dispatch == "earliest_finish" else ""
-    return f"{slice_words(plan)}, {policy.stream} stream, help {policy.help}, {stale}{patient}"
+    rules = plan.spec.policy
+    stale = f"stale {rules.stale_fraction}" if rules.stale_fraction else "on-policy"
+    dispatch = ", earliest finish" if rules.dispatch == "earliest_finish" else ""
+    return f"{slice_words(plan)}, {rules.stream} stream, help {rules.help}, {stale}{dispatch}"
 
 
 def slice_words(plan: Plan) -> str:
-    """'slices of 2', and in brackets which pools make larger ones: 'slices of 2 (H100 8)'."""
+    """'slices of 2', with the pools that generate larger ones in brackets: 'slices of 2 (H100 8)'."""
     pools = zip(plan.layout.generators, plan.slices, strict=True)
     larger = [f"{generator.pool.name} {own}" for generator, own in pools if own != plan.spec.slice]
     return f"slices of {plan.spec.slice}" + (f" ({', '.join(larger)})" if larger else "")
@@ -73,13 +71,13 @@ def memory_words(plan: Plan) -> str:
     return f"GiB a card: generators {generators}, trainer {_memory_words(plan.trainer_memory)}"
 
 
-def rate_words(samples_per_second: float) -> str:
-    """Three digits, and whole numbers above them: 0.0123, 4.56, 1,163."""
-    return f"{samples_per_second:,.0f}" if samples_per_second >= 100 else f"{samples_per_second:.3g}"
+def rate_words(rate: float) -> str:
+    """Three significant digits, or a whole number if larger: 0.0123, 4.56, 1,163."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def plan_as_dict(plan: Plan) -> dict[str, Any]:
-    """Everything about a plan, ready for JSON; `spec` reads back as a SPEC."""
+    """A plan for JSON; `spec` can be parsed as a SPEC."""
     trainer = plan.layout.trainer
     return {
         "split": plan.layout.split,
@@ -114,9 +112,10 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
 
 
 def result_as_dict(result: PlanResult) -> dict[str, Any]:
-    """The whole answer of a search, ready for JSON."""
+    """The result of a search for JSON."""
     return {
         "workload": result.workload.model_dump(mode="json"),
+        "costs": cost_source(result.workload),
         "considered": result.considered,
         "evaluated": result.evaluated,
         "proven_gap": result.proven_gap,
@@ -125,15 +124,22 @@ def result_as_dict(result: PlanResult) -> dict[str, Any]:
     }
 
 
+def cost_source(workload: Workload) -> str:
+    """The source of the model's costs: catalogue, derived (from its layers), or measured only."""
+    if workload.model_facts is None:
+        return "measured"
+    return "catalogue" if workload.model_facts.fitted else "derived"
+
+
 def spec_as_dict(plan: Plan) -> dict[str, Any]:
-    """The plan's SPEC with plain numbers, ready for YAML or JSON; absent parts are left out."""
+    """The plan's SPEC with plain numbers, for YAML or JSON, without absent parts."""
     content: dict[str, Any] = _plain(plan.spec.model_dump(mode="python", exclude_none=True))
     content.pop("colocate", None)
     return content
 
 
 def _plain(value: Any) -> Any:
-    """Decimals as the numbers they print as; tuples as lists."""
+    """Decimals as int or float; tuples as lists."""
     if isinstance(value, dict):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -160,31 +166,3 @@ def _memory_dict(memory: MemoryReport | None) -> dict[str, float] | None:
         "total_gib": round(memory.total_gib, 2),
         "available_gib": round(memory.available_gib, 2),
     }
-
-
-def show_plans(console: Console, result: PlanResult, words: list[str], files: PlanFiles) -> None:
-    """The plans, why they are as they are, how sure that is, and what to do with the first."""
-    console.print(plans_table(result.plans))
-    for reason in plan_reasons(result.plans):
-        console.print(reason, highlight=False)
-    looked_at = f"{result.considered:,} plans considered, {result.evaluated} simulated"
-    of_these = "no other" if result.every_size else "of the trainer sizes tried, none"
-    with_equal = "with slices of one size is better than the first by more than"
-    console.print(f"{looked_at}; {of_these} {with_equal} {result.proven_gap:.1%}.", style="dim")
-    if files.plan is not None:
-        if not result.workload.reward_seconds:
-            console.print(
-                "Scoring counts as free: no pool of the cluster gives measured.score_seconds.", style="dim"
-            )
-        stale = result.best.spec.policy.stale_fraction
-        if stale:
-            console.print(
-                f"It starts up to {stale:.0%} of a step on weights one version old (techniques.tcss={stale}), "
-                "which changes what is computed; --on-policy plans without.",
-                highlight=False,
-            )
-        command = shlex.join(["digenrl", "train", *words, "--plan", str(files.plan)])
-        console.print(f"The first plan: {files.plan}  (start it with: {command})", soft_wrap=True, highlight=False)
-    if files.spec is not None:
-        looked_at = f"look at it with: digenrl simulate {files.spec}"
-        console.print(f"SPEC of the first plan: {files.spec}  ({looked_at})", soft_wrap=True)

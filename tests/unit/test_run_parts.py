@@ -1,4 +1,4 @@
-"""The driver's parts, each with real files and workers without models."""
+"""The parts of a run, each with real files and workers without models."""
 
 from __future__ import annotations
 
@@ -10,30 +10,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from digenrl.driver.evaluation import HeldOutScore
-from digenrl.worker.orders import Order, SaveCheckpoint, ScoreEvaluation
-from fake_crew import FakeRun, fake_recipe
+from fake_workers import FakeRun, fake_recipe
 from PIL import Image
 from watched_runs import KeptNumbers, initial_state_of, watch
 
 from digenrl.config.reading import ConfigError
-from digenrl.driver.supervisor import WorkerFailedError
 from digenrl.loop import drive
-from digenrl.records import Committed, LaneOffer, SampleId, WorkerJoined, WorkerLost
+from digenrl.records import (
+    Commit,
+    Committed,
+    HeldOutChunk,
+    Job,
+    LaneOffer,
+    SampleId,
+    Save,
+    Score,
+    WorkerJoined,
+    WorkerLost,
+)
 from digenrl.run_folder.folder import LaneEntry, RunFolder, RunLines
-from digenrl.run_folder.grids import GAP, write_grid
+from digenrl.run_folder.grids import GAP, HeldOutScore, write_grid
 from digenrl.run_folder.lane_entries import LaneRecorder, lanes_of_whole_run
-from digenrl.run_folder.lines import JsonLines, read_lines
+from digenrl.run_folder.lines import read_lines
 from digenrl.run_folder.metric_lines import EvaluationRecord
-from digenrl.run_folder.spans import SpanWriter
 from digenrl.runs.checkpointer import Checkpointer, RunPosition
 from digenrl.runs.held_out import HeldOut
 from digenrl.runs.resuming import find_resume_point, kept_positions
 from digenrl.runs.step_time_prediction import StepTimePrediction, predicted_step_s
-from digenrl.runs.stopping import Stopper, StopRequested
+from digenrl.runs.stopping import Stopper
 from digenrl.simulation.virtual_cluster import VirtualCluster
-from digenrl.telemetry.trace import Span, Work
-from digenrl.worker import stages
+from digenrl.training.checkpoint.format import STATE_FILE, WHOLE, CheckpointContent
+from digenrl.worker.rollouts import shuffled
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 
@@ -68,25 +75,6 @@ def test_a_grid_shows_pictures_row_by_row_with_their_words(tmp_path: Path) -> No
     assert not pictures.exists()
 
 
-# --- Spans -------------------------------------------------------------------------------------------------------
-
-
-def test_a_lane_is_never_shown_at_two_things_at_once(tmp_path: Path) -> None:
-    handed_on: list[Span] = []
-    lines = JsonLines(tmp_path / "spans.jsonl")
-    book = SpanWriter(lines, handed_on.append)
-    book.add(Span("generator-0", Work.EVALUATE, 10, 50, step=1))
-    book.add(Span("generator-0", Work.GENERATE, 20, 70, step=1, group=0, size=2))
-    book.add(Span("generator-1", Work.GENERATE, 20, 60, step=1, group=1, size=2))
-    book.add(Span("generator-0", Work.GENERATE, 30, 40, step=1, group=2, size=2))
-    book.add(Span("trainer", Work.TRAIN, 0, 40, step=1))
-    book.add(Span("trainer", Work.PUBLISH, 5, 90, step=1))
-    book.add(Span("trainer", Work.COMMIT, 40, 80, step=1))
-    times = [(line["start_ns"], line["end_ns"]) for line in read_lines(tmp_path / "spans.jsonl")]
-    assert times == [(10, 50), (50, 70), (20, 60), (40, 40), (0, 40), (5, 90), (40, 80)]
-    assert [(span.start_ns, span.end_ns) for span in handed_on] == times
-
-
 # --- Stopping ----------------------------------------------------------------------------------------------------
 
 
@@ -95,11 +83,10 @@ def test_a_signal_is_remembered_until_the_run_can_be_left(number: signal.Signals
     stopper = Stopper()
     before = signal.getsignal(number)
     with stopper.listening():
-        stopper.check()
+        assert stopper.take_request() is None
         os.kill(os.getpid(), number)
-        with pytest.raises(StopRequested, match=number.name):
-            stopper.check()
-        stopper.check()  # asked once, raised once: what follows, as saving, is not interrupted
+        assert stopper.take_request() == number.name
+        assert stopper.take_request() is None, "a request is handled once: saving is not interrupted"
     assert signal.getsignal(number) == before
 
 
@@ -147,177 +134,105 @@ def test_predictions_come_with_the_costs_of_a_commit_and_match_a_run_of_those_co
 
 def test_shuffled_rewards_are_the_same_numbers_in_an_order_of_their_own() -> None:
     rewards = tuple(float(index) for index in range(24))
-    once = stages.shuffled(rewards, 3, SampleId(5, 2, 0))
+    once = shuffled(rewards, 3, SampleId(5, 2, 0))
     assert sorted(once) == list(rewards)
     assert once != rewards
-    assert once == stages.shuffled(rewards, 3, SampleId(5, 2, 7)), "of a group, whichever sample names it"
-    others = [stages.shuffled(rewards, *key) for key in ((4, SampleId(5, 2, 0)), (3, SampleId(5, 3, 0)))]
+    assert once == shuffled(rewards, 3, SampleId(5, 2, 7)), "of a group, whichever sample names it"
+    others = [shuffled(rewards, *key) for key in ((4, SampleId(5, 2, 0)), (3, SampleId(5, 3, 0)))]
     assert once not in others
-    reversed_rewards = stages.shuffled(rewards[::-1], 3, SampleId(5, 2, 0))
+    reversed_rewards = shuffled(rewards[::-1], 3, SampleId(5, 2, 0))
     assert reversed_rewards == tuple(23 - reward for reward in once), "the order does not look at the rewards"
 
 
-# --- Keeping -----------------------------------------------------------------------------------------------------
+# --- Checkpoints and evaluations ---------------------------------------------------------------------------------
 
 
-class Kept:
-    """A fake run in a real folder with a keeper."""
+class RecordedRun:
+    """A fake run in a real folder, with what a run records about checkpoints and evaluations."""
 
-    def __init__(self, tmp_path: Path, **changes: Any) -> None:
-        self.folder = folder_of(tmp_path, **changes)
+    def __init__(self, tmp_path: Path, fails: Any = lambda job: None, **changes: Any) -> None:
+        held_out = tmp_path / "held_out.txt"
+        held_out.write_text("one\ntwo\nthree\n")
+        evaluation = {"prompts": {"path": str(held_out)}, "every": 2, "batch": 1}
+        self.folder = folder_of(tmp_path, evaluation=evaluation, **changes)
         self.lines = RunLines(self.folder)
         root = tmp_path / "exchange"
         root.mkdir()
-        self.run = FakeRun(root, self.folder.recipe)
-        self.state = self.run.open()
-        self.run.runtime.begin()
-        self.spans: list[Span] = []
-        opening = RunPosition(0, 0, 0, self.lines.positions())
-        self.keeper = Checkpointer(
-            self.folder, self.lines, self.run.runtime, opening, lambda b: b.facts("print"), self.spans.append
-        )
+        self.checkpointer = Checkpointer(self.folder, self.lines, RunPosition(0, 0, 0, self.lines.positions()))
+        hooks = {"checkpoint_facts": self.checkpointer.facts, "pictures": lambda version: self.pictures(version)}
+        self.run = FakeRun(root, self.folder.recipe, held_out=3, hooks=hooks, fails=fails)
+        self.evaluations: list[EvaluationRecord] = []
+        self.messages: list[str] = []
+        rows = self.run.driver.stores.prompts.held_out
+        self.held_out = HeldOut(self.folder, rows, 0, self.evaluations.append, self.messages.append)
 
-    def saved(self) -> list[int]:
-        """The steps that the trainer saved."""
-        return [order.step for _, order in self.run.crew.log if isinstance(order, SaveCheckpoint)]
+    def pictures(self, version: int) -> Path:
+        """Where pictures go; they are there before the jobs that write them."""
+        folder = self.held_out.pictures(version)
+        folder.mkdir(exist_ok=True)
+        for row in range(3):
+            Image.new("RGB", (2, 2)).save(folder / f"{row:04d}.png")
+        return folder
 
-
-def test_every_nth_version_and_the_last_are_saved(tmp_path: Path) -> None:
-    kept = Kept(tmp_path, steps=5, checkpoint={"every": 2})
-    drive(kept.state, kept.run.runtime, (kept.keeper,))
-    kept.keeper.save_now()
-    assert kept.saved() == [2, 4, 5]
-    assert kept.keeper.saved_step == 5
-    assert [span.work for span in kept.spans] == [Work.SAVE] * 3
-
-
-def test_what_is_saved_already_is_not_saved_again(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
-    kept.keeper.save_now()
-    kept.keeper.save_now()
-    assert kept.saved() == [0]
+    def drive(self) -> Any:
+        state = self.run.prepare(evaluates=self.held_out.is_due_now())
+        self.run.driver.begin()
+        return drive(state, self.run.driver, (self.held_out, self.checkpointer))
 
 
-def test_a_newer_version_is_saved_although_an_older_one_is_still_being_saved(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
-    kept.keeper.save()
-    kept.run.runtime.receive = lambda: None  # type: ignore[method-assign]  the trainer takes its time
-    assert kept.run.crew.orders_of("trainer") == [SaveCheckpoint]
-    kept.keeper.position = RunPosition(1, 5, 9, kept.lines.positions())
-    del kept.run.runtime.receive
-    kept.run.crew.answer("trainer")
-    kept.run.crew._batch = 1
-    kept.keeper.save_now()
-    assert kept.saved() == [0, 1]
-    assert kept.keeper.saved_step == 1
+def test_a_checkpoint_has_the_length_of_every_file_at_its_commit(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path, steps=1, checkpoint={"every": 1})
+    run.lines.metrics.append({"step": 0})
+    run.drive()
+    (save,) = run.run.transport.jobs(Save)
+    assert save.facts["positions"] == {"journal": 0, "spans": 0, "metrics": 11, "evaluations": 0}
+    assert save.facts["jobs_issued"] > 6
+    assert save.facts["fingerprint"]
 
 
-def test_a_bookmark_has_the_length_of_every_file_at_the_commit(tmp_path: Path) -> None:
-    kept = Kept(tmp_path, steps=1, checkpoint={"every": 1})
-    kept.lines.metrics.append({"step": 0})
-    drive(kept.state, kept.run.runtime, (kept.keeper,))
-    kept.keeper.save_now()
-    order = next(order for _, order in kept.run.crew.log if isinstance(order, SaveCheckpoint))
-    assert order.facts["positions"] == {"journal": 0, "spans": 0, "metrics": 11, "evaluations": 0}
-    assert order.facts["fingerprint"] == "print"
-    assert order.facts["jobs_issued"] == 6
-
-
-# --- Held-out prompts --------------------------------------------------------------------------------------------
-
-
-class HeldOutRun(Kept):
-    """With an evaluation every second step."""
-
-    def __init__(self, tmp_path: Path, fails: Any = None) -> None:
-        held_out = tmp_path / "held_out.txt"
-        held_out.write_text("one\ntwo\nthree\n")
-        super().__init__(tmp_path, evaluation={"prompts": {"path": str(held_out)}, "every": 2, "batch": 1})
-        if fails is not None:
-            self.run.crew._fails = fails
-        self.numbers: list[EvaluationRecord] = []
-        self.words: list[str] = []
-        self.held_out = HeldOut(
-            self.folder, self.run.runtime, self.run.clock, self._take, self.spans.append, self.words.append
-        )
-        evaluate = self.run.crew._evaluate
-
-        def with_pictures(worker: Any, order: Any) -> Any:
-            Path(order.pictures).mkdir(exist_ok=True)
-            for row in range(len(order.prompts)):
-                Image.new("RGB", (2, 2)).save(Path(order.pictures) / f"{order.first + row:04d}.png")
-            return evaluate(worker, order)
-
-        from digenrl.worker.orders import EvaluatePrompts
-
-        self.run.crew._carry_out[EvaluatePrompts] = with_pictures
-
-    def _take(self, evaluation: EvaluationRecord) -> None:
-        self.numbers.append(evaluation)
-        self.lines.evaluations.append({"step": evaluation.steps_done})
-
-
-def test_a_run_is_evaluated_before_the_first_step_every_so_often_and_after_the_last(tmp_path: Path) -> None:
-    run = HeldOutRun(tmp_path)
-    run.held_out.prepare(0)
-    drive(run.state, run.run.runtime, (run.held_out,))
-    run.held_out.finish()
-    assert [numbers.steps_done for numbers in run.numbers] == [0, 2, 3]
-    assert run.numbers[0].values == {"reward_mean": 1.0, "reward/size": 1.0}
-    assert run.numbers[0].count == 3
-    assert run.numbers[0].grid == "samples/step_000000.png"
+def test_a_run_is_evaluated_before_the_first_step_every_few_steps_and_after_the_last(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path)
+    run.drive()
+    assert [each.steps_done for each in run.evaluations] == [0, 2, 3]
+    assert run.evaluations[0].values == {"reward_mean": 1.0, "reward/size": 1.0}
+    assert run.evaluations[0].count == 3
+    assert run.evaluations[0].grid == "samples/step_000000.png"
     assert not list(run.folder.samples.glob(".step_*"))
-    assert {span.work for span in run.spans} == {Work.EVALUATE}
 
 
-def test_a_run_that_goes_on_evaluates_what_is_due_and_not_there(tmp_path: Path) -> None:
-    run = HeldOutRun(tmp_path)
+def test_a_resumed_run_evaluates_its_version_only_if_that_is_due_and_missing(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path)
     left_over = run.folder.samples / ".step_000002"
     left_over.mkdir()
-    (left_over / "0009.png").touch()
-    run.lines.evaluations.append({"step": 0})
-    run.held_out.prepare(0)
-    assert not run.numbers and not left_over.exists()
-    run.run.crew._batch = 2
-    run.run.runtime.take_weights(2, run.run.crew._laid_out())
-    run.held_out.prepare(2)
-    assert [numbers.steps_done for numbers in run.numbers] == [2]
-    run.held_out.prepare(2)
-    assert [numbers.steps_done for numbers in run.numbers] == [2]
+    run.lines.evaluations.append({"step": 0, "at_s": 1.0, "count": 3})
+
+    def due(version: int) -> bool:
+        return HeldOut(run.folder, (), version, run.evaluations.append, run.messages.append).is_due_now()
+
+    assert [due(version) for version in range(4)] == [False, False, True, True]
+    assert not left_over.exists()
 
 
-def test_an_evaluation_that_cannot_work_ends_a_run_before_it_begins(tmp_path: Path) -> None:
-    run = HeldOutRun(tmp_path, lambda order: "no reader" if isinstance(order, ScoreEvaluation) else None)
+def scores_held_out(job: Job) -> bool:
+    return isinstance(job, Score) and isinstance(job.piece, HeldOutChunk)
+
+
+def test_an_initial_evaluation_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path, lambda job: "no reader" if scores_held_out(job) else None)
     with pytest.raises(ConfigError, match=r"^no reader$"):
-        run.held_out.prepare(0)
+        run.drive()
+    assert not run.run.transport.jobs(Commit)
 
 
-def test_an_evaluation_that_fails_later_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
-    failing = False
+def test_a_later_evaluation_that_fails_is_reported_and_the_run_continues(tmp_path: Path) -> None:
+    def fails(job: Job) -> str | None:
+        return "server is away" if scores_held_out(job) and job.piece.version else None  # type: ignore[attr-defined]
 
-    def fails(order: Order) -> str | None:
-        return "server is away" if failing and isinstance(order, ScoreEvaluation) else None
-
-    run = HeldOutRun(tmp_path, fails)
-    run.held_out.prepare(0)
-    failing = True
-    state = drive(run.state, run.run.runtime, (run.held_out,))
-    run.held_out.finish()
-    assert state.finished
-    assert [numbers.steps_done for numbers in run.numbers] == [0]
-    assert run.words[1:] == [f"the evaluation after {step} steps failed: server is away" for step in (2, 3)]
-    assert not list(run.folder.samples.glob(".step_*"))
-
-
-def test_a_worker_that_breaks_in_the_first_evaluation_is_told_with_details(tmp_path: Path) -> None:
-    run = HeldOutRun(tmp_path)
-    run.run.exchange.drop("held-out-prompt-0")
-    run.run.crew._encode = None  # type: ignore[assignment]
-    from digenrl.worker.orders import EncodePrompts, PromptsEncoded
-
-    run.run.crew._carry_out[EncodePrompts] = lambda worker, order: PromptsEncoded(())  # rows that never come
-    with pytest.raises(WorkerFailedError, match="could not go on: FileNotFoundError"):
-        run.held_out.prepare(0)
+    run = RecordedRun(tmp_path, fails)
+    assert run.drive().finished
+    assert [each.steps_done for each in run.evaluations] == [0]
+    for message, step in zip(run.messages, (2, 3), strict=True):
+        assert "server is away" in message and str(step) in message
 
 
 # --- Lanes in run.json -------------------------------------------------------------------------------------------
@@ -331,7 +246,7 @@ def test_lanes_that_leave_and_join_are_written_down(tmp_path: Path) -> None:
     book = LaneRecorder(folder, {"new": "cuda:3"})
     book.observe(WorkerLost(70, lane=1), (), state)
     book.observe(WorkerJoined(90, LaneOffer("new", 5)), (), state)
-    book.observe(Committed(95, step=0), (), state)
+    book.observe(Committed(95, Commit(0, 90, step=0)), (), state)
     lanes = {lane.name: lane for lane in RunFolder.open(folder.path).info.lanes}
     assert lanes[state.lanes[1].name].left_ns == 70
     assert lanes[state.lanes[0].name].left_ns is None
@@ -357,8 +272,8 @@ def write_checkpoint(folder: RunFolder, step: int, **facts: Any) -> None:
 
     known = {"at_ns": 5, "jobs_issued": 6, "positions": {}, "fingerprint": fingerprint(folder.recipe)}
     path = folder.checkpoint(step)
-    path.mkdir()
-    (path / "state.json").write_text(json.dumps({"step": step, "facts": {**known, **facts}}))
+    path.mkdir(exist_ok=True)
+    CheckpointContent(WHOLE, step, {}, {**known, **facts}, {}).write(path)
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
@@ -367,6 +282,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     for step in (999_999, 1_000_000, 20):
         write_checkpoint(folder, step)
     (folder.checkpoints / ".saving-step_1000001").mkdir()
+    folder.checkpoint(1_000_000).rename(folder.checkpoints / ".replaced-step_1000000")
     standing = find_resume_point(folder)
     assert standing is not None
     assert standing.checkpoint == folder.checkpoint(1_000_000)
@@ -386,11 +302,14 @@ def test_damaged_and_foreign_checkpoints_are_told_in_one_line(tmp_path: Path) ->
     write_checkpoint(folder, 3, fingerprint="another")
     with pytest.raises(ConfigError, match=r"step_000003: was saved by another run: seed, model"):
         find_resume_point(folder)
-    for content in ("{", "[]", '{"step": 3}', '{"step": 3, "facts": {"at_ns": 1}}'):
-        (folder.checkpoint(3) / "state.json").write_text(content)
-        with pytest.raises(ConfigError, match="step_000003: incomplete or damaged") as caught:
+    for content in ("{", "[]", '{"format": 3, "step": 3}'):
+        (folder.checkpoint(3) / STATE_FILE).write_text(content)
+        with pytest.raises(ConfigError, match="step_000003: ") as caught:
             find_resume_point(folder)
         assert "\n" not in str(caught.value)
+    CheckpointContent(WHOLE, 3, {}, {"at_ns": 1}, {}).write(folder.checkpoint(3))
+    with pytest.raises(ConfigError, match=r"step_000003: .*jobs_issued"):
+        find_resume_point(folder)
 
 
 def test_evaluations_of_versions_that_are_kept_are_kept_wherever_they_stand(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A plan as keys of the recipe that it was made for: what `digenrl train RECIPE --plan plan.yaml` lays over it."""
+"""A plan as recipe keys: the file that `digenrl train RECIPE --plan plan.yaml` applies to the recipe."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import yaml
 
 from digenrl.config.plan_files import work_of
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipe import Recipe, technique_keys
+from digenrl.planning.plan_tables import rate_words
 from digenrl.planning.plans import Plan
-from digenrl.planning.view import rate_words
 
 
 def overlay(plan: Plan, recipe: Recipe, recipe_name: str) -> dict[str, Any]:
-    """The plan's file as a mapping. Raises ConfigError where nothing tells Ray which machines are a pool's."""
-    policy, trainer = plan.spec.policy, plan.layout.trainer
+    """The content of the plan file. Raises ConfigError if a pool's machines in a Ray cluster are not specified."""
+    trainer = plan.layout.trainer
     pools = {trainer.pool, *(generator.pool for generator in plan.layout.generators)}
     for pool in pools:
         if len(pools) > 1 and not pool.place:
             raise ConfigError(
-                f"{pool.name}: nothing says which machines of a Ray cluster are this pool's; give it accelerator, "
+                f"{pool.name}: no key selects the machines of this pool in a Ray cluster; give it accelerator, "
                 "labels or resources in the cluster file"
             )
     return {
@@ -37,17 +37,12 @@ def overlay(plan: Plan, recipe: Recipe, recipe_name: str) -> dict[str, Any]:
         "lanes": {"ranks": trainer.cards, "rewards": plan.spec.reward.lanes},
         "cluster": {"trainer": trainer.pool.place, "generators": _generators(plan)},
         "batch": {"slice": plan.spec.slice},
-        "techniques": {
-            "gap": policy.stream == "group",
-            "tag": policy.help,
-            "tcss": float(policy.stale_fraction),
-            "dispatch": policy.dispatch,
-        },
+        "techniques": technique_keys(plan.spec.policy),
     }
 
 
 def overlay_text(content: dict[str, Any], plan: Plan) -> str:
-    """The file: the prediction and the split as comments, then the keys."""
+    """The plan file: split and prediction as comments, then the content."""
     predicted = f"{rate_words(plan.samples_per_second)} samples/s, {rate_words(plan.step_s)} s a step"
     lines = [
         f"# {plan.layout.split}: {predicted} predicted.",
@@ -57,7 +52,7 @@ def overlay_text(content: dict[str, Any], plan: Plan) -> str:
 
 
 def _generators(plan: Plan) -> list[dict[str, Any]]:
-    """One pool of lanes per class of cards, with its own slice where that is larger than the unit."""
+    """One pool of lanes per card pool, with its own slice size if that is larger than the unit."""
     pools = []
     for generator, own in zip(plan.layout.generators, plan.slices, strict=True):
         pool: dict[str, Any] = {"name": _plain_name(generator.pool.name), "count": generator.lanes}
@@ -72,5 +67,5 @@ def _generators(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _plain_name(name: str) -> str:
-    """'RTX PRO 6000 Blackwell' reads rtx-pro-6000-blackwell: what a pool of lanes may be called."""
+    """A valid name for a pool of lanes: rtx-pro-6000-blackwell for 'RTX PRO 6000 Blackwell'."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "generator"

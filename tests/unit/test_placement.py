@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_crew import fake_recipe
+from fake_workers import fake_recipe
 
 from digenrl.config.reading import ConfigError
 from digenrl.driver.placement import place

@@ -1,0 +1,275 @@
+"""The paper's ladder on our cost model: colocated, then disaggregated with one technique after another.
+
+A SPEC's colocated rule trains on all cards with perfect scaling, which real systems do not reach. So the SPEC of
+the baseline gets numbers from which that rule returns the modelled time. Every other rung gets the split, slice
+and packing that are best for it, found with the planner's search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from math import ceil, inf
+
+from digenrl.config.reading import ConfigError
+from digenrl.config.spec import (
+    ColocatedCosts,
+    HelperCosts,
+    ScheduleRules,
+    Spec,
+    TimedGeneratorPool,
+    TimedRewardPool,
+    TrainerCosts,
+)
+from digenrl.planning.bounds import least_makespan
+from digenrl.planning.candidates import Candidate, rates_of
+from digenrl.planning.cluster import CardPool
+from digenrl.planning.constants import CONSTANTS, Constants
+from digenrl.planning.costs import (
+    TrainerLayout,
+    all_gather_seconds,
+    commit_seconds,
+    slice_seconds,
+    switch_seconds,
+    training_pass_seconds,
+    unit_seconds,
+)
+from digenrl.planning.layout import (
+    Capabilities,
+    GeneratorLayout,
+    Layout,
+    best_trainer,
+    fitting_slices,
+    generator_layout,
+    memory_of_trainer,
+)
+from digenrl.planning.spec_builder import rounded, training_unit
+from digenrl.planning.workload import Workload
+from digenrl.simulation.makespan import predict_makespan
+
+
+@dataclass(frozen=True, slots=True)
+class ColocatedAssumptions:
+    """Overheads of a colocated system.
+
+    `node_shards`: weights are sharded inside each node instead of over all cards. `packed`: time-steps are packed
+    and spread as in a disaggregated trainer. `sharded_rollout`: generates with sharded weights, gathered at every
+    denoising step, instead of with a full copy. `scaling`: share of perfect scaling that training over all cards
+    reaches. `engine_switch_s`: the restart of the inference engine, in addition to the transfer of weights.
+    """
+
+    node_shards: bool = False
+    packed: bool = False
+    sharded_rollout: bool = False
+    scaling: float = 1.0
+    engine_switch_s: float = 0.0
+
+
+def colocated_spec(
+    workload: Workload,
+    pools: Sequence[CardPool],
+    steps: int,
+    assumptions: ColocatedAssumptions,
+    constants: Constants = CONSTANTS,
+) -> Spec:
+    """The SPEC of the colocated run on all cards of `pools`; unequal cards train at the rate of the slowest.
+
+    Raises ConfigError if the model does not fit.
+    """
+    lanes = [_lanes(workload, pool, constants) for pool in pools]
+    trainer = colocated_trainer(workload, pools, assumptions, constants)
+    step_s = unit_seconds(workload, trainer, workload.samples_per_step, constants) / assumptions.scaling
+    lane_count = sum(layout.lanes for layout in lanes)
+    switch_in, switch_out = switch_seconds(workload, trainer, lanes[-1].lane_cards, constants)
+    tables = [_rollout_table(workload, layout, trainer, assumptions, constants) for layout in lanes]
+    counts = [layout.lanes for layout in lanes]
+    counts[-1] -= 1  # a SPEC needs at least one trainer lane
+    return Spec(
+        steps=steps,
+        prompts=workload.prompts,
+        samples_per_prompt=workload.samples_per_prompt,
+        slice=_rollout_slice(workload, lane_count),
+        generators=tuple(
+            TimedGeneratorPool(name=layout.pool.name, count=count, seconds=table)
+            for layout, count, table in zip(lanes, counts, tables, strict=True)
+            if count
+        ),
+        reward=TimedRewardPool(lanes=workload.reward_lanes, seconds=rounded(workload.reward_seconds)),
+        trainer=TrainerCosts(
+            seconds_per_sample=rounded(step_s / workload.samples_per_step * lane_count),
+            commit=rounded(commit_seconds(workload, trainer, constants)),
+            helper=HelperCosts(lanes=1, seconds=tables[-1]),
+        ),
+        policy=ScheduleRules(colocated=True),
+        colocate=ColocatedCosts(switch=rounded((switch_in + switch_out) / 2 + assumptions.engine_switch_s)),
+    )
+
+
+def colocated_trainer(
+    workload: Workload,
+    pools: Sequence[CardPool],
+    assumptions: ColocatedAssumptions,
+    constants: Constants = CONSTANTS,
+) -> TrainerLayout:
+    """All cards as one trainer, at the rate of the slowest, with the fastest pack size and checkpointing."""
+    slowest = max(pools, key=lambda pool: training_pass_seconds(workload, pool.card, 1, True, constants))
+    pool = slowest.model_copy(
+        update={
+            "nodes": sum(pool.nodes for pool in pools),
+            "network_gbit_s": min(pool.network_gbit_s for pool in pools),
+        }
+    )
+    cards = sum(pool.cards for pool in pools)
+    shard_cards = pool.per_node if assumptions.node_shards and cards % pool.per_node == 0 else cards
+    pairs = ceil(workload.samples_per_step * workload.pairs_per_sample / cards) if assumptions.packed else 1
+    layouts = [
+        TrainerLayout(pool, cards, shard_cards, pack, checkpointing, assumptions.packed)
+        for pack in range(1, pairs + 1)
+        for checkpointing in (False, True)
+    ]
+    headroom = constants.memory_headroom
+    fitting = [layout for layout in layouts if memory_of_trainer(workload, layout, headroom).fits]
+    if not fitting:
+        needed = memory_of_trainer(workload, layouts[1], headroom)
+        raise ConfigError(
+            f"{workload.model} does not fit on {cards} colocated {pool.name}: one pair needs "
+            f"{needed.total_gib:.0f} GiB per card, but {needed.available_gib:.0f} are free; add cards, or use LoRA"
+        )
+    return min(fitting, key=lambda layout: unit_seconds(workload, layout, workload.samples_per_step, constants))
+
+
+def _lanes(workload: Workload, pool: CardPool, constants: Constants) -> GeneratorLayout:
+    layout = generator_layout(workload, pool, pool.cards, constants)
+    if layout is None:
+        raise ConfigError(f"{workload.model} does not fit on a node of {pool.per_node} {pool.name}")
+    return layout
+
+
+def _rollout_slice(workload: Workload, lanes: int) -> int:
+    """The samples of a step spread over all lanes, rounded down to a size that cuts groups evenly."""
+    share = ceil(workload.samples_per_step / lanes)
+    return max(size for size in workload.slice_sizes() if size <= share)
+
+
+def _rollout_table(
+    workload: Workload,
+    layout: GeneratorLayout,
+    trainer: TrainerLayout,
+    assumptions: ColocatedAssumptions,
+    constants: Constants,
+) -> dict[int, Decimal]:
+    """Seconds by slice size; a rollout with sharded weights also gathers them at every denoising step."""
+    gather_s = workload.denoise_steps * all_gather_seconds(workload.facts.weight_bytes, trainer, constants)
+    table = {}
+    for size in workload.slice_sizes():
+        seconds = slice_seconds(workload, layout.pool.card, size, layout.lane_cards, constants)
+        if assumptions.sharded_rollout:
+            seconds = max(seconds, gather_s) + (1 - constants.gather_overlap) * min(seconds, gather_s)
+        table[size] = rounded(seconds)
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class TechniqueRung:
+    """The scheduling rules of a rung, whether time-steps are packed and spread (TSP), and whether the trainer may
+    keep a copy of the weights per node."""
+
+    name: str
+    rules: ScheduleRules
+    packed: bool
+    node_shards: bool = True
+
+
+STALE_SHARE = "0.5"
+
+RUNGS = (
+    TechniqueRung("disaggregated", ScheduleRules(order="batch", stream="batch", help="none"), packed=False),
+    TechniqueRung("+ GAP", ScheduleRules(help="none"), packed=False),
+    TechniqueRung("+ TSP", ScheduleRules(help="none"), packed=True),
+    TechniqueRung("+ TAG", ScheduleRules(help="auto"), packed=True),
+    TechniqueRung(
+        "+ TCSS", ScheduleRules.model_validate({"help": "auto", "stale_fraction": STALE_SHARE}), packed=True
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LadderRow:
+    """The result of a rung; `speedup` is relative to colocated, `split` is the use of the cards."""
+
+    rung: str
+    makespan_s: float
+    speedup: float
+    split: str
+
+
+def simulate_rungs(
+    workload: Workload,
+    pools: Sequence[CardPool],
+    steps: int,
+    assumptions: ColocatedAssumptions,
+    constants: Constants = CONSTANTS,
+    rungs: Sequence[TechniqueRung] = RUNGS,
+) -> list[LadderRow]:
+    """Simulates colocated first, then every rung. Raises ConfigError if the model does not fit the cards."""
+    colocated_s = predict_makespan(colocated_spec(workload, pools, steps, assumptions, constants))
+    rows = [LadderRow("colocated", colocated_s, 1.0, "all cards in turn")]
+    for rung in rungs:
+        makespan_s, candidate = _best(workload, pools, rung, steps, constants)
+        rows.append(LadderRow(rung.name, makespan_s, colocated_s / makespan_s, candidate.layout.split))
+    return rows
+
+
+def rung_candidates(
+    workload: Workload,
+    pools: Sequence[CardPool],
+    rung: TechniqueRung,
+    steps: int,
+    constants: Constants = CONSTANTS,
+) -> Iterator[Candidate]:
+    """Every split in quarters of a node, with every slice size, under the rung's rules."""
+    unit = training_unit(workload, rung.rules.stream)
+    capabilities = Capabilities(packed=rung.packed, shards="any" if rung.node_shards else "no_nodes")
+    for trainer_pool in pools:
+        quarter = max(1, trainer_pool.per_node // 4)
+        for cards in range(quarter, trainer_pool.cards + 1, quarter):
+            trainer = best_trainer(workload, trainer_pool, cards, unit, constants, capabilities)
+            left = {pool.name: pool.cards - (cards if pool is trainer_pool else 0) for pool in pools}
+            lanes = [generator_layout(workload, pool, left[pool.name], constants) for pool in pools]
+            generators = tuple(layout for layout in lanes if layout is not None)
+            helper = generator_layout(workload, trainer_pool, cards, constants)
+            if trainer is None or not generators:
+                continue
+            layout = Layout(generators, trainer, helper.lane_cards if helper else None)
+            yield from _slices(workload, layout, rung, steps, constants)
+
+
+def _slices(
+    workload: Workload, layout: Layout, rung: TechniqueRung, steps: int, constants: Constants
+) -> Iterator[Candidate]:
+    for size in fitting_slices(workload, layout, constants):
+        rates = rates_of(workload, layout, size, rung.rules, steps, constants)
+        yield Candidate(layout, size, rung.rules, rates, least_makespan(rates))
+
+
+def _best(
+    workload: Workload,
+    pools: Sequence[CardPool],
+    rung: TechniqueRung,
+    steps: int,
+    constants: Constants,
+) -> tuple[float, Candidate]:
+    """The best candidate and its makespan; candidates whose bound is no better are not simulated."""
+    found = sorted(rung_candidates(workload, pools, rung, steps, constants), key=lambda c: c.bound_s)
+    if not found:
+        names = " + ".join(f"{pool.cards} {pool.name}" for pool in pools)
+        raise ConfigError(f"{workload.model} ({workload.tuning}) does not fit {names} as '{rung.name}'")
+    best_s, best = inf, found[0]
+    for candidate in found:
+        if candidate.bound_s >= best_s:
+            break
+        makespan_s = predict_makespan(candidate.spec(workload, steps, constants))
+        if makespan_s < best_s:
+            best_s, best = makespan_s, candidate
+    return best_s, best

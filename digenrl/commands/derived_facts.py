@@ -1,0 +1,93 @@
+"""Model facts for `digenrl plan`, counted from a model's layers. Needs torch, but no weights and no GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from digenrl.config.reading import ConfigError, parse_model
+from digenrl.config.recipe import Recipe
+from digenrl.models.contract import SampleSize
+from digenrl.models.family import Family
+from digenrl.models.loading import building_on, pipeline_without
+from digenrl.models.pipeline_model import PipelineModel
+from digenrl.models.registry import find_family
+from digenrl.models.work_count import TextShapes, count_work
+from digenrl.planning.model_facts import ModelFacts, typical_costs
+from digenrl.planning.recipe_workload import model_name
+from digenrl.worker.blueprint import source_of
+
+
+def derive_facts(recipe: Recipe) -> ModelFacts:
+    """Facts of the recipe's model: of the local pipeline's layers, else of the family's published size.
+
+    A hub id is matched with the family's sizes by name; the family's first size is the default.
+    """
+    family, sample = find_family(recipe.model.family), recipe.sample
+    size = SampleSize(sample.height, sample.width, sample.frames)
+    source, name = Path(source_of(recipe)), model_name(recipe)
+    if (source / "transformer" / "config.json").is_file():
+        return facts_of(family, name, *_local_model(family, source), size)
+    published = recipe.model.random_size if recipe.model.random else _size_in(name, family)
+    if published is None:
+        published = next(iter(family.sizes))
+        name = f"{name} (as {family.name} {published})"
+    model = family.build_full(torch.bfloat16, "meta", published)
+    return facts_of(family, name, model, family.full_size(published).text_shapes, size)
+
+
+def facts_of(
+    family: Family, name: str, model: PipelineModel, text_shapes: TextShapes, size: SampleSize
+) -> ModelFacts:
+    """Facts of a model on the meta device, counted with a sample of this size."""
+    count = asdict(count_work(model, text_shapes, size))
+    costs = typical_costs(count.pop("activations"), family.kind)
+    facts = {
+        "name": name,
+        "family": family.name,
+        "guidance": "batched" if family.uses_negative_prompts else "embedded",
+        "block_tokens": "joint" if count["joint_attention_blocks"] else "image",
+    }
+    return parse_model(ModelFacts, {**facts, **count, **costs})
+
+
+def _size_in(name: str, family: Family) -> str | None:
+    """The size whose name is part of the pipeline's name, as 3.5-large in stable-diffusion-3.5-large."""
+    fitting = [size for size in family.sizes if size in name.lower()]
+    return max(fitting, key=len, default=None)
+
+
+def _local_model(family: Family, source: Path) -> tuple[PipelineModel, TextShapes]:
+    """The model of a local pipeline on the meta device, and its text shapes."""
+    full = family.full_size()
+    with building_on(torch.bfloat16, "meta"):
+        transformer = full.transformer.cls.from_config(_config(source / "transformer"))
+        vae = family.vae.cls.from_config(_config(source / "vae"))
+        published = full.transformer.build()
+    pipeline = pipeline_without(
+        family.pipeline_class, transformer=transformer, vae=vae, scheduler=family.scheduler.build()
+    )
+    shapes = {
+        name: (*shape[:-1], _width(shape[-1], published.config, transformer.config))
+        for name, shape in full.text_shapes.items()
+    }
+    return family.model_class(pipeline), shapes
+
+
+def _width(published_width: int, published: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    """The width of a text argument: the key that holds the published width also holds the width of this model."""
+    keys = [key for key, value in published.items() if value == published_width]
+    return next((config[key] for key in keys if isinstance(config.get(key), int)), published_width)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.source: {folder / 'config.json'} cannot be read: {error}") from None
+    return content

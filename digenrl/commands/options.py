@@ -1,0 +1,134 @@
+"""Arguments and options of the command line, shared by its commands or too long for a signature."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from digenrl.planning.workload import WORKLOAD_KEYS
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Override settings of the recipe, as training.lora.rank=8."),
+]
+RecipeName = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="The recipe: a YAML file, or the name of a shipped recipe.")
+]
+OptionalRecipe = Annotated[
+    str | None,
+    typer.Argument(metavar="RECIPE", help="The recipe: a YAML file, or the name of a shipped recipe."),
+]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, as runs/demo-1.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
+
+# simulate
+SpecFile = Annotated[
+    Path | None, typer.Argument(metavar="SPEC", help="The schedule to simulate: a YAML or JSON file.")
+]
+ProfileName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PROFILE",
+        help="A file or a name: supplies times that the SPEC omits; without a SPEC, predicts a run on its device.",
+    ),
+]
+TraceFile = Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev to this file.")]
+GanttFile = Annotated[Path | None, typer.Option(help="Write a Gantt chart (SVG) to this file.")]
+Ladder = Annotated[bool, typer.Option("--ladder", help="Compare the techniques, adding them one by one.")]
+Unpacked = Annotated[
+    str | None,
+    typer.Option(metavar="SECONDS", help="With --ladder: seconds per sample without time-step packing."),
+]
+SearchBudget = Annotated[int, typer.Option(min=1, help="The number of nodes that one help decision may search.")]
+
+# plan
+ClusterFile = Annotated[Path, typer.Option(help="The available cards: a YAML or JSON file.")]
+PlanOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help=f"Override settings of the recipe, as batch.prompts=8; with --model: {', '.join(WORKLOAD_KEYS)}.",
+    ),
+]
+ModelName = Annotated[
+    str | None,
+    typer.Option(help="Instead of a recipe: a model with its published settings, as flux.1 or wan2.1-14b."),
+]
+PlanFile = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="FILE", help="Write the best plan of a recipe here; plan.yaml by default."),
+]
+PlanSpecFile = Annotated[
+    Path | None,
+    typer.Option("--spec", metavar="FILE", help="Write its SPEC here; with --model, plan.yaml by default."),
+]
+OnPolicy = Annotated[bool, typer.Option("--on-policy", help="Plan without stale samples.")]
+StaleShares = Annotated[
+    list[float] | None, typer.Option("--stale-share", help="A stale share to try; may be repeated.")
+]
+TrainerRanks = Annotated[
+    int | None, typer.Option(min=1, help="The number of cards that train; chosen by the planner by default.")
+]
+ObjectiveName = Annotated[str, typer.Option(help="throughput or cost.")]
+KeptPlans = Annotated[int, typer.Option(min=1, help="The number of plans to show.")]
+
+# profile
+LargestSlice = Annotated[
+    int | None, typer.Option(min=1, help="The largest slice to measure; a whole group by default.")
+]
+ProfileFile = Annotated[Path, typer.Option("--out", metavar="FILE", help="Write the profile here.")]
+
+# train
+RunFolderPath = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="The run's new folder; runs/NAME-1, -2, ... by default."),
+]
+ResumePath = Annotated[
+    Path | None, typer.Option(metavar="RUN", help="Resume this run from its newest checkpoint.")
+]
+ChosenPlan = Annotated[
+    Path | None,
+    typer.Option("--plan", metavar="FILE", help="Use the lanes, slices and techniques of a plan."),
+]
+
+# sample
+CheckpointName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="A checkpoint, as step_000020, or 'before': the untrained model. By default the newest.",
+    ),
+]
+PromptTexts = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="A prompt; may be repeated.")]
+PromptFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Prompts as .txt, .jsonl or .parquet.")]
+SampleCount = Annotated[
+    int | None, typer.Option(min=1, help="The number of samples; if there are fewer prompts, they repeat.")
+]
+DenoisingSteps = Annotated[int | None, typer.Option(min=1, help="The number of denoising steps.")]
+GuidanceScale = Annotated[float | None, typer.Option(min=0, help="The guidance scale.")]
+NoiseSeed = Annotated[int | None, typer.Option(min=0, help="The seed of the initial noise.")]
+SampleFolder = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="A new folder; by default a numbered one in RUN/sampled."),
+]
+DeviceName = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda if available.")]
+
+# make-tiny
+FamilyName = Annotated[str, typer.Argument(help="The model family, as sd3 or wan.")]
+PipelineFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A new folder for the pipeline.")]
+WeightsSeed = Annotated[int, typer.Option(min=0, help="The seed of the random weights.")]
+
+# reward serve
+RewardNames = Annotated[
+    list[str], typer.Argument(metavar="REWARD", help="A name, package.module:function, or YAML in braces.")
+]
+ListenAddress = Annotated[
+    str, typer.Option(help="The address to listen on; any address other than this machine's needs a token.")
+]
+ListenPort = Annotated[int, typer.Option(min=1, max=65535, help="The port to listen on.")]
+TokenVariable = Annotated[
+    str, typer.Option(help="The environment variable with the token that clients must send.")
+]

@@ -1,0 +1,237 @@
+"""Counts the parameters and the work of a model on torch's meta device: shapes only, no weights and no arithmetic.
+
+Two forwards, the second with one text token less, tell text tokens from image tokens without knowledge of the
+family: only sequences with text tokens become shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from math import isqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from digenrl.config.reading import ConfigError
+from digenrl.models.blocks import repeated_blocks
+from digenrl.models.contract import Conditioning, SampleSize
+from digenrl.models.lora import add_lora
+from digenrl.models.pipeline_model import PipelineModel
+
+ADAPTER_RANK = 32
+MOST_FRAMES_PER_LATENT = 32
+
+TextShapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkCount:
+    """The size of a model and the work of one forward; sizes are numbers of parameters.
+
+    `image_weights` and `text_weights` multiply one image or text token. Blocks are counted by their attention:
+    over all tokens (joint), over image tokens, or from image to text tokens (cross). `lora_linears` are the LoRA
+    target layers in units of hidden x hidden layers. `activations` is what a block saves for its backward in LoRA
+    training, per token that passes through it and in units of its hidden state.
+    """
+
+    parameters: int
+    hidden: int
+    blocks: int
+    image_weights: int
+    text_weights: int
+    joint_attention_blocks: int
+    image_attention_blocks: int
+    cross_attention_blocks: int
+    text_tokens: int
+    pixels_per_token: int
+    frames_per_latent: int | None
+    lora_linears: float
+    activations: float
+
+
+@dataclass(slots=True)
+class _Forward:
+    """The linear layers and attention calls of one forward, in order."""
+
+    linears: list[tuple[int, int]] = field(default_factory=list)  # sequence length, parameters
+    attention: list[tuple[int, int]] = field(default_factory=list)  # query length, key length
+    hidden: int = 0  # width of the attention
+    saved_bytes: int = 0  # by the repeated blocks, for their backward
+
+
+def count_work(model: PipelineModel, text_shapes: TextShapes, size: SampleSize) -> WorkCount:
+    """Counts the work of one sample of this size. The model's parts are on the meta device; it gets adapters.
+
+    `text_shapes` are the shapes of one row of every text argument.
+    """
+    parameters = sum(weight.numel() for weight in model.transformer.parameters())
+    adapters = _add_adapters(model)
+    text = next(shape[0] for shape in text_shapes.values() if len(shape) > 1)
+    forward = _forward(model, text_shapes, size)
+    shorter = _forward(model, {name: _without_a_token(shape, text) for name, shape in text_shapes.items()}, size)
+    image, kinds = _attention_kinds(forward, shorter, text)
+    blocks, through_blocks = len(repeated_blocks(model.transformer)), image + (text if "joint" in kinds else 0)
+    linears = [
+        (length, weights, length != less)
+        for (length, weights), (less, _) in zip(forward.linears, shorter.linears, strict=True)
+    ]
+    latent_shape = model.noise_shape(size)
+    is_video = len(latent_shape) == 4
+    pixels = size.height * size.width * (latent_shape[1] if is_video else 1)
+    return WorkCount(
+        parameters=parameters,
+        hidden=forward.hidden,
+        blocks=blocks,
+        image_weights=sum(
+            weights for length, weights, has_text in linears if length == (image + text if has_text else image)
+        ),
+        text_weights=sum(weights for _, weights, has_text in linears if has_text),
+        joint_attention_blocks=kinds.count("joint"),
+        image_attention_blocks=kinds.count("image"),
+        cross_attention_blocks=kinds.count("cross"),
+        text_tokens=text,
+        pixels_per_token=isqrt(pixels // image),
+        frames_per_latent=_frames_per_latent(model, size) if is_video else None,
+        lora_linears=adapters / ADAPTER_RANK / (2 * forward.hidden),
+        activations=forward.saved_bytes / (blocks * through_blocks * forward.hidden * model.dtype.itemsize),
+    )
+
+
+def _add_adapters(model: PipelineModel) -> int:
+    """Adds adapters, the only weights with a gradient; returns their number of parameters."""
+    add_lora(model, ADAPTER_RANK, alpha=ADAPTER_RANK, seed=0)
+    parameters = 0
+    for name, weight in model.transformer.named_parameters():
+        weight.requires_grad_("lora_" in name)
+        parameters += weight.numel() if "lora_" in name else 0
+    return parameters
+
+
+def _without_a_token(shape: tuple[int, ...], text: int) -> tuple[int, ...]:
+    return (text - 1, *shape[1:]) if shape[0] == text else shape
+
+
+def _attention_kinds(forward: _Forward, shorter: _Forward, text: int) -> tuple[int, list[str]]:
+    """The number of image tokens, and the kind of every attention call except those over text tokens alone."""
+    image, kinds = 0, []
+    for (query, key), (less_query, less_key) in zip(forward.attention, shorter.attention, strict=True):
+        image_queries = query - text if query != less_query else query
+        image = max(image, image_queries)
+        if query != less_query:
+            kinds += ["joint"] if image_queries else []
+        elif key == less_key:
+            kinds.append("image")
+        else:
+            kinds.append("cross" if key == text else "joint")
+    return image, kinds
+
+
+def _frames_per_latent(model: PipelineModel, size: SampleSize) -> int:
+    for frames in range(2, MOST_FRAMES_PER_LATENT + 2):
+        with suppress(ConfigError):  # not a number of frames that the model can generate
+            if model.noise_shape(SampleSize(size.height, size.width, frames))[1] == 2:
+                return frames - 1
+    raise AssertionError(f"{model.family}: a latent frame has more than {MOST_FRAMES_PER_LATENT} frames")
+
+
+def _forward(model: PipelineModel, text_shapes: TextShapes, size: SampleSize) -> _Forward:
+    text = {
+        name: None if "mask" in name else torch.zeros(1, *shape, dtype=model.dtype, device="meta")
+        for name, shape in text_shapes.items()
+    }
+    noise_B = torch.zeros(1, *model.noise_shape(size), dtype=model.dtype, device="meta")
+    latents_BL = model.initial_latents(noise_B, size)
+    forward = _Forward()
+    with (
+        _recording_linears(model.transformer, forward),
+        _AttentionRecorder(forward),
+        _counting_saved(model, forward),
+    ):
+        model.velocity(latents_BL, torch.zeros(1, device="meta"), Conditioning(text), guidance=1.0, size=size)
+    return forward
+
+
+@contextmanager
+def _recording_linears(transformer: nn.Module, forward: _Forward) -> Iterator[None]:
+    def record(layer: nn.Module, arguments: tuple[Tensor, ...], _: Any) -> None:
+        assert isinstance(layer, nn.Linear)
+        x = arguments[0]
+        forward.linears.append((x.shape[-2] if x.ndim > 2 else 1, layer.weight.numel()))
+
+    linears = [layer for layer in transformer.modules() if isinstance(layer, nn.Linear)]
+    hooks = [layer.register_forward_hook(record) for layer in linears]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _AttentionRecorder(TorchFunctionMode):
+    """Records attention calls. They save what a fused kernel saves; torch's own on "meta" is not fused."""
+
+    def __init__(self, forward: _Forward) -> None:
+        super().__init__()
+        self._forward = forward
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+        query_BHTD, key_BHTD = named["query"], named["key"]
+        self._forward.hidden = max(self._forward.hidden, query_BHTD.shape[1] * query_BHTD.shape[3])
+        self._forward.attention.append((query_BHTD.shape[2], key_BHTD.shape[2]))
+        return _FusedAttention.apply(query_BHTD, key_BHTD, named["value"])  # type: ignore[no-untyped-call]
+
+
+class _FusedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor) -> Tensor:
+        output_BHTD = torch.empty_like(query_BHTD)
+        ctx.save_for_backward(query_BHTD, key_BHTD, value_BHTD, output_BHTD)
+        return output_BHTD
+
+
+@contextmanager
+def _counting_saved(model: PipelineModel, forward: _Forward) -> Iterator[None]:
+    """Counts the storage that repeated blocks save for their backward, once each, without weights."""
+    weights = {weight.untyped_storage()._cdata for weight in model.transformer.parameters()}
+    kept: dict[int, Tensor] = {}  # keeps storages alive, so that their addresses stay unique
+    inside = False
+
+    def enter(*_: Any) -> None:
+        nonlocal inside
+        inside = True
+
+    def leave(*_: Any) -> None:
+        nonlocal inside
+        inside = False
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if inside and storage._cdata not in weights and storage._cdata not in kept:
+            kept[storage._cdata] = tensor
+            forward.saved_bytes += storage.nbytes()
+        return tensor
+
+    blocks = repeated_blocks(model.transformer)
+    hooks = [block.register_forward_pre_hook(enter) for block in blocks]
+    hooks += [block.register_forward_hook(leave) for block in blocks]
+    try:
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()

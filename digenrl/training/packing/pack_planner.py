@@ -1,0 +1,136 @@
+"""Decides how many terms go into one pass and how many blocks are checkpointed, for all ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
+
+import torch
+
+from digenrl.config.reading import ConfigError
+from digenrl.config.training import TrainerSettings
+from digenrl.models.blocks import checkpoint_blocks, repeated_blocks
+from digenrl.models.contract import DiffusionModel
+from digenrl.training.packing.memory_plan import PackPlan, choose_plan
+from digenrl.training.packing.pack_size import free_bytes, measure_largest_pack
+from digenrl.training.packing.packs import Term
+from digenrl.training.packing.pass_profiler import CudaPassProfiler
+from digenrl.training.ranks.rank import Rank
+from digenrl.training.ranks.rank_group import RankGroup
+
+RunPack = Callable[[Sequence[Term]], None]
+"""Runs a pack and leaves nothing behind."""
+
+
+class PackPlanner:
+    """Takes the pack size and checkpointing from the settings, or measures them on the first terms.
+
+    `sums_bytes` is the size of a gradient sum. `bytes_to_come` is what training will still allocate in
+    addition to its passes.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        settings: TrainerSettings,
+        ranks: RankGroup | None,
+        *,
+        sharded: bool,
+        sums_bytes: int,
+        bytes_to_come: Callable[[], int],
+    ) -> None:
+        self._model, self._settings, self._ranks, self._sharded = model, settings, ranks, sharded
+        self._rank = Rank() if ranks is None else ranks.rank
+        self._sums_bytes, self._bytes_to_come = sums_bytes, bytes_to_come
+        self._blocks = len(repeated_blocks(model.transformer))
+        self._given_checkpointed = self._checkpointed_by_settings()
+        self.pack_size = None if settings.pack_size == "auto" else settings.pack_size
+        self._checkpointed = self._given_checkpointed or 0
+        self._checkpointing_known = self._given_checkpointed is not None
+        self._measured: PackPlan | None = None
+        checkpoint_blocks(model, self._checkpointed)
+
+    @property
+    def plan(self) -> PackPlan | None:
+        """The plan in use; None before anything was measured."""
+        if self.pack_size is None:
+            return None
+        measured = self._measured or PackPlan(self.pack_size, self._checkpointed)
+        return replace(measured, pack_size=self.pack_size, checkpointed=self._checkpointed)
+
+    @property
+    def can_checkpoint_more(self) -> bool:
+        """Whether `checkpoint_all` would save memory, and the settings allow it."""
+        return self._given_checkpointed is None and self._checkpointed < self._blocks
+
+    def checkpoint_all(self) -> None:
+        """Checkpoints all blocks from now on."""
+        self._checkpoint(self._blocks)
+
+    def current_pack_size(self, share: Sequence[Term], terms: int, group_terms: int | None, run: RunPack) -> int:
+        """The pack size for this rank's share of `terms` terms; measured on the share if it is not known yet.
+
+        Plans are made for groups of `group_terms` terms, by default as many as the share has.
+        """
+        smallest_share = len(share) if self._sharded else terms // self._rank.count
+        known = self.pack_size is not None and self._checkpointing_known
+        if not known and smallest_share < 2:
+            return self.pack_size or 1  # some rank has too few terms to measure with
+        if not known:
+            plan = self._measure(share[:smallest_share], group_terms, run)
+            if self._ranks is not None:
+                plan = PackPlan.for_all(PackPlan(*each) for each in self._ranks.gather(astuple(plan)))
+            self._measured, self.pack_size = plan, plan.pack_size
+            self._checkpoint(plan.checkpointed)
+        assert self.pack_size is not None
+        return self.pack_size
+
+    def _checkpointed_by_settings(self) -> int | None:
+        """The number of checkpointed blocks that the settings ask for; None if it is to be measured."""
+        wanted = self._settings.gradient_checkpointing
+        if wanted == "auto":
+            on_gpu = self._model.device.type == "cuda"
+            if on_gpu and self._sharded:
+                return self._blocks
+            return None if on_gpu and self._blocks else 0
+        if wanted is True or wanted is False:
+            return self._blocks if wanted else 0
+        if wanted > self._blocks:
+            raise ConfigError(
+                f"training.gradient_checkpointing: {wanted}, but {self._model.family} has {self._blocks} blocks; "
+                "lower it, or set true for all"
+            )
+        return wanted
+
+    def _measure(self, share: Sequence[Term], group_terms: int | None, run: RunPack) -> PackPlan:
+        device, settings = self._model.device, self._settings
+        if device.type != "cuda" or self._sharded:
+            largest = measure_largest_pack(
+                lambda size: run(share[:size]),
+                len(share),
+                device=device,
+                memory_share=settings.memory_share,
+                limit=settings.largest_pack,
+                reserved_bytes=self._sums_bytes if self._sharded else 0,
+            )
+            return PackPlan(largest, self._checkpointed)
+        free = free_bytes(device) - self._bytes_to_come()
+        plan = choose_plan(
+            CudaPassProfiler(self._model, lambda size: run(_repeated(share, size))),
+            budget=settings.memory_share * free - self._sums_bytes,  # they stay allocated between packs
+            fixed_bytes=self._sums_bytes,
+            terms=-(-(group_terms or len(share)) // self._rank.count),
+            largest_pack=settings.largest_pack,
+            pack_size=self.pack_size,
+            checkpointed=self._given_checkpointed,
+        )
+        return plan.plus(torch.cuda.memory_allocated(device) + self._sums_bytes)
+
+    def _checkpoint(self, count: int) -> None:
+        self._checkpointed, self._checkpointing_known = count, True
+        checkpoint_blocks(self._model, count)
+
+
+def _repeated(terms: Sequence[Term], size: int) -> list[Term]:
+    """That many terms, repeated if necessary: measurements do not depend on their content."""
+    return [terms[index % len(terms)] for index in range(size)]

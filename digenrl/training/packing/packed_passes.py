@@ -1,0 +1,224 @@
+"""Forward and backward in packs. A pack that does not fit in memory is halved; the gradient stays the same.
+
+Each rank runs its share of the terms. Ranks of a sharded model gather weights and sum gradients inside a pass, so
+all of them must run the same packs: padding makes their shares equally long, and no rank halves a pack on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from digenrl.config.reading import ConfigError
+from digenrl.config.training import TrainerSettings
+from digenrl.models.compiled import is_compiled
+from digenrl.models.contract import Conditioning
+from digenrl.models.objective import LossTerms
+from digenrl.models.transfers import to_device_like
+from digenrl.training.advantage_scale import AdvantageScale
+from digenrl.training.gradients import Gradients, GradientSums, drop_gradients, take_gradients
+from digenrl.training.metrics import Tally, log_prob_mismatch
+from digenrl.training.offload.switching import Switching
+from digenrl.training.packing.pack_planner import PackPlanner
+from digenrl.training.packing.packs import Term, halves, padded, share_of
+from digenrl.training.packing.replay import Replay
+from digenrl.training.ranks.rank import Rank
+from digenrl.training.ranks.rank_consensus import check_same
+from digenrl.training.ranks.rank_group import RankGroup
+from digenrl.training.ranks.sharding import sum_gradients_in_next_backward
+
+
+@dataclass(frozen=True, slots=True)
+class PassContext:
+    """What all terms of one pass share.
+
+    `denominator` is Z. With `only_unscaled`, only the gradient that awaits the batch's scale is computed. The
+    `place` decides which ranks get one term more. Packs are planned for groups of `group_terms` terms, by default
+    as many as the pass has.
+    """
+
+    conditioning: Conditioning
+    denominator: int
+    before_updates: bool
+    only_unscaled: bool = False
+    place: int = 0
+    group_terms: int | None = None
+
+
+@dataclass(slots=True)
+class PassResult:
+    """The gradient of some terms, and their metrics."""
+
+    sums: GradientSums = field(default_factory=GradientSums)
+    tally: Tally = field(default_factory=Tally)
+
+    def add(self, other: PassResult) -> None:
+        """Adds the other result, which must not be used afterwards."""
+        self.sums.add(other.sums)
+        self.tally.merge(other.tally)
+
+
+class PackedPasses:
+    """Computes the gradients of terms. Parameters have no gradient before and after, even if a pass raises.
+
+    A sharded model is an exception: a pass that raises leaves collectives of the other ranks unfinished, and no
+    further pass can be run.
+    """
+
+    def __init__(
+        self,
+        replay: Replay,
+        scale: AdvantageScale,
+        settings: TrainerSettings,
+        switching: Switching,
+        ranks: RankGroup | None,
+        bytes_to_come: Callable[[], int],
+    ) -> None:
+        self._replay, self._scale, self._switching, self._ranks = replay, scale, switching, ranks
+        self._model, self._objective = replay.model, replay.objective
+        self._parameters = replay.policies.model_parameters
+        self._sharded = replay.policies.sharded
+        self._rank = Rank() if ranks is None else ranks.rank
+        self._unfinished = False
+        self._pads_packs = is_compiled(self._model)  # every other pack size would have to be compiled
+        self._largest_group = 0  # in terms; packs are not padded beyond it
+        self.sums_bytes = scale.sums_per_parameter * sum(p.nbytes for p in self._parameters.values())
+        self.planner = PackPlanner(
+            self._model,
+            settings,
+            ranks,
+            sharded=self._sharded,
+            sums_bytes=self.sums_bytes,
+            bytes_to_come=bytes_to_come,
+        )
+
+    def run(self, terms: Sequence[Term], context: PassContext) -> PassResult:
+        """The gradient of the sum of w * l / Z over this rank's share or, for a sharded model, over all terms."""
+        if self._sharded:
+            self._check_same_terms(len(terms))
+        with self._switching.replaying():
+            self._unfinished = True
+            result = self._run(terms, context)
+            self._unfinished = False
+        return result
+
+    def _run(self, terms: Sequence[Term], context: PassContext) -> PassResult:
+        drop_gradients(self._parameters)
+        share = rest = self._share_of(terms, context)
+        self._largest_group = max(self._largest_group, context.group_terms or 0, len(terms))
+        result = PassResult()
+        while rest:
+            size = self.planner.current_pack_size(
+                share, len(terms), context.group_terms, lambda pack: self._run_discarded(pack, context)
+            )
+            pack = self._padded(rest[:size], size) if self._pads_packs else rest[:size]
+            result.add(self._run_pack(pack, context, last=len(rest) <= size))
+            rest = rest[size:]
+        return result
+
+    def work_share(self, terms: int, group_terms: int) -> float:
+        """The work of that many terms relative to a whole group's, including padding."""
+        if not self._pads_packs or self.planner.pack_size is None:
+            return terms / group_terms
+        packs, group_packs = (
+            -(-each // self._rank.count // self.planner.pack_size) for each in (terms, group_terms)
+        )
+        return packs / group_packs
+
+    def _check_same_terms(self, terms: int) -> None:
+        """Ranks that run different numbers of packs would wait for each other forever."""
+        if self._unfinished:
+            raise RuntimeError("an earlier pass of this sharded trainer failed; restart it on all ranks")
+        if self._ranks is not None:
+            check_same("number of terms of a group", self._ranks.gather(terms))
+
+    def _share_of(self, terms: Sequence[Term], context: PassContext) -> Sequence[Term]:
+        share = share_of(terms, self._rank, offset=context.place)
+        if not self._sharded or not terms:
+            return share
+        return padded(share, -(-len(terms) // self._rank.count), like=terms[0])
+
+    def _padded(self, pack: Sequence[Term], size: int) -> list[Term]:
+        """The pack, padded so that all packs have one size; a smaller group is a single pack."""
+        return padded(pack, min(size, -(-self._largest_group // self._rank.count)), like=pack[0])
+
+    def _run_discarded(self, terms: Sequence[Term], context: PassContext) -> None:
+        try:
+            self._forward_backward(terms, context, last=True)
+        except torch.OutOfMemoryError as error:
+            if self._sharded:
+                raise self._out_of_memory(len(terms)) from error
+            raise
+        finally:
+            drop_gradients(self._parameters)
+
+    def _run_pack(self, terms: Sequence[Term], context: PassContext, last: bool) -> PassResult:
+        try:
+            return self._forward_backward(terms, context, last)
+        except torch.OutOfMemoryError as error:
+            if self._sharded:
+                raise self._out_of_memory(len(terms)) from error
+            if len(terms) == 1 and not self.planner.can_checkpoint_more:
+                raise
+        finally:
+            drop_gradients(self._parameters)
+        # Outside the except block: the error's traceback would keep the tensors of the failed pack alive.
+        self._model.release_rollout_memory()
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if len(terms) == 1:
+            self.planner.checkpoint_all()
+            return self._run_pack(terms, context, last)
+        first, second = halves(terms)
+        self.planner.pack_size = min(self.planner.pack_size or len(terms), len(first))
+        result = self._run_pack(first, context, last)
+        result.add(self._run_pack(second, context, last))
+        return result
+
+    def _out_of_memory(self, terms: int) -> ConfigError:
+        return ConfigError(
+            f"out of memory in a pack of {terms} terms on {self._rank}, and ranks of a sharded model cannot halve "
+            "packs; lower training.pack_size, or set training.gradient_checkpointing: true"
+        )
+
+    def _forward_backward(self, terms: Sequence[Term], context: PassContext, last: bool) -> PassResult:
+        pairs = self._replay.pairs(terms, context.conditioning, before_updates=context.before_updates)
+        loss = self._objective.loss(pairs)
+        weights = [term.weight / context.denominator for term in terms]
+        result = PassResult(self._backward(loss, weights, context, last))
+        counted = sum(term.weight != 0 for term in terms)  # padding comes last
+        result.tally.add({name: values[:counted] for name, values in loss.measures.items()})
+        if context.before_updates:
+            result.tally.add(log_prob_mismatch(pairs, counted * self._objective.rows_per_term))
+        return result
+
+    def _backward(self, loss: LossTerms, weights: list[float], context: PassContext, last: bool) -> GradientSums:
+        unscaled_M, final_M = self._scale.loss_parts(loss)
+        if context.only_unscaled:
+            final_M = None
+        both = unscaled_M is not None and final_M is not None
+        sums = GradientSums()
+        if unscaled_M is not None:
+            scalar = _weighted_sum(unscaled_M, weights)
+            sums.unscaled = self._gradient_of(scalar, sum_ranks=last or both, keep_graph=both)
+        if final_M is not None:
+            sums.final = self._gradient_of(_weighted_sum(final_M, weights), sum_ranks=last or both)
+        return sums
+
+    def _gradient_of(self, scalar: Tensor, sum_ranks: bool, keep_graph: bool = False) -> Gradients:
+        """The gradient of a scalar. For a sharded model empty unless `sum_ranks`, and then including earlier ones.
+
+        FSDP2 accumulates unsummed gradients in one place: parts that must not mix are summed every time.
+        """
+        if self._sharded:
+            sum_gradients_in_next_backward(self._model.transformer, sum_ranks)
+        scalar.backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
+        return take_gradients(self._parameters)
+
+
+def _weighted_sum(values_M: Tensor, weights: list[float]) -> Tensor:
+    assert values_M.shape == (len(weights),), f"{len(weights)} terms, but a loss of shape {tuple(values_M.shape)}"
+    return (values_M * to_device_like(torch.tensor(weights, dtype=torch.float64), values_M)).sum()

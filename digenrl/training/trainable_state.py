@@ -1,0 +1,119 @@
+"""Everything that training changes: weights and snapshots, moving average, and optimizer moments."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from digenrl.config.training import TrainerSettings
+from digenrl.models.contract import DiffusionModel
+from digenrl.models.model_weights import check_fits
+from digenrl.models.objective import Objective
+from digenrl.training.gradients import Gradients
+from digenrl.training.offload.host_copies import CopyTensor, copy_all, cpu_copy
+from digenrl.training.optimizer import (
+    check_moments,
+    load_optimizer_state,
+    make_optimizer,
+    optimizer_state,
+    take_step,
+)
+from digenrl.training.policy_weights import PolicyWeights
+from digenrl.training.ranks.rank_group import RankGroup
+from digenrl.training.ranks.sharding import ShardSpec
+from digenrl.training.trainer_state import MOMENTS_PER_PARAMETER, TrainerState
+
+
+class TrainableState:
+    """The live tensors behind a `TrainerState`. For a sharded model they are this rank's shards."""
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        objective: Objective,
+        settings: TrainerSettings,
+        ranks: RankGroup | None,
+        helps: bool,
+    ) -> None:
+        several = objective.updates_per_batch > 1
+        keep_old = objective.needs.old_policy or (several and (settings.old_log_probs == "recomputed" or helps))
+        self.policies = PolicyWeights(model, keep_old=keep_old, keep_reference=objective.needs.reference)
+        if self.policies.sharded and ranks is None:
+            raise ValueError("a sharded model needs ranks: pass the RankGroup that it is sharded over")
+        if self.policies.sharded and helps:
+            raise ValueError(
+                "a sharded trainer cannot generate: no rank holds all weights; use helps=False, or train adapters"
+            )
+        self.shard: ShardSpec | None = None
+        if self.policies.sharded and ranks is not None:
+            self.shard = ShardSpec.of(self.policies.model_parameters, ranks)
+        self.average = None if settings.ema is None else self.policies.snapshot()
+        self.optimizer = make_optimizer(self.policies.parameters, settings)
+        self.updates_done = 0
+        self._settings = settings
+
+    def step(self, gradient: Gradients, norm: float) -> None:
+        """Takes an optimizer step and lets the moving average follow; the gradient is used up."""
+        take_step(self.policies.parameters, self.optimizer, gradient, norm, self._settings.gradient_norm)
+        self.updates_done += 1
+        ema = self._settings.ema
+        if ema is not None and self.average is not None and self.updates_done % ema.every_updates == 0:
+            self.average.follow(ema.decay)
+
+    def copy(
+        self, batch: int, pack_size: int | None, *, with_reference: bool = True, copy: CopyTensor = cpu_copy
+    ) -> TrainerState:
+        """A copy of the state between two batches."""
+        return TrainerState(
+            batch=batch,
+            updates_done=self.updates_done,
+            pack_size=pack_size,
+            weights=copy_all(self.policies.parameters, copy),
+            old_policy=self.policies.old_state(copy),
+            reference=self.policies.reference_state() if with_reference else None,
+            average=None if self.average is None else copy_all(self.average.values, copy),
+            optimizer=optimizer_state(self.optimizer, self.policies.parameters, copy),
+            shard=self.shard,
+        )
+
+    def fitted(self, state: TrainerState) -> TrainerState:
+        """The state as this rank holds it; raises ValueError if it belongs to something else."""
+        state = self._for_this_rank(state)
+        self.policies.check_state(state)
+        check_moments(state.optimizer, self.policies.parameters)
+        if self.average is not None:
+            check_fits("state of the moving average", state.average or {}, self.policies.parameters)
+        return state
+
+    def load(self, state: TrainerState) -> None:
+        """Loads a copy of a state that `fitted` has returned."""
+        if self.average is not None and state.average is not None:
+            self.average.load(state.average)
+        self.policies.load_state(state)
+        load_optimizer_state(self.optimizer, self.policies.parameters, state.optimizer)
+        self.updates_done = state.updates_done
+
+    def missing_moment_bytes(self) -> int:
+        """By how many bytes the first optimizer step will increase this state; 0 after it."""
+        without = [p for p in self.policies.parameters.values() if not self.optimizer.state.get(p)]
+        return sum(MOMENTS_PER_PARAMETER * parameter.nbytes for parameter in without)
+
+    def moments(self) -> dict[str, Tensor]:
+        """The optimizer's tensors that are as large as their parameter: all except step counters."""
+        return {
+            f"{kind}/{name}": value
+            for name, parameter in self.policies.parameters.items()
+            for kind, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape
+        }
+
+    def _for_this_rank(self, state: TrainerState) -> TrainerState:
+        if state.shard == self.shard:
+            return state
+        if state.shard is None and self.shard is not None:
+            check_fits("state of the trained weights", state.weights, self.policies.model_parameters)
+            return state.for_shard(self.shard)
+        own = "holds whole weights" if self.shard is None else f"is {self.shard.rank}"
+        raise ValueError(
+            f"state does not fit: it holds the shards of {state.shard and state.shard.rank}, and this trainer "
+            f"{own}; save a checkpoint with those ranks, and read it with these"
+        )

@@ -94,7 +94,8 @@ class ColocatedCosts(Frozen):
 class EvaluationCosts(Frozen):
     """An evaluation after every `every` steps.
 
-    It has `chunks` of held-out samples; a generator lane needs `chunk` seconds for each, and `score` to score it.
+    It has `chunks` of held-out samples; a generator lane needs `chunk` seconds for each, and a reward lane `score`
+    seconds. Without reward lanes scoring is instantaneous.
     """
 
     every: Count

@@ -74,7 +74,7 @@ def divisors(number: int) -> list[int]:
 
 
 def table_seconds(table: dict, size: int) -> Fraction:
-    """Linear interpolation from the implied point 0 -> 0; the last slope goes on (exactly 4)."""
+    """Linear interpolation from the implied point 0 -> 0; the last slope continues (exactly 4)."""
     points = [(Fraction(0), Fraction(0)), *sorted((exact(key), exact(value)) for key, value in table.items())]
     segments = list(pairwise(points))
     (x0, y0), (x1, y1) = next((segment for segment in segments if size <= segment[1][0]), segments[-1])
@@ -87,11 +87,11 @@ def best_rate(table: dict, samples_per_prompt: int) -> Fraction:
 
 
 class Costs:
-    """What one SPEC fixes for the whole run: sizes, durations and policy, defaults filled in (exactly 5)."""
+    """The constants of a run: sizes, durations and rules, with defaults filled in (exactly 5)."""
 
     def __init__(self, spec: dict, slice_size: int):
         trainer, policy, reward = spec["trainer"], spec.get("policy") or {}, spec.get("reward") or {}
-        self.read_policy(policy)
+        self.read_rules(policy)
         self.steps, self.prompts = int(spec["steps"]), int(spec["prompts"])
         self.group_size, self.slice_size = int(spec["samples_per_prompt"]), slice_size
         self.step_size = self.prompts * self.group_size
@@ -123,7 +123,7 @@ class Costs:
         self.save_every = int(checkpoint.get("every", 0))
         self.save_ns = nanoseconds(exact(checkpoint.get("seconds", 0)))
 
-    def read_policy(self, policy: dict) -> None:
+    def read_rules(self, policy: dict) -> None:
         self.order, self.stream = policy.get("order", "generation"), policy.get("stream", "group")
         self.help, self.colocated = policy.get("help", "none"), policy.get("colocated", False)
         if policy.get("dispatch", "eager") != "eager":
@@ -248,7 +248,7 @@ def score_in_order(costs: Costs, deliveries: list[tuple[int, bool, int]], free_a
 
 
 def run_disaggregated(costs: Costs) -> Tally:
-    """Drive one world to its last commit, settling each bubble by the policy (rule 5)."""
+    """Run one world to its end; the help rule decides each bubble (rule 5)."""
     world, plan = World(costs), []
     while not world.finished():
         if not world.advance():
@@ -290,7 +290,7 @@ class World:
         self.rounds_wanted = self.rounds_run = 0
 
     def fork(self) -> "World":
-        """An independent twin with a tally of its own, which nobody reports."""
+        """An independent copy with its own tally, which is not reported."""
         twin = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, list | dict):

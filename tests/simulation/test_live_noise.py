@@ -225,6 +225,14 @@ def test_lanes_that_have_just_joined_are_forecast_to_work_with_the_newest_versio
     assert future.now == 2 * SECOND + 2 * SECOND
 
 
+def test_a_lane_that_evaluates_is_forecast_to_be_busy_until_its_chunk_ends() -> None:
+    start = opening(lanes=(1, 1), evaluation={"every": 1, "chunks": 1, "chunk": 7})
+    scheduler = AuditedScheduler(start).feed(Tick(0))
+    future = forecast_from_state(scheduler.state, at_ns=0)
+    assert sorted(end for end, *_ in future.running) == [SECOND, 7 * SECOND]
+    assert future.wait() and future.now == 2 * SECOND
+
+
 def test_superseded_publications_are_forgotten() -> None:
     """One lane never answers. The scheduler keeps no list of what it missed."""
     start = opening(lanes=(1, 1), publish=0.5, policy={"help": "greedy"}, steps=30)

@@ -1,4 +1,4 @@
-"""Random SPECs for the tests, as hypothesis strategies: small enough for an exhaustive oracle."""
+"""Random SPECs as hypothesis strategies, small enough for an exhaustive oracle."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-# A coarse raster makes events coincide, which is where the order of things at one instant matters.
-RASTERS_MS = (1000, 500, 100, 7)
+# With coarse steps events coincide, so the order of events at one instant matters.
+STEPS_MS = (1000, 500, 100, 7)
 
 
 @st.composite
 def seconds(draw: st.DrawFn, least_ms: int = 1, most_ms: int = 3000) -> float:
-    """A time on one of the rasters, as it would be typed."""
-    raster = draw(st.sampled_from(RASTERS_MS))
-    return draw(st.integers(max(1, least_ms // raster), max(1, most_ms // raster))) * raster / 1000
+    """A multiple of one of the steps, as it would be typed."""
+    step = draw(st.sampled_from(STEPS_MS))
+    return draw(st.integers(max(1, least_ms // step), max(1, most_ms // step))) * step / 1000
 
 
 @st.composite
 def slice_tables(draw: st.DrawFn) -> dict[int, float]:
-    """Slice size -> seconds, growing with the size."""
+    """Slice sizes and their seconds, which grow with the size."""
     table, total = {}, 0.0
     for size in sorted(draw(st.sets(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=3))):
         total = round(total + draw(seconds()), 3)
@@ -49,7 +49,7 @@ def spec_contents(
     most_samples: int = 16,
     colocated: bool | None = None,
 ) -> dict[str, Any]:
-    """A whole SPEC as it would be read from a file."""
+    """A complete SPEC as it would be read from a file."""
     group = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
     divisors = [size for size in range(1, group + 1) if group % size == 0]
     maybe = st.one_of(st.just(0.0), seconds(most_ms=1000))

@@ -86,4 +86,4 @@ def end_round_if_over(state: SchedulerState) -> SchedulerState:
         return state
     if any(state.lanes[index].job is not None for index in state.helpers):
         return state
-    return replace(state, trainer=BetweenRounds(state.trainer.plan, first=False))
+    return replace(state, trainer=BetweenRounds(state.trainer.plan, state.trainer.rounds_done))

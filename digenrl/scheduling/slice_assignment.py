@@ -1,17 +1,16 @@
-"""Hands slices to idle lanes: one list for every open step, shared by all lanes, mostly taken from its front."""
+"""Hands slices to idle lanes. Every open step has one list, which all lanes share."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from digenrl.records import Generate, Slice
-from digenrl.scheduling.dispatch import Reservations
+from digenrl.scheduling.dispatch import Reservations, assign_by_finish, first_unreserved
 from digenrl.scheduling.order import slice_at
 from digenrl.scheduling.staleness import admitted_samples
-from digenrl.scheduling.state import GroupProgress, Lane, SchedulerState, StepProgress
+from digenrl.scheduling.state import GroupProgress, SchedulerState, StepProgress
 from digenrl.scheduling.terms import Terms
 
 
@@ -25,31 +24,29 @@ class SlicePicker:
         self._lists = [_OpenList(state.terms, step) for step in state.steps]
 
     def length_at(self, version: int, place: int, at_most: int) -> int:
-        """How many slices one take from `place` on would get: neighbours of one group that may start together.
+        """How many slices can be taken together from `place` on: neighbours of one group that may start.
 
-        None where a slice before the place, or at it, may not start on this version.
+        It is 0 if the slice at the place, or one before it, may not start on this version.
         """
         return self._found(version, place, at_most)[1]
 
-    def may_start(self, version: int) -> bool:
-        """Whether the next slice may start on this version."""
+    def may_start(self, version: int, current_step_only: bool = False) -> bool:
+        """Whether the next slice may start on this version. Optionally it must belong to the current step."""
+        if current_step_only and not self._lists[0].unstarted():
+            return False
         return self.length_at(version, 0, 1) > 0
 
     def take(self, version: int, place: int, at_most: int) -> Slice | None:
-        """Takes what `length_at` counts, as one piece."""
+        """Takes the slices that `length_at` counts, as one piece."""
         steps_list, length, place = self._found(version, place, at_most)
         return steps_list.take(place, length, version) if steps_list and length else None
 
     def unstarted(self) -> int:
-        """How many slices the lists hold, whether they may start yet or not."""
+        """The number of slices in the lists, whether they may start yet or not."""
         return sum(steps_list.unstarted() for steps_list in self._lists)
 
-    def current_step_unstarted(self) -> bool:
-        """Whether a slice of the current step was never started, or has to be started again."""
-        return bool(self._lists) and self._lists[0].unstarted() > 0
-
     def _found(self, version: int, place: int, at_most: int) -> tuple[_OpenList | None, int, int]:
-        """The list in which a place lies, how many slices a take gets there, and its place in that list."""
+        """The list that a place is in, how many slices can be taken there, and its place in that list."""
         for steps_list in self._lists:
             left, admitted = steps_list.unstarted(), steps_list.admitted_slices(version)
             if place < left:
@@ -60,19 +57,19 @@ class SlicePicker:
         return None, 0, place
 
     def steps(self) -> tuple[StepProgress, ...]:
-        """The open steps after everything that was taken."""
+        """The open steps without what was taken."""
         return tuple(steps_list.closed() for steps_list in self._lists)
 
 
 class _OpenList:
-    """One step's list while slices are being taken from it: what waits to be made again, then the rest."""
+    """One step's list while slices are being taken from it: first what is reissued, then the rest."""
 
     def __init__(self, terms: Terms, step: StepProgress) -> None:
         self._step = step
         self._terms = terms
         self._waiting: list[Slice] = list(step.reissue)
         self._cursor, self._end = step.cursor, terms.slices_per_step
-        self._ahead: list[int] = list(step.ahead)  # positions from the cursor on that are not to be handed out
+        self._ahead: list[int] = list(step.ahead)  # positions from the cursor on that are not handed out any more
         self._stale_samples = step.stale_samples
         self._stale_groups: dict[int, int] = {}
         self._touched = False
@@ -82,7 +79,7 @@ class _OpenList:
         return len(self._waiting) + self._end - self._cursor - len(self._ahead)
 
     def admitted_slices(self, version: int) -> int:
-        """How many slices the version rule admits, however many there are."""
+        """How many slices may start on this version, whether or not the list has that many."""
         step, terms = self._step.index, self._terms
         return admitted_samples(step, version, self._stale_samples, terms.stale_budget) // terms.slice_size
 
@@ -121,11 +118,11 @@ class _OpenList:
         )
 
     def _position(self, place: int) -> int:
-        """The position of what stands at this place behind all that waits."""
+        """The position of the slice at a place behind all that is reissued."""
         ahead, position = self._ahead, self._cursor + place - len(self._waiting)
         if not ahead or position < ahead[0]:
             return position
-        # Every position ahead that is not behind it moves it on by one.
+        # Every position in `ahead` that is not behind it moves it by one.
         return position + bisect_right(range(len(ahead)), position, key=lambda nth: ahead[nth] - nth)
 
     def _neighbours_waiting(self, place: int, at_most: int) -> int:
@@ -138,7 +135,7 @@ class _OpenList:
         return length
 
     def _neighbours_listed(self, position: int, at_most: int) -> Iterator[int]:
-        """Positions of up to so many slices that follow each other in one group and are unstarted."""
+        """Positions of up to `at_most` unstarted slices that follow each other in one group."""
         terms = self._terms
         if terms.order == "generation":
             stride, turns = 1, terms.slices_per_group - position % terms.slices_per_group
@@ -175,87 +172,70 @@ class _OpenList:
         return tuple(groups)
 
 
-class Take(NamedTuple):
-    """A lane takes up to `at_most` slices from a place of the list on."""
-
-    lane: int
-    place: int
-    at_most: int
+Taken = Sequence[tuple[int, Slice]]  # lanes and what they have taken, in this order
 
 
 def hand_out_slices(state: SchedulerState, at_ns: int) -> tuple[SchedulerState, tuple[Generate, ...]]:
-    """Gives idle generator lanes slices, the quickest lane first, as far as slices may start."""
+    """Gives slices to idle generator lanes, fastest first, as far as slices may start."""
     if not state.idle:
         return state, ()
     picker = SlicePicker(state)
     if state.terms.dispatch == "earliest_finish":
-        return issue_slices(state, picker, _not_sooner_elsewhere(state, picker, at_ns), at_ns)
-    return issue_slices(state, picker, from_the_front(state, state.idle), at_ns)
+        return issue_slices(state, picker, _take_by_finish(state, picker, at_ns), at_ns)
+    return issue_slices(state, picker, take_from_front(state, picker, state.idle), at_ns)
 
 
-def from_the_front(state: SchedulerState, lanes: Iterable[int]) -> Iterator[Take]:
-    """Every lane takes what it can at once, from the front of the list."""
-    return (Take(index, 0, state.lanes[index].slices_at_once) for index in lanes)
+def take_from_front(state: SchedulerState, picker: SlicePicker, lanes: Iterable[int]) -> Taken:
+    """Every lane takes as many slices as it can at once, from the front of the list."""
+    taken: list[tuple[int, Slice]] = []
+    for index in lanes:
+        lane = state.lanes[index]
+        piece = picker.take(lane.version, 0, lane.slices_at_once)
+        if piece is not None:
+            taken.append((index, piece))
+    return taken
 
 
-def _not_sooner_elsewhere(state: SchedulerState, picker: SlicePicker, at_ns: int) -> Iterator[Take]:
-    """`earliest_finish`: a lane takes the first piece that no other lane would finish sooner, or none.
-
-    Each take is to be done before the next is asked for.
-    """
+def _take_by_finish(state: SchedulerState, picker: SlicePicker, at_ns: int) -> Taken:
+    """Every lane takes the first piece that no other lane would finish sooner, or none."""
     able = [index for index in state.idle if picker.may_start(state.lanes[index].version)]
     able.sort(key=lambda index: (state.lanes[index].slice_ns, -state.lanes[index].version))
     reservations = Reservations(state, able, picker.unstarted(), at_ns)
-    waiting, again = able, True
-    while waiting and again:
-        asked, waiting, again = waiting, [], False
-        for index in asked:
-            lane = state.lanes[index]
-            take = _first_not_sooner_elsewhere(lane, lane.slices_at_once, picker, reservations)
-            if take is None and lane.slices_at_once > 1:
-                # It leaves them to one that makes so many sooner, which may leave the first of them to this one:
-                # then a single slice, and who had left it to this lane is asked again.
-                take = _first_not_sooner_elsewhere(lane, 1, picker, reservations)
-                again = again or take is not None
-            if take is None:
-                waiting.append(index)
-            else:
-                yield take
-                reservations.taken(index, take.at_most)
+    taken: dict[int, Slice] = {}
 
+    def take(nth: int, at_most: int) -> bool:
+        lane = state.lanes[able[nth]]
+        place, length = first_unreserved(
+            lambda place: picker.length_at(lane.version, place, at_most),
+            lambda length: reservations.before(lane.index, length),
+        )
+        piece = picker.take(lane.version, place, length) if length else None
+        if piece is None:
+            return False
+        taken[lane.index] = piece
+        reservations.taken(lane.index, length)
+        return True
 
-def _first_not_sooner_elsewhere(
-    lane: Lane, at_most: int, picker: SlicePicker, reservations: Reservations
-) -> Take | None:
-    place = 0
-    while length := picker.length_at(lane.version, place, at_most):
-        reserved = reservations.before(lane.index, length)
-        if reserved <= place:
-            return Take(lane.index, place, length)
-        place = reserved
-    return None
+    at_once = [state.lanes[index].slices_at_once for index in able]
+    assign_by_finish(at_once, lambda nth: able[nth] not in taken, take)
+    return tuple(taken.items())
 
 
 def issue_slices(
-    state: SchedulerState, picker: SlicePicker, takes: Iterable[Take], at_ns: int
+    state: SchedulerState, picker: SlicePicker, taken: Taken, at_ns: int
 ) -> tuple[SchedulerState, tuple[Generate, ...]]:
-    """Generate jobs for these lanes, in this order. A lane for which no slice may start stays idle."""
-    changed = list(state.lanes)
-    jobs: list[Generate] = []
-    for take in takes:
-        lane = changed[take.lane]
-        piece = picker.take(lane.version, take.place, take.at_most)
-        if piece is None:
-            continue
-        job = Generate(state.jobs_issued + len(jobs), at_ns, piece, lane.index, lane.version)
-        changed[lane.index] = replace(lane, job=job)
-        jobs.append(job)
-    if not jobs:
+    """Generate jobs for what lanes have taken from the picker."""
+    if not taken:
         return state, ()
-    busy = {job.lane for job in jobs}
+    lanes, jobs = list(state.lanes), list[Generate]()
+    for index, piece in taken:
+        job = Generate(state.jobs_issued + len(jobs), at_ns, piece, index, lanes[index].version)
+        lanes[index] = replace(lanes[index], job=job)
+        jobs.append(job)
+    busy = {index for index, _ in taken}
     state = replace(
         state,
-        lanes=tuple(changed),
+        lanes=tuple(lanes),
         idle=tuple(index for index in state.idle if index not in busy),
         steps=picker.steps(),
         jobs_issued=state.jobs_issued + len(jobs),

@@ -121,9 +121,15 @@ class EvaluationProgress:
 class HelpPlan:
     """How long the trainer helps in one bubble."""
 
-    rounds_left: int
+    rounds: int
     stop_when_ready: bool  # return after a round when there is something to train
     current_step_only: bool  # start a round only while a slice of the current step is unstarted
+
+    def wants_round(self, rounds_done: int, ready: bool) -> bool:
+        """Whether to start another round if a slice may start; `ready`: whether there is something to train."""
+        if self.stop_when_ready and ready and rounds_done > 0:
+            return False
+        return rounds_done < self.rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +184,7 @@ class BetweenRounds:
     """Its lanes can generate and are idle."""
 
     plan: HelpPlan
-    first: bool  # before the first round
+    rounds_done: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +192,7 @@ class Helping:
     """A round is running: at least one of its lanes holds a job."""
 
     plan: HelpPlan
+    rounds_done: int  # this one included
 
 
 @dataclass(frozen=True, slots=True)

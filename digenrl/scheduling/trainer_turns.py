@@ -27,7 +27,7 @@ from digenrl.scheduling.evaluation import abandon_if_unservable, awaits_publicat
 from digenrl.scheduling.faults import encode
 from digenrl.scheduling.help.choose_help import choose_help
 from digenrl.scheduling.lanes import publish_newest
-from digenrl.scheduling.slice_assignment import SlicePicker, from_the_front, issue_slices
+from digenrl.scheduling.slice_assignment import SlicePicker, issue_slices, take_from_front
 from digenrl.scheduling.state import (
     BetweenRounds,
     Committing,
@@ -126,7 +126,7 @@ def absorb_role_switched(state: SchedulerState, event: RoleSwitched) -> Outcome:
     if isinstance(trainer, SwitchingOut):
         return replace(state, trainer=Free()), ()
     plan = trainer.plan
-    return replace(state, trainer=Generating() if plan is None else BetweenRounds(plan, first=True)), ()
+    return replace(state, trainer=Generating() if plan is None else BetweenRounds(plan, rounds_done=0)), ()
 
 
 def absorb_restored(state: SchedulerState, event: Restored) -> Outcome:
@@ -226,14 +226,10 @@ def _help_or_wait(state: SchedulerState, at_ns: int) -> Outcome:
 
 
 def _next_round_or_return(state: SchedulerState, between: BetweenRounds, at_ns: int) -> Outcome:
-    """Runs another round while the plan asks for one and a slice may start; else the lanes return to training."""
+    """Starts another round if the plan asks for one and a slice may start, or returns to training."""
     plan, picker = between.plan, SlicePicker(state)
-    wanted = plan.rounds_left > 0 and bool(state.helpers)
-    if plan.stop_when_ready and state.current.ready and not between.first:
-        wanted = False
-    if plan.current_step_only and not picker.current_step_unstarted():
-        wanted = False
-    if wanted and picker.may_start(state.committed):
-        state, jobs = issue_slices(state, picker, from_the_front(state, state.helpers), at_ns)
-        return replace(state, trainer=Helping(replace(plan, rounds_left=plan.rounds_left - 1))), jobs
+    wanted = plan.wants_round(between.rounds_done, bool(state.current.ready)) and bool(state.helpers)
+    if wanted and picker.may_start(state.committed, plan.current_step_only):
+        state, jobs = issue_slices(state, picker, take_from_front(state, picker, state.helpers), at_ns)
+        return replace(state, trainer=Helping(plan, between.rounds_done + 1)), jobs
     return _switch_to_training(state, at_ns)

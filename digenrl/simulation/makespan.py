@@ -1,18 +1,17 @@
-"""The makespan of a SPEC, from the scheduler's own forecast, without ids, leases and traces.
+"""The makespan of a SPEC, from the scheduler's own forecast, without jobs, results and traces.
 
-Fast enough to compare thousands of SPECs. A property test compares it with `simulate`.
+Fast enough to compare thousands of SPECs. A property test compares it with `simulate`. Evaluations and checkpoints
+are not included.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from digenrl.config.spec import Spec
-from digenrl.scheduling.help.choose_help import intend
+from digenrl.scheduling.help.choose_help import next_rounds, plan_help
 from digenrl.scheduling.help.forecast import Forecast
 from digenrl.scheduling.help.forecast_from_state import forecast_from_state
-from digenrl.scheduling.help.help_rules import GREEDY, WAIT_ALWAYS, help_rounds, play
-from digenrl.scheduling.state import BubblePlan, SchedulerState
+from digenrl.scheduling.help.help_rules import GREEDY, WAIT_ALWAYS, simulate_help, simulate_rounds
+from digenrl.scheduling.state import BubblePlan, HelpPlan, SchedulerState
 from digenrl.scheduling.terms import Terms
 from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
 
@@ -29,9 +28,9 @@ def predict_makespan(spec: Spec, search_budget: int = SEARCH_BUDGET) -> float:
     if spec.policy.colocated:
         return _colocated_ns(forecast, start) / NS_PER_SECOND
     if start.terms.help in ("none", "greedy"):
-        play(forecast, spec.steps, (), GREEDY if start.terms.help == "greedy" else WAIT_ALWAYS)
+        simulate_help(forecast, spec.steps, (), GREEDY if start.terms.help == "greedy" else WAIT_ALWAYS)
     else:
-        _play_with_help(forecast, start.terms)
+        _simulate_planned_help(forecast, start.terms)
     return forecast.now / NS_PER_SECOND
 
 
@@ -41,7 +40,7 @@ def with_best_slice(spec: Spec, search_budget: int = SEARCH_BUDGET) -> Spec:
     return min(candidates, key=lambda candidate: predict_makespan(candidate, search_budget))
 
 
-def _play_with_help(forecast: Forecast, terms: Terms) -> None:
+def _simulate_planned_help(forecast: Forecast, terms: Terms) -> None:
     """Decides about help at every bubble in which a slice may start, as the scheduler does."""
     plan: BubblePlan | None = None
     while forecast.committed < terms.steps:
@@ -49,11 +48,9 @@ def _play_with_help(forecast: Forecast, terms: Terms) -> None:
             continue
         rounds = 0
         if forecast.can_start_round(current_step_only=False):
-            plan = intend(terms, forecast.committed, forecast.now, plan, lambda: forecast)
-            rounds = plan.bubbles[0].rounds if plan.bubbles else 0
-            plan = replace(plan, bubbles=plan.bubbles[1:])
+            rounds, plan = next_rounds(plan_help(terms, forecast.committed, forecast.now, plan, lambda: forecast))
         if rounds:
-            help_rounds(forecast, rounds, current_step_only=False, stop_when_ready=False)
+            simulate_rounds(forecast, HelpPlan(rounds, stop_when_ready=False, current_step_only=False))
         else:
             forecast.wait()
 

@@ -1,4 +1,4 @@
-"""Random SPECs whose pools have slices of their own, as hypothesis strategies."""
+"""Random SPECs whose pools may have their own slice size, as hypothesis strategies."""
 
 from __future__ import annotations
 

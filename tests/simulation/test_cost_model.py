@@ -1,4 +1,4 @@
-"""The simulator answers for the stated cost model: worked examples, and an independent oracle."""
+"""The simulator follows the stated cost model: worked examples, and an independent oracle."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def answer(content: dict[str, Any], **policy: Any) -> dict[str, Any]:
     return simulate(parse_model(Spec, merged)).answer.as_dict()
 
 
-@pytest.mark.parametrize(("policy", "makespan"), [("none", 18), ("greedy", 14), ("search", 14), ("auto", 14)])
-def test_the_worked_example_of_help(policy: str, makespan: float) -> None:
-    assert answer(HELPED, help=policy)["makespan"] == makespan
+@pytest.mark.parametrize(("rule", "makespan"), [("none", 18), ("greedy", 14), ("search", 14), ("auto", 14)])
+def test_the_worked_example_of_help(rule: str, makespan: float) -> None:
+    assert answer(HELPED, help=rule)["makespan"] == makespan
 
 
-def test_search_helps_once_where_a_second_round_would_cost_a_second() -> None:
+def test_search_helps_once_if_a_second_round_would_cost_a_second() -> None:
     assert answer(HELPED, help="search")["helped_samples"] == 1
 
 

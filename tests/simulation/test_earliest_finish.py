@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from random_specs import spec_contents
 
 from digenrl.config.reading import parse_model
@@ -13,6 +14,8 @@ from digenrl.config.spec import Spec
 from digenrl.loop import drive
 from digenrl.records import Action, Event, Generate, Generated, Slice
 from digenrl.scheduling import SchedulerState, decide
+from digenrl.scheduling.dispatch import reserved_before
+from digenrl.scheduling.help.forecast_from_state import forecast_from_state
 from digenrl.simulation.simulator import simulate
 from digenrl.simulation.spec_costs import initial_scheduler_state
 from digenrl.simulation.virtual_cluster import VirtualCluster
@@ -91,6 +94,28 @@ def test_no_other_lane_would_have_finished_a_piece_earlier_whatever_lanes_take_a
     content: dict[str, Any],
 ) -> None:
     check_dispatch(content)
+
+
+@settings(max_examples=150)
+@given(
+    mixed_contents(helps=("none",), colocated=False), st.integers(1, 40), st.integers(1, 8), st.integers(0, 9000)
+)
+def test_forecasts_count_reservations_as_the_scheduler_does(
+    content: dict[str, Any], events: int, length: int, within_ms: int
+) -> None:
+    """After some events of a run, for a piece of this length that a lane would finish within this time."""
+    state = initial_scheduler_state(parse_model(Spec, content), search_budget=1)
+    cluster = VirtualCluster(state)
+    for _ in range(events):
+        if state.all_committed:
+            return
+        future = forecast_from_state(state, cluster.now_ns)
+        deadline_ns = cluster.now_ns + within_ms * 1_000_000
+        expected = reserved_before(future.generators(), length, deadline_ns)
+        assert future.reserved_before(length, deadline_ns) == expected
+        state, actions = decide(state, cluster.next_event())
+        for action in actions:
+            cluster.submit(action)
 
 
 TWO_SPEEDS: dict[str, Any] = {

@@ -37,7 +37,7 @@ from digenrl.records import (
 )
 from digenrl.scheduling import SchedulerState, decide
 from digenrl.scheduling.help.forecast_from_state import forecast_from_state
-from digenrl.scheduling.help.help_rules import WAIT_ALWAYS, play
+from digenrl.scheduling.help.help_rules import WAIT_ALWAYS, simulate_help
 from digenrl.scheduling.invariants import Auditor
 from digenrl.scheduling.state import Free
 from digenrl.simulation.spec_costs import initial_scheduler_state
@@ -112,7 +112,7 @@ def test_a_quarantined_replacement_group_does_not_confuse_the_forecast() -> None
     assert scheduler.state.lanes[1].job == slow and slow.slice.group == 1
     assert scheduler.state.current.groups[1].retired
     future = forecast_from_state(scheduler.state, 3)
-    play(future, until_step=9, planned=(), rule=WAIT_ALWAYS)
+    simulate_help(future, until_step=9, planned=(), rule=WAIT_ALWAYS)
     assert future.committed == 9
 
 

@@ -1,4 +1,4 @@
-"""Runs of thousands of steps: neither what the scheduler holds nor what a decision costs grows with them."""
+"""Runs of thousands of steps: neither the scheduler's state nor the cost of a decision grows with them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from digenrl.simulation.virtual_cluster import VirtualCluster
 STEPS = 200
 
 
-def long_run(steps: int, help_policy: str) -> SchedulerState:
+def long_run(steps: int, help_rule: str) -> SchedulerState:
     content = {
         "steps": steps,
         "prompts": 2,
@@ -28,13 +28,13 @@ def long_run(steps: int, help_policy: str) -> SchedulerState:
         "reward": {"lanes": 1, "seconds": 0.1},
         "trainer": {"seconds_per_sample": 0.2, "commit": 0.1, "helper": {"seconds": {1: 1}, "switch_in": 0.1}},
         "publish": 0.3,
-        "policy": {"help": help_policy, "stale_fraction": 0.5},
+        "policy": {"help": help_rule, "stale_fraction": 0.5},
     }
     return initial_scheduler_state(parse_model(Spec, content), search_budget=200)
 
 
 class CallCounter:
-    """Counts calls of Python functions: a measure of work that is the same on every machine."""
+    """Counts calls of Python functions, a measure of work that is the same on every machine."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -50,9 +50,9 @@ class CallCounter:
             sys.setprofile(None)
 
 
-@pytest.mark.parametrize("help_policy", ["none", "search", "auto"])
-def test_state_and_work_of_a_step_do_not_grow_with_the_number_of_steps(help_policy: str) -> None:
-    state = long_run(STEPS, help_policy)
+@pytest.mark.parametrize("help_rule", ["none", "search", "auto"])
+def test_state_and_work_of_a_step_do_not_grow_with_the_number_of_steps(help_rule: str) -> None:
+    state = long_run(STEPS, help_rule)
     cluster, counter, auditor = VirtualCluster(state), CallCounter(), Auditor(state)
     sizes, calls = [0] * STEPS, [0] * STEPS
     while not state.finished:
@@ -65,14 +65,14 @@ def test_state_and_work_of_a_step_do_not_grow_with_the_number_of_steps(help_poli
         sizes[step] = max(sizes[step], len(repr(state)) + len(repr(vars(auditor))))
         calls[step] += counter.calls
     early, late = slice(10, 60), slice(STEPS - 60, STEPS - 10)
-    # Numbers get longer as time goes on: a few digits each, and nothing else.
+    # Only numbers get longer, by a few digits.
     assert max(sizes[late]) <= 1.1 * max(sizes[early])
     assert sum(calls[late]) <= 1.1 * sum(calls[early])
 
 
-@pytest.mark.parametrize("help_policy", ["none", "auto"])
-def test_a_long_run_starts_as_cheaply_as_a_short_one(help_policy: str) -> None:
-    states = [long_run(steps, help_policy) for steps in (10, 10, 100_000)]
+@pytest.mark.parametrize("help_rule", ["none", "auto"])
+def test_a_long_run_starts_as_cheaply_as_a_short_one(help_rule: str) -> None:
+    states = [long_run(steps, help_rule) for steps in (10, 10, 100_000)]
     assert len(repr(states[2])) <= len(repr(states[1])) + 10
     counters = [CallCounter() for _ in states]
     for state, counter in zip(states, counters, strict=True):

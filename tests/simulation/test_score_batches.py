@@ -15,7 +15,7 @@ from digenrl.loop import drive
 from digenrl.records import Action, Event, Score, Slice, Tick
 from digenrl.scheduling import SchedulerState, Terms, decide
 from digenrl.scheduling.help.forecast_from_state import forecast_from_state
-from digenrl.scheduling.help.help_rules import WAIT_ALWAYS, play
+from digenrl.scheduling.help.help_rules import WAIT_ALWAYS, simulate_help
 from digenrl.scheduling.state import Free
 from digenrl.simulation.makespan import predict_makespan
 from digenrl.simulation.simulator import simulate
@@ -83,7 +83,7 @@ def test_a_forecast_from_any_bubble_ends_when_the_run_does(content: dict[str, An
             cluster.submit(action)
         if isinstance(event, Tick) and isinstance(state.trainer, Free):
             future = forecast_from_state(state, event.at_ns)
-            play(future, state.terms.steps, (), WAIT_ALWAYS)
+            simulate_help(future, state.terms.steps, (), WAIT_ALWAYS)
             ends.add(future.now)
     assert ends <= {cluster.now_ns}
 

@@ -1,4 +1,4 @@
-"""Search and look-ahead: exact where that is affordable, never worse than what they could have done instead."""
+"""Search and look-ahead: exact if the budget allows it, and never worse than the alternatives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from digenrl.simulation.simulator import simulate
 from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
 from simulation.reference_model import reference_answer
 
-POLICIES = ("none", "greedy", "search", "auto")
+HELPS = ("none", "greedy", "search", "auto")
 LIVE_BUDGET = 500
 
 
@@ -30,15 +30,15 @@ def test_search_under_a_live_budget_is_within_one_per_cent_of_exhaustive_search(
 
 @settings(max_examples=200)
 @given(spec_contents(helps=("auto",), dispatches=("eager", "earliest_finish"), most_samples=32, colocated=False))
-def test_auto_loses_to_none_of_the_other_policies(content: dict[str, Any]) -> None:
+def test_auto_is_no_worse_than_any_other_rule(content: dict[str, Any]) -> None:
     spec = parse_model(Spec, content)
     auto = simulate(spec).answer.makespan
-    for policy in ("none", "greedy", "search"):
-        assert auto <= simulate(spec.with_rules(help=policy)).answer.makespan + 1e-9, policy
+    for rule in ("none", "greedy", "search"):
+        assert auto <= simulate(spec.with_rules(help=rule)).answer.makespan + 1e-9, rule
 
 
 @settings(max_examples=300)
-@given(spec_contents(helps=POLICIES, dispatches=("eager", "earliest_finish"), most_samples=32))
+@given(spec_contents(helps=HELPS, dispatches=("eager", "earliest_finish"), most_samples=32))
 def test_a_forecast_of_the_whole_run_is_exact_to_the_nanosecond(content: dict[str, Any]) -> None:
     spec = parse_model(Spec, content)
     assert predict_makespan(spec, 20_000) == simulate(spec, 20_000).answer.makespan
@@ -46,16 +46,16 @@ def test_a_forecast_of_the_whole_run_is_exact_to_the_nanosecond(content: dict[st
 
 @settings(max_examples=100)
 @given(spec_contents(helps=("auto", "search"), most_samples=32, colocated=False))
-def test_the_smallest_budget_still_gives_a_plan_no_worse_than_waiting_on_policy(content: dict[str, Any]) -> None:
+def test_on_policy_even_the_smallest_budget_is_no_worse_than_waiting(content: dict[str, Any]) -> None:
     content["policy"]["stale_fraction"] = 0
     spec = parse_model(Spec, content)
-    starved = simulate(spec, search_budget=1).answer.makespan
-    assert starved <= simulate(spec.with_rules(help="none")).answer.makespan + 1e-9
+    with_little_budget = simulate(spec, search_budget=1).answer.makespan
+    assert with_little_budget <= simulate(spec.with_rules(help="none")).answer.makespan + 1e-9
 
 
 @settings(max_examples=300)
 @given(spec_contents(helps=("search",), colocated=False))
-def test_what_the_search_calls_the_least_commit_is_never_above_the_best(content: dict[str, Any]) -> None:
+def test_the_lower_bound_of_the_search_is_never_above_the_best_commit(content: dict[str, Any]) -> None:
     """A bound that is too high would cut off the best plan."""
     content["steps"] = 1
     first_bubble = forecast_from_state(
@@ -78,13 +78,13 @@ def test_greedy_runs_its_first_round_even_if_a_group_became_ready_during_the_swi
     assert simulate(parse_model(Spec, content)).answer.helped_samples == 1
 
 
-def test_earliest_finish_keeps_a_slow_lane_from_holding_up_the_tail() -> None:
+def test_earliest_finish_keeps_a_slow_lane_from_delaying_the_last_slices() -> None:
     content = {
         "steps": 1,
         "prompts": 1,
         "samples_per_prompt": 4,
         "slice": 1,
-        "generators": [{"name": "quick", "seconds": {1: 1}}, {"name": "slow", "seconds": {1: 10}}],
+        "generators": [{"name": "fast", "seconds": {1: 1}}, {"name": "slow", "seconds": {1: 10}}],
         "trainer": {"seconds_per_sample": 1},
     }
     spec = parse_model(Spec, content)

@@ -29,9 +29,9 @@ from digenrl.records import (
     WorkerLost,
 )
 from digenrl.scheduling import Costs, SchedulerState, Terms, decide, initial_state
-from digenrl.scheduling.help.forecast_facts import NEVER
+from digenrl.scheduling.help.forecast_constants import NEVER
 from digenrl.scheduling.help.forecast_from_state import forecast_from_state
-from digenrl.scheduling.help.help_rules import GREEDY, WAIT_ALWAYS, play
+from digenrl.scheduling.help.help_rules import GREEDY, WAIT_ALWAYS, simulate_help
 from digenrl.scheduling.help.lookahead import look_ahead
 from digenrl.scheduling.invariants import Auditor
 from digenrl.simulation.makespan import predict_makespan
@@ -115,7 +115,7 @@ def test_by_its_own_prediction_looking_ahead_is_no_worse_than_waiting_or_greedy_
     ends = []
     for plan, rule in ((look_ahead(bubble, 10**6), WAIT_ALWAYS), ((), WAIT_ALWAYS), ((), GREEDY)):
         future = bubble.fork()
-        play(future, opening.terms.steps, plan, rule)
+        simulate_help(future, opening.terms.steps, plan, rule)
         ends.append(future.now)
     assert ends[0] <= min(ends[1:]) < NEVER
 

@@ -1,4 +1,4 @@
-"""From the scheduler's state to a forecast: how the future looks at this moment."""
+"""From the scheduler's state to a forecast that starts at this moment."""
 
 from __future__ import annotations
 
@@ -10,94 +10,104 @@ from heapq import heapify, heappush
 from digenrl.records import Generate, LaneOffer, Score, Slice
 from digenrl.scheduling.dispatch import expected_end_ns
 from digenrl.scheduling.help.forecast import HELPER_CLASS, NO_STEP, Bundle, Forecast
-from digenrl.scheduling.help.forecast_facts import NEVER, Facts, Meter
-from digenrl.scheduling.help.slice_lists import Runs, holes_in, unstarted_slices
+from digenrl.scheduling.help.forecast_constants import NEVER, ForecastConstants, NodeCounter
+from digenrl.scheduling.help.slice_lists import Runs, started_places, unstarted_slices
 from digenrl.scheduling.order import positions
 from digenrl.scheduling.state import Lane, SchedulerState, StepProgress, is_wanted, open_step
 from digenrl.scheduling.terms import Terms
 
-MOST_CLASSES = 8  # up to this many different speeds are kept apart exactly
-SAME_SPEED = 1.1  # beyond, lanes are alike whose times differ by less than this factor
-MOST_BUNDLES = 32  # above this, lanes that are out of step with each other are rounded together
-RASTER_PER_SLICE = 8
+MOST_CLASSES = 8  # up to this many different speeds are exact
+SAME_SPEED = 1.1  # with more, lanes form a class if their times differ by less than this factor
+MOST_BUNDLES = 32  # with more, the ends of jobs are rounded
+END_STEPS_PER_SLICE = 8
 
-Kind = tuple[int, tuple[int, ...]]  # what tells lanes apart: `slice_ns` and `take_ns`
-Member = tuple[int, int, int]  # position, group and number of slices of what a lane makes
+Kind = tuple[int, tuple[int, ...]]  # `slice_ns` and `take_ns` of a lane
+Member = tuple[int, int, int]  # position, group and number of slices of a lane's job
 
 
 def forecast_from_state(state: SchedulerState, at_ns: int) -> Forecast:
-    """The future as it looks at a bubble of `state`, when generators have taken what they may."""
+    """The future from a bubble of `state` on, after generators have taken what they may."""
     terms = state.terms
-    shares_cards = terms.colocated
-    generators = [lane for lane in state.lanes if lane.present and (shares_cards or not lane.helper)]
+    generators = [lane for lane in state.lanes if lane.present and (terms.colocated or not lane.helper)]
     classes, class_of = _classes(generators)
-    current, following = state.current, open_step(state, state.committed + 1)
-
-    future = Forecast.__new__(Forecast)
-    future.facts, future.meter = Facts(state, classes), Meter()
-    future.now, future.committed = at_ns, state.committed
-    future.published, future.publications = _versions_ahead(state, generators, at_ns)
-    future.idle = [0] * len(classes)
-    without_weights = [0] * len(classes)
+    published, publications = _versions_ahead(state, generators, at_ns)
+    idle, without_weights = [0] * len(classes), [0] * len(classes)
     for lane in (state.lanes[index] for index in state.idle):
-        lanes_of_class = future.idle if lane.version >= future.published else without_weights
+        lanes_of_class = idle if lane.version >= published else without_weights
         lanes_of_class[class_of[lane.slice_ns, lane.take_ns]] += 1
-    future.running = _bundles_under_way(state, at_ns, class_of)
-    loaded_ns = _loaded_ns(state, at_ns, future.published)
+    running = _bundles_under_way(state, at_ns, class_of)
+    loaded_ns = _loaded_ns(state, at_ns, published)
     for lane_class, lanes in enumerate(without_weights):
         if lanes:
-            heappush(future.running, (loaded_ns, NO_STEP, lane_class, NO_STEP, lanes, ()))
-    future.open_groups = _open_samples(terms, current)
-    future.open_groups_next = _open_samples(terms, following)
-    future.done = _units_scored(terms, future.open_groups)
-    future.done_next = _units_scored(terms, future.open_groups_next)
-    future.trained = _units_trained(terms, current)
-    future.cursor_step, future.position = current.index, 0
-    future.todo, future.stale_used = unstarted_slices(terms, current), current.stale_samples
-    future.holes, future.stale_next = holes_in(current), 0
+            heappush(running, (loaded_ns, NO_STEP, lane_class, NO_STEP, lanes, ()))
+    current, following = state.current, open_step(state, state.committed + 1)
+    slices, holes = unstarted_slices(terms, current), started_places(current)
     if following is not None:
-        future.holes += [future.todo.length + place for place in holes_in(following)]
-    future._skip_holes()
-    future._scored = deque()
-    _resume_scoring(future, state, at_ns)
+        holes += [slices.length + place for place in started_places(following)]
+    open_groups, open_groups_next = _open_samples(terms, current), _open_samples(terms, following)
+    being_scored, scorer_free = _scores_under_way(state, at_ns)
+    future = Forecast(
+        constants=ForecastConstants(state, classes),
+        counter=NodeCounter(),
+        now=at_ns,
+        running=running,
+        idle=idle,
+        slices=slices,
+        position=0,
+        holes=holes,
+        slices_step=current.index,
+        stale_used=current.stale_samples,
+        stale_next=0,
+        open_groups=open_groups,
+        open_groups_next=open_groups_next,
+        done=_units_scored(terms, open_groups),
+        done_next=_units_scored(terms, open_groups_next),
+        trained=_units_trained(terms, current),
+        committed=state.committed,
+        published=published,
+        publications=publications,
+        scorer_free=scorer_free,
+        being_scored=being_scored,
+    )
+    future.skip_holes()
     return future
 
 
 def _versions_ahead(state: SchedulerState, generators: list[Lane], at_ns: int) -> tuple[int, list[int]]:
-    """The newest version on a generator, and when each later one is expected there."""
+    """The newest version on any generator lane, and when each later one is expected to arrive."""
     newest = max((lane.version for lane in generators), default=state.committed)
     expected = [max(at_ns + 1, due) for version, due in state.publishing if version > newest]
     if newest + len(expected) < state.committed:
-        # Nobody but lanes that have just joined: what they are being sent is the newest version.
+        # Only lanes that have just joined, which are being sent the newest version.
         return state.committed, []
     return newest, expected
 
 
 def _loaded_ns(state: SchedulerState, at_ns: int, version: int) -> int:
-    """When idle lanes that wait for a version which others have are expected to have it."""
+    """When idle lanes without a version that others have are expected to have loaded it."""
     dues = [due for published, due in state.publishing if published >= version]
     return max(at_ns + 1, min(dues, default=at_ns + state.costs.publish_ns))
 
 
 def _classes(generators: list[Lane]) -> tuple[tuple[LaneOffer, ...], dict[Kind, int]]:
-    """What a lane of each class offers, quickest first, and which class a kind of lane belongs to.
+    """The offer of each class of lanes, fastest first, and the class of each kind of lane.
 
-    Lanes whose measured times all differ a little are put into classes of nearly equal speed.
+    If there are many kinds, as with measured times, a class holds lanes of nearly equal speed.
     """
     kinds = {(lane.slice_ns, lane.take_ns) for lane in generators}
     classes: list[list[Kind]] = []
     for slice_ns, take_ns in sorted(kinds, key=lambda kind: (len(kind[1]), kind)):
-        quickest = classes[-1][0] if classes else (0, ())
-        alike = len(take_ns) == len(quickest[1]) and slice_ns <= quickest[0] * SAME_SPEED
+        fastest = classes[-1][0] if classes else (0, ())
+        alike = len(take_ns) == len(fastest[1]) and slice_ns <= fastest[0] * SAME_SPEED
         if not alike or len(kinds) <= MOST_CLASSES:
             classes.append([])
         classes[-1].append((slice_ns, take_ns))
     typical = [
         _offer(sum(slice_ns for slice_ns, _ in members) // len(members), members[0][1]) for members in classes
     ]
-    quickest_first = sorted(range(len(classes)), key=lambda index: typical[index].slice_ns)
-    class_of = {kind: place for place, index in enumerate(quickest_first) for kind in classes[index]}
-    return tuple(typical[index] for index in quickest_first), class_of
+    fastest_first = sorted(range(len(classes)), key=lambda index: typical[index].slice_ns)
+    class_of = {kind: place for place, index in enumerate(fastest_first) for kind in classes[index]}
+    return tuple(typical[index] for index in fastest_first), class_of
 
 
 def _offer(slice_ns: int, take_ns: tuple[int, ...]) -> LaneOffer:
@@ -105,7 +115,7 @@ def _offer(slice_ns: int, take_ns: tuple[int, ...]) -> LaneOffer:
 
 
 def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[Kind, int]) -> list[Bundle]:
-    """The leases as bundles; what should have ended already is expected any moment."""
+    """The lanes' jobs as bundles. Overdue jobs are expected to end in the next instant."""
     slices_per_step, slice_size, position = (
         state.terms.slices_per_step,
         state.terms.slice_size,
@@ -123,7 +133,7 @@ def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[Kind, i
         members.setdefault((end, lane_class, step), []).append(member)
     rounded = len(members) > MOST_BUNDLES
     if rounded:
-        members = _rounded_up(members, min(lane.slice_ns for lane, _ in busy))
+        members = _with_rounded_ends(members, min(lane.slice_ns for lane, _ in busy))
     bundles: list[Bundle] = []
     for (end, lane_class, step), places in members.items():
         for stretch in (sorted(places),) if rounded else _stretches(sorted(places)):
@@ -135,7 +145,7 @@ def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[Kind, i
 
 
 def _stretches(places: list[Member]) -> Iterator[list[Member]]:
-    """Slices that stand together in the list: those that end together are scored in its order."""
+    """Slices that are neighbours in the list, since slices that end together are scored in its order."""
     first, follows = 0, places[0][0]
     for nth, (position, _, slices) in enumerate(places):
         if position > follows:
@@ -145,19 +155,19 @@ def _stretches(places: list[Member]) -> Iterator[list[Member]]:
     yield places[first:]
 
 
-def _rounded_up(
+def _with_rounded_ends(
     members: dict[tuple[int, int, int], list[Member]], slice_ns: int
 ) -> dict[tuple[int, int, int], list[Member]]:
-    """Many lanes out of step with each other: ends move up to a common raster, which costs a little precision."""
-    raster_ns = max(1, slice_ns // RASTER_PER_SLICE)
+    """Rounds the ends of jobs up to a fraction of a slice, to have fewer bundles at a little less precision."""
+    step_ns = max(1, slice_ns // END_STEPS_PER_SLICE)
     merged: dict[tuple[int, int, int], list[Member]] = {}
     for (end, lane_class, step), places in members.items():
-        merged.setdefault((-(-end // raster_ns) * raster_ns, lane_class, step), []).extend(places)
+        merged.setdefault((-(-end // step_ns) * step_ns, lane_class, step), []).extend(places)
     return merged
 
 
 def _open_samples(terms: Terms, step: StepProgress | None) -> list[int]:
-    """Samples not yet scored, of each group; a retired group never completes."""
+    """Unscored samples of each group. A retired group never completes."""
     if step is None:
         return [terms.samples_per_prompt] * terms.prompts
     whole = terms.samples_per_prompt
@@ -186,8 +196,8 @@ def _score_end(state: SchedulerState, job: Score, at_ns: int) -> tuple[int, int,
     return end_ns, piece.step, ((piece.group, piece.size),) if is_wanted(state, piece) else ()
 
 
-def _resume_scoring(future: Forecast, state: SchedulerState, at_ns: int) -> None:
-    """Samples in the scorers' hands end when expected; the waiting ones follow in their order."""
+def _scores_under_way(state: SchedulerState, at_ns: int) -> tuple[deque[tuple[int, int, Runs]], list[int]]:
+    """When samples are expected to be scored, waiting ones in their order, and when each reward lane is idle."""
     costs, unit = state.costs, state.terms.score_unit
     unit_ns = costs.score_batch_ns(unit)
     jobs = [job for job in state.scorers if job is not None]
@@ -202,5 +212,4 @@ def _resume_scoring(future: Forecast, state: SchedulerState, at_ns: int) -> None
             insort(free, end)
             scored.append((end, piece.step, ((piece.group, min(unit, piece.size - first)),)))
     scored.sort(key=lambda each: each[0])  # a large batch under way may end after a small one that starts later
-    future._scored.extend(scored)
-    future.scorer_free = free
+    return deque(scored), free

@@ -1,4 +1,4 @@
-"""Plays help in a forecast: so many rounds, or by a rule, up to a commit that lies ahead."""
+"""Simulates help in a forecast: by a plan or by a simple rule, up to a later commit."""
 
 from __future__ import annotations
 
@@ -6,55 +6,55 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from digenrl.scheduling.help.forecast import Forecast
-from digenrl.scheduling.state import UNLIMITED, PlannedBubble
+from digenrl.scheduling.state import UNLIMITED, HelpPlan, PlannedBubble
+
+Plan = tuple[PlannedBubble, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class HelpRule:
-    """A simple way to help at every bubble; after each round the trainer returns if something is ready."""
+class SimpleHelpRule:
+    """A rule that helps at every bubble. After each round the trainer returns if something is ready to train."""
 
     name: str
     most_rounds: int
     current_step_only: bool = False
-    only_if_in_time: bool = False  # help only if generators alone would not be through before the helpers are
+    only_if_in_time: bool = False  # help only if generators alone would not finish the step before a round ends
 
 
-WAIT_ALWAYS = HelpRule("wait", 0)
-GREEDY = HelpRule("greedy", UNLIMITED)
+WAIT_ALWAYS = SimpleHelpRule("wait", 0)
+GREEDY = SimpleHelpRule("greedy", UNLIMITED)
 RULES = (
     WAIT_ALWAYS,
     GREEDY,
-    HelpRule("one round", 1),
-    HelpRule("greedy, this step", UNLIMITED, current_step_only=True),
-    HelpRule("one round, this step", 1, current_step_only=True),
-    HelpRule("greedy, in time", UNLIMITED, only_if_in_time=True),
-    HelpRule("greedy, this step, in time", UNLIMITED, current_step_only=True, only_if_in_time=True),
-    HelpRule("one round, in time", 1, only_if_in_time=True),
+    SimpleHelpRule("one round", 1),
+    SimpleHelpRule("greedy, this step", UNLIMITED, current_step_only=True),
+    SimpleHelpRule("one round, this step", 1, current_step_only=True),
+    SimpleHelpRule("greedy, in time", UNLIMITED, only_if_in_time=True),
+    SimpleHelpRule("greedy, this step, in time", UNLIMITED, current_step_only=True, only_if_in_time=True),
+    SimpleHelpRule("one round, in time", 1, only_if_in_time=True),
 )
-# What counts when only the current step does; waiting comes first, so that nothing is worse than that.
+# Rules for the current step alone. Waiting comes first, so no result is worse than waiting.
 STEP_RULES = tuple(rule for rule in RULES if rule.current_step_only or rule is WAIT_ALWAYS)
 
 
-def help_rounds(future: Forecast, rounds: int, current_step_only: bool, stop_when_ready: bool) -> int:
-    """Switches in, plays up to `rounds` rounds, switches out; returns how many rounds there were."""
+def simulate_rounds(future: Forecast, plan: HelpPlan) -> int:
+    """Simulates the help of one bubble, with both role switches. Returns the number of rounds."""
     future.switch_in()
-    played = 0
-    while played < rounds and future.can_start_round(current_step_only):
-        if played and stop_when_ready and future.ready:
-            break
+    rounds = 0
+    while plan.wants_round(rounds, bool(future.ready)) and future.can_start_round(plan.current_step_only):
         future.round()
-        played += 1
+        rounds += 1
     future.switch_out()
-    return played
+    return rounds
 
 
-def play(
-    future: Forecast, until_step: int, planned: Sequence[PlannedBubble], rule: HelpRule
-) -> tuple[PlannedBubble, ...]:
-    """Plays on until `until_step` steps are committed: first by plan, then by rule.
+def simulate_help(
+    future: Forecast, until_step: int, planned: Sequence[PlannedBubble], rule: SimpleHelpRule
+) -> Plan:
+    """Simulates until `until_step` steps are committed: first by the plan, then by the rule.
 
-    Returns the bubbles met at which a slice could start, with what was done there. A future without end rests at
-    NEVER.
+    Returns the bubbles in which a slice could start, with the rounds of help in each. A future that never reaches
+    the step ends at NEVER.
     """
     met: list[PlannedBubble] = []
     plan = iter(planned)
@@ -65,36 +65,36 @@ def play(
             if not future.wait():
                 break
             continue
-        opens_ns, intended = future.now, next(plan, None)
-        rounds = _follow(future, intended) if intended is not None else _apply(future, rule)
+        opens_ns, bubble = future.now, next(plan, None)
+        rounds = _follow(future, bubble.rounds) if bubble is not None else _apply(future, rule)
         met.append(PlannedBubble(opens_ns, rounds))
         if not rounds and not future.wait():
             break
     return tuple(met)
 
 
-def _follow(future: Forecast, intended: PlannedBubble) -> int:
-    if not intended.rounds:
+def _follow(future: Forecast, rounds: int) -> int:
+    if not rounds:
         return 0
-    return help_rounds(future, intended.rounds, current_step_only=False, stop_when_ready=False)
+    return simulate_rounds(future, HelpPlan(rounds, stop_when_ready=False, current_step_only=False))
 
 
-def _apply(future: Forecast, rule: HelpRule) -> int:
+def _apply(future: Forecast, rule: SimpleHelpRule) -> int:
     if not rule.most_rounds or not future.can_start_round(rule.current_step_only):
         return 0
-    if rule.only_if_in_time and _generators_are_quicker(future):
+    if rule.only_if_in_time and _generators_finish_first(future):
         return 0
-    return help_rounds(future, rule.most_rounds, rule.current_step_only, stop_when_ready=True)
+    return simulate_rounds(future, HelpPlan(rule.most_rounds, True, rule.current_step_only))
 
 
-def _generators_are_quicker(future: Forecast) -> bool:
+def _generators_finish_first(future: Forecast) -> bool:
     """Whether the generators alone finish what is left of this step before one round of help would end."""
-    facts, unstarted = future.facts, future.current_step_unstarted()
-    round_ends_ns = future.now + facts.switch_in_ns + facts.helper_ns
+    constants, unstarted = future.constants, future.current_step_unstarted()
+    round_ends_ns = future.now + constants.switch_in_ns + constants.helper_ns
     if not unstarted:
         return False
-    made = sum(
+    finished = sum(
         lanes * offer.slices_at_once * max(0, (round_ends_ns - free_ns - 1) // offer.slice_ns)
-        for offer, free_ns, lanes in future.generator_takes()
+        for offer, free_ns, lanes in future.generators()
     )
-    return unstarted <= made
+    return unstarted <= finished

@@ -1,4 +1,4 @@
-"""What is left of a step's list, as a forecast sees it: groups and numbers of slices, no ids."""
+"""What is left of a step's list, as a forecast sees it: groups and numbers of slices, without ids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Runs = tuple[tuple[int, int], ...]  # (group, number of slices)
 
 
 class SliceList:
-    """The slices of a step that are still to be handed out: one by one, or as a stretch of the full list."""
+    """The unstarted slices of a step: the rest of its list from `first` on, or the groups in `listed`."""
 
     __slots__ = ("_by_group", "_first", "_listed", "_per_group", "_prompts", "length")
 
@@ -21,11 +21,11 @@ class SliceList:
         self.length = terms.slices_per_step - first if listed is None else len(listed)
 
     def position(self, place: int) -> int:
-        """Where in the step's whole list a place is; about, where slices wait to be made again."""
+        """The position of a place in the step's whole list; approximate if slices are reissued."""
         return self._first + place
 
     def equal_takes(self, place: int, at_once: int, lanes: int, left: int) -> tuple[int, int]:
-        """What the next lane gets of the `left` slices from `place` on, and how many of the lanes get as many."""
+        """How many of the `left` slices from `place` on the next lane takes, and how many lanes take as many."""
         if at_once == 1:
             return 1, min(lanes, left)
         in_group = min(left, self._left_in_group(place))
@@ -46,13 +46,13 @@ class SliceList:
             return self.length - place
         return self._per_group - (self._first + place) % self._per_group
 
-    def runs(self, position: int, count: int) -> Runs:
-        """The groups of `count` slices from `position` on."""
+    def runs(self, place: int, count: int) -> Runs:
+        """The groups of `count` slices from `place` on."""
         if self._listed is not None:
-            return tuple((group, 1) for group in self._listed[position : position + count])
-        at = self._first + position
+            return tuple((group, 1) for group in self._listed[place : place + count])
+        at = self._first + place
         if not self._by_group:
-            return tuple((place % self._prompts, 1) for place in range(at, at + count))
+            return tuple((position % self._prompts, 1) for position in range(at, at + count))
         whole = self._per_group
         group, offset = divmod(at, whole)
         if offset + count <= whole:
@@ -64,7 +64,7 @@ class SliceList:
 
 
 def unstarted_slices(terms: Terms, step: StepProgress) -> SliceList:
-    """What is still to be handed out of a step, in order; without something to make again, see `holes_in`."""
+    """The slices of a step that are to be handed out, in order, apart from `started_places`."""
     if not step.reissue:
         return SliceList(terms, step.cursor)
     again = tuple(piece.group for piece in step.reissue)
@@ -73,6 +73,6 @@ def unstarted_slices(terms: Terms, step: StepProgress) -> SliceList:
     return SliceList(terms, 0, again + tuple(group_at(terms, at) for at in unstarted))
 
 
-def holes_in(step: StepProgress) -> list[int]:
+def started_places(step: StepProgress) -> list[int]:
     """Places in its `unstarted_slices` that are not to be handed out any more."""
     return [] if step.reissue else [position - step.cursor for position in step.ahead]

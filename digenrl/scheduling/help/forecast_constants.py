@@ -1,4 +1,4 @@
-"""What all futures that are played from one moment have in common, and the work that went into playing them."""
+"""What all forecasts from one moment have in common, and a counter of the work that they cost."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from digenrl.scheduling.help.slice_lists import SliceList, unstarted_slices
 from digenrl.scheduling.state import SchedulerState, open_step
 
 NEVER = 1 << 62
-# With more groups than this in a step, scores are expected on a raster: each single one hardly matters then.
+# If a step has more groups than this, the times of scores are rounded: single scores hardly matter then.
 EXACT_SCORES_UP_TO = 256
-SCORE_RASTER_PER_SLICE = 8
+SCORE_STEPS_PER_SLICE = 8
 
 
-class Meter:
-    """Counts the work of looking ahead, over all forks, in nodes: instants played, or as much work as one."""
+class NodeCounter:
+    """Counts simulated instants over all forks of a forecast. Other work counts as the equivalent in instants."""
 
     __slots__ = ("nodes",)
 
@@ -21,20 +21,21 @@ class Meter:
         self.nodes = 0
 
 
-class Facts:
-    """What does not change while looking ahead; shared by all forks of a forecast."""
+class ForecastConstants:
+    """What does not change while a forecast runs; shared by all its forks."""
 
     __slots__ = (
-        "batch", "budget", "by_sample", "class_ns", "classes", "commit_ns", "copied_entries", "earliest_finish",
-        "fresh_groups", "full_list", "helper", "helper_ns", "helpers", "next_list", "next_stale", "next_step",
-        "publish_ns", "score_ns", "score_raster_ns", "score_unit", "slice_size", "slices_per_step", "steps",
-        "switch_in_ns", "switch_out_ns", "unit_ns", "units", "whole_step_ns",
+        "batch", "budget", "by_sample", "class_at_once", "class_ns", "classes", "commit_ns", "copied_entries",
+        "earliest_finish", "fresh_groups", "full_list", "helper", "helper_ns", "helpers", "next_list",
+        "next_stale", "next_step", "publish_ns", "score_ns", "score_round_ns", "score_unit", "slice_size",
+        "slices_per_step", "steps", "switch_in_ns", "switch_out_ns", "unit_ns", "units", "whole_step_ns",
     )  # fmt: skip
 
     def __init__(self, state: SchedulerState, classes: tuple[LaneOffer, ...]) -> None:
         terms, costs = state.terms, state.costs
-        self.classes = classes  # what a lane of each class of generator lanes offers, quickest first
+        self.classes = classes  # the offer of each class of equal generator lanes, fastest first
         self.class_ns = class_ns = tuple(offer.slice_ns for offer in classes)
+        self.class_at_once = tuple(offer.slices_at_once for offer in classes)
         self.helpers = len(state.helpers)
         helpers = [state.lanes[index].offer for index in state.helpers]
         self.helper = max(helpers, key=lambda offer: offer.slice_ns, default=LaneOffer("", NEVER))
@@ -43,7 +44,7 @@ class Facts:
         self.slice_size = terms.slice_size
         self.steps = terms.steps
         self.full_list = SliceList(terms, first=0)
-        # The list of the step after the current one may be begun already.
+        # Slices of the step after the current one may have been started.
         following = open_step(state, state.committed + 1)
         self.next_step = state.committed + 1
         self.next_list = self.full_list if following is None else unstarted_slices(terms, following)
@@ -58,9 +59,9 @@ class Facts:
         self.whole_step_ns = terms.prompts * costs.train_ns(terms.samples_per_prompt)
         self.commit_ns, self.publish_ns = costs.commit_ns, costs.publish_ns
         self.switch_in_ns, self.switch_out_ns = costs.switch_in_ns, costs.switch_out_ns
-        self.score_unit = terms.score_unit  # so many samples are scored together
-        self.score_ns = costs.score_batch_ns(self.score_unit) if terms.scorers else 0  # for so many
-        self.score_raster_ns = 1
+        self.score_unit = terms.score_unit  # samples that are scored together
+        self.score_ns = costs.score_batch_ns(self.score_unit) if terms.scorers else 0  # for one unit
+        self.score_round_ns = 1
         if terms.prompts > EXACT_SCORES_UP_TO and class_ns:
-            self.score_raster_ns = max(1, class_ns[0] // SCORE_RASTER_PER_SLICE)
+            self.score_round_ns = max(1, class_ns[0] // SCORE_STEPS_PER_SLICE)
         self.earliest_finish = terms.dispatch == "earliest_finish"

@@ -6,7 +6,8 @@ The same recipe runs alternately with worker processes and on a Ray cluster star
 CPU time of the driver's main thread, which decides and submits jobs and which all workers wait for; `process`
 includes Ray's threads in the same process. Both are medians over steps, because every tenth step the driver also
 predicts the next ones. Tensors (prompts, trajectories, pixels, weights) travel between workers. The driver
-receives only results and counts their bytes. For comparison, the bytes of the weights published per step are printed.
+receives only results and counts their bytes. For comparison, the bytes of the weights published
+per step are printed.
 """
 
 from __future__ import annotations

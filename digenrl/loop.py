@@ -1,4 +1,4 @@
-"""The driver: event -> decide -> submit. The same few lines on a virtual clock, one machine and a cluster."""
+"""The loop: event -> decide -> submit. It is the same on a virtual clock, one machine and a cluster."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from digenrl.scheduling import SchedulerState, decide
 
 
 class Runtime(Protocol):
-    """Whoever has the lanes. It reports every event of an instant, then a Tick, and carries out actions."""
+    """Carries out jobs. It reports every event of an instant, then a Tick."""
 
     def next_event(self) -> Event:
-        """The next fact, or the Tick that closes an instant; waits for it."""
+        """Waits for the next event, or the Tick that closes an instant."""
 
     def submit(self, action: Action) -> None:
-        """Starts an action; its answer comes back as an event."""
+        """Starts a job; its result comes back as an event."""
 
 
 class Observer(Protocol):
-    """Looks on from outside: traces, metrics, invariants."""
+    """Observes the loop: traces, metrics, invariants."""
 
     def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
         """Called after every decision, before its actions start."""
@@ -31,7 +31,7 @@ class RunGaveUpError(RuntimeError):
 
 
 def drive(state: SchedulerState, runtime: Runtime, observers: Sequence[Observer] = ()) -> SchedulerState:
-    """Runs until all optimizer steps are taken."""
+    """Runs until the scheduler has nothing left to do. Returns its last state."""
     while not state.finished:
         event = runtime.next_event()
         state, actions = decide(state, event)

@@ -379,11 +379,11 @@ class FakeRun:
         """As a run is prepared, with made-up costs."""
         driver = self.driver
         driver.start_workers()
-        for step in range(min(2, driver.recipe.steps)):
+        for step in range(min(2, driver.stores.recipe.steps)):
             driver.encode_now(step)
         driver.encode_now(HELD_OUT_STEP)
         publish_initial_weights(driver, self.transport.trainer_version)
-        slices = tuple({slice_size: 0.01} for _ in driver.lanes.names)
+        slices = tuple({slice_size: 0.01} for _ in driver.stores.lanes.names)
         calibration = Calibration(slices, 0.002, 0.001, 0.001, pack_size=4)
         return initial_scheduler_state(driver, calibration, slice_size, **initial)
 

@@ -1,4 +1,4 @@
-"""What a run can be trained on, looked for by its recipe: this process, this machine, or a Ray cluster."""
+"""Finds the backend of a recipe: this process, this machine, or a Ray cluster."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from digenrl.worker.preflight import cores_here, inspect, inspect_here
 
 
 def find_backend(recipe: Recipe) -> Backend:
-    """Where the recipe can be trained; raises ConfigError where something of it is not to be had, or not known."""
+    """The recipe's backend; raises ConfigError if something it needs is unavailable or unknown."""
     if recipe.topology.uses_ray:
-        from digenrl.transports.ray.backend import RayBackend  # brings Ray along
+        from digenrl.transports.ray.backend import RayBackend  # imports Ray
 
         return RayBackend.find(recipe)
     threads = threads_per_worker(recipe, Machine(cores_here()))
@@ -30,14 +30,13 @@ def find_backend(recipe: Recipe) -> Backend:
 
 
 class LocalBackend:
-    """This machine: worker processes, or in mode colocated this very process."""
+    """This machine: worker processes, or this process in mode colocated."""
 
     def __init__(self, machine: Machine, recipe: Recipe) -> None:
         self.machine = machine
         place(recipe, machine, Path())
 
     def prepare(self, recipe: Recipe, run: Path, checkpoint: Path | None) -> RunResources:
-        """With a fresh exchange in shared memory, or where the recipe wants it."""
         exchange = make_exchange(recipe)
         transport = _transport(recipe, run)
 
@@ -50,11 +49,11 @@ class LocalBackend:
         )
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Nothing to release."""
 
 
 def make_exchange(recipe: Recipe) -> ExchangeFolder:
-    """A fresh one in shared memory, or where the recipe wants it."""
+    """A new exchange in shared memory, or in the recipe's folder."""
     where = recipe.lanes.exchange
     if where is None:
         return ExchangeFolder.create()
@@ -66,6 +65,6 @@ def make_exchange(recipe: Recipe) -> ExchangeFolder:
 def _transport(recipe: Recipe, run: Path) -> Transport:
     if not recipe.topology.one_process:
         return RankGroupTransport(ProcessTransport(run / "logs"))
-    from digenrl.transports.inline import InlineTransport  # brings torch along
+    from digenrl.transports.inline import InlineTransport  # imports torch
 
     return InlineTransport()

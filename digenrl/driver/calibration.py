@@ -57,11 +57,11 @@ class Calibration:
 def publish_initial_weights(driver: Dispatcher, version: int) -> float:
     """The trainer's version goes to all generators. Returns the seconds that the slowest needed to load it."""
     exported = driver.export_now(version)
-    parts = driver.recipe.lanes.ranks if driver.recipe.sharded else 1
-    check_room(driver.artifacts, exported.weights.bytes, parts * exported.state_bytes)
+    parts = driver.stores.recipe.lanes.ranks if driver.stores.recipe.sharded else 1
+    check_room(driver.stores.artifacts, exported.weights.bytes, parts * exported.state_bytes)
     requests = [
         (worker, Publish(driver.own_job_id(), 0, version, (lane,), exported.weights))
-        for lane, worker in enumerate(driver.generator_workers())
+        for lane, worker in enumerate(driver.stores.workers.generator_names)
     ]
     loaded: list[Published] = driver.ask(requests)
     return max(result.seconds for result in loaded)
@@ -88,9 +88,9 @@ def calibrate(
 
     The prompt is one of the first step, which is encoded. `notify` says what is timed if this may take minutes.
     """
-    recipe, all_sizes = driver.recipe, calibrates_all_sizes(driver.recipe, driver.workers)
+    recipe, all_sizes = driver.stores.recipe, calibrates_all_sizes(driver.stores.recipe, driver.stores.workers)
     announce = notify if all_sizes else lambda message: None
-    prompt = driver.prompts.row(first_step, 0)
+    prompt = driver.stores.prompts.row(first_step, 0)
     sizes = sizes_to_try(recipe, all_sizes)
     announce(f"calibrating: slices of {' and '.join(str(size) for size in sizes)} samples{_compiling(driver)}")
     generated: list[Calibrated] = driver.ask(
@@ -122,14 +122,14 @@ def calibrate_remaining_sizes(
     driver: Dispatcher, calibration: Calibration, slice_size: int, first_step: int = 0
 ) -> Calibration:
     """Adds the sizes that the run will use, now that the slice size is known, and that no lane has met yet."""
-    recipe = driver.recipe
-    if not calibrates_all_sizes(recipe, driver.workers):
+    recipe = driver.stores.recipe
+    if not calibrates_all_sizes(recipe, driver.stores.workers):
         return calibration
-    prompt, requests = driver.prompts.row(first_step, 0), {}
+    prompt, requests = driver.stores.prompts.row(first_step, 0), {}
     for lane, (worker, assignment) in enumerate(_generators(driver)):
         sizes = tuple(s for s in sizes_of_lane(assignment, slice_size) if s not in calibration.slices[lane])
-        evaluates = worker in driver.generator_workers() and recipe.model.compiles(assignment.device)
-        held_out = sizes_held_out(recipe, len(driver.prompts.held_out)) if evaluates else ()
+        evaluates = worker in driver.stores.workers.generator_names and recipe.model.compiles(assignment.device)
+        held_out = sizes_held_out(recipe, len(driver.stores.prompts.held_out)) if evaluates else ()
         if sizes or held_out:
             requests[lane] = (worker, _job(driver, prompt, sizes, held_out))
     results: dict[int, Calibrated] = dict(zip(requests, driver.ask(list(requests.values())), strict=True))
@@ -147,14 +147,14 @@ def _job(
 
 
 def _compiling(driver: Dispatcher) -> str:
-    assignments = (*driver.workers.generators, driver.workers.trainer)
-    compiles = any(driver.recipe.model.compiles(each.device) for each in assignments)
+    assignments = (*driver.stores.workers.generators, driver.stores.workers.trainer)
+    compiles = any(driver.stores.recipe.model.compiles(each.device) for each in assignments)
     return "; compiling the model takes minutes the first time" if compiles else ""
 
 
 def _generators(driver: Dispatcher) -> list[tuple[str, Assignment]]:
     """The workers that generate, lane by lane."""
-    workers = driver.workers
+    workers = driver.stores.workers
     if not workers.generators:
         return [(TRAINER, workers.trainer)]
     helpers = rank_names(workers.trainer) if "generate" in workers.trainer.duties else []
@@ -163,12 +163,12 @@ def _generators(driver: Dispatcher) -> list[tuple[str, Assignment]]:
 
 
 def _time_scoring(driver: Dispatcher, prompt: PromptRow, samples: int) -> float:
-    if not driver.reward_workers():
+    if not driver.stores.workers.reward_names:
         return 0.0
     scored: list[Calibrated] = driver.ask(
         [
             (worker, Calibrate(driver.own_job_id(), 0, "score", prompt, (samples,)))
-            for worker in driver.reward_workers()
+            for worker in driver.stores.workers.reward_names
         ]
     )
     return max(result.seconds[1] for result in scored)
@@ -179,11 +179,11 @@ def _time_switching(driver: Dispatcher) -> tuple[float, float]:
 
     A colocated run starts by generating, so the trainer is left in that role.
     """
-    trainer = driver.workers.trainer
-    if "generate" not in trainer.duties or not driver.recipe.training.offloads(trainer.device):
+    trainer = driver.stores.workers.trainer
+    if "generate" not in trainer.duties or not driver.stores.recipe.training.offloads(trainer.device):
         return 0.0, 0.0
     switched: Calibrated = driver.ask([(TRAINER, Calibrate(driver.own_job_id(), 0, "switch"))])[0]
-    if driver.recipe.topology.shares_cards:
+    if driver.stores.recipe.topology.shares_cards:
         driver.ask([(TRAINER, SwitchRole(driver.own_job_id(), 0, "generate"))])
     return switched.seconds[1], switched.seconds_back
 
@@ -193,7 +193,7 @@ def choose_slice_size(driver: Dispatcher, calibration: Calibration) -> int:
 
     On a single device it is the one with the least time per sample.
     """
-    recipe = driver.recipe
+    recipe = driver.stores.recipe
     if isinstance(recipe.batch.slice, int):
         return recipe.batch.slice
     if recipe.topology.shares_cards:
@@ -206,7 +206,7 @@ def choose_slice_size(driver: Dispatcher, calibration: Calibration) -> int:
 
     def predicted_ns(size: int) -> int:
         generators, helpers = offers(driver, calibration, size)
-        terms = terms_of(recipe, size, scorers=len(driver.reward_workers()))
+        terms = terms_of(recipe, size, scorers=len(driver.stores.workers.reward_names))
         return predict(terms, calibration.costs(), generators, helpers, steps=PREDICTED_STEPS).trace.end_ns
 
     return min(reversed(sizes), key=predicted_ns)
@@ -216,12 +216,12 @@ def offers(
     driver: Dispatcher, calibration: Calibration, size: int
 ) -> tuple[tuple[LaneOffer, ...], tuple[LaneOffer, ...]]:
     """The offers of generator lanes and of helper lanes."""
-    own = [own_slice(each, size) for each in driver.workers.generators]
+    own = [own_slice(each, size) for each in driver.stores.workers.generators]
     every = tuple(
         timed_offer(name, calibration.slices[lane], size, own[lane] if lane < len(own) else size)
-        for lane, name in enumerate(driver.lanes.names)
+        for lane, name in enumerate(driver.stores.lanes.names)
     )
-    count = len(driver.workers.generators) or 1
+    count = len(driver.stores.workers.generators) or 1
     return every[:count], every[count:]
 
 
@@ -248,11 +248,11 @@ def initial_scheduler_state(
     evaluates: bool = False,
 ) -> SchedulerState:
     """The scheduler's state before the first tick. The driver measures costs from here on."""
-    recipe, held_out = driver.recipe, len(driver.prompts.held_out)
+    recipe, held_out = driver.stores.recipe, len(driver.stores.prompts.held_out)
     generators, helpers = offers(driver, calibration, slice_size)
     costs = calibration.costs()
     terms = replace(
-        terms_of(recipe, slice_size, scorers=len(driver.reward_workers())),
+        terms_of(recipe, slice_size, scorers=len(driver.stores.workers.reward_names)),
         encodes=True,
         evaluate_every=0 if recipe.evaluation is None else recipe.evaluation.every,
         evaluation_chunks=0 if recipe.evaluation is None else -(-held_out // recipe.evaluation.chunk),

@@ -1,4 +1,4 @@
-"""Who works where: from a recipe's lanes to assignments, or a complaint about what is lacking. No torch."""
+"""From a recipe's lanes to assignments on this machine, or a ConfigError naming what is missing. No torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from digenrl.worker.assignment import (
 def place(
     recipe: Recipe, machine: Machine, exchange: Path, checkpoint: Path | None = None, run: Path | None = None
 ) -> Workers:
-    """Everybody's assignment on this machine; raises ConfigError where there are more lanes than devices."""
+    """The assignments of all workers; raises ConfigError if there are more lanes than devices."""
     if recipe.lanes.device == "cuda" and machine.cuda_devices == 0:
         raise ConfigError("lanes.device: cuda, but no CUDA device is here; set it to cpu or auto")
 
@@ -97,7 +97,7 @@ def _generator_devices(recipe: Recipe, machine: Machine) -> tuple[str, ...]:
 
 
 def _reward_devices(recipe: Recipe, machine: Machine, taken: int) -> tuple[str, ...]:
-    """On cards that nobody else has, then on the last of them."""
+    """Unused GPUs first, then the last GPU."""
     rewards = recipe.lanes.rewards
     if not isinstance(rewards, int):
         return rewards
@@ -108,7 +108,7 @@ def _reward_devices(recipe: Recipe, machine: Machine, taken: int) -> tuple[str, 
 
 
 def _core_blocks(recipe: Recipe, machine: Machine) -> Sequence[tuple[int, ...] | None]:
-    """Cores for the trainer and for each generator, none where they have to share; reward lanes roam."""
+    """Cores for the trainer and each generator; none if they have to share. Reward lanes are not pinned."""
     threads, lanes = threads_per_worker(recipe, machine), lane_count(recipe)
     if not runs_on_cpu(recipe, machine) or threads * lanes > len(machine.cores):
         return [None] * lanes

@@ -1,4 +1,4 @@
-"""The numbers of one optimizer step, from its rewards and its updates. No torch."""
+"""The metrics of one optimizer step, from its rewards and updates. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AVERAGED = ("gradient_norm", "ratio_mean", "clip_fraction", "kl", "log_prob_mism
 
 @dataclass(frozen=True, slots=True)
 class StepSummary:
-    """One step's metrics, flat, under the names that `metrics.jsonl` has."""
+    """One step's metrics by the names in `metrics.jsonl`."""
 
     step: int
     values: Mapping[str, float]
@@ -29,7 +29,7 @@ def step_summary(
     publish_bytes: int,
     publish_s: float = 0.0,
 ) -> StepSummary:
-    """Means over the step's updates; the largest of what is a largest. What there is not is absent."""
+    """Means over the step's updates, and maxima of maxima. Metrics that an algorithm lacks are absent."""
     mean = fmean(rewards.values())
     values: dict[str, float] = {
         "reward_mean": mean,

@@ -147,7 +147,7 @@ class TrainingRun:
     def _prepare(self) -> SchedulerState:
         """Starts and times the workers, gives them the same version, and chooses the slice size."""
         driver, folder, start = self._driver, self._folder, self._start
-        self._view.notify(f"starting {len(driver.workers.initial())} workers")
+        self._view.notify(f"starting {len(driver.stores.workers.initial())} workers")
         driver.start_workers()
         for step in range(start.step, min(start.step + 2, folder.recipe.steps)):
             driver.encode_now(step)
@@ -189,7 +189,7 @@ class TrainingRun:
             Auditor(state),
             prediction,
             self._view,
-            LaneRecorder(self._folder, self._driver.lanes.devices),
+            LaneRecorder(self._folder, self._driver.stores.lanes.devices),
             self._held_out,
             self._checkpointer,  # after everything that writes files: it notes how long they are
         )
@@ -220,7 +220,7 @@ class TrainingRun:
 
     def _lanes(self) -> tuple[LaneEntry, ...]:
         """Every row of the trace, and its device."""
-        workers, names = self._driver.workers, self._driver.lanes.names
+        workers, names = self._driver.stores.workers, self._driver.stores.lanes.names
         rows = [LaneEntry(name=g.name, pool="generator", device=g.device) for g in workers.generators]
         if not workers.generators:
             rows = [LaneEntry(name=names[0], pool="generator", device=workers.trainer.device)]

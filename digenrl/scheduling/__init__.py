@@ -1,4 +1,4 @@
-"""The scheduling room: pure policies. No clock, no randomness, no I/O, no torch, no Ray."""
+"""The scheduler: pure functions. No clock, no randomness, no I/O, no torch, no Ray."""
 
 from digenrl.scheduling.decide import decide
 from digenrl.scheduling.state import SchedulerState, initial_state

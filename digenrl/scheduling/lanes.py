@@ -50,7 +50,7 @@ def publish_newest(state: SchedulerState, at_ns: int) -> Outcome:
     if state.terms.colocated or state.exporting is not None:
         return state, ()
     if state.all_committed and not any(each.version == version for each in state.evaluations):
-        return state, ()  # nobody will use it
+        return state, ()  # no lane will use it
     if any(each.version < version and not each.sampled for each in state.evaluations):
         return state, ()
     behind = [lane for lane in state.lanes if lane.present and not lane.helper and lane.sent_version < version]

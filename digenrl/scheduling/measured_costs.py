@@ -1,4 +1,4 @@
-"""Measured costs take the place of expected ones while a run goes on."""
+"""Measured costs replace expected ones during a run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from digenrl.scheduling.terms import Costs, Terms
 
 
 def absorb_costs(state: SchedulerState, event: CostsMeasured) -> tuple[SchedulerState, tuple[Action, ...]]:
-    """Coming decisions count on the new times; what is under way goes on.
+    """Future decisions use the new times; jobs under way are not affected.
 
-    A plan for coming bubbles was made for the old times. It is kept where these hardly change: to make it again
-    costs a search, and a bubble that opens at another moment than planned asks for one anyway.
+    A plan for coming bubbles was made for the old times. It is kept if they hardly change: replanning costs a
+    search, and a bubble that opens at another moment than planned triggers one anyway.
     """
     costs = Costs(
         train_sample_ns=event.train_sample_ns,
@@ -29,7 +29,7 @@ def absorb_costs(state: SchedulerState, event: CostsMeasured) -> tuple[Scheduler
     )
     lanes = list(state.lanes)
     for index, slice_ns in event.lane_slice_ns:
-        lanes[index] = replace(lanes[index], slice_ns=max(1, slice_ns))  # a slice takes time, however short
+        lanes[index] = replace(lanes[index], slice_ns=max(1, slice_ns))  # never zero
     plan = state.bubble_plan
     if plan is not None and not _hardly_changed(state, costs, lanes):
         plan = None
@@ -53,7 +53,7 @@ def _hardly_changed(state: SchedulerState, costs: Costs, lanes: list[Lane]) -> b
 
 
 def _times_of_work(terms: Terms, costs: Costs) -> tuple[int, ...]:
-    """What a decision reckons with, in the portions in which it happens."""
+    """The times that a decision is based on, per unit of work."""
     return (
         costs.train_ns(terms.samples_per_prompt),
         costs.score_batch_ns(terms.slice_size),

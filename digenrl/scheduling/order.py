@@ -33,17 +33,17 @@ def slice_at(terms: Terms, step: int, position: int) -> Slice:
 
 
 def position_of(terms: Terms, piece: Slice) -> int:
-    """Where a slice, or the first of several together, stands in its step's list.
+    """The position of a slice, or of the first slice of a piece, in its step's list.
 
-    Slices of replacement groups stand behind all others.
+    Slices of replacement groups come after all others.
     """
     return positions(terms)(piece)
 
 
 def positions(terms: Terms) -> Callable[[Slice], int]:
-    """`position_of`, for many pieces."""
+    """`position_of` as a function, for many pieces."""
     size, prompts, per_group = terms.slice_size, terms.prompts, terms.slices_per_group
-    in_turns = prompts if terms.order == "batch" else 0  # so many groups take turns; replacements do not
+    in_turns = prompts if terms.order == "batch" else 0  # groups that take turns; replacements do not
 
     def position(piece: Slice) -> int:
         if piece.group < in_turns:
@@ -54,14 +54,14 @@ def positions(terms: Terms) -> Callable[[Slice], int]:
 
 
 def positions_of_group(terms: Terms, group: int) -> range:
-    """Where the slices of one of a step's first groups stand in its list."""
+    """The positions of a group's slices in the step's list; not for replacements."""
     if terms.order == "generation":
         return range(group * terms.slices_per_group, (group + 1) * terms.slices_per_group)
     return range(group, terms.slices_per_step, terms.prompts)
 
 
 def slices_in(terms: Terms, piece: Slice) -> tuple[Slice, ...]:
-    """The slices that a lease was made of, in order."""
+    """The slices of a piece, in order."""
     size, end = terms.slice_size, piece.first + piece.size
     return tuple(Slice(piece.step, piece.group, first, size) for first in range(piece.first, end, size))
 

@@ -79,6 +79,21 @@ class Workers:
     encoder: Assignment | None = None
     reserve: tuple[Assignment, ...] = ()
 
+    @property
+    def encoder_name(self) -> str:
+        """The worker that encodes prompts."""
+        return TRAINER if self.encoder is None else ENCODER
+
+    @property
+    def generator_names(self) -> list[str]:
+        """The workers that generate, helpers excluded: the generators, or the one worker that does everything."""
+        return [each.name for each in self.generators] or [TRAINER]
+
+    @property
+    def reward_names(self) -> list[str]:
+        """The workers that only score; none if generators score what they make."""
+        return [each.name for each in self.rewards]
+
     def initial(self) -> tuple[Assignment, ...]:
         """Those that start with the run, the slowest to load first."""
         encoder = () if self.encoder is None else (self.encoder,)

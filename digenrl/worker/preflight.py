@@ -1,4 +1,4 @@
-"""Looks at a recipe and at the machine before anything is loaded, in a process of its own."""
+"""Checks a recipe and this machine before anything is loaded, in a separate process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def cores_here() -> tuple[int, ...]:
 
 
 def inspect(recipe: Recipe) -> Machine:
-    """The machine, once every room has accepted the recipe; raises ConfigError where one does not.
+    """This machine, after checking the recipe; raises ConfigError for mistakes in it.
 
-    The fork server has to be prepared.
+    The fork server must be running.
     """
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe(duplex=False)
@@ -42,7 +42,7 @@ def inspect(recipe: Recipe) -> Machine:
 
 
 def inspect_here(recipe: Recipe) -> Machine:
-    """The same in this process, where torch is needed anyway."""
+    """Like `inspect`, but in this process, which needs torch anyway."""
     try:
         import torch
 

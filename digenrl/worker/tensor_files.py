@@ -19,7 +19,7 @@ ABSENT = "absent."  # before the name of a text argument that is None
 
 
 def conditioning_tensors(conditioning: Conditioning) -> dict[str, Tensor]:
-    """One row, by side and name."""
+    """One row of conditioning, by side and name."""
     tensors: dict[str, Tensor] = {}
     for side, values in (("positive", conditioning.positive), ("negative", conditioning.negative or {})):
         for name, value in values.items():
@@ -29,7 +29,7 @@ def conditioning_tensors(conditioning: Conditioning) -> dict[str, Tensor]:
 
 
 def conditioning_of(tensors: Mapping[str, Tensor]) -> Conditioning:
-    """The row that `conditioning_tensors` took apart."""
+    """The inverse of `conditioning_tensors`."""
     sides: dict[str, dict[str, Tensor | None]] = {"positive": {}, "negative": {}}
     for key, value in tensors.items():
         side, _, name = key.removeprefix(ABSENT).partition(".")
@@ -53,7 +53,7 @@ def trajectory_tensors(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
 def trajectories_of(
     tensors: Mapping[str, Tensor], samples: Sequence[SampleId], plans: Sequence[RolloutPlan], version: int
 ) -> tuple[Trajectory, ...]:
-    """The trajectories that `trajectory_tensors` took apart."""
+    """The inverse of `trajectory_tensors`."""
 
     def trajectory(row: int) -> Trajectory:
         if "chain" in tensors:

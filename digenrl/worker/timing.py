@@ -1,4 +1,4 @@
-"""How long something takes, and how full a card gets meanwhile."""
+"""Measures time and peak memory."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 
 from digenrl.models.transfers import synchronize
 
-SUSTAINED_S = 4.0  # a card that has been busy for so long has found its pace
+SUSTAINED_S = 4.0  # a GPU that has been busy this long runs at its sustained clock
 
 
 def watch_peak(device: torch.device) -> None:
-    """The peak is counted from now on."""
+    """Resets the peak memory statistics."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that this process held at once since `watch_peak`, weights included; 0 on a CPU."""
+    """The peak memory since `watch_peak`, weights included; 0 on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def sustained_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the work, which is warm: on a card, which slows down under load, as it goes on and on."""
+    """Seconds of warmed-up work. On a GPU, which slows down under load, under sustained load."""
     seconds = [_seconds(work, device)]
     while device.type == "cuda" and sum(seconds) < SUSTAINED_S:
         seconds.append(_seconds(work, device))

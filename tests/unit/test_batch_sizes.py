@@ -19,7 +19,7 @@ from digenrl.driver.calibration import (
 )
 from digenrl.driver.placement import place
 from digenrl.records import Calibrate, Calibrated, Job, PromptRow
-from digenrl.worker.assignment import Machine, Workers
+from digenrl.worker.assignment import Machine
 
 CPU, CARDS = Machine(tuple(range(8))), Machine(tuple(range(8)), cuda_devices=2)
 
@@ -28,21 +28,16 @@ class FakeDriver:
     """As much of a dispatcher as calibration needs. Slices take what `seconds_of` says of their size."""
 
     def __init__(self, machine: Machine, seconds_of: Any = float, held_out: int = 0, **changes: Any) -> None:
-        self.recipe = fake_recipe(**{"mode": "colocated", "lanes": {"generators": 1}, **changes})
-        self.workers: Workers = place(self.recipe, machine, Path("exchange"))
-        helps = self.workers.generators and "generate" in self.workers.trainer.duties
-        names = [*self.generator_workers(), *(["helper-0"] if helps else [])]
+        recipe = fake_recipe(**{"mode": "colocated", "lanes": {"generators": 1}, **changes})
+        workers = place(recipe, machine, Path("exchange"))
+        helps = workers.generators and "generate" in workers.trainer.duties
+        names = [*workers.generator_names, *(["helper-0"] if helps else [])]
         prompt = PromptRow("prompt-0", "a cat", {})
-        self.prompts = SimpleNamespace(row=lambda step, group: prompt, held_out=(prompt,) * held_out)
-        self.lanes = SimpleNamespace(names=names)
+        prompts = SimpleNamespace(row=lambda step, group: prompt, held_out=(prompt,) * held_out)
+        lanes = SimpleNamespace(names=names)
+        self.stores = SimpleNamespace(recipe=recipe, workers=workers, prompts=prompts, lanes=lanes)
         self.seconds_of = seconds_of
         self.jobs: list[tuple[str, Calibrate]] = []
-
-    def generator_workers(self) -> list[str]:
-        return [each.name for each in self.workers.generators] or ["trainer"]
-
-    def reward_workers(self) -> list[str]:
-        return [each.name for each in self.workers.rewards]
 
     def own_job_id(self) -> int:
         return -1
@@ -134,8 +129,8 @@ def test_on_gpus_every_lane_generates_the_chosen_size_before_the_run() -> None:
     assert [seconds[settled] for seconds in calibration.slices] == [10.0 + settled / 100] * 2
     pools = [{"name": "large", "slice": 6}]
     run = FakeDriver(CARDS, mode="local", batch=batch(12, 2), cluster={"generators": pools})
-    run.workers = replace(
-        run.workers, generators=tuple(replace(each, pool="large") for each in run.workers.generators)
+    run.stores.workers = replace(
+        run.stores.workers, generators=tuple(replace(each, pool="large") for each in run.stores.workers.generators)
     )
     run.calibrated()
     assert run.generated_sizes() == {"generator-0": [2, 6, 4], "trainer": [2]}

@@ -88,7 +88,7 @@ def recipe_of(layout: str, restarts: int = 99, **changes: Any) -> Any:
 
 
 def assert_every_group_was_trained_once(run: FakeRun) -> None:
-    recipe = run.driver.recipe
+    recipe = run.driver.stores.recipe
     samples = tuple(range(recipe.batch.samples_per_prompt))
     whole = [(step, (place, *samples)) for step in range(recipe.steps) for place in range(recipe.batch.prompts)]
     assert sorted(run.transport.trained) == whole
@@ -205,7 +205,7 @@ def test_a_generator_lost_before_the_run_begins_is_replaced_with_the_weights_of_
     while "generator-1" not in run.transport.workers or run.transport.workers["generator-1"].jobs:
         run.driver.receive()
     assert run.transport.workers["generator-1"].version == 3
-    assert len(state.lanes) == len(run.driver.lanes.names) == 3
+    assert len(state.lanes) == len(run.driver.stores.lanes.names) == 3
 
 
 def test_a_generator_lost_twice_in_a_row_still_joins(tmp_path: Path) -> None:
@@ -217,8 +217,8 @@ def test_a_generator_lost_twice_in_a_row_still_joins(tmp_path: Path) -> None:
     run.driver.receive()
     events = [run.driver.next_event() for _ in range(2)]
     assert [type(event) for event in events] == [WorkerLost, WorkerJoined]
-    assert run.driver.lanes.names[-1] == "generator-0 (2)"
-    assert run.driver.lanes.devices["generator-0 (2)"] == "cpu"
+    assert run.driver.stores.lanes.names[-1] == "generator-0 (2)"
+    assert run.driver.stores.lanes.devices["generator-0 (2)"] == "cpu"
 
 
 def test_a_lost_lane_gets_no_job_before_the_scheduler_hears_of_it(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_a_lane_joins_when_there_is_room_and_only_then(tmp_path: Path, monkeypat
             run.transport.no_room_for = {"generator-3"}
 
     driven(run, Watch(make_room))
-    assert "generator-2" in run.driver.lanes.names and "generator-3" not in run.transport.workers
+    assert "generator-2" in run.driver.stores.lanes.names and "generator-3" not in run.transport.workers
     log = run.transport.log
     steps = {job.slice.step for name, job in log if name == "generator-2" and isinstance(job, Generate)}
     assert steps and min(steps) >= 2

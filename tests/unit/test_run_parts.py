@@ -163,7 +163,7 @@ class RecordedRun:
         self.run = FakeRun(root, self.folder.recipe, held_out=3, hooks=hooks, fails=fails)
         self.evaluations: list[EvaluationRecord] = []
         self.messages: list[str] = []
-        rows = self.run.driver.prompts.held_out
+        rows = self.run.driver.stores.prompts.held_out
         self.held_out = HeldOut(self.folder, rows, 0, self.evaluations.append, self.messages.append)
 
     def pictures(self, version: int) -> Path:

@@ -1,0 +1,158 @@
+"""Keeps what results bring: artifacts, scores, weight versions, costs and metrics. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+from digenrl.driver.pending_jobs import CompletedJob
+from digenrl.driver.step_summary import StepSummary, step_summary
+from digenrl.driver.stores import DriverStores
+from digenrl.records import (
+    Commit,
+    Committed,
+    Encode,
+    Encoded,
+    Evaluate,
+    Evaluated,
+    Export,
+    Exported,
+    Generate,
+    Generated,
+    HeldOutChunk,
+    Job,
+    Published,
+    Result,
+    RoleSwitched,
+    Saved,
+    Score,
+    Scored,
+    SliceArtifact,
+    SwitchRole,
+    Train,
+    Trained,
+    WeightsReference,
+    held_out_name,
+    pixels_name,
+    slice_name,
+)
+
+
+class JobOutputs:
+    """Takes results apart. `pending` are the jobs without a result; `on_step` gets every step's metrics."""
+
+    def __init__(
+        self,
+        stores: DriverStores,
+        pending: Callable[[], Iterable[Job]],
+        on_step: Callable[[StepSummary], None],
+    ) -> None:
+        self._stores, self._pending, self._on_step = stores, pending, on_step
+        self._updates: list[Mapping[str, Any]] = []
+        self._publish_s = 0.0
+        self.abandoned: set[int] = set()  # versions whose evaluation was abandoned
+
+    def keep(self, completed: CompletedJob, result: Result) -> None:
+        """Stores the outputs of a result."""
+        keep = self._KEEP.get(type(result))
+        if keep is not None:
+            keep(self, completed, result)
+
+    def forget_updates(self) -> None:
+        """The trainer was lost in the middle of a step, whose updates are taken again."""
+        self._updates = []
+
+    def discard(self, job: Job) -> None:
+        """Frees what a job that did not complete may have left."""
+        if isinstance(job, Generate | Evaluate):
+            for name in job.writes():
+                self._stores.artifacts.drop(name)
+        elif isinstance(job, Score) and isinstance(job.piece, HeldOutChunk):
+            self._stores.artifacts.drop(held_out_name(job.piece))
+
+    def _encoded(self, completed: CompletedJob, result: Encoded) -> None:
+        assert isinstance(completed.job, Encode)
+        self._stores.prompts.add_encoded(completed.job.prompts)
+
+    def _generated(self, completed: CompletedJob, result: Generated) -> None:
+        stores, job = self._stores, completed.job
+        assert isinstance(job, Generate) and stores.costs is not None
+        stores.costs.add_slices(job.lane, job.slice.size // stores.slice_size, completed.took_ns)
+        artifact = SliceArtifact(job.slice, slice_name(job.id), result.version)
+        if not stores.samples.add_slice(artifact):
+            stores.drop_slice(artifact.name)
+        elif result.scores is not None:
+            stores.samples.add_scores(job.slice, result.scores)
+
+    def _scored(self, completed: CompletedJob, result: Scored) -> None:
+        stores, job = self._stores, completed.job
+        assert isinstance(job, Score)
+        if isinstance(job.piece, HeldOutChunk):
+            stores.artifacts.drop(held_out_name(job.piece))
+            return
+        self._measure("score", completed, job.piece.size)
+        stores.samples.add_scores(job.piece, result.scores)
+        if job.artifact is not None and stores.samples.all_scored(job.artifact):
+            stores.artifacts.drop(pixels_name(job.artifact.name))
+
+    def _trained(self, completed: CompletedJob, result: Trained) -> None:
+        assert isinstance(completed.job, Train)
+        self._updates += result.updates
+        self._measure("train_sample", completed, completed.job.slice.size)
+
+    def _committed(self, completed: CompletedJob, result: Committed) -> None:
+        stores, job = self._stores, completed.job
+        assert isinstance(job, Commit)
+        self._measure("commit", completed)
+        rewards, parts, slices = stores.samples.close_step(job.step)
+        for artifact in slices:
+            stores.drop_slice(artifact.name)
+        updates, self._updates = (*self._updates, *result.updates), []
+        self._take_weights(job.new_version, result.weights)
+        stores.prompts.close_step(job.step)
+        publish_s, self._publish_s = self._publish_s, 0.0  # of the slowest lane, for the version before this one
+        self._on_step(step_summary(job.step, rewards, parts, updates, result.weights.bytes, publish_s))
+
+    def _exported(self, completed: CompletedJob, result: Exported) -> None:
+        assert isinstance(completed.job, Export)
+        self._take_weights(completed.job.version, result.weights)
+
+    def _take_weights(self, version: int, weights: WeightsReference) -> None:
+        self._stores.versions.take(version, weights)
+        self._stores.versions.drop_old(self._pending())
+
+    def _published(self, completed: CompletedJob, result: Published) -> None:
+        if self._stores.costs is not None:
+            self._stores.costs.add("publish", round(result.seconds * 1e9))
+        self._publish_s = max(self._publish_s, result.seconds)
+        self._stores.versions.drop_old(self._pending())
+
+    def _role_switched(self, completed: CompletedJob, result: RoleSwitched) -> None:
+        assert isinstance(completed.job, SwitchRole)
+        self._measure("switch_in" if completed.job.role == "generate" else "switch_out", completed)
+
+    def _evaluated(self, completed: CompletedJob, result: Evaluated) -> None:
+        assert isinstance(completed.job, Evaluate)
+        self._measure("evaluate", completed)
+        if completed.job.chunk.version in self.abandoned:
+            self._stores.artifacts.drop(held_out_name(completed.job.chunk))
+
+    def _saved(self, completed: CompletedJob, result: Saved) -> None:
+        self._measure("save", completed)
+
+    _KEEP: ClassVar[dict[type[Result], Callable[[JobOutputs, CompletedJob, Any], None]]] = {
+        Encoded: _encoded,
+        Generated: _generated,
+        Scored: _scored,
+        Trained: _trained,
+        Committed: _committed,
+        Exported: _exported,
+        Published: _published,
+        RoleSwitched: _role_switched,
+        Evaluated: _evaluated,
+        Saved: _saved,
+    }
+
+    def _measure(self, kind: str, completed: CompletedJob, samples: int = 1) -> None:
+        if self._stores.costs is not None:
+            self._stores.costs.add(kind, completed.took_ns // samples)

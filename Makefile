@@ -52,7 +52,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/fidelity.py
-	$(BIN)/python benchmarks/scoring_aside.py
+	$(BIN)/python benchmarks/background_scoring.py
 	$(BIN)/python benchmarks/gpu.py $(if $(shell command -v nvidia-smi),,--tiny)
 	$(BIN)/python benchmarks/offload.py $(if $(shell command -v nvidia-smi),,--tiny)
 	$(BIN)/python benchmarks/saving.py

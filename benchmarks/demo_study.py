@@ -3,9 +3,9 @@
     python benchmarks/demo_study.py runs/study     # 3 seeds on-policy, 3 with TCSS, a control: half an hour
     python benchmarks/demo_study.py runs/study --picture docs/images/demo_curves.svg
 
-Runs that are in the folder already are not run again. The control trains on rewards that are shuffled within each
-group: same pictures, same reward values, nothing to learn. Accuracy is the share of 200 numbers, never used in
-training, that the OCR model reads exactly.
+Runs that the folder already contains are not repeated. The control trains on rewards that are shuffled within each
+group: the images and reward values are the same, but there is nothing to learn. Accuracy is the share of
+200 held-out numbers that the OCR model reads exactly.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ STUDIES = (
 
 @dataclass(frozen=True)
 class Curve:
-    """One run's accuracy by optimizer steps, and how long the run trained."""
+    """One run's accuracy by optimizer step, its duration and its share of stale samples."""
 
     study: Study
     seed: int
@@ -91,7 +91,7 @@ def table(curves: Sequence[Curve]) -> Table:
 
 
 def comparison(curves: Sequence[Curve]) -> str:
-    """The two kinds of runs at the end, in one line."""
+    """Compares the final accuracy of on-policy and stale runs, in one line."""
     words = []
     for study in STUDIES[:2]:
         last = [curve.points[-1][1] for curve in curves if curve.study is study]
@@ -137,7 +137,7 @@ def picture(curves: Sequence[Curve]) -> str:
 
 
 def main() -> None:
-    """Runs what is missing, prints the table, draws the picture."""
+    """Runs the missing runs, prints the table and draws the curves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--picture", type=Path)

@@ -1,10 +1,9 @@
-"""How well the simulator foresees real runs: its step time from a run's own measured costs, and its decisions.
+"""How well the simulator predicts real runs: their step times, from measured costs, and their decisions.
 
-    python benchmarks/fidelity.py           # 20 short runs of different settings, on two idle cores
+    python benchmarks/fidelity.py           # 20 short runs with different settings, on two idle cores
 
-For every run the journal is decided again (the scheduler of the run and of the simulator are the same code: every
-action must be the same), and the simulator predicts the time of a settled step and the share of samples that the
-trainer helps with, from the costs that the run had measured at its end.
+The journal of every run is replayed: run and simulator use the same scheduler, so every action must be the same.
+The simulator then predicts the duration of a steady step from the costs that the run had measured at its end.
 """
 
 from __future__ import annotations
@@ -25,28 +24,28 @@ from rich.progress import track
 from rich.table import Table
 
 from digenrl.config.recipe import Recipe
-from digenrl.runs.replaying import opening_of, replayed
+from digenrl.runs.replaying import initial_state_of, replayed
 from digenrl.runs.step_time_prediction import predicted_step_s
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run."""
+    """One run: its settings, and the simulator's prediction."""
 
     settings: str
     measured_s: float
     predicted_s: float
     decisions: int
-    different: int  # decisions that came out otherwise when decided again
+    different: int  # decisions that differ in the replay
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative."""
+        """The relative error of the prediction."""
         return self.predicted_s / self.measured_s - 1
 
 
 def settings_of(index: int, steps: int) -> Recipe:
-    """The index-th of endlessly many settings, always the same."""
+    """Random settings that depend on the index alone."""
     draw = random.Random(f"fidelity {index}")
     group = draw.choice([4, 6, 8, 12])
     slices = [size for size in range(2, group + 1) if group % size == 0]
@@ -67,7 +66,7 @@ def settings_of(index: int, steps: int) -> Recipe:
     )
 
 
-def words_of(chosen: Recipe) -> str:
+def description_of(chosen: Recipe) -> str:
     batch, techniques = chosen.batch, chosen.techniques
     on = [name for name in ("gap", "tsp") if getattr(techniques, name)]
     shape = f"{batch.prompts}x{batch.samples_per_prompt}/{batch.slice} N{chosen.sample.denoising_steps}"
@@ -75,12 +74,12 @@ def words_of(chosen: Recipe) -> str:
 
 
 def compare(done: LiveRun) -> Row:
-    """The run and what the simulator makes of it."""
+    """Replays the run's decisions and predicts its step time."""
     facts = json.loads((done.folder / "run.json").read_text())["initial_state"]
-    pairs = list(replayed(opening_of(facts), done.folder / "journal.jsonl"))
+    pairs = list(replayed(initial_state_of(facts), done.folder / "journal.jsonl"))
     return Row(
-        settings=words_of(done.recipe),
-        measured_s=fmean(step["step_s"] for step in done.settled()),
+        settings=description_of(done.recipe),
+        measured_s=fmean(step["step_s"] for step in done.steady_steps()),
         predicted_s=predicted_step_s(done.log.states[-1]),
         decisions=len(pairs),
         different=sum(live.actions != again.actions for live, again in pairs),
@@ -88,7 +87,7 @@ def compare(done: LiveRun) -> Row:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Runs all settings and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=7)
@@ -111,7 +110,7 @@ def main() -> None:
         table.add_row(row.settings, *times, str(row.decisions), str(row.different))
     Console(width=100).print(table)
     print(f"median error of the step time over {len(rows)} runs: {typical:.1%}")
-    print(f"decisions that came out otherwise when decided again: {sum(row.different for row in rows)}")
+    print(f"decisions that differ in the replay: {sum(row.different for row in rows)}")
 
 
 if __name__ == "__main__":

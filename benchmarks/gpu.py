@@ -1,17 +1,19 @@
-"""How near one card comes to its limit, beside the way that other systems take, and whether it was foretold.
+"""How close one GPU comes to its limit, compared with a baseline and with the predictions from its profile.
 
     python benchmarks/gpu.py                          # all five families at full size, random weights, on a GPU
-    python benchmarks/gpu.py qwen_image --whole-step  # one of them, and a whole step of the baseline as well
-    python benchmarks/gpu.py --tiny                   # the same ways through the code, tiny models, on a CPU
+    python benchmarks/gpu.py qwen_image --whole-step  # one family, and a whole step of the baseline
+    python benchmarks/gpu.py --tiny                   # the same code paths with tiny models, on a CPU
 
-For each family, in one process: forwards of a rollout and replayed pairs, compiled and packed, as shares of the
-card's measured rate of bf16 matrix products; the baseline, eager, one time-step after the other, all blocks
-checkpointed; a profile as `digenrl profile` writes it, what it foretells for a step on this card, and a run of
-that recipe. Memory is foreseen from one pair, and planned when a pack has been tried.
+Measured for each family, in one process:
+- forward passes of a rollout and replayed pairs, compiled and packed, as shares of the GPU's measured rate of bf16
+  matrix products;
+- the baseline: eager, one time-step at a time, all blocks checkpointed;
+- a profile as `digenrl profile` writes it, the step time that it predicts, and a run of the same recipe.
+Memory is first predicted from one pair, and then planned from trial packs.
 
-Work is counted as 2 x parameters x tokens for a forward, 4 x for a replay with adapters. In families with two
-streams a token meets only a part of the weights, so that a share can be above 1; "as counted" goes by the
-operations that torch counts in a forward, attention and adapters included.
+The work is 2 x parameters x tokens for a forward pass, and 4 x for a replay with adapters. In families with two
+streams, each token passes through only part of the weights, so a share can exceed 1. "as counted" uses the
+operations that torch counts in a forward pass, including attention and adapters.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from digenrl.config.recipe_files import read_recipe
 from digenrl.models.compiled import compile_blocks, is_compiled
 from digenrl.models.contract import Conditioning, DiffusionModel
 from digenrl.models.registry import FAMILIES
+from digenrl.models.trajectory import ScoredGroup, Trajectory
 from digenrl.models.transfers import synchronize
 from digenrl.records import Slice
 from digenrl.rewards.building import build_rewards
@@ -51,9 +54,8 @@ from digenrl.run_folder.folder import RunFolder
 from digenrl.runs.training import check_recipe, train
 from digenrl.simulation.single_device import predict_single_device
 from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
-from digenrl.worker import stages
-from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
-from digenrl.worker.stages import Blueprint
+from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, make_trainer, read_blueprint
+from digenrl.worker.rollouts import roll_out
 
 PROMPTS = [f'A wooden sign over the door of shop {number} that says "2718"' for number in range(8)]
 STEPS_OF_RUN = 3  # the first warms up
@@ -62,7 +64,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Case:
-    """What a family is measured at. Groups of `group` samples, of which `slices` are denoised together."""
+    """The settings for a family: groups of `group` samples, generated in slices of the sizes in `slices`."""
 
     height: int
     width: int
@@ -85,12 +87,12 @@ CASES = {
 
 @dataclass
 class Measured:
-    """Everything about one family; seconds are of one forward, one pair or one step."""
+    """The measurements of one family. Seconds are per forward pass, pair or step."""
 
     family: str
     parameters: int = 0
     tokens: int = 0
-    forward_flop: float = 0.0  # of one sample, as torch counts it: products of matrices and attention
+    forward_flop: float = 0.0  # of one sample, as counted by torch: matrix products and attention
     matrix_tflops: float = 0.0
     forward_s: dict[int, float] = field(default_factory=dict)
     baseline_forward_s: float = 0.0
@@ -100,23 +102,23 @@ class Measured:
     checkpointed_blocks: int = 0
     peak_gib: float = 0.0
     planned_gib: float = 0.0
-    foreseen_gib: float = 0.0
+    predicted_gib: float = 0.0
     profile_s: float = 0.0
-    foretold_s: float | None = None
+    predicted_s: float | None = None
     step_s: float | None = None
     baseline_step_s: float | None = None
     samples_per_second: float | None = None
     largest_log_ratio: float | None = None
     log_prob_mismatch: float | None = None
-    foretold_parts: Mapping[str, float] = field(default_factory=dict)
+    predicted_parts: Mapping[str, float] = field(default_factory=dict)
     parts: Mapping[str, float] = field(default_factory=dict)
 
     def forward_share(self, rows: int) -> float:
-        """Of the card's matrix rate."""
+        """The share of the GPU's matrix rate that a forward pass reaches."""
         return self._share(2 * rows / self.forward_s[rows])
 
     def counted_share(self, rows: int) -> float:
-        """Of the card's matrix rate, by the operations that a forward really has."""
+        """The same share, by the operations that torch counts."""
         return rows * self.forward_flop / self.forward_s[rows] / (self.matrix_tflops * 1e12)
 
     @property
@@ -128,7 +130,7 @@ class Measured:
 
 
 def recipe_of(family: str, case: Case, source: str, prompts: Path, tiny: bool) -> Recipe:
-    """DanceGRPO with adapters on one device, without a second branch of guidance, and with a cheap reward."""
+    """DanceGRPO with adapters on one device, without a second guidance branch, and with a cheap reward."""
     guidance = ["model.guidance=1"] if FAMILIES[family].uses_negative_prompts else []
     overrides = [
         "mode=colocated",
@@ -160,13 +162,13 @@ def recipe_of(family: str, case: Case, source: str, prompts: Path, tiny: bool) -
 
 
 def window(trained_steps: int, denoising_steps: int) -> dict[str, Any]:
-    """So many of the steps, the last of which never is stochastic."""
+    """A random subset of `trained_steps` steps. The last denoising step is never stochastic."""
     return {"kind": "random_subset", "fraction": (trained_steps + 0.05) / (denoising_steps - 1)}
 
 
 @contextmanager
-def peer_style(model: DiffusionModel) -> Iterator[None]:
-    """Inside, blocks run eagerly though they are compiled, and no forward is replayed from a recording."""
+def baseline_mode(model: DiffusionModel) -> Iterator[None]:
+    """Inside, compiled blocks run eagerly, and CUDA graphs are not used."""
     model.release_rollout_memory()
     with torch.compiler.set_stance("force_eager"):
         yield
@@ -184,24 +186,24 @@ def seconds_of(work: Callable[[], object], device: torch.device, warm_ups: int, 
 
 
 def measure_forwards(model: DiffusionModel, blueprint: Blueprint, row: Conditioning, result: Measured) -> None:
-    """One denoising step of every slice size, as a rollout takes it, and of the largest as the baseline does."""
+    """Times a denoising step for every slice size, and for the largest also in the baseline."""
     case = CASES[result.family]
     schedule = blueprint.schedule(model, case.denoising_steps)
     repeats = 2 if blueprint.size.frames > 1 else 10
 
-    def forward(rows: int, way: Callable[..., torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def forward(rows: int, velocity: Callable[..., torch.Tensor]) -> Callable[[], torch.Tensor]:
         noise = torch.randn(rows, *model.noise_shape(blueprint.size), device=model.device)
         latents = model.initial_latents(noise, blueprint.size)
         timesteps = schedule.timesteps[:1].repeat(rows).to(model.device)
         texts = row.repeated(rows)
-        return lambda: way(latents, timesteps, texts, blueprint.guidance, blueprint.size)
+        return lambda: velocity(latents, timesteps, texts, blueprint.guidance, blueprint.size)
 
     with torch.no_grad():
         for rows in case.slices:
             work = forward(rows, model.rollout_velocity)
-            assert torch.isfinite(work()).all(), "random weights that overflow measure nothing"
+            assert torch.isfinite(work()).all(), "the random weights overflow"
             result.forward_s[rows] = seconds_of(work, model.device, warm_ups=3, times=repeats)
-        with peer_style(model):
+        with baseline_mode(model):
             with FlopCounterMode(display=False) as counter:
                 forward(1, model.velocity)()
             result.forward_flop = counter.get_total_flops()
@@ -210,52 +212,52 @@ def measure_forwards(model: DiffusionModel, blueprint: Blueprint, row: Condition
 
 
 def measure_baseline_pair(model: DiffusionModel, recipe: Recipe, row: Conditioning) -> float:
-    """Seconds of one pair, trained alone: two samples, of each of which one step is trained."""
+    """Seconds of one pair, trained alone: two samples with one trained step each."""
     few = recipe.sample.model_copy(update={"denoising_steps": 3, "window": window(1, 3)})
     blueprint = read_blueprint(sequential(recipe.model_copy(update={"sample": few})))
-    with peer_style(model):
-        made, _ = stages.generate(blueprint, model, row, Slice(0, 0, 0, 2), 0)
-        group = stages.advantage(blueprint, row, made.trajectories, (0.0, 1.0))
-        trainer = stages.make_trainer(blueprint, model, helps=False)
+    with baseline_mode(model):
+        generated, _ = roll_out(blueprint, model, row, Slice(0, 0, 0, 2), 0)
+        group = ScoredGroup(row, generated.trajectories, (0.0, 1.0))
+        trainer = make_trainer(blueprint, model, helps=False)
         return seconds_of(lambda: trainer.calibrate(group), model.device, warm_ups=1, times=1) / 2
 
 
 def sequential(recipe: Recipe) -> Recipe:
-    """One pair after the other, all blocks checkpointed."""
+    """The recipe with one pair at a time and all blocks checkpointed."""
     training = recipe.training.model_copy(update={"pack_size": 1, "gradient_checkpointing": True})
     return recipe.model_copy(update={"training": training})
 
 
 def baseline_step(model: DiffusionModel, recipe: Recipe, row: Conditioning) -> float:
-    """Seconds of a whole step in the baseline's way: generate, score, train, commit, one after the other."""
+    """Seconds of a whole step of the baseline: generate, score, train and commit in sequence."""
     blueprint = read_blueprint(sequential(recipe))
     scorer, group_size = build_rewards(recipe.rewards), recipe.batch.samples_per_prompt
     size = recipe.batch.slice
     assert isinstance(size, int)
-    with peer_style(model):
-        trainer = stages.make_trainer(blueprint, model, helps=False)
+    with baseline_mode(model):
+        trainer = make_trainer(blueprint, model, helps=False)
         synchronize(model.device)
         began = time.perf_counter()
-        trajectories, rewards = [], []
+        trajectories: list[Trajectory] = []
+        rewards: list[float] = []
         for first in range(0, group_size, size):
-            made, pixels = stages.generate(blueprint, model, row, Slice(0, 0, first, size), 0)
-            scored = stages.reward(scorer, pixels, [PROMPTS[0]] * size, [{}] * size)
-            trajectories += made.trajectories
+            generated, pixels_BFCHW = roll_out(blueprint, model, row, Slice(0, 0, first, size), 0)
+            scored = scorer.score(pixels_BFCHW, [PROMPTS[0]] * size, [{}] * size)
+            trajectories += generated.trajectories
             rewards += scored.values
-        group = stages.advantage(blueprint, row, trajectories, rewards)
-        stages.train(trainer, group, place=0)
+        trainer.add_group(ScoredGroup(row, tuple(trajectories), tuple(rewards)), place=0)
         trainer.commit()
         synchronize(model.device)
         return time.perf_counter() - began
 
 
 def measure_model(result: Measured, recipe: Recipe, device: str, whole_step: bool) -> None:
-    """What needs a model of its own in this process."""
+    """The measurements that load the model into this process."""
     blueprint = read_blueprint(recipe)
     row = load_text_encoders(blueprint, device).encode(PROMPTS[:1])
     model = load_model(blueprint, device)
     if not is_compiled(model):
-        compile_blocks(model, backend="aot_eager")  # on a CPU the real compiler takes minutes
+        compile_blocks(model, backend="aot_eager")  # the real compiler takes minutes on a CPU
     row = model.compact(row).to(model.device)
     base = [p for name, p in model.transformer.named_parameters() if "lora_" not in name]
     result.parameters = sum(parameter.numel() for parameter in base)
@@ -268,7 +270,7 @@ def measure_model(result: Measured, recipe: Recipe, device: str, whole_step: boo
 
 
 def tokens_of(blueprint: Blueprint, row: Conditioning) -> int:
-    """Of the sequence that goes through the blocks: patches of 16 x 16 pixels and, but for Wan, the text."""
+    """The length of the sequence in the blocks: patches of 16 x 16 pixels and, except in Wan, the text."""
     size = blueprint.size
     patches = max(1, size.height // 16) * max(1, size.width // 16) * (1 + (size.frames - 1) // 4)
     text = row.positive["encoder_hidden_states"]
@@ -276,10 +278,10 @@ def tokens_of(blueprint: Blueprint, row: Conditioning) -> int:
     return patches + (0 if blueprint.family.name == "wan" else text.shape[1])
 
 
-def measure_profile(result: Measured, recipe: Recipe, say: Callable[[str], None]) -> Profile:
-    """The product's own profile, and what it foretells."""
+def measure_profile(result: Measured, recipe: Recipe, notify: Callable[[str], None]) -> Profile:
+    """Runs `digenrl profile`, and predicts a step from the result."""
     began = time.perf_counter()
-    profile = profile_recipe(recipe, CASES[result.family].slices, lambda _done, _all, what: say(what))
+    profile = profile_recipe(recipe, CASES[result.family].slices, lambda _done, _all, what: notify(what))
     result.profile_s = time.perf_counter() - began
     training = profile.training
     if training is None:
@@ -287,29 +289,29 @@ def measure_profile(result: Measured, recipe: Recipe, say: Callable[[str], None]
     result.pair_s = training.seconds_per_sample / profile.work.trained_steps
     result.pack_size, result.checkpointed_blocks = training.pack_size, training.checkpointed_blocks
     result.peak_gib, result.planned_gib = training.peak_bytes / GIB, training.planned_bytes / GIB
-    result.foreseen_gib = training.foreseen_bytes / GIB
-    foretold = predict_single_device(profile, result.family)
-    result.foretold_s, result.foretold_parts = foretold.step_seconds, foretold.parts
+    result.predicted_gib = training.foreseen_bytes / GIB
+    predicted = predict_single_device(profile, result.family)
+    result.predicted_s, result.predicted_parts = predicted.step_seconds, predicted.parts
     return profile
 
 
 def measure_run(result: Measured, recipe: Recipe, folder: Path) -> None:
-    """A run of the recipe, but for its first step, packed as the profile was: that is not measured twice."""
+    """Runs the recipe with the profile's packing, which is not searched for again. Excludes the first step."""
     packing = {"pack_size": result.pack_size, "gradient_checkpointing": result.checkpointed_blocks}
     recipe = recipe.model_copy(update={"training": recipe.training.model_copy(update=packing)})
-    grounds, log = check_recipe(recipe), StepLog()
-    with closing(grounds):
-        train(RunFolder.create(folder, recipe, datetime.now(UTC)), grounds, log)  # type: ignore[arg-type]
-    settled = log.steps[1:]
-    result.step_s = sum(step["step_s"] for step in settled) / len(settled)
+    backend, log = check_recipe(recipe), StepLog()
+    with closing(backend):
+        train(RunFolder.create(folder, recipe, datetime.now(UTC)), backend, log)
+    steady = log.steps[1:]
+    result.step_s = sum(step["step_s"] for step in steady) / len(steady)
     result.samples_per_second = recipe.batch.samples_per_prompt / result.step_s
-    result.largest_log_ratio = max(abs(math.log(step["ratio_max"])) for step in settled)
-    result.log_prob_mismatch = max(step["log_prob_mismatch"] for step in settled)
-    result.parts = parts_of(folder / "spans.jsonl", len(settled))
+    result.largest_log_ratio = max(abs(math.log(step["ratio_max"])) for step in steady)
+    result.log_prob_mismatch = max(step["log_prob_mismatch"] for step in steady)
+    result.parts = parts_of(folder / "spans.jsonl", len(steady))
 
 
 def parts_of(spans: Path, steps: int) -> dict[str, float]:
-    """What the lanes did in a step, in seconds by kind of work, the first step left out."""
+    """Seconds per step by kind of work, without the first step."""
     parts: dict[str, float] = {}
     for line in spans.read_text().splitlines():
         span = json.loads(line)
@@ -319,7 +321,7 @@ def parts_of(spans: Path, steps: int) -> dict[str, float]:
     return parts
 
 
-def measure(family: str, options: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> Measured:
+def measure(family: str, options: argparse.Namespace, folder: Path, notify: Callable[[str], None]) -> Measured:
     case = CASES[family]
     source = case.source
     if options.tiny:
@@ -330,17 +332,17 @@ def measure(family: str, options: argparse.Namespace, folder: Path, say: Callabl
     prompts.write_text("\n".join(PROMPTS))
     recipe = recipe_of(family, case, source, prompts, options.tiny)
     result = Measured(family)
-    say("model")
+    notify("model")
     measure_model(result, recipe, "cpu" if options.tiny else "cuda", options.whole_step)
     free()
-    profile = measure_profile(result, recipe, say)
+    profile = measure_profile(result, recipe, notify)
     if options.profiles is not None:
         options.profiles.mkdir(parents=True, exist_ok=True)
         written = write_profile(profile, by=f"benchmarks/gpu.py {family} --profiles FOLDER")
         (options.profiles / f"{options.device_name}_{family}.yaml").write_text(written)
     free()
     if not options.no_runs:
-        say("run")
+        notify("run")
         measure_run(result, recipe, folder / "run")
         free()
     return result
@@ -352,16 +354,16 @@ def tiny_case(family: str) -> Case:
 
 
 def free() -> None:
-    """Trainers refer to themselves, so that a card is emptied by collecting them alone."""
+    """Frees GPU memory. Trainers are part of reference cycles, which only the garbage collector removes."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def shares_table(results: Sequence[Measured]) -> Table:
-    table = Table(title="shares of the card's matrix rate, and the baseline")
+    table = Table(title="shares of the GPU's matrix rate, and the baseline")
     headings = ("family", "TFLOPS", "forward b=1", "larger b", "as counted", "over baseline")
-    for heading in (*headings, "pair", "pack", "again", "over baseline"):
+    for heading in (*headings, "pair", "pack", "checkpointed", "over baseline"):
         table.add_column(heading, justify="left" if heading == "family" else "right")
     for each in results:
         rows = max(each.forward_s)
@@ -381,18 +383,18 @@ def shares_table(results: Sequence[Measured]) -> Table:
 
 
 def steps_table(results: Sequence[Measured]) -> Table:
-    table = Table(title="whole steps and memory: foretold, and measured")
+    table = Table(title="whole steps and memory: predicted and measured")
     headings = (
         "family",
-        "foretold s",
-        "took s",
-        "off",
+        "predicted s",
+        "measured s",
+        "error",
         "samples/s",
         "over baseline",
-        "foreseen GiB",
-        "off",
+        "GiB predicted from one pair",
+        "error",
         "planned GiB",
-        "off",
+        "error",
         "peak GiB",
     )
     for heading in (*headings, "largest |log ratio|", "|rollout - replay|", "profile s"):
@@ -400,41 +402,41 @@ def steps_table(results: Sequence[Measured]) -> Table:
     for each in results:
         table.add_row(
             each.family,
-            text(each.foretold_s, ".2f"),
-            text(each.step_s, ".2f"),
-            off(each.foretold_s, each.step_s),
-            text(each.samples_per_second, ".2f"),
+            formatted(each.predicted_s, ".2f"),
+            formatted(each.step_s, ".2f"),
+            error(each.predicted_s, each.step_s),
+            formatted(each.samples_per_second, ".2f"),
             "-" if not each.step_s or not each.baseline_step_s else f"{each.baseline_step_s / each.step_s:.2f}x",
-            text(each.foreseen_gib or None, ".1f"),
-            off(each.foreseen_gib, each.peak_gib),
-            text(each.planned_gib or None, ".1f"),
-            off(each.planned_gib, each.peak_gib),
-            text(each.peak_gib or None, ".1f"),
-            text(each.largest_log_ratio, ".1e"),
-            text(each.log_prob_mismatch, ".1e"),
-            text(each.profile_s, ".0f"),
+            formatted(each.predicted_gib or None, ".1f"),
+            error(each.predicted_gib, each.peak_gib),
+            formatted(each.planned_gib or None, ".1f"),
+            error(each.planned_gib, each.peak_gib),
+            formatted(each.peak_gib or None, ".1f"),
+            formatted(each.largest_log_ratio, ".1e"),
+            formatted(each.log_prob_mismatch, ".1e"),
+            formatted(each.profile_s, ".0f"),
         )
     return table
 
 
 def parts_table(results: Sequence[Measured]) -> Table:
-    table = Table(title="where the time of a step goes, in seconds")
-    for heading in ("family", "foretold", "took"):
+    table = Table(title="seconds of a step by kind of work")
+    for heading in ("family", "predicted", "measured"):
         table.add_column(heading)
     for each in results:
-        told = (
+        cells = (
             ", ".join(f"{name} {s:.2f}" for name, s in parts.items())
-            for parts in (each.foretold_parts, each.parts)
+            for parts in (each.predicted_parts, each.parts)
         )
-        table.add_row(each.family, *told)
+        table.add_row(each.family, *cells)
     return table
 
 
-def text(value: float | None, form: str) -> str:
+def formatted(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def off(expected: float | None, measured: float | None) -> str:
+def error(expected: float | None, measured: float | None) -> str:
     return "-" if not expected or not measured else f"{expected / measured - 1:+.1%}"
 
 
@@ -444,33 +446,33 @@ def as_json(results: Sequence[Measured]) -> list[Mapping[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", help=f"of {', '.join(CASES)}; all by default")
+    parser.add_argument("families", nargs="*", help=f"families to measure, all by default: {', '.join(CASES)}")
     parser.add_argument("--tiny", action="store_true", help="tiny models, on the CPU")
-    parser.add_argument("--whole-step", action="store_true", help="also a whole step of the baseline")
-    parser.add_argument("--memory-gib", type=float, help="pretend that the card has no more")
-    parser.add_argument("--no-runs", action="store_true", help="profiles alone")
-    parser.add_argument("--profiles", type=Path, help="a folder to write the profiles to")
-    parser.add_argument("--device-name", default="h200", help="with which the profiles' names begin")
+    parser.add_argument("--whole-step", action="store_true", help="also measure a whole step of the baseline")
+    parser.add_argument("--memory-gib", type=float, help="limit the GPU memory in use")
+    parser.add_argument("--no-runs", action="store_true", help="measure profiles only")
+    parser.add_argument("--profiles", type=Path, help="folder to write the profiles to")
+    parser.add_argument("--device-name", default="h200", help="prefix of the profiles' file names")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     options = parser.parse_args()
     unknown = [family for family in options.families if family not in CASES]
     if unknown:
         sys.exit(f"unknown family '{unknown[0]}'; known: {', '.join(CASES)}")
     if not options.tiny and not torch.cuda.is_available():
-        sys.exit("there is no GPU here; add --tiny for the same with tiny models on the CPU")
+        sys.exit("no GPU was found; add --tiny to run tiny models on the CPU")
     if options.memory_gib is not None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory_gib * GIB / total))
-    aside, results = Console(stderr=True), []
+    stderr, results = Console(stderr=True), []
     for family in options.families or list(CASES):
         with tempfile.TemporaryDirectory() as folder:
             began = time.perf_counter()
 
-            def say(what: str, family: str = family, began: float = began) -> None:
-                aside.print(f"{time.perf_counter() - began:6.1f} s  {family}: {what}", highlight=False)
+            def notify(what: str, family: str = family, began: float = began) -> None:
+                stderr.print(f"{time.perf_counter() - began:6.1f} s  {family}: {what}", highlight=False)
 
-            results.append(measure(family, options, Path(folder), say))
-            say(json.dumps(asdict(results[-1])))
+            results.append(measure(family, options, Path(folder), notify))
+            notify(json.dumps(asdict(results[-1])))
     if options.json:
         print(json.dumps(as_json(results)))
         return

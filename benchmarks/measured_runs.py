@@ -1,10 +1,10 @@
-"""Real runs for benchmarks: a recipe of the demo's model with a cheap reward, run in this process's own crew."""
+"""Real runs for benchmarks: the demo's model with a cheap reward, driven from this process."""
 
 from __future__ import annotations
 
 import os
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch: one core per lane is what is compared
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: the comparisons assume one core per lane
 
 import json
 import time
@@ -29,14 +29,15 @@ from digenrl.transports.contract import Backend
 
 @dataclass
 class StepLog:
-    """A view that shows nothing and keeps every step's numbers, and CPU seconds at its end: this process's, and of
-    them this thread's, which drives the run.
+    """A view that prints nothing and records the metrics of every step, with the CPU time at its end.
+
+    `cpu_s` is the CPU time of this process, `loop_s` that of the thread that drives the run.
     """
 
     steps: list[Mapping[str, float]] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     loop_s: list[float] = field(default_factory=list)
-    states: list[SchedulerState] = field(default_factory=list)  # the newest alone
+    states: list[SchedulerState] = field(default_factory=list)  # only the latest
 
     def step(self, metrics: Mapping[str, float]) -> None:
         self.steps.append(dict(metrics))
@@ -62,23 +63,23 @@ class StepLog:
 
 @dataclass(frozen=True)
 class LiveRun:
-    """One run that is over."""
+    """A finished run."""
 
     recipe: Recipe
     folder: Path
     log: StepLog
 
-    def settled(self, skip: int = 2) -> list[Mapping[str, float]]:
-        """The steps in which the pipeline is full: not the first few, nor the last."""
+    def steady_steps(self, skip: int = 2) -> list[Mapping[str, float]]:
+        """The steps during which the pipeline is full: all except the first few and the last."""
         return self.log.steps[skip:-1]
 
     def spans(self) -> list[dict[str, Any]]:
-        """Everything that the lanes did."""
+        """The spans of all lanes."""
         return [json.loads(line) for line in (self.folder / "spans.jsonl").read_text().splitlines()]
 
 
 def recipe(**changes: Any) -> Recipe:
-    """The demo's model, trained by Flow-GRPO for pictures that compress badly: the reward costs little."""
+    """Trains the demo's model with Flow-GRPO and a reward that costs little: poor JPEG compression."""
     content: dict[str, Any] = {
         "name": "benchmark",
         "steps": 8,
@@ -98,11 +99,11 @@ def recipe(**changes: Any) -> Recipe:
     return parse_model(Recipe, content)
 
 
-def run(chosen: Recipe, folder: Path, watch: Callable[[Backend], None] = lambda grounds: None) -> LiveRun:
-    """Runs it to its end; `watch` sees what it ran on when it is over."""
+def run(chosen: Recipe, folder: Path, inspect: Callable[[Backend], None] = lambda backend: None) -> LiveRun:
+    """Runs a recipe to its end. Calls `inspect` with the backend before it is closed."""
     log = StepLog()
-    grounds = check_recipe(chosen)
-    with closing(grounds):
-        train(RunFolder.create(folder, chosen, datetime.now(UTC)), grounds, log)
-        watch(grounds)
+    backend = check_recipe(chosen)
+    with closing(backend):
+        train(RunFolder.create(folder, chosen, datetime.now(UTC)), backend, log)
+        inspect(backend)
     return LiveRun(chosen, folder, log)

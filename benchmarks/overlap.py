@@ -1,13 +1,13 @@
-"""What each technique brings on one generator lane and one trainer lane, two cores of this machine.
+"""The gain of each technique with one generator lane and one trainer lane, on two cores of this machine.
 
     python benchmarks/overlap.py            # about six minutes on an idle machine with two cores
 
-All runs train the demo's model on the same samples. The first takes turns in one process (colocated); then
-generation and training are apart, first without and then with each technique in turn. The limit of two cores is
-twice the samples that one core does per CPU second when it generates and trains in turn, packs included.
+All runs train the demo's model on the same samples. The first run alternates between generation and training in
+one process (colocated). The others separate them, at first without any technique and then adding one at a time.
+The limit of two cores is twice the samples per CPU second of one core that alternates, with packing.
 
-A machine is not equally fast all the time, so all ways to run come in turn, several times; ratios are taken within
-a round, and the table shows the median of the rounds.
+The speed of a machine varies over time. Therefore every round runs all variants once, ratios are computed within a
+round, and the table shows the median over rounds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rich.progress import track
 from rich.table import Table
 
 NAIVE = {"gap": False, "tsp": False, "tag": "none", "tcss": 0.0}
-WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
+VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("colocated", {"mode": "colocated", "techniques": {"tag": "none"}}),
     ("naive", {"techniques": NAIVE}),
     ("+ GAP", {"techniques": NAIVE | {"gap": True}}),
@@ -35,12 +35,12 @@ WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("+ TAG", {"techniques": NAIVE | {"gap": True, "tsp": True, "tag": "auto"}}),
     ("+ TCSS", {"techniques": NAIVE | {"gap": True, "tsp": True, "tag": "auto", "tcss": 1.0}}),
 )
-UNPACKED = ("naive", "+ GAP")  # several times as long a step: half the steps will do
+UNPACKED = ("naive", "+ GAP")  # their steps take several times as long: half as many are enough
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to run. Shares are of the time; stale and helped ones of the samples."""
+    """One variant. Idle shares are of time; `helped` and `stale` are shares of the samples."""
 
     samples_per_s: float
     over_naive: float
@@ -52,25 +52,25 @@ class Row:
 
 
 def rate(done: LiveRun) -> float:
-    """Samples per second over the settled steps."""
-    steps = done.settled()
+    """Samples per second over the steady steps."""
+    steps = done.steady_steps()
     return sum(step["samples"] for step in steps) / sum(step["step_s"] for step in steps)
 
 
 def cpu_rate(done: LiveRun, skip: int = 2) -> float:
-    """Samples per CPU second of a run in this process."""
+    """Samples per CPU second of a colocated run."""
     samples = sum(step["samples"] for step in done.log.steps[skip:-1])
     return samples / (done.log.cpu_s[-2] - done.log.cpu_s[skip - 1])
 
 
 def mean(done: LiveRun, name: str) -> float:
-    return fmean(step.get(name, 0.0) for step in done.settled())
+    return fmean(step.get(name, 0.0) for step in done.steady_steps())
 
 
 def one_round(steps: int, folder: Path) -> dict[str, Row]:
-    """Every way to run once."""
+    """Runs every variant once."""
     done = {}
-    for index, (name, changes) in enumerate(WAYS):
+    for index, (name, changes) in enumerate(VARIANTS):
         count = max(5, steps // 2) if name in UNPACKED else steps
         done[name] = run(recipe(steps=count, **changes), folder / str(index))
     limit, naive = 2 * cpu_rate(done["colocated"]), rate(done["naive"])
@@ -90,13 +90,13 @@ def row(done: LiveRun, naive: float, limit: float) -> Row:
     )
 
 
-def middle(rows: list[Row]) -> Row:
-    """The median of each number."""
+def median_row(rows: list[Row]) -> Row:
+    """The median of each field."""
     return Row(*(median(getattr(each, field.name) for each in rows) for field in fields(Row)))
 
 
 def main() -> None:
-    """Prints the table."""
+    """Runs all rounds and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
@@ -107,7 +107,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as parent:
         for index in track(range(options.rounds), "rounds", disable=quiet, transient=True):
             rounds.append(one_round(options.steps, Path(parent) / str(index)))
-    rows = {name: middle([each[name] for each in rounds]) for name, _ in WAYS}
+    rows = {name: median_row([each[name] for each in rounds]) for name, _ in VARIANTS}
     if options.json:
         print(json.dumps({name: asdict(each) for name, each in rows.items()}))
         return
@@ -119,7 +119,9 @@ def main() -> None:
         shares = (each.generator_idle, each.trainer_idle, each.helped, each.stale)
         table.add_row(name, *cells, *(f"{share:.0%}" for share in shares))
     Console(width=100).print(table)
-    print("of limit, round by round, everything on:", *(f"{each['+ TCSS'].of_limit:.2f}" for each in rounds))
+    print(
+        "share of the limit with all techniques, by round:", *(f"{each['+ TCSS'].of_limit:.2f}" for each in rounds)
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What packing time-steps brings: seconds and memory per trained (sample, time-step) pair, by pack size.
+"""The gain from packing time-steps: seconds and memory per trained (sample, time-step) pair, by pack size.
 
     python benchmarks/packing.py                       # tiny models, on the CPU
     python benchmarks/packing.py --full flux qwen_image  # full size with random weights, on a GPU
 
-Every pack size trains the same eight pairs of one group (LoRA, Flow-GRPO's loss) through the trainer itself, and
-the gradients are compared with those of pairs trained one at a time. Memory is what training takes beyond the
-weights: on a GPU its peak, on a CPU what autograd keeps.
+Every pack size trains the same eight pairs of one group (LoRA, Flow-GRPO's loss) with the real trainer, and the
+gradients are compared with those of pairs trained one at a time. Memory is what training needs in addition to the
+weights: the peak on a GPU, the tensors that autograd saves on a CPU.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ class Row:
     pack: int
     seconds_per_pair: float | None
     peak_gib: float | None
-    largest_difference: float | None  # of the gradient, relative to that of pairs trained one at a time
+    gradient_error: float | None  # relative difference of the gradient from that of one pair at a time
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with the work it is given."""
+    """A model, with the size and prompt that it is trained on."""
 
     model: DiffusionModel
     size: SampleSize
     conditioning: Conditioning
 
     def group(self) -> ScoredGroup:
-        """One group of random trajectories: what they show does not matter, their shapes do."""
+        """A group of random trajectories: only their shapes matter here."""
         plan = RolloutPlan(
             self.model.schedule(STEPS, self.size), self.size, StepNoise("flow", 0.7), 1.0, KEPT_STEPS, KEPT_STEPS
         )
@@ -83,7 +83,7 @@ class Subject:
 
 
 def tiny_subject(family: Family) -> Subject:
-    """The family's tiny pipeline, made for the occasion."""
+    """The family's tiny pipeline, made in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_pipeline(family.name, Path(folder) / family.name)
         model = family.load(Path(folder) / family.name)
@@ -101,11 +101,13 @@ def full_subject(family: Family, clip: SampleSize) -> Subject:
 
 
 def clip_size(text: str) -> SampleSize:
-    """480x640x33 as a size."""
+    """Parses HEIGHTxWIDTHxFRAMES, such as 480x640x33."""
     try:
         height, width, frames = map(int, text.split("x"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected HEIGHTxWIDTHxFRAMES, as 480x640x33, got '{text}'") from None
+        raise argparse.ArgumentTypeError(
+            f"expected HEIGHTxWIDTHxFRAMES such as 480x640x33, got '{text}'"
+        ) from None
     return SampleSize(height, width, frames)
 
 
@@ -121,7 +123,7 @@ def new_trainer(subject: Subject, pack: int, checkpointing: bool) -> Trainer:
 
 
 def measure(subject: Subject, pack: int, checkpointing: bool, repeats: int) -> tuple[float, int, Gradients]:
-    """Seconds per pair (the median), bytes at the peak, and the gradient."""
+    """Median seconds per pair, peak bytes, and the gradient."""
     group, device = subject.group(), subject.model.device
     peak = measured_bytes(lambda: new_trainer(subject, pack, checkpointing).add_group(group), device)
     seconds = []
@@ -155,9 +157,9 @@ def rows_of(name: str, subject: Subject, checkpointing: bool, repeats: int) -> l
 
 
 def show(rows: list[Row], where: str) -> None:
-    """The rows, the gain over one pair at a time beside them."""
+    """Prints the rows, with the gain over one pair at a time."""
     table = Table(title=f"Training one pair, by pack size ({where})")
-    for heading in ("family", "pack", "s/pair", "gain", "peak GiB", "gradient off by"):
+    for heading in ("family", "pack", "s/pair", "gain", "peak GiB", "gradient error"):
         table.add_column(heading, justify="left" if heading == "family" else "right")
     alone = {row.family: row.seconds_per_pair for row in rows if row.pack == 1}
     for row in rows:
@@ -166,15 +168,15 @@ def show(rows: list[Row], where: str) -> None:
             table.add_row(row.family, str(row.pack), "does not fit", "", "", "")
             continue
         gain = f"{first / row.seconds_per_pair:.2f}x"
-        cells = (f"{row.seconds_per_pair:.4g}", gain, f"{row.peak_gib:.3g}", f"{row.largest_difference:.1e}")
+        cells = (f"{row.seconds_per_pair:.4g}", gain, f"{row.peak_gib:.3g}", f"{row.gradient_error:.1e}")
         table.add_row(row.family, str(row.pack), *cells)
     Console().print(table)
 
 
 def main() -> None:
-    """Reads the options, measures, prints."""
+    """Measures the chosen families and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}; all by default")
+    parser.add_argument("families", nargs="*", help=f"families to measure, all by default: {', '.join(FAMILIES)}")
     parser.add_argument("--full", action="store_true", help="full size with random weights, on a GPU")
     parser.add_argument("--clip", type=clip_size, default="480x640x33", help="size of a full-size video")
     parser.add_argument("--checkpointing", action="store_true", help="with gradient checkpointing")
@@ -186,7 +188,7 @@ def main() -> None:
     except ConfigError as error:
         sys.exit(str(error))
     if options.full and not torch.cuda.is_available():
-        sys.exit("--full needs a GPU, and torch sees none; leave it out for tiny models on the CPU")
+        sys.exit("--full needs a GPU, and none was found; leave it out to run tiny models on the CPU")
     rows: list[Row] = []
     for family in families:
         subject = full_subject(family, options.clip) if options.full else tiny_subject(family)

@@ -79,21 +79,21 @@ class Scenario:
 
 SENSITIVITY = (
     Scenario("as assumed"),
-    Scenario("colocated pays little: node shards, packed, no engine switch", ColocatedAssumptions(True, True)),
+    Scenario("colocated is cheap: node shards, packed, no engine switch", ColocatedAssumptions(True, True)),
     Scenario("colocated shards inside nodes", replace(BASELINE, node_shards=True)),
-    Scenario("no side shards inside nodes", node_shards=False),
+    Scenario("no system shards inside nodes", node_shards=False),
     Scenario("colocated packs and spreads time-steps", replace(BASELINE, packed=True)),
     Scenario("colocated switches engines for free", replace(BASELINE, engine_switch_s=0.0)),
-    Scenario("colocated needs 5 s to switch engines", replace(BASELINE, engine_switch_s=5.0)),
+    Scenario("colocated switches engines in 5 s", replace(BASELINE, engine_switch_s=5.0)),
     Scenario("colocated training scales to 0.8", replace(BASELINE, scaling=0.8)),
     Scenario("colocated generates with sharded weights", replace(BASELINE, sharded_rollout=True)),
     Scenario(
-        "colocated pays much: sharded rollout, 5 s, scaling 0.8",
+        "colocated is expensive: sharded rollout, 5 s, scaling 0.8",
         ColocatedAssumptions(sharded_rollout=True, scaling=0.8, engine_switch_s=5.0),
     ),
     Scenario("gathers hide fully", constants=replace(CONSTANTS, gather_overlap=1.0)),
     Scenario("gathers do not hide", constants=replace(CONSTANTS, gather_overlap=0.0)),
-    Scenario("the network is a card's, not a node's", network_factor=8.0),
+    Scenario("the network rate is per card, not per node", network_factor=8.0),
     Scenario("LoRA, colocated still sharded over all cards", workload={"tuning": "lora"}),
     Scenario("4 prompts of 8 samples", workload={"prompts": 4, "samples_per_prompt": 8}),
     Scenario("clips of 33 frames", workload={"frames": 33}),
@@ -191,12 +191,14 @@ def ladder_table(model: str, by_testbed: dict[str, list[LadderRow]]) -> Table:
         ours = [f"{rows[index + 1].speedup:.2f}" for rows in by_testbed.values()]
         table.add_row(rung.name, f"{paper[index]:.2f}" if paper[index] else "-", *ours)
     table.add_row("split of the last rung", "", *(s[-1].split.replace("; ", "\n") for s in by_testbed.values()))
-    table.add_row("colocated, s a step", "", *(f"{s[0].makespan_s / STEPS:.0f}" for s in by_testbed.values()))
+    table.add_row(
+        "colocated, seconds per step", "", *(f"{s[0].makespan_s / STEPS:.0f}" for s in by_testbed.values())
+    )
     return table
 
 
 def range_table(found: dict[str, dict[str, tuple[float, float]]]) -> Table:
-    table = Table(title="Everything on, over colocated: least and greatest over 20/30/40 steps, 0.4/0.6 trained")
+    table = Table(title="Everything on, over colocated: minimum and maximum over 20/30/40 steps, 0.4/0.6 trained")
     table.add_column("model")
     table.add_column("paper", justify="right")
     for testbed in TESTBEDS:
@@ -219,7 +221,7 @@ def mixed_table(gains: dict[str, dict[str, float]]) -> Table:
 
 
 def technique_table(gains: dict[str, float]) -> Table:
-    table = Table(title="32 H20, Wan2.1-1.3B: each technique over the rung before it")
+    table = Table(title="32 H20, Wan2.1-1.3B: gain of each technique over the previous rung")
     for heading in ("technique", "independent report", "ours"):
         table.add_column(heading)
     for name, gain in gains.items():

@@ -1,11 +1,11 @@
-"""Twenty faults in one run: generators killed, machines lost, trainer ranks killed. The weights must not notice.
+"""Twenty faults in one run: generators, machines and trainer ranks are killed. The weights must not change.
 
     python benchmarks/ray_faults.py             # about ten minutes on two cores
     python benchmarks/ray_faults.py --full      # all weights trained, sharded over two ranks
 
-A cluster of several machines on this one. The run has two trainer ranks and three generators, two of them on a
-machine that is lost and added again. Its final weights are compared with those of a run that nobody disturbed, and
-its journal is read for samples that were lost or trained twice.
+A Ray cluster of several nodes runs on this machine. The run has two trainer ranks and three generators, two of
+them on a node that is killed and replaced. Its final weights are compared with those of an undisturbed run, and
+its journal is searched for samples that were lost or trained twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 from measured_runs import recipe  # first: it sets the number of threads
-from ray_nodes import Nodes, several
+from ray_nodes import RayCluster, ray_cluster
 from rich.console import Console
 from rich.table import Table
 
@@ -33,7 +33,7 @@ from digenrl.records import SampleId, Trained
 from digenrl.run_folder.journal import read_journal
 from digenrl.run_folder.lines import read_lines
 
-PATIENCE_S = 240.0
+STEP_TIMEOUT_S = 240.0
 KINDS = ("generator", "machine", "trainer rank")
 
 
@@ -62,8 +62,8 @@ def settings(address: str, steps: int, full: bool) -> Recipe:
     )
 
 
-class Watched:
-    """A run in a process of its own."""
+class RunProcess:
+    """A run in a separate process."""
 
     def __init__(self, chosen: Recipe, folder: Path) -> None:
         self.folder = folder
@@ -74,12 +74,12 @@ class Watched:
         self.process = subprocess.Popen([sys.executable, *command], stdout=self._log, stderr=self._log)
 
     def steps(self) -> int:
-        """Optimizer steps so far."""
+        """The number of finished optimizer steps."""
         metrics = self.folder / "metrics.jsonl"
         return sum(1 for _ in read_lines(metrics)) if metrics.exists() else 0
 
     def workers(self) -> dict[str, int]:
-        """Processes by worker: those that print into the run's logs."""
+        """Process ids by worker: the processes whose output goes to the run's logs."""
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
             try:
@@ -91,34 +91,34 @@ class Watched:
         return found
 
     def wait_for_step(self, step: int) -> None:
-        """Until so many steps are done."""
-        deadline_s = time.monotonic() + PATIENCE_S
+        """Waits until `step` optimizer steps are done."""
+        deadline_s = time.monotonic() + STEP_TIMEOUT_S
         while self.steps() < step:
             if self.process.poll() is not None:
                 raise SystemExit(f"the run ended: {self.folder.with_suffix('.log').read_text()[-2000:]}")
-            assert time.monotonic() < deadline_s, f"no step {step} in {PATIENCE_S:.0f} s"
+            assert time.monotonic() < deadline_s, f"step {step} was not done within {STEP_TIMEOUT_S:.0f} s"
             time.sleep(0.05)
 
     def finish(self) -> None:
-        """To its end."""
+        """Waits for the end of the run."""
         if self.process.wait() != 0:
             raise SystemExit(f"the run failed: {self.folder.with_suffix('.log').read_text()[-2000:]}")
 
 
-class Faults:
-    """What goes wrong, by dice that always fall the same way."""
+class FaultInjector:
+    """Injects faults, with a fixed random seed."""
 
-    def __init__(self, nodes: Nodes, run: Watched) -> None:
-        self._nodes, self._run = nodes, run
-        self._far = nodes.add(num_cpus=2, resources={"far": 2})
+    def __init__(self, cluster: RayCluster, run: RunProcess) -> None:
+        self._cluster, self._run = cluster, run
+        self._far = cluster.add(num_cpus=2, resources={"far": 2})
         self._dice = random.Random("faults")
 
-    def strike(self, kind: str) -> str:
-        """One fault, at some moment of a step; returns what it hit."""
+    def inject(self, kind: str) -> str:
+        """Causes one fault after a random delay. Returns the name of the victim."""
         time.sleep(self._dice.random())
         if kind == "machine":
-            self._nodes.kill(self._far)
-            self._far = self._nodes.add(num_cpus=2, resources={"far": 2})
+            self._cluster.kill(self._far)
+            self._far = self._cluster.add(num_cpus=2, resources={"far": 2})
             return "far"
         prefix = "generator" if kind == "generator" else "trainer"
         workers = {name: pid for name, pid in self._run.workers().items() if name.startswith(prefix)}
@@ -128,16 +128,16 @@ class Faults:
 
 
 def count_samples(journal: Path) -> Counter[SampleId]:
-    """How often the loop heard of each sample that it is trained."""
+    """How often each sample was trained, according to the journal."""
     trained: Counter[SampleId] = Counter()
     for decision in read_journal(journal):
         if isinstance(decision.event, Trained):
-            trained.update(sample for piece in decision.event.slices for sample in piece.samples())
+            trained.update(decision.event.job.slice.samples())
     return trained
 
 
 def same_weights(one: Path, other: Path, step: int) -> tuple[bool, float]:
-    """Whether two runs ended with the same weights to the last bit, and how far they are apart."""
+    """Whether two runs ended with bitwise equal weights, and the largest absolute difference."""
     import torch
 
     from digenrl.training.checkpoint.checkpoints import read_checkpoint
@@ -145,42 +145,42 @@ def same_weights(one: Path, other: Path, step: int) -> tuple[bool, float]:
     first, second = (
         read_checkpoint(run / "checkpoints" / f"step_{step:06d}").trainer_state.weights for run in (one, other)
     )
-    apart = max(float((first[name] - second[name]).abs().max()) for name in first)
-    return all(torch.equal(first[name], second[name]) for name in first), apart
+    difference = max(float((first[name] - second[name]).abs().max()) for name in first)
+    return all(torch.equal(first[name], second[name]) for name in first), difference
 
 
 def main() -> None:
-    """Prints the table."""
+    """Runs with and without faults, and prints a table and the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=20)
-    parser.add_argument("--full", action="store_true", help="all weights, sharded, instead of adapters")
+    parser.add_argument("--full", action="store_true", help="train all weights, sharded, instead of adapters")
     options = parser.parse_args()
     steps = 2 * options.faults + 4
     table = Table()
-    for heading in ("fault", "what", "hit", "after step", "next step after"):
-        table.add_column(heading, justify="right" if heading != "what" else "left")
-    with tempfile.TemporaryDirectory() as parent, several(num_cpus=12, resources={"home": 8}) as nodes:
-        chosen = settings(nodes.address, steps, options.full)
-        hurt = Watched(chosen, Path(parent) / "hurt")
-        faults = Faults(nodes, hurt)
+    for heading in ("fault", "kind", "killed", "after step", "time to next step"):
+        table.add_column(heading, justify="right" if heading != "kind" else "left")
+    with tempfile.TemporaryDirectory() as parent, ray_cluster(num_cpus=12, resources={"home": 8}) as cluster:
+        chosen = settings(cluster.address, steps, options.full)
+        disturbed = RunProcess(chosen, Path(parent) / "disturbed")
+        faults = FaultInjector(cluster, disturbed)
         for index in range(options.faults):
-            hurt.wait_for_step(2 * index + 1)
+            disturbed.wait_for_step(2 * index + 1)
             kind = KINDS[index % len(KINDS)]
-            began_s, at_step = time.monotonic(), hurt.steps()
-            hit = faults.strike(kind)
-            hurt.wait_for_step(at_step + 1)
-            table.add_row(str(index + 1), kind, hit, str(at_step), f"{time.monotonic() - began_s:.1f} s")
-            print(f"{index + 1}/{options.faults} {kind} {hit}", file=sys.stderr, flush=True)
-        hurt.finish()
-        quiet = Watched(chosen, Path(parent) / "quiet")
-        quiet.finish()
+            began_s, at_step = time.monotonic(), disturbed.steps()
+            victim = faults.inject(kind)
+            disturbed.wait_for_step(at_step + 1)
+            table.add_row(str(index + 1), kind, victim, str(at_step), f"{time.monotonic() - began_s:.1f} s")
+            print(f"{index + 1}/{options.faults} {kind} {victim}", file=sys.stderr, flush=True)
+        disturbed.finish()
+        undisturbed = RunProcess(chosen, Path(parent) / "undisturbed")
+        undisturbed.finish()
         Console(width=100).print(table)
-        trained = count_samples(hurt.folder / "journal.jsonl")
-        wanted = steps * chosen.batch.prompts * chosen.batch.samples_per_prompt
+        trained = count_samples(disturbed.folder / "journal.jsonl")
+        expected = steps * chosen.batch.prompts * chosen.batch.samples_per_prompt
         twice = sum(times > 1 for times in trained.values())
-        print(f"samples: {len(trained)} of {wanted} trained, {twice} of them twice")
-        same, apart = same_weights(hurt.folder, quiet.folder, steps)
-        print(f"weights after {steps} steps: {'the same to the last bit' if same else f'apart by {apart:.2e}'}")
+        print(f"samples: {len(trained)} of {expected} trained, {twice} of them twice")
+        same, difference = same_weights(disturbed.folder, undisturbed.folder, steps)
+        print(f"weights after {steps} steps: {'bitwise equal' if same else f'differ by {difference:.2e}'}")
 
 
 if __name__ == "__main__":

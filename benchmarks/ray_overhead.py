@@ -1,12 +1,13 @@
-"""What a Ray cluster costs the driver: seconds per event and per step, and the bytes that it gets.
+"""The overhead of Ray in the driver: seconds per event and per step, and the bytes that it receives.
 
     python benchmarks/ray_overhead.py           # a few short runs, on two idle cores
 
-The same recipe runs with worker processes and on a Ray that is started on this machine, in turn. `loop` are CPU
-seconds of the thread that decides and sends, which everybody waits for; `process` adds the threads of Ray in the
-same process. Both are medians over steps: every tenth step the driver also predicts the next ones. Tensors
-(prompts, trajectories, pixels, weights) go between workers; the driver gets reports alone, and counts their bytes.
-For comparison: the bytes of the new weights that a step brings to the generators.
+The same recipe runs alternately with worker processes and on a Ray cluster started on this machine. `loop` is the
+CPU time of the driver's main thread, which decides and submits jobs and which all workers wait for; `process`
+includes Ray's threads in the same process. Both are medians over steps, because every tenth step the driver also
+predicts the next ones. Tensors (prompts, trajectories, pixels, weights) travel between workers. The driver
+receives only results and counts their bytes. For comparison, the bytes of the weights published
+per step are printed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ KINDS = (("local", WHOLE_GROUPS), ("ray", WHOLE_GROUPS), ("ray", 4))
 
 @dataclass(frozen=True)
 class Row:
-    """One run."""
+    """One run. Times and bytes are per step."""
 
     mode: str
     slice: int
@@ -41,12 +42,12 @@ class Row:
     events_per_step: float
     loop_ms: float
     process_ms: float
-    report_bytes_per_step: float | None
+    result_bytes_per_step: float | None
     weights_bytes_per_step: float
 
     @property
     def share(self) -> float:
-        """The loop's part of a step."""
+        """The share of a step that the driver's loop uses."""
         return self.loop_ms / 1000 / self.step_s
 
 
@@ -64,40 +65,40 @@ def settings(mode: str, slice_size: int, steps: int, prompts: int) -> Recipe:
 
 
 def measure(chosen: Recipe, folder: Path) -> Row:
-    """One run, without its first two steps and its last."""
-    got: list[int] = []
-    done = run(chosen, folder, lambda grounds: got.append(getattr(grounds, "driver_bytes", lambda: 0)()))
+    """Runs the recipe. The first two steps and the last are not counted."""
+    driver_bytes: list[int] = []
+    done = run(chosen, folder, lambda backend: driver_bytes.append(getattr(backend, "driver_bytes", lambda: 0)()))
     events = sum(1 for _ in read_journal(folder / "journal.jsonl")) / chosen.steps
     return Row(
         mode=chosen.mode,
         slice=int(chosen.batch.slice),
         steps=chosen.steps,
-        step_s=fmean(step["step_s"] for step in done.settled()),
+        step_s=fmean(step["step_s"] for step in done.steady_steps()),
         events_per_step=events,
         loop_ms=typical_ms(done.log.loop_s),
         process_ms=typical_ms(done.log.cpu_s),
-        report_bytes_per_step=got[0] / chosen.steps if chosen.topology.uses_ray else None,
-        weights_bytes_per_step=fmean(step["publish_bytes"] for step in done.settled()),
+        result_bytes_per_step=driver_bytes[0] / chosen.steps if chosen.topology.uses_ray else None,
+        weights_bytes_per_step=fmean(step["publish_bytes"] for step in done.steady_steps()),
     )
 
 
 def typical_ms(seconds: list[float]) -> float:
-    """What a step adds to a clock, by the median of all but the first two and the last."""
+    """The median increase per step of a cumulative time, without the first two steps and the last."""
     return median(later - sooner for sooner, later in pairwise(seconds[1:-1])) * 1000
 
 
-def middle(rows: list[Row]) -> Row:
+def median_row(rows: list[Row]) -> Row:
     """The row with the median share of the driver."""
-    chosen = median([row.share for row in rows])
-    return min(rows, key=lambda row: abs(row.share - chosen))
+    share = median([row.share for row in rows])
+    return min(rows, key=lambda row: abs(row.share - share))
 
 
 def main() -> None:
-    """Prints the table."""
+    """Runs all rounds and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--prompts", type=int, default=7, help="of a step; more take longer")
+    parser.add_argument("--prompts", type=int, default=7, help="prompts per step; more take longer")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows: dict[tuple[str, int], list[Row]] = {kind: [] for kind in KINDS}
@@ -110,14 +111,14 @@ def main() -> None:
     if options.json:
         print(json.dumps([asdict(row) for of_kind in rows.values() for row in of_kind]))
         return
-    show([middle(of_kind) for of_kind in rows.values()])
+    show([median_row(of_kind) for of_kind in rows.values()])
     by_mode = {mode: median(row.step_s for row in rows[mode, WHOLE_GROUPS]) for mode in ("local", "ray")}
     ratio = by_mode["ray"] / by_mode["local"]
-    print(f"a step on Ray over one with worker processes, whole groups as slices: {ratio:.3f}")
+    print(f"step time on Ray / with worker processes, slices of whole groups: {ratio:.3f}")
 
 
 def show(shown: list[Row]) -> None:
-    """One row for each kind of run."""
+    """Prints one row per kind of run."""
     table = Table()
     for heading in (
         "mode",
@@ -125,14 +126,14 @@ def show(shown: list[Row]) -> None:
         "step",
         "events",
         "loop",
-        "an event",
-        "of a step of 2 s",
+        "per event",
+        "share of a 2 s step",
         "process",
-        "reports",
+        "results",
     ):
         table.add_column(heading, justify="left" if heading == "mode" else "right")
     for row in shown:
-        received = "-" if row.report_bytes_per_step is None else f"{row.report_bytes_per_step / 1e3:.1f} kB"
+        received = "-" if row.result_bytes_per_step is None else f"{row.result_bytes_per_step / 1e3:.1f} kB"
         table.add_row(
             row.mode,
             str(row.slice),
@@ -146,7 +147,7 @@ def show(shown: list[Row]) -> None:
         )
     Console(width=110).print(table)
     weights = shown[-1].weights_bytes_per_step
-    print(f"per step, but for `an event`; the weights alone, between workers: {weights / 1e3:.0f} kB")
+    print(f"per step, except `per event`; weights sent between workers: {weights / 1e3:.0f} kB")
 
 
 if __name__ == "__main__":

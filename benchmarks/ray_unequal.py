@@ -1,11 +1,11 @@
-"""Unequal lanes on two machines: what the planner predicts from measured costs, and what a run then takes.
+"""Unequal lanes on two machines: the planner's prediction from measured costs against a measured run.
 
     python benchmarks/ray_unequal.py            # about five minutes on two idle cores
 
-A cluster of two machines on this one, with a fast and a slow generator, which takes three times as long. Two short
-runs measure slices of two sizes. `digenrl plan` sizes slices and chooses techniques from these costs, the run
-starts from the plan's file, and both are compared. Groups whose last slice came from the slow lane although the
-fast one stood idle long enough to make it are counted: there should be none.
+A Ray cluster with two worker nodes runs on this machine, with a fast generator and one that is three times slower.
+Two short runs measure slices of two sizes. `digenrl plan` chooses the slice size and the techniques from these
+costs, a run starts from the plan, and its duration is compared with the prediction. Groups whose last slice came
+from the slow lane although the fast lane was idle long enough to generate it are counted: there should be none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 from measured_runs import LiveRun, recipe, run  # first: it sets the number of threads
-from ray_nodes import several
+from ray_nodes import ray_cluster
 
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_files import read_recipe
@@ -56,7 +56,7 @@ def settings(address: str, steps: int, slice_size: int | str) -> Recipe:
 
 
 def measured_costs(runs: Mapping[int, LiveRun]) -> dict[str, dict[str, Any]]:
-    """What the runs of two slice sizes had measured at their ends, by pool."""
+    """The costs that the runs had measured at their end, by pool."""
     last = {size: done.log.states[-1] for size, done in runs.items()}
     costs = last[max(SIZES)].costs
     trains = {
@@ -71,12 +71,12 @@ def measured_costs(runs: Mapping[int, LiveRun]) -> dict[str, dict[str, Any]]:
     publish_s = costs.publish_ns / 1e9
     return {
         "fast": {"slice_seconds": slices["fast"], "publish_seconds": publish_s, **trains},
-        "slow": {"slice_seconds": slices["slow"], "publish_seconds": publish_s},  # nobody has it train
+        "slow": {"slice_seconds": slices["slow"], "publish_seconds": publish_s},  # it never trains
     }
 
 
-def cluster_file(costs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """One machine that trains and generates quickly, and one that generates slowly."""
+def write_cluster_file(costs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Writes a cluster file: a fast machine that trains and generates, and a slow one that generates."""
     pools = [
         {"name": "fast", "nodes": 1, "per_node": 2, "labels": {"class": "fast"}, "measured": dict(costs["fast"])},
         {"name": "slow", "nodes": 1, "per_node": 1, "labels": {"class": "slow"}, "measured": dict(costs["slow"])},
@@ -84,8 +84,8 @@ def cluster_file(costs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     path.write_text(yaml.safe_dump({"pools": pools}))
 
 
-def planned(recipe_file: Path, cluster: Path, folder: Path) -> tuple[Path, Path]:
-    """The plan's file and its SPEC, by the command that users give."""
+def make_plan(recipe_file: Path, cluster: Path, folder: Path) -> tuple[Path, Path]:
+    """Runs `digenrl plan`. Returns the plan's file and its SPEC."""
     plan, spec = folder / "plan.yaml", folder / "spec.yaml"
     command = ("plan", str(recipe_file), "--cluster", str(cluster), "--on-policy", "--ranks", "1", "--keep", "3")
     subprocess.run([*DIGENRL, *command, "--out", str(plan), "--spec", str(spec)], check=True)
@@ -99,7 +99,7 @@ def planned(recipe_file: Path, cluster: Path, folder: Path) -> tuple[Path, Path]
 
 
 def predicted_s(spec: Path, steps: int) -> float:
-    """The simulator's total for so many steps."""
+    """The simulator's makespan for this number of steps."""
     content = yaml.safe_load(spec.read_text()) | {"steps": steps}
     spec.write_text(yaml.safe_dump(content, sort_keys=False))
     answer = subprocess.run(
@@ -108,8 +108,8 @@ def predicted_s(spec: Path, steps: int) -> float:
     return float(json.loads(answer.stdout)["makespan"])
 
 
-def waited_in_vain(spans: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """Groups that the slow lane completed, and those among them for which the fast one stood idle long enough."""
+def needless_waits(spans: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+    """The number of groups that the slow lane completed, and of those that the idle fast lane could have."""
     made = [span for span in spans if span["work"] == "generate"]
     fast = sorted((s["start_ns"], s["end_ns"]) for s in made if s["lane"] == "generator-0")
     typical_ns = median(end - start for start, end in fast)
@@ -118,11 +118,11 @@ def waited_in_vain(spans: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
         last[span["step"], span["group"]] = span
     by_slow = [span for span in last.values() if span["lane"] == "generator-1"]
     gaps = [(end, start) for (_, end), (start, _) in pairwise(fast)]
-    vain = sum(
+    needless = sum(
         any(min(stop, span["end_ns"]) - max(start, span["start_ns"]) > 1.3 * typical_ns for start, stop in gaps)
         for span in by_slow
     )
-    return len(by_slow), vain
+    return len(by_slow), needless
 
 
 def main() -> None:
@@ -130,25 +130,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as parent, several(num_cpus=8, resources={"home": 8}) as nodes:
+    with tempfile.TemporaryDirectory() as parent, ray_cluster(num_cpus=8, resources={"home": 8}) as cluster:
         folder = Path(parent)
-        nodes.add(num_cpus=1, labels={"class": "fast"})
-        nodes.add(num_cpus=1, labels={"class": "slow"})
-        runs = {size: run(settings(nodes.address, 6, size), folder / f"size-{size}") for size in SIZES}
-        cluster_file(measured_costs(runs), folder / "cluster.yaml")
+        cluster.add(num_cpus=1, labels={"class": "fast"})
+        cluster.add(num_cpus=1, labels={"class": "slow"})
+        runs = {size: run(settings(cluster.address, 6, size), folder / f"size-{size}") for size in SIZES}
+        write_cluster_file(measured_costs(runs), folder / "cluster.yaml")
         recipe_file = folder / "unequal.yaml"
-        plain = settings(nodes.address, options.steps, "auto").model_dump(mode="json")
+        plain = settings(cluster.address, options.steps, "auto").model_dump(mode="json")
         recipe_file.write_text(yaml.safe_dump(plain))
-        plan, spec = planned(recipe_file, folder / "cluster.yaml", folder)
+        plan, spec = make_plan(recipe_file, folder / "cluster.yaml", folder)
         expected_s = predicted_s(spec, options.steps)
         from digenrl.config.plan_files import overrides_of, read_plan
 
         done = run(read_recipe(str(recipe_file), overrides_of(read_plan(plan), [])), folder / "planned")
-        took_s = done.log.steps[-1]["at_s"]
-        times = f"predicted {expected_s:.1f} s, took {took_s:.1f} s, {took_s / expected_s - 1:+.1%}"
+        measured_s = done.log.steps[-1]["at_s"]
+        times = f"predicted {expected_s:.1f} s, measured {measured_s:.1f} s, {measured_s / expected_s - 1:+.1%}"
         print(f"{options.steps} steps: {times}")
-        completed, vain = waited_in_vain(done.spans())
-        print(f"groups that the slow lane completed: {completed}; that the idle fast lane could have made: {vain}")
+        completed, needless = needless_waits(done.spans())
+        print(f"groups completed by the slow lane: {completed}; the idle fast lane could have done it: {needless}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What a checkpoint of full fine-tuning takes, and what of it is checksums: by one core, and by all of them.
+"""The time of a full fine-tuning checkpoint, and of its checksums with one core and with all cores.
 
     python benchmarks/saving.py                  # weights and moments of 0.1 G parameters, in fp32
     python benchmarks/saving.py --billions 2.2   # as large as SD3.5 medium's
-    python benchmarks/saving.py --out /scratch   # on another disk than that of temporary files
+    python benchmarks/saving.py --out /scratch   # another disk than that of temporary files
 
-Saving and reading include checksums by all cores. Values are made up; what was saved is removed.
+Saving and reading include checksums with all cores. Values are random. The checkpoint is removed at the end.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ WIDTH = 4096
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds; checksums are those of all files that were saved."""
+    """Seconds. Checksums are computed for all saved files."""
 
     gigabytes: float
     saving_s: float
     reading_s: float
     one_core_s: float
     all_cores_s: float
-    same: bool  # checksums, and what was read
+    same: bool  # whether checksums agree and the weights read back are bitwise equal
 
     @property
     def gain(self) -> float:
-        """Of checksums by all cores."""
+        """The speed-up of checksums with all cores."""
         return self.one_core_s / self.all_cores_s
 
 
 def state_of(parameters: int) -> TrainerState:
-    """A trainer's, with made-up values."""
+    """A trainer's state with random values."""
     weights = {f"block {index}": torch.randn(WIDTH, WIDTH) for index in range(max(1, parameters // WIDTH**2))}
     moments = {
         name: {"exp_avg": torch.randn_like(value), "exp_avg_sq": torch.rand_like(value)}
@@ -58,7 +58,7 @@ def state_of(parameters: int) -> TrainerState:
 
 
 def measure(parameters: int, folder: Path) -> Measured:
-    """One checkpoint, written, checked and read."""
+    """Writes, checks and reads one checkpoint."""
     state = state_of(parameters)
     saving_s, path = timed(lambda: save_checkpoint(folder, 1, state, {}))
     files = sorted(path.rglob("*.safetensors"))
@@ -88,18 +88,18 @@ def shown(result: Measured) -> Table:
     for name, seconds in (
         ("saving", result.saving_s),
         ("reading", result.reading_s),
-        ("checksums by one core", result.one_core_s),
-        ("checksums by all cores", result.all_cores_s),
+        ("checksums, one core", result.one_core_s),
+        ("checksums, all cores", result.all_cores_s),
     ):
         table.add_row(name, f"{seconds:.2f}", f"{result.gigabytes / seconds:.2f}")
     return table
 
 
 def main() -> None:
-    """Measures, and prints a table."""
+    """Measures and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--billions", type=float, default=0.1, help="of parameters, with 12 bytes each")
-    parser.add_argument("--out", type=Path, help="a folder to save in, for a while")
+    parser.add_argument("--billions", type=float, default=0.1, help="billions of parameters, with 12 bytes each")
+    parser.add_argument("--out", type=Path, help="folder for the temporary checkpoint")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.out) as folder:
@@ -110,8 +110,8 @@ def main() -> None:
     out = Console()
     out.print(f"a checkpoint of {result.gigabytes:.2f} GB")
     out.print(shown(result))
-    same = "all bits are the same" if result.same else "WHAT WAS READ IS NOT WHAT WAS SAVED"
-    out.print(f"one core / all: {result.gain:.2f}x; {same}")
+    same = "all bits are equal" if result.same else "THE WEIGHTS READ BACK DIFFER"
+    out.print(f"one core / all cores: {result.gain:.2f}x; {same}")
 
 
 if __name__ == "__main__":

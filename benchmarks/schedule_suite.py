@@ -1,11 +1,11 @@
-"""500 random schedules: how near to the bound `auto` comes, and that it loses to no other help policy.
+"""500 random schedules: how close `auto` comes to the bound, and how it compares with the other help rules.
 
     python benchmarks/schedule_suite.py            # all 500 specs, shares 0, 0.25, 0.5 and 1
     python benchmarks/schedule_suite.py --specs 50 # a quick look
 
 200 specs are image-like (8-48 prompts of 16-24 samples, 4-24 lanes), 300 video-like (2-8 prompts of 8-24
 samples, 16 lanes). Training takes 0.3-3 times as long as generating, a switch 0, 1 or 10 % of a sample, a third of
-the specs mixes two kinds of lanes; 5 steps. Every policy runs with its own best slice.
+the specs mix two kinds of lanes; 5 steps. Every rule runs with its own best slice size.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from digenrl.simulation.makespan import predict_makespan, with_best_slice
 from digenrl.simulation.simulator import simulate
 
 SHARES = (0.0, 0.25, 0.5, 1.0)
-POLICIES = ("none", "greedy", "search", "auto")
+HELP_RULES = ("none", "greedy", "search", "auto")
 SEARCH_BUDGET = 20_000
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One spec at one stale share: each policy's makespan and, for `auto`, bound / makespan."""
+    """One spec at one stale share: each rule's makespan and, for `auto`, bound / makespan."""
 
     number: int
     kind: str
@@ -44,7 +44,7 @@ class Outcome:
 
 
 def random_spec(number: int, kind: str) -> Spec:
-    """The same spec for the same number, whatever the machine."""
+    """A random spec that depends on the number and the kind alone."""
     dice = random.Random(f"{kind} {number}")
     image = kind == "image"
     prompts = dice.randint(8, 48) if image else dice.randint(2, 8)
@@ -96,16 +96,16 @@ def _table(dice: random.Random, sample: float, image: bool) -> dict[int, float]:
 
 
 def run_spec(task: tuple[int, str]) -> list[Outcome]:
-    """All policies at all shares, each with its own best slice; `auto` goes through the scheduler itself."""
+    """All rules at all shares, each with its own best slice size; `auto` is run by the scheduler itself."""
     number, kind = task
     spec = random_spec(number, kind)
     outcomes = []
     for share in SHARES:
         best = {
-            policy: with_best_slice(spec.with_rules(help=policy, stale_fraction=share), SEARCH_BUDGET)
-            for policy in POLICIES
+            rule: with_best_slice(spec.with_rules(help=rule, stale_fraction=share), SEARCH_BUDGET)
+            for rule in HELP_RULES
         }
-        makespans = {policy: predict_makespan(best[policy], SEARCH_BUDGET) for policy in POLICIES}
+        makespans = {rule: predict_makespan(best[rule], SEARCH_BUDGET) for rule in HELP_RULES}
         answer = simulate(best["auto"], SEARCH_BUDGET).answer
         makespans["auto"] = answer.makespan
         outcomes.append(Outcome(number, kind, share, makespans, answer.efficiency))
@@ -113,7 +113,7 @@ def run_spec(task: tuple[int, str]) -> list[Outcome]:
 
 
 def tenth_percentile(values: list[float]) -> float:
-    """The value that a tenth of them stay below."""
+    """The value that a tenth of the values stay below."""
     return statistics.quantiles(values, n=10)[0]
 
 
@@ -124,9 +124,9 @@ def summary(outcomes: list[Outcome]) -> list[dict[str, Any]]:
         of_share = [outcome for outcome in outcomes if outcome.share == share]
         efficiency = [outcome.efficiency for outcome in of_share]
         ratios = {
-            policy: [o.makespans["auto"] / o.makespans[policy] for o in of_share]
-            for policy in POLICIES
-            if policy != "auto"
+            rule: [o.makespans["auto"] / o.makespans[rule] for o in of_share]
+            for rule in HELP_RULES
+            if rule != "auto"
         }
         rows.append(
             {
@@ -134,8 +134,8 @@ def summary(outcomes: list[Outcome]) -> list[dict[str, Any]]:
                 "specs": len(of_share),
                 "median efficiency": statistics.median(efficiency),
                 "tenth percentile": tenth_percentile(efficiency),
-                **{f"worst against {policy}": max(values) for policy, values in ratios.items()},
-                **{f"median gain over {policy}": 1 / statistics.median(v) for policy, v in ratios.items()},
+                **{f"worst against {rule}": max(values) for rule, values in ratios.items()},
+                **{f"median gain over {rule}": 1 / statistics.median(v) for rule, v in ratios.items()},
                 "greedy slower than none": sum(
                     o.makespans["greedy"] > o.makespans["none"] * (1 + 1e-9) for o in of_share
                 ),
@@ -145,7 +145,7 @@ def summary(outcomes: list[Outcome]) -> list[dict[str, Any]]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """The rows as a table, figures down, shares across."""
+    """Prints one column per share."""
     table = Table(title="auto over random schedules, by stale share")
     table.add_column("")
     for row in rows:
@@ -154,13 +154,15 @@ def show(rows: list[dict[str, Any]]) -> None:
         cells = [f"{row[figure]:.4f}" if isinstance(row[figure], float) else str(row[figure]) for row in rows]
         table.add_row(figure, *cells)
     Console().print(table)
-    Console().print("'worst against' is the largest makespan of auto over the policy's: 1.0000 is never slower.")
+    Console().print(
+        "'worst against' is the largest ratio of auto's makespan to the rule's: 1.0000 means never slower."
+    )
 
 
 def main() -> None:
-    """Reads the options, runs the specs on all cores, prints the table."""
+    """Runs the specs on all cores and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--specs", type=int, default=500, help="how many, two fifths of them image-like")
+    parser.add_argument("--specs", type=int, default=500, help="number of specs, two fifths of them image-like")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     options = parser.parse_args()
     images = options.specs * 2 // 5

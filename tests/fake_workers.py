@@ -1,4 +1,4 @@
-"""Workers without models, to test the driver: they follow the rules of real ones, in an order that dice choose.
+"""Workers without models, to test the driver: they follow the rules of real ones, in a random order.
 
 Files in the exchange are empty but real: a job fails if it reads one that is missing. Workers do one job at a
 time, several of them may answer at once, and dice may end one at any moment.

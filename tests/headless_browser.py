@@ -1,4 +1,4 @@
-"""A real browser without a window, driven over a pipe by the DevTools protocol; it needs Chromium alone."""
+"""A real browser without a window, driven over a pipe by the DevTools protocol; it needs only Chromium."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def find_browser() -> str | None:
 
 
 class Page:
-    """One open page. What it complains about gathers in `errors`."""
+    """One open page. Its errors are collected in `errors`."""
 
     def __init__(self, read: int, write: int) -> None:
         self.errors: list[str] = []

@@ -1,4 +1,4 @@
-"""Whole runs of a tiny model, with real worker processes: started, watched, hurt, and looked at afterwards."""
+"""Whole runs of a tiny model, with real worker processes: started, watched, disturbed, inspected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from digenrl.run_folder.lines import read_lines
 from digenrl.testing.tiny_models import make_tiny_pipeline
 
 TESTS = Path(__file__).parent
-PATIENCE_S = 240.0  # for a machine that others use, too
+PATIENCE_S = 240.0  # generous, for busy machines
 TINY: dict[str, Any] = {
     "name": "tiny",
     "steps": 3,
@@ -52,7 +52,7 @@ class LiveRuns:
         self._count = 0
 
     def finished(self, *overrides: str) -> RunFolder:
-        """A run that nobody disturbed; asked for again, it is the same one."""
+        """An undisturbed run. Later calls with the same overrides return the same run."""
         if overrides not in self._finished:
             status, folder = self.run(*overrides)
             assert status is Status.FINISHED
@@ -60,22 +60,22 @@ class LiveRuns:
         return self._finished[overrides]
 
     def new_path(self) -> Path:
-        """Where the next run goes."""
+        """The folder of the next run."""
         self._count += 1
         return self.root / f"run-{self._count}"
 
     def run(self, *overrides: str, out: Path | None = None) -> tuple[Status, RunFolder]:
-        """A run with its driver in this process, to whatever end; errors come through."""
+        """Runs with the driver in this process. Its errors are raised here."""
         out = out or self.new_path()
         status = start_run(str(self.root / "tiny.yaml"), overrides, out, Console(file=io.StringIO()), True)
         return status, RunFolder.open(out)
 
     def resume(self, path: Path, *overrides: str) -> Status:
-        """A run goes on with its driver in this process."""
+        """Resumes a run with the driver in this process."""
         return resume_run(path, overrides, Console(file=io.StringIO()), True)
 
     def command(self, *arguments: str) -> subprocess.Popen[str]:
-        """`digenrl train ...`, in a session of its own as in a terminal of its own."""
+        """Starts `digenrl train ...` in its own session, as in a separate terminal."""
         search = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
         return subprocess.Popen(
             [sys.executable, "-c", "from digenrl.cli import main; main()", "train", *arguments],
@@ -88,30 +88,30 @@ class LiveRuns:
         )
 
 
-# --- Looking on --------------------------------------------------------------------------------------------------
+# --- Observing ---------------------------------------------------------------------------------------------------
 
 
 def wait_for(true: Callable[[], Any], what: str) -> Any:
-    """Waits until something is true, and returns it."""
+    """Waits until the condition returns something true, and returns that."""
     deadline = time.monotonic() + PATIENCE_S
     while not (found := true()):
         assert time.monotonic() < deadline, f"waited for {what} in vain"
-        time.sleep(0.04)  # looking costs the run its processor
+        time.sleep(0.04)  # polling takes CPU time from the run
     return found
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """What is in a file of lines by now."""
+    """The current lines of a JSON lines file."""
     return list(read_lines(path)) if path.exists() else []
 
 
 def steps_done(run: Path) -> int:
-    """Optimizer steps that metrics.jsonl tells of."""
+    """The number of optimizer steps in metrics.jsonl."""
     return len(lines_of(run / "metrics.jsonl"))
 
 
 def workers_of(run: Path) -> dict[str, int]:
-    """The worker processes of a run, by name: those who print into its logs."""
+    """The worker processes of a run by name: those whose output goes to its logs."""
     found: dict[str, int] = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -155,18 +155,18 @@ def exchange_of(pid: int) -> Path:
 
 
 def is_stalled(run: Path) -> bool:
-    """Whether nothing has been decided for a while: everybody waits."""
+    """Whether the journal has not grown for a while, since all workers wait."""
     journal = run / "journal.jsonl"
     before = journal.stat().st_size
     time.sleep(0.4)
     return before == journal.stat().st_size
 
 
-# --- Hands -------------------------------------------------------------------------------------------------------
+# --- Disturbing --------------------------------------------------------------------------------------------------
 
 
 class Meanwhile:
-    """Does something in a thread while a run is driven here; if it goes wrong, the run ends and the test fails."""
+    """Acts in a thread while a run is driven here. If that fails, the run is killed and the test fails."""
 
     def __init__(self, run: Path, act: Callable[[], None]) -> None:
         self._driven, self._act = run, act
@@ -176,7 +176,7 @@ class Meanwhile:
     def _run(self) -> None:
         try:
             self._act()
-        except BaseException as error:  # the test shows it, once the run is over
+        except BaseException as error:  # raised in the test once the run is over
             self._error = error
             for pid in workers_of(self._driven).values():
                 os.kill(pid, signal.SIGKILL)
@@ -192,13 +192,13 @@ class Meanwhile:
 
 
 def ask_to_stop(number: signal.Signals) -> None:
-    """A signal to the run that is driven in this process; if it is over, the signal would end the tests."""
+    """Sends a signal to the run in this process. After the run, the signal would end the tests."""
     assert signal.getsignal(number) not in (signal.SIG_DFL, signal.default_int_handler), "the run is over"
     os.kill(os.getpid(), number)
 
 
 class Gates:
-    """Prompts whose scores wait; see `live_rewards.gated`."""
+    """Prompts whose scoring is blocked; see `live_rewards.gated`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -211,17 +211,17 @@ class Gates:
         return f"rewards={json.dumps(settings)}"
 
     def close(self, *prompts: str) -> None:
-        """From now on these wait."""
+        """Blocks the scoring of these prompts."""
         for prompt in prompts:
             (self.folder / prompt).touch()
 
     def open(self) -> None:
-        """Nobody waits."""
+        """Unblocks all prompts."""
         for gate in self.folder.iterdir():
             gate.unlink()
 
 
-# --- What came of it ---------------------------------------------------------------------------------------------
+# --- Results -----------------------------------------------------------------------------------------------------
 
 
 def trained(folder: RunFolder, step: int) -> dict[str, bytes]:
@@ -232,12 +232,12 @@ def trained(folder: RunFolder, step: int) -> dict[str, bytes]:
 
 
 def assert_nothing_is_left(run: Path, exchange: Path | None = None) -> None:
-    """No worker, no file in memory."""
+    """Asserts that no worker process and no exchange folder are left."""
     wait_for(lambda: not workers_of(run), f"the end of {workers_of(run)}")
     if exchange is not None:
         wait_for(lambda: not exchange.exists(), f"the end of {exchange}")
 
 
 def metric(folder: RunFolder, name: str) -> Sequence[Any]:
-    """One number of every step."""
+    """One metric of every step."""
     return [line[name] for line in lines_of(folder.metrics)]

@@ -1,4 +1,4 @@
-"""The benchmarks for one big card go the same ways through the code at a tiny size on a CPU."""
+"""The benchmarks for one GPU run the same code paths with tiny models on a CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 def benchmark(monkeypatch: pytest.MonkeyPatch, name: str = "gpu") -> ModuleType:
     monkeypatch.syspath_prepend(BENCHMARKS)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as benchmarks have it, and as it was afterwards
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # benchmarks set it; restored afterwards
     return importlib.import_module(name)
 
 
@@ -27,12 +27,12 @@ def test_every_part_is_measured_and_a_profile_is_written(
     monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
     gpu.main()
     (measured,) = json.loads(capsys.readouterr().out)
-    seconds = ("baseline_forward_s", "pair_s", "baseline_pair_s", "foretold_s", "step_s", "baseline_step_s")
+    seconds = ("baseline_forward_s", "pair_s", "baseline_pair_s", "predicted_s", "step_s", "baseline_step_s")
     assert all(measured[name] > 0 for name in seconds)
     assert measured["forward_flop"] > 2 * measured["parameters"]
     assert set(measured["forward_s"]) == {"1", "2"} and min(measured["forward_s"].values()) > 0
     assert measured["largest_log_ratio"] == 0 and measured["log_prob_mismatch"] < 1e-5
-    assert measured["parts"]["train"] > 0 and measured["foretold_parts"]["training"] > 0
+    assert measured["parts"]["train"] > 0 and measured["predicted_parts"]["training"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["here_sd3.yaml"]
 
 
@@ -43,7 +43,7 @@ def test_an_unknown_family_is_answered_with_the_known_ones(monkeypatch: pytest.M
         gpu.main()
 
 
-def test_state_that_leaves_and_comes_back_is_measured_and_unchanged(
+def test_offloading_and_loading_state_is_timed_and_leaves_it_unchanged(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     offload = benchmark(monkeypatch, "offload")
@@ -51,10 +51,10 @@ def test_state_that_leaves_and_comes_back_is_measured_and_unchanged(
     offload.main()
     measured = json.loads(capsys.readouterr().out)
     assert measured["unchanged"] and measured["gain"] > 0
-    assert measured["leaving_s"] > 0 and measured["returning_s"] > 0
+    assert measured["offload_s"] > 0 and measured["load_s"] > 0
 
 
-def test_a_checkpoint_is_measured_and_comes_back_as_it_was(
+def test_saving_and_reading_a_checkpoint_is_timed_and_restores_its_weights(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     saving = benchmark(monkeypatch, "saving")

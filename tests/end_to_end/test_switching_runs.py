@@ -1,4 +1,4 @@
-"""Whole colocated runs of all weights: what training holds leaves the card while it generates, bit for bit."""
+"""Colocated full fine-tuning: offloading training state while generating gives bitwise equal weights."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def test_a_run_that_offloads_trains_the_same_weights_and_knows_what_it_costs(liv
     still = live.finished(*FULL, WITH_REFERENCE, "training.offload=false")
     moving = live.finished(*FULL, WITH_REFERENCE, "training.offload=true")
     assert trained(moving, 2) == trained(still, 2)
-    free, rehearsed = (folder.info.initial_state["costs"] for folder in (still, moving))
+    free, calibrated = (folder.info.initial_state["costs"] for folder in (still, moving))
     assert (free["switch_in_ns"], free["switch_out_ns"]) == (0, 0)
-    assert rehearsed["switch_in_ns"] > 0 and rehearsed["switch_out_ns"] > 0
+    assert calibrated["switch_in_ns"] > 0 and calibrated["switch_out_ns"] > 0
     events = [line["event"] for line in lines_of(moving.journal)]
     measured = next(event for event in events if event["type"] == "CostsMeasured")
-    assert measured["switch_out_ns"] not in (0, rehearsed["switch_out_ns"]), "the run measures its own switches"
+    assert measured["switch_out_ns"] not in (0, calibrated["switch_out_ns"]), "the run measures its own switches"
 
 
 def test_a_trainer_of_all_weights_that_helps_and_makes_room_trains_the_same_weights(live: LiveRuns) -> None:

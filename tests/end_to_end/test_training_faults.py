@@ -1,4 +1,4 @@
-"""Workers that are ended, rewards that fail, promises that are broken: runs go on or say why, and clean up."""
+"""Killed workers, failing rewards, broken invariants: runs continue or report why not, and clean up."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from digenrl.runs.stopping import RunFailedError
 from digenrl.scheduling.invariants import Auditor, BrokenPromiseError
 
 
-class Hurt:
-    """Ends workers of a run while it is driven here, and remembers where its tensors were."""
+class WorkerKiller:
+    """Kills workers of a run that is driven here, and remembers its exchange folder."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
         self.exchange: Path | None = None
 
     def after(self, steps: int) -> dict[str, int]:
-        """The workers, once so many steps are done."""
+        """Waits until `steps` steps are done, and returns the workers."""
         self.exchange = exchange_of(os.getpid())
         wait_for(lambda: steps_done(self.run) >= steps, f"step {steps}")
         return workers_of(self.run)
@@ -53,12 +53,12 @@ class Hurt:
         os.kill(self.after(steps)[worker], signal.SIGKILL)
 
     def kill_inside_a_slice(self, worker: str) -> None:
-        """Stopped first, at something that it then cannot finish; if that is no slice, it goes on for a while."""
+        """Stops the worker until it has an unfinished slice, and then kills it."""
         pid = self.after(1)[worker]
 
         def stopped_inside() -> bool:
             os.kill(pid, signal.SIGSTOP)
-            wait_for(lambda: is_stalled(self.run), "everybody to wait")
+            wait_for(lambda: is_stalled(self.run), "all workers to wait")
             if open_slices(self.run, lane=0):
                 return True
             os.kill(pid, signal.SIGCONT)
@@ -68,12 +68,12 @@ class Hurt:
         os.kill(pid, signal.SIGKILL)
 
     def kill_inside_training(self, worker: str) -> None:
-        """Stopped first, with something in the open gradient that the rest of the step waits for."""
+        """Stops the worker until groups are in the open gradient, and then kills it."""
         pid = self.after(1)[worker]
 
         def stopped_inside() -> bool:
             os.kill(pid, signal.SIGSTOP)
-            wait_for(lambda: is_stalled(self.run), "everybody to wait")
+            wait_for(lambda: is_stalled(self.run), "all workers to wait")
             if open_gradient(self.run):
                 return True
             os.kill(pid, signal.SIGCONT)
@@ -88,7 +88,7 @@ class Hurt:
 
 
 def open_slices(run: Path, lane: int) -> set[int]:
-    """The ids of Generate jobs that a lane was given and did not finish."""
+    """The ids of a lane's unfinished Generate jobs."""
     given: set[int] = set()
     for decision in read_journal(run / "journal.jsonl"):
         if isinstance(decision.event, Generated):
@@ -100,7 +100,7 @@ def open_slices(run: Path, lane: int) -> set[int]:
 
 
 def open_gradient(run: Path) -> int:
-    """How many groups are trained and not committed."""
+    """The number of groups that are trained and not committed."""
     groups = 0
     for decision in read_journal(run / "journal.jsonl"):
         if isinstance(decision.event, Committed):
@@ -114,8 +114,8 @@ def test_a_generator_killed_inside_a_slice_is_replaced_and_the_weights_are_the_s
     live: LiveRuns,
 ) -> None:
     path = live.new_path()
-    hurt = Hurt(path)
-    with Meanwhile(path, lambda: hurt.kill_inside_a_slice("generator-0")):
+    killer = WorkerKiller(path)
+    with Meanwhile(path, lambda: killer.kill_inside_a_slice("generator-0")):
         status, run = live.run("steps=6", "techniques.tag=none", out=path)
     assert status is Status.FINISHED
     assert trained(run, 6) == trained(live.finished("steps=6", "mode=colocated"), 6)
@@ -128,22 +128,22 @@ def test_a_generator_killed_inside_a_slice_is_replaced_and_the_weights_are_the_s
     assert lanes["generator-0 (2)"].joined_ns == joined.at_ns > lost.at_ns
     assert "generator-0 (2)" in {span["lane"] for span in lines_of(run.spans)}
     assert write_report(read_run(run.path)).exists(), "the report knows the lane that joined"
-    hurt.assert_nothing_is_left()
+    killer.assert_nothing_is_left()
 
 
 def test_a_reward_worker_and_an_encoder_that_are_killed_are_replaced(live: LiveRuns) -> None:
     path = live.new_path()
-    hurt = Hurt(path)
+    killer = WorkerKiller(path)
 
     def kill() -> None:
-        hurt.kill("encoder")
-        hurt.kill("reward-0")
+        killer.kill("encoder")
+        killer.kill("reward-0")
 
     with Meanwhile(path, kill):
         status, run = live.run("steps=6", out=path)
     assert status is Status.FINISHED
     assert trained(run, 6) == trained(live.finished("steps=6", "mode=colocated"), 6)
-    hurt.assert_nothing_is_left()
+    killer.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("options", [(), ("algorithm.options.updates_per_batch=2",)])
@@ -151,53 +151,53 @@ def test_a_killed_trainer_is_replaced_by_one_that_goes_on_from_the_last_commit(
     options: tuple[str, ...], live: LiveRuns
 ) -> None:
     path = live.new_path()
-    hurt = Hurt(path)
-    with Meanwhile(path, lambda: hurt.kill_inside_training("trainer")):
+    killer = WorkerKiller(path)
+    with Meanwhile(path, lambda: killer.kill_inside_training("trainer")):
         status, run = live.run("steps=6", *options, out=path)
     assert status is Status.FINISHED
     assert trained(run, 6) == trained(live.finished("steps=6", "mode=colocated", *options), 6)
     assert metric(run, "step") == list(range(6))
-    hurt.assert_nothing_is_left()
+    killer.assert_nothing_is_left()
 
 
 def test_a_killed_trainer_whose_state_is_not_in_memory_goes_on_from_the_last_checkpoint(live: LiveRuns) -> None:
     path = live.new_path()
-    hurt = Hurt(path)
-    with Meanwhile(path, lambda: hurt.kill("trainer", steps=3)):
+    killer = WorkerKiller(path)
+    with Meanwhile(path, lambda: killer.kill("trainer", steps=3)):
         status, run = live.run(
             "steps=12", "checkpoint.in_memory=false", "checkpoint.every=2", "checkpoint.keep=99", out=path
         )
     assert status is Status.FINISHED
     assert trained(run, 12) == trained(live.finished("steps=12", "mode=colocated"), 12)
     assert metric(run, "step") == list(range(12))
-    hurt.assert_nothing_is_left()
+    killer.assert_nothing_is_left()
 
 
 def test_a_stopped_worker_is_taken_for_dead_and_replaced(live: LiveRuns) -> None:
     path = live.new_path()
-    hurt = Hurt(path)
-    with Meanwhile(path, lambda: os.kill(hurt.after(1)["generator-0"], signal.SIGSTOP)):
+    killer = WorkerKiller(path)
+    with Meanwhile(path, lambda: os.kill(killer.after(1)["generator-0"], signal.SIGSTOP)):
         status, run = live.run("steps=6", "lanes.patience_s=3", out=path)
     assert status is Status.FINISHED
     assert trained(run, 6) == trained(live.finished("steps=6", "mode=colocated"), 6)
-    hurt.assert_nothing_is_left()
+    killer.assert_nothing_is_left()
 
 
 def test_a_trainer_killed_too_often_ends_the_run_and_the_message_says_how_to_go_on(live: LiveRuns) -> None:
     path = live.new_path()
-    hurt = Hurt(path)
-    with Meanwhile(path, lambda: hurt.kill("trainer", steps=3)), pytest.raises(RunFailedError) as caught:
+    killer = WorkerKiller(path)
+    with Meanwhile(path, lambda: killer.kill("trainer", steps=3)), pytest.raises(RunFailedError) as caught:
         live.run("steps=500", "checkpoint.every=1", "checkpoint.keep=1", "lanes.restarts=0", out=path)
-    told = str(caught.value).splitlines()
-    assert told[0] == "trainer ended by signal 9 (SIGKILL); see its file in the run's logs"
+    message = str(caught.value).splitlines()
+    assert message[0] == "trainer ended by signal 9 (SIGKILL); see its file in the run's logs"
     (checkpoint,) = (path / "checkpoints").glob("step_*")
-    assert told[1] == f"{checkpoint} is complete; resume with: digenrl train --resume {path}"
+    assert message[1] == f"{checkpoint} is complete; resume with: digenrl train --resume {path}"
     assert RunFolder.open(path).info.status is Status.FAILED
-    hurt.assert_nothing_is_left()
+    killer.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("lanes", ["lanes.rewards=1", "lanes.rewards=0", "mode=colocated"])
-def test_a_prompt_that_cannot_be_scored_is_replaced_by_another_the_same_whoever_scores(
+def test_a_prompt_that_cannot_be_scored_is_replaced_by_the_same_other_one_wherever_it_is_scored(
     lanes: str, live: LiveRuns
 ) -> None:
     refusing = {"name": "function", "target": "live_rewards:refuses", "arguments": {"prompt": "a dog"}}
@@ -220,13 +220,13 @@ def test_a_prompt_that_cannot_be_scored_is_replaced_by_another_the_same_whoever_
 
 def test_a_reward_that_always_fails_ends_the_run_with_its_reason(live: LiveRuns) -> None:
     path = live.new_path()
-    told = r"groups of step 0 failed: reward 'broken', .*: ConnectionError: the scorer is away"
-    with pytest.raises(RunFailedError, match=told):
+    message = r"groups of step 0 failed: reward 'broken', .*: ConnectionError: the scorer is away"
+    with pytest.raises(RunFailedError, match=message):
         live.run("rewards=live_rewards:broken", "mode=colocated", "sample.denoising_steps=2", out=path)
     assert RunFolder.open(path).info.status is Status.FAILED
 
 
-def test_a_broken_promise_ends_a_live_run_and_nobody_stays(
+def test_a_broken_invariant_ends_a_live_run_and_its_workers(
     live: LiveRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Strict(Auditor):
@@ -237,14 +237,14 @@ def test_a_broken_promise_ends_a_live_run_and_nobody_stays(
 
     monkeypatch.setattr(training, "Auditor", Strict)
     path = live.new_path()
-    hurt = Hurt(path)
-    with Meanwhile(path, lambda: hurt.after(0)), pytest.raises(BrokenPromiseError, match="no commits today"):
+    killer = WorkerKiller(path)
+    with Meanwhile(path, lambda: killer.after(0)), pytest.raises(BrokenPromiseError, match="no commits today"):
         live.run(out=path)
     assert RunFolder.open(path).info.status is Status.FAILED
-    hurt.assert_nothing_is_left()
+    killer.assert_nothing_is_left()
 
 
-def test_a_model_that_cannot_be_loaded_is_told_in_one_line(live: LiveRuns, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_reported_in_one_line(live: LiveRuns, tmp_path: Path) -> None:
     broken = tmp_path / "model"
     broken.mkdir()
     for part in (live.root / "model").rglob("*"):
@@ -263,16 +263,16 @@ def test_a_model_that_cannot_be_loaded_is_told_in_one_line(live: LiveRuns, tmp_p
 def test_a_run_stopped_in_the_middle_of_a_batch_of_two_updates_goes_on_before_it(
     live: LiveRuns, tmp_path: Path
 ) -> None:
-    """What was committed of the batch is done again by who resumes."""
+    """A resumed run repeats the committed updates of an unfinished batch."""
     gates = Gates(tmp_path / "gates")
     path = live.new_path()
     two_updates = ("algorithm.options.updates_per_batch=2", "steps=6")
-    prompt = prompts_of_step(live, 1)[1]  # it comes again in a later step, should this one be over
+    prompt = prompts_of_step(live, 1)[1]  # it is drawn again in a later step, in case this one is over
 
     def stop_in_the_middle() -> None:
         wait_for(lambda: steps_done(path) >= 1, "a step")
         gates.close(prompt)
-        wait_for(lambda: is_stalled(path), "everybody to wait")
+        wait_for(lambda: is_stalled(path), "all workers to wait")
         kinds = [type(decision.event) for decision in read_journal(path / "journal.jsonl")][::-1]
         assert Trained in kinds[: kinds.index(Committed)], "some of the batch is trained"
         ask_to_stop(signal.SIGTERM)
@@ -280,7 +280,7 @@ def test_a_run_stopped_in_the_middle_of_a_batch_of_two_updates_goes_on_before_it
         gates.open()
 
     with Meanwhile(path, stop_in_the_middle):
-        # Its two slices keep two reward lanes waiting: the third scores the other group, which is trained.
+        # Its two slices block two reward lanes. The third lane scores the other group, which is trained.
         status, run = live.run(*two_updates, gates.rewards, "lanes.rewards=3", out=path)
     assert status is Status.INTERRUPTED
     assert run.info.status is Status.INTERRUPTED

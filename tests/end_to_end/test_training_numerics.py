@@ -1,4 +1,4 @@
-"""The weights are the same to the last bit whoever does what, where and when."""
+"""The weights are bitwise equal, whichever worker does which job and when."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def test_stale_samples_are_at_most_the_share_and_one_version_old(share: float, l
     assert any(shares), "nothing was stale: the run shows nothing"
     assert shares[0] == 0
     actions = [action for decision in read_journal(run.journal) for action in decision.actions]
-    leases = [action for action in actions if isinstance(action, Generate)]
-    assert all(lease.slice.step - 1 <= lease.version <= lease.slice.step for lease in leases)
-    assert len({lease.id for lease in leases}) == len(leases)
+    jobs = [action for action in actions if isinstance(action, Generate)]
+    assert all(job.slice.step - 1 <= job.version <= job.slice.step for job in jobs)
+    assert len({job.id for job in jobs}) == len(jobs)
 
 
-def test_a_journal_decides_the_same_again(live: LiveRuns) -> None:
+def test_replaying_a_journal_gives_the_same_decisions(live: LiveRuns) -> None:
     for run in (live.finished(*PIPELINED), live.finished(*COLOCATED), live.finished(*WAYS["two generators"])):
-        opening = initial_state_of(json.loads(run.run.read_text())["initial_state"])
-        for told, decided in replayed(opening, run.journal):
-            assert told.actions == decided.actions
+        initial = initial_state_of(json.loads(run.run.read_text())["initial_state"])
+        for recorded, decided in replayed(initial, run.journal):
+            assert recorded.actions == decided.actions
 
 
-def test_metrics_tell_every_step_once_and_spans_name_known_lanes(live: LiveRuns) -> None:
+def test_metrics_have_every_step_once_and_spans_name_known_lanes(live: LiveRuns) -> None:
     run = live.finished(*PIPELINED)
     assert metric(run, "step") == [0, 1, 2]
     assert metric(run, "version") == [1, 2, 3]

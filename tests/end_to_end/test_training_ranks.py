@@ -1,4 +1,4 @@
-"""A trainer of two processes: the same weights as one, and a run that outlives each of them."""
+"""A trainer with two ranks gives the weights of one rank, and the run survives the loss of each rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from digenrl.run_folder.folder import RunFolder, Status
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
 
-# The learning rate bounds how far Adam carries a gradient that is nothing but rounding.
+# The learning rate bounds the effect of Adam on gradients that consist of rounding errors.
 ADAPTERS = ("training.learning_rate=3e-5",)
 EVERYTHING = (*ADAPTERS, "training.lora=null")
 KINDS = {"adapters": ADAPTERS, "all weights": EVERYTHING}

@@ -1,4 +1,4 @@
-"""Runs that are interrupted, by whatever, go on as if they had not been; the command line, with real signals."""
+"""Interrupted runs resume as if they had never stopped. Uses the command line and real signals."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ SAVES_WITHIN_S = 30
 
 
 def evaluation(live: LiveRuns, every: int) -> str:
-    """The override that has a run evaluated every so many steps."""
+    """The override that evaluates a run every `every` steps."""
     (live.root / "held_out.txt").write_text("a moon\na lamp\n")
     path = live.root / "held_out.txt"
     return f"evaluation={{prompts: {{path: {path}}}, every: {every}, denoising_steps: 2, batch: 2}}"
 
 
 def interrupted(command: subprocess.Popen[str], run: Path, after: int, how: signal.Signals) -> tuple[int, str]:
-    """Signals a whole session, as a terminal or a supervisor does, in a step; the exit code and the last words."""
+    """Signals a whole session during a step, as a terminal does. Returns the exit code and the last output."""
     exchange = exchange_of(command.pid)
     wait_for(lambda: steps_done(run) >= after or command.poll() is not None, f"step {after}")
     os.killpg(command.pid, how)
@@ -56,9 +56,9 @@ def test_a_run_that_is_interrupted_three_times_ends_as_if_it_had_not_been(live: 
     common = (steps, "checkpoint.every=3", evaluation(live, every=6))
 
     command = live.command("tiny.yaml", *common, "--out", str(run))
-    code, told = interrupted(command, run, after=2, how=signal.SIGTERM)
-    assert code == 130, told
-    assert f"interrupted; resume with: digenrl train --resume {run}" in told
+    code, message = interrupted(command, run, after=2, how=signal.SIGTERM)
+    assert code == 130, message
+    assert f"interrupted; resume with: digenrl train --resume {run}" in message
     folder = RunFolder.open(run)
     assert folder.info.status is Status.INTERRUPTED
     first_stop = steps_done(run)
@@ -79,7 +79,7 @@ def test_a_run_that_is_interrupted_three_times_ends_as_if_it_had_not_been(live: 
     command = live.command("--resume", str(run))
     exchange = exchange_of(command.pid)
     wait_for(lambda: steps_done(run) >= second_stop + 5, "some steps, and a checkpoint on the way")
-    command.kill()  # the driver alone: the others have to notice
+    command.kill()  # only the driver: the workers have to notice
     command.communicate()
     wait_for(lambda: not session_of(command.pid), "the end of all processes")
     assert_nothing_is_left(run, exchange)
@@ -99,7 +99,7 @@ def test_a_run_that_is_interrupted_three_times_ends_as_if_it_had_not_been(live: 
 
 
 def is_open(run: Path, kind: str, after_step: int) -> bool:
-    """Whether a job of this kind is under way after some steps, by the journal."""
+    """Whether the journal shows a running job of this kind after some steps."""
     if steps_done(run) < after_step:
         return False
     issued: set[int] = set()
@@ -174,7 +174,7 @@ def test_a_finished_run_goes_on_with_more_steps(live: LiveRuns) -> None:
     assert trained(folder, 3) == trained(live.finished("mode=colocated"), 3)
 
 
-# --- What cannot go on -------------------------------------------------------------------------------------------
+# --- What cannot resume ------------------------------------------------------------------------------------------
 
 
 def test_foreign_and_incomplete_folders_are_refused_in_one_line(live: LiveRuns, tmp_path: Path) -> None:
@@ -199,17 +199,17 @@ def test_a_resumed_run_may_not_change_what_it_computes(live: LiveRuns) -> None:
     assert folder.config.read_text() == before
 
 
-def test_a_damaged_checkpoint_is_told_and_the_one_before_can_be_used(live: LiveRuns) -> None:
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_can_be_used(live: LiveRuns) -> None:
     status, folder = live.run("steps=2", "checkpoint.every=1")
     assert status is Status.FINISHED
     weights = folder.checkpoint(2) / "weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-7])
     with pytest.raises(ConfigError) as caught:
         live.resume(folder.path, "steps=3")
-    told = str(caught.value)
-    assert "step_000002: is damaged: weights.safetensors has" in told
-    assert f"the last good checkpoint is {folder.checkpoint(1)}" in told
-    assert "\n" not in told
+    message = str(caught.value)
+    assert "step_000002: is damaged: weights.safetensors has" in message
+    assert f"the last good checkpoint is {folder.checkpoint(1)}" in message
+    assert "\n" not in message
     assert_nothing_is_left(folder.path)
     for path in folder.checkpoint(2).iterdir():
         path.unlink()
@@ -241,10 +241,10 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_last_good_one_
 
     with Meanwhile(run, fill_the_disk), pytest.raises(ConfigError) as caught:
         live.run(f"mode={mode}", "steps=60", "checkpoint.every=1", "checkpoint.keep=60", out=run)
-    told = str(caught.value)
-    assert "could not be saved: Not a directory; the last good checkpoint is" in told
-    assert "\n" not in told
-    good = Path(told.rpartition(" is ")[2])
+    message = str(caught.value)
+    assert "could not be saved: Not a directory; the last good checkpoint is" in message
+    assert "\n" not in message
+    good = Path(message.rpartition(" is ")[2])
     assert good.is_dir()
     assert RunFolder.open(run).info.status is Status.FAILED
     assert_nothing_is_left(run)

@@ -86,7 +86,7 @@ def test_on_a_card_the_slice_with_which_a_sample_takes_least_was_measured(
 
 
 @pytest.mark.parametrize(
-    ("devices", "compile_", "told"),
+    ("devices", "compile_", "announced"),
     [
         (
             CARDS,
@@ -97,18 +97,18 @@ def test_on_a_card_the_slice_with_which_a_sample_takes_least_was_measured(
         (CPU, False, []),
     ],
 )
-def test_what_may_take_minutes_is_told_part_by_part(devices: Any, compile_: bool, told: list[str]) -> None:
+def test_slow_parts_of_calibration_are_announced(devices: Any, compile_: bool, announced: list[str]) -> None:
     model = {"family": "sd3", "source": "tiny", "compile": compile_}
     run: Any = FakeDriver(devices, lambda size: 1.0 * size, batch=batch(16), model=model)
     said: list[str] = []
     calibrate(run, 0.0, notify=said.append)
-    assert len(said) == len(told)
-    for line, beginning in zip(said, told, strict=True):
+    assert len(said) == len(announced)
+    for line, beginning in zip(said, announced, strict=True):
         assert line.startswith(f"calibrating: {beginning}")
         assert ("compiling" in line) == (compile_ and "rewards" not in line)
 
 
-def test_on_a_cpu_two_small_slices_tell_about_all() -> None:
+def test_on_a_cpu_two_small_slices_determine_the_cost_of_all_sizes() -> None:
     run = FakeDriver(CPU, lambda size: 1.0 + size, batch=batch(16))
     assert run.calibrated()[0] == 16
     assert run.generated_sizes() == {"trainer": [1, 4]}
@@ -121,12 +121,12 @@ def test_training_is_calibrated_with_slices_of_a_size_that_was_generated_before(
         assert [job.at_once for _, job in run.jobs if job.task == "train"] == [at_once]
 
 
-def test_on_cards_every_lane_makes_what_it_will_be_asked_for_before_the_run() -> None:
+def test_on_gpus_every_lane_generates_the_chosen_size_before_the_run() -> None:
     run = FakeDriver(CARDS, lambda size: 10.0 + size / 100, mode="local", batch=batch(16))
-    settled, rehearsal = run.calibrated()
+    settled, calibration = run.calibrated()
     assert settled not in (1, 4)
     assert run.generated_sizes() == {"generator-0": [1, 4, settled], "trainer": [1, 4, settled]}
-    assert [seconds[settled] for seconds in rehearsal.slices] == [10.0 + settled / 100] * 2
+    assert [seconds[settled] for seconds in calibration.slices] == [10.0 + settled / 100] * 2
     pools = [{"name": "large", "slice": 6}]
     run = FakeDriver(CARDS, mode="local", batch=batch(12, 2), cluster={"generators": pools})
     run.stores.workers = replace(

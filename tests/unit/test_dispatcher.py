@@ -110,7 +110,7 @@ def test_every_group_is_trained_once_and_only_the_last_version_is_left(layout: s
 
 
 @pytest.mark.parametrize("layout", SEPARATE)
-def test_workers_and_machines_may_be_lost_at_any_moment_of_a_run(layout: str, tmp_path: Path) -> None:
+def test_workers_and_machines_can_be_lost_at_any_moment_of_a_run(layout: str, tmp_path: Path) -> None:
     for seed in range(24):
         root = tmp_path / str(seed)
         root.mkdir()
@@ -307,7 +307,7 @@ def test_losses_that_are_not_a_workers_fault_do_not_count(tmp_path: Path) -> Non
         run.driver.receive()
 
 
-def test_the_user_is_told_of_a_lost_trainer_and_of_missing_room(
+def test_the_user_is_notified_of_a_lost_trainer_and_of_missing_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("digenrl.driver.supervisor.LOOK_EVERY_S", 0.0)

@@ -286,7 +286,7 @@ class SmallStore:
         return "a drawer"
 
 
-def test_two_versions_and_the_state_beside_them_have_to_fit_where_they_are_held() -> None:
+def test_two_versions_and_the_trainers_state_have_to_fit_where_they_are_held() -> None:
     gb = 10**9
     check_room(SmallStore(10 * gb, holds_weights=True), weights_bytes=2 * gb, state_bytes=3 * gb)
     with pytest.raises(ConfigError, match=r"a drawer has 9.0 GB free.* 4.0 GB.* 6.0 GB"):

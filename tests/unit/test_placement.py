@@ -1,4 +1,4 @@
-"""Who works where: lanes on devices, duties, cores, and one line about what is lacking."""
+"""Placement of workers: devices, duties and cores, and one-line errors about missing hardware."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ CPU = Machine(tuple(range(8)))
 CARDS = Machine(tuple(range(8)), cuda_devices=4)
 
 
-def crew(machine: Machine, mode: str = "local", tag: str = "auto", **lanes: Any) -> Workers:
+def workers_on(machine: Machine, mode: str = "local", tag: str = "auto", **lanes: Any) -> Workers:
     recipe = fake_recipe(mode=mode, techniques={"tag": tag}, lanes={"generators": 1, **lanes})
     return place(recipe, machine, Path("exchange"), Path("checkpoint"))
 
 
 def complaint(machine: Machine, **lanes: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        crew(machine, **lanes)
+        workers_on(machine, **lanes)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -32,14 +32,14 @@ def devices(of: Workers) -> dict[str, str]:
     return {each.name: each.device for each in of.initial()}
 
 
-def test_on_a_cpu_everybody_is_on_the_cpu() -> None:
-    assert devices(crew(CPU, generators=2, rewards=2)) == dict.fromkeys(
+def test_without_gpus_all_workers_are_on_the_cpu() -> None:
+    assert devices(workers_on(CPU, generators=2, rewards=2)) == dict.fromkeys(
         ("trainer", "generator-0", "generator-1", "reward-0", "reward-1", "encoder"), "cpu"
     )
 
 
-def test_on_cards_the_trainer_has_the_first_and_rewards_what_generators_leave() -> None:
-    found = devices(crew(CARDS, generators=2, rewards=2))
+def test_the_trainer_gets_the_first_gpu_and_rewards_the_one_left_by_generators() -> None:
+    found = devices(workers_on(CARDS, generators=2, rewards=2))
     assert found == {
         "trainer": "cuda:0",
         "generator-0": "cuda:1",
@@ -50,9 +50,9 @@ def test_on_cards_the_trainer_has_the_first_and_rewards_what_generators_leave() 
     }
 
 
-def test_devices_may_be_named() -> None:
+def test_devices_can_be_named() -> None:
     found = devices(
-        crew(CARDS, trainer="cuda:3", generators=("cuda:1", "cuda"), rewards=("cpu",), encoder="cuda:2")
+        workers_on(CARDS, trainer="cuda:3", generators=("cuda:1", "cuda"), rewards=("cpu",), encoder="cuda:2")
     )
     assert found == {
         "trainer": "cuda:3",
@@ -63,18 +63,18 @@ def test_devices_may_be_named() -> None:
     }
 
 
-def test_a_cpu_may_be_asked_for_where_there_are_cards() -> None:
-    assert set(devices(crew(CARDS, device="cpu")).values()) == {"cpu"}
+def test_the_cpu_can_be_chosen_on_a_machine_with_gpus() -> None:
+    assert set(devices(workers_on(CARDS, device="cpu")).values()) == {"cpu"}
 
 
 @pytest.mark.parametrize("machine", [CPU, CARDS])
 def test_colocated_one_worker_does_everything_but_what_reward_lanes_do(machine: Machine) -> None:
-    found = crew(machine, mode="colocated", rewards=0)
+    found = workers_on(machine, mode="colocated", rewards=0)
     assert found.initial() == (found.trainer,)
     assert found.trainer.duties == {"encode", "generate", "score", "train"}
     assert found.trainer.device == ("cuda:0" if machine.cuda_devices else "cpu")
     assert found.trainer.checkpoint == Path("checkpoint")
-    found = crew(machine, mode="colocated", rewards=2)
+    found = workers_on(machine, mode="colocated", rewards=2)
     assert found.trainer.duties == {"encode", "generate", "train"}
     assert [(each.name, each.duties) for each in found.rewards] == [
         ("reward-0", {"score"}),
@@ -84,34 +84,34 @@ def test_colocated_one_worker_does_everything_but_what_reward_lanes_do(machine: 
 
 
 def test_duties_follow_the_techniques_and_the_reward_lanes() -> None:
-    duties = {each.name: each.duties for each in crew(CPU).initial()}
+    duties = {each.name: each.duties for each in workers_on(CPU).initial()}
     assert duties == {
         "trainer": {"train", "generate"},
         "generator-0": {"generate"},
         "reward-0": {"score"},
         "encoder": {"encode"},
     }
-    duties = {each.name: each.duties for each in crew(CPU, tag="none", rewards=0).initial()}
+    duties = {each.name: each.duties for each in workers_on(CPU, tag="none", rewards=0).initial()}
     assert duties == {"trainer": {"train"}, "generator-0": {"generate", "score"}, "encoder": {"encode"}}
-    duties = {each.name: each.duties for each in crew(CPU, rewards=0).initial()}
+    duties = {each.name: each.duties for each in workers_on(CPU, rewards=0).initial()}
     assert duties["trainer"] == {"train", "generate", "score"}
 
 
 def test_only_the_trainer_begins_from_a_checkpoint() -> None:
-    found = crew(CPU)
+    found = workers_on(CPU)
     assert {each.name for each in found.initial() if each.checkpoint is not None} == {"trainer"}
     assert {each.exchange for each in found.initial()} == {Path("exchange")}
 
 
-def test_those_who_compute_all_the_time_have_cores_of_their_own() -> None:
-    found = crew(CPU, generators=3)
+def test_generators_and_trainer_have_separate_cores() -> None:
+    found = workers_on(CPU, generators=3)
     assert [each.cores for each in (found.trainer, *found.generators)] == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert all(each.cores is None for each in (*found.rewards, found.encoder) if each is not None)
 
 
 def test_lanes_that_share_cores_or_are_on_cards_are_not_pinned() -> None:
-    assert crew(CPU, generators=("cpu",) * 8).trainer.cores is None
-    assert crew(CARDS).trainer.cores is None
+    assert workers_on(CPU, generators=("cpu",) * 8).trainer.cores is None
+    assert workers_on(CARDS).trainer.cores is None
 
 
 def test_threads_are_the_share_of_the_cores() -> None:
@@ -127,22 +127,22 @@ def test_threads_are_the_share_of_the_cores() -> None:
 
 
 def test_more_lanes_than_cores_are_refused_with_a_way_out() -> None:
-    told = complaint(Machine((0, 1)), generators=2, threads=1)
-    assert told.startswith("lanes.generators: 2 generators and the trainer with 1 thread each need 3 cores")
-    assert "this machine has 2" in told and "lanes.generators=[cpu,cpu]" in told
+    message = complaint(Machine((0, 1)), generators=2, threads=1)
+    assert message.startswith("lanes.generators: 2 generators and the trainer with 1 thread each need 3 cores")
+    assert "this machine has 2" in message and "lanes.generators=[cpu,cpu]" in message
     assert "with 4 threads each need 12 cores" in complaint(CPU, generators=2, threads=4)
 
 
 def test_more_lanes_than_cards_are_refused_with_a_way_out() -> None:
-    told = complaint(CARDS, generators=4)
-    assert "4 generators and the trainer need 5 CUDA devices, this machine has 4" in told
-    assert "colocated" in told
+    message = complaint(CARDS, generators=4)
+    assert "4 generators and the trainer need 5 CUDA devices, this machine has 4" in message
+    assert "colocated" in message
 
 
 def test_devices_that_are_not_there_are_refused() -> None:
     assert complaint(CPU, device="cuda").startswith("lanes.device: cuda, but no CUDA device is here")
-    told = complaint(CARDS, generators=("cuda:1", "cuda:4"))
-    assert told == (
+    message = complaint(CARDS, generators=("cuda:1", "cuda:4"))
+    assert message == (
         "lanes: generator-1 is to be on 'cuda:4', this machine has cpu, cuda:0, cuda:1, cuda:2, cuda:3; use these"
     )
     assert "trainer is to be on 'gpu'" in complaint(CARDS, trainer="gpu")

@@ -122,7 +122,7 @@ def test_the_level_of_other_kinds_of_noise_may_exceed_one() -> None:
     assert recipe.sample.noise.level == 1.2
 
 
-def test_stale_samples_need_generators_that_run_beside_the_trainer() -> None:
+def test_stale_samples_need_generators_that_run_concurrently_with_the_trainer() -> None:
     content = {**SMALLEST, "techniques": {"tcss": 0.5}}
     assert parse_model(Recipe, content).techniques.tcss == 0.5
     with pytest.raises(ConfigError, match=r"techniques\.tcss: .*colocated"):

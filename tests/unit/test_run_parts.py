@@ -106,42 +106,42 @@ def test_predictions_come_with_the_costs_of_a_commit_and_match_a_run_of_those_co
     from digenrl.records import CostsMeasured
 
     opening = initial_state_of(steps=12)
-    told: dict[int, float] = {}
-    foresight = StepTimePrediction(lambda step, seconds: told.update({step: seconds}))
+    predicted: dict[int, float] = {}
+    prediction = StepTimePrediction(lambda step, seconds: predicted.update({step: seconds}))
     numbers = KeptNumbers()
 
     class MeasuredAfterCommits:
         """Reports the true costs after every commit, as a live run does."""
 
         def observe(self, event: Any, actions: Any, state: Any) -> None:
-            foresight.observe(event, actions, state)
+            prediction.observe(event, actions, state)
             if isinstance(event, Committed):
                 c = state.costs
                 costs = CostsMeasured(
                     event.at_ns, c.train_sample_ns, c.commit_ns, c.publish_ns, c.switch_in_ns, c.switch_out_ns, 0
                 )
-                foresight.observe(costs, (), state)
+                prediction.observe(costs, (), state)
 
     watch(opening, [numbers], cluster=VirtualCluster(opening), after=[MeasuredAfterCommits()])
-    assert sorted(told) == [3, 10]
+    assert sorted(predicted) == [3, 10]
     measured = [step["step_s"] for step in numbers.steps[4:9]]
-    assert told[3] == pytest.approx(sum(measured) / len(measured), rel=0.1)
-    assert predicted_step_s(opening) == pytest.approx(told[3], rel=0.1)
+    assert predicted[3] == pytest.approx(sum(measured) / len(measured), rel=0.1)
+    assert predicted_step_s(opening) == pytest.approx(predicted[3], rel=0.1)
 
 
 # --- Shuffled rewards --------------------------------------------------------------------------------------------
 
 
-def test_shuffled_rewards_are_the_same_numbers_in_an_order_of_their_own() -> None:
+def test_shuffled_rewards_are_the_same_numbers_in_an_order_that_ignores_them() -> None:
     rewards = tuple(float(index) for index in range(24))
     once = shuffled(rewards, 3, SampleId(5, 2, 0))
     assert sorted(once) == list(rewards)
     assert once != rewards
-    assert once == shuffled(rewards, 3, SampleId(5, 2, 7)), "of a group, whichever sample names it"
+    assert once == shuffled(rewards, 3, SampleId(5, 2, 7)), "the order depends on the group, not on the sample"
     others = [shuffled(rewards, *key) for key in ((4, SampleId(5, 2, 0)), (3, SampleId(5, 3, 0)))]
     assert once not in others
     reversed_rewards = shuffled(rewards[::-1], 3, SampleId(5, 2, 0))
-    assert reversed_rewards == tuple(23 - reward for reward in once), "the order does not look at the rewards"
+    assert reversed_rewards == tuple(23 - reward for reward in once), "the order does not depend on the rewards"
 
 
 # --- Checkpoints and evaluations ---------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_lanes_that_leave_and_join_are_written_down(tmp_path: Path) -> None:
     assert list(lanes)[-1] == "trainer", "pools stay together"
 
 
-def test_a_run_that_goes_on_knows_the_lanes_that_it_had() -> None:
+def test_a_resumed_run_knows_its_earlier_lanes() -> None:
     def lane(name: str, joined_ns: int = 0, left_ns: int | None = None) -> LaneEntry:
         return LaneEntry(name=name, pool="generator", device="cpu", joined_ns=joined_ns, left_ns=left_ns)
 
@@ -276,17 +276,17 @@ def write_checkpoint(folder: RunFolder, step: int, **facts: Any) -> None:
     CheckpointContent(WHOLE, step, {}, {**known, **facts}, {}).write(path)
 
 
-def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+def test_a_run_resumes_from_its_newest_checkpoint(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     assert find_resume_point(folder) is None
     for step in (999_999, 1_000_000, 20):
         write_checkpoint(folder, step)
     (folder.checkpoints / ".saving-step_1000001").mkdir()
     folder.checkpoint(1_000_000).rename(folder.checkpoints / ".replaced-step_1000000")
-    standing = find_resume_point(folder)
-    assert standing is not None
-    assert standing.checkpoint == folder.checkpoint(1_000_000)
-    assert standing.position == RunPosition(1_000_000, 5, 6, {})
+    resume_point = find_resume_point(folder)
+    assert resume_point is not None
+    assert resume_point.checkpoint == folder.checkpoint(1_000_000)
+    assert resume_point.position == RunPosition(1_000_000, 5, 6, {})
 
 
 def test_a_run_without_a_checkpoints_folder_begins_again(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_a_run_without_a_checkpoints_folder_begins_again(tmp_path: Path) -> None
     assert find_resume_point(folder) is None
 
 
-def test_damaged_and_foreign_checkpoints_are_told_in_one_line(tmp_path: Path) -> None:
+def test_damaged_and_foreign_checkpoints_are_reported_in_one_line(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     write_checkpoint(folder, 3, fingerprint="another")
     with pytest.raises(ConfigError, match=r"step_000003: was saved by another run: seed, model"):

@@ -40,7 +40,7 @@ from digenrl.telemetry.utilisation import lane_uses
 
 SECOND = 1_000_000_000
 NO_FAULTS = Faults()
-STANDING_CLOCKS = Clocks(now=lambda: 0.0, processor=lambda: 0.0)
+STOPPED_CLOCKS = Clocks(now=lambda: 0.0, processor=lambda: 0.0)
 
 
 def _clip(start_ns: int, end_ns: int, window: tuple[int, int]) -> tuple[int, int]:
@@ -238,7 +238,7 @@ def test_nothing_grows_over_two_thousand_steps() -> None:
     small = {"prompts": 1, "samples_per_prompt": 4, "slice": 1, "generators": SPEC["generators"][1:]}
     opening = initial_state_of(**small, steps=2000, policy={"help": "greedy", "stale_fraction": 0.5})
     faults = Faults(failing_jobs=frozenset(range(0, 10_000, 7)))
-    view = TerminalView(RunTitle("long", Path("runs/long-1"), 2000), Console(file=StringIO()), STANDING_CLOCKS)
+    view = TerminalView(RunTitle("long", Path("runs/long-1"), 2000), Console(file=StringIO()), STOPPED_CLOCKS)
     metrics = StepMetrics(opening, [view])
     recorder = Recorder(opening, sink=metrics.add_span)
     largest = [0, 0]

@@ -69,7 +69,7 @@ def test_a_column_with_little_work_is_marked_and_a_short_commit_is_never_lost() 
     assert bar.replace(".", "") == ":TTCC"
 
 
-def test_publishing_beside_training_does_not_hide_it() -> None:
+def test_publishing_during_training_does_not_hide_it() -> None:
     trace = one_lane(
         span("gen", Work.PUBLISH, 0, 6, group=-1), span("gen", Work.TRAIN, 2, 4, step=1, group=5, size=1)
     )
@@ -82,7 +82,7 @@ def test_a_row_is_blank_while_its_card_works_in_another_row() -> None:
     assert rows["helper-0"] == " 0hhhhhhhhh     ........    "
 
 
-def test_busy_share_stands_beside_each_lane() -> None:
+def test_each_lane_shows_its_busy_share() -> None:
     lines = gantt_text(on_policy_trace(), 80).plain.splitlines()
     assert [line.split()[0] for line in lines[:4]] == ["fast", "slow", "reward-0", "trainer"]
     assert [line[-5:] for line in lines[:4]] == [" 42 %", " 63 %", " 21 %", " 47 %"]
@@ -127,7 +127,7 @@ def test_a_plain_terminal_shows_the_same_characters_as_a_coloured_one() -> None:
     assert picture.plain.isascii()
 
 
-def test_stale_and_helped_slices_have_colours_of_their_own() -> None:
+def test_stale_and_helped_slices_have_their_own_colours() -> None:
     trace = one_lane(
         span("gen", Work.GENERATE, 0, 10, size=1),
         span("gen", Work.GENERATE, 10, 20, step=1, size=1),

@@ -129,34 +129,37 @@ def test_a_tensor_dropped_while_offloaded_is_not_loaded_in_place_of_another():
     assert held["a"].tolist() == [2] * 5 and offloader.offloaded_bytes == 0
 
 
-def unused(trainer):
-    """The part of the allocated host memory that has never been used."""
-    return trainer._last_version._host.memory.unused_bytes
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Makes `host_bytes` grow with every tensor for which there is no free host memory."""
+    monkeypatch.setattr("digenrl.training.offload.host_copies.CHUNK_BYTES", 512)
 
 
+@pytest.mark.usefixtures("small_chunks")
 def test_host_memory_is_allocated_once():
     trainers = Trainers("flow_grpo")
     trainer = trainers.switched
     trainer.calibrate(trainers.batch(0)[0])
     with trainer.switching.full_size():
         trainer.switching.offload()
-    after_calibration = unused(trainer)
+    after_calibration = trainer.switching.host_bytes
     for step in range(2):
         for group in trainers.batch(step):
             trainer.switching.offload()
             trainer.add_group(group)
         trainer.commit()
         trainer.switching.offload()
-    assert unused(trainer) == after_calibration
+    assert trainer.switching.host_bytes == after_calibration
 
 
+@pytest.mark.usefixtures("small_chunks")
 def test_the_last_version_is_copied_during_the_first_replays_into_memory_allocated_once():
     trainers = Trainers("diffusion_nft")
     trainer, copier = trainers.switched, trainers.copier
     trainer.calibrate(trainers.batch(0)[0])
     with trainer.switching.full_size():
         trainer.switching.offload()
-    after_calibration = unused(trainer)
+    after_calibration = trainer.switching.host_bytes
     for step in range(3):
         groups, before = trainers.batch(step), state_of(trainer)
         trainer.switching.offload()
@@ -169,9 +172,10 @@ def test_the_last_version_is_copied_during_the_first_replays_into_memory_allocat
         assert differences(trainer.state_at_last_version(), before) == []
         trainer.commit()
     step_counters = len(before.optimizer.moments)  # are not reserved
-    assert after_calibration - unused(trainer) <= 512 * step_counters
+    assert trainer.switching.host_bytes - after_calibration <= 512 * step_counters
 
 
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("name", list(KINDS))
 def test_a_trainer_that_helps_inside_a_batch_allocates_nothing_after_calibration(name):
     trainers = Trainers(name)
@@ -182,7 +186,7 @@ def test_a_trainer_that_helps_inside_a_batch_allocates_nothing_after_calibration
         with trainer.switching.full_size():
             trainer.switching.offload()
             trainer.reserve_version()
-    after_calibration = unused(trainer)
+    after_calibration = trainer.switching.host_bytes
     for step in range(3):
         for group in trainers.batch(step):
             trainer.switching.offload()
@@ -193,7 +197,7 @@ def test_a_trainer_that_helps_inside_a_batch_allocates_nothing_after_calibration
                 trainer.switching.offload()
         trainer.published()
     step_counters = len(trainer.policies.parameters)  # are not reserved
-    assert after_calibration - unused(trainer) <= 512 * step_counters
+    assert trainer.switching.host_bytes - after_calibration <= 512 * step_counters
 
 
 @pytest.mark.parametrize("name", list(KINDS))

@@ -108,11 +108,6 @@ class HostMemory:
         self._free: dict[int, list[Tensor]] = {}  # returned blocks, by size
         self.allocated_bytes = 0
 
-    @property
-    def unused_bytes(self) -> int:
-        """The part of the allocated chunks that has never been used."""
-        return sum(chunk.nbytes for chunk in self._unused)
-
     def take(self, like: Tensor) -> HostCopy:
         """Memory for a copy of a tensor."""
         stride = torch.empty_like(like, device="meta").stride()

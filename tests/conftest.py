@@ -27,6 +27,21 @@ settings.load_profile("repeatable")
 processes.PRELOADED_MODULES += ["test_training_rank_checkpoints", "test_training_several_ranks"]
 
 
+# Files of unit and contract tests that start processes, compile models or take seconds: `make test-fast` omits them.
+SLOW = {
+    "test_broadcast",
+    "test_broadcast_deaths",
+    "test_catalogue",
+    "test_compiled_models",
+    "test_demo_model",
+    "test_no_synchronization",
+    "test_planning_docs",
+    "test_planning_recipes",
+    "test_training_rank_checkpoints",
+    "test_training_several_ranks",
+}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Several workers share the tests by file, since tests of a file share what they start.
 
@@ -35,3 +50,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         starts_ray = item.path.parent.name == "end_to_end" and item.path.stem.startswith("test_ray_")
         item.add_marker(pytest.mark.xdist_group("ray" if starts_ray else item.path.stem))
+        if item.path.stem in SLOW:
+            item.add_marker(pytest.mark.slow)

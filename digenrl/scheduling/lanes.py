@@ -47,7 +47,7 @@ def publish_newest(state: SchedulerState, at_ns: int) -> Outcome:
     It waits while an older version is still being sampled for its evaluation, and for weights that were lost.
     """
     version = state.committed
-    if state.terms.colocated or state.exporting is not None:
+    if state.exporting is not None:
         return state, ()
     if state.all_committed and not any(each.version == version for each in state.evaluations):
         return state, ()  # no lane will use it

@@ -27,7 +27,7 @@ settings.load_profile("repeatable")
 processes.PRELOADED_MODULES += ["test_training_rank_checkpoints", "test_training_several_ranks"]
 
 
-# Files of unit and contract tests that start processes, compile models or take seconds: `make test-fast` omits them.
+# Unit and contract tests that start processes, compile models or take seconds: `make test-fast` omits them.
 SLOW = {
     "test_broadcast",
     "test_broadcast_deaths",

@@ -1,3 +1,3 @@
 """RL post-training for diffusion models on separate pools of generator, trainer and reward cards."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -36,7 +36,9 @@ SLOW = {
     "test_demo_model",
     "test_no_synchronization",
     "test_planning_docs",
+    "test_planning_planner",
     "test_planning_recipes",
+    "test_training_memory",
     "test_training_rank_checkpoints",
     "test_training_several_ranks",
 }

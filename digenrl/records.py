@@ -12,6 +12,7 @@ Times are whole nanoseconds on the run's clock, which starts at 0, or where a re
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -266,7 +267,7 @@ class Train(Job):
 
 
 @dataclass(frozen=True, slots=True)
-class _TrainerArtifacts(Job):
+class _TrainerArtifacts(Job, ABC):
     """A job that leaves weights and, if `keeps_state`, the trainer's state: of rank 0, or of all if sharded."""
 
     keeps_state: bool = field(default=False, kw_only=True, compare=False, metadata={"data": True})
@@ -274,9 +275,9 @@ class _TrainerArtifacts(Job):
     rank: int = field(default=0, kw_only=True, compare=False, metadata={"data": True})
 
     @property
+    @abstractmethod
     def new_version(self) -> int:
         """The version that it leaves."""
-        raise NotImplementedError
 
     @property
     def writes_state(self) -> bool:

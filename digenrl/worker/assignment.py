@@ -1,4 +1,4 @@
-"""What a worker is told when it starts, and its first answer. Needs no torch."""
+"""A worker's assignment, and its first message. Needs no torch."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from inspect import isabstract
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -36,7 +37,7 @@ SECOND = 1_000_000_000
 
 def _kinds(kind: type) -> list[type]:
     known = [each for each in vars(records).values() if isinstance(each, type) and issubclass(each, kind)]
-    return [each for each in known if each is not kind]
+    return [each for each in known if each is not kind and not isabstract(each)]
 
 
 def _records(kind: Any) -> st.SearchStrategy[Any]:

@@ -211,7 +211,10 @@ class LaneSettings(Frozen):
 
 
 class EvaluationSettings(Frozen):
-    """Evaluation on held-out prompts: deterministic sampling, always from the same initial noise."""
+    """Evaluation on held-out prompts: deterministic sampling, always from the same initial noise.
+
+    `weights` are the moving average (`training.ema`) or those that generate; `auto` is the average if there is one.
+    """
 
     prompts: PromptSettings
     every: PositiveInt = Field(default=10, description="optimizer steps; also before the first and after the last")
@@ -221,6 +224,7 @@ class EvaluationSettings(Frozen):
     seed: int = Field(default=0, ge=0)
     batch: PositiveInt = Field(default=8, description="samples denoised together")
     shown: PositiveInt = Field(default=16, description="images in the grid")
+    weights: Literal["auto", "ema", "trained"] = "auto"
 
     @property
     def chunk(self) -> int:
@@ -291,6 +295,9 @@ class Recipe(Frozen):
         if self.sharded and self.training.offload is True:
             why = f"true, but the weights are sharded over lanes.ranks = {ranks}, none of which generates"
             raise _conflict("training.offload", f"{why}; set it to auto")
+        if self.evaluation is not None and self.evaluation.weights == "ema" and self.training.ema is None:
+            why = "ema, but the run keeps no moving average; add training.ema={decay: 0.9}, or set it to trained"
+            raise _conflict("evaluation.weights", why)
         unit = 1 if self.batch.slice == "auto" else self.batch.slice
         for index, pool in enumerate(self.cluster.generators):
             if pool.slice is not None:
@@ -308,6 +315,12 @@ class Recipe(Frozen):
     def topology(self) -> Topology:
         """What the recipe's mode means for processes and cards."""
         return TOPOLOGIES[self.mode]
+
+    @property
+    def evaluates_average(self) -> bool:
+        """Whether evaluations use the moving average of the trained weights."""
+        chosen = "trained" if self.evaluation is None else self.evaluation.weights
+        return chosen != "trained" and self.training.ema is not None
 
     @property
     def sharded(self) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from digenrl.commands.diffusers_snippet import diffusers_snippet
 from digenrl.commands.output import out, print_written
-from digenrl.config.prompts import PromptSettings
+from digenrl.config.prompts import HeldOutPromptSettings, PromptSettings
 from digenrl.config.reading import ConfigError, nearest, parse_model
 from digenrl.config.recipe import EvaluationSettings, Recipe
 from digenrl.generation.encoding import encode_prompts
@@ -203,7 +203,7 @@ def _prompt_settings(path: Path) -> PromptSettings:
 
 def _evaluation_of(recipe: Recipe) -> EvaluationSettings:
     """The recipe's evaluation; for a run without one, the default settings on its training prompts."""
-    return recipe.evaluation or EvaluationSettings(prompts=recipe.prompts)
+    return recipe.evaluation or EvaluationSettings(prompts=HeldOutPromptSettings(**recipe.prompts.model_dump()))
 
 
 def _with_evaluation(recipe: Recipe, request: SampleRequest) -> Recipe:

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+import sys
+from collections.abc import Iterable
+from importlib import import_module, invalidate_caches
+from pathlib import Path
 from typing import Any
 
 from digenrl.config.reading import ConfigError, nearest
+
+
+def has_module(folder: Path, path: str) -> bool:
+    """Whether the top-level module or package of an import path is in a folder."""
+    top = path.partition(":")[0].partition(".")[0]
+    return (folder / f"{top}.py").is_file() or (folder / top).is_dir()
+
+
+def add_to_python_path(folders: Iterable[Path]) -> None:
+    """Makes modules in these folders importable. Installed modules of the same name take precedence."""
+    for folder in folders:
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+            invalidate_caches()
 
 
 def import_object(path: str, what: str, kind: str = "object") -> Any:
@@ -20,9 +37,11 @@ def import_object(path: str, what: str, kind: str = "object") -> Any:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module exists, but something that it imports does not
         raise ConfigError(
-            f"{what} '{path}': no module named '{error.name}'; is it on PYTHONPATH or installed?"
+            f"{what} '{path}': no module named '{error.name}'; put it into the current folder or beside the "
+            "recipe, name its folder (python_path=[FOLDER]), or install it"
         ) from None
     if not hasattr(module, name):
         known = [key for key in vars(module) if not key.startswith("_")]
-        raise ConfigError(f"{what} '{path}': {module_name} has no {kind} '{name}'; {nearest(name, known)}")
+        where = f"{module_name} ({getattr(module, '__file__', None) or 'a folder'})"
+        raise ConfigError(f"{what} '{path}': {where} has no {kind} '{name}'; {nearest(name, known)}")
     return getattr(module, name)

@@ -15,10 +15,10 @@ from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_
 from digenrl.config.algorithms import AlgorithmSettings, read_algorithm_settings
 from digenrl.config.cluster import ClusterSettings
 from digenrl.config.generator_pools import check_pool_slice, check_slice, slice_sizes
-from digenrl.config.prompts import PromptSettings
+from digenrl.config.prompts import HeldOutPromptSettings, PromptSettings
 from digenrl.config.reading import ConfigError, Frozen, errors_about
 from digenrl.config.recipe_paths import RANDOM
-from digenrl.config.rewards import Rewards
+from digenrl.config.rewards import Rewards, RewardSettings
 from digenrl.config.spec import DispatchRuleName, HelpRuleName, ScheduleRules
 from digenrl.config.topology import TOPOLOGIES, Mode, Topology
 from digenrl.config.training import TrainerSettings
@@ -77,7 +77,7 @@ class SampleSettings(Frozen):
 
     `window` selects the steps that are stochastic and kept for training; by default the algorithm's. `shift`
     raises the noise levels: evenly spaced levels s become shift * s / (1 + (shift - 1) * s), for samples of any
-    size and also in evaluations. By default the family's scheduler applies its own shift.
+    size, and also in evaluations that set no other. By default the family's scheduler applies its own shift.
     """
 
     height: PositiveInt
@@ -213,13 +213,19 @@ class LaneSettings(Frozen):
 class EvaluationSettings(Frozen):
     """Evaluation on held-out prompts: deterministic sampling, always from the same initial noise.
 
-    `weights` are the moving average (`training.ema`) or those that generate; `auto` is the average if there is one.
+    Size, shift, guidance and rewards are those of training unless they are set here. `weights` are the moving
+    average (`training.ema`) or those that generate; `auto` is the average if there is one.
     """
 
-    prompts: PromptSettings
+    prompts: HeldOutPromptSettings
+    rewards: Rewards | None = Field(default=None, description="those of training by default")
     every: PositiveInt = Field(default=10, description="optimizer steps; also before the first and after the last")
     count: PositiveInt | None = Field(default=None, description="number of prompts; all by default")
+    height: PositiveInt | None = None
+    width: PositiveInt | None = None
+    frames: PositiveInt | None = None
     denoising_steps: PositiveInt = 20
+    shift: float | None = Field(default=None, gt=0)
     guidance: float | None = Field(default=None, ge=0, description="the same as in training by default")
     seed: int = Field(default=0, ge=0)
     batch: PositiveInt = Field(default=8, description="samples denoised together")
@@ -275,6 +281,9 @@ class Recipe(Frozen):
     evaluation: EvaluationSettings | None = None
     checkpoint: CheckpointSettings = CheckpointSettings()
     logging: LoggingSettings = LoggingSettings()
+    python_path: tuple[Path, ...] = Field(
+        default=(), description="folders with the modules of rewards, algorithms and families given by import path"
+    )
     shuffled_rewards: bool = Field(
         default=False,
         description="control experiment: permutes rewards within groups, so that nothing is learned",
@@ -304,6 +313,20 @@ class Recipe(Frozen):
                 with errors_about(f"cluster.generators[{index}].slice"):
                     check_pool_slice(pool.slice, unit, self.batch.samples_per_prompt)
         return self
+
+    @property
+    def evaluation_rewards(self) -> tuple[RewardSettings, ...]:
+        """The rewards of the evaluation: its own, or those of training."""
+        own = None if self.evaluation is None else self.evaluation.rewards
+        return self.rewards if own is None else own
+
+    @property
+    def evaluation_size(self) -> tuple[int, int, int]:
+        """Height, width and frames of the evaluation's samples."""
+        own, sample = self.evaluation, self.sample
+        if own is None:
+            return sample.height, sample.width, sample.frames
+        return own.height or sample.height, own.width or sample.width, own.frames or sample.frames
 
     @property
     def window(self) -> Window:

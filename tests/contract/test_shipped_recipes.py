@@ -26,7 +26,7 @@ each_recipe = pytest.mark.parametrize("name", shipped_recipes())
 
 
 def shipped(name: str) -> Recipe:
-    return read_recipe(name, [] if name == "demo" else ["prompts.path=prompts.txt"])
+    return read_recipe(name)
 
 
 def algorithm_of(recipe: Recipe) -> Algorithm:

@@ -55,7 +55,7 @@ def test_the_table_of_shipped_recipes_has_them_all() -> None:
     rows = table("recipe")
     assert sorted(rows) == shipped_recipes()
     for name, (size, steps, noise, batch, tuned, _) in rows.items():
-        recipe = read_recipe(name, [] if name == "demo" else ["prompts.path=prompts.txt"])
+        recipe = read_recipe(name)
         sample, lora = recipe.sample, recipe.training.lora
         frames = [sample.frames] if sample.frames > 1 else []
         assert size == " x ".join(str(side) for side in [sample.height, sample.width, *frames]), name

@@ -40,9 +40,10 @@ test-fast: $(STAMP)
 pytest: $(STAMP)
 	$(BIN)/pytest --numprocesses auto --dist loadgroup --no-loadscope-reorder
 
-# Draws every picture of docs/ again, with the tool itself.
+# Draws every picture of docs/ again, with the tool itself, and writes the tables of recipes.
 docs: $(STAMP)
 	$(BIN)/python docs/draw_pictures.py
+	$(BIN)/python docs/recipe_tables.py
 
 # Prints the tables that docs/ and CHANGELOG.md quote.
 bench: $(STAMP)

@@ -8,20 +8,25 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from digenrl.config.recipe import Recipe
-from digenrl.config.recipe_files import NOT_IN_FINGERPRINT, read_recipe, shipped_recipes
 from digenrl.config.reading import read_mapping
+from digenrl.config.recipe import EvaluationSettings, Recipe
+from digenrl.config.recipe_files import NOT_IN_FINGERPRINT, read_recipe, shipped_recipes
+from digenrl.models.registry import find_family
 from digenrl.telemetry.writing import write_atomically
 
 DOCS = Path(__file__).parent
 DATA = DOCS / "published_settings.yaml"
 RECIPES_PAGE = DOCS / "recipes.md"
 PUBLISHED_PAGE = DOCS / "published_recipes.md"
+PUBLISHED_INTRODUCTION = """\
+Every setting of a published run that a recipe key expresses, with the line of the authors' code that sets it, and the value of
+the recipe. Values that differ are bold; [recipes.md](recipes.md#published-runs) has the reasons. `docs/recipe_tables.py` writes
+this page from the recipes and from [published_settings.yaml](published_settings.yaml)."""  # noqa: E501
 ABSENT = "not set"
 WHOLE = ("sample.window", "rewards")  # compared as a whole
 
@@ -58,6 +63,12 @@ class PublishedRun:
         ours = effective_settings(recipe)
         return [key for key, value in self.published.items() if not _same(key, ours.get(key, ABSENT), value)]
 
+    def compared(self, recipe: Recipe) -> Iterator[tuple[str, str, str]]:
+        """Each key with the published value and the recipe's, as they are shown, in the order of the schema."""
+        ours = effective_settings(recipe)
+        for key, value in sorted(self.published.items(), key=lambda each: _order(each[0])):
+            yield key, _shown(value), _shown(_comparable(key, ours.get(key, ABSENT), value))
+
 
 @dataclass(frozen=True)
 class Derived:
@@ -93,11 +104,17 @@ def shipped_recipe(name: str) -> Recipe:
 def effective_settings(recipe: Recipe) -> dict[str, Any]:
     """Every value that the update or the evaluation depends on, by dotted key, with defaults resolved."""
     content = recipe.model_dump(mode="json", exclude=NOT_IN_FINGERPRINT)
+    settings, sample, model = recipe.algorithm.settings(), content["sample"], content["model"]
     content["steps"] = recipe.steps
-    content["algorithm"]["options"] = recipe.algorithm.settings().model_dump(mode="json")
-    content["sample"]["window"] = recipe.window.model_dump(mode="json")
+    content["algorithm"]["options"] = settings.model_dump(mode="json")
+    sample["window"] = recipe.window.model_dump(mode="json")
+    if sample["same_initial_noise"] is None:
+        sample["same_initial_noise"] = settings.same_initial_noise
+    if model["text_tokens"] is None:
+        length = find_family(recipe.model.family).model_class.text_length
+        model["text_tokens"] = length and length.default
     if recipe.evaluation is not None:
-        content["evaluation"] = _evaluation(recipe)
+        content["evaluation"] = _evaluation(recipe.evaluation, recipe)
     return dict(_leaves(content))
 
 
@@ -126,18 +143,13 @@ def published_page() -> str:
     """The page published_recipes.md: every setting of every published run beside the recipe's."""
     parts = [
         "# Recipes against their sources",
-        "Every setting of a published run that a recipe key expresses, with the line of the authors' code that sets it, and the "
-        "value of the recipe. Values that differ are bold; [recipes.md](recipes.md#published-runs) has the reasons. "
-        "`docs/recipe_tables.py` writes this page from the recipes and from\n"
-        "[published_settings.yaml](published_settings.yaml), and a test holds it up to date.",
+        PUBLISHED_INTRODUCTION,
     ]
     for name, run in published_runs().items():
-        ours = effective_settings(shipped_recipe(name))
         rows = []
-        for key, value in sorted(run.published.items(), key=lambda each: _order(each[0])):
-            here = _shown(ours.get(key, ABSENT))
+        for key, published, here in run.compared(shipped_recipe(name)):
             mark = f"**{here}**" if key in run.deviations else here
-            rows.append([f"`{key}`", _shown(value), mark, run.source.link(run.places[key], run.places[key])])
+            rows.append([f"`{key}`", published, mark, run.source.link(run.places[key], run.places[key])])
         title = f"`{run.name}` of {run.source.link(run.source.name, run.at)}"
         parts += [f"## {name}", title, _table(["key", "published", "recipe", "set in"], rows)]
     return "\n\n".join(parts) + "\n"
@@ -159,15 +171,16 @@ def _published_run(sources: Mapping[str, Source], content: Mapping[str, Any]) ->
     )
 
 
-def _evaluation(recipe: Recipe) -> dict[str, Any]:
-    evaluation = recipe.evaluation
-    assert evaluation is not None
-    content = evaluation.model_dump(mode="json", include={"every", "denoising_steps", "guidance"})
-    content["guidance"] = recipe.model.guidance if evaluation.guidance is None else evaluation.guidance
-    return content
+def _evaluation(evaluation: EvaluationSettings, recipe: Recipe) -> dict[str, Any]:
+    return {
+        "every": evaluation.every,
+        "denoising_steps": evaluation.denoising_steps,
+        "guidance": recipe.model.guidance if evaluation.guidance is None else evaluation.guidance,
+        "weights": "ema" if recipe.evaluates_average else "trained",
+    }
 
 
-def _leaves(content: Mapping[str, Any], above: str = "") -> Iterable[tuple[str, Any]]:
+def _leaves(content: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in content.items():
         key = f"{above}{name}"
         if isinstance(value, Mapping) and value and key not in WHOLE:
@@ -177,11 +190,15 @@ def _leaves(content: Mapping[str, Any], above: str = "") -> Iterable[tuple[str, 
 
 
 def _same(key: str, ours: Any, published: Any) -> bool:
+    return bool(_comparable(key, ours, published) == published)
+
+
+def _comparable(key: str, ours: Any, published: Any) -> Any:
+    """The recipe's value; of its rewards, the settings that the published ones have."""
     if key != "rewards":
-        return bool(ours == published)
-    if len(ours) != len(published):
-        return False
-    return all(each.items() <= own.items() for own, each in zip(ours, published, strict=True))
+        return ours
+    known = {name for reward in published for name in reward}
+    return [{name: reward[name] for name in sorted(known & reward.keys())} for reward in ours]
 
 
 def _shipped_table(runs: Mapping[str, PublishedRun], derived: Mapping[str, Derived]) -> str:
@@ -229,10 +246,9 @@ def _sources_table(runs: Mapping[str, PublishedRun]) -> str:
 def _deviations_table(runs: Mapping[str, PublishedRun]) -> str:
     groups: dict[tuple[str, str, str, str], list[str]] = defaultdict(list)
     for name, run in runs.items():
-        ours = effective_settings(shipped_recipe(name))
-        for key, reason in run.deviations.items():
-            values = _shown(run.published[key]), _shown(ours.get(key, ABSENT))
-            groups[(key, *values, reason)].append(f"`{name}`")
+        for key, published, here in run.compared(shipped_recipe(name)):
+            if key in run.deviations:
+                groups[(key, published, here, run.deviations[key])].append(f"`{name}`")
     rows = [
         [f"`{key}`", published, here, reason, _names(names, len(runs))]
         for (key, published, here, reason), names in sorted(groups.items(), key=lambda each: _order(each[0][0]))

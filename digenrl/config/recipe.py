@@ -213,7 +213,7 @@ class LaneSettings(Frozen):
 class EvaluationSettings(Frozen):
     """Evaluation on held-out prompts: deterministic sampling, always from the same initial noise.
 
-    `weights` are the moving average (`training.ema`) or those that generate; `auto` is the average if there is one.
+    `weights` are the moving average (`training.ema`) or those that generate; `auto`: the average if there is one.
     """
 
     prompts: PromptSettings
@@ -225,6 +225,10 @@ class EvaluationSettings(Frozen):
     batch: PositiveInt = Field(default=8, description="samples denoised together")
     shown: PositiveInt = Field(default=16, description="images in the grid")
     weights: Literal["auto", "ema", "trained"] = "auto"
+
+    def is_due(self, version: int, last: int) -> bool:
+        """Whether a version is evaluated: every `every` versions, and the last one."""
+        return version % self.every == 0 or version == last
 
     @property
     def chunk(self) -> int:

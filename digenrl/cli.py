@@ -228,6 +228,27 @@ def sample_command(
         print_samples(samples)
 
 
+@app.command("export")
+def export_command(
+    run: options.RunPath,
+    to: options.ExportFormat,
+    checkpoint: options.ExportedCheckpoint = None,
+    out_folder: options.ExportFolder = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Write trained weights for other programs.
+
+    Adapters for diffusers, ComfyUI or peft, or a whole pipeline with merged weights.
+    """
+    with _requires("train"):
+        from digenrl.commands.export import export_run, print_export
+    exported = export_run(run, to, checkpoint, out_folder)
+    if as_json:
+        typer.echo(json.dumps(exported.as_dict()))
+    else:
+        print_export(exported)
+
+
 @app.command("make-tiny")
 def make_tiny_command(
     family: options.FamilyName, directory: options.PipelineFolder, seed: options.WeightsSeed = 0

@@ -116,6 +116,19 @@ SampleFolder = Annotated[
 ]
 DeviceName = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda if available.")]
 
+# export
+ExportFormat = Annotated[
+    str, typer.Option("--to", metavar="FORMAT", help="diffusers, comfyui, peft, or merged: a whole pipeline.")
+]
+ExportedCheckpoint = Annotated[
+    str | None,
+    typer.Option("--checkpoint", metavar="NAME", help="A checkpoint, as step_000020. By default the newest."),
+]
+ExportFolder = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="A new folder; by default a numbered one in RUN/exported."),
+]
+
 # make-tiny
 FamilyName = Annotated[str, typer.Argument(help="The model family, as sd3 or wan.")]
 PipelineFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A new folder for the pipeline.")]

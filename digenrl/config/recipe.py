@@ -232,6 +232,10 @@ class EvaluationSettings(Frozen):
     shown: PositiveInt = Field(default=16, description="images in the grid")
     weights: Literal["auto", "ema", "trained"] = "auto"
 
+    def is_due(self, version: int, last: int) -> bool:
+        """Whether a version is evaluated: every `every` versions, and the last one."""
+        return version % self.every == 0 or version == last
+
     @property
     def chunk(self) -> int:
         """The prompts of one Evaluate job."""

@@ -96,6 +96,17 @@ class Family:
             transformer: nn.Module = self.full_size(size).transformer.build()
         return transformer
 
+    def transformer_without_weights(self, source: str | Path) -> nn.Module:
+        """The transformer of a pipeline directory, or of a hub id in the cache, on the meta device.
+
+        Raises OSError if its configuration cannot be read.
+        """
+        kind = self.full_size().transformer.cls
+        config = kind.load_config(source, subfolder="transformer", local_files_only=True)
+        with building_on(torch.float32, "meta"):
+            transformer: nn.Module = kind.from_config(config)
+        return transformer
+
     def build_full(
         self, dtype: torch.dtype, device: torch.device | str, size: str | None = None, seed: int = 0
     ) -> PipelineModel:

@@ -192,6 +192,14 @@ class Trainer:
             self.keep_version()  # it will be kept anyway
         return self._last_version.published()
 
+    def published_average(self) -> dict[str, Tensor]:
+        """The moving average at the last version, named and valid as the weights that `published` returns.
+
+        For a sharded model this is a collective too.
+        """
+        self.switching.synchronize()
+        return self.policies.published(self._last_version.average())
+
     def keep_version(self) -> None:
         """Starts copying the last version's state to the host, unless it is kept or updates were committed since.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 
 from digenrl import demo
 from digenrl.algorithms.contract import Algorithm
@@ -23,7 +24,8 @@ from digenrl.models.compiled import compile_blocks
 from digenrl.models.contract import DiffusionModel, SampleSize, Schedule, TextEncoder
 from digenrl.models.family import Family
 from digenrl.models.loading import check_source
-from digenrl.models.lora import add_lora
+from digenrl.models.lora import Targets, add_lora, target_layers
+from digenrl.models.lora_start import check_start, read_lora, start_from
 from digenrl.models.offloaded_text_encoder import OffloadedTextEncoder
 from digenrl.models.random_text_encoder import RandomTextEncoder
 from digenrl.models.registry import find_family
@@ -103,11 +105,45 @@ def load_model(blueprint: Blueprint, device: str, for_a_run: bool = True) -> Dif
     else:
         with _loading_errors_in_one_line(recipe):
             model = family.load(source_of(recipe), dtype_of(recipe), device, text_encoders=False)
-    if recipe.training.lora is not None:
-        add_lora(model, recipe.training.lora.rank, recipe.training.lora.alpha, seed=recipe.seed)
+    lora = recipe.training.lora
+    if lora is not None:
+        add_lora(model, lora.rank, lora.alpha, recipe.seed, lora.targets, lora.init)
+        if lora.start_from is not None:
+            start_from(model, Path(lora.start_from))
     if for_a_run and recipe.model.compiles(device):
         compile_blocks(model)
     return model
+
+
+def check_adapters(blueprint: Blueprint) -> None:
+    """Raises ConfigError if the recipe's LoRA targets, or the LoRA that it starts from, do not fit the model.
+
+    Reads no weights of the model. A hub id that is not in the cache is checked when it is loaded.
+    """
+    recipe, lora = blueprint.recipe, blueprint.recipe.training.lora
+    if lora is None or (lora.targets is None and lora.start_from is None):
+        return
+    try:
+        transformer = transformer_without_weights(blueprint)
+    except OSError:
+        return
+    layers = target_layers(transformer, lora_targets(recipe, blueprint.family))
+    if lora.start_from is not None:
+        check_start(read_lora(Path(lora.start_from), blueprint.family.pipeline_class), set(layers), lora.rank)
+
+
+def transformer_without_weights(blueprint: Blueprint) -> nn.Module:
+    """The recipe's transformer on the meta device; raises OSError if its configuration is not on this machine."""
+    recipe, family = blueprint.recipe, blueprint.family
+    if recipe.model.random:
+        return family.build_transformer(dtype_of(recipe), "meta", recipe.model.random_size)
+    return family.transformer_without_weights(source_of(recipe))
+
+
+def lora_targets(recipe: Recipe, family: Family) -> Targets:
+    """The layers that the recipe adapts, by default the family's."""
+    chosen = None if recipe.training.lora is None else recipe.training.lora.targets
+    return family.model_class.lora_targets if chosen is None else chosen
 
 
 def load_text_encoders(blueprint: Blueprint, device: str, shares_device: bool = False) -> TextEncoder:

@@ -46,11 +46,11 @@ def inspect_here(recipe: Recipe) -> Machine:
     try:
         import torch
 
-        from digenrl.worker.blueprint import read_blueprint
+        from digenrl.worker.blueprint import check_adapters, read_blueprint
     except ModuleNotFoundError as error:
         missing = f"training needs the package '{error.name}', which is not installed"
         raise ConfigError(f"{missing}; install digenrl[train]") from None
-    read_blueprint(recipe)
+    check_adapters(read_blueprint(recipe))
     return Machine(cores_here(), torch.cuda.device_count())
 
 

@@ -9,8 +9,8 @@ Shape legend: B = samples, F = frames, C = 3 colours, H and W = height and width
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter, sleep
@@ -23,7 +23,7 @@ from digenrl.config.reading import ConfigError
 from digenrl.exchange.tensors import Exchange
 from digenrl.generation.rollout import GeneratedSlice
 from digenrl.models.contract import Conditioning, DiffusionModel, TextEncoder
-from digenrl.models.model_weights import gathered_weights, load_weights
+from digenrl.models.model_weights import gathered_weights, load_weights, weights_replaced
 from digenrl.models.trajectory import ScoredGroup, Trajectory
 from digenrl.models.transfers import synchronize, to_device
 from digenrl.records import (
@@ -80,6 +80,8 @@ from digenrl.worker.tensor_files import (
     trajectory_tensors,
 )
 
+AVERAGE = "average/"  # before the names of a published moving average
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
@@ -108,6 +110,7 @@ class Stages:
         self.row_limits = row_limits(parts.blueprint)
         self._loaded_version = 0
         self._has_loaded = False
+        self._average: Mapping[str, Tensor] = {}  # published with the loaded version if that is evaluated
 
     # --- Generators and reward lanes ----------------------------------------------------------------------------
 
@@ -175,7 +178,8 @@ class Stages:
         began = perf_counter()
         first_of_all = not self._has_loaded and job.version == self._loaded_version
         if self.parts.trainer is None and (job.version > self._loaded_version or first_of_all):
-            load_weights(self.model, self._exchange.get_weights(job.weights))
+            weights, self._average = _without_average(self._exchange.get_weights(job.weights))
+            load_weights(self.model, weights)
             self._loaded_version, self._has_loaded = job.version, True
         return Published(0, job, job.lanes, perf_counter() - began)
 
@@ -184,12 +188,15 @@ class Stages:
         return RoleSwitched(0, job, self.switch_to(job.role))
 
     def evaluate(self, job: Evaluate) -> Evaluated:
-        """Samples held-out prompts with the served version. Scores them here if this worker has a reward."""
+        """Samples held-out prompts with the served version, or with the moving average that belongs to it.
+
+        Scores them here if this worker has a reward.
+        """
         settings = self._blueprint.recipe.evaluation
         assert settings is not None
         pixels: list[Tensor] = []
-        for start in range(0, len(job.prompts), settings.batch):
-            with self.served_weights():
+        with self.evaluated_weights():
+            for start in range(0, len(job.prompts), settings.batch):
                 rows = [self.row(prompt) for prompt in job.prompts[start : start + settings.batch]]
                 conditioning = Conditioning.joined(rows)
                 first = job.first + start
@@ -286,6 +293,17 @@ class Stages:
         """Inside, the model has the version that is served."""
         return nullcontext() if self.parts.trainer is None else self.trainer.generating()
 
+    @contextmanager
+    def evaluated_weights(self) -> Iterator[None]:
+        """Inside, the model has the weights that evaluations use."""
+        with self.served_weights():
+            if not self._blueprint.recipe.evaluates_average:
+                yield
+                return
+            average = self._average if self.parts.trainer is None else self.trainer.published_average()
+            with weights_replaced(self.model, average):
+                yield
+
     def row(self, prompt: PromptRow) -> Conditioning:
         """The encoded prompt, on this worker's device."""
         return conditioning_of(self._exchange.get(prompt.row)).to(self.model.device)
@@ -314,6 +332,8 @@ class Stages:
         if job.writes_state:
             trainer.keep_version()  # one host copy serves both
         published = trainer.published()  # by all ranks together, if weights are sharded
+        if self._evaluates_average_of(job.new_version):
+            published |= {AVERAGE + name: value for name, value in trainer.published_average().items()}
         weights = NO_WEIGHTS
         if job.rank == 0:
             weights = self._exchange.put_weights(weights_name(job.new_version), published)
@@ -323,3 +343,15 @@ class Stages:
             state_bytes = self._exchange.put(state_name(job.new_version, job.rank), state_as_tensors(state))
             state_bytes += state.missing_moment_bytes()  # room that it will need once there are optimizer moments
         return weights, state_bytes
+
+    def _evaluates_average_of(self, version: int) -> bool:
+        recipe = self._blueprint.recipe
+        if recipe.evaluation is None or not recipe.evaluates_average:
+            return False
+        return recipe.evaluation.is_due(version, recipe.steps)
+
+
+def _without_average(published: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Splits what was published into the weights and their moving average, if that was published too."""
+    weights = {name: value for name, value in published.items() if not name.startswith(AVERAGE)}
+    return weights, {name: published[AVERAGE + name] for name in weights if AVERAGE + name in published}

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
+from digenrl.models.families.comfyui_layers import DIFFUSERS_NAMES
 from digenrl.models.families.helpers import (
     JOINT_ATTENTION,
     Text,
@@ -45,6 +46,7 @@ class QwenImageModel(PipelineModel):
 
     family = "qwen_image"
     lora_targets = JOINT_ATTENTION
+    comfyui_layers = DIFFUSERS_NAMES
     default_guidance = 4.0
     text_encoders = ("text_encoder",)
     text_mask = "encoder_hidden_states_mask"

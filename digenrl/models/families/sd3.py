@@ -10,6 +10,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, St
 from torch import Tensor
 
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
+from digenrl.models.families.comfyui_layers import DIFFUSERS_NAMES
 from digenrl.models.families.helpers import (
     JOINT_ATTENTION,
     guided_velocity,
@@ -32,6 +33,7 @@ class SD3Model(PipelineModel):
 
     family = "sd3"
     lora_targets = JOINT_ATTENTION
+    comfyui_layers = DIFFUSERS_NAMES
     default_guidance = 4.5
     text_encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
 

@@ -118,10 +118,10 @@ def sample_run(run: Path, request: SampleRequest, out: Path | None, report: Repo
             weights=weights,
             as_evaluated=as_evaluated,
             denoising_steps=_evaluation(blueprint).denoising_steps,
-            guidance=_guidance(blueprint),
+            guidance=blueprint.held_out_guidance,
             seed=_evaluation(blueprint).seed,
             device=device,
-            pictures=_sample_entries(wanted.texts[: wanted.count], animated=blueprint.size.frames > 1),
+            pictures=_sample_entries(wanted.texts[: wanted.count], animated=blueprint.held_out_size.frames > 1),
             loading=diffusers_snippet(folder, blueprint.family),
         )
         with written_atomically(target) as partial:
@@ -298,11 +298,6 @@ def _animation_name(index: int) -> str:
 def _evaluation(blueprint: Blueprint) -> EvaluationSettings:
     assert blueprint.recipe.evaluation is not None, "`_with_evaluation` has set it"
     return blueprint.recipe.evaluation
-
-
-def _guidance(blueprint: Blueprint) -> float:
-    own = _evaluation(blueprint).guidance
-    return blueprint.guidance if own is None else own
 
 
 @contextmanager

@@ -6,9 +6,10 @@ import sys
 from collections.abc import Iterable
 from importlib import import_module, invalidate_caches
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
-from digenrl.config.reading import ConfigError, nearest
+from digenrl.config.reading import ConfigError, nearest, one_line
 
 
 def has_module(folder: Path, path: str) -> bool:
@@ -33,13 +34,16 @@ def import_object(path: str, what: str, kind: str = "object") -> Any:
     module_name, _, name = path.partition(":")
     try:
         module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but something that it imports does not
-        raise ConfigError(
-            f"{what} '{path}': no module named '{error.name}'; put it into the current folder or beside the "
-            "recipe, name its folder (python_path=[FOLDER]), or install it"
-        ) from None
+    except Exception as error:  # code of the user's may raise anything
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{what} '{path}': no module named '{error.name}'; put it into the current folder or beside the "
+                "recipe, name its folder (python_path=[FOLDER]), or install it"
+            ) from None
+        frames = [each for each in extract_tb(error.__traceback__) if not each.filename.startswith("<frozen")]
+        where = f" in {frames[-1].filename}, line {frames[-1].lineno}" if len(frames) > 1 else ""
+        reason = f"{type(error).__name__}{where}: {one_line(error)}"
+        raise ConfigError(f"{what} '{path}': {module_name} cannot be imported: {reason}") from error
     if not hasattr(module, name):
         known = [key for key in vars(module) if not key.startswith("_")]
         where = f"{module_name} ({getattr(module, '__file__', None) or 'a folder'})"

@@ -319,18 +319,23 @@ class Recipe(Frozen):
         return self
 
     @property
-    def evaluation_rewards(self) -> tuple[RewardSettings, ...]:
-        """The rewards of the evaluation: its own, or those of training."""
-        own = None if self.evaluation is None else self.evaluation.rewards
-        return self.rewards if own is None else own
+    def sample_size(self) -> tuple[int, int, int]:
+        """Height, width and frames of the samples that are trained on."""
+        return self.sample.height, self.sample.width, self.sample.frames
 
     @property
-    def evaluation_size(self) -> tuple[int, int, int]:
-        """Height, width and frames of the evaluation's samples."""
-        own, sample = self.evaluation, self.sample
+    def held_out_size(self) -> tuple[int, int, int]:
+        """Height, width and frames of an evaluation's samples: its own, or those of training."""
+        own, (height, width, frames) = self.evaluation, self.sample_size
         if own is None:
-            return sample.height, sample.width, sample.frames
-        return own.height or sample.height, own.width or sample.width, own.frames or sample.frames
+            return height, width, frames
+        return own.height or height, own.width or width, own.frames or frames
+
+    @property
+    def held_out_rewards(self) -> tuple[RewardSettings, ...]:
+        """The rewards of an evaluation: its own, or those of training."""
+        own = None if self.evaluation is None else self.evaluation.rewards
+        return self.rewards if own is None else own
 
     @property
     def window(self) -> Window:

@@ -39,6 +39,7 @@ def workload_of(recipe: Recipe, cluster: Cluster, facts: ModelFacts | None) -> W
         "height": sample.height,
         "width": sample.width,
         "frames": sample.frames,
+        "held_out_size": None if recipe.held_out_size == recipe.sample_size else recipe.held_out_size,
         "denoise_steps": sample.denoising_steps,
         "prompts": batch.prompts,
         "samples_per_prompt": batch.samples_per_prompt,

@@ -17,8 +17,9 @@ class Workload(Frozen):
     """The settings of a training job that affect its costs.
 
     `trained_per_prompt` samples of each group are trained, all by default. `old_policy_forward` is the share of
-    (sample, time-step) pairs that also need a forward of the policy before the update. Without `model_facts` only
-    measured costs are available.
+    (sample, time-step) pairs that also need a forward of the policy before the update. `held_out_size` is the
+    height, width and frames of an evaluation's samples, if they differ. Without `model_facts` only measured costs
+    are available.
     """
 
     model: str
@@ -29,6 +30,7 @@ class Workload(Frozen):
     width: Whole
     frames: Whole = 1
     text_tokens: Whole | None = None
+    held_out_size: tuple[Whole, Whole, Whole] | None = None
     denoise_steps: Whole
     trained_share: Annotated[float, Field(gt=0, le=1)]
     prompts: Whole
@@ -47,6 +49,7 @@ class Workload(Frozen):
     def _sample_size_fits_the_model(self) -> Workload:
         if self.has_cost_model:
             self.forward_work  # noqa: B018  raises if the model cannot generate such samples
+            self.held_out_tokens  # noqa: B018
         return self
 
     @model_validator(mode="after")
@@ -71,6 +74,11 @@ class Workload(Frozen):
     @property
     def tokens(self) -> Tokens:
         return self.facts.tokens(self.height, self.width, self.frames, self.text_tokens)
+
+    @property
+    def held_out_tokens(self) -> Tokens:
+        height, width, frames = self.held_out_size or (self.height, self.width, self.frames)
+        return self.facts.tokens(height, width, frames, self.text_tokens)
 
     @property
     def forward_work(self) -> ForwardWork:
@@ -127,7 +135,7 @@ class Workload(Frozen):
         return slice_sizes(self.samples_per_prompt)
 
 
-WORKLOAD_KEYS = [key for key in Workload.model_fields if key not in ("model", "model_facts")]
+WORKLOAD_KEYS = [key for key in Workload.model_fields if key not in ("model", "model_facts", "held_out_size")]
 
 
 def workload_for(model: str, **overrides: Any) -> Workload:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal
@@ -14,7 +14,7 @@ Split = Literal["train", "held_out"]
 
 STANDARD_COUNT: dict[Split, int] = {"train": 4096, "held_out": 256}
 HELD_OUT_ONE_IN = 8  # the share of subjects that only the held-out split has
-MOST_DRAWS = 40  # per prompt of the split, before a set counts as exhausted
+FRUITLESS_DRAWS = 10_000  # in a row, after which a set has no more prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +50,13 @@ class PromptSet:
         """
         count = STANDARD_COUNT[split] if count is None else count
         found: dict[str, GeneratedPrompt] = {}
-        for prompt in self._draws(seed, count * MOST_DRAWS):
-            if len(found) == count:
-                break
-            if split_of(self.name, prompt.subject) == split:
-                found.setdefault(prompt.text, prompt)
+        index = newest = 0
+        while len(found) < count and index - newest < FRUITLESS_DRAWS:
+            prompt = self.draw(Draw(f"{self.name}/{seed}/{index}"))
+            if prompt.text not in found and split_of(self.name, prompt.subject) == split:
+                found[prompt.text], newest = prompt, index
+            index += 1
         return list(found.values())
-
-    def _draws(self, seed: int, count: int) -> Iterator[GeneratedPrompt]:
-        return (self.draw(Draw(f"{self.name}/{seed}/{index}")) for index in range(count))
 
 
 def split_of(set_name: str, subject: str) -> Split:

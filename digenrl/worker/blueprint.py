@@ -15,6 +15,7 @@ from torch import nn
 from digenrl import demo
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
+from digenrl.config.import_paths import add_to_python_path
 from digenrl.config.reading import ConfigError, errors_about, one_line
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_paths import DEMO
@@ -46,23 +47,39 @@ class Blueprint:
     noise: StepNoise
     size: SampleSize
     guidance: float
+    held_out_size: SampleSize  # of an evaluation's samples
+    held_out_guidance: float
 
     @property
     def shape(self) -> BatchShape:
         """The number of groups in a batch, and of samples in a group."""
         return BatchShape(self.recipe.batch.prompts, self.recipe.batch.samples_per_prompt)
 
-    def schedule(self, model: DiffusionModel, steps: int) -> Schedule:
-        """The model's own noise levels, or those of the recipe's shift."""
-        shift = self.recipe.sample.shift
-        return model.schedule(steps, self.size) if shift is None else model.shifted_schedule(steps, shift)
+    def schedule(self, model: DiffusionModel) -> Schedule:
+        """The noise levels of training samples: the model's own, or those of the recipe's shift."""
+        sample = self.recipe.sample
+        return _schedule(model, sample.denoising_steps, self.size, sample.shift)
+
+    def held_out_schedule(self, model: DiffusionModel) -> Schedule:
+        """The noise levels of an evaluation's samples."""
+        evaluation, shift = self.recipe.evaluation, self.recipe.sample.shift
+        assert evaluation is not None, "a recipe without evaluation has no held-out samples"
+        shift = shift if evaluation.shift is None else evaluation.shift
+        return _schedule(model, evaluation.denoising_steps, self.held_out_size, shift)
+
+
+def _schedule(model: DiffusionModel, steps: int, size: SampleSize, shift: float | None) -> Schedule:
+    return model.schedule(steps, size) if shift is None else model.shifted_schedule(steps, shift)
 
 
 def read_blueprint(recipe: Recipe) -> Blueprint:
     """Resolves a recipe; raises ConfigError for what the family, algorithm or window does not support."""
+    add_to_python_path(recipe.python_path)
     family = find_family(recipe.model.family)
-    if family.kind == "image" and recipe.sample.frames != 1:
-        raise ConfigError(f"sample.frames: {family.name} makes images, got {recipe.sample.frames}; set it to 1")
+    size, held_out_size = SampleSize(*recipe.sample_size), SampleSize(*recipe.held_out_size)
+    for key, frames in (("sample.frames", size.frames), ("evaluation.frames", held_out_size.frames)):
+        if family.kind == "image" and frames != 1:
+            raise ConfigError(f"{key}: {family.name} makes images, got {frames}; set it to 1")
     if recipe.model.negative_prompt is not None and not family.uses_negative_prompts:
         raise ConfigError(
             f"model.negative_prompt: {family.name} has embedded guidance and takes none; leave it out"
@@ -82,6 +99,7 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
             "training.autocast: bf16, or adapters (training.lora)"
         )
     guidance = family.default_guidance if recipe.model.guidance is None else recipe.model.guidance
+    own_guidance = None if recipe.evaluation is None else recipe.evaluation.guidance
     sample = recipe.sample
     return Blueprint(
         recipe=recipe,
@@ -89,9 +107,18 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
         algorithm=algorithm,
         window=window,
         noise=StepNoise(sample.noise.kind, sample.noise.level),
-        size=SampleSize(sample.height, sample.width, sample.frames),
+        size=size,
         guidance=guidance,
+        held_out_size=held_out_size,
+        held_out_guidance=guidance if own_guidance is None else own_guidance,
     )
+
+
+def check_sizes(blueprint: Blueprint, model: DiffusionModel) -> None:
+    """Raises ConfigError if the model cannot generate samples of the recipe's sizes."""
+    for key, size in (("sample", blueprint.size), ("evaluation", blueprint.held_out_size)):
+        with errors_about(key):
+            model.noise_shape(size)
 
 
 def load_model(blueprint: Blueprint, device: str, for_a_run: bool = True) -> DiffusionModel:

@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
+from digenrl.config.rewards import FunctionSettings
 from digenrl.worker.assignment import Machine
 
 
@@ -46,11 +47,15 @@ def inspect_here(recipe: Recipe) -> Machine:
     try:
         import torch
 
+        from digenrl.rewards.function import import_target
         from digenrl.worker.blueprint import check_adapters, read_blueprint
     except ModuleNotFoundError as error:
         missing = f"training needs the package '{error.name}', which is not installed"
         raise ConfigError(f"{missing}; install digenrl[train]") from None
     check_adapters(read_blueprint(recipe))
+    for settings in (*recipe.rewards, *recipe.held_out_rewards):
+        if isinstance(settings, FunctionSettings):
+            import_target(settings)
     return Machine(cores_here(), torch.cuda.device_count())
 
 

@@ -38,7 +38,7 @@ def plan(blueprint: Blueprint, model: DiffusionModel, samples: Sequence[SampleId
     return plan_rollouts(
         blueprint.window,
         samples,
-        schedule=blueprint.schedule(model, blueprint.recipe.sample.denoising_steps),
+        schedule=blueprint.schedule(model),
         size=blueprint.size,
         noise=blueprint.noise,
         guidance=blueprint.guidance,
@@ -88,10 +88,10 @@ def held_out_pixels(
     plans = plan_rollouts(
         EulerOnly(),
         samples,
-        schedule=blueprint.schedule(model, evaluation.denoising_steps),
-        size=blueprint.size,
+        schedule=blueprint.held_out_schedule(model),
+        size=blueprint.held_out_size,
         noise=blueprint.noise,
-        guidance=blueprint.guidance if evaluation.guidance is None else evaluation.guidance,
+        guidance=blueprint.held_out_guidance,
         run_seed=evaluation.seed,
     )
     return generate_pixels(
@@ -100,8 +100,8 @@ def held_out_pixels(
         plans,
         samples,
         RolloutSettings(evaluation.seed, autocast=blueprint.recipe.training.autocast),
-        denoising=limits.held_out,
-        decoding=limits.decoding,
+        denoising=limits.held_out_denoising,
+        decoding=limits.held_out_decoding,
     )
 
 

@@ -39,6 +39,7 @@ from digenrl.records import (
     Generate,
     Generated,
     GroupArtifact,
+    HeldOutChunk,
     PromptRow,
     Publish,
     Published,
@@ -88,7 +89,8 @@ class WorkerParts:
     """What a worker has loaded for its duties. It gets no jobs for what it lacks.
 
     With a trainer, the model is the trainer's, and generation uses the version that the trainer committed last.
-    `publishes` is false if no other worker generates. A `slowdown` above 1 imitates a slower device.
+    Without a `held_out_reward`, held-out samples are scored with `reward`. `publishes` is false if no other worker
+    generates. A `slowdown` above 1 imitates a slower device.
     """
 
     blueprint: Blueprint
@@ -96,6 +98,7 @@ class WorkerParts:
     encoder: TextEncoder | None = None
     model: DiffusionModel | None = None
     reward: Reward | None = None
+    held_out_reward: Reward | None = None
     trainer: Trainer | None = None
     publishes: bool = True
     slowdown: float = 1.0
@@ -147,7 +150,8 @@ class Stages:
             assert job.artifact is not None
             first = job.piece.first - job.artifact.slice.first
             pixels_BFCHW = pixels_BFCHW[first : first + job.piece.size]
-        return Scored(0, job, self.score_pixels(pixels_BFCHW, job.prompts))
+        held_out = isinstance(job.piece, HeldOutChunk)
+        return Scored(0, job, self.score_pixels(pixels_BFCHW, job.prompts, held_out=held_out))
 
     # --- The trainer --------------------------------------------------------------------------------------------
 
@@ -204,7 +208,7 @@ class Stages:
         pixels_BFCHW = torch.cat(pixels)
         save_pictures(pixels_BFCHW, Path(job.pictures), job.first, job.shown)
         if self.parts.reward is not None:
-            return Evaluated(0, job, self.score_pixels(pixels_BFCHW, job.prompts))
+            return Evaluated(0, job, self.score_pixels(pixels_BFCHW, job.prompts, held_out=True))
         self._exchange.put(held_out_name(job.chunk), {"pixels": pixels_BFCHW})
         return Evaluated(0, job)
 
@@ -273,11 +277,12 @@ class Stages:
             sleep((perf_counter() - began) * (self.parts.slowdown - 1))
         return generated
 
-    def score_pixels(self, pixels_BFCHW: Tensor, prompts: Sequence[PromptRow]) -> Scores:
-        """One finite number per sample, and its parts."""
-        assert self.parts.reward is not None
+    def score_pixels(self, pixels_BFCHW: Tensor, prompts: Sequence[PromptRow], held_out: bool = False) -> Scores:
+        """One finite number per sample, and its parts, by the rewards of training or of the evaluation."""
+        reward = (self.parts.held_out_reward if held_out else None) or self.parts.reward
+        assert reward is not None
         texts, metadata = [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts]
-        batch = self.parts.reward.score(pixels_BFCHW, texts, metadata)
+        batch = reward.score(pixels_BFCHW, texts, metadata)
         return Scores(batch.values, dict(batch.parts))
 
     def switch_to(self, role: Role) -> float:

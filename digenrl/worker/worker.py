@@ -13,19 +13,27 @@ from torch._dynamo.exc import TorchDynamoException
 
 from digenrl import records
 from digenrl.config.reading import ConfigError
+from digenrl.config.recipe import Recipe
 from digenrl.exchange.tensors import Exchange
 from digenrl.logs import logged_job
 from digenrl.models.contract import DiffusionModel
 from digenrl.records import Job, JobFailed, Result
 from digenrl.rewards.building import build_rewards
-from digenrl.rewards.contract import RewardError
+from digenrl.rewards.contract import Reward, RewardError
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
 from digenrl.training.ranks.rank import Rank
 from digenrl.training.ranks.rank_group import join_ranks
 from digenrl.training.ranks.sharding import shard_model
 from digenrl.training.trainer import Trainer
 from digenrl.worker.assignment import Assignment, Ready, StartFailed
-from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, make_trainer, read_blueprint
+from digenrl.worker.blueprint import (
+    Blueprint,
+    check_sizes,
+    load_model,
+    load_text_encoders,
+    make_trainer,
+    read_blueprint,
+)
 from digenrl.worker.calibration import StageCalibration
 from digenrl.worker.stages import Stages, WorkerParts
 
@@ -104,12 +112,15 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
     duties, recipe = assignment.duties, assignment.recipe
     blueprint = read_blueprint(recipe)
     _check_run_is_visible(assignment)
-    reward = build_rewards(recipe.rewards) if "score" in duties else None
+    reward, held_out_reward = _build_rewards(recipe) if "score" in duties else (None, None)
     encoder = None
     if "encode" in duties:
         shares_device = bool(duties & {"generate", "train"})
         encoder = load_text_encoders(blueprint, assignment.device, shares_device)
-    model = load_model(blueprint, assignment.device) if duties & {"generate", "train"} else None
+    model = None
+    if duties & {"generate", "train"}:
+        model = load_model(blueprint, assignment.device)
+        check_sizes(blueprint, model)
     trainer = None
     if "train" in duties:
         assert model is not None
@@ -120,11 +131,19 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
         encoder=encoder,
         model=model,
         reward=reward,
+        held_out_reward=held_out_reward,
         trainer=trainer,
         publishes=recipe.topology.publishes,
         slowdown=assignment.slowdown,
     )
     return Worker(assignment.name, Stages(parts))
+
+
+def _build_rewards(recipe: Recipe) -> tuple[Reward, Reward]:
+    """The rewards of training and those of the evaluation, which may have some in common."""
+    training = build_rewards(recipe.rewards)
+    loaded = [(settings, reward) for settings, (reward, _) in zip(recipe.rewards, training.rewards, strict=True)]
+    return training, build_rewards(recipe.held_out_rewards, loaded)
 
 
 def _build_trainer(

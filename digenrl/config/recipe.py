@@ -58,11 +58,16 @@ class ModelSettings(Frozen):
 
 
 class NoiseSettings(Frozen):
-    """The noise of stochastic steps: its kind, and its level (a or eta)."""
+    """The noise of stochastic steps: its kind, its level (a or eta), and how its steps are scored.
+
+    `log_prob: squared_error` leaves all constants out of the log-prob: it is -(x' - mean)^2 without 1 / 2 s^2, as
+    Flow-GRPO has it for `cps`.
+    """
 
     # No `ddim`: every family predicts velocities.
-    kind: Literal["flow", "dance", "cps", "truncated_flow"] = "flow"
+    kind: Literal["flow", "dance", "cps", "truncated_flow", "linear"] = "flow"
     level: float = Field(default=0.7, gt=0)
+    log_prob: Literal["normal", "squared_error"] = "normal"
 
     @field_validator("level")
     @classmethod
@@ -77,7 +82,9 @@ class SampleSettings(Frozen):
 
     `window` selects the steps that are stochastic and kept for training; by default the algorithm's. `shift`
     raises the noise levels: evenly spaced levels s become shift * s / (1 + (shift - 1) * s), for samples of any
-    size, and also in evaluations that set no other. By default the family's scheduler applies its own shift.
+    size, and also in evaluations that set no other. By default the family's scheduler applies its own shift. With
+    `same_initial_noise` all samples of a group start from the same noise; by default as the algorithm's
+    publication does. `last_step_noise` adds noise in the last step too, which is never trained.
     """
 
     height: PositiveInt
@@ -87,6 +94,8 @@ class SampleSettings(Frozen):
     shift: float | None = Field(default=None, gt=0, description="a fixed shift; the scheduler's by default")
     noise: NoiseSettings = NoiseSettings()
     window: dict[str, Any] | None = None  # kept as written, so that the fingerprint does not depend on defaults
+    same_initial_noise: bool | None = None
+    last_step_noise: bool = False
     decode_rows: PositiveInt | None = Field(default=None, description="rows decoded at once; all by default")
 
     @field_validator("window")

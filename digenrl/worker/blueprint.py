@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import partial
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -52,8 +54,14 @@ class Blueprint:
 
     @property
     def shape(self) -> BatchShape:
-        """The number of groups in a batch, and of samples in a group."""
-        return BatchShape(self.recipe.batch.prompts, self.recipe.batch.samples_per_prompt)
+        """The number of groups in a batch and of samples in a group, and how many groups may be stale."""
+        return batch_shape(self.recipe)
+
+    @property
+    def same_initial_noise(self) -> bool:
+        """Whether all samples of a group start from the same noise: the recipe's choice, or the algorithm's."""
+        chosen = self.recipe.sample.same_initial_noise
+        return self.algorithm.settings.same_initial_noise if chosen is None else chosen
 
     def schedule(self, model: DiffusionModel) -> Schedule:
         """The noise levels of training samples: the model's own, or those of the recipe's shift."""
@@ -92,7 +100,8 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
     window = recipe.window
     with errors_about("sample.window"):
         window.check(recipe.sample.denoising_steps)
-    check_shape(BatchShape(recipe.batch.prompts, recipe.batch.samples_per_prompt), algorithm, recipe.training)
+    _check_noise(recipe, window, algorithm)
+    check_shape(batch_shape(recipe), algorithm, recipe.training)
     if recipe.training.lora is None and recipe.model.dtype != "float32":
         raise ConfigError(
             f"model.dtype: {recipe.model.dtype} is too coarse for weights that are trained; use float32 with "
@@ -106,7 +115,7 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
         family=family,
         algorithm=algorithm,
         window=window,
-        noise=StepNoise(sample.noise.kind, sample.noise.level),
+        noise=StepNoise(sample.noise.kind, sample.noise.level, sample.noise.log_prob),
         size=size,
         guidance=guidance,
         held_out_size=held_out_size,
@@ -119,6 +128,25 @@ def check_sizes(blueprint: Blueprint, model: DiffusionModel) -> None:
     for key, size in (("sample", blueprint.size), ("evaluation", blueprint.held_out_size)):
         with errors_about(key):
             model.noise_shape(size)
+
+
+def batch_shape(recipe: Recipe) -> BatchShape:
+    """The shape of the recipe's batches. Stale samples are those of a step that are generated first."""
+    stale_share, prompts = Decimal(repr(recipe.techniques.tcss)), recipe.batch.prompts
+    return BatchShape(prompts, recipe.batch.samples_per_prompt, stale_groups=ceil(stale_share * prompts))
+
+
+def _check_noise(recipe: Recipe, window: Window, algorithm: Algorithm) -> None:
+    if recipe.sample.last_step_noise and not window.covers_all_steps:
+        raise ConfigError(
+            f"sample.last_step_noise: true, but steps outside a window of kind '{window.kind}' have no noise; "
+            "set it to false, or sample.window to {kind: all}"
+        )
+    needs_densities = algorithm.settings.needs_densities
+    if recipe.sample.noise.log_prob == "squared_error" and needs_densities is not None:
+        raise ConfigError(
+            f"sample.noise.log_prob: squared_error is no density, which {needs_densities} needs; set it to normal"
+        )
 
 
 def load_model(blueprint: Blueprint, device: str, for_a_run: bool = True) -> DiffusionModel:

@@ -10,6 +10,7 @@ from hashlib import blake2b
 
 from torch import Tensor
 
+from digenrl.config.algorithms import TRAINING_LEVELS
 from digenrl.config.windows import EulerOnly
 from digenrl.generation.rollout import (
     GeneratedSlice,
@@ -35,6 +36,7 @@ def row_limits(blueprint: Blueprint) -> RowLimits:
 
 def plan(blueprint: Blueprint, model: DiffusionModel, samples: Sequence[SampleId]) -> tuple[RolloutPlan, ...]:
     """Which steps of each sample are stochastic and which are kept. It depends on the samples' ids alone."""
+    draws_levels = blueprint.algorithm.levels == "logit_normal"
     return plan_rollouts(
         blueprint.window,
         samples,
@@ -43,6 +45,8 @@ def plan(blueprint: Blueprint, model: DiffusionModel, samples: Sequence[SampleId
         noise=blueprint.noise,
         guidance=blueprint.guidance,
         run_seed=blueprint.recipe.seed,
+        last_step_noise=blueprint.recipe.sample.last_step_noise,
+        training_schedule=blueprint.schedule(model, TRAINING_LEVELS) if draws_levels else None,
     )
 
 
@@ -64,7 +68,7 @@ def roll_out(
         RolloutSettings(
             run_seed=blueprint.recipe.seed,
             needs=blueprint.algorithm.needs,
-            same_noise_in_group=blueprint.algorithm.settings.same_initial_noise,
+            same_noise_in_group=blueprint.same_initial_noise,
             autocast=blueprint.recipe.training.autocast,
         ),
         version=version,

@@ -52,6 +52,7 @@ def some_pairs(name: str, rows: int = ROWS) -> PairBatch:
             std_R=numbers(0.1, 0.5),
             sigma_R=numbers(0.3, 0.9),
             step_size_R=numbers(0.05, 0.2),
+            noise_time_R=numbers(0.05, 0.2),
             mean_RL=latents().requires_grad_(),
             velocity_RL=latents(),
             proximal_log_prob_R=log_prob_R,
@@ -124,7 +125,7 @@ def test_its_measures_are_detached_and_one_per_term(name):
 
 
 @EVERY
-def test_its_denominator_counts_chosen_samples_times_trained_steps(name):
+def test_its_denominator_counts_chosen_samples(name):
     algorithm = build_algorithm(name)
     kept = () if algorithm.replays == "renoised" else (0, 1, 3)
     schedule = Schedule(sigmas=torch.linspace(1, 0, 6), timesteps=torch.linspace(1000, 200, 5))
@@ -132,7 +133,7 @@ def test_its_denominator_counts_chosen_samples_times_trained_steps(name):
     steps = algorithm.trained_steps(plan)
     assert steps == (kept if kept else (0, 1, 2, 3)), "and never the last of five"
     chosen = algorithm.group_advantages([0.0, 1.0, 2.0, 3.0]).chosen
-    assert algorithm.terms_per_group(4, plan) == len(chosen) // algorithm.rows_per_term * len(steps)
+    assert algorithm.units_per_group(4) == len(chosen) // algorithm.rows_per_term
 
 
 @EVERY
@@ -149,7 +150,7 @@ def test_its_settings_count_the_pairs_that_are_trained(name, steps):
     algorithm = build_algorithm(name)
     plan = rollout_plan(algorithm.settings.window, steps)
     counted = algorithm.settings.trained_samples(12) * algorithm.settings.trained_steps(steps)
-    assert algorithm.terms_per_group(12, plan) * algorithm.rows_per_term == counted
+    assert algorithm.units_per_group(12) * len(algorithm.trained_steps(plan)) * algorithm.rows_per_term == counted
 
 
 @pytest.mark.parametrize("kind", [kind for kind in WINDOWS if kind != "none"])
@@ -216,6 +217,7 @@ def one_step(**changes: Tensor | None) -> StepPairs:
         std_R=column(0.2),
         sigma_R=column(0.5),
         step_size_R=column(0.25),
+        noise_time_R=column(0.25),
         mean_RL=column(0.5)[None],
         velocity_RL=column(0.0)[None],
         old_mean_RL=column(0.3)[None],
@@ -310,7 +312,10 @@ def test_nft_at_the_old_policy_has_the_gradient_of_the_advantage_alone():
 
 def test_the_decay_of_the_old_policy_grows_up_to_its_limit():
     nft = build_algorithm("diffusion_nft", {"old_decay_growth": 0.1, "old_decay_max": 0.25})
-    assert [nft.old_policy_decay(batch) for batch in range(5)] == [0.0, 0.1, 0.2, 0.25, 0.25]
+    assert [nft.old_policy_decay(batch) for batch in range(4)] == [0.1, 0.2, 0.25, 0.25]
+    options = {"old_decay_start": 3, "old_decay_growth": 0.1, "old_decay_max": 0.25, "updates_per_batch": 2}
+    late = build_algorithm("diffusion_nft", options)
+    assert [late.old_policy_decay(batch) for batch in range(4)] == [0.0, 0.1, 0.25, 0.25], "it counts updates"
 
 
 def test_dpo_prefers_the_sample_with_the_larger_gain_over_the_reference():

@@ -13,8 +13,9 @@ from digenrl.models.contract import Schedule
 from digenrl.models.stochastic_step import TRUNCATED_STD, StepTimes, stochastic_step
 from digenrl.models.trajectory import NoiseKind, StepNoise
 
-KINDS: tuple[NoiseKind, ...] = ("flow", "dance", "cps", "truncated_flow", "ddim")
-FLOW_KINDS: tuple[NoiseKind, ...] = ("flow", "dance", "cps", "truncated_flow")
+KINDS: tuple[NoiseKind, ...] = ("flow", "dance", "cps", "truncated_flow", "linear", "ddim")
+FLOW_KINDS: tuple[NoiseKind, ...] = ("flow", "dance", "cps", "truncated_flow", "linear")
+SECOND_SIGMA = 0.9
 
 
 def schedule_of(sigmas: list[float]) -> Schedule:
@@ -27,6 +28,7 @@ def times_of(sigma: list[float], next_sigma: list[float], index: list[int]) -> S
         torch.tensor(sigma, dtype=torch.float64),
         torch.tensor(next_sigma, dtype=torch.float64),
         torch.tensor(sigma, dtype=torch.float64) * 1000,
+        torch.full((len(sigma),), SECOND_SIGMA, dtype=torch.float64),
     )
 
 
@@ -129,7 +131,7 @@ def test_a_sigma_off_by_a_thousandth_changes_the_log_prob(kind: NoiseKind) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_at_different_steps_are_stepped_as_if_alone(kind: NoiseKind) -> None:
     x, v, z = (normal(5, 3, 4, seed=seed) for seed in (1, 2, 3))
-    indices, stochastic_B = [3, 0, 4, 1, 1], torch.tensor([True, True, True, False, True])
+    indices, stochastic_B = [3, 0, 4, 1, 1], torch.tensor([True, True, False, False, True])
     schedule, noise = own_schedule(kind), StepNoise(kind, 0.6)
     both = stochastic_step(x, v, StepTimes.at(schedule, indices), noise, z_BL=z, stochastic_B=stochastic_B)
     for row, index in enumerate(indices):

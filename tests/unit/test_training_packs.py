@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from digenrl.training import metrics
 from digenrl.training.metrics import MaskedValues, Tally
-from digenrl.training.open_batch import update_of
 from digenrl.training.packing.pack_size import MemoryLine, measure_largest_pack
 from digenrl.training.packing.packs import halves, share_of
 from digenrl.training.ranks.rank import Rank
+from digenrl.training.update_split import updates_of_places
 
 
 @given(st.lists(st.integers(), min_size=2))
@@ -37,7 +37,7 @@ def test_the_offset_decides_which_rank_gets_one_term_more():
 @given(st.integers(1, 60), st.data())
 def test_updates_have_equally_many_groups_up_to_one(groups, data):
     updates = data.draw(st.integers(1, groups))
-    owners = [update_of(place, groups, updates) for place in range(groups)]
+    owners = updates_of_places(groups, updates)
     assert owners == sorted(owners)
     sizes = [owners.count(update) for update in range(updates)]
     assert min(sizes) >= 1

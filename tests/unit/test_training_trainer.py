@@ -121,7 +121,7 @@ def test_the_moving_average_follows_every_few_updates():
 
 
 def test_a_policy_that_follows_slowly_is_the_one_to_generate_with():
-    algorithm = build_algorithm("diffusion_nft", {"old_decay_growth": 0.25})
+    algorithm = build_algorithm("diffusion_nft", {"old_decay_growth": 0.25, "old_decay_start": 1})
     model = toy()
     settings = TrainerSettings(pack_size=8, learning_rate=0.1)
     generated_with = [weights_of(model)]

@@ -87,9 +87,12 @@ class QwenImageModel(PipelineModel):
         }
 
     def schedule(self, steps: int, size: SampleSize) -> Schedule:
-        """Evenly spaced sigmas, shifted by the number of tokens, stretched to the scheduler's terminal value."""
+        """Evenly spaced sigmas, shifted by the number of tokens, stretched to the scheduler's terminal value.
+
+        A single step starts from 1, which cannot be stretched: the scheduler would divide 0 by 0.
+        """
         _, h, w = self.noise_shape(size)
-        scheduler = self.fresh_scheduler()
+        scheduler = self.fresh_scheduler(shift_terminal=None) if steps == 1 else self.fresh_scheduler()
         shift = shift_from_tokens(scheduler.config, tokens=(h // 2) * (w // 2), default_max_shift=1.15)
         scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift)
         return schedule_of(scheduler)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
@@ -13,21 +13,28 @@ from typing import Any
 
 import torch
 from diffusers.utils import logging as diffusers_logging
+from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from digenrl.config.reading import ConfigError
+from digenrl.models.tokenizers import use_tokenizer_files
 
 INDEX_NAME = "model_index.json"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def load_pipeline(
-    pipeline_class: type[Any], source: str | Path, dtype: torch.dtype, without: Sequence[str] = ()
+    pipeline_class: type[Any],
+    source: str | Path,
+    dtype: torch.dtype | Mapping[str, torch.dtype],
+    without: Sequence[str] = (),
+    optional: Sequence[str] = (),
 ) -> Any:
     """Loads a pipeline from a directory or hub id, on the CPU, without the components named in `without`.
 
-    Remote code is never run. Raises ConfigError if the source is not usable; for a directory, before any weights
-    are read.
+    `dtype` may differ by component, with one for "default". The pipeline may lack the components named in
+    `optional`. Tokenizers split text as their files say. Remote code is never run. Raises ConfigError if the
+    source is not usable; for a directory, before any weights are read.
     """
     arguments: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False}
     arguments |= dict.fromkeys(without)
@@ -35,17 +42,41 @@ def load_pipeline(
     check_source(pipeline_class, path)
     if path.exists():
         with without_progress_bars():
-            return pipeline_class.from_pretrained(path, local_files_only=True, **arguments)
+            return _from_pretrained(pipeline_class, path, arguments, optional, local_files_only=True)
     hub_id = str(source)
     try:
-        return pipeline_class.from_pretrained(hub_id, local_files_only=True, **arguments)
+        return _from_pretrained(pipeline_class, hub_id, arguments, optional, local_files_only=True)
     except OSError:  # not in the local cache, or incomplete
         pass
     try:
-        return pipeline_class.from_pretrained(hub_id, **arguments)
+        return _from_pretrained(pipeline_class, hub_id, arguments, optional)
     except OSError as error:
         reason = shorten(str(error), width=160, placeholder=" ...")
         raise ConfigError(f"{hub_id}: no such directory, and not available from the hub: {reason}") from None
+
+
+def _from_pretrained(
+    pipeline_class: type[Any],
+    source: str | Path,
+    arguments: Mapping[str, Any],
+    optional: Sequence[str],
+    **where: Any,
+) -> Any:
+    absent = absent_components(pipeline_class.load_config(source, **where))
+    needed = set(absent) - {*arguments, *optional, *pipeline_class._optional_components}
+    if needed:
+        raise ConfigError(
+            f"{source}: has no {' and no '.join(sorted(needed))} (null in {INDEX_NAME}), which "
+            f"{pipeline_class.__name__} needs; use a complete pipeline"
+        )
+    pipeline = pipeline_class.from_pretrained(source, **where, **(dict.fromkeys(absent) | dict(arguments)))
+    use_tokenizer_files(pipeline)
+    return pipeline
+
+
+def absent_components(index: Mapping[str, Any]) -> tuple[str, ...]:
+    """The components that a pipeline's `model_index.json` lists as null: it was saved without them."""
+    return tuple(name for name, entry in index.items() if entry == [None, None])
 
 
 def check_source(pipeline_class: type[Any], source: str | Path) -> None:
@@ -70,6 +101,12 @@ def check_pipeline_directory(pipeline_class: type[Any], directory: Path) -> None
             f"{directory}: holds a {found}, expected a {pipeline_class.__name__}; "
             "name its own family or another directory"
         )
+
+
+def component_names(pipeline_class: type[Any], prefix: str) -> tuple[str, ...]:
+    """The pipeline's components whose name begins with this, such as all tokenizers."""
+    names = inspect.signature(pipeline_class.__init__).parameters
+    return tuple(name for name in names if name.startswith(prefix))
 
 
 def pipeline_without(pipeline_class: type[Any], **parts: Any) -> Any:
@@ -110,3 +147,11 @@ def building_on(dtype: torch.dtype, device: torch.device | str) -> Iterator[None
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+def keep_fp32_modules(model: nn.Module) -> None:
+    """Casts the weights to fp32 that diffusers keeps in fp32 when it loads this class in another dtype."""
+    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, parameter in model.named_parameters():
+        if kept.intersection(name.split(".")):
+            parameter.data = parameter.data.float()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from digenrl.planning.cards import Card
 from digenrl.planning.constants import CONSTANTS
-from digenrl.planning.model_facts import BYTES_BF16, Tokens
+from digenrl.planning.model_facts import Tokens
 from digenrl.planning.workload import Workload
 
 GIB = float(2**30)
@@ -17,8 +17,8 @@ SHARDED_BYTES_PER_PARAMETER = 16.0
 GATHERED_BLOCKS = 2
 # Checkpointing saves the hidden state of every block, and two blocks' activations during recomputation.
 RECOMPUTED_BLOCKS = 2
-# The decoder's widest layers: 128 channels in bf16, four live tensors; videos are decoded in short chunks.
-DECODE_BYTES_PER_PIXEL = 128 * BYTES_BF16 * 4
+# The decoder's widest layers: 128 channels, four live tensors; videos are decoded in short chunks.
+DECODE_VALUES_PER_PIXEL = 128 * 4
 DECODE_FRAMES_AT_ONCE = 4
 
 
@@ -55,8 +55,9 @@ def generator_memory(
             workload, workload.held_out_tokens, 1 / lane_cards, workload.held_out_size or sample
         ),
     )
+    vae = workload.facts.vae_parameters * workload.vae_value_bytes
     return MemoryReport(
-        weights_gib=(workload.weight_bytes / lane_cards + adapters) / GIB,
+        weights_gib=(workload.weight_bytes / lane_cards + adapters + vae) / GIB,
         optimizer_gib=0.0,
         activations_gib=working / GIB,
         available_gib=available_gib(card, headroom),
@@ -70,7 +71,8 @@ def _denoising_and_decoding(
     height, width, frames = size
     block_bytes = workload.activations_per_block * workload.facts.block_hidden_bytes(tokens)
     denoising = samples * workload.branches * RECOMPUTED_BLOCKS * block_bytes
-    return denoising, height * width * min(frames, DECODE_FRAMES_AT_ONCE) * DECODE_BYTES_PER_PIXEL
+    decoded_values = height * width * min(frames, DECODE_FRAMES_AT_ONCE) * DECODE_VALUES_PER_PIXEL
+    return denoising, decoded_values * workload.vae_value_bytes
 
 
 def trainer_memory(

@@ -231,24 +231,15 @@ def tiny_image_vae(scaling_factor: float, shift_factor: float) -> AutoencoderKL:
 IMAGE = SampleSize(height=32, width=32)
 VIDEO = SampleSize(height=32, width=32, frames=5)
 
+
+def _with_guidance(argument: str) -> Callable[[Any, float], dict[str, Any]]:
+    return lambda model, scale: {argument: scale, "max_sequence_length": model.text_tokens}
+
+
 TINY_MODELS: dict[str, TinyModel] = {
-    "sd3": TinyModel(
-        _sd3, IMAGE, lambda model, scale: {"guidance_scale": scale, "max_sequence_length": model.t5_length}
-    ),
-    "flux": TinyModel(
-        _flux, IMAGE, lambda model, scale: {"guidance_scale": scale, "max_sequence_length": model.t5_length}
-    ),
-    "qwen_image": TinyModel(
-        _qwen_image,
-        IMAGE,
-        lambda _, scale: {"true_cfg_scale": scale, "max_sequence_length": qwen_image.TEXT_LENGTH},
-    ),
-    "wan": TinyModel(
-        _wan, VIDEO, lambda model, scale: {"guidance_scale": scale, "max_sequence_length": model.text_length}
-    ),
-    "hunyuan_video": TinyModel(
-        _hunyuan_video,
-        VIDEO,
-        lambda _, scale: {"guidance_scale": scale, "max_sequence_length": hunyuan_video.TEXT_LENGTH},
-    ),
+    "sd3": TinyModel(_sd3, IMAGE, _with_guidance("guidance_scale")),
+    "flux": TinyModel(_flux, IMAGE, _with_guidance("guidance_scale")),
+    "qwen_image": TinyModel(_qwen_image, IMAGE, _with_guidance("true_cfg_scale")),
+    "wan": TinyModel(_wan, VIDEO, _with_guidance("guidance_scale")),
+    "hunyuan_video": TinyModel(_hunyuan_video, VIDEO, _with_guidance("guidance_scale")),
 }

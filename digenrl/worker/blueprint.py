@@ -92,6 +92,7 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
         raise ConfigError(
             f"model.negative_prompt: {family.name} has embedded guidance and takes none; leave it out"
         )
+    family.check_text_tokens(recipe.model.text_tokens)
     if recipe.model.random:
         family.full_size(recipe.model.random_size)
     else:
@@ -155,11 +156,26 @@ def load_model(blueprint: Blueprint, device: str, for_a_run: bool = True) -> Dif
     Compiling takes about a minute, which pays off `for_a_run` but not for a few pictures.
     """
     recipe, family = blueprint.recipe, blueprint.family
+    vae_dtype, text_tokens = vae_dtype_of(recipe), recipe.model.text_tokens
     if recipe.model.random:
-        model = family.build_full(dtype_of(recipe), device, recipe.model.random_size, seed=recipe.seed)
+        model = family.build_full(
+            dtype_of(recipe),
+            device,
+            recipe.model.random_size,
+            seed=recipe.seed,
+            vae_dtype=vae_dtype,
+            text_tokens=text_tokens,
+        )
     else:
         with _loading_errors_in_one_line(recipe):
-            model = family.load(source_of(recipe), dtype_of(recipe), device, text_encoders=False)
+            model = family.load(
+                source_of(recipe),
+                dtype_of(recipe),
+                device,
+                text_encoders=False,
+                vae_dtype=vae_dtype,
+                text_tokens=text_tokens,
+            )
     lora = recipe.training.lora
     if lora is not None:
         add_lora(model, lora.rank, lora.alpha, recipe.seed, lora.targets, lora.init)
@@ -203,15 +219,16 @@ def lora_targets(recipe: Recipe, family: Family) -> Targets:
 
 def load_text_encoders(blueprint: Blueprint, device: str, shares_device: bool = False) -> TextEncoder:
     """The recipe's text encoders. On a GPU shared with training they are offloaded between calls."""
-    recipe = blueprint.recipe
+    recipe, family = blueprint.recipe, blueprint.family
+    tokens = recipe.model.text_tokens
     if recipe.model.random:
-        return RandomTextEncoder(blueprint.family, dtype_of(recipe), recipe.model.random_size)
+        return RandomTextEncoder(family, dtype_of(recipe), recipe.model.random_size, tokens)
+    offloaded = shares_device and device.startswith("cuda")
     with _loading_errors_in_one_line(recipe):
-        if shares_device and device.startswith("cuda"):
-            return OffloadedTextEncoder(
-                blueprint.family.load_text_encoders(source_of(recipe), dtype_of(recipe)), device
-            )
-        return blueprint.family.load_text_encoders(source_of(recipe), dtype_of(recipe), device)
+        model = family.load_text_encoders(
+            source_of(recipe), dtype_of(recipe), "cpu" if offloaded else device, text_tokens=tokens
+        )
+        return OffloadedTextEncoder(model, device) if offloaded else model
 
 
 @contextmanager
@@ -228,6 +245,12 @@ def _loading_errors_in_one_line(recipe: Recipe) -> Iterator[None]:
 def dtype_of(recipe: Recipe) -> torch.dtype:
     """The dtype of the frozen weights."""
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
+    return dtype
+
+
+def vae_dtype_of(recipe: Recipe) -> torch.dtype:
+    """The dtype in which samples are decoded."""
+    dtype: torch.dtype = getattr(torch, recipe.model.vae_dtype)
     return dtype
 
 

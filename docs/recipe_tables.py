@@ -253,7 +253,7 @@ def _deviations_table(runs: Mapping[str, PublishedRun]) -> str:
         [f"`{key}`", published, here, reason, _names(names, len(runs))]
         for (key, published, here, reason), names in sorted(groups.items(), key=lambda each: _order(each[0][0]))
     ]
-    return _table(["key", "published", "recipe", "reason", "recipes"], rows)
+    return _table(["setting", "published", "recipe", "reason", "recipes"], rows)
 
 
 def _differences_table(runs: Mapping[str, PublishedRun]) -> str:

@@ -149,8 +149,8 @@ def published_page() -> str:
         rows = []
         for key, published, here in run.compared(shipped_recipe(name)):
             mark = f"**{here}**" if key in run.deviations else here
-            rows.append([f"`{key}`", published, mark, run.source.link(run.places[key], run.places[key])])
-        title = f"`{run.name}` of {run.source.link(run.source.name, run.at)}"
+            rows.append([f"`{key}`", published, mark, run.places[key]])
+        title = f"`{run.name}` ({run.source.link(run.at, run.at)}) of {run.source.name}"
         parts += [f"## {name}", title, _table(["key", "published", "recipe", "set in"], rows)]
     return "\n\n".join(parts) + "\n"
 
@@ -198,7 +198,7 @@ def _comparable(key: str, ours: Any, published: Any) -> Any:
     if key != "rewards":
         return ours
     known = {name for reward in published for name in reward}
-    return [{name: reward[name] for name in sorted(known & reward.keys())} for reward in ours]
+    return [{name: value for name, value in reward.items() if name in known} for reward in ours]
 
 
 def _shipped_table(runs: Mapping[str, PublishedRun], derived: Mapping[str, Derived]) -> str:

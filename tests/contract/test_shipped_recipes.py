@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.recipe import LaneSettings, Recipe
 from digenrl.config.recipe_files import read_recipe, shipped_recipes
 from digenrl.generation.windows import choose_steps
+from digenrl.models.lora import target_layers
 from digenrl.models.registry import FAMILIES, find_family
 from digenrl.prompts.sources import read_prompts
 from digenrl.records import SampleId
+from digenrl.worker.blueprint import lora_targets, read_blueprint, transformer_without_weights
 
 ONE_GPU = ("sd3_one_gpu", "flux_one_gpu", "qwen_image_one_gpu")
 OTHER_ALGORITHMS = ("sd3_flow_grpo_fast", "sd3_grpo_guard", "sd3_flow_dpo", "sd3_diffusion_nft", "flux_mix_grpo")
@@ -101,3 +104,31 @@ def test_the_demo_is_evaluated_on_held_out_prompts() -> None:
     held_out = {prompt.text for prompt in read_prompts(recipe.evaluation.prompts)}
     assert train and held_out and not train & held_out
     assert recipe.training.lora is None and recipe.training.autocast == "off"
+
+
+@each_recipe
+def test_its_family_and_algorithm_support_its_settings(name: str) -> None:
+    recipe = read_recipe(name, [] if name == "demo" else ["model.source=random"])
+    assert read_blueprint(recipe).recipe == recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "million_parameters"),
+    [
+        ("sd3_flow_grpo", 191, 18.8),
+        ("flux_flow_grpo", 342, 179.3),
+        ("flux_dance_grpo", 190, 149.4),
+        ("qwen_image_flow_grpo", 720, 424.7),
+    ],
+)
+def test_its_adapters_have_the_published_size(name: str, layers: int, million_parameters: float) -> None:
+    blueprint = read_blueprint(read_recipe(name, ["model.source=random"]))
+    lora = blueprint.recipe.training.lora
+    assert lora is not None
+    modules = dict(transformer_without_weights(blueprint).named_modules())
+    adapted = [
+        modules[path] for path in target_layers(modules[""], lora_targets(blueprint.recipe, blueprint.family))
+    ]
+    assert len(adapted) == layers
+    sides = sum(layer.in_features + layer.out_features for layer in adapted if isinstance(layer, nn.Linear))
+    assert lora.rank * sides == pytest.approx(million_parameters * 1e6, rel=3e-3)

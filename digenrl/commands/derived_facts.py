@@ -15,10 +15,11 @@ from digenrl.config.recipe import Recipe
 from digenrl.models.contract import SampleSize
 from digenrl.models.family import Family
 from digenrl.models.loading import building_on, keep_fp32_modules, pipeline_without
+from digenrl.models.lora import Targets, check_targets
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import find_family
-from digenrl.models.work_count import TextShapes, count_work
-from digenrl.planning.model_facts import ModelFacts, typical_costs
+from digenrl.models.work_count import TextShapes, added_activations, count_work, lora_linears
+from digenrl.planning.model_facts import Execution, ModelFacts, typical_costs
 from digenrl.planning.recipe_workload import model_name
 from digenrl.worker.blueprint import source_of
 
@@ -31,22 +32,43 @@ def derive_facts(recipe: Recipe) -> ModelFacts:
     family, sample = find_family(recipe.model.family), recipe.sample
     size = SampleSize(sample.height, sample.width, sample.frames)
     source, name = Path(source_of(recipe)), model_name(recipe)
+    targets = None if recipe.training.lora is None else recipe.training.lora.targets
     if (source / "transformer" / "config.json").is_file():
-        return facts_of(family, name, *_local_model(family, source, recipe.model.text_tokens), size)
+        return facts_of(family, name, *_local_model(family, source, recipe.model.text_tokens), size, targets)
     published = recipe.model.random_size if recipe.model.random else _size_in(name, family)
     if published is None:
         published = next(iter(family.sizes))
         name = f"{name} (as {family.name} {published})"
     text_tokens = recipe.model.text_tokens
     model = family.build_full(torch.bfloat16, "meta", published, text_tokens=text_tokens)
-    return facts_of(family, name, model, family.text_shapes(published, text_tokens), size)
+    return facts_of(family, name, model, family.text_shapes(published, text_tokens), size, targets)
+
+
+def with_targets(facts: ModelFacts, recipe: Recipe) -> ModelFacts:
+    """Facts that were fitted with the family's LoRA targets, for a recipe that has others; counted from shapes."""
+    assert recipe.training.lora is not None and recipe.training.lora.targets is not None
+    family, targets = find_family(recipe.model.family), recipe.training.lora.targets
+    transformer = _published_transformer(recipe, family)
+    check_targets(transformer, targets)
+    usual = family.model_class.lora_targets
+    more = added_activations(transformer, targets, usual, facts.hidden)
+    changes: dict[str, Any] = {"lora_linears": lora_linears(transformer, targets, facts.hidden)}
+    for name in ("eager", "compiled"):
+        execution: Execution = getattr(facts, name)
+        changes[name] = execution.model_copy(update={"activations": execution.activations + more})
+    return facts.model_copy(update=changes)
 
 
 def facts_of(
-    family: Family, name: str, model: PipelineModel, text_shapes: TextShapes, size: SampleSize
+    family: Family,
+    name: str,
+    model: PipelineModel,
+    text_shapes: TextShapes,
+    size: SampleSize,
+    targets: Targets | None = None,
 ) -> ModelFacts:
     """Facts of a model on the meta device, counted with a sample of this size."""
-    count = asdict(count_work(model, text_shapes, size))
+    count = asdict(count_work(model, text_shapes, size, targets))
     costs = typical_costs(count.pop("activations"), family.kind)
     facts = {
         "name": name,
@@ -81,6 +103,15 @@ def _local_model(family: Family, source: Path, text_tokens: int | None) -> tuple
     model = family.model_class(pipeline)
     model.set_text_tokens(text_tokens)
     return model, shapes
+
+
+def _published_transformer(recipe: Recipe, family: Family) -> Any:
+    """The transformer of a local pipeline or of the family's published size, on the meta device."""
+    source = Path(source_of(recipe))
+    if (source / "transformer" / "config.json").is_file():
+        return family.transformer_without_weights(source)
+    published = recipe.model.random_size if recipe.model.random else _size_in(model_name(recipe), family)
+    return family.build_transformer(torch.bfloat16, "meta", published)
 
 
 def _width(published_width: int, published: Mapping[str, Any], config: Mapping[str, Any]) -> int:

@@ -65,13 +65,15 @@ def add_lora(
         raise ValueError(f"{model.family} already has LoRA adapters; a model takes one set")
     transformer: Any = model.transformer
     if targets is not None:
-        target_layers(transformer, targets)
+        check_targets(transformer, targets)
     config = lora_config(rank, alpha, model.lora_targets if targets is None else targets)
     config._register_custom_module({nn.Linear: AdaptedLinear})
     transformer.add_adapter(config, ADAPTER)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in adapter_parameters(model).items():
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+        if parameter.is_meta:  # only shapes are wanted
+            continue
         if ".lora_A." not in name:
             parameter.data.zero_()
             continue
@@ -90,22 +92,32 @@ def lora_config(rank: int, alpha: float, targets: Targets) -> LoraConfig:
 
 
 def target_layers(transformer: nn.Module, targets: Targets) -> list[str]:
-    """The paths of the layers that the targets match, in the transformer's order.
+    """The paths of the linear layers that the targets match, in the transformer's order."""
+    patterns = _patterns(targets).values()
+    return [path for path in _linears(transformer) if any(re.fullmatch(each, path) for each in patterns)]
 
-    Raises ConfigError if a target matches nothing, or something that is not a linear layer.
-    """
-    modules = dict(transformer.named_modules())
-    known = sorted({layer_kind(path) for path, module in modules.items() if isinstance(module, nn.Linear)})
-    found: set[str] = set()
-    for target in [targets] if isinstance(targets, str) else targets:
-        pattern = target if isinstance(targets, str) else rf"(.*\.)?{re.escape(target)}"
-        matching = {path for path in modules if re.fullmatch(pattern, path)}
-        others = sorted(path for path in matching if not isinstance(modules[path], nn.Linear))
+
+def check_targets(transformer: nn.Module, targets: Targets) -> None:
+    """Raises ConfigError if a target matches nothing, or something that is not a linear layer."""
+    linears = _linears(transformer)
+    known = sorted({layer_kind(path) for path in linears})
+    for target, pattern in _patterns(targets).items():
+        matching = [path for path, _ in transformer.named_modules() if re.fullmatch(pattern, path)]
+        others = [path for path in matching if path not in linears]
         if not matching or others:
             what = f"{others[0]}, which is not a linear layer" if others else "no layer"
             raise ConfigError(f"{TARGETS}: '{target}' matches {what}; {nearest(target, known)}", TARGETS)
-        found |= matching
-    return [path for path in modules if path in found]
+
+
+def _patterns(targets: Targets) -> dict[str, str]:
+    """A regular expression for whole paths by target."""
+    if isinstance(targets, str):
+        return {targets: targets}
+    return {target: rf"(.*\.)?{re.escape(target)}" for target in targets}
+
+
+def _linears(transformer: nn.Module) -> dict[str, nn.Linear]:
+    return {path: module for path, module in transformer.named_modules() if isinstance(module, nn.Linear)}
 
 
 def layer_kind(path: str) -> str:

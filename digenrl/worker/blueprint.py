@@ -27,7 +27,7 @@ from digenrl.models.compiled import compile_blocks
 from digenrl.models.contract import DiffusionModel, SampleSize, Schedule, TextEncoder
 from digenrl.models.family import Family
 from digenrl.models.loading import check_source
-from digenrl.models.lora import Targets, add_lora, target_layers
+from digenrl.models.lora import Targets, add_lora, check_targets, target_layers
 from digenrl.models.lora_start import check_start, read_lora, start_from
 from digenrl.models.offloaded_text_encoder import OffloadedTextEncoder
 from digenrl.models.random_text_encoder import RandomTextEncoder
@@ -198,8 +198,10 @@ def check_adapters(blueprint: Blueprint) -> None:
         transformer = transformer_without_weights(blueprint)
     except OSError:
         return
-    layers = target_layers(transformer, lora_targets(recipe, blueprint.family))
+    if lora.targets is not None:
+        check_targets(transformer, lora.targets)
     if lora.start_from is not None:
+        layers = target_layers(transformer, lora_targets(recipe, blueprint.family))
         check_start(read_lora(Path(lora.start_from), blueprint.family.pipeline_class), set(layers), lora.rank)
 
 

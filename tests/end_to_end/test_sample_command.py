@@ -186,11 +186,11 @@ def printed(averaged_run: Path) -> str:
     return sample(averaged_run, "--out", averaged_run / "pictures")
 
 
-def test_the_exported_average_is_sampled_and_mentioned(averaged_run: Path, printed: str) -> None:
+def test_the_exported_average_is_sampled_and_mentioned_as_in_evaluations(averaged_run: Path, printed: str) -> None:
     assert "step_000002 (moving average): 3 samples" in printed
-    assert "evaluations use" in printed
+    assert "evaluations use" not in printed
     assert f"wrote {averaged_run / 'pictures' / 'grid.png'}" in printed
-    assert not same_pixels(averaged_run / "pictures" / "grid.png", averaged_run / "samples" / "step_000002.png")
+    assert same_pixels(averaged_run / "pictures" / "grid.png", averaged_run / "samples" / "step_000002.png")
 
 
 def test_untrained_adapters_change_nothing(averaged_run: Path, tmp_path: Path) -> None:
@@ -214,7 +214,8 @@ def test_the_printed_lines_load_adapters_into_diffusers(averaged_run: Path, prin
     parameters = names["pipe"].transformer.named_parameters()
     adapters = {name.replace(".default_0.", ".default."): value for name, value in parameters if ".lora_" in name}
     assert adapters.keys() == average.keys() != set()
-    assert all(torch.equal(adapters[name], value) for name, value in average.items())
+    for name, value in average.items():  # alpha / rank is 32
+        assert torch.equal(adapters[name], value * 32 if ".lora_B." in name else value)
 
 
 # --- Runs that were never trained -------------------------------------------------------------------------------

@@ -103,10 +103,12 @@ def test_a_batch_wide_scale_waits_for_all_rewards_of_the_batch():
     assert trainer.can_commit()
 
 
-def test_the_moving_average_follows_every_few_updates():
+@pytest.mark.parametrize(("warmup", "decay"), [(False, 0.75), (True, 0.25)])
+def test_the_moving_average_follows_every_few_updates(warmup, decay):
     algorithm = lively("dance_grpo")
     model = toy()
-    settings = TrainerSettings(pack_size=8, learning_rate=0.1, ema=EmaSettings(decay=0.75, every_updates=2))
+    ema = EmaSettings(decay=0.75, every_updates=2, warmup=warmup)
+    settings = TrainerSettings(pack_size=8, learning_rate=0.1, ema=ema)
     start, seen = weights_of(model), []
     trainer = None
     for batch in range(3):
@@ -116,8 +118,26 @@ def test_the_moving_average_follows_every_few_updates():
             trainer.add_group(group)
         trainer.commit()
         seen.append(weights_of(model))
-    expected = {name: 0.75 * start[name] + 0.25 * seen[1][name] for name in start}
+    expected = {name: decay * start[name] + (1 - decay) * seen[1][name] for name in start}
     assert relative_difference(trainer.state_at_last_version().average, expected) < 1e-12
+
+
+def test_the_learning_rate_grows_linearly_from_zero():
+    algorithm = lively("dance_grpo")
+    model = toy()
+    settings = TrainerSettings(pack_size=8, learning_rate=0.1, learning_rate_warmup=2)
+    rates, weights = [], [weights_of(model)]
+    trainer = None
+    for batch in range(4):
+        groups = scored_groups(model, algorithm, Rollout(step=batch, version=batch))
+        trainer = trainer or trainer_of(model, algorithm, groups, settings)
+        for group in groups:
+            trainer.add_group(group)
+        trainer.commit()
+        rates.append(state_of(trainer).optimizer.scalars["lr"])
+        weights.append(weights_of(model))
+    assert rates == [0.0, 0.05, 0.1, 0.1]
+    assert same_weights(weights[0], weights[1]) and not same_weights(weights[1], weights[2])
 
 
 def test_a_policy_that_follows_slowly_is_the_one_to_generate_with():
@@ -145,7 +165,8 @@ def test_a_policy_that_follows_slowly_is_the_one_to_generate_with():
 @pytest.mark.parametrize("lora", [True, False])
 def test_a_saved_and_loaded_trainer_continues_with_the_same_bits(lora):
     algorithm = build_algorithm("diffusion_nft", {"old_decay_growth": 0.25, "updates_per_batch": 2})
-    settings = TrainerSettings(pack_size=8, learning_rate=0.01, ema=EmaSettings(decay=0.5, every_updates=1))
+    ema = EmaSettings(decay=0.5, every_updates=1, warmup=True)
+    settings = TrainerSettings(pack_size=8, learning_rate=0.01, learning_rate_warmup=4, ema=ema)
     model = toy(lora=lora)
     batches = [scored_groups(model, algorithm, Rollout(steps=4, step=step, version=step)) for step in range(2)]
 

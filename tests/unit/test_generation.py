@@ -181,7 +181,8 @@ def test_every_kind_of_window_plans_only_trainable_steps() -> None:
 @pytest.mark.parametrize(
     "stochastic, kept, level, message",
     [
-        ((4, 5), (4,), 0.7, "step 5 cannot be stochastic in a schedule of 6 steps; use steps 0 to 4"),
+        ((4, 6), (4,), 0.7, "step 6 cannot be stochastic in a schedule of 6 steps; use steps 0 to 5"),
+        ((4, 5), (4, 5), 0.7, "step 5 is the last and is never trained"),
         ((-1, 0), (0,), 0.7, "step -1 cannot be stochastic"),
         ((1, 2), (1, 3), 0.7, "step 3 is kept for training but has no noise"),
         ((1, 2), (2, 1), 0.7, "ascending"),

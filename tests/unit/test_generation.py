@@ -43,11 +43,17 @@ def plans_of(
     size: SampleSize = TOY_SIZE,
     noise: StepNoise = FLOW,
     guidance: float = 3.0,
+    last_step_noise: bool = False,
 ) -> tuple[RolloutPlan, ...]:
-    schedule = model.schedule(STEPS, size)
-    samples = slice_.samples()
     return plan_rollouts(
-        window, samples, schedule=schedule, size=size, noise=noise, guidance=guidance, run_seed=RUN_SEED
+        window,
+        slice_.samples(),
+        schedule=model.schedule(STEPS, size),
+        size=size,
+        noise=noise,
+        guidance=guidance,
+        run_seed=RUN_SEED,
+        last_step_noise=last_step_noise,
     )
 
 
@@ -176,6 +182,21 @@ def test_every_kind_of_window_plans_only_trainable_steps() -> None:
         for plan in plans_of(model, slice_, window):
             assert len(plan.kept_steps) <= window.kept_steps(STEPS)
             assert set(plan.kept_steps) <= set(plan.stochastic_steps) <= set(range(STEPS - 1))
+
+
+@pytest.mark.parametrize("window", [AllSteps(), RandomSubset(fraction=0.6)])
+def test_noise_in_the_last_step_changes_the_sample_and_is_never_kept(window: Window) -> None:
+    model, slice_ = ToyModel(), Slice(0, 0, 0, 2)
+    without = generate(model, slice_, window)
+    with_noise = generate(model, slice_, window, last_step_noise=True)
+    for one, other in zip(without.trajectories, with_noise.trajectories, strict=True):
+        assert other.plan.stochastic_steps == tuple(range(STEPS))
+        assert one.plan.kept_steps == other.plan.kept_steps and STEPS - 1 not in other.plan.kept_steps
+        assert torch.equal(one.log_prob_K, other.log_prob_K)
+    sigma = float(model.schedule(STEPS, TOY_SIZE).sigmas[-2])
+    std = FLOW.level * sigma / (1 - sigma) ** 0.5  # a sqrt(sigma / (1 - sigma)) sqrt(h), and h = sigma
+    spread = (with_noise.final_BL - without.final_BL).std().item()
+    assert spread == pytest.approx(std, rel=0.3)
 
 
 @pytest.mark.parametrize(

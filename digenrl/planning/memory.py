@@ -109,7 +109,7 @@ def activation_gib(workload: Workload, pairs: int, checkpointing: bool) -> float
         per_row = facts.blocks * hidden_bytes + RECOMPUTED_BLOCKS * block_bytes
     else:
         per_row = facts.blocks * block_bytes
-    return pairs * workload.branches * per_row / GIB
+    return pairs * workload.trained_branches * per_row / GIB
 
 
 def smallest_lane(workload: Workload, card: Card, per_node: int, headroom: float) -> int | None:

@@ -199,6 +199,8 @@ def _training(recipe: Recipe) -> dict[str, Any]:
         "trained_share": algorithm.trained_steps(steps, recipe.window) / steps,
         "trained_per_prompt": algorithm.trained_samples(recipe.batch.samples_per_prompt),
         "updates_per_batch": updates,
+        "parts_per_group": updates if algorithm.updates_of == "samples" else 1,
+        "renoised": algorithm.replays == "renoised",
         "reference_forward": algorithm.needs.reference,
         "old_policy_forward": old_policy,
         "float32_weights": recipe.model.dtype == "float32",

@@ -25,10 +25,11 @@ Tuning = Literal["lora", "full"]
 class Workload(Frozen):
     """The settings of a training job that affect its costs.
 
-    `trained_per_prompt` samples of each group are trained, all by default. `old_policy_forward` is the share of
-    (sample, time-step) pairs that also need a forward of the policy before the update. `held_out_size` is the
-    height, width and frames of an evaluation's samples, if they differ. Without `model_facts` only measured costs
-    are available.
+    `trained_per_prompt` samples of each group are trained, all by default, in `parts_per_group` parts: several if
+    every update trains samples of every group. `old_policy_forward` is the share of (sample, time-step) pairs that
+    also need a forward of the policy before the update. `renoised` training noises final latents again: it needs
+    no guidance, and no level is excluded. `held_out_size` is the height, width and frames of an evaluation's
+    samples, if they differ. Without `model_facts` only measured costs are available.
     """
 
     model: str
@@ -46,7 +47,9 @@ class Workload(Frozen):
     samples_per_prompt: Whole
     trained_per_prompt: Whole | None = None
     updates_per_batch: Whole = 1
+    parts_per_group: Whole = 1
     guidance: bool = True
+    renoised: bool = False
     reference_forward: bool = False
     old_policy_forward: Annotated[float, Field(ge=0, le=1)] = 0.0
     float32_weights: bool = False
@@ -105,13 +108,19 @@ class Workload(Frozen):
 
     @property
     def branches(self) -> int:
-        """Rows of the batch per sample: two if guidance needs an unconditional forward."""
+        """Rows of a rollout's batch per sample: two if guidance needs an unconditional forward."""
         return 2 if self.guidance and self.facts.guidance == "batched" else 1
 
     @property
+    def trained_branches(self) -> int:
+        """Rows of a training pass per (sample, time-step) pair."""
+        return 1 if self.renoised else self.branches
+
+    @property
     def pairs_per_sample(self) -> int:
-        """Trained time-steps of one sample; the last denoising step is never trained."""
-        return max(1, min(round(self.trained_share * self.denoise_steps), self.denoise_steps - 1))
+        """Trained time-steps of one sample; the last denoising step itself is never trained."""
+        most = self.denoise_steps if self.renoised else self.denoise_steps - 1
+        return max(1, min(round(self.trained_share * self.denoise_steps), most))
 
     @property
     def samples_per_step(self) -> int:

@@ -201,10 +201,10 @@ class Family:
         shapes, length = self.full_size(size).text_shapes, self.model_class.text_length
         if text_tokens is None or length is None:
             return shapes
-        tokens = next(shape[0] for shape in shapes.values() if len(shape) > 1)
         more = text_tokens - length.default
         return {
-            name: (shape[0] + more, *shape[1:]) if shape[0] == tokens else shape for name, shape in shapes.items()
+            name: (shape[0] + more, *shape[1:]) if len(shape) > 1 or "mask" in name else shape
+            for name, shape in shapes.items()
         }
 
     def check_text_tokens(self, text_tokens: int | None) -> None:

@@ -184,9 +184,8 @@ def without_padding(text: Mapping[str, Tensor | None], mask_name: str) -> Mappin
     if not bool(padded_at_the_end.all()):
         return text
     longest = int(length_B.max())
-    columns = mask_BT.shape[1]
     cut = {
-        name: value[:, :longest] if value is not None and value.ndim > 1 and value.shape[1] == columns else value
+        name: value[:, :longest] if value is not None and (value.ndim == 3 or name == mask_name) else value
         for name, value in text.items()
     }
     return cut | {mask_name: None} if int(length_B.min()) == longest else cut

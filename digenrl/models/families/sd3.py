@@ -28,6 +28,7 @@ from digenrl.models.family import Component, Family, FullSize
 from digenrl.models.pipeline_model import PipelineModel, TextLength, schedule_of
 
 TEXT_LENGTH = TextLength("tokenizer_3", default=256, most=512)  # of T5's part; the pipeline's default and limit
+CLIP_TEXT = "clip_hidden_states"  # instead of encoder_hidden_states, if there is no T5
 
 
 class SD3Model(PipelineModel):
@@ -71,15 +72,16 @@ class SD3Model(PipelineModel):
             for index in range(2)
         ]
         text_BTD, pooled_BD = (torch.cat(values, dim=-1) for values in zip(*parts, strict=True))
-        return {"encoder_hidden_states": text_BTD, "pooled_projections": pooled_BD}
+        return {CLIP_TEXT: text_BTD, "pooled_projections": pooled_BD}
 
-    def _padded(self, text: Text) -> dict[str, Tensor | None]:
-        """The text at its full length and width; shorter than that only if it was encoded without T5."""
-        text_BTD = text["encoder_hidden_states"]
-        assert text_BTD is not None, "the transformer's text is never optional"
-        width = self.pipeline.transformer.config.joint_attention_dim - text_BTD.shape[2]
-        tokens = self.text_tokens if width else 0
-        return {**text, "encoder_hidden_states": functional.pad(text_BTD, (0, width, 0, tokens))}
+    def _with_t5_part(self, text: Text) -> Text:
+        """The transformer's text arguments: if there is no T5, CLIP's text is padded with zeros."""
+        clip_BTD = text.get(CLIP_TEXT)
+        if clip_BTD is None:
+            return text
+        width = self.pipeline.transformer.config.joint_attention_dim - clip_BTD.shape[2]
+        padded_BTD = functional.pad(clip_BTD, (0, width, 0, self.text_tokens))
+        return {"encoder_hidden_states": padded_BTD, "pooled_projections": text["pooled_projections"]}
 
     def schedule(self, steps: int, size: SampleSize) -> Schedule:
         """Shifted by a fixed amount, or by the number of tokens if the scheduler's configuration says so."""
@@ -104,9 +106,9 @@ class SD3Model(PipelineModel):
         guidance: float,
         size: SampleSize,
     ) -> Tensor:
-        negative = None if conditioning.negative is None else self._padded(conditioning.negative)
-        padded = Conditioning(self._padded(conditioning.positive), negative)
-        return guided_velocity(self, latents_BL, timesteps_B, padded, guidance)
+        negative = None if conditioning.negative is None else self._with_t5_part(conditioning.negative)
+        text = Conditioning(self._with_t5_part(conditioning.positive), negative)
+        return guided_velocity(self, latents_BL, timesteps_B, text, guidance)
 
     @torch.no_grad()
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:

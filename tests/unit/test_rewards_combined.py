@@ -119,7 +119,7 @@ def test_a_users_function_gets_pixels_prompts_metadata_and_its_arguments(
     assert reward.score(PIXELS, ["a", "bb", "ccc"], [{}, {"extra": 10}, {}]).values == (1.5, 12.5, 3.5)
     with pytest.raises(ConfigError, match=r"'longr'.*'longer'"):
         build_reward(parse_reward("users_own:longr"))
-    with pytest.raises(ConfigError, match=r"'nowhere_to_be_found'.*PYTHONPATH"):
+    with pytest.raises(ConfigError, match=r"'nowhere_to_be_found'.*python_path"):
         build_reward(parse_reward("nowhere_to_be_found.sub:f"))
 
 

@@ -8,6 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 import pytest
+from doc_pages import DOCS, DocPage
 from typer.testing import CliRunner, Result
 
 from digenrl.cli import app
@@ -157,6 +158,19 @@ def test_every_rule_of_a_grammar_is_used_and_every_slot_has_a_rule(module: str) 
     slots = {slot[4].lower() for text in texts for slot in SLOT.finditer(text) if slot[4]}
     assert slots <= set(grammar.rules)
     assert all(len(set(rule)) >= len(rule) - 1 and rule for rule in grammar.rules.values()), "no word twice"
+
+
+def test_the_documentation_has_every_set_with_its_columns() -> None:
+    page = DocPage(DOCS / "recipes.md")
+    rows = {name: cells for cells in page.table("set") for name in re.findall(r"`(\w+)`", cells[0])}
+    assert set(rows) == set(PROMPT_SETS)
+    for name in PROMPT_SETS.keys() - {"counts", "colors", "positions"}:  # as `objects`
+        columns = set(re.findall(r"`(\w+)`", rows[name][3]))
+        assert columns == set(PROMPT_SETS[name].columns)
+        assert rows[name][1] == PROMPT_SETS[name].description
+    example = json.loads(page.blocks("json")[0])
+    generated = json.loads(PROMPT_SETS["positions"].prompts(count=1)[0].as_json_line())
+    assert example.keys() == generated.keys() and example["objects"][0].keys() == generated["objects"][0].keys()
 
 
 def command(*arguments: object) -> Result:

@@ -40,8 +40,8 @@ def import_object(path: str, what: str, kind: str = "object") -> Any:
                 f"{what} '{path}': no module named '{error.name}'; put it into the current folder or beside the "
                 "recipe, name its folder (python_path=[FOLDER]), or install it"
             ) from None
-        frames = [each for each in extract_tb(error.__traceback__) if not each.filename.startswith("<frozen")]
-        where = f" in {frames[-1].filename}, line {frames[-1].lineno}" if len(frames) > 1 else ""
+        last = extract_tb(error.__traceback__)[-1]  # a syntax error names its line itself
+        where = "" if isinstance(error, SyntaxError) else f" in {last.filename}, line {last.lineno}"
         reason = f"{type(error).__name__}{where}: {one_line(error)}"
         raise ConfigError(f"{what} '{path}': {module_name} cannot be imported: {reason}") from error
     if not hasattr(module, name):

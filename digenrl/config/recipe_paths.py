@@ -65,7 +65,7 @@ def place_paths(content: dict[str, Any], folder: Path, given_here: set[str]) -> 
     listed, base = content.get("python_path"), here if "python_path" in given_here else there
     folders = [str(base / _from_home(text)) for text in listed or () if isinstance(text, str)]
     for path, key in _import_paths(content):
-        places = (here,) if _given(key, given_here) else (there, here)
+        places = (here, there) if _given(key, given_here) else (there, here)
         folders += [str(place) for place in places if has_module(place, path)][:1]
     if folders:
         content["python_path"] = list(dict.fromkeys(folders))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import TypeVar
 
@@ -16,14 +18,11 @@ class Draw:
     """Random choices that depend on a key alone: the same on every machine and in every version of Python."""
 
     def __init__(self, key: str) -> None:
-        self._key = key
-        self._drawn = 0
+        self._numbers = _random_numbers(key)
 
     def below(self, count: int) -> int:
         """A number from 0 to count - 1."""
-        digest = blake2b(f"{self._key}/{self._drawn}".encode(), digest_size=8).digest()
-        self._drawn += 1
-        return int.from_bytes(digest, "big") % count
+        return next(self._numbers) % count
 
     def one(self, items: Sequence[Item]) -> Item:
         """One of the items."""
@@ -33,6 +32,11 @@ class Draw:
         """`count` different items, in random order."""
         left = list(items)
         return [left.pop(self.below(len(left))) for _ in range(count)]
+
+
+def _random_numbers(key: str) -> Iterator[int]:
+    for block in itertools.count():
+        yield from struct.unpack(">8Q", blake2b(f"{key}/{block}".encode()).digest())
 
 
 class Grammar:

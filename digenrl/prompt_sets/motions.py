@@ -109,7 +109,7 @@ RULES = {
     ),
     "look": listed(
         """
-        -; -; realistic; cinematic; on 16 mm film; in the style of a documentary; animated film; ,
+        -; -; realistic; cinematic; on 16 mm film; in the style of a documentary; animated film;
         stop-motion animation; black and white; warm colors
         """
     ),

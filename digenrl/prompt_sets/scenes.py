@@ -18,7 +18,7 @@ RULES = {
     ),
     "doing": listed(
         """
-        reading a letter; laughing; looking into the distance; walking through the rain; drinking tea; holding
+        reading a letter; laughing; looking into the distance; walking home; drinking tea; holding
         a lantern; feeding birds; waiting for a train; playing the accordion; mending a net; writing in a
         notebook; standing on a hill; warming their hands at a fire; carrying a basket of fruit; resting in
         the shade; looking at the stars; listening to an old radio; painting at an easel
@@ -26,9 +26,9 @@ RULES = {
     ),
     "animal": listed(
         """
-        a red fox; a snowy owl; a sleeping tabby cat; a golden retriever puppy; a black stallion; an elephant
-        calf; a hummingbird; a humpback whale; a family of ducks; a chameleon; a polar bear; a hedgehog; a
-        white peacock; a pair of swans; a sea turtle; a lynx; a raven; an octopus; a herd of wild horses; a
+        a red fox; a snowy owl; a tabby cat; a golden retriever puppy; a black stallion; an elephant
+        calf; a hummingbird; a brown bear; a family of ducks; a chameleon; a polar bear; a hedgehog; a
+        white peacock; a pair of swans; a tortoise; a lynx; a raven; a meerkat; a herd of wild horses; a
         kingfisher; a panda cub; a tiger; a robin; a mountain goat; a small green dragon; a mechanical beetle;
         a unicorn; a phoenix
         """
@@ -76,10 +76,10 @@ RULES = {
     ),
     "style": listed(
         """
-        photo; 35 mm film photo; macro photo; black-and-white photo; portrait photo; cinematic still; oil
+        photo; 35 mm film photo;  black-and-white photo; portrait photo; cinematic still; oil
         painting; watercolor; gouache painting; charcoal drawing; ink drawing; pastel drawing; woodcut print;
-        linocut; stained-glass window; art nouveau poster; ukiyo-e print; pixel art; low-poly 3D render;
-        claymation still; children's book illustration; comic panel; isometric drawing; concept art; paper-cut
+        linocut; stained-glass window; art nouveau poster; ukiyo-e print; pixel-art picture; low-poly 3D render;
+        claymation still; children's book illustration; comic panel; isometric drawing; concept drawing; paper-cut
         collage; vintage travel poster; art deco poster
         """
     ),

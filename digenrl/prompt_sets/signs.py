@@ -261,7 +261,7 @@ TEXTS = {
         "Do not feed the [animals]",
         "Caution: hot [drink]",
         "Wet paint",
-        "Keep the [thing] closed",
+        "Keep gate [1-40] closed",
         "Danger: [adjective] [animal]",
         "No parking on [weekday]",
         "Push to open",
@@ -288,7 +288,7 @@ SCENES = {
     "saying": ("that says", "that reads", "with the words", "with the text"),
     "lettering": listed(
         """
-        in bold letters; in neat handwriting; in red paint; in white chalk; in neon light; in gold letters; in
+        in bold letters; in neat handwriting; in red paint;  in gold letters; in
         capital letters; in large, clear type; in black ink; in rounded letters
         """
     ),
@@ -341,31 +341,31 @@ SCENES = {
         """
     ),
     "scene": (
-        'a storefront on [street], with a [color] sign [saying] "[shop_name]" [lettering], [weather]',
+        'a storefront on [street], with [a color] sign [saying] "[shop_name]" [lettering], [weather]',
         'a painted wooden sign [saying] "[shop_name]" above a door on [street], [weather]',
         'a glowing neon sign [saying] "[shop_name]" on a brick wall, [weather]',
         'a shop window on [street] with a paper notice [saying] "[shop_notice]", [weather]',
         'a folding board on the pavement of [street] [saying] "[menu]" in white chalk, [weather]',
         'a road sign [saying] "[road_sign]" beside [nature], [weather]',
-        'a [color] road sign [saying] "[road_sign]" at the end of [street], [weather]',
+        '[a color] road sign [saying] "[road_sign]" at the end of [street], [weather]',
         'a weathered wooden signpost [saying] "[road_sign]" in front of [nature], [weather]',
         'a warning sign [saying] "[warning]" on a metal fence, [weather]',
-        'a door in [room] with a [color] sign [saying] "[warning]", [indoor_light]',
-        'a [color] car with the license plate "[plate]" parked on [street], [weather]',
-        'a [color] bus on [street] whose display shows "[destination]", [weather]',
+        'a door in [room] with [a color] sign [saying] "[warning]", [indoor_light]',
+        '[a color] car with the license plate "[plate]" parked on [street], [weather]',
+        '[a color] bus on [street] whose display shows "[destination]", [weather]',
         'a departure board in a station hall that shows "[destination]" [lettering], [indoor_light]',
-        'a [color] delivery van with "[shop_name]" on its side, on [street], [weather]',
+        '[a color] delivery van with "[shop_name]" on its side, on [street], [weather]',
         'a wooden boat named "[adjective_animal]", with the name painted on its bow, near [nature], [weather]',
         'a chalkboard in [room] [saying] "[menu]" in [color] chalk, [indoor_light]',
         'a price tag [saying] "[price]" on a basket of fruit at a market, [weather]',
         'a glass jar with a label [saying] "[product]" on [table], [indoor_light]',
         'a cardboard box with "[product]" printed on it [lettering], on [table], [indoor_light]',
-        'a bottle with a [color] label [saying] "[product]" on [table], [indoor_light]',
+        'a bottle with [a color] label [saying] "[product]" on [table], [indoor_light]',
         'a book titled "[title]" lying on [table], [indoor_light]',
         'a film poster with the title "[title]" [lettering] on a wall in [room], [indoor_light]',
         'an open notebook on [table] with "[slogan]" written in it [lettering], [indoor_light]',
         'a mug with the words "[slogan]" on [table], [indoor_light]',
-        '[person] wearing a [color] T-shirt [saying] "[slogan]", [weather]',
+        '[person] wearing [a color] T-shirt [saying] "[slogan]", [weather]',
         '[person] holding up a cardboard sign [saying] "[slogan]" on [street], [weather]',
         '[beast] holding a small sign [saying] "[slogan]" in [room], [indoor_light]',
         '[beast] standing in [nature] next to a sign [saying] "[warning]", [weather]',

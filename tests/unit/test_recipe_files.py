@@ -223,6 +223,7 @@ def test_modules_are_found_in_the_current_folder_and_beside_the_recipe(
     (tmp_path / "again.yaml").write_text(write_recipe(recipe), encoding="utf-8")
     assert read_recipe("again.yaml") == recipe, "a resumed run finds them from any folder"
     assert read_recipe(str(recipe_file), ["python_path=[here]"]).python_path == (here, beside)
+    assert read_recipe(str(recipe_file), ["rewards=own_algorithm:red"]).python_path == (beside,)
 
 
 def test_paths_are_relative_to_the_recipe_and_those_of_overrides_to_the_current_folder(

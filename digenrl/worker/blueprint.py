@@ -63,10 +63,10 @@ class Blueprint:
         chosen = self.recipe.sample.same_initial_noise
         return self.algorithm.settings.same_initial_noise if chosen is None else chosen
 
-    def schedule(self, model: DiffusionModel) -> Schedule:
-        """The noise levels of training samples: the model's own, or those of the recipe's shift."""
+    def schedule(self, model: DiffusionModel, steps: int | None = None) -> Schedule:
+        """The noise levels of training samples, or of this many steps: the model's own, or those of the shift."""
         sample = self.recipe.sample
-        return _schedule(model, sample.denoising_steps, self.size, sample.shift)
+        return _schedule(model, sample.denoising_steps if steps is None else steps, self.size, sample.shift)
 
     def held_out_schedule(self, model: DiffusionModel) -> Schedule:
         """The noise levels of an evaluation's samples."""

@@ -76,7 +76,7 @@ def test_a_workload_has_the_settings_of_the_recipe():
         ("sd3_flow_grpo", ("training.old_log_probs=rollout",), "old_policy_forward", 0.0),
         ("flux_mix_grpo", (), "tuning", "full"),
         ("flux_mix_grpo", (), "float32_weights", True),
-        ("flux_dance_grpo", (), "pairs_per_sample", 9),
+        ("flux_dance_grpo", (), "pairs_per_sample", 6),
         ("hunyuan_video_dance_grpo", (), "trained_per_prompt", 8),
         ("wan_flow_grpo", (), "model", "Wan2.1-1.3B"),
         ("wan_flow_grpo", ("model.source=Wan-AI/Wan2.1-T2V-14B-Diffusers",), "model", "Wan2.1-14B"),

@@ -23,8 +23,8 @@ from digenrl.training.checkpoint.export import export_merged, export_transformer
 from digenrl.training.trainer_state import TrainerState
 from digenrl.worker.blueprint import (
     Blueprint,
+    load_for_merging,
     load_model,
-    load_whole_model,
     lora_targets,
     read_blueprint,
     source_of,
@@ -169,7 +169,7 @@ def _peft(request: _Request, folder: Path) -> None:
 
 
 def _merged(request: _Request, folder: Path) -> None:
-    model = load_whole_model(request.blueprint)
+    model = load_for_merging(request.blueprint)
     request.load_into(model)
     export_merged(model, folder)
 

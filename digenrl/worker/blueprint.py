@@ -112,7 +112,7 @@ def load_model(blueprint: Blueprint, device: str, for_a_run: bool = True) -> Dif
     return model
 
 
-def load_whole_model(blueprint: Blueprint) -> PipelineModel:
+def load_for_merging(blueprint: Blueprint) -> PipelineModel:
     """The recipe's model with its text encoders and adapters, on the CPU; not for models with random weights."""
     recipe = blueprint.recipe
     with _loading_errors_in_one_line(recipe):

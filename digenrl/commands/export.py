@@ -14,7 +14,6 @@ from digenrl.commands.output import out, print_written
 from digenrl.commands.output_folders import new_folder
 from digenrl.config.reading import ConfigError, nearest, one_line
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.loading import load_pipeline
 from digenrl.models.lora_files import Adapters, write_comfyui, write_diffusers, write_peft
 from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.run_folder.folder import RunFolder
@@ -24,7 +23,7 @@ from digenrl.training.checkpoint.export import export_merged, export_transformer
 from digenrl.training.trainer_state import TrainerState
 from digenrl.worker.blueprint import (
     Blueprint,
-    dtype_of,
+    load_for_merging,
     load_model,
     lora_targets,
     read_blueprint,
@@ -71,14 +70,12 @@ class _Request:
         assert lora is not None, "checked by `_check`"
         return Adapters.of(self.values, lora.rank, lora.alpha, lora_targets(recipe, self.blueprint.family))
 
-    def model(self) -> DiffusionModel:
-        """The recipe's model with the weights."""
-        model = load_model(self.blueprint, "cpu", for_a_run=False)
+    def load_into(self, model: DiffusionModel) -> None:
+        """Overwrites a model's weights."""
         try:
             load_weights(model, weights_state(model, "cpu", instead=self.values))
         except ValueError as error:
             raise ConfigError(f"{self.folder.path}: {error}; was config.yaml changed?") from None
-        return model
 
 
 def export_run(run: Path, to: str, checkpoint: str | None, given: Path | None) -> Exported:
@@ -90,7 +87,7 @@ def export_run(run: Path, to: str, checkpoint: str | None, given: Path | None) -
         raise ConfigError(f"--checkpoint: {checkpoint} is the untrained model, which has nothing to export")
     _check(folder, form)
     state = read_checkpoint(path).trainer_state
-    request = _Request(folder, read_blueprint(folder.recipe), weights_to_export(state))
+    request = _Request(folder, read_blueprint(folder.recipe.from_checkpoint()), weights_to_export(state))
     with new_folder(given, folder.path / "exported", form) as target:
         try:
             with written_atomically(target) as partial:
@@ -148,7 +145,9 @@ def _which(state: TrainerState) -> Literal["trained", "moving average"]:
 
 def _diffusers(request: _Request, folder: Path) -> None:
     if request.blueprint.recipe.training.lora is None:
-        export_transformer(request.model(), folder / "transformer")
+        model = load_model(request.blueprint, "cpu", for_a_run=False)
+        request.load_into(model)
+        export_transformer(model, folder / "transformer")
     else:
         write_diffusers(request.adapters(), folder, request.blueprint.family.pipeline_class)
 
@@ -170,9 +169,9 @@ def _peft(request: _Request, folder: Path) -> None:
 
 
 def _merged(request: _Request, folder: Path) -> None:
-    recipe, family = request.blueprint.recipe, request.blueprint.family
-    others = load_pipeline(family.pipeline_class, source_of(recipe), dtype_of(recipe), without=("transformer",))
-    export_merged(request.model(), folder, others)
+    model = load_for_merging(request.blueprint)
+    request.load_into(model)
+    export_merged(model, folder)
 
 
 _WRITE: dict[ExportFormat, Callable[[_Request, Path], None]] = {

@@ -105,7 +105,8 @@ def sample_run(run: Path, request: SampleRequest, out: Path | None, report: Repo
     checkpoint = find_checkpoint(folder, request.checkpoint)
     name = UNTRAINED if checkpoint is None else checkpoint.name
     wanted = _requested_prompts(folder.recipe, request)
-    blueprint = read_blueprint(_with_evaluation(folder.recipe, request))
+    recipe = folder.recipe if checkpoint is None else folder.recipe.from_checkpoint()
+    blueprint = read_blueprint(_with_evaluation(recipe, request))
     device = _device(request.device)
     with new_folder(out, folder.path / "sampled", name) as target, _out_of_memory_as_error(device):
         rows = _encode(blueprint, wanted.texts, device)

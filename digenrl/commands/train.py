@@ -77,7 +77,7 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console, as_json: 
             raise ConfigError(
                 f"{path}: all {recipe.steps} steps are done; to continue, set more, as steps={recipe.steps * 2}"
             )
-        backend = check_recipe(recipe)
+        backend = check_recipe(recipe if resume_point is None else recipe.from_checkpoint())
         folder.write_recipe(recipe)
     with closing(backend):
         return _train_and_report(folder, backend, console, as_json, resume_point)

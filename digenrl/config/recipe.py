@@ -367,6 +367,13 @@ class Recipe(Frozen):
         chosen = "trained" if self.evaluation is None else self.evaluation.weights
         return chosen != "trained" and self.training.ema is not None
 
+    def from_checkpoint(self) -> Recipe:
+        """The recipe for loading a checkpoint, which does not need the LoRA that training has started from."""
+        if self.training.lora is None:
+            return self
+        lora = self.training.lora.model_copy(update={"start_from": None})
+        return self.model_copy(update={"training": self.training.model_copy(update={"lora": lora})})
+
     @property
     def sharded(self) -> bool:
         """Whether the trained weights are sharded over the trainer's ranks: full fine-tuning on several ranks."""

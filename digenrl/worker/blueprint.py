@@ -30,6 +30,7 @@ from digenrl.models.loading import check_source
 from digenrl.models.lora import Targets, add_lora, check_targets, target_layers
 from digenrl.models.lora_start import check_start, read_lora, start_from
 from digenrl.models.offloaded_text_encoder import OffloadedTextEncoder
+from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.random_text_encoder import RandomTextEncoder
 from digenrl.models.registry import find_family
 from digenrl.models.trajectory import StepNoise
@@ -176,14 +177,28 @@ def load_model(blueprint: Blueprint, device: str, for_a_run: bool = True) -> Dif
                 vae_dtype=vae_dtype,
                 text_tokens=text_tokens,
             )
-    lora = recipe.training.lora
-    if lora is not None:
-        add_lora(model, lora.rank, lora.alpha, recipe.seed, lora.targets, lora.init)
-        if lora.start_from is not None:
-            start_from(model, Path(lora.start_from))
+    _add_adapters(recipe, model)
     if for_a_run and recipe.model.compiles(device):
         compile_blocks(model)
     return model
+
+
+def load_for_merging(blueprint: Blueprint) -> PipelineModel:
+    """The recipe's model with its text encoders and adapters, on the CPU; not for models with random weights."""
+    recipe = blueprint.recipe
+    with _loading_errors_in_one_line(recipe):
+        model = blueprint.family.load(source_of(recipe), dtype_of(recipe))
+    _add_adapters(recipe, model)
+    return model
+
+
+def _add_adapters(recipe: Recipe, model: DiffusionModel) -> None:
+    lora = recipe.training.lora
+    if lora is None:
+        return
+    add_lora(model, lora.rank, lora.alpha, recipe.seed, lora.targets, lora.init)
+    if lora.start_from is not None:
+        start_from(model, Path(lora.start_from))
 
 
 def check_adapters(blueprint: Blueprint) -> None:

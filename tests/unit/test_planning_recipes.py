@@ -86,6 +86,24 @@ def test_settings_that_affect_costs_are_read_from_the_recipe(name, overrides, ke
     assert getattr(known_workload(recipe_of(name, *overrides), MIXED), key) == value
 
 
+@pytest.mark.parametrize(
+    ("name", "targets", "millions", "more_activations"),
+    [
+        ("flux_flow_grpo", "[to_q, to_k, to_v, to_out.0]", 149.4 / 2, 0.0),
+        ("wan_flow_grpo", "[to_q, to_k, to_v, to_out.0, ffn.net.0.proj, ffn.net.2]", 43.7, 1 + 8960 / 1536),
+    ],
+)
+def test_adapters_are_counted_from_the_recipes_own_targets(name, targets, millions, more_activations):
+    recipe = recipe_of(name, f"training.lora.targets={targets}")
+    facts, usual = facts_for(recipe, MIXED), catalogue_model(recipe)
+    assert facts.lora_parameters(recipe.training.lora.rank) / 1e6 == pytest.approx(millions, abs=0.05)
+    for kind in ("eager", "compiled"):
+        added = getattr(facts, kind).activations - getattr(usual, kind).activations
+        assert added == pytest.approx(more_activations)
+    with pytest.raises(ConfigError, match="matches no layer"):
+        facts_for(recipe_of(name, "training.lora.targets=[to_qq]"), MIXED)
+
+
 def test_an_algorithm_that_needs_the_old_policy_has_its_forward_for_every_pair():
     nft = recipe_of("sd3_flow_grpo").model_copy(update={"algorithm": AlgorithmChoice(name="diffusion_nft")})
     workload = known_workload(nft, MIXED)

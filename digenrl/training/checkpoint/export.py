@@ -15,6 +15,7 @@ from digenrl.models.contract import DiffusionModel
 from digenrl.models.lora import has_lora, published_name
 from digenrl.models.lora_files import save_lora
 from digenrl.models.model_weights import merged_weights, weights_replaced, weights_state
+from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.shards import is_sharded
 from digenrl.training.checkpoint.atomic_folders import tidy, written_atomically
 from digenrl.training.checkpoint.format import CheckpointError, reason_of
@@ -57,14 +58,14 @@ def export_transformer(model: DiffusionModel, folder: Path, values: Mapping[str,
         raise CheckpointError(f"{folder}: cannot be written: {reason_of(error)}") from error
 
 
-def export_merged(model: DiffusionModel, folder: Path, pipeline: Any) -> None:
-    """Writes a whole pipeline so that its class's `from_pretrained(folder)` reads it; adapters are merged.
+def export_merged(model: PipelineModel, folder: Path) -> None:
+    """Writes the whole pipeline so that its class's `from_pretrained(folder)` reads it, with merged adapters.
 
-    `pipeline` has all other components.
+    The model's pipeline has the merged transformer from then on.
     """
-    pipeline.register_modules(transformer=_transformer_with(model, merged_weights(model)))
+    model.pipeline.register_modules(transformer=_transformer_with(model, merged_weights(model)))
     try:
-        pipeline.save_pretrained(folder)
+        model.pipeline.save_pretrained(folder)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: cannot be written: {reason_of(error)}") from error
 

@@ -121,6 +121,7 @@ def test_updates_of_samples_train_a_part_of_every_group_once_all_have_arrived():
         == metrics[1].reward_mean
         == pytest.approx(sum(sum(group.rewards) for group in groups) / 15)
     )
+    assert [each.zero_spread_groups for each in metrics] == [0, 1], "once per batch"
     assert trainer.batch == 1
 
 

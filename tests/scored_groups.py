@@ -70,9 +70,9 @@ class Rollout:
     version: int = 0
 
 
-def lively(name: str) -> Algorithm:
-    """The algorithm with settings that reach every branch of its loss."""
-    return build_algorithm(name, LIVELY[name])
+def lively(name: str, options: Mapping[str, Any] | None = None) -> Algorithm:
+    """The algorithm with settings that reach every branch of its loss, and some `options`."""
+    return build_algorithm(name, {**LIVELY[name], **(options or {})})
 
 
 def toy(dtype: torch.dtype = torch.float64, lora: bool = True) -> ToyModel:
@@ -115,6 +115,7 @@ def trajectories_of(
             noise=rollout.noise,
             guidance=rollout.guidance,
             run_seed=RUN_SEED,
+            training_schedule=model.schedule(100, rollout.size),
         )
         made = generate_slice(
             model,

@@ -130,6 +130,11 @@ class OpenBatch:
         places = self.places() if places is None else places
         return entry.steps * sum(len(self._split.units(place, self.update)) for place in places)
 
+    def zero_spread_groups(self) -> int:
+        """Groups of equal rewards in the open update, without those that a later update trains too."""
+        finished = [place for place in self.places() if not self.is_replayed_later(place)]
+        return sum(not self.entries[place].has_spread for place in finished)
+
     def mean_factor(self) -> float:
         """The factor that makes a sum over all terms divided by Z the mean that the objective wants.
 

@@ -262,7 +262,7 @@ class Trainer:
             rewards=[reward for entry in entries for reward in entry.rewards],
             gradient_norm=consensus.norm,
             memory_retries=self._retries.since_last(),
-            zero_spread_groups=sum(not entry.has_spread for entry in entries),
+            zero_spread_groups=self._open.zero_spread_groups(),
             terms=round(self._open.denominator(entries[0]) / self._open.mean_factor()),
             pack_size=self._pack_size or 0,
         )

@@ -74,6 +74,8 @@ def test_a_workload_has_the_settings_of_the_recipe():
         ("sd3_flow_grpo", ("algorithm.options.kl_weight=0",), "reference_forward", False),
         ("sd3_flow_grpo", ("sample.window={kind: fast, width: 4}",), "pairs_per_sample", 4),
         ("sd3_flow_grpo", ("training.old_log_probs=rollout",), "old_policy_forward", 0.0),
+        ("sd3_flow_grpo", ("algorithm.options.updates_of=samples",), "parts_per_group", 2),
+        ("sd3_flow_grpo", ("algorithm.options.updates_of=groups",), "parts_per_group", 1),
         ("flux_mix_grpo", (), "tuning", "full"),
         ("flux_mix_grpo", (), "float32_weights", True),
         ("flux_dance_grpo", (), "pairs_per_sample", 6),
@@ -108,6 +110,14 @@ def test_an_algorithm_that_needs_the_old_policy_has_its_forward_for_every_pair()
     nft = recipe_of("sd3_flow_grpo").model_copy(update={"algorithm": AlgorithmChoice(name="diffusion_nft")})
     workload = known_workload(nft, MIXED)
     assert (workload.old_policy_forward, workload.reference_forward, workload.pairs_per_sample) == (1.0, True, 9)
+
+
+def test_training_on_final_latents_needs_no_guidance_and_may_use_every_level():
+    options = {"levels": "random", "trained_fraction": 1.0}
+    nft = AlgorithmChoice(name="diffusion_nft", options=options)
+    workload = known_workload(recipe_of("sd3_flow_grpo").model_copy(update={"algorithm": nft}), MIXED)
+    assert (workload.branches, workload.trained_branches, workload.pairs_per_sample) == (2, 1, 10)
+    assert known_workload(recipe_of("sd3_flow_grpo"), MIXED).trained_branches == 2
 
 
 def test_a_local_pipeline_is_identified_by_its_layers(tmp_path: Path):

@@ -50,10 +50,11 @@ def with_log_probs_off_by(shift, group):
 # --- Whole updates --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("updates_of", ["groups", "samples"])
 @pytest.mark.parametrize("name", ["flow_grpo", "mix_grpo", "diffusion_nft"])
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 2, 0)])
-def test_two_batches_of_two_updates_end_with_the_serial_weights(name, order):
-    algorithm = build_algorithm(name, {"updates_per_batch": 2})
+def test_two_batches_of_two_updates_end_with_the_serial_weights(name, order, updates_of):
+    algorithm = build_algorithm(name, {"updates_per_batch": 2, "updates_of": updates_of})
     settings = TrainerSettings(pack_size=4, learning_rate=1e-2, gradient_norm=1e-3, adam_eps=1e-3)
     packed, serial_model = toy(), toy()
     serial = serial_of(serial_model, algorithm, settings)
@@ -101,6 +102,40 @@ def test_a_batch_wide_scale_waits_for_all_rewards_of_the_batch():
     assert not trainer.can_commit()
     trainer.add_group(groups[3])
     assert trainer.can_commit()
+
+
+def test_updates_of_samples_train_a_part_of_every_group_once_all_have_arrived():
+    algorithm = build_algorithm("mix_grpo", {"updates_per_batch": 2, "updates_of": "samples"})
+    model = toy()
+    groups = scored_groups(model, algorithm, Rollout(groups=3, group_size=5))
+    trainer = trainer_of(model, algorithm, groups)
+    for group in groups:
+        assert not trainer.can_commit()
+        trainer.add_group(group)
+    metrics = [trainer.commit(), trainer.commit()]
+    # Group 1 has equal rewards and counts. Of 3 * 5 samples the updates train 3 + 2 + 3 and 2 + 3 + 2.
+    steps = len(groups[0].trajectories[0].plan.kept_steps)
+    assert [each.terms for each in metrics] == [8 * steps, 7 * steps]
+    assert (
+        metrics[0].reward_mean
+        == metrics[1].reward_mean
+        == pytest.approx(sum(sum(group.rewards) for group in groups) / 15)
+    )
+    assert [each.zero_spread_groups for each in metrics] == [0, 1], "once per batch"
+    assert trainer.batch == 1
+
+
+@pytest.mark.parametrize("stale_groups", [0, 2])
+def test_stale_groups_are_spread_over_the_updates_of_a_batch(stale_groups):
+    """The mismatch is that of an update's fresh samples; None says that all of them are stale."""
+    algorithm = build_algorithm("dance_grpo", {"updates_per_batch": 2})
+    model = toy()
+    stale, fresh = (scored_groups(model, algorithm, Rollout(groups=4, version=version)) for version in (-1, 0))
+    shape = BatchShape(groups=4, group_size=4, stale_groups=stale_groups)
+    trainer = Trainer(model, algorithm, TrainerSettings(pack_size=3), shape, DRAW_NOISE)
+    for group in (*stale[:2], *fresh[2:]):
+        trainer.add_group(with_rewards(group, (0.0, 1.0, 2.0, 3.0)))
+    assert (trainer.commit().log_prob_mismatch is None) == (stale_groups == 0)
 
 
 @pytest.mark.parametrize(("warmup", "decay"), [(False, 0.75), (True, 0.25)])

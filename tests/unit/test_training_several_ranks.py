@@ -108,7 +108,7 @@ def sharded_in_turn(ranks):
     """The share of the weights that this rank holds. A collective inside of the lock would never end."""
     ranks.mesh("cpu")
     with loading_in_turn("cuda"):
-        model = toy(torch.float32)
+        model = toy(torch.float32, lora=False)
         total = sum(value.numel() for value in model.transformer.parameters())
         shard_model(model, ranks)
     return sum(local_shard(value).numel() for value in model.transformer.parameters()) / total

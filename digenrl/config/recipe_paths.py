@@ -62,13 +62,20 @@ def place_paths(content: dict[str, Any], folder: Path, given_here: set[str]) -> 
             if isinstance(reward, dict) and isinstance(reward.get(name), str):
                 from_here = _given(f"{key}.{name}", given_here)
                 reward[name] = _where_it_exists(reward[name], here if from_here else there)
-    listed, base = content.get("python_path"), here if "python_path" in given_here else there
-    folders = [str(base / _from_home(text)) for text in listed or () if isinstance(text, str)]
+    base = here if "python_path" in given_here else there
+    found = []
     for path, key in _import_paths(content):
         places = (here, there) if _given(key, given_here) else (there, here)
-        folders += [str(place) for place in places if has_module(place, path)][:1]
-    if folders:
-        content["python_path"] = list(dict.fromkeys(folders))
+        found += [str(place) for place in places if has_module(place, path)][:1]
+    content["python_path"] = _python_path(content.get("python_path", []), base, found)
+
+
+def _python_path(listed: Any, base: Path, found: list[str]) -> Any:
+    """The listed folders as absolute paths, and those where modules were found. What is no list stays as it is."""
+    folders = [listed] if isinstance(listed, str) else listed
+    if not isinstance(folders, list) or not all(isinstance(folder, str) for folder in folders):
+        return listed
+    return list(dict.fromkeys([*(str(base / _from_home(folder)) for folder in folders), *found]))
 
 
 def is_made_here(source: str) -> bool:

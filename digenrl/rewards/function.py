@@ -63,4 +63,5 @@ def import_target(settings: FunctionSettings) -> Callable[..., Any]:
         )
     if not callable(target):
         raise ConfigError(f"reward '{settings.target}': expected a function or class, got {target!r}")
-    return target
+    found: Callable[..., Any] = target
+    return found

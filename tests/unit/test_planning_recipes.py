@@ -23,6 +23,7 @@ from digenrl.models.registry import FAMILIES
 from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.cluster import CardPool, Cluster, read_cluster
 from digenrl.planning.layout import best_trainer
+from digenrl.planning.memory import generator_memory
 from digenrl.planning.plan_overlay import overlay, overlay_text
 from digenrl.planning.plan_tables import result_as_dict
 from digenrl.planning.plans import Plan
@@ -55,6 +56,18 @@ def plan_file(found: Plan, recipe: Recipe, name: str) -> PlanFile:
 @pytest.fixture(scope="module")
 def demo_plan() -> Plan:
     return best(recipe_of("demo"), MEASURED)
+
+
+def test_a_generator_has_room_for_a_sample_of_the_evaluation():
+    def needed_gib(*overrides: str) -> float:
+        workload = known_workload(recipe_of("sd3_flow_grpo", *overrides), MIXED)
+        return generator_memory(workload, MIXED.pools[0].card, size=1).total_gib
+
+    same = needed_gib()
+    assert needed_gib("evaluation=off") == needed_gib("evaluation.height=256") == same
+    assert needed_gib("evaluation.height=2048", "evaluation.width=2048") > 1.2 * same
+    with pytest.raises(ConfigError, match="multiples of 16"):
+        needed_gib("evaluation.height=500")
 
 
 def test_a_workload_has_the_settings_of_the_recipe():

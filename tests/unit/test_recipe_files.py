@@ -222,7 +222,10 @@ def test_modules_are_found_in_the_current_folder_and_beside_the_recipe(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "again.yaml").write_text(write_recipe(recipe), encoding="utf-8")
     assert read_recipe("again.yaml") == recipe, "a resumed run finds them from any folder"
-    assert read_recipe(str(recipe_file), ["python_path=[here]"]).python_path == (here, beside)
+    for wrong in ("[3]", "{a: b}", "null"):
+        assert complaint(recipe_file, f"python_path={wrong}").startswith("python_path=")
+    for given in ("here", "[here]"):
+        assert read_recipe(str(recipe_file), [f"python_path={given}"]).python_path == (here, beside)
     assert read_recipe(str(recipe_file), ["rewards=own_algorithm:red"]).python_path == (beside,)
 
 

@@ -51,8 +51,8 @@ class RowLimit:
                 size = " or ".join(f"{self._section}.{key}" for key in ("height", "width", "frames"))
                 raise ConfigError(
                     f"memory ran out while {self._doing} a single sample; lower {size}, use "
-                    "model.dtype: bfloat16 with adapters (training.lora), model.vae_dtype: bfloat16, or a GPU that "
-                    "no other process uses"
+                    "model.dtype: bfloat16 with adapters (training.lora), model.vae_dtype: bfloat16, or a GPU "
+                    "that no other process uses"
                 ) from error
         # Outside the except block: the error's traceback would keep the tensors of the failed part alive.
         torch.cuda.empty_cache()  # does nothing without a GPU

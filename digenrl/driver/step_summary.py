@@ -43,6 +43,11 @@ def step_summary(
         known = [update[name] for update in updates if update[name] is not None]
         if known:
             values[name] = fmean(known)
+    weights = [
+        update["measures"]["stale_weight"] for update in updates if "stale_weight" in update.get("measures", {})
+    ]
+    if weights:
+        values["stale_weight"] = fmean(weights)
     ratios = [update["ratio_max"] for update in updates if update["ratio_max"] is not None]
     if ratios:
         values["ratio_max"] = max(ratios)

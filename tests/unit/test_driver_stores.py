@@ -235,7 +235,7 @@ def test_what_an_algorithm_has_not_is_absent() -> None:
 
 
 def test_the_weight_of_stale_samples_is_averaged_over_updates() -> None:
-    updates = [{**UPDATE, "measures": {"stale_weight": weight}} for weight in (1.0, 0.5)]
+    updates = [{**UPDATE, "stale_weight": weight} for weight in (1.0, 0.5)]
     numbers = step_summary(0, {SampleId(0, 0, 0): 1.0}, {}, updates, publish_bytes=0)
     assert numbers.values["stale_weight"] == 0.75
 

@@ -120,17 +120,20 @@ def _check_noise(recipe: Recipe, window: Window, algorithm: Algorithm) -> None:
         )
 
 
-def load_model(blueprint: Blueprint, device: str, for_a_run: bool = True) -> DiffusionModel:
+def load_model(
+    blueprint: Blueprint, device: str, for_a_run: bool = True, *, stays_on_host: bool = False
+) -> DiffusionModel:
     """The recipe's model without text encoders, with LoRA adapters if it trains those.
 
-    Compiling takes about a minute, which pays off `for_a_run` but not for a few pictures.
+    Compiling takes about a minute, which pays off `for_a_run` but not for a few pictures. A model that is going to
+    be sharded `stays_on_host`: it need not fit on one card.
     """
-    recipe, family = blueprint.recipe, blueprint.family
+    recipe, family, place = blueprint.recipe, blueprint.family, "cpu" if stays_on_host else device
     if recipe.model.random:
-        model = family.build_full(dtype_of(recipe), device, recipe.model.random_size, seed=recipe.seed)
+        model = family.build_full(dtype_of(recipe), place, recipe.model.random_size, seed=recipe.seed)
     else:
         with _loading_errors_in_one_line(recipe):
-            model = family.load(source_of(recipe), dtype_of(recipe), device, text_encoders=False)
+            model = family.load(source_of(recipe), dtype_of(recipe), place, text_encoders=False)
     if recipe.training.lora is not None:
         add_lora(model, recipe.training.lora.rank, recipe.training.lora.alpha, seed=recipe.seed)
     if for_a_run and recipe.model.compiles(device):

@@ -1,8 +1,12 @@
-"""The free memory of this machine, or of the container that the process runs in."""
+"""The host memory of this machine, or of the container that the process runs in: how much is free, and whose turn
+it is to load a model through it."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from getpass import getuser
 from pathlib import Path
 
 MEMINFO = Path("/proc/meminfo")
@@ -29,3 +33,20 @@ def _container_bytes() -> int | None:
         used = int((CGROUP / "memory.current").read_text()) - int(statistics["inactive_file"])
         return max(0, limit - used)
     return None
+
+
+@contextmanager
+def loading_in_turn(device: str) -> Iterator[None]:
+    """Inside, no other process of this user on this machine loads a model to a GPU.
+
+    A model passes through host memory on its way to a GPU. Eight workers that load at once need eight copies
+    there, one after the other a single one. The lock ends with its process. Nothing is locked for a CPU.
+    """
+    if not device.startswith("cuda"):
+        yield
+        return
+    import fcntl  # only on systems that have GPUs for training
+
+    with (Path(tempfile.gettempdir()) / f"digenrl-{getuser()}.loading").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

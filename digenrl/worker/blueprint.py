@@ -93,17 +93,20 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
     )
 
 
-def load_model(blueprint: Blueprint, device: str, for_a_run: bool = True) -> DiffusionModel:
+def load_model(
+    blueprint: Blueprint, device: str, for_a_run: bool = True, *, stays_on_host: bool = False
+) -> DiffusionModel:
     """The recipe's model without text encoders, with LoRA adapters if it trains those.
 
-    Compiling takes about a minute, which pays off `for_a_run` but not for a few pictures.
+    Compiling takes about a minute, which pays off `for_a_run` but not for a few pictures. A model that is going to
+    be sharded `stays_on_host`: it need not fit on one card.
     """
-    recipe, family = blueprint.recipe, blueprint.family
+    recipe, family, place = blueprint.recipe, blueprint.family, "cpu" if stays_on_host else device
     vae_dtype, text_tokens = vae_dtype_of(recipe), recipe.model.text_tokens
     if recipe.model.random:
         model = family.build_full(
             dtype_of(recipe),
-            device,
+            place,
             recipe.model.random_size,
             seed=recipe.seed,
             vae_dtype=vae_dtype,
@@ -114,7 +117,7 @@ def load_model(blueprint: Blueprint, device: str, for_a_run: bool = True) -> Dif
             model = family.load(
                 source_of(recipe),
                 dtype_of(recipe),
-                device,
+                place,
                 text_encoders=False,
                 vae_dtype=vae_dtype,
                 text_tokens=text_tokens,

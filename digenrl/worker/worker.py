@@ -9,11 +9,13 @@ from socket import gethostname
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from digenrl import records
 from digenrl.config.reading import ConfigError
 from digenrl.exchange.tensors import Exchange
+from digenrl.host_memory import loading_in_turn
 from digenrl.logs import logged_job
 from digenrl.models.contract import DiffusionModel
 from digenrl.records import Job, JobFailed, Result
@@ -21,7 +23,7 @@ from digenrl.rewards.building import build_rewards
 from digenrl.rewards.contract import RewardError
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
 from digenrl.training.ranks.rank import Rank
-from digenrl.training.ranks.rank_group import join_ranks
+from digenrl.training.ranks.rank_group import RankGroup, join_ranks
 from digenrl.training.ranks.sharding import shard_model
 from digenrl.training.trainer import Trainer
 from digenrl.worker.assignment import Assignment, Ready, StartFailed
@@ -105,15 +107,17 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
     blueprint = read_blueprint(recipe)
     _check_run_is_visible(assignment)
     reward = build_rewards(recipe.rewards) if "score" in duties else None
-    encoder = None
-    if "encode" in duties:
-        shares_device = bool(duties & {"generate", "train"})
-        encoder = load_text_encoders(blueprint, assignment.device, shares_device)
-    model = load_model(blueprint, assignment.device) if duties & {"generate", "train"} else None
+    ranks = _join_ranks(assignment, rendezvous)
+    with loading_in_turn(assignment.device):
+        encoder = None
+        if "encode" in duties:
+            shares_device = bool(duties & {"generate", "train"})
+            encoder = load_text_encoders(blueprint, assignment.device, shares_device)
+        model = _load_model(blueprint, assignment, ranks) if duties & {"generate", "train"} else None
     trainer = None
     if "train" in duties:
         assert model is not None
-        trainer = _build_trainer(blueprint, model, assignment, rendezvous)
+        trainer = _build_trainer(blueprint, model, assignment, ranks)
     parts = WorkerParts(
         blueprint,
         exchange,
@@ -127,13 +131,29 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
     return Worker(assignment.name, Stages(parts))
 
 
-def _build_trainer(
-    blueprint: Blueprint, model: DiffusionModel, assignment: Assignment, rendezvous: str
-) -> Trainer:
+def _join_ranks(assignment: Assignment, rendezvous: str) -> RankGroup | None:
+    """The trainer's ranks, with all that they create together: models are then loaded in turn."""
     place = assignment.ranks
-    ranks = None if place is None else join_ranks(rendezvous, Rank(place.index, place.count), model.device)
-    if ranks is not None and blueprint.recipe.sharded:
-        shard_model(model, ranks)
+    if place is None:
+        return None
+    ranks = join_ranks(rendezvous, Rank(place.index, place.count), torch.device(assignment.device))
+    if assignment.recipe.sharded:
+        ranks.mesh(ranks.device.type)
+    return ranks
+
+
+def _load_model(blueprint: Blueprint, assignment: Assignment, ranks: RankGroup | None) -> DiffusionModel:
+    """The model on this worker's device. One that is sharded moves there block by block, each rank its shards."""
+    if ranks is None or not blueprint.recipe.sharded:
+        return load_model(blueprint, assignment.device)
+    model = load_model(blueprint, assignment.device, stays_on_host=True)
+    shard_model(model, ranks)
+    return model
+
+
+def _build_trainer(
+    blueprint: Blueprint, model: DiffusionModel, assignment: Assignment, ranks: RankGroup | None
+) -> Trainer:
     trainer = make_trainer(blueprint, model, helps="generate" in assignment.duties, ranks=ranks)
     if assignment.checkpoint is not None:
         checkpoint = read_checkpoint(assignment.checkpoint, shard=trainer.shard, ranks=trainer.ranks)

@@ -26,8 +26,9 @@ from scored_groups import (
 from digenrl.algorithms.registry import ALGORITHMS, build_algorithm
 from digenrl.config.reading import ConfigError
 from digenrl.config.training import EmaSettings, TrainerSettings
+from digenrl.host_memory import loading_in_turn
 from digenrl.models.model_weights import weights_state
-from digenrl.models.shards import gather_to_first_rank
+from digenrl.models.shards import gather_to_first_rank, local_shard
 from digenrl.training.checkpoint.state_tensors import state_as_tensors, state_of_tensors
 from digenrl.training.ranks.rank import Rank
 from digenrl.training.ranks.rank_group import RanksError, join_ranks
@@ -96,6 +97,21 @@ def test_three_ranks_train_to_the_weights_of_one(tmp_path, lora):
     several = on_ranks(3, tmp_path, trained, case)
     assert relative_difference(several[0][0], weights) < 1e-6
     assert_close_metrics(several[0][2], metrics)
+
+
+def test_ranks_can_load_and_shard_their_models_one_after_the_other(tmp_path):
+    shares = on_ranks(2, tmp_path, sharded_in_turn)
+    assert sum(shares) == pytest.approx(1) and max(shares) < 0.75
+
+
+def sharded_in_turn(ranks):
+    """The share of the weights that this rank holds. A collective inside of the lock would never end."""
+    ranks.mesh("cpu")
+    with loading_in_turn("cuda"):
+        model = toy(torch.float32, lora=False)
+        total = sum(value.numel() for value in model.transformer.parameters())
+        shard_model(model, ranks)
+    return sum(local_shard(value).numel() for value in model.transformer.parameters()) / total
 
 
 # --- Gradients ------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ class RankGroup:
     def __init__(self, rank: Rank, device: torch.device) -> None:
         self.rank, self.device = rank, device
         self._open = True
+        self._meshes: dict[str, DeviceMesh] = {}
 
     def sum_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replaces every tensor, in place, by its sum over all ranks; the result has the same bits on all of them.
@@ -62,9 +63,11 @@ class RankGroup:
         ]
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """A one-dimensional device mesh of all ranks, for sharded tensors."""
-        with self.collective("creating a device mesh"):
-            return DeviceMesh(device_type, list(range(self.rank.count)))
+        """A one-dimensional device mesh of all ranks, for sharded tensors. The first call is a collective."""
+        if device_type not in self._meshes:
+            with self.collective("creating a device mesh"):
+                self._meshes[device_type] = DeviceMesh(device_type, list(range(self.rank.count)))
+        return self._meshes[device_type]
 
     def close(self) -> None:
         """Leaves the group; the process may join another one."""

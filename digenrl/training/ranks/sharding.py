@@ -20,7 +20,11 @@ from digenrl.training.ranks.rank_group import RankGroup
 
 
 def shard_model(model: DiffusionModel, ranks: RankGroup) -> None:
-    """Shards the transformer over ranks that all hold the same weights; to be called before a trainer is made."""
+    """Shards the transformer over ranks that all hold the same weights; to be called before a trainer is made.
+
+    The weights may be in host memory: blocks move to the rank's device one after the other, and only the rank's
+    shards stay there. Ranks may do this at different times.
+    """
     if has_lora(model):
         raise ValueError(f"{model.family} has LoRA adapters, which are replicated on all ranks and not sharded")
     mesh = ranks.mesh(ranks.device.type)

@@ -189,7 +189,7 @@ def seconds_of(work: Callable[[], object], device: torch.device, warm_ups: int, 
 def measure_forwards(model: DiffusionModel, blueprint: Blueprint, row: Conditioning, result: Measured) -> None:
     """Times a denoising step for every slice size, and for the largest also in the baseline."""
     case = CASES[result.family]
-    schedule = blueprint.schedule(model, case.denoising_steps)
+    schedule = blueprint.schedule(model)
     repeats = 2 if blueprint.size.frames > 1 else 10
 
     def forward(rows: int, velocity: Callable[..., torch.Tensor]) -> Callable[[], torch.Tensor]:

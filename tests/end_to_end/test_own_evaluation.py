@@ -51,6 +51,13 @@ def test_it_is_scored_with_its_own_rewards_and_training_with_its_own(run: RunFol
     assert evaluation["reward_mean"] == pytest.approx(total)
 
 
+def test_a_generator_that_scores_uses_the_same_rewards(run: RunFolder, runs: LiveRuns) -> None:
+    def numbers(folder: RunFolder) -> list[dict[str, Any]]:
+        return [{key: line[key] for key in line if key != "at_s"} for line in lines_of(folder.evaluations)]
+
+    assert numbers(runs.finished(*RUN, OWN, "lanes.rewards=0")) == numbers(run)
+
+
 def test_its_pictures_have_its_size_also_when_they_are_sampled_again(run: RunFolder, tmp_path: Path) -> None:
     with Image.open(run.grid(2)) as grid:
         assert grid.size == (48 + 4, 2 * 32 + 6)  # two samples, one above the other, in a frame of 2 pixels

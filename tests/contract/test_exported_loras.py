@@ -193,6 +193,36 @@ def test_a_lora_that_does_not_fit_is_refused_before_training(trained: Trained, e
             check_adapters(read_blueprint(recipe_of(trained.family, trained.source, **changes)))
 
 
+def test_training_starts_from_kohyas_names_and_alphas(tmp_path: Path) -> None:
+    family, source = FAMILIES["flux"], tmp_path / "pipeline"
+    make_tiny_pipeline("flux", source)
+    base = family.load(source)
+    conditioning, generator = base.encode(["a red cat", "a sign"]), torch.Generator().manual_seed(6)
+    block, content = "transformer_blocks.0.attn", {}
+    for name, parts in {
+        "img_attn_qkv": ["to_q", "to_k", "to_v"],
+        "txt_attn_qkv": ["add_q_proj", "add_k_proj", "add_v_proj"],
+        "img_attn_proj": ["to_out.0"],
+        "txt_attn_proj": ["to_add_out"],
+    }.items():
+        weights = [base.transformer.get_submodule(f"{block}.{part}").weight for part in parts]
+        down, up = (
+            torch.randn(*shape, generator=generator) * 0.3
+            for shape in ((RANK, weights[0].shape[1]), (sum(map(len, weights)), RANK))
+        )
+        layer = f"lora_unet_double_blocks_0_{name}"
+        content |= {f"{layer}.lora_down.weight": down, f"{layer}.lora_up.weight": up}
+        content[f"{layer}.alpha"] = torch.tensor(ALPHA)
+        for weight, rows in zip(weights, (up @ down * ALPHA / RANK).split([*map(len, weights)]), strict=True):
+            weight.data += rows
+    save_file(content, tmp_path / "kohya.safetensors")
+    targets = r"transformer_blocks\.0\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
+    recipe = recipe_of(family, source, targets=targets, start_from=str(tmp_path / "kohya.safetensors"))
+    check_adapters(read_blueprint(recipe))
+    got = velocity_of(load_model(read_blueprint(recipe), "cpu"), conditioning)
+    torch.testing.assert_close(got, velocity_of(base, conditioning), atol=1e-5, rtol=1e-5)
+
+
 # --- ComfyUI's rules --------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from digenrl.models.contract import DiffusionModel
+from digenrl.models.loading import without_progress_bars
 from digenrl.models.lora import has_lora, published_name
 from digenrl.models.lora_files import save_lora
 from digenrl.models.model_weights import merged_weights, weights_replaced, weights_state
@@ -65,7 +66,8 @@ def export_merged(model: PipelineModel, folder: Path) -> None:
     """
     model.pipeline.register_modules(transformer=_transformer_with(model, merged_weights(model)))
     try:
-        model.pipeline.save_pretrained(folder)
+        with without_progress_bars():
+            model.pipeline.save_pretrained(folder)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: cannot be written: {reason_of(error)}") from error
 

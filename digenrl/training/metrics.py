@@ -133,6 +133,7 @@ class UpdateMetrics:
     log_prob_mismatch: float | None
     measures: Mapping[str, float]
     memory_retries: int | None = None
+    stale_weight: float | None = None
 
 
 def update_metrics(
@@ -160,6 +161,7 @@ def update_metrics(
         log_prob_mismatch=tally.mean("log_prob_mismatch"),
         measures=tally.means(),
         memory_retries=memory_retries,
+        stale_weight=tally.mean("stale_weight"),
         **counts,
     )
 

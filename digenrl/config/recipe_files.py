@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from digenrl.config.reading import ConfigError, parse_model, read_mapping
 from digenrl.config.recipe import Recipe
-from digenrl.config.recipe_overrides import apply_override, blame, omegaconf_message, read_overrides
+from digenrl.config.recipe_overrides import Override, apply_override, blame, omegaconf_message, read_overrides
 from digenrl.config.recipe_paths import PACKAGE, find_file, names_in, place_paths
 
 SHIPPED = PACKAGE / "recipes"
@@ -28,7 +28,7 @@ EXAMPLES = {"prompts.path": "prompts.txt", "evaluation.prompts.path": "held_out.
 # Keys that do not change the computed update, except for the rounding of its sums. All other keys count.
 NOT_IN_FINGERPRINT: dict[str, Any] = {
     **dict.fromkeys(("name", "steps", "mode", "lanes", "cluster", "evaluation", "checkpoint", "logging"), True),
-    "model": {"compile"},
+    "model": {"compile", "token"},
     "sample": {"decode_rows"},
     "training": {"pack_size", "largest_pack", "memory_share", "gradient_checkpointing", "sum_in_order", "offload"},
     "techniques": {"gap", "tsp", "tag", "dispatch"},
@@ -55,12 +55,26 @@ def read_recipe(where: str, overrides: Sequence[str] = (), *, without_prompts: b
     """
     path = find_recipe(where)
     given = read_overrides(overrides)
-    config = _load(path)
-    for override in given:
-        apply_override(config, override)
+    config = _overridden(_load(path), given)
     if without_prompts:
         _fill_in_examples(config)
     _refuse_missing(config, where)
+    return _parsed(config, given, path)
+
+
+def recipe_for_model(content: Mapping[str, Any], overrides: Sequence[str], where: str) -> Recipe:
+    """A recipe that is not in a file, such as that of a model alone; `where` names it in error messages."""
+    given = read_overrides(overrides)
+    return _parsed(_overridden(OmegaConf.create(dict(content)), given), given, Path(where))
+
+
+def _overridden(config: DictConfig, given: Sequence[Override]) -> DictConfig:
+    for override in given:
+        apply_override(config, override)
+    return config
+
+
+def _parsed(config: DictConfig, given: Sequence[Override], path: Path) -> Recipe:
     try:
         content = _resolved(config)
         place_paths(content, path.parent, {key for override in given for key in override.keys_set()})

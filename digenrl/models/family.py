@@ -6,7 +6,7 @@ A loaded model is a `DiffusionModel`; see `digenrl.models.contract`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,9 @@ from digenrl.config.reading import ConfigError, nearest
 from digenrl.models.contract import Conditioning
 from digenrl.models.loading import building_on, load_pipeline, pipeline_without
 from digenrl.models.pipeline_model import PipelineModel
+from digenrl.models.sources import ModelSource, check_single_file
 
+SIZE_TOLERANCE = 0.15  # of the number of parameters: files also hold tables of positions
 CPU = torch.device("cpu")
 
 
@@ -40,6 +42,7 @@ class FullSize:
     billions: float  # parameters of the transformer, rounded to two places
     transformer: Component
     text_shapes: Mapping[str, tuple[int, ...]]  # one row of every text argument; a mask is all ones
+    hub_id: str | None = None  # the published pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,27 +69,50 @@ class Family:
 
     def load(
         self,
-        source: str | Path,
+        source: str | Path | ModelSource,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = CPU,
         *,
         text_encoders: bool = True,
     ) -> PipelineModel:
-        """Loads the model from a diffusers pipeline directory or a hub id, which is looked up in the cache first.
+        """Loads the model from a pipeline directory, a single file, or a hub id, first looked up in the cache.
 
         Raises ConfigError, before any weights are read, if the source is missing or belongs to another family.
         Without text encoders, they are not read at all and `encode` raises.
         """
         without = () if text_encoders else self.model_class.text_encoders
-        pipeline = load_pipeline(self.pipeline_class, source, dtype, without)
+        pipeline = load_pipeline(self.pipeline_class, self.with_base(source), dtype, without)
         return self.model_class(pipeline.to(device))
 
     def load_text_encoders(
-        self, source: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = CPU
+        self,
+        source: str | Path | ModelSource,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = CPU,
     ) -> PipelineModel:
         """Loads the text encoders alone: the model can only `encode`."""
+        source = self.with_base(source)
         pipeline = load_pipeline(self.pipeline_class, source, dtype, without=("transformer", "vae"))
         return self.model_class(pipeline.to(device))
+
+    def with_base(self, source: str | Path | ModelSource) -> ModelSource:
+        """The source; a single file without a base pipeline gets the published one of its size.
+
+        Raises ConfigError if no published size has about as many parameters as the file.
+        """
+        source = ModelSource.of(source)
+        if source.file is None or source.base is not None:
+            return source
+        count = sum(tensor.elements for tensor in check_single_file(source.file).values()) / 1e9
+        sizes = {name: size for name, size in self.sizes.items() if size.hub_id is not None}
+        near = [size for size in sizes.values() if abs(size.billions - count) <= SIZE_TOLERANCE * size.billions]
+        if not near:
+            known = ", ".join(f"{name} {size.billions} billion" for name, size in sizes.items())
+            raise ConfigError(
+                f"{source}: has {count:.3g} billion parameters, as no published size of {self.name} ({known}); "
+                "set model.base_source to the folder or hub id with its other components"
+            )
+        return replace(source, base=min(near, key=lambda size: abs(size.billions - count)).hub_id)
 
     def build_transformer(
         self, dtype: torch.dtype, device: torch.device | str, size: str | None = None

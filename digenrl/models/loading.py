@@ -1,75 +1,38 @@
-"""Loads diffusers pipelines from a directory or the hub, and builds components directly on a device."""
+"""Loads diffusers pipelines from their sources, and builds components directly on a device."""
 
 from __future__ import annotations
 
 import inspect
-import json
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import torch
 from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
-from digenrl.config.reading import ConfigError
-
-INDEX_NAME = "model_index.json"
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+from digenrl.models.single_file import COMPONENT, load_transformer
+from digenrl.models.sources import ModelSource, open_pipeline
 
 
 def load_pipeline(
-    pipeline_class: type[Any], source: str | Path, dtype: torch.dtype, without: Sequence[str] = ()
+    pipeline_class: type[Any], source: str | Path | ModelSource, dtype: torch.dtype, without: Sequence[str] = ()
 ) -> Any:
-    """Loads a pipeline from a directory or hub id, on the CPU, without the components named in `without`.
+    """Loads a pipeline on the CPU, without the components named in `without`.
 
-    Remote code is never run. Raises ConfigError if the source is not usable; for a directory, before any weights
-    are read.
+    Remote code is never run, and nothing is unpickled. Raises ConfigError if the source is not usable: before any
+    weights are read and, if it holds a pipeline of another class, before anything large is downloaded.
     """
-    arguments: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False}
-    arguments |= dict.fromkeys(without)
-    path = Path(source)
-    check_source(pipeline_class, path)
-    if path.exists():
-        with without_progress_bars():
-            return pipeline_class.from_pretrained(path, local_files_only=True, **arguments)
-    hub_id = str(source)
-    try:
-        return pipeline_class.from_pretrained(hub_id, local_files_only=True, **arguments)
-    except OSError:  # not in the local cache, or incomplete
-        pass
-    try:
-        return pipeline_class.from_pretrained(hub_id, **arguments)
-    except OSError as error:
-        reason = shorten(str(error), width=160, placeholder=" ...")
-        raise ConfigError(f"{hub_id}: no such directory, and not available from the hub: {reason}") from None
-
-
-def check_source(pipeline_class: type[Any], source: str | Path) -> None:
-    """Raises ConfigError unless this is a pipeline directory of the class or a hub id; uses no network."""
-    if Path(source).exists():
-        check_pipeline_directory(pipeline_class, Path(source))
-    elif HUB_ID.fullmatch(str(source)) is None:
-        raise ConfigError(f"{source}: no such directory, and not a hub id of the form owner/name")
-
-
-def check_pipeline_directory(pipeline_class: type[Any], directory: Path) -> None:
-    """Raises ConfigError unless the directory holds a pipeline of this class."""
-    index_path = directory / INDEX_NAME
-    if not index_path.is_file():
-        raise ConfigError(f"{directory}: not a diffusers pipeline directory: it has no {INDEX_NAME}")
-    try:
-        found = json.loads(index_path.read_text(encoding="utf-8"))["_class_name"]
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{index_path}: does not name a pipeline class; is the file damaged?") from None
-    if found != pipeline_class.__name__:
-        raise ConfigError(
-            f"{directory}: holds a {found}, expected a {pipeline_class.__name__}; "
-            "name its own family or another directory"
-        )
+    source = ModelSource.of(source)
+    arguments: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False, "use_safetensors": True}
+    arguments |= {"variant": source.variant, **dict.fromkeys(without)}
+    from_file = source.file is not None and COMPONENT not in without
+    folder = open_pipeline(pipeline_class, source, (*without, COMPONENT) if from_file else without)
+    with without_progress_bars():
+        if from_file:
+            arguments[COMPONENT] = load_transformer(Path(source.location), folder, dtype)
+        return pipeline_class.from_pretrained(folder, local_files_only=True, **arguments)
 
 
 def pipeline_without(pipeline_class: type[Any], **parts: Any) -> Any:

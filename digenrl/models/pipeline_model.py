@@ -42,6 +42,13 @@ class PipelineModel(DiffusionModel):
             self.transformer.eval()
         forbid_cudnn_attention()
 
+    def pipeline_arguments(self, guidance: float) -> dict[str, Any]:
+        """Arguments with which the diffusers pipeline samples as this model does with this guidance.
+
+        They do not include prompt, negative_prompt, height, width, num_frames, num_inference_steps and latents.
+        """
+        return {"guidance_scale": guidance}
+
     def drop_text_encoders(self) -> None:
         for name in self.text_encoders:
             setattr(self.pipeline, name, None)

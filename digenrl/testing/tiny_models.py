@@ -52,16 +52,10 @@ from digenrl.testing.tiny_text_encoders import (
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """How a family's tiny pipeline is built and sampled.
-
-    `call_arguments(model, guidance)` are the arguments with which the family's diffusers pipeline computes the
-    same as our Euler loop with that model and guidance, beyond prompt, negative_prompt, height, width, num_frames,
-    num_inference_steps, latents and output_type.
-    """
+    """How a family's tiny pipeline is built, and the size of its samples."""
 
     build: Callable[[], Any]
     size: SampleSize
-    call_arguments: Callable[[Any, float], dict[str, Any]]
 
 
 def make_tiny_pipeline(family: str, directory: Path, seed: int = 0) -> None:
@@ -232,23 +226,9 @@ IMAGE = SampleSize(height=32, width=32)
 VIDEO = SampleSize(height=32, width=32, frames=5)
 
 TINY_MODELS: dict[str, TinyModel] = {
-    "sd3": TinyModel(
-        _sd3, IMAGE, lambda model, scale: {"guidance_scale": scale, "max_sequence_length": model.t5_length}
-    ),
-    "flux": TinyModel(
-        _flux, IMAGE, lambda model, scale: {"guidance_scale": scale, "max_sequence_length": model.t5_length}
-    ),
-    "qwen_image": TinyModel(
-        _qwen_image,
-        IMAGE,
-        lambda _, scale: {"true_cfg_scale": scale, "max_sequence_length": qwen_image.TEXT_LENGTH},
-    ),
-    "wan": TinyModel(
-        _wan, VIDEO, lambda model, scale: {"guidance_scale": scale, "max_sequence_length": model.text_length}
-    ),
-    "hunyuan_video": TinyModel(
-        _hunyuan_video,
-        VIDEO,
-        lambda _, scale: {"guidance_scale": scale, "max_sequence_length": hunyuan_video.TEXT_LENGTH},
-    ),
+    "sd3": TinyModel(_sd3, IMAGE),
+    "flux": TinyModel(_flux, IMAGE),
+    "qwen_image": TinyModel(_qwen_image, IMAGE),
+    "wan": TinyModel(_wan, VIDEO),
+    "hunyuan_video": TinyModel(_hunyuan_video, VIDEO),
 }

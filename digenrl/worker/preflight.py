@@ -46,11 +46,17 @@ def inspect_here(recipe: Recipe) -> Machine:
     try:
         import torch
 
-        from digenrl.worker.blueprint import read_blueprint
+        from digenrl.models.hub import HubUnreachableError
+        from digenrl.worker.blueprint import check_hub_model, read_blueprint
     except ModuleNotFoundError as error:
         missing = f"training needs the package '{error.name}', which is not installed"
         raise ConfigError(f"{missing}; install digenrl[train]") from None
-    read_blueprint(recipe)
+    blueprint = read_blueprint(recipe)
+    try:
+        check_hub_model(blueprint)
+    except HubUnreachableError:
+        if not recipe.topology.uses_ray:  # other machines of a cluster may reach the hub
+            raise
     return Machine(cores_here(), torch.cuda.device_count())
 
 

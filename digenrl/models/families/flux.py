@@ -46,6 +46,9 @@ class FluxModel(PipelineModel):
         """The number of tokens to which the text is padded or cut."""
         return min(T5_LENGTH, int(self.pipeline.tokenizer_2.model_max_length))
 
+    def pipeline_arguments(self, guidance: float) -> dict[str, Any]:
+        return {"guidance_scale": guidance, "max_sequence_length": self.t5_length}
+
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
         refuse_negatives(negative_prompts, self.family)
@@ -131,6 +134,7 @@ FLUX = Family(
             billions=11.90,
             transformer=Component(FluxTransformer2DModel, {"guidance_embeds": True}),
             text_shapes={"encoder_hidden_states": (T5_LENGTH, 4096), "pooled_projections": (768,)},
+            hub_id="black-forest-labs/FLUX.1-dev",
         ),
     },
     vae=image_vae(scaling_factor=0.3611, shift_factor=0.1159),

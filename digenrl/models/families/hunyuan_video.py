@@ -70,6 +70,9 @@ class HunyuanVideoModel(PipelineModel):
         mask = [(arguments["attention_mask"], 3)] if self._attention.masked else []
         return [(arguments["encoder_hidden_states"], 1), *mask]
 
+    def pipeline_arguments(self, guidance: float) -> dict[str, Any]:
+        return {"guidance_scale": guidance, "max_sequence_length": TEXT_LENGTH}
+
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
         device = self.text_device()
@@ -143,6 +146,7 @@ HUNYUAN_VIDEO = Family(
                 "encoder_attention_mask": (TEXT_LENGTH,),
                 "pooled_projections": (768,),
             },
+            hub_id="hunyuanvideo-community/HunyuanVideo",
         ),
     },
     vae=Component(AutoencoderKLHunyuanVideo, {}),

@@ -65,6 +65,9 @@ class QwenImageModel(PipelineModel):
             *([] if mask_BT is None else [(mask_BT, 1)]),
         ]
 
+    def pipeline_arguments(self, guidance: float) -> dict[str, Any]:
+        return {"true_cfg_scale": guidance, "max_sequence_length": TEXT_LENGTH}
+
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
         return Conditioning(
@@ -175,6 +178,7 @@ QWEN_IMAGE = Family(
                 "encoder_hidden_states": (TEXT_LENGTH, 3584),
                 "encoder_hidden_states_mask": (TEXT_LENGTH,),
             },
+            hub_id="Qwen/Qwen-Image",
         ),
     },
     vae=Component(AutoencoderKLQwenImage, {}),

@@ -14,7 +14,7 @@ from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipe import Recipe
 from digenrl.models.contract import SampleSize
 from digenrl.models.family import Family
-from digenrl.models.loading import building_on, pipeline_without
+from digenrl.models.loading import building_on, keep_fp32_modules, pipeline_without
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import find_family
 from digenrl.models.work_count import TextShapes, count_work
@@ -34,13 +34,14 @@ def derive_facts(recipe: Recipe, folder: Path | None = None) -> ModelFacts:
     source, name = source_of(recipe), model_name(recipe)
     folder = folder or Path(source.base or source.location, source.within)
     if (folder / "transformer" / "config.json").is_file():
-        return facts_of(family, name, *_local_model(family, folder), size)
+        return facts_of(family, name, *_local_model(family, folder, recipe.model.text_tokens), size)
     published = recipe.model.random_size if recipe.model.random else _size_in(name, family)
     if published is None:
         published = next(iter(family.sizes))
         name = f"{name} (as {family.name} {published})"
-    model = family.build_full(torch.bfloat16, "meta", published)
-    return facts_of(family, name, model, family.full_size(published).text_shapes, size)
+    text_tokens = recipe.model.text_tokens
+    model = family.build_full(torch.bfloat16, "meta", published, text_tokens=text_tokens)
+    return facts_of(family, name, model, family.text_shapes(published, text_tokens), size)
 
 
 def facts_of(
@@ -64,21 +65,24 @@ def _size_in(name: str, family: Family) -> str | None:
     return max(fitting, key=len, default=None)
 
 
-def _local_model(family: Family, source: Path) -> tuple[PipelineModel, TextShapes]:
+def _local_model(family: Family, source: Path, text_tokens: int | None) -> tuple[PipelineModel, TextShapes]:
     """The model of a local pipeline on the meta device, and its text shapes."""
     full = family.full_size()
     with building_on(torch.bfloat16, "meta"):
         transformer = full.transformer.cls.from_config(_config(source / "transformer"))
         vae = family.vae.cls.from_config(_config(source / "vae"))
         published = full.transformer.build()
+    keep_fp32_modules(transformer)
     pipeline = pipeline_without(
         family.pipeline_class, transformer=transformer, vae=vae, scheduler=family.scheduler.build()
     )
     shapes = {
         name: (*shape[:-1], _width(shape[-1], published.config, transformer.config))
-        for name, shape in full.text_shapes.items()
+        for name, shape in family.text_shapes(None, text_tokens).items()
     }
-    return family.model_class(pipeline), shapes
+    model = family.model_class(pipeline)
+    model.set_text_tokens(text_tokens)
+    return model, shapes
 
 
 def _width(published_width: int, published: Mapping[str, Any], config: Mapping[str, Any]) -> int:

@@ -42,6 +42,8 @@ class ProfiledWork(Frozen):
     family: str
     model: str
     dtype: str
+    vae_dtype: str
+    text_tokens: PositiveInt | None = None
     height: PositiveInt
     width: PositiveInt
     frames: PositiveInt

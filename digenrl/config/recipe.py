@@ -52,6 +52,10 @@ class ModelSettings(Frozen):
     token: str | None = Field(default=None, description="env:NAME, a variable with an access token of the hub")
     compile: bool | Literal["auto"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
+    vae_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="samples are decoded in it")
+    text_tokens: PositiveInt | None = Field(
+        default=None, description="length to which prompts are padded or cut; the family's default if absent"
+    )
     guidance: float | None = Field(default=None, ge=0, description="the family's default if absent")
     negative_prompt: str | None = None
 

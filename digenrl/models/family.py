@@ -5,7 +5,7 @@ A loaded model is a `DiffusionModel`; see `digenrl.models.contract`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,13 @@ from torch import nn
 
 from digenrl.config.reading import ConfigError, nearest
 from digenrl.models.contract import Conditioning
-from digenrl.models.loading import building_on, load_pipeline, pipeline_without
+from digenrl.models.loading import (
+    building_on,
+    component_names,
+    keep_fp32_modules,
+    load_pipeline,
+    pipeline_without,
+)
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.sources import ModelSource, check_single_file
 
@@ -74,26 +80,43 @@ class Family:
         device: torch.device | str = CPU,
         *,
         text_encoders: bool = True,
+        vae_dtype: torch.dtype = torch.float32,
+        text_tokens: int | None = None,
     ) -> PipelineModel:
         """Loads the model from a pipeline directory, a single file, or a hub id, first looked up in the cache.
 
         Raises ConfigError, before any weights are read, if the source is missing or belongs to another family.
-        Without text encoders, they are not read at all and `encode` raises.
+        Without text encoders, they and the tokenizers are not read at all and `encode` raises. `text_tokens` is
+        the length of the text, the family's default if None.
         """
-        without = () if text_encoders else self.model_class.text_encoders
-        pipeline = load_pipeline(self.pipeline_class, self.with_base(source), dtype, without)
-        return self.model_class(pipeline.to(device))
+        tokenizers = component_names(self.pipeline_class, "tokenizer")
+        without = () if text_encoders else (*self.model_class.text_encoders, *tokenizers)
+        return self._load(source, {"default": dtype, "vae": vae_dtype}, without, device, text_tokens)
 
     def load_text_encoders(
         self,
         source: str | Path | ModelSource,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = CPU,
+        *,
+        text_tokens: int | None = None,
     ) -> PipelineModel:
         """Loads the text encoders alone: the model can only `encode`."""
-        source = self.with_base(source)
-        pipeline = load_pipeline(self.pipeline_class, source, dtype, without=("transformer", "vae"))
-        return self.model_class(pipeline.to(device))
+        return self._load(source, {"default": dtype}, ("transformer", "vae"), device, text_tokens)
+
+    def _load(
+        self,
+        source: str | Path | ModelSource,
+        dtypes: Mapping[str, torch.dtype],
+        without: Sequence[str],
+        device: torch.device | str,
+        text_tokens: int | None,
+    ) -> PipelineModel:
+        optional = self.model_class.optional_components
+        pipeline = load_pipeline(self.pipeline_class, self.with_base(source), dtypes, without, optional)
+        model = self.model_class(pipeline.to(device))
+        model.set_text_tokens(text_tokens)
+        return model
 
     def with_base(self, source: str | Path | ModelSource) -> ModelSource:
         """The source; a single file without a base pipeline gets the published one of its size.
@@ -117,13 +140,24 @@ class Family:
     def build_transformer(
         self, dtype: torch.dtype, device: torch.device | str, size: str | None = None
     ) -> nn.Module:
-        """The transformer at full size with random weights; on "meta" it has shapes only."""
+        """The transformer at full size with random weights; on "meta" it has shapes only.
+
+        Every weight has the dtype that loading the published model in `dtype` gives it.
+        """
         with building_on(dtype, device):
             transformer: nn.Module = self.full_size(size).transformer.build()
+        keep_fp32_modules(transformer)
         return transformer
 
     def build_full(
-        self, dtype: torch.dtype, device: torch.device | str, size: str | None = None, seed: int = 0
+        self,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        size: str | None = None,
+        seed: int = 0,
+        *,
+        vae_dtype: torch.dtype = torch.float32,
+        text_tokens: int | None = None,
     ) -> PipelineModel:
         """The model at full size with random weights and no text encoders, for profiles and benchmarks.
 
@@ -132,13 +166,15 @@ class Family:
         devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(seed)
-            with building_on(dtype, device):
+            with building_on(vae_dtype, device):
                 vae = self.vae.build()
             transformer = self.build_transformer(dtype, device, size)
         scheduler = self.scheduler.build()
-        return self.model_class(
+        model = self.model_class(
             pipeline_without(self.pipeline_class, transformer=transformer, vae=vae, scheduler=scheduler)
         )
+        model.set_text_tokens(text_tokens)
+        return model
 
     def random_conditioning(
         self,
@@ -148,22 +184,52 @@ class Family:
         seed: int,
         size: str | None = None,
         text_tokens: int | None = None,
+        prompt_tokens: int | None = None,
     ) -> Conditioning:
-        """Random text arguments of the full-size shapes. A mask shows the first `text_tokens` tokens, or all."""
+        """Random text arguments of the full-size shapes, for texts of `text_tokens`, the family's default if None.
+
+        A mask shows the first `prompt_tokens` tokens, or all.
+        """
         generator = torch.Generator().manual_seed(seed)
 
         def one_side() -> dict[str, torch.Tensor | None]:
             side: dict[str, torch.Tensor | None] = {}
-            for name, shape in self.full_size(size).text_shapes.items():
+            for name, shape in self.text_shapes(size, text_tokens).items():
                 if "mask" in name:
                     value = torch.zeros(rows, *shape)
-                    value[:, :text_tokens] = 1
+                    value[:, :prompt_tokens] = 1
                 else:
                     value = torch.randn(rows, *shape, generator=generator)
                 side[name] = value.to(device=device, dtype=dtype)
             return side
 
         return Conditioning(one_side(), one_side() if self.uses_negative_prompts else None)
+
+    def text_shapes(
+        self, size: str | None = None, text_tokens: int | None = None
+    ) -> Mapping[str, tuple[int, ...]]:
+        """The shape of one row of every text argument, with texts of this length, the default if None."""
+        shapes, length = self.full_size(size).text_shapes, self.model_class.text_length
+        if text_tokens is None or length is None:
+            return shapes
+        more = text_tokens - length.default
+        return {
+            name: (shape[0] + more, *shape[1:]) if len(shape) > 1 or "mask" in name else shape
+            for name, shape in shapes.items()
+        }
+
+    def check_text_tokens(self, text_tokens: int | None) -> None:
+        """Raises ConfigError if this length of the text is more than the family takes."""
+        length = self.model_class.text_length
+        if text_tokens is None:
+            return
+        if length is None:
+            raise ConfigError(f"model.text_tokens: {self.name} has a fixed length of text; leave it out")
+        if text_tokens > length.most:
+            raise ConfigError(
+                f"model.text_tokens: {text_tokens} is more than {length.most}, the most that {self.name} takes; "
+                f"lower it, or leave it out for {length.default}"
+            )
 
     def full_size(self, size: str | None = None) -> FullSize:
         """A published size by name, the first by default; raises ConfigError if it is unknown."""

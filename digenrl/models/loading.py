@@ -3,36 +3,74 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers.utils import logging as diffusers_logging
+from torch import nn
 from transformers.utils import logging as transformers_logging
 
+from digenrl.config.reading import ConfigError
 from digenrl.models.single_file import COMPONENT, load_transformer
 from digenrl.models.sources import ModelSource, open_pipeline
+from digenrl.models.tokenizers import use_tokenizer_files
+from digenrl.models.weight_files import INDEX_NAME
 
 
 def load_pipeline(
-    pipeline_class: type[Any], source: str | Path | ModelSource, dtype: torch.dtype, without: Sequence[str] = ()
+    pipeline_class: type[Any],
+    source: str | Path | ModelSource,
+    dtypes: Mapping[str, torch.dtype],
+    without: Sequence[str] = (),
+    optional: Sequence[str] = (),
 ) -> Any:
     """Loads a pipeline on the CPU, without the components named in `without`.
 
-    Remote code is never run, and nothing is unpickled. Raises ConfigError if the source is not usable: before any
-    weights are read and, if it holds a pipeline of another class, before anything large is downloaded.
+    `dtypes` are by component, with one for "default". The pipeline may lack the components named in `optional`.
+    Tokenizers split text as their files say. Remote code is never run, and nothing is unpickled. Raises ConfigError
+    if the source is not usable: before any weights are read and, if it holds a pipeline of another class, before
+    anything large is downloaded.
     """
     source = ModelSource.of(source)
-    arguments: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False, "use_safetensors": True}
-    arguments |= {"variant": source.variant, **dict.fromkeys(without)}
     from_file = source.file is not None and COMPONENT not in without
     folder = open_pipeline(pipeline_class, source, (*without, COMPONENT) if from_file else without)
+    absent = absent_components(pipeline_class.load_config(folder, local_files_only=True))
+    needed = set(absent) - {*without, *optional, *pipeline_class._optional_components}
+    if needed:
+        raise ConfigError(
+            f"{source}: has no {' and no '.join(sorted(needed))} (null in {INDEX_NAME}), which "
+            f"{pipeline_class.__name__} needs; use a complete pipeline"
+        )
+    parts: dict[str, Any] = dict.fromkeys((*absent, *without))
     with without_progress_bars():
         if from_file:
-            arguments[COMPONENT] = load_transformer(Path(source.location), folder, dtype)
-        return pipeline_class.from_pretrained(folder, local_files_only=True, **arguments)
+            dtype = dtypes.get(COMPONENT, dtypes["default"])
+            parts[COMPONENT] = load_transformer(Path(source.location), folder, dtype)
+        pipeline = pipeline_class.from_pretrained(
+            folder,
+            dtype=dict(dtypes),
+            variant=source.variant,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            **parts,
+        )
+    use_tokenizer_files(pipeline)
+    return pipeline
+
+
+def absent_components(index: Mapping[str, Any]) -> tuple[str, ...]:
+    """The components that a pipeline's `model_index.json` lists as null: it was saved without them."""
+    return tuple(name for name, entry in index.items() if entry == [None, None])
+
+
+def component_names(pipeline_class: type[Any], prefix: str) -> tuple[str, ...]:
+    """The pipeline's components whose name begins with this, such as all tokenizers."""
+    names = inspect.signature(pipeline_class.__init__).parameters
+    return tuple(name for name in names if name.startswith(prefix))
 
 
 def pipeline_without(pipeline_class: type[Any], **parts: Any) -> Any:
@@ -73,3 +111,11 @@ def building_on(dtype: torch.dtype, device: torch.device | str) -> Iterator[None
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+def keep_fp32_modules(model: nn.Module) -> None:
+    """Casts the weights to fp32 that diffusers keeps in fp32 when it loads this class in another dtype."""
+    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, parameter in model.named_parameters():
+        if kept.intersection(name.split(".")):
+            parameter.data = parameter.data.float()

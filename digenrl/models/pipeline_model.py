@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -14,9 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from digenrl.config.reading import ConfigError
 from digenrl.models.attention import forbid_cudnn_attention, rollout_attention, switchable_processors
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
 from digenrl.models.cuda_graphs import GraphedForwards
+
+
+@dataclass(frozen=True, slots=True)
+class TextLength:
+    """To how many tokens a family pads or cuts the text of one of its tokenizers."""
+
+    tokenizer: str  # the pipeline component
+    default: int
+    most: int
 
 
 class PipelineModel(DiffusionModel):
@@ -27,7 +38,9 @@ class PipelineModel(DiffusionModel):
     """
 
     text_encoders: ClassVar[tuple[str, ...]]  # names of pipeline components
+    optional_components: ClassVar[tuple[str, ...]] = ()  # components that a pipeline may lack
     text_mask: ClassVar[str | None] = None  # the text argument that marks padding
+    text_length: ClassVar[TextLength | None] = None  # None if it cannot be set
 
     def __init__(self, pipeline: Any) -> None:
         self.pipeline = pipeline
@@ -35,6 +48,7 @@ class PipelineModel(DiffusionModel):
         self.transformer: nn.Module = pipeline.transformer
         self.vae = pipeline.vae
         self._graphed: GraphedForwards | None = None
+        self._text_tokens: int | None = None
         for component in (self.vae, *(getattr(pipeline, name) for name in self.text_encoders)):
             if component is not None:
                 component.requires_grad_(False).eval()
@@ -76,7 +90,8 @@ class PipelineModel(DiffusionModel):
 
     def text_device(self) -> torch.device:
         """The device of the text encoders; raises RuntimeError if they are not loaded."""
-        encoders = [getattr(self.pipeline, name) for name in self.text_encoders]
+        needed = [name for name in self.text_encoders if name not in self.optional_components]
+        encoders = [getattr(self.pipeline, name) for name in needed]
         if any(encoder is None for encoder in encoders):
             raise RuntimeError(
                 f"{self.family}: the text encoders are not loaded (dropped, left out, or the model has random "
@@ -84,6 +99,28 @@ class PipelineModel(DiffusionModel):
             )
         device: torch.device = encoders[0].device
         return device
+
+    @property
+    def text_tokens(self) -> int:
+        """The number of tokens to which the text is padded or cut, as set or by default."""
+        assert self.text_length is not None, f"{self.family}: its text length cannot be set"
+        wanted = self.text_length.default if self._text_tokens is None else self._text_tokens
+        return min(wanted, self._most_text_tokens())
+
+    def set_text_tokens(self, tokens: int | None) -> None:
+        """Pads and cuts texts to this length, None for the default; raises ConfigError if it is too long."""
+        if tokens is not None and tokens > self._most_text_tokens():
+            raise ConfigError(
+                f"model.text_tokens: {tokens} is more than the {self._most_text_tokens()} tokens that the "
+                f"tokenizer of {self.pipeline.config._name_or_path} allows; lower it"
+            )
+        self._text_tokens = tokens
+
+    def _most_text_tokens(self) -> int:
+        assert self.text_length is not None, f"{self.family}: its text length cannot be set"
+        tokenizer = getattr(self.pipeline, self.text_length.tokenizer)
+        most = self.text_length.most
+        return most if tokenizer is None else min(most, int(tokenizer.model_max_length))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -154,9 +191,8 @@ def without_padding(text: Mapping[str, Tensor | None], mask_name: str) -> Mappin
     if not bool(padded_at_the_end.all()):
         return text
     longest = int(length_B.max())
-    columns = mask_BT.shape[1]
     cut = {
-        name: value[:, :longest] if value is not None and value.ndim > 1 and value.shape[1] == columns else value
+        name: value[:, :longest] if value is not None and (value.ndim == 3 or name == mask_name) else value
         for name, value in text.items()
     }
     return cut | {mask_name: None} if int(length_B.min()) == longest else cut

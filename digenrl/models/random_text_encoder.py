@@ -16,8 +16,10 @@ TOKENS = 128  # of a prompt, in families that do not pad texts to a fixed length
 class RandomTextEncoder:
     """Encodes a prompt, on the CPU, as random numbers that depend only on its text."""
 
-    def __init__(self, family: Family, dtype: torch.dtype, size: str | None = None) -> None:
-        self._family, self._dtype, self._size = family, dtype, size
+    def __init__(
+        self, family: Family, dtype: torch.dtype, size: str | None = None, text_tokens: int | None = None
+    ) -> None:
+        self._family, self._dtype, self._size, self._text_tokens = family, dtype, size, text_tokens
 
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
         negatives = [""] * len(prompts) if negative_prompts is None else negative_prompts
@@ -35,4 +37,6 @@ class RandomTextEncoder:
 
     def _text(self, prompt: str) -> Conditioning:
         seed = zlib.crc32(prompt.encode())
-        return self._family.random_conditioning(1, self._dtype, "cpu", seed, self._size, text_tokens=TOKENS)
+        return self._family.random_conditioning(
+            1, self._dtype, "cpu", seed, self._size, self._text_tokens, prompt_tokens=TOKENS
+        )

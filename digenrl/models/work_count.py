@@ -33,6 +33,8 @@ TextShapes = Mapping[str, tuple[int, ...]]
 class WorkCount:
     """The size of a model and the work of one forward; sizes are numbers of parameters.
 
+    `float32_parameters` of the transformer stay in fp32 when it is loaded in bf16. `clip_text_tokens` is the part
+    of the text whose length is fixed; `cuts_padding` says whether a text is cut to the length of its prompt.
     `image_weights` and `text_weights` multiply one image or text token. Blocks are counted by their attention:
     over all tokens (joint), over image tokens, or from image to text tokens (cross). `lora_linears` are the LoRA
     target layers in units of hidden x hidden layers. `activations` is what a block saves for its backward in LoRA
@@ -40,6 +42,8 @@ class WorkCount:
     """
 
     parameters: int
+    float32_parameters: int
+    vae_parameters: int
     hidden: int
     blocks: int
     image_weights: int
@@ -48,6 +52,8 @@ class WorkCount:
     image_attention_blocks: int
     cross_attention_blocks: int
     text_tokens: int
+    clip_text_tokens: int
+    cuts_padding: bool
     pixels_per_token: int
     frames_per_latent: int | None
     lora_linears: float
@@ -65,11 +71,11 @@ class _Forward:
 
 
 def count_work(model: PipelineModel, text_shapes: TextShapes, size: SampleSize) -> WorkCount:
-    """Counts the work of one sample of this size. The model's parts are on the meta device; it gets adapters.
+    """Counts the work of one sample of this size. The model is on the meta device, in bf16, and gets adapters.
 
     `text_shapes` are the shapes of one row of every text argument.
     """
-    parameters = sum(weight.numel() for weight in model.transformer.parameters())
+    weights = list(model.transformer.parameters())
     adapters = _add_adapters(model)
     text = next(shape[0] for shape in text_shapes.values() if len(shape) > 1)
     forward = _forward(model, text_shapes, size)
@@ -84,7 +90,9 @@ def count_work(model: PipelineModel, text_shapes: TextShapes, size: SampleSize) 
     is_video = len(latent_shape) == 4
     pixels = size.height * size.width * (latent_shape[1] if is_video else 1)
     return WorkCount(
-        parameters=parameters,
+        parameters=sum(weight.numel() for weight in weights),
+        float32_parameters=sum(weight.numel() for weight in weights if weight.dtype != model.dtype),
+        vae_parameters=sum(weight.numel() for weight in model.vae.parameters()),
         hidden=forward.hidden,
         blocks=blocks,
         image_weights=sum(
@@ -95,6 +103,8 @@ def count_work(model: PipelineModel, text_shapes: TextShapes, size: SampleSize) 
         image_attention_blocks=kinds.count("image"),
         cross_attention_blocks=kinds.count("cross"),
         text_tokens=text,
+        clip_text_tokens=0 if model.text_length is None else text - model.text_tokens,
+        cuts_padding=model.text_mask is not None,
         pixels_per_token=isqrt(pixels // image),
         frames_per_latent=_frames_per_latent(model, size) if is_video else None,
         lora_linears=adapters / ADAPTER_RANK / (2 * forward.hidden),

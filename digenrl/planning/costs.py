@@ -57,6 +57,8 @@ def slice_seconds(
     """Denoising and decoding `size` samples on one lane; guidance doubles the rows of every forward."""
     forward_s = forward_seconds(workload, card, size * workload.branches, lane_cards, constants)
     decode_s = size * workload.decode_flop / (card.bf16_tflops * TERA * constants.decode_share)
+    if workload.float32_vae:
+        decode_s *= constants.float32_decode
     return workload.denoise_steps * forward_s + decode_s
 
 

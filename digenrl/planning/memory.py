@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from digenrl.planning.cards import Card
 from digenrl.planning.constants import CONSTANTS
-from digenrl.planning.model_facts import BYTES_BF16
 from digenrl.planning.workload import Workload
 
 GIB = float(2**30)
@@ -17,8 +16,8 @@ SHARDED_BYTES_PER_PARAMETER = 16.0
 GATHERED_BLOCKS = 2
 # Checkpointing saves the hidden state of every block, and two blocks' activations during recomputation.
 RECOMPUTED_BLOCKS = 2
-# The decoder's widest layers: 128 channels in bf16, four live tensors; videos are decoded in short chunks.
-DECODE_BYTES_PER_PIXEL = 128 * BYTES_BF16 * 4
+# The decoder's widest layers: 128 channels, four live tensors; videos are decoded in short chunks.
+DECODE_VALUES_PER_PIXEL = 128 * 4
 DECODE_FRAMES_AT_ONCE = 4
 
 
@@ -49,9 +48,11 @@ def generator_memory(
     block_bytes = workload.activations_per_block * facts.block_hidden_bytes(workload.tokens)
     adapters = 4.0 * workload.trained_parameters if workload.tuning == "lora" else 0.0
     pixels = workload.height * workload.width * min(workload.frames, DECODE_FRAMES_AT_ONCE)
-    working = max(rows * RECOMPUTED_BLOCKS * block_bytes / lane_cards, pixels * DECODE_BYTES_PER_PIXEL)
+    decoding = pixels * DECODE_VALUES_PER_PIXEL * workload.vae_value_bytes
+    working = max(rows * RECOMPUTED_BLOCKS * block_bytes / lane_cards, decoding)
+    vae = facts.vae_parameters * workload.vae_value_bytes
     return MemoryReport(
-        weights_gib=(workload.weight_bytes / lane_cards + adapters) / GIB,
+        weights_gib=(workload.weight_bytes / lane_cards + adapters + vae) / GIB,
         optimizer_gib=0.0,
         activations_gib=working / GIB,
         available_gib=available_gib(card, headroom),

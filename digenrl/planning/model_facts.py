@@ -19,6 +19,7 @@ Whole = Annotated[int, Field(ge=1)]
 WholeOrZero = Annotated[int, Field(ge=0)]
 
 BYTES_BF16 = 2
+BYTES_FP32 = 4
 
 
 class Execution(Frozen):
@@ -72,6 +73,8 @@ class ModelFacts(Frozen):
     family: str
     fitted: bool = True
     parameters: Whole
+    float32_parameters: WholeOrZero = 0
+    vae_parameters: WholeOrZero = 0
     hidden: Whole
     blocks: Whole
     image_weights: Whole
@@ -81,6 +84,8 @@ class ModelFacts(Frozen):
     cross_attention_blocks: WholeOrZero = 0
     block_tokens: Literal["joint", "image"] = "joint"
     text_tokens: Whole
+    clip_text_tokens: WholeOrZero = 0
+    cuts_padding: bool = False
     pixels_per_token: Whole = 16
     frames_per_latent: Whole | None = None
     guidance: Literal["batched", "embedded"]
@@ -91,8 +96,15 @@ class ModelFacts(Frozen):
 
     @property
     def weight_bytes(self) -> float:
-        """The size of the transformer in bf16."""
-        return float(self.parameters * BYTES_BF16)
+        """The size of the transformer as loaded in bf16, which leaves some of its weights in fp32."""
+        return float(self.parameters * BYTES_BF16 + self.float32_parameters * (BYTES_FP32 - BYTES_BF16))
+
+    def sequence_text_tokens(self, text_tokens: int | None) -> int:
+        """The text tokens in the transformer's sequence if a recipe's `model.text_tokens` is this."""
+        if text_tokens is None:
+            return self.text_tokens
+        longest = self.clip_text_tokens + text_tokens
+        return min(self.text_tokens, longest) if self.cuts_padding else longest
 
     def tokens(self, height: int, width: int, frames: int = 1, text: int | None = None) -> Tokens:
         """The sequence length of one sample of this size; a video of 4n+1 frames has n+1 latent frames."""

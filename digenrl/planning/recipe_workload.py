@@ -33,7 +33,12 @@ def workload_of(recipe: Recipe, cluster: Cluster, facts: ModelFacts | None) -> W
     else:
         if not all(pool.measured.complete for pool in cluster.pools):
             _check_precision(recipe)
-        model = {"model": facts.name, "model_facts": facts, "compiled": recipe.model.compiles("cuda")}
+        model = {
+            "model": facts.name,
+            "model_facts": facts,
+            "compiled": recipe.model.compiles("cuda"),
+            "text_tokens": facts.sequence_text_tokens(recipe.model.text_tokens),
+        }
     sample, batch, rewards = recipe.sample, recipe.batch, recipe.lanes.rewards
     settings = {
         "height": sample.height,
@@ -110,6 +115,8 @@ def profiled_work(recipe: Recipe) -> ProfiledWork:
         **work_of(recipe).model_dump(),
         recipe=recipe.name,
         dtype=recipe.model.dtype,
+        vae_dtype=recipe.model.vae_dtype,
+        text_tokens=recipe.model.text_tokens,
         guidance=recipe.model.guidance,
         slice=recipe.batch.slice,
         trained_steps=algorithm.trained_steps(recipe.sample.denoising_steps, recipe.window),
@@ -194,6 +201,7 @@ def _training(recipe: Recipe) -> dict[str, Any]:
         "reference_forward": algorithm.needs.reference,
         "old_policy_forward": old_policy,
         "float32_weights": recipe.model.dtype == "float32",
+        "float32_vae": recipe.model.vae_dtype == "float32",
     }
 
 

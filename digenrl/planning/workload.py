@@ -8,7 +8,16 @@ from pydantic import Field, model_validator
 
 from digenrl.config.generator_pools import slice_sizes
 from digenrl.config.reading import Frozen, parse_model
-from digenrl.planning.model_facts import ForwardWork, ModelFacts, Tokens, Whole, WholeOrZero, find_model
+from digenrl.planning.model_facts import (
+    BYTES_BF16,
+    BYTES_FP32,
+    ForwardWork,
+    ModelFacts,
+    Tokens,
+    Whole,
+    WholeOrZero,
+    find_model,
+)
 
 Tuning = Literal["lora", "full"]
 
@@ -39,6 +48,7 @@ class Workload(Frozen):
     reference_forward: bool = False
     old_policy_forward: Annotated[float, Field(ge=0, le=1)] = 0.0
     float32_weights: bool = False
+    float32_vae: bool = False
     compiled: bool = False
     reward_lanes: WholeOrZero = 0
     reward_seconds: Annotated[float, Field(ge=0)] = 0.0
@@ -107,7 +117,12 @@ class Workload(Frozen):
     @property
     def weight_bytes(self) -> float:
         """The size of all weights in their storage type."""
-        return self.facts.weight_bytes * (2 if self.float32_weights else 1)
+        return float(self.facts.parameters * BYTES_FP32) if self.float32_weights else self.facts.weight_bytes
+
+    @property
+    def vae_value_bytes(self) -> int:
+        """The size of one number in the VAE's storage type."""
+        return BYTES_FP32 if self.float32_vae else BYTES_BF16
 
     @property
     def trained_parameters(self) -> int:

@@ -52,9 +52,12 @@ from digenrl.testing.tiny_text_encoders import (
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """How a family's tiny pipeline is built, and the size of its samples."""
+    """How a family's tiny pipeline is built, and the size of its samples.
 
-    build: Callable[[], Any]
+    `build` takes a tokenizer of each kind, tiny ones by default.
+    """
+
+    build: Callable[..., Any]
     size: SampleSize
 
 
@@ -95,8 +98,9 @@ def seeded_weights(seed: int) -> Iterator[None]:
         yield
 
 
-def _sd3() -> StableDiffusion3Pipeline:
-    clip_tokenizer, t5_tokenizer = tiny_clip_tokenizer(), tiny_t5_tokenizer()
+def _sd3(clip_tokenizer: Any = None, t5_tokenizer: Any = None) -> StableDiffusion3Pipeline:
+    clip_tokenizer = clip_tokenizer or tiny_clip_tokenizer()
+    t5_tokenizer = t5_tokenizer or tiny_t5_tokenizer()
     return StableDiffusion3Pipeline(
         transformer=SD3Transformer2DModel(
             sample_size=8,
@@ -123,8 +127,9 @@ def _sd3() -> StableDiffusion3Pipeline:
     )
 
 
-def _flux() -> FluxPipeline:
-    clip_tokenizer, t5_tokenizer = tiny_clip_tokenizer(), tiny_t5_tokenizer()
+def _flux(clip_tokenizer: Any = None, t5_tokenizer: Any = None) -> FluxPipeline:
+    clip_tokenizer = clip_tokenizer or tiny_clip_tokenizer()
+    t5_tokenizer = t5_tokenizer or tiny_t5_tokenizer()
     return FluxPipeline(
         transformer=FluxTransformer2DModel(
             in_channels=64,
@@ -146,8 +151,8 @@ def _flux() -> FluxPipeline:
     )
 
 
-def _qwen_image() -> QwenImagePipeline:
-    tokenizer = tiny_qwen_tokenizer(pipeline_without(QwenImagePipeline).prompt_template_encode)
+def _qwen_image(tokenizer: Any = None) -> QwenImagePipeline:
+    tokenizer = tokenizer or tiny_qwen_tokenizer(pipeline_without(QwenImagePipeline).prompt_template_encode)
     return QwenImagePipeline(
         transformer=QwenImageTransformer2DModel(
             num_layers=2,
@@ -163,8 +168,8 @@ def _qwen_image() -> QwenImagePipeline:
     )
 
 
-def _wan() -> WanPipeline:
-    tokenizer = tiny_t5_tokenizer()
+def _wan(tokenizer: Any = None) -> WanPipeline:
+    tokenizer = tokenizer or tiny_t5_tokenizer()
     return WanPipeline(
         transformer=WanTransformer3DModel(
             num_layers=2,
@@ -182,9 +187,10 @@ def _wan() -> WanPipeline:
     )
 
 
-def _hunyuan_video() -> HunyuanVideoPipeline:
-    tokenizer = tiny_llama_tokenizer()
-    clip_tokenizer = tiny_clip_tokenizer(length=77)  # the pipeline pads to 77 tokens, whatever the tokenizer says
+def _hunyuan_video(tokenizer: Any = None, clip_tokenizer: Any = None) -> HunyuanVideoPipeline:
+    tokenizer = tokenizer or tiny_llama_tokenizer()
+    # The pipeline pads to 77 tokens, whatever the tokenizer says.
+    clip_tokenizer = clip_tokenizer or tiny_clip_tokenizer(length=77)
     return HunyuanVideoPipeline(
         transformer=HunyuanVideoTransformer3DModel(
             num_layers=1,

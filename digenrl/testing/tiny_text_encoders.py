@@ -141,6 +141,7 @@ def tiny_llama(tokenizer: Any, width: int) -> LlamaModel:
         intermediate_size=2 * width,
         num_hidden_layers=3,
         num_attention_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -160,7 +161,7 @@ def tiny_qwen_text_encoder(tokenizer: Any, width: int) -> Qwen2_5_VLForCondition
         "num_key_value_heads": 2,
         "rope_parameters": {
             "rope_type": "default",
-            "rope_theta": 1e4,
+            "rope_theta": 1e6,
             # Channels for time, height and width; together half of a head's width.
             "mrope_section": [width // 4 - 2 * third, third, third],
         },

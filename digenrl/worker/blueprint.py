@@ -65,6 +65,7 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
         raise ConfigError(
             f"model.negative_prompt: {family.name} has embedded guidance and takes none; leave it out"
         )
+    family.check_text_tokens(recipe.model.text_tokens)
     if recipe.model.random:
         family.full_size(recipe.model.random_size)
     else:
@@ -108,12 +109,36 @@ def load_model(
     Compiling takes about a minute, which pays off `for_a_run` but not for a few pictures. A model that is going to
     be sharded `stays_on_host`: it need not fit on one card.
     """
+<<<<<<< HEAD
     recipe, family, place = blueprint.recipe, blueprint.family, "cpu" if stays_on_host else device
     if recipe.model.random:
         model = family.build_full(dtype_of(recipe), place, recipe.model.random_size, seed=recipe.seed)
     else:
         with _loading_errors_in_one_line(recipe):
             model = family.load(source_of(recipe), dtype_of(recipe), place, text_encoders=False)
+=======
+    recipe, family = blueprint.recipe, blueprint.family
+    vae_dtype, text_tokens = vae_dtype_of(recipe), recipe.model.text_tokens
+    if recipe.model.random:
+        model = family.build_full(
+            dtype_of(recipe),
+            device,
+            recipe.model.random_size,
+            seed=recipe.seed,
+            vae_dtype=vae_dtype,
+            text_tokens=text_tokens,
+        )
+    else:
+        with _loading_errors_in_one_line(recipe):
+            model = family.load(
+                source_of(recipe),
+                dtype_of(recipe),
+                device,
+                text_encoders=False,
+                vae_dtype=vae_dtype,
+                text_tokens=text_tokens,
+            )
+>>>>>>> layouts
     if recipe.training.lora is not None:
         add_lora(model, recipe.training.lora.rank, recipe.training.lora.alpha, seed=recipe.seed)
     if for_a_run and recipe.model.compiles(device):
@@ -130,15 +155,16 @@ def load_whole_model(blueprint: Blueprint, device: str) -> PipelineModel:
 
 def load_text_encoders(blueprint: Blueprint, device: str, shares_device: bool = False) -> TextEncoder:
     """The recipe's text encoders. On a GPU shared with training they are offloaded between calls."""
-    recipe = blueprint.recipe
+    recipe, family = blueprint.recipe, blueprint.family
+    tokens = recipe.model.text_tokens
     if recipe.model.random:
-        return RandomTextEncoder(blueprint.family, dtype_of(recipe), recipe.model.random_size)
+        return RandomTextEncoder(family, dtype_of(recipe), recipe.model.random_size, tokens)
+    offloaded = shares_device and device.startswith("cuda")
     with _loading_errors_in_one_line(recipe):
-        if shares_device and device.startswith("cuda"):
-            return OffloadedTextEncoder(
-                blueprint.family.load_text_encoders(source_of(recipe), dtype_of(recipe)), device
-            )
-        return blueprint.family.load_text_encoders(source_of(recipe), dtype_of(recipe), device)
+        model = family.load_text_encoders(
+            source_of(recipe), dtype_of(recipe), "cpu" if offloaded else device, text_tokens=tokens
+        )
+        return OffloadedTextEncoder(model, device) if offloaded else model
 
 
 @contextmanager
@@ -158,7 +184,17 @@ def dtype_of(recipe: Recipe) -> torch.dtype:
     return dtype
 
 
+<<<<<<< HEAD
 def source_of(recipe: Recipe) -> ModelSource:
+=======
+def vae_dtype_of(recipe: Recipe) -> torch.dtype:
+    """The dtype in which samples are decoded."""
+    dtype: torch.dtype = getattr(torch, recipe.model.vae_dtype)
+    return dtype
+
+
+def source_of(recipe: Recipe) -> str | Path:
+>>>>>>> layouts
     """Where the model is. The demo's ships with the package."""
     model = recipe.model
     return ModelSource(

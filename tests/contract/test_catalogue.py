@@ -162,6 +162,7 @@ def test_facts_derived_from_the_layers_agree_with_the_catalogue(model: Catalogue
     assert counted.lora_parameters(32) == model.lora_parameters(32)
     exact = {"hidden", "blocks", "block_tokens", "guidance", "frames_per_latent", "pixels_per_token"}
     exact |= {"joint_attention_blocks", "image_attention_blocks", "cross_attention_blocks"}
+    exact |= {"float32_parameters", "vae_parameters", "clip_text_tokens", "cuts_padding"}
     assert counted.model_dump(include=exact) == model.model_dump(include=exact)
     assert model.text_tokens <= counted.text_tokens, "the catalogue has typical prompts where padding is cut"
 

@@ -21,7 +21,7 @@ from digenrl.commands.model_probe import EulerSteps
 from digenrl.config.reading import ConfigError
 from digenrl.models.blocks import checkpoint_blocks, repeated_blocks
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
-from digenrl.models.family import Family
+from digenrl.models.family import Component, Family, FullSize
 from digenrl.models.lora import (
     adapter_parameters,
     adapters_disabled,
@@ -370,10 +370,64 @@ def test_full_sizes_have_the_published_number_of_parameters(family: Family) -> N
         transformer = family.build_transformer(torch.bfloat16, "meta", name)
         parameters = list(transformer.parameters())
         assert round(sum(parameter.numel() for parameter in parameters) / 1e9, 2) == size.billions, name
-        assert {parameter.dtype for parameter in parameters} == {torch.bfloat16}
     assert torch.get_default_dtype() == torch.float32
     with pytest.raises(ConfigError, match="unknown size"):
         family.build_transformer(torch.bfloat16, "meta", "9000B")
+
+
+def test_random_weights_have_the_dtypes_of_loaded_ones(family: Family, directory: Path) -> None:
+    tiny = TINY_MODELS[family.name].build().transformer
+    size = FullSize(0.0, Component(type(tiny), dict(tiny.config)), text_shapes={})
+    for dtype in (torch.bfloat16, torch.float32):
+        random = replace(family, sizes={"tiny": size}).build_transformer(dtype, "cpu")
+        loaded = family.load(directory, dtype, text_encoders=False).transformer
+        expected = {name: weight.dtype for name, weight in loaded.named_parameters()}
+        assert {name: weight.dtype for name, weight in random.named_parameters()} == expected
+    if family.name == "wan":
+        kept = family.load(directory, torch.bfloat16, text_encoders=False).transformer
+        assert kept.condition_embedder.time_embedder.linear_1.weight.dtype == torch.float32
+
+
+def test_the_vae_is_in_fp32_unless_told_otherwise(family: Family, directory: Path) -> None:
+    model = family.load(directory, torch.bfloat16, text_encoders=False)
+    assert model.vae.dtype == torch.float32 and model.dtype == torch.bfloat16
+    size = tiny_size(family.name)
+    latents = model.initial_latents(noise_of(model, size, rows=1), size)
+    exact = family.load(directory, torch.float32, text_encoders=False).decode(latents, size)
+    assert torch.equal(model.decode(latents, size), exact)
+    coarse = family.load(directory, torch.bfloat16, text_encoders=False, vae_dtype=torch.bfloat16)
+    assert coarse.vae.dtype == torch.bfloat16 and not torch.equal(coarse.decode(latents, size), exact)
+    assert family.build_full(torch.bfloat16, "meta").vae.dtype == torch.float32
+    assert family.build_full(torch.bfloat16, "meta", vae_dtype=torch.bfloat16).vae.dtype == torch.bfloat16
+
+
+def test_texts_are_padded_and_cut_to_the_length_that_is_set(family: Family, directory: Path) -> None:
+    model = family.load_text_encoders(directory)
+    default = model.encode(PROMPTS).positive
+    name = next(name for name, value in default.items() if value is not None and value.ndim == 3)
+    for tokens in (5, 16):
+        model.set_text_tokens(tokens)
+        for prompt in ("cat", "a red cat and two dogs " * 20):
+            text = model.encode([prompt])
+            for side in (text.positive, text.negative or text.positive):
+                lengths = {value.shape[1] for value in side.values() if value is not None and value.ndim == 3}
+                fixed = default[name].shape[1] - family.load_text_encoders(directory).text_tokens
+                assert lengths == {tokens + fixed}
+    most = family.model_class.text_length.most
+    with pytest.raises(ConfigError, match=rf"model\.text_tokens: {most + 1} .*{most}"):
+        family.check_text_tokens(most + 1)
+    with pytest.raises(ConfigError, match="tokenizer"):
+        family.load_text_encoders(directory, text_tokens=most + 1)
+
+
+def test_random_texts_have_the_length_that_is_set(family: Family) -> None:
+    default = family.random_conditioning(1, torch.float32, "cpu", seed=0)
+    shorter = family.random_conditioning(
+        1, torch.float32, "cpu", seed=0, text_tokens=family.model_class.text_length.default - 100
+    )
+    for name, value in default.positive.items():
+        by = 100 if value.ndim == 3 or "mask" in name else 0
+        assert shorter.positive[name].shape == (1, value.shape[1] - by, *value.shape[2:])
 
 
 def test_a_full_size_model_lacks_only_its_text_encoders(family: Family, shared_model: DiffusionModel) -> None:

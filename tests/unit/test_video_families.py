@@ -148,7 +148,7 @@ def test_wan_with_first_order_unipc_equals_our_euler_loop(directory: Path) -> No
         num_frames=size.frames,
         num_inference_steps=STEPS,
         guidance_scale=5.0,
-        max_sequence_length=model.text_length,
+        max_sequence_length=model.text_tokens,
         latents=latents,
         output_type="latent",
     ).frames

@@ -24,9 +24,9 @@ from digenrl.models.families.helpers import (
     text_like,
 )
 from digenrl.models.family import Component, Family, FullSize
-from digenrl.models.pipeline_model import PipelineModel, schedule_of
+from digenrl.models.pipeline_model import PipelineModel, TextLength, schedule_of
 
-T5_LENGTH = 512  # tokens, the pipeline's default
+TEXT_LENGTH = TextLength("tokenizer_2", default=512, most=512)  # of T5; the pipeline's default and limit
 
 
 class FluxModel(PipelineModel):
@@ -36,24 +36,17 @@ class FluxModel(PipelineModel):
     lora_targets = JOINT_ATTENTION
     default_guidance = 3.5
     text_encoders = ("text_encoder", "text_encoder_2")
+    text_length = TEXT_LENGTH
 
     def __init__(self, pipeline: Any) -> None:
         super().__init__(pipeline)
         self._image_ids: dict[tuple[int, int, torch.device, torch.dtype], Tensor] = {}
 
-    @property
-    def t5_length(self) -> int:
-        """The number of tokens to which the text is padded or cut."""
-        return min(T5_LENGTH, int(self.pipeline.tokenizer_2.model_max_length))
-
-    def pipeline_arguments(self, guidance: float) -> dict[str, Any]:
-        return {"guidance_scale": guidance, "max_sequence_length": self.t5_length}
-
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
         refuse_negatives(negative_prompts, self.family)
         embeddings, pooled, _ = self.pipeline.encode_prompt(
-            prompt=list(prompts), device=self.text_device(), max_sequence_length=self.t5_length
+            prompt=list(prompts), device=self.text_device(), max_sequence_length=self.text_tokens
         )
         return Conditioning(positive={"encoder_hidden_states": embeddings, "pooled_projections": pooled})
 
@@ -133,7 +126,7 @@ FLUX = Family(
         "1-dev": FullSize(
             billions=11.90,
             transformer=Component(FluxTransformer2DModel, {"guidance_embeds": True}),
-            text_shapes={"encoder_hidden_states": (T5_LENGTH, 4096), "pooled_projections": (768,)},
+            text_shapes={"encoder_hidden_states": (TEXT_LENGTH.default, 4096), "pooled_projections": (768,)},
             hub_id="black-forest-labs/FLUX.1-dev",
         ),
     },

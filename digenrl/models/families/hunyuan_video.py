@@ -27,9 +27,9 @@ from digenrl.models.families.helpers import (
     text_like,
 )
 from digenrl.models.family import Component, Family, FullSize
-from digenrl.models.pipeline_model import PipelineModel, schedule_of
+from digenrl.models.pipeline_model import PipelineModel, TextLength, schedule_of
 
-TEXT_LENGTH = 256  # tokens of Llama's part, after the template; the pipeline's default
+TEXT_LENGTH = TextLength("tokenizer", default=256, most=256)  # of Llama, after the template; as trained
 
 
 class OptionallyMasked(HunyuanVideoAttnProcessor2_0):  # type: ignore[misc]
@@ -57,6 +57,7 @@ class HunyuanVideoModel(PipelineModel):
     default_guidance = 6.0
     text_encoders = ("text_encoder", "text_encoder_2")
     text_mask = "encoder_attention_mask"
+    text_length = TEXT_LENGTH
 
     def __init__(self, pipeline: Any) -> None:
         super().__init__(pipeline)
@@ -78,7 +79,7 @@ class HunyuanVideoModel(PipelineModel):
         device = self.text_device()
         refuse_negatives(negative_prompts, self.family)
         text_BTD, pooled_BD, mask_BT = self.pipeline.encode_prompt(
-            list(prompts), device=device, max_sequence_length=TEXT_LENGTH
+            list(prompts), device=device, max_sequence_length=self.text_tokens
         )
         return Conditioning(
             {"encoder_hidden_states": text_BTD, "encoder_attention_mask": mask_BT, "pooled_projections": pooled_BD}
@@ -142,8 +143,8 @@ HUNYUAN_VIDEO = Family(
             billions=12.82,
             transformer=Component(HunyuanVideoTransformer3DModel, {}),  # the class's defaults: the published model
             text_shapes={
-                "encoder_hidden_states": (TEXT_LENGTH, 4096),
-                "encoder_attention_mask": (TEXT_LENGTH,),
+                "encoder_hidden_states": (TEXT_LENGTH.default, 4096),
+                "encoder_attention_mask": (TEXT_LENGTH.default,),
                 "pooled_projections": (768,),
             },
             hub_id="hunyuanvideo-community/HunyuanVideo",

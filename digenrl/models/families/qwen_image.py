@@ -35,9 +35,9 @@ from digenrl.models.families.helpers import (
 )
 from digenrl.models.families.qwen_attention import JointAttention, RealRotations
 from digenrl.models.family import Component, Family, FullSize
-from digenrl.models.pipeline_model import PipelineModel, schedule_of
+from digenrl.models.pipeline_model import PipelineModel, TextLength, schedule_of
 
-TEXT_LENGTH = 512  # tokens of a prompt, the pipeline's default
+TEXT_LENGTH = TextLength("tokenizer", default=512, most=1024)  # of a prompt; the pipeline's default and limit
 
 
 class QwenImageModel(PipelineModel):
@@ -48,6 +48,7 @@ class QwenImageModel(PipelineModel):
     default_guidance = 4.0
     text_encoders = ("text_encoder",)
     text_mask = "encoder_hidden_states_mask"
+    text_length = TEXT_LENGTH
 
     def __init__(self, pipeline: Any) -> None:
         super().__init__(pipeline)
@@ -77,11 +78,11 @@ class QwenImageModel(PipelineModel):
 
     def _encode_side(self, prompts: list[str]) -> dict[str, Tensor | None]:
         text_BTD, mask_BT = self.pipeline.encode_prompt(
-            prompts, device=self.text_device(), max_sequence_length=TEXT_LENGTH
+            prompts, device=self.text_device(), max_sequence_length=self.text_tokens
         )
         if mask_BT is None:  # the pipeline returns None if no row is padded
             mask_BT = torch.ones(text_BTD.shape[:2], dtype=torch.long, device=text_BTD.device)
-        padding = TEXT_LENGTH - text_BTD.shape[1]
+        padding = self.text_tokens - text_BTD.shape[1]
         return {
             "encoder_hidden_states": functional.pad(text_BTD, (0, 0, 0, padding)),
             "encoder_hidden_states_mask": functional.pad(mask_BT, (0, padding)),
@@ -175,8 +176,8 @@ QWEN_IMAGE = Family(
             billions=20.43,
             transformer=Component(QwenImageTransformer2DModel, {}),  # the class's defaults: the published model
             text_shapes={
-                "encoder_hidden_states": (TEXT_LENGTH, 3584),
-                "encoder_hidden_states_mask": (TEXT_LENGTH,),
+                "encoder_hidden_states": (TEXT_LENGTH.default, 3584),
+                "encoder_hidden_states_mask": (TEXT_LENGTH.default,),
             },
             hub_id="Qwen/Qwen-Image",
         ),

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 from torch import Tensor
+from torch.nn import functional
 
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
 from digenrl.models.families.helpers import (
     JOINT_ATTENTION,
+    Text,
     guided_velocity,
     image_vae,
     latent_height_width,
@@ -22,41 +24,65 @@ from digenrl.models.families.helpers import (
     shift_from_tokens,
 )
 from digenrl.models.family import Component, Family, FullSize
-from digenrl.models.pipeline_model import PipelineModel, schedule_of
+from digenrl.models.pipeline_model import PipelineModel, TextLength, schedule_of
 
-T5_LENGTH = 256  # tokens, the pipeline's default
+TEXT_LENGTH = TextLength("tokenizer_3", default=256, most=512)  # of T5's part; the pipeline's default and limit
+CLIP_TEXT = "clip_hidden_states"  # instead of encoder_hidden_states, if there is no T5
 
 
 class SD3Model(PipelineModel):
-    """L = (C, h, w). The text is CLIP's 77 tokens followed by T5's, at a fixed length without a mask."""
+    """L = (C, h, w). The text is CLIP's 77 tokens followed by T5's, at a fixed length without a mask.
+
+    Pipelines are often saved without T5, which is most of their size. Its part of the text is then zeros.
+    """
 
     family = "sd3"
     lora_targets = JOINT_ATTENTION
     default_guidance = 4.5
     text_encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
-
-    @property
-    def t5_length(self) -> int:
-        """The number of tokens to which T5's part of the text is padded or cut."""
-        return min(T5_LENGTH, int(self.pipeline.tokenizer_3.model_max_length))
+    optional_components = ("text_encoder_3", "tokenizer_3")
+    text_length = TEXT_LENGTH
 
     def pipeline_arguments(self, guidance: float) -> dict[str, Any]:
         return {"guidance_scale": guidance, "max_sequence_length": self.t5_length}
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
+        if self.pipeline.text_encoder_3 is None:
+            return Conditioning(
+                self._encode_with_clip(list(prompts)),
+                self._encode_with_clip(paired_negatives(prompts, negative_prompts)),
+            )
         positive, negative, pooled, negative_pooled = self.pipeline.encode_prompt(
             prompt=list(prompts),
             prompt_2=None,
             prompt_3=None,
             negative_prompt=paired_negatives(prompts, negative_prompts),
             device=self.text_device(),
-            max_sequence_length=self.t5_length,
+            max_sequence_length=self.text_tokens,
         )
         return Conditioning(
             positive={"encoder_hidden_states": positive, "pooled_projections": pooled},
             negative={"encoder_hidden_states": negative, "pooled_projections": negative_pooled},
         )
+
+    def _encode_with_clip(self, prompts: list[str]) -> dict[str, Tensor | None]:
+        """CLIP's part of the text as it is: the transformer's width, to which it is padded, may not be known."""
+        parts = [
+            self.pipeline._get_clip_prompt_embeds(prompts, device=self.text_device(), clip_model_index=index)
+            for index in range(2)
+        ]
+        text_BTD, pooled_BD = (torch.cat(values, dim=-1) for values in zip(*parts, strict=True))
+        return {CLIP_TEXT: text_BTD, "pooled_projections": pooled_BD}
+
+    def _with_t5_part(self, text: Text) -> Text:
+        """The transformer's text arguments: if there is no T5, CLIP's text is padded with zeros."""
+        clip_BTD = text.get(CLIP_TEXT)
+        if clip_BTD is None:
+            return text
+        width = self.pipeline.transformer.config.joint_attention_dim - clip_BTD.shape[2]
+        padded_BTD = functional.pad(clip_BTD, (0, width, 0, self.text_tokens))
+        return {"encoder_hidden_states": padded_BTD, "pooled_projections": text["pooled_projections"]}
 
     def schedule(self, steps: int, size: SampleSize) -> Schedule:
         """Shifted by a fixed amount, or by the number of tokens if the scheduler's configuration says so."""
@@ -81,7 +107,9 @@ class SD3Model(PipelineModel):
         guidance: float,
         size: SampleSize,
     ) -> Tensor:
-        return guided_velocity(self, latents_BL, timesteps_B, conditioning, guidance)
+        negative = None if conditioning.negative is None else self._with_t5_part(conditioning.negative)
+        text = Conditioning(self._with_t5_part(conditioning.positive), negative)
+        return guided_velocity(self, latents_BL, timesteps_B, text, guidance)
 
     @torch.no_grad()
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
@@ -90,7 +118,7 @@ class SD3Model(PipelineModel):
 
 
 SCHEDULER = Component(FlowMatchEulerDiscreteScheduler, {"shift": 3.0})
-TEXT_SHAPES = {"encoder_hidden_states": (77 + T5_LENGTH, 4096), "pooled_projections": (2048,)}
+TEXT_SHAPES = {"encoder_hidden_states": (77 + TEXT_LENGTH.default, 4096), "pooled_projections": (2048,)}
 
 
 def _full(hub_id: str, billions: float, layers: int, **arguments: Any) -> FullSize:

@@ -19,9 +19,9 @@ from digenrl.models.families.helpers import (
     scaled_video_latents,
 )
 from digenrl.models.family import Component, Family, FullSize
-from digenrl.models.pipeline_model import PipelineModel, schedule_of
+from digenrl.models.pipeline_model import PipelineModel, TextLength, schedule_of
 
-TEXT_LENGTH = 512  # tokens, the pipeline's default
+TEXT_LENGTH = TextLength("tokenizer", default=512, most=512)  # the model was trained with 512
 
 
 class WanModel(PipelineModel):
@@ -32,6 +32,7 @@ class WanModel(PipelineModel):
     default_guidance = 5.0
     block_state_arguments = ("hidden_states",)
     text_encoders = ("text_encoder",)
+    text_length = TEXT_LENGTH
 
     def __init__(self, pipeline: Any) -> None:
         config = pipeline.config
@@ -42,21 +43,13 @@ class WanModel(PipelineModel):
             )
         super().__init__(pipeline)
 
-    @property
-    def text_length(self) -> int:
-        """The number of tokens to which the text is padded or cut."""
-        return min(TEXT_LENGTH, int(self.pipeline.tokenizer.model_max_length))
-
-    def pipeline_arguments(self, guidance: float) -> dict[str, Any]:
-        return {"guidance_scale": guidance, "max_sequence_length": self.text_length}
-
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
         device = self.text_device()
         positive, negative = self.pipeline.encode_prompt(
             list(prompts),
             negative_prompt=paired_negatives(prompts, negative_prompts),
-            max_sequence_length=self.text_length,
+            max_sequence_length=self.text_tokens,
             device=device,
         )
         return Conditioning({"encoder_hidden_states": positive}, {"encoder_hidden_states": negative})
@@ -109,7 +102,7 @@ def _full(hub_id: str, billions: float, layers: int, heads: int, ffn_dim: int) -
     return FullSize(
         billions,
         Component(WanTransformer3DModel, shape),
-        text_shapes={"encoder_hidden_states": (TEXT_LENGTH, 4096)},
+        text_shapes={"encoder_hidden_states": (TEXT_LENGTH.default, 4096)},
         hub_id=f"Wan-AI/{hub_id}-Diffusers",
     )
 

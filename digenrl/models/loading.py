@@ -30,9 +30,10 @@ def load_pipeline(
     """Loads a pipeline on the CPU, without the components named in `without`.
 
     `dtypes` are by component, with one for "default". The pipeline may lack the components named in `optional`.
-    Tokenizers split text as their files say. Remote code is never run, and nothing is unpickled. Raises ConfigError
-    if the source is not usable: before any weights are read and, if it holds a pipeline of another class, before
-    anything large is downloaded.
+    Tokenizers split text as their files say. Remote code is never run, and nothing is unpickled.
+
+    Raises ConfigError if the source is not usable: before any weights are read and, if it holds a pipeline of
+    another class, before anything large is downloaded.
     """
     source = ModelSource.of(source)
     from_file = source.file is not None and COMPONENT not in without

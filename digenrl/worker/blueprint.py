@@ -109,20 +109,12 @@ def load_model(
     Compiling takes about a minute, which pays off `for_a_run` but not for a few pictures. A model that is going to
     be sharded `stays_on_host`: it need not fit on one card.
     """
-<<<<<<< HEAD
     recipe, family, place = blueprint.recipe, blueprint.family, "cpu" if stays_on_host else device
-    if recipe.model.random:
-        model = family.build_full(dtype_of(recipe), place, recipe.model.random_size, seed=recipe.seed)
-    else:
-        with _loading_errors_in_one_line(recipe):
-            model = family.load(source_of(recipe), dtype_of(recipe), place, text_encoders=False)
-=======
-    recipe, family = blueprint.recipe, blueprint.family
     vae_dtype, text_tokens = vae_dtype_of(recipe), recipe.model.text_tokens
     if recipe.model.random:
         model = family.build_full(
             dtype_of(recipe),
-            device,
+            place,
             recipe.model.random_size,
             seed=recipe.seed,
             vae_dtype=vae_dtype,
@@ -133,12 +125,11 @@ def load_model(
             model = family.load(
                 source_of(recipe),
                 dtype_of(recipe),
-                device,
+                place,
                 text_encoders=False,
                 vae_dtype=vae_dtype,
                 text_tokens=text_tokens,
             )
->>>>>>> layouts
     if recipe.training.lora is not None:
         add_lora(model, recipe.training.lora.rank, recipe.training.lora.alpha, seed=recipe.seed)
     if for_a_run and recipe.model.compiles(device):
@@ -150,7 +141,13 @@ def load_whole_model(blueprint: Blueprint, device: str) -> PipelineModel:
     """The recipe's model with its text encoders, without adapters; not for models with random weights."""
     recipe = blueprint.recipe
     with _loading_errors_in_one_line(recipe):
-        return blueprint.family.load(source_of(recipe), dtype_of(recipe), device)
+        return blueprint.family.load(
+            source_of(recipe),
+            dtype_of(recipe),
+            device,
+            vae_dtype=vae_dtype_of(recipe),
+            text_tokens=recipe.model.text_tokens,
+        )
 
 
 def load_text_encoders(blueprint: Blueprint, device: str, shares_device: bool = False) -> TextEncoder:
@@ -184,17 +181,13 @@ def dtype_of(recipe: Recipe) -> torch.dtype:
     return dtype
 
 
-<<<<<<< HEAD
-def source_of(recipe: Recipe) -> ModelSource:
-=======
 def vae_dtype_of(recipe: Recipe) -> torch.dtype:
     """The dtype in which samples are decoded."""
     dtype: torch.dtype = getattr(torch, recipe.model.vae_dtype)
     return dtype
 
 
-def source_of(recipe: Recipe) -> str | Path:
->>>>>>> layouts
+def source_of(recipe: Recipe) -> ModelSource:
     """Where the model is. The demo's ships with the package."""
     model = recipe.model
     return ModelSource(

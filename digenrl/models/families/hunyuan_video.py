@@ -71,9 +71,6 @@ class HunyuanVideoModel(PipelineModel):
         mask = [(arguments["attention_mask"], 3)] if self._attention.masked else []
         return [(arguments["encoder_hidden_states"], 1), *mask]
 
-    def pipeline_arguments(self, guidance: float) -> dict[str, Any]:
-        return {"guidance_scale": guidance, "max_sequence_length": TEXT_LENGTH}
-
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
         device = self.text_device()

@@ -46,6 +46,7 @@ class QwenImageModel(PipelineModel):
     family = "qwen_image"
     lora_targets = JOINT_ATTENTION
     default_guidance = 4.0
+    guidance_argument = "true_cfg_scale"
     text_encoders = ("text_encoder",)
     text_mask = "encoder_hidden_states_mask"
     text_length = TEXT_LENGTH
@@ -65,9 +66,6 @@ class QwenImageModel(PipelineModel):
             (arguments["image_rotary_emb"][1], 0),
             *([] if mask_BT is None else [(mask_BT, 1)]),
         ]
-
-    def pipeline_arguments(self, guidance: float) -> dict[str, Any]:
-        return {"true_cfg_scale": guidance, "max_sequence_length": TEXT_LENGTH}
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:

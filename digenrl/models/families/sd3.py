@@ -43,9 +43,6 @@ class SD3Model(PipelineModel):
     optional_components = ("text_encoder_3", "tokenizer_3")
     text_length = TEXT_LENGTH
 
-    def pipeline_arguments(self, guidance: float) -> dict[str, Any]:
-        return {"guidance_scale": guidance, "max_sequence_length": self.t5_length}
-
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
         if self.pipeline.text_encoder_3 is None:

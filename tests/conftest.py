@@ -38,6 +38,7 @@ SLOW = {
     "test_planning_docs",
     "test_planning_planner",
     "test_planning_recipes",
+    "test_published_layouts",
     "test_training_memory",
     "test_training_rank_checkpoints",
     "test_training_several_ranks",

@@ -49,8 +49,8 @@ class RowLimit:
             if rows.stop - rows.start == 1:
                 raise ConfigError(
                     f"memory ran out while {self._doing} a single sample; lower sample.height, sample.width or "
-                    "sample.frames, use model.dtype: bfloat16 with adapters (training.lora), or use a GPU that no "
-                    "other process uses"
+                    "sample.frames, use model.dtype: bfloat16 with adapters (training.lora), model.vae_dtype: "
+                    "bfloat16, or a GPU that no other process uses"
                 ) from error
         # Outside the except block: the error's traceback would keep the tensors of the failed part alive.
         torch.cuda.empty_cache()  # does nothing without a GPU

@@ -157,7 +157,7 @@ def write_llama_tokenizer(folder: Path) -> Any:
         "unk_token": LLAMA_SPECIAL[1],
     }
     settings = {
-        "added_tokens_decoder": _added({tokenizer.token_to_id(token): token for token in LLAMA_SPECIAL}),
+        "added_tokens_decoder": _added({tokenizer.get_vocab()[token]: token for token in LLAMA_SPECIAL}),
         "clean_up_tokenization_spaces": True,
         "legacy": True,
         "model_input_names": ["input_ids", "attention_mask"],
@@ -201,7 +201,7 @@ def _write_sentencepiece(folder: Path, **settings: Any) -> Any:
     )
     folder.mkdir(parents=True)
     (folder / "spiece.model").write_bytes(model.getvalue())
-    return sentencepiece_model_pb2.ModelProto.FromString(model.getvalue())
+    return sentencepiece_model_pb2.ModelProto.FromString(model.getvalue())  # type: ignore[attr-defined]
 
 
 def _write_unigram(folder: Path, proto: Any, normalizer: Any, extra_tokens: int) -> Any:

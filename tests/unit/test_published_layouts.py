@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import sentencepiece
 import torch
@@ -190,6 +191,19 @@ def test_hunyuan_videos_template_takes_the_tokens_that_the_pipeline_cuts_off(
     )
     assert short is not None and long is not None
     assert int(long.sum() - short.sum()) == len(tokenizer(f" {PROMPT}", add_special_tokens=False).input_ids)
+
+
+def test_a_tokenizer_of_a_hub_id_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the layout of the hub's local cache."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    repository, commit = tmp_path / "models--someone--HunyuanVideo", "0" * 40
+    make_published_layout("hunyuan_video", repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    model = FAMILIES["hunyuan_video"].load_text_encoders("someone/HunyuanVideo")
+    expected = ids_of_file(repository / "snapshots" / commit / "tokenizer")
+    assert model.pipeline.tokenizer(PROMPT).input_ids == expected(PROMPT)
 
 
 def test_t5_with_only_a_sentencepiece_model_tokenizes_as_sentencepiece(tmp_path: Path) -> None:

@@ -24,17 +24,19 @@ from digenrl.planning.recipe_workload import model_name
 from digenrl.worker.blueprint import source_of
 
 
-def derive_facts(recipe: Recipe) -> ModelFacts:
+def derive_facts(recipe: Recipe, folder: Path | None = None) -> ModelFacts:
     """Facts of the recipe's model: of the local pipeline's layers, else of the family's published size.
 
-    A hub id is matched with the family's sizes by name; the family's first size is the default.
+    `folder` has the configurations of a pipeline that is not local. Without it, a hub id is matched with the
+    family's sizes by name; the family's first size is the default.
     """
     family, sample = find_family(recipe.model.family), recipe.sample
     size = SampleSize(sample.height, sample.width, sample.frames)
-    source, name = Path(source_of(recipe)), model_name(recipe)
+    source, name = source_of(recipe), model_name(recipe)
+    folder = folder or Path(source.base or source.location, source.within)
     targets = None if recipe.training.lora is None else recipe.training.lora.targets
-    if (source / "transformer" / "config.json").is_file():
-        return facts_of(family, name, *_local_model(family, source, recipe.model.text_tokens), size, targets)
+    if (folder / "transformer" / "config.json").is_file():
+        return facts_of(family, name, *_local_model(family, folder, recipe.model.text_tokens), size, targets)
     published = recipe.model.random_size if recipe.model.random else _size_in(name, family)
     if published is None:
         published = next(iter(family.sizes))

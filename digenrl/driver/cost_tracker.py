@@ -67,7 +67,7 @@ class CostTracker:
         }
 
     def add_lane(self, lane: int, offer: LaneOffer) -> None:
-        """A lane that joined."""
+        """A lane that joined, once its times are known."""
         self._offers[lane] = offer
         self._slice[lane] = _Recent(offer.slice_ns)
 
@@ -80,8 +80,10 @@ class CostTracker:
         """Any other cost: one of the names in `__init__`. "train_sample" and "score" are per sample."""
         self._kinds[kind].add(ns)
 
-    def offer(self, lane: int, name: str) -> LaneOffer:
-        """The offer of a new lane that is as fast as this one."""
+    def offer(self, lane: int | None, name: str) -> LaneOffer:
+        """The offer of a new lane that is as fast as this one; one without times if this one was never timed."""
+        if lane not in self._offers:
+            return LaneOffer(name, 0)
         return replace(self._offers[lane], name=name, slice_ns=self._slice[lane].typical_ns())
 
     def measured(self, at_ns: int) -> CostsMeasured:

@@ -99,6 +99,10 @@ class Workers:
         encoder = () if self.encoder is None else (self.encoder,)
         return (self.trainer, *self.generators, *self.rewards, *encoder)
 
+    def by_name(self) -> dict[str, Assignment]:
+        """All assignments, those in reserve included."""
+        return {each.name: each for each in (*self.initial(), *self.reserve)}
+
 
 def rank_names(assignment: Assignment) -> list[str]:
     """The processes of a worker: one of the same name, or one per rank."""

@@ -11,9 +11,7 @@ from dataclasses import replace
 from digenrl.records import Action, Calibrate, Calibrated
 from digenrl.scheduling.faults import encode
 from digenrl.scheduling.lanes import release
-from digenrl.scheduling.state import SchedulerState, lane_of, put_lane
-
-Outcome = tuple[SchedulerState, tuple[Action, ...]]
+from digenrl.scheduling.state import Outcome, SchedulerState, lane_of, put_lane
 
 
 def hand_out_calibrations(state: SchedulerState, at_ns: int) -> Outcome:

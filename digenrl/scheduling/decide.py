@@ -18,9 +18,7 @@ from digenrl import records
 from digenrl.records import Action, Encoded, Event, Generated, StopRequested, Tick
 from digenrl.scheduling import calibration, evaluation, faults, lanes, measured_costs, scoring, trainer_turns
 from digenrl.scheduling.slice_assignment import hand_out_slices
-from digenrl.scheduling.state import Generating, SchedulerState, open_step
-
-Outcome = tuple[SchedulerState, tuple[Action, ...]]
+from digenrl.scheduling.state import Generating, Outcome, SchedulerState, open_step
 
 
 def decide(state: SchedulerState, event: Event) -> Outcome:

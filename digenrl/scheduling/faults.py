@@ -37,6 +37,7 @@ from digenrl.scheduling.scoring import end_score, ready_again, start_scoring
 from digenrl.scheduling.state import (
     Free,
     GroupProgress,
+    Outcome,
     ReadyUnit,
     Restoring,
     Saving,
@@ -51,9 +52,6 @@ from digenrl.scheduling.state import (
     reconsider_help,
 )
 from digenrl.scheduling.terms import Terms
-
-Outcome = tuple[SchedulerState, tuple[Action, ...]]
-
 
 # --- Lost workers ----------------------------------------------------------------------------------------------
 

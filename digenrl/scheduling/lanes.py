@@ -5,19 +5,18 @@ from __future__ import annotations
 from bisect import bisect
 from dataclasses import replace
 
-from digenrl.records import Action, Publish, Published, WorkerJoined
+from digenrl.records import Publish, Published, WorkerJoined
 from digenrl.scheduling.state import (
     NO_VERSION,
     BetweenRounds,
     Helping,
     Lane,
+    Outcome,
     SchedulerState,
     issue,
     lane_of,
     put_lane,
 )
-
-Outcome = tuple[SchedulerState, tuple[Action, ...]]
 
 
 def absorb_joined(state: SchedulerState, event: WorkerJoined) -> Outcome:

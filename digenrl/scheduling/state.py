@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from digenrl.records import (
+    Action,
     Commit,
     Encode,
     Export,
@@ -286,6 +287,9 @@ class SchedulerState:
     def current(self) -> StepProgress:
         """The lowest uncommitted step. There is none after the last commit."""
         return self.steps[0]
+
+
+Outcome = tuple[SchedulerState, tuple[Action, ...]]  # of a decision: the next state, and what to do
 
 
 def initial_state(

@@ -115,7 +115,7 @@ def test_every_group_is_trained_once_and_only_the_last_version_is_left(layout: s
 
 @pytest.mark.parametrize("layout", SEPARATE)
 def test_workers_and_machines_can_be_lost_at_any_moment_of_a_run(layout: str, tmp_path: Path) -> None:
-    for seed in range(24):
+    for seed in range(12):
         root = tmp_path / str(seed)
         root.mkdir()
         recipe = recipe_of(layout, evaluation=EVALUATION)
@@ -370,7 +370,7 @@ def test_a_lane_joins_when_there_is_room_and_only_then(tmp_path: Path, monkeypat
 
 def test_lanes_that_join_may_be_lost_while_they_are_calibrated(tmp_path: Path) -> None:
     lost_in_calibration = 0
-    for seed in range(30):
+    for seed in range(12):
         root = tmp_path / str(seed)
         root.mkdir()
         run = FakeRun(root, fake_recipe(lanes={"restarts": 99}), seed=seed, reserve=2, kills=6, vanishing=2)

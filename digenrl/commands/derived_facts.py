@@ -18,6 +18,7 @@ from digenrl.models.loading import building_on, keep_fp32_modules, pipeline_with
 from digenrl.models.lora import Targets, check_targets
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import find_family
+from digenrl.models.sources import ModelSource
 from digenrl.models.work_count import TextShapes, added_activations, count_work, lora_linears
 from digenrl.planning.model_facts import Execution, ModelFacts, typical_costs
 from digenrl.planning.recipe_workload import model_name
@@ -32,8 +33,7 @@ def derive_facts(recipe: Recipe, folder: Path | None = None) -> ModelFacts:
     """
     family, sample = find_family(recipe.model.family), recipe.sample
     size = SampleSize(sample.height, sample.width, sample.frames)
-    source, name = source_of(recipe), model_name(recipe)
-    folder = folder or Path(source.base or source.location, source.within)
+    name, folder = model_name(recipe), folder or _pipeline_folder(source_of(recipe))
     targets = None if recipe.training.lora is None else recipe.training.lora.targets
     if (folder / "transformer" / "config.json").is_file():
         return facts_of(family, name, *_local_model(family, folder, recipe.model.text_tokens), size, targets)
@@ -47,8 +47,9 @@ def derive_facts(recipe: Recipe, folder: Path | None = None) -> ModelFacts:
 
 
 def with_targets(facts: ModelFacts, recipe: Recipe) -> ModelFacts:
-    """Facts that were fitted with the family's LoRA targets, for a recipe that has others; counted from shapes."""
-    assert recipe.training.lora is not None and recipe.training.lora.targets is not None
+    """Facts that were fitted with the family's LoRA targets, adjusted for a recipe that has others."""
+    if recipe.training.lora is None or recipe.training.lora.targets is None:
+        return facts
     family, targets = find_family(recipe.model.family), recipe.training.lora.targets
     transformer = _published_transformer(recipe, family)
     check_targets(transformer, targets)
@@ -81,6 +82,10 @@ def facts_of(
     return parse_model(ModelFacts, {**facts, **count, **costs})
 
 
+def _pipeline_folder(source: ModelSource) -> Path:
+    return Path(source.base or source.location, source.within)
+
+
 def _size_in(name: str, family: Family) -> str | None:
     """The size whose name is part of the pipeline's name, as 3.5-large in stable-diffusion-3.5-large."""
     fitting = [size for size in family.sizes if size in name.lower()]
@@ -109,9 +114,9 @@ def _local_model(family: Family, source: Path, text_tokens: int | None) -> tuple
 
 def _published_transformer(recipe: Recipe, family: Family) -> Any:
     """The transformer of a local pipeline or of the family's published size, on the meta device."""
-    source = Path(source_of(recipe))
-    if (source / "transformer" / "config.json").is_file():
-        return family.transformer_without_weights(source)
+    folder = _pipeline_folder(source_of(recipe))
+    if (folder / "transformer" / "config.json").is_file():
+        return family.transformer_without_weights(folder)
     published = recipe.model.random_size if recipe.model.random else _size_in(model_name(recipe), family)
     return family.build_transformer(torch.bfloat16, "meta", published)
 

@@ -38,6 +38,7 @@ app = typer.Typer(
 reward_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Rewards outside of training.")
 app.add_typer(reward_app, name="reward")
 PROFILE = Path("profile.yaml")
+PROBE = 'A cat walks on the grass, next to a sign that says "Café №7"'
 INTERRUPTED = 130  # the exit code of a run that saved and stopped, as of any program ended by Ctrl-C
 
 
@@ -150,6 +151,34 @@ def profile_command(
     for remark in profile.remarks:
         out.print(f"not measured: {remark}", style="dim", markup=False, highlight=False)
     out.print(f"wrote {out_file}  (use it with: digenrl simulate --profile {out_file})", soft_wrap=True)
+
+
+@app.command("check")
+def check_command(
+    target: options.CheckTarget,
+    overrides: options.Overrides = None,
+    probe: options.ProbeText = PROBE,
+    download: options.Download = False,
+    steps: options.ProbeSteps = 4,
+    seed: options.ProbeSeed = 0,
+    out_file: options.PictureFile = Path("check.png"),
+    device: options.DeviceName = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Check a model before training.
+
+    Names its family and task, and what it would download; with the files here, compares it with diffusers.
+    """
+    with _requires("train"):
+        from digenrl.commands.check import CheckRequest, check_model, show_check
+        from digenrl.commands.sample import find_device
+    request = CheckRequest(probe, download, steps, seed, find_device(device), out_file)
+    with progress_bar("checking", hidden=as_json) as report:
+        check = check_model(target, overrides or [], request, report)
+    if as_json:
+        typer.echo(json.dumps(check.as_dict(request)))
+    else:
+        show_check(out, check, request)
 
 
 @app.command("train")

@@ -18,23 +18,25 @@ from digenrl.models.loading import building_on, keep_fp32_modules, pipeline_with
 from digenrl.models.lora import Targets, check_targets
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import find_family
+from digenrl.models.sources import ModelSource
 from digenrl.models.work_count import TextShapes, added_activations, count_work, lora_linears
 from digenrl.planning.model_facts import Execution, ModelFacts, typical_costs
 from digenrl.planning.recipe_workload import model_name
 from digenrl.worker.blueprint import source_of
 
 
-def derive_facts(recipe: Recipe) -> ModelFacts:
+def derive_facts(recipe: Recipe, folder: Path | None = None) -> ModelFacts:
     """Facts of the recipe's model: of the local pipeline's layers, else of the family's published size.
 
-    A hub id is matched with the family's sizes by name; the family's first size is the default.
+    `folder` has the configurations of a pipeline that is not local. Without it, a hub id is matched with the
+    family's sizes by name; the family's first size is the default.
     """
     family, sample = find_family(recipe.model.family), recipe.sample
     size = SampleSize(sample.height, sample.width, sample.frames)
-    source, name = Path(source_of(recipe)), model_name(recipe)
+    name, folder = model_name(recipe), folder or _pipeline_folder(source_of(recipe))
     targets = None if recipe.training.lora is None else recipe.training.lora.targets
-    if (source / "transformer" / "config.json").is_file():
-        return facts_of(family, name, *_local_model(family, source, recipe.model.text_tokens), size, targets)
+    if (folder / "transformer" / "config.json").is_file():
+        return facts_of(family, name, *_local_model(family, folder, recipe.model.text_tokens), size, targets)
     published = recipe.model.random_size if recipe.model.random else _size_in(name, family)
     if published is None:
         published = next(iter(family.sizes))
@@ -45,8 +47,9 @@ def derive_facts(recipe: Recipe) -> ModelFacts:
 
 
 def with_targets(facts: ModelFacts, recipe: Recipe) -> ModelFacts:
-    """Facts that were fitted with the family's LoRA targets, for a recipe that has others; counted from shapes."""
-    assert recipe.training.lora is not None and recipe.training.lora.targets is not None
+    """Facts that were fitted with the family's LoRA targets, adjusted for a recipe that has others."""
+    if recipe.training.lora is None or recipe.training.lora.targets is None:
+        return facts
     family, targets = find_family(recipe.model.family), recipe.training.lora.targets
     transformer = _published_transformer(recipe, family)
     check_targets(transformer, targets)
@@ -79,6 +82,10 @@ def facts_of(
     return parse_model(ModelFacts, {**facts, **count, **costs})
 
 
+def _pipeline_folder(source: ModelSource) -> Path:
+    return Path(source.base or source.location, source.within)
+
+
 def _size_in(name: str, family: Family) -> str | None:
     """The size whose name is part of the pipeline's name, as 3.5-large in stable-diffusion-3.5-large."""
     fitting = [size for size in family.sizes if size in name.lower()]
@@ -107,9 +114,9 @@ def _local_model(family: Family, source: Path, text_tokens: int | None) -> tuple
 
 def _published_transformer(recipe: Recipe, family: Family) -> Any:
     """The transformer of a local pipeline or of the family's published size, on the meta device."""
-    source = Path(source_of(recipe))
-    if (source / "transformer" / "config.json").is_file():
-        return family.transformer_without_weights(source)
+    folder = _pipeline_folder(source_of(recipe))
+    if (folder / "transformer" / "config.json").is_file():
+        return family.transformer_without_weights(folder)
     published = recipe.model.random_size if recipe.model.random else _size_in(model_name(recipe), family)
     return family.build_transformer(torch.bfloat16, "meta", published)
 

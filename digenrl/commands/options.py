@@ -75,6 +75,20 @@ TrainerRanks = Annotated[
 ObjectiveName = Annotated[str, typer.Option(help="throughput or cost.")]
 KeptPlans = Annotated[int, typer.Option(min=1, help="The number of plans to show.")]
 
+# check
+CheckTarget = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE|RECIPE",
+        help="A model: a folder, a hub id or a .safetensors file; or a recipe: a YAML file or a shipped name.",
+    ),
+]
+ProbeText = Annotated[str, typer.Option(metavar="TEXT", help="The prompt that the model is tried with.")]
+ProbeSteps = Annotated[int, typer.Option(min=1, help="The number of denoising steps.")]
+ProbeSeed = Annotated[int, typer.Option(min=0, help="The seed of the initial noise.")]
+Download = Annotated[bool, typer.Option("--download", help="Download a model that is not on this machine.")]
+PictureFile = Annotated[Path, typer.Option("--out", metavar="FILE", help="Write the picture here, as PNG.")]
+
 # profile
 LargestSlice = Annotated[
     int | None, typer.Option(min=1, help="The largest slice to measure; a whole group by default.")

@@ -107,7 +107,7 @@ def sample_run(run: Path, request: SampleRequest, out: Path | None, report: Repo
     wanted = _requested_prompts(folder.recipe, request)
     recipe = folder.recipe if checkpoint is None else folder.recipe.from_checkpoint()
     blueprint = read_blueprint(_with_evaluation(recipe, request))
-    device = _device(request.device)
+    device = find_device(request.device)
     with new_folder(out, folder.path / "sampled", name) as target, _out_of_memory_as_error(device):
         rows = _encode(blueprint, wanted.texts, device)
         model = load_model(blueprint, device, for_a_run=False)
@@ -201,7 +201,8 @@ def _with_evaluation(recipe: Recipe, request: SampleRequest) -> Recipe:
     return recipe.model_copy(update={"evaluation": _evaluation_of(recipe).model_copy(update=changes)})
 
 
-def _device(name: str | None) -> str:
+def find_device(name: str | None) -> str:
+    """The device of this name; by default cuda if available. Raises ConfigError if there is no such device."""
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if DEVICE.fullmatch(name) is None:

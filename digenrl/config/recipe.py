@@ -6,6 +6,7 @@ read. docs/recipes.md lists every key.
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,11 +25,16 @@ from digenrl.config.topology import TOPOLOGIES, Mode, Topology
 from digenrl.config.training import TrainerSettings
 from digenrl.config.windows import Window, read_window
 
+TOKEN_VARIABLE = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*")
+
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class ModelSettings(Frozen):
     """A pretrained diffusers pipeline. `source` is a directory, a hub id, or `demo`, the model in the package.
+
+    It can also be a single .safetensors file with the weights of the transformer; all other components then come
+    from `base_source`. `revision`, `variant` and `subfolder` select files of the pipeline.
 
     `random` is the family's published model with random weights, `random:SIZE` another of its sizes: it needs no
     download and learns nothing, but has the speed and memory footprint of the real one. With `compile` the
@@ -37,6 +43,13 @@ class ModelSettings(Frozen):
 
     family: str
     source: str = Field(min_length=1)
+    base_source: str | None = Field(
+        default=None, min_length=1, description="the pipeline around a single file; the family's published one"
+    )
+    revision: str | None = Field(default=None, min_length=1, description="branch, tag or commit of a hub id")
+    variant: str | None = Field(default=None, min_length=1, description="weight files of this variant, as fp16")
+    subfolder: str | None = Field(default=None, min_length=1, description="the pipeline's folder in the source")
+    token: str | None = Field(default=None, description="env:NAME, a variable with an access token of the hub")
     compile: bool | Literal["auto"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     vae_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="samples are decoded in it")
@@ -45,6 +58,28 @@ class ModelSettings(Frozen):
     )
     guidance: float | None = Field(default=None, ge=0, description="the family's default if absent")
     negative_prompt: str | None = None
+
+    @field_validator("token")
+    @classmethod
+    def _token_is_a_variable(cls, token: str | None) -> str | None:
+        if token is not None and TOKEN_VARIABLE.fullmatch(token) is None:
+            raise ValueError(
+                "expected env:NAME, the name of an environment variable with the token, as env:HF_TOKEN; a token "
+                "itself is refused, because recipes are saved with the run; or log in with: hf auth login"
+            )
+        return token
+
+    @field_validator("subfolder")
+    @classmethod
+    def _subfolder_is_inside(cls, subfolder: str | None) -> str | None:
+        if subfolder is not None and (subfolder.startswith("/") or ".." in subfolder.split("/")):
+            raise ValueError(f"expected a folder inside of model.source, got {subfolder}")
+        return subfolder
+
+    @property
+    def pipeline_folder(self) -> Path:
+        """The folder of the pipeline, or of the one around a single file, if it is local."""
+        return Path(self.base_source or self.source) / (self.subfolder or "")
 
     @property
     def random(self) -> bool:

@@ -21,7 +21,7 @@ from digenrl.config.import_paths import add_to_python_path
 from digenrl.config.prompts import PromptSettings
 from digenrl.config.reading import ConfigError, parse_model, read_mapping
 from digenrl.config.recipe import Recipe
-from digenrl.config.recipe_overrides import apply_override, blame, omegaconf_message, read_overrides
+from digenrl.config.recipe_overrides import Override, apply_override, blame, omegaconf_message, read_overrides
 from digenrl.config.recipe_paths import PACKAGE, find_file, names_in, place_paths
 
 SHIPPED = PACKAGE / "recipes"
@@ -31,7 +31,7 @@ EXAMPLES = {"prompts.path": "prompts.txt", "evaluation.prompts.path": "held_out.
 NOT_IN_FINGERPRINT: dict[str, Any] = {
     **dict.fromkeys(("name", "steps", "mode", "lanes", "cluster", "evaluation", "checkpoint", "logging"), True),
     "python_path": True,
-    "model": {"compile"},
+    "model": {"compile", "token"},
     "sample": {"decode_rows"},
     "training": {"pack_size", "largest_pack", "memory_share", "gradient_checkpointing", "sum_in_order", "offload"},
     "techniques": {"gap", "tsp", "tag", "dispatch"},
@@ -59,17 +59,34 @@ def read_recipe(where: str, overrides: Sequence[str] = (), *, without_prompts: b
     """
     path = find_recipe(where)
     given = read_overrides(overrides)
-    config = _load(path)
-    given_here = {key for override in given for key in override.keys_set()}
-    for override in given:
-        apply_override(config, override)
-    _keep_newest_source(config, given_here)
+    config = _overridden(_load(path), given)
     if without_prompts:
         _fill_in_examples(config)
     _refuse_missing(config, where)
+    return _parsed(config, given, path)
+
+
+def recipe_for_model(content: Mapping[str, Any], overrides: Sequence[str], where: str) -> Recipe:
+    """A recipe that is not in a file, such as that of a model alone; `where` names it in error messages."""
+    given = read_overrides(overrides)
+    return _parsed(_overridden(OmegaConf.create(dict(content)), given), given, Path(where))
+
+
+def _overridden(config: DictConfig, given: Sequence[Override]) -> DictConfig:
+    for override in given:
+        apply_override(config, override)
+    _keep_newest_source(config, _keys_in(given))
+    return config
+
+
+def _keys_in(given: Sequence[Override]) -> set[str]:
+    return {key for override in given for key in override.keys_set()}
+
+
+def _parsed(config: DictConfig, given: Sequence[Override], path: Path) -> Recipe:
     try:
         content = _resolved(config)
-        place_paths(content, path.parent, given_here)
+        place_paths(content, path.parent, _keys_in(given))
         recipe = parse_model(Recipe, content)
     except ConfigError as error:
         raise blame(error, given, otherwise=str(path)) from None

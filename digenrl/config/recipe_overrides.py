@@ -18,6 +18,7 @@ from digenrl.config.recipe import Recipe
 
 # Keys below these are not in the schema.
 OPEN_KEYS = ("rewards", "evaluation.rewards", "algorithm.options", "sample.window")
+SECRET_KEYS = ("model.token",)  # values that error messages do not repeat
 # Mappings that replace the old one if they have this key: settings of one kind mean nothing to another.
 REPLACED_BY = {"sample.window": "kind", "algorithm": "name"}
 
@@ -78,9 +79,9 @@ def omegaconf_message(error: Exception) -> str:
 
 
 def _read_override(text: str) -> Override:
-    shown = _shortened(text)
     name, equals, value = text.partition("=")
     key = _in_dots(name.strip())
+    shown = f"{key}=..." if equals and key in SECRET_KEYS else _shortened(text)
     if not equals or not key:
         raise ConfigError(f"{shown}: not an override; expected key=value, such as seed=1")
     try:

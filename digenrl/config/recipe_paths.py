@@ -52,8 +52,9 @@ def place_paths(content: dict[str, Any], folder: Path, given_here: set[str]) -> 
         if isinstance(prompts.get("path"), str):
             prompts["path"] = _prompts_path(prompts["path"], here if key in given_here else there, key)
     model = _mapping_at(content, "model")
-    if isinstance(model.get("source"), str) and not is_made_here(model["source"]):
-        model["source"] = _where_it_exists(model["source"], here if "model.source" in given_here else there)
+    for name in ("source", "base_source"):
+        if isinstance(model.get(name), str) and not is_made_here(model[name]):
+            model[name] = _where_it_exists(model[name], here if f"model.{name}" in given_here else there)
     lora, key = _mapping_at(content, "training.lora"), "training.lora.start_from"
     if isinstance(lora.get("start_from"), str):
         lora["start_from"] = str((here if key in given_here else there) / _from_home(lora["start_from"]))

@@ -6,7 +6,7 @@ A loaded model is a `DiffusionModel`; see `digenrl.models.contract`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,9 @@ from digenrl.models.loading import (
     pipeline_without,
 )
 from digenrl.models.pipeline_model import PipelineModel
+from digenrl.models.sources import ModelSource, check_single_file
 
+SIZE_TOLERANCE = 0.15  # of the number of parameters: files also hold tables of positions
 CPU = torch.device("cpu")
 
 
@@ -46,6 +48,7 @@ class FullSize:
     billions: float  # parameters of the transformer, rounded to two places
     transformer: Component
     text_shapes: Mapping[str, tuple[int, ...]]  # one row of every text argument; a mask is all ones
+    hub_id: str | None = None  # the published pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class Family:
 
     def load(
         self,
-        source: str | Path,
+        source: str | Path | ModelSource,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = CPU,
         *,
@@ -80,7 +83,7 @@ class Family:
         vae_dtype: torch.dtype = torch.float32,
         text_tokens: int | None = None,
     ) -> PipelineModel:
-        """Loads the model from a diffusers pipeline directory or a hub id, which is looked up in the cache first.
+        """Loads the model from a pipeline directory, a single file, or a hub id, first looked up in the cache.
 
         Raises ConfigError, before any weights are read, if the source is missing or belongs to another family.
         Without text encoders, they and the tokenizers are not read at all and `encode` raises. `text_tokens` is
@@ -92,7 +95,7 @@ class Family:
 
     def load_text_encoders(
         self,
-        source: str | Path,
+        source: str | Path | ModelSource,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = CPU,
         *,
@@ -103,17 +106,36 @@ class Family:
 
     def _load(
         self,
-        source: str | Path,
+        source: str | Path | ModelSource,
         dtypes: Mapping[str, torch.dtype],
         without: Sequence[str],
         device: torch.device | str,
         text_tokens: int | None,
     ) -> PipelineModel:
         optional = self.model_class.optional_components
-        pipeline = load_pipeline(self.pipeline_class, source, dtypes, without, optional)
+        pipeline = load_pipeline(self.pipeline_class, self.with_base(source), dtypes, without, optional)
         model = self.model_class(pipeline.to(device))
         model.set_text_tokens(text_tokens)
         return model
+
+    def with_base(self, source: str | Path | ModelSource) -> ModelSource:
+        """The source; a single file without a base pipeline gets the published one of its size.
+
+        Raises ConfigError if no published size has about as many parameters as the file.
+        """
+        source = ModelSource.of(source)
+        if source.file is None or source.base is not None:
+            return source
+        count = sum(tensor.elements for tensor in check_single_file(source.file).values()) / 1e9
+        sizes = {name: size for name, size in self.sizes.items() if size.hub_id is not None}
+        near = [size for size in sizes.values() if abs(size.billions - count) <= SIZE_TOLERANCE * size.billions]
+        if not near:
+            known = ", ".join(f"{name} {size.billions} billion" for name, size in sizes.items())
+            raise ConfigError(
+                f"{source}: has {count:.3g} billion parameters, as no published size of {self.name} ({known}); "
+                "set model.base_source to the folder or hub id with its other components"
+            )
+        return replace(source, base=min(near, key=lambda size: abs(size.billions - count)).hub_id)
 
     def build_transformer(
         self, dtype: torch.dtype, device: torch.device | str, size: str | None = None
@@ -127,13 +149,18 @@ class Family:
         keep_fp32_modules(transformer)
         return transformer
 
-    def transformer_without_weights(self, source: str | Path) -> nn.Module:
+    def transformer_without_weights(self, source: str | Path | ModelSource) -> nn.Module:
         """The transformer of a pipeline directory, or of a hub id in the cache, on the meta device.
 
         Raises OSError if its configuration cannot be read.
         """
-        kind = self.full_size().transformer.cls
-        config = kind.load_config(source, subfolder="transformer", local_files_only=True)
+        kind, pipeline = self.full_size().transformer.cls, self.with_base(source).pipeline
+        config = kind.load_config(
+            pipeline.location,
+            subfolder=f"{pipeline.within}transformer",
+            revision=pipeline.revision,
+            local_files_only=True,
+        )
         with building_on(torch.float32, "meta"):
             transformer: nn.Module = kind.from_config(config)
         return transformer

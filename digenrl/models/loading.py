@@ -1,14 +1,11 @@
-"""Loads diffusers pipelines from a directory or the hub, and builds components directly on a device."""
+"""Loads diffusers pipelines from their sources, and builds components directly on a device."""
 
 from __future__ import annotations
 
 import inspect
-import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import torch
@@ -17,59 +14,51 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from digenrl.config.reading import ConfigError
+from digenrl.models.single_file import COMPONENT, load_transformer
+from digenrl.models.sources import ModelSource, open_pipeline
 from digenrl.models.tokenizers import use_tokenizer_files
-
-INDEX_NAME = "model_index.json"
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+from digenrl.models.weight_files import INDEX_NAME
 
 
 def load_pipeline(
     pipeline_class: type[Any],
-    source: str | Path,
-    dtype: torch.dtype | Mapping[str, torch.dtype],
+    source: str | Path | ModelSource,
+    dtypes: Mapping[str, torch.dtype],
     without: Sequence[str] = (),
     optional: Sequence[str] = (),
 ) -> Any:
-    """Loads a pipeline from a directory or hub id, on the CPU, without the components named in `without`.
+    """Loads a pipeline on the CPU, without the components named in `without`.
 
-    `dtype` may differ by component, with one for "default". The pipeline may lack the components named in
-    `optional`. Tokenizers split text as their files say. Remote code is never run. Raises ConfigError if the
-    source is not usable; for a directory, before any weights are read.
+    `dtypes` are by component, with one for "default". The pipeline may lack the components named in `optional`.
+    Tokenizers split text as their files say. Remote code is never run, and nothing is unpickled.
+
+    Raises ConfigError if the source is not usable: before any weights are read and, if it holds a pipeline of
+    another class, before anything large is downloaded.
     """
-    arguments: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False}
-    arguments |= dict.fromkeys(without)
-    path = Path(source)
-    check_source(pipeline_class, path)
-    if path.exists():
-        with without_progress_bars():
-            return _from_pretrained(pipeline_class, path, arguments, optional, local_files_only=True)
-    hub_id = str(source)
-    try:
-        return _from_pretrained(pipeline_class, hub_id, arguments, optional, local_files_only=True)
-    except OSError:  # not in the local cache, or incomplete
-        pass
-    try:
-        return _from_pretrained(pipeline_class, hub_id, arguments, optional)
-    except OSError as error:
-        reason = shorten(str(error), width=160, placeholder=" ...")
-        raise ConfigError(f"{hub_id}: no such directory, and not available from the hub: {reason}") from None
-
-
-def _from_pretrained(
-    pipeline_class: type[Any],
-    source: str | Path,
-    arguments: Mapping[str, Any],
-    optional: Sequence[str],
-    **where: Any,
-) -> Any:
-    absent = absent_components(pipeline_class.load_config(source, **where))
-    needed = set(absent) - {*arguments, *optional, *pipeline_class._optional_components}
+    source = ModelSource.of(source)
+    from_file = source.file is not None and COMPONENT not in without
+    folder = open_pipeline(pipeline_class, source, (*without, COMPONENT) if from_file else without)
+    absent = absent_components(pipeline_class.load_config(folder, local_files_only=True))
+    needed = set(absent) - {*without, *optional, *pipeline_class._optional_components}
     if needed:
         raise ConfigError(
             f"{source}: has no {' and no '.join(sorted(needed))} (null in {INDEX_NAME}), which "
             f"{pipeline_class.__name__} needs; use a complete pipeline"
         )
-    pipeline = pipeline_class.from_pretrained(source, **where, **(dict.fromkeys(absent) | dict(arguments)))
+    parts: dict[str, Any] = dict.fromkeys((*absent, *without))
+    with without_progress_bars():
+        if from_file:
+            dtype = dtypes.get(COMPONENT, dtypes["default"])
+            parts[COMPONENT] = load_transformer(Path(source.location), folder, dtype)
+        pipeline = pipeline_class.from_pretrained(
+            folder,
+            dtype=dict(dtypes),
+            variant=source.variant,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            **parts,
+        )
     use_tokenizer_files(pipeline)
     return pipeline
 
@@ -77,30 +66,6 @@ def _from_pretrained(
 def absent_components(index: Mapping[str, Any]) -> tuple[str, ...]:
     """The components that a pipeline's `model_index.json` lists as null: it was saved without them."""
     return tuple(name for name, entry in index.items() if entry == [None, None])
-
-
-def check_source(pipeline_class: type[Any], source: str | Path) -> None:
-    """Raises ConfigError unless this is a pipeline directory of the class or a hub id; uses no network."""
-    if Path(source).exists():
-        check_pipeline_directory(pipeline_class, Path(source))
-    elif HUB_ID.fullmatch(str(source)) is None:
-        raise ConfigError(f"{source}: no such directory, and not a hub id of the form owner/name")
-
-
-def check_pipeline_directory(pipeline_class: type[Any], directory: Path) -> None:
-    """Raises ConfigError unless the directory holds a pipeline of this class."""
-    index_path = directory / INDEX_NAME
-    if not index_path.is_file():
-        raise ConfigError(f"{directory}: not a diffusers pipeline directory: it has no {INDEX_NAME}")
-    try:
-        found = json.loads(index_path.read_text(encoding="utf-8"))["_class_name"]
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{index_path}: does not name a pipeline class; is the file damaged?") from None
-    if found != pipeline_class.__name__:
-        raise ConfigError(
-            f"{directory}: holds a {found}, expected a {pipeline_class.__name__}; "
-            "name its own family or another directory"
-        )
 
 
 def component_names(pipeline_class: type[Any], prefix: str) -> tuple[str, ...]:

@@ -41,6 +41,7 @@ class PipelineModel(DiffusionModel):
     optional_components: ClassVar[tuple[str, ...]] = ()  # components that a pipeline may lack
     text_mask: ClassVar[str | None] = None  # the text argument that marks padding
     text_length: ClassVar[TextLength | None] = None  # None if it cannot be set
+    guidance_argument: ClassVar[str] = "guidance_scale"  # of the diffusers pipeline
 
     def __init__(self, pipeline: Any) -> None:
         self.pipeline = pipeline
@@ -55,6 +56,14 @@ class PipelineModel(DiffusionModel):
         if self.transformer is not None:  # None if only the text encoders are loaded
             self.transformer.eval()
         forbid_cudnn_attention()
+
+    def pipeline_arguments(self, guidance: float) -> dict[str, Any]:
+        """Arguments with which the diffusers pipeline samples as this model does with this guidance.
+
+        They do not include prompt, negative_prompt, height, width, num_frames, num_inference_steps and latents.
+        """
+        length = {} if self.text_length is None else {"max_sequence_length": self.text_tokens}
+        return {self.guidance_argument: guidance, **length}
 
     def drop_text_encoders(self) -> None:
         for name in self.text_encoders:

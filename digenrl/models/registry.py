@@ -6,6 +6,9 @@ To add a family, write its file in `digenrl/models/families/`, list it here, and
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from digenrl.config.import_paths import import_object
 from digenrl.config.reading import ConfigError, nearest
 from digenrl.models.families.flux import FLUX
@@ -14,8 +17,23 @@ from digenrl.models.families.qwen_image import QWEN_IMAGE
 from digenrl.models.families.sd3 import SD3
 from digenrl.models.families.wan import WAN
 from digenrl.models.family import Family
+from digenrl.models.sources import WrongPipelineError
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (SD3, FLUX, QWEN_IMAGE, WAN, HUNYUAN_VIDEO)}
+
+
+@contextmanager
+def naming_families(family: Family) -> Iterator[None]:
+    """Adds to an error about the class of a pipeline which family takes it."""
+    try:
+        yield
+    except WrongPipelineError as error:
+        fitting = [each.name for each in FAMILIES.values() if each.pipeline_class.__name__ == error.found]
+        known = ", ".join(f"{each.name} ({each.pipeline_class.__name__})" for each in FAMILIES.values())
+        hint = f"set model.family={fitting[0]}" if fitting else f"no family takes it; known: {known}"
+        raise ConfigError(
+            f"{error.location}: holds a {error.found}, model.family={family.name} takes a {error.expected}; {hint}"
+        ) from None
 
 
 def find_family(name: str) -> Family:

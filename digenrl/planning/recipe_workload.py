@@ -87,7 +87,7 @@ def options_for(recipe: Recipe, base: PlanOptions) -> PlanOptions:
 def catalogue_model(recipe: Recipe) -> CatalogueModel | None:
     """The catalogue entry of the recipe's model, by the layers of a local pipeline or by the pipeline's name."""
     of_family = [entry for entry in known_models() if entry.family == recipe.model.family]
-    config = Path(recipe.model.source) / "transformer" / "config.json"
+    config = recipe.model.pipeline_folder / "transformer" / "config.json"
     if config.is_file():
         return next((entry for entry in of_family if _has_size(config, entry)), None)
     name = model_name(recipe).lower()
@@ -95,8 +95,8 @@ def catalogue_model(recipe: Recipe) -> CatalogueModel | None:
 
 
 def model_name(recipe: Recipe) -> str:
-    """The last part of a hub id or of a folder's path."""
-    return Path(recipe.model.source).name
+    """The last part of a hub id or of a path; for a single file with a base pipeline, of the base's."""
+    return Path(recipe.model.base_source or recipe.model.source).name
 
 
 def unknown_model(recipe: Recipe) -> str:

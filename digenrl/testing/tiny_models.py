@@ -52,17 +52,13 @@ from digenrl.testing.tiny_text_encoders import (
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """How a family's tiny pipeline is built and sampled.
+    """How a family's tiny pipeline is built, and the size of its samples.
 
-    `build` takes a tokenizer of each kind, tiny ones by default. `call_arguments(model, guidance)` are the
-    arguments with which the family's diffusers pipeline computes the same as our Euler loop with that model and
-    guidance, beyond prompt, negative_prompt, height, width, num_frames, num_inference_steps, latents and
-    output_type.
+    `build` takes a tokenizer of each kind, tiny ones by default.
     """
 
     build: Callable[..., Any]
     size: SampleSize
-    call_arguments: Callable[[Any, float], dict[str, Any]]
 
 
 def make_tiny_pipeline(family: str, directory: Path, seed: int = 0) -> None:
@@ -235,15 +231,10 @@ def tiny_image_vae(scaling_factor: float, shift_factor: float) -> AutoencoderKL:
 IMAGE = SampleSize(height=32, width=32)
 VIDEO = SampleSize(height=32, width=32, frames=5)
 
-
-def _with_guidance(argument: str) -> Callable[[Any, float], dict[str, Any]]:
-    return lambda model, scale: {argument: scale, "max_sequence_length": model.text_tokens}
-
-
 TINY_MODELS: dict[str, TinyModel] = {
-    "sd3": TinyModel(_sd3, IMAGE, _with_guidance("guidance_scale")),
-    "flux": TinyModel(_flux, IMAGE, _with_guidance("guidance_scale")),
-    "qwen_image": TinyModel(_qwen_image, IMAGE, _with_guidance("true_cfg_scale")),
-    "wan": TinyModel(_wan, VIDEO, _with_guidance("guidance_scale")),
-    "hunyuan_video": TinyModel(_hunyuan_video, VIDEO, _with_guidance("guidance_scale")),
+    "sd3": TinyModel(_sd3, IMAGE),
+    "flux": TinyModel(_flux, IMAGE),
+    "qwen_image": TinyModel(_qwen_image, IMAGE),
+    "wan": TinyModel(_wan, VIDEO),
+    "hunyuan_video": TinyModel(_hunyuan_video, VIDEO),
 }

@@ -26,13 +26,13 @@ from digenrl.generation.noise import normal_noise
 from digenrl.models.compiled import compile_blocks
 from digenrl.models.contract import DiffusionModel, SampleSize, Schedule, TextEncoder
 from digenrl.models.family import Family
-from digenrl.models.loading import check_source
 from digenrl.models.lora import Targets, add_lora, check_targets, target_layers
 from digenrl.models.lora_start import check_start, read_lora, start_from
 from digenrl.models.offloaded_text_encoder import OffloadedTextEncoder
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.random_text_encoder import RandomTextEncoder
-from digenrl.models.registry import find_family
+from digenrl.models.registry import find_family, naming_families
+from digenrl.models.sources import ModelSource, check_class, check_source
 from digenrl.models.trajectory import StepNoise
 from digenrl.training.open_batch import BatchShape, check_shape
 from digenrl.training.ranks.rank_group import RankGroup
@@ -97,7 +97,8 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
     if recipe.model.random:
         family.full_size(recipe.model.random_size)
     else:
-        check_source(family.pipeline_class, source_of(recipe))
+        with naming_families(family):
+            check_source(family.pipeline_class, source_of(recipe))
     algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
     window = recipe.window
     with errors_about("sample.window"):
@@ -151,6 +152,13 @@ def _check_noise(recipe: Recipe, window: Window, algorithm: Algorithm) -> None:
         )
 
 
+def check_hub_model(blueprint: Blueprint) -> None:
+    """Raises ConfigError if a hub id is not accessible or has another pipeline class; fetches a few kB at most."""
+    if not blueprint.recipe.model.random:
+        with naming_families(blueprint.family):
+            check_class(blueprint.family.pipeline_class, blueprint.family.with_base(source_of(blueprint.recipe)))
+
+
 def load_model(
     blueprint: Blueprint, device: str, for_a_run: bool = True, *, stays_on_host: bool = False
 ) -> DiffusionModel:
@@ -189,10 +197,8 @@ def load_model(
 
 def load_for_merging(blueprint: Blueprint) -> PipelineModel:
     """The recipe's model with its text encoders and adapters, on the CPU; not for models with random weights."""
-    recipe = blueprint.recipe
-    with _loading_errors_in_one_line(recipe):
-        model = blueprint.family.load(source_of(recipe), dtype_of(recipe))
-    _add_adapters(recipe, model)
+    model = load_whole_model(blueprint, "cpu")
+    _add_adapters(blueprint.recipe, model)
     return model
 
 
@@ -238,6 +244,19 @@ def lora_targets(recipe: Recipe, family: Family) -> Targets:
     return family.model_class.lora_targets if chosen is None else chosen
 
 
+def load_whole_model(blueprint: Blueprint, device: str) -> PipelineModel:
+    """The recipe's model with its text encoders, without adapters; not for models with random weights."""
+    recipe = blueprint.recipe
+    with _loading_errors_in_one_line(recipe):
+        return blueprint.family.load(
+            source_of(recipe),
+            dtype_of(recipe),
+            device,
+            vae_dtype=vae_dtype_of(recipe),
+            text_tokens=recipe.model.text_tokens,
+        )
+
+
 def load_text_encoders(blueprint: Blueprint, device: str, shares_device: bool = False) -> TextEncoder:
     """The recipe's text encoders. On a GPU shared with training they are offloaded between calls."""
     recipe, family = blueprint.recipe, blueprint.family
@@ -275,9 +294,17 @@ def vae_dtype_of(recipe: Recipe) -> torch.dtype:
     return dtype
 
 
-def source_of(recipe: Recipe) -> str | Path:
+def source_of(recipe: Recipe) -> ModelSource:
     """Where the model is. The demo's ships with the package."""
-    return demo.model_folder() if recipe.model.source == DEMO else recipe.model.source
+    model = recipe.model
+    return ModelSource(
+        location=str(demo.model_folder()) if model.source == DEMO else model.source,
+        revision=model.revision,
+        variant=model.variant,
+        subfolder=model.subfolder,
+        token=model.token,
+        base=model.base_source,
+    )
 
 
 def make_trainer(

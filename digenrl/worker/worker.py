@@ -23,7 +23,6 @@ from digenrl.records import Job, JobFailed, Result
 from digenrl.rewards.building import build_rewards
 from digenrl.rewards.contract import Reward, RewardError
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
-from digenrl.training.ranks.rank import Rank
 from digenrl.training.ranks.rank_group import RankGroup, join_ranks
 from digenrl.training.ranks.sharding import shard_model
 from digenrl.training.trainer import Trainer
@@ -142,10 +141,9 @@ def _build_rewards(recipe: Recipe) -> tuple[Reward, Reward]:
 
 def _join_ranks(assignment: Assignment, rendezvous: str) -> RankGroup | None:
     """The trainer's ranks, with all that they create together: models are then loaded in turn."""
-    place = assignment.ranks
-    if place is None:
+    if assignment.rank is None:
         return None
-    ranks = join_ranks(rendezvous, Rank(place.index, place.count), torch.device(assignment.device))
+    ranks = join_ranks(rendezvous, assignment.rank, torch.device(assignment.device))
     if assignment.recipe.sharded:
         ranks.mesh(ranks.device.type)
     return ranks

@@ -17,6 +17,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from host_visits import HostVisits
 from torch import Tensor
 
+from digenrl.commands.model_probe import EulerSteps
 from digenrl.config.reading import ConfigError
 from digenrl.models.blocks import checkpoint_blocks, repeated_blocks
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
@@ -33,24 +34,6 @@ from digenrl.testing.tiny_models import TINY_MODELS, make_tiny_pipeline, tiny_si
 
 PROMPTS = ["a red cat", "a sign that says hello"]
 STEPS = 3
-
-
-class EulerOver:
-    """Euler steps over another scheduler's sigmas, for pipelines with a multistep solver."""
-
-    def __init__(self, levels: Any) -> None:
-        self.levels, self.config, self.order, self.steps_taken = levels, levels.config, 1, 0
-
-    def set_timesteps(self, *arguments: Any, **named: Any) -> None:
-        self.levels.set_timesteps(*arguments, **named)
-        self.timesteps, self.sigmas, self.steps_taken = self.levels.timesteps, self.levels.sigmas, 0
-
-    def set_begin_index(self, begin_index: int) -> None:
-        self.steps_taken = begin_index
-
-    def step(self, velocity: Tensor, _time: Tensor, latents: Tensor, **_named: Any) -> tuple[Tensor]:
-        here, self.steps_taken = self.steps_taken, self.steps_taken + 1
-        return (latents + (self.sigmas[here + 1] - self.sigmas[here]) * velocity,)
 
 
 @pytest.fixture(scope="session", params=list(FAMILIES))
@@ -81,7 +64,7 @@ def open_pipeline(family: Family, directory: Path) -> Any:
     pipeline = family.pipeline_class.from_pretrained(directory)
     pipeline.set_progress_bar_config(disable=True)
     if not isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler):
-        pipeline.scheduler = EulerOver(pipeline.scheduler)
+        pipeline.scheduler = EulerSteps(pipeline.scheduler)
     return pipeline
 
 
@@ -124,7 +107,7 @@ def call_pipeline(
         return_dict=False,
         **frames,
         **negatives,
-        **TINY_MODELS[family.name].call_arguments(model, guidance),
+        **model.pipeline_arguments(guidance),
     )[0]
     return answer
 

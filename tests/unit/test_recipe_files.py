@@ -249,8 +249,8 @@ def test_paths_are_relative_to_the_recipe_and_those_of_overrides_to_the_current_
     assert from_file.rewards[0].model_dump()["model"] == str(beside / "weights")
 
     overrides = ["model.source=model", "prompts={path: other.txt}", "evaluation.prompts.path=sub/held_out.txt"]
-    from_here = read_recipe(str(recipe_file), overrides)
-    assert from_here.model.source == str(here / "model")
+    from_here = read_recipe(str(recipe_file), [*overrides, "model.base_source=model"])
+    assert from_here.model.source == from_here.model.base_source == str(here / "model")
     assert from_here.prompts.path == here / "other.txt"
     assert from_here.evaluation is not None and from_here.evaluation.prompts.path == here / "sub/held_out.txt"
 
@@ -266,6 +266,14 @@ def test_hub_ids_and_the_demo_are_not_paths(recipe_file: Path, monkeypatch: pyte
     )
     own = read_recipe(str(recipe_file), ["prompts.path=./demo/train.txt"])
     assert own.prompts.path == recipe_file.parent / "demo" / "train.txt"
+
+
+def test_a_token_is_refused_and_not_repeated(recipe_file: Path) -> None:
+    message = complaint(recipe_file, "model.token=hf_secret")
+    assert "hf_secret" not in message and "hf auth login" in message and "env:" in message
+    recipe_file.write_text(TEXT.replace("source: demo", "source: demo, token: hf_secret"), encoding="utf-8")
+    assert "hf_secret" not in complaint(recipe_file)
+    assert "inside" in complaint(recipe_file, "model.token=env:A", "model.subfolder=../other")
 
 
 AWKWARD = {
@@ -296,6 +304,10 @@ CHANGES_THE_UPDATE = [
     "model.vae_dtype=bfloat16",
     "model.text_tokens=128",
     "model.source=owner/name",
+    "model.revision=v1",
+    "model.variant=fp16",
+    "model.subfolder=small",
+    "model.base_source=owner/name",
     "prompts.shuffle=false",
     "prompts.column=text",
     "rewards=[ocr]",
@@ -324,6 +336,7 @@ CHANGES_THE_UPDATE = [
     "shuffled_rewards=true",
 ]
 CHANGES_NO_UPDATE = [
+    "model.token=env:HF_TOKEN",
     "name=other",
     "steps=9",
     "mode=colocated",

@@ -52,8 +52,7 @@ def with_log_probs_off_by(shift, group):
 
 @pytest.mark.parametrize("updates_of", ["groups", "samples"])
 @pytest.mark.parametrize("name", ["flow_grpo", "mix_grpo", "diffusion_nft"])
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 2, 0)])
-def test_two_batches_of_two_updates_end_with_the_serial_weights(name, order, updates_of):
+def test_two_batches_of_two_updates_end_with_the_serial_weights(name, updates_of):
     algorithm = build_algorithm(name, {"updates_per_batch": 2, "updates_of": updates_of})
     settings = TrainerSettings(pack_size=4, learning_rate=1e-2, gradient_norm=1e-3, adam_eps=1e-3)
     packed, serial_model = toy(), toy()
@@ -65,7 +64,7 @@ def test_two_batches_of_two_updates_end_with_the_serial_weights(name, order, upd
             groups = scored_groups(serial_model, algorithm, rollout)
         trainer = trainer or trainer_of(packed, algorithm, groups, settings)
         serial.train_batch(groups)
-        for index in order:
+        for index in (3, 1, 2, 0):
             trainer.add_group(groups[index])
             while trainer.can_commit():
                 trainer.commit()

@@ -129,6 +129,7 @@ FLUX = Family(
             billions=11.90,
             transformer=Component(FluxTransformer2DModel, {"guidance_embeds": True}),
             text_shapes={"encoder_hidden_states": (TEXT_LENGTH.default, 4096), "pooled_projections": (768,)},
+            hub_id="black-forest-labs/FLUX.1-dev",
         ),
     },
     vae=image_vae(scaling_factor=0.3611, shift_factor=0.1159),

@@ -146,6 +146,7 @@ HUNYUAN_VIDEO = Family(
                 "encoder_attention_mask": (TEXT_LENGTH.default,),
                 "pooled_projections": (768,),
             },
+            hub_id="hunyuanvideo-community/HunyuanVideo",
         ),
     },
     vae=Component(AutoencoderKLHunyuanVideo, {}),

@@ -48,6 +48,7 @@ class QwenImageModel(PipelineModel):
     lora_targets = JOINT_ATTENTION
     comfyui_layers = DIFFUSERS_NAMES
     default_guidance = 4.0
+    guidance_argument = "true_cfg_scale"
     text_encoders = ("text_encoder",)
     text_mask = "encoder_hidden_states_mask"
     text_length = TEXT_LENGTH
@@ -181,6 +182,7 @@ QWEN_IMAGE = Family(
                 "encoder_hidden_states": (TEXT_LENGTH.default, 3584),
                 "encoder_hidden_states_mask": (TEXT_LENGTH.default,),
             },
+            hub_id="Qwen/Qwen-Image",
         ),
     },
     vae=Component(AutoencoderKLQwenImage, {}),

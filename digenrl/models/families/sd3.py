@@ -120,7 +120,7 @@ SCHEDULER = Component(FlowMatchEulerDiscreteScheduler, {"shift": 3.0})
 TEXT_SHAPES = {"encoder_hidden_states": (77 + TEXT_LENGTH.default, 4096), "pooled_projections": (2048,)}
 
 
-def _full(billions: float, layers: int, **arguments: Any) -> FullSize:
+def _full(hub_id: str, billions: float, layers: int, **arguments: Any) -> FullSize:
     """A published size: it has as many heads, of width 64, as layers."""
     shape = {
         "num_layers": layers,
@@ -130,7 +130,8 @@ def _full(billions: float, layers: int, **arguments: Any) -> FullSize:
         "joint_attention_dim": 4096,
         "pooled_projection_dim": 2048,
     }
-    return FullSize(billions, Component(SD3Transformer2DModel, shape | arguments), TEXT_SHAPES)
+    transformer = Component(SD3Transformer2DModel, shape | arguments)
+    return FullSize(billions, transformer, TEXT_SHAPES, hub_id=f"stabilityai/{hub_id}")
 
 
 SD3 = Family(
@@ -139,10 +140,14 @@ SD3 = Family(
     model_class=SD3Model,
     sizes={
         "3.5-medium": _full(
-            2.24, 24, pos_embed_max_size=384, dual_attention_layers=tuple(range(13)), qk_norm="rms_norm"
+            "stable-diffusion-3.5-medium",
+            *(2.24, 24),
+            pos_embed_max_size=384,
+            dual_attention_layers=tuple(range(13)),
+            qk_norm="rms_norm",
         ),
-        "3.5-large": _full(8.06, 38, pos_embed_max_size=192, qk_norm="rms_norm"),
-        "3-medium": _full(2.03, 24, pos_embed_max_size=192),
+        "3.5-large": _full("stable-diffusion-3.5-large", 8.06, 38, pos_embed_max_size=192, qk_norm="rms_norm"),
+        "3-medium": _full("stable-diffusion-3-medium-diffusers", 2.03, 24, pos_embed_max_size=192),
     },
     vae=image_vae(scaling_factor=1.5305, shift_factor=0.0609),
     scheduler=SCHEDULER,

@@ -99,12 +99,13 @@ SCHEDULER = Component(
 )
 
 
-def _full(billions: float, layers: int, heads: int, ffn_dim: int) -> FullSize:
+def _full(hub_id: str, billions: float, layers: int, heads: int, ffn_dim: int) -> FullSize:
     shape = {"num_layers": layers, "num_attention_heads": heads, "ffn_dim": ffn_dim}
     return FullSize(
         billions,
         Component(WanTransformer3DModel, shape),
         text_shapes={"encoder_hidden_states": (TEXT_LENGTH.default, 4096)},
+        hub_id=f"Wan-AI/{hub_id}-Diffusers",
     )
 
 
@@ -113,8 +114,8 @@ WAN = Family(
     pipeline_class=WanPipeline,
     model_class=WanModel,
     sizes={
-        "2.1-1.3b": _full(1.42, layers=30, heads=12, ffn_dim=8960),
-        "2.1-14b": _full(14.29, layers=40, heads=40, ffn_dim=13824),
+        "2.1-1.3b": _full("Wan2.1-T2V-1.3B", 1.42, layers=30, heads=12, ffn_dim=8960),
+        "2.1-14b": _full("Wan2.1-T2V-14B", 14.29, layers=40, heads=40, ffn_dim=13824),
     },
     vae=Component(AutoencoderKLWan, {}),
     scheduler=SCHEDULER,

@@ -1,0 +1,309 @@
+"""`digenrl check`: what a model is, what it needs, and whether it computes the same as its diffusers pipeline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from digenrl.commands.model_memory import Device, MemoryNeeds, memory_needs, this_device, weight_bytes
+from digenrl.commands.model_probe import TokenizedProbe, compare_with_diffusers, tokenize
+from digenrl.config.reading import ConfigError
+from digenrl.config.recipe import Recipe
+from digenrl.config.recipe_files import read_recipe, recipe_for_model, shipped_recipes
+from digenrl.config.recipe_overrides import read_overrides
+from digenrl.config.recipe_paths import FILE_ENDINGS
+from digenrl.models.family import Family
+from digenrl.models.registry import FAMILIES, find_family
+from digenrl.models.sources import ModelSource, fetch_index, local_files, open_pipeline, remote_files
+from digenrl.models.weight_files import components, folder_listing, pipeline_files, read_header
+from digenrl.telemetry.writing import check_writable
+from digenrl.worker.blueprint import (
+    Blueprint,
+    check_hub_model,
+    dtype_of,
+    load_whole_model,
+    read_blueprint,
+    source_of,
+)
+from digenrl.worker.pictures import as_image
+
+TASKS = {"image": "text-to-image", "video": "text-to-video"}
+CONFIGURATIONS = ("transformer/config.json", "vae/config.json")
+SMALL_VIDEO_FRAMES = 5
+STAGES = 3
+# A model alone is checked as the model of this recipe: adapters of rank 32, small samples.
+MODEL_ALONE: dict[str, Any] = {
+    "steps": 1,
+    "prompts": {"path": "prompts.txt"},
+    "rewards": "jpeg_compressibility",
+    "sample": {"height": 256, "width": 256},
+    "batch": {"prompts": 2, "samples_per_prompt": 2},
+    "algorithm": {"name": "flow_grpo"},
+    "training": {"lora": {"rank": 32}},
+}
+
+Report = Callable[[int, int, str], None]  # stages done, stages in all, what is being done
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRequest:
+    """What to check, besides the model. `picture` is the file for the decoded sample."""
+
+    probe: str
+    download: bool
+    denoising_steps: int
+    seed: int
+    device: str
+    picture: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The files that loading the model needs: on this machine, or to be downloaded from the hub."""
+
+    on_this_machine: bool
+    sizes: dict[str, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The probe's sample: the largest difference of its latents from diffusers', and where its picture is."""
+
+    probe: TokenizedProbe
+    max_difference: float
+    picture: Path
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCheck:
+    """The result of a check. `sampled` is None if `skipped` says why the model was not loaded."""
+
+    source: ModelSource
+    family: Family
+    recipe: Recipe
+    components: dict[str, str]
+    files: Files
+    device: Device
+    memory: MemoryNeeds
+    sampled: Sampled | None = None
+    skipped: str | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device can do everything that the recipe needs, one thing at a time."""
+        return self.memory.largest <= self.device.bytes
+
+    def as_dict(self, request: CheckRequest) -> dict[str, Any]:
+        """The content as plain JSON values."""
+        sampled = self.sampled
+        return {
+            "source": str(self.source),
+            "kind": "random" if self.recipe.model.random else self.source.kind,
+            "base_source": self.source.base,
+            "revision": self.source.revision,
+            "family": self.family.name,
+            "task": TASKS[self.family.kind],
+            "pipeline": self.family.pipeline_class.__name__,
+            "components": self.components,
+            "files": self.files.sizes,
+            "bytes_on_disk": self.files.bytes,
+            "bytes_to_download": 0 if self.files.on_this_machine else self.files.bytes,
+            "probe": {"text": request.probe, "token_ids": {}}
+            if sampled is None
+            else {"text": request.probe, "token_ids": sampled.probe.token_ids, "tokens": sampled.probe.tokens},
+            "dtype": self.recipe.model.dtype,
+            "height": self.recipe.sample.height,
+            "width": self.recipe.sample.width,
+            "frames": self.recipe.sample.frames,
+            "denoising_steps": request.denoising_steps,
+            "max_difference": None if sampled is None else sampled.max_difference,
+            "picture": None if sampled is None else str(sampled.picture),
+            "memory": asdict(self.memory),
+            "bytes_needed": self.memory.largest,
+            "device": self.device.name,
+            "bytes_available": self.device.bytes,
+            "fits": self.fits,
+            "skipped": self.skipped,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What is checked: a recipe, or `alone` a model as part of MODEL_ALONE."""
+
+    recipe: Recipe
+    alone: bool
+
+
+def check_model(where: str, overrides: Sequence[str], request: CheckRequest, report: Report) -> ModelCheck:
+    """Checks a recipe's model, or the model of a source; raises ConfigError for what does not work.
+
+    Nothing large is downloaded unless the request says so.
+    """
+    if not request.probe.strip():
+        raise ConfigError("--probe: an empty text; describe a sample")
+    check_writable(request.picture)
+    device = this_device(request.device)
+    report(0, STAGES, "reading the description")
+    target = _read_target(where, overrides)
+    blueprint = read_blueprint(target.recipe)
+    check_hub_model(blueprint)
+    check = _described(target, blueprint, device)
+    if target.recipe.model.random:
+        return replace(check, skipped="the weights are random: there are no text encoders and nothing to compare")
+    if not check.files.on_this_machine and not request.download:
+        return replace(check, skipped="not downloaded; to go on, add --download")
+    report(1, STAGES, "loading" if check.files.on_this_machine else "downloading and loading")
+    folder = open_pipeline(blueprint.family.pipeline_class, check.source, _left_out(check.source))
+    enough = _with_room_for(_bytes_in_memory(blueprint, check, folder), device)
+    if enough is None:
+        return replace(check, skipped=f"too large to load in {blueprint.recipe.model.dtype} on {device.name}")
+    return replace(check, sampled=_sample(blueprint, enough, request, report))
+
+
+def show_check(console: Console, check: ModelCheck, request: CheckRequest) -> None:
+    """Prints the result as a table, and what to do next."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in _rows(check, request):
+        table.add_row(name, Text(text, overflow="fold"))
+    console.print(table)
+
+
+def _rows(check: ModelCheck, request: CheckRequest) -> Iterator[tuple[str, str]]:
+    family, model, sample = check.family, check.recipe.model, check.recipe.sample
+    base = f", other components from {check.source.base}" if check.source.base else ""
+    yield "source", f"{check.source}{base}"
+    yield "family", f"{family.name} ({family.pipeline_class.__name__}), {TASKS[family.kind]}"
+    if check.files.sizes:
+        where = "on this machine" if check.files.on_this_machine else "to download"
+        yield "files", f"{len(check.files.sizes)} files, {_size(check.files.bytes)}, {where}"
+    if check.sampled is not None:
+        for name, tokens in check.sampled.probe.tokens.items():
+            yield name, f"{len(tokens)} tokens: {'|'.join(tokens)}"
+        size = f"{sample.height}x{sample.width}" + (f", {sample.frames} frames" if sample.frames > 1 else "")
+        how = f"{request.denoising_steps} steps, {size}, {model.dtype}"
+        yield "diffusers", f"{_difference(check.sampled.max_difference)} ({how})"
+        yield "picture", str(check.sampled.picture)
+    needs = check.memory
+    parts = f"encode {_size(needs.encode)}, generate {_size(needs.generate)}, train {_size(needs.train)}"
+    yield "memory", f"{parts}; one sample at a time, gradient checkpointing"
+    yield check.device.torch_name, f"{_size(check.device.bytes)}, {'fits' if check.fits else 'does not fit'}"
+    if check.skipped is not None:
+        yield "not loaded", check.skipped
+
+
+def _read_target(where: str, overrides: Sequence[str]) -> _Target:
+    if where in shipped_recipes() or where.endswith(FILE_ENDINGS):
+        return _Target(read_recipe(where, overrides, without_prompts=True), alone=False)
+    given = {key for override in read_overrides(overrides) for key in override.keys_set()}
+    content = {**MODEL_ALONE, "model": {"family": "", "source": _from_here(where)}}
+    recipe = recipe_for_model(content, overrides, where)
+    if "model.family" not in given:
+        recipe = _changed(recipe, "model", family=_family_of(recipe))
+    if find_family(recipe.model.family).kind == "video" and "sample.frames" not in given:
+        recipe = _changed(recipe, "sample", frames=SMALL_VIDEO_FRAMES)
+    return _Target(recipe, alone=True)
+
+
+def _from_here(where: str) -> str:
+    path = Path(where).expanduser()
+    return str(path.absolute()) if path.exists() or where.startswith((".", "~")) else where
+
+
+def _family_of(recipe: Recipe) -> str:
+    """The family of a model that is given alone, by the class of its pipeline."""
+    source = source_of(recipe)
+    if source.file is not None and source.base is None:
+        raise ConfigError(f"{source}: the family of a single file must be given, as model.family=flux")
+    found = fetch_index(source)[0]["_class_name"]
+    for family in FAMILIES.values():
+        if family.pipeline_class.__name__ == found:
+            return family.name
+    known = ", ".join(f"{each.name} ({each.pipeline_class.__name__})" for each in FAMILIES.values())
+    raise ConfigError(f"{source}: holds a {found}, which no family takes; known: {known}")
+
+
+def _described(target: _Target, blueprint: Blueprint, device: Device) -> ModelCheck:
+    recipe, family = target.recipe, blueprint.family
+    if recipe.model.random:
+        source, parts, files, folder = source_of(recipe), {}, Files(True, {}), None
+    else:
+        source = family.with_base(source_of(recipe))
+        index, folder = fetch_index(source)
+        parts = {name: kind for name, (_, kind) in components(index).items()}
+        files = _files(family, source, index)
+        if not files.on_this_machine:
+            for name in CONFIGURATIONS:
+                source.pipeline.repository.fetch(source.pipeline.within + name)
+    if target.alone:  # it would be trained in bfloat16; float32 is for the comparison
+        recipe = _changed(recipe, "model", dtype="bfloat16")
+    encoders = weight_bytes(files.sizes, family.model_class.text_encoders)
+    needs = memory_needs(recipe, folder, encoders)
+    return ModelCheck(source, family, target.recipe, parts, files, device, needs)
+
+
+def _files(family: Family, source: ModelSource, index: Mapping[str, Any]) -> Files:
+    own = {} if source.file is None else {str(source.file): source.file.stat().st_size}
+    folder = local_files(family.pipeline_class, source, _left_out(source))
+    if folder is None:
+        return Files(False, remote_files(source, _left_out(source)) | own)
+    listing = folder_listing(folder)
+    return Files(True, pipeline_files(source, index, listing, source.variant, _left_out(source)) | own)
+
+
+def _left_out(source: ModelSource) -> tuple[str, ...]:
+    """The components whose weights do not come from the pipeline."""
+    return () if source.file is None else ("transformer",)
+
+
+def _bytes_in_memory(blueprint: Blueprint, check: ModelCheck, folder: Path) -> int:
+    """The size of all weights in the recipe's dtype."""
+    within = check.source.pipeline.within if check.source.pipeline.kind == "hub" else ""
+    weights = [folder / name.removeprefix(within) for name in check.files.sizes if name.endswith(".safetensors")]
+    elements = sum(tensor.elements for path in weights for tensor in read_header(path).values())
+    return elements * dtype_of(blueprint.recipe).itemsize
+
+
+def _with_room_for(needed: int, device: Device) -> Device | None:
+    """The device, or the CPU if only that has enough memory."""
+    return next((each for each in (device, this_device("cpu")) if needed <= each.bytes), None)
+
+
+def _sample(blueprint: Blueprint, device: Device, request: CheckRequest, report: Report) -> Sampled:
+    model = load_whole_model(blueprint, device.torch_name)
+    report(2, STAGES, "sampling")
+    tokenized = tokenize(model, request.probe)
+    comparison = compare_with_diffusers(blueprint, model, request.probe, request.denoising_steps, request.seed)
+    if not (math.isfinite(comparison.max_difference) and comparison.pixels_FCHW.isfinite().all()):
+        raise ConfigError(
+            f"{blueprint.recipe.model.source}: the sample has values that are not finite; its weights are "
+            f"damaged, or {blueprint.recipe.model.dtype} is too coarse for them (model.dtype)"
+        )
+    as_image(comparison.pixels_FCHW).save(request.picture)
+    report(STAGES, STAGES, "")
+    return Sampled(tokenized, comparison.max_difference, request.picture)
+
+
+def _changed(recipe: Recipe, section: str, **values: Any) -> Recipe:
+    return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=values)})
+
+
+def _difference(largest: float) -> str:
+    return "the same latents, to the bit" if largest == 0 else f"latents differ by at most {largest:.3g}"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"

@@ -1,0 +1,128 @@
+"""Tokenizes, encodes, denoises and decodes a probe with a model, and with its diffusers pipeline for comparison.
+
+Shape legend: B = 1 sample, L = latents in the layout of the family's transformer, F = frames, C = 3 colours, H, W.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.utils import logging as diffusers_logging
+from torch import Tensor
+
+from digenrl.models.loading import without_progress_bars
+from digenrl.models.pipeline_model import PipelineModel
+from digenrl.worker.blueprint import Blueprint
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedProbe:
+    """The token ids of a text, and the tokens themselves, by the name of the tokenizer."""
+
+    text: str
+    token_ids: dict[str, list[int]]
+    tokens: dict[str, list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A sample, and the largest difference of its latents from those of the diffusers pipeline."""
+
+    max_difference: float
+    pixels_FCHW: Tensor
+
+
+class EulerSteps:
+    """Euler steps over the noise levels of another scheduler, in place of a multistep solver.
+
+    Rollouts take Euler steps, whatever the scheduler of the pipeline.
+    """
+
+    order = 1
+
+    def __init__(self, levels: Any) -> None:
+        self._levels, self.config = levels, levels.config
+        self._steps_taken = 0
+
+    def set_timesteps(self, *arguments: Any, **named: Any) -> None:
+        self._levels.set_timesteps(*arguments, **named)
+        self.timesteps, self.sigmas, self._steps_taken = self._levels.timesteps, self._levels.sigmas, 0
+
+    def set_begin_index(self, begin_index: int) -> None:
+        self._steps_taken = begin_index
+
+    def step(self, velocity: Tensor, _time: Tensor, latents: Tensor, **_named: Any) -> tuple[Tensor]:
+        here, self._steps_taken = self._steps_taken, self._steps_taken + 1
+        return (latents + (self.sigmas[here + 1] - self.sigmas[here]) * velocity,)
+
+
+def tokenize(model: PipelineModel, text: str) -> TokenizedProbe:
+    """The text as every tokenizer of the pipeline reads it, without the family's prompt template."""
+    found = {name: part for name, part in model.pipeline.components.items() if name.startswith("tokenizer")}
+    tokenizers = {name: tokenizer for name, tokenizer in found.items() if tokenizer is not None}
+    ids = {name: [int(each) for each in tokenizer(text).input_ids] for name, tokenizer in tokenizers.items()}
+    tokens = {name: tokenizers[name].convert_ids_to_tokens(each) for name, each in ids.items()}
+    return TokenizedProbe(text, ids, tokens)
+
+
+@torch.no_grad()
+def compare_with_diffusers(
+    blueprint: Blueprint, model: PipelineModel, prompt: str, steps: int, seed: int
+) -> Comparison:
+    """A sample of the prompt with Euler steps and the family's schedule, and the same from diffusers."""
+    diffusers_logging.set_verbosity_error()  # no warnings about the length of the prompt
+    size, negative = blueprint.size, blueprint.recipe.model.negative_prompt
+    generator = torch.Generator().manual_seed(seed)
+    noise_B = torch.randn(1, *model.noise_shape(size), generator=generator)
+    start_BL = model.initial_latents(noise_B, size)
+    conditioning = model.encode([prompt], None if negative is None else [negative]).to(model.device)
+    schedule, latents_BL = model.schedule(steps, size), start_BL
+    for index, time in enumerate(schedule.timesteps):
+        velocity_BL = model.rollout_velocity(latents_BL, time.expand(1), conditioning, blueprint.guidance, size)
+        latents_BL = latents_BL + (schedule.sigmas[index + 1] - schedule.sigmas[index]) * velocity_BL
+    expected_BL = _denoised_by_diffusers(blueprint, model, prompt, steps, start_BL)
+    difference = (latents_BL.float() - expected_BL.float()).abs().max()
+    return Comparison(float(difference), model.decode(latents_BL, size)[0].cpu())
+
+
+def _denoised_by_diffusers(
+    blueprint: Blueprint, model: PipelineModel, prompt: str, steps: int, start_BL: Tensor
+) -> Tensor:
+    family, size = blueprint.family, blueprint.size
+    negative = blueprint.recipe.model.negative_prompt or ""
+    with without_progress_bars():
+        pipeline = plain_pipeline(model)
+        latents_BL: Tensor = pipeline(
+            prompt=[prompt],
+            height=size.height,
+            width=size.width,
+            num_inference_steps=steps,
+            latents=start_BL,
+            output_type="latent",
+            return_dict=False,
+            **({"num_frames": size.frames} if family.kind == "video" else {}),
+            **({"negative_prompt": [negative]} if family.uses_negative_prompts else {}),
+            **model.pipeline_arguments(blueprint.guidance),
+        )[0]
+    return latents_BL
+
+
+def plain_pipeline(model: PipelineModel) -> Any:
+    """The diffusers pipeline of a model with an unmodified transformer; the weights are shared."""
+    ours: Any = model.transformer
+    with init_empty_weights(include_buffers=False):
+        transformer = type(ours).from_config(ours.config)
+    transformer.load_state_dict(ours.state_dict(), assign=True)
+    scheduler = model.fresh_scheduler()
+    pipeline = copy(model.pipeline)
+    pipeline.transformer = transformer.to(model.device).eval()
+    pipeline.scheduler = (
+        scheduler if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) else EulerSteps(scheduler)
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline

@@ -1,0 +1,251 @@
+"""Where a model comes from: the folder of a diffusers pipeline, a hub id, or a single .safetensors file.
+
+A single file has the weights of the transformer. All other components come from a base pipeline, which is a folder
+or a hub id itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from digenrl.config.reading import ConfigError
+from digenrl.models.hub import HubRepository
+from digenrl.models.weight_files import (
+    INDEX_NAME,
+    PICKLES,
+    MissingFilesError,
+    Tensor,
+    folder_listing,
+    pipeline_files,
+    pipeline_index,
+    read_header,
+)
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_FILE = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)/(?P<file>.+\.safetensors)")
+SINGLE_FILE = ".safetensors"
+# Before the names of a transformer's tensors, in files that may also hold other components.
+PREFIXES = ("model.diffusion_model.", "model.model.", "diffusion_model.", "net.")
+QUANTIZED = ("quant_state", "absmax", "comfy_quant", "scaled_fp8", "scale_weight", "weight_scale", "qweight")
+
+
+class WrongPipelineError(ConfigError):
+    """The source holds a pipeline of another class."""
+
+    def __init__(self, where: object, found: str, expected: str) -> None:
+        super().__init__(
+            f"{where}: holds a {found}, expected a {expected}; name its own family or another directory"
+        )
+        self.location, self.found, self.expected = str(where), found, expected
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model's source. For a single file, all but `location` is about the base pipeline, `base`.
+
+    `token` is `env:NAME`, the environment variable with an access token of the hub.
+    """
+
+    location: str
+    revision: str | None = None
+    variant: str | None = None
+    subfolder: str | None = None
+    token: str | None = None
+    base: str | None = None
+
+    @classmethod
+    def of(cls, source: str | Path | ModelSource) -> ModelSource:
+        """A source given by its location alone, or as it is."""
+        return source if isinstance(source, ModelSource) else cls(str(source))
+
+    def __str__(self) -> str:
+        return self.location
+
+    @property
+    def kind(self) -> Literal["folder", "file", "hub"]:
+        """What the location is; raises ConfigError if it is nothing that exists or could exist on the hub."""
+        path = Path(self.location)
+        if path.is_dir():
+            return "folder"
+        if path.is_file() or path.suffix == SINGLE_FILE:
+            return "file"
+        if HUB_ID.fullmatch(self.location) is None:
+            hint = "; for a repository of the hub, write owner/name" if "://" in self.location else ""
+            raise ConfigError(f"{self.location}: no such directory, and not a hub id of the form owner/name{hint}")
+        return "hub"
+
+    @property
+    def file(self) -> Path | None:
+        """The single file, or None."""
+        return Path(self.location) if self.kind == "file" else None
+
+    @property
+    def pipeline(self) -> ModelSource:
+        """The source of the pipeline: the base of a single file, or this source itself."""
+        if self.kind != "file":
+            return self
+        if self.base is None:
+            raise ConfigError(
+                f"{self.location}: a single file has the transformer only; set model.base_source to a folder or "
+                "hub id with the other components"
+            )
+        base = replace(self, location=self.base, base=None)
+        if base.kind == "file":
+            raise ConfigError(f"model.base_source: {self.base} is a single file; expected a folder or a hub id")
+        return base
+
+    @property
+    def repository(self) -> HubRepository:
+        """The repository of a hub id."""
+        return HubRepository(self.location, self.revision, self.token)
+
+    @property
+    def within(self) -> str:
+        """The subfolder as a prefix of paths."""
+        return f"{self.subfolder.strip('/')}/" if self.subfolder else ""
+
+
+def check_source(pipeline_class: type[Any], source: str | Path | ModelSource) -> None:
+    """Raises ConfigError unless the source can be loaded as this class, as far as is known without the network.
+
+    Checked are the class, the presence of all files, and the headers of weight files.
+    """
+    source = ModelSource.of(source)
+    if source.base is not None and source.kind != "file":
+        raise ConfigError(
+            f"model.base_source: {source.base}, but model.source ({source}) is not a single .safetensors file; "
+            "leave it out"
+        )
+    if source.file is not None:
+        check_single_file(source.file)
+        if source.base is None:
+            return
+    pipeline = source.pipeline
+    if pipeline.kind == "folder":
+        without = () if source.file is None else ("transformer",)
+        folder = Path(pipeline.location, pipeline.within)
+        for name in _files_in(folder, pipeline, pipeline_class, without):
+            if name.endswith(SINGLE_FILE):
+                read_header(folder / name)
+
+
+def fetch_index(source: ModelSource) -> tuple[dict[str, Any], Path]:
+    """The content of the pipeline's model_index.json and its folder, before anything else is downloaded."""
+    pipeline = source.pipeline
+    name = pipeline.within + INDEX_NAME
+    if pipeline.kind == "folder":
+        path: Path | None = Path(pipeline.location, name)
+    else:
+        path = pipeline.repository.cached(name) or pipeline.repository.fetch(name)
+    if path is None or not path.is_file():
+        raise ConfigError(f"{_named(pipeline)}: not a diffusers pipeline directory: it has no {INDEX_NAME}")
+    return pipeline_index(path.read_text(encoding="utf-8"), path), path.parent
+
+
+def check_class(pipeline_class: type[Any], source: ModelSource) -> None:
+    """Raises ConfigError unless the pipeline has this class; of a hub id, only its model_index.json is fetched."""
+    index, _ = fetch_index(source)
+    found = index["_class_name"]
+    if found != pipeline_class.__name__:
+        raise WrongPipelineError(_named(source.pipeline), found, pipeline_class.__name__)
+
+
+def local_files(pipeline_class: type[Any], source: ModelSource, without: Sequence[str]) -> Path | None:
+    """The folder of the pipeline if all its files are on this machine; None if a hub id must be downloaded."""
+    pipeline = source.pipeline
+    if pipeline.kind == "folder":
+        folder = Path(pipeline.location, pipeline.within)
+        _files_in(folder, pipeline, pipeline_class, without)
+        return folder
+    index = pipeline.repository.cached(pipeline.within + INDEX_NAME)
+    if index is None:
+        return None
+    try:
+        _files_in(index.parent, pipeline, pipeline_class, without)
+    except MissingFilesError:
+        return None
+    return index.parent
+
+
+def remote_files(source: ModelSource, without: Sequence[str] = ()) -> dict[str, int]:
+    """The files of a hub id that loading it needs, with their sizes, by their paths in the repository."""
+    pipeline = source.pipeline
+    index, _ = fetch_index(pipeline)
+    listing = {
+        name.removeprefix(pipeline.within): size
+        for name, size in pipeline.repository.listing().items()
+        if name.startswith(pipeline.within)
+    }
+    files = pipeline_files(_named(pipeline), index, listing, pipeline.variant, without)
+    return {pipeline.within + name: size for name, size in files.items()}
+
+
+def open_pipeline(pipeline_class: type[Any], source: ModelSource, without: Sequence[str]) -> Path:
+    """The folder of the pipeline, downloaded if necessary, without the weights of components in `without`."""
+    check_class(pipeline_class, source)
+    folder = local_files(pipeline_class, source, without)
+    if folder is None:
+        pipeline = source.pipeline
+        folder = pipeline.repository.download(list(remote_files(source, without))) / pipeline.within
+    return folder
+
+
+# --- Single files -----------------------------------------------------------------------------------------------
+
+
+def check_single_file(path: Path) -> dict[str, Tensor]:
+    """The tensors of the transformer in a single file; raises ConfigError if it cannot be loaded."""
+    if not path.is_file():
+        on_hub = HUB_FILE.fullmatch(str(path))
+        hint = f"; download it with: hf download {on_hub['id']} {on_hub['file']}" if on_hub else ""
+        raise ConfigError(f"{path}: no such file{hint}")
+    if path.suffix != SINGLE_FILE:
+        raise ConfigError(f"{path}: {_why_not(path)}; expected a {SINGLE_FILE} file with 16 or 32 bit weights")
+    tensors = read_header(path)
+    if any("lora_" in name or ".lora." in name for name in tensors):
+        raise ConfigError(f"{path}: is a LoRA, not a model; as model.source, give the model that it adapts")
+    quantized = [name for name in tensors if any(word in name for word in QUANTIZED)]
+    if quantized:
+        raise ConfigError(
+            f"{path}: holds quantized weights ({quantized[0]}), which cannot be trained; expected a file with "
+            "16 or 32 bit weights"
+        )
+    return transformer_tensors(tensors)
+
+
+def transformer_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The transformer's tensors without the prefix that their names have in some files."""
+    for prefix in PREFIXES:
+        inside = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        if inside:
+            return inside
+    return dict(tensors)
+
+
+def _why_not(path: Path) -> str:
+    if path.suffix == ".gguf":
+        return "GGUF weights are quantized and cannot be trained"
+    if path.suffix in PICKLES:
+        return "pickled, which can run code"
+    return "not a model file"
+
+
+def _files_in(
+    folder: Path, pipeline: ModelSource, pipeline_class: type[Any], without: Sequence[str]
+) -> dict[str, int]:
+    """The files to load from a folder; raises ConfigError if it is incomplete or of another class."""
+    if not (folder / INDEX_NAME).is_file():
+        raise ConfigError(f"{folder}: not a diffusers pipeline directory: it has no {INDEX_NAME}")
+    index = pipeline_index((folder / INDEX_NAME).read_text(encoding="utf-8"), folder / INDEX_NAME)
+    if index["_class_name"] != pipeline_class.__name__:
+        raise WrongPipelineError(_named(pipeline), index["_class_name"], pipeline_class.__name__)
+    return pipeline_files(_named(pipeline), index, folder_listing(folder), pipeline.variant, without)
+
+
+def _named(pipeline: ModelSource) -> str:
+    at = f"@{pipeline.revision}" if pipeline.revision and pipeline.kind == "hub" else ""
+    return f"{pipeline.location}{at}" + (f", {pipeline.subfolder}" if pipeline.subfolder else "")

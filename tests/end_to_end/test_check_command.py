@@ -1,0 +1,181 @@
+"""`digenrl check` names what a model is, downloads nothing large unasked, and compares it with diffusers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from doc_pages import DOCS, DocPage
+from hub_stand_in import HubStandIn, serving
+from original_names import write_original_file
+from PIL import Image
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from digenrl.cli import app
+from digenrl.config.reading import ConfigError
+from digenrl.models.registry import FAMILIES
+from digenrl.testing.tiny_models import make_tiny_pipeline
+
+PROBE = "A cat on a red car"
+SMALL = ["sample.height=32", "sample.width=32"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("tiny")
+    for family in FAMILIES:
+        make_tiny_pipeline(family, root / family)
+    return root
+
+
+@pytest.fixture
+def hub(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStandIn]:
+    """A hub with the repository me/sd3, and an empty cache."""
+    shutil.copytree(folders / "sd3", tmp_path / "hub" / "me" / "sd3")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with serving(tmp_path / "hub") as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        yield hub
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+
+def check(*words: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["check", *words, "--probe", PROBE, "--json"])
+    if result.exception is not None:
+        raise result.exception
+    content: dict[str, Any] = json.loads(result.stdout)
+    return content
+
+
+def refusal(*words: str) -> str:
+    before = list(Path.cwd().iterdir())
+    with pytest.raises(ConfigError) as error:
+        check(*words)
+    assert "\n" not in str(error.value)
+    assert list(Path.cwd().iterdir()) == before  # nothing half-written
+    return str(error.value)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_every_family_is_named_tokenized_sampled_and_compared(family: str, folders: Path) -> None:
+    answer = check(str(folders / family), *SMALL)
+    assert answer["family"] == family
+    assert answer["task"] == f"text-to-{FAMILIES[family].kind}"
+    assert answer["max_difference"] < 1e-4
+    assert answer["fits"] and answer["bytes_needed"] > 0 and answer["bytes_to_download"] == 0
+    assert Image.open(answer["picture"]).size == (32, 32)
+    tokenizers = sorted(path.parent.name for path in (folders / family).glob("*/tokenizer_config.json"))
+    assert sorted(answer["probe"]["token_ids"]) == tokenizers
+    for name, token_ids in answer["probe"]["token_ids"].items():
+        assert token_ids == AutoTokenizer.from_pretrained(folders / family / name)(PROBE).input_ids
+    exact = {"sd3", "flux"}  # diffusers denoises both branches of guidance of the others one after the other
+    assert (answer["max_difference"] == 0) == (family in exact)
+
+
+def test_a_recipe_is_checked_with_its_size_dtype_and_guidance(folders: Path) -> None:
+    source = f"model.source={folders / 'sd3'}"
+    answer = check("sd3_flow_grpo", source, *SMALL, "model.dtype=bfloat16", "model.guidance=1")
+    assert (answer["dtype"], answer["height"]) == ("bfloat16", 32)
+    assert 0 < answer["max_difference"] < 0.1  # diffusers rounds the latents to bfloat16 after every step
+    assert "model.family=sd3" in refusal("flux_flow_grpo", source)
+    assert check("sd3_flow_grpo", "model.source=random")["skipped"]
+
+
+def test_a_hub_id_is_described_and_downloaded_only_if_asked(hub: HubStandIn) -> None:
+    answer = check("me/sd3", *SMALL)
+    assert answer["family"] == "sd3" and answer["fits"]
+    assert answer["bytes_to_download"] == sum(answer["files"].values())
+    assert "--download" in answer["skipped"] and answer["max_difference"] is None
+    assert set(hub.served) <= {"model_index.json", "transformer/config.json", "vae/config.json"}
+    downloaded = check("me/sd3", *SMALL, "--download")
+    assert downloaded["max_difference"] == 0
+    assert set(hub.served) <= set(answer["files"])
+    again = check("me/sd3", *SMALL)  # now in the cache
+    assert again["max_difference"] == 0 and again["bytes_to_download"] == 0
+
+
+def test_a_class_that_no_family_takes_stops_after_its_index(hub: HubStandIn) -> None:
+    kontext = hub.root / "me" / "kontext"
+    (kontext / "transformer").mkdir(parents=True)
+    (kontext / "model_index.json").write_text(json.dumps({"_class_name": "FluxKontextPipeline"}))
+    (kontext / "transformer" / "diffusion_pytorch_model.safetensors").write_bytes(bytes(1_000_000))
+    assert "no family takes" in refusal("me/kontext")
+    assert "takes a FluxPipeline" in refusal("flux_flow_grpo", "model.source=me/kontext")
+    assert list(hub.served) == ["model_index.json"]
+    (hub.root / "me" / "gguf").mkdir()
+    (hub.root / "me" / "gguf" / "flux.gguf").write_bytes(bytes(1000))
+    assert "no model_index.json" in refusal("me/gguf")
+
+
+def test_a_single_file_is_checked_with_its_base(folders: Path, tmp_path: Path) -> None:
+    path = tmp_path / "wan.safetensors"
+    write_original_file("wan", folders / "wan", path)
+    assert "model.family=" in refusal(str(path))
+    answer = check(str(path), f"model.base_source={folders / 'wan'}", *SMALL)
+    assert (answer["family"], answer["kind"]) == ("wan", "file")
+    assert str(path) in answer["files"] and answer["max_difference"] < 1e-4
+
+
+def test_sources_that_cannot_be_used_are_one_line(folders: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(folders / "sd3", tmp_path / "broken"))
+    weights = broken / "vae" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert "damaged" in refusal(str(broken))
+    weights.unlink()
+    assert "vae has no weights" in refusal(str(broken))
+    (broken / "model_index.json").write_text("{")
+    assert "damaged" in refusal(str(broken))
+    (broken / "model_index.json").unlink()
+    assert "no model_index.json" in refusal(str(broken))
+    assert "no such directory" in refusal("./nowhere")
+    assert "owner/name" in refusal("https://huggingface.co/me/sd3")
+    assert "--probe" in str(CliRunner().invoke(app, ["check", "demo", "--probe", " "]).exception)
+
+
+def test_a_run_on_the_wrong_model_stops_before_anything_is_written(hub: HubStandIn) -> None:
+    Path("prompts.txt").write_text("a cat\n")
+    words = ["prompts.path=prompts.txt", "model.source=me/sd3", "mode=colocated", "evaluation=null"]
+    result = CliRunner().invoke(app, ["train", "flux_flow_grpo", *words])
+    assert isinstance(result.exception, ConfigError) and "model.family=sd3" in str(result.exception)
+    assert [path.name for path in Path.cwd().iterdir()] == ["prompts.txt"]
+    assert list(hub.served) == ["model_index.json"]
+
+
+def test_a_gated_repository_is_exit_code_2_and_one_line(hub: HubStandIn, tmp_path: Path) -> None:
+    hub.gated.add("me/sd3")
+    command = [sys.executable, "-c", "from digenrl.cli import main; main()", "check", "me/sd3"]
+    environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1 and f"licence at {hub.endpoint}/me/sd3" in result.stderr
+    assert not result.stdout
+
+
+def test_the_documented_example_is_what_the_command_prints() -> None:
+    (example,) = DocPage(DOCS / "models.md").blocks("text")
+    command, *rows = example.splitlines()
+    probe = re.search('--probe "(.*)"', command)
+    assert probe is not None
+    printed = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["check", "demo", "--probe", probe[1]]).stdout
+    for row in rows:
+        name, text = re.split(r"\s{2,}", row.strip(), maxsplit=1)
+        pattern = re.escape(text)
+        if name in ("memory", "cpu"):  # sizes depend on the machine and on the planner
+            pattern = re.sub(r"[\d.\\]+\\ [MG]B", r"[\\d.]+ [MG]B", pattern)
+        if name != "source":
+            assert re.search(rf"^{name}\s+{pattern}\s*$", printed, re.MULTILINE), row

@@ -33,10 +33,11 @@ def load_transformer(path: Path, base: Path, dtype: torch.dtype) -> nn.Module:
             local_files_only=True,
             dtype=None if kept_in_fp32 else dtype,  # with a dtype, it would cast all tensors
         )
-    except NotImplementedError:  # a weight that is still on the meta device
-        raise _does_not_fit(path, base, "tensors of the transformer are missing in the file") from None
-    except (ValueError, KeyError, IndexError, RuntimeError) as error:
-        raise _does_not_fit(path, base, one_line(error)) from None
+    except ValueError as error:  # a tensor of another shape
+        raise _does_not_fit(path, base, one_line(error).split(". ")[0]) from None
+    except (LookupError, RuntimeError):  # a name that is missing, or a weight without values after the conversion
+        names = f"those of a {transformer_class.__name__}, by the names of diffusers or of the original code"
+        raise _does_not_fit(path, base, f"the tensors in the file are not {names}") from None
     for name, parameter in transformer.named_parameters():
         if not set(name.split(".")) & set(kept_in_fp32):
             parameter.data = parameter.data.to(dtype)

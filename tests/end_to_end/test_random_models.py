@@ -146,12 +146,26 @@ def test_the_seed_determines_the_weights_and_a_prompt_its_encoding(recipe: Path)
 def test_an_unknown_size_is_reported_with_the_known_ones(recipe: Path) -> None:
     with pytest.raises(ConfigError, match=r"'70b'.*tiny, tinier"):
         read_blueprint(read_recipe(str(recipe), ["model.source=random:70b"]))
+    with pytest.raises(ConfigError, match=r"model\.text_tokens: 513 .*512.*sd3"):
+        read_blueprint(read_recipe(str(recipe), ["model.text_tokens=513"]))
+
+
+def test_a_recipe_sets_the_type_of_the_vae(recipe: Path) -> None:
+    def vae_dtype(*overrides: str) -> torch.dtype:
+        model = load_model(read_blueprint(read_recipe(str(recipe), ["model.dtype=bfloat16", *overrides])), "cpu")
+        assert model.dtype == torch.bfloat16
+        return model.vae.dtype  # type: ignore[attr-defined]
+
+    assert vae_dtype() == torch.float32
+    assert vae_dtype("model.vae_dtype=bfloat16") == torch.bfloat16
 
 
 @pytest.mark.parametrize(
     ("override", "named"),
     [
         ("model.compile=sometimes", "model.compile.*'auto'.*'sometimes'"),
+        ("model.vae_dtype=float16", "model.vae_dtype.*'float32'.*'float16'"),
+        ("model.text_tokens=0", "model.text_tokens.*0"),
         ("training.gradient_checkpointing=most", "training.gradient_checkpointing.*'auto'.*'most'"),
         ("training.gradient_checkpointing=-1", "training.gradient_checkpointing.*-1"),
         ("training.gradient_checkpointing=1.5", r"training.gradient_checkpointing.*1\.5"),

@@ -21,6 +21,7 @@ from digenrl.planning.costs import (
     training_pass_seconds,
     unit_seconds,
 )
+from digenrl.planning.memory import GIB, generator_memory
 from digenrl.planning.workload import workload_for
 
 H100S = CardPool.model_validate({"card": "H100", "nodes": 4, "per_node": 8, "network_gbit_s": 400})
@@ -119,6 +120,22 @@ def test_guidance_doubles_the_rows_only_if_it_is_batched():
     assert unguided.branches == 1
     card = find_card("H100")
     assert slice_seconds(wan, card, 1) > 1.9 * slice_seconds(unguided, card, 1)
+
+
+def test_a_vae_in_fp32_takes_twice_the_time_and_memory_of_one_in_bf16():
+    bf16, fp32 = (workload_for("sd3.5", height=1024, width=1024, float32_vae=fp32) for fp32 in (False, True))
+    card, vae_gib = find_card("H100"), bf16.facts.vae_parameters * 2 / GIB
+    decode_s = bf16.decode_flop / (card.bf16_tflops * 1e12 * CONSTANTS.decode_share)
+    assert slice_seconds(fp32, card, 1) - slice_seconds(bf16, card, 1) == pytest.approx(decode_s)
+    coarse, exact = (generator_memory(each, card, 1) for each in (bf16, fp32))
+    assert exact.weights_gib - coarse.weights_gib == pytest.approx(vae_gib)
+    assert exact.activations_gib == 2 * coarse.activations_gib  # decoding needs more than a forward here
+
+
+def test_a_model_loaded_in_bf16_keeps_some_weights_in_fp32():
+    wan = workload_for("wan-1.3b")
+    assert wan.weight_bytes == 2 * (wan.facts.parameters + wan.facts.float32_parameters)
+    assert wan.model_copy(update={"float32_weights": True}).weight_bytes == 4 * wan.facts.parameters
 
 
 def test_a_tensor_parallel_lane_is_faster_but_not_linearly():

@@ -76,6 +76,11 @@ def test_a_workload_has_the_settings_of_the_recipe():
         ("sd3_flow_grpo", ("training.old_log_probs=rollout",), "old_policy_forward", 0.0),
         ("flux_mix_grpo", (), "tuning", "full"),
         ("flux_mix_grpo", (), "float32_weights", True),
+        ("flux_mix_grpo", ("model.vae_dtype=bfloat16",), "float32_vae", False),
+        ("flux_mix_grpo", ("model.vae_dtype=float32",), "float32_vae", True),
+        ("sd3_flow_grpo", ("model.text_tokens=128",), "text_tokens", 77 + 128),
+        ("flux_flow_grpo", ("model.text_tokens=128",), "text_tokens", 128),
+        ("qwen_image_flow_grpo", ("model.text_tokens=1024",), "text_tokens", 128),  # padding is cut
         ("flux_dance_grpo", (), "pairs_per_sample", 9),
         ("hunyuan_video_dance_grpo", (), "trained_per_prompt", 8),
         ("wan_flow_grpo", (), "model", "Wan2.1-1.3B"),
@@ -278,6 +283,7 @@ def test_a_family_without_a_catalogue_entry_is_planned_with_derived_facts(monkey
 def test_facts_are_derived_for_the_size_that_the_recipe_names():
     large = facts_for(recipe_of("sd3_flow_grpo", "model.source=owner/stable-diffusion-3.5-large"), H100S)
     assert large is not None and large.parameters == pytest.approx(8.06e9, rel=0.01)
+    assert large.sequence_text_tokens(128) == large.clip_text_tokens + 128 == 205
     demo = facts_for(recipe_of("demo"), H100S)  # a local pipeline of another size, by its own layers
     assert demo is not None and demo.parameters < 1e7 and not demo.fitted
 

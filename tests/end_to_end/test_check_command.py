@@ -134,6 +134,12 @@ def test_a_single_file_is_checked_with_its_base(folders: Path, tmp_path: Path) -
     assert str(path) in answer["files"] and answer["max_difference"] < 1e-4
 
 
+def test_a_folder_with_only_fp16_files_names_the_key_and_is_checked_with_it(tmp_path: Path) -> None:
+    make_published_layout("sd3", tmp_path / "half", variant="fp16")
+    assert "model.variant=fp16" in refusal(str(tmp_path / "half"))
+    assert check(str(tmp_path / "half"), "model.variant=fp16", *SMALL)["max_difference"] == 0
+
+
 def test_sources_that_cannot_be_used_are_one_line(folders: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(folders / "sd3", tmp_path / "broken"))
     weights = broken / "vae" / "diffusion_pytorch_model.safetensors"

@@ -33,16 +33,17 @@ types: $(STAMP)
 imports: $(STAMP)
 	$(BIN)/lint-imports
 
-# Unit and contract tests without Ray, a browser or worker processes.
+# Unit and contract tests without Ray, a browser or worker processes. The longest files come first.
 test-fast: $(STAMP)
-	$(BIN)/pytest --numprocesses auto --dist loadgroup --no-loadscope-reorder -m "not slow" tests/unit tests/contract
+	$(BIN)/pytest --numprocesses auto --dist loadgroup --no-loadscope-reorder -m "not slow" tests/contract tests/unit
 
 pytest: $(STAMP)
 	$(BIN)/pytest --numprocesses auto --dist loadgroup --no-loadscope-reorder
 
-# Draws every picture of docs/ again, with the tool itself.
+# Draws every picture of docs/ again, with the tool itself, and writes the tables of recipes.
 docs: $(STAMP)
 	$(BIN)/python docs/draw_pictures.py
+	$(BIN)/python docs/recipe_tables.py
 
 # Prints the tables that docs/ and CHANGELOG.md quote.
 bench: $(STAMP)

@@ -137,6 +137,8 @@ def recipe_of(family: str, case: Case, source: str, prompts: Path, tiny: bool) -
         f"steps={STEPS_OF_RUN}",
         f"model.source={source}",
         f"model.dtype={'float32' if tiny else 'bfloat16'}",
+        f"model.vae_dtype={'float32' if tiny else 'bfloat16'}",
+        "model.text_tokens=null",
         *guidance,
         f"prompts.path={prompts}",
         "rewards=jpeg_compressibility",
@@ -148,9 +150,8 @@ def recipe_of(family: str, case: Case, source: str, prompts: Path, tiny: bool) -
         "batch.prompts=1",
         f"batch.samples_per_prompt={case.group}",
         f"batch.slice={max(case.slices)}",
-        "algorithm.options.updates_per_batch=1",
-        "algorithm.options.best_of_n=null",
-        "training.lora={rank: 32, alpha: 64}",
+        "algorithm={name: dance_grpo}",
+        "training.lora={rank: 32, alpha: 64, init: uniform, targets: null}",
         "training.learning_rate=1e-4",
         "training.autocast='off'",
         "training.gradient_checkpointing=auto",
@@ -188,7 +189,7 @@ def seconds_of(work: Callable[[], object], device: torch.device, warm_ups: int, 
 def measure_forwards(model: DiffusionModel, blueprint: Blueprint, row: Conditioning, result: Measured) -> None:
     """Times a denoising step for every slice size, and for the largest also in the baseline."""
     case = CASES[result.family]
-    schedule = blueprint.schedule(model, case.denoising_steps)
+    schedule = blueprint.schedule(model)
     repeats = 2 if blueprint.size.frames > 1 else 10
 
     def forward(rows: int, velocity: Callable[..., torch.Tensor]) -> Callable[[], torch.Tensor]:

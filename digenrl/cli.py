@@ -16,6 +16,7 @@ import yaml
 from digenrl import __version__
 from digenrl.commands import options
 from digenrl.commands.output import out, print_written, progress_bar
+from digenrl.config.import_paths import add_to_python_path
 from digenrl.config.plan_files import with_plan
 from digenrl.config.profiles import write_profile
 from digenrl.config.reading import ConfigError
@@ -257,6 +258,60 @@ def sample_command(
         print_samples(samples)
 
 
+@app.command("export")
+def export_command(
+    run: options.RunPath,
+    to: options.ExportFormat,
+    checkpoint: options.ExportedCheckpoint = None,
+    out_folder: options.ExportFolder = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Write trained weights for other programs.
+
+    Adapters for diffusers, ComfyUI or peft, or a whole pipeline with merged weights.
+    """
+    with _requires("train"):
+        from digenrl.commands.export import export_run, print_export
+    exported = export_run(run, to, checkpoint, out_folder)
+    if as_json:
+        typer.echo(json.dumps(exported.as_dict()))
+    else:
+        print_export(exported)
+
+
+@app.command("prompts")
+def prompts_command(
+    name: options.PromptSetName = None,
+    count: options.PromptCount = None,
+    split: options.PromptSplit = "train",
+    seed: options.PromptSeed = 0,
+    out_file: options.PromptOutput = None,
+    force: options.Force = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every prompt as a line of JSON.")] = False,
+) -> None:
+    """List the prompt sets, or the prompts of one.
+
+    A recipe uses a set with prompts.name=NAME.
+    """
+    from digenrl.commands import prompts as command
+
+    if name is None:
+        if out_file is not None:
+            raise ConfigError("--out: give the name of a prompt set, as 'digenrl prompts ocr_signs --out FILE'")
+        if as_json:
+            typer.echo(json.dumps(command.sets_as_json()))
+        else:
+            out.print(command.sets_table())
+        return
+    if out_file is not None:
+        command.check_file(out_file, force)
+        command.write_prompts(command.draw_prompts(name, split, count, seed), out_file)
+        print_written(out_file)
+        return
+    for prompt in command.draw_prompts(name, split, count or command.PRINTED, seed):
+        typer.echo(prompt.as_json_line() if as_json else prompt.text)
+
+
 @app.command("make-tiny")
 def make_tiny_command(
     family: options.FamilyName, directory: options.PipelineFolder, seed: options.WeightsSeed = 0
@@ -283,6 +338,7 @@ def serve_reward_command(
     Scoring can then run on other machines.
     """
     settings = parse_rewards([_yaml(text) if text.startswith("{") else text for text in rewards])
+    add_to_python_path([Path.cwd()])
     with _requires("train", "serve"):
         from digenrl.rewards.building import build_rewards
         from digenrl.rewards.server import serve, token_for

@@ -23,6 +23,7 @@ Pool = Literal["generator", "reward", "trainer", "encoder"]
 CalibrationTask = Literal["generate", "score", "train", "switch", "commit"]
 
 HELD_OUT_STEP = -1  # the `step` of jobs that encode held-out prompts
+NO_LANE = -1  # of calibrations before the run
 
 
 def _data(default: Any = None) -> Any:
@@ -77,7 +78,7 @@ class LaneOffer:
 
     The lane takes up to `slices_at_once` neighbouring slices of one group in one job, which takes `slice_ns`.
     `take_ns` gives the time of 1, 2, ... slices, up to all of them, relative to the last entry. Without it, time
-    is proportional to the number of slices.
+    is proportional to the number of slices. `slice_ns` is 0 if the lane has not been calibrated.
 
     >>> LaneOffer("h100-0", slice_ns=6, slices_at_once=3, take_ns=(3, 4, 5)).expected_ns(1)
     4
@@ -383,6 +384,7 @@ class Save(Job):
 class Calibrate(Job):
     """Do a little work of one kind, discard it, and report how long it took. Result: Calibrated.
 
+    During a run the scheduler issues it for a `lane` that has joined; the prompt is the first of `step`.
     `sizes` are slice sizes for "generate" and the number of samples for other tasks. `held_out` are batch sizes of
     an evaluation. `at_once` is how many samples are generated together before training is timed.
     """
@@ -392,9 +394,14 @@ class Calibrate(Job):
     sizes: tuple[int, ...] = _data(())
     held_out: tuple[int, ...] = _data(())
     at_once: int | None = _data()
+    lane: int = field(default=NO_LANE, kw_only=True)
+    step: int = field(default=0, kw_only=True)
 
     def reads(self) -> tuple[str, ...]:
         return () if self.prompt is None or self.task == "score" else (self.prompt.row,)
+
+
+LaneJob = Generate | Evaluate | Calibrate  # what a lane holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -546,6 +553,8 @@ class Saved(Result):
 class Calibrated(Result):
     """Seconds per size for "generate"; per sample for "score" and "train"; for one change each way for "switch".
 
+    The driver sets `offer`, what the lane can do by these times.
+
     Memory figures include weights and are 0 on a CPU. `planned_bytes` was expected once a pack had been tried, and
     `predicted_bytes` before. `moved_bytes` leave the device when its role changes.
     """
@@ -559,6 +568,7 @@ class Calibrated(Result):
     planned_bytes: int = _data(0)
     predicted_bytes: int = _data(0)
     moved_bytes: int = _data(0)
+    offer: LaneOffer = LaneOffer("", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -581,7 +591,7 @@ class ArtifactLost(Result):
 
 @dataclass(frozen=True, slots=True)
 class WorkerJoined(Event):
-    """A generator lane is ready. It has no weights yet."""
+    """A generator lane is ready. It has no weights yet, and may have to be calibrated."""
 
     offer: LaneOffer
 

@@ -39,9 +39,12 @@ SLOW = {
     "test_planning_planner",
     "test_planning_recipes",
     "test_published_layouts",
+    "test_training_families",
     "test_training_memory",
+    "test_training_order",
     "test_training_rank_checkpoints",
     "test_training_several_ranks",
+    "test_training_switching",
 }
 
 

@@ -147,9 +147,9 @@ class FakeTransport:
         assert assignment.name not in self.workers, f"{assignment.name} was started twice"
         self.workers[assignment.name] = _FakeWorker(assignment, {None: STARTING})
 
-    def send(self, worker: str, job_id: int, job: Job) -> None:
+    def send(self, worker: str, job: Job) -> None:
         if worker in self.workers:
-            self.workers[worker].jobs[job_id] = job
+            self.workers[worker].jobs[job.id] = job
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
         """Prepared messages, or the answers of some of the busy workers, one each."""

@@ -182,9 +182,9 @@ def _descriptors(pid: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class AbacusJob(Job):
-    """A job of an abacus. Tests give its id to the transport."""
+    """A job of an abacus. Tests give it its id when they send it."""
 
-    id: int = field(default=0, init=False)
+    id: int = field(default=0, kw_only=True)
     issued_ns: int = field(default=0, init=False)
 
 

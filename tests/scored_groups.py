@@ -29,7 +29,7 @@ from digenrl.testing.serial_reference import Gradients, SerialReference
 from digenrl.training.checkpoint.state_tensors import state_as_tensors, state_of_tensors
 from digenrl.training.open_batch import BatchShape
 from digenrl.training.optimizer import make_optimizer
-from digenrl.training.packing.replay import DrawNoise
+from digenrl.training.packing.noise_levels import DrawNoise
 from digenrl.training.policy_weights import PolicyWeights
 from digenrl.training.trainer import Trainer
 from digenrl.training.trainer_state import TrainerState
@@ -44,7 +44,12 @@ LIVELY: dict[str, dict[str, Any]] = {
     "flow_grpo_fast": {"clip": 1e-4, "updates_per_batch": 1, "kl_weight": 0.1, "kl_form": "exact"},
     "dance_grpo": {"clip": 1e-4, "best_of_n": {"top": 2, "bottom": 1}},
     "mix_grpo": {"clip": 1e-4, "updates_per_batch": 1, "advantage": {"clamp": 1.2}},
-    "grpo_guard": {"clip": 1e-4, "updates_per_batch": 1, "advantage": {"clamp": 1.2}},
+    "grpo_guard": {
+        "clip": 1e-4,
+        "updates_per_batch": 1,
+        "kl_weight": 0.1,
+        "advantage": {"std_over": "batch", "clamp": 1.2},
+    },
     "diffusion_nft": {"beta": 0.7, "kl_weight": 0.1, "advantage": {"clamp": 1.2}},
     "flow_dpo": {},
 }
@@ -65,9 +70,9 @@ class Rollout:
     version: int = 0
 
 
-def lively(name: str) -> Algorithm:
-    """The algorithm with settings that reach every branch of its loss."""
-    return build_algorithm(name, LIVELY[name])
+def lively(name: str, options: Mapping[str, Any] | None = None) -> Algorithm:
+    """The algorithm with settings that reach every branch of its loss, and some `options`."""
+    return build_algorithm(name, {**LIVELY[name], **(options or {})})
 
 
 def toy(dtype: torch.dtype = torch.float64, lora: bool = True) -> ToyModel:
@@ -110,6 +115,7 @@ def trajectories_of(
             noise=rollout.noise,
             guidance=rollout.guidance,
             run_seed=RUN_SEED,
+            training_schedule=model.schedule(100, rollout.size),
         )
         made = generate_slice(
             model,

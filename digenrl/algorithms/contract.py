@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal, Protocol
 
 from digenrl.algorithms.advantages import centered, checked_rewards, clamped, has_spread, std_of
-from digenrl.config.algorithms import AlgorithmSettings, Needs
+from digenrl.config.algorithms import AlgorithmSettings, Levels, Needs, RenoisedSettings
 from digenrl.models.objective import Advantages, LossTerms, Objective, PairBatch
 from digenrl.models.trajectory import RolloutPlan
 
@@ -55,18 +55,31 @@ class GroupRelative(ABC):
     def updates_per_batch(self) -> int:
         return self.settings.updates_per_batch
 
+    @property
+    def updates_of(self) -> Literal["groups", "samples"]:
+        return self.settings.updates_of
+
+    @property
+    def zero_spread_groups(self) -> Literal["counted", "left_out", "trained"]:
+        return self.settings.zero_spread_groups
+
+    @property
+    def levels(self) -> Levels:
+        return self.settings.levels if isinstance(self.settings, RenoisedSettings) else "first"
+
     def group_advantages(self, rewards: Sequence[float]) -> Advantages:
         checked_rewards(rewards)
         advantages = centered(rewards)
         if not has_spread(rewards):
-            return Advantages(tuple(0.0 for _ in rewards), chosen=())
+            zeros = tuple(0.0 for _ in rewards)
+            return Advantages(zeros, self.chosen(zeros) if self.zero_spread_groups == "trained" else ())
         if self.scale_over == "group":
             divisor = std_of(rewards, self.settings.advantage.ddof) + self.settings.advantage.eps
             advantages = tuple(advantage / divisor for advantage in advantages)
         return Advantages(advantages, self.chosen(advantages))
 
     def chosen(self, advantages: Sequence[float]) -> tuple[int, ...]:
-        """The indices of the samples to train on, in a group whose rewards differ."""
+        """The indices of the samples to train on."""
         return tuple(range(len(advantages)))
 
     def scale(self, rewards_by_group: Sequence[Sequence[float]]) -> float:
@@ -80,9 +93,8 @@ class GroupRelative(ABC):
         groups = [self.group_advantages(rewards) for rewards in rewards_by_group]
         return [tuple(clamped(value * scale, self.clamp) for value in group.values) for group in groups]
 
-    def terms_per_group(self, group_size: int, plan: RolloutPlan) -> int:
-        terms_per_step = self.settings.trained_samples(group_size) // self.rows_per_term
-        return terms_per_step * len(self.trained_steps(plan))
+    def units_per_group(self, group_size: int) -> int:
+        return self.settings.trained_samples(group_size) // self.rows_per_term
 
     def trained_steps(self, plan: RolloutPlan) -> tuple[int, ...]:
         if self.replays == "steps":

@@ -23,7 +23,9 @@ class DiffusionNft(GroupRelative):
     settings: DiffusionNftSettings
 
     def old_policy_decay(self, batch: int) -> float:
-        return min(self.settings.old_decay_growth * batch, self.settings.old_decay_max)
+        updates_done = (batch + 1) * self.updates_per_batch
+        counted = max(0, updates_done - self.settings.old_decay_start)
+        return min(self.settings.old_decay_growth * counted, self.settings.old_decay_max)
 
     def loss(self, pairs: PairBatch) -> LossTerms:
         assert isinstance(pairs, RenoisedPairs) and pairs.old_velocity_RL is not None

@@ -6,6 +6,7 @@ Log-probs are means over a sample's elements, so that a ratio is the true one to
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -28,8 +29,15 @@ class PolicyLoss(GroupRelative):
             return self._with_kl(self._clipped(pairs, self.log_ratio_R(pairs, pairs.old_log_prob_R)), pairs)
         proximal_R = pairs.proximal_log_prob_R
         assert proximal_R is not None, "decoupled needs the log-probs recomputed"
-        weight_R = (proximal_R - pairs.old_log_prob_R).exp().clamp(max=self.settings.stale_weight_cap).detach()
-        return self._with_kl(self._clipped(pairs, self.log_ratio_R(pairs, proximal_R), weight_R), pairs)
+        weight_R = self._stale_weight_R(pairs, proximal_R)
+        terms = self._clipped(pairs, self.log_ratio_R(pairs, proximal_R), weight_R)
+        return self._with_kl(replace(terms, measures={**terms.measures, "stale_weight": weight_R}), pairs)
+
+    def _stale_weight_R(self, pairs: StepPairs, proximal_log_prob_R: Tensor) -> Tensor:
+        """The importance weight of the step: log-probs are means over elements, a density is their product."""
+        elements = pairs.mean_RL[0].numel()
+        log_weight_R = elements * (proximal_log_prob_R - pairs.old_log_prob_R)
+        return log_weight_R.exp().clamp(max=self.settings.stale_weight_cap).detach()
 
     def log_ratio_R(self, pairs: StepPairs, base_log_prob_R: Tensor) -> Tensor:
         """The logarithm of rho."""
@@ -63,7 +71,7 @@ def kl_to_reference_R(pairs: StepPairs, form: KlForm) -> Tensor:
     """The KL between two Gaussian steps of equal std, per row, as a mean over elements."""
     assert pairs.reference_mean_RL is not None
     exact_R = squared_distance_R(pairs.mean_RL, pairs.reference_mean_RL) / (2 * pairs.std_R**2)
-    return exact_R if form == "exact" else exact_R * pairs.step_size_R
+    return exact_R if form == "exact" else exact_R * pairs.noise_time_R
 
 
 def squared_distance_R(left_RL: Tensor, right_RL: Tensor) -> Tensor:

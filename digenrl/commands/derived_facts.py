@@ -15,10 +15,12 @@ from digenrl.config.recipe import Recipe
 from digenrl.models.contract import SampleSize
 from digenrl.models.family import Family
 from digenrl.models.loading import building_on, keep_fp32_modules, pipeline_without
+from digenrl.models.lora import Targets, check_targets
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import find_family
-from digenrl.models.work_count import TextShapes, count_work
-from digenrl.planning.model_facts import ModelFacts, typical_costs
+from digenrl.models.sources import ModelSource
+from digenrl.models.work_count import TextShapes, added_activations, count_work, lora_linears
+from digenrl.planning.model_facts import Execution, ModelFacts, typical_costs
 from digenrl.planning.recipe_workload import model_name
 from digenrl.worker.blueprint import source_of
 
@@ -31,24 +33,45 @@ def derive_facts(recipe: Recipe, folder: Path | None = None) -> ModelFacts:
     """
     family, sample = find_family(recipe.model.family), recipe.sample
     size = SampleSize(sample.height, sample.width, sample.frames)
-    source, name = source_of(recipe), model_name(recipe)
-    folder = folder or Path(source.base or source.location, source.within)
+    name, folder = model_name(recipe), folder or _pipeline_folder(source_of(recipe))
+    targets = None if recipe.training.lora is None else recipe.training.lora.targets
     if (folder / "transformer" / "config.json").is_file():
-        return facts_of(family, name, *_local_model(family, folder, recipe.model.text_tokens), size)
+        return facts_of(family, name, *_local_model(family, folder, recipe.model.text_tokens), size, targets)
     published = recipe.model.random_size if recipe.model.random else _size_in(name, family)
     if published is None:
         published = next(iter(family.sizes))
         name = f"{name} (as {family.name} {published})"
     text_tokens = recipe.model.text_tokens
     model = family.build_full(torch.bfloat16, "meta", published, text_tokens=text_tokens)
-    return facts_of(family, name, model, family.text_shapes(published, text_tokens), size)
+    return facts_of(family, name, model, family.text_shapes(published, text_tokens), size, targets)
+
+
+def with_targets(facts: ModelFacts, recipe: Recipe) -> ModelFacts:
+    """Facts that were fitted with the family's LoRA targets, adjusted for a recipe that has others."""
+    if recipe.training.lora is None or recipe.training.lora.targets is None:
+        return facts
+    family, targets = find_family(recipe.model.family), recipe.training.lora.targets
+    transformer = _published_transformer(recipe, family)
+    check_targets(transformer, targets)
+    usual = family.model_class.lora_targets
+    more = added_activations(transformer, targets, usual, facts.hidden)
+    changes: dict[str, Any] = {"lora_linears": lora_linears(transformer, targets, facts.hidden)}
+    for name in ("eager", "compiled"):
+        execution: Execution = getattr(facts, name)
+        changes[name] = execution.model_copy(update={"activations": execution.activations + more})
+    return facts.model_copy(update=changes)
 
 
 def facts_of(
-    family: Family, name: str, model: PipelineModel, text_shapes: TextShapes, size: SampleSize
+    family: Family,
+    name: str,
+    model: PipelineModel,
+    text_shapes: TextShapes,
+    size: SampleSize,
+    targets: Targets | None = None,
 ) -> ModelFacts:
     """Facts of a model on the meta device, counted with a sample of this size."""
-    count = asdict(count_work(model, text_shapes, size))
+    count = asdict(count_work(model, text_shapes, size, targets))
     costs = typical_costs(count.pop("activations"), family.kind)
     facts = {
         "name": name,
@@ -57,6 +80,10 @@ def facts_of(
         "block_tokens": "joint" if count["joint_attention_blocks"] else "image",
     }
     return parse_model(ModelFacts, {**facts, **count, **costs})
+
+
+def _pipeline_folder(source: ModelSource) -> Path:
+    return Path(source.base or source.location, source.within)
 
 
 def _size_in(name: str, family: Family) -> str | None:
@@ -83,6 +110,15 @@ def _local_model(family: Family, source: Path, text_tokens: int | None) -> tuple
     model = family.model_class(pipeline)
     model.set_text_tokens(text_tokens)
     return model, shapes
+
+
+def _published_transformer(recipe: Recipe, family: Family) -> Any:
+    """The transformer of a local pipeline or of the family's published size, on the meta device."""
+    folder = _pipeline_folder(source_of(recipe))
+    if (folder / "transformer" / "config.json").is_file():
+        return family.transformer_without_weights(folder)
+    published = recipe.model.random_size if recipe.model.random else _size_in(model_name(recipe), family)
+    return family.build_transformer(torch.bfloat16, "meta", published)
 
 
 def _width(published_width: int, published: Mapping[str, Any], config: Mapping[str, Any]) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from digenrl.commands.derived_facts import derive_facts
+from digenrl.commands.derived_facts import derive_facts, with_targets
 from digenrl.config.recipe import Recipe
 from digenrl.host_memory import free_host_bytes
 from digenrl.planning.cards import undescribed_card
@@ -49,7 +49,8 @@ def this_device(name: str) -> Device:
 
 def memory_needs(recipe: Recipe, configurations: Path | None, text_encoder_bytes: int) -> MemoryNeeds:
     """The needs of a recipe's model. `configurations` is a folder with config.json of transformer and VAE."""
-    facts = catalogue_model(recipe) or derive_facts(recipe, configurations)
+    entry = catalogue_model(recipe)
+    facts = derive_facts(recipe, configurations) if entry is None else with_targets(entry, recipe)
     workload = workload_of(recipe, Cluster.model_construct(pools=()), facts)
     card = undescribed_card("this device")
     generator = generator_memory(workload, card, size=1)

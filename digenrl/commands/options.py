@@ -130,6 +130,34 @@ SampleFolder = Annotated[
 ]
 DeviceName = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda if available.")]
 
+# export
+ExportFormat = Annotated[
+    str, typer.Option("--to", metavar="FORMAT", help="diffusers, comfyui, peft, or merged: a whole pipeline.")
+]
+ExportedCheckpoint = Annotated[
+    str | None,
+    typer.Option("--checkpoint", metavar="NAME", help="A checkpoint, as step_000020. By default the newest."),
+]
+ExportFolder = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="A new folder; by default a numbered one in RUN/exported."),
+]
+
+# prompts
+PromptSetName = Annotated[
+    str | None, typer.Argument(metavar="NAME", help="A prompt set, as ocr_signs; without it, all are listed.")
+]
+PromptCount = Annotated[
+    int | None,
+    typer.Option(min=1, help="The number of prompts; by default 20, or with --out as many as a recipe uses."),
+]
+PromptSplit = Annotated[str, typer.Option(help="train or held_out.")]
+PromptSeed = Annotated[int, typer.Option(min=0, help="Another seed gives other prompts.")]
+PromptOutput = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="FILE", help="Write them to a .txt file, or with columns to a .jsonl file."),
+]
+
 # make-tiny
 FamilyName = Annotated[str, typer.Argument(help="The model family, as sd3 or wan.")]
 PipelineFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A new folder for the pipeline.")]

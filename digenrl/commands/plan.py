@@ -117,20 +117,27 @@ def search_plans(
 def facts_for(recipe: Recipe, cluster: Cluster) -> ModelFacts | None:
     """The catalogue's facts of the recipe's model; else facts derived from its layers if some pool needs them.
 
-    Raises ConfigError if they are needed, nothing was measured, and torch is not installed.
+    If the recipe has LoRA targets of its own, the catalogue's facts are adjusted for them. Raises ConfigError if
+    layers must be counted, nothing was measured, and torch is not installed.
     """
     entry = catalogue_model(recipe)
-    if entry is not None or not any(_needs_model(pool) for pool in cluster.pools):
+    own_targets = recipe.training.lora is not None and recipe.training.lora.targets is not None
+    if (entry is not None and not own_targets) or not any(_needs_model(pool) for pool in cluster.pools):
         return entry
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # no remarks about optional packages
     try:
-        from digenrl.commands.derived_facts import derive_facts
+        from digenrl.commands.derived_facts import derive_facts, with_targets
     except ModuleNotFoundError as error:
         if any(pool.measured.slice_seconds for pool in cluster.pools):
-            return None
-        missing = f"deriving its costs needs the package '{error.name}', which is not installed"
-        raise ConfigError(f"{unknown_model(recipe)}; {missing}; install digenrl[train]") from None
-    return derive_facts(recipe)
+            return entry
+        what = (
+            "training.lora.targets: counting these layers"
+            if entry
+            else f"{unknown_model(recipe)}; deriving its costs"
+        )
+        missing = f"needs the package '{error.name}', which is not installed"
+        raise ConfigError(f"{what} {missing}; install digenrl[train]") from None
+    return derive_facts(recipe) if entry is None else with_targets(entry, recipe)
 
 
 def _needs_model(pool: CardPool) -> bool:

@@ -305,6 +305,8 @@ def small_batch(blueprint: Blueprint, samples: int, pack_size: int, checkpointed
     options = {key: value for key, value in recipe.algorithm.options.items() if key != "best_of_n"}
     if algorithm.scale_over == "batch":
         options["advantage"] = {**(options.get("advantage") or {}), "std_over": "group"}
+    if algorithm.updates_of == "samples":
+        options["updates_of"] = "groups"
     batch = {"prompts": algorithm.updates_per_batch, "samples_per_prompt": samples, "slice": samples}
     training: dict[str, Any] = {"pack_size": pack_size, "gradient_checkpointing": checkpointed_blocks}
     return recipe.model_copy(

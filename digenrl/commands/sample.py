@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -18,26 +18,26 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from digenrl.commands.checkpoints import UNTRAINED, find_checkpoint
 from digenrl.commands.diffusers_snippet import diffusers_snippet
 from digenrl.commands.output import out, print_written
-from digenrl.config.prompts import PromptSettings
-from digenrl.config.reading import ConfigError, nearest, parse_model
+from digenrl.commands.output_folders import new_folder
+from digenrl.config.prompts import HeldOutPromptSettings, PromptSettings
+from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipe import EvaluationSettings, Recipe
 from digenrl.generation.encoding import encode_prompts
 from digenrl.models.contract import Conditioning, DiffusionModel
 from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.prompts.sources import read_prompts
-from digenrl.run_folder.folder import RunFolder, numbered_path
+from digenrl.run_folder.folder import RunFolder
 from digenrl.run_folder.grids import columns_for, side_by_side
 from digenrl.training.checkpoint.atomic_folders import written_atomically
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
 from digenrl.training.checkpoint.export import weights_to_export
-from digenrl.training.checkpoint.format import checkpoints_in
 from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, read_blueprint
 from digenrl.worker.pictures import as_image
 from digenrl.worker.rollouts import held_out_pixels
 
-UNTRAINED = "before"  # instead of a checkpoint's name
 FRAME_MS = 60  # about 16 frames a second; GIFs count in hundredths of a second
 DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
@@ -105,12 +105,13 @@ def sample_run(run: Path, request: SampleRequest, out: Path | None, report: Repo
     checkpoint = find_checkpoint(folder, request.checkpoint)
     name = UNTRAINED if checkpoint is None else checkpoint.name
     wanted = _requested_prompts(folder.recipe, request)
-    blueprint = read_blueprint(_with_evaluation(folder.recipe, request))
+    recipe = folder.recipe if checkpoint is None else folder.recipe.from_checkpoint()
+    blueprint = read_blueprint(_with_evaluation(recipe, request))
     device = find_device(request.device)
-    with _new_folder(out, folder.path / "sampled", name) as target, _out_of_memory_as_error(device):
+    with new_folder(out, folder.path / "sampled", name) as target, _out_of_memory_as_error(device):
         rows = _encode(blueprint, wanted.texts, device)
         model = load_model(blueprint, device, for_a_run=False)
-        weights, as_evaluated = _load_weights(model, checkpoint)
+        weights, as_evaluated = _load_weights(model, checkpoint, folder.recipe)
         samples = WrittenSamples(
             folder=target,
             grid=target / "grid.png",
@@ -118,10 +119,10 @@ def sample_run(run: Path, request: SampleRequest, out: Path | None, report: Repo
             weights=weights,
             as_evaluated=as_evaluated,
             denoising_steps=_evaluation(blueprint).denoising_steps,
-            guidance=_guidance(blueprint),
+            guidance=blueprint.held_out_guidance,
             seed=_evaluation(blueprint).seed,
             device=device,
-            pictures=_sample_entries(wanted.texts[: wanted.count], animated=blueprint.size.frames > 1),
+            pictures=_sample_entries(wanted.texts[: wanted.count], animated=blueprint.held_out_size.frames > 1),
             loading=diffusers_snippet(folder, blueprint.family),
         )
         with written_atomically(target) as partial:
@@ -141,22 +142,6 @@ def print_samples(samples: WrittenSamples) -> None:
         out.print("To load the newest weights with diffusers:")
         for line in samples.loading:
             out.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
-
-
-def find_checkpoint(folder: RunFolder, name: str | None) -> Path | None:
-    """The checkpoint of this name, or the newest if no name is given; None for the untrained model."""
-    if name == UNTRAINED:
-        return None
-    found = {path.name: path for path in checkpoints_in(folder.checkpoints)}
-    if name is None:
-        if not found:
-            raise ConfigError(
-                f"{folder.path}: has no checkpoint yet; for the untrained model, add --checkpoint {UNTRAINED}"
-            )
-        return list(found.values())[-1]
-    if name not in found:
-        raise ConfigError(f"--checkpoint: unknown '{name}'; {nearest(name, [UNTRAINED, *found])}")
-    return found[name]
 
 
 # --- The request ----------------------------------------------------------------------------------------
@@ -203,7 +188,7 @@ def _prompt_settings(path: Path) -> PromptSettings:
 
 def _evaluation_of(recipe: Recipe) -> EvaluationSettings:
     """The recipe's evaluation; for a run without one, the default settings on its training prompts."""
-    return recipe.evaluation or EvaluationSettings(prompts=recipe.prompts)
+    return recipe.evaluation or EvaluationSettings(prompts=HeldOutPromptSettings(**recipe.prompts.model_dump()))
 
 
 def _with_evaluation(recipe: Recipe, request: SampleRequest) -> Recipe:
@@ -239,11 +224,11 @@ def _encode(blueprint: Blueprint, texts: Sequence[str], device: str) -> list[Con
     return [rows[text] for text in texts]
 
 
-def _load_weights(model: DiffusionModel, checkpoint: Path | None) -> tuple[Weights, bool]:
+def _load_weights(model: DiffusionModel, checkpoint: Path | None, recipe: Recipe) -> tuple[Weights, bool]:
     """Loads the weights that an export of the checkpoint would have; returns whether evaluations use the same.
 
-    Evaluations use the weights that generate: not a moving average, and not trained weights that the generating
-    policy follows with a lag.
+    Evaluations use the moving average or, by the recipe, the weights that generate, which are not trained weights
+    that the generating policy follows with a lag.
     """
     if checkpoint is None:
         return "untrained", True
@@ -252,8 +237,9 @@ def _load_weights(model: DiffusionModel, checkpoint: Path | None) -> tuple[Weigh
         load_weights(model, weights_state(model, "cpu", instead=weights_to_export(state)))
     except ValueError as error:
         raise ConfigError(f"{checkpoint}: {error}; was config.yaml changed?") from None
-    averaged = state.average is not None
-    return "moving average" if averaged else "trained", not averaged and state.old_policy is None
+    if state.average is not None:
+        return "moving average", recipe.evaluation is None or recipe.evaluates_average
+    return "trained", state.old_policy is None
 
 
 def _generate(
@@ -314,30 +300,6 @@ def _animation_name(index: int) -> str:
 def _evaluation(blueprint: Blueprint) -> EvaluationSettings:
     assert blueprint.recipe.evaluation is not None, "`_with_evaluation` has set it"
     return blueprint.recipe.evaluation
-
-
-def _guidance(blueprint: Blueprint) -> float:
-    own = _evaluation(blueprint).guidance
-    return blueprint.guidance if own is None else own
-
-
-@contextmanager
-def _new_folder(given: Path | None, parent: Path, name: str) -> Iterator[Path]:
-    """An empty folder to write to; it is removed again if it stays empty."""
-    try:
-        if given is not None:
-            given.mkdir(parents=True, exist_ok=True)
-        folder = given or numbered_path(parent, name)
-        inside = sorted(folder.iterdir())
-    except OSError as error:
-        raise ConfigError(f"--out: {given}: cannot be written: {error.strerror or error}") from None
-    if inside:
-        raise ConfigError(f"--out: {folder} is not empty, it has {inside[0].name}; name a new folder")
-    try:
-        yield folder
-    finally:
-        with suppress(OSError):  # not empty
-            folder.rmdir()
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,9 +35,29 @@ def start_run(where: str, overrides: Sequence[str], out: Path | None, console: C
     recipe = read_recipe(where, overrides)
     backend = check_recipe(recipe)
     with closing(backend):
+        existing = [path for path in (RUNS, out) if path is not None and path.exists()]
         path = numbered_path(RUNS, recipe.name) if out is None else out
         folder = RunFolder.create(path, recipe, datetime.now().astimezone())
-        return _train_and_report(folder, backend, console, as_json)
+        with _removed_unless_begun(folder, existing):
+            return _train_and_report(folder, backend, console, as_json)
+
+
+@contextmanager
+def _removed_unless_begun(folder: RunFolder, existing: Sequence[Path]) -> Iterator[None]:
+    """A run that a user's mistake ends before its first result leaves nothing behind but what was `existing`.
+
+    The logs of a run that failed otherwise are needed to find out why.
+    """
+    try:
+        yield
+    except ConfigError:
+        if not folder.has_results():
+            folder.clear()
+            for path in (folder.path, RUNS):
+                if path not in existing:
+                    with suppress(OSError):  # has other runs
+                        path.rmdir()
+        raise
 
 
 def resume_run(path: Path, overrides: Sequence[str], console: Console, as_json: bool) -> Status:
@@ -57,7 +77,7 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console, as_json: 
             raise ConfigError(
                 f"{path}: all {recipe.steps} steps are done; to continue, set more, as steps={recipe.steps * 2}"
             )
-        backend = check_recipe(recipe)
+        backend = check_recipe(recipe if resume_point is None else recipe.from_checkpoint())
         folder.write_recipe(recipe)
     with closing(backend):
         return _train_and_report(folder, backend, console, as_json, resume_point)

@@ -18,6 +18,8 @@ from digenrl.config.reading import ConfigError, Frozen, errors_about, nearest, p
 from digenrl.config.windows import AllSteps, EulerOnly, FastWindow, RandomSubset, SlidingWindow, Window
 
 KlForm = Literal["exact", "flow_grpo_image"]
+Levels = Literal["first", "random", "logit_normal"]
+TRAINING_LEVELS = 1000  # noise levels that logit-normal draws choose from
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,12 @@ class WholeBatchStd(AdvantageSettings):
     std_over: Literal["group", "batch"] = "batch"
 
 
+class GroupStd(WholeBatchStd):
+    """GRPO-Guard's defaults: each group's own std."""
+
+    std_over: Literal["group", "batch"] = "group"
+
+
 class GroupSampleStd(AdvantageSettings):
     """The defaults of DanceGRPO and MixGRPO: each group's own std, with G - 1 degrees of freedom."""
 
@@ -58,8 +66,13 @@ class AlgorithmSettings(Frozen):
 
     `replays` says what the trainer replays: the stochastic `steps` of the rollout, or the final latents,
     `renoised`. A term of the loss has `rows_per_term` rows: 2 if it compares two samples. With
-    `same_initial_noise` all samples of a group start from the same noise. `window` is the default of a recipe's
-    `sample.window`.
+    `same_initial_noise` all samples of a group start from the same noise. `same_initial_noise` and `window` are
+    the defaults of a recipe's `sample`.
+
+    The loss of an update is a mean over its terms. Groups whose rewards are all equal are `counted` in it with a
+    gradient of zero, `left_out` of it, or `trained` with advantages of zero: then parts of the loss that do not
+    depend on advantages have a gradient. If a batch has several updates, each trains some of its groups or, with
+    `updates_of: samples`, some samples of every group.
     """
 
     replays: ClassVar[Literal["steps", "renoised"]] = "steps"
@@ -69,11 +82,18 @@ class AlgorithmSettings(Frozen):
 
     advantage: AdvantageSettings = AdvantageSettings()
     updates_per_batch: int = Field(default=1, ge=1)
+    updates_of: Literal["groups", "samples"] = "groups"
+    zero_spread_groups: Literal["counted", "left_out", "trained"] = "counted"
 
     @property
     def needs(self) -> Needs:
         """The optional inputs of the loss."""
         return Needs()
+
+    @property
+    def needs_densities(self) -> str | None:
+        """What needs log-probs that are logarithms of densities, in words; None if nothing does."""
+        return None
 
     def trained_samples(self, group_size: int) -> int:
         """How many samples of a group are trained, if its rewards differ."""
@@ -92,9 +112,10 @@ class AlgorithmSettings(Frozen):
 class PolicyLossSettings(AlgorithmSettings):
     """The clipped loss, its penalty, and the treatment of samples from older weights.
 
-    `kl_form` is `exact`, (mu - mu_ref)^2 / 2 s^2, or `flow_grpo_image`, over 2 g^2 instead, where s = g sqrt(h).
-    `stale` is `plain` (the ratio to the generating policy covers it) or `decoupled`: the ratio to the policy
-    before the update, weighted by min(that policy / generating policy, `stale_weight_cap`).
+    `kl_form` is `exact`, (mu - mu_ref)^2 / 2 s^2, or `flow_grpo_image`: over 2 g^2 instead for noise whose std is
+    s = g sqrt(h), the same for `cps`. `stale` is `plain` (the ratio to the generating policy covers it) or
+    `decoupled`: the ratio to the policy before the update, weighted by min(w, `stale_weight_cap`). Here w is the
+    probability of the whole step under that policy over its probability under the generating policy.
     """
 
     clip: float = Field(default=1e-4, gt=0, lt=1)
@@ -106,6 +127,10 @@ class PolicyLossSettings(AlgorithmSettings):
     @property
     def needs(self) -> Needs:
         return Needs(reference=self.kl_weight > 0, recomputed_log_probs=self.stale == "decoupled")
+
+    @property
+    def needs_densities(self) -> str | None:
+        return "algorithm.options.stale: decoupled" if self.stale == "decoupled" else None
 
 
 class FlowGrpoSettings(PolicyLossSettings):
@@ -159,6 +184,7 @@ class DanceGrpoSettings(PolicyLossSettings):
 class MixGrpoSettings(PolicyLossSettings):
     """The std is a group's own, so that the gradient of a group is final as soon as it is scored."""
 
+    same_initial_noise: ClassVar[bool] = True
     window: ClassVar[Window] = SlidingWindow(width=4, training_steps_per_shift=25)
 
     advantage: GroupSampleStd = GroupSampleStd()
@@ -166,29 +192,40 @@ class MixGrpoSettings(PolicyLossSettings):
 
 
 class GrpoGuardSettings(FlowGrpoSettings):
-    """The clip range is for the normalised ratio, which is much closer to 1.
+    """The values of GRPO-Guard's recipes. The clip range is for the normalised ratio, which is much closer to 1.
 
     The ratio is recentred by the generating policy's means, so that stale samples are compared with that policy.
     """
 
+    advantage: GroupStd = GroupStd()
     clip: float = Field(default=2e-6, gt=0, lt=1)
+    kl_weight: float = Field(default=0.0, ge=0)
     stale: Literal["plain"] = "plain"
 
     @property
     def needs(self) -> Needs:
         return replace(super().needs, step_means=True)
 
+    @property
+    def needs_densities(self) -> str | None:
+        return "grpo_guard"
+
 
 class RenoisedSettings(AlgorithmSettings):
-    """Training from the final latents: Euler rollouts, trained on the first `trained_fraction` of the schedule."""
+    """Training from the final latents of Euler rollouts, noised again to int(`trained_fraction` * N) levels.
+
+    They are the `first` levels of the schedule without its last, a `random` subset of all its levels per sample,
+    or drawn from a `logit_normal` distribution over `TRAINING_LEVELS` levels, anew for every term.
+    """
 
     replays: ClassVar[Literal["steps", "renoised"]] = "renoised"
     window: ClassVar[Window] = EulerOnly()
 
     trained_fraction: float = Field(default=0.99, gt=0, le=1)
+    levels: Levels = "first"
 
     def trained_steps(self, steps: int, window: Window | None = None) -> int:
-        count = min(int(self.trained_fraction * steps), steps - 1)
+        count = min(int(self.trained_fraction * steps), steps - 1 if self.levels == "first" else steps)
         if count < 1:
             raise ConfigError(
                 f"algorithm.options.trained_fraction: {self.trained_fraction} of {steps} steps leaves none to "
@@ -198,11 +235,16 @@ class RenoisedSettings(AlgorithmSettings):
 
 
 class DiffusionNftSettings(RenoisedSettings):
-    """`advantage.clamp` is M. The generating policy follows: d = min(old_decay_growth * batch, old_decay_max)."""
+    """`advantage.clamp` is M. After each batch the generating policy follows: old <- d old + (1 - d) new.
+
+    d = min(old_decay_growth * n, old_decay_max), where n counts the optimizer updates of the run beyond the first
+    `old_decay_start`.
+    """
 
     advantage: WholeBatchStd = WholeBatchStd()
     beta: float = Field(default=1.0, gt=0)
     kl_weight: float = Field(default=1e-4, ge=0)
+    old_decay_start: int = Field(default=0, ge=0)
     old_decay_growth: float = Field(default=1e-3, ge=0)
     old_decay_max: float = Field(default=0.5, ge=0, lt=1)
 
@@ -224,6 +266,13 @@ class FlowDpoSettings(RenoisedSettings):
         if advantage != AdvantageSettings():
             raise ValueError("flow_dpo compares the best sample with the worst; it takes no advantage settings")
         return advantage
+
+    @field_validator("zero_spread_groups")
+    @classmethod
+    def _equal_rewards_have_no_order(cls, choice: str) -> str:
+        if choice == "trained":
+            raise ValueError("a group of equal rewards has no best sample; use 'counted' or 'left_out'")
+        return choice
 
     @property
     def needs(self) -> Needs:

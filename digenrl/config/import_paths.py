@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+import sys
+from collections.abc import Iterable
+from importlib import import_module, invalidate_caches
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
-from digenrl.config.reading import ConfigError, nearest
+from digenrl.config.reading import ConfigError, nearest, one_line
+
+
+def has_module(folder: Path, path: str) -> bool:
+    """Whether the top-level module or package of an import path is in a folder."""
+    top = path.partition(":")[0].partition(".")[0]
+    return (folder / f"{top}.py").is_file() or (folder / top).is_dir()
+
+
+def add_to_python_path(folders: Iterable[Path]) -> None:
+    """Makes modules in these folders importable. Installed modules of the same name take precedence."""
+    for folder in folders:
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+            invalidate_caches()
 
 
 def import_object(path: str, what: str, kind: str = "object") -> Any:
@@ -16,13 +34,18 @@ def import_object(path: str, what: str, kind: str = "object") -> Any:
     module_name, _, name = path.partition(":")
     try:
         module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but something that it imports does not
-        raise ConfigError(
-            f"{what} '{path}': no module named '{error.name}'; is it on PYTHONPATH or installed?"
-        ) from None
+    except Exception as error:  # code of the user's may raise anything
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{what} '{path}': no module named '{error.name}'; put it into the current folder or beside the "
+                "recipe, name its folder (python_path=[FOLDER]), or install it"
+            ) from None
+        last = extract_tb(error.__traceback__)[-1]  # a syntax error names its line itself
+        where = "" if isinstance(error, SyntaxError) else f" in {last.filename}, line {last.lineno}"
+        reason = f"{type(error).__name__}{where}: {one_line(error)}"
+        raise ConfigError(f"{what} '{path}': {module_name} cannot be imported: {reason}") from error
     if not hasattr(module, name):
         known = [key for key in vars(module) if not key.startswith("_")]
-        raise ConfigError(f"{what} '{path}': {module_name} has no {kind} '{name}'; {nearest(name, known)}")
+        where = f"{module_name} ({getattr(module, '__file__', None) or 'a folder'})"
+        raise ConfigError(f"{what} '{path}': {where} has no {kind} '{name}'; {nearest(name, known)}")
     return getattr(module, name)

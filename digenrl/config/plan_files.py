@@ -29,6 +29,7 @@ class PlannedWork(Frozen):
     samples_per_prompt: int
     algorithm: str
     lora_rank: int | None
+    lora_targets: tuple[str, ...] | str | None = None
 
 
 class PlanPrediction(Frozen):
@@ -71,6 +72,7 @@ def work_of(recipe: Recipe) -> PlannedWork:
         samples_per_prompt=recipe.batch.samples_per_prompt,
         algorithm=recipe.algorithm.name,
         lora_rank=None if lora is None else lora.rank,
+        lora_targets=None if lora is None else lora.targets,
     )
 
 

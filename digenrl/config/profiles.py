@@ -61,6 +61,7 @@ class ProfiledWork(Frozen):
     autocast: str
     packed: bool
     lora_rank: PositiveInt | None
+    lora_targets: tuple[str, ...] | str | None = None
 
 
 class SliceCost(Frozen):

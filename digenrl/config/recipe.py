@@ -16,10 +16,10 @@ from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_
 from digenrl.config.algorithms import AlgorithmSettings, read_algorithm_settings
 from digenrl.config.cluster import ClusterSettings
 from digenrl.config.generator_pools import check_pool_slice, check_slice, slice_sizes
-from digenrl.config.prompts import PromptSettings
+from digenrl.config.prompts import HeldOutPromptSettings, PromptSettings
 from digenrl.config.reading import ConfigError, Frozen, errors_about
 from digenrl.config.recipe_paths import RANDOM
-from digenrl.config.rewards import Rewards
+from digenrl.config.rewards import Rewards, RewardSettings
 from digenrl.config.spec import DispatchRuleName, HelpRuleName, ScheduleRules
 from digenrl.config.topology import TOPOLOGIES, Mode, Topology
 from digenrl.config.training import TrainerSettings
@@ -97,11 +97,16 @@ class ModelSettings(Frozen):
 
 
 class NoiseSettings(Frozen):
-    """The noise of stochastic steps: its kind, and its level (a or eta)."""
+    """The noise of stochastic steps: its kind, its level (a or eta), and how its steps are scored.
+
+    `log_prob: squared_error` leaves all constants out of the log-prob: it is -(x' - mean)^2 without 1 / 2 s^2, as
+    Flow-GRPO has it for `cps`.
+    """
 
     # No `ddim`: every family predicts velocities.
-    kind: Literal["flow", "dance", "cps", "truncated_flow"] = "flow"
+    kind: Literal["flow", "dance", "cps", "truncated_flow", "linear"] = "flow"
     level: float = Field(default=0.7, gt=0)
+    log_prob: Literal["normal", "squared_error"] = "normal"
 
     @field_validator("level")
     @classmethod
@@ -116,7 +121,9 @@ class SampleSettings(Frozen):
 
     `window` selects the steps that are stochastic and kept for training; by default the algorithm's. `shift`
     raises the noise levels: evenly spaced levels s become shift * s / (1 + (shift - 1) * s), for samples of any
-    size and also in evaluations. By default the family's scheduler applies its own shift.
+    size, and also in evaluations that set no other. By default the family's scheduler applies its own shift. With
+    `same_initial_noise` all samples of a group start from the same noise; by default as the algorithm's
+    publication does. `last_step_noise` adds noise in the last step too, which is never trained.
     """
 
     height: PositiveInt
@@ -126,6 +133,8 @@ class SampleSettings(Frozen):
     shift: float | None = Field(default=None, gt=0, description="a fixed shift; the scheduler's by default")
     noise: NoiseSettings = NoiseSettings()
     window: dict[str, Any] | None = None  # kept as written, so that the fingerprint does not depend on defaults
+    same_initial_noise: bool | None = None
+    last_step_noise: bool = False
     decode_rows: PositiveInt | None = Field(default=None, description="rows decoded at once; all by default")
 
     @field_validator("window")
@@ -250,16 +259,30 @@ class LaneSettings(Frozen):
 
 
 class EvaluationSettings(Frozen):
-    """Evaluation on held-out prompts: deterministic sampling, always from the same initial noise."""
+    """Evaluation on held-out prompts: deterministic sampling, always from the same initial noise.
 
-    prompts: PromptSettings
+    Size, shift, guidance and rewards are those of training unless they are set here. `weights` are the moving
+    average (`training.ema`) or those that generate; `auto` is the average if there is one.
+    """
+
+    prompts: HeldOutPromptSettings
+    rewards: Rewards | None = Field(default=None, description="those of training by default")
     every: PositiveInt = Field(default=10, description="optimizer steps; also before the first and after the last")
     count: PositiveInt | None = Field(default=None, description="number of prompts; all by default")
+    height: PositiveInt | None = None
+    width: PositiveInt | None = None
+    frames: PositiveInt | None = None
     denoising_steps: PositiveInt = 20
+    shift: float | None = Field(default=None, gt=0)
     guidance: float | None = Field(default=None, ge=0, description="the same as in training by default")
     seed: int = Field(default=0, ge=0)
     batch: PositiveInt = Field(default=8, description="samples denoised together")
     shown: PositiveInt = Field(default=16, description="images in the grid")
+    weights: Literal["auto", "ema", "trained"] = "auto"
+
+    def is_due(self, version: int, last: int) -> bool:
+        """Whether a version is evaluated: every `every` versions, and the last one."""
+        return version % self.every == 0 or version == last
 
     @property
     def chunk(self) -> int:
@@ -310,6 +333,9 @@ class Recipe(Frozen):
     evaluation: EvaluationSettings | None = None
     checkpoint: CheckpointSettings = CheckpointSettings()
     logging: LoggingSettings = LoggingSettings()
+    python_path: tuple[Path, ...] = Field(
+        default=(), description="folders with the modules of rewards, algorithms and families given by import path"
+    )
     shuffled_rewards: bool = Field(
         default=False,
         description="control experiment: permutes rewards within groups, so that nothing is learned",
@@ -330,12 +356,34 @@ class Recipe(Frozen):
         if self.sharded and self.training.offload is True:
             why = f"true, but the weights are sharded over lanes.ranks = {ranks}, none of which generates"
             raise _conflict("training.offload", f"{why}; set it to auto")
+        if self.evaluation is not None and self.evaluation.weights == "ema" and self.training.ema is None:
+            why = "ema, but the run keeps no moving average; add training.ema={decay: 0.9}, or set it to trained"
+            raise _conflict("evaluation.weights", why)
         unit = 1 if self.batch.slice == "auto" else self.batch.slice
         for index, pool in enumerate(self.cluster.generators):
             if pool.slice is not None:
                 with errors_about(f"cluster.generators[{index}].slice"):
                     check_pool_slice(pool.slice, unit, self.batch.samples_per_prompt)
         return self
+
+    @property
+    def sample_size(self) -> tuple[int, int, int]:
+        """Height, width and frames of the samples that are trained on."""
+        return self.sample.height, self.sample.width, self.sample.frames
+
+    @property
+    def held_out_size(self) -> tuple[int, int, int]:
+        """Height, width and frames of an evaluation's samples: its own, or those of training."""
+        own, (height, width, frames) = self.evaluation, self.sample_size
+        if own is None:
+            return height, width, frames
+        return own.height or height, own.width or width, own.frames or frames
+
+    @property
+    def held_out_rewards(self) -> tuple[RewardSettings, ...]:
+        """The rewards of an evaluation: its own, or those of training."""
+        own = None if self.evaluation is None else self.evaluation.rewards
+        return self.rewards if own is None else own
 
     @property
     def window(self) -> Window:
@@ -347,6 +395,19 @@ class Recipe(Frozen):
     def topology(self) -> Topology:
         """What the recipe's mode means for processes and cards."""
         return TOPOLOGIES[self.mode]
+
+    @property
+    def evaluates_average(self) -> bool:
+        """Whether evaluations use the moving average of the trained weights."""
+        chosen = "trained" if self.evaluation is None else self.evaluation.weights
+        return chosen != "trained" and self.training.ema is not None
+
+    def from_checkpoint(self) -> Recipe:
+        """The recipe for loading a checkpoint, which does not need the LoRA that training has started from."""
+        if self.training.lora is None:
+            return self
+        lora = self.training.lora.model_copy(update={"start_from": None})
+        return self.model_copy(update={"training": self.training.model_copy(update={"lora": lora})})
 
     @property
     def sharded(self) -> bool:

@@ -17,6 +17,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from digenrl.config.import_paths import add_to_python_path
+from digenrl.config.prompts import PromptSettings
 from digenrl.config.reading import ConfigError, parse_model, read_mapping
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_overrides import Override, apply_override, blame, omegaconf_message, read_overrides
@@ -28,6 +30,7 @@ EXAMPLES = {"prompts.path": "prompts.txt", "evaluation.prompts.path": "held_out.
 # Keys that do not change the computed update, except for the rounding of its sums. All other keys count.
 NOT_IN_FINGERPRINT: dict[str, Any] = {
     **dict.fromkeys(("name", "steps", "mode", "lanes", "cluster", "evaluation", "checkpoint", "logging"), True),
+    "python_path": True,
     "model": {"compile", "token"},
     "sample": {"decode_rows"},
     "training": {"pack_size", "largest_pack", "memory_share", "gradient_checkpointing", "sum_in_order", "offload"},
@@ -51,7 +54,8 @@ def read_recipe(where: str, overrides: Sequence[str] = (), *, without_prompts: b
 
     A mapping as a value is merged into the existing mapping, any other value replaces it. Relative paths become
     absolute: they are relative to the recipe's file, or, in overrides, to the current folder. `without_prompts`
-    accepts a recipe whose prompts are still `???`, for callers that draw none.
+    accepts a recipe whose prompts are still `???`, for callers that draw none. Modules that the recipe names by
+    import path are found in the current folder and in that of the recipe; from here on they can be imported.
     """
     path = find_recipe(where)
     given = read_overrides(overrides)
@@ -71,16 +75,23 @@ def recipe_for_model(content: Mapping[str, Any], overrides: Sequence[str], where
 def _overridden(config: DictConfig, given: Sequence[Override]) -> DictConfig:
     for override in given:
         apply_override(config, override)
+    _keep_newest_source(config, _keys_in(given))
     return config
+
+
+def _keys_in(given: Sequence[Override]) -> set[str]:
+    return {key for override in given for key in override.keys_set()}
 
 
 def _parsed(config: DictConfig, given: Sequence[Override], path: Path) -> Recipe:
     try:
         content = _resolved(config)
-        place_paths(content, path.parent, {key for override in given for key in override.keys_set()})
-        return parse_model(Recipe, content)
+        place_paths(content, path.parent, _keys_in(given))
+        recipe = parse_model(Recipe, content)
     except ConfigError as error:
         raise blame(error, given, otherwise=str(path)) from None
+    add_to_python_path(recipe.python_path)
+    return recipe
 
 
 def find_recipe(where: str) -> Path:
@@ -99,12 +110,36 @@ def write_recipe(recipe: Recipe) -> str:
 def fingerprint(recipe: Recipe) -> str:
     """A hash of everything that changes the computed update; NOT_IN_FINGERPRINT lists what does not.
 
-    Prompts count by the content of their file (by its path if it does not exist), all else by value.
+    Prompts count by the content of their file (by its path if it does not exist), and those of a prompt set as if
+    they were in a file; all else counts by value.
     """
     content = recipe.model_dump(mode="json", exclude=NOT_IN_FINGERPRINT)
-    prompts = recipe.prompts.path
-    content["prompts"]["path"] = _digest(prompts.read_bytes() if prompts.is_file() else str(prompts).encode())
+    prompts = recipe.prompts
+    content["prompts"] = {
+        "path": _digest(_prompt_content(prompts)),
+        "column": prompts.column,
+        "shuffle": prompts.shuffle,
+        **({} if prompts.count is None or prompts.path is None else {"count": prompts.count}),
+    }
     return _digest(json.dumps(_canonical(content), sort_keys=True).encode())
+
+
+def _prompt_content(settings: PromptSettings) -> bytes:
+    """The content of the file with the prompts, or of the .jsonl file that a prompt set would have."""
+    if settings.prompt_set is not None:
+        prompts = settings.prompt_set.prompts(settings.split, settings.count, settings.seed)
+        return "".join(f"{prompt.as_json_line()}\n" for prompt in prompts).encode()
+    assert settings.path is not None
+    return settings.path.read_bytes() if settings.path.is_file() else str(settings.path).encode()
+
+
+def _keep_newest_source(config: DictConfig, given_here: set[str]) -> None:
+    """A file of prompts given as an override replaces the recipe's prompt set, and the other way round."""
+    for above in ("prompts", "evaluation.prompts"):
+        for given, other in (("path", "name"), ("name", "path")):
+            replaced = f"{above}.{other}"
+            if f"{above}.{given}" in given_here and replaced not in given_here:
+                OmegaConf.update(config, replaced, None)
 
 
 def _load(path: Path) -> DictConfig:

@@ -16,7 +16,8 @@ from pydantic import BaseModel
 from digenrl.config.reading import ConfigError, model_inside, one_line
 from digenrl.config.recipe import Recipe
 
-OPEN_KEYS = ("rewards", "algorithm.options", "sample.window")  # keys below these are not in the schema
+# Keys below these are not in the schema.
+OPEN_KEYS = ("rewards", "evaluation.rewards", "algorithm.options", "sample.window")
 SECRET_KEYS = ("model.token",)  # values that error messages do not repeat
 # Mappings that replace the old one if they have this key: settings of one kind mean nothing to another.
 REPLACED_BY = {"sample.window": "kind", "algorithm": "name"}

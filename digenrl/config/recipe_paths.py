@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from digenrl.config.import_paths import has_module
 from digenrl.config.reading import ConfigError, nearest
 
 PACKAGE = Path(__file__).parents[1]
@@ -41,7 +43,8 @@ def place_paths(content: dict[str, Any], folder: Path, given_here: set[str]) -> 
     """Makes a recipe's relative paths absolute, in place.
 
     They are relative to the recipe's `folder`, or to the current one if their dotted keys are in `given_here`. The
-    source of a model or reward that does not exist as a path is left unchanged: it may be a hub id.
+    source of a model or reward that does not exist as a path is left unchanged: it may be a hub id. The folders of
+    modules that are given by import path are added to `python_path`, so that a resumed run finds them again.
     """
     here, there = Path.cwd(), folder.absolute()
     for above in ("prompts", "evaluation.prompts"):
@@ -52,11 +55,28 @@ def place_paths(content: dict[str, Any], folder: Path, given_here: set[str]) -> 
     for name in ("source", "base_source"):
         if isinstance(model.get(name), str) and not is_made_here(model[name]):
             model[name] = _where_it_exists(model[name], here if f"model.{name}" in given_here else there)
-    for reward, key in _rewards(content.get("rewards")):
+    lora, key = _mapping_at(content, "training.lora"), "training.lora.start_from"
+    if isinstance(lora.get("start_from"), str):
+        lora["start_from"] = str((here if key in given_here else there) / _from_home(lora["start_from"]))
+    for reward, key in _rewards(content):
         for name in REWARD_FILES:
-            if isinstance(reward.get(name), str):
-                from_here = bool(given_here & {"rewards", key, f"{key}.{name}"})
+            if isinstance(reward, dict) and isinstance(reward.get(name), str):
+                from_here = _given(f"{key}.{name}", given_here)
                 reward[name] = _where_it_exists(reward[name], here if from_here else there)
+    base = here if "python_path" in given_here else there
+    found = []
+    for path, key in _import_paths(content):
+        places = (here, there) if _given(key, given_here) else (there, here)
+        found += [str(place) for place in places if has_module(place, path)][:1]
+    content["python_path"] = _python_path(content.get("python_path", []), base, found)
+
+
+def _python_path(listed: Any, base: Path, found: list[str]) -> Any:
+    """The listed folders as absolute paths, and those where modules were found. What is no list stays as it is."""
+    folders = [listed] if isinstance(listed, str) else listed
+    if not isinstance(folders, list) or not all(isinstance(folder, str) for folder in folders):
+        return listed
+    return list(dict.fromkeys([*(str(base / _from_home(folder)) for folder in folders), *found]))
 
 
 def is_made_here(source: str) -> bool:
@@ -85,16 +105,36 @@ def _from_home(text: str) -> Path:
     return Path.home() / text[2:] if text.startswith("~/") else Path(text)
 
 
-def _rewards(rewards: Any) -> list[tuple[dict[str, Any], str]]:
-    """The rewards that are mappings, each with its dotted key."""
-    if isinstance(rewards, dict):
-        return [(rewards, "rewards")]
-    several = enumerate(rewards if isinstance(rewards, list) else ())
-    return [(reward, f"rewards.{index}") for index, reward in several if isinstance(reward, dict)]
+def _rewards(content: dict[str, Any]) -> Iterator[tuple[Any, str]]:
+    """All rewards of training and evaluation as they are written, each with its dotted key."""
+    for above in ("", "evaluation"):
+        rewards, key = _mapping_at(content, above).get("rewards"), f"{above}.rewards".lstrip(".")
+        if isinstance(rewards, list):
+            yield from ((reward, f"{key}.{index}") for index, reward in enumerate(rewards))
+        else:
+            yield rewards, key
+
+
+def _import_paths(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Everything that is given by an import path, each with its dotted key."""
+    names = [(_mapping_at(content, "algorithm").get("name"), "algorithm.name")]
+    names.append((_mapping_at(content, "model").get("family"), "model.family"))
+    for reward, key in _rewards(content):
+        if isinstance(reward, dict):
+            names += [(reward.get(name), f"{key}.{name}") for name in ("name", "target")]
+        else:
+            names.append((reward, key))
+    return ((name, key) for name, key in names if isinstance(name, str) and ":" in name)
+
+
+def _given(key: str, given_here: set[str]) -> bool:
+    """Whether the value of a dotted key was given here, by itself or as part of a larger value."""
+    parts = key.split(".")
+    return any(".".join(parts[:length]) in given_here for length in range(1, len(parts) + 1))
 
 
 def _mapping_at(content: dict[str, Any], key: str) -> dict[str, Any]:
-    for part in key.split("."):
+    for part in key.split(".") if key else ():
         inner = content.get(part)
         content = inner if isinstance(inner, dict) else {}
     return content

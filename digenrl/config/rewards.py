@@ -24,6 +24,9 @@ LAION_CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 OPENAI_CLIP_L = "openai/clip-vit-large-patch14"
 
 
+TextMatch = Literal["contained", "target", "whole"]
+
+
 class RewardSettings(Frozen):
     """Settings of every reward. The total reward is the sum of raw scores times `weight`."""
 
@@ -61,13 +64,20 @@ class ClipRewardSettings(ModelRewardSettings):
 
 
 class OcrSettings(FrameRewardSettings):
-    """How legible the expected text is.
+    """How legible the expected text is: 1 minus the edit distance to the text that was read, as a share.
+
+    `match: contained` divides by the length of the expected text, at most 1, and gives 1 if what was read contains
+    the text, as Flow-GRPO does for images; `match: target` divides likewise, but other text counts as errors, as
+    Flow-GRPO does for videos; `match: whole` divides by the longer of both texts. With `frame_mean: positive` a
+    video scores the mean over the frames that score above 0, as Flow-GRPO's; 0 if there is none.
 
     With `detect`, text is detected anywhere in the image, upright or upside down. Without it, the whole image is
     read as one upright line of text, and all images in one batch, which is many times faster.
     """
 
     name: Literal["ocr"] = "ocr"
+    match: TextMatch = "contained"
+    frame_mean: Literal["all", "positive"] = "all"
     exact_bonus: float = Field(
         default=0.0, ge=0.0, allow_inf_nan=False, description="added if every letter matches"
     )

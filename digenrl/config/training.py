@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, StrictBool, StrictInt, field_validator, model_validator
@@ -10,23 +11,54 @@ from digenrl.config.reading import Frozen
 
 
 class LoraSettings(Frozen):
-    """Low-rank adapters on the family's attention layers; everything else is frozen."""
+    """Low-rank adapters on linear layers of the transformer; everything else is frozen.
+
+    - `targets` names the layers as peft does: a list of names, each of which matches the end of a layer's path, or
+      a regular expression that matches whole paths. By default the family's attention layers.
+    - `init` is the distribution of the initial A matrices: uniform with bound 1 / sqrt(inputs), or Gaussian with
+      standard deviation 1 / rank. B is zero.
+    - `start_from` is a LoRA file or folder that training continues from instead, with the same targets and rank.
+    """
 
     rank: int = Field(default=32, ge=1)
     alpha: float = Field(default=64, gt=0)
+    targets: tuple[str, ...] | str | None = None
+    init: Literal["uniform", "gaussian"] = "uniform"
+    start_from: str | None = Field(default=None, min_length=1)
+
+    @field_validator("targets")
+    @classmethod
+    def _targets_can_match(cls, targets: tuple[str, ...] | str | None) -> tuple[str, ...] | str | None:
+        if targets is not None and not (targets and all(targets)):
+            raise ValueError("names no layer; give names such as [to_q, to_v], or leave it out")
+        if isinstance(targets, str):
+            try:
+                re.compile(targets)
+            except re.error as error:
+                raise ValueError(f"{targets!r} is not a regular expression: {error}") from None
+        return targets
 
 
 class EmaSettings(Frozen):
-    """A moving average of the trained weights: average <- decay * average + (1 - decay) * weights."""
+    """A moving average of the trained weights: average <- decay * average + (1 - decay) * weights.
+
+    With `warmup`, the decay after t optimizer updates is at most (1 + t) / (10 + t).
+    """
 
     decay: float = Field(default=0.9, gt=0, lt=1)
     every_updates: int = Field(default=8, ge=1)
+    warmup: bool = False
+
+    def decay_after(self, updates: int) -> float:
+        """The decay of an update of the average that follows this number of optimizer updates."""
+        return min(self.decay, (1 + updates) / (10 + updates)) if self.warmup else self.decay
 
 
 class TrainerSettings(Frozen):
     """What is trained, the optimizer, and how pairs are replayed.
 
     - Without `lora`, all weights of the transformer are trained.
+    - `learning_rate_warmup` is the number of optimizer updates over which the learning rate grows linearly from 0.
     - `pack_size` is the number of loss terms in one forward and backward. `gradient_checkpointing` recomputes
       activations in the backward: of all blocks, of none, or of a number of blocks. With `auto`, memory and time
       are measured, and the fastest choice that fits `memory_share` of the free memory is used.
@@ -40,6 +72,7 @@ class TrainerSettings(Frozen):
     """
 
     learning_rate: float = Field(default=3e-4, gt=0)
+    learning_rate_warmup: int = Field(default=0, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = Field(default=1e-4, ge=0)
     adam_eps: float = Field(default=1e-8, gt=0)
@@ -70,6 +103,11 @@ class TrainerSettings(Frozen):
                 "or train all weights (lora: null)"
             )
         return self
+
+    def learning_rate_after(self, updates: int) -> float:
+        """The learning rate of the optimizer update that follows this number of them."""
+        warmup = self.learning_rate_warmup
+        return self.learning_rate * updates / warmup if updates < warmup else self.learning_rate
 
     def offloads(self, device: str) -> bool:
         """Whether a process that generates and trains on this device, as `cuda:0`, offloads training state."""

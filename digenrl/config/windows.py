@@ -1,14 +1,14 @@
 """Windows: which denoising steps of a rollout are stochastic, and how many of them are kept for training.
 
-The last step of a schedule is never stochastic, so that at most N - 1 of N steps are kept. The steps themselves
-are chosen by `digenrl.generation.windows`.
+The last step of a schedule is never kept, so that at most N - 1 of N steps are, and has no noise unless a recipe
+sets `sample.last_step_noise`. The steps themselves are chosen by `digenrl.generation.windows`.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -16,7 +16,12 @@ from digenrl.config.reading import ConfigError, Frozen, nearest, parse_model
 
 
 class WindowSettings(Frozen):
-    """Base of all windows; `kind` is the name that recipes use."""
+    """Base of all windows; `kind` is the name that recipes use.
+
+    With `covers_all_steps`, every step except the last is stochastic, and the last can be.
+    """
+
+    covers_all_steps: ClassVar[bool] = False
 
     kind: str
 
@@ -45,6 +50,8 @@ class EulerOnly(WindowSettings):
 class AllSteps(WindowSettings):
     """Flow-GRPO: every step except the last is stochastic, the first int(fraction * N) of them are kept."""
 
+    covers_all_steps: ClassVar[bool] = True
+
     kind: Literal["all"] = "all"
     fraction: float = Field(default=0.99, gt=0, le=1)
 
@@ -54,6 +61,8 @@ class AllSteps(WindowSettings):
 
 class RandomSubset(WindowSettings):
     """DanceGRPO: every step except the last is stochastic, a random int(fraction * (N - 1)) of them are kept."""
+
+    covers_all_steps: ClassVar[bool] = True
 
     kind: Literal["random_subset"] = "random_subset"
     fraction: float = Field(default=0.6, gt=0, le=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from digenrl.records import Evaluate, Slice
+from digenrl.records import Evaluate, Generate, LaneJob, Slice
 from digenrl.scheduling import SchedulerState
 from digenrl.scheduling.state import (
     Committing,
@@ -16,7 +16,15 @@ from digenrl.scheduling.state import (
     SwitchingOut,
     Training,
 )
-from digenrl.telemetry.trace import GENERATOR_POOL, REWARD_POOL, TRAINER_LANE, TRAINER_POOL, LaneInfo, Work
+from digenrl.telemetry.trace import (
+    GENERATOR_POOL,
+    REWARD_POOL,
+    TRAINER_LANE,
+    TRAINER_POOL,
+    LaneInfo,
+    Work,
+    lane_work,
+)
 
 IDLE = "idle"
 
@@ -43,14 +51,17 @@ def lane_activity(state: SchedulerState) -> tuple[Activity, ...]:
 def _lane(state: SchedulerState, lane: Lane) -> Activity:
     helps = lane.helper and not state.terms.colocated
     info, job = LaneInfo(lane.name, TRAINER_POOL if helps else GENERATOR_POOL), lane.job
-    if isinstance(job, Evaluate):
-        return Activity(info, Work.EVALUATE, f"version {job.chunk.version}", job.issued_ns)
     if job is not None:
-        description = f"step {job.slice.step} group {job.slice.group}{' stale' if job.stale else ''}"
-        return Activity(info, Work.HELP if helps else Work.GENERATE, description, job.issued_ns)
+        return Activity(info, lane_work(job, helps), _description(job), job.issued_ns)
     shares_card = helps or state.terms.colocated
     trains = shares_card and isinstance(state.trainer, Training | Committing | Saving | SwitchingIn | SwitchingOut)
     return Activity(info, None, "card is training" if trains else IDLE)
+
+
+def _description(job: LaneJob) -> str:
+    if isinstance(job, Generate):
+        return f"step {job.slice.step} group {job.slice.group}{' stale' if job.stale else ''}"
+    return f"version {job.chunk.version}" if isinstance(job, Evaluate) else "timing slices"
 
 
 def _scorer(state: SchedulerState, index: int) -> Activity:

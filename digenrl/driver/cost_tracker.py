@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from statistics import fmean, median
+from typing import Any
 
 from digenrl.records import CostsMeasured, LaneOffer
 from digenrl.scheduling import Costs
 
 REMEMBERED = 20  # measurements of each kind
 NS = 1_000_000_000
+# The costs besides slices, as fields of Costs and CostsMeasured; "train_sample" and "score" are per sample.
+KINDS = ("train_sample", "commit", "publish", "switch_in", "switch_out", "score", "evaluate", "save")
 OUTLIER = 2  # times the median: what took longer waited for something else
 
 
@@ -55,19 +58,10 @@ class CostTracker:
     def __init__(self, offers: Mapping[int, LaneOffer], costs: Costs) -> None:
         self._offers = dict(offers)
         self._slice = {lane: _Recent(offer.slice_ns) for lane, offer in offers.items()}
-        self._kinds = {
-            "train_sample": _Recent(round(costs.train_sample_ns)),
-            "commit": _Recent(costs.commit_ns),
-            "publish": _Recent(costs.publish_ns),
-            "switch_in": _Recent(costs.switch_in_ns),
-            "switch_out": _Recent(costs.switch_out_ns),
-            "score": _Recent(costs.score_ns),
-            "evaluate": _Recent(costs.evaluate_ns),
-            "save": _Recent(costs.save_ns),
-        }
+        self._kinds = {kind: _Recent(round(getattr(costs, f"{kind}_ns"))) for kind in KINDS}
 
     def add_lane(self, lane: int, offer: LaneOffer) -> None:
-        """A lane that joined."""
+        """A lane that joined, once its times are known."""
         self._offers[lane] = offer
         self._slice[lane] = _Recent(offer.slice_ns)
 
@@ -77,25 +71,18 @@ class CostTracker:
         self._slice[lane].add(round(ns * offer.slice_ns / offer.expected_ns(slices)))
 
     def add(self, kind: str, ns: int) -> None:
-        """Any other cost: one of the names in `__init__`. "train_sample" and "score" are per sample."""
+        """Any other cost, one of KINDS."""
         self._kinds[kind].add(ns)
 
-    def offer(self, lane: int, name: str) -> LaneOffer:
-        """The offer of a new lane that is as fast as this one."""
+    def offer(self, lane: int | None, name: str) -> LaneOffer:
+        """The offer of a new lane that is as fast as this one; one without times if this one was never timed."""
+        if lane not in self._offers:
+            return LaneOffer(name, 0)
         return replace(self._offers[lane], name=name, slice_ns=self._slice[lane].typical_ns())
 
     def measured(self, at_ns: int) -> CostsMeasured:
         """All costs, as an event for the scheduler."""
-        typical = {kind: recent.typical_ns() for kind, recent in self._kinds.items()}
-        return CostsMeasured(
-            at_ns=at_ns,
-            train_sample_ns=Fraction(typical["train_sample"]),
-            commit_ns=typical["commit"],
-            publish_ns=typical["publish"],
-            switch_in_ns=typical["switch_in"],
-            switch_out_ns=typical["switch_out"],
-            score_ns=typical["score"],
-            evaluate_ns=typical["evaluate"],
-            save_ns=typical["save"],
-            lane_slice_ns=tuple((lane, recent.typical_ns()) for lane, recent in sorted(self._slice.items())),
-        )
+        typical: dict[str, Any] = {f"{kind}_ns": recent.typical_ns() for kind, recent in self._kinds.items()}
+        typical["train_sample_ns"] = Fraction(typical["train_sample_ns"])
+        lanes = tuple((lane, recent.typical_ns()) for lane, recent in sorted(self._slice.items()))
+        return CostsMeasured(at_ns, **typical, lane_slice_ns=lanes)

@@ -43,6 +43,7 @@ from digenrl.records import (
     Generate,
     Job,
     JobFailed,
+    LaneJob,
     LaneOffer,
     PromptRow,
     Publish,
@@ -58,7 +59,7 @@ from digenrl.records import (
     pixels_name,
 )
 from digenrl.transports.contract import Gone, InputsLost, Message, RunResources
-from digenrl.worker.assignment import ENCODER, TRAINER, Ready, StartFailed, own_slice, rank_names
+from digenrl.worker.assignment import ENCODER, TRAINER, Ready, StartFailed, rank_names
 
 logger = logging.getLogger(__name__)
 
@@ -264,6 +265,9 @@ class Dispatcher:
         if callback is not None:
             callback(result)
             return
+        if isinstance(result, Calibrated):
+            assert isinstance(job, Calibrate)
+            result = replace(result, offer=self._calibrated_offer(job, result))
         self._events.append(replace(result, at_ns=self._now_ns, job=job))
         if isinstance(result, Committed) and self.stores.costs is not None:
             self._events.append(self.stores.costs.measured(self._now_ns))
@@ -349,7 +353,7 @@ class Dispatcher:
         return {ENCODER} if loss.pool == "encoder" else set()
 
     def _worker_of(self, job: Job) -> str:
-        return self.stores.lanes.worker(job.lane) if isinstance(job, Generate | Evaluate) else TRAINER
+        return self.stores.lanes.worker(job.lane) if isinstance(job, LaneJob) else TRAINER
 
     def _resend_to_replacement(self, worker: str, lost: Sequence[tuple[str, Job]]) -> None:
         """Before the run, a replacement takes over the jobs; a generator loads the exported weights first."""
@@ -369,33 +373,26 @@ class Dispatcher:
         rewards = self.stores.workers.reward_names
         if worker in rewards:
             self._events.append(WorkerRestarted(self._now_ns, rewards.index(worker)))
-        elif worker in self._returning:
-            assert self.stores.costs is not None
-            self._join(self.stores.costs.offer(self._returning.pop(worker), worker))
         elif worker not in (TRAINER, ENCODER):
-            self._calibrate_newcomer(worker)
+            self._join(worker)
 
-    def _calibrate_newcomer(self, worker: str) -> None:
-        """A lane whose speed is unknown generates a slice before it joins."""
-        stores, slice_size = self.stores, self.stores.slice_size
-        own = own_slice(self._supervisor.assignment(worker), slice_size)
-        prompt = stores.prompts.row(min(stores.versions.newest_version, stores.recipe.steps - 1), 0)
-        sizes = tuple(dict.fromkeys((slice_size, own)))
-
-        def calibrated(result: Calibrated) -> None:
-            self._join(timed_offer(worker, result.seconds, slice_size, own))
-
-        job = Calibrate(self.own_job_id(), self._now_ns, "generate", prompt, sizes)
-        self._send_own(worker, job, calibrated)
-
-    def _join(self, offer: LaneOffer) -> None:
-        """Adds a lane for the worker that the offer names."""
+    def _join(self, worker: str) -> None:
+        """Adds a lane for a worker, as fast as the one that the worker had, if any."""
         lanes, costs = self.stores.lanes, self.stores.costs
-        lane = lanes.join(self._supervisor.assignment(offer.name))
-        offer = replace(offer, name=lanes.names[lane])
         assert costs is not None
-        costs.add_lane(lane, offer)
+        lane = lanes.join(self._supervisor.assignment(worker))
+        offer = costs.offer(self._returning.pop(worker, None), lanes.names[lane])
+        if offer.slice_ns:
+            costs.add_lane(lane, offer)
         self._events.append(WorkerJoined(self._now_ns, offer))
+
+    def _calibrated_offer(self, job: Calibrate, result: Calibrated) -> LaneOffer:
+        stores = self.stores
+        assert stores.costs is not None
+        name, own_size = stores.lanes.names[job.lane], job.sizes[-1]
+        offer = timed_offer(name, result.seconds, stores.slice_size, own_size)
+        stores.costs.add_lane(job.lane, offer)
+        return offer
 
 
 def raise_failure(worker: str, failure: JobFailed | StartFailed) -> NoReturn:

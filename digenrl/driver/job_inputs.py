@@ -27,7 +27,7 @@ from digenrl.records import (
     SwitchRole,
     Train,
 )
-from digenrl.worker.assignment import TRAINER
+from digenrl.worker.assignment import TRAINER, own_slice
 
 Requests = list[tuple[str, Job]]  # (worker, job)
 AnyExport = TypeVar("AnyExport", Commit, Export)
@@ -116,6 +116,15 @@ class JobInputs:
         )
         return self._to_lane(job.lane, filled)
 
+    def _calibrate(self, job: Calibrate) -> Requests:
+        """The lane is timed with one slice, and with as many as it takes at once."""
+        stores, worker = self._stores, self._stores.lanes.worker(job.lane)
+        if not worker:
+            return []
+        own = own_slice(stores.workers.by_name()[worker], stores.slice_size)
+        sizes = tuple(dict.fromkeys((stores.slice_size, own)))
+        return [(worker, replace(job, prompt=stores.prompts.row(job.step, 0), sizes=sizes))]
+
     def _save(self, job: Save) -> Requests:
         run, keep = self._stores.workers.trainer.run, self._stores.recipe.checkpoint.keep
         return [(TRAINER, replace(job, run=str(run), facts=self._checkpoint_facts(job.step), keep=keep))]
@@ -132,6 +141,7 @@ class JobInputs:
         SwitchRole: _switch_role,
         Evaluate: _evaluate,
         Save: _save,
+        Calibrate: _calibrate,
     }
 
     def _to_lane(self, lane: int, job: Job) -> Requests:
@@ -149,6 +159,8 @@ class JobInputs:
             return tuple((HELD_OUT_STEP, self._stores.prompts.held_out.index(row)) for row in rows)
         if rows and isinstance(job, Generate | Train):
             return ((job.slice.step, job.slice.group),)
+        if rows and isinstance(job, Calibrate):
+            return ((job.step, 0),)
         return ()
 
 

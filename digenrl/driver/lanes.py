@@ -16,8 +16,7 @@ class LaneTable:
         if workers.generators and "generate" in workers.trainer.duties:
             self._workers += rank_names(workers.trainer)
             self.names += [f"helper-{index}" for index in range(len(rank_names(workers.trainer)))]
-        assigned = {each.name: each for each in (*workers.initial(), *workers.reserve)}
-        assigned |= dict.fromkeys(rank_names(workers.trainer), workers.trainer)
+        assigned = workers.by_name() | dict.fromkeys(rank_names(workers.trainer), workers.trainer)
         self.devices = {
             name: assigned[worker].device for name, worker in zip(self.names, self._workers, strict=True)
         }

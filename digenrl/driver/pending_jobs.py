@@ -59,7 +59,7 @@ class PendingJobs:
             return
         logger.debug("%s sent to %s", describe(job), worker)
         self._sent[worker][job.id] = PendingJob(job, self._clock())
-        self.transport.send(worker, job.id, job)
+        self.transport.send(worker, job)
 
     def complete(self, worker: str, job_id: int, now_ns: int) -> CompletedJob:
         """Removes a job whose result has arrived. It began when it was sent, or after the worker's last result."""
@@ -84,7 +84,3 @@ class PendingJobs:
             yield from (pending.job for pending in sent.values())
         for waiting in self._waiting.values():
             yield from waiting
-
-    def held_by(self, worker: str) -> list[PendingJob]:
-        """What a worker has been sent and has not answered."""
-        return list(self._sent.get(worker, {}).values())

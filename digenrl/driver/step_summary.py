@@ -10,7 +10,7 @@ from typing import Any
 
 from digenrl.records import SampleId
 
-AVERAGED = ("gradient_norm", "ratio_mean", "clip_fraction", "kl", "log_prob_mismatch")
+AVERAGED = ("gradient_norm", "ratio_mean", "clip_fraction", "kl", "stale_weight", "log_prob_mismatch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def step_summary(
     }
     values |= {f"reward/{name}": fmean(numbers) for name, numbers in sorted(parts.items())}
     for name in AVERAGED:
-        known = [update[name] for update in updates if update[name] is not None]
+        known = [update[name] for update in updates if update.get(name) is not None]
         if known:
             values[name] = fmean(known)
     ratios = [update["ratio_max"] for update in updates if update["ratio_max"] is not None]

@@ -47,7 +47,7 @@ class Supervisor:
     ) -> None:
         self._workers, self._jobs, self._restarts = workers, jobs, restarts
         self._monotonic, self._notify = monotonic, notify
-        self._assignments = {each.name: each for each in (*workers.initial(), *workers.reserve)}
+        self._assignments = workers.by_name()
         self._vacancies: dict[str, _Vacancy] = {}
         self._faults: Counter[str] = Counter()
         self._announced: set[str] = set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -16,12 +16,13 @@ Result = TypeVar("Result")
 class RowLimit:
     """The largest number of rows that one kind of work processes at once; None until memory runs out.
 
-    Reuse it for later rows, so that memory does not run out again. `doing` names the work in error messages.
+    Reuse it for later rows, so that memory does not run out again. `doing` names the work in error messages, and
+    `section` the part of the recipe that has the size of the samples.
     """
 
-    def __init__(self, largest: int | None = None, doing: str = "working on") -> None:
+    def __init__(self, largest: int | None = None, doing: str = "working on", section: str = "sample") -> None:
         self.largest = largest
-        self._doing = doing
+        self._doing, self._section = doing, section
 
     def run(self, rows: int, work: Callable[[slice], Result]) -> list[Result]:
         """The results of `work` for all rows in order, in parts of about equal size that fit in memory."""
@@ -47,10 +48,11 @@ class RowLimit:
             return (work(rows),)
         except torch.OutOfMemoryError as error:
             if rows.stop - rows.start == 1:
+                size = " or ".join(f"{self._section}.{key}" for key in ("height", "width", "frames"))
                 raise ConfigError(
-                    f"memory ran out while {self._doing} a single sample; lower sample.height, sample.width or "
-                    "sample.frames, use model.dtype: bfloat16 with adapters (training.lora), model.vae_dtype: "
-                    "bfloat16, or a GPU that no other process uses"
+                    f"memory ran out while {self._doing} a single sample; lower {size}, use "
+                    "model.dtype: bfloat16 with adapters (training.lora), model.vae_dtype: bfloat16, or a GPU "
+                    "that no other process uses"
                 ) from error
         # Outside the except block: the error's traceback would keep the tensors of the failed part alive.
         torch.cuda.empty_cache()  # does nothing without a GPU
@@ -59,13 +61,19 @@ class RowLimit:
 
 @dataclass(frozen=True, slots=True)
 class RowLimits:
-    """The limits of one worker. Held-out samples have their own: they may be guided differently."""
+    """The limits of one worker. Held-out samples have their own: they may have another size and guidance."""
 
-    denoising: RowLimit = field(default_factory=lambda: RowLimit(doing="denoising"))
-    held_out: RowLimit = field(default_factory=lambda: RowLimit(doing="denoising"))
-    decoding: RowLimit = field(default_factory=lambda: RowLimit(doing="decoding"))
+    denoising: RowLimit
+    decoding: RowLimit
+    held_out_denoising: RowLimit
+    held_out_decoding: RowLimit
 
     @classmethod
     def decoding_at_most(cls, rows: int | None) -> RowLimits:
         """Limits of which only that of decoding is known, if any."""
-        return cls(decoding=RowLimit(rows, doing="decoding"))
+        limits = [
+            RowLimit(largest, doing, section)
+            for section in ("sample", "evaluation")
+            for doing, largest in (("denoising", None), ("decoding", rows))
+        ]
+        return cls(*limits)

@@ -24,17 +24,23 @@ class StepChoice:
     kept: tuple[int, ...]
 
 
-def choose_steps(window: Window, steps: int, run_seed: int, sample: SampleId) -> StepChoice:
-    """The steps of one sample in a schedule of `steps`, which the window has to fit (`window.check`)."""
+def choose_steps(
+    window: Window, steps: int, run_seed: int, sample: SampleId, last_step_noise: bool = False
+) -> StepChoice:
+    """The steps of one sample in a schedule of `steps`, which the window has to fit (`window.check`).
+
+    With `last_step_noise` the last step is stochastic too, but never kept: the window must cover all steps.
+    """
     possible = tuple(range(steps - 1))
+    stochastic = (*possible, steps - 1) if last_step_noise else possible
     match window:
         case EulerOnly():
             return StepChoice((), ())
         case AllSteps():
-            return StepChoice(possible, possible[: window.kept_steps(steps)])
+            return StepChoice(stochastic, possible[: window.kept_steps(steps)])
         case RandomSubset():
             shuffled = sorted(possible, key=lambda index: draw_key(run_seed, sample, f"subset {index}"))
-            return StepChoice(possible, tuple(sorted(shuffled[: window.kept_steps(steps)])))
+            return StepChoice(stochastic, tuple(sorted(shuffled[: window.kept_steps(steps)])))
         case SlidingWindow():
             first = (sample.step // window.training_steps_per_shift) % (steps - 2)
         case FastWindow():
@@ -54,29 +60,35 @@ def plan_rollouts(
     noise: StepNoise,
     guidance: float,
     run_seed: int,
+    last_step_noise: bool = False,
+    training_schedule: Schedule | None = None,
 ) -> tuple[RolloutPlan, ...]:
     """One plan per sample, in order; samples with the same choice of steps share a plan."""
     window.check(schedule.steps)
+    assert window.covers_all_steps or not last_step_noise, f"a window of kind {window.kind} ends before"
     plans: dict[StepChoice, RolloutPlan] = {}
 
     def plan(sample: SampleId) -> RolloutPlan:
-        choice = choose_steps(window, schedule.steps, run_seed, sample)
+        choice = choose_steps(window, schedule.steps, run_seed, sample, last_step_noise)
         if choice not in plans:
-            plans[choice] = RolloutPlan(schedule, size, noise, guidance, choice.stochastic, choice.kept)
+            plans[choice] = RolloutPlan(
+                schedule, size, noise, guidance, choice.stochastic, choice.kept, training_schedule
+            )
         return plans[choice]
 
     return tuple(plan(sample) for sample in samples)
 
 
 def check_plan(plan: RolloutPlan) -> None:
-    """Raises ConfigError if steps are outside the schedule, include the last step, or are kept without noise."""
+    """Raises ConfigError if steps are outside the schedule, or the last step or one without noise is kept."""
     last = plan.schedule.steps - 1
-    outside = [index for index in plan.stochastic_steps if not 0 <= index < last]
+    outside = [index for index in plan.stochastic_steps if not 0 <= index <= last]
     if outside:
         raise ConfigError(
-            f"step {outside[0]} cannot be stochastic in a schedule of {last + 1} steps; "
-            f"use steps 0 to {last - 1}, the last is always deterministic"
+            f"step {outside[0]} cannot be stochastic in a schedule of {last + 1} steps; use steps 0 to {last}"
         )
+    if last in plan.kept_steps:
+        raise ConfigError(f"step {last} is the last and is never trained; keep steps before it")
     without_noise = sorted(set(plan.kept_steps) - set(plan.stochastic_steps))
     if without_noise:
         raise ConfigError(

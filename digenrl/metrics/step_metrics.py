@@ -10,7 +10,6 @@ from digenrl.records import (
     Action,
     Commit,
     Committed,
-    Evaluate,
     Event,
     Generate,
     Generated,
@@ -21,7 +20,7 @@ from digenrl.records import (
 )
 from digenrl.run_folder.metric_lines import EvaluationRecord
 from digenrl.scheduling import SchedulerState
-from digenrl.telemetry.trace import Span, Work
+from digenrl.telemetry.trace import Span, Work, lane_work
 
 NS_PER_SECOND = 1_000_000_000
 BUSY_PREFIX = "busy/"
@@ -119,8 +118,7 @@ def _open_spans(state: SchedulerState, now_ns: int) -> Iterator[Span]:
     """The current work of generators and scorers, up to now; at a commit the trainer has none."""
     for lane in state.lanes:
         if lane.job is not None:
-            work = Work.HELP if lane.helper and not state.terms.colocated else Work.GENERATE
-            work = Work.EVALUATE if isinstance(lane.job, Evaluate) else work
+            work = lane_work(lane.job, helps=lane.helper and not state.terms.colocated)
             yield Span(lane.name, work, lane.job.issued_ns, now_ns, state.committed)
     for index, score in enumerate(state.scorers):
         if score is not None:

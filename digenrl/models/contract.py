@@ -10,10 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+
+ComfyuiLayers = Mapping[str, tuple[str, ...]]
+"""ComfyUI's layers, each with the diffusers layers whose outputs it concatenates; `*` is the index of a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,8 @@ class DiffusionModel(ABC):
     pipeline_class: type[Any]  # of diffusers; it writes and loads exported adapters
     transformer: nn.Module
     lora_targets: tuple[str, ...]  # names of the adapted linear layers, as peft's target_modules
+    # Empty if ComfyUI knows the names of diffusers, None if its names are not known.
+    comfyui_layers: ClassVar[ComfyuiLayers | None] = None
     default_guidance: float
     # The arguments of a repeated block that it updates and returns, for the next block.
     block_state_arguments: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")

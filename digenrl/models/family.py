@@ -149,6 +149,22 @@ class Family:
         keep_fp32_modules(transformer)
         return transformer
 
+    def transformer_without_weights(self, source: str | Path | ModelSource) -> nn.Module:
+        """The transformer of a pipeline directory, or of a hub id in the cache, on the meta device.
+
+        Raises OSError if its configuration cannot be read.
+        """
+        kind, pipeline = self.full_size().transformer.cls, self.with_base(source).pipeline
+        config = kind.load_config(
+            pipeline.location,
+            subfolder=f"{pipeline.within}transformer",
+            revision=pipeline.revision,
+            local_files_only=True,
+        )
+        with building_on(torch.float32, "meta"):
+            transformer: nn.Module = kind.from_config(config)
+        return transformer
+
     def build_full(
         self,
         dtype: torch.dtype,

@@ -1,13 +1,15 @@
-"""LoRA adapters on a model's transformer: adding them, disabling them for the reference policy, exporting them."""
+"""LoRA adapters on a model's transformer: adding them, and disabling them for the reference policy.
+
+`digenrl.models.lora_files` writes and reads them.
+"""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import sqrt
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft import LoraConfig
@@ -16,11 +18,14 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from digenrl.config.reading import ConfigError
+from digenrl.config.reading import ConfigError, nearest
 from digenrl.models.contract import DiffusionModel
 
 ADAPTER = "default"  # peft's name of the adapter set; a model has one
-FILE_NAME = "pytorch_lora_weights.safetensors"  # the name that diffusers looks for
+TARGETS = "training.lora.targets"
+
+Targets = Sequence[str] | str
+"""The adapted layers, as peft's target_modules: ends of paths, or a regular expression for whole paths."""
 
 
 class AdaptedLinear(LoraLinear):  # type: ignore[misc]
@@ -40,30 +45,84 @@ class AdaptedLinear(LoraLinear):  # type: ignore[misc]
         return adapted
 
 
-def add_lora(model: DiffusionModel, rank: int, alpha: float, seed: int) -> None:
-    """Adds adapters to the family's target layers and freezes everything else.
+def add_lora(
+    model: DiffusionModel,
+    rank: int,
+    alpha: float,
+    seed: int,
+    targets: Targets | None = None,
+    init: Literal["uniform", "gaussian"] = "uniform",
+) -> None:
+    """Adds adapters to the target layers, by default the family's, and freezes everything else.
 
-    B is zero, so the velocity does not change. Adapters are in fp32 (fp64 in an fp64 model) whatever the dtype of
-    the base. Their initial values depend only on the seed, not on the device.
+    B is zero, so the velocity does not change. A is uniform with bound 1 / sqrt(inputs), or Gaussian with standard
+    deviation 1 / rank. Adapters are in fp32 (fp64 in an fp64 model) whatever the dtype of the base. Their initial
+    values depend only on the seed, not on the device. Raises ConfigError if a target matches no linear layer.
     """
     if rank < 1:
         raise ConfigError(f"LoRA rank must be at least 1, got {rank}")
     if has_lora(model):
         raise ValueError(f"{model.family} already has LoRA adapters; a model takes one set")
-    targets = list(model.lora_targets)
     transformer: Any = model.transformer
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets)
+    if targets is not None:
+        check_targets(transformer, targets)
+    config = lora_config(rank, alpha, model.lora_targets if targets is None else targets)
     config._register_custom_module({nn.Linear: AdaptedLinear})
     transformer.add_adapter(config, ADAPTER)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in adapter_parameters(model).items():
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-        if ".lora_A." in name:
-            bound = 1 / sqrt(parameter.shape[1])
-            initial = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
-            parameter.data.copy_(initial)
-        else:
+        if parameter.is_meta:  # only shapes are wanted
+            continue
+        if ".lora_A." not in name:
             parameter.data.zero_()
+            continue
+        initial = torch.empty(parameter.shape)
+        if init == "gaussian":
+            initial.normal_(std=1 / rank, generator=generator)
+        else:
+            bound = 1 / sqrt(parameter.shape[1])
+            initial.uniform_(-bound, bound, generator=generator)
+        parameter.data.copy_(initial)
+
+
+def lora_config(rank: int, alpha: float, targets: Targets) -> LoraConfig:
+    """peft's configuration of the adapters."""
+    return LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets if isinstance(targets, str) else [*targets])
+
+
+def target_layers(transformer: nn.Module, targets: Targets) -> list[str]:
+    """The paths of the linear layers that the targets match, in the transformer's order."""
+    patterns = _patterns(targets).values()
+    return [path for path in _linears(transformer) if any(re.fullmatch(each, path) for each in patterns)]
+
+
+def check_targets(transformer: nn.Module, targets: Targets) -> None:
+    """Raises ConfigError if a target matches nothing, or something that is not a linear layer."""
+    linears = _linears(transformer)
+    known = sorted({layer_kind(path) for path in linears})
+    for target, pattern in _patterns(targets).items():
+        matching = [path for path, _ in transformer.named_modules() if re.fullmatch(pattern, path)]
+        others = [path for path in matching if path not in linears]
+        if not matching or others:
+            what = f"{others[0]}, which is not a linear layer" if others else "no layer"
+            raise ConfigError(f"{TARGETS}: '{target}' matches {what}; {nearest(target, known)}", TARGETS)
+
+
+def _patterns(targets: Targets) -> dict[str, str]:
+    """A regular expression for whole paths by target."""
+    if isinstance(targets, str):
+        return {targets: targets}
+    return {target: rf"(.*\.)?{re.escape(target)}" for target in targets}
+
+
+def _linears(transformer: nn.Module) -> dict[str, nn.Linear]:
+    return {path: module for path, module in transformer.named_modules() if isinstance(module, nn.Linear)}
+
+
+def layer_kind(path: str) -> str:
+    """A layer's path from its block on, which names the same layer of all blocks: `attn.to_q`."""
+    return re.sub(r"^.*?\.\d+\.", "", path)
 
 
 def has_lora(model: DiffusionModel) -> bool:
@@ -89,22 +148,6 @@ def adapters_disabled(model: DiffusionModel) -> Iterator[None]:
             layer.enable_adapters(enabled=True)
         for parameter, needed in zip(adapter_parameters(model).values(), needed_grad, strict=True):
             parameter.requires_grad_(needed)
-
-
-def save_lora(model: DiffusionModel, directory: Path) -> None:
-    """Writes the adapters, with rank and alpha, in the format of `pipe.load_lora_weights(directory)`.
-
-    The file is replaced atomically.
-    """
-    state = {name: value.detach().contiguous().cpu() for name, value in adapter_parameters(model).items()}
-    transformer: Any = model.transformer
-    config = transformer.peft_config[ADAPTER].to_dict()
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".saving-") as partial:
-        model.pipeline_class.save_lora_weights(
-            partial, transformer_lora_layers=state, transformer_lora_adapter_metadata=config
-        )
-        (Path(partial) / FILE_NAME).replace(directory / FILE_NAME)
 
 
 def published_name(parameter: str) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.lora import adapter_parameters
+from digenrl.models.lora import ADAPTER, AdaptedLinear, adapter_parameters
 from digenrl.models.shards import gather_to_first_rank, is_sharded, local_shard
 
 
@@ -31,6 +31,24 @@ def weights_state(
         return gathered_weights(model, instead)
     copied = {name: value.detach() for name, value in _parameters(model).items() if name not in instead}
     return {name: value.to(device or value.device, copy=True) for name, value in copied.items()} | dict(instead)
+
+
+def merged_weights(model: DiffusionModel) -> dict[str, Tensor]:
+    """All weights of the transformer on the CPU, with adapters merged, under the names of a model without them.
+
+    The update of a layer is computed in fp32, or in fp64, and then rounded to the dtype of its weight.
+    """
+    weights = {
+        name.replace(".base_layer.", "."): value.detach().cpu()
+        for name, value in model.transformer.named_parameters()
+        if ".lora_" not in name
+    }
+    for path, layer in model.transformer.named_modules():
+        if isinstance(layer, AdaptedLinear):
+            update = layer.get_delta_weight(ADAPTER).cpu()
+            base = weights[f"{path}.weight"]
+            weights[f"{path}.weight"] = (base.to(update.dtype) + update).to(base.dtype)
+    return weights
 
 
 def gathered_weights(model: DiffusionModel, instead: Mapping[str, Tensor]) -> dict[str, Tensor]:

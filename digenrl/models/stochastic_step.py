@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from digenrl.config.reading import nearest
 from digenrl.models.contract import Schedule
-from digenrl.models.trajectory import NoiseKind, StepNoise
+from digenrl.models.trajectory import LogProb, NoiseKind, StepNoise
 from digenrl.models.transfers import to_device, to_device_like
 
 TRUNCATED_STD = 0.45  # the largest std of one truncated step
@@ -28,36 +28,44 @@ TRUNCATED_STD = 0.45  # the largest std of one truncated step
 class StepTimes:
     """The place of each row in its schedule, on the CPU; rows may be at different steps.
 
-    `timestep_B` is the model's input. For `ddim`, whose latents are sqrt(abar) x0 + sqrt(1 - abar) noise,
-    sigma is sqrt(1 - abar), the factor of the noise, as in the other kinds.
+    `timestep_B` is the model's input, `second_sigma_B` the sigma at which step 1 of the row's schedule starts. For
+    `ddim`, whose latents are sqrt(abar) x0 + sqrt(1 - abar) noise, sigma is sqrt(1 - abar), the factor of the
+    noise, as in the other kinds.
     """
 
     index_B: Tensor
     sigma_B: Tensor
     next_sigma_B: Tensor
     timestep_B: Tensor
+    second_sigma_B: Tensor
 
     @classmethod
     def at(cls, schedule: Schedule, index_B: Sequence[int] | Tensor) -> StepTimes:
         """Rows of the same schedule."""
         index_B = torch.as_tensor(index_B, dtype=torch.int64, device="cpu")
-        return cls(index_B, schedule.sigmas[index_B], schedule.sigmas[index_B + 1], schedule.timesteps[index_B])
+        sigmas = schedule.sigmas
+        second_sigma_B = sigmas[1].expand(len(index_B))
+        return cls(index_B, sigmas[index_B], sigmas[index_B + 1], schedule.timesteps[index_B], second_sigma_B)
 
     @classmethod
     def of_rows(cls, rows: Sequence[tuple[Schedule, int]]) -> StepTimes:
         """Rows with a schedule each."""
         each = [cls.at(schedule, [index]) for schedule, index in rows]
-        return cls(
-            torch.cat([row.index_B for row in each]),
-            torch.cat([row.sigma_B for row in each]),
-            torch.cat([row.next_sigma_B for row in each]),
-            torch.cat([row.timestep_B for row in each]),
-        )
+        return cls(*(torch.cat([getattr(row, field.name) for row in each]) for field in fields(cls)))
+
+    def double(self) -> StepTimes:
+        """The same with sigmas in fp64."""
+        sigmas = {name: getattr(self, name).double() for name in ("sigma_B", "next_sigma_B", "second_sigma_B")}
+        return replace(self, **sigmas)
 
     @property
     def step_size_B(self) -> Tensor:
         """h = sigma - sigma'."""
         return self.sigma_B - self.next_sigma_B
+
+    def noise_time_B(self, kind: NoiseKind) -> Tensor:
+        """t in std^2 = g^2 t: h for diffusions, 1 for kinds whose std does not come from a diffusion g."""
+        return torch.ones_like(self.sigma_B) if kind in ("cps", "ddim") else self.step_size_B
 
     def __len__(self) -> int:
         return len(self.index_B)
@@ -68,8 +76,8 @@ class StepResult:
     """The outcome of one step, per row.
 
     `next_latents_BL` has the dtype of the latents that the step started from; `log_prob_B` is of exactly these
-    rounded latents, averaged over a row's elements. Rows without noise have no density: their `std_B` is 0 and
-    their `log_prob_B` is NaN.
+    rounded latents, averaged over a row's elements. Rows without noise have none: their `std_B` is 0 and their
+    `log_prob_B` is NaN.
     """
 
     next_latents_BL: Tensor
@@ -92,8 +100,8 @@ def stochastic_step(
 
     Given `next_latents_BL` it scores them; given `z_BL`, standard normal noise, it samples; given neither it takes
     the Euler step. A sampled step scored again from equal latents and prediction has bitwise the same log-prob.
-    `stochastic_B` (on the CPU) selects the rows that get noise, all by default; the last step of a schedule gets
-    none. The gradient flows through the prediction and the mean, never through the next latents.
+    `stochastic_B` (on the CPU) selects the rows that get noise: by default all but those at the last step of their
+    schedule. The gradient flows through the prediction and the mean, never through the next latents.
     """
     assert next_latents_BL is None or z_BL is None, "either score the next latents or sample with z, not both"
     assert len(times) == len(latents_BL), f"{len(times)} places in the schedule for {len(latents_BL)} rows"
@@ -108,7 +116,7 @@ def stochastic_step(
         )
     dtype = torch.promote_types(torch.promote_types(latents_BL.dtype, prediction_BL.dtype), torch.float32)
     ours = coefficients
-    numbers = torch.stack([ours.latents_B, ours.prediction_B, ours.std_B, *_density(ours.std_B)])
+    numbers = torch.stack([ours.latents_B, ours.prediction_B, ours.std_B, *_scoring(ours.std_B, noise.log_prob)])
     # One asynchronous copy for all five.
     latents_B, prediction_B, std_B, offset_B, precision_B = to_device(numbers, latents_BL.device, dtype)
 
@@ -130,13 +138,15 @@ def stochastic_step(
     )
 
 
-def _density(std_B: Tensor) -> tuple[Tensor, Tensor]:
-    """ln(std sqrt(2 pi)) and 1 / (2 std^2); NaN where std is 0.
+def _scoring(std_B: Tensor, log_prob: LogProb) -> tuple[Tensor, Tensor]:
+    """ln(std sqrt(2 pi)) and 1 / (2 std^2) or, for a squared error, 0 and 1; NaN where std is 0.
 
-    The mean over a row's elements of ln N(next; mean, std^2) is -distance times the second, minus the first, where
-    the distance is the mean of (next - mean)^2.
+    The log-prob of a row is -distance times the second, minus the first, where the distance is the mean of
+    (next - mean)^2 over the row's elements.
     """
     std_B = torch.where(std_B > 0, std_B, torch.nan)
+    if log_prob == "squared_error":
+        return 0 * std_B, std_B / std_B
     return std_B.log() + math.log(2 * math.pi) / 2, 0.5 / std_B.square()
 
 
@@ -150,19 +160,17 @@ class _Coefficients:
 
 
 def _coefficients(times: StepTimes, noise: StepNoise, stochastic_B: Tensor | None) -> _Coefficients:
-    """The coefficients of every row; rows without noise and the last step of a schedule are deterministic."""
+    """The coefficients of every row; rows without noise are deterministic."""
     known: list[str] = [*_KINDS]
     if noise.kind not in _KINDS:
         raise ValueError(f"unknown noise kind '{noise.kind}'; {nearest(noise.kind, known)}")
     highest = 1.0 if noise.kind in ("cps", "ddim") else math.inf
     if not 0 <= noise.level <= highest or math.isinf(noise.level):
         raise ValueError(f"the level of {noise.kind} noise must be in [0, {highest}], got {noise.level}")
-    sigma_B, next_sigma_B = times.sigma_B.double(), times.next_sigma_B.double()
-    has_noise_B = next_sigma_B > 0
-    if stochastic_B is not None:
-        has_noise_B = has_noise_B & stochastic_B
-    of_kind = _KINDS[noise.kind](times.index_B, sigma_B, next_sigma_B, noise.level)
-    without = _KINDS["ddim" if noise.kind == "ddim" else "dance"](times.index_B, sigma_B, next_sigma_B, 0.0)
+    times = times.double()
+    has_noise_B = times.next_sigma_B > 0 if stochastic_B is None else stochastic_B
+    of_kind = _KINDS[noise.kind](times, noise.level)
+    without = _KINDS["ddim" if noise.kind == "ddim" else "dance"](times, 0.0)
     # Without noise every kind is the Euler step. Using one formula for it makes it bitwise the same.
     has_noise_B = has_noise_B & (of_kind.std_B != 0)
     chosen = _Coefficients(
@@ -179,12 +187,12 @@ def _coefficients(times: StepTimes, noise: StepNoise, stochastic_B: Tensor | Non
     return chosen
 
 
-def _diffused(sigma_B: Tensor, next_sigma_B: Tensor, diffusion_B: Tensor) -> _Coefficients:
+def _diffused(times: StepTimes, diffusion_B: Tensor) -> _Coefficients:
     """The SDE of diffusion g with the flow's marginals: mu = x - h [v + g^2 / (2 sigma) noise^], s = g sqrt(h).
 
     noise^ = x + (1 - sigma) v is the noise that the velocity implies.
     """
-    size_B = sigma_B - next_sigma_B
+    sigma_B, size_B = times.sigma_B, times.step_size_B
     pull_B = size_B * diffusion_B.square() / (2 * sigma_B)
     return _Coefficients(
         latents_B=1 - pull_B,
@@ -193,33 +201,41 @@ def _diffused(sigma_B: Tensor, next_sigma_B: Tensor, diffusion_B: Tensor) -> _Co
     )
 
 
-def _flow_diffusion(index_B: Tensor, sigma_B: Tensor, next_sigma_B: Tensor, level: float) -> Tensor:
+def _flow_diffusion(times: StepTimes, level: float) -> Tensor:
     """Flow-GRPO's g = a sqrt(sigma / (1 - sigma)), with sigma_1 in the denominator of step 0.
 
     Step 0 is recognized by its index: some schedules start slightly below 1, where 1 - sigma is tiny but not zero.
     """
-    denominator_B = 1 - torch.where(index_B == 0, next_sigma_B, sigma_B)
-    return level * (sigma_B / denominator_B).sqrt()
+    denominator_B = 1 - torch.where(times.index_B == 0, times.next_sigma_B, times.sigma_B)
+    return level * (times.sigma_B / denominator_B).sqrt()
 
 
-def _flow(index_B: Tensor, sigma_B: Tensor, next_sigma_B: Tensor, level: float) -> _Coefficients:
-    return _diffused(sigma_B, next_sigma_B, _flow_diffusion(index_B, sigma_B, next_sigma_B, level))
+def _flow(times: StepTimes, level: float) -> _Coefficients:
+    return _diffused(times, _flow_diffusion(times, level))
 
 
-def _truncated_flow(index_B: Tensor, sigma_B: Tensor, next_sigma_B: Tensor, level: float) -> _Coefficients:
+def _truncated_flow(times: StepTimes, level: float) -> _Coefficients:
     """Flow with g <- min(g, .45 / sqrt(h))."""
-    largest_B = TRUNCATED_STD / (sigma_B - next_sigma_B).sqrt()
-    diffusion_B = _flow_diffusion(index_B, sigma_B, next_sigma_B, level)
-    return _diffused(sigma_B, next_sigma_B, torch.minimum(diffusion_B, largest_B))
+    largest_B = TRUNCATED_STD / times.step_size_B.sqrt()
+    return _diffused(times, torch.minimum(_flow_diffusion(times, level), largest_B))
 
 
-def _dance(index_B: Tensor, sigma_B: Tensor, next_sigma_B: Tensor, level: float) -> _Coefficients:
+def _dance(times: StepTimes, level: float) -> _Coefficients:
     """DanceGRPO's constant g = eta."""
-    return _diffused(sigma_B, next_sigma_B, torch.full_like(sigma_B, level))
+    return _diffused(times, torch.full_like(times.sigma_B, level))
 
 
-def _cps(index_B: Tensor, sigma_B: Tensor, next_sigma_B: Tensor, level: float) -> _Coefficients:
+def _linear(times: StepTimes, level: float) -> _Coefficients:
+    """g = a sigma_1 sigma; a = 1 is the noise of Flow-GRPO for Wan.
+
+    There g rises linearly from the schedule's last sigma, which is 0, at sigma = 0 to sigma_1 at sigma = 1.
+    """
+    return _diffused(times, level * times.second_sigma_B * times.sigma_B)
+
+
+def _cps(times: StepTimes, level: float) -> _Coefficients:
     """Coefficient-preserving: mu = (1 - sigma') x0^ + sigma' cos(a pi/2) noise^, s = sigma' sin(a pi/2)."""
+    sigma_B, next_sigma_B = times.sigma_B, times.next_sigma_B
     kept_B = next_sigma_B * math.cos(level * math.pi / 2)
     return _Coefficients(
         latents_B=(1 - next_sigma_B) + kept_B,
@@ -228,8 +244,9 @@ def _cps(index_B: Tensor, sigma_B: Tensor, next_sigma_B: Tensor, level: float) -
     )
 
 
-def _ddim(index_B: Tensor, sigma_B: Tensor, next_sigma_B: Tensor, level: float) -> _Coefficients:
+def _ddim(times: StepTimes, level: float) -> _Coefficients:
     """DDIM with eta: mu = sqrt(abar') x0^ + sqrt(1 - abar' - s^2) e for the predicted noise e."""
+    sigma_B, next_sigma_B = times.sigma_B, times.next_sigma_B
     signal_B, next_signal_B = 1 - sigma_B.square(), 1 - next_sigma_B.square()  # abar and abar'
     variance_B = level**2 * (next_sigma_B / sigma_B).square() * (1 - signal_B / next_signal_B)
     ratio_B = (next_signal_B / signal_B).sqrt()
@@ -240,10 +257,11 @@ def _ddim(index_B: Tensor, sigma_B: Tensor, next_sigma_B: Tensor, level: float) 
     )
 
 
-_KINDS: dict[NoiseKind, Callable[[Tensor, Tensor, Tensor, float], _Coefficients]] = {
+_KINDS: dict[NoiseKind, Callable[[StepTimes, float], _Coefficients]] = {
     "flow": _flow,
     "dance": _dance,
     "cps": _cps,
     "truncated_flow": _truncated_flow,
+    "linear": _linear,
     "ddim": _ddim,
 }

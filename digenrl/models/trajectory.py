@@ -11,22 +11,28 @@ from torch import Tensor
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
 from digenrl.records import SampleId
 
-NoiseKind = Literal["flow", "dance", "cps", "truncated_flow", "ddim"]
+NoiseKind = Literal["flow", "dance", "cps", "truncated_flow", "linear", "ddim"]
+LogProb = Literal["normal", "squared_error"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepNoise:
-    """The noise of a stochastic step: its kind and its level (a or eta)."""
+    """The noise of a stochastic step: its kind, its level (a or eta), and how a step is scored.
+
+    A log-prob is the mean over elements of ln N(x'; mean, s^2) or, as a `squared_error`, of -(x' - mean)^2.
+    """
 
     kind: NoiseKind
     level: float
+    log_prob: LogProb = "normal"
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutPlan:
     """How a sample is denoised: which steps are stochastic, and which of those are kept for training.
 
-    Steps not in `stochastic_steps` are Euler steps; the last step always is. `kept_steps` is a subset.
+    Steps not in `stochastic_steps` are Euler steps. `kept_steps` is a subset and never includes the last step.
+    `training_schedule` has the levels from which an algorithm draws, if not from those of the rollout.
     """
 
     schedule: Schedule
@@ -35,6 +41,7 @@ class RolloutPlan:
     guidance: float
     stochastic_steps: tuple[int, ...]
     kept_steps: tuple[int, ...]
+    training_schedule: Schedule | None = None
 
     @property
     def keeps_consecutive_steps(self) -> bool:

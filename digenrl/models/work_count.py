@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from digenrl.config.reading import ConfigError
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize
-from digenrl.models.lora import add_lora
+from digenrl.models.lora import Targets, add_lora, target_layers
 from digenrl.models.pipeline_model import PipelineModel
 
 ADAPTER_RANK = 32
@@ -70,13 +70,16 @@ class _Forward:
     saved_bytes: int = 0  # by the repeated blocks, for their backward
 
 
-def count_work(model: PipelineModel, text_shapes: TextShapes, size: SampleSize) -> WorkCount:
+def count_work(
+    model: PipelineModel, text_shapes: TextShapes, size: SampleSize, targets: Targets | None = None
+) -> WorkCount:
     """Counts the work of one sample of this size. The model is on the meta device, in bf16, and gets adapters.
 
-    `text_shapes` are the shapes of one row of every text argument.
+    `text_shapes` are the shapes of one row of every text argument. `targets` are the adapted layers, by default
+    the family's.
     """
     weights = list(model.transformer.parameters())
-    adapters = _add_adapters(model)
+    adapters = _add_adapters(model, targets)
     text = next(shape[0] for shape in text_shapes.values() if len(shape) > 1)
     forward = _forward(model, text_shapes, size)
     shorter = _forward(model, {name: _without_a_token(shape, text) for name, shape in text_shapes.items()}, size)
@@ -112,9 +115,32 @@ def count_work(model: PipelineModel, text_shapes: TextShapes, size: SampleSize) 
     )
 
 
-def _add_adapters(model: PipelineModel) -> int:
+def lora_linears(transformer: nn.Module, targets: Targets, hidden: int) -> float:
+    """The target layers in units of hidden x hidden layers, from their shapes alone."""
+    layers = [transformer.get_submodule(path) for path in target_layers(transformer, targets)]
+    widths = [each.in_features + each.out_features for each in layers if isinstance(each, nn.Linear)]
+    return sum(widths) / (2 * hidden)
+
+
+def added_activations(transformer: nn.Module, targets: Targets, usual: Targets, hidden: int) -> float:
+    """What blocks save for their backward in addition if they have these targets instead of the usual ones.
+
+    An adapted layer saves its input. In a block with a stream for images and one for texts, a token passes through
+    half of the layers. The unit is that of `WorkCount.activations`.
+    """
+    paths = set(target_layers(transformer, targets)) - set(target_layers(transformer, usual))
+    more = {transformer.get_submodule(path) for path in paths}
+    blocks, widths = repeated_blocks(transformer), 0.0
+    for block in blocks:
+        added = [each.in_features for each in block.modules() if isinstance(each, nn.Linear) and each in more]
+        streams = 2 if any(name.endswith("add_q_proj") for name, _ in block.named_modules()) else 1
+        widths += sum(added) / streams
+    return widths / (len(blocks) * hidden)
+
+
+def _add_adapters(model: PipelineModel, targets: Targets | None) -> int:
     """Adds adapters, the only weights with a gradient; returns their number of parameters."""
-    add_lora(model, ADAPTER_RANK, alpha=ADAPTER_RANK, seed=0)
+    add_lora(model, ADAPTER_RANK, alpha=ADAPTER_RANK, seed=0, targets=targets)
     parameters = 0
     for name, weight in model.transformer.named_parameters():
         weight.requires_grad_("lora_" in name)

@@ -91,7 +91,7 @@ def training_pass_seconds(
     )
     launches = constants.checkpointed_launches if checkpointing else constants.training_launches
     launch_s = work.launch_s * (launches + without_gradient)
-    return hypot(launch_s, pairs * workload.branches * per_row_s)
+    return hypot(launch_s, pairs * workload.trained_branches * per_row_s)
 
 
 def gather_seconds(workload: Workload, trainer: TrainerLayout, constants: Constants = CONSTANTS) -> float:
@@ -116,7 +116,7 @@ def unit_seconds(
 ) -> float:
     """Training the trained share of `samples` samples that arrive together (a group, or a whole step).
 
-    The rank with the most pairs sets the time; its pairs are cut into the fewest equal packs.
+    The rank with the most pairs sets the time; its pairs are cut into the fewest equal packs, part by part.
     """
     trained, pairs_per_sample = workload.trained_samples(samples), workload.pairs_per_sample
     if trainer.spread_steps:
@@ -126,7 +126,8 @@ def unit_seconds(
     one_rank_s = trainer.pool.measured.train_seconds_per_sample
     if one_rank_s is not None:
         return samples * one_rank_s * pairs / (trained * pairs_per_sample)
-    passes = ceil(pairs / trainer.pack)
+    parts = min(workload.parts_per_group, pairs)
+    passes = parts * ceil(pairs / parts / trainer.pack)
     small, larger_passes = divmod(pairs, passes)
     seconds = (passes - larger_passes) * packed_pass_seconds(workload, trainer, small, constants)
     if larger_passes:

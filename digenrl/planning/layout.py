@@ -210,8 +210,9 @@ def _shard_sizes(workload: Workload, pool: CardPool, cards: int, capabilities: C
 
 
 def _pack_sizes(workload: Workload, cards: int, samples_per_unit: int, largest: int | None) -> tuple[int, ...]:
-    """Powers of two below the number of pairs that one rank gets of a unit, and that number; at most `largest`."""
-    most = ceil(workload.trained_samples(samples_per_unit) * workload.pairs_per_sample / cards)
+    """Powers of two below the pairs that one rank gets of a part of a unit, and that number; at most `largest`."""
+    pairs = workload.trained_samples(samples_per_unit) * workload.pairs_per_sample
+    most = ceil(pairs / workload.parts_per_group / cards)
     most = min(most, largest or most)
     powers = [2**exponent for exponent in range(most.bit_length()) if 2**exponent < most]
     return (*powers, most)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from digenrl.planning.cards import Card
 from digenrl.planning.constants import CONSTANTS
+from digenrl.planning.model_facts import Tokens
 from digenrl.planning.workload import Workload
 
 GIB = float(2**30)
@@ -42,21 +43,36 @@ class MemoryReport:
 def generator_memory(
     workload: Workload, card: Card, size: int, lane_cards: int = 1, headroom: float = CONSTANTS.memory_headroom
 ) -> MemoryReport:
-    """A card of a lane of `lane_cards` that generates slices of `size` samples; text encoders run elsewhere."""
-    facts = workload.facts
-    rows = size * workload.branches
-    block_bytes = workload.activations_per_block * facts.block_hidden_bytes(workload.tokens)
+    """A card of a lane of `lane_cards` that generates slices of `size` samples; text encoders run elsewhere.
+
+    Of an evaluation, a single sample must fit: larger batches are divided where memory runs out.
+    """
     adapters = 4.0 * workload.trained_parameters if workload.tuning == "lora" else 0.0
-    pixels = workload.height * workload.width * min(workload.frames, DECODE_FRAMES_AT_ONCE)
-    decoding = pixels * DECODE_VALUES_PER_PIXEL * workload.vae_value_bytes
-    working = max(rows * RECOMPUTED_BLOCKS * block_bytes / lane_cards, decoding)
-    vae = facts.vae_parameters * workload.vae_value_bytes
+    sample = workload.height, workload.width, workload.frames
+    working = max(
+        *_denoising_and_decoding(workload, workload.tokens, size / lane_cards, sample),
+        *_denoising_and_decoding(
+            workload, workload.held_out_tokens, 1 / lane_cards, workload.held_out_size or sample
+        ),
+    )
+    vae = workload.facts.vae_parameters * workload.vae_value_bytes
     return MemoryReport(
         weights_gib=(workload.weight_bytes / lane_cards + adapters + vae) / GIB,
         optimizer_gib=0.0,
         activations_gib=working / GIB,
         available_gib=available_gib(card, headroom),
     )
+
+
+def _denoising_and_decoding(
+    workload: Workload, tokens: Tokens, samples: float, size: tuple[int, int, int]
+) -> tuple[float, float]:
+    """Bytes in use while `samples` of this height, width and frames are denoised, and while one is decoded."""
+    height, width, frames = size
+    block_bytes = workload.activations_per_block * workload.facts.block_hidden_bytes(tokens)
+    denoising = samples * workload.branches * RECOMPUTED_BLOCKS * block_bytes
+    decoded_values = height * width * min(frames, DECODE_FRAMES_AT_ONCE) * DECODE_VALUES_PER_PIXEL
+    return denoising, decoded_values * workload.vae_value_bytes
 
 
 def trainer_memory(
@@ -93,7 +109,7 @@ def activation_gib(workload: Workload, pairs: int, checkpointing: bool) -> float
         per_row = facts.blocks * hidden_bytes + RECOMPUTED_BLOCKS * block_bytes
     else:
         per_row = facts.blocks * block_bytes
-    return pairs * workload.branches * per_row / GIB
+    return pairs * workload.trained_branches * per_row / GIB
 
 
 def smallest_lane(workload: Workload, card: Card, per_node: int, headroom: float) -> int | None:

@@ -27,7 +27,7 @@ def overlay(plan: Plan, recipe: Recipe, recipe_name: str) -> dict[str, Any]:
     return {
         "plan": {
             "recipe": recipe_name,
-            "work": work_of(recipe).model_dump(),
+            "work": work_of(recipe).model_dump(mode="json"),
             "predicted": {
                 "samples_per_second": float(f"{plan.samples_per_second:.4g}"),
                 "step_seconds": float(f"{plan.step_s:.4g}"),

@@ -25,9 +25,11 @@ Tuning = Literal["lora", "full"]
 class Workload(Frozen):
     """The settings of a training job that affect its costs.
 
-    `trained_per_prompt` samples of each group are trained, all by default. `old_policy_forward` is the share of
-    (sample, time-step) pairs that also need a forward of the policy before the update. Without `model_facts` only
-    measured costs are available.
+    `trained_per_prompt` samples of each group are trained, all by default, in `parts_per_group` parts: several if
+    every update trains samples of every group. `old_policy_forward` is the share of (sample, time-step) pairs that
+    also need a forward of the policy before the update. `renoised` training noises final latents again: it needs
+    no guidance, and no level is excluded. `held_out_size` is the height, width and frames of an evaluation's
+    samples, if they differ. Without `model_facts` only measured costs are available.
     """
 
     model: str
@@ -38,13 +40,16 @@ class Workload(Frozen):
     width: Whole
     frames: Whole = 1
     text_tokens: Whole | None = None
+    held_out_size: tuple[Whole, Whole, Whole] | None = None
     denoise_steps: Whole
     trained_share: Annotated[float, Field(gt=0, le=1)]
     prompts: Whole
     samples_per_prompt: Whole
     trained_per_prompt: Whole | None = None
     updates_per_batch: Whole = 1
+    parts_per_group: Whole = 1
     guidance: bool = True
+    renoised: bool = False
     reference_forward: bool = False
     old_policy_forward: Annotated[float, Field(ge=0, le=1)] = 0.0
     float32_weights: bool = False
@@ -57,6 +62,7 @@ class Workload(Frozen):
     def _sample_size_fits_the_model(self) -> Workload:
         if self.has_cost_model:
             self.forward_work  # noqa: B018  raises if the model cannot generate such samples
+            self.held_out_tokens  # noqa: B018
         return self
 
     @model_validator(mode="after")
@@ -83,6 +89,11 @@ class Workload(Frozen):
         return self.facts.tokens(self.height, self.width, self.frames, self.text_tokens)
 
     @property
+    def held_out_tokens(self) -> Tokens:
+        height, width, frames = self.held_out_size or (self.height, self.width, self.frames)
+        return self.facts.tokens(height, width, frames, self.text_tokens)
+
+    @property
     def forward_work(self) -> ForwardWork:
         return self.facts.forward_work(self.tokens, self.compiled)
 
@@ -97,13 +108,19 @@ class Workload(Frozen):
 
     @property
     def branches(self) -> int:
-        """Rows of the batch per sample: two if guidance needs an unconditional forward."""
+        """Rows of a rollout's batch per sample: two if guidance needs an unconditional forward."""
         return 2 if self.guidance and self.facts.guidance == "batched" else 1
 
     @property
+    def trained_branches(self) -> int:
+        """Rows of a training pass per (sample, time-step) pair."""
+        return 1 if self.renoised else self.branches
+
+    @property
     def pairs_per_sample(self) -> int:
-        """Trained time-steps of one sample; the last denoising step is never trained."""
-        return max(1, min(round(self.trained_share * self.denoise_steps), self.denoise_steps - 1))
+        """Trained time-steps of one sample; the last denoising step itself is never trained."""
+        most = self.denoise_steps if self.renoised else self.denoise_steps - 1
+        return max(1, min(round(self.trained_share * self.denoise_steps), most))
 
     @property
     def samples_per_step(self) -> int:
@@ -142,7 +159,7 @@ class Workload(Frozen):
         return slice_sizes(self.samples_per_prompt)
 
 
-WORKLOAD_KEYS = [key for key in Workload.model_fields if key not in ("model", "model_facts")]
+WORKLOAD_KEYS = [key for key in Workload.model_fields if key not in ("model", "model_facts", "held_out_size")]
 
 
 def workload_for(model: str, **overrides: Any) -> Workload:

@@ -1,4 +1,4 @@
-"""Reads prompts from text files (one per line), JSON lines and parquet; errors name the file and line."""
+"""Reads prompts from text files (one per line), JSON lines and parquet, or draws them from a prompt set."""
 
 from __future__ import annotations
 
@@ -22,12 +22,26 @@ class Prompt:
 
 
 def read_prompts(settings: PromptSettings) -> tuple[Prompt, ...]:
-    """All prompts of a file in order; raises ConfigError if there are none, or if one is empty."""
-    path = settings.path
+    """The prompts of a file or prompt set; raises ConfigError if there are too few, or if one is empty."""
+    prompts = _from_prompt_set(settings) if settings.path is None else _from_file(settings.path, settings.column)
+    if len(prompts) < (settings.count or 1):
+        raise ConfigError(
+            f"{settings.path or settings.name}: has {len(prompts)} prompts, count = {settings.count}; lower it"
+        )
+    return prompts[: settings.count]
+
+
+def _from_prompt_set(settings: PromptSettings) -> tuple[Prompt, ...]:
+    assert settings.prompt_set is not None, "prompts without a file are those of a prompt set"
+    generated = settings.prompt_set.prompts(settings.split, settings.count, settings.seed)
+    return tuple(Prompt(index, prompt.text, prompt.wants) for index, prompt in enumerate(generated))
+
+
+def _from_file(path: Path, column: str) -> tuple[Prompt, ...]:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; expected prompts as .txt, .jsonl or .parquet")
     readers = {".txt": _from_text, ".jsonl": _from_json_lines, ".parquet": _from_parquet}
-    prompts = tuple(readers[path.suffix](path, settings.column))
+    prompts = tuple(readers[path.suffix](path, column))
     if not prompts:
         raise ConfigError(f"{path}: contains no prompts; at least one is needed")
     return prompts

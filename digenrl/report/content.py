@@ -52,7 +52,8 @@ def about(run: RunRecord) -> list[tuple[str, str]]:
         ("Trained", _trained(recipe)),
         ("Algorithm", recipe.algorithm.name),
         ("Rewards", _rewards(recipe)),
-        ("Samples", _samples(recipe)),
+        ("Samples", _samples(recipe.sample_size, recipe.sample.denoising_steps)),
+        *_evaluation(recipe),
         ("Batch", f"{batch.prompts} prompts × {batch.samples_per_prompt} samples, slice {batch.slice}"),
         ("Steps", f"{len(run.steps)} of {recipe.steps} optimizer steps, seed {recipe.seed}"),
         ("Lanes", f"{recipe.mode}: {_lanes(run)}"),
@@ -87,6 +88,7 @@ def headline_of(run: RunRecord) -> dict[str, Any]:
     return {
         "reward": asdict(reward) if reward else None,
         "reward_steps": headline.ends_averaged(len(run.steps)),
+        "rewards": headline.reward_names(run.recipe),
         "held_out": {name: asdict(change) for name, change in headline.held_out_changes(run).items()},
         "samples_per_s": headline.samples_per_second(run.steps),
         "busy": mean_busy(_cards(run.trace), shares) if run.trace.spans else None,
@@ -150,15 +152,24 @@ def _trained(recipe: Recipe) -> str:
 
 
 def _rewards(recipe: Recipe) -> str:
-    several = len(recipe.rewards) > 1
-    names = [f"{reward.weight:g} × {reward.shown_as}" if several else reward.shown_as for reward in recipe.rewards]
-    return " + ".join(names) + (", shuffled within groups (control)" if recipe.shuffled_rewards else "")
+    control = ", shuffled within groups (control)" if recipe.shuffled_rewards else ""
+    return f"{headline.sum_of_rewards(recipe.rewards)}{control}"
 
 
-def _samples(recipe: Recipe) -> str:
-    sample = recipe.sample
-    frames = f", {sample.frames} frames" if sample.frames > 1 else ""
-    return f"{sample.width} × {sample.height}{frames}, {sample.denoising_steps} denoising steps"
+def _samples(size: tuple[int, int, int], denoising_steps: int) -> str:
+    height, width, frames = size
+    of_video = f", {frames} frames" if frames > 1 else ""
+    return f"{width} × {height}{of_video}, {denoising_steps} denoising steps"
+
+
+def _evaluation(recipe: Recipe) -> list[tuple[str, str]]:
+    """How held-out samples are made, and their rewards if those are others than in training."""
+    if recipe.evaluation is None:
+        return []
+    rows = [("Held-out samples", _samples(recipe.held_out_size, recipe.evaluation.denoising_steps))]
+    if recipe.held_out_rewards != recipe.rewards:
+        rows.insert(0, ("Held-out rewards", headline.sum_of_rewards(recipe.held_out_rewards)))
+    return rows
 
 
 def _lanes(run: RunRecord) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from digenrl.report.headline import reward_names
 from digenrl.run_folder.metric_lines import EvaluationRecord, StepRecord
 from digenrl.run_folder.reading import RunRecord
 
@@ -54,6 +55,10 @@ _HEALTH = (
 _NOT_PLOTTED = frozenset({"reward_mean", "reward_std", "step_s", "predicted_step_s", "at_s", "version", "samples"})
 
 
+def _title(what: str, rewards: str) -> str:
+    return f"{what}: {rewards}" if rewards else what
+
+
 def reward_charts(run: RunRecord) -> tuple[Chart, ...]:
     """The training reward with its standard deviation; none before the first reward."""
     mean = _column(run.steps, "reward_mean")
@@ -61,7 +66,8 @@ def reward_charts(run: RunRecord) -> tuple[Chart, ...]:
         return ()
     spread = _column(run.steps, "reward_std")
     series = Series("mean of the step's samples", mean, spread if _any(spread) else None)
-    return (Chart("Training reward", tuple(step.step for step in run.steps), (series,)),)
+    title = _title("Training reward", reward_names(run.recipe)["training"])
+    return (Chart(title, tuple(step.step for step in run.steps), (series,)),)
 
 
 def part_charts(run: RunRecord) -> tuple[Chart, ...]:
@@ -80,7 +86,9 @@ def held_out_charts(run: RunRecord) -> tuple[Chart, ...]:
     charts = []
     for name in _names(run.evaluations):
         if name == "reward_mean" or name.startswith(_PART):
-            title = "Held-out reward" if name == "reward_mean" else f"Held-out {name.removeprefix(_PART)}"
+            title = f"Held-out {name.removeprefix(_PART)}"
+            if name == "reward_mean":
+                title = _title("Held-out reward", reward_names(run.recipe)["held_out"])
             charts.append(Chart(title, x, (Series(title, _column(run.evaluations, name)),)))
     return tuple(charts)
 

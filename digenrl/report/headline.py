@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from statistics import fmean, median
 
+from digenrl.config.recipe import Recipe
+from digenrl.config.rewards import RewardSettings
 from digenrl.run_folder.metric_lines import StepRecord
 from digenrl.run_folder.reading import RunRecord
 
@@ -41,6 +44,20 @@ class PredictionAccuracy:
     def median_error(self) -> float:
         """The median of the absolute errors."""
         return median(abs(error) for error in self.errors)
+
+
+def sum_of_rewards(rewards: Sequence[RewardSettings]) -> str:
+    """The weighted sum as a formula; a single reward by its name."""
+    if len(rewards) == 1:
+        return rewards[0].shown_as
+    return " + ".join(f"{reward.weight:g} × {reward.shown_as}" for reward in rewards)
+
+
+def reward_names(recipe: Recipe) -> dict[str, str]:
+    """What the reward in training and in evaluations is, if they differ; both empty if they are the same."""
+    if recipe.held_out_rewards == recipe.rewards:
+        return {"training": "", "held_out": ""}
+    return {"training": sum_of_rewards(recipe.rewards), "held_out": sum_of_rewards(recipe.held_out_rewards)}
 
 
 def ends_averaged(count: int) -> int:

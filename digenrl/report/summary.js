@@ -30,10 +30,11 @@ function showHeadline(headline) {
   if (headline.reward) {
     const steps = headline.reward_steps;
     const note = steps > 1 ? `mean of the first and last ${steps} steps` : "first and last step";
-    add("Training reward", fromTo(headline.reward), note);
+    add("Training reward", fromTo(headline.reward), [headline.rewards.training, note].filter(Boolean).join(", "));
   }
   for (const [name, change] of Object.entries(headline.held_out)) {
-    add(`Held-out ${metricLabel(name)}`, fromTo(change), "first and last evaluation");
+    const of = name === "reward_mean" ? headline.rewards.held_out : "";
+    add(`Held-out ${metricLabel(name)}`, fromTo(change), [of, "first and last evaluation"].filter(Boolean).join(", "));
   }
   if (headline.samples_per_s !== null) add("Samples per second", [number(headline.samples_per_s)], "after the first step");
   if (headline.busy !== null) {

@@ -49,6 +49,13 @@ def build_reward(settings: RewardSettings) -> Reward:
     return reward
 
 
-def build_rewards(settings: Sequence[RewardSettings]) -> WeightedReward:
-    """All rewards of a recipe as one weighted sum."""
-    return WeightedReward([(build_reward(one), one.weight) for one in settings])
+def build_rewards(
+    settings: Sequence[RewardSettings], loaded: Sequence[tuple[RewardSettings, Reward]] = ()
+) -> WeightedReward:
+    """All rewards of a recipe as one weighted sum. Rewards that are `loaded` already are used again."""
+
+    def built(one: RewardSettings) -> Reward:
+        same = (reward for known, reward in loaded if known.model_copy(update={"weight": one.weight}) == one)
+        return next(same, None) or build_reward(one)
+
+    return WeightedReward([(built(one), one.weight) for one in settings])

@@ -102,6 +102,10 @@ class FrameReward(Reward):
     ) -> RewardBatch:
         """Scores single images, uint8. The samples of a RewardError are rows of N."""
 
+    def counts(self, frame_score: float) -> bool:
+        """Whether a frame with this score is part of the mean. A video without any such frame scores 0."""
+        return True
+
     def _score(self, pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> RewardBatch:
         frames_BFCHW = as_uint8(pixels_BFCHW[:, :: self.frame_stride])
         count = frames_BFCHW.shape[1]
@@ -113,8 +117,9 @@ class FrameReward(Reward):
         except RewardError as error:
             samples = tuple(sorted({row // count for row in error.samples}))
             raise RewardError(error.reward, error.reason, samples) from error
-        parts = {name: _means(part, count) for name, part in scores.parts.items()}
-        return RewardBatch(_means(scores.values, count), parts)
+        counted = [self.counts(value) for value in scores.values]
+        parts = {name: _means(part, counted, count) for name, part in scores.parts.items()}
+        return RewardBatch(_means(scores.values, counted, count), parts)
 
 
 def as_uint8(pixels: Tensor) -> Tensor:
@@ -166,6 +171,10 @@ def checked(label: str, batch: RewardBatch, count: int) -> RewardBatch:
     return batch
 
 
-def _means(numbers: tuple[float, ...], count: int) -> tuple[float, ...]:
-    """The mean of every `count` consecutive numbers."""
-    return tuple(math.fsum(numbers[at : at + count]) / count for at in range(0, len(numbers), count))
+def _means(numbers: Sequence[float], counted: Sequence[bool], count: int) -> tuple[float, ...]:
+    """The mean of the counted ones among every `count` consecutive numbers; 0 if none is."""
+    means = []
+    for at in range(0, len(numbers), count):
+        kept = [numbers[row] for row in range(at, at + count) if counted[row]]
+        means.append(math.fsum(kept) / len(kept) if kept else 0.0)
+    return tuple(means)

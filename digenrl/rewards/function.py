@@ -42,18 +42,26 @@ class FunctionReward(Reward):
 
 
 def build(settings: FunctionSettings) -> Reward:
-    """Imports the function or class; raises ConfigError if it does not exist or cannot be used."""
-    target = import_object(settings.target, what="reward", kind="function or class")
+    """The reward of an imported function or class; raises ConfigError if its arguments are wrong."""
+    target = import_target(settings)
     if not isinstance(target, type):
-        if not callable(target):
-            raise ConfigError(f"reward '{settings.target}': expected a function or class, got {target!r}")
         return FunctionReward(settings.shown_as, target, settings.arguments)
-    if not issubclass(target, Reward):
+    try:
+        reward: Reward = target(settings.shown_as, **settings.arguments)
+    except TypeError as error:
+        raise ConfigError(f"reward '{settings.target}': {one_line(error)}; check its `arguments`") from error
+    return reward
+
+
+def import_target(settings: FunctionSettings) -> Callable[..., Any]:
+    """The function, or the subclass of `Reward`; raises ConfigError if it does not exist or is something else."""
+    target: Any = import_object(settings.target, what="reward", kind="function or class")
+    if isinstance(target, type) and not issubclass(target, Reward):
         raise ConfigError(
             f"reward '{settings.target}': expected a function or a subclass of digenrl.rewards.contract.Reward, "
             f"got the class {target.__name__}; derive it from Reward or FrameReward"
         )
-    try:
-        return target(settings.shown_as, **settings.arguments)
-    except TypeError as error:
-        raise ConfigError(f"reward '{settings.target}': {one_line(error)}; check its `arguments`") from error
+    if not callable(target):
+        raise ConfigError(f"reward '{settings.target}': expected a function or class, got {target!r}")
+    found: Callable[..., Any] = target
+    return found

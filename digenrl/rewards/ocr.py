@@ -11,7 +11,7 @@ from PIL import Image
 from rapidocr_onnxruntime import RapidOCR
 from torch import Tensor
 
-from digenrl.config.rewards import OcrSettings
+from digenrl.config.rewards import OcrSettings, TextMatch
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, RewardError, as_pil
 
 LINE_HEIGHT = 48  # pixels of the recogniser's input
@@ -21,14 +21,15 @@ QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”|«([^»]+)»')
 
 
 class OcrReward(FrameReward):
-    """1 - edit distance / length of the longer text, plus the exact bonus; letter case and whitespace are ignored.
+    """The similarity of the expected text and what was read, by `match`, plus the exact bonus for equal texts.
 
-    The expected text is `metadata["text"]`, or everything in double quotes in the prompt. An image without
-    readable text scores 0; a sample without an expected text is an error.
+    Letter case and white space are ignored. The expected text is `metadata["text"]`, or everything in double
+    quotes in the prompt. An image without readable text scores 0; a sample without an expected text is an error.
     """
 
     def __init__(self, settings: OcrSettings) -> None:
         super().__init__(settings.shown_as, settings.frame_stride)
+        self.match, self.frame_mean = settings.match, settings.frame_mean
         self.exact_bonus = settings.exact_bonus
         self.detect = settings.detect
         self.shorter_side = settings.shorter_side
@@ -47,10 +48,13 @@ class OcrReward(FrameReward):
         expected = [self._expected(row, prompts[row], metadata[row]) for row in range(len(prompts))]
         read = [normalised(text) for text in self.read(list(as_pil(frames_NCHW)))]
         pairs = list(zip(expected, read, strict=True))
-        similarity = tuple(1 - edit_distance(want, got) / max(len(want), len(got)) for want, got in pairs)
+        similarity = tuple(text_similarity(want, got, self.match) for want, got in pairs)
         exact = tuple(float(want == got) for want, got in pairs)
         values = tuple(near + self.exact_bonus * same for near, same in zip(similarity, exact, strict=True))
         return RewardBatch(values, {"similarity": similarity, "exact": exact})
+
+    def counts(self, frame_score: float) -> bool:
+        return self.frame_mean == "all" or frame_score > 0
 
     def read(self, images: Sequence[Image.Image]) -> list[str]:
         """The text of each image, empty if there is none; lines in reading order, joined by spaces."""
@@ -100,6 +104,18 @@ def quoted(prompt: str) -> str:
 def normalised(text: str) -> str:
     """The text without letter case and whitespace."""
     return "".join(text.casefold().split())
+
+
+def text_similarity(expected: str, read: str, match: TextMatch) -> float:
+    """From 0 to 1, for texts that are `normalised`.
+
+    >>> [round(text_similarity("open", "open24h", match), 3) for match in ("contained", "target", "whole")]
+    [1.0, 0.25, 0.571]
+    """
+    if match == "contained" and expected in read:
+        return 1.0
+    length = max(len(expected), len(read)) if match == "whole" else len(expected)
+    return 1 - min(edit_distance(expected, read), length) / length
 
 
 def edit_distance(first: str, second: str) -> int:

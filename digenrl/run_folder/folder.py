@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
@@ -145,6 +146,19 @@ class RunFolder:
         """The status in run.json, except that a run whose process is gone counts as interrupted."""
         gone = self.info.status is Status.RUNNING and not self.is_locked()
         return Status.INTERRUPTED if gone else self.info.status
+
+    def has_results(self) -> bool:
+        """Whether the run completed a step, an evaluation or a checkpoint."""
+        lines = (path for path in (self.metrics, self.evaluations) if path.exists())
+        return any(path.stat().st_size for path in lines) or any(self.checkpoints.iterdir())
+
+    def clear(self) -> None:
+        """Deletes the content of the folder."""
+        for entry in self.path.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
 
     def grid(self, steps_done: int) -> Path:
         """The image grid of the evaluation after `steps_done` optimizer steps."""

@@ -50,7 +50,7 @@ class HeldOut:
         settings, version = self._folder.recipe.evaluation, self._first_version
         if settings is None:
             return False
-        due = version % settings.every == 0 or version == self._folder.recipe.steps
+        due = settings.is_due(version, self._folder.recipe.steps)
         return due and version not in {each.steps_done for each in read_evaluations(self._folder.evaluations)}
 
     def pictures(self, version: int) -> Path:

@@ -34,8 +34,8 @@ class StepTimePrediction:
 
 
 def predicted_step_s(state: SchedulerState) -> float:
-    """The time of a steady-state step with the scheduler's current costs and present lanes."""
-    present = [lane for lane in state.lanes if lane.present]
+    """The time of a steady-state step with the scheduler's current costs and lanes."""
+    present = [lane for lane in state.lanes if lane.present and lane.calibrated]
     offers = [(lane.offer, lane.helper) for lane in present]
     prediction = predict(
         state.terms,

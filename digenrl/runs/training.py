@@ -83,7 +83,8 @@ def train(folder: RunFolder, backend: Backend, view: RunView, resume_point: Resu
         logs.mkdir(exist_ok=True)
         configure_logging("driver", verbose=folder.recipe.logging.verbose, file=logs / "driver.log")
         checkpoint = None if resume_point is None else resume_point.checkpoint
-        resources = backend.prepare(folder.recipe, folder.path, checkpoint)
+        recipe = folder.recipe if checkpoint is None else folder.recipe.from_checkpoint()
+        resources = backend.prepare(recipe, folder.path, checkpoint)
         stack.callback(resources.close)
         stack.enter_context(view)
         run = TrainingRun(folder, resources, view, resume_point)

@@ -1,8 +1,8 @@
 """The scheduler: a pure function from a state and an event to the next state and the actions to take.
 
-Every event except Tick records a fact, and passes generated samples on to be scored. Tick closes an instant: idle
-generator lanes take held-out chunks and slices, then the trainer gets its next job. A driver reports all events of
-an instant and then a Tick.
+Every event except Tick records a fact, and passes generated samples on to be scored. Tick closes an instant: new
+lanes are calibrated, idle generator lanes take held-out chunks and slices, then the trainer gets its next job. A
+driver reports all events of an instant and then a Tick.
 
 Results of generators and reward lanes may be late or doubled: a result for a job that its lane no longer holds is
 dropped. The trainer answers each job once, or is reported as lost.
@@ -16,11 +16,9 @@ from typing import Any
 
 from digenrl import records
 from digenrl.records import Action, Encoded, Event, Generated, StopRequested, Tick
-from digenrl.scheduling import evaluation, faults, lanes, measured_costs, scoring, trainer_turns
+from digenrl.scheduling import calibration, evaluation, faults, lanes, measured_costs, scoring, trainer_turns
 from digenrl.scheduling.slice_assignment import hand_out_slices
-from digenrl.scheduling.state import Generating, SchedulerState, open_step
-
-Outcome = tuple[SchedulerState, tuple[Action, ...]]
+from digenrl.scheduling.state import Generating, Outcome, SchedulerState, open_step
 
 
 def decide(state: SchedulerState, event: Event) -> Outcome:
@@ -56,6 +54,9 @@ def _absorb_stop(state: SchedulerState, event: StopRequested) -> Outcome:
 def _tick(state: SchedulerState, event: Tick) -> Outcome:
     if state.stopping:
         return trainer_turns.save_and_stop(state, event.at_ns)
+    calibrations: tuple[Action, ...] = ()
+    if state.uncalibrated:
+        state, calibrations = calibration.hand_out_calibrations(state, event.at_ns)
     handed_out: tuple[Action, ...] = ()
     if not state.terms.colocated or isinstance(state.trainer, Generating):
         chunks: tuple[Action, ...] = ()
@@ -64,7 +65,7 @@ def _tick(state: SchedulerState, event: Tick) -> Outcome:
         state, slices = hand_out_slices(state, event.at_ns)
         handed_out = (*chunks, *slices)
     state, orders = trainer_turns.direct_trainer(state, event.at_ns)
-    return state, (*handed_out, *orders)
+    return state, (*calibrations, *handed_out, *orders)
 
 
 _ABSORB: dict[type[Event], Callable[[SchedulerState, Any], Outcome]] = {
@@ -77,6 +78,7 @@ _ABSORB: dict[type[Event], Callable[[SchedulerState, Any], Outcome]] = {
     records.Published: lanes.absorb_published,
     records.RoleSwitched: trainer_turns.absorb_role_switched,
     records.Evaluated: evaluation.absorb_evaluated,
+    records.Calibrated: calibration.absorb_calibrated,
     records.Saved: trainer_turns.absorb_saved,
     records.Exported: trainer_turns.absorb_exported,
     records.Restored: trainer_turns.absorb_restored,

@@ -173,7 +173,7 @@ def _busy_until(state: SchedulerState, at_ns: int) -> dict[int, int]:
     return {
         lane.index: max(at_ns, expected_end_ns(state, lane))
         for lane in state.lanes
-        if lane.job and (state.terms.colocated or not lane.helper)
+        if lane.job and lane.calibrated and (state.terms.colocated or not lane.helper)
     }
 
 

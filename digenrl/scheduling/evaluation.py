@@ -11,9 +11,7 @@ from dataclasses import replace
 from digenrl.records import AbandonEvaluation, Action, Evaluate, Evaluated, HeldOutChunk
 from digenrl.scheduling.lanes import publish_newest, release
 from digenrl.scheduling.scoring import enqueue
-from digenrl.scheduling.state import SchedulerState, find_evaluation, fresh_evaluation, put_evaluation
-
-Outcome = tuple[SchedulerState, tuple[Action, ...]]
+from digenrl.scheduling.state import Outcome, SchedulerState, find_evaluation, fresh_evaluation, put_evaluation
 
 
 def begin_evaluation(state: SchedulerState, version: int) -> SchedulerState:

@@ -21,6 +21,7 @@ from digenrl.records import (
     GiveUp,
     HeldOutChunk,
     JobFailed,
+    LaneJob,
     Publish,
     Quarantine,
     Restore,
@@ -36,6 +37,7 @@ from digenrl.scheduling.scoring import end_score, ready_again, start_scoring
 from digenrl.scheduling.state import (
     Free,
     GroupProgress,
+    Outcome,
     ReadyUnit,
     Restoring,
     Saving,
@@ -50,9 +52,6 @@ from digenrl.scheduling.state import (
     reconsider_help,
 )
 from digenrl.scheduling.terms import Terms
-
-Outcome = tuple[SchedulerState, tuple[Action, ...]]
-
 
 # --- Lost workers ----------------------------------------------------------------------------------------------
 
@@ -80,6 +79,7 @@ def _lose_generator(state: SchedulerState, event: WorkerLost) -> Outcome:
         state,
         idle=tuple(index for index in state.idle if index != lane.index),
         helpers=tuple(index for index in state.helpers if index != lane.index),
+        uncalibrated=tuple(index for index in state.uncalibrated if index != lane.index),
     )
     state = reconsider_help(return_job(state, lane.job))
     return evaluation.abandon_if_unservable(state, event.at_ns)
@@ -187,7 +187,7 @@ def _take_back(state: SchedulerState, event: ArtifactLost) -> tuple[SchedulerSta
     has reported the loss.
     """
     job = event.job
-    if isinstance(job, Generate | Evaluate):
+    if isinstance(job, LaneJob):
         if state.lanes[job.lane].job != job:
             return state, False
         return return_job(release(state, job.lane), job), True
@@ -257,12 +257,12 @@ def _share_samples(piece: Slice | HeldOutChunk, other: Slice) -> bool:
 # --- Issuing again ---------------------------------------------------------------------------------------------
 
 
-def return_job(state: SchedulerState, job: Generate | Evaluate | None) -> SchedulerState:
+def return_job(state: SchedulerState, job: LaneJob | None) -> SchedulerState:
     """What a lane held is open again."""
     state = end_round_if_over(state)
     if isinstance(job, Generate):
         return reissue(state, job.slice)
-    return state if job is None else evaluation.return_chunk(state, job.chunk, sampled=False)
+    return evaluation.return_chunk(state, job.chunk, sampled=False) if isinstance(job, Evaluate) else state
 
 
 def reissue(state: SchedulerState, piece: Slice) -> SchedulerState:

@@ -5,7 +5,7 @@
 3. No commit with a missing, doubled or foreign sample. Groups are complete, or replaced as a whole.
 5. Training goes before helping. While the trainer's lanes generate, it neither trains nor commits.
 6. Versions only grow. A lane works with the version it was given; a held-out chunk with the version it is about.
-7. A worker holds one job at a time, and job ids are never used twice.
+7. A worker holds one job at a time, and job ids are never used twice. A lane is calibrated before it gets work.
 
 The auditor keeps its own books from events and actions and does not trust the scheduler's state.
 """
@@ -19,6 +19,8 @@ from typing import Any, ClassVar
 from digenrl.records import (
     Action,
     ArtifactLost,
+    Calibrate,
+    Calibrated,
     Commit,
     Committed,
     Evaluate,
@@ -30,6 +32,7 @@ from digenrl.records import (
     HeldOutChunk,
     Job,
     JobFailed,
+    LaneJob,
     Publish,
     Published,
     Quarantine,
@@ -103,7 +106,8 @@ class Auditor:
         self._whole_group = (1 << opening.terms.samples_per_prompt) - 1
         self._lane_version = {lane.index: lane.version for lane in opening.lanes}
         self._helpers = {lane.index for lane in opening.lanes if lane.helper}
-        self._lane_jobs: dict[int, Generate | Evaluate] = {}
+        self._lane_jobs: dict[int, LaneJob] = {}
+        self._uncalibrated: set[int] = set()
         self._scores: dict[int, Score] = {}  # by reward lane
         self._void_scores: set[int] = set()
         self._trainer_job: Job | None = None
@@ -136,7 +140,10 @@ class Auditor:
     # --- Events -----------------------------------------------------------------------------------------------
 
     def _joined(self, event: WorkerJoined) -> None:
-        self._lane_version[len(self._lane_version)] = NO_VERSION
+        lane = len(self._lane_version)
+        self._lane_version[lane] = NO_VERSION
+        if not event.offer.slice_ns:
+            self._uncalibrated.add(lane)
 
     def _lost(self, event: WorkerLost) -> None:
         if event.pool == "generator":
@@ -184,6 +191,11 @@ class Auditor:
             _promise(job.chunk not in self._sampled, "1: {} was sampled twice", job.chunk)
             self._sampled.add(job.chunk)
 
+    def _calibrated(self, event: Calibrated) -> None:
+        if self._lane_jobs.get(event.job.lane) == event.job:
+            del self._lane_jobs[event.job.lane]
+            self._uncalibrated.discard(event.job.lane)
+
     def _scored(self, event: Scored) -> None:
         self._end_score(event.job, failed=False)
 
@@ -191,7 +203,7 @@ class Auditor:
         job = event.job
         if isinstance(job, Score):
             self._end_score(job, failed=True)
-        elif isinstance(job, Generate | Evaluate) and self._lane_jobs.get(job.lane) == job:
+        elif isinstance(job, LaneJob) and self._lane_jobs.get(job.lane) == job:
             self._return_lane_job(job.lane)
 
     def _artifact_lost(self, event: ArtifactLost) -> None:
@@ -203,7 +215,7 @@ class Auditor:
 
     def _take_back(self, job: Job) -> bool:
         """The job is open again. Returns whether the loss of slices that it reports is news."""
-        if isinstance(job, Generate | Evaluate) and self._lane_jobs.get(job.lane) == job:
+        if isinstance(job, LaneJob) and self._lane_jobs.get(job.lane) == job:
             self._return_lane_job(job.lane)
         elif isinstance(job, Score):
             is_news = self._scores.get(job.scorer) == job and job.id not in self._void_scores
@@ -362,7 +374,9 @@ class Auditor:
         assert outliving is not None
         return outliving
 
-    def _take_lane(self, job: Generate | Evaluate) -> None:
+    def _take_lane(self, job: LaneJob) -> None:
+        calibrates = isinstance(job, Calibrate)
+        _promise(calibrates == (job.lane in self._uncalibrated), "7: {}, calibrated or not", job)
         _promise(job.lane not in self._lane_jobs, "7: lane {} was given a second job", job.lane)
         self._lane_jobs[job.lane] = job
 
@@ -425,6 +439,7 @@ class Auditor:
         WorkerLost: _lost,
         Generated: _generated,
         Evaluated: _evaluated,
+        Calibrated: _calibrated,
         Scored: _scored,
         JobFailed: _failed,
         ArtifactLost: _artifact_lost,
@@ -438,6 +453,7 @@ class Auditor:
     _ACTIONS: ClassVar[dict[type[Action], Callable[[Auditor, Any], None]]] = {
         Generate: _generate,
         Evaluate: _evaluate,
+        Calibrate: _take_lane,
         Score: _score,
         Train: _train,
         Commit: _commit,

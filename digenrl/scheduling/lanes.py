@@ -5,23 +5,22 @@ from __future__ import annotations
 from bisect import bisect
 from dataclasses import replace
 
-from digenrl.records import Action, Publish, Published, WorkerJoined
+from digenrl.records import Publish, Published, WorkerJoined
 from digenrl.scheduling.state import (
     NO_VERSION,
     BetweenRounds,
     Helping,
     Lane,
+    Outcome,
     SchedulerState,
     issue,
     lane_of,
     put_lane,
 )
 
-Outcome = tuple[SchedulerState, tuple[Action, ...]]
-
 
 def absorb_joined(state: SchedulerState, event: WorkerJoined) -> Outcome:
-    """The new lane gets the newest version. It takes slices once that is loaded."""
+    """The new lane gets the newest version. It takes slices once that is loaded and the lane is calibrated."""
     lane = lane_of(len(state.lanes), event.offer, helper=False, version=NO_VERSION)
     lane = replace(lane, sent_version=state.committed)
     state = make_idle(replace(state, lanes=(*state.lanes, lane)), lane)
@@ -74,7 +73,9 @@ def release(state: SchedulerState, index: int) -> SchedulerState:
 
 
 def make_idle(state: SchedulerState, lane: Lane) -> SchedulerState:
-    """Adds a lane to the idle list, which is ordered fastest first."""
+    """Adds a lane to the idle list, which is ordered fastest first, or to those that wait for calibration."""
+    if not lane.calibrated:
+        return replace(state, uncalibrated=(*state.uncalibrated, lane.index))
     keys = [(state.lanes[index].slice_ns, index) for index in state.idle]
     place = bisect(keys, (lane.slice_ns, lane.index))
     return replace(state, idle=(*state.idle[:place], lane.index, *state.idle[place:]))

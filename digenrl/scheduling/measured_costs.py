@@ -40,7 +40,9 @@ def absorb_costs(state: SchedulerState, event: CostsMeasured) -> tuple[Scheduler
 def _hardly_changed(state: SchedulerState, costs: Costs, lanes: list[Lane]) -> bool:
     """No slice time changed by more than a tenth, nothing else by more than a tenth of itself or of a slice."""
     slice_times = [
-        (old.slice_ns, new.slice_ns) for old, new in zip(state.lanes, lanes, strict=True) if old.present
+        (old.slice_ns, new.slice_ns)
+        for old, new in zip(state.lanes, lanes, strict=True)
+        if old.present and old.calibrated
     ]
     if any(abs(new - old) * CLOSE_ENOUGH > old for old, new in slice_times):
         return False

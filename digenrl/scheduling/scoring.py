@@ -8,6 +8,7 @@ from dataclasses import replace
 from digenrl.records import Action, HeldOutChunk, Score, Scored, Slice, WorkerRestarted
 from digenrl.scheduling.state import (
     GroupProgress,
+    Outcome,
     ReadyUnit,
     SchedulerState,
     StepProgress,
@@ -19,8 +20,6 @@ from digenrl.scheduling.state import (
     put_step,
 )
 from digenrl.scheduling.terms import Terms
-
-Outcome = tuple[SchedulerState, tuple[Action, ...]]
 
 
 def enqueue(state: SchedulerState, piece: Slice | HeldOutChunk, at_ns: int) -> Outcome:

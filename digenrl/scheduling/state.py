@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from digenrl.records import (
+    Action,
     Commit,
     Encode,
-    Evaluate,
     Export,
-    Generate,
     HeldOutChunk,
     Job,
+    LaneJob,
     LaneOffer,
     Restore,
     Save,
@@ -34,8 +34,8 @@ AnyJob = TypeVar("AnyJob", bound=Job)
 class Lane:
     """One device that can generate. It is idle or holds one job. A lost lane never returns.
 
-    `slice_ns` is the time of a full job; measurements replace it. `take_ns` are the offered times of 1, 2, ...
-    slices in one job; it is empty for a lane that takes one slice at a time.
+    `slice_ns` is the time of a full job, 0 until it is calibrated; measurements replace it. `take_ns` are the
+    offered times of 1, 2, ... slices in one job; it is empty for a lane that takes one slice at a time.
     """
 
     index: int
@@ -43,10 +43,15 @@ class Lane:
     slice_ns: int
     helper: bool  # one of the trainer's lanes
     version: int
-    job: Generate | Evaluate | None = None
+    job: LaneJob | None = None
     present: bool = True
     take_ns: tuple[int, ...] = ()
     sent_version: int = NO_VERSION  # the newest version that was published to it, loaded or not
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether its times are known. Until then it gets no work but its calibration."""
+        return self.slice_ns > 0
 
     @property
     def slices_at_once(self) -> int:
@@ -246,7 +251,7 @@ class SchedulerState:
     terms: Terms
     costs: Costs
     lanes: tuple[Lane, ...]
-    idle: tuple[int, ...]  # idle generator lanes, fastest first, then by index
+    idle: tuple[int, ...]  # idle generator lanes, fastest first, then by index; calibrated ones only
     helpers: tuple[int, ...]
     steps: tuple[StepProgress, ...]  # the current step and, unless it is the last, the next
     scorers: tuple[Score | None, ...]  # what each reward lane holds
@@ -263,6 +268,7 @@ class SchedulerState:
     evaluations: tuple[EvaluationProgress, ...] = ()  # oldest first
     saved: int | None = None  # the newest version that is in a checkpoint
     stopping: bool = False
+    uncalibrated: tuple[int, ...] = ()  # lanes that wait for their Calibrate job
 
     @property
     def all_committed(self) -> bool:
@@ -281,6 +287,9 @@ class SchedulerState:
     def current(self) -> StepProgress:
         """The lowest uncommitted step. There is none after the last commit."""
         return self.steps[0]
+
+
+Outcome = tuple[SchedulerState, tuple[Action, ...]]  # of a decision: the next state, and what to do
 
 
 def initial_state(

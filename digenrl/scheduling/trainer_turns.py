@@ -35,6 +35,7 @@ from digenrl.scheduling.state import (
     Generating,
     Helping,
     HelpPlan,
+    Outcome,
     Restoring,
     Saving,
     SchedulerState,
@@ -48,8 +49,6 @@ from digenrl.scheduling.state import (
     put_step,
 )
 from digenrl.scheduling.terms import Terms
-
-Outcome = tuple[SchedulerState, tuple[Action, ...]]
 
 
 def direct_trainer(state: SchedulerState, at_ns: int) -> Outcome:

@@ -6,14 +6,16 @@ repeats until nothing more is due, and then comes the tick.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, ClassVar
 
 from digenrl.records import (
     AbandonEvaluation,
     Action,
+    Calibrate,
+    Calibrated,
     Commit,
     Committed,
     Encode,
@@ -26,6 +28,7 @@ from digenrl.records import (
     Generate,
     Generated,
     JobFailed,
+    LaneOffer,
     Publish,
     Published,
     Quarantine,
@@ -50,6 +53,7 @@ from digenrl.scheduling.order import position_of
 
 SLICE_ENDS, SCORES, TRAINER, PUBLICATIONS = range(4)
 FAILURE = "simulated failure"
+CALIBRATION_JOBS = 2  # full jobs that a calibration takes: one to warm up, one against the clock
 
 
 class StalledError(RuntimeError):
@@ -63,6 +67,7 @@ class Faults:
     events: tuple[Event, ...] = ()  # WorkerLost, WorkerJoined, ...
     failing_jobs: frozenset[int] = frozenset()
     failing_samples: frozenset[SampleId] = frozenset()
+    calibrations: Mapping[str, LaneOffer] = field(default_factory=dict)  # what lanes without known times turn out
 
 
 class VirtualCluster:
@@ -100,7 +105,7 @@ class VirtualCluster:
     def _pop(self) -> Event:
         event = heappop(self._due)[-1]
         if isinstance(event, WorkerJoined):
-            self._offers[len(self._offers)] = event.offer
+            self._offers[len(self._offers)] = self._faults.calibrations.get(event.offer.name, event.offer)
         return event
 
     def _report(self, phase: int, event: Event, order: tuple[int, int] = (0, 0)) -> None:
@@ -118,6 +123,11 @@ class VirtualCluster:
 
     def _evaluate(self, job: Evaluate) -> None:
         self._report(SLICE_ENDS, Evaluated(self.now_ns + self._costs.evaluate_ns, job), (-1, job.chunk.index))
+
+    def _calibrate(self, job: Calibrate) -> None:
+        offer = self._offers[job.lane]
+        end = self.now_ns + CALIBRATION_JOBS * offer.slice_ns
+        self._report(SLICE_ENDS, Calibrated(end, job, offer=offer), (-1, job.lane))
 
     def _score(self, job: Score) -> None:
         if not isinstance(job.piece, Slice):
@@ -167,6 +177,7 @@ class VirtualCluster:
         Publish: _publish,
         SwitchRole: _switch,
         Evaluate: _evaluate,
+        Calibrate: _calibrate,
         Save: _save,
         Restore: _restore,
         Export: _export,

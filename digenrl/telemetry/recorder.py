@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from digenrl.records import (
     Action,
+    Calibrate,
     Commit,
     Committed,
     Evaluate,
     Event,
     Generate,
     Job,
+    LaneJob,
     Publish,
     Published,
     Restore,
@@ -36,6 +38,7 @@ from digenrl.telemetry.trace import (
     Span,
     Trace,
     Work,
+    lane_work,
 )
 
 _TRAINER_WORK: dict[type[Job], Work] = {
@@ -143,7 +146,7 @@ class Recorder:
                 self._close_if_arrived(publication)
 
     def _is_held_by(self, job: Job, lost: WorkerLost) -> bool:
-        if isinstance(job, Generate | Evaluate):
+        if isinstance(job, LaneJob):
             if lost.pool == "trainer":
                 return job.lane in self._helpers
             return lost.pool == "generator" and job.lane == lost.lane
@@ -154,12 +157,14 @@ class Recorder:
     def _add_span(self, job: Job, version: int, at_ns: int) -> None:
         end_ns = max(job.issued_ns, at_ns)
         if isinstance(job, Generate):
-            work = Work.HELP if job.lane in self._helpers else Work.GENERATE
+            work = lane_work(job, job.lane in self._helpers)
             self._keep(_slice_span(self._lane_names[job.lane], work, job, end_ns, job.slice, job.version))
         elif isinstance(job, Evaluate):
             version = job.chunk.version
             lane = self._lane_names[job.lane]
             self._keep(Span(lane, Work.EVALUATE, job.issued_ns, end_ns, version, version=version))
+        elif isinstance(job, Calibrate):
+            self._keep(Span(self._lane_names[job.lane], Work.CALIBRATE, job.issued_ns, end_ns, job.step))
         elif isinstance(job, Score):
             lane = f"reward-{job.scorer}"
             if isinstance(job.piece, Slice):

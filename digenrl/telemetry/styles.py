@@ -29,6 +29,7 @@ _FRESH = {
     Work.EVALUATE: WorkStyle("e", "evaluate", fill="#3fa7b5", ink="#06292e"),
     Work.SAVE: WorkStyle("w", "save (write a checkpoint)", fill="#8a5a3c", ink="#ffffff"),
     Work.RESTORE: WorkStyle("R", "restore a lost trainer", fill="#6b7a2f", ink="#ffffff"),
+    Work.CALIBRATE: WorkStyle("k", "calibrate a new lane", fill="#c9b458", ink="#2e2700"),
 }
 _STALE = {
     Work.GENERATE: WorkStyle("s", "generate, stale weights", fill="#a9c4ee", ink="#12305f", stale=True),
@@ -41,7 +42,7 @@ LEGEND_ORDER: tuple[WorkStyle, ...] = (
     _FRESH[Work.HELP],
     _STALE[Work.HELP],
     *(_FRESH[work] for work in (Work.SCORE, Work.TRAIN, Work.COMMIT, Work.SWITCH, Work.PUBLISH)),
-    *(_FRESH[work] for work in (Work.EVALUATE, Work.SAVE, Work.RESTORE)),
+    *(_FRESH[work] for work in (Work.EVALUATE, Work.SAVE, Work.RESTORE, Work.CALIBRATE)),
 )
 
 

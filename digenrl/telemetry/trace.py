@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from digenrl.records import Calibrate, Evaluate, LaneJob
+
 TRAINER_LANE: Final = "trainer"  # the row of the trainer as one unit; its helper lanes have their own rows
 GENERATOR_POOL: Final = "generator"
 REWARD_POOL: Final = "reward"
@@ -25,6 +27,7 @@ class Work(StrEnum):
     EVALUATE = "evaluate"
     SAVE = "save"
     RESTORE = "restore"
+    CALIBRATE = "calibrate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class Span:
     """One piece of work on one lane, in whole nanoseconds from the start of the run.
 
     `step`, `group`, `first` and `size` identify the samples: `first` up to `first + size - 1` of a group.
-    Work that belongs to no group (commit, publish, switch, evaluate, save) has `group` -1 and `size` 0.
+    Work that belongs to no group (commit, publish, switch, evaluate, save, calibrate) has `group` -1 and `size` 0.
     `version` is the weight version used; a generated slice is stale when its version is below its step.
 
     >>> Span("a100-0", Work.GENERATE, 0, 1_700_000_000, step=1, group=0, first=2, size=2, version=0).stale
@@ -53,6 +56,15 @@ class Span:
     def stale(self) -> bool:
         """Whether the samples were generated for a step newer than the weights used (TCSS)."""
         return self.work in (Work.GENERATE, Work.HELP) and self.version < self.step
+
+
+def lane_work(job: LaneJob, helps: bool) -> Work:
+    """The kind of work of a lane's job; `helps` for one of the trainer's lanes."""
+    if isinstance(job, Calibrate):
+        return Work.CALIBRATE
+    if isinstance(job, Evaluate):
+        return Work.EVALUATE
+    return Work.HELP if helps else Work.GENERATE
 
 
 @dataclass(frozen=True, slots=True)

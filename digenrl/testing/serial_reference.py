@@ -20,7 +20,7 @@ from digenrl.models.contract import DiffusionModel
 from digenrl.models.objective import Objective, PairBatch, RenoisedPairs, StepPairs
 from digenrl.models.stochastic_step import StepResult, StepTimes, stochastic_step
 from digenrl.models.trajectory import ScoredGroup, Trajectory
-from digenrl.training.packing.replay import DrawNoise
+from digenrl.training.packing.noise_levels import DrawNoise, noise_level
 from digenrl.training.policy_weights import PolicyWeights
 
 Gradients = dict[str, Tensor]
@@ -45,29 +45,47 @@ class SerialReference:
     def train_batch(self, groups: Sequence[ScoredGroup]) -> list[Gradients]:
         """Takes all optimizer steps of a batch; returns their gradients before clipping."""
         advantages = self.objective.batch_advantages([group.rewards for group in groups])
-        updates = self.objective.updates_per_batch
         gradients = []
-        for update in range(updates):
-            places = [place for place in range(len(groups)) if place * updates // len(groups) == update]
-            gradient = self.gradient([groups[place] for place in places], [advantages[place] for place in places])
+        for update in range(self.objective.updates_per_batch):
+            units = [self.units(place, update, len(groups), group) for place, group in enumerate(groups)]
+            gradient = self.gradient(groups, advantages, units)
             gradients.append(gradient)
             self._step(gradient)
         self.policies.finish_batch(self.objective.old_policy_decay(self.batches_done))
         self.batches_done += 1
         return gradients
 
-    def gradient(self, groups: Sequence[ScoredGroup], advantages: Sequence[Sequence[float]]) -> Gradients:
-        """The gradient of L = (1 / Z) sum of l over pairs; Z also counts groups with equal rewards."""
+    def units(self, place: int, update: int, groups: int, group: ScoredGroup) -> list[int]:
+        """The numbers of the samples, or compared pairs, of the group at a place that an update trains."""
+        count, updates = self.objective.units_per_group(len(group.rewards)), self.objective.updates_per_batch
+        if self.objective.updates_of == "samples":
+            return [unit for unit in range(count) if (place + unit) % updates == update]
+        return list(range(count)) if place * updates // groups == update else []
+
+    def gradient(
+        self,
+        groups: Sequence[ScoredGroup],
+        advantages: Sequence[Sequence[float]],
+        units_by_group: Sequence[Sequence[int]] | None = None,
+    ) -> Gradients:
+        """The gradient of L = (1 / Z) sum of l over pairs, for some units of each group, by default all.
+
+        Z also counts groups with equal rewards, unless they are left out.
+        """
         objective, parameters = self.objective, self.policies.parameters
-        denominator = sum(
-            objective.terms_per_group(len(group.rewards), group.trajectories[0].plan) for group in groups
-        )
+        every_unit = [range(objective.units_per_group(len(group.rewards))) for group in groups]
+        denominator = 0
+        for group, units in zip(groups, units_by_group or every_unit, strict=True):
+            if len(set(group.rewards)) > 1 or objective.zero_spread_groups != "left_out":
+                denominator += len(units) * len(objective.trained_steps(group.trajectories[0].plan))
         for parameter in parameters.values():
             parameter.grad = None
-        for group, advantage in zip(groups, advantages, strict=True):
+        for group, advantage, units in zip(groups, advantages, units_by_group or every_unit, strict=True):
             chosen = objective.group_advantages(group.rewards).chosen
-            for first in range(0, len(chosen), objective.rows_per_term):
+            for first in [unit * objective.rows_per_term for unit in units]:
                 samples = chosen[first : first + objective.rows_per_term]  # one sample, or two that are compared
+                if not samples:
+                    continue
                 for step in objective.trained_steps(group.trajectories[samples[0]].plan):
                     pairs = self.replay(group, samples, [advantage[index] for index in samples], step)
                     (loss,) = objective.loss(pairs).total_M()
@@ -117,6 +135,9 @@ class SerialReference:
             std_R=scored.std_B,
             sigma_R=sigmas[step][None].to(scored.std_B),
             step_size_R=(sigmas[step] - sigmas[step + 1])[None].to(scored.std_B),
+            noise_time_R=StepTimes.at(trajectory.plan.schedule, [step])
+            .noise_time_B(trajectory.plan.noise.kind)
+            .to(scored.std_B),
             mean_RL=scored.mean_BL,
             velocity_RL=velocity_1L,
             old_mean_RL=None if trajectory.mean_KL is None else trajectory.mean_KL[kept][None],
@@ -126,17 +147,20 @@ class SerialReference:
     def _replay_renoised(
         self, group: ScoredGroup, trajectories: Sequence[Trajectory], advantages: Sequence[float], step: int
     ) -> RenoisedPairs:
-        """Final latents noised to the step's sigma, with the same noise, and the velocities there."""
+        """Final latents noised to one level with the same noise, and the conditional velocities there."""
+        schedule, place = noise_level(trajectories[0], step, self.objective.levels, self.draw_noise)
         final_RL = torch.stack([t.final_L for t in trajectories if t.final_L is not None])
         noise_L = self.draw_noise(trajectories[0].sample, f"renoise {step}", final_RL.shape[1:])
         noise_RL = torch.stack([noise_L for _ in trajectories]).to(final_RL)
-        sigma = trajectories[0].plan.schedule.sigmas[step].to(final_RL)
+        sigma = schedule.sigmas[place].to(final_RL)
         noised_RL = (1 - sigma) * final_RL + sigma * noise_RL
 
         def velocities() -> Tensor:
+            plan, timestep_1 = trajectories[0].plan, schedule.timesteps[place][None].to(self.model.device)
+            guidance = plan.guidance if group.conditioning.negative is None else 1.0
             one_by_one = [
-                self._velocity(group, t, noised_L[None], step)
-                for t, noised_L in zip(trajectories, noised_RL, strict=True)
+                self.model.velocity(noised_L[None], timestep_1, group.conditioning, guidance, plan.size)
+                for noised_L in noised_RL
             ]
             return torch.cat(one_by_one)
 

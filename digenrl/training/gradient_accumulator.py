@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from digenrl.models.objective import Objective
 from digenrl.training.advantage_scale import AdvantageScale
 from digenrl.training.gradients import Gradients, add_into, scaled
 from digenrl.training.metrics import Tally
@@ -20,7 +19,7 @@ from digenrl.training.offload.switching import Switching
 from digenrl.training.open_batch import GroupEntry, OpenBatch
 from digenrl.training.ordered_sums import OrderedSums
 from digenrl.training.packing.packed_passes import PackedPasses, PassContext, PassResult
-from digenrl.training.packing.packs import Term, terms_of
+from digenrl.training.packing.packs import Term
 from digenrl.training.policy_weights import PolicyWeights
 from digenrl.training.ranks.rank_group import RankGroup
 
@@ -30,14 +29,12 @@ class GradientAccumulator:
 
     def __init__(
         self,
-        objective: Objective,
         scale: AdvantageScale,
         passes: PackedPasses,
         sums: OrderedSums,
         switching: Switching,
     ) -> None:
-        self._objective, self._scale = objective, scale
-        self._passes, self._sums, self._switching = passes, sums, switching
+        self._scale, self._passes, self._sums, self._switching = scale, passes, sums, switching
 
     @property
     def tally(self) -> Tally:
@@ -50,13 +47,12 @@ class GradientAccumulator:
 
     def add(self, batch: OpenBatch, place: int, entry: GroupEntry) -> None:
         """Adds a group of the open update. If it raises, nothing was added."""
-        assert entry.group is not None
-        result = self._run(batch, place, entry, terms_of(entry.group, entry.advantages, self._objective))
+        result = self._run(batch, place, entry, batch.terms(place, entry))
         with self._switching.adding_to_sums():
             self._sums.add(place, result)
         entry.trained = True
-        if not self._scale.over_batch:
-            entry.group = None  # else samples may be replayed once more, for the clamp
+        if not self._scale.over_batch and not batch.is_replayed_later(place):
+            entry.group = None  # else samples may be replayed once more, for the clamp or by a later update
 
     def gradient(self, batch: OpenBatch, policies: PolicyWeights, ranks: RankGroup | None) -> Gradients:
         """The gradient of the complete open update, over all ranks; for a sharded model this rank's shards."""
@@ -65,6 +61,9 @@ class GradientAccumulator:
             total = self._sums.total.sums.total(factor)
         if self._scale.over_batch:
             add_into(total, scaled(self._clamp_corrections(batch, factor), factor))
+        mean_factor = batch.mean_factor()
+        if mean_factor != 1:
+            total = scaled(total, mean_factor)
         if ranks is None or policies.sharded:
             return total
         # A rank with an empty share has no gradients, but takes part in the sum.
@@ -77,11 +76,10 @@ class GradientAccumulator:
         result = PassResult()
         for place in batch.places():
             entry = batch.entries[place]
-            assert entry.group is not None
             weights = self._scale.correction_weights(entry.advantages, factor)
             terms = [
                 replace(term, weight=weights[term.trajectories[0].sample.index])
-                for term in terms_of(entry.group, entry.advantages, self._objective, weights)
+                for term in batch.terms(place, entry, weights)
             ]
             result.add(self._run(batch, place, entry, terms, only_unscaled=True))
         return result.sums.unscaled

@@ -15,7 +15,7 @@ from torch import Tensor
 from digenrl.models.objective import Objective
 from digenrl.training.offload.host_copies import HostCopies, HostCopy
 from digenrl.training.trainable_state import TrainableState
-from digenrl.training.trainer_state import MOMENTS_PER_PARAMETER, TrainerState
+from digenrl.training.trainer_state import MOMENTS_PER_PARAMETER, Tensors, TrainerState
 
 
 class LastVersion:
@@ -58,6 +58,15 @@ class LastVersion:
             return self._policies.published()
         self._host.copier.finish(self._complete)
         return self._policies.published(self._kept.old_policy or self._kept.weights)
+
+    def average(self) -> Tensors:
+        """The moving average by the names of parameters; it is not a copy."""
+        average = self._trainable.average
+        assert average is not None, "the run keeps no moving average"
+        if self._kept is None or self._kept.average is None:
+            return average.values
+        self._host.copier.finish(self._complete)
+        return self._kept.average
 
     def state(self, batch: int, pack_size: int | None) -> TrainerState:
         """The state when the batch began; its memory is reused after `discard`."""

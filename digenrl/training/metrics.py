@@ -112,9 +112,10 @@ class UpdateMetrics:
     """The metrics of one optimizer update. Those that an algorithm does not have are None.
 
     `log_prob_mismatch` is the mean |new - rollout's log-prob| of fresh samples before the batch's first update,
-    where both should be equal. `gradient_norm` is before clipping. Rewards are those of the update's groups;
-    `terms` is the denominator Z. `memory_retries` counts the allocator's retries since the previous update: if it
-    is not 0, memory is so tight that the GPU waits for it.
+    where both should be equal. `gradient_norm` is before clipping. Rewards are those of the update's groups; a
+    group of equal rewards is counted in the last update that trains part of it. `terms` is the denominator Z.
+    `memory_retries` counts the allocator's retries since the previous update: if it is not 0, memory is so tight
+    that the GPU waits for it.
     """
 
     batch: int
@@ -132,6 +133,7 @@ class UpdateMetrics:
     log_prob_mismatch: float | None
     measures: Mapping[str, float]
     memory_retries: int | None = None
+    stale_weight: float | None = None
 
 
 def update_metrics(
@@ -159,6 +161,7 @@ def update_metrics(
         log_prob_mismatch=tally.mean("log_prob_mismatch"),
         measures=tally.means(),
         memory_retries=memory_retries,
+        stale_weight=tally.mean("stale_weight"),
         **counts,
     )
 

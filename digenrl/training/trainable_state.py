@@ -15,6 +15,7 @@ from digenrl.training.optimizer import (
     load_optimizer_state,
     make_optimizer,
     optimizer_state,
+    set_learning_rate,
     take_step,
 )
 from digenrl.training.policy_weights import PolicyWeights
@@ -53,11 +54,12 @@ class TrainableState:
 
     def step(self, gradient: Gradients, norm: float) -> None:
         """Takes an optimizer step and lets the moving average follow; the gradient is used up."""
+        set_learning_rate(self.optimizer, self._settings.learning_rate_after(self.updates_done))
         take_step(self.policies.parameters, self.optimizer, gradient, norm, self._settings.gradient_norm)
         self.updates_done += 1
         ema = self._settings.ema
         if ema is not None and self.average is not None and self.updates_done % ema.every_updates == 0:
-            self.average.follow(ema.decay)
+            self.average.follow(ema.decay_after(self.updates_done))
 
     def copy(
         self, batch: int, pack_size: int | None, *, with_reference: bool = True, copy: CopyTensor = cpu_copy

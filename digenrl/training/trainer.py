@@ -22,10 +22,11 @@ from digenrl.training.offload.switching import Switching
 from digenrl.training.open_batch import BatchShape, GroupEntry, OpenBatch, check_shape
 from digenrl.training.ordered_sums import OrderedSums
 from digenrl.training.packing.memory_plan import PackPlan
+from digenrl.training.packing.noise_levels import DrawNoise
 from digenrl.training.packing.pack_size import RetryCounter
 from digenrl.training.packing.packed_passes import PackedPasses, PassContext
 from digenrl.training.packing.packs import calibration_terms
-from digenrl.training.packing.replay import DrawNoise, Replay
+from digenrl.training.packing.replay import Replay
 from digenrl.training.ranks.rank_consensus import Consensus, UpdateFacts, reach_consensus
 from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.training.ranks.sharding import ShardSpec
@@ -75,7 +76,7 @@ class Trainer:
         )
         replay = Replay(model, objective, self.policies, draw_noise, settings)
         self._passes = PackedPasses(replay, scale, settings, self.switching, ranks, self._bytes_to_come)
-        self._gradients = GradientAccumulator(objective, scale, self._passes, self._sums, self.switching)
+        self._gradients = GradientAccumulator(scale, self._passes, self._sums, self.switching)
         self._gradients.begin_update(self._open)
         self._retries = RetryCounter(model.device)
 
@@ -107,13 +108,13 @@ class Trainer:
     # --- Training -----------------------------------------------------------------------------------------------
 
     def add_group(self, group: ScoredGroup, place: int | None = None) -> None:
-        """Adds a group's gradient to its update; a group of a later update is held until that is open.
+        """Adds a group's gradient to the open update; what later updates train of it is held until they are open.
 
         `place` is the group's place in the batch, by default its index. If this raises, the trainer is unchanged.
         """
         place = group.index if place is None else place
         entry = self._open.checked(group, place)
-        if self._open.update_of(place) == self.update:
+        if place in self._open.places():
             self._train(place, entry)
         self._open.entries[place] = entry
 
@@ -129,7 +130,7 @@ class Trainer:
             group.conditioning,
             denominator=len(terms),
             before_updates=self.update == 0 and not later,
-            group_terms=self._open.terms_of(group),
+            group_terms=self._open.most_terms_of(group),
         )
         self._passes.run(terms, context)
         self._retries.since_last()  # not attributed to an update
@@ -192,6 +193,14 @@ class Trainer:
             self.keep_version()  # it will be kept anyway
         return self._last_version.published()
 
+    def published_average(self) -> dict[str, Tensor]:
+        """The moving average at the last version, named and valid as the weights that `published` returns.
+
+        For a sharded model this is a collective too.
+        """
+        self.switching.synchronize()
+        return self.policies.published(self._last_version.average())
+
     def keep_version(self) -> None:
         """Starts copying the last version's state to the host, unless it is kept or updates were committed since.
 
@@ -253,8 +262,8 @@ class Trainer:
             rewards=[reward for entry in entries for reward in entry.rewards],
             gradient_norm=consensus.norm,
             memory_retries=self._retries.since_last(),
-            zero_spread_groups=sum(not entry.advantages.chosen for entry in entries),
-            terms=self._open.denominator(entries[0]),
+            zero_spread_groups=self._open.zero_spread_groups(),
+            terms=round(self._open.denominator(entries[0]) / self._open.mean_factor()),
             pack_size=self._pack_size or 0,
         )
 
@@ -267,6 +276,7 @@ class Trainer:
         self._gradients.begin_update(self._open)
         for place in self._open.places():
             if place in self._open.entries:
+                self._open.entries[place].trained = False
                 self._train(place, self._open.entries[place])
 
     def _begin_batch(self, index: int) -> None:

@@ -56,8 +56,8 @@ class Transport(Protocol):
     def has_room(self, assignment: Assignment) -> bool:
         """Whether there is capacity to start this worker now."""
 
-    def send(self, worker: str, job_id: int, job: Job) -> None:
-        """Sends a job, whose id is unique in the run; does nothing if the worker is gone."""
+    def send(self, worker: str, job: Job) -> None:
+        """Sends a job; does nothing if the worker is gone."""
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
         """All messages that have arrived; waits for the first one up to the timeout.

@@ -27,7 +27,7 @@ class InlineTransport:
         self._workers: dict[str, Worker] = {}
         self._threads: dict[str, ThreadWorker] = {}
         self._messages: deque[Message] = deque()
-        self._jobs: deque[tuple[str, int, Job]] = deque()
+        self._jobs: deque[tuple[str, Job]] = deque()
         self._ended: SimpleQueue[JobEnded] = SimpleQueue()
 
     def start(self, assignment: Assignment) -> None:
@@ -43,11 +43,11 @@ class InlineTransport:
     def has_room(self, assignment: Assignment) -> bool:
         return True
 
-    def send(self, worker: str, job_id: int, job: Job) -> None:
+    def send(self, worker: str, job: Job) -> None:
         if worker in self._threads:
-            self._threads[worker].send(job_id, job)
+            self._threads[worker].send(job)
         elif worker in self._workers:
-            self._jobs.append((worker, job_id, job))
+            self._jobs.append((worker, job))
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
         """One message: from a thread or, if there is none, of the oldest job, which is run now."""
@@ -75,10 +75,10 @@ class InlineTransport:
         self._collect_from_threads(0.0 if self._jobs else timeout_s)
         if self._messages or not self._jobs:
             return  # jobs that follow from these messages can start before the device is busy again
-        name, job_id, job = self._jobs.popleft()
+        name, job = self._jobs.popleft()
         report = self._workers[name].handle(job)
         self._collect_from_threads(0.0)
-        self._messages.append(Message(name, job_id, report))
+        self._messages.append(Message(name, job.id, report))
 
     def _collect_from_threads(self, timeout_s: float) -> None:
         """Takes all finished jobs; waits for the first one up to the timeout, if any is pending."""

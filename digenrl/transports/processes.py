@@ -97,10 +97,10 @@ class ProcessTransport:
     def has_room(self, assignment: Assignment) -> bool:
         return True
 
-    def send(self, worker: str, job_id: int, job: Job) -> None:
+    def send(self, worker: str, job: Job) -> None:
         if worker in self._workers:
             with suppress(OSError):  # the process has ended, which `receive` reports
-                self._workers[worker].connection.send((job_id, job))
+                self._workers[worker].connection.send(job)
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
         """All reports that have arrived. The reports of a worker that ended come before its Gone."""
@@ -183,9 +183,8 @@ def serve(
     exchange = ExchangeFolder(assignment.exchange)
     worker, report = start_worker(assignment, TensorExchange(exchange), _rendezvous(assignment))
     connection.send((None, report))
-    while worker is not None and (sent := connection.recv()) is not None:
-        job_id, job = sent
-        connection.send((job_id, worker.handle(job)))
+    while worker is not None and (job := connection.recv()) is not None:
+        connection.send((job.id, worker.handle(job)))
 
 
 def _select_cores_and_device(assignment: Assignment) -> None:
@@ -202,11 +201,11 @@ def _select_cores_and_device(assignment: Assignment) -> None:
 
 def _rendezvous(assignment: Assignment) -> str:
     """Ranks of one machine meet in a file, a new one whenever they start again."""
-    if assignment.ranks is None:
+    if assignment.rank is None:
         return ""
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
-    return f"file://{assignment.exchange}/ranks-{assignment.ranks.epoch}"
+    return f"file://{assignment.exchange}/ranks-{assignment.epoch}"
 
 
 def _beat(heartbeat_s: ctypes.c_double) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from digenrl.records import Job, JobFailed
+from digenrl.training.ranks.rank import Rank
 from digenrl.transports.contract import Gone, InputsLost, Message, Report, Transport
-from digenrl.worker.assignment import Assignment, Ranks, StartFailed, rank_device, rank_names
+from digenrl.worker.assignment import Assignment, StartFailed, rank_device, rank_names
 
 
 @dataclass(slots=True)
@@ -38,22 +39,24 @@ class RankGroupTransport:
         self._epoch += 1
         self._groups[assignment.name] = _RankGroup(tuple(names), {None: {}})
         for index, name in enumerate(names):
-            ranks = Ranks(index, len(names), self._epoch)
+            rank = Rank(index, len(names))
             device = rank_device(assignment.device, index)
-            cores = _rank_cores(assignment.cores, ranks)
-            self._transport.start(replace(assignment, name=name, device=device, cores=cores, ranks=ranks))
+            cores = _rank_cores(assignment.cores, rank)
+            self._transport.start(
+                replace(assignment, name=name, device=device, cores=cores, rank=rank, epoch=self._epoch)
+            )
 
     def has_room(self, assignment: Assignment) -> bool:
         return self._transport.has_room(assignment)
 
-    def send(self, worker: str, job_id: int, job: Job) -> None:
+    def send(self, worker: str, job: Job) -> None:
         group = self._groups.get(worker)
         if group is None:
-            self._transport.send(worker, job_id, job)
+            self._transport.send(worker, job)
             return
-        group.reports[job_id] = {}
+        group.reports[job.id] = {}
         for index, name in enumerate(group.ranks):
-            self._transport.send(name, job_id, job.for_rank(index))
+            self._transport.send(name, job.for_rank(index))
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
         """Reports of groups are complete; the result is empty if those that arrived completed none."""
@@ -101,9 +104,9 @@ class RankGroupTransport:
         return Message(worker, job_id, report)
 
 
-def _rank_cores(cores: tuple[int, ...] | None, ranks: Ranks) -> tuple[int, ...] | None:
+def _rank_cores(cores: tuple[int, ...] | None, rank: Rank) -> tuple[int, ...] | None:
     """This rank's share of the group's cores."""
     if cores is None:
         return None
-    each = len(cores) // ranks.count
-    return cores[ranks.index * each : (ranks.index + 1) * each]
+    each = len(cores) // rank.count
+    return cores[rank.index * each : (rank.index + 1) * each]

@@ -31,14 +31,14 @@ class ThreadWorker:
     def __init__(self, name: str, worker: Worker, on_end: Callable[[JobEnded], None]) -> None:
         self.name, self.pending = name, 0
         self._worker, self._on_end = worker, on_end
-        self._jobs: SimpleQueue[tuple[int, Job] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
-    def send(self, job_id: int, job: Job) -> None:
+    def send(self, job: Job) -> None:
         """Queues a job."""
         self.pending += 1
-        self._jobs.put((job_id, job))
+        self._jobs.put(job)
 
     def close(self) -> None:
         """Ends the thread after the jobs that were sent before."""
@@ -49,12 +49,11 @@ class ThreadWorker:
         self._thread.join(JOIN_TIMEOUT_S)
 
     def _serve(self) -> None:
-        while (sent := self._jobs.get()) is not None:
-            job_id, job = sent
+        while (job := self._jobs.get()) is not None:
             try:
                 report = self._worker.handle(job)
             except SystemExit as exited:  # in a worker process this would have ended the process
                 gone = Gone(f"left with exit code {exited.code}")
                 self._on_end(JobEnded(self, None, gone, time.monotonic_ns()))
                 return
-            self._on_end(JobEnded(self, job_id, report, time.monotonic_ns()))
+            self._on_end(JobEnded(self, job.id, report, time.monotonic_ns()))

@@ -7,19 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 from digenrl.config.recipe import Recipe
+from digenrl.training.ranks.rank import Rank
 
 TRAINER, ENCODER = "trainer", "encoder"
 
 Duty = Literal["encode", "generate", "score", "train"]
-
-
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """A worker's place among the ranks of a trainer. Every restart has a new epoch."""
-
-    index: int
-    count: int
-    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +20,8 @@ class Assignment:
 
     `exchange` is the folder where workers of one machine leave tensors; workers of a cluster have none. `cores`
     pins a worker to CPU cores. A trainer may start from a `checkpoint`. `pool` is the worker's generator pool in
-    the recipe, and `ranks` its place in a trainer of several processes. Files are written into `run`.
+    the recipe, and `rank` its place in a trainer of several processes, whose every start has a new `epoch`. Files
+    are written into `run`.
     """
 
     name: str
@@ -40,7 +33,8 @@ class Assignment:
     checkpoint: Path | None = None
     pool: str | None = None
     slowdown: float = 1.0
-    ranks: Ranks | None = None
+    rank: Rank | None = None
+    epoch: int = 0
     run: Path | None = None
 
 
@@ -98,6 +92,10 @@ class Workers:
         """Those that start with the run, the slowest to load first."""
         encoder = () if self.encoder is None else (self.encoder,)
         return (self.trainer, *self.generators, *self.rewards, *encoder)
+
+    def by_name(self) -> dict[str, Assignment]:
+        """All assignments, those in reserve included."""
+        return {each.name: each for each in (*self.initial(), *self.reserve)}
 
 
 def rank_names(assignment: Assignment) -> list[str]:

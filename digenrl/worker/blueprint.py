@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import partial
+from math import ceil
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 
 from digenrl import demo
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
+from digenrl.config.import_paths import add_to_python_path
 from digenrl.config.reading import ConfigError, errors_about, one_line
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_paths import DEMO
@@ -21,7 +26,8 @@ from digenrl.generation.noise import normal_noise
 from digenrl.models.compiled import compile_blocks
 from digenrl.models.contract import DiffusionModel, SampleSize, Schedule, TextEncoder
 from digenrl.models.family import Family
-from digenrl.models.lora import add_lora
+from digenrl.models.lora import Targets, add_lora, check_targets, target_layers
+from digenrl.models.lora_start import check_start, read_lora, start_from
 from digenrl.models.offloaded_text_encoder import OffloadedTextEncoder
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.random_text_encoder import RandomTextEncoder
@@ -44,23 +50,45 @@ class Blueprint:
     noise: StepNoise
     size: SampleSize
     guidance: float
+    held_out_size: SampleSize  # of an evaluation's samples
+    held_out_guidance: float
 
     @property
     def shape(self) -> BatchShape:
-        """The number of groups in a batch, and of samples in a group."""
-        return BatchShape(self.recipe.batch.prompts, self.recipe.batch.samples_per_prompt)
+        """The number of groups in a batch and of samples in a group, and how many groups may be stale."""
+        return batch_shape(self.recipe)
 
-    def schedule(self, model: DiffusionModel, steps: int) -> Schedule:
-        """The model's own noise levels, or those of the recipe's shift."""
-        shift = self.recipe.sample.shift
-        return model.schedule(steps, self.size) if shift is None else model.shifted_schedule(steps, shift)
+    @property
+    def same_initial_noise(self) -> bool:
+        """Whether all samples of a group start from the same noise: the recipe's choice, or the algorithm's."""
+        chosen = self.recipe.sample.same_initial_noise
+        return self.algorithm.settings.same_initial_noise if chosen is None else chosen
+
+    def schedule(self, model: DiffusionModel, steps: int | None = None) -> Schedule:
+        """The noise levels of training samples, or of this many steps: the model's own, or those of the shift."""
+        sample = self.recipe.sample
+        return _schedule(model, sample.denoising_steps if steps is None else steps, self.size, sample.shift)
+
+    def held_out_schedule(self, model: DiffusionModel) -> Schedule:
+        """The noise levels of an evaluation's samples."""
+        evaluation, shift = self.recipe.evaluation, self.recipe.sample.shift
+        assert evaluation is not None, "a recipe without evaluation has no held-out samples"
+        shift = shift if evaluation.shift is None else evaluation.shift
+        return _schedule(model, evaluation.denoising_steps, self.held_out_size, shift)
+
+
+def _schedule(model: DiffusionModel, steps: int, size: SampleSize, shift: float | None) -> Schedule:
+    return model.schedule(steps, size) if shift is None else model.shifted_schedule(steps, shift)
 
 
 def read_blueprint(recipe: Recipe) -> Blueprint:
     """Resolves a recipe; raises ConfigError for what the family, algorithm or window does not support."""
+    add_to_python_path(recipe.python_path)
     family = find_family(recipe.model.family)
-    if family.kind == "image" and recipe.sample.frames != 1:
-        raise ConfigError(f"sample.frames: {family.name} makes images, got {recipe.sample.frames}; set it to 1")
+    size, held_out_size = SampleSize(*recipe.sample_size), SampleSize(*recipe.held_out_size)
+    for key, frames in (("sample.frames", size.frames), ("evaluation.frames", held_out_size.frames)):
+        if family.kind == "image" and frames != 1:
+            raise ConfigError(f"{key}: {family.name} makes images, got {frames}; set it to 1")
     if recipe.model.negative_prompt is not None and not family.uses_negative_prompts:
         raise ConfigError(
             f"model.negative_prompt: {family.name} has embedded guidance and takes none; leave it out"
@@ -75,23 +103,53 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
     window = recipe.window
     with errors_about("sample.window"):
         window.check(recipe.sample.denoising_steps)
-    check_shape(BatchShape(recipe.batch.prompts, recipe.batch.samples_per_prompt), algorithm, recipe.training)
+    _check_noise(recipe, window, algorithm)
+    check_shape(batch_shape(recipe), algorithm, recipe.training)
     if recipe.training.lora is None and recipe.model.dtype != "float32":
         raise ConfigError(
             f"model.dtype: {recipe.model.dtype} is too coarse for weights that are trained; use float32 with "
             "training.autocast: bf16, or adapters (training.lora)"
         )
     guidance = family.default_guidance if recipe.model.guidance is None else recipe.model.guidance
+    own_guidance = None if recipe.evaluation is None else recipe.evaluation.guidance
     sample = recipe.sample
     return Blueprint(
         recipe=recipe,
         family=family,
         algorithm=algorithm,
         window=window,
-        noise=StepNoise(sample.noise.kind, sample.noise.level),
-        size=SampleSize(sample.height, sample.width, sample.frames),
+        noise=StepNoise(sample.noise.kind, sample.noise.level, sample.noise.log_prob),
+        size=size,
         guidance=guidance,
+        held_out_size=held_out_size,
+        held_out_guidance=guidance if own_guidance is None else own_guidance,
     )
+
+
+def check_sizes(blueprint: Blueprint, model: DiffusionModel) -> None:
+    """Raises ConfigError if the model cannot generate samples of the recipe's sizes."""
+    for key, size in (("sample", blueprint.size), ("evaluation", blueprint.held_out_size)):
+        with errors_about(key):
+            model.noise_shape(size)
+
+
+def batch_shape(recipe: Recipe) -> BatchShape:
+    """The shape of the recipe's batches. Stale samples are those of a step that are generated first."""
+    stale_share, prompts = Decimal(repr(recipe.techniques.tcss)), recipe.batch.prompts
+    return BatchShape(prompts, recipe.batch.samples_per_prompt, stale_groups=ceil(stale_share * prompts))
+
+
+def _check_noise(recipe: Recipe, window: Window, algorithm: Algorithm) -> None:
+    if recipe.sample.last_step_noise and not window.covers_all_steps:
+        raise ConfigError(
+            f"sample.last_step_noise: true, but steps outside a window of kind '{window.kind}' have no noise; "
+            "set it to false, or sample.window to {kind: all}"
+        )
+    needs_densities = algorithm.settings.needs_densities
+    if recipe.sample.noise.log_prob == "squared_error" and needs_densities is not None:
+        raise ConfigError(
+            f"sample.noise.log_prob: squared_error is no density, which {needs_densities} needs; set it to normal"
+        )
 
 
 def check_hub_model(blueprint: Blueprint) -> None:
@@ -130,11 +188,60 @@ def load_model(
                 vae_dtype=vae_dtype,
                 text_tokens=text_tokens,
             )
-    if recipe.training.lora is not None:
-        add_lora(model, recipe.training.lora.rank, recipe.training.lora.alpha, seed=recipe.seed)
+    check_sizes(blueprint, model)
+    _add_adapters(recipe, model)
     if for_a_run and recipe.model.compiles(device):
         compile_blocks(model)
     return model
+
+
+def load_for_merging(blueprint: Blueprint) -> PipelineModel:
+    """The recipe's model with its text encoders and adapters, on the CPU; not for models with random weights."""
+    model = load_whole_model(blueprint, "cpu")
+    _add_adapters(blueprint.recipe, model)
+    return model
+
+
+def _add_adapters(recipe: Recipe, model: DiffusionModel) -> None:
+    lora = recipe.training.lora
+    if lora is None:
+        return
+    add_lora(model, lora.rank, lora.alpha, recipe.seed, lora.targets, lora.init)
+    if lora.start_from is not None:
+        start_from(model, Path(lora.start_from))
+
+
+def check_adapters(blueprint: Blueprint) -> None:
+    """Raises ConfigError if the recipe's LoRA targets, or the LoRA that it starts from, do not fit the model.
+
+    Reads no weights of the model. A hub id that is not in the cache is checked when it is loaded.
+    """
+    recipe, lora = blueprint.recipe, blueprint.recipe.training.lora
+    if lora is None or (lora.targets is None and lora.start_from is None):
+        return
+    try:
+        transformer = transformer_without_weights(blueprint)
+    except OSError:
+        return
+    if lora.targets is not None:
+        check_targets(transformer, lora.targets)
+    if lora.start_from is not None:
+        layers = target_layers(transformer, lora_targets(recipe, blueprint.family))
+        check_start(read_lora(Path(lora.start_from), blueprint.family.pipeline_class), set(layers), lora.rank)
+
+
+def transformer_without_weights(blueprint: Blueprint) -> nn.Module:
+    """The recipe's transformer on the meta device; raises OSError if its configuration is not on this machine."""
+    recipe, family = blueprint.recipe, blueprint.family
+    if recipe.model.random:
+        return family.build_transformer(dtype_of(recipe), "meta", recipe.model.random_size)
+    return family.transformer_without_weights(source_of(recipe))
+
+
+def lora_targets(recipe: Recipe, family: Family) -> Targets:
+    """The layers that the recipe adapts, by default the family's."""
+    chosen = None if recipe.training.lora is None else recipe.training.lora.targets
+    return family.model_class.lora_targets if chosen is None else chosen
 
 
 def load_whole_model(blueprint: Blueprint, device: str) -> PipelineModel:

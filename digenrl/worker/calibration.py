@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 
 from digenrl.models.compiled import is_compiled
-from digenrl.models.contract import Conditioning
+from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.trajectory import ScoredGroup, Trajectory
 from digenrl.models.transfers import synchronize
 from digenrl.records import Calibrate, Calibrated, PromptRow, SampleId, Slice
@@ -77,16 +77,24 @@ class StageCalibration:
         self._exchange.drop(name)
 
     def _scoring(self, job: Calibrate) -> Calibrated:
-        """Scores noise twice and times the second call. A reward that finds nothing in it will do."""
-        size, (samples,) = self._blueprint.size, job.sizes
+        """Scores noise twice and times the second call. A reward that finds nothing in it will do.
+
+        The rewards of an evaluation are called once, so that its first call is not slower than later ones.
+        """
+        (samples,) = job.sizes
+        if self._blueprint.recipe.evaluation is not None:
+            self._score_noise(job, self._blueprint.held_out_size, 1, held_out=True)
+        for _ in range(2):
+            seconds = self._score_noise(job, self._blueprint.size, samples)
+        return Calibrated(0, job, {1: seconds / samples})
+
+    def _score_noise(self, job: Calibrate, size: SampleSize, samples: int, held_out: bool = False) -> float:
         noise = torch.Generator().manual_seed(0)
         pixels_BFCHW = torch.rand(samples, size.frames, 3, size.height, size.width, generator=noise)
-        for _ in range(2):
-            began = perf_counter()
-            with suppress(RewardError):
-                self._stages.score_pixels(pixels_BFCHW, [_prompt(job)] * samples)
-            seconds = perf_counter() - began
-        return Calibrated(0, job, {1: seconds / samples})
+        began = perf_counter()
+        with suppress(RewardError):
+            self._stages.score_pixels(pixels_BFCHW, [_prompt(job)] * samples, held_out)
+        return perf_counter() - began
 
     def _training(self, job: Calibrate) -> Calibrated:
         """Replays a few samples twice and times the second replay. Finds the pack size on the way."""

@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
+from digenrl.config.rewards import FunctionSettings
 from digenrl.worker.assignment import Machine
 
 
@@ -47,16 +48,21 @@ def inspect_here(recipe: Recipe) -> Machine:
         import torch
 
         from digenrl.models.hub import HubUnreachableError
-        from digenrl.worker.blueprint import check_hub_model, read_blueprint
+        from digenrl.rewards.function import import_target
+        from digenrl.worker.blueprint import check_adapters, check_hub_model, read_blueprint
     except ModuleNotFoundError as error:
         missing = f"training needs the package '{error.name}', which is not installed"
         raise ConfigError(f"{missing}; install digenrl[train]") from None
     blueprint = read_blueprint(recipe)
+    for settings in (*recipe.rewards, *recipe.held_out_rewards):
+        if isinstance(settings, FunctionSettings):
+            import_target(settings)
     try:
         check_hub_model(blueprint)
     except HubUnreachableError:
         if not recipe.topology.uses_ray:  # other machines of a cluster may reach the hub
             raise
+    check_adapters(blueprint)
     return Machine(cores_here(), torch.cuda.device_count())
 
 

@@ -10,6 +10,7 @@ from hashlib import blake2b
 
 from torch import Tensor
 
+from digenrl.config.algorithms import TRAINING_LEVELS
 from digenrl.config.windows import EulerOnly
 from digenrl.generation.rollout import (
     GeneratedSlice,
@@ -35,14 +36,17 @@ def row_limits(blueprint: Blueprint) -> RowLimits:
 
 def plan(blueprint: Blueprint, model: DiffusionModel, samples: Sequence[SampleId]) -> tuple[RolloutPlan, ...]:
     """Which steps of each sample are stochastic and which are kept. It depends on the samples' ids alone."""
+    draws_levels = blueprint.algorithm.levels == "logit_normal"
     return plan_rollouts(
         blueprint.window,
         samples,
-        schedule=blueprint.schedule(model, blueprint.recipe.sample.denoising_steps),
+        schedule=blueprint.schedule(model),
         size=blueprint.size,
         noise=blueprint.noise,
         guidance=blueprint.guidance,
         run_seed=blueprint.recipe.seed,
+        last_step_noise=blueprint.recipe.sample.last_step_noise,
+        training_schedule=blueprint.schedule(model, TRAINING_LEVELS) if draws_levels else None,
     )
 
 
@@ -64,7 +68,7 @@ def roll_out(
         RolloutSettings(
             run_seed=blueprint.recipe.seed,
             needs=blueprint.algorithm.needs,
-            same_noise_in_group=blueprint.algorithm.settings.same_initial_noise,
+            same_noise_in_group=blueprint.same_initial_noise,
             autocast=blueprint.recipe.training.autocast,
         ),
         version=version,
@@ -88,10 +92,10 @@ def held_out_pixels(
     plans = plan_rollouts(
         EulerOnly(),
         samples,
-        schedule=blueprint.schedule(model, evaluation.denoising_steps),
-        size=blueprint.size,
+        schedule=blueprint.held_out_schedule(model),
+        size=blueprint.held_out_size,
         noise=blueprint.noise,
-        guidance=blueprint.guidance if evaluation.guidance is None else evaluation.guidance,
+        guidance=blueprint.held_out_guidance,
         run_seed=evaluation.seed,
     )
     return generate_pixels(
@@ -100,8 +104,8 @@ def held_out_pixels(
         plans,
         samples,
         RolloutSettings(evaluation.seed, autocast=blueprint.recipe.training.autocast),
-        denoising=limits.held_out,
-        decoding=limits.decoding,
+        denoising=limits.held_out_denoising,
+        decoding=limits.held_out_decoding,
     )
 
 

@@ -9,8 +9,8 @@ Shape legend: B = samples, F = frames, C = 3 colours, H and W = height and width
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter, sleep
@@ -23,7 +23,7 @@ from digenrl.config.reading import ConfigError
 from digenrl.exchange.tensors import Exchange
 from digenrl.generation.rollout import GeneratedSlice
 from digenrl.models.contract import Conditioning, DiffusionModel, TextEncoder
-from digenrl.models.model_weights import gathered_weights, load_weights
+from digenrl.models.model_weights import gathered_weights, load_weights, weights_replaced
 from digenrl.models.trajectory import ScoredGroup, Trajectory
 from digenrl.models.transfers import synchronize, to_device
 from digenrl.records import (
@@ -39,6 +39,7 @@ from digenrl.records import (
     Generate,
     Generated,
     GroupArtifact,
+    HeldOutChunk,
     PromptRow,
     Publish,
     Published,
@@ -80,13 +81,16 @@ from digenrl.worker.tensor_files import (
     trajectory_tensors,
 )
 
+AVERAGE = "average/"  # before the names of a published moving average
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
     """What a worker has loaded for its duties. It gets no jobs for what it lacks.
 
     With a trainer, the model is the trainer's, and generation uses the version that the trainer committed last.
-    `publishes` is false if no other worker generates. A `slowdown` above 1 imitates a slower device.
+    Without a `held_out_reward`, held-out samples are scored with `reward`. `publishes` is false if no other worker
+    generates. A `slowdown` above 1 imitates a slower device.
     """
 
     blueprint: Blueprint
@@ -94,6 +98,7 @@ class WorkerParts:
     encoder: TextEncoder | None = None
     model: DiffusionModel | None = None
     reward: Reward | None = None
+    held_out_reward: Reward | None = None
     trainer: Trainer | None = None
     publishes: bool = True
     slowdown: float = 1.0
@@ -108,6 +113,7 @@ class Stages:
         self.row_limits = row_limits(parts.blueprint)
         self._loaded_version = 0
         self._has_loaded = False
+        self._average: Mapping[str, Tensor] = {}  # published with the loaded version if that is evaluated
 
     # --- Generators and reward lanes ----------------------------------------------------------------------------
 
@@ -144,7 +150,8 @@ class Stages:
             assert job.artifact is not None
             first = job.piece.first - job.artifact.slice.first
             pixels_BFCHW = pixels_BFCHW[first : first + job.piece.size]
-        return Scored(0, job, self.score_pixels(pixels_BFCHW, job.prompts))
+        held_out = isinstance(job.piece, HeldOutChunk)
+        return Scored(0, job, self.score_pixels(pixels_BFCHW, job.prompts, held_out=held_out))
 
     # --- The trainer --------------------------------------------------------------------------------------------
 
@@ -175,7 +182,8 @@ class Stages:
         began = perf_counter()
         first_of_all = not self._has_loaded and job.version == self._loaded_version
         if self.parts.trainer is None and (job.version > self._loaded_version or first_of_all):
-            load_weights(self.model, self._exchange.get_weights(job.weights))
+            weights, self._average = _without_average(self._exchange.get_weights(job.weights))
+            load_weights(self.model, weights)
             self._loaded_version, self._has_loaded = job.version, True
         return Published(0, job, job.lanes, perf_counter() - began)
 
@@ -184,12 +192,15 @@ class Stages:
         return RoleSwitched(0, job, self.switch_to(job.role))
 
     def evaluate(self, job: Evaluate) -> Evaluated:
-        """Samples held-out prompts with the served version. Scores them here if this worker has a reward."""
+        """Samples held-out prompts with the served version, or with the moving average that belongs to it.
+
+        Scores them here if this worker has a reward.
+        """
         settings = self._blueprint.recipe.evaluation
         assert settings is not None
         pixels: list[Tensor] = []
-        for start in range(0, len(job.prompts), settings.batch):
-            with self.served_weights():
+        with self.evaluated_weights():
+            for start in range(0, len(job.prompts), settings.batch):
                 rows = [self.row(prompt) for prompt in job.prompts[start : start + settings.batch]]
                 conditioning = Conditioning.joined(rows)
                 first = job.first + start
@@ -197,7 +208,7 @@ class Stages:
         pixels_BFCHW = torch.cat(pixels)
         save_pictures(pixels_BFCHW, Path(job.pictures), job.first, job.shown)
         if self.parts.reward is not None:
-            return Evaluated(0, job, self.score_pixels(pixels_BFCHW, job.prompts))
+            return Evaluated(0, job, self.score_pixels(pixels_BFCHW, job.prompts, held_out=True))
         self._exchange.put(held_out_name(job.chunk), {"pixels": pixels_BFCHW})
         return Evaluated(0, job)
 
@@ -266,11 +277,12 @@ class Stages:
             sleep((perf_counter() - began) * (self.parts.slowdown - 1))
         return generated
 
-    def score_pixels(self, pixels_BFCHW: Tensor, prompts: Sequence[PromptRow]) -> Scores:
-        """One finite number per sample, and its parts."""
-        assert self.parts.reward is not None
+    def score_pixels(self, pixels_BFCHW: Tensor, prompts: Sequence[PromptRow], held_out: bool = False) -> Scores:
+        """One finite number per sample, and its parts, by the rewards of training or of the evaluation."""
+        reward = (self.parts.held_out_reward if held_out else None) or self.parts.reward
+        assert reward is not None
         texts, metadata = [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts]
-        batch = self.parts.reward.score(pixels_BFCHW, texts, metadata)
+        batch = reward.score(pixels_BFCHW, texts, metadata)
         return Scores(batch.values, dict(batch.parts))
 
     def switch_to(self, role: Role) -> float:
@@ -285,6 +297,17 @@ class Stages:
     def served_weights(self) -> AbstractContextManager[None]:
         """Inside, the model has the version that is served."""
         return nullcontext() if self.parts.trainer is None else self.trainer.generating()
+
+    @contextmanager
+    def evaluated_weights(self) -> Iterator[None]:
+        """Inside, the model has the weights that evaluations use."""
+        with self.served_weights():
+            if not self._blueprint.recipe.evaluates_average:
+                yield
+                return
+            average = self._average if self.parts.trainer is None else self.trainer.published_average()
+            with weights_replaced(self.model, average):
+                yield
 
     def row(self, prompt: PromptRow) -> Conditioning:
         """The encoded prompt, on this worker's device."""
@@ -314,6 +337,8 @@ class Stages:
         if job.writes_state:
             trainer.keep_version()  # one host copy serves both
         published = trainer.published()  # by all ranks together, if weights are sharded
+        if self._evaluates_average_of(job.new_version):
+            published |= {AVERAGE + name: value for name, value in trainer.published_average().items()}
         weights = NO_WEIGHTS
         if job.rank == 0:
             weights = self._exchange.put_weights(weights_name(job.new_version), published)
@@ -323,3 +348,15 @@ class Stages:
             state_bytes = self._exchange.put(state_name(job.new_version, job.rank), state_as_tensors(state))
             state_bytes += state.missing_moment_bytes()  # room that it will need once there are optimizer moments
         return weights, state_bytes
+
+    def _evaluates_average_of(self, version: int) -> bool:
+        recipe = self._blueprint.recipe
+        if recipe.evaluation is None or not recipe.evaluates_average:
+            return False
+        return recipe.evaluation.is_due(version, recipe.steps)
+
+
+def _without_average(published: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Splits what was published into the weights and their moving average, if that was published too."""
+    weights = {name: value for name, value in published.items() if not name.startswith(AVERAGE)}
+    return weights, {name: published[AVERAGE + name] for name in weights if AVERAGE + name in published}

@@ -14,15 +14,15 @@ from torch._dynamo.exc import TorchDynamoException
 
 from digenrl import records
 from digenrl.config.reading import ConfigError
+from digenrl.config.recipe import Recipe
 from digenrl.exchange.tensors import Exchange
 from digenrl.host_memory import loading_in_turn
 from digenrl.logs import logged_job
 from digenrl.models.contract import DiffusionModel
 from digenrl.records import Job, JobFailed, Result
 from digenrl.rewards.building import build_rewards
-from digenrl.rewards.contract import RewardError
+from digenrl.rewards.contract import Reward, RewardError
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
-from digenrl.training.ranks.rank import Rank
 from digenrl.training.ranks.rank_group import RankGroup, join_ranks
 from digenrl.training.ranks.sharding import shard_model
 from digenrl.training.trainer import Trainer
@@ -106,7 +106,7 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
     duties, recipe = assignment.duties, assignment.recipe
     blueprint = read_blueprint(recipe)
     _check_run_is_visible(assignment)
-    reward = build_rewards(recipe.rewards) if "score" in duties else None
+    reward, held_out_reward = _build_rewards(recipe) if "score" in duties else (None, None)
     ranks = _join_ranks(assignment, rendezvous)
     with loading_in_turn(assignment.device):
         encoder = None
@@ -124,6 +124,7 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
         encoder=encoder,
         model=model,
         reward=reward,
+        held_out_reward=held_out_reward,
         trainer=trainer,
         publishes=recipe.topology.publishes,
         slowdown=assignment.slowdown,
@@ -131,12 +132,18 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
     return Worker(assignment.name, Stages(parts))
 
 
+def _build_rewards(recipe: Recipe) -> tuple[Reward, Reward]:
+    """The rewards of training and those of the evaluation, which may have some in common."""
+    training = build_rewards(recipe.rewards)
+    loaded = [(settings, reward) for settings, (reward, _) in zip(recipe.rewards, training.rewards, strict=True)]
+    return training, build_rewards(recipe.held_out_rewards, loaded)
+
+
 def _join_ranks(assignment: Assignment, rendezvous: str) -> RankGroup | None:
     """The trainer's ranks, with all that they create together: models are then loaded in turn."""
-    place = assignment.ranks
-    if place is None:
+    if assignment.rank is None:
         return None
-    ranks = join_ranks(rendezvous, Rank(place.index, place.count), torch.device(assignment.device))
+    ranks = join_ranks(rendezvous, assignment.rank, torch.device(assignment.device))
     if assignment.recipe.sharded:
         ranks.mesh(ranks.device.type)
     return ranks

@@ -52,6 +52,7 @@ def some_pairs(name: str, rows: int = ROWS) -> PairBatch:
             std_R=numbers(0.1, 0.5),
             sigma_R=numbers(0.3, 0.9),
             step_size_R=numbers(0.05, 0.2),
+            noise_time_R=numbers(0.05, 0.2),
             mean_RL=latents().requires_grad_(),
             velocity_RL=latents(),
             proximal_log_prob_R=log_prob_R,
@@ -124,7 +125,7 @@ def test_its_measures_are_detached_and_one_per_term(name):
 
 
 @EVERY
-def test_its_denominator_counts_chosen_samples_times_trained_steps(name):
+def test_its_denominator_counts_chosen_samples(name):
     algorithm = build_algorithm(name)
     kept = () if algorithm.replays == "renoised" else (0, 1, 3)
     schedule = Schedule(sigmas=torch.linspace(1, 0, 6), timesteps=torch.linspace(1000, 200, 5))
@@ -132,7 +133,7 @@ def test_its_denominator_counts_chosen_samples_times_trained_steps(name):
     steps = algorithm.trained_steps(plan)
     assert steps == (kept if kept else (0, 1, 2, 3)), "and never the last of five"
     chosen = algorithm.group_advantages([0.0, 1.0, 2.0, 3.0]).chosen
-    assert algorithm.terms_per_group(4, plan) == len(chosen) // algorithm.rows_per_term * len(steps)
+    assert algorithm.units_per_group(4) == len(chosen) // algorithm.rows_per_term
 
 
 @EVERY
@@ -149,7 +150,7 @@ def test_its_settings_count_the_pairs_that_are_trained(name, steps):
     algorithm = build_algorithm(name)
     plan = rollout_plan(algorithm.settings.window, steps)
     counted = algorithm.settings.trained_samples(12) * algorithm.settings.trained_steps(steps)
-    assert algorithm.terms_per_group(12, plan) * algorithm.rows_per_term == counted
+    assert algorithm.units_per_group(12) * len(algorithm.trained_steps(plan)) * algorithm.rows_per_term == counted
 
 
 @pytest.mark.parametrize("kind", [kind for kind in WINDOWS if kind != "none"])
@@ -216,6 +217,7 @@ def one_step(**changes: Tensor | None) -> StepPairs:
         std_R=column(0.2),
         sigma_R=column(0.5),
         step_size_R=column(0.25),
+        noise_time_R=column(0.25),
         mean_RL=column(0.5)[None],
         velocity_RL=column(0.0)[None],
         old_mean_RL=column(0.3)[None],
@@ -247,6 +249,8 @@ def test_the_kl_is_exact_or_flow_grpos_image_form_by_name():
     row = one_step(reference_mean_RL=column(0.3)[None])
     assert kl_to_reference_R(row, "exact").item() == pytest.approx(0.2**2 / (2 * 0.2**2))  # .5
     assert kl_to_reference_R(row, "flow_grpo_image").item() == pytest.approx(0.5 * 0.25)
+    not_a_diffusion = replace(row, noise_time_R=column(1.0))  # as cps: Flow-GRPO divides by its whole std there
+    assert kl_to_reference_R(not_a_diffusion, "flow_grpo_image").item() == pytest.approx(0.5)
     gaussian = torch.distributions.Normal
     kl = torch.distributions.kl_divergence(gaussian(0.5, 0.2), gaussian(0.3, 0.2))
     assert kl_to_reference_R(row, "exact").item() == pytest.approx(float(kl))
@@ -269,6 +273,28 @@ def test_decoupled_staleness_weighs_the_proximal_ratio_and_caps_the_weight():
     far = replace(row, old_log_prob_R=column(-5.0))
     assert flow.loss(far).total_M().item() == pytest.approx(-1.5 * math.exp(0.1))
     assert flow.needs.recomputed_log_probs
+
+
+def test_the_weight_of_stale_samples_corrects_for_the_policy_that_generated_them():
+    """The mean of f(x') under the policy before the update, estimated from samples of an older one."""
+    elements, samples, std, moved = 4, 40_000, 0.5, 0.15
+    generator = torch.Generator().manual_seed(3)
+    next_RL = std * torch.randn(samples, elements, generator=generator, dtype=torch.float64)  # older mean: 0
+    f_R = next_RL.sum(1)  # its mean is 0 under the older policy, elements * moved under the newer one
+
+    def log_prob_R(mean):
+        return torch.distributions.Normal(mean, std).log_prob(next_RL).mean(1)
+
+    newer_R = log_prob_R(moved)
+    rows = {"log_prob_R": newer_R, "proximal_log_prob_R": newer_R, "old_log_prob_R": log_prob_R(0.0)}
+    rows |= {"advantage_R": f_R, "mean_RL": torch.full((samples, elements), moved, dtype=torch.float64)}
+    flow = build_algorithm("flow_grpo", {"kl_weight": 0, "stale": "decoupled", "stale_weight_cap": 1e9})
+    loss = flow.loss(one_step(**rows))
+    assert loss.measures["stale_weight"].mean().item() == pytest.approx(1, abs=0.02)
+    assert -loss.total_M().mean().item() == pytest.approx(elements * moved, abs=0.03)
+    assert abs(f_R.mean().item()) < 0.02, "without the weight it is the older policy's mean"
+    capped = build_algorithm("flow_grpo", {"kl_weight": 0, "stale": "decoupled", "stale_weight_cap": 2.0})
+    assert capped.loss(one_step(**rows)).measures["stale_weight"].max() == 2.0
 
 
 def test_guard_recentres_and_rescales_the_ratio_and_divides_by_the_step():
@@ -310,7 +336,18 @@ def test_nft_at_the_old_policy_has_the_gradient_of_the_advantage_alone():
 
 def test_the_decay_of_the_old_policy_grows_up_to_its_limit():
     nft = build_algorithm("diffusion_nft", {"old_decay_growth": 0.1, "old_decay_max": 0.25})
-    assert [nft.old_policy_decay(batch) for batch in range(5)] == [0.0, 0.1, 0.2, 0.25, 0.25]
+    assert [nft.old_policy_decay(batch) for batch in range(4)] == [0.1, 0.2, 0.25, 0.25]
+    options = {"old_decay_start": 3, "old_decay_growth": 0.1, "old_decay_max": 0.25, "updates_per_batch": 2}
+    late = build_algorithm("diffusion_nft", options)
+    assert [late.old_policy_decay(batch) for batch in range(4)] == [0.0, 0.1, 0.25, 0.25], "it counts updates"
+
+
+def test_guard_has_the_published_defaults_and_mix_shares_the_initial_noise():
+    guard = build_algorithm("grpo_guard").settings
+    assert (guard.clip, guard.kl_weight, guard.updates_per_batch) == (2e-6, 0, 2)
+    assert (guard.advantage.std_over, guard.advantage.ddof, guard.advantage.eps) == ("group", 0, 1e-4)
+    shared = {name for name, settings in ALGORITHM_SETTINGS.items() if settings.same_initial_noise}
+    assert shared == {"dance_grpo", "mix_grpo"}
 
 
 def test_dpo_prefers_the_sample_with_the_larger_gain_over_the_reference():

@@ -26,8 +26,8 @@ from digenrl.models.lora import (
     adapter_parameters,
     adapters_disabled,
     add_lora,
-    save_lora,
 )
+from digenrl.models.lora_files import save_lora
 from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.models.registry import FAMILIES, find_family
 from digenrl.testing.tiny_models import TINY_MODELS, make_tiny_pipeline, tiny_size

@@ -33,6 +33,7 @@ from ray_clusters import (
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
 from digenrl.records import Export, Exported, Job, Publish, Published, WeightsReference
+from digenrl.training.ranks.rank import Rank
 from digenrl.transports.contract import Gone, InputsLost, Message, Report
 from digenrl.transports.ray import weight_broadcast
 from digenrl.transports.ray.joining import RayCluster
@@ -40,7 +41,7 @@ from digenrl.transports.ray.package_versions import check_versions
 from digenrl.transports.ray.placing import place_on_cluster
 from digenrl.transports.ray.transport import RayTransport
 from digenrl.transports.ray.weight_broadcast import WeightTransfer
-from digenrl.worker.assignment import Assignment, Ranks, Ready
+from digenrl.worker.assignment import Assignment, Ready
 
 FAR_NODE = {"labels": {"zone": "far"}, "num_cpus": 2}
 CLUSTER = {
@@ -110,7 +111,7 @@ class Setting:
     def send(self, worker: Assignment, job: Job) -> int:
         """Sends a job; returns its id."""
         job_id = next(self._job_ids)
-        self.transport.send(worker.name, job_id, job)
+        self.transport.send(worker.name, replace(job, id=job_id))
         return job_id
 
     def run(self, *jobs: tuple[Assignment, Job]) -> list[Report]:
@@ -244,7 +245,7 @@ def test_an_ended_worker_sends_no_more_messages(setting: Setting) -> None:
 
 def test_ranks_get_the_same_rendezvous(setting: Setting) -> None:
     trainer = setting.workers.trainer
-    ranks = [replace(trainer, name=f"trainer/{index}", ranks=Ranks(index, 2, 7)) for index in range(2)]
+    ranks = [replace(trainer, name=f"trainer/{index}", rank=Rank(index, 2), epoch=7) for index in range(2)]
     setting.start(*ranks)
     first, second = (setting.process(rank) for rank in ranks)
     assert first.rendezvous == second.rendezvous and first.rendezvous.startswith("tcp://127.0.0.1:")

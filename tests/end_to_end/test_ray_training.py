@@ -67,7 +67,8 @@ def weights(run: RunFolder, step: int) -> Mapping[str, Tensor]:
 
 
 def test_a_cluster_gives_the_weights_of_one_machine(live: LiveRuns, nodes: SeveralNodes) -> None:
-    options = (*FULL, *FEW_WORKERS, *RANKS)
+    (live.root / "beside_the_recipe.py").write_text("from live_rewards import redness\n", encoding="utf-8")
+    options = (*FULL, *FEW_WORKERS, *RANKS, "rewards=beside_the_recipe:redness")
     here, there = live.finished(*options), live.finished(*options, *on(nodes))
     assert_same_weights(there, here, 3)
     assert metric(there, "step") == [0, 1, 2]

@@ -1,9 +1,13 @@
-"""`digenrl sample`: samples from a checkpoint, by default exactly those of the run's evaluation."""
+"""`digenrl sample` and `digenrl export`: samples and weights from a checkpoint.
+
+By default, samples are exactly those of the run's evaluation.
+"""
 
 from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,16 +15,18 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import SD3Transformer2DModel
 from PIL import Image, ImageChops
 from rich.console import Console
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from digenrl.cli import app
-from digenrl.commands.train import start_run
+from digenrl.commands.train import resume_run, start_run
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipe import Recipe
-from digenrl.run_folder.folder import RunFolder
+from digenrl.models.lora_files import FILE_NAME
+from digenrl.run_folder.folder import RunFolder, Status
 from digenrl.testing.tiny_models import make_tiny_pipeline
 
 HELD_OUT = ("a red cat", "a blue dog", "a green apple", "a ship", "a yellow cab", "snow", "a door")
@@ -186,11 +192,26 @@ def printed(averaged_run: Path) -> str:
     return sample(averaged_run, "--out", averaged_run / "pictures")
 
 
-def test_the_exported_average_is_sampled_and_mentioned(averaged_run: Path, printed: str) -> None:
+def test_the_exported_average_is_sampled_and_mentioned_as_in_evaluations(averaged_run: Path, printed: str) -> None:
     assert "step_000002 (moving average): 3 samples" in printed
-    assert "evaluations use" in printed
+    assert "evaluations use" not in printed
     assert f"wrote {averaged_run / 'pictures' / 'grid.png'}" in printed
-    assert not same_pixels(averaged_run / "pictures" / "grid.png", averaged_run / "samples" / "step_000002.png")
+    assert same_pixels(averaged_run / "pictures" / "grid.png", averaged_run / "samples" / "step_000002.png")
+
+
+def test_a_run_starts_where_an_exported_lora_ended_and_resumes_without_it(
+    averaged_run: Path, tmp_path: Path
+) -> None:
+    lora = shutil.copytree(averaged_run / "lora", tmp_path / "lora")
+    training = {"learning_rate": 1e-2, "pack_size": 4, "lora": {"rank": 2, "start_from": str(lora)}}
+    run = trained(tmp_path, steps=1, training=training)
+    assert same_pixels(run / "samples" / "step_000000.png", averaged_run / "samples" / "step_000002.png")
+    shutil.rmtree(lora)
+    assert resume_run(run, ["steps=2"], Console(file=io.StringIO()), as_json=True) is Status.FINISHED
+    content = sampled(run, "--out", tmp_path / "pictures")
+    assert same_pixels(Path(content["grid"]), run / "samples" / "step_000002.png")
+    with pytest.raises(ConfigError, match=r"start_from: .*no such file"):
+        sampled(run, "--checkpoint", "before", "--out", tmp_path / "more")
 
 
 def test_untrained_adapters_change_nothing(averaged_run: Path, tmp_path: Path) -> None:
@@ -214,7 +235,60 @@ def test_the_printed_lines_load_adapters_into_diffusers(averaged_run: Path, prin
     parameters = names["pipe"].transformer.named_parameters()
     adapters = {name.replace(".default_0.", ".default."): value for name, value in parameters if ".lora_" in name}
     assert adapters.keys() == average.keys() != set()
-    assert all(torch.equal(adapters[name], value) for name, value in average.items())
+    for name, value in average.items():  # alpha / rank is 32
+        assert torch.equal(adapters[name], value * 32 if ".lora_B." in name else value)
+
+
+# --- Export -----------------------------------------------------------------------------------------------------
+
+
+def export(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["export", *map(str, arguments)])
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
+
+
+@pytest.mark.parametrize("to", ["diffusers", "merged"])
+def test_fully_trained_weights_are_exported(run: Path, tmp_path: Path, to: str) -> None:
+    printed = export(run, "--to", to, "--checkpoint", "step_000001", "--out", tmp_path / "out")
+    assert "step_000001 (trained)" in printed and f"wrote {tmp_path / 'out'}" in printed
+    loaded = SD3Transformer2DModel.from_pretrained(tmp_path / "out" / "transformer").state_dict()
+    saved = load_file(run / "checkpoints" / "step_000001" / "weights.safetensors")
+    assert saved
+    assert all(torch.equal(loaded[name], value) for name, value in saved.items())
+
+
+def test_the_exported_average_is_that_of_the_newest_checkpoint(averaged_run: Path) -> None:
+    content = json.loads(export(averaged_run, "--to", "diffusers", "--json"))
+    assert (content["checkpoint"], content["weights"]) == ("step_000002", "moving average")
+    assert content["folder"] == str(averaged_run / "exported" / "diffusers-1")
+    written, newest = (
+        load_file(folder / FILE_NAME) for folder in (Path(content["folder"]), averaged_run / "lora")
+    )
+    assert written.keys() == newest.keys() != set()
+    assert all(torch.equal(value, newest[name]) for name, value in written.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--to", "comfyui"), "trained all weights.*merged"),
+        (("--to", "peft"), "trained all weights.*merged"),
+        (("--to", "comfy"), "unknown 'comfy'.*comfyui"),
+        (("--to", "merged", "--checkpoint", "step_9"), "unknown 'step_9'"),
+        (("--to", "merged", "--checkpoint", "before"), "nothing to export"),
+        (("--to", "merged", "--out", "."), "not empty"),
+    ],
+)
+def test_what_cannot_be_exported_is_one_line_and_writes_nothing(
+    run: Path, arguments: tuple[str, ...], complaint: str
+) -> None:
+    before = sorted(run.rglob("*"))
+    arguments = tuple(str(run) if word == "." else word for word in arguments)
+    with pytest.raises(ConfigError, match=complaint):
+        export(run, *arguments)
+    assert sorted(run.rglob("*")) == before
 
 
 # --- Runs that were never trained -------------------------------------------------------------------------------

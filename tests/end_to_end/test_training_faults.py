@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_workers import with_reserve
 from live_runs import (
     Gates,
     LiveRuns,
@@ -26,7 +27,20 @@ from live_runs import (
 )
 
 from digenrl.config.reading import ConfigError
-from digenrl.records import Committed, Generate, Generated, Quarantine, Trained, WorkerJoined, WorkerLost
+from digenrl.driver import backends
+from digenrl.driver.placement import place
+from digenrl.records import (
+    Calibrate,
+    Calibrated,
+    Committed,
+    Generate,
+    Generated,
+    LaneJob,
+    Quarantine,
+    Trained,
+    WorkerJoined,
+    WorkerLost,
+)
 from digenrl.report.page import write_report
 from digenrl.run_folder.folder import RunFolder, Status
 from digenrl.run_folder.journal import read_journal
@@ -129,6 +143,32 @@ def test_a_generator_killed_inside_a_slice_is_replaced_and_the_weights_are_the_s
     assert "generator-0 (2)" in {span["lane"] for span in lines_of(run.spans)}
     assert write_report(read_run(run.path)).exists(), "the report knows the lane that joined"
     killer.assert_nothing_is_left()
+
+
+def test_a_lane_that_joins_is_calibrated_by_the_scheduler_and_the_weights_are_the_same(
+    live: LiveRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In mode `ray` lanes join when a machine does; here there is room for one as soon as the run has begun."""
+    undisturbed = trained(live.finished("steps=6", "mode=colocated"), 6)
+    monkeypatch.setattr(backends, "place", lambda *placed: with_reserve(place(*placed), 1))
+    gates, path = Gates(tmp_path / "gates"), live.new_path()
+    gates.close(*prompts_of_step(live, 1))
+
+    def wait_for_calibration() -> None:
+        wait_for(lambda: steps_done(path) >= 1, "a step")
+        journal = path / "journal.jsonl"
+        wait_for(lambda: any(isinstance(each.event, Calibrated) for each in read_journal(journal)), "the lane")
+        gates.open()
+
+    with Meanwhile(path, wait_for_calibration):
+        status, run = live.run("steps=6", "techniques.tag=none", gates.rewards, out=path)
+    assert status is Status.FINISHED and trained(run, 6) == undisturbed
+    decisions = list(read_journal(run.journal))
+    (calibrated,) = [each.event for each in decisions if isinstance(each.event, Calibrated)]
+    jobs = [job for each in decisions for job in each.actions if isinstance(job, LaneJob) and job.lane == 1]
+    assert jobs[0] == calibrated.job and isinstance(jobs[0], Calibrate) and calibrated.offer.slice_ns > 1
+    spans = [span["work"] for span in lines_of(run.spans) if span["lane"] == "generator-1"]
+    assert spans[0] == "calibrate" and set(spans[1:]) <= {"generate"}
 
 
 def test_a_reward_worker_and_an_encoder_that_are_killed_are_replaced(live: LiveRuns) -> None:

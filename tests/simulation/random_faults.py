@@ -25,13 +25,20 @@ SECOND = 1_000_000_000
 
 @st.composite
 def faults_for(draw: st.DrawFn, opening: SchedulerState, most_at_once: int = 1) -> Faults:
-    """Lanes are lost and join, jobs and scores fail. A fast lane joins last, so that the run can finish."""
+    """Lanes are lost and join, jobs and scores fail. Some lanes have to be calibrated.
+
+    A fast lane joins last, so that the run can finish.
+    """
     terms, moments = opening.terms, st.integers(0, 20 * SECOND)
     lost = draw(st.lists(st.tuples(moments, st.integers(0, len(opening.lanes) - 1)), max_size=6))
-    joined = draw(st.lists(st.tuples(moments, st.integers(1, most_at_once)), max_size=3))
+    joined = draw(st.lists(st.tuples(moments, st.integers(1, most_at_once), st.booleans()), max_size=3))
+    offers = [
+        (at, LaneOffer(f"new-{number}", SECOND, at_once), is_calibrated)
+        for number, (at, at_once, is_calibrated) in enumerate((*sorted(joined), (21 * SECOND, most_at_once, True)))
+    ]
     joins = [
-        WorkerJoined(at, LaneOffer(f"new-{number}", SECOND, at_once))
-        for number, (at, at_once) in enumerate((*sorted(joined), (21 * SECOND, most_at_once)))
+        WorkerJoined(at, offer if is_calibrated else LaneOffer(offer.name, 0))
+        for at, offer, is_calibrated in offers
     ]
     samples = st.builds(
         SampleId, st.integers(0, terms.steps - 1), st.integers(0, terms.prompts), st.integers(0, 7)
@@ -40,6 +47,7 @@ def faults_for(draw: st.DrawFn, opening: SchedulerState, most_at_once: int = 1) 
         events=(*(WorkerLost(at, lane) for at, lane in lost), *joins),
         failing_jobs=frozenset(draw(st.sets(st.integers(0, 60), max_size=6))),
         failing_samples=frozenset(draw(st.sets(samples, max_size=3))),
+        calibrations={offer.name: offer for _, offer, _ in offers},
     )
 
 

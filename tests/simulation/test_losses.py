@@ -19,6 +19,8 @@ from digenrl.records import (
     AbandonEvaluation,
     Action,
     ArtifactLost,
+    Calibrate,
+    Calibrated,
     Commit,
     Committed,
     Encode,
@@ -306,6 +308,40 @@ def test_an_evaluation_is_abandoned_if_no_lane_can_serve_its_version() -> None:
     assert [job.lane for job in fed.feed(Tick(12)).issued(Evaluate)] == [2]
     fed.feed(WorkerLost(13, 2))
     assert [action.version for action in fed.issued(AbandonEvaluation)] == [0]
+
+
+# --- Lanes that join without known times ------------------------------------------------------------------------
+
+
+def test_a_lane_that_joins_is_calibrated_before_it_gets_slices() -> None:
+    fed = scheduler(policy={"stale_fraction": 1})
+    fed.feed(Tick(0), WorkerJoined(1, LaneOffer("new", 0)))
+    (publish,) = fed.issued(Publish)
+    (calibrate,) = fed.feed(Published(1, publish, (2,)), Tick(1)).issued(Job)
+    assert isinstance(calibrate, Calibrate) and (calibrate.lane, calibrate.step) == (2, 0)
+    assert fed.feed(Tick(2)).actions == (), "it has one job and gets no slice"
+    fed.feed(Calibrated(3, calibrate, offer=LaneOffer("new", 3, 2, (2, 3))), Tick(3))
+    assert [job.lane for job in fed.issued(Generate)] == [2]
+    assert fed.state.lanes[2].offer == LaneOffer("new", 3, 2, (2, 3))
+
+
+def test_a_calibration_whose_prompt_was_lost_is_issued_again_after_the_prompt_is_encoded() -> None:
+    fed = scheduler(encodes=True)
+    fed.feed(Tick(0), WorkerJoined(1, LaneOffer("new", 0)), Tick(1))
+    (first,), (encode,) = fed.issued(Calibrate), fed.issued(Encode)
+    (encode,) = fed.feed(Encoded(1, encode), ArtifactLost(2, first, prompts=((0, 0),)), Tick(2)).issued(Encode)
+    (second,) = fed.issued(Calibrate)
+    assert (encode.step, encode.groups) == (0, (0,)) and second.lane == first.lane
+    fed.feed(Calibrated(3, first, offer=LaneOffer("new", 1)))
+    assert not fed.state.lanes[2].calibrated, "a late result is dropped"
+
+
+def test_a_lane_that_is_lost_while_it_is_calibrated_is_forgotten() -> None:
+    fed = scheduler()
+    fed.feed(Tick(0), WorkerJoined(1, LaneOffer("new", 0)), Tick(1))
+    (calibrate,) = fed.issued(Calibrate)
+    fed.feed(WorkerLost(2, 2), Calibrated(3, calibrate, offer=LaneOffer("new", 1)), Tick(3))
+    assert fed.issued(Job) == [] and not fed.state.uncalibrated
 
 
 def test_a_stop_waits_for_the_trainers_job_and_saves() -> None:

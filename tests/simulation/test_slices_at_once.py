@@ -17,6 +17,7 @@ from digenrl.config.spec import Spec
 from digenrl.loop import drive
 from digenrl.records import (
     Action,
+    Calibrated,
     CostsMeasured,
     Event,
     Generate,
@@ -55,6 +56,8 @@ class JobSizes:
     def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
         if isinstance(event, WorkerJoined):
             self._at_once[len(self._at_once)] = event.offer.slices_at_once
+        elif isinstance(event, Calibrated):
+            self._at_once[event.job.lane] = event.offer.slices_at_once
         for action in actions:
             if isinstance(action, Generate):
                 slices, rest = divmod(action.slice.size, self._slice_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from digenrl.driver.supervisor import TrainerLostError, WorkerFailedError
 from digenrl.loop import RunGaveUpError, drive
 from digenrl.records import (
     AbandonEvaluation,
+    Calibrate,
+    Calibrated,
     Committed,
     Encode,
     Evaluate,
@@ -22,6 +25,7 @@ from digenrl.records import (
     HeldOutChunk,
     Job,
     JobFailed,
+    LaneOffer,
     Publish,
     Save,
     Score,
@@ -111,7 +115,7 @@ def test_every_group_is_trained_once_and_only_the_last_version_is_left(layout: s
 
 @pytest.mark.parametrize("layout", SEPARATE)
 def test_workers_and_machines_can_be_lost_at_any_moment_of_a_run(layout: str, tmp_path: Path) -> None:
-    for seed in range(24):
+    for seed in range(12):
         root = tmp_path / str(seed)
         root.mkdir()
         recipe = recipe_of(layout, evaluation=EVALUATION)
@@ -350,12 +354,37 @@ def test_a_lane_joins_when_there_is_room_and_only_then(tmp_path: Path, monkeypat
         if state.committed == 2:
             run.transport.no_room_for = {"generator-3"}
 
-    driven(run, Watch(make_room))
+    timed: list[LaneOffer] = []
+
+    def watch_calibration(event: Any, actions: Any, state: Any) -> None:
+        timed.extend([event.offer] if isinstance(event, Calibrated) else [])
+
+    driven(run, Watch(make_room), Watch(watch_calibration))
     assert "generator-2" in run.driver.stores.lanes.names and "generator-3" not in run.transport.workers
+    assert timed == [LaneOffer("generator-2", 10_000_000)], "the scheduler hears of its calibration"
     log = run.transport.log
     steps = {job.slice.step for name, job in log if name == "generator-2" and isinstance(job, Generate)}
     assert steps and min(steps) >= 2
     assert_every_group_was_trained_once(run)
+
+
+def test_lanes_that_join_may_be_lost_while_they_are_calibrated(tmp_path: Path) -> None:
+    lost_in_calibration = 0
+    for seed in range(12):
+        root = tmp_path / str(seed)
+        root.mkdir()
+        run = FakeRun(root, fake_recipe(lanes={"restarts": 99}), seed=seed, reserve=2, kills=6, vanishing=2)
+        open_calibrations: Counter[int] = Counter()  # by lane
+
+        def watch(event: Any, actions: Any, state: Any, counter: Counter[int] = open_calibrations) -> None:
+            counter.update(job.lane for job in actions if isinstance(job, Calibrate))
+            if isinstance(event, Calibrated):
+                del counter[event.job.lane]
+
+        driven(run, Watch(watch))
+        assert_every_group_was_trained_once(run)
+        lost_in_calibration += bool(open_calibrations)
+    assert lost_in_calibration
 
 
 @pytest.mark.parametrize("rewards", [0, 2])

@@ -106,6 +106,7 @@ def step_pairs() -> StepPairs:
         std_R=torch.tensor([0.1, 0.2, 0.4]),
         sigma_R=torch.tensor([0.9, 0.5, 0.2]),
         step_size_R=torch.full((3,), 0.1),
+        noise_time_R=torch.full((3,), 0.1),
         mean_RL=latents_RL,
         velocity_RL=latents_RL,
     )

@@ -19,6 +19,7 @@ from watched_runs import KeptNumbers, initial_state_of, watch
 
 from digenrl import records
 from digenrl.cli import INTERRUPTED, app
+from digenrl.commands.export import ExportFormat
 from digenrl.config.recipe import Mode, Recipe
 from digenrl.config.recipe_files import read_recipe, shipped_recipes
 from digenrl.config.recipe_overrides import all_keys
@@ -92,7 +93,7 @@ def test_the_table_of_the_folder_has_everything_in_it(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, demo, info)
     known = {path.name for path in vars(folder).values() if isinstance(path, Path)} - {tmp_path.name}
     listed = [name for cells in TRAINING.table("name", after="## The run folder") for name in code(cells[0])]
-    assert sorted(listed) == sorted(known | {"logs", "sampled"})
+    assert sorted(listed) == sorted(known | {"logs", "sampled", "exported"})
 
 
 def test_the_table_of_metrics_has_them_all() -> None:
@@ -128,6 +129,10 @@ def test_recipes_and_overrides_of_train_commands_are_accepted(arguments: list[st
     recipe = words.pop(0) if words and "=" not in words[0] else "demo"
     assert recipe in [*shipped_recipes(), "mine.yaml"]
     read_recipe("demo" if recipe == "mine.yaml" else recipe, words)
+
+
+def test_the_formats_of_export_are_all_explained() -> None:
+    assert [code(cells[0])[0] for cells in TRAINING.table("format")] == list(get_args(ExportFormat))
 
 
 def test_the_options_of_sample_are_all_explained() -> None:

@@ -234,6 +234,12 @@ def test_what_an_algorithm_has_not_is_absent() -> None:
     assert numbers.values["reward_std"] == 0
 
 
+def test_the_weight_of_stale_samples_is_averaged_over_updates() -> None:
+    updates = [{**UPDATE, "stale_weight": weight} for weight in (1.0, 0.5)]
+    numbers = step_summary(0, {SampleId(0, 0, 0): 1.0}, {}, updates, publish_bytes=0)
+    assert numbers.values["stale_weight"] == 0.75
+
+
 def test_costs_follow_the_run_and_a_hiccup_does_not_move_them() -> None:
     offers = {0: LaneOffer("a", 100), 1: LaneOffer("b", 200)}
     tracker = CostTracker(offers, Costs(train_sample_ns=Fraction(7), commit_ns=5, score_ns=3))

@@ -11,7 +11,8 @@ from scored_groups import Rollout, nudge, scored_groups, trainer_of
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import EmaSettings, TrainerSettings
-from digenrl.models.lora import FILE_NAME, add_lora
+from digenrl.models.lora import add_lora
+from digenrl.models.lora_files import FILE_NAME
 from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.models.registry import find_family
 from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
@@ -32,7 +33,7 @@ def directory(tmp_path_factory):
 def model_of(directory, lora):
     model = FAMILY.load(directory, torch.float32, "cpu")
     if lora:
-        add_lora(model, rank=2, alpha=6, seed=0)  # alpha differs from the rank: the scale must be exported too
+        add_lora(model, rank=2, alpha=8, seed=0)  # alpha differs from the rank: the scale must be exported too
         nudge(model, 0.1, seed=4)
     return model
 

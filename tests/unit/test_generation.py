@@ -43,11 +43,17 @@ def plans_of(
     size: SampleSize = TOY_SIZE,
     noise: StepNoise = FLOW,
     guidance: float = 3.0,
+    last_step_noise: bool = False,
 ) -> tuple[RolloutPlan, ...]:
-    schedule = model.schedule(STEPS, size)
-    samples = slice_.samples()
     return plan_rollouts(
-        window, samples, schedule=schedule, size=size, noise=noise, guidance=guidance, run_seed=RUN_SEED
+        window,
+        slice_.samples(),
+        schedule=model.schedule(STEPS, size),
+        size=size,
+        noise=noise,
+        guidance=guidance,
+        run_seed=RUN_SEED,
+        last_step_noise=last_step_noise,
     )
 
 
@@ -178,10 +184,26 @@ def test_every_kind_of_window_plans_only_trainable_steps() -> None:
             assert set(plan.kept_steps) <= set(plan.stochastic_steps) <= set(range(STEPS - 1))
 
 
+@pytest.mark.parametrize("window", [AllSteps(), RandomSubset(fraction=0.6)])
+def test_noise_in_the_last_step_changes_the_sample_and_is_never_kept(window: Window) -> None:
+    model, slice_ = ToyModel(), Slice(0, 0, 0, 2)
+    without = generate(model, slice_, window)
+    with_noise = generate(model, slice_, window, last_step_noise=True)
+    for one, other in zip(without.trajectories, with_noise.trajectories, strict=True):
+        assert other.plan.stochastic_steps == tuple(range(STEPS))
+        assert one.plan.kept_steps == other.plan.kept_steps and STEPS - 1 not in other.plan.kept_steps
+        assert torch.equal(one.log_prob_K, other.log_prob_K)
+    sigma = float(model.schedule(STEPS, TOY_SIZE).sigmas[-2])
+    std = FLOW.level * sigma / (1 - sigma) ** 0.5  # a sqrt(sigma / (1 - sigma)) sqrt(h), and h = sigma
+    spread = (with_noise.final_BL - without.final_BL).std().item()
+    assert spread == pytest.approx(std, rel=0.3)
+
+
 @pytest.mark.parametrize(
     "stochastic, kept, level, message",
     [
-        ((4, 5), (4,), 0.7, "step 5 cannot be stochastic in a schedule of 6 steps; use steps 0 to 4"),
+        ((4, 6), (4,), 0.7, "step 6 cannot be stochastic in a schedule of 6 steps; use steps 0 to 5"),
+        ((4, 5), (4, 5), 0.7, "step 5 is the last and is never trained"),
         ((-1, 0), (0,), 0.7, "step -1 cannot be stochastic"),
         ((1, 2), (1, 3), 0.7, "step 3 is kept for training but has no noise"),
         ((1, 2), (2, 1), 0.7, "ascending"),

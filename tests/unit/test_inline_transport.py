@@ -59,7 +59,7 @@ def transport(acts: dict[str, Callable[[], Any]]) -> Iterator[InlineTransport]:
 
 
 def send(transport: InlineTransport, worker: str, job_id: int, name: str) -> None:
-    transport.send(worker, job_id, Act(job_id, 0, name))
+    transport.send(worker, Act(job_id, 0, name))
 
 
 def received(transport: InlineTransport, count: int) -> list[Message]:

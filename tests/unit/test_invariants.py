@@ -11,6 +11,8 @@ from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
 from digenrl.records import (
     Action,
+    Calibrate,
+    Calibrated,
     Commit,
     Committed,
     Evaluate,
@@ -19,7 +21,9 @@ from digenrl.records import (
     Generate,
     Generated,
     HeldOutChunk,
+    LaneOffer,
     Publish,
+    Published,
     RoleSwitched,
     Save,
     Score,
@@ -29,6 +33,7 @@ from digenrl.records import (
     Tick,
     Train,
     Trained,
+    WorkerJoined,
     WorkerLost,
 )
 from digenrl.scheduling.invariants import Auditor, BrokenPromiseError
@@ -117,6 +122,16 @@ def test_a_second_job_for_a_busy_trainer_is_noticed() -> None:
 def test_a_second_job_for_a_busy_reward_lane_is_noticed() -> None:
     with broken("7"):
         AuditedEvents(scorers=1).generated().feed(Tick(4), Score(2, 4, FIRST, 0), Score(3, 4, SECOND, 0))
+
+
+def test_work_for_a_lane_that_is_not_calibrated_is_noticed() -> None:
+    publish, calibrate = Publish(0, 0, 0, (3,)), Calibrate(1, 0, "generate", lane=3)
+    audited = AuditedEvents().feed(WorkerJoined(0, LaneOffer("new", 0)), publish)
+    audited.feed(Published(1, publish, (3,)))
+    with broken("7"):
+        audited.feed(Tick(1), generate(1, FIRST, lane=3))
+    audited.feed(Tick(1), replace(calibrate, id=2)).feed(Calibrated(3, replace(calibrate, id=2)))
+    audited.feed(Tick(3), generate(3, FIRST, lane=3))
 
 
 def test_a_job_id_that_is_used_twice_is_noticed() -> None:

@@ -12,22 +12,28 @@ from safetensors.torch import load_file
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import DiffusionModel
+from digenrl.models.families.helpers import JOINT_ATTENTION
 from digenrl.models.lora import (
     ADAPTER,
-    FILE_NAME,
     AdaptedLinear,
     adapter_parameters,
     adapters_disabled,
     add_lora,
+    check_targets,
     has_lora,
-    save_lora,
+    target_layers,
 )
+from digenrl.models.lora_files import FILE_NAME, save_lora
 from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.models.registry import find_family
 from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 
 FAMILY = find_family("sd3")
 SIZE = tiny_size(FAMILY.name)
+# As in Flow-GRPO's scripts.
+ATTENTION = [f"attn.{name}" for name in JOINT_ATTENTION]
+FLUX_MLPS = ["ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"]
+QWEN_MLPS = ["img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"]
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +196,7 @@ def test_a_state_that_does_not_fit_changes_nothing(model: DiffusionModel, direct
     assert all(torch.equal(before[n], after[n]) for n in before)
 
 
-def test_a_saved_directory_has_one_file_with_bitwise_the_same_weights(
+def test_a_saved_directory_has_one_file_with_the_same_weights_and_the_scale_in_b(
     model: DiffusionModel, tmp_path: Path
 ) -> None:
     add_lora(model, rank=4, alpha=8, seed=0)
@@ -201,7 +207,73 @@ def test_a_saved_directory_has_one_file_with_bitwise_the_same_weights(
     saved, state = load_file(tmp_path / "lora" / FILE_NAME), weights_state(model)
     read = {name.removeprefix("transformer."): value for name, value in saved.items()}
     assert read.keys() == state.keys()
-    assert all(torch.equal(read[name], state[name]) for name in state)
+    assert all(torch.equal(read[name], state[name] * (2 if ".lora_B." in name else 1)) for name in state)
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "targets", "rank", "layers", "millions"),
+    [
+        ("flux", "1-dev", [*ATTENTION, *FLUX_MLPS], 64, 342, 179.3),
+        ("flux", "1-dev", ["to_q", "to_k", "to_v", "to_out.0"], 128, 190, 149.4),
+        ("qwen_image", None, [*ATTENTION, *QWEN_MLPS], 64, 720, 424.7),
+        ("sd3", "3.5-medium", ATTENTION, 32, 191, 18.8),
+    ],
+)
+def test_published_targets_have_the_published_number_of_parameters(
+    family: str, size: str | None, targets: list[str], rank: int, layers: int, millions: float
+) -> None:
+    transformer = find_family(family).build_transformer(torch.float32, "meta", size)
+    check_targets(transformer, targets)
+    found = [transformer.get_submodule(path) for path in target_layers(transformer, targets)]
+    assert len(found) == layers
+    widths = [each.in_features + each.out_features for each in found if isinstance(each, torch.nn.Linear)]
+    assert sum(widths) * rank / 1e6 == pytest.approx(millions, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [["attn.to_q", "ff.net.2"], r"transformer_blocks\.1\..*(to_out\.0|ff\.net\.2)", None],
+    ids=["names", "expression", "default"],
+)
+def test_the_adapted_layers_are_those_that_peft_adapts(
+    model: DiffusionModel, directory: Path, targets: list[str] | str | None
+) -> None:
+    theirs = FAMILY.load(directory, torch.float32, "cpu").transformer
+    theirs.add_adapter(LoraConfig(r=2, target_modules=targets or list(model.lora_targets)))  # type: ignore[operator]
+    expected = [name for name, each in theirs.named_modules() if isinstance(each, LoraLinear)]
+    assert expected == target_layers(model.transformer, targets or model.lora_targets)
+    add_lora(model, rank=2, alpha=2, seed=0, targets=targets)
+    assert weights_state(model).keys() == {f"{name}.lora_{side}.weight" for name in expected for side in "AB"}
+
+
+@pytest.mark.parametrize(
+    ("targets", "complaint"),
+    [
+        (["to_q", "too_k"], "'too_k' matches no layer.*attn.to_k"),
+        (["attn"], "attn, which is not a linear layer"),
+        (r".*to_q2", "matches no layer"),
+    ],
+)
+def test_targets_that_match_no_linear_layer_are_refused(
+    model: DiffusionModel, targets: list[str] | str, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        add_lora(model, rank=2, alpha=2, seed=0, targets=targets)
+    assert not has_lora(model)
+
+
+def test_gaussian_adapters_have_a_standard_deviation_of_one_over_the_rank(directory: Path) -> None:
+    states = []
+    for disturbance in (10, 11):
+        torch.manual_seed(disturbance)
+        model = FAMILY.load(directory, torch.float32, "cpu")
+        add_lora(model, rank=32, alpha=8, seed=1, init="gaussian")
+        states.append(weights_state(model))
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    downs = torch.cat([value.flatten() for name, value in states[0].items() if ".lora_A." in name])
+    assert float(downs.std()) == pytest.approx(1 / 32, rel=0.05)
+    assert float(downs.abs().max()) > 3 / 32, "a uniform distribution would end earlier"
+    assert not any(value.any() for name, value in states[0].items() if ".lora_B." in name)
 
 
 def test_mistakes_are_reported(model: DiffusionModel) -> None:

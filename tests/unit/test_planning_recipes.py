@@ -23,6 +23,7 @@ from digenrl.models.registry import FAMILIES
 from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.cluster import CardPool, Cluster, read_cluster
 from digenrl.planning.layout import best_trainer
+from digenrl.planning.memory import generator_memory
 from digenrl.planning.plan_overlay import overlay, overlay_text
 from digenrl.planning.plan_tables import result_as_dict
 from digenrl.planning.plans import Plan
@@ -57,6 +58,18 @@ def demo_plan() -> Plan:
     return best(recipe_of("demo"), MEASURED)
 
 
+def test_a_generator_has_room_for_a_sample_of_the_evaluation():
+    def needed_gib(*overrides: str) -> float:
+        workload = known_workload(recipe_of("sd3_flow_grpo", *overrides), MIXED)
+        return generator_memory(workload, MIXED.pools[0].card, size=1).total_gib
+
+    same = needed_gib()
+    assert needed_gib("evaluation=off") == needed_gib("evaluation.height=256") == same
+    assert needed_gib("evaluation.height=2048", "evaluation.width=2048") > 1.2 * same
+    with pytest.raises(ConfigError, match="multiples of 16"):
+        needed_gib("evaluation.height=500")
+
+
 def test_a_workload_has_the_settings_of_the_recipe():
     workload = known_workload(recipe_of("sd3_flow_grpo", "lanes.rewards=3"), MIXED)
     assert (workload.model, workload.tuning, workload.lora_rank) == ("SD3.5-M", "lora", 32)
@@ -74,14 +87,16 @@ def test_a_workload_has_the_settings_of_the_recipe():
         ("sd3_flow_grpo", ("algorithm.options.kl_weight=0",), "reference_forward", False),
         ("sd3_flow_grpo", ("sample.window={kind: fast, width: 4}",), "pairs_per_sample", 4),
         ("sd3_flow_grpo", ("training.old_log_probs=rollout",), "old_policy_forward", 0.0),
+        ("sd3_flow_grpo", ("algorithm.options.updates_of=samples",), "parts_per_group", 2),
+        ("sd3_flow_grpo", ("algorithm.options.updates_of=groups",), "parts_per_group", 1),
         ("flux_mix_grpo", (), "tuning", "full"),
         ("flux_mix_grpo", (), "float32_weights", True),
+        ("flux_dance_grpo", (), "pairs_per_sample", 6),
         ("flux_mix_grpo", ("model.vae_dtype=bfloat16",), "float32_vae", False),
         ("flux_mix_grpo", ("model.vae_dtype=float32",), "float32_vae", True),
         ("sd3_flow_grpo", ("model.text_tokens=128",), "text_tokens", 77 + 128),
         ("flux_flow_grpo", ("model.text_tokens=128",), "text_tokens", 128),
         ("qwen_image_flow_grpo", ("model.text_tokens=1024",), "text_tokens", 128),  # padding is cut
-        ("flux_dance_grpo", (), "pairs_per_sample", 9),
         ("hunyuan_video_dance_grpo", (), "trained_per_prompt", 8),
         ("wan_flow_grpo", (), "model", "Wan2.1-1.3B"),
         ("wan_flow_grpo", ("model.source=Wan-AI/Wan2.1-T2V-14B-Diffusers",), "model", "Wan2.1-14B"),
@@ -91,10 +106,36 @@ def test_settings_that_affect_costs_are_read_from_the_recipe(name, overrides, ke
     assert getattr(known_workload(recipe_of(name, *overrides), MIXED), key) == value
 
 
+@pytest.mark.parametrize(
+    ("name", "targets", "millions", "more_activations"),
+    [
+        ("flux_flow_grpo", "[to_q, to_k, to_v, to_out.0]", 149.4 / 2, 0.0),
+        ("wan_flow_grpo", "[to_q, to_k, to_v, to_out.0, ffn.net.0.proj, ffn.net.2]", 43.7, 1 + 8960 / 1536),
+    ],
+)
+def test_adapters_are_counted_from_the_recipes_own_targets(name, targets, millions, more_activations):
+    recipe = recipe_of(name, f"training.lora.targets={targets}")
+    facts, usual = facts_for(recipe, MIXED), catalogue_model(recipe)
+    assert facts.lora_parameters(recipe.training.lora.rank) / 1e6 == pytest.approx(millions, abs=0.05)
+    for kind in ("eager", "compiled"):
+        added = getattr(facts, kind).activations - getattr(usual, kind).activations
+        assert added == pytest.approx(more_activations)
+    with pytest.raises(ConfigError, match="matches no layer"):
+        facts_for(recipe_of(name, "training.lora.targets=[to_qq]"), MIXED)
+
+
 def test_an_algorithm_that_needs_the_old_policy_has_its_forward_for_every_pair():
     nft = recipe_of("sd3_flow_grpo").model_copy(update={"algorithm": AlgorithmChoice(name="diffusion_nft")})
     workload = known_workload(nft, MIXED)
     assert (workload.old_policy_forward, workload.reference_forward, workload.pairs_per_sample) == (1.0, True, 9)
+
+
+def test_training_on_final_latents_needs_no_guidance_and_may_use_every_level():
+    options = {"levels": "random", "trained_fraction": 1.0}
+    nft = AlgorithmChoice(name="diffusion_nft", options=options)
+    workload = known_workload(recipe_of("sd3_flow_grpo").model_copy(update={"algorithm": nft}), MIXED)
+    assert (workload.branches, workload.trained_branches, workload.pairs_per_sample) == (2, 1, 10)
+    assert known_workload(recipe_of("sd3_flow_grpo"), MIXED).trained_branches == 2
 
 
 def test_a_local_pipeline_is_identified_by_its_layers(tmp_path: Path):

@@ -11,9 +11,10 @@ from fake_recipes import fake_recipe
 
 from digenrl.driver.placement import place
 from digenrl.records import Commit, Committed, Job, JobFailed, RoleSwitched, SwitchRole
+from digenrl.training.ranks.rank import Rank
 from digenrl.transports.contract import Gone, InputsLost, Message, Report
 from digenrl.transports.rank_groups import RankGroupTransport
-from digenrl.worker.assignment import Assignment, Machine, Ranks, Ready, StartFailed
+from digenrl.worker.assignment import Assignment, Machine, Ready, StartFailed
 
 TO_GENERATE, TO_TRAIN = SwitchRole(1, 0, "generate"), SwitchRole(2, 0, "train")
 GENERATING, TRAINING = RoleSwitched(0, TO_GENERATE), RoleSwitched(0, TO_TRAIN)
@@ -24,7 +25,7 @@ class FakeTransport:
 
     def __init__(self) -> None:
         self.started: dict[str, Assignment] = {}
-        self.sent: list[tuple[str, int, Job]] = []
+        self.sent: list[tuple[str, Job]] = []
         self.ended: list[str] = []
         self.arriving: list[Message] = []
 
@@ -34,8 +35,8 @@ class FakeTransport:
     def has_room(self, assignment: Assignment) -> bool:
         return True
 
-    def send(self, worker: str, job_id: int, job: Job) -> None:
-        self.sent.append((worker, job_id, job))
+    def send(self, worker: str, job: Job) -> None:
+        self.sent.append((worker, job))
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
         arriving, self.arriving = self.arriving, []
@@ -70,12 +71,12 @@ class TwoRanks:
 def test_each_rank_starts_with_its_share_of_the_cores() -> None:
     two = TwoRanks(threads=2)
     ranks = [two.inner.started[f"trainer/{index}"] for index in range(2)]
-    assert [each.ranks for each in ranks] == [Ranks(0, 2, epoch=1), Ranks(1, 2, epoch=1)]
+    assert [(each.rank, each.epoch) for each in ranks] == [(Rank(0, 2), 1), (Rank(1, 2), 1)]
     assert [each.cores for each in ranks] == [(0, 1), (2, 3)]
-    assert two.inner.started["generator-0"].cores == (4, 5) and two.inner.started["generator-0"].ranks is None
+    assert two.inner.started["generator-0"].cores == (4, 5) and two.inner.started["generator-0"].rank is None
     two.transport.end("trainer")
     two.transport.start(two.workers.trainer)
-    assert two.inner.started["trainer/1"].ranks == Ranks(1, 2, epoch=2)
+    assert two.inner.started["trainer/1"].epoch == 2
 
 
 def test_ranks_have_consecutive_devices() -> None:
@@ -90,9 +91,9 @@ def test_ranks_have_consecutive_devices() -> None:
 def test_a_job_goes_to_all_ranks_and_its_report_is_that_of_rank_0() -> None:
     two = TwoRanks()
     commit = Commit(7, 0, 3, keeps_state=True, sharded=True)
-    two.transport.send("trainer", 7, commit)
-    assert [(worker, job_id) for worker, job_id, _ in two.inner.sent] == [("trainer/0", 7), ("trainer/1", 7)]
-    assert [job.writes() for *_, job in two.inner.sent] == [("weights-4", "state-4-0"), ("state-4-1",)]
+    two.transport.send("trainer", commit)
+    assert [(worker, job.id) for worker, job in two.inner.sent] == [("trainer/0", 7), ("trainer/1", 7)]
+    assert [job.writes() for _, job in two.inner.sent] == [("weights-4", "state-4-0"), ("state-4-1",)]
     assert two.receive(("trainer/1", 7, Committed(0, commit))) == []
     (message,) = two.receive(("trainer/0", 7, Committed(0, commit, updates=({"loss": 1.0},))))
     assert isinstance(message.report, Committed) and message.report.updates == ({"loss": 1.0},)
@@ -101,9 +102,9 @@ def test_a_job_goes_to_all_ranks_and_its_report_is_that_of_rank_0() -> None:
 
 def test_a_job_for_one_rank_goes_to_that_rank_only() -> None:
     two = TwoRanks()
-    two.transport.send("trainer/1", 1, TO_GENERATE)
-    two.transport.send("trainer", 2, TO_TRAIN)
-    assert [worker for worker, *_ in two.inner.sent] == ["trainer/1", "trainer/0", "trainer/1"]
+    two.transport.send("trainer/1", TO_GENERATE)
+    two.transport.send("trainer", TO_TRAIN)
+    assert [worker for worker, _ in two.inner.sent] == ["trainer/1", "trainer/0", "trainer/1"]
     assert two.receive(("trainer/0", 2, TRAINING)) == []
     assert two.receive(("trainer/1", 1, GENERATING)) == [Message("trainer/1", 1, GENERATING)]
     assert two.receive(("trainer/1", 2, TRAINING)) == [Message("trainer", 2, TRAINING)]
@@ -111,8 +112,8 @@ def test_a_job_for_one_rank_goes_to_that_rank_only() -> None:
 
 def test_reports_are_matched_by_job_id_whatever_their_order() -> None:
     two = TwoRanks()
-    two.transport.send("trainer", 1, TO_GENERATE)
-    two.transport.send("trainer", 2, TO_TRAIN)
+    two.transport.send("trainer", TO_GENERATE)
+    two.transport.send("trainer", TO_TRAIN)
     assert two.receive(("trainer/0", 1, GENERATING), ("trainer/0", 2, TRAINING)) == []
     assert two.receive(("trainer/1", 2, TRAINING)) == [Message("trainer", 2, TRAINING)]
     assert two.receive(("trainer/1", 1, GENERATING)) == [Message("trainer", 1, GENERATING)]
@@ -120,7 +121,7 @@ def test_reports_are_matched_by_job_id_whatever_their_order() -> None:
 
 def test_if_one_rank_is_gone_the_others_are_ended() -> None:
     two = TwoRanks()
-    two.transport.send("trainer", 2, TO_TRAIN)
+    two.transport.send("trainer", TO_TRAIN)
     (message,) = two.receive(("trainer/1", None, Gone("ended by signal 9")), ("trainer/0", 2, TRAINING))
     assert message == Message("trainer", None, Gone("lost its rank 1, which ended by signal 9"))
     assert two.inner.ended == ["trainer/0", "trainer/1"]
@@ -129,7 +130,7 @@ def test_if_one_rank_is_gone_the_others_are_ended() -> None:
 def test_a_failure_of_one_rank_is_reported_before_the_others_answer() -> None:
     for job_id, failed in ((2, JobFailed(0, TO_TRAIN, "no memory")), (None, StartFailed("no memory"))):
         two = TwoRanks()
-        two.transport.send("trainer", 2, TO_TRAIN)
+        two.transport.send("trainer", TO_TRAIN)
         if job_id is None:
             two.transport.start(two.workers.trainer)
         assert two.receive(("trainer/1", job_id, failed)) == [Message("trainer", job_id, failed)]
@@ -139,7 +140,7 @@ def test_a_failure_of_one_rank_is_reported_before_the_others_answer() -> None:
 @pytest.mark.parametrize("both", [True, False])
 def test_inputs_lost_on_all_ranks_are_reported_and_on_some_ranks_end_the_worker(both: bool) -> None:
     two = TwoRanks()
-    two.transport.send("trainer", 2, TO_TRAIN)
+    two.transport.send("trainer", TO_TRAIN)
     lost = InputsLost(("slice-3",))
     (message,) = two.receive(("trainer/0", 2, lost if both else TRAINING), ("trainer/1", 2, lost))
     gone = Message("trainer", None, Gone("lost slice-3 on some ranks", fault=False))

@@ -1,4 +1,4 @@
-"""docs/recipes.md lists every key with its default and every shipped recipe, and its example is a recipe."""
+"""docs/recipes.md lists every key with its default, and its example is a recipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from digenrl.config.reading import model_inside, parse_model
 from digenrl.config.recipe import Recipe
-from digenrl.config.recipe_files import NOT_IN_FINGERPRINT, read_recipe, shipped_recipes
+from digenrl.config.recipe_files import NOT_IN_FINGERPRINT
 from digenrl.config.recipe_overrides import OPEN_KEYS, all_keys
 
 RECIPES = DocPage(DOCS / "recipes.md")
@@ -49,21 +49,6 @@ def table(first_heading: str) -> dict[str, list[str]]:
 
 def test_the_table_of_keys_has_them_all_with_their_defaults() -> None:
     assert {key: cells[0] for key, cells in table("key").items()} == schema_rows()
-
-
-def test_the_table_of_shipped_recipes_has_them_all() -> None:
-    rows = table("recipe")
-    assert sorted(rows) == shipped_recipes()
-    for name, (size, steps, noise, batch, tuned, _) in rows.items():
-        recipe = read_recipe(name, [] if name == "demo" else ["prompts.path=prompts.txt"])
-        sample, lora = recipe.sample, recipe.training.lora
-        frames = [sample.frames] if sample.frames > 1 else []
-        assert size == " x ".join(str(side) for side in [sample.height, sample.width, *frames]), name
-        assert steps == str(sample.denoising_steps), name
-        assert noise == f"{sample.noise.kind} {sample.noise.level:g}", name
-        assert batch == f"{recipe.batch.samples_per_prompt} x {recipe.batch.prompts}", name
-        how = "full" if lora is None else f"LoRA {lora.rank}/{lora.alpha:g}"
-        assert tuned == f"{recipe.training.learning_rate:.0e} {how}".replace("e-0", "e-"), name
 
 
 def test_the_example_is_a_recipe() -> None:

@@ -13,6 +13,7 @@ from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_files import fingerprint, read_recipe, shipped_recipes, write_recipe
 from digenrl.config.recipe_paths import DEMO_PROMPTS
+from digenrl.prompt_sets.registry import PROMPT_SETS
 
 TEXT = """
 seed: 3
@@ -161,10 +162,71 @@ def test_an_override_given_twice_is_an_error(recipe_file: Path) -> None:
     assert error.startswith("rewards.0.weight: ") and "twice" in error
 
 
-def test_an_open_value_must_be_given() -> None:
+def test_an_open_value_must_be_given(recipe_file: Path) -> None:
+    recipe_file.write_text(TEXT.replace("path: prompts.txt", "path: '???'"), encoding="utf-8")
     for overrides in ((), ("name=${prompts.path}",)):
-        error = complaint("flux_flow_grpo", *overrides)
-        assert error.endswith("digenrl train flux_flow_grpo prompts.path=prompts.txt")
+        error = complaint(recipe_file, *overrides)
+        assert error.endswith(f"digenrl train {recipe_file} prompts.path=prompts.txt")
+
+
+def test_a_file_of_prompts_replaces_a_prompt_set_and_the_other_way_round(recipe_file: Path) -> None:
+    def sources(*overrides: str) -> tuple[object, object]:
+        prompts = read_recipe(str(recipe_file), overrides).prompts
+        return prompts.path and prompts.path.name, prompts.name
+
+    assert sources("prompts.name=scenes") == sources("prompts={name: scenes, count: 8}") == (None, "scenes")
+    recipe_file.write_text(TEXT.replace("path: prompts.txt", "name: scenes"), encoding="utf-8")
+    assert sources() == (None, "scenes") and sources("prompts.path=p.txt") == ("p.txt", None)
+    assert "both" in complaint(recipe_file, "prompts.path=p.txt", "prompts.name=scenes")
+    assert "'scenes'" in complaint(recipe_file, "prompts.name=scense")
+    assert "ocr_signs" in complaint(recipe_file, "prompts.name=null")
+
+
+def test_an_evaluation_takes_the_held_out_split_of_a_prompt_set(recipe_file: Path) -> None:
+    recipe = read_recipe(str(recipe_file), ["prompts.name=ocr_signs", "evaluation.prompts.name=ocr_signs"])
+    assert recipe.evaluation is not None
+    assert (recipe.prompts.split, recipe.evaluation.prompts.split) == ("train", "held_out")
+    assert read_recipe(str(recipe_file), ["evaluation.prompts={name: scenes, split: train}"]) is not None
+
+
+def test_a_prompt_set_counts_as_the_file_that_it_would_be(recipe_file: Path) -> None:
+    def fingerprint_of(*overrides: str) -> str:
+        return fingerprint(read_recipe(str(recipe_file), overrides))
+
+    lines = [prompt.as_json_line() for prompt in PROMPT_SETS["objects"].prompts(count=20)]
+    (recipe_file.parent / "objects.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    as_file = fingerprint_of(f"prompts.path={recipe_file.parent / 'objects.jsonl'}")
+    assert fingerprint_of("prompts={name: objects, count: 20}") == as_file
+    others = ({"count": 21}, {"seed": 1}, {"split": "held_out"}, {"name": "counts"})
+    changed = [{"name": "objects", "count": 20, **other} for other in others]
+    assert as_file not in {fingerprint_of(f"prompts={content}") for content in changed}
+    assert fingerprint_of("prompts.count=1") != fingerprint_of()
+
+
+def test_modules_are_found_in_the_current_folder_and_beside_the_recipe(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    here, beside = tmp_path / "here", recipe_file.parent
+    (here / "in_a_package").mkdir(parents=True)
+    (here / "own_rewards.py").touch()
+    (beside / "own_algorithm.py").touch()
+    monkeypatch.chdir(here)
+    text = TEXT.replace("name: flow_grpo, options: {clip: 1e-4, kl_weight: 0.04}", "name: 'own_algorithm:Mine'")
+    recipe_file.write_text(text, encoding="utf-8")
+    assert read_recipe(str(recipe_file)).python_path == (beside,)
+    assert read_recipe(str(recipe_file), ["rewards=own_rewards:red"]).python_path == (beside, here)
+    overrides = ["evaluation={prompts: {name: scenes}, rewards: [{name: 'in_a_package.mine:red'}]}"]
+    recipe = read_recipe(str(recipe_file), overrides)
+    assert recipe.python_path == (beside, here) and {str(here), str(beside)} <= set(sys.path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "again.yaml").write_text(write_recipe(recipe), encoding="utf-8")
+    assert read_recipe("again.yaml") == recipe, "a resumed run finds them from any folder"
+    for wrong in ("[3]", "{a: b}", "null"):
+        assert complaint(recipe_file, f"python_path={wrong}").startswith("python_path=")
+    for given in ("here", "[here]"):
+        assert read_recipe(str(recipe_file), [f"python_path={given}"]).python_path == (here, beside)
+    assert read_recipe(str(recipe_file), ["rewards=own_algorithm:red"]).python_path == (beside,)
 
 
 def test_paths_are_relative_to_the_recipe_and_those_of_overrides_to_the_current_folder(
@@ -262,6 +324,11 @@ CHANGES_THE_UPDATE = [
     "training.learning_rate=1e-5",
     "training.lora.rank=8",
     "training.lora=null",
+    "training.lora.targets=[to_q]",
+    "training.lora.init=gaussian",
+    "training.lora.start_from=lora",
+    "training.learning_rate_warmup=2",
+    "training.ema={warmup: true}",
     "training.old_log_probs=recomputed",
     "training.autocast=bf16",
     "training.ema={decay: 0.5}",
@@ -321,4 +388,4 @@ def test_recipes_are_read_without_torch() -> None:
 
 def test_names_of_shipped_recipes_are_those_of_their_files() -> None:
     for name in shipped_recipes():
-        assert read_recipe(name, ["prompts.path=prompts.txt"]).name == name
+        assert read_recipe(name).name == name

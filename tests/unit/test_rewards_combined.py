@@ -46,6 +46,18 @@ def test_several_rewards_are_built_with_their_weights() -> None:
     assert batch.parts["jpeg_compressibility/kilobytes"] == large
 
 
+def test_a_reward_that_is_loaded_already_is_used_again_with_another_weight() -> None:
+    first = parse_rewards(["jpeg_compressibility", {"name": "jpeg_incompressibility", "weight": 2}])
+    loaded = [(settings, build_reward(settings)) for settings in first]
+    second = parse_rewards([{"name": "jpeg_incompressibility", "weight": 5}, QUALITY])
+    (again, weight), (other, _) = build_rewards(second, loaded).rewards
+    assert again is loaded[1][1] and weight == 5
+    assert other is not loaded[0][1], "its settings differ"
+
+
+QUALITY = {"name": "jpeg_compressibility", "quality": 50}
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_score_or_a_part_that_is_not_finite_is_an_error_that_names_sample_and_reward(bad: float) -> None:
     for answer in (
@@ -107,7 +119,7 @@ def test_a_users_function_gets_pixels_prompts_metadata_and_its_arguments(
     assert reward.score(PIXELS, ["a", "bb", "ccc"], [{}, {"extra": 10}, {}]).values == (1.5, 12.5, 3.5)
     with pytest.raises(ConfigError, match=r"'longr'.*'longer'"):
         build_reward(parse_reward("users_own:longr"))
-    with pytest.raises(ConfigError, match=r"'nowhere_to_be_found'.*PYTHONPATH"):
+    with pytest.raises(ConfigError, match=r"'nowhere_to_be_found'.*python_path"):
         build_reward(parse_reward("nowhere_to_be_found.sub:f"))
 
 

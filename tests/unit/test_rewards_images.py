@@ -10,10 +10,10 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from digenrl.config.rewards import OcrSettings, parse_reward
+from digenrl.config.rewards import OcrSettings, TextMatch, parse_reward
 from digenrl.rewards.building import build_reward
 from digenrl.rewards.contract import Reward, RewardError
-from digenrl.rewards.ocr import OcrReward, edit_distance, quoted
+from digenrl.rewards.ocr import OcrReward, edit_distance, normalised, quoted, text_similarity
 
 ANSWERS = [("1234", 0.9), ("1234", 0.3), ("1235", 0.9)]  # texts and confidences of a recogniser
 
@@ -55,9 +55,44 @@ def test_a_near_miss_loses_the_share_of_wrong_letters(ocr: OcrReward) -> None:
     assert parts["exact"] == 0.0
 
 
-def test_additional_text_lowers_the_score_which_is_never_negative(ocr: OcrReward) -> None:
-    assert score(ocr, writing("Coffee house"), text="Coffee")[0] == pytest.approx(6 / 11)
+def test_the_expected_text_among_other_text_scores_one_without_the_bonus(ocr: OcrReward) -> None:
+    assert score(ocr, writing("Coffee house"), text="Coffee") == (1.0, {"similarity": 1.0, "exact": 0.0})
     assert score(ocr, writing("Coffee house"), text="X")[0] == 0.0
+
+
+# Expected text, what was read, and the score of each way to match them, worked out by hand.
+MATCHES = [
+    ("OPEN", "OPEN", 1.0, 1.0, 1.0),
+    ("OPEN", "OPEN 24h", 1.0, 1 / 4, 4 / 7),
+    ("OPEN", "welcome OPEN now", 1.0, 0.0, 4 / 14),
+    ("OPEN", "0PEN", 3 / 4, 3 / 4, 3 / 4),
+    ("OPEN", "", 0.0, 0.0, 0.0),
+    ("OPEN", "PEN", 3 / 4, 3 / 4, 3 / 4),
+    ("OPEN", "something else", 0.0, 0.0, 3 / 13),
+    ("Happy Birthday", "happybirthday", 1.0, 1.0, 1.0),
+]
+
+
+@pytest.mark.parametrize(("expected", "read", "contained", "target", "whole"), MATCHES)
+def test_texts_are_matched_as_configured(
+    expected: str, read: str, contained: float, target: float, whole: float
+) -> None:
+    ways: dict[TextMatch, float] = {"contained": contained, "target": target, "whole": whole}
+    for match, similarity in ways.items():
+        assert text_similarity(normalised(expected), normalised(read), match) == pytest.approx(similarity), match
+
+
+def test_a_video_scores_the_mean_over_all_frames_or_over_those_that_score(
+    ocr: OcrReward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = ["OPEN", "XYZ", "OPE", "", *[""] * 4]  # two videos of four frames; nothing is in the second
+    monkeypatch.setattr(ocr, "read", lambda images: read)
+    videos = torch.full((2, 4, 3, 8, 8), 0.5)
+    for frame_mean, mean in (("all", (1.5 + 0.75) / 4), ("positive", (1.5 + 0.75) / 2)):
+        monkeypatch.setattr(ocr, "frame_mean", frame_mean)
+        batch = ocr.score(videos, ['"open"'] * 2, [{}] * 2)
+        assert batch.values == pytest.approx((mean, 0.0))
+        assert batch.parts["exact"] == pytest.approx((0.25 if frame_mean == "all" else 0.5, 0.0))
 
 
 def test_other_text_and_no_text_score_zero(ocr: OcrReward) -> None:

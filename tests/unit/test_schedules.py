@@ -68,6 +68,11 @@ def test_the_last_noise_level_of_qwen_image_is_always_its_terminal_one(steps: in
     assert levels("qwen_image", steps, SampleSize(side, side))[-2] == pytest.approx(0.02, abs=1e-6)
 
 
+@pytest.mark.parametrize("family", KNOWN)
+def test_a_single_step_goes_from_noise_to_data(family: str) -> None:
+    assert levels(family, 1, KNOWN[family][0]) == pytest.approx([1, 0], abs=1e-5)
+
+
 def test_the_levels_of_hunyuan_video_are_shifted_once_at_their_end_too() -> None:
     """`set_timesteps(N)` alone starts from an end that is shifted already."""
     family = find_family("hunyuan_video")

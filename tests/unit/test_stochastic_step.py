@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from digenrl.models.contract import Schedule
 from digenrl.models.stochastic_step import TRUNCATED_STD, StepTimes, stochastic_step
 from digenrl.models.trajectory import NoiseKind, StepNoise
 
-KINDS: tuple[NoiseKind, ...] = ("flow", "dance", "cps", "truncated_flow", "ddim")
-FLOW_KINDS: tuple[NoiseKind, ...] = ("flow", "dance", "cps", "truncated_flow")
+KINDS: tuple[NoiseKind, ...] = ("flow", "dance", "cps", "truncated_flow", "linear", "ddim")
+FLOW_KINDS: tuple[NoiseKind, ...] = ("flow", "dance", "cps", "truncated_flow", "linear")
+SECOND_SIGMA = 0.9
 
 
 def schedule_of(sigmas: list[float]) -> Schedule:
@@ -27,6 +29,7 @@ def times_of(sigma: list[float], next_sigma: list[float], index: list[int]) -> S
         torch.tensor(sigma, dtype=torch.float64),
         torch.tensor(next_sigma, dtype=torch.float64),
         torch.tensor(sigma, dtype=torch.float64) * 1000,
+        torch.full((len(sigma),), SECOND_SIGMA, dtype=torch.float64),
     )
 
 
@@ -50,6 +53,7 @@ def own_schedule(kind: NoiseKind) -> Schedule:
         ("dance", 0.3, 0.8, 0.6, 3, 0.887625, 0.134164, 1.085499),
         ("cps", 0.8, 0.8, 0.6, 3, 0.443951, 0.570634, -0.677289),
         ("flow", 0.7, 1.0, 0.9, 0, 0.705, 0.7, -0.601065),
+        ("linear", 1.0, 0.8, 0.6, 3, 0.82872, 0.321994, 0.189782),
         ("ddim", 1.0, math.sqrt(0.5), math.sqrt(0.3), 3, 0.944170, 0.414039, -0.042835),
     ],
 )
@@ -129,7 +133,7 @@ def test_a_sigma_off_by_a_thousandth_changes_the_log_prob(kind: NoiseKind) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_at_different_steps_are_stepped_as_if_alone(kind: NoiseKind) -> None:
     x, v, z = (normal(5, 3, 4, seed=seed) for seed in (1, 2, 3))
-    indices, stochastic_B = [3, 0, 4, 1, 1], torch.tensor([True, True, True, False, True])
+    indices, stochastic_B = [3, 0, 4, 1, 1], torch.tensor([True, True, False, False, True])
     schedule, noise = own_schedule(kind), StepNoise(kind, 0.6)
     both = stochastic_step(x, v, StepTimes.at(schedule, indices), noise, z_BL=z, stochastic_B=stochastic_B)
     for row, index in enumerate(indices):
@@ -155,6 +159,43 @@ def test_the_last_step_gets_no_noise_and_cannot_be_scored(kind: NoiseKind) -> No
     assert torch.equal(step.next_latents_BL, stochastic_step(x, v, last, StepNoise(kind, 0.0)).next_latents_BL)
     with pytest.raises(ValueError, match="step 4 of row 0 has no noise"):
         stochastic_step(x, v, last, StepNoise(kind, 0.7), next_latents_BL=x)
+
+
+@pytest.mark.parametrize("kind", ["flow", "dance", "linear"])
+def test_the_last_step_gets_noise_if_it_is_selected(kind: NoiseKind) -> None:
+    x, v, z = (normal(1, 6, seed=seed, dtype=torch.float64) for seed in (1, 2, 3))
+    last, noise = StepTimes.at(EVEN, [4]), StepNoise(kind, 0.7)
+    step = stochastic_step(x, v, last, noise, z_BL=z, stochastic_B=torch.tensor([True]))
+    diffusion = {"flow": 0.7 * math.sqrt(0.2 / 0.8), "dance": 0.7, "linear": 0.7 * 0.8 * 0.2}[kind]
+    assert step.std_B.item() == pytest.approx(diffusion * math.sqrt(0.2))
+    torch.testing.assert_close(step.next_latents_BL, step.mean_BL + step.std_B * z)
+
+
+def test_linear_noise_rises_from_the_schedules_end_to_its_second_level() -> None:
+    sigmas = [0.999999, 0.9, 0.7, 0.3, 0.0]
+    x, v, z = (normal(4, 5, seed=seed, dtype=torch.float64) for seed in (1, 2, 3))
+    times, every = StepTimes.at(schedule_of(sigmas), [0, 1, 2, 3]), torch.ones(4, dtype=torch.bool)
+    step = stochastic_step(x, v, times, StepNoise("linear", 1.0), z_BL=z, stochastic_B=every)
+    for row, (sigma, next_sigma) in enumerate(pairwise(sigmas)):
+        lowest, highest, h = sigmas[-1], sigmas[1], sigma - next_sigma
+        g = lowest + (highest - lowest) * sigma
+        drift = v[row] + g**2 / (2 * sigma) * (x[row] + (1 - sigma) * v[row])
+        torch.testing.assert_close(step.mean_BL[row], x[row] - h * drift, rtol=1e-6, atol=1e-6)
+        assert step.std_B[row].item() == pytest.approx(g * math.sqrt(h), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_squared_error_is_a_log_prob_without_constants(kind: NoiseKind) -> None:
+    times = StepTimes.at(own_schedule(kind), [0, 2, 3])
+    x, v, z = (normal(3, 4, 5, seed=seed, dtype=torch.float64) for seed in (1, 2, 3))
+    noise = StepNoise(kind, 0.7, "squared_error")
+    sampled = stochastic_step(x, v, times, noise, z_BL=z)
+    density = stochastic_step(x, v, times, StepNoise(kind, 0.7), z_BL=z)
+    assert torch.equal(sampled.next_latents_BL, density.next_latents_BL), "samples are the same"
+    expected_B = -(sampled.std_B.view(3, 1, 1) * z).square().mean(dim=(1, 2))
+    torch.testing.assert_close(sampled.log_prob_B, expected_B, rtol=1e-12, atol=1e-14)
+    euler = stochastic_step(x, v, times, noise, z_BL=z, stochastic_B=torch.tensor([True, False, True]))
+    assert euler.log_prob_B.isnan().tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("kind", ["flow", "truncated_flow"])

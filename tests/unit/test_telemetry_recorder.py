@@ -10,6 +10,8 @@ from digenrl.config.spec import Spec
 from digenrl.loop import drive
 from digenrl.records import (
     Action,
+    Calibrate,
+    Calibrated,
     Evaluate,
     Evaluated,
     Event,
@@ -138,6 +140,13 @@ def test_a_lane_that_joins_meanwhile_has_its_own_publication() -> None:
     recorded.feed(WorkerJoined(6, LaneOffer("new", 1)), to_new_lane)
     recorded.feed(Published(8, PUBLISH, (0, 1))).feed(Published(10, to_new_lane, (3,)))
     assert recorded.spans(Work.PUBLISH) == [("trainer", 5, 8), ("trainer", 6, 10)]
+
+
+def test_the_calibration_of_a_lane_that_joined_is_in_the_trace() -> None:
+    job = Calibrate(2, 6, "generate", lane=3)
+    recorded = Recorded().feed(WorkerJoined(6, LaneOffer("new", 0))).feed(Tick(6), job)
+    recorded.feed(Calibrated(9, job, offer=LaneOffer("new", 1)))
+    assert recorded.spans(Work.CALIBRATE) == [("new", 6, 9)]
 
 
 def test_a_result_without_a_publication_is_ignored() -> None:

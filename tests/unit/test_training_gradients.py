@@ -6,6 +6,9 @@ group has equal rewards, and some advantages exceed the clamp.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from scored_groups import (
@@ -23,6 +26,7 @@ from scored_groups import (
 
 from digenrl.algorithms.registry import ALGORITHMS, build_algorithm
 from digenrl.config.training import TrainerSettings
+from digenrl.models.trajectory import StepNoise
 
 EVERY = pytest.mark.parametrize("name", list(ALGORITHMS))
 NARROW = {"flow_grpo_fast": {"kind": "fast", "width": 2}}  # the default of three steps is too wide for five
@@ -32,8 +36,8 @@ TOLERANCE = 1e-6
 class Case:
     """A model, its algorithm and a batch; the trainer's old policy is the one that generated."""
 
-    def __init__(self, name: str, rollout: Rollout | None = None, lora: bool = True) -> None:
-        self.algorithm = lively(name)
+    def __init__(self, name: str, rollout: Rollout | None = None, lora: bool = True, **more: Any) -> None:
+        self.algorithm = lively(name, **more)
         self.model = toy(lora=lora)
         self.groups = scored_groups(self.model, self.algorithm, rollout or Rollout(), window=NARROW.get(name))
         self.serial = serial_of(self.model, self.algorithm)
@@ -120,6 +124,46 @@ def test_guidance_is_replayed_as_in_the_rollout():
     assert relative_difference(trainer.gradient(), case.expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["diffusion_nft", "flow_dpo"])
+def test_a_loss_against_data_trains_the_conditional_velocity_of_guided_samples(name):
+    case = Case(name, Rollout(guidance=3.0))
+    trainer = case.trainer(4)
+    for group in case.groups:
+        trainer.add_group(group)
+    unguided = [
+        replace(
+            group, trajectories=tuple(replace(t, plan=replace(t.plan, guidance=1.0)) for t in group.trajectories)
+        )
+        for group in case.groups
+    ]
+    expected = serial_gradient(case.serial, unguided)
+    assert relative_difference(trainer.gradient(), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("levels", ["random", "logit_normal"])
+@pytest.mark.parametrize("name", ["diffusion_nft", "flow_dpo"])
+def test_drawn_levels_give_the_serial_gradient_for_any_pack(name, levels):
+    case = Case(name, options={"levels": levels})
+    for pack_size in (1, 7):
+        trainer = case.trainer(pack_size)
+        for group in case.groups:
+            trainer.add_group(group)
+        assert relative_difference(trainer.gradient(), case.expected) < TOLERANCE
+
+
+def test_flow_grpos_kl_of_cps_noise_is_the_exact_one():
+    gradients = {}
+    for form in ("exact", "flow_grpo_image"):
+        case = Case(
+            "flow_grpo", Rollout(noise=StepNoise("cps", 0.8)), options={"kl_form": form, "kl_weight": 10.0}
+        )
+        trainer = case.trainer(4)
+        for group in case.groups:
+            trainer.add_group(group)
+        gradients[form] = trainer.gradient()
+    assert relative_difference(gradients["flow_grpo_image"], gradients["exact"]) < 1e-12
+
+
 def test_the_cases_above_clip_ratios_and_exceed_the_clamp(cases):
     for name in ("flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard"):
         case = cases(name)
@@ -156,3 +200,42 @@ def test_a_group_of_equal_rewards_has_no_gradient_but_counts_in_the_denominator(
     without = serial_gradient(serial_of(model, algorithm), [groups[0], groups[2]])
     thirds = {name: value * 2 / 3 for name, value in without.items()}
     assert relative_difference(thirds, with_flat) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo", "diffusion_nft", "flow_dpo"])
+def test_groups_of_equal_rewards_can_be_left_out_of_the_mean(cases, name):
+    """Compared with `counted`: two of three groups have spread, so that their mean is half as much again."""
+    case = Case(name, options={"zero_spread_groups": "left_out"})
+    trainer = case.trainer(4)
+    for group in reversed(case.groups):
+        trainer.add_group(group)
+    gradient = trainer.gradient()
+    half_again = {key: 1.5 * value for key, value in cases(name).expected.items()}
+    assert relative_difference(gradient, half_again) < TOLERANCE
+    assert relative_difference(gradient, case.expected) < TOLERANCE
+    counted = cases(name).trainer(4)
+    for group in cases(name).groups:
+        counted.add_group(group)
+    assert trainer.commit().terms * 3 == counted.commit().terms * 2
+
+
+def test_groups_of_equal_rewards_can_be_trained_on_what_does_not_depend_on_advantages(cases):
+    """Of DiffusionNFT these are the terms with q = 1/2, and the KL."""
+    case = Case("diffusion_nft", options={"zero_spread_groups": "trained"})
+    trainer = case.trainer(4)
+    for group in case.groups:
+        trainer.add_group(group)
+    assert relative_difference(trainer.gradient(), case.expected) < TOLERANCE
+    assert relative_difference(trainer.gradient(), cases("diffusion_nft").expected) > 1e-3
+    assert trainer.commit().zero_spread_groups == 1
+
+
+def test_an_update_without_any_spread_has_no_gradient():
+    algorithm = build_algorithm("dance_grpo", {"zero_spread_groups": "left_out"})
+    model = toy()
+    groups = scored_groups(model, algorithm, rewards=[[1.0] * 4] * 3)
+    trainer = trainer_of(model, algorithm, groups)
+    for group in groups:
+        trainer.add_group(group)
+    assert trainer.gradient() == {}
+    assert trainer.commit().zero_spread_groups == 3

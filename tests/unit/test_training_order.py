@@ -21,8 +21,9 @@ IN_ORDER = (0, 1, 2, 3)
 
 
 @cache
-def algorithm_and_batches(name, lora, updates):
-    algorithm = build_algorithm(name, {"updates_per_batch": updates})
+def algorithm_and_batches(name, lora, updates, updates_of):
+    options = {"updates_per_batch": updates, "updates_of": updates_of, "zero_spread_groups": "left_out"}
+    algorithm = build_algorithm(name, options if updates_of == "samples" else {"updates_per_batch": updates})
     model = toy(torch.float32, lora)
     rewards = [
         [(0.3, 1.7, -2.1, 0.9), (1, 1, 1, 1), (0.1, 0.2, 3.3, 0.4), (5.1, 0.7, 0.6, 0.55)][p] for p in range(4)
@@ -31,9 +32,9 @@ def algorithm_and_batches(name, lora, updates):
     return algorithm, [scored_groups(model, algorithm, rollout, rewards) for rollout in rollouts]
 
 
-def outcome(name, lora, updates, order, in_order=True):
+def outcome(name, lora, updates, order, in_order=True, updates_of="groups"):
     """The state after two batches whose groups arrived in this order, and the metrics."""
-    algorithm, batches = algorithm_and_batches(name, lora, updates)
+    algorithm, batches = algorithm_and_batches(name, lora, updates, updates_of)
     settings = TrainerSettings(
         pack_size=3, learning_rate=0.02, ema=EmaSettings(every_updates=1), sum_in_order=in_order
     )
@@ -57,6 +58,15 @@ def test_the_order_of_groups_changes_no_bit(name, lora, updates):
         state, reported = outcome(name, lora, updates, order)
         assert differences(state, expected) == []
         assert reported == reports
+
+
+@pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo"])
+def test_the_order_of_groups_changes_no_bit_of_updates_of_samples(name):
+    expected, reports = outcome(name, True, 2, IN_ORDER, updates_of="samples")
+    state, reported = outcome(name, True, 2, (2, 0, 3, 1), updates_of="samples")
+    assert differences(state, expected) == [] and reported == reports
+    by_groups, _ = outcome(name, True, 2, IN_ORDER)
+    assert differences(by_groups, expected), "the updates have other samples"
 
 
 def test_added_on_arrival_groups_change_only_the_last_bits():

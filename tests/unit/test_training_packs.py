@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from digenrl.training import metrics
 from digenrl.training.metrics import MaskedValues, Tally
-from digenrl.training.open_batch import update_of
 from digenrl.training.packing.pack_size import MemoryLine, measure_largest_pack
 from digenrl.training.packing.packs import halves, share_of
 from digenrl.training.ranks.rank import Rank
@@ -32,16 +31,6 @@ def test_ranks_share_evenly_and_completely(count, ranks, offset):
 def test_the_offset_decides_which_rank_gets_one_term_more():
     larger = [len(share_of(range(5), Rank(0, 2), offset)) for offset in range(4)]
     assert larger == [3, 2, 3, 2]
-
-
-@given(st.integers(1, 60), st.data())
-def test_updates_have_equally_many_groups_up_to_one(groups, data):
-    updates = data.draw(st.integers(1, groups))
-    owners = [update_of(place, groups, updates) for place in range(groups)]
-    assert owners == sorted(owners)
-    sizes = [owners.count(update) for update in range(updates)]
-    assert min(sizes) >= 1
-    assert max(sizes) - min(sizes) <= 1
 
 
 def test_two_measured_points_give_the_line():

@@ -50,10 +50,10 @@ def with_log_probs_off_by(shift, group):
 # --- Whole updates --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("updates_of", ["groups", "samples"])
 @pytest.mark.parametrize("name", ["flow_grpo", "mix_grpo", "diffusion_nft"])
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 2, 0)])
-def test_two_batches_of_two_updates_end_with_the_serial_weights(name, order):
-    algorithm = build_algorithm(name, {"updates_per_batch": 2})
+def test_two_batches_of_two_updates_end_with_the_serial_weights(name, updates_of):
+    algorithm = build_algorithm(name, {"updates_per_batch": 2, "updates_of": updates_of})
     settings = TrainerSettings(pack_size=4, learning_rate=1e-2, gradient_norm=1e-3, adam_eps=1e-3)
     packed, serial_model = toy(), toy()
     serial = serial_of(serial_model, algorithm, settings)
@@ -64,7 +64,7 @@ def test_two_batches_of_two_updates_end_with_the_serial_weights(name, order):
             groups = scored_groups(serial_model, algorithm, rollout)
         trainer = trainer or trainer_of(packed, algorithm, groups, settings)
         serial.train_batch(groups)
-        for index in order:
+        for index in (3, 1, 2, 0):
             trainer.add_group(groups[index])
             while trainer.can_commit():
                 trainer.commit()
@@ -103,10 +103,46 @@ def test_a_batch_wide_scale_waits_for_all_rewards_of_the_batch():
     assert trainer.can_commit()
 
 
-def test_the_moving_average_follows_every_few_updates():
+def test_updates_of_samples_train_a_part_of_every_group_once_all_have_arrived():
+    algorithm = build_algorithm("mix_grpo", {"updates_per_batch": 2, "updates_of": "samples"})
+    model = toy()
+    groups = scored_groups(model, algorithm, Rollout(groups=3, group_size=5))
+    trainer = trainer_of(model, algorithm, groups)
+    for group in groups:
+        assert not trainer.can_commit()
+        trainer.add_group(group)
+    metrics = [trainer.commit(), trainer.commit()]
+    # Group 1 has equal rewards and counts. Of 3 * 5 samples the updates train 3 + 2 + 3 and 2 + 3 + 2.
+    steps = len(groups[0].trajectories[0].plan.kept_steps)
+    assert [each.terms for each in metrics] == [8 * steps, 7 * steps]
+    assert (
+        metrics[0].reward_mean
+        == metrics[1].reward_mean
+        == pytest.approx(sum(sum(group.rewards) for group in groups) / 15)
+    )
+    assert [each.zero_spread_groups for each in metrics] == [0, 1], "once per batch"
+    assert trainer.batch == 1
+
+
+@pytest.mark.parametrize("stale_groups", [0, 2])
+def test_stale_groups_are_spread_over_the_updates_of_a_batch(stale_groups):
+    """The mismatch is that of an update's fresh samples; None says that all of them are stale."""
+    algorithm = build_algorithm("dance_grpo", {"updates_per_batch": 2})
+    model = toy()
+    stale, fresh = (scored_groups(model, algorithm, Rollout(groups=4, version=version)) for version in (-1, 0))
+    shape = BatchShape(groups=4, group_size=4, stale_groups=stale_groups)
+    trainer = Trainer(model, algorithm, TrainerSettings(pack_size=3), shape, DRAW_NOISE)
+    for group in (*stale[:2], *fresh[2:]):
+        trainer.add_group(with_rewards(group, (0.0, 1.0, 2.0, 3.0)))
+    assert (trainer.commit().log_prob_mismatch is None) == (stale_groups == 0)
+
+
+@pytest.mark.parametrize(("warmup", "decay"), [(False, 0.75), (True, 0.25)])
+def test_the_moving_average_follows_every_few_updates(warmup, decay):
     algorithm = lively("dance_grpo")
     model = toy()
-    settings = TrainerSettings(pack_size=8, learning_rate=0.1, ema=EmaSettings(decay=0.75, every_updates=2))
+    ema = EmaSettings(decay=0.75, every_updates=2, warmup=warmup)
+    settings = TrainerSettings(pack_size=8, learning_rate=0.1, ema=ema)
     start, seen = weights_of(model), []
     trainer = None
     for batch in range(3):
@@ -116,12 +152,30 @@ def test_the_moving_average_follows_every_few_updates():
             trainer.add_group(group)
         trainer.commit()
         seen.append(weights_of(model))
-    expected = {name: 0.75 * start[name] + 0.25 * seen[1][name] for name in start}
+    expected = {name: decay * start[name] + (1 - decay) * seen[1][name] for name in start}
     assert relative_difference(trainer.state_at_last_version().average, expected) < 1e-12
 
 
+def test_the_learning_rate_grows_linearly_from_zero():
+    algorithm = lively("dance_grpo")
+    model = toy()
+    settings = TrainerSettings(pack_size=8, learning_rate=0.1, learning_rate_warmup=2)
+    rates, weights = [], [weights_of(model)]
+    trainer = None
+    for batch in range(4):
+        groups = scored_groups(model, algorithm, Rollout(step=batch, version=batch))
+        trainer = trainer or trainer_of(model, algorithm, groups, settings)
+        for group in groups:
+            trainer.add_group(group)
+        trainer.commit()
+        rates.append(state_of(trainer).optimizer.scalars["lr"])
+        weights.append(weights_of(model))
+    assert rates == [0.0, 0.05, 0.1, 0.1]
+    assert same_weights(weights[0], weights[1]) and not same_weights(weights[1], weights[2])
+
+
 def test_a_policy_that_follows_slowly_is_the_one_to_generate_with():
-    algorithm = build_algorithm("diffusion_nft", {"old_decay_growth": 0.25})
+    algorithm = build_algorithm("diffusion_nft", {"old_decay_growth": 0.25, "old_decay_start": 1})
     model = toy()
     settings = TrainerSettings(pack_size=8, learning_rate=0.1)
     generated_with = [weights_of(model)]
@@ -145,7 +199,8 @@ def test_a_policy_that_follows_slowly_is_the_one_to_generate_with():
 @pytest.mark.parametrize("lora", [True, False])
 def test_a_saved_and_loaded_trainer_continues_with_the_same_bits(lora):
     algorithm = build_algorithm("diffusion_nft", {"old_decay_growth": 0.25, "updates_per_batch": 2})
-    settings = TrainerSettings(pack_size=8, learning_rate=0.01, ema=EmaSettings(decay=0.5, every_updates=1))
+    ema = EmaSettings(decay=0.5, every_updates=1, warmup=True)
+    settings = TrainerSettings(pack_size=8, learning_rate=0.01, learning_rate_warmup=4, ema=ema)
     model = toy(lora=lora)
     batches = [scored_groups(model, algorithm, Rollout(steps=4, step=step, version=step)) for step in range(2)]
 

@@ -11,6 +11,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransfo
 from torch import Tensor
 
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
+from digenrl.models.families.comfyui_layers import DIFFUSERS_NAMES
 from digenrl.models.families.helpers import (
     JOINT_ATTENTION,
     at_least_fp32,
@@ -34,6 +35,7 @@ class FluxModel(PipelineModel):
 
     family = "flux"
     lora_targets = JOINT_ATTENTION
+    comfyui_layers = DIFFUSERS_NAMES
     default_guidance = 3.5
     text_encoders = ("text_encoder", "text_encoder_2")
     text_length = TEXT_LENGTH

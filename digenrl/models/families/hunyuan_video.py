@@ -18,6 +18,7 @@ from torch import Tensor
 
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
+from digenrl.models.families.comfyui_layers import HUNYUAN_VIDEO_LAYERS
 from digenrl.models.families.helpers import (
     JOINT_ATTENTION,
     at_least_fp32,
@@ -54,6 +55,7 @@ class HunyuanVideoModel(PipelineModel):
 
     family = "hunyuan_video"
     lora_targets = JOINT_ATTENTION
+    comfyui_layers = HUNYUAN_VIDEO_LAYERS
     default_guidance = 6.0
     text_encoders = ("text_encoder", "text_encoder_2")
     text_mask = "encoder_attention_mask"

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
+from digenrl.models.families.comfyui_layers import DIFFUSERS_NAMES
 from digenrl.models.families.helpers import (
     JOINT_ATTENTION,
     Text,
@@ -45,6 +46,7 @@ class QwenImageModel(PipelineModel):
 
     family = "qwen_image"
     lora_targets = JOINT_ATTENTION
+    comfyui_layers = DIFFUSERS_NAMES
     default_guidance = 4.0
     guidance_argument = "true_cfg_scale"
     text_encoders = ("text_encoder",)
@@ -87,9 +89,12 @@ class QwenImageModel(PipelineModel):
         }
 
     def schedule(self, steps: int, size: SampleSize) -> Schedule:
-        """Evenly spaced sigmas, shifted by the number of tokens, stretched to the scheduler's terminal value."""
+        """Evenly spaced sigmas, shifted by the number of tokens, stretched to the scheduler's terminal value.
+
+        A single step starts from 1, which cannot be stretched: the scheduler would divide 0 by 0.
+        """
         _, h, w = self.noise_shape(size)
-        scheduler = self.fresh_scheduler()
+        scheduler = self.fresh_scheduler(shift_terminal=None) if steps == 1 else self.fresh_scheduler()
         shift = shift_from_tokens(scheduler.config, tokens=(h // 2) * (w // 2), default_max_shift=1.15)
         scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift)
         return schedule_of(scheduler)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
+from digenrl.models.families.comfyui_layers import DIFFUSERS_NAMES
 from digenrl.models.families.helpers import (
     JOINT_ATTENTION,
     Text,
@@ -38,6 +39,7 @@ class SD3Model(PipelineModel):
 
     family = "sd3"
     lora_targets = JOINT_ATTENTION
+    comfyui_layers = DIFFUSERS_NAMES
     default_guidance = 4.5
     text_encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
     optional_components = ("text_encoder_3", "tokenizer_3")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
+from digenrl.models.families.comfyui_layers import WAN_LAYERS
 from digenrl.models.families.helpers import (
     guided_velocity,
     latent_frames_height_width,
@@ -29,6 +30,7 @@ class WanModel(PipelineModel):
 
     family = "wan"
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
+    comfyui_layers = WAN_LAYERS
     default_guidance = 5.0
     block_state_arguments = ("hidden_states",)
     text_encoders = ("text_encoder",)

@@ -28,7 +28,9 @@ Member = tuple[int, int, int]  # position, group and number of slices of a lane'
 def forecast_from_state(state: SchedulerState, at_ns: int) -> Forecast:
     """The future from a bubble of `state` on, after generators have taken what they may."""
     terms = state.terms
-    generators = [lane for lane in state.lanes if lane.present and (terms.colocated or not lane.helper)]
+    generators = [
+        lane for lane in state.lanes if lane.present and lane.calibrated and (terms.colocated or not lane.helper)
+    ]
     classes, class_of = _classes(generators)
     published, publications = _versions_ahead(state, generators, at_ns)
     idle, without_weights = [0] * len(classes), [0] * len(classes)
@@ -122,7 +124,7 @@ def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[Kind, i
         positions(state.terms),
     )
     members: dict[tuple[int, int, int], list[Member]] = {}
-    busy = [(lane, lane.job) for lane in state.lanes if lane.job is not None]
+    busy = [(lane, lane.job) for lane in state.lanes if lane.job is not None and lane.calibrated]
     for lane, job in busy:
         end = max(at_ns + 1, expected_end_ns(state, lane))
         lane_class = HELPER_CLASS if lane.helper else class_of[lane.slice_ns, lane.take_ns]

@@ -12,8 +12,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.lora import has_lora, published_name, save_lora
-from digenrl.models.model_weights import weights_replaced, weights_state
+from digenrl.models.loading import without_progress_bars
+from digenrl.models.lora import has_lora, published_name
+from digenrl.models.lora_files import save_lora
+from digenrl.models.model_weights import merged_weights, weights_replaced, weights_state
+from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.shards import is_sharded
 from digenrl.training.checkpoint.atomic_folders import tidy, written_atomically
 from digenrl.training.checkpoint.format import CheckpointError, reason_of
@@ -52,6 +55,19 @@ def export_transformer(model: DiffusionModel, folder: Path, values: Mapping[str,
         tidy(folder.parent)
         with written_atomically(folder) as partial:
             transformer.save_pretrained(partial)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder}: cannot be written: {reason_of(error)}") from error
+
+
+def export_merged(model: PipelineModel, folder: Path) -> None:
+    """Writes the whole pipeline so that its class's `from_pretrained(folder)` reads it, with merged adapters.
+
+    The model's pipeline has the merged transformer from then on.
+    """
+    model.pipeline.register_modules(transformer=_transformer_with(model, merged_weights(model)))
+    try:
+        with without_progress_bars():
+            model.pipeline.save_pretrained(folder)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: cannot be written: {reason_of(error)}") from error
 

@@ -30,9 +30,18 @@ class Term:
 
 
 def terms_of(
-    group: ScoredGroup, advantages: Advantages, objective: Objective, samples: Collection[int] | None = None
+    group: ScoredGroup,
+    advantages: Advantages,
+    objective: Objective,
+    *,
+    units: Collection[int] | None = None,
+    samples: Collection[int] | None = None,
 ) -> list[Term]:
-    """The terms of a group or of some of its samples, in their order; a pair belongs to its first sample."""
+    """The terms of a group in their order, or those of some units or samples.
+
+    A unit is a sample, or a pair that is compared, counted among the chosen ones. A pair belongs to its first
+    sample.
+    """
     couples = zip(*[iter(advantages.chosen)] * objective.rows_per_term, strict=True)
     return [
         Term(
@@ -40,8 +49,8 @@ def terms_of(
             advantages=tuple(advantages.values[index] for index in couple),
             step=step,
         )
-        for couple in couples
-        if samples is None or couple[0] in samples
+        for unit, couple in enumerate(couples)
+        if (units is None or unit in units) and (samples is None or couple[0] in samples)
         for step in objective.trained_steps(group.trajectories[couple[0]].plan)
     ]
 

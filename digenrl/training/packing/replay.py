@@ -5,24 +5,24 @@ Shape legend as in `digenrl.models.objective`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from digenrl.config.training import TrainerSettings
-from digenrl.models.contract import Conditioning, DiffusionModel
+from digenrl.models.contract import Conditioning, DiffusionModel, Schedule
 from digenrl.models.objective import Objective, PairBatch, RenoisedPairs, StepPairs
 from digenrl.models.stochastic_step import StepResult, StepTimes, stochastic_step
-from digenrl.models.trajectory import Trajectory
+from digenrl.models.trajectory import StepNoise, Trajectory
 from digenrl.models.transfers import to_device, to_device_like
 from digenrl.records import SampleId
+from digenrl.training.packing.noise_levels import DrawNoise, noise_level
 from digenrl.training.packing.packs import Term
 from digenrl.training.policy_weights import PolicyWeights
 
-DrawNoise = Callable[[SampleId, str, Sequence[int]], Tensor]
-"""Standard normal noise that depends only on a sample, a purpose and a shape."""
+NO_GUIDANCE = 1.0  # up to this scale a model has one branch, the conditional one
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,11 @@ class _Rows:
     times: StepTimes
     steps: list[int]
     conditioning: Conditioning
+
+    @property
+    def noise(self) -> StepNoise:
+        """The noise of the rollout's stochastic steps."""
+        return self.trajectories[0].plan.noise
 
 
 class Replay:
@@ -78,12 +83,17 @@ class Replay:
             trajectories=trajectories,
             noise_samples=[term.trajectories[0].sample for term in terms for _ in term.trajectories],
             advantage_R=torch.tensor([a for term in terms for a in term.advantages], dtype=torch.float64),
-            times=StepTimes.of_rows(
-                [(t.plan.schedule, step) for t, step in zip(trajectories, steps, strict=True)]
-            ),
+            times=StepTimes.of_rows([row for term in terms for row in self._places(term)]),
             steps=steps,
             conditioning=self.model.compact(conditioning).to(self.model.device).repeated(len(steps)),
         )
+
+    def _places(self, term: Term) -> list[tuple[Schedule, int]]:
+        """The schedule of each row of a term, and the row's place in it; rows that are compared share theirs."""
+        if self.objective.replays == "steps":
+            return [(trajectory.plan.schedule, term.step) for trajectory in term.trajectories]
+        place = noise_level(term.trajectories[0], term.step, self.objective.levels, self._draw_noise)
+        return [place] * len(term.trajectories)
 
     def _step_pairs(self, rows: _Rows, before_updates: bool) -> StepPairs:
         kept = [t.plan.kept_steps.index(step) for t, step in zip(rows.trajectories, rows.steps, strict=True)]
@@ -122,6 +132,7 @@ class Replay:
             std_R=scored.std_B,
             sigma_R=to_device_like(rows.times.sigma_B, scored.std_B),
             step_size_R=to_device_like(rows.times.step_size_B, scored.std_B),
+            noise_time_R=to_device_like(rows.times.noise_time_B(rows.noise.kind), scored.std_B),
             mean_RL=scored.mean_BL,
             velocity_RL=velocity_RL,
             proximal_log_prob_R=None if old is None else old.log_prob_B.detach(),
@@ -145,11 +156,11 @@ class Replay:
         reference_RL = old_RL = None
         if self.objective.needs.reference:
             with torch.no_grad(), self.policies.reference():
-                reference_RL = self._velocity(noised_RL, rows)
+                reference_RL = self._velocity(noised_RL, rows, guided=False)
         if self.objective.needs.old_policy:
             with torch.no_grad(), self.policies.old():
-                old_RL = self._velocity(noised_RL, rows)
-        velocity_RL = self._velocity(noised_RL, rows)
+                old_RL = self._velocity(noised_RL, rows, guided=False)
+        velocity_RL = self._velocity(noised_RL, rows, guided=False)
         return RenoisedPairs(
             advantage_R=to_device_like(rows.advantage_R, velocity_RL),
             sigma_R=sigma_R,
@@ -163,14 +174,19 @@ class Replay:
 
     def _scored(self, latents_RL: Tensor, next_RL: Tensor, rows: _Rows) -> tuple[Tensor, StepResult]:
         velocity_RL = self._velocity(latents_RL, rows)
-        noise = rows.trajectories[0].plan.noise
-        return velocity_RL, stochastic_step(latents_RL, velocity_RL, rows.times, noise, next_latents_BL=next_RL)
+        scored = stochastic_step(latents_RL, velocity_RL, rows.times, rows.noise, next_latents_BL=next_RL)
+        return velocity_RL, scored
 
-    def _velocity(self, latents_RL: Tensor, rows: _Rows) -> Tensor:
+    def _velocity(self, latents_RL: Tensor, rows: _Rows, guided: bool = True) -> Tensor:
+        """The velocity as in the rollout or, for a loss against data, without classifier-free guidance.
+
+        A family with embedded guidance has no other velocity than the guided one.
+        """
         plan = rows.trajectories[0].plan
+        guidance = plan.guidance if guided or rows.conditioning.negative is None else NO_GUIDANCE
         timesteps_R = to_device(rows.times.timestep_B, self.model.device)
         with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self._autocast):
-            return self.model.velocity(latents_RL, timesteps_R, rows.conditioning, plan.guidance, plan.size)
+            return self.model.velocity(latents_RL, timesteps_R, rows.conditioning, guidance, plan.size)
 
     def _stacked(self, values: list[Tensor]) -> Tensor:
         return to_device(torch.stack(values), self.model.device)

@@ -54,7 +54,7 @@ def make_exchange(assignment: Assignment, host: str) -> PayloadExchange:
 
     if assignment.recipe.training.lora is not None:
         return PayloadExchange()
-    is_first_rank = assignment.ranks is None or assignment.ranks.index == 0
+    is_first_rank = assignment.rank is None or assignment.rank.is_first
     return BroadcastExchange(WeightsSender(host) if "train" in assignment.duties and is_first_rank else None)
 
 

@@ -41,7 +41,7 @@ def resource_request(assignment: Assignment) -> ResourceRequest:
     key, wanted = _resources_of(assignment)
     gpus = wanted.gpus if wanted.gpus is not None else float(assignment.device != "cpu")
     amounts = {"GPU": gpus, "CPU": wanted.cpus, **wanted.resources}
-    count = assignment.recipe.lanes.ranks if "train" in assignment.duties and assignment.ranks is None else 1
+    count = assignment.recipe.lanes.ranks if "train" in assignment.duties and assignment.rank is None else 1
     needed = {kind: amount for kind, amount in amounts.items() if amount}
     return ResourceRequest(key, count, needed, wanted.accelerator, wanted.labels)
 

@@ -109,16 +109,15 @@ class RayTransport:
 
     def _rendezvous_of(self, assignment: Assignment, actor: Any) -> Any:
         """A reference to the address where ranks meet, which the actor of rank 0 chooses."""
-        ranks = assignment.ranks
-        if ranks is None:
+        if assignment.rank is None:
             return ""
-        if ranks.index == 0:
-            self._rendezvous = {ranks.epoch: actor.choose_rendezvous.remote()}
-        return self._rendezvous[ranks.epoch]
+        if assignment.rank.is_first:
+            self._rendezvous = {assignment.epoch: actor.choose_rendezvous.remote()}
+        return self._rendezvous[assignment.epoch]
 
     # --- Jobs and reports ---------------------------------------------------------------------------------------
 
-    def send(self, worker: str, job_id: int, job: Job) -> None:
+    def send(self, worker: str, job: Job) -> None:
         if worker not in self._workers:
             return
         inputs = {name: self.artifacts.get(name) for name in self._inputs(job)}
@@ -128,7 +127,7 @@ class RayTransport:
         run_job = self._workers[worker].actor.run_job.options(num_returns=1 + writes)
         references = run_job.remote(pickle.dumps((job, tuple(inputs))), *inputs.values())
         report, *outputs = references if writes else [references]
-        self._workers[worker].pending[job_id] = PendingCall(job, report, tuple(outputs))
+        self._workers[worker].pending[job.id] = PendingCall(job, report, tuple(outputs))
         if self._broadcaster is not None:
             self._broadcaster.job_sent(worker, job)
 

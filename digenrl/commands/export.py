@@ -1,0 +1,209 @@
+"""`digenrl export`: writes the weights of a checkpoint for other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from digenrl.commands.checkpoints import find_checkpoint
+from digenrl.commands.output import out, print_written
+from digenrl.commands.output_folders import new_folder
+from digenrl.config.reading import ConfigError, nearest, one_line
+from digenrl.models.contract import DiffusionModel
+from digenrl.models.lora_files import Adapters, write_comfyui, write_diffusers, write_peft
+from digenrl.models.model_weights import load_weights, weights_state
+from digenrl.run_folder.folder import RunFolder
+from digenrl.training.checkpoint.atomic_folders import written_atomically
+from digenrl.training.checkpoint.checkpoints import read_checkpoint
+from digenrl.training.checkpoint.export import export_merged, export_transformer, weights_to_export
+from digenrl.training.trainer_state import TrainerState
+from digenrl.worker.blueprint import (
+    Blueprint,
+    load_for_merging,
+    load_model,
+    lora_targets,
+    read_blueprint,
+    source_of,
+    transformer_without_weights,
+)
+
+ExportFormat = Literal["diffusers", "comfyui", "peft", "merged"]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written. `weights` says which ones; `loading` is how to use them, as Python code or in words."""
+
+    format: ExportFormat
+    folder: str
+    files: tuple[str, ...]
+    checkpoint: str
+    weights: Literal["trained", "moving average"]
+    loading: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content as plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A checkpoint's weights by published name, and what they belong to."""
+
+    folder: RunFolder
+    blueprint: Blueprint
+    values: dict[str, Tensor]
+
+    @property
+    def name(self) -> str:
+        """The run's name, for files that leave its folder."""
+        return self.folder.path.resolve().name
+
+    def adapters(self) -> Adapters:
+        """The weights as adapters."""
+        recipe = self.blueprint.recipe
+        lora = recipe.training.lora
+        assert lora is not None, "checked by `_check`"
+        return Adapters.of(self.values, lora.rank, lora.alpha, lora_targets(recipe, self.blueprint.family))
+
+    def load_into(self, model: DiffusionModel) -> None:
+        """Overwrites a model's weights."""
+        try:
+            load_weights(model, weights_state(model, "cpu", instead=self.values))
+        except ValueError as error:
+            raise ConfigError(f"{self.folder.path}: {error}; was config.yaml changed?") from None
+
+
+def export_run(run: Path, to: str, checkpoint: str | None, given: Path | None) -> Exported:
+    """Writes a checkpoint's weights, by default the newest's, into a new or empty folder; complete or absent."""
+    form = _known_format(to)
+    folder = RunFolder.open(run)
+    path = find_checkpoint(folder, checkpoint)
+    if path is None:
+        raise ConfigError(f"--checkpoint: {checkpoint} is the untrained model, which has nothing to export")
+    _check(folder, form)
+    state = read_checkpoint(path).trainer_state
+    request = _Request(folder, read_blueprint(folder.recipe.from_checkpoint()), weights_to_export(state))
+    with new_folder(given, folder.path / "exported", form) as target:
+        try:
+            with written_atomically(target) as partial:
+                _WRITE[form](request, partial)
+        except OSError as error:
+            raise ConfigError(f"{target}: cannot be written: {error.strerror or error}") from None
+        files = sorted(str(file.relative_to(target)) for file in target.rglob("*") if file.is_file())
+    return Exported(
+        format=form,
+        folder=str(target),
+        files=tuple(files),
+        checkpoint=path.name,
+        weights=_which(state),
+        loading=_LOADING[form](request, target),
+    )
+
+
+def print_export(exported: Exported) -> None:
+    """Prints where the files are, and how to use them."""
+    out.print(f"{exported.checkpoint} ({exported.weights}) for {exported.format}", highlight=False)
+    print_written(Path(exported.folder))
+    for line in exported.loading:
+        out.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _known_format(to: str) -> ExportFormat:
+    known = list(get_args(ExportFormat))
+    if to not in known:
+        raise ConfigError(f"--to: unknown '{to}'; {nearest(to, known)}")
+    form: ExportFormat = to  # type: ignore[assignment]
+    return form
+
+
+def _check(folder: RunFolder, form: ExportFormat) -> None:
+    """Raises ConfigError if the run's weights cannot be written in this format."""
+    recipe = folder.recipe
+    if recipe.training.lora is None and form in ("comfyui", "peft"):
+        raise ConfigError(
+            f"--to: {form} is for adapters, but this run trained all weights; use diffusers, for the transformer, "
+            "or merged, for a whole pipeline"
+        )
+    if recipe.model.random and form == "merged":
+        raise ConfigError(
+            f"--to: merged needs a whole pipeline, but model.source is {recipe.model.source}, which has no text "
+            "encoders; use another format"
+        )
+
+
+def _which(state: TrainerState) -> Literal["trained", "moving average"]:
+    return "trained" if state.average is None else "moving average"
+
+
+# --- Formats ---------------------------------------------------------------------------------------------------
+
+
+def _diffusers(request: _Request, folder: Path) -> None:
+    if request.blueprint.recipe.training.lora is None:
+        model = load_model(request.blueprint, "cpu", for_a_run=False)
+        request.load_into(model)
+        export_transformer(model, folder / "transformer")
+    else:
+        write_diffusers(request.adapters(), folder, request.blueprint.family.pipeline_class)
+
+
+def _comfyui(request: _Request, folder: Path) -> None:
+    family = request.blueprint.family
+    layers = family.model_class.comfyui_layers
+    if layers is None:
+        raise ConfigError(f"--to: ComfyUI's names for {family.name} are not known; use merged, or declare them")
+    try:
+        transformer = transformer_without_weights(request.blueprint)
+    except OSError as error:
+        raise ConfigError(f"model.source: its configuration cannot be read: {one_line(error)}") from None
+    write_comfyui(request.adapters(), folder / f"{request.name}.safetensors", layers, transformer)
+
+
+def _peft(request: _Request, folder: Path) -> None:
+    write_peft(request.adapters(), folder, str(source_of(request.blueprint.recipe)))
+
+
+def _merged(request: _Request, folder: Path) -> None:
+    model = load_for_merging(request.blueprint)
+    request.load_into(model)
+    export_merged(model, folder)
+
+
+_WRITE: dict[ExportFormat, Callable[[_Request, Path], None]] = {
+    "diffusers": _diffusers,
+    "comfyui": _comfyui,
+    "peft": _peft,
+    "merged": _merged,
+}
+
+
+def _loading_diffusers(request: _Request, folder: Path) -> tuple[str, ...]:
+    if request.blueprint.recipe.training.lora is None:
+        kind = request.blueprint.family.full_size().transformer.cls.__name__
+        return (f'transformer = {kind}.from_pretrained("{folder / "transformer"}")',)
+    return (f'pipe.load_lora_weights("{folder}")',)
+
+
+def _loading_comfyui(request: _Request, folder: Path) -> tuple[str, ...]:
+    return (f"copy {request.name}.safetensors into ComfyUI's models/loras, and load it with strength 1",)
+
+
+def _loading_peft(request: _Request, folder: Path) -> tuple[str, ...]:
+    return (f'transformer = peft.PeftModel.from_pretrained(pipe.transformer, "{folder}")',)
+
+
+def _loading_merged(request: _Request, folder: Path) -> tuple[str, ...]:
+    return (f'pipe = {request.blueprint.family.pipeline_class.__name__}.from_pretrained("{folder}")',)
+
+
+_LOADING: dict[ExportFormat, Callable[[_Request, Path], tuple[str, ...]]] = {
+    "diffusers": _loading_diffusers,
+    "comfyui": _loading_comfyui,
+    "peft": _loading_peft,
+    "merged": _loading_merged,
+}

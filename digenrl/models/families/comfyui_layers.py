@@ -1,0 +1,59 @@
+"""The layers of ComfyUI's models, as its LoRA loaders name them, and the diffusers layers that they consist of.
+
+ComfyUI keeps the names of the original implementations. For SD3, FLUX and Qwen-Image it also knows those of
+diffusers.
+"""
+
+from __future__ import annotations
+
+from digenrl.models.contract import ComfyuiLayers
+
+DIFFUSERS_NAMES: ComfyuiLayers = {}
+
+
+def _qkv(attention: str, names: tuple[str, str, str] = ("to_q", "to_k", "to_v")) -> tuple[str, ...]:
+    return tuple(f"{attention}.{name}" for name in names)
+
+
+_ADDED = ("add_q_proj", "add_k_proj", "add_v_proj")
+_DOUBLE, _SINGLE = "transformer_blocks.*", "single_transformer_blocks.*"
+_REFINER = "context_embedder.token_refiner.refiner_blocks.*"
+_REFINED = "txt_in.individual_token_refiner.blocks.*"
+
+HUNYUAN_VIDEO_LAYERS: ComfyuiLayers = {
+    "double_blocks.*.img_attn_qkv": _qkv(f"{_DOUBLE}.attn"),
+    "double_blocks.*.img_attn_proj": (f"{_DOUBLE}.attn.to_out.0",),
+    "double_blocks.*.img_mod.linear": (f"{_DOUBLE}.norm1.linear",),
+    "double_blocks.*.img_mlp.fc1": (f"{_DOUBLE}.ff.net.0.proj",),
+    "double_blocks.*.img_mlp.fc2": (f"{_DOUBLE}.ff.net.2",),
+    "double_blocks.*.txt_attn_qkv": _qkv(f"{_DOUBLE}.attn", _ADDED),
+    "double_blocks.*.txt_attn_proj": (f"{_DOUBLE}.attn.to_add_out",),
+    "double_blocks.*.txt_mod.linear": (f"{_DOUBLE}.norm1_context.linear",),
+    "double_blocks.*.txt_mlp.fc1": (f"{_DOUBLE}.ff_context.net.0.proj",),
+    "double_blocks.*.txt_mlp.fc2": (f"{_DOUBLE}.ff_context.net.2",),
+    "single_blocks.*.linear1": (*_qkv(f"{_SINGLE}.attn"), f"{_SINGLE}.proj_mlp"),
+    "single_blocks.*.linear2": (f"{_SINGLE}.proj_out",),
+    "single_blocks.*.modulation.linear": (f"{_SINGLE}.norm.linear",),
+    f"{_REFINED}.self_attn_qkv": _qkv(f"{_REFINER}.attn"),
+    f"{_REFINED}.self_attn_proj": (f"{_REFINER}.attn.to_out.0",),
+    f"{_REFINED}.mlp.fc1": (f"{_REFINER}.ff.net.0.proj",),
+    f"{_REFINED}.mlp.fc2": (f"{_REFINER}.ff.net.2",),
+    f"{_REFINED}.adaLN_modulation.1": (f"{_REFINER}.norm_out.linear",),
+    "txt_in.input_embedder": ("context_embedder.proj_in",),
+}
+
+WAN_LAYERS: ComfyuiLayers = {
+    **{
+        f"blocks.*.{theirs}.{short}": (f"blocks.*.{ours}.{name}",)
+        for theirs, ours in (("self_attn", "attn1"), ("cross_attn", "attn2"))
+        for short, name in (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"))
+    },
+    "blocks.*.ffn.0": ("blocks.*.ffn.net.0.proj",),
+    "blocks.*.ffn.2": ("blocks.*.ffn.net.2",),
+    "text_embedding.0": ("condition_embedder.text_embedder.linear_1",),
+    "text_embedding.2": ("condition_embedder.text_embedder.linear_2",),
+    "time_embedding.0": ("condition_embedder.time_embedder.linear_1",),
+    "time_embedding.2": ("condition_embedder.time_embedder.linear_2",),
+    "time_projection.1": ("condition_embedder.time_proj",),
+    "head.head": ("proj_out",),
+}

@@ -1,0 +1,139 @@
+"""Writes LoRA adapters in the formats of diffusers, peft and ComfyUI.
+
+Readers differ in where they look for alpha, and use a scale of 1 if they do not find it. So the scale, alpha over
+rank, is multiplied into B, and alpha is written as equal to the rank: the strength is right in every reader.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from digenrl.config.reading import ConfigError
+from digenrl.models.contract import ComfyuiLayers, DiffusionModel
+from digenrl.models.lora import ADAPTER, Targets, adapter_parameters, lora_config
+
+FILE_NAME = "pytorch_lora_weights.safetensors"  # the name that diffusers looks for
+PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PEFT_PREFIX = "base_model.model."
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"  # endings of published names
+
+LoraPair = tuple[Tensor, Tensor]
+"""A (rank x inputs) and B (outputs x rank) of one layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """Adapters apart from a model: the update of a layer's weight is B A. Weights are on the CPU, by layer."""
+
+    pairs: Mapping[str, LoraPair]
+    rank: int
+    targets: Targets
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor], rank: int, alpha: float, targets: Targets) -> Adapters:
+        """From weights by published name, whose update is alpha / rank * B A."""
+        layers = [name.removesuffix(DOWN) for name in weights if name.endswith(DOWN)]
+        scale = alpha / rank
+        on_cpu = {name: value.detach().cpu() for name, value in weights.items()}
+        pairs = {layer: (on_cpu[layer + DOWN], on_cpu[layer + UP] * scale) for layer in layers}
+        return cls(pairs, rank, targets)
+
+    def named(self, prefix: str = "") -> dict[str, Tensor]:
+        """The weights by published name, after a prefix."""
+        downs = {f"{prefix}{layer}{DOWN}": down.contiguous() for layer, (down, _) in self.pairs.items()}
+        return downs | {f"{prefix}{layer}{UP}": up.contiguous() for layer, (_, up) in self.pairs.items()}
+
+
+def save_lora(model: DiffusionModel, directory: Path) -> None:
+    """Writes a model's adapters as `write_diffusers` does."""
+    transformer: Any = model.transformer
+    config = transformer.peft_config[ADAPTER]
+    adapters = Adapters.of(adapter_parameters(model), config.r, config.lora_alpha, config.target_modules)
+    write_diffusers(adapters, directory, model.pipeline_class)
+
+
+def write_diffusers(adapters: Adapters, directory: Path, pipeline_class: type[Any]) -> Path:
+    """Writes a file for `pipe.load_lora_weights(directory)`; returns it. It is replaced atomically."""
+    config = lora_config(adapters.rank, adapters.rank, adapters.targets).to_dict()
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".saving-") as partial:
+        pipeline_class.save_lora_weights(
+            partial, transformer_lora_layers=adapters.named(), transformer_lora_adapter_metadata=config
+        )
+        (Path(partial) / FILE_NAME).replace(directory / FILE_NAME)
+    return directory / FILE_NAME
+
+
+def write_peft(adapters: Adapters, directory: Path, source: str) -> Path:
+    """Writes a folder for `peft.PeftModel.from_pretrained(transformer, directory)`; returns the weights' file."""
+    config = lora_config(adapters.rank, adapters.rank, adapters.targets)
+    config.base_model_name_or_path, config.inference_mode = source, True
+    directory.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(directory)
+    save_file(adapters.named(PEFT_PREFIX), directory / PEFT_FILE, metadata={"format": "pt"})
+    return directory / PEFT_FILE
+
+
+def write_comfyui(adapters: Adapters, file: Path, layers: ComfyuiLayers, transformer: nn.Module) -> Path:
+    """Writes a file for ComfyUI's LoRA loaders, with an `.alpha` beside every pair; returns it.
+
+    `layers` are ComfyUI's, as `DiffusionModel.comfyui_layers` describes them. The transformer is the model's; its
+    weights are not read. Raises ConfigError if ComfyUI has no name for an adapted layer.
+    """
+    prefix = "diffusion_model." if layers else "transformer."
+    pairs = dict(adapters.pairs) if not layers else _joined(adapters.pairs, layers, transformer)
+    content = Adapters(pairs, adapters.rank, adapters.targets).named(prefix)
+    alphas = {f"{prefix}{layer}.alpha": torch.tensor(float(len(down))) for layer, (down, _) in pairs.items()}
+    save_file(content | alphas, file, metadata={"format": "pt"})
+    return file
+
+
+def _joined(pairs: Mapping[str, LoraPair], layers: ComfyuiLayers, transformer: nn.Module) -> dict[str, LoraPair]:
+    """The pairs of ComfyUI's layers."""
+    linears = {path: each for path, each in transformer.named_modules() if isinstance(each, nn.Linear)}
+    left, joined = dict(pairs), {}
+    for path in pairs:
+        found = _comfyui_layer(path, layers)
+        if found is None:
+            raise ConfigError(f"ComfyUI has no name for the adapted layer {path}; export to merged instead")
+        name, parts = found
+        if path in left:
+            own = [left.pop(part, None) for part in parts]
+            joined[name] = _join(own, [linears[part].out_features for part in parts])
+    return joined
+
+
+def _comfyui_layer(path: str, layers: ComfyuiLayers) -> tuple[str, list[str]] | None:
+    """The layer of ComfyUI that contains this one, and all layers that it consists of."""
+    block = next(iter(re.findall(r"\.(\d+)\.", path)), "")
+    pattern = path.replace(f".{block}.", ".*.", 1) if block else path
+    for name, parts in layers.items():
+        if pattern in parts:
+            return name.replace("*", block), [part.replace("*", block) for part in parts]
+    return None
+
+
+def _join(parts: list[LoraPair | None], outputs: list[int]) -> LoraPair:
+    """One pair for layers with the same input whose outputs are concatenated; None is a layer without adapters."""
+    present = [pair for pair in parts if pair is not None]
+    if len(parts) == 1:
+        return present[0]
+    down = torch.cat([pair[0] for pair in present])
+    up = torch.zeros(sum(outputs), len(down), dtype=down.dtype)
+    row = column = 0
+    for pair, size in zip(parts, outputs, strict=True):
+        if pair is not None:
+            rank = len(pair[0])
+            up[row : row + size, column : column + rank] = pair[1]
+            column += rank
+        row += size
+    return down, up

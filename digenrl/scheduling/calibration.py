@@ -1,0 +1,38 @@
+"""Calibration of lanes that join a run: a lane whose times are unknown generates a little before it gets slices.
+
+The lanes that a run starts with are calibrated before there is a schedule, since the slice size depends on their
+times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from digenrl.records import Action, Calibrate, Calibrated
+from digenrl.scheduling.faults import encode
+from digenrl.scheduling.lanes import release
+from digenrl.scheduling.state import Outcome, SchedulerState, lane_of, put_lane
+
+
+def hand_out_calibrations(state: SchedulerState, at_ns: int) -> Outcome:
+    """Every lane without known times gets its Calibrate job. The prompt may have to be encoded for it."""
+    step = min(state.committed, state.terms.steps - 1)
+    state, encoding = encode(state, [(step, 0)], at_ns)
+    jobs: list[Action] = []
+    for index in state.uncalibrated:
+        job = Calibrate(state.jobs_issued + len(jobs), at_ns, "generate", lane=index, step=step)
+        state = put_lane(state, replace(state.lanes[index], job=job))
+        jobs.append(job)
+    state = replace(state, jobs_issued=state.jobs_issued + len(jobs), uncalibrated=())
+    return state, (*encoding, *jobs)
+
+
+def absorb_calibrated(state: SchedulerState, event: Calibrated) -> Outcome:
+    """The lane's times are known: it takes slices from now on."""
+    index = event.job.lane
+    lane = state.lanes[index]
+    if lane.job != event.job:
+        return state, ()
+    timed = lane_of(index, event.offer, lane.helper, lane.version)
+    state = put_lane(state, replace(lane, slice_ns=timed.slice_ns, take_ns=timed.take_ns))
+    return release(state, index), ()

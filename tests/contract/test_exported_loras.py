@@ -1,0 +1,308 @@
+"""Every family's exported LoRA gives the same velocity in diffusers, peft, ComfyUI and as a merged pipeline.
+
+ComfyUI is not needed: `comfyui_model` rebuilds how it names the layers of each model, and `apply_in_comfyui`
+how its loader finds adapters and scales them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+from digenrl.cli import app
+from digenrl.config.reading import ConfigError, parse_model
+from digenrl.config.recipe import Recipe
+from digenrl.models.contract import Conditioning, DiffusionModel
+from digenrl.models.family import Family
+from digenrl.models.lora import adapter_parameters
+from digenrl.models.lora_files import FILE_NAME
+from digenrl.models.pipeline_model import PipelineModel
+from digenrl.models.registry import FAMILIES
+from digenrl.run_folder.folder import RunFolder
+from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
+from digenrl.training.checkpoint.checkpoints import save_checkpoint
+from digenrl.training.trainer_state import OptimizerState, TrainerState
+from digenrl.worker.blueprint import check_adapters, load_model, read_blueprint
+
+RANK, ALPHA = 2, 6.0  # a scale of 3: a reader that ignores it is far off
+# Every linear layer of every block except one, so that a fused layer of ComfyUI has a part without adapters.
+TARGETS = (
+    r"(?!single_transformer_blocks\.1\.attn\.to_k)(.*\.)?\w*blocks\.\d+\.(.*\.)?"
+    r"(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out|net\.0\.proj|net\.2|linear|\w+_mod\.1|proj_mlp|proj_out)"
+)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run with adapters, and the velocity of its model with them."""
+
+    family: Family
+    source: Path
+    run: Path
+    conditioning: Conditioning
+    velocity: Tensor
+
+
+@torch.no_grad()
+def velocity_of(model: DiffusionModel, conditioning: Conditioning) -> Tensor:
+    generator, size = torch.Generator().manual_seed(3), tiny_size(model.family)
+    latents = model.initial_latents(torch.randn(2, *model.noise_shape(size), generator=generator), size)
+    times = model.schedule(4, size).timesteps[[0, 2]]
+    return model.velocity(latents, times, conditioning, guidance=1.0, size=size)
+
+
+def recipe_of(family: Family, source: Path, **lora: Any) -> Recipe:
+    size = tiny_size(family.name)
+    content = {
+        "steps": 1,
+        "model": {"family": family.name, "source": str(source)},
+        "prompts": {"path": str(source / "prompts.txt")},
+        "rewards": "jpeg_compressibility",
+        "sample": {"height": size.height, "width": size.width, "frames": size.frames},
+        "batch": {"prompts": 2, "samples_per_prompt": 2},
+        "algorithm": {"name": "flow_grpo"},
+        "training": {"lora": {"rank": RANK, "alpha": ALPHA, "targets": TARGETS, **lora}},
+    }
+    return parse_model(Recipe, content)
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """A run's folder with one checkpoint, whose adapters are random."""
+    family, folder = FAMILIES[request.param], tmp_path_factory.mktemp("trained")
+    make_tiny_pipeline(family.name, folder / "pipeline")
+    recipe = recipe_of(family, folder / "pipeline")
+    check_adapters(read_blueprint(recipe))
+    model = load_model(read_blueprint(recipe), "cpu")
+    generator = torch.Generator().manual_seed(4)
+    for parameter in adapter_parameters(model).values():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    weights = {name: value for name, value in model.transformer.named_parameters() if ".lora_" in name}
+    run = RunFolder.create(folder / "run", recipe, datetime.now(UTC))
+    state = TrainerState(
+        1, 1, None, {name: value.detach() for name, value in weights.items()}, OptimizerState({}, {})
+    )
+    save_checkpoint(run.checkpoints, 1, state, {})
+    conditioning = family.load_text_encoders(folder / "pipeline").encode(["a red cat", "a sign"])
+    return Trained(family, folder / "pipeline", run.path, conditioning, velocity_of(model, conditioning))
+
+
+@pytest.fixture(scope="module")
+def exports(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What the command wrote, by format: a folder or, for ComfyUI, a file."""
+    folder = tmp_path_factory.mktemp("exports")
+    written = {to: export(trained, to, folder / to) for to in ("diffusers", "peft", "merged", "comfyui")}
+    assert (written["diffusers"], written["comfyui"]) == ([FILE_NAME], ["run.safetensors"])
+    return {to: folder / to for to in written} | {"comfyui": folder / "comfyui" / "run.safetensors"}
+
+
+def export(trained: Trained, to: str, out: Path) -> list[str]:
+    """The files that the command says it wrote."""
+    result = CliRunner().invoke(app, ["export", str(trained.run), "--to", to, "--out", str(out), "--json"])
+    if result.exception is not None:
+        raise result.exception
+    content = json.loads(result.stdout)
+    assert (content["format"], content["folder"], content["checkpoint"]) == (to, str(out), "step_000001")
+    files: list[str] = content["files"]
+    assert files == sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
+    return files
+
+
+def assert_same_velocity(trained: Trained, model: DiffusionModel) -> None:
+    got = velocity_of(model, trained.conditioning)
+    torch.testing.assert_close(got, trained.velocity, atol=1e-5, rtol=1e-5)
+
+
+def open_model(trained: Trained, source: Path | None = None) -> PipelineModel:
+    """The model as diffusers loads it, without our adapters."""
+    without = dict.fromkeys(trained.family.model_class.text_encoders)
+    pipeline = trained.family.pipeline_class.from_pretrained(source or trained.source, **without)
+    return trained.family.model_class(pipeline)
+
+
+def test_adapters_matter(trained: Trained) -> None:
+    base = velocity_of(open_model(trained), trained.conditioning)
+    assert (base - trained.velocity).abs().max() > 1e-2
+
+
+def test_diffusers_loads_it_with_and_without_metadata(
+    trained: Trained, exports: dict[str, Path], tmp_path: Path
+) -> None:
+    save_file(load_file(exports["diffusers"] / FILE_NAME), tmp_path / FILE_NAME)
+    for folder in (exports["diffusers"], tmp_path):
+        model = open_model(trained)
+        model.pipeline.load_lora_weights(folder)
+        assert_same_velocity(trained, model)
+
+
+def test_peft_loads_it(trained: Trained, exports: dict[str, Path]) -> None:
+    model = open_model(trained)
+    peft.PeftModel.from_pretrained(model.transformer, exports["peft"])  # adapts the transformer in place
+    assert_same_velocity(trained, model)
+
+
+def test_a_merged_pipeline_has_no_adapters_and_all_components(trained: Trained, exports: dict[str, Path]) -> None:
+    model = open_model(trained, exports["merged"])
+    assert not [name for name, _ in model.transformer.named_parameters() if "lora" in name]
+    assert_same_velocity(trained, model)
+    index, original = (
+        json.loads((folder / "model_index.json").read_text()) for folder in (exports["merged"], trained.source)
+    )
+    assert {key: value for key, value in index.items() if not key.startswith("_")} == {
+        key: value for key, value in original.items() if not key.startswith("_")
+    }
+
+
+def test_comfyui_loads_it(trained: Trained, exports: dict[str, Path]) -> None:
+    model = open_model(trained)
+    apply_in_comfyui(load_file(exports["comfyui"]), trained.family.name, model.transformer)
+    assert_same_velocity(trained, model)
+
+
+@pytest.mark.parametrize("to", ["diffusers", "peft", "comfyui"])
+def test_training_starts_from_it(trained: Trained, exports: dict[str, Path], to: str) -> None:
+    recipe = recipe_of(trained.family, trained.source, alpha=RANK * 2.0, start_from=str(exports[to]))
+    if to == "comfyui" and trained.family.name == "hunyuan_video":  # its fused layers have the rank of their parts
+        with pytest.raises(ConfigError, match="start_from"):
+            check_adapters(read_blueprint(recipe))
+        return
+    check_adapters(read_blueprint(recipe))
+    assert_same_velocity(trained, load_model(read_blueprint(recipe), "cpu"))
+
+
+def test_a_lora_that_does_not_fit_is_refused_before_training(trained: Trained, exports: dict[str, Path]) -> None:
+    for changes, expected in (
+        ({"rank": RANK + 1}, f"training.lora.rank={RANK}"),
+        ({"targets": ["to_q"]}, "training.lora.targets="),
+        ({"start_from": str(trained.run)}, "no .safetensors"),
+        ({"start_from": str(trained.source / "nowhere")}, "no such file"),
+        ({"targets": ["to_qq"]}, "to_q"),
+    ):
+        changes = {"start_from": str(exports["diffusers"]), **changes}
+        with pytest.raises(ConfigError, match=expected):
+            check_adapters(read_blueprint(recipe_of(trained.family, trained.source, **changes)))
+
+
+def test_training_starts_from_kohyas_names_and_alphas(tmp_path: Path) -> None:
+    family, source = FAMILIES["flux"], tmp_path / "pipeline"
+    make_tiny_pipeline("flux", source)
+    base = family.load(source)
+    conditioning, generator = base.encode(["a red cat", "a sign"]), torch.Generator().manual_seed(6)
+    block, content = "transformer_blocks.0.attn", {}
+    for name, parts in {
+        "img_attn_qkv": ["to_q", "to_k", "to_v"],
+        "txt_attn_qkv": ["add_q_proj", "add_k_proj", "add_v_proj"],
+        "img_attn_proj": ["to_out.0"],
+        "txt_attn_proj": ["to_add_out"],
+    }.items():
+        weights = [base.transformer.get_submodule(f"{block}.{part}").weight for part in parts]
+        down, up = (
+            torch.randn(*shape, generator=generator) * 0.3
+            for shape in ((RANK, weights[0].shape[1]), (sum(map(len, weights)), RANK))
+        )
+        layer = f"lora_unet_double_blocks_0_{name}"
+        content |= {f"{layer}.lora_down.weight": down, f"{layer}.lora_up.weight": up}
+        content[f"{layer}.alpha"] = torch.tensor(ALPHA)
+        for weight, rows in zip(weights, (up @ down * ALPHA / RANK).split([*map(len, weights)]), strict=True):
+            weight.data += rows
+    save_file(content, tmp_path / "kohya.safetensors")
+    targets = r"transformer_blocks\.0\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
+    recipe = recipe_of(family, source, targets=targets, start_from=str(tmp_path / "kohya.safetensors"))
+    check_adapters(read_blueprint(recipe))
+    got = velocity_of(load_model(read_blueprint(recipe), "cpu"), conditioning)
+    torch.testing.assert_close(got, velocity_of(base, conditioning), atol=1e-5, rtol=1e-5)
+
+
+# --- ComfyUI's rules --------------------------------------------------------------------------------------------
+
+
+def apply_in_comfyui(lora: dict[str, Tensor], family: str, transformer: torch.nn.Module) -> None:
+    """Adds alpha / rank * B A to the rows of each layer that a LoRA names; without `.alpha`, B A."""
+    linears = {path: each for path, each in transformer.named_modules() if isinstance(each, torch.nn.Linear)}
+    known = comfyui_model(family, list(linears))
+    used = set()
+    for name, parts in known.items():
+        if f"{name}.lora_B.weight" not in lora:
+            continue
+        up, down = lora[f"{name}.lora_B.weight"], lora[f"{name}.lora_A.weight"]
+        alpha = lora.get(f"{name}.alpha")
+        scale = 1.0 if alpha is None else alpha.item() / down.shape[0]
+        update = (up @ down * scale).split([linears[part].out_features for part in parts])
+        for part, rows in zip(parts, update, strict=True):
+            linears[part].weight.data += rows
+        used |= {f"{name}.{end}" for end in ("lora_A.weight", "lora_B.weight", "alpha")}
+    assert used == lora.keys(), "lora key not loaded"
+
+
+def comfyui_model(family: str, linears: list[str]) -> dict[str, list[str]]:
+    """The names that ComfyUI's loader knows, each with the diffusers layers whose rows it has, in order."""
+    if family in ("sd3", "flux", "qwen_image"):
+        return {f"transformer.{path}": [path] for path in linears}
+    rename = _wan_name if family == "wan" else _hunyuan_name
+    known: dict[str, list[str]] = {}
+    for path in linears:
+        known.setdefault(f"diffusion_model.{rename(path)}", []).append(path)
+    if family == "hunyuan_video":  # q, k, v and then the MLP, in whatever order diffusers has them
+        order = ["to_q", "add_q_proj", "to_k", "add_k_proj", "to_v", "add_v_proj", "proj_mlp"]
+        for parts in known.values():
+            parts.sort(key=lambda path: order.index(last) if (last := path.rpartition(".")[2]) in order else 0)
+    return known
+
+
+def _wan_name(path: str) -> str:
+    for ours, theirs in (
+        *(("attn1", "self_attn"), ("attn2", "cross_attn"), ("ffn.net.0.proj", "ffn.0"), ("ffn.net.2", "ffn.2")),
+        *((f".to_{short}", f".{short}") for short in "qkv"),
+        (".to_out.0", ".o"),
+    ):
+        path = path.replace(ours, theirs)
+    return path
+
+
+def _hunyuan_name(path: str) -> str:
+    """The name of ComfyUI's module, then its other spelling for LoRAs, with the original underscores."""
+    stream = "txt" if "add_" in path or "_context" in path else "img"
+    refiner, single = "refiner_blocks" in path, path.startswith("single")
+    for ours, theirs in (
+        ("context_embedder.token_refiner.refiner_blocks", "txt_in.individual_token_refiner.blocks"),
+        ("single_transformer_blocks", "single_blocks"),
+        ("transformer_blocks", "double_blocks"),
+        *((f"attn.{name}", "linear1" if single else "attn.qkv") for name in ("to_q", "to_k", "to_v")),
+        *((f"attn.add_{short}_proj", "attn.qkv") for short in "qkv"),
+        *(
+            (
+                ("attn.to_out.0", "attn.proj"),
+                ("attn.to_add_out", "attn.proj"),
+                ("norm_out.linear", "adaLN_modulation.1"),
+            )
+        ),
+        *(("proj_mlp", "linear1"), ("proj_out", "linear2")),
+        *(
+            (f"{ff}.net.{ours}", f"mlp.{theirs}")
+            for ff in ("ff_context", "ff")
+            for ours, theirs in (("0.proj", "0"), ("2", "2"))
+        ),
+        *(("norm1_context.linear", "mod.lin"), ("norm1.linear", "mod.lin"), ("norm.linear", "modulation.lin")),
+    ):
+        path = path.replace(ours, theirs)
+    if refiner:
+        path = path.replace(".attn.", ".self_attn.")
+    elif not single:
+        path = path.replace(".attn.", f".{stream}_attn.").replace(".mlp.", f".{stream}_mlp.")
+        path = path.replace(".mod.", f".{stream}_mod.")
+    for module, spelling in (
+        *((("_mod.lin", "_mod.linear"), ("_attn.qkv", "_attn_qkv"), ("_attn.proj", "_attn_proj"))),
+        *(("mlp.0", "mlp.fc1"), ("mlp.2", "mlp.fc2"), (".modulation.lin", ".modulation.linear")),
+    ):
+        path = path.replace(module, spelling)
+    return path

@@ -1,0 +1,89 @@
+"""Keys of `sample` that a blueprint resolves with the algorithm, and refusals before anything is loaded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from digenrl.config.reading import ConfigError
+from digenrl.config.recipe_files import read_recipe
+from digenrl.records import Slice
+from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
+from digenrl.worker.rollouts import plan, roll_out
+
+
+def blueprint_of(*overrides: str):
+    return read_blueprint(read_recipe("demo", overrides))
+
+
+@pytest.fixture(scope="module")
+def model_and_row():
+    blueprint = blueprint_of()
+    row = load_text_encoders(blueprint, "cpu").encode(["2024"])
+    return load_model(blueprint, "cpu"), row
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key", "shared"),
+    [
+        ("flow_grpo", "null", False),
+        ("mix_grpo", "null", True),
+        ("dance_grpo", "null", True),
+        ("mix_grpo", "false", False),
+        ("flow_grpo", "true", True),
+    ],
+)
+def test_samples_of_a_group_share_their_noise_as_the_recipe_or_else_the_algorithm_says(algorithm, key, shared):
+    blueprint = blueprint_of(f"algorithm={{name: {algorithm}}}", f"sample.same_initial_noise={key}")
+    assert blueprint.same_initial_noise is shared
+
+
+def test_a_rollout_starts_from_the_shared_noise_and_ends_with_noise(model_and_row):
+    model, row = model_and_row
+    overrides = ("algorithm={name: flow_grpo}", "sample.same_initial_noise=true", "sample.last_step_noise=true")
+    blueprint = blueprint_of(*overrides, "sample.denoising_steps=3")
+    generated, _ = roll_out(blueprint, model, row, Slice(0, 0, 0, 2), version=0)
+    first, second = generated.trajectories
+    assert torch.equal(first.latents_KL[0], second.latents_KL[0])
+    assert not torch.equal(first.latents_KL[1], second.latents_KL[1])
+    assert first.plan.stochastic_steps == (0, 1, 2) and first.plan.kept_steps == (0, 1)
+
+
+def test_logit_normal_levels_come_from_a_schedule_of_a_thousand(model_and_row):
+    model, _ = model_and_row
+    samples = tuple(Slice(0, 0, 0, 2).samples())
+    drawn = plan(blueprint_of("algorithm={name: flow_dpo, options: {levels: logit_normal}}"), model, samples)
+    assert drawn[0].training_schedule.steps == 1000
+    assert plan(blueprint_of("algorithm={name: flow_dpo}"), model, samples)[0].training_schedule is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where", "noun"),
+    [
+        (["sample.last_step_noise=true"], "sample.last_step_noise", "'fast'"),
+        (
+            ["sample.noise.log_prob=squared_error", "algorithm={name: grpo_guard}"],
+            "sample.noise.log_prob",
+            "grpo_guard",
+        ),
+        (
+            ["sample.noise.log_prob=squared_error", "algorithm.options.stale=decoupled"],
+            "sample.noise.log_prob",
+            "decoupled",
+        ),
+        (
+            ["algorithm.options={updates_per_batch: 30, updates_of: samples}"],
+            "algorithm.options.updates_per_batch",
+            "fewer updates",
+        ),
+    ],
+)
+def test_combinations_that_make_no_sense_are_refused_in_one_line(overrides, where, noun):
+    with pytest.raises(ConfigError, match=noun) as error:
+        blueprint_of(*overrides)
+    assert str(error.value).startswith(f"{where}: ") and "\n" not in str(error.value)
+
+
+def test_groups_that_may_be_stale_follow_from_the_stale_share():
+    assert blueprint_of("techniques.tcss=0.3").shape.stale_groups == 3  # of 8 prompts
+    assert blueprint_of().shape.stale_groups == 0

@@ -154,7 +154,8 @@ PUBLISHED_WIDTH = 3072  # of FLUX and HunyuanVideo, written into diffusers' conv
 
 def write_original_file(family: str, pipeline: Path, path: Path, prefix: str = "") -> None:
     """Writes the transformer of a pipeline folder as a single file; the last block of SD3 must be number 1."""
-    state = load_file(next((pipeline / "transformer").glob("*.safetensors")))
+    shards = (load_file(path) for path in sorted((pipeline / "transformer").glob("*.safetensors")))
+    state = {name: value for shard in shards for name, value in shard.items()}
     save_file({prefix + name: value.contiguous() for name, value in original_state(family, state).items()}, path)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import diffusers
 import torch
@@ -34,19 +33,15 @@ def load_transformer(path: Path, base: Path, dtype: torch.dtype) -> nn.Module:
             local_files_only=True,
             dtype=None if kept_in_fp32 else dtype,  # with a dtype, it would cast all tensors
         )
-    except (ValueError, KeyError, IndexError, RuntimeError) as error:
-        raise _does_not_fit(path, base, one_line(error)) from None
-    missing = [name for name, value in _tensors(transformer).items() if value.is_meta]
-    if missing:
-        raise _does_not_fit(path, base, f"{len(missing)} tensors are not in the file, the first: {missing[0]}")
+    except ValueError as error:  # a tensor of another shape
+        raise _does_not_fit(path, base, one_line(error).split(". ")[0]) from None
+    except (LookupError, RuntimeError):  # a name that is missing, or a weight without values after the conversion
+        names = f"those of a {transformer_class.__name__}, by the names of diffusers or of the original code"
+        raise _does_not_fit(path, base, f"the tensors in the file are not {names}") from None
     for name, parameter in transformer.named_parameters():
         if not set(name.split(".")) & set(kept_in_fp32):
             parameter.data = parameter.data.to(dtype)
     return transformer
-
-
-def _tensors(module: nn.Module) -> dict[str, Any]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _does_not_fit(path: Path, base: Path, why: str) -> ConfigError:

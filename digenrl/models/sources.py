@@ -18,7 +18,7 @@ from digenrl.models.weight_files import (
     INDEX_NAME,
     PICKLES,
     MissingFilesError,
-    Tensor,
+    TensorEntry,
     folder_listing,
     pipeline_files,
     pipeline_index,
@@ -146,12 +146,16 @@ def fetch_index(source: ModelSource) -> tuple[dict[str, Any], Path]:
     return pipeline_index(path.read_text(encoding="utf-8"), path), path.parent
 
 
-def check_class(pipeline_class: type[Any], source: ModelSource) -> None:
-    """Raises ConfigError unless the pipeline has this class; of a hub id, only its model_index.json is fetched."""
+def check_class(pipeline_class: type[Any], source: ModelSource) -> dict[str, Any]:
+    """The content of the pipeline's model_index.json; raises ConfigError unless it names this class.
+
+    Of a hub id, nothing else is fetched.
+    """
     index, _ = fetch_index(source)
     found = index["_class_name"]
     if found != pipeline_class.__name__:
         raise WrongPipelineError(_named(source.pipeline), found, pipeline_class.__name__)
+    return index
 
 
 def local_files(pipeline_class: type[Any], source: ModelSource, without: Sequence[str]) -> Path | None:
@@ -197,7 +201,7 @@ def open_pipeline(pipeline_class: type[Any], source: ModelSource, without: Seque
 # --- Single files -----------------------------------------------------------------------------------------------
 
 
-def check_single_file(path: Path) -> dict[str, Tensor]:
+def check_single_file(path: Path) -> dict[str, TensorEntry]:
     """The tensors of the transformer in a single file; raises ConfigError if it cannot be loaded."""
     if not path.is_file():
         on_hub = HUB_FILE.fullmatch(str(path))
@@ -237,12 +241,8 @@ def _why_not(path: Path) -> str:
 def _files_in(
     folder: Path, pipeline: ModelSource, pipeline_class: type[Any], without: Sequence[str]
 ) -> dict[str, int]:
-    """The files to load from a folder; raises ConfigError if it is incomplete or of another class."""
-    if not (folder / INDEX_NAME).is_file():
-        raise ConfigError(f"{folder}: not a diffusers pipeline directory: it has no {INDEX_NAME}")
-    index = pipeline_index((folder / INDEX_NAME).read_text(encoding="utf-8"), folder / INDEX_NAME)
-    if index["_class_name"] != pipeline_class.__name__:
-        raise WrongPipelineError(_named(pipeline), index["_class_name"], pipeline_class.__name__)
+    """The files to load from a pipeline's folder; raises ConfigError if some are missing, or for another class."""
+    index = check_class(pipeline_class, pipeline)
     return pipeline_files(_named(pipeline), index, folder_listing(folder), pipeline.variant, without)
 
 

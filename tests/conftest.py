@@ -5,6 +5,7 @@ differently, and tests compare bits. It is read when torch is imported, which is
 """
 
 import os
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -46,6 +47,16 @@ SLOW = {
     "test_training_several_ranks",
     "test_training_switching",
 }
+
+
+@pytest.fixture(autouse=True)
+def same_matrix_products() -> None:
+    """Where a CPU has no bf16 instructions, torch stops using oneDNN in a process after its first bf16 product.
+
+    Products of other dtypes then have other last bits than in processes that a test starts.
+    """
+    if "torch" in sys.modules:
+        sys.modules["torch"].backends.mkldnn.set_flags(True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -129,9 +129,10 @@ def mixed_batch(model: DiffusionModel, size: SampleSize) -> tuple[Tensor, Tensor
 def test_our_euler_loop_equals_the_diffusers_pipeline(
     family: Family, directory: Path, shared_model: DiffusionModel, guided: bool
 ) -> None:
-    """Bitwise if forwards have the pipeline's shapes: Wan's pipeline runs its branches separately, and
-    HunyuanVideo's keeps padding."""
-    same_shapes = family.name not in ("wan", "hunyuan_video")
+    """Bitwise for SD3 and FLUX, where forwards have the pipeline's shapes: the pipelines of Qwen-Image and Wan run
+    their branches separately, and HunyuanVideo's keeps padding. Some CPUs round products of other shapes
+    differently."""
+    same_shapes = family.name in ("sd3", "flux")
     model, size = shared_model, oblong(family)
     guidance = family.default_guidance if guided else 1.0
     pipeline = open_pipeline(family, directory)

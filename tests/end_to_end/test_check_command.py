@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from digenrl.cli import app
+from digenrl.commands import output
 from digenrl.config.reading import ConfigError
 from digenrl.models.registry import FAMILIES
 from digenrl.testing.published_layouts import make_published_layout
@@ -175,12 +176,13 @@ def test_a_gated_repository_is_exit_code_2_and_one_line(hub: HubStandIn, tmp_pat
     assert not result.stdout
 
 
-def test_the_documented_example_is_what_the_command_prints() -> None:
+def test_the_documented_example_is_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output.out, "width", 200)
     (example,) = DocPage(DOCS / "models.md").blocks("text")
     command, *rows = example.splitlines()
     probe = re.search('--probe "(.*)"', command)
     assert probe is not None
-    printed = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["check", "demo", "--probe", probe[1]]).stdout
+    printed = CliRunner().invoke(app, ["check", "demo", "--probe", probe[1]]).stdout
     for row in rows:
         name, text = re.split(r"\s{2,}", row.strip(), maxsplit=1)
         pattern = re.escape(text)

@@ -214,7 +214,7 @@ def test_a_stopped_worker_is_unresponsive_and_ended(setting: Setting, monkeypatc
     os.kill(pid, signal.SIGSTOP)
     assert wait_for(transport, 2) == [
         Message(near.name, None, Gone("gave no sign of life for 3 s")),
-        Message(distant.name, job_id, Did(0, sleep)),
+        Message(distant.name, job_id, Did(0, replace(sleep, id=job_id))),
     ]
     until(lambda: not is_alive(pid))
     until(lambda: transport.has_room(near))

@@ -294,7 +294,7 @@ def test_a_model_that_cannot_be_loaded_is_reported_in_one_line(live: LiveRuns, t
     weights.write_bytes(weights.read_bytes()[:1000])
     for mode in ("local", "colocated"):
         path = live.new_path()
-        with pytest.raises(ConfigError, match=f"^model.source: {broken} cannot be loaded: .*{weights}") as caught:
+        with pytest.raises(ConfigError, match=f"^{weights}: not a safetensors file, or damaged") as caught:
             live.run(f"model.source={broken}", f"mode={mode}", out=path)
         assert "\n" not in str(caught.value)
         assert_nothing_is_left(path)

@@ -370,7 +370,7 @@ def test_a_lane_joins_when_there_is_room_and_only_then(tmp_path: Path, monkeypat
 
 def test_lanes_that_join_may_be_lost_while_they_are_calibrated(tmp_path: Path) -> None:
     lost_in_calibration = 0
-    for seed in range(12):
+    for seed in range(24):
         root = tmp_path / str(seed)
         root.mkdir()
         run = FakeRun(root, fake_recipe(lanes={"restarts": 99}), seed=seed, reserve=2, kills=6, vanishing=2)

@@ -56,6 +56,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/background_scoring.py
 	$(BIN)/python benchmarks/gpu.py $(if $(shell command -v nvidia-smi),,--tiny)
 	$(BIN)/python benchmarks/offload.py $(if $(shell command -v nvidia-smi),,--tiny)
+	$(BIN)/python benchmarks/decoding.py $(if $(shell command -v nvidia-smi),,--tiny)
 	$(BIN)/python benchmarks/saving.py
 	$(BIN)/python benchmarks/ray_overhead.py
 	$(BIN)/python benchmarks/ray_unequal.py

@@ -103,10 +103,12 @@ def shown(rows: list[Row]) -> Table:
 def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", choices=[[], *WORK], help="all by default")
+    parser.add_argument("families", nargs="*", help=f"all by default: {', '.join(WORK)}")
     parser.add_argument("--tiny", action="store_true", help="small samples, on the CPU")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     options = parser.parse_args()
+    if unknown := set(options.families) - WORK.keys():
+        sys.exit(f"unknown family {min(unknown)}; known: {', '.join(WORK)}")
     if not options.tiny and not torch.cuda.is_available():
         sys.exit("no GPU was found; add --tiny to run on the CPU")
     device = torch.device("cpu" if options.tiny else "cuda")

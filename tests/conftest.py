@@ -49,8 +49,8 @@ SLOW = {
 }
 
 
-@pytest.fixture(autouse=True)
-def same_matrix_products() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
     """Where a CPU has no bf16 instructions, torch stops using oneDNN in a process after its first bf16 product.
 
     Products of other dtypes then have other last bits than in processes that a test starts.

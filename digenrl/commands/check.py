@@ -14,11 +14,11 @@ from rich.text import Text
 
 from digenrl.commands.model_memory import Device, MemoryNeeds, memory_needs, this_device, weight_bytes
 from digenrl.commands.model_probe import TokenizedProbe, compare_with_diffusers, tokenize
-from digenrl.config.reading import ConfigError
+from digenrl.config.reading import ConfigError, nearest
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_files import read_recipe, recipe_for_model, shipped_recipes
 from digenrl.config.recipe_overrides import read_overrides
-from digenrl.config.recipe_paths import FILE_ENDINGS
+from digenrl.config.recipe_paths import FILE_ENDINGS, is_made_here
 from digenrl.models.family import Family
 from digenrl.models.registry import FAMILIES, find_family
 from digenrl.models.sources import ModelSource, fetch_index, local_files, open_pipeline, remote_files
@@ -208,6 +208,8 @@ def _rows(check: ModelCheck, request: CheckRequest) -> Iterator[tuple[str, str]]
 def _read_target(where: str, overrides: Sequence[str]) -> _Target:
     if where in shipped_recipes() or where.endswith(FILE_ENDINGS):
         return _Target(read_recipe(where, overrides, without_prompts=True), alone=False)
+    if where.isidentifier() and not Path(where).exists() and not is_made_here(where):
+        raise ConfigError(f"{where}: neither a folder nor a recipe; {nearest(where, list(shipped_recipes()))}")
     given = {key for override in read_overrides(overrides) for key in override.keys_set()}
     content = {**MODEL_ALONE, "model": {"family": "", "source": _from_here(where)}}
     recipe = recipe_for_model(content, overrides, where)

@@ -153,6 +153,7 @@ def test_sources_that_cannot_be_used_are_one_line(folders: Path, tmp_path: Path)
     (broken / "model_index.json").unlink()
     assert "no model_index.json" in refusal(str(broken))
     assert "no such directory" in refusal("./nowhere")
+    assert "did you mean 'sd3_flow_grpo'" in refusal("sd3_flow_grp")
     assert "owner/name" in refusal("https://huggingface.co/me/sd3")
     assert "--probe" in str(CliRunner().invoke(app, ["check", "demo", "--probe", " "]).exception)
 

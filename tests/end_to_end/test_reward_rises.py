@@ -1,4 +1,4 @@
-"""Prompt, generate, reward, advantage, train: 30 serial steps raise the mean reward of a tiny SD3 pipeline.
+"""Prompt, generate, reward, advantage, train: 30 steps raise the mean reward of a tiny SD3 pipeline.
 
 All weights are trained. The reward is the brightness of a picture, compared before and after on samples of noise
 that training never saw.
@@ -24,10 +24,9 @@ from digenrl.models.contract import DiffusionModel
 from digenrl.models.registry import FAMILIES
 from digenrl.models.trajectory import ScoredGroup, StepNoise
 from digenrl.records import Slice
-from digenrl.testing.serial_reference import SerialReference
 from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
-from digenrl.training.optimizer import make_optimizer
-from digenrl.training.policy_weights import PolicyWeights
+from digenrl.training.open_batch import BatchShape
+from digenrl.training.trainer import Trainer
 
 FAMILY = FAMILIES["sd3"]
 STEPS, GROUPS = 30, 2
@@ -101,19 +100,20 @@ def held_out_rewards(model: DiffusionModel, recipe: Recipe) -> list[float]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe.algorithm).__name__)
-def test_thirty_serial_steps_raise_the_mean_reward_by_more_than_three_standard_errors(
+def test_thirty_steps_raise_the_mean_reward_by_more_than_three_standard_errors(
     recipe: Recipe, tmp_path: Path
 ) -> None:
     make_tiny_pipeline("sd3", tmp_path / "sd3")
     model = FAMILY.load(tmp_path / "sd3")
-    settings = TrainerSettings(learning_rate=recipe.learning_rate)
-    policies = PolicyWeights(model, keep_old=False, keep_reference=recipe.algorithm.needs.reference)
-    optimizer = make_optimizer(policies.parameters, settings)
-    serial = SerialReference(model, recipe.algorithm, policies, optimizer, DRAW_NOISE, settings.gradient_norm)
+    settings = TrainerSettings(learning_rate=recipe.learning_rate, pack_size=16)
+    shape = BatchShape(GROUPS, recipe.group_size)
+    trainer = Trainer(model, recipe.algorithm, settings, shape, draw_noise=DRAW_NOISE)
 
     before = held_out_rewards(model, recipe)
     for step in range(STEPS):
-        serial.train_batch([rollout(model, recipe, step, group) for group in range(GROUPS)])
+        for group in [rollout(model, recipe, step, group) for group in range(GROUPS)]:
+            trainer.add_group(group)
+        trainer.commit()
     after = held_out_rewards(model, recipe)
 
     standard_error = math.hypot(*(statistics.stdev(r) / math.sqrt(len(r)) for r in (before, after)))

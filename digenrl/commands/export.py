@@ -35,7 +35,7 @@ ExportFormat = Literal["diffusers", "comfyui", "peft", "merged"]
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class WrittenExport:
     """What was written. `weights` says which ones; `loading` is how to use them, as Python code or in words."""
 
     format: ExportFormat
@@ -78,7 +78,7 @@ class _Request:
             raise ConfigError(f"{self.folder.path}: {error}; was config.yaml changed?") from None
 
 
-def export_run(run: Path, to: str, checkpoint: str | None, given: Path | None) -> Exported:
+def export_run(run: Path, to: str, checkpoint: str | None, given: Path | None) -> WrittenExport:
     """Writes a checkpoint's weights, by default the newest's, into a new or empty folder; complete or absent."""
     form = _known_format(to)
     folder = RunFolder.open(run)
@@ -95,7 +95,7 @@ def export_run(run: Path, to: str, checkpoint: str | None, given: Path | None) -
         except OSError as error:
             raise ConfigError(f"{target}: cannot be written: {error.strerror or error}") from None
         files = sorted(str(file.relative_to(target)) for file in target.rglob("*") if file.is_file())
-    return Exported(
+    return WrittenExport(
         format=form,
         folder=str(target),
         files=tuple(files),
@@ -105,7 +105,7 @@ def export_run(run: Path, to: str, checkpoint: str | None, given: Path | None) -
     )
 
 
-def print_export(exported: Exported) -> None:
+def print_export(exported: WrittenExport) -> None:
     """Prints where the files are, and how to use them."""
     out.print(f"{exported.checkpoint} ({exported.weights}) for {exported.format}", highlight=False)
     print_written(Path(exported.folder))

@@ -117,7 +117,7 @@ class JobInputs:
         return self._to_lane(job.lane, filled)
 
     def _calibrate(self, job: Calibrate) -> Requests:
-        """The lane is timed with one slice, and with as many as it takes at once."""
+        """Adds a prompt and two slices to time: the smallest that the lane may take, and the largest."""
         stores, worker = self._stores, self._stores.lanes.worker(job.lane)
         if not worker:
             return []

@@ -17,8 +17,8 @@ from digenrl.models.hub import HubRepository
 from digenrl.models.weight_files import (
     INDEX_NAME,
     PICKLES,
+    HeaderEntry,
     MissingFilesError,
-    TensorEntry,
     folder_listing,
     pipeline_files,
     pipeline_index,
@@ -201,7 +201,7 @@ def open_pipeline(pipeline_class: type[Any], source: ModelSource, without: Seque
 # --- Single files -----------------------------------------------------------------------------------------------
 
 
-def check_single_file(path: Path) -> dict[str, TensorEntry]:
+def check_single_file(path: Path) -> dict[str, HeaderEntry]:
     """The tensors of the transformer in a single file; raises ConfigError if it cannot be loaded."""
     if not path.is_file():
         on_hub = HUB_FILE.fullmatch(str(path))

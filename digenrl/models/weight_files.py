@@ -33,7 +33,7 @@ class MissingFilesError(ConfigError):
 
 
 @dataclass(frozen=True, slots=True)
-class TensorEntry:
+class HeaderEntry:
     """A tensor in the header of a .safetensors file."""
 
     dtype: str
@@ -105,7 +105,7 @@ def folder_listing(folder: Path) -> dict[str, int]:
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths if path.is_file()}
 
 
-def read_header(path: Path) -> dict[str, TensorEntry]:
+def read_header(path: Path) -> dict[str, HeaderEntry]:
     """The tensors of a .safetensors file by name; raises ConfigError if the file is damaged or truncated."""
     try:
         with path.open("rb") as file:
@@ -114,7 +114,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
                 raise ValueError("its header is longer than 100 MB")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        tensors = {name: TensorEntry(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+        tensors = {name: HeaderEntry(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
         expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None

@@ -33,15 +33,15 @@ SHARD_BYTES = 150_000
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RepositoryLayout:
     """How a family's repository stores its tokenizers, and which of them its tiny pipeline is built from."""
 
     tokenizers: Mapping[str, Callable[[Path], Any]]  # each writes a folder and returns the tokenizer
     built_from: tuple[str, ...]
 
 
-LAYOUTS: dict[str, Layout] = {
-    "sd3": Layout(
+LAYOUTS: dict[str, RepositoryLayout] = {
+    "sd3": RepositoryLayout(
         {
             "tokenizer": write_clip_tokenizer,
             "tokenizer_2": lambda folder: write_clip_tokenizer(folder, pad_token="!"),
@@ -49,12 +49,12 @@ LAYOUTS: dict[str, Layout] = {
         },
         ("tokenizer", "tokenizer_3"),
     ),
-    "flux": Layout(
+    "flux": RepositoryLayout(
         {"tokenizer": write_clip_tokenizer, "tokenizer_2": write_t5_tokenizer}, ("tokenizer", "tokenizer_2")
     ),
-    "qwen_image": Layout({"tokenizer": write_qwen_tokenizer}, ("tokenizer",)),
-    "wan": Layout({"tokenizer": write_umt5_tokenizer}, ("tokenizer",)),
-    "hunyuan_video": Layout(
+    "qwen_image": RepositoryLayout({"tokenizer": write_qwen_tokenizer}, ("tokenizer",)),
+    "wan": RepositoryLayout({"tokenizer": write_umt5_tokenizer}, ("tokenizer",)),
+    "hunyuan_video": RepositoryLayout(
         {"tokenizer": write_llama_tokenizer, "tokenizer_2": write_clip_tokenizer}, ("tokenizer", "tokenizer_2")
     ),
 }

@@ -15,7 +15,7 @@ from digenrl.report.grids import grids
 from digenrl.report.timeline import timeline
 from digenrl.run_folder.reading import RunRecord
 from digenrl.telemetry.lane_shares import LaneShares, TimeWindow, lane_shares, mean_busy, steady_window
-from digenrl.telemetry.trace import TRAINER_LANE, LaneInfo, Trace
+from digenrl.telemetry.trace import TRAINER_LANE, TRAINER_POOL, LaneInfo, Trace
 
 
 def content_of(run: RunRecord) -> dict[str, Any]:
@@ -173,7 +173,9 @@ def _evaluation(recipe: Recipe) -> list[tuple[str, str]]:
 
 
 def _lanes(run: RunRecord) -> str:
-    counts = Counter((lane.pool, lane.device.partition(":")[0]) for lane in run.info.lanes)
+    """The lanes by pool and kind of device. The trainer counts once, without its lanes that help to generate."""
+    lanes = [lane for lane in run.info.lanes if lane.pool != TRAINER_POOL or lane.name == TRAINER_LANE]
+    counts = Counter((lane.pool, lane.device.partition(":")[0]) for lane in lanes)
     return ", ".join(
         f"{count} {pool}{f' ({device})' if device else ''}" for (pool, device), count in counts.items()
     )

@@ -80,6 +80,9 @@ class LaneOffer:
     `take_ns` gives the time of 1, 2, ... slices, up to all of them, relative to the last entry. Without it, time
     is proportional to the number of slices. `slice_ns` is 0 if the lane has not been calibrated.
 
+    A lane that can train alone needs `train_sample_ns` per sample, and has to switch between the roles: in
+    `switch_in_ns` from training to generating, in `switch_out_ns` back.
+
     >>> LaneOffer("h100-0", slice_ns=6, slices_at_once=3, take_ns=(3, 4, 5)).expected_ns(1)
     4
     """
@@ -88,6 +91,9 @@ class LaneOffer:
     slice_ns: int
     slices_at_once: int = 1
     take_ns: tuple[int, ...] = ()
+    train_sample_ns: Fraction = Fraction(0)
+    switch_in_ns: int = 0
+    switch_out_ns: int = 0
 
     def expected_ns(self, slices: int) -> int:
         """The expected time of a job with this many slices, at least 1 ns."""
@@ -163,6 +169,11 @@ def pixels_name(name: str) -> str:
 def held_out_name(chunk: HeldOutChunk) -> str:
     """The decoded pixels of held-out samples, until they are scored."""
     return f"held-out-{chunk.version}-{chunk.index}"
+
+
+def gradients_name(job_id: int) -> str:
+    """The gradient sums that a SendGradients job leaves."""
+    return f"gradients-{job_id}"
 
 
 def weights_name(version: int) -> str:
@@ -258,13 +269,29 @@ class Score(Job):
 
 @dataclass(frozen=True, slots=True)
 class Train(Job):
-    """Replay samples and add their gradient to the open batch. Result: Trained."""
+    """Replay samples and add their gradient to the open batch. Result: Trained.
+
+    The trainer carries it out, or one `lane` if every lane can train on its own. The samples are a whole group, or
+    some of a complete one.
+    """
 
     slice: Slice
+    lane: int = NO_LANE
     group: GroupArtifact = _data()
 
     def reads(self) -> tuple[str, ...]:
         return (self.group.prompt.row, *(each.name for each in self.group.slices))
+
+
+@dataclass(frozen=True, slots=True)
+class SendGradients(Job):
+    """Leave the gradient sums of a step in the exchange, for the commit, and start over. Result: GradientsSent."""
+
+    step: int
+    lane: int
+
+    def writes(self) -> tuple[str, ...]:
+        return (gradients_name(self.id),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,9 +322,18 @@ class _TrainerArtifacts(Job, ABC):
 
 @dataclass(frozen=True, slots=True)
 class Commit(_TrainerArtifacts):
-    """Take the optimizer step and export the new version, `step + 1`. Result: Committed."""
+    """Take the optimizer step and export the new version, `step + 1`. Result: Committed.
+
+    `gradients` are the SendGradients jobs whose sums are added first. If there are any, `groups` are all groups of
+    the step.
+    """
 
     step: int
+    gradients: tuple[int, ...] = ()
+    groups: tuple[GroupArtifact, ...] = _data(())
+
+    def reads(self) -> tuple[str, ...]:
+        return tuple(gradients_name(job_id) for job_id in self.gradients)
 
     @property
     def new_version(self) -> int:
@@ -401,7 +437,12 @@ class Calibrate(Job):
         return () if self.prompt is None or self.task == "score" else (self.prompt.row,)
 
 
-LaneJob = Generate | Evaluate | Calibrate  # what a lane holds
+LaneJob = Generate | Evaluate | Calibrate | Train | SendGradients  # what a lane holds
+
+
+def holding_lane(job: Job) -> int | None:
+    """The lane that holds this job; None if a reward lane, the encoder or the trainer as a whole does."""
+    return job.lane if isinstance(job, LaneJob) and job.lane != NO_LANE else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,6 +530,14 @@ class Trained(Result):
 
     job: Train
     updates: tuple[Mapping[str, Any], ...] = _data(())
+
+
+@dataclass(frozen=True, slots=True)
+class GradientsSent(Result):
+    """The lane's gradient sums are in the exchange."""
+
+    job: SendGradients
+    seconds: float = _data(0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -587,6 +636,7 @@ class ArtifactLost(Result):
     slices: tuple[Slice, ...] = ()
     prompts: tuple[tuple[int, int], ...] = ()  # (step, group)
     weights: bool = False
+    gradients: tuple[int, ...] = ()  # ids of SendGradients jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -625,6 +675,8 @@ class CostsMeasured(Event):
     evaluate_ns: int = 0  # per held-out chunk
     save_ns: int = 0
     lane_slice_ns: tuple[tuple[int, int], ...] = ()  # (lane, time of a full job)
+    lane_train_ns: tuple[tuple[int, Fraction], ...] = ()  # (lane, time per sample), of lanes that train alone
+    reduce_ns: int = 0  # adding up the lanes' gradient sums before a commit
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from digenrl.config.reading import ConfigError, Frozen, errors_about, parse_mode
 OrderRuleName = Literal["generation", "batch"]
 StreamRuleName = Literal["group", "batch", "sample"]
 HelpRuleName = Literal["none", "greedy", "search", "auto"]
+AssistName = Literal["none", "trainer", "both"]
 DispatchRuleName = Literal["eager", "earliest_finish"]
 
 
@@ -41,9 +42,15 @@ SliceTable = Annotated[dict[Annotated[Count, BeforeValidator(_number)], Positive
 
 
 class TimedGeneratorPool(GeneratorPool):
-    """A pool of generators with costs: `seconds` maps a slice size to the time that one lane needs for it."""
+    """A pool of generators with costs: `seconds` maps a slice size to the time that one lane needs for it.
+
+    A lane with `train_seconds` can train one sample in that time (with `assist: both`), and pays `switch` for each
+    change of its role.
+    """
 
     seconds: SliceTable
+    train_seconds: PositiveDuration | None = None
+    switch: Duration = Decimal(0)
 
 
 class TimedRewardPool(Frozen):
@@ -67,19 +74,29 @@ class HelperCosts(Frozen):
 
 
 class TrainerCosts(Frozen):
-    """The trainer group as one unit. Without a `helper` it cannot generate."""
+    """The trainer group as one unit. Without a `helper` it cannot generate.
+
+    With `assist: both`, its lanes act alone: a complete group is trained in jobs of `job` samples, and `reduce` is
+    the time to add up the gradients of all lanes before the commit.
+    """
 
     seconds_per_sample: PositiveDuration
     commit: Duration = Decimal(0)
     helper: HelperCosts | None = None
+    job: Count = 1
+    reduce: Duration = Decimal(0)
 
 
 class ScheduleRules(Frozen):
-    """The techniques that are on. With `colocated` all other rules are ignored."""
+    """The techniques that are on. With `colocated` all other rules are ignored.
+
+    `assist` says who helps: nobody, the trainer (by the `help` rule), or every lane that can (`both`).
+    """
 
     order: OrderRuleName = "generation"
     stream: StreamRuleName = "group"
     help: HelpRuleName = "none"
+    assist: AssistName = "trainer"
     dispatch: DispatchRuleName = "eager"
     stale_fraction: Annotated[Number, Field(ge=0, le=1)] = Decimal(0)
     colocated: bool = False
@@ -151,6 +168,11 @@ class Spec(Frozen):
                 self._check_pool_slice(f"generators[{index}].slice", pool.slice, max(pool.seconds))
         if self.trainer.helper is None:
             self._check_needs_no_helper()
+        if self.samples_per_prompt % self.trainer.job:
+            raise ValueError(
+                f"trainer.job: {self.trainer.job} samples do not divide a group of {self.samples_per_prompt}; "
+                "choose a divisor"
+            )
         return self
 
     def _check_pool_slice(self, where: str, own: int, largest_timed: int) -> None:
@@ -166,6 +188,10 @@ class Spec(Frozen):
         if self.policy.colocated:
             raise ValueError(
                 "policy.colocated: needs trainer.helper, which says how the trainer's lanes generate; add it"
+            )
+        if self.policy.assist == "both":
+            raise ValueError(
+                "policy.assist: 'both' needs trainer.helper, which says how the trainer's lanes generate; add it"
             )
         if self.policy.help in ("greedy", "search"):
             raise ValueError(

@@ -2,6 +2,6 @@
 
 from digenrl.scheduling.decide import decide
 from digenrl.scheduling.state import SchedulerState, initial_state
-from digenrl.scheduling.terms import Costs, Terms
+from digenrl.scheduling.terms import Costs, SharedWorkRule, Terms
 
-__all__ = ["Costs", "SchedulerState", "Terms", "decide", "initial_state"]
+__all__ = ["Costs", "SchedulerState", "SharedWorkRule", "Terms", "decide", "initial_state"]

@@ -15,8 +15,17 @@ from dataclasses import replace
 from typing import Any
 
 from digenrl import records
-from digenrl.records import Action, Encoded, Event, Generated, StopRequested, Tick
-from digenrl.scheduling import calibration, evaluation, faults, lanes, measured_costs, scoring, trainer_turns
+from digenrl.records import Action, Encoded, Event, Generated, StopRequested, Tick, Trained
+from digenrl.scheduling import (
+    calibration,
+    evaluation,
+    faults,
+    lanes,
+    measured_costs,
+    scoring,
+    shared_work,
+    trainer_turns,
+)
 from digenrl.scheduling.slice_assignment import hand_out_slices
 from digenrl.scheduling.state import Generating, Outcome, SchedulerState, open_step
 
@@ -42,6 +51,11 @@ def _absorb_generated(state: SchedulerState, event: Generated) -> Outcome:
     return scoring.enqueue(state, piece, event.at_ns)
 
 
+def _absorb_trained(state: SchedulerState, event: Trained) -> Outcome:
+    absorb = shared_work.absorb_trained if state.terms.shares_work else trainer_turns.absorb_trained
+    return absorb(state, event)
+
+
 def _absorb_encoded(state: SchedulerState, event: Encoded) -> Outcome:
     return replace(state, encoding=tuple(job for job in state.encoding if job != event.job)), ()
 
@@ -57,9 +71,13 @@ def _tick(state: SchedulerState, event: Tick) -> Outcome:
     calibrations: tuple[Action, ...] = ()
     if state.uncalibrated:
         state, calibrations = calibration.hand_out_calibrations(state, event.at_ns)
+    if state.terms.shares_work:
+        state, chunks = evaluation.hand_out_chunks(state, event.at_ns)
+        state, jobs = shared_work.hand_out_work(state, event.at_ns)
+        return state, (*calibrations, *chunks, *jobs)
     handed_out: tuple[Action, ...] = ()
     if not state.terms.colocated or isinstance(state.trainer, Generating):
-        chunks: tuple[Action, ...] = ()
+        chunks = ()
         if state.evaluations:
             state, chunks = evaluation.hand_out_chunks(state, event.at_ns)
         state, slices = hand_out_slices(state, event.at_ns)
@@ -73,7 +91,8 @@ _ABSORB: dict[type[Event], Callable[[SchedulerState, Any], Outcome]] = {
     records.Encoded: _absorb_encoded,
     records.Generated: _absorb_generated,
     records.Scored: scoring.absorb_scored,
-    records.Trained: trainer_turns.absorb_trained,
+    records.Trained: _absorb_trained,
+    records.GradientsSent: shared_work.absorb_gradients_sent,
     records.Committed: trainer_turns.absorb_committed,
     records.Published: lanes.absorb_published,
     records.RoleSwitched: trainer_turns.absorb_role_switched,

@@ -14,6 +14,7 @@ from dataclasses import replace
 from digenrl.records import (
     Action,
     ArtifactLost,
+    Commit,
     Encode,
     Evaluate,
     Export,
@@ -29,8 +30,9 @@ from digenrl.records import (
     Slice,
     Train,
     WorkerLost,
+    holding_lane,
 )
-from digenrl.scheduling import evaluation
+from digenrl.scheduling import evaluation, shared_work
 from digenrl.scheduling.lanes import end_round_if_over, release
 from digenrl.scheduling.order import positions, positions_of_group, slices_in, slices_of_group
 from digenrl.scheduling.scoring import end_score, ready_again, start_scoring
@@ -75,13 +77,15 @@ def _lose_generator(state: SchedulerState, event: WorkerLost) -> Outcome:
     if not lane.present:
         return state, ()
     state = put_lane(state, replace(lane, present=False, job=None))
+    if lane.trained:
+        state = shared_work.return_gradients(state, lane, event.at_ns)
     state = replace(
         state,
         idle=tuple(index for index in state.idle if index != lane.index),
         helpers=tuple(index for index in state.helpers if index != lane.index),
         uncalibrated=tuple(index for index in state.uncalibrated if index != lane.index),
     )
-    state = reconsider_help(return_job(state, lane.job))
+    state = reconsider_help(return_job(state, lane.job, event.at_ns))
     return evaluation.abandon_if_unservable(state, event.at_ns)
 
 
@@ -102,8 +106,10 @@ def _lose_trainer(state: SchedulerState, at_ns: int) -> Outcome:
     """
     for lane in state.lanes:
         if lane.job is not None and (lane.helper or state.terms.colocated):
-            state = return_job(release(state, lane.index), lane.job)
-    if state.steps:
+            state = return_job(release(state, lane.index), lane.job, at_ns)
+        if lane.helper and lane.trained:
+            state = shared_work.return_gradients(state, lane, at_ns)
+    if state.steps and not state.terms.shares_work:
         step = state.current
         groups = tuple(replace(group, trained=0) for group in step.groups)
         step = replace(step, groups=groups, untrained_groups=state.terms.prompts)
@@ -187,10 +193,13 @@ def _take_back(state: SchedulerState, event: ArtifactLost) -> tuple[SchedulerSta
     has reported the loss.
     """
     job = event.job
-    if isinstance(job, LaneJob):
-        if state.lanes[job.lane].job != job:
+    lane = holding_lane(job)
+    if lane is not None:
+        if state.lanes[lane].job != job:
             return state, False
-        return return_job(release(state, job.lane), job), True
+        return return_job(release(state, lane), job, event.at_ns), True
+    if isinstance(job, Commit):
+        return shared_work.lose_sent_gradients(state, event.gradients, event.at_ns), True
     if isinstance(job, Score):
         return _take_back_score(state, job)
     if isinstance(job, Train):
@@ -257,11 +266,13 @@ def _share_samples(piece: Slice | HeldOutChunk, other: Slice) -> bool:
 # --- Issuing again ---------------------------------------------------------------------------------------------
 
 
-def return_job(state: SchedulerState, job: LaneJob | None) -> SchedulerState:
+def return_job(state: SchedulerState, job: LaneJob | None, at_ns: int) -> SchedulerState:
     """What a lane held is open again."""
     state = end_round_if_over(state)
     if isinstance(job, Generate):
         return reissue(state, job.slice)
+    if isinstance(job, Train):
+        return shared_work.return_training(state, job.slice, at_ns)
     return evaluation.return_chunk(state, job.chunk, sampled=False) if isinstance(job, Evaluate) else state
 
 
@@ -314,6 +325,9 @@ def quarantine(state: SchedulerState, piece: Slice, reason: str, at_ns: int) -> 
     if len(step.groups) - terms.prompts >= terms.replacements_per_step:
         return state, (GiveUp(f"{terms.replacements_per_step} groups of step {step.index} failed: {reason}"),)
     old, replaced_by = step.groups[piece.group], len(step.groups)
+    if terms.shares_work and old.trained | old.training:  # a lost slice was generated again but cannot be scored
+        name = f"group {piece.group} of step {step.index}"
+        return state, (GiveUp(f"{name} failed when it was partly trained: {reason}"),)
     was_complete = old.scored == (1 << terms.samples_per_prompt) - 1
     assert old.trained.bit_count() < terms.samples_per_prompt, f"{piece} failed after its group was trained"
     fresh_slices = slices_of_group(terms, step.index, replaced_by)

@@ -6,17 +6,21 @@
 5. Training goes before helping. While the trainer's lanes generate, it neither trains nor commits.
 6. Versions only grow. A lane works with the version it was given; a held-out chunk with the version it is about.
 7. A worker holds one job at a time, and job ids are never used twice. A lane is calibrated before it gets work.
+8. If lanes train on their own: only on the step's version, and the gradients of every sample are in exactly one of
+   the sums that are committed. Sums that were lost with a lane count nowhere.
 
 The auditor keeps its own books from events and actions and does not trust the scheduler's state.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from digenrl.records import (
+    NO_LANE,
     Action,
     ArtifactLost,
     Calibrate,
@@ -29,6 +33,7 @@ from digenrl.records import (
     Export,
     Generate,
     Generated,
+    GradientsSent,
     HeldOutChunk,
     Job,
     JobFailed,
@@ -43,6 +48,7 @@ from digenrl.records import (
     Saved,
     Score,
     Scored,
+    SendGradients,
     Slice,
     SwitchRole,
     Train,
@@ -111,6 +117,8 @@ class Auditor:
         self._scores: dict[int, Score] = {}  # by reward lane
         self._void_scores: set[int] = set()
         self._trainer_job: Job | None = None
+        self._held_gradients: dict[int, list[Slice]] = defaultdict(list)  # by lane
+        self._sent_gradients: dict[int, list[Slice]] = {}  # by job
         self._next_id = opening.jobs_issued
         self._steps: dict[int, _StepBook] = {}
         # Quarantined groups of committed steps of which something is still being generated or scored.
@@ -121,6 +129,7 @@ class Auditor:
         self.trained_samples = 0
         self.stale_samples = 0
         self.helped_samples = 0
+        self.assisted_samples = 0  # trained by lanes that are not the trainer's own
         self.quarantined_groups = 0
 
     def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
@@ -148,6 +157,7 @@ class Auditor:
     def _lost(self, event: WorkerLost) -> None:
         if event.pool == "generator":
             self._return_lane_job(event.lane)
+            self._lose_gradients(self._held_gradients.pop(event.lane, []))
             self._lane_version[event.lane] = NO_VERSION
         elif event.pool == "reward":
             self._return_score(event.lane)
@@ -157,6 +167,10 @@ class Auditor:
             for lane in tuple(self._lane_jobs):
                 if lane in self._helpers or self._terms.colocated:
                     self._return_lane_job(lane)
+            for lane in self._helpers:
+                self._lose_gradients(self._held_gradients.pop(lane, []))
+            if self._terms.shares_work:
+                return
             for group in self._steps.get(self._committed, _StepBook()).groups.values():
                 group.sent_to_train = group.trained = 0
 
@@ -209,6 +223,8 @@ class Auditor:
     def _artifact_lost(self, event: ArtifactLost) -> None:
         if not self._take_back(event.job):
             return  # late, or the loss is known
+        for job_id in event.gradients:
+            self._lose_gradients(self._sent_gradients.pop(job_id))
         for piece in event.slices:
             if piece.step >= self._committed:
                 self._forget_slice(piece)
@@ -224,7 +240,9 @@ class Auditor:
             if is_news and isinstance(job.piece, HeldOutChunk):
                 self._sampled.discard(job.piece)
             return is_news
-        elif isinstance(job, Train):
+        elif isinstance(job, Commit):
+            self._end_trainer_job(job)
+        elif isinstance(job, Train) and job.lane == NO_LANE:
             self._end_trainer_job(job)
             self._step(job.slice).group(job.slice.group).sent_to_train &= ~job.slice.mask()
         return True
@@ -232,7 +250,7 @@ class Auditor:
     def _forget_slice(self, piece: Slice) -> None:
         """It is as if it had never been issued. Score jobs that still work on it are void."""
         group, mask = self._step(piece).group(piece.group), piece.mask()
-        _promise(not group.trained & mask, "1: {} was lost after it was trained", piece)
+        _promise(self._terms.shares_work or not group.trained & mask, "1: {} was lost after training", piece)
         if group.retired:
             return
         group.forget(mask)
@@ -244,15 +262,30 @@ class Auditor:
                 self._void_scores.add(job.id)
 
     def _trained(self, event: Trained) -> None:
-        self._end_trainer_job(event.job)
-        piece = event.job.slice
+        job, piece = event.job, event.job.slice
+        if job.lane == NO_LANE:
+            self._end_trainer_job(job)
+        elif self._lane_jobs.get(job.lane) != job:
+            return
+        else:
+            del self._lane_jobs[job.lane]
+            self._held_gradients[job.lane].append(piece)
+            self.assisted_samples += piece.size if job.lane not in self._helpers else 0
         group = self._step(piece).group(piece.group)
         _promise(not group.trained & piece.mask(), "1: {} was trained twice", piece)
         group.trained |= piece.mask()
 
+    def _gradients_sent(self, event: GradientsSent) -> None:
+        job = event.job
+        if self._lane_jobs.get(job.lane) == job:
+            del self._lane_jobs[job.lane]
+            self._sent_gradients[job.id] = self._held_gradients.pop(job.lane)
+
     def _committed_step(self, event: Committed) -> None:
         self._end_trainer_job(event.job)
         step = event.job.step
+        self._held_gradients.clear()
+        self._sent_gradients.clear()
         book = self._steps.pop(step)
         self.trained_samples += sum(group.trained.bit_count() for group in book.kept())
         self.stale_samples += book.stale_samples()
@@ -312,7 +345,12 @@ class Auditor:
         group.sent_to_score |= mask
 
     def _train(self, job: Train) -> None:
-        self._take_trainer(job)
+        if job.lane == NO_LANE:
+            self._take_trainer(job)
+        else:
+            self._take_lane(job)
+            version = self._lane_version[job.lane]
+            _promise(version == job.slice.step, "8: lane {} trains {} on version {}", job.lane, job, version)
         _promise(self._role == "train", "5: training while the trainer's lanes generate")
         piece, mask = job.slice, job.slice.mask()
         group = self._step(piece).group(piece.group)
@@ -330,6 +368,8 @@ class Auditor:
         _promise(len(kept) == self._terms.prompts, "3: step {} has {} groups", job.step, len(kept))
         whole = all(group.trained == self._whole_group for group in kept)
         _promise(whole, "3: step {} commits with samples missing", job.step)
+        if self._terms.shares_work:
+            self._check_gradients(job)
         _promise(stale <= self._terms.stale_budget, "2: {} stale samples in step {}", stale, job.step)
 
     def _publish(self, job: Publish) -> None:
@@ -359,6 +399,19 @@ class Auditor:
         book.group(action.replaced_by)
         self.quarantined_groups += 1
 
+    def _check_gradients(self, job: Commit) -> None:
+        """Every sample is in the sums of the trainer's own lanes, or in those that the commit adds, and in one."""
+        _promise(self._helpers.isdisjoint(self._lane_jobs), "8: a commit while the trainer's lanes are busy")
+        pieces = [piece for lane in self._helpers for piece in self._held_gradients.get(lane, [])]
+        pieces += [piece for job_id in job.gradients for piece in self._sent_gradients.get(job_id, [])]
+        covered: dict[int, int] = defaultdict(int)
+        for piece in pieces:
+            _promise(not covered[piece.group] & piece.mask(), "8: the gradient of {} is added twice", piece)
+            covered[piece.group] |= piece.mask()
+        kept = {index for index, group in self._steps[job.step].groups.items() if not group.retired}
+        whole = covered.keys() == kept and all(mask == self._whole_group for mask in covered.values())
+        _promise(whole, "8: step {} commits without some gradients", job.step)
+
     # --- Bookkeeping ------------------------------------------------------------------------------------------
 
     def _step(self, piece: Slice) -> _StepBook:
@@ -374,6 +427,13 @@ class Auditor:
         assert outliving is not None
         return outliving
 
+    def _lose_gradients(self, pieces: Sequence[Slice]) -> None:
+        """Their samples are as if they had never been trained."""
+        for piece in pieces:
+            group = self._step(piece).group(piece.group)
+            group.trained &= ~piece.mask()
+            group.sent_to_train &= ~piece.mask()
+
     def _take_lane(self, job: LaneJob) -> None:
         calibrates = isinstance(job, Calibrate)
         _promise(calibrates == (job.lane in self._uncalibrated), "7: {}, calibrated or not", job)
@@ -383,6 +443,8 @@ class Auditor:
     def _return_lane_job(self, lane: int) -> None:
         """The job will not be done: its samples are as if they had never been issued."""
         job = self._lane_jobs.pop(lane, None)
+        if isinstance(job, Train):
+            self._step(job.slice).group(job.slice.group).sent_to_train &= ~job.slice.mask()
         if not isinstance(job, Generate):
             return
         group = self._group(job.slice)
@@ -444,6 +506,7 @@ class Auditor:
         JobFailed: _failed,
         ArtifactLost: _artifact_lost,
         Trained: _trained,
+        GradientsSent: _gradients_sent,
         Committed: _committed_step,
         Published: _published,
         RoleSwitched: _role_switched,
@@ -456,6 +519,7 @@ class Auditor:
         Calibrate: _take_lane,
         Score: _score,
         Train: _train,
+        SendGradients: _take_lane,
         Commit: _commit,
         Save: _take_trainer,
         Restore: _take_trainer,

@@ -67,7 +67,7 @@ def release(state: SchedulerState, index: int) -> SchedulerState:
     """Takes the job from a lane. A round of help ends when the last of the helpers' jobs is gone."""
     lane = replace(state.lanes[index], job=None)
     state = put_lane(state, lane)
-    if state.terms.colocated or not lane.helper:
+    if state.terms.colocated or state.terms.shares_work or not lane.helper:
         return make_idle(state, lane)
     return end_round_if_over(state)
 

@@ -111,14 +111,20 @@ def _newly_ready(
 
     Some may be trained already, if a slice was lost after the step had been scored.
     """
-    whole = terms.samples_per_prompt
     if terms.stream == "sample":
         return [ReadyUnit(at_ns, piece.group, sample.index, 1) for sample in piece.samples()]
     if terms.stream == "group" and group_complete:
-        return [ReadyUnit(at_ns, piece.group, 0, whole)]
+        return _units(terms, piece.group, step.groups[piece.group], at_ns)
     if terms.stream == "batch" and step.unscored_groups == 0:
-        return [ReadyUnit(at_ns, index, 0, whole) for index, group in _kept_groups(step) if not group.trained]
+        return [unit for index, group in _kept_groups(step) for unit in _units(terms, index, group, at_ns)]
     return []
+
+
+def _units(terms: Terms, index: int, group: GroupProgress, at_ns: int) -> list[ReadyUnit]:
+    """What is left to train of a complete group."""
+    size, taken = terms.train_unit, group.trained | group.training
+    firsts = range(0, terms.samples_per_prompt, size)
+    return [ReadyUnit(at_ns, index, first, size) for first in firsts if not taken >> first & 1]
 
 
 def ready_again(terms: Terms, step: StepProgress, at_ns: int) -> tuple[ReadyUnit, ...]:
@@ -133,8 +139,8 @@ def ready_again(terms: Terms, step: StepProgress, at_ns: int) -> tuple[ReadyUnit
         )
     if terms.stream == "batch" and step.unscored_groups:
         return ()
-    complete = [index for index, group in _kept_groups(step) if group.scored.bit_count() == whole]
-    return tuple(ReadyUnit(at_ns, index, 0, whole) for index in complete)
+    complete = [(index, group) for index, group in _kept_groups(step) if group.scored.bit_count() == whole]
+    return tuple(unit for index, group in complete for unit in _units(terms, index, group, at_ns))
 
 
 def _kept_groups(step: StepProgress) -> list[tuple[int, GroupProgress]]:

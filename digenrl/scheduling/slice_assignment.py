@@ -41,9 +41,10 @@ class SlicePicker:
         steps_list, length, place = self._found(version, place, at_most)
         return steps_list.take(place, length, version) if steps_list and length else None
 
-    def unstarted(self) -> int:
+    def unstarted(self, current_step_only: bool = False) -> int:
         """The number of slices in the lists, whether they may start yet or not."""
-        return sum(steps_list.unstarted() for steps_list in self._lists)
+        lists = self._lists[:1] if current_step_only else self._lists
+        return sum(steps_list.unstarted() for steps_list in lists)
 
     def _found(self, version: int, place: int, at_most: int) -> tuple[_OpenList | None, int, int]:
         """The list that a place is in, how many slices can be taken there, and its place in that list."""

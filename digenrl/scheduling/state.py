@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TypeVar
 
 from digenrl.records import (
@@ -16,8 +17,10 @@ from digenrl.records import (
     LaneJob,
     LaneOffer,
     Restore,
+    Role,
     Save,
     Score,
+    SendGradients,
     Slice,
     SwitchRole,
     Train,
@@ -35,7 +38,9 @@ class Lane:
     """One device that can generate. It is idle or holds one job. A lost lane never returns.
 
     `slice_ns` is the time of a full job, 0 until it is calibrated; measurements replace it. `take_ns` are the
-    offered times of 1, 2, ... slices in one job; it is empty for a lane that takes one slice at a time.
+    offered times of 1, 2, ... slices in one job; it is empty for a lane that takes one slice at a time. A lane
+    with a `train_sample_ns` can also train on its own. `trained` are the samples of the open step whose gradients
+    it holds and has not sent.
     """
 
     index: int
@@ -47,6 +52,12 @@ class Lane:
     present: bool = True
     take_ns: tuple[int, ...] = ()
     sent_version: int = NO_VERSION  # the newest version that was published to it, loaded or not
+    train_sample_ns: Fraction = Fraction(0)
+    switch_in_ns: int = 0
+    switch_out_ns: int = 0
+    role: Role = "generate"
+    trained: tuple[Slice, ...] = ()
+    ends_ns: int = 0  # when its job is expected to end; kept only if lanes share work
 
     @property
     def calibrated(self) -> bool:
@@ -61,11 +72,29 @@ class Lane:
     @property
     def offer(self) -> LaneOffer:
         """Its offer, by the newest measurements."""
-        return LaneOffer(self.name, self.slice_ns, self.slices_at_once, self.take_ns)
+        return LaneOffer(
+            self.name,
+            self.slice_ns,
+            self.slices_at_once,
+            self.take_ns,
+            self.train_sample_ns,
+            self.switch_in_ns,
+            self.switch_out_ns,
+        )
 
     def expected_ns(self, slices: int) -> int:
         """The expected time of a job with this many slices."""
         return self.offer.expected_ns(slices) if self.take_ns else self.slice_ns
+
+    def train_ns(self, samples: int) -> int:
+        """The time in which it trains this many samples alone, rounded half to even."""
+        return round(samples * self.train_sample_ns)
+
+    def switch_ns(self, role: Role) -> int:
+        """The time until it can work in this role."""
+        if role == self.role:
+            return 0
+        return self.switch_in_ns if role == "generate" else self.switch_out_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +102,7 @@ class GroupProgress:
     """How far a group is, as sets of samples (bits). A retired group is quarantined and has been replaced."""
 
     scored: int = 0
+    training: int = 0  # held by lanes that train on their own
     trained: int = 0
     stale: int = 0  # issued on the version one behind
     failures: int = 0
@@ -90,6 +120,14 @@ class ReadyUnit:
 
 
 @dataclass(frozen=True, slots=True)
+class SentGradients:
+    """Gradient sums in the exchange: the job that left them, and the samples that they cover."""
+
+    job: SendGradients
+    pieces: tuple[Slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepProgress:
     """One open step: what has not been handed out yet, what is ready to train, what remains."""
 
@@ -102,6 +140,7 @@ class StepProgress:
     untrained_groups: int
     stale_samples: int
     ahead: tuple[int, ...] = ()  # positions from the cursor on that are handed out or belong to a retired group
+    gradients: tuple[SentGradients, ...] = ()  # if lanes train on their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,13 +352,13 @@ def initial_state(
     lanes = tuple(
         lane_of(index, offer, is_helper, version=committed) for index, (offer, is_helper) in enumerate(offers)
     )
-    generating = [lane for lane in lanes if terms.colocated or not lane.helper]
+    generating = [lane for lane in lanes if terms.colocated or terms.shares_work or not lane.helper]
     return SchedulerState(
         terms=terms,
         costs=costs,
         lanes=lanes,
         idle=tuple(lane.index for lane in sorted(generating, key=lambda lane: (lane.slice_ns, lane.index))),
-        helpers=() if terms.colocated else tuple(lane.index for lane in lanes if lane.helper),
+        helpers=() if terms.colocated or terms.shares_work else tuple(lane.index for lane in lanes if lane.helper),
         steps=tuple(fresh_step(terms, index) for index in range(committed, min(committed + 2, terms.steps))),
         scorers=(None,) * terms.scorers,
         unscored=(),
@@ -334,7 +373,19 @@ def lane_of(index: int, offer: LaneOffer, helper: bool, version: int) -> Lane:
     """An idle lane, as offered."""
     at_once = offer.slices_at_once
     take_ns = tuple(offer.expected_ns(slices) for slices in range(1, at_once + 1)) if at_once > 1 else ()
-    return Lane(index, offer.name, offer.slice_ns, helper, version, take_ns=take_ns, sent_version=version)
+    return Lane(
+        index,
+        offer.name,
+        offer.slice_ns,
+        helper,
+        version,
+        take_ns=take_ns,
+        sent_version=version,
+        train_sample_ns=offer.train_sample_ns,
+        switch_in_ns=offer.switch_in_ns,
+        switch_out_ns=offer.switch_out_ns,
+        role="train" if helper else "generate",
+    )
 
 
 def fresh_evaluation(terms: Terms, version: int) -> EvaluationProgress:

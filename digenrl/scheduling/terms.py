@@ -6,7 +6,23 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd
 
-from digenrl.config.spec import DispatchRuleName, HelpRuleName, OrderRuleName, StreamRuleName
+from digenrl.config.spec import AssistName, DispatchRuleName, HelpRuleName, OrderRuleName, StreamRuleName
+
+
+@dataclass(frozen=True, slots=True)
+class SharedWorkRule:
+    """How lanes that both generate and train choose their work.
+
+    The first `trainers` lanes, those that train best compared with how they generate, train before they generate;
+    the others generate before they train. With `fine_tail`, lanes take fewer slices at once when those that are
+    left would not suffice for all. With `leaves_to_faster`, a lane leaves work that other lanes would finish
+    earlier. Lanes without a setting of their own take up to `slices_at_once`.
+    """
+
+    trainers: int = 0
+    slices_at_once: int = 1
+    fine_tail: bool = True
+    leaves_to_faster: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +39,9 @@ class Terms:
     order: OrderRuleName = "generation"
     stream: StreamRuleName = "group"
     help: HelpRuleName = "none"
+    assist: AssistName = "trainer"  # who helps whom; with "both", every lane that can train does both
+    shared_work: SharedWorkRule = SharedWorkRule()  # with assist "both"
+    job_samples: int = 0  # samples of a group that are trained together; 0: all of them
     dispatch: DispatchRuleName = "eager"
     stale_budget: int = 0  # samples of a step that may come from the version one behind
     colocated: bool = False
@@ -35,6 +54,16 @@ class Terms:
     evaluate_every: int = 0  # versions between evaluations; 0: never
     evaluation_chunks: int = 0
     save_every: int = 0  # versions between checkpoints; 0: never
+
+    @property
+    def shares_work(self) -> bool:
+        """Whether lanes both generate and train, each on its own."""
+        return self.assist == "both"
+
+    @property
+    def train_unit(self) -> int:
+        """Samples of a complete group that one Train job holds."""
+        return self.job_samples or self.samples_per_prompt
 
     @property
     def slices_per_group(self) -> int:
@@ -82,6 +111,7 @@ class Costs:
     evaluate_ns: int = 0  # per held-out chunk
     score_chunk_ns: int = 0  # per held-out chunk
     save_ns: int = 0
+    reduce_ns: int = 0  # before a commit, if lanes train on their own
 
     def train_ns(self, samples: int) -> int:
         """The time of a Train job, rounded half to even."""

@@ -66,7 +66,8 @@ def direct_trainer(state: SchedulerState, at_ns: int) -> Outcome:
 
 def save_and_stop(state: SchedulerState, at_ns: int) -> Outcome:
     """Saves the last version as soon as the trainer's current job has ended."""
-    lanes_busy = state.terms.colocated and any(lane.job is not None for lane in state.lanes)
+    shares_cards = state.terms.colocated or state.terms.shares_work
+    lanes_busy = any(lane.job for lane in state.lanes if state.terms.colocated or (lane.helper and shares_cards))
     if state.finished or lanes_busy or not isinstance(state.trainer, Free | BetweenRounds | Generating):
         return state, ()
     return _save(state, at_ns)
@@ -92,7 +93,9 @@ def absorb_committed(state: SchedulerState, event: Committed) -> Outcome:
     following = version + 1
     opened = (fresh_step(terms, following),) if following < terms.steps else ()
     lanes = tuple(
-        replace(lane, version=version, sent_version=version) if lane.helper or terms.colocated else lane
+        replace(lane, version=version, sent_version=version, trained=())
+        if lane.helper or terms.colocated
+        else lane
         for lane in state.lanes
     )
     state = replace(state, committed=version, steps=(*state.steps[1:], *opened), lanes=lanes, trainer=Free())

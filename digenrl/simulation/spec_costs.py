@@ -11,9 +11,10 @@ from fractions import Fraction
 from digenrl.config.reading import ConfigError
 from digenrl.config.spec import ScheduleRules, Spec
 from digenrl.records import LaneOffer
-from digenrl.scheduling import Costs, SchedulerState, Terms, initial_state
+from digenrl.scheduling import Costs, SchedulerState, SharedWorkRule, Terms, initial_state
 
 NS_PER_SECOND = 1_000_000_000
+GENERATE_FIRST = SharedWorkRule()
 
 
 def to_ns(seconds: Decimal | Fraction) -> int:
@@ -51,20 +52,31 @@ def best_rate(table: Mapping[int, Decimal], sizes: tuple[int, ...]) -> Fraction:
     return max(size / slice_seconds(table, size) for size in sizes)
 
 
-def initial_scheduler_state(spec: Spec, search_budget: int) -> SchedulerState:
+def initial_scheduler_state(
+    spec: Spec, search_budget: int, shared_work: SharedWorkRule = GENERATE_FIRST
+) -> SchedulerState:
     """The scheduler's state at the start of a SPEC with a fixed slice size."""
     assert isinstance(spec.slice, int), "slice: auto is resolved before a run"
+    terms = replace(_terms(spec, search_budget), shared_work=shared_work)
+    at_once = shared_work.slices_at_once if terms.shares_work else 1
     next_number: Counter[str] = Counter()
     generators: list[LaneOffer] = []
     for which, pool in enumerate(spec.generators):
-        own = range(spec.slice, (pool.slice or spec.slice) + 1, spec.slice)
+        own = range(spec.slice, (pool.slice or at_once * spec.slice) + 1, spec.slice)
         take_ns = tuple(slice_ns(pool.seconds, size, f"generators[{which}].seconds") for size in own)
-        generators += _lanes(pool.name, pool.count, take_ns, next_number)
+        lanes = _lanes(pool.name, pool.count, take_ns, next_number)
+        if terms.shares_work and pool.train_seconds is not None:
+            lanes = _able_to_train(lanes, pool.train_seconds, pool.switch, pool.switch)
+        generators += lanes
     helper, helpers = spec.trainer.helper, []
     if helper is not None and (spec.policy.help != "none" or spec.policy.colocated):
-        duration = slice_ns(helper.seconds, spec.slice, "trainer.helper.seconds")
-        helpers = _lanes("helper", helper.lanes, (duration,), next_number)
-    terms, costs = _terms(spec, search_budget), _costs(spec, len(generators))
+        sizes = range(spec.slice, at_once * spec.slice + 1, spec.slice)
+        take_ns = tuple(slice_ns(helper.seconds, size, "trainer.helper.seconds") for size in sizes)
+        helpers = _lanes("helper", helper.lanes, take_ns, next_number)
+        if terms.shares_work:
+            alone = Fraction(spec.trainer.seconds_per_sample) * helper.lanes
+            helpers = _able_to_train(helpers, alone, helper.switch_in, helper.switch_out)
+    costs = _costs(spec, len(generators))
     return initial_state(terms, costs, generators, helpers, evaluates=spec.evaluation is not None)
 
 
@@ -77,6 +89,16 @@ def _lanes(pool: str, count: int, take_ns: tuple[int, ...], next_number: Counter
     next_number[pool] += count
     at_once, smaller = len(take_ns), take_ns if len(take_ns) > 1 else ()
     return [LaneOffer(f"{pool}-{first + index}", take_ns[-1], at_once, smaller) for index in range(count)]
+
+
+def _able_to_train(
+    lanes: list[LaneOffer], seconds: Decimal | Fraction, switch_in: Decimal, switch_out: Decimal
+) -> list[LaneOffer]:
+    sample_ns = Fraction(seconds) * NS_PER_SECOND
+    return [
+        replace(lane, train_sample_ns=sample_ns, switch_in_ns=to_ns(switch_in), switch_out_ns=to_ns(switch_out))
+        for lane in lanes
+    ]
 
 
 def _terms(spec: Spec, search_budget: int) -> Terms:
@@ -92,6 +114,7 @@ def _terms(spec: Spec, search_budget: int) -> Terms:
         evaluate_every=spec.evaluation.every if spec.evaluation else 0,
         evaluation_chunks=spec.evaluation.chunks if spec.evaluation else 0,
         save_every=spec.checkpoint.every if spec.checkpoint else 0,
+        job_samples=spec.trainer.job if spec.policy.assist == "both" else 0,
     )
     return with_rules(work, spec.policy, has_helper=spec.trainer.helper is not None)
 
@@ -104,7 +127,8 @@ def with_rules(terms: Terms, rules: ScheduleRules, has_helper: bool = True) -> T
         terms,
         order=rules.order,
         stream=rules.stream,
-        help=rules.help if has_helper else "none",
+        help=rules.help if has_helper and rules.assist != "none" else "none",
+        assist="both" if rules.assist == "both" and rules.help != "none" else "trainer",
         dispatch=rules.dispatch,
         stale_budget=int(Fraction(rules.stale_fraction) * terms.samples_per_step),
     )
@@ -129,4 +153,5 @@ def _costs(spec: Spec, generator_lanes: int) -> Costs:
         evaluate_ns=to_ns(spec.evaluation.chunk) if spec.evaluation else 0,
         score_chunk_ns=to_ns(spec.evaluation.score) if spec.evaluation else 0,
         save_ns=to_ns(spec.checkpoint.seconds) if spec.checkpoint else 0,
+        reduce_ns=to_ns(trainer.reduce) if spec.policy.assist == "both" else 0,
     )

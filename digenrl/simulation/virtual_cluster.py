@@ -12,6 +12,7 @@ from heapq import heappop, heappush
 from typing import Any, ClassVar
 
 from digenrl.records import (
+    NO_LANE,
     AbandonEvaluation,
     Action,
     Calibrate,
@@ -27,6 +28,7 @@ from digenrl.records import (
     Exported,
     Generate,
     Generated,
+    GradientsSent,
     JobFailed,
     LaneOffer,
     Publish,
@@ -34,12 +36,14 @@ from digenrl.records import (
     Quarantine,
     Restore,
     Restored,
+    Role,
     RoleSwitched,
     SampleId,
     Save,
     Saved,
     Score,
     Scored,
+    SendGradients,
     Slice,
     SwitchRole,
     Tick,
@@ -77,6 +81,7 @@ class VirtualCluster:
         self.now_ns = start_ns
         self._terms, self._costs = opening.terms, opening.costs
         self._offers = {lane.index: lane.offer for lane in opening.lanes}
+        self._roles: dict[int, Role] = {lane.index: lane.role for lane in opening.lanes}
         self._faults = faults or Faults()
         self._due: list[tuple[int, int, tuple[int, int], int, Event]] = []
         self._submitted = 0
@@ -114,6 +119,8 @@ class VirtualCluster:
 
     def _generate(self, job: Generate) -> None:
         end = self.now_ns + self._offers[job.lane].expected_ns(self._terms.slices_in(job.slice.size))
+        if self._terms.shares_work:
+            end += self._change_role(job.lane, "generate")
         order = (job.slice.step, position_of(self._terms, job.slice))
         if job.id in self._faults.failing_jobs:
             self._report(SLICE_ENDS, JobFailed(end, job, FAILURE), order)
@@ -141,10 +148,24 @@ class VirtualCluster:
         return not self._faults.failing_samples.isdisjoint(piece.samples())
 
     def _train(self, job: Train) -> None:
-        self._report(TRAINER, Trained(self.now_ns + self._costs.train_ns(job.slice.size), job))
+        if job.lane == NO_LANE:
+            takes_ns = self._costs.train_ns(job.slice.size)
+        else:
+            takes_ns = round(job.slice.size * self._offers[job.lane].train_sample_ns)
+            takes_ns += self._change_role(job.lane, "train")
+        self._report(TRAINER, Trained(self.now_ns + takes_ns, job))
+
+    def _change_role(self, lane: int, role: Role) -> int:
+        """The time that it takes."""
+        changes, self._roles[lane] = self._roles.get(lane, "generate") != role, role
+        offer = self._offers[lane]
+        return (offer.switch_in_ns if role == "generate" else offer.switch_out_ns) if changes else 0
+
+    def _send_gradients(self, job: SendGradients) -> None:
+        self._report(TRAINER, GradientsSent(self.now_ns, job))
 
     def _commit(self, job: Commit) -> None:
-        self._report(TRAINER, Committed(self.now_ns + self._costs.commit_ns, job))
+        self._report(TRAINER, Committed(self.now_ns + self._costs.reduce_ns + self._costs.commit_ns, job))
 
     def _save(self, job: Save) -> None:
         self._report(TRAINER, Saved(self.now_ns + self._costs.save_ns, job))
@@ -173,6 +194,7 @@ class VirtualCluster:
         Generate: _generate,
         Score: _score,
         Train: _train,
+        SendGradients: _send_gradients,
         Commit: _commit,
         Publish: _publish,
         SwitchRole: _switch,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from digenrl.records import (
+    NO_LANE,
     Action,
     Calibrate,
     Commit,
@@ -14,19 +15,20 @@ from digenrl.records import (
     Event,
     Generate,
     Job,
-    LaneJob,
     Publish,
     Published,
     Restore,
     Result,
     Save,
     Score,
+    SendGradients,
     Slice,
     SwitchRole,
     Train,
     Wait,
     WorkerJoined,
     WorkerLost,
+    holding_lane,
 )
 from digenrl.scheduling import SchedulerState
 from digenrl.telemetry.trace import (
@@ -146,10 +148,11 @@ class Recorder:
                 self._close_if_arrived(publication)
 
     def _is_held_by(self, job: Job, lost: WorkerLost) -> bool:
-        if isinstance(job, LaneJob):
+        lane = holding_lane(job)
+        if lane is not None:
             if lost.pool == "trainer":
-                return job.lane in self._helpers
-            return lost.pool == "generator" and job.lane == lost.lane
+                return lane in self._helpers
+            return lost.pool == "generator" and lane == lost.lane
         if isinstance(job, Score):
             return lost.pool == "reward" and job.scorer == lost.lane
         return lost.pool == "trainer" and type(job) in _TRAINER_WORK
@@ -173,7 +176,10 @@ class Recorder:
                 version = job.piece.version
                 self._keep(Span(lane, Work.EVALUATE, job.issued_ns, end_ns, version, version=version))
         elif isinstance(job, Train):
-            self._keep(_slice_span(TRAINER_LANE, Work.TRAIN, job, end_ns, job.slice, version))
+            lane = TRAINER_LANE if job.lane == NO_LANE else self._lane_names[job.lane]
+            self._keep(_slice_span(lane, Work.TRAIN, job, end_ns, job.slice, version))
+        elif isinstance(job, SendGradients) and end_ns > job.issued_ns:
+            self._keep(Span(self._lane_names[job.lane], Work.SEND, job.issued_ns, end_ns, job.step))
         elif type(job) in _TRAINER_WORK and end_ns > job.issued_ns:
             step = max(0, job.step - 1) if isinstance(job, Save) else version
             self._keep(Span(TRAINER_LANE, _TRAINER_WORK[type(job)], job.issued_ns, end_ns, step, version=version))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from digenrl.records import Calibrate, Evaluate, LaneJob
+from digenrl.records import Calibrate, Evaluate, LaneJob, SendGradients, Train
 
 TRAINER_LANE: Final = "trainer"  # the row of the trainer as one unit; its helper lanes have their own rows
 GENERATOR_POOL: Final = "generator"
@@ -28,6 +28,7 @@ class Work(StrEnum):
     SAVE = "save"
     RESTORE = "restore"
     CALIBRATE = "calibrate"
+    SEND = "send"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,10 @@ def lane_work(job: LaneJob, helps: bool) -> Work:
         return Work.CALIBRATE
     if isinstance(job, Evaluate):
         return Work.EVALUATE
+    if isinstance(job, Train):
+        return Work.TRAIN
+    if isinstance(job, SendGradients):
+        return Work.SEND
     return Work.HELP if helps else Work.GENERATE
 
 

@@ -1,0 +1,328 @@
+"""Lanes that both generate and train, each on its own: which idle lane takes a slice, and which a Train job.
+
+With `assist: both`, a complete group becomes Train jobs of `job_samples` samples. Any lane that can train and
+serves the step's version may take any of them, and a lane that changes its role pays for the switch first. When
+nothing is left to train, lanes send their gradient sums. When all are sent, the trainer commits; its own lanes
+keep their sums and must be idle then.
+
+Slices of the next step, started on the version one behind, come after all work of the current step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+from digenrl.records import Action, Commit, Generate, GradientsSent, Role, SendGradients, Slice, Train, Trained
+from digenrl.scheduling.dispatch import reserved_before
+from digenrl.scheduling.evaluation import awaits_publication
+from digenrl.scheduling.lanes import release
+from digenrl.scheduling.slice_assignment import SlicePicker
+from digenrl.scheduling.state import (
+    Committing,
+    Free,
+    Lane,
+    Outcome,
+    ReadyUnit,
+    SchedulerState,
+    SentGradients,
+    StepProgress,
+    issue,
+    open_step,
+    put_group,
+    put_lane,
+    put_step,
+)
+
+# --- Decisions -------------------------------------------------------------------------------------------------
+
+
+def hand_out_work(state: SchedulerState, at_ns: int) -> Outcome:
+    """Gives slices and Train jobs to idle lanes, and commits a step whose gradients are complete."""
+    if state.all_committed:
+        return state, ()
+    state, sent = _send_gradients(state, at_ns)
+    jobs: tuple[Action, ...] = ()
+    if any(_is_available(state, state.lanes[index]) for index in state.idle):
+        state, jobs = _Allocation(state, at_ns).hand_out()
+    state, commit = _commit_if_complete(state, at_ns)
+    return state, (*sent, *jobs, *commit)
+
+
+def _is_available(state: SchedulerState, lane: Lane) -> bool:
+    """The trainer's own lanes take no work while it commits, saves or restores."""
+    return not lane.helper or isinstance(state.trainer, Free)
+
+
+def _send_gradients(state: SchedulerState, at_ns: int) -> Outcome:
+    """Idle lanes send their sums as soon as no sample of the step is left to be handed out for training."""
+    step = state.current
+    if step.ready or step.unscored_groups:
+        return state, ()
+    jobs: list[Action] = []
+    for index in state.idle:
+        lane = state.lanes[index]
+        if lane.trained and not lane.helper:
+            state, job = issue(state, at_ns, SendGradients, step.index, index)
+            state = put_lane(state, replace(lane, job=job, ends_ns=at_ns))
+            jobs.append(job)
+    if jobs:
+        state = replace(state, idle=tuple(index for index in state.idle if state.lanes[index].job is None))
+    return state, tuple(jobs)
+
+
+def _commit_if_complete(state: SchedulerState, at_ns: int) -> Outcome:
+    step = state.current
+    if step.untrained_groups or not isinstance(state.trainer, Free) or awaits_publication(state):
+        return state, ()
+    if any(lane.job is not None if lane.helper else lane.trained for lane in state.lanes):
+        return state, ()
+    sent = tuple(each.job.id for each in step.gradients)
+    state, commit = issue(state, at_ns, Commit, step.index, sent)
+    return replace(state, trainer=Committing(commit)), (commit,)
+
+
+class _Allocation:
+    """Work for the idle lanes of one instant."""
+
+    def __init__(self, state: SchedulerState, at_ns: int) -> None:
+        self._state, self._at_ns = state, at_ns
+        self._rule = state.terms.shared_work
+        self._picker = SlicePicker(state)
+        self._ready = list(state.current.ready)
+        self._jobs: dict[int, Generate | Train] = {}
+        self._lanes = [
+            lane for lane in state.lanes if lane.present and lane.calibrated and _is_available(state, lane)
+        ]
+        self._free_ns = {lane.index: max(at_ns, lane.ends_ns) if lane.job else at_ns for lane in self._lanes}
+        self._train_first = _lanes_that_train_first(self._lanes, self._rule.trainers)
+
+    def hand_out(self) -> Outcome:
+        state = self._state
+        for index in state.idle:
+            lane = state.lanes[index]
+            if _is_available(state, lane):
+                self._offer_work(lane)
+        lanes, step = list(state.lanes), state.current
+        for index, job in self._jobs.items():
+            role: Role = "generate" if isinstance(job, Generate) else "train"
+            lanes[index] = replace(lanes[index], job=job, role=role, ends_ns=self._free_ns[index])
+        state = replace(
+            state,
+            lanes=tuple(lanes),
+            idle=tuple(index for index in state.idle if index not in self._jobs),
+            steps=self._picker.steps(),
+            jobs_issued=state.jobs_issued + len(self._jobs),
+        )
+        if len(self._ready) < len(step.ready):
+            state = put_step(state, _with_training(replace(state.current, ready=tuple(self._ready)), self._jobs))
+        return state, tuple(self._jobs.values())
+
+    def _offer_work(self, lane: Lane) -> None:
+        if lane.index in self._train_first:
+            taken = self._take_training(lane) or self._take_slice(lane, of_current_step=True)
+        else:
+            taken = self._take_slice(lane, of_current_step=True) or self._take_training(lane)
+        if not taken and self._may_work_ahead(lane):
+            self._take_slice(lane, of_current_step=False)
+
+    def _take_training(self, lane: Lane) -> bool:
+        state = self._state
+        if not self._ready or not lane.train_sample_ns or lane.version != state.committed:
+            return False
+        end_ns = self._at_ns + lane.switch_ns("train") + lane.train_ns(self._ready[0].size)
+        if self._rule.leaves_to_faster and self._others_train_all(lane, end_ns):
+            return False
+        unit = self._ready.pop(0)
+        piece = Slice(state.committed, unit.group, unit.first, unit.size)
+        self._give(lane, Train(self._next_id(), self._at_ns, piece, lane.index), end_ns)
+        return True
+
+    def _others_train_all(self, lane: Lane, end_ns: int) -> bool:
+        """Whether the other lanes would finish everything that is ready before this lane has finished one job.
+
+        As long as slices of the step are unstarted, others may generate instead.
+        """
+        if self._picker.unstarted(current_step_only=True):
+            return False
+        left = len(self._ready)
+        for other in self._lanes:
+            if other is lane or not other.train_sample_ns or other.version != lane.version:
+                continue
+            time_ns = end_ns - 1 - self._free_ns[other.index] - other.switch_ns("train")
+            if time_ns > 0:
+                left -= time_ns // max(1, other.train_ns(self._ready[0].size))
+                if left <= 0:
+                    return True
+        return False
+
+    def _take_slice(self, lane: Lane, *, of_current_step: bool) -> bool:
+        picker, version = self._picker, lane.version
+        if not picker.may_start(version, current_step_only=of_current_step):
+            return False
+        length = self._slices_at_once(lane)
+        end_ns = self._at_ns + lane.switch_ns("generate") + lane.expected_ns(length)
+        if self._rule.leaves_to_faster and self._others_generate_all(lane, length, end_ns):
+            return False
+        piece = picker.take(version, 0, length)
+        assert piece is not None
+        self._give(lane, Generate(self._next_id(), self._at_ns, piece, lane.index, version), end_ns)
+        return True
+
+    def _slices_at_once(self, lane: Lane) -> int:
+        """As many as the lane can take or, towards the end of the step, its share of those that are left.
+
+        The rest of a group is cut into pieces of equal size: a small last piece would be slow for its size.
+        """
+        at_once = lane.slices_at_once
+        if at_once == 1:
+            return 1
+        rest = self._picker.length_at(lane.version, 0, self._state.terms.slices_per_group)
+        if self._rule.fine_tail:
+            left = self._picker.unstarted(current_step_only=True) or self._picker.unstarted()
+            at_once = max(1, min(at_once, -(-left // len(self._lanes))))
+        pieces = -(-rest // at_once)
+        return -(-rest // pieces)
+
+    def _others_generate_all(self, lane: Lane, length: int, end_ns: int) -> bool:
+        """Whether the other lanes would finish all unstarted slices before this lane has finished these."""
+        busy_training = self._train_first if self._ready else frozenset()
+        others = (
+            (other, self._free_ns[other.index] + other.switch_ns("generate"), 1)
+            for other in self._lanes
+            if other is not lane and other.version >= lane.version and other.index not in busy_training
+        )
+        left = self._picker.unstarted(current_step_only=True) or self._picker.unstarted()
+        return reserved_before(others, length, end_ns) >= left
+
+    def _may_work_ahead(self, lane: Lane) -> bool:
+        """The commit needs the trainer's own lanes: they must not be busy with the next step when it is due."""
+        if not lane.helper:
+            return True
+        end_ns = self._at_ns + lane.switch_ns("generate") + lane.expected_ns(1)
+        return end_ns <= self._earliest_commit_ns()
+
+    def _earliest_commit_ns(self) -> int:
+        """A lower bound of when the current step can be committed."""
+        state, latest_ns = self._state, self._at_ns
+        step = state.current
+        for lane in state.lanes:
+            job = self._jobs.get(lane.index, lane.job)
+            if isinstance(job, Generate | Train) and job.slice.step == step.index:
+                latest_ns = max(latest_ns, self._free_ns.get(lane.index, self._at_ns))
+        whole = state.terms.samples_per_prompt
+        open_samples = sum(
+            whole - (group.trained | group.training).bit_count() for group in step.groups if not group.retired
+        )
+        rate = sum(1 / lane.train_sample_ns for lane in self._lanes if lane.train_sample_ns)
+        return max(latest_ns, self._at_ns + round(open_samples / rate)) if rate else latest_ns
+
+    def _give(self, lane: Lane, job: Generate | Train, end_ns: int) -> None:
+        self._jobs[lane.index] = job
+        self._free_ns[lane.index] = end_ns
+
+    def _next_id(self) -> int:
+        return self._state.jobs_issued + len(self._jobs)
+
+
+def _lanes_that_train_first(lanes: list[Lane], trainers: int) -> frozenset[int]:
+    """The lanes that train best compared with how they generate; the trainer's own come first among equals."""
+    able = [lane for lane in lanes if lane.train_sample_ns]
+    if trainers >= len(able):
+        return frozenset(lane.index for lane in able)
+    if not trainers:
+        return frozenset()
+    able.sort(key=lambda lane: (_training_over_generating(lane), not lane.helper, lane.index))
+    return frozenset(lane.index for lane in able[:trainers])
+
+
+def _training_over_generating(lane: Lane) -> Fraction:
+    return lane.train_sample_ns * lane.slices_at_once / lane.slice_ns
+
+
+def _with_training(step: StepProgress, jobs: dict[int, Generate | Train]) -> StepProgress:
+    groups = list(step.groups)
+    for job in jobs.values():
+        if isinstance(job, Train):
+            group = groups[job.slice.group]
+            groups[job.slice.group] = replace(group, training=group.training | job.slice.mask())
+    return replace(step, groups=tuple(groups))
+
+
+# --- Results ---------------------------------------------------------------------------------------------------
+
+
+def absorb_trained(state: SchedulerState, event: Trained) -> Outcome:
+    """The lane holds the gradient of these samples, until it sends its sums."""
+    job, piece = event.job, event.job.slice
+    lane = state.lanes[job.lane]
+    if lane.job != job:
+        return state, ()  # late: the lane is lost
+    state = put_lane(release(state, lane.index), replace(lane, job=None, trained=(*lane.trained, piece)))
+    step = state.current
+    group = step.groups[piece.group]
+    assert not group.trained & piece.mask(), f"{piece} was trained twice"
+    group = replace(group, trained=group.trained | piece.mask(), training=group.training & ~piece.mask())
+    complete = group.trained.bit_count() == state.terms.samples_per_prompt
+    step = replace(
+        step, groups=put_group(step, piece.group, group), untrained_groups=step.untrained_groups - complete
+    )
+    return put_step(state, step), ()
+
+
+def absorb_gradients_sent(state: SchedulerState, event: GradientsSent) -> Outcome:
+    """The sums are in the exchange, and the lane starts over."""
+    job = event.job
+    lane = state.lanes[job.lane]
+    if lane.job != job:
+        return state, ()
+    state = put_lane(release(state, lane.index), replace(lane, job=None, trained=()))
+    step = state.current
+    return put_step(state, replace(step, gradients=(*step.gradients, SentGradients(job, lane.trained)))), ()
+
+
+# --- Losses ----------------------------------------------------------------------------------------------------
+
+
+def return_gradients(state: SchedulerState, lane: Lane, at_ns: int) -> SchedulerState:
+    """The sums that the lane holds are lost: their samples are trained again."""
+    state = put_lane(state, replace(state.lanes[lane.index], trained=()))
+    return _train_again(state, lane.trained, at_ns)
+
+
+def lose_sent_gradients(state: SchedulerState, jobs: tuple[int, ...], at_ns: int) -> SchedulerState:
+    """Sums in the exchange are lost: their samples are trained again, and there is no commit yet."""
+    step = state.current
+    lost = [each for each in step.gradients if each.job.id in jobs]
+    kept = tuple(each for each in step.gradients if each.job.id not in jobs)
+    state = replace(put_step(state, replace(step, gradients=kept)), trainer=Free())
+    return _train_again(state, tuple(piece for each in lost for piece in each.pieces), at_ns)
+
+
+def return_training(state: SchedulerState, piece: Slice, at_ns: int) -> SchedulerState:
+    """A Train job was not carried out: its samples are ready again, if they are still scored."""
+    step = open_step(state, piece.step)
+    assert step is not None
+    group = step.groups[piece.group]
+    group = replace(group, training=group.training & ~piece.mask())
+    step = replace(step, groups=put_group(step, piece.group, group))
+    if group.scored == (1 << state.terms.samples_per_prompt) - 1:
+        unit = ReadyUnit(at_ns, piece.group, piece.first, piece.size)
+        step = replace(step, ready=tuple(sorted((*step.ready, unit))))
+    return put_step(state, step)
+
+
+def _train_again(state: SchedulerState, pieces: tuple[Slice, ...], at_ns: int) -> SchedulerState:
+    whole = state.terms.samples_per_prompt
+    for piece in pieces:
+        step = state.current
+        group = step.groups[piece.group]
+        was_complete = group.trained.bit_count() == whole
+        group = replace(group, trained=group.trained & ~piece.mask())
+        step = replace(
+            step,
+            groups=put_group(step, piece.group, group),
+            untrained_groups=step.untrained_groups + was_complete,
+        )
+        state = return_training(put_step(state, step), piece, at_ns)
+    return state

@@ -136,12 +136,24 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class GroupArtifact:
-    """A complete, scored group and its place in the batch. Slices are in the order of their samples."""
+    """A complete, scored group and its place in the batch, with the rewards of all its samples.
+
+    Slices are in the order of their samples: all of them, or those that have some wanted samples.
+    """
 
     place: int
     prompt: PromptRow
     slices: tuple[SliceArtifact, ...]
     rewards: tuple[float, ...]
+
+    @property
+    def index(self) -> int:
+        """The group's number in its step."""
+        return self.slices[0].slice.group
+
+    def names(self) -> tuple[str, ...]:
+        """Its artifacts: the prompt's row, and the slices."""
+        return (self.prompt.row, *(each.name for each in self.slices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +292,7 @@ class Train(Job):
     group: GroupArtifact = _data()
 
     def reads(self) -> tuple[str, ...]:
-        return (self.group.prompt.row, *(each.name for each in self.group.slices))
+        return self.group.names()
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,16 +336,20 @@ class _TrainerArtifacts(Job, ABC):
 class Commit(_TrainerArtifacts):
     """Take the optimizer step and export the new version, `step + 1`. Result: Committed.
 
-    `gradients` are the SendGradients jobs whose sums are added first. If there are any, `groups` are all groups of
-    the step.
+    `gradients` are the SendGradients jobs whose sums are added first. If lanes train on their own, `groups` are all
+    groups of the step; with `replays`, some of their samples may have to be replayed once more.
     """
 
     step: int
     gradients: tuple[int, ...] = ()
     groups: tuple[GroupArtifact, ...] = _data(())
+    replays: bool = _data(False)
 
     def reads(self) -> tuple[str, ...]:
-        return tuple(gradients_name(job_id) for job_id in self.gradients)
+        gradients = tuple(gradients_name(job_id) for job_id in self.gradients)
+        if not self.replays:
+            return gradients
+        return (*gradients, *(name for group in self.groups for name in group.names()))
 
     @property
     def new_version(self) -> int:
@@ -422,7 +438,8 @@ class Calibrate(Job):
 
     During a run the scheduler issues it for a `lane` that has joined; the prompt is the first of `step`.
     `sizes` are slice sizes for "generate" and the number of samples for other tasks. `held_out` are batch sizes of
-    an evaluation. `at_once` is how many samples are generated together before training is timed.
+    an evaluation. `at_once` is how many samples are generated together before training is timed. A lane that also
+    trains is timed with `trained` samples, in the same job.
     """
 
     task: CalibrationTask
@@ -430,6 +447,7 @@ class Calibrate(Job):
     sizes: tuple[int, ...] = _data(())
     held_out: tuple[int, ...] = _data(())
     at_once: int | None = _data()
+    trained: int = _data(0)
     lane: int = field(default=NO_LANE, kw_only=True)
     step: int = field(default=0, kw_only=True)
 
@@ -610,6 +628,7 @@ class Calibrated(Result):
 
     job: Calibrate
     seconds: Mapping[int, float] = _data()  # keyed by slice size; {1: seconds per sample} for other tasks
+    train_seconds: float = _data(0.0)  # per sample, of a lane that also trains
     seconds_back: float = _data(0.0)
     peak_bytes: Mapping[int, int] = _data()
     pack_size: int = _data(0)
@@ -676,7 +695,7 @@ class CostsMeasured(Event):
     save_ns: int = 0
     lane_slice_ns: tuple[tuple[int, int], ...] = ()  # (lane, time of a full job)
     lane_train_ns: tuple[tuple[int, Fraction], ...] = ()  # (lane, time per sample), of lanes that train alone
-    reduce_ns: int = 0  # adding up the lanes' gradient sums before a commit
+    send_ns: int = 0  # until a lane has sent its gradient sums
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,18 +13,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
-from digenrl.config.algorithms import AlgorithmSettings, read_algorithm_settings
+from digenrl.config.algorithms import (
+    AlgorithmSettings,
+    read_algorithm_settings,
+    why_gradients_cannot_be_shared,
+)
 from digenrl.config.cluster import ClusterSettings
 from digenrl.config.generator_pools import check_pool_slice, check_slice, slice_sizes
 from digenrl.config.prompts import HeldOutPromptSettings, PromptSettings
 from digenrl.config.reading import ConfigError, Frozen, errors_about
 from digenrl.config.recipe_paths import RANDOM
 from digenrl.config.rewards import Rewards, RewardSettings
-from digenrl.config.spec import DispatchRuleName, HelpRuleName, ScheduleRules
+from digenrl.config.spec import AssistName, DispatchRuleName, HelpRuleName, ScheduleRules
 from digenrl.config.topology import TOPOLOGIES, Mode, Topology
 from digenrl.config.training import TrainerSettings
 from digenrl.config.windows import Window, read_window
 
+TERMS_PER_JOB = 8  # loss terms of a Train job, at least, if every card trains alone
 TOKEN_VARIABLE = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*")
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -191,12 +196,14 @@ class Techniques(Frozen):
     `gap`: groups stream to the trainer as they complete (off: the whole batch is generated first).
     `tsp`: many (sample, time-step) pairs in one forward (off: one at a time).
     `tag`: the trainer helps to generate if a search predicts that it pays off (off: `none`).
+    `assist`: `both` also lets generators train, so that every card does both; `none` switches all help off.
     `tcss`: the largest share of a batch that may come from weights one version old (off: 0).
     """
 
     gap: bool = True
     tsp: bool = True
     tag: HelpRuleName = "auto"
+    assist: AssistName = "trainer"
     tcss: Share = 0.0
     dispatch: DispatchRuleName = "earliest_finish"
 
@@ -211,6 +218,7 @@ class Techniques(Frozen):
             order="generation" if self.gap else "batch",
             stream="group" if self.gap else "batch",
             help=self.tag,
+            assist=self.assist,
             dispatch=self.dispatch,
             stale_fraction=Decimal(repr(self.tcss)),
             colocated=colocated,
@@ -222,6 +230,7 @@ def technique_keys(rules: ScheduleRules) -> dict[str, Any]:
     return {
         "gap": rules.stream == "group",
         "tag": rules.help,
+        "assist": rules.assist,
         "tcss": float(rules.stale_fraction),
         "dispatch": rules.dispatch,
     }
@@ -233,7 +242,12 @@ class LaneSettings(Frozen):
     With `rewards: 0` the lane that generated a sample scores it. `ranks` processes train together, each on its own
     device. `threads` is the number of threads per worker on a CPU. `mode: ray` takes only numbers of lanes;
     `cluster` says where they go.
+
+    `mode: colocated` with several `cards` is short for `mode: local` with one generator less than that, which all
+    generate, score and train (`techniques.assist: both`).
     """
+
+    cards: PositiveInt = Field(default=1, description="cards that do everything, in mode colocated")
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     trainer: str = "auto"
@@ -341,8 +355,29 @@ class Recipe(Frozen):
         description="control experiment: permutes rewards within groups, so that nothing is learned",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _several_cards_are_lanes(cls, content: Any) -> Any:
+        lanes = content.get("lanes") if isinstance(content, dict) else None
+        cards = lanes.get("cards", 1) if isinstance(lanes, dict) else 1
+        if not isinstance(cards, int) or cards <= 1 or isinstance(cards, bool):
+            return content
+        if content.get("mode") != "colocated":
+            why = f"{cards} in mode {content.get('mode', 'local')}, whose lanes are the trainer and lanes.generators"
+            raise _conflict("lanes.cards", f"{why}; set mode to colocated, or leave it out")
+        own = {key: value for key, value in lanes.items() if key != "cards"}
+        techniques = content.get("techniques") or {}
+        return {
+            **content,
+            "mode": "local",
+            "lanes": {"rewards": 0, **own, "generators": cards - 1},
+            "techniques": {**techniques, "assist": "both"},
+        }
+
     @model_validator(mode="after")
     def _parts_fit_together(self) -> Recipe:
+        if self.techniques.assist == "both":
+            self._check_shared_work()
         ranks, techniques = self.lanes.ranks, self.techniques
         if self.topology.shares_cards and techniques.tcss > 0:
             why = f"{techniques.tcss} in mode {self.mode}, where generation and training take turns and no sample"
@@ -365,6 +400,49 @@ class Recipe(Frozen):
                 with errors_about(f"cluster.generators[{index}].slice"):
                     check_pool_slice(pool.slice, unit, self.batch.samples_per_prompt)
         return self
+
+    def _check_shared_work(self) -> None:
+        """Raises ConfigError if generators cannot train as well."""
+        if self.topology.one_process:
+            why = "both, but mode colocated is one card; set lanes.cards to their number, or mode to local"
+            raise _conflict("techniques.assist", why)
+        if self.lanes.ranks > 1:
+            why = f"both, where every card trains alone, but lanes.ranks is {self.lanes.ranks}"
+            raise _conflict("techniques.assist", f"{why}; set it to 1 and add the other cards to lanes.generators")
+        if ":" not in self.algorithm.name:
+            reason = why_gradients_cannot_be_shared(self.algorithm.settings())
+            if reason is not None:
+                raise _conflict("techniques.assist", f"both, but {reason}, or techniques.assist to trainer")
+
+    @property
+    def shares_work(self) -> bool:
+        """Whether generators also train, and the trainer also generates."""
+        return self.techniques.assist == "both" and self.techniques.tag != "none"
+
+    @property
+    def trainer_helps(self) -> bool:
+        """Whether the trainer also generates."""
+        return self.techniques.tag != "none" and self.techniques.assist != "none" and not self.sharded
+
+    @property
+    def job_samples(self) -> int:
+        """The samples of a group that are replayed together: by default all of them.
+
+        If cards train alone, these are as few as still fill a pack, so that the work can be spread evenly.
+        """
+        chosen, group = self.training.job_samples, self.batch.samples_per_prompt
+        if chosen != "auto":
+            return chosen
+        algorithm = self.algorithm.settings()
+        if not self.shares_work or algorithm.rows_per_term > 1:
+            return group
+        steps = algorithm.trained_steps(self.sample.denoising_steps, self.window)
+        return next((size for size in slice_sizes(group) if size * steps >= TERMS_PER_JOB), group)
+
+    @property
+    def calibrated_samples(self) -> int:
+        """The samples with which training is timed before the run."""
+        return max(min(self.batch.samples_per_prompt, 4), self.job_samples if self.shares_work else 2)
 
     @property
     def sample_size(self) -> tuple[int, int, int]:

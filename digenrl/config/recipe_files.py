@@ -34,7 +34,7 @@ NOT_IN_FINGERPRINT: dict[str, Any] = {
     "model": {"compile", "token"},
     "sample": {"decode_rows"},
     "training": {"pack_size", "largest_pack", "memory_share", "gradient_checkpointing", "sum_in_order", "offload"},
-    "techniques": {"gap", "tsp", "tag", "dispatch"},
+    "techniques": {"gap", "tsp", "tag", "assist", "dispatch"},
     "rewards": {
         "__all__": {
             *("label", "device", "batch_size", "threads"),

@@ -35,12 +35,13 @@ class Calibration:
     """Seconds per job, measured with all workers busy. Slices by lane, then by size."""
 
     slices: tuple[Mapping[int, float], ...]
-    train_sample: float
+    train_sample: float  # of the trainer
     score_sample: float
     publish: float
     pack_size: int
     switch_in: float = 0.0  # from training to generating, if something has to move
     switch_out: float = 0.0
+    train_samples: tuple[float, ...] = ()  # by lane, if lanes train on their own
 
     def costs(self) -> Costs:
         """What the scheduler counts on until the run has measured itself. The commit is an estimate."""
@@ -99,22 +100,28 @@ def calibrate(
             for worker, assignment in _generators(driver)
         ]
     )
-    samples = min(recipe.batch.samples_per_prompt, 4)
+    samples = recipe.calibrated_samples
     at_once = max((size for size in sizes if size <= samples), default=min(sizes)) if all_sizes else None
     announce(f"calibrating: training{_compiling(driver)}")
-    training = Calibrate(driver.own_job_id(), 0, "train", prompt, (samples,), at_once=at_once)
-    trained: Calibrated = driver.ask([(TRAINER, training)])[0]
+    trainers = [worker for worker, _ in _generators(driver)] if recipe.shares_work else [TRAINER]
+    trained: list[Calibrated] = driver.ask(
+        [
+            (worker, Calibrate(driver.own_job_id(), 0, "train", prompt, (samples,), at_once=at_once))
+            for worker in trainers
+        ]
+    )
     announce("calibrating: rewards and role switches")
     score_sample = _time_scoring(driver, prompt, max(sizes))
     switch_in, switch_out = _time_switching(driver)
     return Calibration(
         slices=tuple(result.seconds for result in generated),
-        train_sample=trained.seconds[1],
+        train_sample=trained[-1].seconds[1],
         score_sample=score_sample,
         publish=publish_s,
-        pack_size=trained.pack_size,
+        pack_size=trained[-1].pack_size,
         switch_in=switch_in,
         switch_out=switch_out,
+        train_samples=tuple(each.seconds[1] for each in trained) if recipe.shares_work else (),
     )
 
 
@@ -217,8 +224,9 @@ def offers(
 ) -> tuple[tuple[LaneOffer, ...], tuple[LaneOffer, ...]]:
     """The offers of generator lanes and of helper lanes."""
     own = [own_slice(each, size) for each in driver.stores.workers.generators]
+    trains = calibration.train_samples or (0.0,) * len(calibration.slices)
     every = tuple(
-        timed_offer(name, calibration.slices[lane], size, own[lane] if lane < len(own) else size)
+        timed_offer(name, calibration.slices[lane], size, own[lane] if lane < len(own) else size, trains[lane])
         for lane, name in enumerate(driver.stores.lanes.names)
     )
     count = len(driver.stores.workers.generators) or 1
@@ -234,6 +242,7 @@ def terms_of(recipe: Recipe, slice_size: int, *, scorers: int) -> Terms:
         slice_size=slice_size,
         scorers=scorers,
         score_batch=slice_size,
+        job_samples=recipe.job_samples if recipe.shares_work else 0,
     )
     return with_rules(work, recipe.techniques.schedule_rules(recipe.topology.shares_cards))
 

@@ -15,7 +15,7 @@ from digenrl.scheduling import Costs
 REMEMBERED = 20  # measurements of each kind
 NS = 1_000_000_000
 # The costs besides slices, as fields of Costs and CostsMeasured; "train_sample" and "score" are per sample.
-KINDS = ("train_sample", "commit", "publish", "switch_in", "switch_out", "score", "evaluate", "save")
+KINDS = ("train_sample", "commit", "publish", "switch_in", "switch_out", "score", "evaluate", "save", "send")
 OUTLIER = 2  # times the median: what took longer waited for something else
 
 
@@ -37,11 +37,17 @@ class _Recent:
         return round(fmean(value for value in self.values if value <= longest))
 
 
-def timed_offer(name: str, seconds: Mapping[int, float], slice_size: int, own_size: int) -> LaneOffer:
-    """The offer of a lane that was timed with slices of some sizes and takes `own_size` samples at once."""
+def timed_offer(
+    name: str, seconds: Mapping[int, float], slice_size: int, own_size: int, train_seconds: float = 0.0
+) -> LaneOffer:
+    """The offer of a lane that was timed with slices of some sizes and takes `own_size` samples at once.
+
+    A lane that also trains needs `train_seconds` per sample. With adapters, a change of its role moves nothing.
+    """
     takes = range(slice_size, own_size + 1, slice_size)
     take_ns = tuple(expected_ns(seconds, size) for size in takes) if own_size > slice_size else ()
-    return LaneOffer(name, expected_ns(seconds, own_size), len(takes), take_ns)
+    train_ns = Fraction(max(1, round(train_seconds * NS))) if train_seconds else Fraction(0)
+    return LaneOffer(name, expected_ns(seconds, own_size), len(takes), take_ns, train_ns)
 
 
 def expected_ns(seconds: Mapping[int, float], size: int) -> int:
@@ -58,12 +64,19 @@ class CostTracker:
     def __init__(self, offers: Mapping[int, LaneOffer], costs: Costs) -> None:
         self._offers = dict(offers)
         self._slice = {lane: _Recent(offer.slice_ns) for lane, offer in offers.items()}
+        self._training = {lane: _training(offer) for lane, offer in offers.items() if offer.train_sample_ns}
         self._kinds = {kind: _Recent(round(getattr(costs, f"{kind}_ns"))) for kind in KINDS}
 
     def add_lane(self, lane: int, offer: LaneOffer) -> None:
         """A lane that joined, once its times are known."""
         self._offers[lane] = offer
         self._slice[lane] = _Recent(offer.slice_ns)
+        if offer.train_sample_ns:
+            self._training[lane] = _training(offer)
+
+    def add_training(self, lane: int, samples: int, ns: int) -> None:
+        """The time of a Train job on a lane that trains alone."""
+        self._training[lane].add(ns // samples)
 
     def add_slices(self, lane: int, slices: int, ns: int) -> None:
         """The time of a Generate job. One with fewer slices than the lane can take counts in proportion."""
@@ -78,11 +91,19 @@ class CostTracker:
         """The offer of a new lane that is as fast as this one; one without times if this one was never timed."""
         if lane not in self._offers:
             return LaneOffer(name, 0)
-        return replace(self._offers[lane], name=name, slice_ns=self._slice[lane].typical_ns())
+        offer = replace(self._offers[lane], name=name, slice_ns=self._slice[lane].typical_ns())
+        if lane in self._training:
+            offer = replace(offer, train_sample_ns=Fraction(self._training[lane].typical_ns()))
+        return offer
 
     def measured(self, at_ns: int) -> CostsMeasured:
         """All costs, as an event for the scheduler."""
         typical: dict[str, Any] = {f"{kind}_ns": recent.typical_ns() for kind, recent in self._kinds.items()}
         typical["train_sample_ns"] = Fraction(typical["train_sample_ns"])
         lanes = tuple((lane, recent.typical_ns()) for lane, recent in sorted(self._slice.items()))
-        return CostsMeasured(at_ns, **typical, lane_slice_ns=lanes)
+        trains = tuple((lane, Fraction(recent.typical_ns())) for lane, recent in sorted(self._training.items()))
+        return CostsMeasured(at_ns, **typical, lane_slice_ns=lanes, lane_train_ns=trains)
+
+
+def _training(offer: LaneOffer) -> _Recent:
+    return _Recent(max(1, round(offer.train_sample_ns)))

@@ -33,6 +33,7 @@ from digenrl.records import (
     ArtifactLost,
     Calibrate,
     Calibrated,
+    Commit,
     Committed,
     Encode,
     Encoded,
@@ -43,7 +44,6 @@ from digenrl.records import (
     Generate,
     Job,
     JobFailed,
-    LaneJob,
     LaneOffer,
     PromptRow,
     Publish,
@@ -56,6 +56,8 @@ from digenrl.records import (
     WorkerJoined,
     WorkerLost,
     WorkerRestarted,
+    gradients_name,
+    holding_lane,
     pixels_name,
 )
 from digenrl.transports.contract import Gone, InputsLost, Message, RunResources
@@ -289,7 +291,9 @@ class Dispatcher:
             stores.drop_slice(artifact.name)
         slices = tuple(artifact.slice for artifact in lost if stores.samples.remove_slice(artifact))
         prompts, weights = self._inputs.prompt_ids(job, lost_rows), isinstance(job, Publish)
-        self._events.append(ArtifactLost(self._now_ns, job, slices, prompts, weights))
+        sent = job.gradients if isinstance(job, Commit) else ()
+        gradients = tuple(job_id for job_id in sent if gradients_name(job_id) in names)
+        self._events.append(ArtifactLost(self._now_ns, job, slices, prompts, weights, gradients))
 
     def _recover_and_resend(self, worker: str, job: Job, lost_rows: Sequence[PromptRow]) -> None:
         if isinstance(job, Publish):
@@ -353,7 +357,8 @@ class Dispatcher:
         return {ENCODER} if loss.pool == "encoder" else set()
 
     def _worker_of(self, job: Job) -> str:
-        return self.stores.lanes.worker(job.lane) if isinstance(job, LaneJob) else TRAINER
+        lane = holding_lane(job)
+        return TRAINER if lane is None else self.stores.lanes.worker(lane)
 
     def _resend_to_replacement(self, worker: str, lost: Sequence[tuple[str, Job]]) -> None:
         """Before the run, a replacement takes over the jobs; a generator loads the exported weights first."""
@@ -390,7 +395,7 @@ class Dispatcher:
         stores = self.stores
         assert stores.costs is not None
         name, own_size = stores.lanes.names[job.lane], job.sizes[-1]
-        offer = timed_offer(name, result.seconds, stores.slice_size, own_size)
+        offer = timed_offer(name, result.seconds, stores.slice_size, own_size, result.train_seconds)
         stores.costs.add_lane(job.lane, offer)
         return offer
 

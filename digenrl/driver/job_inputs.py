@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any, ClassVar, TypeVar
 
+from digenrl.config.algorithms import AdvantageSettings
 from digenrl.driver.stores import DriverStores
 from digenrl.records import (
     HELD_OUT_STEP,
+    NO_LANE,
     Calibrate,
     Commit,
     Encode,
     Evaluate,
     Export,
     Generate,
+    GroupArtifact,
     HeldOutChunk,
     Job,
     PromptRow,
@@ -23,11 +27,15 @@ from digenrl.records import (
     Restore,
     Save,
     Score,
+    SendGradients,
+    Slice,
     SliceArtifact,
     SwitchRole,
     Train,
 )
 from digenrl.worker.assignment import TRAINER, own_slice
+
+CLOSE_TO_CLAMP = 0.99
 
 Requests = list[tuple[str, Job]]  # (worker, job)
 AnyExport = TypeVar("AnyExport", Commit, Export)
@@ -84,13 +92,30 @@ class JobInputs:
         return [(stores.workers.rewards[job.scorer].name, job)]
 
     def _train(self, job: Train) -> Requests:
-        prompt = self._stores.prompts.row(job.slice.step, job.slice.group)
-        group = self._stores.samples.group_artifact(job.slice, prompt)
-        if group is None:
-            raise MissingInputError(f"{job.slice} is not complete")
-        return [(TRAINER, replace(job, group=group))]
+        filled = replace(job, group=self._group(job.slice))
+        return [(TRAINER, filled)] if job.lane == NO_LANE else self._to_lane(job.lane, filled)
 
-    def _export(self, job: Any) -> Requests:
+    def _group(self, piece: Slice) -> GroupArtifact:
+        stores = self._stores
+        prompt, size = stores.prompts.row(piece.step, piece.group), stores.recipe.batch.samples_per_prompt
+        group = stores.samples.group_artifact(piece, prompt, size)
+        if group is None:
+            raise MissingInputError(f"{piece} is not complete")
+        return group
+
+    def _send_gradients(self, job: SendGradients) -> Requests:
+        return self._to_lane(job.lane, job)
+
+    def _commit(self, job: Commit) -> Requests:
+        recipe = self._stores.recipe
+        if recipe.shares_work:
+            size, indices = recipe.batch.samples_per_prompt, self._stores.samples.complete_groups(job.step)
+            groups = tuple(self._group(Slice(job.step, index, 0, size)) for index in indices)
+            replays = _may_exceed_clamp(recipe.algorithm.settings().advantage, [group.rewards for group in groups])
+            job = replace(job, groups=groups, replays=replays)
+        return [(TRAINER, self.with_state(job))]
+
+    def _export(self, job: Export) -> Requests:
         return [(TRAINER, self.with_state(job))]
 
     def _restore(self, job: Restore) -> Requests:
@@ -123,7 +148,9 @@ class JobInputs:
             return []
         own = own_slice(stores.workers.by_name()[worker], stores.slice_size)
         sizes = tuple(dict.fromkeys((stores.slice_size, own)))
-        return [(worker, replace(job, prompt=stores.prompts.row(job.step, 0), sizes=sizes))]
+        trained = stores.recipe.calibrated_samples if stores.recipe.shares_work else 0
+        prompt = stores.prompts.row(job.step, 0)
+        return [(worker, replace(job, prompt=prompt, sizes=sizes, trained=trained))]
 
     def _save(self, job: Save) -> Requests:
         run, keep = self._stores.workers.trainer.run, self._stores.recipe.checkpoint.keep
@@ -134,7 +161,8 @@ class JobInputs:
         Generate: _generate,
         Score: _score,
         Train: _train,
-        Commit: _export,
+        SendGradients: _send_gradients,
+        Commit: _commit,
         Export: _export,
         Restore: _restore,
         Publish: _publish,
@@ -161,7 +189,18 @@ class JobInputs:
             return ((job.slice.step, job.slice.group),)
         if rows and isinstance(job, Calibrate):
             return ((job.step, 0),)
+        if rows and isinstance(job, Commit):
+            return tuple((job.step, group.index) for group in job.groups if group.prompt in rows)
         return ()
+
+
+def _may_exceed_clamp(settings: AdvantageSettings, rewards_by_group: Sequence[Sequence[float]]) -> bool:
+    """Whether samples may have to be replayed because they exceed the clamp, once the batch's scale is known."""
+    if settings.std_over != "batch":
+        return False
+    largest = max(abs(reward - fmean(rewards)) for rewards in rewards_by_group for reward in rewards)
+    std = pstdev([reward for rewards in rewards_by_group for reward in rewards])
+    return largest > CLOSE_TO_CLAMP * settings.clamp * (std + settings.eps)
 
 
 def prompts_of(job: Job) -> tuple[PromptRow, ...]:
@@ -170,6 +209,8 @@ def prompts_of(job: Job) -> tuple[PromptRow, ...]:
         return job.prompts
     if isinstance(job, Train):
         return (job.group.prompt,)
+    if isinstance(job, Commit) and job.replays:
+        return tuple(group.prompt for group in job.groups)
     if isinstance(job, Generate | Calibrate) and job.prompt is not None:
         return (job.prompt,)
     return ()
@@ -179,4 +220,6 @@ def slices_of(job: Job) -> tuple[SliceArtifact, ...]:
     """The slices that a job reads."""
     if isinstance(job, Score) and job.artifact is not None:
         return (job.artifact,)
+    if isinstance(job, Commit) and job.replays:
+        return tuple(each for group in job.groups for each in group.slices)
     return job.group.slices if isinstance(job, Train) else ()

@@ -9,6 +9,7 @@ from digenrl.driver.pending_jobs import CompletedJob
 from digenrl.driver.step_summary import StepSummary, step_summary
 from digenrl.driver.stores import DriverStores
 from digenrl.records import (
+    NO_LANE,
     Commit,
     Committed,
     Encode,
@@ -19,6 +20,7 @@ from digenrl.records import (
     Exported,
     Generate,
     Generated,
+    GradientsSent,
     HeldOutChunk,
     Job,
     Published,
@@ -27,11 +29,13 @@ from digenrl.records import (
     Saved,
     Score,
     Scored,
+    SendGradients,
     SliceArtifact,
     SwitchRole,
     Train,
     Trained,
     WeightsReference,
+    gradients_name,
     held_out_name,
     pixels_name,
     slice_name,
@@ -64,7 +68,7 @@ class JobOutputs:
 
     def discard(self, job: Job) -> None:
         """Frees what a job that did not complete may have left."""
-        if isinstance(job, Generate | Evaluate):
+        if isinstance(job, Generate | Evaluate | SendGradients):
             for name in job.writes():
                 self._stores.artifacts.drop(name)
         elif isinstance(job, Score) and isinstance(job.piece, HeldOutChunk):
@@ -98,7 +102,14 @@ class JobOutputs:
     def _trained(self, completed: CompletedJob, result: Trained) -> None:
         assert isinstance(completed.job, Train)
         self._updates += result.updates
-        self._measure("train_sample", completed, completed.job.slice.size)
+        lane, samples = completed.job.lane, completed.job.slice.size
+        if lane == NO_LANE:
+            self._measure("train_sample", completed, samples)
+        elif self._stores.costs is not None:
+            self._stores.costs.add_training(lane, samples, completed.took_ns)
+
+    def _gradients_sent(self, completed: CompletedJob, result: GradientsSent) -> None:
+        self._measure("send", completed)
 
     def _committed(self, completed: CompletedJob, result: Committed) -> None:
         stores, job = self._stores, completed.job
@@ -107,6 +118,8 @@ class JobOutputs:
         rewards, parts, slices = stores.samples.close_step(job.step)
         for artifact in slices:
             stores.drop_slice(artifact.name)
+        for job_id in job.gradients:
+            stores.artifacts.drop(gradients_name(job_id))
         updates, self._updates = (*self._updates, *result.updates), []
         self._take_weights(job.new_version, result.weights)
         stores.prompts.close_step(job.step)
@@ -145,6 +158,7 @@ class JobOutputs:
         Generated: _generated,
         Scored: _scored,
         Trained: _trained,
+        GradientsSent: _gradients_sent,
         Committed: _committed,
         Exported: _exported,
         Published: _published,

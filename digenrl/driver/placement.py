@@ -30,7 +30,7 @@ def place(
 
     def assign(name: str, duties: set[Duty], device: str, cores: tuple[int, ...] | None = None) -> Assignment:
         _check_device(name, device, machine)
-        from_here = checkpoint if "train" in duties else None
+        from_here = checkpoint if name == TRAINER else None
         return Assignment(name, frozenset(duties), device, recipe, exchange, cores, from_here, run=run)
 
     if recipe.topology.one_process:
@@ -44,7 +44,8 @@ def place(
     devices, blocks = _generator_devices(recipe, machine), _core_blocks(recipe, machine)
     scores: set[Duty] = {"score"} if recipe.lanes.rewards == 0 else set()
     makes: set[Duty] = {"generate", *scores}
-    helps: set[Duty] = makes if recipe.techniques.tag != "none" and not recipe.sharded else set()
+    helps: set[Duty] = makes if recipe.trainer_helps else set()
+    trains: set[Duty] = {"train"} if recipe.shares_work else set()
     trainer_device = _trainer_device(recipe, machine)
     for rank in range(recipe.lanes.ranks):
         _check_device(f"rank {rank} of the trainer", rank_device(trainer_device, rank), machine)
@@ -53,7 +54,8 @@ def place(
     return Workers(
         trainer=assign(TRAINER, {"train", *helps}, trainer_device, blocks[0]),
         generators=tuple(
-            assign(f"generator-{index}", makes, device, blocks[1 + index]) for index, device in enumerate(devices)
+            assign(f"generator-{index}", makes | trains, device, blocks[1 + index])
+            for index, device in enumerate(devices)
         ),
         rewards=tuple(assign(f"reward-{index}", {"score"}, device) for index, device in enumerate(reward_devices)),
         encoder=assign(ENCODER, {"encode"}, encoder_device),

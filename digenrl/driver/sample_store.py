@@ -68,14 +68,20 @@ class SampleStore:
         group = self._groups.get((artifact.slice.step, artifact.slice.group))
         return group is None or all(sample.index in group.values for sample in artifact.slice.samples())
 
-    def group_artifact(self, piece: Slice, prompt: PromptRow) -> GroupArtifact | None:
-        """A complete, scored group; None if some of it was lost."""
+    def group_artifact(self, piece: Slice, prompt: PromptRow, group_size: int) -> GroupArtifact | None:
+        """A complete, scored group, with the slices that have some of these samples; None if some were lost."""
         group = self._groups[piece.step, piece.group]
-        if len(group.values) < piece.size:
+        slices = sorted(group.slices, key=lambda each: each.slice.first)
+        wanted = tuple(each for each in slices if each.slice.mask() & piece.mask())
+        covered = sum((each.slice.mask() & piece.mask()).bit_count() for each in wanted)
+        if covered < piece.size or len(group.values) < group_size:
             return None
-        slices = tuple(sorted(group.slices, key=lambda each: each.slice.first))
-        rewards = tuple(group.values[index] for index in range(piece.size))
-        return GroupArtifact(group.place, prompt, slices, rewards)
+        rewards = tuple(group.values[index] for index in range(group_size))
+        return GroupArtifact(group.place, prompt, wanted, rewards)
+
+    def complete_groups(self, step: int) -> tuple[int, ...]:
+        """The groups of a step, without those that were replaced."""
+        return tuple(sorted(group for of_step, group in self._groups if of_step == step))
 
     def replace(self, step: int, group: int, replaced_by: int) -> tuple[SliceArtifact, ...]:
         """Puts another group in a group's place; returns the slices that are not needed any more."""

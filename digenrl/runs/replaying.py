@@ -11,13 +11,16 @@ from typing import Any
 
 from digenrl.records import LaneOffer, Tick
 from digenrl.run_folder.journal import Decision, read_journal
-from digenrl.scheduling import Costs, SchedulerState, Terms, decide, initial_state
+from digenrl.scheduling import Costs, SchedulerState, SharedWorkRule, Terms, decide, initial_state
 
 
 def initial_facts(state: SchedulerState) -> dict[str, Any]:
     """An initial state as JSON, for run.json."""
     costs = asdict(state.costs) | {"train_sample_ns": str(state.costs.train_sample_ns)}
-    lanes = [asdict(lane.offer) | {"helper": lane.helper} for lane in state.lanes]
+    lanes = [
+        asdict(lane.offer) | {"train_sample_ns": str(lane.train_sample_ns), "helper": lane.helper}
+        for lane in state.lanes
+    ]
     return {
         "terms": asdict(state.terms),
         "costs": costs,
@@ -33,7 +36,7 @@ def initial_state_of(facts: dict[str, Any]) -> SchedulerState:
     costs = Costs(**(facts["costs"] | {"train_sample_ns": Fraction(facts["costs"]["train_sample_ns"])}))
     offers = [(_offer(lane), lane["helper"]) for lane in facts["lanes"]]
     return initial_state(
-        Terms(**facts["terms"]),
+        Terms(**facts["terms"] | {"shared_work": SharedWorkRule(**facts["terms"].get("shared_work", {}))}),
         costs,
         [offer for offer, helper in offers if not helper],
         [offer for offer, helper in offers if helper],
@@ -45,7 +48,8 @@ def initial_state_of(facts: dict[str, Any]) -> SchedulerState:
 
 def _offer(lane: dict[str, Any]) -> LaneOffer:
     takes = {key: value for key, value in lane.items() if key != "helper"}
-    return LaneOffer(**takes | {"take_ns": tuple(takes.get("take_ns", ()))})
+    train_sample_ns = Fraction(takes.get("train_sample_ns", 0))
+    return LaneOffer(**takes | {"take_ns": tuple(takes.get("take_ns", ())), "train_sample_ns": train_sample_ns})
 
 
 def replayed(opening: SchedulerState, journal: Path) -> Iterator[tuple[Decision, Decision]]:

@@ -26,8 +26,12 @@ def absorb_costs(state: SchedulerState, event: CostsMeasured) -> tuple[Scheduler
         evaluate_ns=event.evaluate_ns,
         score_chunk_ns=state.costs.score_chunk_ns,
         save_ns=event.save_ns,
+        send_ns=event.send_ns,
+        reduce_ns=state.costs.reduce_ns,
     )
     lanes = list(state.lanes)
+    for index, train_ns in event.lane_train_ns:
+        lanes[index] = replace(lanes[index], train_sample_ns=train_ns)
     for index, slice_ns in event.lane_slice_ns:
         lanes[index] = replace(lanes[index], slice_ns=max(1, slice_ns))  # never zero
     plan = state.bubble_plan

@@ -64,7 +64,7 @@ def _send_gradients(state: SchedulerState, at_ns: int) -> Outcome:
         lane = state.lanes[index]
         if lane.trained and not lane.helper:
             state, job = issue(state, at_ns, SendGradients, step.index, index)
-            state = put_lane(state, replace(lane, job=job, ends_ns=at_ns))
+            state = put_lane(state, replace(lane, job=job, ends_ns=at_ns + state.costs.send_ns))
             jobs.append(job)
     if jobs:
         state = replace(state, idle=tuple(index for index in state.idle if state.lanes[index].job is None))

@@ -111,7 +111,8 @@ class Costs:
     evaluate_ns: int = 0  # per held-out chunk
     score_chunk_ns: int = 0  # per held-out chunk
     save_ns: int = 0
-    reduce_ns: int = 0  # before a commit, if lanes train on their own
+    send_ns: int = 0  # until a lane that trains on its own has sent its gradient sums
+    reduce_ns: int = 0  # adding these up, before a commit; a live run measures it as part of the commit
 
     def train_ns(self, samples: int) -> int:
         """The time of a Train job, rounded half to even."""

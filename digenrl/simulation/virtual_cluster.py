@@ -162,7 +162,7 @@ class VirtualCluster:
         return (offer.switch_in_ns if role == "generate" else offer.switch_out_ns) if changes else 0
 
     def _send_gradients(self, job: SendGradients) -> None:
-        self._report(TRAINER, GradientsSent(self.now_ns, job))
+        self._report(TRAINER, GradientsSent(self.now_ns + self._costs.send_ns, job))
 
     def _commit(self, job: Commit) -> None:
         self._report(TRAINER, Committed(self.now_ns + self._costs.reduce_ns + self._costs.commit_ns, job))

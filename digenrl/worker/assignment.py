@@ -37,6 +37,11 @@ class Assignment:
     epoch: int = 0
     run: Path | None = None
 
+    @property
+    def commits(self) -> bool:
+        """Whether this is the trainer or one of its ranks, and not a generator that also trains."""
+        return self.name.partition("/")[0] == TRAINER
+
 
 @dataclass(frozen=True, slots=True)
 class Ready:

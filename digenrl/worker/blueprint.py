@@ -314,7 +314,7 @@ def make_trainer(
 
     A trainer that also generates keeps the last version, and may offload its state while it generates.
     """
-    settings = blueprint.recipe.training
+    settings = blueprint.recipe.training.model_copy(update={"job_samples": blueprint.recipe.job_samples})
     if not blueprint.recipe.techniques.tsp:
         settings = settings.model_copy(update={"pack_size": 1})
     return Trainer(
@@ -325,4 +325,5 @@ def make_trainer(
         draw_noise=partial(normal_noise, blueprint.recipe.seed),
         ranks=ranks,
         helps=helps,
+        shares_gradients=blueprint.recipe.shares_work,
     )

@@ -55,7 +55,14 @@ class StageCalibration:
                 row = self._stages.row(prompt)
                 rows = Conditioning.joined([model.shortened_prompt(row), *[row] * (size - 1)])
                 held_out_pixels(self._blueprint, model, rows, 0, self._stages.row_limits)
-        return Calibrated(0, job, seconds, peak_bytes=peaks)
+        train_seconds = self._time_training(prompt, job.trained, max(job.sizes)) if job.trained else 0.0
+        return Calibrated(0, job, seconds, train_seconds, peak_bytes=peaks)
+
+    def _time_training(self, prompt: PromptRow, samples: int, at_once: int) -> float:
+        """Seconds per sample, of a lane that joins a run and also trains."""
+        group = self.sample_group(prompt, samples, min(samples, at_once))
+        self._stages.trainer.calibrate(group)
+        return self._timed_replay(group, later=False)
 
     def _timed_slice(self, prompt: PromptRow, size: int) -> float:
         name = f"calibration-{os.getpid()}"  # all workers calibrate at the same time

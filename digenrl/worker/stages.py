@@ -24,7 +24,7 @@ from digenrl.exchange.tensors import Exchange
 from digenrl.generation.rollout import GeneratedSlice
 from digenrl.models.contract import Conditioning, DiffusionModel, TextEncoder
 from digenrl.models.model_weights import gathered_weights, load_weights, weights_replaced
-from digenrl.models.trajectory import ScoredGroup, Trajectory
+from digenrl.models.trajectory import ScoredSamples, Trajectory
 from digenrl.models.transfers import synchronize, to_device
 from digenrl.records import (
     NO_WEIGHTS,
@@ -38,6 +38,7 @@ from digenrl.records import (
     Exported,
     Generate,
     Generated,
+    GradientsSent,
     GroupArtifact,
     HeldOutChunk,
     PromptRow,
@@ -52,12 +53,14 @@ from digenrl.records import (
     Score,
     Scored,
     Scores,
+    SendGradients,
     Slice,
     SliceArtifact,
     SwitchRole,
     Train,
     Trained,
     WeightsReference,
+    gradients_name,
     held_out_name,
     pixels_name,
     slice_name,
@@ -69,6 +72,7 @@ from digenrl.training.checkpoint.checkpoints import prune_checkpoints, save_chec
 from digenrl.training.checkpoint.export import export_weights, weights_to_export
 from digenrl.training.checkpoint.format import CheckpointError
 from digenrl.training.checkpoint.state_tensors import state_as_tensors, state_of_tensors
+from digenrl.training.gradient_share import share_as_tensors, share_of_tensors
 from digenrl.training.ranks.rank_group import RanksError, all_or_none
 from digenrl.training.trainer import Trainer
 from digenrl.worker.blueprint import Blueprint
@@ -88,7 +92,8 @@ AVERAGE = "average/"  # before the names of a published moving average
 class WorkerParts:
     """What a worker has loaded for its duties. It gets no jobs for what it lacks.
 
-    With a trainer, the model is the trainer's, and generation uses the version that the trainer committed last.
+    With a trainer, the model is the trainer's, and generation uses the version that the trainer committed last or,
+    if it is the trainer of a generator that also trains and never `commits`, the version that was published to it.
     Without a `held_out_reward`, held-out samples are scored with `reward`. `publishes` is false if no other worker
     generates. A `slowdown` above 1 imitates a slower device.
     """
@@ -100,6 +105,7 @@ class WorkerParts:
     reward: Reward | None = None
     held_out_reward: Reward | None = None
     trainer: Trainer | None = None
+    commits: bool = True
     publishes: bool = True
     slowdown: float = 1.0
 
@@ -156,18 +162,30 @@ class Stages:
     # --- The trainer --------------------------------------------------------------------------------------------
 
     def train(self, job: Train) -> Trained:
-        """Adds a group's gradient to the open batch. Takes the optimizer updates before the batch's last one."""
+        """Adds the gradient of samples to the open batch. Takes the optimizer updates before the batch's last."""
         trainer, updates = self.trainer, []
         trainer.switching.load()  # a replacement trainer has not been told its role yet
-        trainer.add_group(self._scored_group(job.group), job.group.place)
+        trainer.add_samples(self._scored_samples(job.group, job.slice), job.group.place)
         while trainer.update < self._blueprint.algorithm.updates_per_batch - 1 and trainer.can_commit():
             updates.append(asdict(trainer.commit()))
         synchronize(self.model.device)  # so that the driver measures the whole job
         return Trained(0, job, tuple(updates))
 
+    def send_gradients(self, job: SendGradients) -> GradientsSent:
+        """Leaves the gradient sums of this worker in the exchange, and starts over."""
+        share = self.trainer.take_share()
+        assert share.batch == job.step, f"{job}, but the open batch is {share.batch}"
+        self._exchange.put(gradients_name(job.id), share_as_tensors(share))
+        return GradientsSent(0, job)
+
     def commit(self, job: Commit) -> Committed:
-        """Takes the batch's last optimizer update and exports the new version."""
+        """Takes the batch's last optimizer update and exports the new version.
+
+        If other workers train as well, adds their gradients first.
+        """
         updates: list[Mapping[str, Any]] = []
+        if job.groups:
+            self._complete_batch(job)
         while self.trainer.batch == job.step:
             updates.append(asdict(self.trainer.commit()))
         weights, _ = self._export(job)
@@ -181,9 +199,11 @@ class Stages:
         """
         began = perf_counter()
         first_of_all = not self._has_loaded and job.version == self._loaded_version
-        if self.parts.trainer is None and (job.version > self._loaded_version or first_of_all):
+        if not self._commits and (job.version > self._loaded_version or first_of_all):
             weights, self._average = _without_average(self._exchange.get_weights(job.weights))
             load_weights(self.model, weights)
+            if self.parts.trainer is not None:
+                self.trainer.start_version(job.version)
             self._loaded_version, self._has_loaded = job.version, True
         return Published(0, job, job.lanes, perf_counter() - began)
 
@@ -263,9 +283,14 @@ class Stages:
         return self.parts.trainer
 
     @property
+    def _commits(self) -> bool:
+        """Whether new versions are made here."""
+        return self.parts.trainer is not None and self.parts.commits
+
+    @property
     def version(self) -> int:
         """The version that the next slice is generated with."""
-        return self._loaded_version if self.parts.trainer is None else self.parts.trainer.batch
+        return self.trainer.batch if self._commits else self._loaded_version
 
     def roll_out(self, prompt: PromptRow, piece: Slice) -> tuple[GeneratedSlice, Tensor]:
         """The trajectories of a slice, and its pixels_BFCHW."""
@@ -305,7 +330,7 @@ class Stages:
             if not self._blueprint.recipe.evaluates_average:
                 yield
                 return
-            average = self._average if self.parts.trainer is None else self.trainer.published_average()
+            average = self.trainer.published_average() if self._commits else self._average
             with weights_replaced(self.model, average):
                 yield
 
@@ -313,14 +338,35 @@ class Stages:
         """The encoded prompt, on this worker's device."""
         return conditioning_of(self._exchange.get(prompt.row)).to(self.model.device)
 
-    def _scored_group(self, group: GroupArtifact) -> ScoredGroup:
-        trajectories = [trajectory for piece in group.slices for trajectory in self._trajectories(piece)]
+    def _complete_batch(self, job: Commit) -> None:
+        """All rewards, the gradients of other workers, and groups that have to be replayed once more."""
+        trainer = self.trainer
+        for group in job.groups:
+            trainer.add_rewards(group.place, group.index, self._rewards_of(group))
+        for job_id in job.gradients:
+            trainer.add_share(share_of_tensors(self._exchange.get(gradients_name(job_id))))
+        groups = {group.place: group for group in job.groups}
+        for place in trainer.places_to_replay():
+            whole = Slice(job.step, groups[place].index, 0, len(groups[place].rewards))
+            trainer.hold_group(self._scored_samples(groups[place], whole), place)
+
+    def _scored_samples(self, group: GroupArtifact, wanted: Slice) -> ScoredSamples:
+        """Some samples of a group, with all its rewards."""
+        trajectories = [
+            trajectory
+            for piece in group.slices
+            for trajectory in self._trajectories(piece)
+            if wanted.mask() >> trajectory.sample.index & 1
+        ]
         # Made compact once and not for every pack: on a GPU this waits for the device.
         row = self.model.compact(conditioning_of(self._exchange.get(group.prompt.row))).to(self.model.device)
-        rewards = group.rewards
-        if self._blueprint.recipe.shuffled_rewards:
-            rewards = shuffled(rewards, self._blueprint.recipe.seed, trajectories[0].sample)
-        return ScoredGroup(row, tuple(trajectories), tuple(rewards))
+        return ScoredSamples(row, tuple(trajectories), self._rewards_of(group))
+
+    def _rewards_of(self, group: GroupArtifact) -> tuple[float, ...]:
+        if not self._blueprint.recipe.shuffled_rewards:
+            return group.rewards
+        first = next(group.slices[0].slice.samples())
+        return tuple(shuffled(group.rewards, self._blueprint.recipe.seed, first))
 
     def _trajectories(self, piece: SliceArtifact) -> Sequence[Trajectory]:
         samples = tuple(piece.slice.samples())

@@ -47,6 +47,7 @@ class Worker:
             records.Generate: stages.generate,
             records.Score: stages.score,
             records.Train: stages.train,
+            records.SendGradients: stages.send_gradients,
             records.Commit: stages.commit,
             records.Publish: stages.publish,
             records.SwitchRole: stages.switch_role,
@@ -126,6 +127,7 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
         reward=reward,
         held_out_reward=held_out_reward,
         trainer=trainer,
+        commits=assignment.commits,
         publishes=recipe.topology.publishes,
         slowdown=assignment.slowdown,
     )
@@ -161,7 +163,8 @@ def _load_model(blueprint: Blueprint, assignment: Assignment, ranks: RankGroup |
 def _build_trainer(
     blueprint: Blueprint, model: DiffusionModel, assignment: Assignment, ranks: RankGroup | None
 ) -> Trainer:
-    trainer = make_trainer(blueprint, model, helps="generate" in assignment.duties, ranks=ranks)
+    helps = assignment.commits and "generate" in assignment.duties
+    trainer = make_trainer(blueprint, model, helps=helps, ranks=ranks)
     if assignment.checkpoint is not None:
         checkpoint = read_checkpoint(assignment.checkpoint, shard=trainer.shard, ranks=trainer.ranks)
         trainer.load_state(checkpoint.trainer_state)

@@ -55,7 +55,7 @@ def make_exchange(assignment: Assignment, host: str) -> PayloadExchange:
     if assignment.recipe.training.lora is not None:
         return PayloadExchange()
     is_first_rank = assignment.rank is None or assignment.rank.is_first
-    return BroadcastExchange(WeightsSender(host) if "train" in assignment.duties and is_first_rank else None)
+    return BroadcastExchange(WeightsSender(host) if assignment.commits and is_first_rank else None)
 
 
 @dataclass(frozen=True, slots=True)

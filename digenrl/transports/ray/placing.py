@@ -41,7 +41,7 @@ def resource_request(assignment: Assignment) -> ResourceRequest:
     key, wanted = _resources_of(assignment)
     gpus = wanted.gpus if wanted.gpus is not None else float(assignment.device != "cpu")
     amounts = {"GPU": gpus, "CPU": wanted.cpus, **wanted.resources}
-    count = assignment.recipe.lanes.ranks if "train" in assignment.duties and assignment.rank is None else 1
+    count = assignment.recipe.lanes.ranks if assignment.commits and assignment.rank is None else 1
     needed = {kind: amount for kind, amount in amounts.items() if amount}
     return ResourceRequest(key, count, needed, wanted.accelerator, wanted.labels)
 
@@ -55,7 +55,8 @@ def torch_threads(assignment: Assignment) -> int:
 def _assign(recipe: Recipe, has_gpus: bool, checkpoint: Path | None, run: Path | None) -> Workers:
     scores: set[Duty] = {"score"} if recipe.lanes.rewards == 0 else set()
     makes: set[Duty] = {"generate", *scores}
-    helps: set[Duty] = makes if recipe.techniques.tag != "none" and not recipe.sharded else set()
+    helps: set[Duty] = makes if recipe.trainer_helps else set()
+    shares: set[Duty] = makes | {"train"} if recipe.shares_work else makes
     generators, reserve = _generators(recipe)
     rewards = _count(recipe.lanes.rewards, "lanes.rewards")
     cluster, device = recipe.cluster, recipe.lanes.device
@@ -71,7 +72,7 @@ def _assign(recipe: Recipe, has_gpus: bool, checkpoint: Path | None, run: Path |
             device="cuda" if gpus > 0 else "cpu",
             recipe=recipe,
             exchange=None,
-            checkpoint=checkpoint if "train" in duties else None,
+            checkpoint=checkpoint if name == TRAINER else None,
             pool=pool.name if pool is not None and cluster.generators else None,
             slowdown=1.0 if pool is None else pool.slowdown,
             run=run,
@@ -79,10 +80,10 @@ def _assign(recipe: Recipe, has_gpus: bool, checkpoint: Path | None, run: Path |
 
     return Workers(
         trainer=assign(TRAINER, {"train", *helps}, cluster.trainer),
-        generators=tuple(assign(name, makes, pool, pool) for name, pool in generators),
+        generators=tuple(assign(name, shares, pool, pool) for name, pool in generators),
         rewards=tuple(assign(f"reward-{index}", {"score"}, cluster.rewards) for index in range(rewards)),
         encoder=assign(ENCODER, {"encode"}, cluster.encoder),
-        reserve=tuple(assign(name, makes, pool, pool) for name, pool in reserve),
+        reserve=tuple(assign(name, shares, pool, pool) for name, pool in reserve),
     )
 
 
@@ -102,7 +103,7 @@ def _generators(
 def _resources_of(assignment: Assignment) -> tuple[str, WorkerResources]:
     """The recipe's key for a worker's resources, and the resources."""
     cluster = assignment.recipe.cluster
-    if "train" in assignment.duties:
+    if assignment.commits:
         return "cluster.trainer", cluster.trainer
     if "generate" in assignment.duties:
         pool = next((pool for pool in cluster.generators if pool.name == assignment.pool), None)

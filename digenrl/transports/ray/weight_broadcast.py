@@ -53,8 +53,8 @@ class WeightBroadcaster:
         """Notes the weights that a job needs."""
         if isinstance(job, Publish):
             name = job.weights.name
-            trains = "train" in self._workers[worker].assignment.duties
-            if not trains and name not in self._held.get(worker, ()):
+            commits = self._workers[worker].assignment.commits
+            if not commits and name not in self._held.get(worker, ()):
                 self._lacking.setdefault(name, {})[worker] = job.weights
 
     def report_received(self, worker: str, report: Report) -> None:

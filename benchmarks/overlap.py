@@ -4,6 +4,7 @@
 
 All runs train the demo's model on the same samples. The first run alternates between generation and training in
 one process (colocated). The others separate them, at first without any technique and then adding one at a time.
+"both" is on-policy, as everything before it, and lets both lanes generate and train; TCSS adds to TAG alone.
 The limit of two cores is twice the samples per CPU second of one core that alternates, with packing.
 
 The speed of a machine varies over time. Therefore every round runs all variants once, ratios are computed within a
@@ -33,6 +34,7 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("+ GAP", {"techniques": NAIVE | {"gap": True}}),
     ("+ TSP", {"techniques": NAIVE | {"gap": True, "tsp": True}}),
     ("+ TAG", {"techniques": NAIVE | {"gap": True, "tsp": True, "tag": "auto"}}),
+    ("+ both", {"techniques": NAIVE | {"gap": True, "tsp": True, "tag": "auto", "assist": "both"}}),
     ("+ TCSS", {"techniques": NAIVE | {"gap": True, "tsp": True, "tag": "auto", "tcss": 1.0}}),
 )
 UNPACKED = ("naive", "+ GAP")  # their steps take several times as long: half as many are enough
@@ -40,7 +42,7 @@ UNPACKED = ("naive", "+ GAP")  # their steps take several times as long: half as
 
 @dataclass(frozen=True)
 class Row:
-    """One variant. Idle shares are of time; `helped` and `stale` are shares of the samples."""
+    """One variant. Idle shares are of time; `helped`, `assisted` and `stale` are shares of the samples."""
 
     samples_per_s: float
     over_naive: float
@@ -48,6 +50,7 @@ class Row:
     generator_idle: float
     trainer_idle: float
     helped: float
+    assisted: float
     stale: float
 
 
@@ -86,6 +89,7 @@ def row(done: LiveRun, naive: float, limit: float) -> Row:
         generator_idle=1 - mean(done, f"busy/{generator}"),
         trainer_idle=1 - mean(done, "busy/trainer"),
         helped=mean(done, "helped_share"),
+        assisted=mean(done, "assisted_share"),
         stale=mean(done, "stale_share"),
     )
 
@@ -112,11 +116,11 @@ def main() -> None:
         print(json.dumps({name: asdict(each) for name, each in rows.items()}))
         return
     table = Table()
-    for heading in ("", "samples/s", "x naive", "of limit", "gen idle", "train idle", "helped", "stale"):
+    for heading in ("", "samples/s", "x naive", "of limit", "gen idle", "train idle", "helped", "assisted", "stale"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for name, each in rows.items():
         cells = (f"{each.samples_per_s:.1f}", f"{each.over_naive:.2f}", f"{each.of_limit:.2f}")
-        shares = (each.generator_idle, each.trainer_idle, each.helped, each.stale)
+        shares = (each.generator_idle, each.trainer_idle, each.helped, each.assisted, each.stale)
         table.add_row(name, *cells, *(f"{share:.0%}" for share in shares))
     Console(width=100).print(table)
     print(

@@ -1,0 +1,129 @@
+"""Every lane generates and trains: the weights are those of one card, whoever trained what, and whoever dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from live_runs import (
+    LiveRuns,
+    Meanwhile,
+    assert_nothing_is_left,
+    exchange_of,
+    is_stalled,
+    lines_of,
+    metric,
+    steps_done,
+    trained,
+    wait_for,
+    workers_of,
+)
+
+from digenrl.config.reading import ConfigError
+from digenrl.records import NO_LANE, Committed, GradientsSent, SendGradients, Train, Trained
+from digenrl.run_folder.folder import RunFolder, Status
+from digenrl.run_folder.journal import read_journal
+from digenrl.runs.replaying import initial_state_of, replayed
+
+JOBS = "training.job_samples=2"
+ONE_CARD = ("mode=colocated", JOBS)
+BOTH = ("techniques.assist=both", JOBS)
+FOUR_CARDS = (*BOTH, "lanes.generators=[cpu,cpu,cpu]", "lanes.rewards=0")
+TASKS = {
+    "flow_grpo": ("algorithm.options={updates_per_batch: 1, kl_weight: 0.01, advantage: {clamp: 0.5}}",),
+    "dance_grpo": ("algorithm={name: dance_grpo, options: {}}",),
+}
+
+
+def train_jobs(run: RunFolder) -> list[Train]:
+    actions = (action for decision in read_journal(run.journal) for action in decision.actions)
+    return [action for action in actions if isinstance(action, Train)]
+
+
+def held_samples(run: Path, lane: int) -> int:
+    """The samples whose gradients a lane holds and has not sent."""
+    held = 0
+    for decision in read_journal(run / "journal.jsonl"):
+        event = decision.event
+        if isinstance(event, Committed) or (isinstance(event, GradientsSent) and event.job.lane == lane):
+            held = 0
+        elif isinstance(event, Trained) and event.job.lane == lane:
+            held += event.job.slice.size
+        if any(isinstance(action, SendGradients) and action.lane == lane for action in decision.actions):
+            held = 0
+    return held
+
+
+def kill_with_gradients(run: Path, worker: str, lane: int) -> None:
+    """Stops the worker until it holds gradients that it has not sent, and then kills it."""
+    wait_for(lambda: steps_done(run) >= 1, "a step")
+    pid = workers_of(run)[worker]
+
+    def stopped_with_gradients() -> bool:
+        os.kill(pid, signal.SIGSTOP)
+        wait_for(lambda: is_stalled(run), "all workers to wait")
+        if held_samples(run, lane):
+            return True
+        os.kill(pid, signal.SIGCONT)
+        return False
+
+    wait_for(stopped_with_gradients, "gradients")
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_two_and_four_cards_give_the_weights_of_one(task: str, live: LiveRuns) -> None:
+    options = TASKS[task]
+    one = trained(live.finished(*ONE_CARD, *options), 3)
+    for way in (BOTH, FOUR_CARDS):
+        run = live.finished(*way, *options)
+        assert trained(run, 3) == one
+        jobs = train_jobs(run)
+        assert {job.slice.size for job in jobs} == {2} and NO_LANE not in {job.lane for job in jobs}
+        assert len({job.lane for job in jobs}) > 1, "one lane trained everything: the run shows nothing"
+
+
+def test_all_weights_can_be_trained_by_every_card(live: LiveRuns) -> None:
+    two, four = (live.finished(*way, "training.lora=null") for way in (BOTH, FOUR_CARDS))
+    assert trained(two, 3) == trained(four, 3)
+
+
+def test_the_journal_of_shared_training_can_be_replayed(live: LiveRuns) -> None:
+    run = live.finished(*FOUR_CARDS, *TASKS["flow_grpo"])
+    initial = initial_state_of(json.loads(run.run.read_text())["initial_state"])
+    for recorded, decided in replayed(initial, run.journal):
+        assert recorded.actions == decided.actions
+    assert {"generate", "train"} <= {span["work"] for span in lines_of(run.spans) if span["lane"] == "generator-0"}
+    assert metric(run, "step") == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("worker", "lane"), [("generator-0", 0), ("trainer", 1)])
+def test_a_lane_killed_with_gradients_in_hand_changes_no_bit(worker: str, lane: int, live: LiveRuns) -> None:
+    path = live.new_path()
+    with Meanwhile(path, lambda: kill_with_gradients(path, worker, lane)):
+        exchange = None
+        status, run = live.run("steps=6", *BOTH, out=path)
+    assert status is Status.FINISHED and exchange is None
+    assert trained(run, 6) == trained(live.finished("steps=6", *ONE_CARD), 6)
+    assert metric(run, "step") == list(range(6))
+    assert_nothing_is_left(path)
+
+
+def test_several_cards_in_mode_colocated_are_lanes_that_do_everything(live: LiveRuns) -> None:
+    run = live.finished("mode=colocated", "lanes.cards=2", JOBS, "lanes.generators=[cpu]")
+    assert run.recipe.mode == "local" and run.recipe.techniques.assist == "both" and run.recipe.lanes.rewards == 0
+    assert trained(run, 3) == trained(live.finished(*ONE_CARD), 3)
+
+
+def test_what_cannot_be_shared_is_refused(live: LiveRuns) -> None:
+    for override, message in {
+        "algorithm.options.updates_per_batch=2": "techniques.assist: both, but algorithm.options.updates_per_batch",
+        "algorithm={name: diffusion_nft, options: {}}": "techniques.assist: both, but the published weights",
+        "lanes.ranks=2": "techniques.assist: both, where every card trains alone, but lanes.ranks is 2",
+        "mode=colocated": "techniques.assist: both, but mode colocated is one card",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            live.run(*BOTH, override)

@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal, Protocol
 
 from digenrl.algorithms.advantages import centered, checked_rewards, clamped, has_spread, std_of
-from digenrl.config.algorithms import AlgorithmSettings, Levels, Needs, RenoisedSettings
+from digenrl.config.algorithms import (
+    AlgorithmSettings,
+    Levels,
+    Needs,
+    RenoisedSettings,
+    why_gradients_cannot_be_shared,
+)
 from digenrl.models.objective import Advantages, LossTerms, Objective, PairBatch
 from digenrl.models.trajectory import RolloutPlan
 
@@ -66,6 +72,10 @@ class GroupRelative(ABC):
     @property
     def levels(self) -> Levels:
         return self.settings.levels if isinstance(self.settings, RenoisedSettings) else "first"
+
+    @property
+    def why_gradients_cannot_be_shared(self) -> str | None:
+        return why_gradients_cannot_be_shared(self.settings)
 
     def group_advantages(self, rewards: Sequence[float]) -> Advantages:
         checked_rewards(rewards)

@@ -95,6 +95,11 @@ class AlgorithmSettings(Frozen):
         """What needs log-probs that are logarithms of densities, in words; None if nothing does."""
         return None
 
+    @property
+    def generates_with_trained_weights(self) -> bool:
+        """Whether samples are generated with the newest trained weights, and not with ones that follow slowly."""
+        return not self.needs.old_policy
+
     def trained_samples(self, group_size: int) -> int:
         """How many samples of a group are trained, if its rewards differ."""
         return group_size
@@ -252,6 +257,10 @@ class DiffusionNftSettings(RenoisedSettings):
     def needs(self) -> Needs:
         return Needs(final_latents=True, old_policy=True, reference=self.kl_weight > 0)
 
+    @property
+    def generates_with_trained_weights(self) -> bool:
+        return self.old_decay_growth == 0 or self.old_decay_max == 0
+
 
 class FlowDpoSettings(RenoisedSettings):
     """A term compares the best sample of a group with the worst. Only the order of rewards matters."""
@@ -307,6 +316,24 @@ def read_algorithm_settings(name: str, options: Mapping[str, Any]) -> AlgorithmS
         return parse_model(settings_type, dict(options))
     except ConfigError as error:
         raise ConfigError(f"algorithm.options.{error}", f"algorithm.options.{error.where}") from None
+
+
+def why_gradients_cannot_be_shared(settings: AlgorithmSettings) -> str | None:
+    """Why the gradient of an update cannot be summed over several trainers; None if it can.
+
+    A trainer that does not commit has the published weights, and gets new ones once per batch.
+    """
+    if settings.updates_per_batch > 1:
+        return (
+            f"algorithm.options.updates_per_batch is {settings.updates_per_batch}, and only the trainer that "
+            "commits has the weights between two updates of a batch; set it to 1"
+        )
+    if not settings.generates_with_trained_weights:
+        return (
+            "the published weights follow the trained ones slowly, and only the trainer that commits has the "
+            "trained ones; set algorithm.options.old_decay_max to 0 (diffusion_nft), or use another algorithm"
+        )
+    return None
 
 
 def import_algorithm(path: str) -> Any:

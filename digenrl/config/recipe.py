@@ -394,6 +394,9 @@ class Recipe(Frozen):
         if self.evaluation is not None and self.evaluation.weights == "ema" and self.training.ema is None:
             why = "ema, but the run keeps no moving average; add training.ema={decay: 0.9}, or set it to trained"
             raise _conflict("evaluation.weights", why)
+        if self.training.job_samples != "auto":
+            with errors_about("training.job_samples"):
+                check_slice(self.training.job_samples, self.batch.samples_per_prompt)
         unit = 1 if self.batch.slice == "auto" else self.batch.slice
         for index, pool in enumerate(self.cluster.generators):
             if pool.slice is not None:

@@ -33,7 +33,10 @@ NOT_IN_FINGERPRINT: dict[str, Any] = {
     "python_path": True,
     "model": {"compile", "token"},
     "sample": {"decode_rows"},
-    "training": {"pack_size", "largest_pack", "memory_share", "gradient_checkpointing", "sum_in_order", "offload"},
+    "training": {
+        *("pack_size", "largest_pack", "memory_share", "job_samples"),
+        *("gradient_checkpointing", "sum_in_order", "offload"),
+    },
     "techniques": {"gap", "tsp", "tag", "assist", "dispatch"},
     "rewards": {
         "__all__": {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, StrictBool, StrictInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, StrictBool, StrictInt, field_validator, model_validator
 
 from digenrl.config.reading import Frozen
 
@@ -62,10 +62,14 @@ class TrainerSettings(Frozen):
     - `pack_size` is the number of loss terms in one forward and backward. `gradient_checkpointing` recomputes
       activations in the backward: of all blocks, of none, or of a number of blocks. With `auto`, memory and time
       are measured, and the fastest choice that fits `memory_share` of the free memory is used.
+    - `job_samples` is the number of samples of a group that are replayed together: packs never mix samples of two
+      jobs. It must divide the group size; `auto` is the whole group.
     - `old_log_probs` are those of the rollout, or recomputed by the trainer if forwards of another shape or device
       would not give the same bits.
-    - With `sum_in_order`, the gradients of groups are added in a fixed order: the weights are bitwise the same for
-      every order of arrival, and a group that arrives early keeps its gradient separate until its turn.
+    - With `sum_in_order`, the weights are bitwise the same for every order in which groups arrive. The gradients
+      of adapters are added as 64-bit integers, which gives the same sum in any order. Those of all weights are
+      added in a fixed order: a group that arrives early keeps its gradient separate until its turn. Gradients that
+      several trainers share are always added as integers.
     - `offload` is for a process that both generates and trains: tensors that only training needs move to host
       memory during generation. `auto` offloads if all weights are trained on a CUDA card. Adapters and sharded
       weights are never offloaded.
@@ -80,6 +84,7 @@ class TrainerSettings(Frozen):
     pack_size: int | Literal["auto"] = Field(default="auto")
     largest_pack: int = Field(default=64, ge=1)
     memory_share: float = Field(default=0.9, gt=0, le=1)
+    job_samples: PositiveInt | Literal["auto"] = "auto"
     old_log_probs: Literal["rollout", "recomputed"] = "rollout"
     autocast: Literal["off", "bf16"] = "off"
     gradient_checkpointing: StrictBool | Annotated[StrictInt, Field(ge=0)] | Literal["auto"] = "auto"

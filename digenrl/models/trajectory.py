@@ -83,10 +83,10 @@ def split_chain(chain: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredGroup:
-    """All samples of one prompt with their rewards, in the order of sample indices.
+class ScoredSamples:
+    """Consecutive samples of one prompt's group, with the rewards of all samples of the group.
 
-    `conditioning` has one row, the prompt's.
+    Both are in the order of sample indices. `conditioning` has one row, the prompt's.
     """
 
     conditioning: Conditioning
@@ -95,11 +95,36 @@ class ScoredGroup:
 
     def __post_init__(self) -> None:
         assert len(self.conditioning) == 1, f"one conditioning row per prompt, got {len(self.conditioning)}"
-        assert len(self.trajectories) == len(self.rewards), "one reward per trajectory"
-        assert [t.sample.index for t in self.trajectories] == list(range(len(self.trajectories))), "in index order"
+        assert self.trajectories, "at least one sample"
+        indices = [t.sample.index for t in self.trajectories]
+        assert indices == list(range(indices[0], indices[0] + len(indices))), "in index order"
+        assert indices[0] >= 0 and indices[-1] < len(self.rewards), "one reward per sample of the group"
         assert len({(t.sample.step, t.sample.group) for t in self.trajectories}) == 1, "samples of one group"
+
+    @property
+    def step(self) -> int:
+        """The training step that the group belongs to."""
+        return self.trajectories[0].sample.step
 
     @property
     def index(self) -> int:
         """The group's number in its step."""
         return self.trajectories[0].sample.group
+
+    @property
+    def first(self) -> int:
+        """The index of the first of these samples."""
+        return self.trajectories[0].sample.index
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredGroup(ScoredSamples):
+    """All samples of one prompt with their rewards."""
+
+    def __post_init__(self) -> None:
+        ScoredSamples.__post_init__(self)
+        assert len(self.trajectories) == len(self.rewards), "one reward per trajectory"
+
+    def part(self, first: int, size: int) -> ScoredSamples:
+        """Some samples of the group, with all rewards."""
+        return ScoredSamples(self.conditioning, self.trajectories[first : first + size], self.rewards)

@@ -40,7 +40,7 @@ class Tally:
         self._unread.append(measures)
 
     def merge(self, other: Tally) -> None:
-        """Adds everything the other has counted; the other must not be used afterwards."""
+        """Adds everything the other has counted; nothing may be added to the other afterwards."""
         self._unread.append(other)
 
     def _read(self) -> None:
@@ -100,11 +100,11 @@ class Tally:
         self._read()
         return {name: [self._count[name], self._sum[name], self._largest[name]] for name in self._count}
 
-    def add_json(self, content: Mapping[str, tuple[int, float, float]]) -> None:
+    def add_json(self, content: Mapping[str, Sequence[float]]) -> None:
         """Adds what another tally's `as_json` returned."""
         self._read()
         for name, (count, total, largest) in content.items():
-            self._add(name, count, total, largest)
+            self._add(name, int(count), total, largest)
 
 
 @dataclass(frozen=True, slots=True)

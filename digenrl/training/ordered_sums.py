@@ -1,46 +1,73 @@
-"""Gradient sums whose bits do not depend on the order in which groups arrive."""
+"""Gradient sums in floating point, whose bits do not depend on the order in which groups arrive."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from digenrl.training.gradients import Gradients, add_into, scaled
+from digenrl.training.job_sums import JobSums
+from digenrl.training.metrics import Tally
 from digenrl.training.packing.packed_passes import PassResult
+from digenrl.training.ranks.rank_group import RankGroup
+from digenrl.training.sample_jobs import SampleJob
 
 
 class OrderedSums:
-    """Adds up the passes over an update's groups in the order of their places.
+    """Adds up the gradients of an update's groups in the order of their places.
 
-    A pass that arrives before one with a lower place is held back, with its own gradient. Without `in_order`,
-    passes are added as they arrive: this saves memory, but the last bits depend on the order of arrival.
+    A group that arrives before one with a lower place is held back, with its own gradient. Without `in_order`,
+    groups are added as they arrive: this saves memory, but the last bits depend on the order of arrival. `ranks`
+    are those over whose sums a gradient is summed: none if the passes have done so already.
     """
 
-    def __init__(self, in_order: bool) -> None:
-        self._in_order = in_order
+    takes_jobs = False
+    dtype: torch.dtype | None = None
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], *, in_order: bool, ranks: RankGroup | None = None
+    ) -> None:
+        self._parameters, self._in_order, self._ranks = parameters, in_order, ranks
         self.reset(())
 
     def reset(self, places: Iterable[int]) -> None:
-        """Discards all sums and starts an update whose groups have these places."""
-        self.total = PassResult()
+        self._total = JobSums()
         self._missing = sorted(places)
-        self._held_back: dict[int, PassResult] = {}
+        self._held_back: dict[int, JobSums] = {}
+
+    def tally(self) -> Tally:
+        return self._total.tally()
 
     def tensors(self) -> dict[str, Tensor]:
-        """All gradients, including those held back, by unique names."""
-        results = {"total": self.total, **{f"place {place}": each for place, each in self._held_back.items()}}
+        held = {f"place {place}": each for place, each in self._held_back.items()}
         return {
-            f"{owner}/{part}/{name}": value
-            for owner, result in results.items()
-            for part, gradients in (("unscaled", result.sums.unscaled), ("final", result.sums.final))
-            for name, value in gradients.items()
+            name: value
+            for owner, sums in {"total": self._total, **held}.items()
+            for name, value in sums.tensors(owner).items()
         }
 
-    def add(self, place: int, result: PassResult) -> None:
-        """Adds the pass over one group, which must not be used afterwards."""
+    def of_job(self, job: SampleJob, result: PassResult) -> JobSums:
+        return JobSums(result.sums, {job: result.tally})
+
+    def check(self, added: JobSums) -> None:
+        pass  # a gradient that is not finite shows in the norm
+
+    def add(self, place: int, added: JobSums) -> None:
         if not self._in_order:
-            self.total.add(result)
+            self._total.add(added)
             return
-        self._held_back[place] = result
+        self._held_back[place] = added
         while self._missing and self._missing[0] in self._held_back:
-            self.total.add(self._held_back.pop(self._missing.pop(0)))
+            self._total.add(self._held_back.pop(self._missing.pop(0)))
+
+    def gradient(self, factor: float, corrections: JobSums) -> Gradients:
+        total = self._total.gradient.total(factor)
+        add_into(total, scaled(corrections.gradient.unscaled, factor))
+        if self._ranks is None:
+            return total
+        # A rank with an empty share has no gradients, but takes part in the sum.
+        total = {name: total.get(name, torch.zeros_like(p.data)) for name, p in self._parameters.items()}
+        self._ranks.sum_tensors(total)
+        return total

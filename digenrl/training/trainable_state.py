@@ -25,7 +25,10 @@ from digenrl.training.trainer_state import MOMENTS_PER_PARAMETER, TrainerState
 
 
 class TrainableState:
-    """The live tensors behind a `TrainerState`. For a sharded model they are this rank's shards."""
+    """The live tensors behind a `TrainerState`. For a sharded model they are this rank's shards.
+
+    A trainer that never `commits` has no moving average, and its optimizer no moments.
+    """
 
     def __init__(
         self,
@@ -34,6 +37,7 @@ class TrainableState:
         settings: TrainerSettings,
         ranks: RankGroup | None,
         helps: bool,
+        commits: bool = True,
     ) -> None:
         several = objective.updates_per_batch > 1
         keep_old = objective.needs.old_policy or (several and (settings.old_log_probs == "recomputed" or helps))
@@ -47,10 +51,10 @@ class TrainableState:
         self.shard: ShardSpec | None = None
         if self.policies.sharded and ranks is not None:
             self.shard = ShardSpec.of(self.policies.model_parameters, ranks)
-        self.average = None if settings.ema is None else self.policies.snapshot()
+        self.average = self.policies.snapshot() if settings.ema is not None and commits else None
         self.optimizer = make_optimizer(self.policies.parameters, settings)
         self.updates_done = 0
-        self._settings = settings
+        self._settings, self._commits = settings, commits
 
     def step(self, gradient: Gradients, norm: float) -> None:
         """Takes an optimizer step and lets the moving average follow; the gradient is used up."""
@@ -96,6 +100,8 @@ class TrainableState:
 
     def missing_moment_bytes(self) -> int:
         """By how many bytes the first optimizer step will increase this state; 0 after it."""
+        if not self._commits:
+            return 0
         without = [p for p in self.policies.parameters.values() if not self.optimizer.state.get(p)]
         return sum(MOMENTS_PER_PARAMETER * parameter.nbytes for parameter in without)
 

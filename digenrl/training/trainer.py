@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -11,31 +11,33 @@ from torch import Tensor
 from digenrl.config.training import TrainerSettings
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.objective import Objective
-from digenrl.models.trajectory import ScoredGroup
+from digenrl.models.trajectory import ScoredGroup, ScoredSamples
 from digenrl.training.advantage_scale import AdvantageScale
+from digenrl.training.fixed_point_sums import FixedPointSums
 from digenrl.training.gradient_accumulator import GradientAccumulator
+from digenrl.training.gradient_share import GradientShare
 from digenrl.training.gradients import Gradients, total_norm
 from digenrl.training.last_version import LastVersion
 from digenrl.training.metrics import UpdateMetrics, update_metrics
 from digenrl.training.offload.host_copies import HostCopies
 from digenrl.training.offload.switching import Switching
 from digenrl.training.open_batch import BatchShape, GroupEntry, OpenBatch, check_shape
-from digenrl.training.ordered_sums import OrderedSums
 from digenrl.training.packing.memory_plan import PackPlan
 from digenrl.training.packing.noise_levels import DrawNoise
 from digenrl.training.packing.pack_size import RetryCounter
 from digenrl.training.packing.packed_passes import PackedPasses, PassContext
-from digenrl.training.packing.packs import calibration_terms
+from digenrl.training.packing.packs import ReplayInputs, calibration_terms
 from digenrl.training.packing.replay import Replay
 from digenrl.training.ranks.rank_consensus import Consensus, UpdateFacts, reach_consensus
 from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.training.ranks.sharding import ShardSpec
+from digenrl.training.sharing import add_share, check_share, check_sharing, make_sums, take_share
 from digenrl.training.trainable_state import TrainableState
 from digenrl.training.trainer_state import TrainerState
 
 
 class Trainer:
-    """One rank's trainer. All ranks must add the same groups in the same order; each replays its share of terms.
+    """One rank's trainer. All ranks must add the same samples in the same order; each replays its share of terms.
 
     Each rank holds the whole model, and gradients are summed when an update is committed. Or the model is sharded
     (see `digenrl.training.ranks.sharding`): each rank holds its shards of weights, gradients and moments, and none
@@ -43,6 +45,10 @@ class Trainer:
 
     A trainer that `helps` also generates: it keeps the last version's weights inside a batch and, if the settings
     say so, offloads what only training needs while it generates. `switching` starts such a switch in advance.
+
+    Trainers that have the same weights can share the gradient of an update (`shares_gradients`): each trains some
+    of its jobs, and one of them adds the others' shares and commits. The others never commit (`commits=False`) and
+    get the new version as published weights.
     """
 
     def __init__(
@@ -55,17 +61,21 @@ class Trainer:
         *,
         ranks: RankGroup | None = None,
         helps: bool = False,
+        shares_gradients: bool = False,
+        commits: bool = True,
     ) -> None:
         check_shape(batch_shape, objective, settings)
+        check_sharing(objective, model, ranks, shares_gradients=shares_gradients, commits=commits)
         self.ranks = ranks
         self._objective, self._settings, self._shape = objective, settings, batch_shape
-        scale = AdvantageScale(objective)
-        self._open = OpenBatch(batch_shape, objective, scale)
-        self._trainable = TrainableState(model, objective, settings, ranks, helps)
+        self._commits = commits
+        self._scale = scale = AdvantageScale(objective)
+        self._open = OpenBatch(batch_shape, objective, scale, batch_shape.job_split(settings))
+        self._trainable = TrainableState(model, objective, settings, ranks, helps, commits)
         self.policies = self._trainable.policies
         host = HostCopies(model.device)
         self._last_version = LastVersion(self._trainable, objective, host)
-        self._sums = OrderedSums(settings.sum_in_order)
+        self._sums = make_sums(model, self.policies, settings, scale, ranks, shares_gradients=shares_gradients)
         self.switching = Switching(
             self._trainable,
             self._sums.tensors,
@@ -73,6 +83,7 @@ class Trainer:
             host,
             model.device,
             enabled=helps and settings.offloads(model.device.type),
+            sums_dtype=self._sums.dtype,
         )
         replay = Replay(model, objective, self.policies, draw_noise, settings)
         self._passes = PackedPasses(replay, scale, settings, self.switching, ranks, self._bytes_to_come)
@@ -108,15 +119,24 @@ class Trainer:
     # --- Training -----------------------------------------------------------------------------------------------
 
     def add_group(self, group: ScoredGroup, place: int | None = None) -> None:
-        """Adds a group's gradient to the open update; what later updates train of it is held until they are open.
+        """Adds all samples of a group; see `add_samples`."""
+        self.add_samples(group, place)
+
+    def add_samples(self, samples: ScoredSamples, place: int | None = None) -> None:
+        """Adds the gradient of whole jobs of a group to the open update; what later updates train of it is held.
 
         `place` is the group's place in the batch, by default its index. If this raises, the trainer is unchanged.
         """
-        place = group.index if place is None else place
-        entry = self._open.checked(group, place)
+        place = samples.index if place is None else place
+        entry = self._open.checked(samples, place)
+        if not self._sums.takes_jobs and len(samples.trajectories) < self._shape.group_size:
+            raise ValueError(
+                f"got {len(samples.trajectories)} samples of group {samples.index}, but this trainer adds up whole"
+                f" groups of {self._shape.group_size}; make it with shares_gradients=True to add some samples"
+            )
         if place in self._open.places():
-            self._train(place, entry)
-        self._open.entries[place] = entry
+            self._train(place, entry, ReplayInputs.of(samples))
+        self._open.add(place, entry, samples, hold=self._replays_again(place))
 
     def calibrate(self, group: ScoredGroup, *, later: bool = False) -> float:
         """Replays a group of any step and size and discards the result: measures the pack size and warms caches.
@@ -124,25 +144,32 @@ class Trainer:
         Rewards are ignored. Weights, optimizer, open gradient and counters do not change. `later` replays as in
         the updates after a batch's first. Returns the work relative to that of a whole group.
         """
-        terms = calibration_terms(group, self._objective)
+        split = self._open.split
+        jobs = calibration_terms(group, self._objective, split.job_samples)
+        terms_per_sample = sum(map(len, jobs)) // len(group.trajectories)
+        job_terms = self._open.most_terms_of_a_job(self._open.steps_of(group.trajectories))
         self.reserve_version()
         context = PassContext(
             group.conditioning,
-            denominator=len(terms),
+            denominator=sum(map(len, jobs)),
             before_updates=self.update == 0 and not later,
-            group_terms=self._open.most_terms_of(group),
+            job_terms=job_terms,
         )
-        self._passes.run(terms, context)
+        jobs = [terms[:job_terms] for terms in jobs]
+        for terms in jobs:
+            self._passes.run(terms, context)
         self._retries.since_last()  # not attributed to an update
-        terms_per_sample = len(terms) // len(group.trajectories)
-        return self._passes.work_share(len(terms), terms_per_sample * self._shape.group_size)
+        whole_group = [terms_per_sample * split.job_samples] * split.jobs_per_group
+        return self._passes.work_share([*map(len, jobs)], whole_group)
 
     def can_commit(self) -> bool:
         """Whether the open update is complete, including all rewards that its scale depends on."""
-        return not self._open.missing()
+        return self._commits and not self._open.missing()
 
     def commit(self) -> UpdateMetrics:
         """Takes the optimizer step of the open update, and starts the next one with the groups held for it."""
+        if not self._commits:
+            raise RuntimeError("this trainer never commits; give its gradient (take_share) to the one that does")
         if self._open.missing():
             raise RuntimeError(
                 f"update {self.update} of batch {self.batch} is not complete: the groups at places "
@@ -170,7 +197,62 @@ class Trainer:
 
         For a sharded model, this rank's shards of it.
         """
-        return self._gradients.gradient(self._open, self.policies, self.ranks)
+        return self._gradients.gradient(self._open)
+
+    # --- Sharing the gradient of an update ----------------------------------------------------------------------
+
+    def take_share(self) -> GradientShare:
+        """The gradient of all jobs that were added to the open update, which are not part of it here any more.
+
+        Raises FloatingPointError, and changes nothing, if it is not finite.
+        """
+        with self.switching.reading_sums():
+            return take_share(self._open, self._fixed_point_sums())
+
+    def add_share(self, share: GradientShare) -> None:
+        """Adds jobs that another trainer has trained. If this raises, the trainer is unchanged.
+
+        All ranks must add the same shares.
+        """
+        sums = self._fixed_point_sums()
+        check_share(share, self._open, self.policies.parameters)
+        with self.switching.adding_to_sums():
+            add_share(share, self._open, sums, self.policies.parameters)
+
+    def add_rewards(self, place: int, index: int, rewards: Sequence[float]) -> None:
+        """Makes a group's rewards known, whoever trains its samples. If this raises, the trainer is unchanged."""
+        self._open.entries[place] = self._open.checked_rewards(place, index, tuple(rewards))
+
+    def places_to_replay(self) -> list[int]:
+        """The places of groups that must be held before the commit, because samples of them are replayed.
+
+        These samples exceed the clamp, and were trained elsewhere. It is known once all rewards are.
+        """
+        if self._open.without_rewards():
+            raise RuntimeError(f"the rewards of the groups at places {self._open.without_rewards()} are not known")
+        return self._gradients.places_to_replay(self._open)
+
+    def hold_group(self, group: ScoredGroup, place: int | None = None) -> None:
+        """Holds a group's samples, to be replayed at the commit. If this raises, the trainer is unchanged."""
+        place = group.index if place is None else place
+        entry = self._open.checked_group(group, place)
+        self._open.hold(place, entry, group)
+
+    def start_version(self, version: int, pack_size: int | None = None) -> None:
+        """Opens the batch of a version whose published weights were just loaded into the model.
+
+        For a trainer that does not commit. The open batch is discarded. `pack_size` should be that of the trainer
+        that commits: packs of another size round differently.
+        """
+        if self._commits:
+            raise RuntimeError(
+                "this trainer commits, and starts its versions itself; use load_state to replace one"
+            )
+        with self.switching.overwriting():
+            self.policies.finish_batch(decay=0.0)
+        if pack_size is not None:
+            self._passes.planner.pack_size = pack_size
+        self._begin_batch(version)
 
     # --- Generating and versions --------------------------------------------------------------------------------
 
@@ -206,7 +288,7 @@ class Trainer:
 
         `published` and `state_at_last_version` then read it from there.
         """
-        if self.update == 0:
+        if self.update == 0 and self._commits:
             self._last_version.keep(self.batch, self._pack_size)
 
     def reserve_version(self) -> None:
@@ -235,10 +317,19 @@ class Trainer:
 
     # --- Internals ----------------------------------------------------------------------------------------------
 
-    def _train(self, place: int, entry: GroupEntry) -> None:
+    def _train(self, place: int, entry: GroupEntry, inputs: ReplayInputs) -> None:
         if self._last_version.must_be_kept:
             self.keep_version()
-        self._gradients.add(self._open, place, entry)
+        self._gradients.add(self._open, place, entry, inputs)
+
+    def _replays_again(self, place: int) -> bool:
+        """Whether samples at this place are replayed after the open update has trained them: for the clamp too."""
+        return self._open.is_replayed_later(place) or (self._scale.over_batch and self._commits)
+
+    def _fixed_point_sums(self) -> FixedPointSums:
+        if not isinstance(self._sums, FixedPointSums):
+            raise RuntimeError("this trainer does not share gradients; make it with shares_gradients=True")
+        return self._sums
 
     def _reach_consensus(self, gradient: Gradients) -> Consensus:
         entries = sorted(self._open.entries.items())
@@ -249,12 +340,13 @@ class Trainer:
             groups=[(place, entry.index, entry.rewards) for place, entry in entries],
             norm=total_norm(gradient),
             pack_size=self._pack_size,
-            tally=self._gradients.tally,
+            tally=self._sums.tally(),
         )
         return reach_consensus(facts, self.ranks, sharded=self.policies.sharded)
 
     def _metrics(self, consensus: Consensus) -> UpdateMetrics:
-        entries = self._open.open_entries()
+        entries, steps = self._open.open_entries(), self._open.steps
+        assert steps is not None, "samples were trained"
         return update_metrics(
             consensus.tally,
             batch=self.batch,
@@ -263,21 +355,22 @@ class Trainer:
             gradient_norm=consensus.norm,
             memory_retries=self._retries.since_last(),
             zero_spread_groups=self._open.zero_spread_groups(),
-            terms=round(self._open.denominator(entries[0]) / self._open.mean_factor()),
+            terms=round(self._open.denominator(steps) / self._open.mean_factor()),
             pack_size=self._pack_size or 0,
         )
 
     def _begin_next_update(self) -> None:
-        self._open.update += 1
+        self._open.begin_next_update()
         if self.update == self._objective.updates_per_batch:
             self.policies.finish_batch(self._objective.old_policy_decay(self.batch))
             self._begin_batch(self.batch + 1)
             return
         self._gradients.begin_update(self._open)
         for place in self._open.places():
-            if place in self._open.entries:
-                self._open.entries[place].trained = False
-                self._train(place, self._open.entries[place])
+            entry = self._open.entries.get(place)
+            if entry is not None and entry.held is not None:
+                self._train(place, entry, entry.held)
+                entry.held = entry.held if self._replays_again(place) else None
 
     def _begin_batch(self, index: int) -> None:
         self._open = self._open.of_step(index)
@@ -285,9 +378,14 @@ class Trainer:
         self._last_version.discard()
 
     def _bytes_to_come(self) -> int:
-        """What training will allocate in addition to a pass: moments, and the sums of earlier groups."""
-        sums_bytes = self._passes.sums_bytes if len(self._open.places()) > 1 and not self._sums.tensors() else 0
-        return self._trainable.missing_moment_bytes() + sums_bytes
+        """What training will allocate in addition to a pass: moments, and the sums of earlier groups and jobs."""
+        parameters = self.policies.parameters.values()
+        dtype = self._sums.dtype
+        sum_bytes = sum(p.nbytes if dtype is None else p.numel() * dtype.itemsize for p in parameters)
+        earlier_groups = len(self._open.places()) > 1 and not self._sums.tensors()
+        earlier_jobs = self._open.split.jobs_per_group > 1  # of the group that is being added
+        sums = self._scale.sums_per_parameter * (earlier_groups + earlier_jobs)
+        return self._trainable.missing_moment_bytes() + sums * sum_bytes
 
     @property
     def _pack_size(self) -> int | None:

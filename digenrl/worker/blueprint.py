@@ -308,9 +308,14 @@ def source_of(recipe: Recipe) -> ModelSource:
 
 
 def make_trainer(
-    blueprint: Blueprint, model: DiffusionModel, *, helps: bool, ranks: RankGroup | None = None
+    blueprint: Blueprint,
+    model: DiffusionModel,
+    *,
+    helps: bool,
+    ranks: RankGroup | None = None,
+    commits: bool = True,
 ) -> Trainer:
-    """The recipe's trainer, alone or as one of several `ranks`.
+    """The recipe's trainer, alone or as one of several `ranks`, or that of a generator, which never `commits`.
 
     A trainer that also generates keeps the last version, and may offload its state while it generates.
     """
@@ -326,4 +331,5 @@ def make_trainer(
         ranks=ranks,
         helps=helps,
         shares_gradients=blueprint.recipe.shares_work,
+        commits=commits,
     )

@@ -164,7 +164,7 @@ def _build_trainer(
     blueprint: Blueprint, model: DiffusionModel, assignment: Assignment, ranks: RankGroup | None
 ) -> Trainer:
     helps = assignment.commits and "generate" in assignment.duties
-    trainer = make_trainer(blueprint, model, helps=helps, ranks=ranks)
+    trainer = make_trainer(blueprint, model, helps=helps, ranks=ranks, commits=assignment.commits)
     if assignment.checkpoint is not None:
         checkpoint = read_checkpoint(assignment.checkpoint, shard=trainer.shard, ranks=trainer.ranks)
         trainer.load_state(checkpoint.trainer_state)

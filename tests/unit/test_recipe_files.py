@@ -347,6 +347,7 @@ CHANGES_NO_UPDATE = [
     "logging.wandb=project",
     "sample.decode_rows=1",
     "training.pack_size=1",
+    "training.job_samples=2",
     "training.gradient_checkpointing=true",
     "techniques={gap: false, tsp: false, tag: none, dispatch: eager}",
     "rewards.0.label=text",

@@ -12,9 +12,8 @@ from scored_groups import Rollout, differences, relative_difference, scored_grou
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import EmaSettings, TrainerSettings
 from digenrl.training.gradients import GradientSums
-from digenrl.training.metrics import Tally
+from digenrl.training.job_sums import JobSums
 from digenrl.training.ordered_sums import OrderedSums
-from digenrl.training.packing.packed_passes import PassResult
 
 GROUPS = 4
 IN_ORDER = (0, 1, 2, 3)
@@ -79,18 +78,18 @@ def test_added_on_arrival_groups_change_only_the_last_bits():
 def test_a_sum_waits_for_lower_places_and_holds_nothing_back_at_the_end():
     parts = {0: 1e8, 1: 1.0, 2: -1e8, 3: 0.5}
 
-    def result(value):
-        return PassResult(GradientSums(final={"w": torch.tensor([value])}), Tally())
+    def gradient(value):
+        return JobSums(GradientSums(final={"w": torch.tensor([value])}))
 
     def sum_in(order):
-        sums = OrderedSums(in_order=True)
+        sums = OrderedSums({}, in_order=True)
         sums.reset(parts)
         for place in order:
-            sums.add(place, result(parts[place]))
-        return sums.total.sums.final["w"].item()
+            sums.add(place, gradient(parts[place]))
+        return sums.gradient(1.0, JobSums())["w"].item()
 
     assert {sum_in(order) for order in itertools.permutations(parts)} == {0.5}, "1 is lost in fp32, in every order"
-    early = OrderedSums(in_order=True)
+    early = OrderedSums({}, in_order=True)
     early.reset([0, 1])
-    early.add(1, result(1.0))
-    assert early.total.sums.final == {} and len(early.tensors()) == 1
+    early.add(1, gradient(1.0))
+    assert early.gradient(1.0, JobSums()) == {} and len(early.tensors()) == 1

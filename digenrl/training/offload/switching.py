@@ -31,7 +31,8 @@ ALL_PARTS = (WEIGHTS, REFERENCE, SUMS, MOMENTS, AVERAGE)
 class Switching(Offloader):
     """Offloads and loads a trainer's parts. Unless `enabled`, nothing moves and all methods do nothing.
 
-    `open_sums` returns the gradient sums of the open update, of which a parameter has up to `sums_per_parameter`.
+    `open_sums` returns the gradient sums of the open update, of which a parameter has up to `sums_per_parameter`,
+    of its own dtype or of `sums_dtype`.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class Switching(Offloader):
         device: torch.device,
         *,
         enabled: bool,
+        sums_dtype: torch.dtype | None = None,
     ) -> None:
         self._trainable, self._open_sums, self._sums_per_parameter = trainable, open_sums, sums_per_parameter
+        self._sums_dtype = sums_dtype
         self._placeholders: dict[str, dict[str, Tensor]] = {}
         self._enabled = enabled
         super().__init__(self._current_tensors() if enabled else {}, device, host)
@@ -81,10 +84,10 @@ class Switching(Offloader):
     def full_size(self) -> Iterator[None]:
         """Inside, as much is moved as in the middle of a step, even before gradients and moments exist."""
         parameters = list(self._trainable.policies.parameters.values())
-        if self._enabled and not self._trainable.moments():
+        if self._enabled and not self._trainable.moments() and self._trainable.missing_moment_bytes():
             self._placeholders[MOMENTS] = _zeros(parameters * MOMENTS_PER_PARAMETER)
         if self._enabled and not self._open_sums():
-            self._placeholders[SUMS] = _zeros(parameters * self._sums_per_parameter)
+            self._placeholders[SUMS] = _zeros(parameters * self._sums_per_parameter, self._sums_dtype)
         try:
             yield
         finally:
@@ -110,5 +113,8 @@ class Switching(Offloader):
         return {} if self._trainable.policies.old_snapshot is None else self._trainable.policies.parameters
 
 
-def _zeros(like: list[nn.Parameter]) -> dict[str, Tensor]:
-    return {f"placeholder/{index}": torch.zeros_like(each, requires_grad=False) for index, each in enumerate(like)}
+def _zeros(like: list[nn.Parameter], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    return {
+        f"placeholder/{index}": torch.zeros_like(each, dtype=dtype, requires_grad=False)
+        for index, each in enumerate(like)
+    }

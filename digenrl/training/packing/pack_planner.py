@@ -25,8 +25,8 @@ RunPack = Callable[[Sequence[Term]], None]
 class PackPlanner:
     """Takes the pack size and checkpointing from the settings, or measures them on the first terms.
 
-    `sums_bytes` is the size of a gradient sum. `bytes_to_come` is what training will still allocate in
-    addition to its passes.
+    `gradient_bytes` is the size of the gradient of a pack, and of that of the packs before it in a pass.
+    `bytes_to_come` is what training will still allocate in addition to its passes.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class PackPlanner:
         ranks: RankGroup | None,
         *,
         sharded: bool,
-        sums_bytes: int,
+        gradient_bytes: int,
         bytes_to_come: Callable[[], int],
     ) -> None:
         self._model, self._settings, self._ranks, self._sharded = model, settings, ranks, sharded
         self._rank = Rank() if ranks is None else ranks.rank
-        self._sums_bytes, self._bytes_to_come = sums_bytes, bytes_to_come
+        self._gradient_bytes, self._bytes_to_come = gradient_bytes, bytes_to_come
         self._blocks = len(repeated_blocks(model.transformer))
         self._given_checkpointed = self._checkpointed_by_settings()
         self.pack_size = None if settings.pack_size == "auto" else settings.pack_size
@@ -67,17 +67,17 @@ class PackPlanner:
         """Checkpoints all blocks from now on."""
         self._checkpoint(self._blocks)
 
-    def current_pack_size(self, share: Sequence[Term], terms: int, group_terms: int | None, run: RunPack) -> int:
+    def current_pack_size(self, share: Sequence[Term], terms: int, job_terms: int, run: RunPack) -> int:
         """The pack size for this rank's share of `terms` terms; measured on the share if it is not known yet.
 
-        Plans are made for groups of `group_terms` terms, by default as many as the share has.
+        Plans are made for jobs of `job_terms` terms.
         """
         smallest_share = len(share) if self._sharded else terms // self._rank.count
         known = self.pack_size is not None and self._checkpointing_known
-        if not known and smallest_share < 2:
-            return self.pack_size or 1  # some rank has too few terms to measure with
+        if not known and smallest_share < max(1, min(2, job_terms // self._rank.count)):
+            return self.pack_size or 1  # some rank has too few terms to measure with; another job has more
         if not known:
-            plan = self._measure(share[:smallest_share], group_terms, run)
+            plan = self._measure(share[:smallest_share], job_terms, run)
             if self._ranks is not None:
                 plan = PackPlan.for_all(PackPlan(*each) for each in self._ranks.gather(astuple(plan)))
             self._measured, self.pack_size = plan, plan.pack_size
@@ -102,7 +102,7 @@ class PackPlanner:
             )
         return wanted
 
-    def _measure(self, share: Sequence[Term], group_terms: int | None, run: RunPack) -> PackPlan:
+    def _measure(self, share: Sequence[Term], job_terms: int, run: RunPack) -> PackPlan:
         device, settings = self._model.device, self._settings
         if device.type != "cuda" or self._sharded:
             largest = measure_largest_pack(
@@ -111,20 +111,20 @@ class PackPlanner:
                 device=device,
                 memory_share=settings.memory_share,
                 limit=settings.largest_pack,
-                reserved_bytes=self._sums_bytes if self._sharded else 0,
+                reserved_bytes=self._gradient_bytes if self._sharded else 0,
             )
             return PackPlan(largest, self._checkpointed)
         free = free_bytes(device) - self._bytes_to_come()
         plan = choose_plan(
             CudaPassProfiler(self._model, lambda size: run(_repeated(share, size))),
-            budget=settings.memory_share * free - self._sums_bytes,  # they stay allocated between packs
-            fixed_bytes=self._sums_bytes,
-            terms=-(-(group_terms or len(share)) // self._rank.count),
+            budget=settings.memory_share * free - self._gradient_bytes,  # they stay allocated between packs
+            fixed_bytes=self._gradient_bytes,
+            terms=-(-job_terms // self._rank.count),
             largest_pack=settings.largest_pack,
             pack_size=self.pack_size,
             checkpointed=self._given_checkpointed,
         )
-        return plan.plus(torch.cuda.memory_allocated(device) + self._sums_bytes)
+        return plan.plus(torch.cuda.memory_allocated(device) + self._gradient_bytes)
 
     def _checkpoint(self, count: int) -> None:
         self._checkpointed, self._checkpointing_known = count, True

@@ -35,17 +35,17 @@ from digenrl.training.ranks.sharding import sum_gradients_in_next_backward
 class PassContext:
     """What all terms of one pass share.
 
-    `denominator` is Z. With `only_unscaled`, only the gradient that awaits the batch's scale is computed. The
-    `place` decides which ranks get one term more. Packs are planned for groups of `group_terms` terms, by default
-    as many as the pass has.
+    `denominator` is Z. Packs are planned, and padded, for jobs of `job_terms` terms: no pass has more. With
+    `only_unscaled`, only the gradient that awaits the batch's scale is computed. The `offset` decides which ranks
+    get one term more.
     """
 
     conditioning: Conditioning
     denominator: int
     before_updates: bool
+    job_terms: int
     only_unscaled: bool = False
-    place: int = 0
-    group_terms: int | None = None
+    offset: int = 0
 
 
 @dataclass(slots=True)
@@ -84,14 +84,13 @@ class PackedPasses:
         self._rank = Rank() if ranks is None else ranks.rank
         self._unfinished = False
         self._pads_packs = is_compiled(self._model)  # every other pack size would have to be compiled
-        self._largest_group = 0  # in terms; packs are not padded beyond it
-        self.sums_bytes = scale.sums_per_parameter * sum(p.nbytes for p in self._parameters.values())
+        self.gradient_bytes = scale.sums_per_parameter * sum(p.nbytes for p in self._parameters.values())
         self.planner = PackPlanner(
             self._model,
             settings,
             ranks,
             sharded=self._sharded,
-            sums_bytes=self.sums_bytes,
+            gradient_bytes=self.gradient_bytes,
             bytes_to_come=bytes_to_come,
         )
 
@@ -108,23 +107,23 @@ class PackedPasses:
     def _run(self, terms: Sequence[Term], context: PassContext) -> PassResult:
         drop_gradients(self._parameters)
         share = rest = self._share_of(terms, context)
-        self._largest_group = max(self._largest_group, context.group_terms or 0, len(terms))
         result = PassResult()
         while rest:
             size = self.planner.current_pack_size(
-                share, len(terms), context.group_terms, lambda pack: self._run_discarded(pack, context)
+                share, len(terms), context.job_terms, lambda pack: self._run_discarded(pack, context)
             )
-            pack = self._padded(rest[:size], size) if self._pads_packs else rest[:size]
+            pack = self._padded(rest[:size], size, context) if self._pads_packs else rest[:size]
             result.add(self._run_pack(pack, context, last=len(rest) <= size))
             rest = rest[size:]
         return result
 
-    def work_share(self, terms: int, group_terms: int) -> float:
-        """The work of that many terms relative to a whole group's, including padding."""
+    def work_share(self, terms: Sequence[int], group_terms: Sequence[int]) -> float:
+        """The work of jobs of so many terms relative to that of a whole group's jobs, including padding."""
         if not self._pads_packs or self.planner.pack_size is None:
-            return terms / group_terms
+            return sum(terms) / sum(group_terms)
         packs, group_packs = (
-            -(-each // self._rank.count // self.planner.pack_size) for each in (terms, group_terms)
+            sum(-(-each // self._rank.count // self.planner.pack_size) for each in jobs)
+            for jobs in (terms, group_terms)
         )
         return packs / group_packs
 
@@ -136,14 +135,14 @@ class PackedPasses:
             check_same("number of terms of a group", self._ranks.gather(terms))
 
     def _share_of(self, terms: Sequence[Term], context: PassContext) -> Sequence[Term]:
-        share = share_of(terms, self._rank, offset=context.place)
+        share = share_of(terms, self._rank, context.offset)
         if not self._sharded or not terms:
             return share
         return padded(share, -(-len(terms) // self._rank.count), like=terms[0])
 
-    def _padded(self, pack: Sequence[Term], size: int) -> list[Term]:
-        """The pack, padded so that all packs have one size; a smaller group is a single pack."""
-        return padded(pack, min(size, -(-self._largest_group // self._rank.count)), like=pack[0])
+    def _padded(self, pack: Sequence[Term], size: int, context: PassContext) -> list[Term]:
+        """The pack, padded so that all packs have one size; a smaller job is a single pack."""
+        return padded(pack, min(size, -(-context.job_terms // self._rank.count)), like=pack[0])
 
     def _run_discarded(self, terms: Sequence[Term], context: PassContext) -> None:
         try:

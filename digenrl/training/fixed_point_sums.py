@@ -1,0 +1,153 @@
+"""Gradient sums in fixed point: the total has the same bits for any order and any split over trainers.
+
+The gradient of a job is converted once, to the integers round(g * 2**48), and integer addition is associative. The
+resolution is 3.6e-15. Values up to 2**14 can be added, and sums up to 2**15 fit into 64 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from digenrl.models.transfers import to_host
+from digenrl.training.gradients import Gradients, GradientSums, add_into
+from digenrl.training.job_sums import JobSums
+from digenrl.training.metrics import Tally
+from digenrl.training.packing.packed_passes import PassResult
+from digenrl.training.ranks.rank_group import RankGroup
+from digenrl.training.sample_jobs import SampleJob
+
+UNITS_PER_ONE = 2.0**48
+LARGEST_VALUE = 2.0**14  # of a job's gradient, exclusive
+LARGEST_SUM = 2.0**15 - 1  # of the largest values of all jobs; leaves room for rounding
+
+
+class FixedPointSums:
+    """Adds up the gradients of an update's jobs as integers, in any order. On several ranks, sums them exactly.
+
+    The range of values is checked when the sums are read, as that waits for a GPU. With `checks_each_job`, it is
+    checked before a job is added, so that one out of range changes nothing. `over_batch` says that a part of the
+    gradient awaits the batch's scale.
+    """
+
+    takes_jobs = True
+    dtype: torch.dtype | None = torch.int64
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        over_batch: bool,
+        checks_each_job: bool = False,
+        ranks: RankGroup | None = None,
+    ) -> None:
+        self._parameters, self._over_batch, self._ranks = parameters, over_batch, ranks
+        self._checks_each_job = checks_each_job
+        self.reset(())
+
+    def reset(self, places: Iterable[int]) -> None:
+        self._total = JobSums()
+        self._shared_bound = 0.0
+
+    def tally(self) -> Tally:
+        return self._total.tally()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self._total.tensors("total")
+
+    def of_job(self, job: SampleJob, result: PassResult) -> JobSums:
+        values = [*result.sums.unscaled.values(), *result.sums.final.values()]
+        if not values:
+            return JobSums(tallies={job: result.tally})
+        largest = torch.stack(torch._foreach_norm(values, torch.inf, dtype=torch.float64)).max()
+        torch._foreach_mul_(values, UNITS_PER_ONE)  # exact: a power of two
+        torch._foreach_round_(values)
+        fixed = GradientSums(_as_integers(result.sums.unscaled), _as_integers(result.sums.final))
+        return JobSums(fixed, {job: result.tally}, {job: largest})
+
+    def check(self, added: JobSums) -> None:
+        if self._checks_each_job:
+            self._bound(self._total, added)
+
+    def add(self, place: int, added: JobSums) -> None:
+        self._total.add(added)
+
+    def gradient(self, factor: float, corrections: JobSums) -> Gradients:
+        self._bound(self._total, corrections)
+        sums, more = self._total.gradient, corrections.gradient.unscaled
+        if self._ranks is not None:
+            sums, more = self._over_ranks(self._ranks, more), {}
+        gradient: Gradients = {}
+        for name, parameter in self._parameters.items():
+            unscaled = _sum_of([part[name] for part in (sums.unscaled, more) if name in part])
+            parts = [] if unscaled is None else [unscaled.double() * (factor / UNITS_PER_ONE)]
+            parts += [sums.final[name].double() / UNITS_PER_ONE] if name in sums.final else []
+            total = _sum_of(parts)
+            if total is not None:
+                gradient[name] = total.to(parameter.dtype)
+        return gradient
+
+    def take(self) -> tuple[JobSums, float]:
+        """The sums and a bound of their absolute values. They start over here, unless one is out of range."""
+        bound = self._bound(self._total)
+        taken = self._total
+        self.reset(())
+        return taken, bound
+
+    def add_share(self, shared: JobSums, bound: float) -> None:
+        """Adds jobs that another trainer has summed; on several ranks, the first one adds them.
+
+        Raises FloatingPointError, and changes nothing, if the sums could overflow.
+        """
+        self._bound(self._total, more=bound)
+        if self._ranks is None or self._ranks.rank.is_first:
+            self._total.add(shared)
+            self._shared_bound += bound
+
+    def _over_ranks(self, ranks: RankGroup, corrections: Gradients) -> GradientSums:
+        """The integers summed over all ranks. A rank with an empty share adds zeros."""
+        own, zeros = self._total.gradient, self._zeros
+        summed = GradientSums(final=zeros())
+        add_into(summed.final, own.final)
+        if self._over_batch:
+            summed.unscaled = zeros()
+            add_into(summed.unscaled, own.unscaled)
+            add_into(summed.unscaled, corrections)
+        ranks.sum_tensors(JobSums(summed).tensors("all ranks"))
+        return summed
+
+    def _zeros(self) -> Gradients:
+        return {name: torch.zeros_like(p.data, dtype=torch.int64) for name, p in self._parameters.items()}
+
+    def _bound(self, *sums: JobSums, more: float = 0.0) -> float:
+        """A bound of the absolute values of these sums; raises FloatingPointError if a rank's is too large."""
+        problem, bound = None, self._shared_bound + more
+        for each in sums:
+            each.largest = dict(zip(each.largest, to_host(list(each.largest.values())), strict=True))
+            for job, largest in each.largest.items():
+                value = float(largest)
+                if not value < LARGEST_VALUE:
+                    problem = f"the largest gradient of {job} is {value:g}, expected less than {LARGEST_VALUE:g}"
+                bound += value
+        limit = LARGEST_SUM if self._ranks is None else LARGEST_SUM / self._ranks.rank.count
+        if problem is None and not bound < limit:
+            problem = f"the gradients of an update may add up to {bound:g}, expected less than {limit:g}"
+        problems = [problem] if self._ranks is None else self._ranks.gather(problem)
+        for found in problems:
+            if found is not None:
+                raise FloatingPointError(f"{found}; the weights are unchanged")
+        return bound
+
+
+def _as_integers(gradients: Gradients) -> Gradients:
+    """The gradients as integers. Empties the mapping on the way, so that memory is freed tensor by tensor."""
+    return {name: gradients.pop(name).to(torch.int64) for name in list(gradients)}
+
+
+def _sum_of(values: list[Tensor]) -> Tensor | None:
+    """The sum of up to two tensors; None if there are none."""
+    if len(values) == 2:
+        return values[0] + values[1]
+    return values[0] if values else None

@@ -308,11 +308,18 @@ def source_of(recipe: Recipe) -> ModelSource:
 
 
 def make_trainer(
-    blueprint: Blueprint, model: DiffusionModel, *, helps: bool, ranks: RankGroup | None = None
+    blueprint: Blueprint,
+    model: DiffusionModel,
+    *,
+    helps: bool,
+    ranks: RankGroup | None = None,
+    shares_gradients: bool = False,
+    commits: bool = True,
 ) -> Trainer:
     """The recipe's trainer, alone or as one of several `ranks`.
 
-    A trainer that also generates keeps the last version, and may offload its state while it generates.
+    A trainer that also generates keeps the last version, and may offload its state while it generates. Trainers
+    that share gradients compute an update together, and one of them commits.
     """
     settings = blueprint.recipe.training
     if not blueprint.recipe.techniques.tsp:
@@ -325,4 +332,6 @@ def make_trainer(
         draw_noise=partial(normal_noise, blueprint.recipe.seed),
         ranks=ranks,
         helps=helps,
+        shares_gradients=shares_gradients,
+        commits=commits,
     )

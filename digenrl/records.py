@@ -336,8 +336,8 @@ class _TrainerArtifacts(Job, ABC):
 class Commit(_TrainerArtifacts):
     """Take the optimizer step and export the new version, `step + 1`. Result: Committed.
 
-    `gradients` are the SendGradients jobs whose sums are added first. If lanes train on their own, `groups` are all
-    groups of the step; with `replays`, some of their samples may have to be replayed once more.
+    `gradients` are the SendGradients jobs whose sums are added first. If lanes train on their own, `groups` are
+    all groups of the step; with `replays`, some of their samples may have to be replayed once more.
     """
 
     step: int

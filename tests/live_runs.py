@@ -18,6 +18,8 @@ import yaml
 from rich.console import Console
 
 from digenrl.commands.train import resume_run, start_run
+from digenrl.prompts.sampler import PromptSampler
+from digenrl.prompts.sources import Prompt
 from digenrl.run_folder.folder import RunFolder, Status
 from digenrl.run_folder.lines import read_lines
 from digenrl.testing.tiny_models import make_tiny_pipeline
@@ -219,6 +221,13 @@ class Gates:
         """Unblocks all prompts."""
         for gate in self.folder.iterdir():
             gate.unlink()
+
+
+def prompts_of_step(live: LiveRuns, step: int, prompts: int = 2, file: str = "prompts.txt") -> list[str]:
+    """The prompts of a step, for runs with this many per step."""
+    texts = (live.root / file).read_text().splitlines()
+    sampler = PromptSampler([Prompt(index, text) for index, text in enumerate(texts)], prompts, seed=0)
+    return [sampler.prompt_for(step, group).text for group in range(prompts)]
 
 
 # --- Results -----------------------------------------------------------------------------------------------------

@@ -363,7 +363,7 @@ class Recipe(Frozen):
         if not isinstance(cards, int) or cards <= 1 or isinstance(cards, bool):
             return content
         if content.get("mode") != "colocated":
-            why = f"{cards} in mode {content.get('mode', 'local')}, whose lanes are the trainer and lanes.generators"
+            why = f"{cards} in mode {content.get('mode', 'local')}, which has a trainer and lanes.generators"
             raise _conflict("lanes.cards", f"{why}; set mode to colocated, or leave it out")
         own = {key: value for key, value in lanes.items() if key != "cards"}
         techniques = content.get("techniques") or {}

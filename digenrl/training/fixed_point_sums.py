@@ -7,6 +7,7 @@ resolution is 3.6e-15. Values up to 2**14 can be added, and sums up to 2**15 fit
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,15 @@ from digenrl.training.sample_jobs import SampleJob
 UNITS_PER_ONE = 2.0**48
 LARGEST_VALUE = 2.0**14  # of a job's gradient, exclusive
 LARGEST_SUM = 2.0**15 - 1  # of the largest values of all jobs; leaves room for rounding
+UNCHANGED = "the weights are unchanged"
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """A bound of the absolute values of some sums, and why they cannot be used, in words."""
+
+    bound: float
+    problem: str | None
 
 
 class FixedPointSums:
@@ -69,16 +79,18 @@ class FixedPointSums:
 
     def check(self, added: JobSums) -> None:
         if self._checks_each_job:
-            self._bound(self._total, added)
+            self._raise_on_all_ranks(self._range(self._total, added))
 
     def add(self, place: int, added: JobSums) -> None:
         self._total.add(added)
 
     def gradient(self, factor: float, corrections: JobSums) -> Gradients:
-        self._bound(self._total, corrections)
+        found = self._range(self._total, corrections)
         sums, more = self._total.gradient, corrections.gradient.unscaled
-        if self._ranks is not None:
-            sums, more = self._over_ranks(self._ranks, more), {}
+        if self._ranks is None:
+            self._raise_on_all_ranks(found)
+        else:
+            sums, more = self._over_ranks(self._ranks, more, found), {}
         gradient: Gradients = {}
         for name, parameter in self._parameters.items():
             unscaled = _sum_of([part[name] for part in (sums.unscaled, more) if name in part])
@@ -91,54 +103,64 @@ class FixedPointSums:
 
     def take(self) -> tuple[JobSums, float]:
         """The sums and a bound of their absolute values. They start over here, unless one is out of range."""
-        bound = self._bound(self._total)
+        found = self._range(self._total)
+        self._raise_on_all_ranks(found)
         taken = self._total
         self.reset(())
-        return taken, bound
+        return taken, found.bound
 
     def add_share(self, shared: JobSums, bound: float) -> None:
         """Adds jobs that another trainer has summed; on several ranks, the first one adds them.
 
         Raises FloatingPointError, and changes nothing, if the sums could overflow.
         """
-        self._bound(self._total, more=bound)
+        self._raise_on_all_ranks(self._range(self._total, more=bound))
         if self._ranks is None or self._ranks.rank.is_first:
             self._total.add(shared)
             self._shared_bound += bound
 
-    def _over_ranks(self, ranks: RankGroup, corrections: Gradients) -> GradientSums:
-        """The integers summed over all ranks. A rank with an empty share adds zeros."""
-        own, zeros = self._total.gradient, self._zeros
-        summed = GradientSums(final=zeros())
+    def _over_ranks(self, ranks: RankGroup, corrections: Gradients, found: _Range) -> GradientSums:
+        """The integers summed over all ranks. A rank with an empty share adds zeros.
+
+        Raises FloatingPointError on all ranks if values of one are out of range.
+        """
+        own, summed = self._total.gradient, GradientSums(final=self._zeros())
         add_into(summed.final, own.final)
         if self._over_batch:
-            summed.unscaled = zeros()
+            summed.unscaled = self._zeros()
             add_into(summed.unscaled, own.unscaled)
             add_into(summed.unscaled, corrections)
-        ranks.sum_tensors(JobSums(summed).tensors("all ranks"))
+        device = next(iter(self._parameters.values())).device
+        problems = torch.tensor([int(found.problem is not None)], device=device)
+        ranks.sum_tensors(JobSums(summed).tensors("all ranks") | {"problems": problems})
+        if int(problems):
+            raise FloatingPointError(found.problem or f"gradients of another rank are out of range; {UNCHANGED}")
         return summed
 
     def _zeros(self) -> Gradients:
         return {name: torch.zeros_like(p.data, dtype=torch.int64) for name, p in self._parameters.items()}
 
-    def _bound(self, *sums: JobSums, more: float = 0.0) -> float:
-        """A bound of the absolute values of these sums; raises FloatingPointError if a rank's is too large."""
+    def _range(self, *sums: JobSums, more: float = 0.0) -> _Range:
+        """The range of these sums on this rank, with jobs that others have added up. Waits for a GPU."""
         problem, bound = None, self._shared_bound + more
         for each in sums:
             each.largest = dict(zip(each.largest, to_host(list(each.largest.values())), strict=True))
             for job, largest in each.largest.items():
                 value = float(largest)
                 if not value < LARGEST_VALUE:
-                    problem = f"the largest gradient of {job} is {value:g}, expected less than {LARGEST_VALUE:g}"
+                    problem = (
+                        f"gradients of {job} reach {value:g}, expected less than {LARGEST_VALUE:g}; {UNCHANGED}"
+                    )
                 bound += value
         limit = LARGEST_SUM if self._ranks is None else LARGEST_SUM / self._ranks.rank.count
         if problem is None and not bound < limit:
-            problem = f"the gradients of an update may add up to {bound:g}, expected less than {limit:g}"
-        problems = [problem] if self._ranks is None else self._ranks.gather(problem)
-        for found in problems:
-            if found is not None:
-                raise FloatingPointError(f"{found}; the weights are unchanged")
-        return bound
+            problem = f"gradients of an update could add up to {bound:g}, more than {limit:g}; {UNCHANGED}"
+        return _Range(bound, problem)
+
+    def _raise_on_all_ranks(self, found: _Range) -> None:
+        for problem in [found.problem] if self._ranks is None else self._ranks.gather(found.problem):
+            if problem is not None:
+                raise FloatingPointError(problem)
 
 
 def _as_integers(gradients: Gradients) -> Gradients:

@@ -313,11 +313,16 @@ def make_trainer(
     *,
     helps: bool,
     ranks: RankGroup | None = None,
+<<<<<<< HEAD
+=======
+    shares_gradients: bool = False,
+>>>>>>> sums
     commits: bool = True,
 ) -> Trainer:
     """The recipe's trainer, alone or as one of several `ranks`, or that of a generator, which never `commits`.
 
-    A trainer that also generates keeps the last version, and may offload its state while it generates.
+    A trainer that also generates keeps the last version, and may offload its state while it generates. Trainers
+    that share gradients compute an update together, and one of them commits.
     """
     settings = blueprint.recipe.training.model_copy(update={"job_samples": blueprint.recipe.job_samples})
     if not blueprint.recipe.techniques.tsp:
@@ -330,6 +335,10 @@ def make_trainer(
         draw_noise=partial(normal_noise, blueprint.recipe.seed),
         ranks=ranks,
         helps=helps,
+<<<<<<< HEAD
         shares_gradients=blueprint.recipe.shares_work,
+=======
+        shares_gradients=shares_gradients,
+>>>>>>> sums
         commits=commits,
     )

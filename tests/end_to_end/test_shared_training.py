@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 from live_runs import (
+    Gates,
     LiveRuns,
     Meanwhile,
     assert_nothing_is_left,
-    exchange_of,
-    is_stalled,
     lines_of,
     metric,
+    prompts_of_step,
     steps_done,
     trained,
     wait_for,
@@ -23,7 +23,7 @@ from live_runs import (
 )
 
 from digenrl.config.reading import ConfigError
-from digenrl.records import NO_LANE, Committed, GradientsSent, SendGradients, Train, Trained
+from digenrl.records import NO_LANE, Committed, GradientsSent, SendGradients, Train, Trained, WorkerLost
 from digenrl.run_folder.folder import RunFolder, Status
 from digenrl.run_folder.journal import read_journal
 from digenrl.runs.replaying import initial_state_of, replayed
@@ -57,21 +57,16 @@ def held_samples(run: Path, lane: int) -> int:
     return held
 
 
-def kill_with_gradients(run: Path, worker: str, lane: int) -> None:
-    """Stops the worker until it holds gradients that it has not sent, and then kills it."""
-    wait_for(lambda: steps_done(run) >= 1, "a step")
-    pid = workers_of(run)[worker]
-
-    def stopped_with_gradients() -> bool:
-        os.kill(pid, signal.SIGSTOP)
-        wait_for(lambda: is_stalled(run), "all workers to wait")
-        if held_samples(run, lane):
-            return True
-        os.kill(pid, signal.SIGCONT)
-        return False
-
-    wait_for(stopped_with_gradients, "gradients")
-    os.kill(pid, signal.SIGKILL)
+def kill_with_gradients(run: Path, worker: str, lane: int, gates: Gates) -> None:
+    """Kills the worker when it holds gradients of a step whose last group cannot be scored yet."""
+    wait_for(lambda: steps_done(run) >= 1 and held_samples(run, lane), "gradients")
+    os.kill(workers_of(run)[worker], signal.SIGKILL)
+    lost = wait_for(
+        lambda: [each.event for each in read_journal(run / "journal.jsonl") if isinstance(each.event, WorkerLost)],
+        "the loss",
+    )
+    assert len(lost) == 1
+    gates.open()
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -101,14 +96,20 @@ def test_the_journal_of_shared_training_can_be_replayed(live: LiveRuns) -> None:
 
 
 @pytest.mark.parametrize(("worker", "lane"), [("generator-0", 0), ("trainer", 1)])
-def test_a_lane_killed_with_gradients_in_hand_changes_no_bit(worker: str, lane: int, live: LiveRuns) -> None:
-    path = live.new_path()
-    with Meanwhile(path, lambda: kill_with_gradients(path, worker, lane)):
-        exchange = None
-        status, run = live.run("steps=6", *BOTH, out=path)
-    assert status is Status.FINISHED and exchange is None
-    assert trained(run, 6) == trained(live.finished("steps=6", *ONE_CARD), 6)
-    assert metric(run, "step") == list(range(6))
+def test_a_lane_killed_with_gradients_in_hand_changes_no_bit(
+    worker: str, lane: int, live: LiveRuns, tmp_path: Path
+) -> None:
+    gates, path = Gates(tmp_path / "gates"), live.new_path()
+    (live.root / "twelve.txt").write_text("".join(f"{number} cats\n" for number in range(12)))
+    options = ("batch.prompts=4", f"prompts.path={live.root / 'twelve.txt'}")
+    gates.close(prompts_of_step(live, 1, 4, "twelve.txt")[-1])
+    with Meanwhile(path, lambda: kill_with_gradients(path, worker, lane, gates)):
+        status, run = live.run(*options, *BOTH, gates.rewards, out=path)
+    assert status is Status.FINISHED
+    assert trained(run, 3) == trained(live.finished(*options, *ONE_CARD), 3)
+    assert metric(run, "step") == [0, 1, 2]
+    pieces = [job.slice for job in train_jobs(run)]
+    assert len(pieces) > len(set(pieces)), "what was lost is trained again"
     assert_nothing_is_left(path)
 
 
@@ -120,10 +121,10 @@ def test_several_cards_in_mode_colocated_are_lanes_that_do_everything(live: Live
 
 def test_what_cannot_be_shared_is_refused(live: LiveRuns) -> None:
     for override, message in {
-        "algorithm.options.updates_per_batch=2": "techniques.assist: both, but algorithm.options.updates_per_batch",
-        "algorithm={name: diffusion_nft, options: {}}": "techniques.assist: both, but the published weights",
-        "lanes.ranks=2": "techniques.assist: both, where every card trains alone, but lanes.ranks is 2",
-        "mode=colocated": "techniques.assist: both, but mode colocated is one card",
+        "algorithm.options.updates_per_batch=2": "both, but algorithm.options.updates_per_batch is 2",
+        "algorithm={name: diffusion_nft, options: {}}": "both, but the published weights follow",
+        "lanes.ranks=2": "both, where every card trains alone, but lanes.ranks is 2",
+        "mode=colocated": "both, but mode colocated is one card",
     }.items():
         with pytest.raises(ConfigError, match=message):
             live.run(*BOTH, override)

@@ -20,6 +20,7 @@ from live_runs import (
     is_stalled,
     lines_of,
     metric,
+    prompts_of_step,
     steps_done,
     trained,
     wait_for,
@@ -332,12 +333,3 @@ def test_a_run_stopped_in_the_middle_of_a_batch_of_two_updates_goes_on_before_it
     quiet = live.finished(*two_updates, "mode=colocated")
     assert trained(run, 6) == trained(quiet, 6)
     assert metric(run, "step") == list(range(6))
-
-
-def prompts_of_step(live: LiveRuns, step: int) -> list[str]:
-    from digenrl.prompts.sampler import PromptSampler
-    from digenrl.prompts.sources import Prompt
-
-    texts = (live.root / "prompts.txt").read_text().splitlines()
-    sampler = PromptSampler([Prompt(index, text) for index, text in enumerate(texts)], 2, seed=0)
-    return [sampler.prompt_for(step, group).text for group in range(2)]

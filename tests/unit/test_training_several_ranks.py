@@ -22,6 +22,7 @@ from scored_groups import (
     toy,
     trainer_of,
 )
+from shared_training import Assistant, SharedCase
 
 from digenrl.algorithms.registry import ALGORITHMS, build_algorithm
 from digenrl.config.reading import ConfigError
@@ -145,6 +146,49 @@ def test_the_gradient_of_two_ranks_is_the_serial_one_for_every_algorithm(tmp_pat
         assert relative_difference(first[name], expected) < 1e-6, name
         if lora:
             assert all(torch.equal(first[name][key], second[name][key]) for key in expected), "in every bit"
+
+
+def in_another_order(ranks):
+    """States after two batches whose groups arrived in two orders; and after one for which another has trained."""
+    case, states = SharedCase("flow_grpo"), []
+    assistant = Assistant(case)
+    assistant.trainer.add_group(case.batches()[0][2])
+    share = assistant.trainer.take_share()
+    for order, shared in (((0, 1, 2), ()), ((2, 0, 1), ()), ((0, 1), (2,))):
+        trainer = case.trainer(case.model(), ranks=ranks, shares_gradients=True)
+        groups = case.batches()[0]
+        for place in order:
+            trainer.add_group(groups[place])
+        for place in shared:
+            trainer.add_share(share)
+            trainer.add_rewards(place, place, groups[place].rewards)
+            trainer.hold_group(groups[place])
+        trainer.commit()
+        states.append(state_of(trainer))
+    return differences(states[1], states[0]), relative_difference(states[2].weights, states[0].weights)
+
+
+def test_the_order_of_groups_changes_no_bit_on_several_ranks_and_shares_are_added_once(tmp_path):
+    for changed, difference in on_ranks(2, tmp_path, in_another_order):
+        assert changed == []
+        assert difference < 1e-5, "of what the ranks share in other packs, the rounding differs"
+
+
+def out_of_range_on_one(ranks):
+    """One rank has the only terms that are not finite; all of them raise, when the gradient is read."""
+    _, trainer, (groups, *_) = Case("dance_grpo").trainer_and_batches(ranks)
+    for place, group in enumerate(groups):
+        spoiled = group.trajectories[0].log_prob_K.clone()
+        spoiled[: 1 - place] = math.nan  # one term of the first group
+        first = replace(group.trajectories[0], log_prob_K=spoiled)
+        trainer.add_group(replace(group, trajectories=(first, *group.trajectories[1:])))
+    with pytest.raises(FloatingPointError, match="the weights are unchanged"):
+        trainer.commit()
+    return trainer.state_at_last_version().updates_done
+
+
+def test_all_ranks_refuse_a_gradient_that_is_not_finite_on_one(tmp_path):
+    assert on_ranks(2, tmp_path, out_of_range_on_one) == [0, 0]
 
 
 def calls_of(monkeypatch, name):
@@ -274,7 +318,7 @@ def off_by_a_little(ranks):
     def wrong_on_one(tensors):
         real(tensors)
         for value in tensors.values():
-            value *= 1 + 1e-4 * ranks.rank.index
+            value += value // 10_000 * ranks.rank.index
 
     ranks.sum_tensors = wrong_on_one
     with pytest.raises(RanksError, match="disagree about the gradient norm"):

@@ -8,6 +8,8 @@ import pytest
 import torch
 from late_copier import LateCopier
 from scored_groups import Rollout, differences, scored_groups, state_of, toy, trainer_of
+from shared_training import SETTINGS as SHARED
+from shared_training import SharedCase
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
@@ -16,6 +18,7 @@ from digenrl.config.training import EmaSettings, TrainerSettings
 from digenrl.driver.calibration import Calibration, terms_of
 from digenrl.records import LaneOffer
 from digenrl.simulation.prediction import predict
+from digenrl.training.gradient_share import share_as_tensors
 from digenrl.training.offload.host_copies import HostCopies, HostMemory
 from digenrl.training.offload.offloader import Offloader
 
@@ -76,6 +79,31 @@ def test_switching_between_groups_changes_no_bit_of_the_state(name):
         assert differences(still.state_at_last_version(), switched.state_at_last_version()) == []
     moments = [value for each in state_of(switched).optimizer.moments.values() for value in each.values()]
     assert all(bool(value.isfinite().all()) for value in moments) and any(bool(value.any()) for value in moments)
+
+
+def test_switching_between_jobs_changes_no_bit_of_a_share():
+    case, shares = SharedCase("flow_grpo", lora=False), []
+    for offload in (False, True):
+        settings, model = SHARED.model_copy(update={"offload": offload}), case.model()
+        trainer = case.trainer(model, settings, helps=True, shares_gradients=True, commits=False)
+        with trainer.switching.full_size():
+            trainer.switching.offload()
+            moved = trainer.switching.offloaded_bytes
+        for step, groups in enumerate(case.batches()):
+            for group in groups:
+                for first in (0, 2):
+                    trainer.switching.offload()
+                    trainer.add_samples(group.part(first, 2))
+            trainer.switching.offload()
+            shares.append(share_as_tensors(trainer.take_share()))
+            with torch.no_grad():
+                for parameter in model.transformer.parameters():
+                    parameter += 0.01 * (step + 1)
+            trainer.start_version(step + 1)
+    for left, right in zip(shares[:3], shares[3:], strict=True):
+        assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    # the reference, and two sums of eight bytes; no moments and no average
+    assert moved == 5 * sum(parameter.nbytes for parameter in model.transformer.parameters())
 
 
 def test_everything_that_generation_does_not_need_is_offloaded():

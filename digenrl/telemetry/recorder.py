@@ -105,7 +105,8 @@ class Recorder:
         ]
         spans = sorted(self.spans, key=lambda span: (span.start_ns, span.end_ns))
         rows = (*generators, *scorers, LaneInfo(TRAINER_LANE, TRAINER_POOL, self._start_ns), *helpers)
-        return Trace(rows, tuple(spans), self._now_ns, shared_cards=self._initial.terms.colocated)
+        terms = self._initial.terms
+        return Trace(rows, tuple(spans), self._now_ns, terms.colocated, terms.shares_work)
 
     def _lane_info(self, lane: int) -> LaneInfo:
         pool = TRAINER_POOL if lane in self._helpers else GENERATOR_POOL

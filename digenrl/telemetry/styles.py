@@ -30,6 +30,7 @@ _FRESH = {
     Work.SAVE: WorkStyle("w", "save (write a checkpoint)", fill="#8a5a3c", ink="#ffffff"),
     Work.RESTORE: WorkStyle("R", "restore a lost trainer", fill="#6b7a2f", ink="#ffffff"),
     Work.CALIBRATE: WorkStyle("k", "calibrate a new lane", fill="#c9b458", ink="#2e2700"),
+    Work.SEND: WorkStyle("d", "send gradients", fill="#c65d2e", ink="#ffffff"),
 }
 _STALE = {
     Work.GENERATE: WorkStyle("s", "generate, stale weights", fill="#a9c4ee", ink="#12305f", stale=True),
@@ -41,7 +42,7 @@ LEGEND_ORDER: tuple[WorkStyle, ...] = (
     _STALE[Work.GENERATE],
     _FRESH[Work.HELP],
     _STALE[Work.HELP],
-    *(_FRESH[work] for work in (Work.SCORE, Work.TRAIN, Work.COMMIT, Work.SWITCH, Work.PUBLISH)),
+    *(_FRESH[work] for work in (Work.SCORE, Work.TRAIN, Work.SEND, Work.COMMIT, Work.SWITCH, Work.PUBLISH)),
     *(_FRESH[work] for work in (Work.EVALUATE, Work.SAVE, Work.RESTORE, Work.CALIBRATE)),
 )
 

@@ -72,8 +72,8 @@ def test_a_lane_that_joined_late_is_not_idle_before() -> None:
 def test_helper_rows_do_not_count_twice_in_the_mean() -> None:
     trace = helped_trace()
     shares = lane_shares(trace, TimeWindow(0, trace.end_ns))
-    assert mean_busy(trace.lanes, shares) == pytest.approx((12 / 14 + 10 / 14) / 2)
-    assert mean_busy((), shares) is None
+    assert mean_busy(trace, trace.lanes, shares) == pytest.approx((12 / 14 + 10 / 14) / 2)
+    assert mean_busy(trace, (), shares) is None
 
 
 def test_the_reward_of_a_long_run_is_averaged_at_its_ends() -> None:

@@ -141,14 +141,27 @@ def test_a_step_of_lanes_that_do_both_has_the_shares_of_the_full_trace() -> None
     assert all(numbers["busy/trainer"] >= numbers["busy/helper-1"] > 0.5 for numbers in steps)
 
 
-@settings(max_examples=30)
+def test_samples_count_where_they_are_trained_again_after_a_lane_was_lost_with_their_gradients() -> None:
+    opening, trained = initial_state_of(**BOTH), list[Trained]()
+
+    def note(event: Any, actions: Any, state: SchedulerState) -> None:
+        if isinstance(event, Trained) and not state.lanes[event.job.lane].helper:
+            trained.append(event)
+
+    watch(opening, [], after=(AfterEach(note),))
+    first = trained[0]
+    lost = WorkerLost(first.at_ns + 1, first.job.lane)
+    _check_against_the_full_trace(opening, Faults(events=(lost,)))
+    trained.clear()
+    watch(opening, [], faults=Faults(events=(lost,)), after=(AfterEach(note),))
+    assert [event.job.slice for event in trained].count(first.job.slice) == 2
+
+
+@settings(max_examples=20)
 @given(st.lists(st.tuples(st.integers(0, 25 * SECOND), st.integers(0, 2)), max_size=3))
-def test_samples_that_a_lost_lane_had_trained_count_where_they_are_trained_again(
-    losses: list[tuple[int, int]],
-) -> None:
-    _check_against_the_full_trace(
-        initial_state_of(**BOTH), Faults(events=tuple(WorkerLost(at_ns, lane) for at_ns, lane in losses))
-    )
+def test_any_run_of_lanes_that_do_both_has_the_shares_of_its_full_trace(losses: list[tuple[int, int]]) -> None:
+    faults = Faults(events=tuple(WorkerLost(at_ns, lane) for at_ns, lane in losses))
+    _check_against_the_full_trace(initial_state_of(**BOTH), faults)
 
 
 def test_the_shares_of_all_steps_add_up_to_the_share_of_the_run() -> None:

@@ -42,6 +42,12 @@ def recipe(**changes: Any) -> Recipe:
     return Recipe.model_validate({**content, **changes})
 
 
+def both_recipe() -> Recipe:
+    """The same recipe with help in both directions."""
+    algorithm = {"name": "flow_grpo", "options": {"updates_per_batch": 1}}
+    return recipe(algorithm=algorithm, techniques={"assist": "both"})
+
+
 def metrics_rows(steps: int = 2) -> list[dict[str, float]]:
     """Rewards rise from 0.25 by 0.25 per step; steps take 10 s and are predicted 10 % too long."""
     return [

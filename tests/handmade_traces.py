@@ -58,6 +58,27 @@ def helped_trace() -> Trace:
     return Trace(lanes, spans, 14 * SECOND)
 
 
+def both_trace() -> Trace:
+    """Two steps in which a generator and the trainer's card both generate and train; commits at 8 s and 17 s."""
+    lanes = (LaneInfo("gen", "generator"), LaneInfo("trainer", "trainer"), LaneInfo("helper-0", "trainer"))
+    spans: list[Span] = []
+    for step, at in ((0, 0.0), (1, 9.0)):
+        one = {"step": step, "size": 1, "version": step}
+        spans += [
+            span("gen", Work.GENERATE, at, at + 2, group=0, first=0, **one),
+            span("helper-0", Work.HELP, at, at + 2, group=0, first=1, **one),
+            span("gen", Work.GENERATE, at + 2, at + 4, group=1, first=0, **one),
+            span("helper-0", Work.HELP, at + 2, at + 4, group=1, first=1, **one),
+            span("gen", Work.TRAIN, at + 4, at + 6, group=0, first=1, **one),
+            span("helper-0", Work.TRAIN, at + 4, at + 5, group=0, first=0, **one),
+            span("helper-0", Work.TRAIN, at + 5, at + 7, group=1, step=step, size=2, version=step),
+            span("gen", Work.SEND, at + 6, at + 6.5, step=step),
+            span("trainer", Work.COMMIT, at + 7, at + 8, step=step, version=step + 1),
+        ]
+    spans.append(span("trainer", Work.PUBLISH, 8, 9, version=1))
+    return Trace(lanes, tuple(sorted(spans, key=lambda s: s.start_ns)), 17 * SECOND, shares_work=True)
+
+
 def large_trace(generators: int = 24, steps: int = 3) -> Trace:
     """Many generator lanes of two kinds of card, with stale starts and help; synthetic, not simulated."""
     names = [f"a100-{i}" for i in range(generators * 2 // 3)]

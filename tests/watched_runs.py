@@ -37,6 +37,17 @@ SPEC: dict[str, Any] = {
 }
 
 
+# Changes of SPEC with which every lane except the l40s both generates and trains.
+BOTH: dict[str, Any] = {
+    "generators": [
+        {"name": "a100", "count": 2, "seconds": {1: 1.0, 2: 1.7}, "train_seconds": 0.7, "switch": 0.1},
+        {"name": "l40s", "count": 1, "seconds": {1: 2.0, 2: 3.1}},
+    ],
+    "trainer": {**SPEC["trainer"], "job": 2, "reduce": 0.1},
+    "policy": {"help": "auto", "assist": "both", "stale_fraction": 0.25},
+}
+
+
 class KeptNumbers:
     """A sink that keeps everything."""
 

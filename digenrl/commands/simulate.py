@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 
 from digenrl.commands.output import out, print_written, progress_bar
 from digenrl.config.profiles import read_profile
@@ -18,7 +18,14 @@ from digenrl.config.spec import Spec
 from digenrl.simulation.ladder import rungs, simulate_ladder
 from digenrl.simulation.simulator import simulate
 from digenrl.simulation.single_device import predict_single_device
-from digenrl.simulation.tables import answer_table, ladder_table, prediction_table, prediction_title, title_of
+from digenrl.simulation.tables import (
+    answer_table,
+    ladder_table,
+    prediction_table,
+    prediction_title,
+    title_of,
+    work_table,
+)
 from digenrl.telemetry.gantt_svg import gantt_svg
 from digenrl.telemetry.gantt_terminal import gantt_text
 from digenrl.telemetry.perfetto import write_perfetto
@@ -47,8 +54,10 @@ class TraceFiles:
 def simulate_spec(spec: Spec, search_budget: int, files: TraceFiles, as_json: bool) -> None:
     """Simulates a SPEC and prints the answer."""
     run = simulate(spec, search_budget)
-    table = answer_table(run.spec, run.answer)
-    _show(run.answer.as_dict(), table, run.trace, title_of(run.spec), files, as_json)
+    tables: tuple[RenderableType, ...] = (answer_table(run.spec, run.answer),)
+    if run.trace.shares_work:
+        tables += ("", work_table(run.trace))
+    _show(run.answer.as_dict(), Group(*tables), run.trace, title_of(run.spec), files, as_json)
 
 
 def predict_device(profile_name: str, files: TraceFiles, as_json: bool) -> None:

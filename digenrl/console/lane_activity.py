@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from digenrl.records import Evaluate, Generate, LaneJob, Slice
+from digenrl.records import Calibrate, Evaluate, LaneJob, SendGradients, Slice, Train
 from digenrl.scheduling import SchedulerState
 from digenrl.scheduling.state import (
     Committing,
@@ -27,6 +27,7 @@ from digenrl.telemetry.trace import (
 )
 
 IDLE = "idle"
+_ALONE = {Work.HELP: "generating", Work.TRAIN: "training", Work.EVALUATE: "evaluating"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,14 @@ def _lane(state: SchedulerState, lane: Lane) -> Activity:
 
 
 def _description(job: LaneJob) -> str:
-    if isinstance(job, Generate):
-        return f"step {job.slice.step} group {job.slice.group}{' stale' if job.stale else ''}"
-    return f"version {job.chunk.version}" if isinstance(job, Evaluate) else "timing slices"
+    if isinstance(job, Evaluate):
+        return f"version {job.chunk.version}"
+    if isinstance(job, Calibrate):
+        return "timing slices"
+    if isinstance(job, SendGradients):
+        return f"gradients of step {job.step}"
+    stale = not isinstance(job, Train) and job.stale
+    return f"step {job.slice.step} group {job.slice.group}{' stale' if stale else ''}"
 
 
 def _scorer(state: SchedulerState, index: int) -> Activity:
@@ -89,6 +95,14 @@ def _trainer_work(state: SchedulerState) -> tuple[Work | None, str]:
         case SwitchingIn() | SwitchingOut() as busy:
             return Work.SWITCH, "to generating" if isinstance(busy, SwitchingIn) else "to training"
         case Free():
-            return None, IDLE
+            return None, _work_of_cards(state)
         case _:
             return None, "cards are generating"
+
+
+def _work_of_cards(state: SchedulerState) -> str:
+    """What the trainer's cards do, each on its own, while they do nothing together."""
+    helps = not state.terms.colocated
+    works = {lane_work(lane.job, helps) for lane in state.lanes if lane.helper and helps and lane.job is not None}
+    words = [word for work, word in _ALONE.items() if work in works]
+    return f"cards are {' and '.join(words)}" if words else IDLE

@@ -155,9 +155,9 @@ def step_summary(progress: Progress) -> str:
         parts.append(f"{duration(newest['step_s'])} per step")
     if "samples_per_s" in newest:
         parts.append(f"{newest['samples_per_s']:.4g} samples/s")
-    for name, label in (("stale_share", "stale"), ("helped_share", "helped")):
-        if newest.get(name):
-            parts.append(f"{label} {percent(newest[name])}")
+    for name in ("stale", "helped", "assisted"):
+        if newest.get(f"{name}_share"):
+            parts.append(f"{name} {percent(newest[f'{name}_share'])}")
     left_s = progress.left_s(0.0)
     if left_s:
         parts.append(f"{duration(left_s)} left")

@@ -6,25 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from digenrl.metrics.busy import BusyMeter
-from digenrl.records import (
-    Action,
-    Commit,
-    Committed,
-    Event,
-    Generate,
-    Generated,
-    Quarantine,
-    Result,
-    WorkerJoined,
-    WorkerLost,
-)
+from digenrl.metrics.sample_counts import SampleCounter
+from digenrl.records import Action, Commit, Committed, Event, WorkerJoined, WorkerLost
 from digenrl.run_folder.metric_lines import EvaluationRecord
 from digenrl.scheduling import SchedulerState
 from digenrl.telemetry.trace import Span, Work, lane_work
 
 NS_PER_SECOND = 1_000_000_000
 BUSY_PREFIX = "busy/"
-_COMPUTED_HERE = {"step", "at_s", "step_s", "samples", "samples_per_s", "stale_share", "helped_share", "version"}
+_COMPUTED_HERE = {
+    *("step", "at_s", "step_s", "version"),
+    *("samples", "samples_per_s", "stale_share", "helped_share", "assisted_share"),
+}
 
 
 class MetricSink(Protocol):
@@ -50,7 +43,7 @@ class StepMetrics:
     def __init__(self, initial: SchedulerState, sinks: Sequence[MetricSink], start_ns: int = 0) -> None:
         self._sinks = tuple(sinks)
         self._busy = BusyMeter(initial, start_ns)
-        self._helped = _HelpedSamples(initial)
+        self._samples = SampleCounter(initial)
         self._step_start_ns = start_ns
         self._step = initial.committed
         self._stale_samples = 0
@@ -81,7 +74,7 @@ class StepMetrics:
             self._busy.joined(event.offer.name, event.at_ns)
         elif isinstance(event, WorkerLost) and event.pool == "generator":
             self._busy.left(state.lanes[event.lane].name, event.at_ns)
-        self._helped.observe(event, actions)
+        self._samples.observe(event, actions)
         if any(isinstance(action, Commit) for action in actions):
             self._stale_samples = state.current.stale_samples
         if isinstance(event, Committed):
@@ -94,6 +87,7 @@ class StepMetrics:
 
     def _finish_step(self, event: Committed, state: SchedulerState) -> None:
         step, samples = event.job.step, state.terms.samples_per_step
+        counts = self._samples.take(step)
         step_s = (event.at_ns - self._step_start_ns) / NS_PER_SECOND
         metrics: dict[str, float] = {
             "step": step,
@@ -101,9 +95,11 @@ class StepMetrics:
             "step_s": step_s,
             "samples": samples,
             "stale_share": self._stale_samples / samples,
-            "helped_share": self._helped.take(step) / samples,
+            "helped_share": counts.helped / samples,
             "version": state.committed,
         }
+        if state.terms.shares_work:
+            metrics["assisted_share"] = counts.assisted / samples
         if step_s > 0:
             metrics["samples_per_s"] = samples / step_s
         metrics |= self._reported.pop(step, {})
@@ -123,39 +119,3 @@ def _open_spans(state: SchedulerState, now_ns: int) -> Iterator[Span]:
     for index, score in enumerate(state.scorers):
         if score is not None:
             yield Span(f"reward-{index}", Work.SCORE, score.issued_ns, now_ns, state.committed)
-
-
-class _HelpedSamples:
-    """Counts the samples of each open step that the trainer's lanes generated, without groups in quarantine."""
-
-    def __init__(self, initial: SchedulerState) -> None:
-        colocated = initial.terms.colocated
-        self._helpers = {lane.index for lane in initial.lanes if lane.helper and not colocated}
-        self._jobs: dict[int, Generate] = {}  # by id, so that late and repeated results count once
-        self._samples: dict[tuple[int, int], int] = {}  # by step and group
-
-    def observe(self, event: Event, actions: Sequence[Action]) -> None:
-        if isinstance(event, Result):
-            job = self._jobs.pop(event.job.id, None)
-            if job is not None and isinstance(event, Generated):
-                place = (job.slice.step, job.slice.group)
-                self._samples[place] = self._samples.get(place, 0) + job.slice.size
-        elif isinstance(event, WorkerLost) and event.pool == "trainer":
-            self._jobs.clear()
-        for action in actions:
-            if isinstance(action, Generate) and action.lane in self._helpers:
-                self._jobs[action.id] = action
-            elif isinstance(action, Quarantine):
-                self._forget(action.step, action.group)
-
-    def take(self, step: int) -> int:
-        """The samples of a committed step; forgets them and those of all earlier steps."""
-        samples = sum(size for (of_step, _), size in self._samples.items() if of_step == step)
-        self._samples = {place: size for place, size in self._samples.items() if place[0] > step}
-        return samples
-
-    def _forget(self, step: int, group: int) -> None:
-        self._samples.pop((step, group), None)
-        self._jobs = {
-            job_id: job for job_id, job in self._jobs.items() if (job.slice.step, job.slice.group) != (step, group)
-        }

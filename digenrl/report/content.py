@@ -15,6 +15,7 @@ from digenrl.report.grids import grids
 from digenrl.report.timeline import timeline
 from digenrl.run_folder.reading import RunRecord
 from digenrl.telemetry.lane_shares import LaneShares, TimeWindow, lane_shares, mean_busy, steady_window
+from digenrl.telemetry.lane_totals import lane_totals
 from digenrl.telemetry.trace import TRAINER_LANE, TRAINER_POOL, LaneInfo, Trace
 
 
@@ -66,11 +67,12 @@ def techniques(recipe: Recipe) -> list[dict[str, Any]]:
     tsp = _technique("TSP", "several (sample, time-step) pairs per forward pass", chosen.tsp)
     if recipe.topology.shares_cards:  # the others need lanes that work concurrently
         return [tsp]
-    tag_on, tcss_on = chosen.tag != "none", chosen.tcss > 0
+    tag_on, tcss_on, both = recipe.trainer_helps, chosen.tcss > 0, recipe.shares_work
     return [
         _technique("GAP", "groups are trained as they complete", chosen.gap),
         tsp,
         _technique("TAG", "the trainer helps generate", tag_on, str(chosen.tag) if tag_on else ""),
+        _technique("Assist", "generators help train, so that every card does both", both),
         _technique(
             "TCSS", "some samples start on older weights", tcss_on, f"{chosen.tcss:.0%}" if tcss_on else ""
         ),
@@ -91,14 +93,16 @@ def headline_of(run: RunRecord) -> dict[str, Any]:
         "rewards": headline.reward_names(run.recipe),
         "held_out": {name: asdict(change) for name, change in headline.held_out_changes(run).items()},
         "samples_per_s": headline.samples_per_second(run.steps),
-        "busy": mean_busy(_cards(run.trace), shares) if run.trace.spans else None,
+        "busy": mean_busy(run.trace, _cards(run.trace), shares) if run.trace.spans else None,
         "busy_of": "Card" if colocated else "Lanes",
         "busy_by_pool": {
-            pool: mean_busy([lane for lane in run.trace.lanes if lane.pool == pool], shares) for pool in pools
+            pool: mean_busy(run.trace, [lane for lane in run.trace.lanes if lane.pool == pool], shares)
+            for pool in pools
         },
         "steady": steady is not None,
         "stale_share": None if colocated else headline.share_of_samples(run.steps, "stale_share"),
         "helped_share": None if colocated else headline.share_of_samples(run.steps, "helped_share"),
+        "assisted_share": headline.share_of_samples(run.steps, "assisted_share"),
         "prediction_error": accuracy.median_error if accuracy else None,
     }
 
@@ -109,7 +113,7 @@ def _cards(trace: Trace) -> Sequence[LaneInfo]:
 
 
 def utilisation(run: RunRecord) -> dict[str, Any]:
-    """Every lane's shares, over the whole run and in the steady state; None if it was not reached."""
+    """Every lane's shares and totals, over the whole run and in the steady state; None if it was not reached."""
     steady = steady_window(run.trace)
     return {
         "run": _shares(run, TimeWindow(0, run.trace.end_ns)),
@@ -129,6 +133,8 @@ def _shares(run: RunRecord, window: TimeWindow) -> dict[str, Any]:
     return {
         "seconds": (window.end_ns - window.start_ns) / 1e9,
         "lanes": {name: _lane_entry(shares) for name, shares in lane_shares(run.trace, window).items()},
+        # One card has done everything where all lanes share it.
+        "totals": [] if run.trace.shared_cards else [asdict(each) for each in lane_totals(run.trace, window)],
     }
 
 
@@ -173,9 +179,10 @@ def _evaluation(recipe: Recipe) -> list[tuple[str, str]]:
 
 
 def _lanes(run: RunRecord) -> str:
-    """The lanes by pool and kind of device. The trainer counts once, without its lanes that help to generate."""
+    """The lanes by pool and kind of device. The trainer counts once, without its own lanes."""
     lanes = [lane for lane in run.info.lanes if lane.pool != TRAINER_POOL or lane.name == TRAINER_LANE]
     counts = Counter((lane.pool, lane.device.partition(":")[0]) for lane in lanes)
-    return ", ".join(
+    listed = ", ".join(
         f"{count} {pool}{f' ({device})' if device else ''}" for (pool, device), count in counts.items()
     )
+    return f"{listed}; generators also train, the trainer also generates" if run.recipe.shares_work else listed

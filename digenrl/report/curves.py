@@ -48,7 +48,11 @@ _HEALTH = (
     _ChartSpec("Policy ratio", {"ratio_mean": "mean", "ratio_max": "largest"}),
     _ChartSpec("Clipped ratios", {"clip_fraction": "clipped"}, "share"),
     _ChartSpec("Log-probability mismatch", {"log_prob_mismatch": "mismatch"}),
-    _ChartSpec("Stale and helped samples", {"stale_share": "stale", "helped_share": "helped"}, "share"),
+    _ChartSpec(
+        "Shares of samples",
+        {"stale_share": "stale", "helped_share": "helped", "assisted_share": "assisted"},
+        "share",
+    ),
     _ChartSpec("Groups without spread", {"zero_spread_groups": "groups"}),
 )
 # Shown elsewhere on the page, or not a measurement.

@@ -6,7 +6,7 @@ const LONG_RUN = 7200e6; // from two hours on, times are shown as h:mm:ss
 function unpackLane(packed) {
   const count = packed.spans.length / NUMBERS_PER_SPAN;
   const lane = {
-    name: packed.name, pool: packed.pool, device: packed.device, busy: packed.busy, count,
+    name: packed.name, pool: packed.pool, device: packed.device, busy: packed.busy, counted: packed.counted, count,
     start: new Float64Array(count), end: new Float64Array(count), lastEnd: new Float64Array(count),
     kind: new Uint8Array(count), step: new Int32Array(count), group: new Int32Array(count),
     first: new Int32Array(count), size: new Int32Array(count), version: new Int32Array(count),
@@ -76,9 +76,10 @@ function sharesOverTime(lane, kinds, from, to, bins) {
   return shares;
 }
 
-// The mean busy share of all lanes in each of `bins` equal parts of the run.
-function busyOverTime(lanes, end, bins) {
+// The mean busy share of all cards in each of `bins` equal parts of the run; one row of each counts.
+function busyOverTime(rows, end, bins) {
   const busy = new Float32Array(bins).fill(1);
+  const lanes = rows.filter((lane) => lane.counted);
   for (const { idle } of lanes) {
     for (let i = 0; i < idle.count; i++) {
       forEachBin(idle.start[i], idle.end[i], end / bins, bins, (bin, share) => {

@@ -28,6 +28,7 @@ _SCRIPTS = (
     "gantt_paint.js",
     "gantt.js",
     "tables.js",
+    "totals.js",
     "main.js",
 )
 

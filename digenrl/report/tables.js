@@ -15,6 +15,7 @@ function showUtilisation(utilisation, timeline) {
   const show = (id) => {
     choices.forEach(([each], index) => buttons[index].setAttribute("aria-pressed", each === id));
     fillUtilisation(utilisation[id].lanes, timeline);
+    fillTotals(utilisation[id].totals);
   };
   let shown = choices[0][0];
   for (const [id] of choices) byId(`utilisation-${id}`).addEventListener("click", () => { shown = id; });

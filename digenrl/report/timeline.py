@@ -8,10 +8,10 @@ from typing import Any
 
 from digenrl.run_folder.reading import RunRecord
 from digenrl.telemetry.lane_shares import step_windows
-from digenrl.telemetry.styles import WorkStyle, style_of
+from digenrl.telemetry.styles import LEGEND_ORDER, WorkStyle, style_of
 from digenrl.telemetry.time_axis import horizon_ns
 from digenrl.telemetry.trace import Span, Trace, Work
-from digenrl.telemetry.utilisation import Intervals, lane_uses, spans_by_lane
+from digenrl.telemetry.utilisation import Intervals, counted_rows, lane_uses, spans_by_lane
 
 _NS_PER_US = 1000
 
@@ -25,21 +25,22 @@ class SpanKind:
 
 
 def kinds_in(trace: Trace) -> tuple[SpanKind, ...]:
-    """The kinds that occur, in the order of `Work`, fresh before stale."""
+    """The kinds that occur, in the order of legends."""
     kinds = {SpanKind(span.work, style_of(span)) for span in trace.spans}
-    order = list(Work)
-    return tuple(sorted(kinds, key=lambda kind: (order.index(kind.work), kind.style.stale)))
+    return tuple(sorted(kinds, key=lambda kind: LEGEND_ORDER.index(kind.style)))
 
 
 def timeline(run: RunRecord) -> dict[str, Any]:
     """Lanes, kinds and steps for the page; times are whole microseconds.
 
     A lane's `spans` is a flat list with eight numbers per span: start minus the previous start, duration, kind,
-    step, group, first, size, version. `idle` and `elsewhere` have the first two per interval.
+    step, group, first, size, version. `idle` and `elsewhere` have the first two per interval. Of the rows that
+    show the same card, one is `counted` in means.
     """
     kinds = kinds_in(run.trace)
     index = {kind: number for number, kind in enumerate(kinds)}
     spans, uses = spans_by_lane(run.trace), lane_uses(run.trace)
+    counted = {lane.name for lane in counted_rows(run.trace, run.trace.lanes)}
     devices = {lane.name: lane.device for lane in run.info.lanes}
     return {
         "end": horizon_ns(run.trace) // _NS_PER_US,
@@ -54,6 +55,7 @@ def timeline(run: RunRecord) -> dict[str, Any]:
                 "pool": lane.pool,
                 "device": devices[lane.name],
                 "busy": round(uses[lane.name].busy_share, 4),
+                "counted": lane.name in counted,
                 "spans": pack_spans(spans[lane.name], index),
                 "idle": pack_intervals(uses[lane.name].idle),
                 "elsewhere": pack_intervals(uses[lane.name].elsewhere),

@@ -39,13 +39,16 @@ class RunRecord:
 def read_run(path: Path) -> RunRecord:
     """Reads a run's folder; raises ConfigError if it is not one, or is damaged."""
     folder = RunFolder.open(path)
+    recipe = folder.recipe
     lanes = [LaneInfo(lane.name, lane.pool, lane.joined_ns, lane.left_ns) for lane in folder.info.lanes]
     evaluations = read_evaluations(folder.evaluations)
     grids = {each.steps_done: read_grid(path / each.grid) for each in evaluations if each.grid is not None}
     return RunRecord(
         folder=folder,
         recipe_text=folder.config.read_text(encoding="utf-8"),
-        trace=read_trace(folder.spans, lanes, shared_cards=folder.recipe.topology.shares_cards),
+        trace=read_trace(
+            folder.spans, lanes, shared_cards=recipe.topology.shares_cards, shares_work=recipe.shares_work
+        ),
         steps=read_steps(folder.metrics),
         evaluations=evaluations,
         grids={steps_done: grid for steps_done, grid in grids.items() if grid is not None},

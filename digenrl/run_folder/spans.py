@@ -26,12 +26,14 @@ class SpanWriter:
         self._forward(span)
 
 
-def read_trace(path: Path, lanes: Sequence[LaneInfo], shared_cards: bool) -> Trace:
+def read_trace(
+    path: Path, lanes: Sequence[LaneInfo], *, shared_cards: bool = False, shares_work: bool = False
+) -> Trace:
     """The trace of a run with these lanes. It ends with the last span other than a publication."""
     names = frozenset(lane.name for lane in lanes)
     spans = sorted((_span(line, names) for line in located_lines(path)), key=lambda span: span.start_ns)
     end_ns = max((span.end_ns for span in spans if span.work is not Work.PUBLISH), default=0)
-    return Trace(tuple(lanes), tuple(spans), end_ns, shared_cards)
+    return Trace(tuple(lanes), tuple(spans), end_ns, shared_cards, shares_work)
 
 
 def _span(line: JsonLine, lanes: frozenset[str]) -> Span:

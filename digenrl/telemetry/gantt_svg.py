@@ -7,10 +7,11 @@ from itertools import pairwise
 from xml.etree import ElementTree
 
 from digenrl.telemetry import svg_parts as svg
-from digenrl.telemetry.row_folding import FoldedRow, LaneRow, Row, fold_lanes, pools_of
+from digenrl.telemetry.row_folding import FoldedRow, LaneRow, Row, fold_lanes
+from digenrl.telemetry.stacked_work import stacked_work
 from digenrl.telemetry.styles import fresh_style, percent, style_of, styles_in
 from digenrl.telemetry.time_axis import horizon_ns, seconds_text, ticks_ns
-from digenrl.telemetry.trace import LaneInfo, Span, Trace, Work
+from digenrl.telemetry.trace import Span, Trace, Work
 from digenrl.telemetry.utilisation import LaneUse, lane_uses, pool_share, spans_by_lane
 
 _MOST_ROWS = 40
@@ -55,6 +56,7 @@ class _Drawing:
     commit_lines: svg.Element
     labels: svg.Element
     frame: _Frame
+    trace: Trace
     spans: dict[str, tuple[Span, ...]]
     uses: dict[str, LaneUse]
 
@@ -65,7 +67,7 @@ def gantt_svg(trace: Trace, title: str = "", axis_ns: int = 0) -> str:
     The axis ends with the run, or at `axis_ns` if that is later, so that several runs can have the same scale.
 
     Every span of a lane with its own row is a `rect` of class "span" with a tooltip; every idle interval is one of
-    class "idle". Folded lanes share a row that shows how many of them are busy at each time.
+    class "idle". Folded lanes share a row that shows how many of them are busy at each time, and with what.
     """
     until_ns = max(1, axis_ns, horizon_ns(trace))
     rows = fold_lanes(trace.lanes, _MOST_ROWS, _KEPT_OF_EACH_KIND)
@@ -78,6 +80,7 @@ def gantt_svg(trace: Trace, title: str = "", axis_ns: int = 0) -> str:
         commit_lines=svg.layer(image),
         labels=svg.layer(image),
         frame=_Frame(left, _WIDTH - _MARGIN - _SHARE_WIDTH, until_ns),
+        trace=trace,
         spans=spans_by_lane(trace),
         uses=lane_uses(trace),
     )
@@ -89,7 +92,7 @@ def gantt_svg(trace: Trace, title: str = "", axis_ns: int = 0) -> str:
     _draw_grid(drawing, plot_top, bottom)
     _draw_rows(drawing, rows, plot_top)
     _draw_commits(drawing, plot_top, bottom)
-    height = _draw_legend(drawing, trace.spans, bottom + _AXIS_HEIGHT) + _MARGIN
+    height = _draw_legend(drawing, bottom + _AXIS_HEIGHT) + _MARGIN
     image.set("height", f"{height:g}")
     image.set("viewBox", f"0 0 {_WIDTH:g} {height:g}")
     return ElementTree.tostring(image, encoding="unicode") + "\n"
@@ -128,9 +131,8 @@ def _draw_grid(drawing: _Drawing, top: float, bottom: float) -> None:
 
 def _draw_rows(drawing: _Drawing, rows: tuple[Row, ...], top: float) -> None:
     svg.text(drawing.labels, _WIDTH - _MARGIN, top - 6, "busy", size=11, fill=svg.FAINT_INK, anchor="end")
-    lanes_of = pools_of(lane for row in rows for lane in ([row.lane] if isinstance(row, LaneRow) else row.lanes))
     for pool, pool_rows in _pools(rows).items():
-        _draw_pool_heading(drawing, pool, lanes_of[pool], top)
+        _draw_pool_heading(drawing, pool, top)
         top += _POOL_HEADING_HEIGHT
         for row in pool_rows:
             if isinstance(row, LaneRow):
@@ -140,11 +142,11 @@ def _draw_rows(drawing: _Drawing, rows: tuple[Row, ...], top: float) -> None:
             top += _ROW_PITCH
 
 
-def _draw_pool_heading(drawing: _Drawing, pool: str, lanes: tuple[LaneInfo, ...], top: float) -> None:
-    share = percent(pool_share([lane.name for lane in lanes], drawing.uses))
+def _draw_pool_heading(drawing: _Drawing, pool: str, top: float) -> None:
+    share = percent(pool_share(drawing.trace, pool, drawing.uses))
     baseline = top + _POOL_HEADING_HEIGHT - 7
     svg.text(drawing.labels, _MARGIN, baseline, pool, size=12, weight="600")
-    if len(lanes) > 1:
+    if sum(lane.pool == pool for lane in drawing.trace.lanes) > 1:
         svg.text(drawing.labels, _WIDTH - _MARGIN, baseline, share, size=12, weight="600", anchor="end")
 
 
@@ -239,38 +241,27 @@ def _from_to(start_ns: int, end_ns: int) -> str:
 
 
 def _draw_folded(drawing: _Drawing, row: FoldedRow, top: float) -> None:
-    """A dotted row with an area chart: its height at each time is the share of lanes that are busy."""
+    """A dotted row with an area per kind of work, stacked: its height is the share of lanes that do it."""
     frame = drawing.frame
     name = f"{len(row.lanes)} more"
     _draw_row_ends(drawing, name, name, row.busy_share(drawing.uses), top)
     svg.rect(drawing.blocks, frame.left, top, frame.right - frame.left, _BLOCK_HEIGHT, svg.IDLE_FILL, "folded")
-    bottom, path = top + _BLOCK_HEIGHT, [f"M{frame.left:.2f} {top + _BLOCK_HEIGHT:.2f}"]
-    for time_ns, busy_lanes in _busy_lanes_over_time(drawing, row):
-        path.append(f"H{frame.x(time_ns):.2f}V{bottom - _BLOCK_HEIGHT * busy_lanes / len(row.lanes):.2f}")
-    fill = _fill_of_commonest_work(drawing, row)
-    shape = ElementTree.SubElement(
-        drawing.blocks, "path", {"d": f"{''.join(path)}Z", "fill": fill, "opacity": "0.55"}
-    )
-    _add_tooltip(shape, f"{row.lanes[0].name} to {row.lanes[-1].name}\nhow many of them are busy, over time")
+    spans = [span for lane in row.lanes for span in drawing.spans[lane.name]]
+    lanes = f"{row.lanes[0].name} to {row.lanes[-1].name}"
+    bottom = top + _BLOCK_HEIGHT
+    for layer in reversed(stacked_work(spans)):  # the highest lies behind the others
+        path = [f"M{frame.left:.2f} {bottom:.2f}"]
+        for time_ns, busy_lanes in layer.levels:
+            path.append(f"H{frame.x(time_ns):.2f}V{bottom - _BLOCK_HEIGHT * busy_lanes / len(row.lanes):.2f}")
+        area = {"class": "area", "d": f"{''.join(path)}Z", "fill": _light(fresh_style(layer.work).fill)}
+        shape = ElementTree.SubElement(drawing.blocks, "path", area)
+        _add_tooltip(shape, f"{lanes}\nhow many of them {layer.work}, over time")
 
 
-def _busy_lanes_over_time(drawing: _Drawing, row: FoldedRow) -> list[tuple[int, int]]:
-    """(time, number of busy lanes from then on), one entry per change; the last has 0 lanes."""
-    change_at: dict[int, int] = {}
-    for lane in row.lanes:
-        for start_ns, end_ns in drawing.uses[lane.name].own:
-            change_at[start_ns] = change_at.get(start_ns, 0) + 1
-            change_at[end_ns] = change_at.get(end_ns, 0) - 1
-    busy_lanes, levels = 0, []
-    for time_ns in sorted(change_at):
-        busy_lanes += change_at[time_ns]
-        levels.append((time_ns, busy_lanes))
-    return levels
-
-
-def _fill_of_commonest_work(drawing: _Drawing, row: FoldedRow) -> str:
-    works = [span.work for lane in row.lanes for span in drawing.spans[lane.name]]
-    return fresh_style(max(set(works), key=works.count)).fill if works else svg.GRID
+def _light(colour: str) -> str:
+    """The colour, mixed with as much white: folded rows are fainter than the blocks of single lanes."""
+    parts = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    return "#" + "".join(f"{(part + 255) // 2:02x}" for part in parts)
 
 
 def _draw_commits(drawing: _Drawing, top: float, bottom: float) -> None:
@@ -293,9 +284,9 @@ def _draw_commits(drawing: _Drawing, top: float, bottom: float) -> None:
             free_from = middle + width / 2 + 5
 
 
-def _draw_legend(drawing: _Drawing, spans: tuple[Span, ...], top: float) -> float:
+def _draw_legend(drawing: _Drawing, top: float) -> float:
     """Swatches and labels for what occurs in the chart; returns the y coordinate where the legend ends."""
-    entries = [(svg.fill_of(style), style.label) for style in styles_in(spans)]
+    entries = [(svg.fill_of(style), style.label) for style in styles_in(drawing.trace.spans)]
     entries.append((svg.IDLE_FILL, "idle: a bubble"))
     if any(use.elsewhere for use in drawing.uses.values()):
         entries.append((svg.ELSEWHERE_FILL, "the card works in another row"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from digenrl.telemetry.trace import TRAINER_LANE, TRAINER_POOL, LaneInfo, Trace, Work
-from digenrl.telemetry.utilisation import lane_uses, spans_by_lane
+from digenrl.telemetry.utilisation import counted_rows, lane_uses, spans_by_lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def without_helper_rows(lanes: Iterable[LaneInfo]) -> list[LaneInfo]:
     return [lane for lane in known if lane.name == TRAINER_LANE or lane.pool != TRAINER_POOL]
 
 
-def mean_busy(lanes: Iterable[LaneInfo], shares: Mapping[str, LaneShares]) -> float | None:
-    """The mean busy share of those lanes that have shares, without helper rows; None if there are none."""
-    known = without_helper_rows(lane for lane in lanes if lane.name in shares)
+def mean_busy(trace: Trace, lanes: Iterable[LaneInfo], shares: Mapping[str, LaneShares]) -> float | None:
+    """The mean busy share of those lanes that have shares, each card once; None if there are none."""
+    known = counted_rows(trace, (lane for lane in lanes if lane.name in shares))
     return fmean(shares[lane.name].busy for lane in known) if known else None

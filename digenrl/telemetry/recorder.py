@@ -105,7 +105,8 @@ class Recorder:
         ]
         spans = sorted(self.spans, key=lambda span: (span.start_ns, span.end_ns))
         rows = (*generators, *scorers, LaneInfo(TRAINER_LANE, TRAINER_POOL, self._start_ns), *helpers)
-        return Trace(rows, tuple(spans), self._now_ns, shared_cards=self._initial.terms.colocated)
+        terms = self._initial.terms
+        return Trace(rows, tuple(spans), self._now_ns, terms.colocated, terms.shares_work)
 
     def _lane_info(self, lane: int) -> LaneInfo:
         pool = TRAINER_POOL if lane in self._helpers else GENERATOR_POOL
@@ -179,7 +180,8 @@ class Recorder:
             lane = TRAINER_LANE if job.lane == NO_LANE else self._lane_names[job.lane]
             self._keep(_slice_span(lane, Work.TRAIN, job, end_ns, job.slice, version))
         elif isinstance(job, SendGradients) and end_ns > job.issued_ns:
-            self._keep(Span(self._lane_names[job.lane], Work.SEND, job.issued_ns, end_ns, job.step))
+            lane = self._lane_names[job.lane]
+            self._keep(Span(lane, Work.SEND, job.issued_ns, end_ns, job.step, version=version))
         elif type(job) in _TRAINER_WORK and end_ns > job.issued_ns:
             step = max(0, job.step - 1) if isinstance(job, Save) else version
             self._keep(Span(TRAINER_LANE, _TRAINER_WORK[type(job)], job.issued_ns, end_ns, step, version=version))

@@ -42,6 +42,15 @@ def pools_of(lanes: Iterable[LaneInfo]) -> dict[str, tuple[LaneInfo, ...]]:
     return pools
 
 
+def kind_of(name: str) -> str:
+    """The name of a lane up to its number.
+
+    >>> kind_of("a100-12")
+    'a100'
+    """
+    return name.rstrip("0123456789").rstrip("-_./# ")
+
+
 def fold_lanes(lanes: tuple[LaneInfo, ...], most_rows: int, kept: int) -> tuple[Row, ...]:
     """One row per lane, pool by pool; above `most_rows` lanes, the first `kept` of each kind and a folded row.
 
@@ -63,6 +72,5 @@ def fold_lanes(lanes: tuple[LaneInfo, ...], most_rows: int, kept: int) -> tuple[
 def _kinds(lanes: tuple[LaneInfo, ...]) -> Iterable[tuple[LaneInfo, ...]]:
     kinds: dict[str, list[LaneInfo]] = {}
     for lane in lanes:
-        stem = lane.name.rstrip("0123456789").rstrip("-_./# ")
-        kinds.setdefault(stem, []).append(lane)
+        kinds.setdefault(kind_of(lane.name), []).append(lane)
     return [tuple(alike) for alike in kinds.values()]

@@ -36,7 +36,8 @@ class Span:
     """One piece of work on one lane, in whole nanoseconds from the start of the run.
 
     `step`, `group`, `first` and `size` identify the samples: `first` up to `first + size - 1` of a group.
-    Work that belongs to no group (commit, publish, switch, evaluate, save, calibrate) has `group` -1 and `size` 0.
+    Work that belongs to no group (commit, publish, switch, evaluate, save, calibrate, send) has `group` -1 and
+    `size` 0.
     `version` is the weight version used; a generated slice is stale when its version is below its step.
 
     >>> Span("a100-0", Work.GENERATE, 0, 1_700_000_000, step=1, group=0, first=2, size=2, version=0).stale
@@ -92,9 +93,14 @@ class Trace:
     Each helper lane of the trainer has its own row, with its `help` spans; the row "trainer" shows training,
     commits, saves and the switches around help. With `shared_cards` (colocated) generators and trainer take turns
     on the same cards: every generator lane's card also does the work of the row "trainer".
+
+    With `shares_work` every card acts alone, and both generates and trains: generator lanes also have `train` and
+    `send` spans, the helper lanes have the `help` and `train` spans of the trainer's cards, and the row "trainer"
+    shows only what these do together, commits and saves.
     """
 
     lanes: tuple[LaneInfo, ...]
     spans: tuple[Span, ...]
     end_ns: int
     shared_cards: bool = False
+    shares_work: bool = False

@@ -3,7 +3,8 @@
 The trainer's cards appear in several rows: the row "trainer", and one row per helper lane. A card counts as busy
 in each of its rows whenever it works, whichever row shows that work: a helper lane is not idle while its card
 trains, and the trainer is not idle while its cards help. Where generators and trainer share their cards, the same
-holds for every generator lane.
+holds for every generator lane. Where every card acts alone, the row "trainer" is busy while any of its cards is;
+the trainer's share is then the mean of its cards' rows.
 
 Publishing runs concurrently with other work and keeps no lane busy; evaluating and saving do. Shares are relative
 to the time a lane was present, which is the whole run unless it joined later or was lost.
@@ -49,19 +50,32 @@ def lane_uses(trace: Trace) -> dict[str, LaneUse]:
     return {lane.name: _lane_use(lane, trace, spans, cards) for lane in trace.lanes}
 
 
-def pool_share(lane_names: list[str], uses: dict[str, LaneUse]) -> float:
-    """The share of a pool's lane-seconds spent working; the trainer is one unit, its row "trainer"."""
-    unit = [TRAINER_LANE] if TRAINER_LANE in lane_names else lane_names
-    present_ns = sum(uses[name].present_ns for name in unit)
-    busy_ns = sum(uses[name].busy_share * uses[name].present_ns for name in unit)
+def counted_rows(trace: Trace, lanes: Iterable[LaneInfo]) -> list[LaneInfo]:
+    """Those of these lanes that count in sums and means, so that each card counts once.
+
+    The trainer is one unit, its row "trainer". Where every card acts alone, its helper lanes count instead.
+    """
+    known = list(lanes)
+    helpers = [lane.name for lane in known if lane.pool == TRAINER_POOL and lane.name != TRAINER_LANE]
+    if not helpers or all(lane.name != TRAINER_LANE for lane in known):
+        return known
+    repeated = {TRAINER_LANE} if trace.shares_work else set(helpers)
+    return [lane for lane in known if lane.name not in repeated]
+
+
+def pool_share(trace: Trace, pool: str, uses: dict[str, LaneUse]) -> float:
+    """The share of a pool's lane-seconds spent working; every card counts once."""
+    counted = [uses[lane.name] for lane in counted_rows(trace, trace.lanes) if lane.pool == pool]
+    present_ns = sum(use.present_ns for use in counted)
+    busy_ns = sum(use.busy_share * use.present_ns for use in counted)
     return busy_ns / present_ns if present_ns else 0.0
 
 
 def _lane_use(
     lane: LaneInfo, trace: Trace, spans: dict[str, tuple[Span, ...]], trainer_cards: frozenset[str]
 ) -> LaneUse:
-    own = _merged((s for s in spans[lane.name] if s.work is not Work.PUBLISH), trace.end_ns)
-    elsewhere = _merged(_work_in_other_rows(lane, trace, spans, trainer_cards), trace.end_ns)
+    own = merged((s for s in spans[lane.name] if s.work is not Work.PUBLISH), trace.end_ns)
+    elsewhere = merged(_work_in_other_rows(lane, trace, spans, trainer_cards), trace.end_ns)
     left_ns = trace.end_ns if lane.left_ns is None else lane.left_ns
     idle = _within(_gaps(_merge(own + elsewhere), trace.end_ns), lane.joined_ns, left_ns)
     idle_ns = sum(end_ns - start_ns for start_ns, end_ns in idle)
@@ -81,16 +95,18 @@ def _trainer_cards(trace: Trace) -> frozenset[str]:
 def _work_in_other_rows(
     lane: LaneInfo, trace: Trace, spans: dict[str, tuple[Span, ...]], trainer_cards: frozenset[str]
 ) -> Iterable[Span]:
-    """The row "trainer" does not show what its cards generate; their rows do not show what the trainer does."""
+    """The row "trainer" does not show what its cards do alone; their rows do not show what the trainer does."""
     if lane.name == TRAINER_LANE:
-        works = (Work.GENERATE if trace.shared_cards else Work.HELP, Work.EVALUATE, Work.SAVE)
+        generating = Work.GENERATE if trace.shared_cards else Work.HELP
+        works = (generating, Work.TRAIN, Work.EVALUATE, Work.SAVE)
         return [s for name in trainer_cards for s in spans[name] if s.work in works]
     if lane.name in trainer_cards:
         return [s for s in spans[TRAINER_LANE] if s.work is not Work.PUBLISH]
     return []
 
 
-def _merged(spans: Iterable[Span], end_ns: int) -> Intervals:
+def merged(spans: Iterable[Span], end_ns: int) -> Intervals:
+    """When any of the spans lasts, between 0 and `end_ns`."""
     return _merge((max(0, s.start_ns), min(s.end_ns, end_ns)) for s in spans)
 
 

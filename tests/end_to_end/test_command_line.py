@@ -86,6 +86,24 @@ def test_simulate_prints_a_table_and_a_gantt_chart() -> None:
         assert word in result.stdout
 
 
+def test_simulate_says_who_did_what_where_every_card_generates_and_trains(tmp_path: Path) -> None:
+    generators = [{"name": "h100", "count": 2, "seconds": {2: 2.0}, "train_seconds": 0.5}]
+    both = spec_file(tmp_path, generators=generators, trainer=HELPER, policy={"help": "auto", "assist": "both"})
+    result = digenrl("simulate", both)
+    assert result.returncode == 0, result.stderr
+    assert "every card generates and trains" in " ".join(result.stdout.split())
+    assert "bubbles" not in result.stdout
+    table = result.stdout.partition("Who did what")[2].splitlines()
+    counts = {
+        words[0]: [0 if each == "-" else int(each) for each in words[1:4]] for words in map(str.split, table[2:4])
+    }
+    samples = SMALL["steps"] * SMALL["prompts"] * SMALL["samples_per_prompt"]
+    assert {name: lanes for name, (lanes, _, _) in counts.items()} == {"h100": 2, "trainer": 1}
+    assert [sum(count[place] for count in counts.values()) for place in (1, 2)] == [samples, samples]
+    assert counts["h100"][2] > 0
+    assert "Who did what" not in digenrl("simulate", spec_file(tmp_path)).stdout
+
+
 def test_simulate_answers_in_json_with_the_documented_keys() -> None:
     answer = json.loads(digenrl("simulate", EXAMPLE, "--json").stdout)
     assert set(answer) == {

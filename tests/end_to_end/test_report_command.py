@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from handmade_runs import evaluation_rows, metrics_rows, recipe, write_run
+from handmade_runs import both_recipe, evaluation_rows, metrics_rows, recipe, write_run
+from handmade_traces import both_trace
 from typer.testing import CliRunner
 
 from digenrl.cli import app
@@ -78,6 +79,18 @@ def test_the_trainers_helper_rows_are_not_listed(tmp_path: Path) -> None:
     about["lanes"].append({"name": "helper-0", "pool": "trainer", "device": "cpu"})
     (run / "run.json").write_text(json.dumps(about))
     assert "helper-0" not in numbers(run)["busy"]
+
+
+def test_a_run_whose_cards_do_both_shows_who_generated_and_who_trained(tmp_path: Path) -> None:
+    rows = [{**each, "assisted_share": 0.25} for each in metrics_rows()]
+    run = write_run(tmp_path / "run", trace=both_trace(), settings=both_recipe(), metrics=rows)
+    content = numbers(run)
+    assert content["assisted_share"] == 0.25
+    assert content["busy"] == pytest.approx({"gen": 6.5 / 9, "trainer": 8 / 9})
+    assert content["lanes"] == {"gen": {"generated": 4, "trained": 2}, "trainer": {"generated": 4, "trained": 6}}
+    printed = report(run)
+    assert "25 % trained by generators" in printed
+    assert "gen, generated 4, trained 2" in printed and "trainer, generated 4, trained 6" in printed
 
 
 @pytest.mark.parametrize("status", ["finished", "interrupted", "failed"])

@@ -11,19 +11,20 @@ from handmade_runs import (
     AFTER_COLOURS,
     BEFORE_COLOURS,
     NASTY_PROMPT,
+    both_recipe,
     evaluation_rows,
     metrics_rows,
     write_grid,
     write_run,
 )
-from handmade_traces import large_trace
+from handmade_traces import both_trace, large_trace
 from headless_browser import NAMES, Page, browser_page, find_browser
 
 from digenrl.report.page import write_report as write_report_of
 from digenrl.run_folder.reading import read_run
 
 SECTIONS = ("samples", "curves", "timeline", "utilisation", "prediction", "recipe")
-GENERATE, TRAIN = [79, 134, 217], [242, 165, 65]
+GENERATE, TRAIN, SEND = [79, 134, 217], [242, 165, 65], [198, 93, 46]
 CONTROL, SHIFT = 2, 8  # modifiers, as the protocol numbers them
 
 
@@ -270,6 +271,25 @@ def test_a_long_run_opens_on_a_few_steps_and_can_be_seen_whole(page: Page, tmp_p
     legend = page.text("#gantt-legend")
     for words in ("generate, stale weights", "trainer helps generate", "idle: a bubble"):
         assert words in legend
+
+
+def test_a_run_whose_cards_do_both_shows_who_did_what(page: Page, tmp_path: Path) -> None:
+    rows = [{**row, "assisted_share": 0.25} for row in metrics_rows()]
+    folder = write_run(tmp_path / "run", trace=both_trace(), settings=both_recipe(), metrics=rows)
+    page.open(write_report(folder), width=1280)
+    assert page.errors == []
+    assert "Assist on" in page.text("#techniques")
+    assert "Assisted samples\n25\u202f%" in page.text("#headline")
+    table = page.text("#who-table").replace("\u202f", " ").splitlines()
+    assert table[2].split("\t") == ["gen", "2 (50 %)", "1 (25 %)", "4 s", "2 s", "500 ms", "2.5 s"]
+    assert table[4].split("\t") == ["trainer", "2 (50 %)", "3 (75 %)", "4 s", "3 s", "1 s", "1 s"]
+    page.click("#utilisation-run")
+    assert page.text("#who-table").splitlines()[-1].split("\t")[:3] == ["all", "8", "8"]
+    left, top, _, _ = page.place_of("#gantt")
+    for second, colour in ((1.0, GENERATE), (4.3, TRAIN), (6.25, SEND)):
+        x, y = at_second(page, 0, second)
+        assert colour_at(page, "#gantt", x - left, y - top) == colour
+    assert "send gradients" in page.text("#gantt-legend")
 
 
 def test_a_run_that_has_just_started_shows_only_its_recipe(page: Page, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import typer
 from doc_pages import DOCS, ROOT, DocPage, code
-from watched_runs import KeptNumbers, initial_state_of, watch
+from watched_runs import BOTH, KeptNumbers, initial_state_of, watch
 
 from digenrl import records
 from digenrl.cli import INTERRUPTED, app
@@ -98,7 +98,7 @@ def test_the_table_of_the_folder_has_everything_in_it(tmp_path: Path) -> None:
 
 def test_the_table_of_metrics_has_them_all() -> None:
     kept = KeptNumbers()
-    watch(initial_state_of(), [kept])
+    watch(initial_state_of(**BOTH), [kept])
     update = dict.fromkeys((*AVERAGED, "ratio_max", "memory_retries", "zero_spread_groups", "pack_size"), 1)
     reported = step_summary(0, {SampleId(0, 0, 0): 1.0}, {"ocr": [1.0]}, [update], 1)
     written = {*kept.steps[-1], *reported.values, *TransferMetrics().take(), "predicted_step_s"}

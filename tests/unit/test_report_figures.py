@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from handmade_runs import metrics_rows, recipe, write_run
-from handmade_traces import SECOND, helped_trace, large_trace, on_policy_trace, span
+from handmade_runs import both_recipe, metrics_rows, recipe, write_run
+from handmade_traces import SECOND, both_trace, helped_trace, large_trace, on_policy_trace, span
 
+from digenrl.config.recipe import Recipe
 from digenrl.report import curves, headline
 from digenrl.report.content import about, headline_of, techniques, utilisation
 from digenrl.report.grids import choose_evenly, grids
@@ -16,6 +17,7 @@ from digenrl.report.timeline import kinds_in, pack_intervals, timeline
 from digenrl.run_folder.metric_lines import StepRecord
 from digenrl.run_folder.reading import read_run
 from digenrl.telemetry.lane_shares import TimeWindow, lane_shares, mean_busy, steady_window, step_windows
+from digenrl.telemetry.lane_totals import LaneTotals, lane_totals
 from digenrl.telemetry.trace import LaneInfo, Trace, Work
 from digenrl.telemetry.utilisation import lane_uses
 
@@ -51,7 +53,7 @@ def test_a_card_that_works_in_another_row_is_neither_idle_nor_busy_with_its_own(
     assert shares["trainer"].idle == shares["helper-0"].idle == pytest.approx(4 / 14)
 
 
-@pytest.mark.parametrize("trace", [on_policy_trace(), helped_trace(), large_trace()])
+@pytest.mark.parametrize("trace", [on_policy_trace(), helped_trace(), both_trace(), large_trace()])
 def test_shares_fill_the_time_and_agree_with_the_busy_shares_of_the_whole_run(trace: Trace) -> None:
     shares = lane_shares(trace, TimeWindow(0, trace.end_ns))
     for name, use in lane_uses(trace).items():
@@ -72,8 +74,50 @@ def test_a_lane_that_joined_late_is_not_idle_before() -> None:
 def test_helper_rows_do_not_count_twice_in_the_mean() -> None:
     trace = helped_trace()
     shares = lane_shares(trace, TimeWindow(0, trace.end_ns))
-    assert mean_busy(trace.lanes, shares) == pytest.approx((12 / 14 + 10 / 14) / 2)
-    assert mean_busy((), shares) is None
+    assert mean_busy(trace, trace.lanes, shares) == pytest.approx((12 / 14 + 10 / 14) / 2)
+    assert mean_busy(trace, (), shares) is None
+
+
+def test_the_trainers_card_counts_once_in_the_mean_where_it_acts_alone() -> None:
+    trace = both_trace()
+    shares = lane_shares(trace, TimeWindow(0, trace.end_ns))
+    assert mean_busy(trace, trace.lanes, shares) == pytest.approx((13 / 17 + 16 / 17) / 2)
+
+
+def test_totals_say_who_generated_and_trained_what() -> None:
+    totals = lane_totals(both_trace(), TimeWindow(0, 17 * SECOND))
+    assert totals == (
+        LaneTotals("gen", "generator", 4, 2, generating_s=8.0, training_s=4.0, other_s=1.0, idle_s=4.0),
+        LaneTotals("trainer", "trainer", 4, 6, generating_s=8.0, training_s=6.0, other_s=2.0, idle_s=1.0),
+    )
+
+
+def test_totals_of_a_window_have_the_samples_whose_work_ended_there() -> None:
+    # From the end of the generator's second slice to the end of its training.
+    gen, trainer = lane_totals(both_trace(), TimeWindow(4 * SECOND, 6 * SECOND))
+    assert (gen.generated, gen.trained, gen.training_s, gen.idle_s) == (0, 1, 2.0, 0.0)
+    assert (trainer.trained, trainer.training_s) == (1, 2.0)
+
+
+def test_a_trainer_that_helps_is_one_row_with_what_its_helper_lanes_generated() -> None:
+    gen, trainer = lane_totals(helped_trace(), TimeWindow(0, 14 * SECOND))
+    assert (gen.name, gen.generated, gen.trained, gen.idle_s) == ("gen", 3, 0, 2.0)
+    expected = LaneTotals("trainer", "trainer", 1, 4, generating_s=5.0, training_s=4.0, other_s=1.0, idle_s=4.0)
+    assert trainer == expected
+
+
+def test_several_cards_of_a_trainer_that_act_alone_have_their_own_totals() -> None:
+    lanes = (LaneInfo("trainer", "trainer"), LaneInfo("helper-0", "trainer"), LaneInfo("helper-1", "trainer"))
+    spans = (
+        span("helper-0", Work.TRAIN, 0, 3, group=0, size=1),
+        span("helper-1", Work.HELP, 0, 2, group=1, size=2),
+        span("trainer", Work.COMMIT, 3, 4),
+    )
+    totals = lane_totals(Trace(lanes, spans, 4 * SECOND, shares_work=True), TimeWindow(0, 4 * SECOND))
+    assert [(each.name, each.generated, each.trained, each.idle_s) for each in totals] == [
+        ("helper-0", 0, 1, 0.0),
+        ("helper-1", 2, 0, 1.0),
+    ]
 
 
 def test_the_reward_of_a_long_run_is_averaged_at_its_ends() -> None:
@@ -142,6 +186,26 @@ def test_where_all_lanes_share_a_card_the_headline_is_the_cards_and_no_mean_over
     assert [each["name"] for each in techniques(settings)] == ["TSP"]
 
 
+def test_a_run_whose_cards_do_both_says_so(tmp_path: Path) -> None:
+    rows = [{**row, "assisted_share": 0.5 * row["step"]} for row in metrics_rows()]
+    run = read_run(write_run(tmp_path / "run", settings=both_recipe(), trace=both_trace(), metrics=rows))
+    shown = headline_of(run)
+    assert shown["assisted_share"] == 0.25
+    assert shown["busy"] == pytest.approx((6.5 / 9 + 8 / 9) / 2), "the trainer's card counts once"
+    assert shown["busy_by_pool"]["trainer"] == pytest.approx(8 / 9)
+    lanes = dict(about(run))["Lanes"]
+    assert lanes == "local: 1 generator (cpu), 1 trainer (cpu); generators also train, the trainer also generates"
+    (chart,) = [chart for chart in curves.health_charts(run) if chart.title == "Shares of samples"]
+    assert [(series.name, series.y) for series in chart.series][-1] == ("assisted", (0.0, 0.5))
+    steady = utilisation(run)["steady"]["totals"]
+    assert [(each["name"], each["generated"], each["trained"]) for each in steady] == [
+        ("gen", 2, 1),
+        ("trainer", 2, 3),
+    ]
+    counted = {lane["name"]: lane["counted"] for lane in timeline(run)["lanes"]}
+    assert counted == {"gen": True, "trainer": False, "helper-0": True}
+
+
 def test_a_run_that_has_just_started_has_no_headline(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", metrics=[], evaluations=[])
     (folder / "spans.jsonl").unlink()
@@ -167,7 +231,26 @@ def test_several_rewards_show_their_weights_and_a_control_is_marked(tmp_path: Pa
 
 def test_techniques_show_what_was_off() -> None:
     states = {each["name"]: (each["on"], each["setting"]) for each in techniques(recipe())}
-    assert states == {"GAP": (True, ""), "TSP": (True, ""), "TAG": (False, ""), "TCSS": (True, "25%")}
+    assert states == {
+        "GAP": (True, ""),
+        "TSP": (True, ""),
+        "TAG": (False, ""),
+        "Assist": (False, ""),
+        "TCSS": (True, "25%"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "tag", "assist"),
+    [
+        (recipe(techniques={"assist": "none"}), False, False),
+        (recipe(techniques={"assist": "trainer"}), True, False),
+        (both_recipe(), True, True),
+    ],
+)
+def test_techniques_show_who_helps(settings: Recipe, tag: bool, assist: bool) -> None:
+    states = {each["name"]: each["on"] for each in techniques(settings)}
+    assert (states["TAG"], states["Assist"]) == (tag, assist)
 
 
 def test_every_metric_is_shown_in_one_chart(tmp_path: Path) -> None:
@@ -177,7 +260,7 @@ def test_every_metric_is_shown_in_one_chart(tmp_path: Path) -> None:
     assert [chart.title for chart in curves.part_charts(run)] == ["ocr"]
     assert [chart.title for chart in curves.held_out_charts(run)] == ["Held-out reward", "Held-out ocr.exact"]
     health = [chart.title for chart in curves.health_charts(run)]
-    assert health == ["Samples per second", "Gradient norm", "Stale and helped samples"]
+    assert health == ["Samples per second", "Gradient norm", "Shares of samples"]
     assert [chart.title for chart in curves.other_charts(run)] == ["my_own_metric"]
 
 
@@ -198,7 +281,7 @@ def unpacked(packed: dict[str, Any], lane: str) -> list[tuple[int, ...]]:
     return spans
 
 
-@pytest.mark.parametrize("trace", [on_policy_trace(), helped_trace(), large_trace()])
+@pytest.mark.parametrize("trace", [on_policy_trace(), helped_trace(), both_trace(), large_trace()])
 def test_packed_spans_hold_what_the_trace_holds(tmp_path: Path, trace: Trace) -> None:
     packed = timeline(read_run(write_run(tmp_path / "run", trace=trace)))
     kinds = [(kind.work, kind.style.stale) for kind in kinds_in(trace)]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from random_specs import spec_contents
 from rich.console import Console
 from simulation.random_faults import faults_for
-from watched_runs import SPEC, AfterEach, KeptNumbers, initial_state_of, watch
+from watched_runs import BOTH, SPEC, AfterEach, KeptNumbers, initial_state_of, watch
 
 from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
@@ -23,13 +23,16 @@ from digenrl.loop import drive
 from digenrl.metrics.busy import BusyMeter
 from digenrl.metrics.step_metrics import StepMetrics
 from digenrl.records import (
+    NO_LANE,
     Committed,
     Generate,
     Generated,
     LaneOffer,
     Quarantine,
     SampleId,
+    Train,
     Trained,
+    WorkerLost,
 )
 from digenrl.run_folder.metric_lines import EvaluationRecord
 from digenrl.scheduling import SchedulerState, initial_state
@@ -66,29 +69,34 @@ def _shares_within(trace: Trace, window: tuple[int, int]) -> dict[str, float]:
 
 
 class Account:
-    """Which lane generated every sample, and which samples were trained: an independent account."""
+    """Which lane generated and which trained every sample: an independent account."""
 
     def __init__(self, opening: SchedulerState) -> None:
         self._before = opening
         self._jobs: dict[SampleId, Generate] = {}
-        self._trained: set[SampleId] = set()
+        self._trained: dict[SampleId, int] = {}
         self._retired: set[tuple[int, int]] = set()
 
     def observe(self, event: Any, actions: Any, state: SchedulerState) -> None:
         if isinstance(event, Generated) and self._before.lanes[event.job.lane].job == event.job:
             self._jobs |= dict.fromkeys(event.job.slice.samples(), event.job)
-        if isinstance(event, Trained):
-            self._trained |= set(event.job.slice.samples())
+        if isinstance(event, Trained) and self._is_news(event.job):
+            self._trained |= dict.fromkeys(event.job.slice.samples(), event.job.lane)
         self._retired |= {(each.step, each.group) for each in actions if isinstance(each, Quarantine)}
         self._before = state
 
-    def shares(self, step: int) -> tuple[float, float]:
-        """The stale and the helped share of a step."""
+    def _is_news(self, job: Train) -> bool:
+        return job.lane == NO_LANE or self._before.lanes[job.lane].job == job
+
+    def shares(self, step: int) -> tuple[float, float, float]:
+        """The stale, the helped and the assisted share of a step."""
         terms, lanes = self._before.terms, self._before.lanes
         kept = [s for s in self._trained if s.step == step and (s.step, s.group) not in self._retired]
         jobs = [self._jobs[sample] for sample in kept]
         helped = 0 if terms.colocated else sum(lanes[job.lane].helper for job in jobs)
-        return sum(job.stale for job in jobs) / len(kept), helped / len(kept)
+        trainers = [self._trained[sample] for sample in kept]
+        assisted = sum(lane != NO_LANE and not lanes[lane].helper for lane in trainers)
+        return sum(job.stale for job in jobs) / len(kept), helped / len(kept), assisted / len(kept)
 
 
 def _check_against_the_full_trace(opening: SchedulerState, faults: Faults) -> list[dict[str, float]]:
@@ -99,7 +107,9 @@ def _check_against_the_full_trace(opening: SchedulerState, faults: Faults) -> li
     for numbers, ended_ns in zip(kept.steps, recorder.commit_ends_ns, strict=True):
         assert numbers["at_s"] == ended_ns / SECOND
         assert numbers["step_s"] == (ended_ns - began_ns) / SECOND
-        assert (numbers["stale_share"], numbers["helped_share"]) == account.shares(int(numbers["step"]))
+        assert ("assisted_share" in numbers) == opening.terms.shares_work
+        shares = (numbers["stale_share"], numbers["helped_share"], numbers.get("assisted_share", 0.0))
+        assert shares == account.shares(int(numbers["step"]))
         busy = {name.removeprefix("busy/"): share for name, share in numbers.items() if name.startswith("busy/")}
         assert busy == pytest.approx(_shares_within(trace, (began_ns, ended_ns)), abs=1e-12)
         began_ns = ended_ns
@@ -122,6 +132,36 @@ def test_any_run_has_the_shares_of_its_full_trace_however_lanes_join_and_leave(d
     spec = parse_model(Spec, data.draw(spec_contents(helps=("none", "greedy", "auto"))))
     opening = initial_state_of(spec)
     _check_against_the_full_trace(opening, data.draw(faults_for(opening)))
+
+
+def test_a_step_of_lanes_that_do_both_has_the_shares_of_the_full_trace() -> None:
+    steps = _check_against_the_full_trace(initial_state_of(**BOTH), NO_FAULTS)
+    assert any(numbers["helped_share"] > 0 for numbers in steps)
+    assert all(0 < numbers["assisted_share"] < 1 for numbers in steps)
+    assert all(numbers["busy/trainer"] >= numbers["busy/helper-1"] > 0.5 for numbers in steps)
+
+
+def test_samples_count_where_they_are_trained_again_after_a_lane_was_lost_with_their_gradients() -> None:
+    opening, trained = initial_state_of(**BOTH), list[Trained]()
+
+    def note(event: Any, actions: Any, state: SchedulerState) -> None:
+        if isinstance(event, Trained) and not state.lanes[event.job.lane].helper:
+            trained.append(event)
+
+    watch(opening, [], after=(AfterEach(note),))
+    first = trained[0]
+    lost = WorkerLost(first.at_ns + 1, first.job.lane)
+    _check_against_the_full_trace(opening, Faults(events=(lost,)))
+    trained.clear()
+    watch(opening, [], faults=Faults(events=(lost,)), after=(AfterEach(note),))
+    assert [event.job.slice for event in trained].count(first.job.slice) == 2
+
+
+@settings(max_examples=20)
+@given(st.lists(st.tuples(st.integers(0, 25 * SECOND), st.integers(0, 2)), max_size=3))
+def test_any_run_of_lanes_that_do_both_has_the_shares_of_its_full_trace(losses: list[tuple[int, int]]) -> None:
+    faults = Faults(events=tuple(WorkerLost(at_ns, lane) for at_ns, lane in losses))
+    _check_against_the_full_trace(initial_state_of(**BOTH), faults)
 
 
 def test_the_shares_of_all_steps_add_up_to_the_share_of_the_run() -> None:
@@ -182,7 +222,7 @@ def test_reported_metrics_are_written_with_their_step_and_late_ones_with_the_nex
 
 def test_computed_metrics_cannot_be_reported() -> None:
     metrics = StepMetrics(initial_state_of(), ())
-    for name in ("step_s", "busy/trainer"):
+    for name in ("step_s", "assisted_share", "busy/trainer"):
         with pytest.raises(AssertionError, match=name):
             metrics.report(0, {name: 1.0})
 

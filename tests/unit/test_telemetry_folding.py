@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from handmade_traces import SECOND, large_trace
+from handmade_traces import SECOND, large_trace, span
 
 from digenrl.telemetry.row_folding import FoldedRow, LaneRow, fold_lanes
-from digenrl.telemetry.styles import LEGEND_ORDER
+from digenrl.telemetry.stacked_work import Layer, stacked_work
+from digenrl.telemetry.styles import LEGEND_ORDER, fresh_style
 from digenrl.telemetry.time_axis import seconds_text, ticks_ns
-from digenrl.telemetry.trace import LaneInfo
+from digenrl.telemetry.trace import LaneInfo, Work
 from digenrl.telemetry.utilisation import lane_uses
 
 
@@ -60,3 +61,20 @@ def test_seconds_are_written_exactly() -> None:
 def test_every_style_has_its_own_letter_label_and_colour() -> None:
     for attribute in ("letter", "label", "fill"):
         assert len({getattr(style, attribute) for style in LEGEND_ORDER}) == len(LEGEND_ORDER)
+
+
+def test_every_kind_of_work_has_a_style_in_the_legend() -> None:
+    assert all(fresh_style(work) in LEGEND_ORDER for work in Work)
+
+
+def test_lanes_that_generate_and_train_are_stacked_by_their_work() -> None:
+    spans = (
+        span("a-0", Work.GENERATE, 0, 2, group=0, size=1),
+        span("a-1", Work.GENERATE, 0, 3, group=0, size=1),
+        span("a-0", Work.TRAIN, 2, 4, group=0, size=2),
+        span("a-1", Work.PUBLISH, 0, 9),
+    )
+    generating = ((0, 2), (2 * SECOND, 1), (3 * SECOND, 0))
+    working = ((0, 2), (2 * SECOND, 2), (3 * SECOND, 1), (4 * SECOND, 0))
+    assert stacked_work(spans) == (Layer(Work.GENERATE, generating), Layer(Work.TRAIN, working))
+    assert stacked_work(()) == ()

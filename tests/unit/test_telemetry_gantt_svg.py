@@ -8,15 +8,15 @@ from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
-from handmade_traces import SECOND, helped_trace, large_trace, on_policy_trace, span
+from handmade_traces import SECOND, both_trace, helped_trace, large_trace, on_policy_trace, span
 
 from digenrl.telemetry.gantt_svg import gantt_svg, span_description
-from digenrl.telemetry.styles import style_of
+from digenrl.telemetry.styles import fresh_style, style_of
 from digenrl.telemetry.trace import LaneInfo, Trace, Work
 from digenrl.telemetry.utilisation import lane_uses
 
 SVG = "{http://www.w3.org/2000/svg}"
-TRACES = pytest.mark.parametrize("trace", [on_policy_trace(), helped_trace(), large_trace()])
+TRACES = pytest.mark.parametrize("trace", [on_policy_trace(), helped_trace(), both_trace(), large_trace()])
 
 
 def parse(trace: Trace, title: str = "") -> ElementTree.Element:
@@ -187,3 +187,28 @@ def test_everything_is_inside_the_image() -> None:
 
 def test_an_empty_trace_still_gives_an_image() -> None:
     assert parse(Trace((), (), 0)).tag == f"{SVG}svg"
+
+
+def test_a_lane_that_does_both_shows_generating_training_and_sending_in_their_colours() -> None:
+    picture = parse(both_trace())
+    fills = {
+        tooltip(rect).split(",")[0]: rect.attrib["fill"]
+        for rect in rects(picture, "span")
+        if "\ngen, " in tooltip(rect)
+    }
+    assert fills == {work: fresh_style(work).fill for work in (Work.GENERATE, Work.TRAIN, Work.SEND)}
+    assert {"send gradients", "trainer helps generate"} <= set(words_in(picture))
+    assert not {"send gradients", "switch of role"} & set(words_in(parse(on_policy_trace())))
+
+
+def test_folded_lanes_that_do_both_show_an_area_per_kind_of_work() -> None:
+    names = [f"a100-{index}" for index in range(50)]
+    spans = [span(name, Work.GENERATE, 0, 2, group=0, size=1) for name in names]
+    spans += [span(name, Work.TRAIN, 2, 3, group=0, size=1) for name in names]
+    trace = Trace(tuple(LaneInfo(name, "generator") for name in names), tuple(spans), 3 * SECOND, shares_work=True)
+    areas = [path for path in parse(trace).iter(f"{SVG}path") if path.get("class") == "area"]
+    assert [tooltip(area).splitlines()[1] for area in areas] == [
+        "how many of them train, over time",
+        "how many of them generate, over time",
+    ]
+    assert len({area.attrib["fill"] for area in areas}) == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
-from handmade_traces import SECOND, helped_trace, large_trace, on_policy_trace, span
+from handmade_traces import SECOND, both_trace, helped_trace, large_trace, on_policy_trace, span
 from rich.console import Console
 
 from digenrl.telemetry.gantt_terminal import gantt_text
@@ -51,8 +51,9 @@ def test_each_kind_of_work_has_its_own_letter() -> None:
         span("gen", Work.SWITCH, 16, 20),
         span("gen", Work.COMMIT, 20, 24),
         span("gen", Work.PUBLISH, 24, 28),
+        span("gen", Work.SEND, 28, 32),
     )
-    assert bars(trace, WIDTH_OF_40_COLUMNS)["gen"] == "0hhh0HHH0rrr0TTTxxxxCCCCpppp............"
+    assert bars(trace, WIDTH_OF_40_COLUMNS)["gen"] == "0hhh0HHH0rrr0TTTxxxxCCCCppppdddd........"
 
 
 def test_a_column_with_little_work_is_marked_and_a_short_commit_is_never_lost() -> None:
@@ -80,6 +81,15 @@ def test_a_row_is_blank_while_its_card_works_in_another_row() -> None:
     rows = bars(helped_trace(), 8 + 1 + 28 + len(" 100 %"))
     assert rows["trainer"] == "x          x0TTT........1TTC"
     assert rows["helper-0"] == " 0hhhhhhhhh     ........    "
+
+
+def test_a_lane_that_does_both_shows_both_and_the_trainers_row_its_commits() -> None:
+    rows = bars(both_trace(), 8 + 1 + 34 + len(" 100 %"))
+    assert rows["gen"] == "0ggg1ggg0TTTd.....0ggg1ggg0TTTd..."
+    assert rows["trainer"] == "              CCpp              CC"
+    assert rows["helper-0"] == "0hhh1hhh0T1TTT  ..0hhh1hhh0T1TTT  "
+    legend = gantt_text(both_trace(), 80).plain
+    assert "d send gradients" in legend and "switch" not in legend
 
 
 def test_each_lane_shows_its_busy_share() -> None:

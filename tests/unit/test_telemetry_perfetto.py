@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from handmade_traces import SECOND, helped_trace, large_trace, on_policy_trace, span
+from handmade_traces import SECOND, both_trace, helped_trace, large_trace, on_policy_trace, span
 
 from digenrl.config.reading import ConfigError
 from digenrl.telemetry.perfetto import perfetto_json, write_perfetto
 from digenrl.telemetry.trace import LaneInfo, Trace, Work
 
-TRACES = pytest.mark.parametrize("trace", [on_policy_trace(), helped_trace(), large_trace()])
+TRACES = pytest.mark.parametrize("trace", [on_policy_trace(), helped_trace(), both_trace(), large_trace()])
 
 
 def events(trace: Trace, phase: str) -> list[dict[str, Any]]:
@@ -93,6 +93,18 @@ def test_each_slice_points_at_the_training_of_its_samples() -> None:
     trained_at = {one["id"]: one["ts"] / 1e6 for one in ends}
     # Slices in order of their start: group 0 on the generator, group 0 on the helper, then group 1 twice.
     assert [trained_at[number] for number in (1, 2, 3, 4)] == [6, 6, 12, 12]
+
+
+def test_each_slice_points_at_the_lane_that_trains_its_samples() -> None:
+    trace = both_trace()
+    names = thread_names(trace)
+    targets = [
+        (names[one["pid"], one["tid"]], one["ts"] / 1e6)
+        for one in sorted(events(trace, "f"), key=lambda e: e["id"])
+    ]
+    # Of each step: sample 0 and 1 of group 0, then those of group 1.
+    assert targets[:4] == [("helper-0", 4), ("gen", 4), ("helper-0", 5), ("helper-0", 5)]
+    assert "send step 1" in {one["name"] for one in events(trace, "X")}
 
 
 def test_training_a_whole_step_at_once_is_pointed_at_by_all_its_slices() -> None:

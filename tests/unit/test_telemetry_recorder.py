@@ -17,6 +17,7 @@ from digenrl.records import (
     Event,
     Generate,
     Generated,
+    GradientsSent,
     HeldOutChunk,
     JobFailed,
     LaneOffer,
@@ -26,6 +27,7 @@ from digenrl.records import (
     Saved,
     Score,
     Scored,
+    SendGradients,
     Slice,
     Tick,
     Train,
@@ -182,6 +184,22 @@ def test_losing_the_trainer_ends_its_span_and_those_of_its_lanes() -> None:
     assert recorded.spans(Work.TRAIN) == [("trainer", 0, 3)]
     assert recorded.spans(Work.HELP) == [("helper-0", 0, 3)]
     assert recorded.spans(Work.GENERATE) == []
+
+
+def test_training_on_a_lane_and_sending_its_gradients_are_spans_of_that_lane() -> None:
+    train, own = Train(1, 0, PIECE, lane=1), Train(2, 0, Slice(0, 1, 0, 2), lane=2)
+    send = SendGradients(3, 5, step=0, lane=1)
+    recorded = Recorded().feed(Tick(0), train, own).feed(Trained(5, train), send).feed(Trained(6, own))
+    recorded.feed(GradientsSent(7, send))
+    assert recorded.spans(Work.TRAIN) == [("generator-1", 0, 5), ("helper-0", 0, 6)]
+    assert recorded.spans(Work.SEND) == [("generator-1", 5, 7)]
+
+
+def test_a_lost_lane_ends_its_training_and_no_other() -> None:
+    train, own = Train(1, 0, PIECE, lane=1), Train(2, 0, Slice(0, 1, 0, 2), lane=2)
+    recorded = Recorded().feed(Tick(0), train, own).feed(WorkerLost(3, 1))
+    assert recorded.spans(Work.TRAIN) == [("generator-1", 0, 3)]
+    assert recorded.feed(WorkerLost(4, 0, "trainer")).spans(Work.TRAIN)[1:] == [("helper-0", 0, 4)]
 
 
 def evaluated() -> Recorded:

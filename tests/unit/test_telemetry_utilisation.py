@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from handmade_traces import SECOND, helped_trace, large_trace, on_policy_trace, span
+from handmade_traces import SECOND, both_trace, helped_trace, large_trace, on_policy_trace, span
 
 from digenrl.telemetry.trace import LaneInfo, Span, Trace, Work
 from digenrl.telemetry.utilisation import Intervals, lane_uses, pool_share, spans_by_lane
@@ -27,7 +27,8 @@ def test_busy_shares_of_the_worked_example_are_exact() -> None:
 
 
 def test_a_pool_is_as_busy_as_its_lanes_on_average() -> None:
-    assert pool_share(["fast", "slow"], lane_uses(on_policy_trace())) == pytest.approx(10 / 19)
+    trace = on_policy_trace()
+    assert pool_share(trace, "generator", lane_uses(trace)) == pytest.approx(10 / 19)
 
 
 def test_bubbles_are_the_gaps_between_spans_and_publishing_fills_none() -> None:
@@ -40,7 +41,7 @@ def test_the_trainer_is_busy_throughout_help_and_its_helper_lane_while_it_trains
     trace = helped_trace()
     assert seconds(idle_intervals(trace)["trainer"]) == [(8, 12)]
     assert seconds(idle_intervals(trace)["helper-0"]) == [(8, 12)]
-    assert pool_share(["trainer", "helper-0"], lane_uses(trace)) == 10 / 14
+    assert pool_share(trace, "trainer", lane_uses(trace)) == 10 / 14
 
 
 def test_a_helper_lane_that_ends_before_its_round_is_idle_until_the_round_ends() -> None:
@@ -124,10 +125,32 @@ def test_a_lane_is_not_idle_before_it_joined_and_after_it_was_lost() -> None:
     trace = Trace(lanes, spans, end_ns=100)
     assert idle_intervals(trace) == {"early": ((30, 40),), "late": ((60, 70),)}
     assert busy_shares(trace) == {"early": 0.75, "late": 0.75}
-    assert pool_share(["early", "late"], lane_uses(trace)) == 0.75
+    assert pool_share(trace, "generator", lane_uses(trace)) == 0.75
 
 
 def test_a_trainer_is_busy_while_its_helper_lanes_evaluate() -> None:
     lanes = (LaneInfo("trainer", "trainer"), LaneInfo("helper-0", "trainer"))
     trace = Trace(lanes, (span("helper-0", Work.EVALUATE, 0, 3),), 4 * SECOND)
     assert busy_shares(trace)["trainer"] == 0.75
+
+
+def test_a_lane_that_trains_and_sends_gradients_is_busy_and_so_is_a_trainer_whose_card_trains() -> None:
+    trace = both_trace()
+    assert busy_shares(trace) == {"gen": 13 / 17, "trainer": 16 / 17, "helper-0": 16 / 17}
+    assert seconds(idle_intervals(trace)["gen"]) == [(6.5, 9), (15.5, 17)]
+    assert seconds(idle_intervals(trace)["trainer"]) == seconds(idle_intervals(trace)["helper-0"]) == [(8, 9)]
+    assert pool_share(trace, "trainer", lane_uses(trace)) == 16 / 17
+
+
+@pytest.mark.parametrize(("shares_work", "share"), [(True, 0.75), (False, 1.0)])
+def test_a_trainer_whose_cards_act_alone_is_as_busy_as_they_are_on_average(
+    shares_work: bool, share: float
+) -> None:
+    lanes = (LaneInfo("trainer", "trainer"), LaneInfo("helper-0", "trainer"), LaneInfo("helper-1", "trainer"))
+    spans = (
+        span("helper-0", Work.HELP, 0, 3, group=0, size=1),
+        span("helper-1", Work.HELP, 0, 1, group=0, first=1, size=1),
+        span("trainer", Work.COMMIT, 3, 4, group=0, size=2),
+    )
+    trace = Trace(lanes, spans, 4 * SECOND, shares_work=shares_work)
+    assert pool_share(trace, "trainer", lane_uses(trace)) == share

@@ -116,7 +116,8 @@ def main() -> None:
         print(json.dumps({name: asdict(each) for name, each in rows.items()}))
         return
     table = Table()
-    for heading in ("", "samples/s", "x naive", "of limit", "gen idle", "train idle", "helped", "assisted", "stale"):
+    headings = ("", "samples/s", "x naive", "of limit", "gen idle", "train idle", "helped", "assisted", "stale")
+    for heading in headings:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for name, each in rows.items():
         cells = (f"{each.samples_per_s:.1f}", f"{each.over_naive:.2f}", f"{each.of_limit:.2f}")

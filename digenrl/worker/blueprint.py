@@ -313,10 +313,6 @@ def make_trainer(
     *,
     helps: bool,
     ranks: RankGroup | None = None,
-<<<<<<< HEAD
-=======
-    shares_gradients: bool = False,
->>>>>>> sums
     commits: bool = True,
 ) -> Trainer:
     """The recipe's trainer, alone or as one of several `ranks`, or that of a generator, which never `commits`.
@@ -335,10 +331,6 @@ def make_trainer(
         draw_noise=partial(normal_noise, blueprint.recipe.seed),
         ranks=ranks,
         helps=helps,
-<<<<<<< HEAD
         shares_gradients=blueprint.recipe.shares_work,
-=======
-        shares_gradients=shares_gradients,
->>>>>>> sums
         commits=commits,
     )

@@ -359,7 +359,9 @@ class Recipe(Frozen):
     @classmethod
     def _several_cards_are_lanes(cls, content: Any) -> Any:
         lanes = content.get("lanes") if isinstance(content, dict) else None
-        cards = lanes.get("cards", 1) if isinstance(lanes, dict) else 1
+        if not isinstance(lanes, dict):
+            return content
+        cards = lanes.get("cards", 1)
         if not isinstance(cards, int) or cards <= 1 or isinstance(cards, bool):
             return content
         if content.get("mode") != "colocated":

@@ -24,7 +24,7 @@ from digenrl.exchange.tensors import Exchange
 from digenrl.generation.rollout import GeneratedSlice
 from digenrl.models.contract import Conditioning, DiffusionModel, TextEncoder
 from digenrl.models.model_weights import gathered_weights, load_weights, weights_replaced
-from digenrl.models.trajectory import ScoredSamples, Trajectory
+from digenrl.models.trajectory import ScoredGroup, ScoredSamples, Trajectory
 from digenrl.models.transfers import synchronize, to_device
 from digenrl.records import (
     NO_WEIGHTS,
@@ -348,7 +348,8 @@ class Stages:
         groups = {group.place: group for group in job.groups}
         for place in trainer.places_to_replay():
             whole = Slice(job.step, groups[place].index, 0, len(groups[place].rewards))
-            trainer.hold_group(self._scored_samples(groups[place], whole), place)
+            samples = self._scored_samples(groups[place], whole)
+            trainer.hold_group(ScoredGroup(samples.conditioning, samples.trajectories, samples.rewards), place)
 
     def _scored_samples(self, group: GroupArtifact, wanted: Slice) -> ScoredSamples:
         """Some samples of a group, with all its rewards."""

@@ -168,6 +168,11 @@ class Spec(Frozen):
                 self._check_pool_slice(f"generators[{index}].slice", pool.slice, max(pool.seconds))
         if self.trainer.helper is None:
             self._check_needs_no_helper()
+        if self.shares_work and self.policy.stream != "group":
+            raise ValueError(
+                f"policy.stream: assist 'both' trains complete groups, got '{self.policy.stream}'; "
+                "set stream to group, or assist to trainer"
+            )
         if self.samples_per_prompt % self.trainer.job:
             raise ValueError(
                 f"trainer.job: {self.trainer.job} samples do not divide a group of {self.samples_per_prompt}; "
@@ -198,6 +203,12 @@ class Spec(Frozen):
                 f"policy.help: '{self.policy.help}' needs trainer.helper, which is absent; "
                 f"add trainer.helper, or set help to none (auto helps only if there is a helper)"
             )
+
+    @property
+    def shares_work(self) -> bool:
+        """Whether lanes both generate and train, each on its own."""
+        rules = self.policy
+        return rules.assist == "both" and rules.help != "none" and not rules.colocated
 
     def slice_sizes(self) -> tuple[int, ...]:
         """Every slice size that cuts a group into equal slices, in ascending order."""

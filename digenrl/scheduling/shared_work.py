@@ -11,9 +11,8 @@ Slices of the next step, started on the version one behind, come after all work 
 from __future__ import annotations
 
 from dataclasses import replace
-from fractions import Fraction
 
-from digenrl.records import Action, Commit, Generate, GradientsSent, Role, SendGradients, Slice, Train, Trained
+from digenrl.records import Action, Commit, Generate, GradientsSent, SendGradients, Slice, Train, Trained
 from digenrl.scheduling.dispatch import reserved_before
 from digenrl.scheduling.evaluation import awaits_publication
 from digenrl.scheduling.lanes import release
@@ -95,7 +94,6 @@ class _Allocation:
             lane for lane in state.lanes if lane.present and lane.calibrated and _is_available(state, lane)
         ]
         self._free_ns = {lane.index: max(at_ns, lane.ends_ns) if lane.job else at_ns for lane in self._lanes}
-        self._train_first = _lanes_that_train_first(self._lanes, self._rule.trainers)
 
     def hand_out(self) -> Outcome:
         state = self._state
@@ -105,8 +103,8 @@ class _Allocation:
                 self._offer_work(lane)
         lanes, step = list(state.lanes), state.current
         for index, job in self._jobs.items():
-            role: Role = "generate" if isinstance(job, Generate) else "train"
-            lanes[index] = replace(lanes[index], job=job, role=role, ends_ns=self._free_ns[index])
+            lane = replace(lanes[index], job=job, ends_ns=self._free_ns[index])
+            lanes[index] = _as_generator(lane, job, state) if isinstance(job, Generate) else _as_trainer(lane)
         state = replace(
             state,
             lanes=tuple(lanes),
@@ -119,12 +117,17 @@ class _Allocation:
         return state, tuple(self._jobs.values())
 
     def _offer_work(self, lane: Lane) -> None:
-        if lane.index in self._train_first:
-            taken = self._take_training(lane) or self._take_slice(lane, of_current_step=True)
-        else:
+        if self._generates_first(lane):
             taken = self._take_slice(lane, of_current_step=True) or self._take_training(lane)
+        else:
+            taken = self._take_training(lane) or self._take_slice(lane, of_current_step=True)
         if not taken and self._may_work_ahead(lane):
             self._take_slice(lane, of_current_step=False)
+
+    def _generates_first(self, lane: Lane) -> bool:
+        """Whether it has not taken its quota of the step's slices yet, or cannot train."""
+        quota = self._rule.quota(lane.index)
+        return quota is None or lane.taken < quota or not lane.train_sample_ns
 
     def _take_training(self, lane: Lane) -> bool:
         state = self._state
@@ -170,15 +173,17 @@ class _Allocation:
         return True
 
     def _slices_at_once(self, lane: Lane) -> int:
-        """As many as the lane can take or, towards the end of the step, its share of those that are left.
+        """As many as the lane can take, at most what is left of its quota.
 
         The rest of a group is cut into pieces of equal size: a small last piece would be slow for its size.
         """
-        at_once = lane.slices_at_once
+        at_once, quota = lane.slices_at_once, self._rule.quota(lane.index)
         if at_once == 1:
             return 1
         rest = self._picker.length_at(lane.version, 0, self._state.terms.slices_per_group)
-        if self._rule.fine_tail:
+        if quota is not None and 0 < quota - lane.taken < at_once:
+            return min(rest, quota - lane.taken)
+        if quota is None and self._rule.fine_tail:
             left = self._picker.unstarted(current_step_only=True) or self._picker.unstarted()
             at_once = max(1, min(at_once, -(-left // len(self._lanes))))
         pieces = -(-rest // at_once)
@@ -186,11 +191,12 @@ class _Allocation:
 
     def _others_generate_all(self, lane: Lane, length: int, end_ns: int) -> bool:
         """Whether the other lanes would finish all unstarted slices before this lane has finished these."""
-        busy_training = self._train_first if self._ready else frozenset()
         others = (
             (other, self._free_ns[other.index] + other.switch_ns("generate"), 1)
             for other in self._lanes
-            if other is not lane and other.version >= lane.version and other.index not in busy_training
+            if other is not lane
+            and other.version >= lane.version
+            and (not self._ready or self._generates_first(other))
         )
         left = self._picker.unstarted(current_step_only=True) or self._picker.unstarted()
         return reserved_before(others, length, end_ns) >= left
@@ -225,19 +231,16 @@ class _Allocation:
         return self._state.jobs_issued + len(self._jobs)
 
 
-def _lanes_that_train_first(lanes: list[Lane], trainers: int) -> frozenset[int]:
-    """The lanes that train best compared with how they generate; the trainer's own come first among equals."""
-    able = [lane for lane in lanes if lane.train_sample_ns]
-    if trainers >= len(able):
-        return frozenset(lane.index for lane in able)
-    if not trainers:
-        return frozenset()
-    able.sort(key=lambda lane: (_training_over_generating(lane), not lane.helper, lane.index))
-    return frozenset(lane.index for lane in able[:trainers])
+def _as_generator(lane: Lane, job: Generate, state: SchedulerState) -> Lane:
+    """The lane with what it has been given counted towards its quota of the slice's step."""
+    slices = state.terms.slices_in(job.slice.size)
+    if job.slice.step == state.committed:
+        return replace(lane, role="generate", taken=lane.taken + slices)
+    return replace(lane, role="generate", taken_ahead=lane.taken_ahead + slices)
 
 
-def _training_over_generating(lane: Lane) -> Fraction:
-    return lane.train_sample_ns * lane.slices_at_once / lane.slice_ns
+def _as_trainer(lane: Lane) -> Lane:
+    return replace(lane, role="train")
 
 
 def _with_training(step: StepProgress, jobs: dict[int, Generate | Train]) -> StepProgress:

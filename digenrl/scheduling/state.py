@@ -57,7 +57,9 @@ class Lane:
     switch_out_ns: int = 0
     role: Role = "generate"
     trained: tuple[Slice, ...] = ()
-    ends_ns: int = 0  # when its job is expected to end; kept only if lanes share work
+    ends_ns: int = 0  # when its job is expected to end; kept, as what follows, only if lanes share work
+    taken: int = 0  # slices of the current step that it has been given
+    taken_ahead: int = 0  # those of the next step
 
     @property
     def calibrated(self) -> bool:

@@ -13,16 +13,21 @@ from digenrl.config.spec import AssistName, DispatchRuleName, HelpRuleName, Orde
 class SharedWorkRule:
     """How lanes that both generate and train choose their work.
 
-    The first `trainers` lanes, those that train best compared with how they generate, train before they generate;
-    the others generate before they train. With `fine_tail`, lanes take fewer slices at once when those that are
-    left would not suffice for all. With `leaves_to_faster`, a lane leaves work that other lanes would finish
-    earlier. Lanes without a setting of their own take up to `slices_at_once`.
+    A lane generates before it trains until it has taken its quota of the step's slices. From then on it trains
+    first, and generates only if there is nothing to train. `quotas` are in the order of the lanes; without one, a
+    lane always generates first. A lane takes up to `slices_at_once`, unless its offer says otherwise. With
+    `fine_tail`, lanes without a quota take fewer at once when those that are left would not suffice for all. With
+    `leaves_to_faster`, a lane leaves work that other lanes would finish earlier.
     """
 
-    trainers: int = 0
+    quotas: tuple[int, ...] = ()
     slices_at_once: int = 1
     fine_tail: bool = True
     leaves_to_faster: bool = True
+
+    def quota(self, lane: int) -> int | None:
+        """The slices of a step that a lane generates before it trains; None: all that there are."""
+        return self.quotas[lane] if lane < len(self.quotas) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,8 @@ def absorb_committed(state: SchedulerState, event: Committed) -> Outcome:
         else lane
         for lane in state.lanes
     )
+    if terms.shares_work:
+        lanes = tuple(replace(lane, taken=lane.taken_ahead, taken_ahead=0) for lane in lanes)
     state = replace(state, committed=version, steps=(*state.steps[1:], *opened), lanes=lanes, trainer=Free())
     state, abandoned = abandon_if_unservable(state, at_ns)
     if terms.evaluates(version):

@@ -9,6 +9,8 @@ from typing import Any
 from digenrl.config.spec import Spec
 from digenrl.simulation.spec_costs import best_rate
 
+BISECTIONS = 100  # as many as a float has use for
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -23,6 +25,7 @@ class Answer:
     trainer_idle: float
     stale_samples: int
     helped_samples: int
+    assisted_samples: int  # trained by generator lanes
     help_decisions: tuple[tuple[float, str], ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -31,6 +34,8 @@ class Answer:
 
 def bound_seconds(spec: Spec) -> float:
     """A lower bound of the makespan: work is divisible without limit, and staleness is unrestricted."""
+    if spec.shares_work:
+        return _bound_if_lanes_do_both(spec)
     sizes = spec.slice_sizes()
     generator_rate = sum(
         (pool.count * best_rate(pool.seconds, sizes) for pool in spec.generators), start=Fraction(0)
@@ -46,6 +51,63 @@ def bound_seconds(spec: Spec) -> float:
         share = Fraction(helper.lanes, helper.lanes + lanes)
         return float(samples / (generator_rate + helper_rate) + training * share + commits)
     busy = training + commits
-    if spec.policy.help == "none" or not helper_rate:
+    if "none" in (spec.policy.help, spec.policy.assist) or not helper_rate:
         return float(max(busy, samples / generator_rate))
     return float(max(busy, (samples + helper_rate * busy) / (generator_rate + helper_rate)))
+
+
+@dataclass(frozen=True, slots=True)
+class _CardClass:
+    """Equal cards: how many, their rates in samples per second, and the seconds that each loses to commits."""
+
+    count: int
+    generating: float
+    training: float
+    lost: float = 0.0
+
+    def card_seconds(self, makespan: float) -> float:
+        return self.count * max(0.0, makespan - self.lost)
+
+
+def _bound_if_lanes_do_both(spec: Spec) -> float:
+    """The least time in which all samples can be generated and trained, each card for a share of the time."""
+    samples = spec.steps * spec.prompts * spec.samples_per_prompt
+    # Cards that generate well compared with how they train generate first.
+    cards = sorted(_card_classes(spec), key=_generating_over_training, reverse=True)
+
+    def fits(makespan: float) -> bool:
+        ungenerated, trained = float(samples), 0.0
+        for card in cards:
+            seconds = card.card_seconds(makespan)
+            generating = min(seconds, ungenerated / card.generating)
+            ungenerated -= generating * card.generating
+            trained += (seconds - generating) * card.training
+        return ungenerated <= samples * 1e-15 and trained >= samples
+
+    low, high = 0.0, 1.0
+    while not fits(high):
+        low, high = high, 2 * high
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def _card_classes(spec: Spec) -> list[_CardClass]:
+    sizes, helper = spec.slice_sizes(), spec.trainer.helper
+    assert helper is not None, "a SPEC whose lanes do both has a helper"
+    classes = [
+        _CardClass(
+            pool.count,
+            float(best_rate(pool.seconds, sizes)),
+            float(1 / Fraction(pool.train_seconds)) if pool.train_seconds else 0.0,
+        )
+        for pool in spec.generators
+    ]
+    alone = Fraction(spec.trainer.seconds_per_sample) * helper.lanes
+    lost = float(spec.steps * (Fraction(spec.trainer.reduce) + Fraction(spec.trainer.commit)))
+    return [*classes, _CardClass(helper.lanes, float(best_rate(helper.seconds, sizes)), float(1 / alone), lost)]
+
+
+def _generating_over_training(card: _CardClass) -> float:
+    return card.generating / card.training if card.training else float("inf")

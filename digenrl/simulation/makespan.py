@@ -13,6 +13,8 @@ from digenrl.scheduling.help.forecast_from_state import forecast_from_state
 from digenrl.scheduling.help.help_rules import GREEDY, WAIT_ALWAYS, simulate_help, simulate_rounds
 from digenrl.scheduling.state import BubblePlan, HelpPlan, SchedulerState
 from digenrl.scheduling.terms import Terms
+from digenrl.simulation.both_directions import Schedule, choose_schedule
+from digenrl.simulation.shared_work import makespan_ns
 from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
 
 SEARCH_BUDGET = 5_000
@@ -20,6 +22,8 @@ SEARCH_BUDGET = 5_000
 
 def predict_makespan(spec: Spec, search_budget: int = SEARCH_BUDGET) -> float:
     """The makespan in seconds; with `slice: auto`, that of the best slice size."""
+    if spec.shares_work:
+        return schedule_if_lanes_do_both(spec, search_budget).makespan
     if spec.slice == "auto":
         return predict_makespan(with_best_slice(spec, search_budget), search_budget)
     start = initial_scheduler_state(spec, search_budget)
@@ -35,9 +39,26 @@ def predict_makespan(spec: Spec, search_budget: int = SEARCH_BUDGET) -> float:
 
 
 def with_best_slice(spec: Spec, search_budget: int = SEARCH_BUDGET) -> Spec:
-    """The SPEC with the slice size of the least makespan, the largest of equally good ones."""
+    """The SPEC with the slice size of the least makespan, the largest of equally good ones.
+
+    Lanes that do both take pieces of any size: their SPEC keeps `auto`.
+    """
+    if spec.shares_work:
+        return spec
     candidates = [spec.with_changes(slice=size) for size in reversed(spec.unit_sizes())]
     return min(candidates, key=lambda candidate: predict_makespan(candidate, search_budget))
+
+
+def schedule_if_lanes_do_both(spec: Spec, search_budget: int = SEARCH_BUDGET) -> Schedule:
+    """The schedule of a SPEC with `assist: both`, which may be a simpler one."""
+
+    def predict(simpler: Spec) -> tuple[Spec, float]:
+        fixed = with_best_slice(simpler, search_budget) if simpler.slice == "auto" else simpler
+        if simpler.evaluation is None and simpler.checkpoint is None:
+            return fixed, predict_makespan(fixed, search_budget)
+        return fixed, makespan_ns(initial_scheduler_state(fixed, search_budget)) / NS_PER_SECOND
+
+    return choose_schedule(spec, predict)
 
 
 def _simulate_planned_help(forecast: Forecast, terms: Terms) -> None:

@@ -69,7 +69,7 @@ def initial_scheduler_state(
             lanes = _able_to_train(lanes, pool.train_seconds, pool.switch, pool.switch)
         generators += lanes
     helper, helpers = spec.trainer.helper, []
-    if helper is not None and (spec.policy.help != "none" or spec.policy.colocated):
+    if helper is not None and (_helps(spec) or spec.policy.colocated):
         sizes = range(spec.slice, at_once * spec.slice + 1, spec.slice)
         take_ns = tuple(slice_ns(helper.seconds, size, "trainer.helper.seconds") for size in sizes)
         helpers = _lanes("helper", helper.lanes, take_ns, next_number)
@@ -78,6 +78,10 @@ def initial_scheduler_state(
             helpers = _able_to_train(helpers, alone, helper.switch_in, helper.switch_out)
     costs = _costs(spec, len(generators))
     return initial_state(terms, costs, generators, helpers, evaluates=spec.evaluation is not None)
+
+
+def _helps(spec: Spec) -> bool:
+    return spec.policy.help != "none" and spec.policy.assist != "none"
 
 
 def _lanes(pool: str, count: int, take_ns: tuple[int, ...], next_number: Counter[str]) -> list[LaneOffer]:
@@ -114,7 +118,7 @@ def _terms(spec: Spec, search_budget: int) -> Terms:
         evaluate_every=spec.evaluation.every if spec.evaluation else 0,
         evaluation_chunks=spec.evaluation.chunks if spec.evaluation else 0,
         save_every=spec.checkpoint.every if spec.checkpoint else 0,
-        job_samples=spec.trainer.job if spec.policy.assist == "both" else 0,
+        job_samples=spec.trainer.job if spec.shares_work else 0,
     )
     return with_rules(work, spec.policy, has_helper=spec.trainer.helper is not None)
 
@@ -153,5 +157,5 @@ def _costs(spec: Spec, generator_lanes: int) -> Costs:
         evaluate_ns=to_ns(spec.evaluation.chunk) if spec.evaluation else 0,
         score_chunk_ns=to_ns(spec.evaluation.score) if spec.evaluation else 0,
         save_ns=to_ns(spec.checkpoint.seconds) if spec.checkpoint else 0,
-        reduce_ns=to_ns(trainer.reduce) if spec.policy.assist == "both" else 0,
+        reduce_ns=to_ns(trainer.reduce) if spec.shares_work else 0,
     )

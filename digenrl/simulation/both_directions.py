@@ -1,0 +1,87 @@
+"""What a SPEC with `assist: both` runs: its lanes share work by a rule, or it runs a simpler schedule.
+
+`greedy` takes whatever there is, generating first. `search` takes the best rule that the search finds. `auto` also
+compares it with colocated cards, with no help at all, and with a trainer that helps alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from digenrl.config.spec import Spec
+from digenrl.scheduling import SchedulerState, SharedWorkRule
+from digenrl.simulation.shared_work import MOST_AT_ONCE, best_rules, makespan_ns
+from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
+
+COMPARED_STEPS = 3  # rules are compared by a few steps: later ones resemble them
+
+PredictMakespan = Callable[[Spec], tuple[Spec, float]]  # of a SPEC without `both`, with its best slice size
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How a SPEC is run: with lanes that share work by a rule, or as another SPEC without one."""
+
+    spec: Spec
+    rule: SharedWorkRule | None
+    makespan: float  # seconds
+
+    def opening(self, search_budget: int) -> SchedulerState:
+        """The scheduler's state at the start."""
+        if self.rule is None:
+            return initial_scheduler_state(self.spec, search_budget)
+        return shared_opening(self.spec, self.rule)
+
+
+def shared_opening(spec: Spec, rule: SharedWorkRule) -> SchedulerState:
+    """The start of a run whose lanes share work by a rule.
+
+    With `slice: auto` a slice is one sample, and the rule says how many a lane takes at once.
+    """
+    fixed = spec.with_changes(slice=1) if spec.slice == "auto" else spec
+    return initial_scheduler_state(fixed, search_budget=0, shared_work=rule)
+
+
+def choose_schedule(spec: Spec, predict: PredictMakespan) -> Schedule:
+    """The schedule for a SPEC whose lanes do both, by its help rule."""
+    if spec.policy.help == "greedy":
+        return _best(spec, [_greedy(at_once) for at_once in _sizes(spec)])
+    shared = _searched(spec)
+    if spec.policy.help == "search":
+        return shared
+    best = shared
+    for simpler in (
+        spec.with_rules(assist="trainer", help="auto"),
+        spec.with_rules(assist="none", help="none"),
+        spec.with_rules(colocated=True),
+    ):
+        resolved, makespan = predict(simpler)
+        if makespan <= best.makespan:
+            best = Schedule(resolved, None, makespan)
+    return best
+
+
+def _searched(spec: Spec) -> Schedule:
+    """The forecasts hold on-policy and without reward lanes; else the best few are compared on the scheduler."""
+    rules = best_rules(lambda rule: shared_opening(spec, rule), max(_sizes(spec)))
+    exact = not spec.policy.stale_fraction and not spec.reward.lanes
+    return _best(spec, rules[:1] if exact else rules)
+
+
+def _best(spec: Spec, rules: Iterable[SharedWorkRule]) -> Schedule:
+    rules = list(rules)
+    chosen = rules[0]
+    if len(rules) > 1:
+        few = spec.with_changes(steps=min(spec.steps, COMPARED_STEPS))
+        chosen = min(rules, key=lambda rule: makespan_ns(shared_opening(few, rule)))
+    return Schedule(spec, chosen, makespan_ns(shared_opening(spec, chosen)) / NS_PER_SECOND)
+
+
+def _sizes(spec: Spec) -> range:
+    """How many slices a lane may take at once: one if the SPEC says how large a slice is."""
+    return range(1, min(MOST_AT_ONCE, spec.samples_per_prompt) + 1) if spec.slice == "auto" else range(1, 2)
+
+
+def _greedy(at_once: int) -> SharedWorkRule:
+    return SharedWorkRule(slices_at_once=at_once, fine_tail=False, leaves_to_faster=False)

@@ -188,6 +188,11 @@ def gradients_name(job_id: int) -> str:
     return f"gradients-{job_id}"
 
 
+def update_name(job_id: int) -> str:
+    """The trained weights that a TakeUpdate job leaves."""
+    return f"update-{job_id}"
+
+
 def weights_name(version: int) -> str:
     """The published weights of a version."""
     return f"weights-{version}"
@@ -284,15 +289,19 @@ class Train(Job):
     """Replay samples and add their gradient to the open batch. Result: Trained.
 
     The trainer carries it out, or one `lane` if every lane can train on its own. The samples are a whole group, or
-    some of a complete one.
+    some of a complete one. A lane needs the weights of the step's open `update`; if the trainer was lost after the
+    first one, the step is trained once more in a new `attempt`.
     """
 
     slice: Slice
     lane: int = NO_LANE
+    update: int = 0
+    attempt: int = 0
     group: GroupArtifact = _data()
+    weights: WeightsReference = _data(NO_WEIGHTS)  # of an update after the first
 
     def reads(self) -> tuple[str, ...]:
-        return self.group.names()
+        return (*self.group.names(), self.weights.name) if self.weights.name else self.group.names()
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,9 +310,30 @@ class SendGradients(Job):
 
     step: int
     lane: int
+    attempt: int = 0
 
     def writes(self) -> tuple[str, ...]:
         return (gradients_name(self.id),)
+
+
+@dataclass(frozen=True, slots=True)
+class TakeUpdate(Job):
+    """Take an optimizer update of a step before its last one, and export the trained weights. Result: UpdateTaken.
+
+    For lanes that train on their own, which need these weights for the next update. For the fields see Commit.
+    """
+
+    step: int
+    update: int
+    gradients: tuple[int, ...] = ()
+    groups: tuple[GroupArtifact, ...] = _data(())
+    replays: bool = _data(False)
+
+    def reads(self) -> tuple[str, ...]:
+        return _names_for_update(self.gradients, self.groups if self.replays else ())
+
+    def writes(self) -> tuple[str, ...]:
+        return (update_name(self.id),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,10 +376,7 @@ class Commit(_TrainerArtifacts):
     replays: bool = _data(False)
 
     def reads(self) -> tuple[str, ...]:
-        gradients = tuple(gradients_name(job_id) for job_id in self.gradients)
-        if not self.replays:
-            return gradients
-        return (*gradients, *(name for group in self.groups for name in group.names()))
+        return _names_for_update(self.gradients, self.groups if self.replays else ())
 
     @property
     def new_version(self) -> int:
@@ -493,6 +520,11 @@ class GiveUp(Action):
     reason: str
 
 
+def _names_for_update(gradients: Iterable[int], groups: Iterable[GroupArtifact]) -> tuple[str, ...]:
+    sent = (gradients_name(job_id) for job_id in gradients)
+    return (*sent, *(name for group in groups for name in group.names()))
+
+
 def _rows(prompts: Iterable[PromptRow]) -> tuple[str, ...]:
     return tuple(prompt.row for prompt in prompts)
 
@@ -556,6 +588,15 @@ class GradientsSent(Result):
 
     job: SendGradients
     seconds: float = _data(0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateTaken(Result):
+    """The optimizer update is taken, and the trained weights are in the exchange."""
+
+    job: TakeUpdate
+    updates: tuple[Mapping[str, Any], ...] = _data(())
+    weights: WeightsReference = _data(NO_WEIGHTS)
 
 
 @dataclass(frozen=True, slots=True)

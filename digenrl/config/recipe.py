@@ -414,6 +414,10 @@ class Recipe(Frozen):
         if self.lanes.ranks > 1:
             why = f"both, where every card trains alone, but lanes.ranks is {self.lanes.ranks}"
             raise _conflict("techniques.assist", f"{why}; set it to 1 and add the other cards to lanes.generators")
+        several_updates = self.algorithm.options.get("updates_per_batch", 1) != 1
+        if self.topology.uses_ray and self.training.lora is None and several_updates:
+            why = "both in mode ray, where all weights are too large to be sent after every update of a batch"
+            raise _conflict("techniques.assist", f"{why}; train adapters (training.lora), or set it to trainer")
         if ":" not in self.algorithm.name:
             reason = why_gradients_cannot_be_shared(self.algorithm.settings())
             if reason is not None:
@@ -442,7 +446,14 @@ class Recipe(Frozen):
         if not self.shares_work or algorithm.rows_per_term > 1:
             return group
         steps = algorithm.trained_steps(self.sample.denoising_steps, self.window)
-        return next((size for size in slice_sizes(group) if size * steps >= TERMS_PER_JOB), group)
+        wanted = TERMS_PER_JOB * self.updates_per_group
+        return next((size for size in slice_sizes(group) if size * steps >= wanted), group)
+
+    @property
+    def updates_per_group(self) -> int:
+        """The optimizer updates of a step that train samples of a group, each an equal part of them."""
+        algorithm = self.algorithm.settings()
+        return algorithm.updates_per_batch if algorithm.updates_of == "samples" else 1
 
     @property
     def calibrated_samples(self) -> int:

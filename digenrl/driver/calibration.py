@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
@@ -24,6 +25,7 @@ from digenrl.records import Calibrate, Calibrated, LaneOffer, PromptRow, Publish
 from digenrl.scheduling import Costs, SchedulerState, Terms, initial_state
 from digenrl.simulation.prediction import predict
 from digenrl.simulation.spec_costs import with_rules
+from digenrl.training.update_split import stale_groups, updates_of_places
 from digenrl.transports.contract import ArtifactStore
 from digenrl.worker.assignment import TRAINER, Assignment, own_slice, rank_names
 
@@ -242,9 +244,23 @@ def terms_of(recipe: Recipe, slice_size: int, *, scorers: int) -> Terms:
         slice_size=slice_size,
         scorers=scorers,
         score_batch=slice_size,
-        job_samples=recipe.job_samples if recipe.shares_work else 0,
+        **(shared_training(recipe) if recipe.shares_work else {}),
     )
     return with_rules(work, recipe.techniques.schedule_rules(recipe.topology.shares_cards))
+
+
+def shared_training(recipe: Recipe) -> dict[str, Any]:
+    """The terms of training that lanes share: its jobs, and the updates of a step."""
+    algorithm, prompts = recipe.algorithm.settings(), recipe.batch.prompts
+    updates = algorithm.updates_per_batch
+    whole_groups = algorithm.updates_of == "groups"
+    stale = stale_groups(recipe.techniques.tcss, prompts)
+    return {
+        "job_samples": recipe.job_samples,
+        "updates": updates,
+        "update_of_place": tuple(updates_of_places(prompts, updates, stale)) if whole_groups else (),
+        "updates_need_all_rewards": algorithm.advantage.std_over == "batch",
+    }
 
 
 def initial_scheduler_state(

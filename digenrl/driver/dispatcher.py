@@ -52,7 +52,9 @@ from digenrl.records import (
     Result,
     Score,
     StopRequested,
+    TakeUpdate,
     Tick,
+    Train,
     WorkerJoined,
     WorkerLost,
     WorkerRestarted,
@@ -114,6 +116,7 @@ class Dispatcher:
         self._own_ids = count(-1, -1)  # of jobs that the scheduler does not issue
         self._callbacks: dict[int, Callable[[Any], None]] = {}  # for results of those jobs
         self._parked: list[Job] = []  # until their prompts are encoded
+        self._stalled: list[Job] = []  # until the scheduler hears that the trainer is lost
         self._starting: set[str] = set()
         self._unheard_losses: Counter[str] = Counter()  # lost workers of which the scheduler has yet to hear
         self._returning: dict[str, int] = {}  # the lane that a generator had before it was lost
@@ -291,7 +294,10 @@ class Dispatcher:
             stores.drop_slice(artifact.name)
         slices = tuple(artifact.slice for artifact in lost if stores.samples.remove_slice(artifact))
         prompts, weights = self._inputs.prompt_ids(job, lost_rows), isinstance(job, Publish)
-        sent = job.gradients if isinstance(job, Commit) else ()
+        if isinstance(job, Train) and job.weights.name in names:
+            self._stalled.append(job)  # the trainer, which made these weights, is lost or about to be
+            return
+        sent = job.gradients if isinstance(job, Commit | TakeUpdate) else ()
         gradients = tuple(job_id for job_id in sent if gradients_name(job_id) in names)
         self._events.append(ArtifactLost(self._now_ns, job, slices, prompts, weights, gradients))
 
@@ -343,6 +349,9 @@ class Dispatcher:
             self.stores.lanes.lose(lane)
             self._returning[worker] = lane
             losses.append(WorkerLost(now_ns, lane))
+        if worker == TRAINER:
+            stalled, self._stalled = self._stalled, []
+            self._events += [ArtifactLost(now_ns, job) for job in stalled]
         for loss in losses:
             self._unheard_losses += Counter(self._names_of(loss))
         self._events += losses

@@ -13,6 +13,7 @@ from digenrl.driver.stores import DriverStores
 from digenrl.records import (
     HELD_OUT_STEP,
     NO_LANE,
+    NO_WEIGHTS,
     Calibrate,
     Commit,
     Encode,
@@ -31,6 +32,7 @@ from digenrl.records import (
     Slice,
     SliceArtifact,
     SwitchRole,
+    TakeUpdate,
     Train,
 )
 from digenrl.worker.assignment import TRAINER, own_slice
@@ -39,6 +41,7 @@ CLOSE_TO_CLAMP = 0.99
 
 Requests = list[tuple[str, Job]]  # (worker, job)
 AnyExport = TypeVar("AnyExport", Commit, Export)
+AnyUpdate = TypeVar("AnyUpdate", Commit, TakeUpdate)
 
 
 class MissingInputError(LookupError):
@@ -92,7 +95,8 @@ class JobInputs:
         return [(stores.workers.rewards[job.scorer].name, job)]
 
     def _train(self, job: Train) -> Requests:
-        filled = replace(job, group=self._group(job.slice))
+        weights = self._stores.versions.of_update if job.update else NO_WEIGHTS
+        filled = replace(job, group=self._group(job.slice), weights=weights)
         return [(TRAINER, filled)] if job.lane == NO_LANE else self._to_lane(job.lane, filled)
 
     def _group(self, piece: Slice) -> GroupArtifact:
@@ -107,13 +111,20 @@ class JobInputs:
         return self._to_lane(job.lane, job)
 
     def _commit(self, job: Commit) -> Requests:
-        recipe = self._stores.recipe
-        if recipe.shares_work:
-            size, indices = recipe.batch.samples_per_prompt, self._stores.samples.complete_groups(job.step)
-            groups = tuple(self._group(Slice(job.step, index, 0, size)) for index in indices)
-            replays = _may_exceed_clamp(recipe.algorithm.settings().advantage, [group.rewards for group in groups])
-            job = replace(job, groups=groups, replays=replays)
+        if self._stores.recipe.shares_work:
+            job = self._with_groups(job)
         return [(TRAINER, self.with_state(job))]
+
+    def _take_update(self, job: TakeUpdate) -> Requests:
+        return [(TRAINER, self._with_groups(job))]
+
+    def _with_groups(self, job: AnyUpdate) -> AnyUpdate:
+        recipe, samples = self._stores.recipe, self._stores.samples
+        size = recipe.batch.samples_per_prompt
+        whole = [Slice(job.step, index, 0, size) for index in samples.complete_groups(job.step, size)]
+        groups = tuple(self._group(piece) for piece in whole)
+        replays = _may_exceed_clamp(recipe.algorithm.settings().advantage, [group.rewards for group in groups])
+        return replace(job, groups=groups, replays=replays)
 
     def _export(self, job: Export) -> Requests:
         return [(TRAINER, self.with_state(job))]
@@ -162,6 +173,7 @@ class JobInputs:
         Score: _score,
         Train: _train,
         SendGradients: _send_gradients,
+        TakeUpdate: _take_update,
         Commit: _commit,
         Export: _export,
         Restore: _restore,
@@ -189,7 +201,7 @@ class JobInputs:
             return ((job.slice.step, job.slice.group),)
         if rows and isinstance(job, Calibrate):
             return ((job.step, 0),)
-        if rows and isinstance(job, Commit):
+        if rows and isinstance(job, Commit | TakeUpdate):
             return tuple((job.step, group.index) for group in job.groups if group.prompt in rows)
         return ()
 
@@ -209,7 +221,7 @@ def prompts_of(job: Job) -> tuple[PromptRow, ...]:
         return job.prompts
     if isinstance(job, Train):
         return (job.group.prompt,)
-    if isinstance(job, Commit) and job.replays:
+    if isinstance(job, Commit | TakeUpdate) and job.replays:
         return tuple(group.prompt for group in job.groups)
     if isinstance(job, Generate | Calibrate) and job.prompt is not None:
         return (job.prompt,)
@@ -220,6 +232,6 @@ def slices_of(job: Job) -> tuple[SliceArtifact, ...]:
     """The slices that a job reads."""
     if isinstance(job, Score) and job.artifact is not None:
         return (job.artifact,)
-    if isinstance(job, Commit) and job.replays:
+    if isinstance(job, Commit | TakeUpdate) and job.replays:
         return tuple(each for group in job.groups for each in group.slices)
     return job.group.slices if isinstance(job, Train) else ()

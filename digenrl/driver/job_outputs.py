@@ -10,6 +10,7 @@ from digenrl.driver.step_summary import StepSummary, step_summary
 from digenrl.driver.stores import DriverStores
 from digenrl.records import (
     NO_LANE,
+    NO_WEIGHTS,
     Commit,
     Committed,
     Encode,
@@ -34,8 +35,8 @@ from digenrl.records import (
     SwitchRole,
     Train,
     Trained,
+    UpdateTaken,
     WeightsReference,
-    gradients_name,
     held_out_name,
     pixels_name,
     slice_name,
@@ -54,6 +55,7 @@ class JobOutputs:
         self._stores, self._pending, self._on_step = stores, pending, on_step
         self._updates: list[Mapping[str, Any]] = []
         self._publish_s = 0.0
+        self._gradients: list[str] = []  # sums in the exchange
         self.abandoned: set[int] = set()  # versions whose evaluation was abandoned
 
     def keep(self, completed: CompletedJob, result: Result) -> None:
@@ -106,10 +108,23 @@ class JobOutputs:
         if lane == NO_LANE:
             self._measure("train_sample", completed, samples)
         elif self._stores.costs is not None:
-            self._stores.costs.add_training(lane, samples, completed.took_ns)
+            parts = self._stores.recipe.updates_per_group  # of which one was trained
+            self._stores.costs.add_training(lane, samples, parts * completed.took_ns)
 
     def _gradients_sent(self, completed: CompletedJob, result: GradientsSent) -> None:
         self._measure("send", completed)
+        self._gradients += completed.job.writes()
+
+    def _update_taken(self, completed: CompletedJob, result: UpdateTaken) -> None:
+        self._measure("commit", completed)
+        self._updates += result.updates
+        self._stores.versions.take_update(result.weights)
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for name in self._gradients:
+            self._stores.artifacts.drop(name)
+        self._gradients = []
 
     def _committed(self, completed: CompletedJob, result: Committed) -> None:
         stores, job = self._stores, completed.job
@@ -118,8 +133,8 @@ class JobOutputs:
         rewards, parts, slices = stores.samples.close_step(job.step)
         for artifact in slices:
             stores.drop_slice(artifact.name)
-        for job_id in job.gradients:
-            stores.artifacts.drop(gradients_name(job_id))
+        self._drop_gradients()
+        stores.versions.take_update(NO_WEIGHTS)
         updates, self._updates = (*self._updates, *result.updates), []
         self._take_weights(job.new_version, result.weights)
         stores.prompts.close_step(job.step)
@@ -159,6 +174,7 @@ class JobOutputs:
         Scored: _scored,
         Trained: _trained,
         GradientsSent: _gradients_sent,
+        UpdateTaken: _update_taken,
         Committed: _committed,
         Exported: _exported,
         Published: _published,

@@ -79,9 +79,10 @@ class SampleStore:
         rewards = tuple(group.values[index] for index in range(group_size))
         return GroupArtifact(group.place, prompt, wanted, rewards)
 
-    def complete_groups(self, step: int) -> tuple[int, ...]:
-        """The groups of a step, without those that were replaced."""
-        return tuple(sorted(group for of_step, group in self._groups if of_step == step))
+    def complete_groups(self, step: int, group_size: int) -> tuple[int, ...]:
+        """The groups of a step that are scored and complete, without those that were replaced."""
+        groups = ((key, group) for key, group in self._groups.items() if key[0] == step)
+        return tuple(sorted(key[1] for key, group in groups if len(group.values) == group_size))
 
     def replace(self, step: int, group: int, replaced_by: int) -> tuple[SliceArtifact, ...]:
         """Puts another group in a group's place; returns the slices that are not needed any more."""

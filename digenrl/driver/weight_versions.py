@@ -19,6 +19,7 @@ class WeightVersions:
         self.newest, self.newest_version = NO_WEIGHTS, 0
         self.kept_state: int | None = None  # the version from which a replacement trainer can continue
         self._exported: list[str] = []  # names in the exchange, the newest last
+        self.of_update = NO_WEIGHTS  # the trained weights after the last update inside the open step
 
     def take(self, version: int, weights: WeightsReference) -> None:
         """A version was exported, with the trainer's state if that is kept."""
@@ -30,6 +31,12 @@ class WeightVersions:
                 for rank in range(self._state_parts):
                     self._artifacts.drop(state_name(self.kept_state or 0, rank))
             self.kept_state = version
+
+    def take_update(self, weights: WeightsReference) -> None:
+        """The weights for the next update of the open step; none if a new step begins."""
+        if self.of_update.name:
+            self._artifacts.drop(self.of_update.name)
+        self.of_update = weights
 
     def drop_old(self, pending: Iterable[Job]) -> None:
         """Frees older versions that none of these jobs loads."""

@@ -23,6 +23,7 @@ from digenrl.scheduling import (
     lanes,
     measured_costs,
     scoring,
+    shared_gradients,
     shared_work,
     trainer_turns,
 )
@@ -52,7 +53,7 @@ def _absorb_generated(state: SchedulerState, event: Generated) -> Outcome:
 
 
 def _absorb_trained(state: SchedulerState, event: Trained) -> Outcome:
-    absorb = shared_work.absorb_trained if state.terms.shares_work else trainer_turns.absorb_trained
+    absorb = shared_gradients.absorb_trained if state.terms.shares_work else trainer_turns.absorb_trained
     return absorb(state, event)
 
 
@@ -92,7 +93,8 @@ _ABSORB: dict[type[Event], Callable[[SchedulerState, Any], Outcome]] = {
     records.Generated: _absorb_generated,
     records.Scored: scoring.absorb_scored,
     records.Trained: _absorb_trained,
-    records.GradientsSent: shared_work.absorb_gradients_sent,
+    records.GradientsSent: shared_gradients.absorb_gradients_sent,
+    records.UpdateTaken: shared_gradients.absorb_update_taken,
     records.Committed: trainer_turns.absorb_committed,
     records.Published: lanes.absorb_published,
     records.RoleSwitched: trainer_turns.absorb_role_switched,

@@ -28,11 +28,12 @@ from digenrl.records import (
     Restore,
     Score,
     Slice,
+    TakeUpdate,
     Train,
     WorkerLost,
     holding_lane,
 )
-from digenrl.scheduling import evaluation, shared_work
+from digenrl.scheduling import evaluation, shared_gradients
 from digenrl.scheduling.lanes import end_round_if_over, release
 from digenrl.scheduling.order import positions, positions_of_group, slices_in, slices_of_group
 from digenrl.scheduling.scoring import end_score, ready_again, start_scoring
@@ -78,7 +79,7 @@ def _lose_generator(state: SchedulerState, event: WorkerLost) -> Outcome:
         return state, ()
     state = put_lane(state, replace(lane, present=False, job=None))
     if lane.trained:
-        state = shared_work.return_gradients(state, lane, event.at_ns)
+        state = shared_gradients.return_gradients(state, lane, event.at_ns)
     state = replace(
         state,
         idle=tuple(index for index in state.idle if index != lane.index),
@@ -107,8 +108,7 @@ def _lose_trainer(state: SchedulerState, at_ns: int) -> Outcome:
     for lane in state.lanes:
         if lane.job is not None and (lane.helper or state.terms.colocated):
             state = return_job(release(state, lane.index), lane.job, at_ns)
-        if lane.helper and lane.trained:
-            state = shared_work.return_gradients(state, lane, at_ns)
+    state = shared_gradients.lose_trainers_gradients(state, at_ns)
     if state.steps and not state.terms.shares_work:
         step = state.current
         groups = tuple(replace(group, trained=0) for group in step.groups)
@@ -198,8 +198,8 @@ def _take_back(state: SchedulerState, event: ArtifactLost) -> tuple[SchedulerSta
         if state.lanes[lane].job != job:
             return state, False
         return return_job(release(state, lane), job, event.at_ns), True
-    if isinstance(job, Commit):
-        return shared_work.lose_sent_gradients(state, event.gradients, event.at_ns), True
+    if isinstance(job, Commit | TakeUpdate):
+        return shared_gradients.lose_sent_gradients(state, event.gradients, event.at_ns), True
     if isinstance(job, Score):
         return _take_back_score(state, job)
     if isinstance(job, Train):
@@ -272,7 +272,7 @@ def return_job(state: SchedulerState, job: LaneJob | None, at_ns: int) -> Schedu
     if isinstance(job, Generate):
         return reissue(state, job.slice)
     if isinstance(job, Train):
-        return shared_work.return_training(state, job.slice, at_ns)
+        return shared_gradients.return_training(state, job, at_ns)
     return evaluation.return_chunk(state, job.chunk, sampled=False) if isinstance(job, Evaluate) else state
 
 
@@ -334,7 +334,10 @@ def quarantine(state: SchedulerState, piece: Slice, reason: str, at_ns: int) -> 
     step = replace(
         step,
         reissue=(*(each for each in step.reissue if each.group != piece.group), *fresh_slices),
-        groups=(*put_group(step, piece.group, replace(old, retired=True, stale=0)), GroupProgress()),
+        groups=(
+            *put_group(step, piece.group, replace(old, retired=True, stale=0)),
+            GroupProgress(place=step.place(piece.group)),
+        ),
         ready=tuple(unit for unit in step.ready if unit.group != piece.group),
         unscored_groups=step.unscored_groups + was_complete,
         stale_samples=step.stale_samples - old.stale.bit_count(),

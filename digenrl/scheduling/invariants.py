@@ -6,8 +6,8 @@
 5. Training goes before helping. While the trainer's lanes generate, it neither trains nor commits.
 6. Versions only grow. A lane works with the version it was given; a held-out chunk with the version it is about.
 7. A worker holds one job at a time, and job ids are never used twice. A lane is calibrated before it gets work.
-8. If lanes train on their own: only on the step's version, and the gradients of every sample are in exactly one of
-   the sums that are committed. Sums that were lost with a lane count nowhere.
+8. If lanes train on their own: only on the step's version, and the gradients of every sample of an update are in
+   exactly one of the sums that are added for it. Sums that were lost count nowhere.
 
 The auditor keeps its own books from events and actions and does not trust the scheduler's state.
 """
@@ -51,8 +51,10 @@ from digenrl.records import (
     SendGradients,
     Slice,
     SwitchRole,
+    TakeUpdate,
     Train,
     Trained,
+    UpdateTaken,
     WorkerJoined,
     WorkerLost,
 )
@@ -76,6 +78,7 @@ class _GroupBook:
     trained: int = 0
     stale: int = 0  # issued on the version one behind
     retired: bool = False
+    place: int = -1
 
     @property
     def being_scored(self) -> int:
@@ -95,7 +98,7 @@ class _StepBook:
     groups: dict[int, _GroupBook] = field(default_factory=dict)
 
     def group(self, index: int) -> _GroupBook:
-        return self.groups.setdefault(index, _GroupBook())
+        return self.groups.setdefault(index, _GroupBook(place=index))
 
     def kept(self) -> list[_GroupBook]:
         return [group for group in self.groups.values() if not group.retired]
@@ -119,6 +122,7 @@ class Auditor:
         self._trainer_job: Job | None = None
         self._held_gradients: dict[int, list[Slice]] = defaultdict(list)  # by lane
         self._sent_gradients: dict[int, list[Slice]] = {}  # by job
+        self._update = self._attempt = 0
         self._next_id = opening.jobs_issued
         self._steps: dict[int, _StepBook] = {}
         # Quarantined groups of committed steps of which something is still being generated or scored.
@@ -169,10 +173,11 @@ class Auditor:
                     self._return_lane_job(lane)
             for lane in self._helpers:
                 self._lose_gradients(self._held_gradients.pop(lane, []))
-            if self._terms.shares_work:
+            if self._terms.shares_work and self._update == 0:
                 return
-            for group in self._steps.get(self._committed, _StepBook()).groups.values():
-                group.sent_to_train = group.trained = 0
+            self._attempt += self._terms.shares_work
+            self._begin_update(0)
+            self._forget_training()
 
     def _generated(self, event: Generated) -> None:
         job = event.job
@@ -240,7 +245,7 @@ class Auditor:
             if is_news and isinstance(job.piece, HeldOutChunk):
                 self._sampled.discard(job.piece)
             return is_news
-        elif isinstance(job, Commit):
+        elif isinstance(job, Commit | TakeUpdate):
             self._end_trainer_job(job)
         elif isinstance(job, Train) and job.lane == NO_LANE:
             self._end_trainer_job(job)
@@ -269,8 +274,11 @@ class Auditor:
             return
         else:
             del self._lane_jobs[job.lane]
+            if job.attempt != self._attempt:
+                return
             self._held_gradients[job.lane].append(piece)
-            self.assisted_samples += piece.size if job.lane not in self._helpers else 0
+            if job.lane not in self._helpers and (job.update == 0 or self._terms.update_of_place):
+                self.assisted_samples += piece.size
         group = self._step(piece).group(piece.group)
         _promise(not group.trained & piece.mask(), "1: {} was trained twice", piece)
         group.trained |= piece.mask()
@@ -279,13 +287,20 @@ class Auditor:
         job = event.job
         if self._lane_jobs.get(job.lane) == job:
             del self._lane_jobs[job.lane]
-            self._sent_gradients[job.id] = self._held_gradients.pop(job.lane)
+            if job.attempt == self._attempt:
+                self._sent_gradients[job.id] = self._held_gradients.pop(job.lane)
+
+    def _update_taken(self, event: UpdateTaken) -> None:
+        self._end_trainer_job(event.job)
+        self._begin_update(event.job.update + 1)
+        if not self._terms.update_of_place:
+            self._forget_training()
 
     def _committed_step(self, event: Committed) -> None:
         self._end_trainer_job(event.job)
         step = event.job.step
-        self._held_gradients.clear()
-        self._sent_gradients.clear()
+        self._begin_update(0)
+        self._attempt = 0
         book = self._steps.pop(step)
         self.trained_samples += sum(group.trained.bit_count() for group in book.kept())
         self.stale_samples += book.stale_samples()
@@ -350,6 +365,7 @@ class Auditor:
         else:
             self._take_lane(job)
             version = self._lane_version[job.lane]
+            _promise(job.update == self._update, "8: {} is trained in update {}", job, self._update)
             _promise(version == job.slice.step, "8: lane {} trains {} on version {}", job.lane, job, version)
         _promise(self._role == "train", "5: training while the trainer's lanes generate")
         piece, mask = job.slice, job.slice.mask()
@@ -396,11 +412,16 @@ class Auditor:
         _promise(old.trained != self._whole_group, "1: group {} is trained and quarantined", action.group)
         _promise(action.replaced_by not in book.groups, "3: group {} exists already", action.replaced_by)
         old.retired = True
-        book.group(action.replaced_by)
+        book.group(action.replaced_by).place = old.place
         self.quarantined_groups += 1
 
-    def _check_gradients(self, job: Commit) -> None:
-        """Every sample is in the sums of the trainer's own lanes, or in those that the commit adds, and in one."""
+    def _take_update(self, job: TakeUpdate) -> None:
+        self._take_trainer(job)
+        _promise(job.update == self._update < self._terms.updates - 1, "8: {} in update {}", job, self._update)
+        self._check_gradients(job)
+
+    def _check_gradients(self, job: Commit | TakeUpdate) -> None:
+        """Every sample of the update is in the sums of the trainer's own lanes, or in others that are added."""
         _promise(self._helpers.isdisjoint(self._lane_jobs), "8: a commit while the trainer's lanes are busy")
         pieces = [piece for lane in self._helpers for piece in self._held_gradients.get(lane, [])]
         pieces += [piece for job_id in job.gradients for piece in self._sent_gradients.get(job_id, [])]
@@ -408,7 +429,11 @@ class Auditor:
         for piece in pieces:
             _promise(not covered[piece.group] & piece.mask(), "8: the gradient of {} is added twice", piece)
             covered[piece.group] |= piece.mask()
-        kept = {index for index, group in self._steps[job.step].groups.items() if not group.retired}
+        kept = {
+            index
+            for index, group in self._steps[job.step].groups.items()
+            if not group.retired and self._terms.is_trained_in(group.place, self._update)
+        }
         whole = covered.keys() == kept and all(mask == self._whole_group for mask in covered.values())
         _promise(whole, "8: step {} commits without some gradients", job.step)
 
@@ -427,6 +452,15 @@ class Auditor:
         assert outliving is not None
         return outliving
 
+    def _begin_update(self, update: int) -> None:
+        self._update = update
+        self._held_gradients.clear()
+        self._sent_gradients.clear()
+
+    def _forget_training(self) -> None:
+        for group in self._steps.get(self._committed, _StepBook()).groups.values():
+            group.sent_to_train = group.trained = 0
+
     def _lose_gradients(self, pieces: Sequence[Slice]) -> None:
         """Their samples are as if they had never been trained."""
         for piece in pieces:
@@ -443,7 +477,7 @@ class Auditor:
     def _return_lane_job(self, lane: int) -> None:
         """The job will not be done: its samples are as if they had never been issued."""
         job = self._lane_jobs.pop(lane, None)
-        if isinstance(job, Train):
+        if isinstance(job, Train) and job.attempt == self._attempt:
             self._step(job.slice).group(job.slice.group).sent_to_train &= ~job.slice.mask()
         if not isinstance(job, Generate):
             return
@@ -507,6 +541,7 @@ class Auditor:
         ArtifactLost: _artifact_lost,
         Trained: _trained,
         GradientsSent: _gradients_sent,
+        UpdateTaken: _update_taken,
         Committed: _committed_step,
         Published: _published,
         RoleSwitched: _role_switched,
@@ -520,6 +555,7 @@ class Auditor:
         Score: _score,
         Train: _train,
         SendGradients: _take_lane,
+        TakeUpdate: _take_update,
         Commit: _commit,
         Save: _take_trainer,
         Restore: _take_trainer,

@@ -12,24 +12,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from digenrl.records import Action, Commit, Generate, GradientsSent, SendGradients, Slice, Train, Trained
+from digenrl.records import Action, Generate, Slice, Train
 from digenrl.scheduling.dispatch import reserved_before
-from digenrl.scheduling.evaluation import awaits_publication
-from digenrl.scheduling.lanes import release
+from digenrl.scheduling.shared_gradients import commit_if_complete, send_gradients
 from digenrl.scheduling.slice_assignment import SlicePicker
 from digenrl.scheduling.state import (
-    Committing,
     Free,
     Lane,
     Outcome,
     ReadyUnit,
     SchedulerState,
-    SentGradients,
     StepProgress,
-    issue,
-    open_step,
-    put_group,
-    put_lane,
     put_step,
 )
 
@@ -40,45 +33,17 @@ def hand_out_work(state: SchedulerState, at_ns: int) -> Outcome:
     """Gives slices and Train jobs to idle lanes, and commits a step whose gradients are complete."""
     if state.all_committed:
         return state, ()
-    state, sent = _send_gradients(state, at_ns)
+    state, sent = send_gradients(state, at_ns)
     jobs: tuple[Action, ...] = ()
     if any(_is_available(state, state.lanes[index]) for index in state.idle):
         state, jobs = _Allocation(state, at_ns).hand_out()
-    state, commit = _commit_if_complete(state, at_ns)
+    state, commit = commit_if_complete(state, at_ns)
     return state, (*sent, *jobs, *commit)
 
 
 def _is_available(state: SchedulerState, lane: Lane) -> bool:
     """The trainer's own lanes take no work while it commits, saves or restores."""
     return not lane.helper or isinstance(state.trainer, Free)
-
-
-def _send_gradients(state: SchedulerState, at_ns: int) -> Outcome:
-    """Idle lanes send their sums as soon as no sample of the step is left to be handed out for training."""
-    step = state.current
-    if step.ready or step.unscored_groups:
-        return state, ()
-    jobs: list[Action] = []
-    for index in state.idle:
-        lane = state.lanes[index]
-        if lane.trained and not lane.helper:
-            state, job = issue(state, at_ns, SendGradients, step.index, index)
-            state = put_lane(state, replace(lane, job=job, ends_ns=at_ns + state.costs.send_ns))
-            jobs.append(job)
-    if jobs:
-        state = replace(state, idle=tuple(index for index in state.idle if state.lanes[index].job is None))
-    return state, tuple(jobs)
-
-
-def _commit_if_complete(state: SchedulerState, at_ns: int) -> Outcome:
-    step = state.current
-    if step.untrained_groups or not isinstance(state.trainer, Free) or awaits_publication(state):
-        return state, ()
-    if any(lane.job is not None if lane.helper else lane.trained for lane in state.lanes):
-        return state, ()
-    sent = tuple(each.job.id for each in step.gradients)
-    state, commit = issue(state, at_ns, Commit, step.index, sent)
-    return replace(state, trainer=Committing(commit)), (commit,)
 
 
 class _Allocation:
@@ -88,7 +53,11 @@ class _Allocation:
         self._state, self._at_ns = state, at_ns
         self._rule = state.terms.shared_work
         self._picker = SlicePicker(state)
-        self._ready = list(state.current.ready)
+        step, terms = state.current, state.terms
+        self._ready, self._later = list(step.ready), list[ReadyUnit]()
+        if terms.updates > 1:
+            self._ready = [unit for unit in step.ready if terms.is_trained_in(step.place(unit.group), step.update)]
+            self._later = [unit for unit in step.ready if unit not in self._ready]
         self._jobs: dict[int, Generate | Train] = {}
         self._lanes = [
             lane for lane in state.lanes if lane.present and lane.calibrated and _is_available(state, lane)
@@ -112,8 +81,9 @@ class _Allocation:
             steps=self._picker.steps(),
             jobs_issued=state.jobs_issued + len(self._jobs),
         )
-        if len(self._ready) < len(step.ready):
-            state = put_step(state, _with_training(replace(state.current, ready=tuple(self._ready)), self._jobs))
+        if len(self._ready) + len(self._later) < len(step.ready):
+            ready = tuple(sorted((*self._ready, *self._later))) if self._later else tuple(self._ready)
+            state = put_step(state, _with_training(replace(state.current, ready=ready), self._jobs))
         return state, tuple(self._jobs.values())
 
     def _offer_work(self, lane: Lane) -> None:
@@ -133,13 +103,18 @@ class _Allocation:
         state = self._state
         if not self._ready or not lane.train_sample_ns or lane.version != state.committed:
             return False
-        end_ns = self._at_ns + lane.switch_ns("train") + lane.train_ns(self._ready[0].size)
+        end_ns = self._at_ns + lane.switch_ns("train") + self._train_ns(lane)
         if self._rule.leaves_to_faster and self._others_train_all(lane, end_ns):
             return False
         unit = self._ready.pop(0)
         piece = Slice(state.committed, unit.group, unit.first, unit.size)
-        self._give(lane, Train(self._next_id(), self._at_ns, piece, lane.index), end_ns)
+        step = state.current
+        job = Train(self._next_id(), self._at_ns, piece, lane.index, step.update, step.attempt)
+        self._give(lane, job, end_ns)
         return True
+
+    def _train_ns(self, lane: Lane) -> int:
+        return lane.train_ns(self._ready[0].size) // self._state.terms.updates_per_group
 
     def _others_train_all(self, lane: Lane, end_ns: int) -> bool:
         """Whether the other lanes would finish everything that is ready before this lane has finished one job.
@@ -154,7 +129,7 @@ class _Allocation:
                 continue
             time_ns = end_ns - 1 - self._free_ns[other.index] - other.switch_ns("train")
             if time_ns > 0:
-                left -= time_ns // max(1, other.train_ns(self._ready[0].size))
+                left -= time_ns // max(1, self._train_ns(other))
                 if left <= 0:
                     return True
         return False
@@ -250,82 +225,3 @@ def _with_training(step: StepProgress, jobs: dict[int, Generate | Train]) -> Ste
             group = groups[job.slice.group]
             groups[job.slice.group] = replace(group, training=group.training | job.slice.mask())
     return replace(step, groups=tuple(groups))
-
-
-# --- Results ---------------------------------------------------------------------------------------------------
-
-
-def absorb_trained(state: SchedulerState, event: Trained) -> Outcome:
-    """The lane holds the gradient of these samples, until it sends its sums."""
-    job, piece = event.job, event.job.slice
-    lane = state.lanes[job.lane]
-    if lane.job != job:
-        return state, ()  # late: the lane is lost
-    state = put_lane(release(state, lane.index), replace(lane, job=None, trained=(*lane.trained, piece)))
-    step = state.current
-    group = step.groups[piece.group]
-    assert not group.trained & piece.mask(), f"{piece} was trained twice"
-    group = replace(group, trained=group.trained | piece.mask(), training=group.training & ~piece.mask())
-    complete = group.trained.bit_count() == state.terms.samples_per_prompt
-    step = replace(
-        step, groups=put_group(step, piece.group, group), untrained_groups=step.untrained_groups - complete
-    )
-    return put_step(state, step), ()
-
-
-def absorb_gradients_sent(state: SchedulerState, event: GradientsSent) -> Outcome:
-    """The sums are in the exchange, and the lane starts over."""
-    job = event.job
-    lane = state.lanes[job.lane]
-    if lane.job != job:
-        return state, ()
-    state = put_lane(release(state, lane.index), replace(lane, job=None, trained=()))
-    step = state.current
-    return put_step(state, replace(step, gradients=(*step.gradients, SentGradients(job, lane.trained)))), ()
-
-
-# --- Losses ----------------------------------------------------------------------------------------------------
-
-
-def return_gradients(state: SchedulerState, lane: Lane, at_ns: int) -> SchedulerState:
-    """The sums that the lane holds are lost: their samples are trained again."""
-    state = put_lane(state, replace(state.lanes[lane.index], trained=()))
-    return _train_again(state, lane.trained, at_ns)
-
-
-def lose_sent_gradients(state: SchedulerState, jobs: tuple[int, ...], at_ns: int) -> SchedulerState:
-    """Sums in the exchange are lost: their samples are trained again, and there is no commit yet."""
-    step = state.current
-    lost = [each for each in step.gradients if each.job.id in jobs]
-    kept = tuple(each for each in step.gradients if each.job.id not in jobs)
-    state = replace(put_step(state, replace(step, gradients=kept)), trainer=Free())
-    return _train_again(state, tuple(piece for each in lost for piece in each.pieces), at_ns)
-
-
-def return_training(state: SchedulerState, piece: Slice, at_ns: int) -> SchedulerState:
-    """A Train job was not carried out: its samples are ready again, if they are still scored."""
-    step = open_step(state, piece.step)
-    assert step is not None
-    group = step.groups[piece.group]
-    group = replace(group, training=group.training & ~piece.mask())
-    step = replace(step, groups=put_group(step, piece.group, group))
-    if group.scored == (1 << state.terms.samples_per_prompt) - 1:
-        unit = ReadyUnit(at_ns, piece.group, piece.first, piece.size)
-        step = replace(step, ready=tuple(sorted((*step.ready, unit))))
-    return put_step(state, step)
-
-
-def _train_again(state: SchedulerState, pieces: tuple[Slice, ...], at_ns: int) -> SchedulerState:
-    whole = state.terms.samples_per_prompt
-    for piece in pieces:
-        step = state.current
-        group = step.groups[piece.group]
-        was_complete = group.trained.bit_count() == whole
-        group = replace(group, trained=group.trained & ~piece.mask())
-        step = replace(
-            step,
-            groups=put_group(step, piece.group, group),
-            untrained_groups=step.untrained_groups + was_complete,
-        )
-        state = return_training(put_step(state, step), piece, at_ns)
-    return state

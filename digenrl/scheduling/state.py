@@ -23,6 +23,7 @@ from digenrl.records import (
     SendGradients,
     Slice,
     SwitchRole,
+    TakeUpdate,
     Train,
 )
 from digenrl.scheduling.terms import Costs, Terms
@@ -109,6 +110,7 @@ class GroupProgress:
     stale: int = 0  # issued on the version one behind
     failures: int = 0
     retired: bool = False
+    place: int = -1  # of a replacement, that of the first group it replaces; -1: its own index
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -142,7 +144,16 @@ class StepProgress:
     untrained_groups: int
     stale_samples: int
     ahead: tuple[int, ...] = ()  # positions from the cursor on that are handed out or belong to a retired group
-    gradients: tuple[SentGradients, ...] = ()  # if lanes train on their own
+    # If lanes train on their own:
+    update: int = 0  # the open optimizer update
+    attempt: int = 0  # how often the trainer was lost after the first update
+    untrained_samples: int = 0  # of the open update
+    gradients: tuple[SentGradients, ...] = ()
+
+    def place(self, group: int) -> int:
+        """The place of a group in the batch."""
+        own = self.groups[group].place
+        return group if own < 0 else own
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +208,13 @@ class Committing:
     """Taking the optimizer step."""
 
     job: Commit
+
+
+@dataclass(frozen=True, slots=True)
+class Updating:
+    """Taking an optimizer update before the step's last one."""
+
+    job: TakeUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +275,7 @@ TrainerState = (
     Free
     | Training
     | Committing
+    | Updating
     | Saving
     | Restoring
     | SwitchingIn
@@ -406,6 +425,7 @@ def fresh_step(terms: Terms, index: int) -> StepProgress:
         unscored_groups=terms.prompts,
         untrained_groups=terms.prompts,
         stale_samples=0,
+        untrained_samples=terms.samples_of_update(0),
     )
 
 

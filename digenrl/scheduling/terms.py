@@ -47,6 +47,9 @@ class Terms:
     assist: AssistName = "trainer"  # who helps whom; with "both", every lane that can train does both
     shared_work: SharedWorkRule = SharedWorkRule()  # with assist "both"
     job_samples: int = 0  # samples of a group that are trained together; 0: all of them
+    updates: int = 1  # optimizer updates of a step, if lanes train on their own
+    update_of_place: tuple[int, ...] = ()  # by place; empty: an update trains some samples of every group
+    updates_need_all_rewards: bool = False
     dispatch: DispatchRuleName = "eager"
     stale_budget: int = 0  # samples of a step that may come from the version one behind
     colocated: bool = False
@@ -64,6 +67,20 @@ class Terms:
     def shares_work(self) -> bool:
         """Whether lanes both generate and train, each on its own."""
         return self.assist == "both"
+
+    def is_trained_in(self, place: int, update: int) -> bool:
+        """Whether an update trains samples of the group at this place."""
+        return not self.update_of_place or self.update_of_place[place] == update
+
+    def samples_of_update(self, update: int) -> int:
+        """The samples in the Train jobs of an update."""
+        places = sum(self.is_trained_in(place, update) for place in range(self.prompts))
+        return places * self.samples_per_prompt
+
+    @property
+    def updates_per_group(self) -> int:
+        """The updates that train samples of a group, each an equal part of them."""
+        return 1 if self.update_of_place else self.updates
 
     @property
     def train_unit(self) -> int:

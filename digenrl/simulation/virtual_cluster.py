@@ -46,9 +46,11 @@ from digenrl.records import (
     SendGradients,
     Slice,
     SwitchRole,
+    TakeUpdate,
     Tick,
     Train,
     Trained,
+    UpdateTaken,
     Wait,
     WorkerJoined,
 )
@@ -152,6 +154,7 @@ class VirtualCluster:
             takes_ns = self._costs.train_ns(job.slice.size)
         else:
             takes_ns = round(job.slice.size * self._offers[job.lane].train_sample_ns)
+            takes_ns //= self._terms.updates_per_group
             takes_ns += self._change_role(job.lane, "train")
         self._report(TRAINER, Trained(self.now_ns + takes_ns, job))
 
@@ -163,6 +166,9 @@ class VirtualCluster:
 
     def _send_gradients(self, job: SendGradients) -> None:
         self._report(TRAINER, GradientsSent(self.now_ns + self._costs.send_ns, job))
+
+    def _take_update(self, job: TakeUpdate) -> None:
+        self._report(TRAINER, UpdateTaken(self.now_ns + self._costs.reduce_ns + self._costs.commit_ns, job))
 
     def _commit(self, job: Commit) -> None:
         self._report(TRAINER, Committed(self.now_ns + self._costs.reduce_ns + self._costs.commit_ns, job))
@@ -195,6 +201,7 @@ class VirtualCluster:
         Score: _score,
         Train: _train,
         SendGradients: _send_gradients,
+        TakeUpdate: _take_update,
         Commit: _commit,
         Publish: _publish,
         SwitchRole: _switch,

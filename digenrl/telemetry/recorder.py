@@ -24,6 +24,7 @@ from digenrl.records import (
     SendGradients,
     Slice,
     SwitchRole,
+    TakeUpdate,
     Train,
     Wait,
     WorkerJoined,
@@ -46,6 +47,7 @@ from digenrl.telemetry.trace import (
 _TRAINER_WORK: dict[type[Job], Work] = {
     Train: Work.TRAIN,
     Commit: Work.COMMIT,
+    TakeUpdate: Work.COMMIT,
     Save: Work.SAVE,
     SwitchRole: Work.SWITCH,
     Restore: Work.RESTORE,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from decimal import Decimal
 from itertools import cycle
+from math import ceil
 from typing import Literal
 
 
@@ -43,6 +45,11 @@ class UpdateSplit:
     def most_units(self) -> int:
         """The most units of one group that an update trains."""
         return self._units if self._of == "groups" else -(-self._units // self._updates)
+
+
+def stale_groups(stale_share: float, groups: int) -> int:
+    """How many groups may have samples of older weights: those that are generated first."""
+    return ceil(Decimal(repr(stale_share)) * groups)
 
 
 def updates_of_places(groups: int, updates: int, stale_groups: int = 0) -> list[int]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from decimal import Decimal
 from functools import partial
-from math import ceil
 from pathlib import Path
 
 import torch
@@ -37,6 +35,7 @@ from digenrl.models.trajectory import StepNoise
 from digenrl.training.open_batch import BatchShape, check_shape
 from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.training.trainer import Trainer
+from digenrl.training.update_split import stale_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +134,8 @@ def check_sizes(blueprint: Blueprint, model: DiffusionModel) -> None:
 
 def batch_shape(recipe: Recipe) -> BatchShape:
     """The shape of the recipe's batches. Stale samples are those of a step that are generated first."""
-    stale_share, prompts = Decimal(repr(recipe.techniques.tcss)), recipe.batch.prompts
-    return BatchShape(prompts, recipe.batch.samples_per_prompt, stale_groups=ceil(stale_share * prompts))
+    prompts = recipe.batch.prompts
+    return BatchShape(prompts, recipe.batch.samples_per_prompt, stale_groups(recipe.techniques.tcss, prompts))
 
 
 def _check_noise(recipe: Recipe, window: Window, algorithm: Algorithm) -> None:

@@ -27,6 +27,7 @@ from digenrl.models.model_weights import gathered_weights, load_weights, weights
 from digenrl.models.trajectory import ScoredGroup, ScoredSamples, Trajectory
 from digenrl.models.transfers import synchronize, to_device
 from digenrl.records import (
+    NO_LANE,
     NO_WEIGHTS,
     Commit,
     Committed,
@@ -57,14 +58,17 @@ from digenrl.records import (
     Slice,
     SliceArtifact,
     SwitchRole,
+    TakeUpdate,
     Train,
     Trained,
+    UpdateTaken,
     WeightsReference,
     gradients_name,
     held_out_name,
     pixels_name,
     slice_name,
     state_name,
+    update_name,
     weights_name,
 )
 from digenrl.rewards.contract import Reward, RewardError
@@ -119,6 +123,7 @@ class Stages:
         self.row_limits = row_limits(parts.blueprint)
         self._loaded_version = 0
         self._has_loaded = False
+        self._opened = (0, 0, 0)  # step, update and attempt that a worker that never commits trains
         self._average: Mapping[str, Tensor] = {}  # published with the loaded version if that is evaluated
 
     # --- Generators and reward lanes ----------------------------------------------------------------------------
@@ -165,11 +170,24 @@ class Stages:
         """Adds the gradient of samples to the open batch. Takes the optimizer updates before the batch's last."""
         trainer, updates = self.trainer, []
         trainer.switching.load()  # a replacement trainer has not been told its role yet
+        if not self._commits:
+            self._open_update(job)
         trainer.add_samples(self._scored_samples(job.group, job.slice), job.group.place)
-        while trainer.update < self._blueprint.algorithm.updates_per_batch - 1 and trainer.can_commit():
+        while (
+            job.lane == NO_LANE
+            and trainer.update < self._blueprint.algorithm.updates_per_batch - 1
+            and trainer.can_commit()
+        ):
             updates.append(asdict(trainer.commit()))
         synchronize(self.model.device)  # so that the driver measures the whole job
         return Trained(0, job, tuple(updates))
+
+    def take_update(self, job: TakeUpdate) -> UpdateTaken:
+        """Takes an optimizer update before the batch's last one, for which other workers have trained as well."""
+        self._complete_batch(job)
+        metrics = self.trainer.commit()
+        weights = self._exchange.put_weights(update_name(job.id), self.trainer.trained_weights())
+        return UpdateTaken(0, job, (asdict(metrics),), weights)
 
     def send_gradients(self, job: SendGradients) -> GradientsSent:
         """Leaves the gradient sums of this worker in the exchange, and starts over."""
@@ -204,6 +222,7 @@ class Stages:
             load_weights(self.model, weights)
             if self.parts.trainer is not None:
                 self.trainer.start_version(job.version)
+                self._opened = (job.version, 0, 0)
             self._loaded_version, self._has_loaded = job.version, True
         return Published(0, job, job.lanes, perf_counter() - began)
 
@@ -338,7 +357,15 @@ class Stages:
         """The encoded prompt, on this worker's device."""
         return conditioning_of(self._exchange.get(prompt.row)).to(self.model.device)
 
-    def _complete_batch(self, job: Commit) -> None:
+    def _open_update(self, job: Train) -> None:
+        """Gets the weights of the job's update, if another one is open here."""
+        wanted = (job.slice.step, job.update, job.attempt)
+        if self._opened != wanted:
+            weights = self._exchange.get_weights(job.weights) if job.update else None
+            self.trainer.start_update(job.update, weights)
+            self._opened = wanted
+
+    def _complete_batch(self, job: Commit | TakeUpdate) -> None:
         """All rewards, the gradients of other workers, and groups that have to be replayed once more."""
         trainer = self.trainer
         for group in job.groups:
@@ -346,7 +373,7 @@ class Stages:
         for job_id in job.gradients:
             trainer.add_share(share_of_tensors(self._exchange.get(gradients_name(job_id))))
         groups = {group.place: group for group in job.groups}
-        for place in trainer.places_to_replay():
+        for place in trainer.places_to_replay() if job.replays else ():
             whole = Slice(job.step, groups[place].index, 0, len(groups[place].rewards))
             samples = self._scored_samples(groups[place], whole)
             trainer.hold_group(ScoredGroup(samples.conditioning, samples.trajectories, samples.rewards), place)

@@ -48,6 +48,7 @@ class Worker:
             records.Score: stages.score,
             records.Train: stages.train,
             records.SendGradients: stages.send_gradients,
+            records.TakeUpdate: stages.take_update,
             records.Commit: stages.commit,
             records.Publish: stages.publish,
             records.SwitchRole: stages.switch_role,

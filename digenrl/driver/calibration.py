@@ -22,8 +22,9 @@ from digenrl.driver.batch_sizes import (
 from digenrl.driver.cost_tracker import NS, CostTracker, expected_ns, timed_offer
 from digenrl.driver.dispatcher import Dispatcher
 from digenrl.records import Calibrate, Calibrated, LaneOffer, PromptRow, Publish, Published, SwitchRole
-from digenrl.scheduling import Costs, SchedulerState, Terms, initial_state
+from digenrl.scheduling import Costs, SchedulerState, SharedWorkRule, Terms, initial_state
 from digenrl.simulation.prediction import predict
+from digenrl.simulation.shared_work import best_rules
 from digenrl.simulation.spec_costs import with_rules
 from digenrl.training.update_split import stale_groups, updates_of_places
 from digenrl.transports.contract import ArtifactStore
@@ -213,12 +214,36 @@ def choose_slice_size(driver: Dispatcher, calibration: Calibration) -> int:
     pools = [pool.slice for pool in recipe.cluster.generators if pool.slice is not None]
     sizes = [size for size in recipe.batch.slice_sizes() if not any(own % size for own in pools)]
 
-    def predicted_ns(size: int) -> int:
-        generators, helpers = offers(driver, calibration, size)
-        terms = terms_of(recipe, size, scorers=len(driver.stores.workers.reward_names))
-        return predict(terms, calibration.costs(), generators, helpers, steps=PREDICTED_STEPS).trace.end_ns
+    def predicted(size: int) -> int:
+        return predicted_ns(driver, calibration, size, choose_shared_work(driver, calibration, size))
 
-    return min(reversed(sizes), key=predicted_ns)
+    return min(reversed(sizes), key=predicted)
+
+
+def choose_shared_work(driver: Dispatcher, calibration: Calibration, slice_size: int) -> SharedWorkRule:
+    """How lanes that generate and train share the work of a step: the rule with the shortest predicted steps."""
+    recipe = driver.stores.recipe
+    if not recipe.shares_work:
+        return SharedWorkRule()
+    generators, helpers = offers(driver, calibration, slice_size)
+    terms, costs = _terms(driver, slice_size), calibration.costs()
+
+    def opening(rule: SharedWorkRule) -> SchedulerState:
+        return initial_state(replace(terms, shared_work=rule), costs, generators, helpers)
+
+    rules = best_rules(opening, most_at_once=1)
+    return min(rules, key=lambda rule: predicted_ns(driver, calibration, slice_size, rule))
+
+
+def predicted_ns(driver: Dispatcher, calibration: Calibration, slice_size: int, rule: SharedWorkRule) -> int:
+    """The predicted time of a few steps."""
+    generators, helpers = offers(driver, calibration, slice_size)
+    terms = replace(_terms(driver, slice_size), shared_work=rule)
+    return predict(terms, calibration.costs(), generators, helpers, steps=PREDICTED_STEPS).trace.end_ns
+
+
+def _terms(driver: Dispatcher, slice_size: int) -> Terms:
+    return terms_of(driver.stores.recipe, slice_size, scorers=len(driver.stores.workers.reward_names))
 
 
 def offers(
@@ -277,7 +302,8 @@ def initial_scheduler_state(
     generators, helpers = offers(driver, calibration, slice_size)
     costs = calibration.costs()
     terms = replace(
-        terms_of(recipe, slice_size, scorers=len(driver.stores.workers.reward_names)),
+        _terms(driver, slice_size),
+        shared_work=choose_shared_work(driver, calibration, slice_size),
         encodes=True,
         evaluate_every=0 if recipe.evaluation is None else recipe.evaluation.every,
         evaluation_chunks=0 if recipe.evaluation is None else -(-held_out // recipe.evaluation.chunk),

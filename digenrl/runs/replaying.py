@@ -36,7 +36,7 @@ def initial_state_of(facts: dict[str, Any]) -> SchedulerState:
     costs = Costs(**(facts["costs"] | {"train_sample_ns": Fraction(facts["costs"]["train_sample_ns"])}))
     offers = [(_offer(lane), lane["helper"]) for lane in facts["lanes"]]
     return initial_state(
-        Terms(**facts["terms"] | {"shared_work": SharedWorkRule(**facts["terms"].get("shared_work", {}))}),
+        _terms(facts["terms"]),
         costs,
         [offer for offer, helper in offers if not helper],
         [offer for offer, helper in offers if helper],
@@ -44,6 +44,13 @@ def initial_state_of(facts: dict[str, Any]) -> SchedulerState:
         jobs_issued=facts["jobs_issued"],
         evaluates=facts["evaluates"],
     )
+
+
+def _terms(facts: dict[str, Any]) -> Terms:
+    rule = facts.get("shared_work", {})
+    rule = SharedWorkRule(**rule | {"quotas": tuple(rule.get("quotas", ()))})
+    places = tuple(facts.get("update_of_place", ()))
+    return Terms(**facts | {"shared_work": rule, "update_of_place": places})
 
 
 def _offer(lane: dict[str, Any]) -> LaneOffer:

@@ -48,8 +48,7 @@ from digenrl.scheduling.state import (
 def send_gradients(state: SchedulerState, at_ns: int) -> Outcome:
     """Idle lanes send their sums as soon as no sample of the update is left to be handed out for training."""
     step = state.current
-    held = sum(lane.job.slice.size for lane in state.lanes if _trains_for(lane, step.attempt))
-    if step.untrained_samples > held:
+    if step.untrained_samples > sum(_samples_in_training(lane, step.attempt) for lane in state.lanes):
         return state, ()
     jobs: list[Action] = []
     for index in state.idle:
@@ -63,8 +62,8 @@ def send_gradients(state: SchedulerState, at_ns: int) -> Outcome:
     return state, tuple(jobs)
 
 
-def _trains_for(lane: Lane, attempt: int) -> bool:
-    return isinstance(lane.job, Train) and lane.job.attempt == attempt
+def _samples_in_training(lane: Lane, attempt: int) -> int:
+    return lane.job.slice.size if isinstance(lane.job, Train) and lane.job.attempt == attempt else 0
 
 
 def commit_if_complete(state: SchedulerState, at_ns: int) -> Outcome:

@@ -173,11 +173,8 @@ class Stages:
         if not self._commits:
             self._open_update(job)
         trainer.add_samples(self._scored_samples(job.group, job.slice), job.group.place)
-        while (
-            job.lane == NO_LANE
-            and trainer.update < self._blueprint.algorithm.updates_per_batch - 1
-            and trainer.can_commit()
-        ):
+        last = self._blueprint.algorithm.updates_per_batch - 1
+        while job.lane == NO_LANE and trainer.update < last and trainer.can_commit():
             updates.append(asdict(trainer.commit()))
         synchronize(self.model.device)  # so that the driver measures the whole job
         return Trained(0, job, tuple(updates))

@@ -40,10 +40,20 @@ def whole_group(store: SampleStore, step: int, group: int, job_id: int = 0) -> N
 # --- SampleStore -------------------------------------------------------------------------------------------------
 
 
+def test_a_part_of_a_group_names_its_slices_and_all_rewards() -> None:
+    store = SampleStore()
+    whole_group(store, step=0, group=1)
+    part = store.group_artifact(Slice(0, 1, 2, 2), PROMPT, group_size=4)
+    assert part is not None
+    assert [(each.slice.first, each.slice.size) for each in part.slices] == [(2, 2)]
+    assert len(part.rewards) == 4
+    assert store.complete_groups(0, group_size=4) == (1,) and store.complete_groups(1, group_size=4) == ()
+
+
 def test_a_group_comes_out_in_the_order_of_its_samples() -> None:
     store = SampleStore()
     whole_group(store, step=0, group=1)
-    group = store.group_artifact(Slice(0, 1, 0, 4), PROMPT)
+    group = store.group_artifact(Slice(0, 1, 0, 4), PROMPT, group_size=4)
     assert group is not None
     assert [each.slice.first for each in group.slices] == [0, 2]
     assert group.rewards == (0, 1, 2, 3)
@@ -75,7 +85,7 @@ def test_a_replacement_takes_the_place_of_the_first_in_line() -> None:
     assert sorted(each.name for each in gone) == ["slice-0", "slice-2"]
     assert store.replace(0, group=3, replaced_by=4) == ()
     whole_group(store, step=0, group=4, job_id=10)
-    group = store.group_artifact(Slice(0, 4, 0, 4), PROMPT)
+    group = store.group_artifact(Slice(0, 4, 0, 4), PROMPT, group_size=4)
     assert group is not None and group.place == 1
 
 
@@ -116,11 +126,11 @@ def test_a_lost_slice_is_forgotten_with_its_scores_unless_it_was_generated_again
     store = SampleStore()
     whole_group(store, step=0, group=1)
     assert store.remove_slice(artifact(0, 1, 2, 2))
-    assert store.group_artifact(Slice(0, 1, 0, 4), PROMPT) is None
+    assert store.group_artifact(Slice(0, 1, 0, 4), PROMPT, group_size=4) is None
     assert store.add_slice(artifact(0, 1, 2, 9))
     assert not store.remove_slice(artifact(0, 1, 2, 2)), "another artifact has taken its place"
     store.add_scores(Slice(0, 1, 2, 2), scores(2, 3))
-    assert store.group_artifact(Slice(0, 1, 0, 4), PROMPT) is not None
+    assert store.group_artifact(Slice(0, 1, 0, 4), PROMPT, group_size=4) is not None
 
 
 # --- PromptStore -------------------------------------------------------------------------------------------------

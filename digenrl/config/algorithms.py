@@ -326,8 +326,8 @@ def why_gradients_cannot_be_shared(settings: AlgorithmSettings) -> str | None:
     """
     if settings.updates_per_batch > 1 and settings.updates_of == "samples":
         return (
-            f"algorithm.options.updates_of is samples, so each of {settings.updates_per_batch} updates trains some "
-            "samples of every group, and a job is handed out for training once per batch; set it to groups, "
+            f"algorithm.options.updates_of is samples, so each of {settings.updates_per_batch} updates trains "
+            "some samples of every group, and a job is handed out for training once per batch; set it to groups, "
             "or updates_per_batch to 1"
         )
     if not settings.generates_with_trained_weights:

@@ -241,7 +241,10 @@ class Trainer:
         return self._gradients.places_to_replay(self._open)
 
     def hold_group(self, group: ScoredGroup, place: int | None = None) -> None:
-        """Holds a group of the open update, to be replayed at the commit. If this raises, the trainer is unchanged."""
+        """Holds a group of the open update, to be replayed at the commit.
+
+        If this raises, the trainer is unchanged.
+        """
         place = group.index if place is None else place
         entry = self._open.checked_group(group, place)
         self._open.check_open(group.index, place)

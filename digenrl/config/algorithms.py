@@ -321,12 +321,14 @@ def read_algorithm_settings(name: str, options: Mapping[str, Any]) -> AlgorithmS
 def why_gradients_cannot_be_shared(settings: AlgorithmSettings) -> str | None:
     """Why the gradient of an update cannot be summed over several trainers; None if it can.
 
-    A trainer that does not commit has the published weights, and gets new ones once per batch.
+    A trainer that does not commit has the published weights, and gets the trained ones before every later update
+    of a batch. It trains a sample once.
     """
-    if settings.updates_per_batch > 1:
+    if settings.updates_per_batch > 1 and settings.updates_of == "samples":
         return (
-            f"algorithm.options.updates_per_batch is {settings.updates_per_batch}, and only the trainer that "
-            "commits has the weights between two updates of a batch; set it to 1"
+            f"algorithm.options.updates_of is samples, so each of {settings.updates_per_batch} updates trains "
+            "some samples of every group, and a job is handed out for training once per batch; set it to groups, "
+            "or updates_per_batch to 1"
         )
     if not settings.generates_with_trained_weights:
         return (

@@ -2,7 +2,8 @@
 
 If a batch has several updates, the state is kept on the host while they are committed. It does not change before
 the first of them, so it is copied concurrently with the first replays. Every version reuses the same host memory:
-allocating it again would cost more than the copies.
+allocating it again would cost more than the copies. A trainer that never commits keeps a snapshot of the weights
+instead.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class LastVersion:
     def __init__(self, trainable: TrainableState, objective: Objective, host: HostCopies) -> None:
         self._trainable, self._policies, self._host = trainable, trainable.policies, host
         self._has_old_policy = objective.needs.old_policy
-        self.must_be_kept = objective.updates_per_batch > 1
+        self.must_be_kept = trainable.commits and objective.updates_per_batch > 1
         self._kept: TrainerState | None = None
         self._copies: list[tuple[Tensor, HostCopy]] = []
         self._complete: Any = None  # the copier's marker
@@ -70,6 +71,9 @@ class LastVersion:
 
     def state(self, batch: int, pack_size: int | None) -> TrainerState:
         """The state when the batch began; its memory is reused after `discard`."""
+        if not self._trainable.commits:  # its weights may be those of a later update
+            with self._policies.generating():
+                return self._trainable.copy(batch, pack_size)
         if self._kept is None:  # no update was committed; the open gradient is not part of a state
             return self._trainable.copy(batch, pack_size)
         self._host.copier.finish(self._complete)

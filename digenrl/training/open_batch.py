@@ -66,7 +66,13 @@ class OpenBatch:
     """
 
     def __init__(
-        self, shape: BatchShape, objective: Objective, scale: AdvantageScale, jobs: JobSplit, index: int = 0
+        self,
+        shape: BatchShape,
+        objective: Objective,
+        scale: AdvantageScale,
+        jobs: JobSplit,
+        index: int = 0,
+        update: int = 0,
     ) -> None:
         self._shape, self._objective, self._scale, self.split = shape, objective, scale, jobs
         self._updates = UpdateSplit(
@@ -77,15 +83,15 @@ class OpenBatch:
             shape.stale_groups,
         )
         self.index = index
-        self.update = 0
+        self.update = update
         self.entries: dict[int, GroupEntry] = {}
         self.arrived: set[SampleJob] = set()
         self.trained: set[SampleJob] = set()
         self.steps: int | None = None
 
-    def of_step(self, index: int) -> OpenBatch:
-        """An empty batch of another step."""
-        return OpenBatch(self._shape, self._objective, self._scale, self.split, index)
+    def of_step(self, index: int, update: int = 0) -> OpenBatch:
+        """An empty batch of another step, with this update open."""
+        return OpenBatch(self._shape, self._objective, self._scale, self.split, index, update)
 
     def begin_next_update(self) -> None:
         """Opens the next update, which has trained nothing yet."""
@@ -113,15 +119,19 @@ class OpenBatch:
         name = f"group {samples.index} of step {samples.step}"
         if samples.step != self.index:
             raise ValueError(f"{name} does not belong to the open batch, which is of step {self.index}")
+        if 0 <= place < self._shape.groups and self._updates.last_update(place) < self.update:
+            raise ValueError(
+                f"{name}: place {place} was trained by update {self._updates.last_update(place)}, and update "
+                f"{self.update} is open"
+            )
         self.check_steps(name, self.steps_of(samples.trajectories))
         return self.checked_rewards(place, samples.index, samples.rewards)
 
     def checked_rewards(self, place: int, index: int, rewards: tuple[float, ...]) -> GroupEntry:
         """The entry of a group with these rewards, new or known. Raises unless it belongs to this place."""
         name = f"group {index} of step {self.index}"
-        if not 0 <= place < self._shape.groups or self._updates.last_update(place) < self.update:
-            groups = self._shape.groups
-            raise ValueError(f"{name} has no place {place}: {groups} groups, update {self.update} is open")
+        if not 0 <= place < self._shape.groups:
+            raise ValueError(f"{name} has no place {place}: a batch has {self._shape.groups} groups")
         if len(rewards) != self._shape.group_size:
             raise ValueError(f"{name} has {len(rewards)} samples, expected {self._shape.group_size}")
         entry = self.entries.get(place)
@@ -138,6 +148,14 @@ class OpenBatch:
         """Raises unless all samples of the batch are trained on equally many steps."""
         if self.steps not in (None, steps):
             raise ValueError(f"{name} trains {steps} steps per sample, unlike the other groups of the batch")
+
+    def check_open(self, index: int, place: int) -> None:
+        """Raises unless the open update trains the group at a place."""
+        if place not in self.places():
+            raise ValueError(
+                f"group {index} of step {self.index}: update {self.update} is open, which trains places "
+                f"{self.places()} and not place {place}; wait for the update that does"
+            )
 
     # --- Changes ------------------------------------------------------------------------------------------------
 

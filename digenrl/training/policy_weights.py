@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.lora import adapters_disabled, has_lora, published_name
-from digenrl.models.model_weights import check_fits, gathered_weights, weights_state
+from digenrl.models.model_weights import check_fits, gathered_weights, load_weights, weights_state
 from digenrl.models.shards import is_sharded, local_shard
 from digenrl.training.offload.host_copies import CopyTensor, copy_all, cpu_copy
 from digenrl.training.trainer_state import Tensors, TrainerState
@@ -129,6 +129,13 @@ class PolicyWeights:
         with self.generating():
             return weights_state(self._model)
 
+    def trained(self) -> dict[str, Tensor]:
+        """Copies of the weights as they are now, in the middle of a batch too, under their published names.
+
+        For a sharded model this is a collective, as `published` is.
+        """
+        return weights_state(self._model)
+
     def old(self) -> AbstractContextManager[None]:
         """Inside, the model has the weights from before the batch, or the ones that follow slowly."""
         assert self.old_snapshot is not None, "the old policy was not requested"
@@ -173,6 +180,22 @@ class PolicyWeights:
             self._old_lags = state.old_policy is not None
         if self._reference_snapshot is not None and state.reference is not None:
             self._reference_snapshot.load(state.reference)
+        self._inside_batch = False
+
+    def load_trained(self, weights: Tensors) -> None:
+        """Overwrites the trained weights inside a batch, by their published names; the last version stays kept.
+
+        Raises ValueError, and changes nothing, if they do not fit.
+        """
+        load_weights(self._model, weights)
+        self.begin_updates()
+
+    @torch.no_grad()
+    def restore_version(self) -> None:
+        """Makes the trained weights those of the last version again."""
+        if self.old_snapshot is not None:
+            for name, parameter in self.parameters.items():
+                parameter.copy_(self.old_snapshot.values[name])
         self._inside_batch = False
 
     def begin_updates(self) -> None:

@@ -27,7 +27,8 @@ from digenrl.training.trainer_state import MOMENTS_PER_PARAMETER, TrainerState
 class TrainableState:
     """The live tensors behind a `TrainerState`. For a sharded model they are this rank's shards.
 
-    A trainer that never `commits` has no moving average, and its optimizer no moments.
+    A trainer that never `commits` has no moving average, and its optimizer no moments. It keeps a snapshot of the
+    version if a batch has several updates.
     """
 
     def __init__(
@@ -40,7 +41,8 @@ class TrainableState:
         commits: bool = True,
     ) -> None:
         several = objective.updates_per_batch > 1
-        keep_old = objective.needs.old_policy or (several and (settings.old_log_probs == "recomputed" or helps))
+        recomputes = settings.old_log_probs == "recomputed"
+        keep_old = objective.needs.old_policy or (several and (recomputes or helps or not commits))
         self.policies = PolicyWeights(model, keep_old=keep_old, keep_reference=objective.needs.reference)
         if self.policies.sharded and ranks is None:
             raise ValueError("a sharded model needs ranks: pass the RankGroup that it is sharded over")
@@ -54,7 +56,8 @@ class TrainableState:
         self.average = self.policies.snapshot() if settings.ema is not None and commits else None
         self.optimizer = make_optimizer(self.policies.parameters, settings)
         self.updates_done = 0
-        self._settings, self._commits = settings, commits
+        self.commits = commits
+        self._settings = settings
 
     def step(self, gradient: Gradients, norm: float) -> None:
         """Takes an optimizer step and lets the moving average follow; the gradient is used up."""
@@ -100,7 +103,7 @@ class TrainableState:
 
     def missing_moment_bytes(self) -> int:
         """By how many bytes the first optimizer step will increase this state; 0 after it."""
-        if not self._commits:
+        if not self.commits:
             return 0
         without = [p for p in self.policies.parameters.values() if not self.optimizer.state.get(p)]
         return sum(MOMENTS_PER_PARAMETER * parameter.nbytes for parameter in without)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -47,8 +47,9 @@ class Trainer:
     say so, offloads what only training needs while it generates. `switching` starts such a switch in advance.
 
     Trainers that have the same weights can share the gradient of an update (`shares_gradients`): each trains some
-    of its jobs, and one of them adds the others' shares and commits. The others never commit (`commits=False`) and
-    get the new version as published weights.
+    of its jobs, and one of them adds the others' shares and commits. The others never commit (`commits=False`).
+    They get the new version as published weights and, if a batch has several updates, the trained weights before
+    each of them but the first.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class Trainer:
         """Adds the gradient of whole jobs of a group to the open update; what later updates train of it is held.
 
         `place` is the group's place in the batch, by default its index. If this raises, the trainer is unchanged.
+        A trainer that never commits holds nothing, and takes only what the open update trains.
         """
         place = samples.index if place is None else place
         entry = self._open.checked(samples, place)
@@ -134,6 +136,8 @@ class Trainer:
                 f"got {len(samples.trajectories)} samples of group {samples.index}, but this trainer adds up whole"
                 f" groups of {self._shape.group_size}; make it with shares_gradients=True to add some samples"
             )
+        if not self._commits:
+            self._open.check_open(samples.index, place)
         if place in self._open.places():
             self._train(place, entry, ReplayInputs.of(samples))
         self._open.add(place, entry, samples, hold=self._replays_again(place))
@@ -183,6 +187,7 @@ class Trainer:
                 "the weights are unchanged"
             )
         self._passes.planner.pack_size = consensus.pack_size
+        self._keep_version_if_needed()  # others may have trained everything
         if self.update == 0:
             self.policies.begin_updates()
         self._last_version.before_change()
@@ -220,7 +225,10 @@ class Trainer:
             add_share(share, self._open, sums, self.policies.parameters)
 
     def add_rewards(self, place: int, index: int, rewards: Sequence[float]) -> None:
-        """Makes a group's rewards known, whoever trains its samples. If this raises, the trainer is unchanged."""
+        """Makes a group's rewards known, whoever trains its samples, and in whichever update.
+
+        They can be given again. If this raises, the trainer is unchanged.
+        """
         self._open.entries[place] = self._open.checked_rewards(place, index, tuple(rewards))
 
     def places_to_replay(self) -> list[int]:
@@ -233,9 +241,13 @@ class Trainer:
         return self._gradients.places_to_replay(self._open)
 
     def hold_group(self, group: ScoredGroup, place: int | None = None) -> None:
-        """Holds a group's samples, to be replayed at the commit. If this raises, the trainer is unchanged."""
+        """Holds a group of the open update, to be replayed at the commit.
+
+        If this raises, the trainer is unchanged.
+        """
         place = group.index if place is None else place
         entry = self._open.checked_group(group, place)
+        self._open.check_open(group.index, place)
         self._open.hold(place, entry, group)
 
     def start_version(self, version: int, pack_size: int | None = None) -> None:
@@ -244,15 +256,41 @@ class Trainer:
         For a trainer that does not commit. The open batch is discarded. `pack_size` should be that of the trainer
         that commits: packs of another size round differently.
         """
-        if self._commits:
-            raise RuntimeError(
-                "this trainer commits, and starts its versions itself; use load_state to replace one"
-            )
+        self._check_never_commits()
         with self.switching.overwriting():
             self.policies.finish_batch(decay=0.0)
         if pack_size is not None:
             self._passes.planner.pack_size = pack_size
         self._begin_batch(version)
+
+    def start_update(self, update: int, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Opens an update of the open batch, and discards everything that was added to the batch.
+
+        For a trainer that does not commit. `weights` are the `trained_weights` of the one that does; None, for
+        update 0 alone, stands for those of the version. If this raises, the trainer is unchanged.
+        """
+        self._check_never_commits()
+        updates = self._objective.updates_per_batch
+        if not 0 <= update < updates:
+            raise ValueError(f"no update {update} to start: a batch has {updates}, counted from 0")
+        if weights is None and update > 0:
+            raise ValueError(
+                f"update {update} starts with the trained weights after update {update - 1}; pass them"
+            )
+        with self.switching.overwriting():
+            if weights is None:
+                self.policies.restore_version()
+            else:
+                self.policies.load_trained(weights)
+        self._begin_batch(self.batch, update)
+
+    def trained_weights(self) -> dict[str, Tensor]:
+        """The weights after the last commit, also between two updates of a batch, named as those of `published`.
+
+        Other trainers need them for the open update. For a sharded model this is a collective.
+        """
+        self.switching.synchronize()
+        return self.policies.trained()
 
     # --- Generating and versions --------------------------------------------------------------------------------
 
@@ -271,8 +309,7 @@ class Trainer:
 
         For a sharded model this is a collective: rank 0 gets whole weights on its CPU, the others get none.
         """
-        if self._last_version.must_be_kept:
-            self.keep_version()  # it will be kept anyway
+        self._keep_version_if_needed()
         return self._last_version.published()
 
     def published_average(self) -> dict[str, Tensor]:
@@ -318,9 +355,18 @@ class Trainer:
     # --- Internals ----------------------------------------------------------------------------------------------
 
     def _train(self, place: int, entry: GroupEntry, inputs: ReplayInputs) -> None:
+        self._keep_version_if_needed()
+        self._gradients.add(self._open, place, entry, inputs)
+
+    def _keep_version_if_needed(self) -> None:
         if self._last_version.must_be_kept:
             self.keep_version()
-        self._gradients.add(self._open, place, entry, inputs)
+
+    def _check_never_commits(self) -> None:
+        if self._commits:
+            raise RuntimeError(
+                "this trainer commits, and starts its versions and updates itself; use load_state to replace one"
+            )
 
     def _replays_again(self, place: int) -> bool:
         """Whether samples at this place are replayed after the open update has trained them: for the clamp too."""
@@ -372,8 +418,8 @@ class Trainer:
                 self._train(place, entry, entry.held)
                 entry.held = entry.held if self._replays_again(place) else None
 
-    def _begin_batch(self, index: int) -> None:
-        self._open = self._open.of_step(index)
+    def _begin_batch(self, index: int, update: int = 0) -> None:
+        self._open = self._open.of_step(index, update)
         self._gradients.begin_update(self._open)
         self._last_version.discard()
 

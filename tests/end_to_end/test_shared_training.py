@@ -121,7 +121,7 @@ def test_several_cards_in_mode_colocated_are_lanes_that_do_everything(live: Live
 
 def test_what_cannot_be_shared_is_refused(live: LiveRuns) -> None:
     for override, message in {
-        "algorithm.options.updates_per_batch=2": "both, but algorithm.options.updates_per_batch is 2",
+        "algorithm.options={updates_per_batch: 2, updates_of: samples}": "both, but .*updates_of is samples",
         "algorithm={name: diffusion_nft, options: {}}": "both, but the published weights follow",
         "lanes.ranks=2": "both, where every card trains alone, but lanes.ranks is 2",
         "mode=colocated": "both, but mode colocated is one card",

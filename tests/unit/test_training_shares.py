@@ -247,7 +247,8 @@ def test_a_gradient_out_of_range_is_refused_where_it_was_computed():
 @pytest.mark.parametrize(
     ("name", "options", "noun"),
     [
-        ("flow_grpo", {}, "updates_per_batch is 2"),
+        ("flow_grpo", {"updates_per_batch": 2, "updates_of": "samples"}, "updates_of is samples"),
+        ("flow_grpo", {}, None),
         ("diffusion_nft", {}, "old_decay_max"),
         ("flow_grpo", {"updates_per_batch": 1}, None),
         ("diffusion_nft", {"old_decay_growth": 0.0}, None),
@@ -258,7 +259,7 @@ def test_what_cannot_be_shared_is_known_from_settings_and_refused_by_a_trainer(n
     reason = why_gradients_cannot_be_shared(read_algorithm_settings(name, options))
     assert (reason is None) if noun is None else (noun in reason)
     shape, model = BatchShape(groups=2, group_size=4), toy()
-    algorithm = lively(name, {"updates_per_batch": 1, **options, **({"updates_per_batch": 2} if noun else {})})
+    algorithm = lively(name, options)
     if noun is None:
         Trainer(model, algorithm, TrainerSettings(), shape, DRAW_NOISE, shares_gradients=True)
         return

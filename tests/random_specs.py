@@ -85,3 +85,17 @@ def spec_contents(
         },
         "colocate": {"switch": draw(maybe)},
     }
+
+
+@st.composite
+def both_contents(draw: st.DrawFn, helps: tuple[str, ...] = ("greedy", "search", "auto")) -> dict[str, Any]:
+    """A complete SPEC with `assist: both`. Some generators cannot train."""
+    content = draw(spec_contents(helps=helps, colocated=False))
+    group, maybe = content["samples_per_prompt"], st.one_of(st.just(0.0), seconds(most_ms=500))
+    for pool in content["generators"]:
+        if draw(st.integers(0, 3)):
+            pool |= {"train_seconds": draw(seconds(most_ms=2000)), "switch": draw(maybe)}
+    divisors = [size for size in range(1, group + 1) if group % size == 0]
+    content["trainer"] |= {"job": draw(st.sampled_from(divisors)), "reduce": draw(maybe)}
+    content["policy"] |= {"assist": "both", "stream": "group"}
+    return content

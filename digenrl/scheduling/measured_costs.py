@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 from digenrl.records import Action, CostsMeasured
 from digenrl.scheduling.help.choose_help import CLOSE_ENOUGH
@@ -30,10 +31,11 @@ def absorb_costs(state: SchedulerState, event: CostsMeasured) -> tuple[Scheduler
         reduce_ns=state.costs.reduce_ns,
     )
     lanes = list(state.lanes)
-    for index, train_ns in event.lane_train_ns:
-        lanes[index] = replace(lanes[index], train_sample_ns=train_ns)
     for index, slice_ns in event.lane_slice_ns:
         lanes[index] = replace(lanes[index], slice_ns=max(1, slice_ns))  # never zero
+    for index, train_ns in event.lane_train_ns:
+        if lanes[index].train_sample_ns:  # else it was not offered for training
+            lanes[index] = replace(lanes[index], train_sample_ns=max(Fraction(1), train_ns))
     plan = state.bubble_plan
     if plan is not None and not _hardly_changed(state, costs, lanes):
         plan = None

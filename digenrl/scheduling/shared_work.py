@@ -91,8 +91,8 @@ class _Allocation:
             taken = self._take_slice(lane, of_current_step=True) or self._take_training(lane)
         else:
             taken = self._take_training(lane) or self._take_slice(lane, of_current_step=True)
-        if not taken and self._may_work_ahead(lane):
-            self._take_slice(lane, of_current_step=False)
+        if not taken and self._picker.may_start(lane.version) and not self._holds_up_the_commit(lane):
+            self._take_slice(lane, until_ns=self._may_work_ahead_until(lane))
 
     def _generates_first(self, lane: Lane) -> bool:
         """Whether it has not taken its quota of the step's slices yet, or cannot train."""
@@ -134,12 +134,16 @@ class _Allocation:
                     return True
         return False
 
-    def _take_slice(self, lane: Lane, *, of_current_step: bool) -> bool:
+    def _take_slice(self, lane: Lane, *, of_current_step: bool = False, until_ns: int | None = None) -> bool:
         picker, version = self._picker, lane.version
         if not picker.may_start(version, current_step_only=of_current_step):
             return False
-        length = self._slices_at_once(lane)
-        end_ns = self._at_ns + lane.switch_ns("generate") + lane.expected_ns(length)
+        length, start_ns = self._slices_at_once(lane), self._at_ns + lane.switch_ns("generate")
+        while until_ns is not None and length and start_ns + lane.expected_ns(length) > until_ns:
+            length -= 1
+        if not length:
+            return False
+        end_ns = start_ns + lane.expected_ns(length)
         if self._rule.leaves_to_faster and self._others_generate_all(lane, length, end_ns):
             return False
         piece = picker.take(version, 0, length)
@@ -176,12 +180,28 @@ class _Allocation:
         left = self._picker.unstarted(current_step_only=True) or self._picker.unstarted()
         return reserved_before(others, length, end_ns) >= left
 
-    def _may_work_ahead(self, lane: Lane) -> bool:
-        """The commit needs the trainer's own lanes: they must not be busy with the next step when it is due."""
-        if not lane.helper:
-            return True
-        end_ns = self._at_ns + lane.switch_ns("generate") + lane.expected_ns(1)
-        return end_ns <= self._earliest_commit_ns()
+    def _holds_up_the_commit(self, lane: Lane) -> bool:
+        """Whether all groups are complete, and the lane has sums to send as soon as the rest is handed out."""
+        return bool(lane.trained) and not lane.helper and not self._state.current.unscored_groups
+
+    def _may_work_ahead_until(self, lane: Lane) -> int | None:
+        """When the lane may be needed for the current step again; None: not any more.
+
+        It trains when the next group is complete. The trainer's own lanes must be idle for the commit.
+        """
+        if self._state.current.unscored_groups and lane.train_sample_ns:
+            return self._next_complete_group_ns()
+        return self._earliest_commit_ns() if lane.helper else None
+
+    def _next_complete_group_ns(self) -> int:
+        """When the next group of the current step is expected to be complete, if all of it is under way."""
+        step, complete_ns = self._state.current, dict[int, int]()
+        for lane in self._state.lanes:
+            job = self._jobs.get(lane.index, lane.job)
+            if isinstance(job, Generate) and job.slice.step == step.index:
+                end_ns = self._free_ns.get(lane.index, self._at_ns)
+                complete_ns[job.slice.group] = max(end_ns, complete_ns.get(job.slice.group, 0))
+        return min(complete_ns.values(), default=self._at_ns)
 
     def _earliest_commit_ns(self) -> int:
         """A lower bound of when the current step can be committed."""
@@ -195,7 +215,7 @@ class _Allocation:
         open_samples = sum(
             whole - (group.trained | group.training).bit_count() for group in step.groups if not group.retired
         )
-        rate = sum(1 / lane.train_sample_ns for lane in self._lanes if lane.train_sample_ns)
+        rate = sum(1 / float(lane.train_sample_ns) for lane in self._lanes if lane.train_sample_ns)
         return max(latest_ns, self._at_ns + round(open_samples / rate)) if rate else latest_ns
 
     def _give(self, lane: Lane, job: Generate | Train, end_ns: int) -> None:

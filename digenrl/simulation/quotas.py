@@ -2,8 +2,8 @@
 
 Within a given time, a lane can do some pairs of (slices to generate, jobs to train): each further Train job costs
 it some slices. Starting from the most training, slices are added where they cost the least training, until all are
-generated. The least time in which all Train jobs still fit gives the quotas. Lanes that generate well compared with
-how they train generate more, and few lanes end with time for half a job.
+generated. The least time in which all Train jobs still fit gives the quotas. Lanes that generate well compared
+with how they train generate more, and few lanes end with time for half a job.
 
 What a plan leaves out is that samples can be trained only when their group is complete. `head_ns` is a time before
 which nothing is trained, `tail_ns` a time before the end in which nothing is generated.

@@ -16,6 +16,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any, ClassVar
 
 from digenrl.records import (
+    NO_LANE,
     Action,
     ArtifactLost,
     Commit,
@@ -30,6 +31,7 @@ from digenrl.records import (
     Exported,
     Generate,
     Generated,
+    GradientsSent,
     Job,
     JobFailed,
     LaneOffer,
@@ -43,6 +45,7 @@ from digenrl.records import (
     Saved,
     Score,
     Scored,
+    SendGradients,
     Slice,
     SwitchRole,
     Tick,
@@ -58,7 +61,7 @@ SECOND = 1_000_000_000
 FACTORS = (0.7, 1.5)
 MOST_FAILED_SCORES = 5
 MOST_LOST_ARTIFACTS = 6
-TRAINER_JOBS = (Train, Commit, Save, SwitchRole, Restore, Export)
+TRAINER_JOBS = (Commit, Save, SwitchRole, Restore, Export)
 
 
 class NoisyCluster:
@@ -89,7 +92,10 @@ class NoisyCluster:
         for _ in range(dice.randrange(4)):
             self._report(dice.randrange(15 * SECOND), WorkerLost(0, dice.randrange(lanes)))
         for number in range(dice.randrange(3)):
-            self._report(dice.randrange(15 * SECOND), WorkerJoined(0, LaneOffer(f"new-{number}", SECOND)))
+            offer = LaneOffer(f"new-{number}", SECOND)
+            if self._terms.shares_work and dice.random() < 0.7:
+                offer = replace(offer, train_sample_ns=Fraction(SECOND))
+            self._report(dice.randrange(15 * SECOND), WorkerJoined(0, offer))
         self._report(16 * SECOND, WorkerJoined(0, LaneOffer("last", SECOND)))
         for _ in range(dice.randrange(3) if self._terms.scorers else 0):
             self._report(dice.randrange(15 * SECOND), WorkerLost(0, dice.randrange(self._terms.scorers), "reward"))
@@ -180,7 +186,17 @@ class NoisyCluster:
             artifacts = self._artifacts_of(job.slice)
             lost = tuple(piece for piece in artifacts if self._dice.random() < 0.5)  # none: the job is tried again
             trained = ArtifactLost(0, job, slices=lost)
-        self._answer("train", self._costs.train_ns(job.slice.size), trained, job.slice.size)
+        if job.lane == NO_LANE:
+            self._answer("train", self._costs.train_ns(job.slice.size), trained, job.slice.size)
+        elif job.lane not in self._lost or self._dice.random() < 0.5:
+            expected_ns = round(job.slice.size * self._offers[job.lane].train_sample_ns)
+            self._answer(f"train {job.lane}", expected_ns, trained, job.slice.size)
+            if self._dice.random() < 0.1:
+                self._answer("doubled", 2 * expected_ns, Trained(0, job))
+
+    def _send_gradients(self, job: SendGradients) -> None:
+        if job.lane not in self._lost or self._dice.random() < 0.5:
+            self._answer("send", SECOND // 10, GradientsSent(0, job))
 
     def _publish(self, job: Publish) -> None:
         for lane in job.lanes:
@@ -189,7 +205,14 @@ class NoisyCluster:
             self._answer("publish", self._costs.publish_ns, result)
 
     def _commit(self, job: Commit) -> None:
-        self._answer("commit", self._costs.commit_ns, Committed(0, job))
+        result: Event = Committed(0, job)
+        if job.gradients and self._loses_artifact():
+            result = ArtifactLost(0, job, gradients=self._some(job.gradients))
+        self._answer("commit", self._costs.commit_ns, result)
+
+    def _some(self, job_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """A part of them, or none."""
+        return tuple(job_id for job_id in job_ids if self._dice.random() < 0.5)
 
     def _save(self, job: Save) -> None:
         self._answer("save", self._costs.save_ns, Saved(0, job))
@@ -214,6 +237,7 @@ class NoisyCluster:
         Evaluate: _evaluate,
         Score: _score,
         Train: _train,
+        SendGradients: _send_gradients,
         Commit: _commit,
         Publish: _publish,
         Save: _save,
@@ -273,7 +297,9 @@ class NoisyCluster:
 
     def _lose_trainer(self) -> None:
         """Its results never arrive. Those of its lanes may arrive late."""
-        self._forget_results(lambda job: isinstance(job, TRAINER_JOBS))
+        self._forget_results(
+            lambda job: isinstance(job, TRAINER_JOBS) or (isinstance(job, Train) and job.lane == NO_LANE)
+        )
         for lane in [*self._held] if self._terms.colocated else self._helpers:
             self._held.pop(lane, None)
 
@@ -297,6 +323,12 @@ class NoisyCluster:
             lane_slice_ns=tuple(
                 (lane, self._median(f"lane {lane}", offer.slice_ns)) for lane, offer in self._offers.items()
             ),
+            lane_train_ns=tuple(
+                (lane, Fraction(self._median(f"train {lane}", round(offer.train_sample_ns))))
+                for lane, offer in self._offers.items()
+                if offer.train_sample_ns
+            ),
+            reduce_ns=costs.reduce_ns,
         )
 
     def _median(self, what: str, expected_ns: int) -> int:

@@ -53,6 +53,7 @@ def answer_for_slice(spec: dict, slice_size: int) -> dict:
         "stale_samples": tally.stale_samples,
         "helped_samples": tally.helped_samples,
         "help_decisions": [[time / NANOSECONDS, word] for time, word in tally.help_decisions],
+        "assisted_samples": 0,  # no SPEC of the oracle has lanes that do both
     }
 
 

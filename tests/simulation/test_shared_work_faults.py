@@ -1,0 +1,136 @@
+"""Lanes that both generate and train, under every kind of loss: each gradient is committed exactly once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_specs import both_contents, evaluation_and_checkpoint
+
+from digenrl.config.reading import parse_model
+from digenrl.config.spec import Spec
+from digenrl.loop import RunGaveUpError, drive
+from digenrl.records import (
+    Action,
+    ArtifactLost,
+    Commit,
+    Committed,
+    Event,
+    GradientsSent,
+    Job,
+    SampleId,
+    SendGradients,
+    Train,
+    Trained,
+    WorkerLost,
+)
+from digenrl.scheduling import SchedulerState, SharedWorkRule
+from digenrl.scheduling.invariants import Auditor
+from digenrl.simulation.spec_costs import initial_scheduler_state
+from digenrl.simulation.virtual_cluster import VirtualCluster
+from digenrl.telemetry.recorder import Recorder
+from simulation.noisy_cluster import NoisyCluster
+from simulation.random_faults import faults_for
+
+EVENT_NUMBERS = st.integers(1, 120)
+
+
+class CommittedGradients:
+    """Which samples are in the committed weights, from jobs and results alone."""
+
+    def __init__(self, opening: SchedulerState) -> None:
+        self._helpers = {lane.index for lane in opening.lanes if lane.helper}
+        self._held_jobs: dict[int, Job] = {}
+        self._sums: dict[int, list[SampleId]] = defaultdict(list)  # by lane
+        self._sent: dict[int, list[SampleId]] = {}  # by job
+        self.committed: list[SampleId] = []
+
+    def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
+        if isinstance(event, Trained | GradientsSent) and self._held_jobs.get(event.job.lane) == event.job:
+            del self._held_jobs[event.job.lane]
+            if isinstance(event, Trained):
+                self._sums[event.job.lane] += event.job.slice.samples()
+            else:
+                self._sent[event.job.id] = self._sums.pop(event.job.lane)
+        elif isinstance(event, ArtifactLost):
+            for job_id in event.gradients:
+                del self._sent[job_id]
+        elif isinstance(event, WorkerLost) and event.pool in ("generator", "trainer"):
+            for lane in self._helpers if event.pool == "trainer" else (event.lane,):
+                self._held_jobs.pop(lane, None)
+                self._sums.pop(lane, None)
+        elif isinstance(event, Committed):
+            self._commit(event.job)
+        for action in actions:
+            if isinstance(action, Train | SendGradients):
+                self._held_jobs[action.lane] = action
+
+    def _commit(self, job: Commit) -> None:
+        for lane in self._helpers:
+            self.committed += self._sums.pop(lane, [])
+        for job_id in job.gradients:
+            self.committed += self._sent.pop(job_id)
+        assert not self._sent, "sums were left behind"
+
+    def check(self, opening: SchedulerState) -> None:
+        """As many samples as the run has to train, and none of them twice."""
+        assert len(self.committed) == len(set(self.committed))
+        assert len(self.committed) == opening.terms.steps * opening.terms.samples_per_step
+
+
+@st.composite
+def openings(draw: st.DrawFn, *, evaluates: bool = False) -> SchedulerState:
+    """The start of a random run whose lanes share work by a random rule."""
+    content = draw(both_contents())
+    content["reward"] |= {"batch": draw(st.integers(1, 4)), "lanes": draw(st.integers(0, 2))}
+    if evaluates:
+        content |= draw(evaluation_and_checkpoint())
+    spec = parse_model(Spec, content)
+    rule = SharedWorkRule(
+        quotas=tuple(draw(st.lists(st.integers(0, 6), max_size=8))),
+        slices_at_once=draw(st.integers(1, 4)),
+        fine_tail=draw(st.booleans()),
+        leaves_to_faster=draw(st.booleans()),
+    )
+    state = initial_scheduler_state(spec, search_budget=0, shared_work=rule)
+    return replace(state, terms=replace(state.terms, encodes=draw(st.booleans())))
+
+
+def run_with_losses(opening: SchedulerState, cluster: NoisyCluster | VirtualCluster) -> None:
+    committed = CommittedGradients(opening)
+    try:
+        final = drive(opening, cluster, (Auditor(opening), committed, Recorder(opening)))
+    except RunGaveUpError as error:
+        assert "partly trained" in str(error)
+        return
+    assert final.finished
+    committed.check(opening)
+
+
+@settings(max_examples=150)
+@given(openings(evaluates=True), st.integers(0, 10**6))
+def test_every_gradient_is_committed_once_with_random_losses(opening: SchedulerState, seed: int) -> None:
+    run_with_losses(opening, NoisyCluster(opening, seed))
+
+
+@settings(max_examples=100)
+@given(openings(), st.integers(0, 10**6), st.sets(EVENT_NUMBERS, min_size=1, max_size=3))
+def test_the_trainer_may_be_lost_after_any_event(opening: SchedulerState, seed: int, moments: set[int]) -> None:
+    run_with_losses(opening, NoisyCluster(opening, seed, dict.fromkeys(moments, WorkerLost(0, 0, "trainer"))))
+
+
+@settings(max_examples=100)
+@given(openings(), st.integers(0, 10**6), st.dictionaries(EVENT_NUMBERS, st.integers(0, 3), max_size=3))
+def test_a_lane_may_be_lost_after_any_event(opening: SchedulerState, seed: int, moments: dict[int, int]) -> None:
+    lost = {at: WorkerLost(0, lane % len(opening.lanes)) for at, lane in moments.items()}
+    run_with_losses(opening, NoisyCluster(opening, seed, lost))
+
+
+@settings(max_examples=80)
+@given(st.data())
+def test_lanes_come_and_go_while_jobs_and_samples_fail(data: st.DataObject) -> None:
+    opening = data.draw(openings())
+    run_with_losses(opening, VirtualCluster(opening, data.draw(faults_for(opening))))

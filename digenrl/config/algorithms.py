@@ -322,14 +322,8 @@ def why_gradients_cannot_be_shared(settings: AlgorithmSettings) -> str | None:
     """Why the gradient of an update cannot be summed over several trainers; None if it can.
 
     A trainer that does not commit has the published weights, and gets the trained ones before every later update
-    of a batch. It trains a sample once.
+    of a batch.
     """
-    if settings.updates_per_batch > 1 and settings.updates_of == "samples":
-        return (
-            f"algorithm.options.updates_of is samples, so each of {settings.updates_per_batch} updates trains "
-            "some samples of every group, and a job is handed out for training once per batch; set it to groups, "
-            "or updates_per_batch to 1"
-        )
     if not settings.generates_with_trained_weights:
         return (
             "the published weights follow the trained ones slowly, and only the trainer that commits has the "

@@ -98,6 +98,12 @@ class OpenBatch:
         self.update += 1
         self.trained = set()
 
+    def await_all_jobs(self) -> None:
+        """The open update needs all its samples, also those that arrived for an earlier one."""
+        self.arrived = set()
+        for entry in self.entries.values():
+            entry.held = None
+
     # --- Checks, which raise ValueError and change nothing ------------------------------------------------------
 
     def checked(self, samples: ScoredSamples, place: int) -> GroupEntry:

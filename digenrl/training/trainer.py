@@ -69,7 +69,7 @@ class Trainer:
         check_sharing(objective, model, ranks, shares_gradients=shares_gradients, commits=commits)
         self.ranks = ranks
         self._objective, self._settings, self._shape = objective, settings, batch_shape
-        self._commits = commits
+        self._commits, self._shares_gradients = commits, shares_gradients
         self._scale = scale = AdvantageScale(objective)
         self._open = OpenBatch(batch_shape, objective, scale, batch_shape.job_split(settings))
         self._trainable = TrainableState(model, objective, settings, ranks, helps, commits)
@@ -127,7 +127,8 @@ class Trainer:
         """Adds the gradient of whole jobs of a group to the open update; what later updates train of it is held.
 
         `place` is the group's place in the batch, by default its index. If this raises, the trainer is unchanged.
-        A trainer that never commits holds nothing, and takes only what the open update trains.
+        Trainers that share gradients hold nothing for later updates: samples are added again, to any of them. Those
+        that never commit take only what the open update trains.
         """
         place = samples.index if place is None else place
         entry = self._open.checked(samples, place)
@@ -370,7 +371,8 @@ class Trainer:
 
     def _replays_again(self, place: int) -> bool:
         """Whether samples at this place are replayed after the open update has trained them: for the clamp too."""
-        return self._open.is_replayed_later(place) or (self._scale.over_batch and self._commits)
+        later = self._open.is_replayed_later(place) and not self._shares_gradients  # else it is added again
+        return later or (self._scale.over_batch and self._commits)
 
     def _fixed_point_sums(self) -> FixedPointSums:
         if not isinstance(self._sums, FixedPointSums):
@@ -412,6 +414,9 @@ class Trainer:
             self._begin_batch(self.batch + 1)
             return
         self._gradients.begin_update(self._open)
+        if self._shares_gradients:
+            self._open.await_all_jobs()
+            return
         for place in self._open.places():
             entry = self._open.entries.get(place)
             if entry is not None and entry.held is not None:

@@ -23,7 +23,16 @@ from live_runs import (
 )
 
 from digenrl.config.reading import ConfigError
-from digenrl.records import NO_LANE, Committed, GradientsSent, SendGradients, Train, Trained, WorkerLost
+from digenrl.records import (
+    NO_LANE,
+    Committed,
+    GradientsSent,
+    SendGradients,
+    Train,
+    Trained,
+    UpdateTaken,
+    WorkerLost,
+)
 from digenrl.run_folder.folder import RunFolder, Status
 from digenrl.run_folder.journal import read_journal
 from digenrl.runs.replaying import initial_state_of, replayed
@@ -33,8 +42,12 @@ ONE_CARD = ("mode=colocated", JOBS)
 BOTH = ("techniques.assist=both", JOBS)
 FOUR_CARDS = (*BOTH, "lanes.generators=[cpu,cpu,cpu]", "lanes.rewards=0")
 TASKS = {
-    "flow_grpo": ("algorithm.options={updates_per_batch: 1, kl_weight: 0.01, advantage: {clamp: 0.5}}",),
-    "dance_grpo": ("algorithm={name: dance_grpo, options: {}}",),
+    "one update": ("algorithm.options={updates_per_batch: 1, kl_weight: 0.01, advantage: {clamp: 0.5}}",),
+    "two updates of samples": (
+        "algorithm.options={updates_per_batch: 2, updates_of: samples, advantage: {clamp: 0.5}}",
+        "training.old_log_probs=recomputed",
+    ),
+    "two updates of groups": ("algorithm={name: dance_grpo, options: {updates_per_batch: 2}}",),
 }
 
 
@@ -43,23 +56,25 @@ def train_jobs(run: RunFolder) -> list[Train]:
     return [action for action in actions if isinstance(action, Train)]
 
 
-def held_samples(run: Path, lane: int) -> int:
-    """The samples whose gradients a lane holds and has not sent."""
+def held_samples(run: Path, lane: int, update: int) -> int:
+    """The samples of an update whose gradients a lane holds and has not sent."""
     held = 0
     for decision in read_journal(run / "journal.jsonl"):
         event = decision.event
-        if isinstance(event, Committed) or (isinstance(event, GradientsSent) and event.job.lane == lane):
+        if isinstance(event, Committed | UpdateTaken) or (
+            isinstance(event, GradientsSent) and event.job.lane == lane
+        ):
             held = 0
-        elif isinstance(event, Trained) and event.job.lane == lane:
+        elif isinstance(event, Trained) and event.job.lane == lane and event.job.update == update:
             held += event.job.slice.size
         if any(isinstance(action, SendGradients) and action.lane == lane for action in decision.actions):
             held = 0
     return held
 
 
-def kill_with_gradients(run: Path, worker: str, lane: int, gates: Gates) -> None:
+def kill_with_gradients(run: Path, worker: str, lane: int, update: int, gates: Gates) -> None:
     """Kills the worker when it holds gradients of a step whose last group cannot be scored yet."""
-    wait_for(lambda: steps_done(run) >= 1 and held_samples(run, lane), "gradients")
+    wait_for(lambda: steps_done(run) >= 1 and held_samples(run, lane, update), "gradients")
     os.kill(workers_of(run)[worker], signal.SIGKILL)
     lost = wait_for(
         lambda: [each.event for each in read_journal(run / "journal.jsonl") if isinstance(each.event, WorkerLost)],
@@ -87,7 +102,7 @@ def test_all_weights_can_be_trained_by_every_card(live: LiveRuns) -> None:
 
 
 def test_the_journal_of_shared_training_can_be_replayed(live: LiveRuns) -> None:
-    run = live.finished(*FOUR_CARDS, *TASKS["flow_grpo"])
+    run = live.finished(*FOUR_CARDS, *TASKS["two updates of samples"])
     initial = initial_state_of(json.loads(run.run.read_text())["initial_state"])
     for recorded, decided in replayed(initial, run.journal):
         assert recorded.actions == decided.actions
@@ -95,15 +110,22 @@ def test_the_journal_of_shared_training_can_be_replayed(live: LiveRuns) -> None:
     assert metric(run, "step") == [0, 1, 2]
 
 
-@pytest.mark.parametrize(("worker", "lane"), [("generator-0", 0), ("trainer", 1)])
+@pytest.mark.parametrize(
+    ("worker", "lane", "task", "update"),
+    [
+        ("generator-0", 0, "one update", 0),
+        ("trainer", 1, "one update", 0),
+        ("trainer", 1, "two updates of groups", 1),
+    ],
+)
 def test_a_lane_killed_with_gradients_in_hand_changes_no_bit(
-    worker: str, lane: int, live: LiveRuns, tmp_path: Path
+    worker: str, lane: int, task: str, update: int, live: LiveRuns, tmp_path: Path
 ) -> None:
     gates, path = Gates(tmp_path / "gates"), live.new_path()
     (live.root / "twelve.txt").write_text("".join(f"{number} cats\n" for number in range(12)))
-    options = ("batch.prompts=4", f"prompts.path={live.root / 'twelve.txt'}")
+    options = ("batch.prompts=4", f"prompts.path={live.root / 'twelve.txt'}", *TASKS[task])
     gates.close(prompts_of_step(live, 1, 4, "twelve.txt")[-1])
-    with Meanwhile(path, lambda: kill_with_gradients(path, worker, lane, gates)):
+    with Meanwhile(path, lambda: kill_with_gradients(path, worker, lane, update, gates)):
         status, run = live.run(*options, *BOTH, gates.rewards, out=path)
     assert status is Status.FINISHED
     assert trained(run, 3) == trained(live.finished(*options, *ONE_CARD), 3)
@@ -121,7 +143,6 @@ def test_several_cards_in_mode_colocated_are_lanes_that_do_everything(live: Live
 
 def test_what_cannot_be_shared_is_refused(live: LiveRuns) -> None:
     for override, message in {
-        "algorithm.options={updates_per_batch: 2, updates_of: samples}": "both, but .*updates_of is samples",
         "algorithm={name: diffusion_nft, options: {}}": "both, but the published weights follow",
         "lanes.ranks=2": "both, where every card trains alone, but lanes.ranks is 2",
         "mode=colocated": "both, but mode colocated is one card",

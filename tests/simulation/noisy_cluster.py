@@ -328,7 +328,6 @@ class NoisyCluster:
                 for lane, offer in self._offers.items()
                 if offer.train_sample_ns
             ),
-            reduce_ns=costs.reduce_ns,
         )
 
     def _median(self, what: str, expected_ns: int) -> int:

@@ -127,8 +127,8 @@ class Trainer:
         """Adds the gradient of whole jobs of a group to the open update; what later updates train of it is held.
 
         `place` is the group's place in the batch, by default its index. If this raises, the trainer is unchanged.
-        Trainers that share gradients hold nothing for later updates: samples are added again, to any of them. Those
-        that never commit take only what the open update trains.
+        Trainers that share gradients hold nothing for later updates: samples are added again, to any of them.
+        Those that never commit take only what the open update trains.
         """
         place = samples.index if place is None else place
         entry = self._open.checked(samples, place)

@@ -1,4 +1,4 @@
-"""What it costs that lanes share a gradient: fixed-point sums per Train job, and sending and adding them per update.
+"""The cost of sharing a gradient: fixed-point sums per Train job, and sending and adding them per update.
 
     python benchmarks/shared_gradients.py                  # adapters of SD3.5-M, FLUX.1 and Qwen-Image
     python benchmarks/shared_gradients.py --lanes 7        # as many generators as send their sums

@@ -315,7 +315,9 @@ def test_a_run_stopped_in_the_middle_of_a_batch_of_two_updates_goes_on_before_it
         wait_for(lambda: is_stalled(path), "all workers to wait")
         kinds = [type(decision.event) for decision in read_journal(path / "journal.jsonl")][::-1]
         assert Trained in kinds[: kinds.index(Committed)], "some of the batch is trained"
-        ask_to_stop(signal.SIGTERM)
+        for worker in workers_of(path).values():  # a terminal interrupts every process of a run
+            os.kill(worker, signal.SIGINT)
+        ask_to_stop(signal.SIGINT)
         wait_for(lambda: (path / "checkpoints").exists() and any((path / "checkpoints").iterdir()), "a checkpoint")
         gates.open()
 

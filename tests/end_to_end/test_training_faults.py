@@ -205,11 +205,11 @@ def test_a_killed_trainer_whose_state_is_not_in_memory_goes_on_from_the_last_che
     killer = WorkerKiller(path)
     with Meanwhile(path, lambda: killer.kill("trainer", steps=3)):
         status, run = live.run(
-            "steps=12", "checkpoint.in_memory=false", "checkpoint.every=2", "checkpoint.keep=99", out=path
+            "steps=6", "checkpoint.in_memory=false", "checkpoint.every=2", "checkpoint.keep=99", out=path
         )
     assert status is Status.FINISHED
-    assert trained(run, 12) == trained(live.finished("steps=12", "mode=colocated"), 12)
-    assert metric(run, "step") == list(range(12))
+    assert trained(run, 6) == trained(live.finished("steps=6", "mode=colocated"), 6)
+    assert metric(run, "step") == list(range(6))
     killer.assert_nothing_is_left()
 
 

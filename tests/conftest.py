@@ -37,6 +37,7 @@ SLOW = {
     "test_catalogue",
     "test_compiled_models",
     "test_demo_model",
+    "test_exported_loras",
     "test_no_synchronization",
     "test_planning_docs",
     "test_planning_planner",
@@ -48,6 +49,7 @@ SLOW = {
     "test_training_rank_checkpoints",
     "test_training_several_ranks",
     "test_training_switching",
+    "test_video_families",
 }
 
 

@@ -35,10 +35,10 @@ imports: $(STAMP)
 
 # Unit and contract tests without Ray, a browser or worker processes. The longest files come first.
 test-fast: $(STAMP)
-	$(BIN)/pytest --numprocesses auto --dist loadgroup --no-loadscope-reorder -m "not slow" tests/contract tests/unit
+	$(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder -m "not slow" tests/contract tests/unit
 
 pytest: $(STAMP)
-	$(BIN)/pytest --numprocesses auto --dist loadgroup --no-loadscope-reorder
+	$(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 # Draws every picture of docs/ again, with the tool itself, and writes the tables of recipes.
 docs: $(STAMP)

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from digenrl.transports import processes
 
@@ -35,6 +37,7 @@ SLOW = {
     "test_catalogue",
     "test_compiled_models",
     "test_demo_model",
+    "test_exported_loras",
     "test_no_synchronization",
     "test_planning_docs",
     "test_planning_planner",
@@ -46,6 +49,7 @@ SLOW = {
     "test_training_rank_checkpoints",
     "test_training_several_ranks",
     "test_training_switching",
+    "test_video_families",
 }
 
 
@@ -60,12 +64,24 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Several workers share the tests by file, since tests of a file share what they start.
-
-    Those with a Ray cluster go to one worker: two clusters that start at a time are slow to.
-    """
+    """Marks the slow tests."""
     for item in items:
-        starts_ray = item.path.parent.name == "end_to_end" and item.path.stem.startswith("test_ray_")
-        item.add_marker(pytest.mark.xdist_group("ray" if starts_ray else item.path.stem))
         if item.path.stem in SLOW:
             item.add_marker(pytest.mark.slow)
+
+
+class SchedulingByFile(LoadScopeScheduling):
+    """Gives the tests of a file to one worker, since they share what they start.
+
+    Those with a Ray cluster go to one worker, too: two clusters that start at a time are slow to.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return "ray" if "end_to_end/test_ray_" in path else path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """Groups of pytest-xdist 3.8 (`--dist loadgroup`) have no effect with pytest 9.2, hence a scheduler."""
+    return SchedulingByFile(config, log)

@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 TOKEN = "of-the-tests-" + "0" * 32
 TESTS = str(Path(__file__).parent)
 STORE_BYTES = 120 << 20
-QUICK_CHECKS = {
+RAY_SETTINGS = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 1000,
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
+    "worker_niceness": 0,  # Ray's default is 15, with which workers start slowly beside other tests
 }
 
 
@@ -48,7 +49,7 @@ class SeveralNodes:
     def __init__(self, **head: Any) -> None:
         from ray.cluster_utils import Cluster
 
-        arguments = {"_system_config": QUICK_CHECKS, "include_dashboard": False}
+        arguments = {"_system_config": RAY_SETTINGS, "include_dashboard": False}
         self._cluster = Cluster(initialize_head=True, head_node_args=_node(head) | arguments)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -72,14 +72,10 @@ def far(joined: tuple[SeveralNodes, RayCluster]) -> Any:
 class Setting:
     """A transport and the workers of a recipe, with two generators on different nodes."""
 
-    def __init__(
-        self,
-        cluster: RayCluster,
-        recipe: Recipe,
-        logs: Path,
-        on_transfer: Callable[[WeightTransfer], None] = print,
-    ) -> None:
-        self.transport, self.logs = RayTransport(cluster, recipe, logs, on_transfer, build=build_abacus), logs
+    def __init__(self, cluster: RayCluster, recipe: Recipe, logs: Path) -> None:
+        self.transfers: list[WeightTransfer] = []
+        self.transport = RayTransport(cluster, recipe, logs, self.transfers.append, build=build_abacus)
+        self.logs = logs
         self.workers = place_on_cluster(recipe, cluster.resources())
         self.near, self.distant = self.workers.generators
         self._processes: dict[str, Inspected] = {}
@@ -136,9 +132,9 @@ class Setting:
         assert (message.worker, message.job_id) == (worker.name, None) and isinstance(message.report, Gone)
         return message.report
 
-    def export_weights(self, version: int) -> WeightsReference:
-        """The trainer exports its weights."""
-        (report,) = self.run((self.workers.trainer, Export(0, 0, version)))
+    def export_weights(self, trainer: Assignment, version: int) -> WeightsReference:
+        """Exports the weights of a trainer."""
+        (report,) = self.run((trainer, Export(0, 0, version)))
         assert isinstance(report, Exported)
         return report.weights
 
@@ -186,6 +182,24 @@ def test_dropped_tensors_are_freed(setting: Setting) -> None:
     until(lambda: artifacts.free_bytes() >= free)
 
 
+def test_adapters_travel_with_the_job_that_loads_them(setting: Setting) -> None:
+    near, distant = setting.near, setting.distant
+    weights = setting.export_weights(near, 1)
+    (report,) = setting.run((distant, publish(1, weights)))
+    assert_loaded(report, 1)
+    transfer = WeightTransfer(weights.name, (distant.name,), weights.bytes, sum_of_weights(1))
+    assert setting.transfers == [transfer]
+
+
+def publish(version: int, weights: WeightsReference) -> Publish:
+    return Publish(0, 0, version, (0,), weights)
+
+
+def assert_loaded(report: Report, version: int) -> None:
+    assert isinstance(report, Published) and report.job.version == version
+    assert report.seconds == sum_of_weights(version)
+
+
 def test_a_job_cannot_read_what_was_never_left(setting: Setting) -> None:
     with pytest.raises(AssertionError, match="nothing"):
         setting.send(setting.near, AddUp(("nothing",)))
@@ -199,10 +213,6 @@ def test_a_killed_worker_is_gone_with_its_jobs_and_its_tensors_remain(setting: S
     assert setting.kill(near).fault
     setting.send(near, Sleep(0))
     assert setting.values((distant, AddUp(("a",)))) == [SUM]
-
-
-def test_a_worker_that_is_killed_while_idle_is_gone(setting: Setting) -> None:
-    assert setting.kill(setting.near).fault
 
 
 def test_a_stopped_worker_is_unresponsive_and_ended(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +230,7 @@ def test_a_stopped_worker_is_unresponsive_and_ended(setting: Setting, monkeypatc
     until(lambda: transport.has_room(near))
 
 
-def test_room_is_counted_with_workers_that_were_just_requested(setting: Setting) -> None:
+def test_room_is_counted_with_workers_that_were_just_requested_until_they_are_ended(setting: Setting) -> None:
     transport = setting.transport
     second, third = setting.workers.reserve
     assert transport.has_room(second)
@@ -231,27 +241,21 @@ def test_room_is_counted_with_workers_that_were_just_requested(setting: Setting)
     gone = reports.pop(third.name)
     assert isinstance(gone, Gone) and not gone.fault and "{CPU: 1, label zone=far}" in gone.reason
     assert reports == {second.name: Ready()}
+    setting.send(second, Sleep(60))
     transport.end(second.name)
     until(lambda: transport.has_room(third))
+    assert transport.receive(0.5) == [], "an ended worker sends no more messages"
 
 
-def test_an_ended_worker_sends_no_more_messages(setting: Setting) -> None:
-    near = setting.near
-    setting.send(near, Sleep(60))
-    setting.transport.end(near.name)
-    until(lambda: not setting.is_running(near))
-    assert setting.transport.receive(0.5) == []
-
-
-def test_ranks_get_the_same_rendezvous(setting: Setting) -> None:
+def test_ranks_get_the_same_rendezvous_and_one_that_is_killed_while_idle_is_gone(setting: Setting) -> None:
     trainer = setting.workers.trainer
     ranks = [replace(trainer, name=f"trainer/{index}", rank=Rank(index, 2), epoch=7) for index in range(2)]
     setting.start(*ranks)
     first, second = (setting.process(rank) for rank in ranks)
     assert first.rendezvous == second.rendezvous and first.rendezvous.startswith("tcp://127.0.0.1:")
     assert (first.threads, first.gpus) == ("1", "")
-    for rank in ranks:
-        setting.transport.end(rank.name)
+    assert setting.kill(ranks[0]).fault
+    setting.transport.end(ranks[1].name)
 
 
 def test_pools_that_do_not_fit_are_rejected(joined: tuple[SeveralNodes, RayCluster], far: Any) -> None:
@@ -285,34 +289,24 @@ def test_a_lost_node_takes_its_workers_and_tensors_with_it(
     assert isinstance(kept, Did) and kept.value == SUM
 
 
-def publish(version: int, weights: WeightsReference) -> Publish:
-    return Publish(0, 0, version, (0,), weights)
-
-
-def assert_loaded(report: Report, version: int) -> None:
-    assert isinstance(report, Published) and report.job.version == version
-    assert report.seconds == sum_of_weights(version)
-
-
 def test_full_weights_reach_all_workers_that_lack_them(
     joined: tuple[SeveralNodes, RayCluster], shared: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_broadcast, "MIN_TIMEOUT_S", 4.0)
     shared.transport.stop()
     pools = {"generators": [{"name": "near", "count": 2, "resources": {"near": 1}}], "encoder": {"cpus": 0}}
-    recipe, transfers = cluster_recipe(cluster=pools, training={"lora": None}), []
-    full = Setting(joined[1], recipe, shared.logs, transfers.append)
+    full = Setting(joined[1], cluster_recipe(cluster=pools, training={"lora": None}), shared.logs)
     trainer, near, other, transport = full.workers.trainer, full.near, full.distant, full.transport
     full.start(trainer, near, other)
-    first = full.export_weights(1)
+    first = full.export_weights(trainer, 1)
     for report in full.run((near, publish(1, first)), (other, publish(1, first))):
         assert_loaded(report, 1)
-    until(lambda: transport.receive(0.1) or transfers)
-    assert [(each.name, set(each.receivers), each.bytes) for each in transfers] == [
+    until(lambda: transport.receive(0.1) or full.transfers)
+    assert [(each.name, set(each.receivers), each.bytes) for each in full.transfers] == [
         (first.name, {near.name, other.name}, first.bytes)
     ]
 
-    second = full.export_weights(2)
+    second = full.export_weights(trainer, 2)
     job_id = full.send(near, publish(2, second))
     full.send(other, publish(2, second))
     os.kill(full.process(other).pid, signal.SIGKILL)
@@ -321,12 +315,12 @@ def test_full_weights_reach_all_workers_that_lack_them(
     assert messages[near.name].job_id == job_id
     assert_loaded(messages[near.name].report, 2)
 
-    third = full.export_weights(3)
+    third = full.export_weights(trainer, 3)
     os.kill(full.process(trainer).pid, signal.SIGKILL)
     job_id = full.send(near, publish(3, third))
     full.wait_for_gone(trainer)
     full.start(trainer)
-    assert full.export_weights(3) == third
+    assert full.export_weights(trainer, 3) == third
     (message,) = wait_for(transport, 1)
     assert (message.worker, message.job_id) == (near.name, job_id)
     assert_loaded(message.report, 3)

@@ -206,11 +206,11 @@ def test_a_killed_trainer_whose_state_is_not_in_memory_goes_on_from_the_last_che
     killer = WorkerKiller(path)
     with Meanwhile(path, lambda: killer.kill("trainer", steps=3)):
         status, run = live.run(
-            "steps=12", "checkpoint.in_memory=false", "checkpoint.every=2", "checkpoint.keep=99", out=path
+            "steps=6", "checkpoint.in_memory=false", "checkpoint.every=2", "checkpoint.keep=99", out=path
         )
     assert status is Status.FINISHED
-    assert trained(run, 12) == trained(live.finished("steps=12", "mode=colocated"), 12)
-    assert metric(run, "step") == list(range(12))
+    assert trained(run, 6) == trained(live.finished("steps=6", "mode=colocated"), 6)
+    assert metric(run, "step") == list(range(6))
     killer.assert_nothing_is_left()
 
 
@@ -316,7 +316,9 @@ def test_a_run_stopped_in_the_middle_of_a_batch_of_two_updates_goes_on_before_it
         wait_for(lambda: is_stalled(path), "all workers to wait")
         kinds = [type(decision.event) for decision in read_journal(path / "journal.jsonl")][::-1]
         assert Trained in kinds[: kinds.index(Committed)], "some of the batch is trained"
-        ask_to_stop(signal.SIGTERM)
+        for worker in workers_of(path).values():  # a terminal interrupts every process of a run
+            os.kill(worker, signal.SIGINT)
+        ask_to_stop(signal.SIGINT)
         wait_for(lambda: (path / "checkpoints").exists() and any((path / "checkpoints").iterdir()), "a checkpoint")
         gates.open()
 

@@ -18,6 +18,14 @@ from digenrl.training.checkpoint.checkpoints import read_checkpoint
 ADAPTERS = ("training.learning_rate=3e-5",)
 EVERYTHING = (*ADAPTERS, "training.lora=null")
 KINDS = {"adapters": ADAPTERS, "all weights": EVERYTHING}
+STEPS = 5
+TWO_RANKS = (f"steps={STEPS}", "lanes.ranks=2")
+
+
+def of_one_rank(live: LiveRuns, kind: str) -> RunFolder:
+    """A run with a checkpoint of every step."""
+    every_step = ("checkpoint.every=1", f"checkpoint.keep={STEPS}")
+    return live.finished(*KINDS[kind], "mode=colocated", f"steps={STEPS}", *every_step)
 
 
 def weights(run: RunFolder, step: int) -> Mapping[str, Tensor]:
@@ -32,10 +40,9 @@ def furthest(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_give_the_weights_of_one(kind: str, live: LiveRuns) -> None:
-    one, two = live.finished(*KINDS[kind]), live.finished(*KINDS[kind], "lanes.ranks=2")
-    assert furthest(weights(one, 3), weights(two, 3)) < 1e-6
-    before = live.finished(*KINDS[kind], "steps=1")
-    assert furthest(weights(before, 1), weights(one, 3)) > 2e-5, "they have moved by more than that"
+    one, two = of_one_rank(live, kind), live.finished(*KINDS[kind], *TWO_RANKS)
+    assert furthest(weights(one, STEPS), weights(two, STEPS)) < 1e-6
+    assert furthest(weights(one, 1), weights(one, 3)) > 2e-5, "they have moved by more than that"
     assert metric(two, "reward_mean") == pytest.approx(metric(one, "reward_mean"), rel=1e-5)
     assert metric(two, "gradient_norm") == pytest.approx(metric(one, "gradient_norm"), rel=1e-3)
 
@@ -43,7 +50,7 @@ def test_two_ranks_give_the_weights_of_one(kind: str, live: LiveRuns) -> None:
 def test_ranks_of_adapters_help_to_generate_each_on_its_own(live: LiveRuns) -> None:
     run = live.finished(*ADAPTERS, "lanes.ranks=2", "techniques.tag=greedy")
     assert {"helper-0", "helper-1"} <= {lane.name for lane in run.info.lanes}
-    assert furthest(weights(live.finished(*ADAPTERS), 3), weights(run, 3)) < 1e-6
+    assert furthest(weights(of_one_rank(live, "adapters"), 3), weights(run, 3)) < 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -51,24 +58,22 @@ def test_a_lost_rank_is_replaced_with_all_others_from_the_last_commit(kind: str,
     path = live.new_path()
 
     def kill() -> None:
-        wait_for(lambda: steps_done(path) >= 2, "two steps")
+        wait_for(lambda: steps_done(path) >= 1, "a step")
         os.kill(workers_of(path)["trainer-1"], signal.SIGKILL)
 
-    quiet = live.finished(*KINDS[kind], "steps=8", "lanes.ranks=2")
     with Meanwhile(path, kill):
-        status, run = live.run(*KINDS[kind], "steps=8", "lanes.ranks=2", out=path)
+        status, run = live.run(*KINDS[kind], *TWO_RANKS, out=path)
     assert status is Status.FINISHED
-    lost, undisturbed = weights(run, 8), weights(quiet, 8)
+    lost, undisturbed = weights(run, STEPS), weights(live.finished(*KINDS[kind], *TWO_RANKS), STEPS)
     assert all(torch.equal(lost[name], undisturbed[name]) for name in undisturbed)
-    assert metric(run, "step") == list(range(8))
+    assert metric(run, "step") == list(range(STEPS))
     assert_nothing_is_left(path)
 
 
 def test_a_run_of_two_ranks_goes_on_with_one_and_back(live: LiveRuns) -> None:
-    whole = live.finished(*EVERYTHING, "steps=4")
     path = live.new_path()
     status, run = live.run(*EVERYTHING, "steps=2", "lanes.ranks=2", out=path)
     assert status is Status.FINISHED
     assert live.resume(path, "steps=3", "lanes.ranks=1") is Status.FINISHED
     assert live.resume(path, "steps=4", "lanes.ranks=2") is Status.FINISHED
-    assert furthest(weights(run, 4), weights(whole, 4)) < 1e-6
+    assert furthest(weights(run, 4), weights(of_one_rank(live, "all weights"), 4)) < 1e-6

@@ -23,7 +23,6 @@ from live_runs import (
     steps_done,
     trained,
     wait_for,
-    workers_of,
 )
 
 from digenrl.config.reading import ConfigError
@@ -39,65 +38,6 @@ def evaluation(live: LiveRuns, every: int) -> str:
     return f"evaluation={{prompts: {{path: {path}}}, every: {every}, denoising_steps: 2, batch: 2}}"
 
 
-def interrupted(command: subprocess.Popen[str], run: Path, after: int, how: signal.Signals) -> tuple[int, str]:
-    """Signals a whole session during a step, as a terminal does. Returns the exit code and the last output."""
-    exchange = exchange_of(command.pid)
-    wait_for(lambda: steps_done(run) >= after or command.poll() is not None, f"step {after}")
-    os.killpg(command.pid, how)
-    out, err = command.communicate(timeout=SAVES_WITHIN_S)
-    wait_for(lambda: not session_of(command.pid), "the end of all processes")
-    assert_nothing_is_left(run, exchange)
-    return command.returncode, out + err
-
-
-def test_a_run_that_is_interrupted_three_times_ends_as_if_it_had_not_been(live: LiveRuns) -> None:
-    run = live.new_path()
-    steps = "steps=18"
-    common = (steps, "checkpoint.every=3", evaluation(live, every=6))
-
-    command = live.command("tiny.yaml", *common, "--out", str(run))
-    code, message = interrupted(command, run, after=2, how=signal.SIGTERM)
-    assert code == 130, message
-    assert f"interrupted; resume with: digenrl train --resume {run}" in message
-    folder = RunFolder.open(run)
-    assert folder.info.status is Status.INTERRUPTED
-    first_stop = steps_done(run)
-    assert folder.checkpoint(first_stop).is_dir(), "the last step that was taken is the one that was saved"
-
-    def stop_again() -> None:
-        wait_for(lambda: steps_done(run) >= first_stop + 2, "two more steps")
-        for worker in workers_of(run).values():  # a terminal interrupts every process of a run
-            os.kill(worker, signal.SIGINT)
-        ask_to_stop(signal.SIGINT)
-
-    with Meanwhile(run, stop_again):
-        assert live.resume(run) is Status.INTERRUPTED
-    assert_nothing_is_left(run)
-    second_stop = steps_done(run)
-    assert first_stop + 2 <= second_stop < 18
-
-    command = live.command("--resume", str(run))
-    exchange = exchange_of(command.pid)
-    wait_for(lambda: steps_done(run) >= second_stop + 5, "some steps, and a checkpoint on the way")
-    command.kill()  # only the driver: the workers have to notice
-    command.communicate()
-    wait_for(lambda: not session_of(command.pid), "the end of all processes")
-    assert_nothing_is_left(run, exchange)
-    assert RunFolder.open(run).actual_status() is Status.INTERRUPTED
-    assert RunFolder.open(run).info.status is Status.RUNNING, "it had no time to say so"
-
-    assert live.resume(run) is Status.FINISHED
-    quiet = live.finished("mode=colocated", *common)
-    assert trained(RunFolder.open(run), 18) == trained(quiet, 18)
-    assert metric(folder, "step") == list(range(18))
-    assert metric(folder, "reward_mean") == metric(quiet, "reward_mean")
-    evaluations = {line["step"]: line["reward_mean"] for line in lines_of(folder.evaluations)}
-    expected = {line["step"]: line["reward_mean"] for line in lines_of(quiet.evaluations)}
-    assert evaluations.items() <= expected.items()
-    assert {0, 18} <= evaluations.keys()
-    assert len(lines_of(folder.evaluations)) == len(evaluations)
-
-
 def is_open(run: Path, kind: str, after_step: int) -> bool:
     """Whether the journal shows a running job of this kind after some steps."""
     if steps_done(run) < after_step:
@@ -109,27 +49,62 @@ def is_open(run: Path, kind: str, after_step: int) -> bool:
     return bool(issued)
 
 
-@pytest.mark.parametrize("kind", ["Evaluate", "Save"])
-def test_a_run_killed_in_an_evaluation_or_a_checkpoint_ends_as_if_it_had_not_been(
-    kind: str, live: LiveRuns
-) -> None:
-    run = live.new_path()
-    common = ("steps=6", "checkpoint.every=2", evaluation(live, every=2))
-    command = live.command("tiny.yaml", *common, "--out", str(run))
+def terminate_all(command: subprocess.Popen[str], run: Path) -> None:
+    """Signals the whole session of a run during a step, as a terminal does."""
     exchange = exchange_of(command.pid)
-    wait_for(lambda: is_open(run, kind, after_step=4) or command.poll() is not None, f"an open {kind} job")
+    wait_for(lambda: steps_done(run) >= 2 or command.poll() is not None, "two steps")
+    os.killpg(command.pid, signal.SIGTERM)
+    out, err = command.communicate(timeout=SAVES_WITHIN_S)
+    wait_for(lambda: not session_of(command.pid), "the end of all processes")
+    assert_nothing_is_left(run, exchange)
+    assert command.returncode == 130, out + err
+    assert f"interrupted; resume with: digenrl train --resume {run}" in out + err
+    folder = RunFolder.open(run)
+    assert folder.info.status is Status.INTERRUPTED
+    assert folder.checkpoint(steps_done(run)).is_dir(), "the last step that was taken is the one that was saved"
+
+
+def kill_the_driver_in_an_evaluation(command: subprocess.Popen[str], run: Path) -> None:
+    """Kills the driver alone: the workers have to notice."""
+    exchange, later = exchange_of(command.pid), steps_done(run) + 2
+    wait_for(lambda: is_open(run, "Evaluate", later) or command.poll() is not None, "an open Evaluate job")
+    assert command.poll() is None, command.communicate()
+    command.kill()
+    command.communicate()
+    wait_for(lambda: not session_of(command.pid), "the end of all processes")
+    assert_nothing_is_left(run, exchange)
+    assert RunFolder.open(run).actual_status() is Status.INTERRUPTED
+    assert RunFolder.open(run).info.status is Status.RUNNING, "it had no time to say so"
+
+
+def kill_all_in_a_checkpoint(command: subprocess.Popen[str], run: Path) -> None:
+    """Kills all processes of a run."""
+    exchange, later = exchange_of(command.pid), steps_done(run) + 2
+    wait_for(lambda: is_open(run, "Save", later) or command.poll() is not None, "an open Save job")
+    assert command.poll() is None, command.communicate()
     os.killpg(command.pid, signal.SIGKILL)
     command.communicate()
     wait_for(lambda: not session_of(command.pid), "the end of all processes")
-    if exchange.exists():
-        shutil.rmtree(exchange)  # no process was left to do it
-    if RunFolder.open(run).actual_status() is not Status.FINISHED:
-        assert live.resume(run) is Status.FINISHED
+    shutil.rmtree(exchange)  # no process was left to do it
+
+
+def test_a_run_that_is_stopped_and_killed_twice_ends_as_if_it_had_not_been(live: LiveRuns) -> None:
+    run = live.new_path()
+    common = ("steps=18", "checkpoint.every=2", evaluation(live, every=2))
+    terminate_all(live.command("tiny.yaml", *common, "--out", str(run)), run)
+    stop = steps_done(run)
+    kill_the_driver_in_an_evaluation(live.command("--resume", str(run)), run)
+    kill_all_in_a_checkpoint(live.command("--resume", str(run)), run)
+    assert live.resume(run) is Status.FINISHED
+
     folder, quiet = RunFolder.open(run), live.finished("mode=colocated", *common)
-    assert trained(folder, 6) == trained(quiet, 6)
+    assert trained(folder, 18) == trained(quiet, 18)
+    assert metric(folder, "step") == list(range(18))
     assert metric(folder, "reward_mean") == metric(quiet, "reward_mean")
-    for one, other in zip(lines_of(folder.evaluations), lines_of(quiet.evaluations), strict=True):
-        assert (one["step"], one["reward_mean"]) == (other["step"], other["reward_mean"])
+    evaluations = [(line["step"], line["reward_mean"]) for line in lines_of(folder.evaluations)]
+    expected = [(line["step"], line["reward_mean"]) for line in lines_of(quiet.evaluations)]
+    at_the_stop = [each for each in expected if each[0] == stop and each not in evaluations]
+    assert evaluations == [each for each in expected if each not in at_the_stop]
 
 
 @pytest.mark.parametrize("mode", ["local", "colocated"])
@@ -166,11 +141,11 @@ def test_a_colocated_run_saves_itself_when_it_is_asked_to_stop(live: LiveRuns) -
 
 
 def test_a_finished_run_goes_on_with_more_steps(live: LiveRuns) -> None:
-    status, folder = live.run("steps=2")
+    status, folder = live.run("mode=colocated", "steps=2")
     assert status is Status.FINISHED
     with pytest.raises(ConfigError, match=r"all 2 steps are done.* steps=4"):
         live.resume(folder.path)
-    assert live.resume(folder.path, "steps=3") is Status.FINISHED
+    assert live.resume(folder.path, "steps=3", "mode=local") is Status.FINISHED
     assert trained(folder, 3) == trained(live.finished("mode=colocated"), 3)
 
 
@@ -200,12 +175,12 @@ def test_a_resumed_run_may_not_change_what_it_computes(live: LiveRuns) -> None:
 
 
 def test_a_damaged_checkpoint_is_reported_and_the_previous_one_can_be_used(live: LiveRuns) -> None:
-    status, folder = live.run("steps=2", "checkpoint.every=1")
+    status, folder = live.run("mode=colocated", "steps=2", "checkpoint.every=1")
     assert status is Status.FINISHED
     weights = folder.checkpoint(2) / "weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-7])
     with pytest.raises(ConfigError) as caught:
-        live.resume(folder.path, "steps=3")
+        live.resume(folder.path, "steps=3", "mode=local")
     message = str(caught.value)
     assert "step_000002: is damaged: weights.safetensors has" in message
     assert f"the last good checkpoint is {folder.checkpoint(1)}" in message
@@ -214,7 +189,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_can_be_used(live:
     for path in folder.checkpoint(2).iterdir():
         path.unlink()
     folder.checkpoint(2).rmdir()
-    assert live.resume(folder.path, "steps=3") is Status.FINISHED
+    assert live.resume(folder.path, "steps=3", "mode=local") is Status.FINISHED
     assert trained(folder, 3) == trained(live.finished("mode=colocated"), 3)
     assert metric(folder, "step") == [0, 1, 2]
 

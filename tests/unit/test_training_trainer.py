@@ -243,8 +243,13 @@ def test_a_state_does_not_choose_the_kernels_of_an_optimizer_step():
 # --- On policy ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in ("flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard")),
+        ("flow_grpo", torch.float64),
+    ],
+)
 def test_on_policy_and_with_equal_shapes_every_ratio_is_exactly_1(name, dtype):
     algorithm = build_algorithm(name, {"updates_per_batch": 1})
     model = toy(dtype)
@@ -444,8 +449,10 @@ def small_device():
     return model
 
 
-@pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo", "diffusion_nft", "flow_dpo"])
-@pytest.mark.parametrize("pack_size", [64, "auto"])
+@pytest.mark.parametrize(
+    ("name", "pack_size"),
+    [*((name, 64) for name in ("flow_grpo", "dance_grpo", "diffusion_nft", "flow_dpo")), ("flow_dpo", "auto")],
+)
 def test_a_pack_that_does_not_fit_is_halved_and_gives_the_same_gradient(name, pack_size):
     algorithm, model = lively(name), small_device()
     groups = scored_groups(model, algorithm)

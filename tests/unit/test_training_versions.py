@@ -19,6 +19,16 @@ from digenrl.training.checkpoint.checkpoints import read_checkpoint
 from digenrl.training.offload.host_copies import HostMemory
 
 SETTINGS = TrainerSettings(pack_size=4, learning_rate=0.02, ema=EmaSettings(decay=0.5, every_updates=1))
+# Every pair of an algorithm, a number of updates and a kind of training, in half of the combinations.
+NAME_UPDATES_LORA = pytest.mark.parametrize(
+    ("name", "updates", "lora"),
+    [
+        ("flow_grpo", 1, True),
+        ("flow_grpo", 2, False),
+        ("diffusion_nft", 1, False),
+        ("diffusion_nft", 2, True),
+    ],
+)
 LORA_OR_FULL = pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 
 
@@ -89,9 +99,7 @@ def test_calibration_works_with_fewer_samples_than_the_algorithm_selects():
 # --- States ---------------------------------------------------------------------------------------------------
 
 
-@LORA_OR_FULL
-@pytest.mark.parametrize("updates", [1, 2])
-@pytest.mark.parametrize("name", ["flow_grpo", "diffusion_nft"])
+@NAME_UPDATES_LORA
 def test_the_state_at_the_last_version_does_not_change_inside_a_batch(name, updates, lora):
     algorithm = build_algorithm(name, {"updates_per_batch": updates})
     model = toy(lora=lora)
@@ -169,9 +177,7 @@ def test_a_state_that_does_not_fit_changes_nothing():
         assert differences(trainer.state_at_last_version(), before) == []
 
 
-@LORA_OR_FULL
-@pytest.mark.parametrize("updates", [1, 2])
-@pytest.mark.parametrize("name", ["flow_grpo", "diffusion_nft"])
+@NAME_UPDATES_LORA
 def test_a_version_kept_on_the_host_is_saved_and_published(name, updates, lora):
     algorithm, model = build_algorithm(name, {"updates_per_batch": updates, "kl_weight": 0.1}), toy(lora=lora)
     trainer = trainer_of(model, algorithm, batch_of(model, algorithm), SETTINGS)
@@ -213,9 +219,15 @@ def test_without_host_memory_no_version_is_kept_and_a_checkpoint_is_still_saved(
 # --- Published weights ----------------------------------------------------------------------------------------
 
 
-@LORA_OR_FULL
-@pytest.mark.parametrize("name", ["flow_grpo", "diffusion_nft"])
-@pytest.mark.parametrize("helps", [True, False])
+@pytest.mark.parametrize(
+    ("name", "lora", "helps"),
+    [
+        ("flow_grpo", True, True),
+        ("flow_grpo", False, False),
+        ("diffusion_nft", True, False),
+        ("diffusion_nft", False, True),
+    ],
+)
 def test_inside_a_batch_the_last_version_is_published(name, lora, helps):
     algorithm = build_algorithm(name, {"updates_per_batch": 2})
     model = toy(lora=lora)

@@ -151,6 +151,32 @@ def test_a_run_that_loses_a_generator_a_node_and_the_trainer_and_gains_a_node_gi
     assert_weights_were_transferred(folder)
 
 
+def test_lanes_that_do_both_lose_gradients_with_workers_and_nodes_and_give_the_weights_of_one_card(
+    live: LiveRuns, nodes: SeveralNodes
+) -> None:
+    updates = "algorithm.options={updates_per_batch: 2, updates_of: samples, kl_weight: 0}"
+    options = ("training.job_samples=2", "lanes.rewards=0", updates)
+    path, machine = live.new_path(), {"num_cpus": 1, "resources": {"meadow": 1}}
+    doomed = nodes.add(**machine)
+    pools = ("{name: home, cpus: 0, resources: {away: 1}}", "{name: far, cpus: 0, resources: {meadow: 1}}")
+    both = ("techniques.assist=both", *options, "steps=2000", *on(nodes, *pools))
+    with run_with_faults(live, path, *both) as run:
+        run.after(steps=1)
+        run.kill("generator-0")
+        nodes.kill(doomed)
+        run.wait(lambda: run.count(WorkerLost) == 2, "two lost generators in the journal")
+        run.after(steps=3)
+        run.kill("trainer")
+        run.wait(lambda: run.count(WorkerLost) == 3, "a lost trainer in the journal")
+        run.after(steps=5)
+        run.interrupt()
+    folder, steps = RunFolder.open(path), steps_done(path)
+    assert metric(folder, "step") == list(range(steps))
+    assert_same_weights(folder, live.finished("mode=colocated", *options, f"steps={steps}"), steps)
+    trained = {span["lane"] for span in lines_of(path / "spans.jsonl") if span["work"] == "train"}
+    assert trained >= {"generator-0", "helper-0"}
+
+
 @pytest.mark.parametrize(
     ("pool", "named"),
     [

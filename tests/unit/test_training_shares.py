@@ -307,5 +307,6 @@ def test_a_trainer_of_all_weights_that_shares_nothing_adds_whole_groups_and_give
     with pytest.raises(ValueError, match="whole groups of 4"):
         trainer.add_samples(groups[0].part(0, 2))
     trainer.add_group(groups[0])
-    with pytest.raises(RuntimeError, match="shares_gradients=True"):
-        trainer.take_share()
+    for alone in (trainer, FLOW.trainer(FLOW.model())):
+        with pytest.raises(RuntimeError, match="shares_gradients=True"):
+            alone.take_share()

@@ -135,11 +135,6 @@ def _train(trainer: Trainer, groups: Sequence[ScoredGroup], jobs: Sequence[tuple
         trainer.add_samples(groups[place].part(first, SETTINGS.job_samples))
 
 
-def whole_groups(settings: TrainerSettings = SETTINGS) -> TrainerSettings:
-    """The settings with one job per group."""
-    return settings.model_copy(update={"job_samples": "auto"})
-
-
 def without_first_sample(group: ScoredGroup) -> ScoredGroup:
     """A group of one sample less."""
     trajectories = tuple(

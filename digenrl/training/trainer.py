@@ -69,7 +69,7 @@ class Trainer:
         check_sharing(objective, model, ranks, shares_gradients=shares_gradients, commits=commits)
         self.ranks = ranks
         self._objective, self._settings, self._shape = objective, settings, batch_shape
-        self._commits, self._shares_gradients = commits, shares_gradients
+        self._shares_gradients, self._commits = shares_gradients, commits
         self._scale = scale = AdvantageScale(objective)
         self._open = OpenBatch(batch_shape, objective, scale, batch_shape.job_split(settings))
         self._trainable = TrainableState(model, objective, settings, ranks, helps, commits)
@@ -210,8 +210,12 @@ class Trainer:
     def take_share(self) -> GradientShare:
         """The gradient of all jobs that were added to the open update, which are not part of it here any more.
 
-        Raises FloatingPointError, and changes nothing, if it is not finite.
+        Raises FloatingPointError, and changes nothing, if it is not finite. Not for one of several ranks.
         """
+        if self.ranks is not None:
+            raise RuntimeError(
+                f"{self.ranks.rank} has only a part of the gradient; share it between whole trainers"
+            )
         with self.switching.reading_sums():
             return take_share(self._open, self._fixed_point_sums())
 
@@ -375,7 +379,7 @@ class Trainer:
         return later or (self._scale.over_batch and self._commits)
 
     def _fixed_point_sums(self) -> FixedPointSums:
-        if not isinstance(self._sums, FixedPointSums):
+        if not self._shares_gradients or not isinstance(self._sums, FixedPointSums):
             raise RuntimeError("this trainer does not share gradients; make it with shares_gradients=True")
         return self._sums
 

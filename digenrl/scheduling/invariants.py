@@ -57,6 +57,7 @@ from digenrl.records import (
     UpdateTaken,
     WorkerJoined,
     WorkerLost,
+    holding_lane,
 )
 from digenrl.scheduling.state import NO_VERSION, SchedulerState
 
@@ -236,18 +237,22 @@ class Auditor:
 
     def _take_back(self, job: Job) -> bool:
         """The job is open again. Returns whether the loss of slices that it reports is news."""
-        if isinstance(job, LaneJob) and self._lane_jobs.get(job.lane) == job:
-            self._return_lane_job(job.lane)
-        elif isinstance(job, Score):
+        lane = holding_lane(job)
+        if lane is not None:
+            is_held = self._lane_jobs.get(lane) == job
+            if is_held:
+                self._return_lane_job(lane)
+            return is_held
+        if isinstance(job, Score):
             is_news = self._scores.get(job.scorer) == job and job.id not in self._void_scores
             if self._scores.get(job.scorer) == job:
                 self._return_score(job.scorer)
             if is_news and isinstance(job.piece, HeldOutChunk):
                 self._sampled.discard(job.piece)
             return is_news
-        elif isinstance(job, Commit | TakeUpdate):
+        if isinstance(job, Commit | TakeUpdate):
             self._end_trainer_job(job)
-        elif isinstance(job, Train) and job.lane == NO_LANE:
+        elif isinstance(job, Train):
             self._end_trainer_job(job)
             self._step(job.slice).group(job.slice.group).sent_to_train &= ~job.slice.mask()
         return True

@@ -96,8 +96,11 @@ class _Allocation:
 
     def _generates_first(self, lane: Lane) -> bool:
         """Whether it has not taken its quota of the step's slices yet, or cannot train."""
-        quota = self._rule.quota(lane.index)
-        return quota is None or lane.taken < quota or not lane.train_sample_ns
+        quota = self._quota(lane)
+        return quota is None or lane.taken < quota
+
+    def _quota(self, lane: Lane) -> int | None:
+        return self._rule.quota(lane.index) if lane.train_sample_ns else None
 
     def _take_training(self, lane: Lane) -> bool:
         state = self._state
@@ -156,7 +159,7 @@ class _Allocation:
 
         The rest of a group is cut into pieces of equal size: a small last piece would be slow for its size.
         """
-        at_once, quota = lane.slices_at_once, self._rule.quota(lane.index)
+        at_once, quota = lane.slices_at_once, self._quota(lane)
         if at_once == 1:
             return 1
         rest = self._picker.length_at(lane.version, 0, self._state.terms.slices_per_group)

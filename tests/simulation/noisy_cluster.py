@@ -64,6 +64,14 @@ MOST_LOST_ARTIFACTS = 6
 TRAINER_JOBS = (Commit, Save, SwitchRole, Restore, Export)
 
 
+def losable_lanes(opening: SchedulerState) -> int:
+    """The lanes that can be lost one by one, which are the first ones.
+
+    If lanes train on their own, those of the trainer are lost with it and come back with it.
+    """
+    return sum(not lane.helper or not opening.terms.shares_work for lane in opening.lanes)
+
+
 class NoisyCluster:
     """Lanes, reward lanes and a trainer with random times and faults. The same seed gives the same run.
 
@@ -84,7 +92,7 @@ class NoisyCluster:
         self._also, self._reported = also or {}, 0
         self._submitted = self._failed_scores = self._lost_artifacts = 0
         self._needs_tick = True
-        self._plan_losses(len(opening.lanes))
+        self._plan_losses(losable_lanes(opening))
 
     def _plan_losses(self, lanes: int) -> None:
         """Workers are lost and replaced. In the end a fast lane stays, so that every run can finish."""

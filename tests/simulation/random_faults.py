@@ -19,6 +19,7 @@ from digenrl.records import (
 )
 from digenrl.scheduling import SchedulerState
 from digenrl.simulation.virtual_cluster import Faults
+from simulation.noisy_cluster import losable_lanes
 
 SECOND = 1_000_000_000
 
@@ -30,7 +31,7 @@ def faults_for(draw: st.DrawFn, opening: SchedulerState, most_at_once: int = 1) 
     A fast lane joins last, so that the run can finish.
     """
     terms, moments = opening.terms, st.integers(0, 20 * SECOND)
-    lost = draw(st.lists(st.tuples(moments, st.integers(0, len(opening.lanes) - 1)), max_size=6))
+    lost = draw(st.lists(st.tuples(moments, st.integers(0, losable_lanes(opening) - 1)), max_size=6))
     joined = draw(st.lists(st.tuples(moments, st.integers(1, most_at_once), st.booleans()), max_size=3))
     offers = [
         (at, LaneOffer(f"new-{number}", SECOND, at_once), is_calibrated)

@@ -1,0 +1,327 @@
+"""Lanes that both generate and train: single decisions with exact times, and what every schedule must satisfy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from random_specs import both_contents
+
+from digenrl.config.reading import ConfigError, parse_model
+from digenrl.config.spec import Spec
+from digenrl.loop import drive
+from digenrl.records import Action, Committed, CostsMeasured, Event, Generate, SendGradients, Tick, Train
+from digenrl.scheduling import SchedulerState, SharedWorkRule, decide
+from digenrl.simulation.answer import bound_seconds
+from digenrl.simulation.makespan import predict_makespan, with_best_slice
+from digenrl.simulation.prediction import ActionLog
+from digenrl.simulation.quotas import Margins, QuotaPlanner
+from digenrl.simulation.simulator import simulate
+from digenrl.simulation.spec_costs import initial_scheduler_state
+from digenrl.simulation.step_forecast import StepForecast
+from digenrl.simulation.virtual_cluster import VirtualCluster
+
+SECOND = 1_000_000_000
+# Two equal cards: a sample takes 2 s to generate and 3 s to train, a change of role half a second.
+TWO_CARDS: dict[str, Any] = {
+    "steps": 1,
+    "prompts": 2,
+    "samples_per_prompt": 2,
+    "slice": 1,
+    "generators": [{"name": "card", "seconds": {1: 2}, "train_seconds": 3, "switch": 0.5}],
+    "trainer": {
+        "seconds_per_sample": 3,
+        "helper": {"lanes": 1, "seconds": {1: 2}, "switch_in": 0.5, "switch_out": 0.5},
+    },
+    "policy": {"assist": "both", "help": "greedy"},
+}
+SUITE_LIKE: dict[str, Any] = {
+    "steps": 2,
+    "prompts": 4,
+    "samples_per_prompt": 6,
+    "slice": "auto",
+    "generators": [
+        {"name": "fast", "count": 3, "seconds": {1: 2, 2: 3.6, 4: 6.4}, "train_seconds": 1.5, "switch": 0.1},
+        {"name": "slow", "count": 2, "seconds": {1: 4, 4: 15}, "train_seconds": 3, "switch": 0.1},
+    ],
+    "trainer": {
+        "seconds_per_sample": 0.8,
+        "commit": 0.3,
+        "reduce": 0.1,
+        "helper": {"lanes": 2, "seconds": {1: 2.2, 4: 7}, "switch_in": 0.1, "switch_out": 0.1},
+    },
+    "publish": 0.2,
+    "policy": {"assist": "both", "help": "search"},
+}
+
+
+def spec_of(content: dict[str, Any], **changes: Any) -> Spec:
+    return parse_model(Spec, {**content, **changes})
+
+
+def jobs_of(spec: Spec, rule: SharedWorkRule) -> tuple[int, list[tuple[float, Action]]]:
+    """The makespan in nanoseconds, and every job with the second in which it was issued."""
+    opening, log = initial_scheduler_state(spec, search_budget=0, shared_work=rule), ActionLog()
+    cluster = VirtualCluster(opening)
+    drive(opening, cluster, (log,))
+    return cluster.now_ns, [(at_ns / SECOND, action) for at_ns, action in log.actions]
+
+
+def schedule(jobs: list[tuple[float, Action]], lane: int) -> list[tuple[float, str, int, int]]:
+    """What a lane does: (when, role, group, first sample)."""
+    rows = []
+    for at, job in jobs:
+        if isinstance(job, Generate | Train) and job.lane == lane:
+            role = "generate" if isinstance(job, Generate) else "train"
+            rows.append((at, role, job.slice.group, job.slice.first))
+    return rows
+
+
+# --- Single decisions ------------------------------------------------------------------------------------------
+
+
+def test_lanes_generate_first_and_pay_for_each_change_of_role() -> None:
+    makespan_ns, jobs = jobs_of(spec_of(TWO_CARDS), SharedWorkRule())
+    assert schedule(jobs, 0) == [
+        (0, "generate", 0, 0),
+        (2, "generate", 1, 0),
+        (4, "train", 0, 0),  # until 7.5, with the switch
+        (7.5, "train", 1, 0),
+    ]
+    assert schedule(jobs, 1) == [
+        (0, "generate", 0, 1),  # the trainer's card begins in the role of training
+        (2.5, "generate", 1, 1),
+        (4.5, "train", 0, 1),
+        (8, "train", 1, 1),
+    ]
+    assert makespan_ns == 11 * SECOND
+
+
+def test_a_lane_trains_first_once_it_has_its_quota() -> None:
+    makespan_ns, jobs = jobs_of(spec_of(TWO_CARDS), SharedWorkRule(quotas=(3, 1)))
+    assert schedule(jobs, 0) == [
+        (0, "generate", 0, 0),
+        (2, "generate", 1, 0),
+        (4, "generate", 1, 1),
+        (6, "train", 0, 1),
+    ]
+    assert schedule(jobs, 1) == [
+        (0, "generate", 0, 1),
+        (2.5, "train", 0, 0),
+        (6, "train", 1, 0),
+        (9, "train", 1, 1),
+    ]
+    assert makespan_ns == 12 * SECOND
+
+
+def test_a_lane_beyond_its_quota_generates_if_nothing_can_be_trained() -> None:
+    _, jobs = jobs_of(spec_of(TWO_CARDS), SharedWorkRule(quotas=(0, 0)))
+    assert schedule(jobs, 0)[0] == (0, "generate", 0, 0)
+    assert schedule(jobs, 1)[:2] == [(0, "generate", 0, 1), (2.5, "train", 0, 0)]
+
+
+def test_a_slow_card_leaves_the_last_jobs_to_a_faster_one() -> None:
+    slow = [{"name": "slow", "seconds": {1: 2}, "train_seconds": 30}]
+    spec = spec_of(TWO_CARDS, generators=slow)
+    makespan_ns, jobs = jobs_of(spec, SharedWorkRule())
+    assert not [job for _, job in jobs if isinstance(job, Train) and job.lane == 0]
+    assert makespan_ns == (4.5 + 0.5 + 4 * 3) * SECOND
+    eager_ns, _ = jobs_of(spec, SharedWorkRule(leaves_to_faster=False))
+    assert eager_ns == (4 + 30) * SECOND
+
+
+def test_a_lane_without_train_seconds_only_generates() -> None:
+    spec = spec_of(TWO_CARDS, generators=[{"name": "card", "count": 2, "seconds": {1: 2}}])
+    _, jobs = jobs_of(spec, SharedWorkRule(quotas=(0, 0, 0)))
+    trains = [job.lane for _, job in jobs if isinstance(job, Train)]
+    assert set(trains) == {2}
+
+
+def test_generators_send_their_sums_and_the_trainer_keeps_its_own() -> None:
+    _, jobs = jobs_of(spec_of(TWO_CARDS), SharedWorkRule())
+    assert [(at, job.lane) for at, job in jobs if isinstance(job, SendGradients)] == [(10.5, 0)]
+
+
+def test_a_group_is_trained_in_jobs_of_the_given_size() -> None:
+    spec = spec_of(TWO_CARDS, trainer={**TWO_CARDS["trainer"], "job": 2, "reduce": 0.25, "commit": 0.5})
+    makespan_ns, jobs = jobs_of(spec, SharedWorkRule())
+    assert [job.slice.size for _, job in jobs if isinstance(job, Train)] == [2, 2]
+    assert makespan_ns == (4.5 + 0.5 + 6 + 0.25 + 0.5) * SECOND
+
+
+def test_a_lane_takes_no_more_slices_at_once_than_its_quota_has_left() -> None:
+    spec = spec_of(TWO_CARDS, prompts=1, samples_per_prompt=8)
+    _, jobs = jobs_of(spec, SharedWorkRule(quotas=(5, 3), slices_at_once=4))
+    sizes = [(job.lane, job.slice.size) for _, job in jobs if isinstance(job, Generate)]
+    assert sizes == [(0, 4), (1, 3), (0, 1)]
+
+
+def test_measured_training_times_replace_those_of_the_offer() -> None:
+    opening = initial_scheduler_state(spec_of(TWO_CARDS), search_budget=0)
+    measured = CostsMeasured(1, Fraction(1), 0, 0, 0, 0, 0, lane_train_ns=((0, Fraction(7)),), reduce_ns=5)
+    state, _ = decide(opening, measured)
+    assert [lane.train_sample_ns for lane in state.lanes] == [7, 3 * SECOND]
+    assert state.costs.reduce_ns == 5
+
+
+def test_a_generator_that_works_ahead_does_not_hold_up_the_commit() -> None:
+    """It has its sums to send, so it takes a slice of the next step only when these are sent."""
+    spec = spec_of(SUITE_LIKE, slice=1).with_rules(stale_fraction=1)
+    _, jobs = jobs_of(spec, SharedWorkRule())
+    holds: dict[int, bool] = {}
+    for _, job in jobs:
+        if isinstance(job, Train | SendGradients):
+            holds[job.lane] = isinstance(job, Train)
+        elif isinstance(job, Generate) and job.stale and job.lane < 5:
+            assert not holds.get(job.lane)
+    assert any(isinstance(job, Generate) and job.stale for _, job in jobs)
+
+
+# --- Quotas and forecasts --------------------------------------------------------------------------------------
+
+
+class RolesAtCommits:
+    """Whether every lane that can train is in that role at each commit, and when commits are."""
+
+    def __init__(self) -> None:
+        self.ends_ns: list[int] = []
+        self.all_train = True
+
+    def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
+        if isinstance(event, Committed):
+            self.ends_ns.append(event.at_ns)
+            self.all_train &= all(lane.role == "train" for lane in state.lanes if lane.train_sample_ns)
+
+
+@settings(max_examples=60)
+@given(both_contents(), st.lists(st.integers(0, 6), max_size=8), st.integers(1, 4), st.booleans())
+def test_the_forecast_of_a_step_is_what_the_scheduler_does(
+    content: dict[str, Any], quotas: list[int], at_once: int, fine_tail: bool
+) -> None:
+    content |= {"steps": 2, "reward": {}}
+    spec = parse_model(Spec, content).with_rules(stale_fraction=0, order="generation")
+    rule = SharedWorkRule(tuple(quotas), at_once, fine_tail)
+    opening, commits = initial_scheduler_state(spec, search_budget=0, shared_work=rule), RolesAtCommits()
+    drive(opening, VirtualCluster(opening), (commits,))
+    assume(commits.all_train)
+    first_ns, second_ns = commits.ends_ns
+    assert StepForecast(opening).step_ns(rule.quotas, fine_tail=fine_tail) == second_ns - first_ns
+
+
+def test_quotas_let_cards_do_what_they_do_best_compared() -> None:
+    """Equal in training; the first card generates four times as fast. It generates, the second trains."""
+    generators = [{"name": "card", "seconds": {1: 1}, "train_seconds": 2}]
+    helper = {"lanes": 1, "seconds": {1: 4}}
+    spec = spec_of(
+        TWO_CARDS,
+        prompts=4,
+        samples_per_prompt=4,
+        generators=generators,
+        trainer={"seconds_per_sample": 2, "helper": helper},
+    )
+    planner = QuotaPlanner(StepForecast(initial_scheduler_state(spec, search_budget=0)))
+    least_ns = planner.least_ns(Margins())
+    assert planner.quotas(least_ns, Margins()) == (16, 0)
+    assert least_ns == pytest.approx(
+        24 * SECOND, rel=0.05
+    )  # 16 s of generating and 32 s of training, on two cards
+
+
+# --- Schedules -------------------------------------------------------------------------------------------------
+
+
+def alternatives(spec: Spec) -> dict[str, Spec]:
+    return {
+        "trainer": spec.with_rules(assist="trainer", help="auto"),
+        "none": spec.with_rules(assist="none"),
+        "colocated": spec.with_rules(colocated=True),
+        "search": spec.with_rules(help="search"),
+    }
+
+
+@settings(max_examples=25)
+@given(both_contents(helps=("auto",)))
+def test_auto_loses_to_nothing_and_stays_above_its_bound(content: dict[str, Any]) -> None:
+    spec = parse_model(Spec, content)
+    answer = simulate(spec).answer
+    assert answer.bound <= answer.makespan * (1 + 1e-9)
+    for name, other in alternatives(spec).items():
+        assert answer.makespan <= simulate(other).answer.makespan + 1e-9, name
+    assert predict_makespan(spec, 200_000) == pytest.approx(answer.makespan)
+
+
+@settings(max_examples=25)
+@given(both_contents(helps=("greedy", "search")))
+def test_every_schedule_stays_above_its_bound(content: dict[str, Any]) -> None:
+    answer = simulate(parse_model(Spec, content)).answer
+    assert answer.bound <= answer.makespan * (1 + 1e-9)
+    assert -1e-9 <= answer.generator_idle <= 1
+    assert -1e-9 <= answer.trainer_idle <= 1
+
+
+def test_the_bound_of_the_specification() -> None:
+    """Equal cards: all of them are busy all the time, except for the trainer's during reduce and commit."""
+    spec = spec_of(TWO_CARDS, steps=2, trainer={**TWO_CARDS["trainer"], "commit": 1, "reduce": 0.5})
+    work = 2 * 4 * (2 + 3)
+    assert bound_seconds(spec) == pytest.approx((work + 2 * 1.5) / 2, rel=1e-9)
+
+
+def test_search_is_no_worse_than_greedy_and_tells_who_did_what() -> None:
+    spec = spec_of(SUITE_LIKE)
+    searched, greedy = simulate(spec).answer, simulate(spec.with_rules(help="greedy")).answer
+    assert searched.makespan < greedy.makespan
+    assert 0 < searched.assisted_samples < 2 * 24
+    assert searched.efficiency > 0.85
+
+
+def test_idle_shares_count_generating_training_and_switching() -> None:
+    answer = simulate(spec_of(TWO_CARDS)).answer
+    assert answer.makespan == 11
+    assert answer.generator_idle == pytest.approx(0.5 / 11)  # after its last job at 10.5
+    assert answer.trainer_idle == pytest.approx(0)
+    assert answer.assisted_samples == answer.helped_samples == 2
+
+
+def test_without_help_nobody_does_both() -> None:
+    both, none = spec_of(TWO_CARDS).with_rules(help="none"), spec_of(TWO_CARDS).with_rules(assist="none")
+    assert simulate(both).answer == simulate(none).answer
+    assert simulate(both).answer.assisted_samples == 0
+
+
+def test_assist_trainer_ignores_what_generators_could_train() -> None:
+    spec = spec_of(TWO_CARDS).with_rules(assist="trainer", help="auto")
+    plain = spec_of(TWO_CARDS, generators=[{"name": "card", "seconds": {1: 2}}]).with_rules(
+        assist="trainer", help="auto"
+    )
+    assert simulate(spec).answer == simulate(plain).answer
+
+
+def test_an_automatic_slice_stays_automatic() -> None:
+    spec = spec_of(SUITE_LIKE)
+    assert with_best_slice(spec) == spec
+    fixed = min(predict_makespan(spec.with_changes(slice=size)) for size in spec.slice_sizes())
+    assert predict_makespan(spec) <= fixed
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"policy": {"assist": "both", "help": "auto", "stream": "batch"}}, "stream"),
+        ({"trainer": {"seconds_per_sample": 1}}, "assist"),
+        ({"trainer": {**TWO_CARDS["trainer"], "job": 3}}, "job"),
+    ],
+)
+def test_what_does_not_fit_together_is_named(changes: dict[str, Any], where: str) -> None:
+    with pytest.raises(ConfigError, match=where):
+        spec_of(TWO_CARDS, **changes)
+
+
+def test_a_run_of_lanes_that_do_both_is_pure() -> None:
+    state = initial_scheduler_state(spec_of(SUITE_LIKE, slice=1), 0, SharedWorkRule(quotas=(3, 2, 1)))
+    state = replace(state, terms=replace(state.terms, stale_budget=6))
+    assert decide(state, Tick(0)) == decide(state, Tick(0))

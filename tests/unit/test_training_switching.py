@@ -9,8 +9,8 @@ import pytest
 import torch
 from late_copier import LateCopier
 from scored_groups import Rollout, differences, scored_groups, state_of, toy, trainer_of
-from shared_training import SETTINGS as SHARED
 from shared_training import MORE_REWARDS, SharedCase
+from shared_training import SETTINGS as SHARED
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
@@ -108,7 +108,7 @@ def test_switching_between_jobs_changes_no_bit_of_a_share():
 
 
 def generated_and_shared(case, offload):
-    """What a trainer that never commits generates with and shares in two batches, with a switch after every job."""
+    """The weights that a trainer that never commits generates with, and its shares; it switches after every job."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("digenrl.training.offload.host_copies.make_copier", lambda device: LateCopier())
         settings, model = SHARED.model_copy(update={"offload": offload}), case.model()

@@ -108,7 +108,7 @@ def test_switching_between_jobs_changes_no_bit_of_a_share():
 
 
 def generated_and_shared(case, offload):
-    """The weights that a trainer that never commits generates with, and its shares; it switches after every job."""
+    """The weights that a trainer that never commits generates with, and its shares. It switches after each job."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("digenrl.training.offload.host_copies.make_copier", lambda device: LateCopier())
         settings, model = SHARED.model_copy(update={"offload": offload}), case.model()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+SPOILED = -(2**40)
+
 
 class LateCopier:
-    """Makes a copy only when it is waited for; until then the target holds NaN."""
+    """Makes a copy only when it is waited for; until then the target holds NaN, or a wrong integer."""
 
     def __init__(self):
         self.requested, self.made = [], 0
@@ -15,7 +17,7 @@ class LateCopier:
         pass
 
     def copy(self, target, source):
-        target.data.fill_(math.nan)
+        target.data.fill_(math.nan if target.is_floating_point() else SPOILED)
         self.requested.append((target.detach(), source.detach()))
 
     def mark(self):

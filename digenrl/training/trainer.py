@@ -255,14 +255,18 @@ class Trainer:
         self._open.check_open(group.index, place)
         self._open.hold(place, entry, group)
 
-    def start_version(self, version: int, pack_size: int | None = None) -> None:
-        """Opens the batch of a version whose published weights were just loaded into the model.
+    def start_version(
+        self, version: int, pack_size: int | None = None, weights: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Opens the batch of a version, and discards the open one.
 
-        For a trainer that does not commit. The open batch is discarded. `pack_size` should be that of the trainer
-        that commits: packs of another size round differently.
+        For a trainer that does not commit. `weights` are the published ones; None if they were just loaded into
+        the model. `pack_size` should be that of the trainer that commits: packs of another size round differently.
         """
         self._check_never_commits()
         with self.switching.overwriting():
+            if weights is not None:
+                self.policies.load_trained(weights)
             self.policies.finish_batch(decay=0.0)
         if pack_size is not None:
             self._passes.planner.pack_size = pack_size

@@ -216,9 +216,10 @@ class Stages:
         first_of_all = not self._has_loaded and job.version == self._loaded_version
         if not self._commits and (job.version > self._loaded_version or first_of_all):
             weights, self._average = _without_average(self._exchange.get_weights(job.weights))
-            load_weights(self.model, weights)
-            if self.parts.trainer is not None:
-                self.trainer.start_version(job.version)
+            if self.parts.trainer is None:
+                load_weights(self.model, weights)
+            else:
+                self.trainer.start_version(job.version, weights=weights)
                 self._opened = (job.version, 0, 0)
             self._loaded_version, self._has_loaded = job.version, True
         return Published(0, job, job.lanes, perf_counter() - began)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 from late_copier import LateCopier
 from scored_groups import Rollout, differences, scored_groups, state_of, toy, trainer_of
+from shared_training import MORE_REWARDS, SharedCase
 from shared_training import SETTINGS as SHARED
-from shared_training import SharedCase
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
@@ -104,6 +105,34 @@ def test_switching_between_jobs_changes_no_bit_of_a_share():
         assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
     # the reference, and two sums of eight bytes; no moments and no average
     assert moved == 5 * sum(parameter.nbytes for parameter in model.transformer.parameters())
+
+
+def generated_and_shared(case, offload):
+    """The weights that a trainer that never commits generates with, and its shares. It switches after each job."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("digenrl.training.offload.host_copies.make_copier", lambda device: LateCopier())
+        settings, model = SHARED.model_copy(update={"offload": offload}), case.model()
+        trainer = case.trainer(model, settings, helps=True, shares_gradients=True, commits=False)
+    first, found = trainer.published(), []
+    for turn, (step, update) in enumerate(itertools.product(range(2), range(case.updates))):
+        weights = {name: value + 0.01 * turn for name, value in first.items()}
+        if update:
+            trainer.start_update(update, weights)
+        elif step:
+            trainer.start_version(step, weights=weights)
+        for place, sample in case.jobs(update):
+            trainer.add_samples(case.batches()[step][place].part(sample, 2))
+            with trainer.generating():
+                found.append({name: p.detach().clone() for name, p in model.transformer.named_parameters()})
+        found.append(share_as_tensors(trainer.take_share()))
+        trainer.switching.offload()
+    return found
+
+
+def test_switching_inside_a_batch_changes_no_bit_of_a_share_and_generates_with_the_version():
+    case = SharedCase("flow_grpo", lora=False, options={"updates_per_batch": 2}, rewards=MORE_REWARDS)
+    for left, right in zip(generated_and_shared(case, False), generated_and_shared(case, True), strict=True):
+        assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 def test_everything_that_generation_does_not_need_is_offloaded():

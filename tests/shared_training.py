@@ -45,8 +45,15 @@ class SharedCase:
         """The updates of a batch."""
         return lively(self.algorithm, self.options).updates_per_batch
 
+    @property
+    def updates_samples(self) -> bool:
+        """Whether each update trains some samples of every group."""
+        return lively(self.algorithm, self.options).updates_of == "samples"
+
     def places(self, update: int) -> list[int]:
         """The places that an update trains."""
+        if self.updates_samples:
+            return list(range(len(self.rewards)))
         owners = updates_of_places(len(self.rewards), self.updates, self.stale_groups)
         return [place for place, owner in enumerate(owners) if owner == update]
 
@@ -194,6 +201,11 @@ class Team:
         jobs, hands = self.case.jobs(self.committer.update), len(self.assistants) + 1
         self._dice.shuffle(jobs)
         return [jobs[hand::hands] for hand in range(hands)]
+
+
+def whole_groups(settings: TrainerSettings = SETTINGS) -> TrainerSettings:
+    """The settings with one job per group."""
+    return settings.model_copy(update={"job_samples": "auto"})
 
 
 def without_first_sample(group: ScoredGroup) -> ScoredGroup:

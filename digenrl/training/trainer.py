@@ -127,8 +127,8 @@ class Trainer:
         """Adds the gradient of whole jobs of a group to the open update; what later updates train of it is held.
 
         `place` is the group's place in the batch, by default its index. If this raises, the trainer is unchanged.
-        Trainers that share gradients hold nothing for later updates: samples are added again, to any of them.
-        Those that never commit take only what the open update trains.
+        Trainers that never commit hold nothing, and take only what the open update trains. If trainers share updates
+        of samples, jobs are added again for every update, to any of them.
         """
         place = samples.index if place is None else place
         entry = self._open.checked(samples, place)
@@ -377,9 +377,14 @@ class Trainer:
                 "this trainer commits, and starts its versions and updates itself; use load_state to replace one"
             )
 
+    @property
+    def _adds_jobs_again(self) -> bool:
+        """Whether a job is added for every update, perhaps to another trainer, because each trains some samples."""
+        return self._shares_gradients and self._objective.updates_of == "samples"
+
     def _replays_again(self, place: int) -> bool:
         """Whether samples at this place are replayed after the open update has trained them: for the clamp too."""
-        later = self._open.is_replayed_later(place) and not self._shares_gradients  # else it is added again
+        later = self._open.is_replayed_later(place) and not self._adds_jobs_again
         return later or (self._scale.over_batch and self._commits)
 
     def _fixed_point_sums(self) -> FixedPointSums:
@@ -422,7 +427,7 @@ class Trainer:
             self._begin_batch(self.batch + 1)
             return
         self._gradients.begin_update(self._open)
-        if self._shares_gradients:
+        if self._adds_jobs_again:
             self._open.await_all_jobs()
             return
         for place in self._open.places():

@@ -36,6 +36,7 @@ CASES = {
     "decoupled": case_of("mix_grpo", 3, {"stale": "decoupled"}, settings=RECOMPUTED, stale_groups=2),
     "left out": case_of("dance_grpo", 2, {"zero_spread_groups": "left_out"}),
     "old policy": case_of("diffusion_nft", 2, {"old_decay_max": 0.0}),
+    "of samples": case_of("flow_grpo", 2, {"updates_of": "samples"}, settings=RECOMPUTED),
     "pairs": case_of("flow_dpo", 2, settings=whole_groups()),
 }
 EVERY = pytest.mark.parametrize("name", list(CASES))
@@ -47,7 +48,8 @@ def alone():
 
     def of(name):
         if name not in made:
-            made[name] = trained_alone(CASES[name], shares_gradients=True)
+            # A trainer that shares updates of samples wants the samples again for every update.
+            made[name] = trained_alone(CASES[name], shares_gradients=not CASES[name].updates_samples)
         return made[name]
 
     return of

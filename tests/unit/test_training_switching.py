@@ -118,12 +118,14 @@ def generated_and_shared(case, offload):
         weights = {name: value + 0.01 * turn for name, value in first.items()}
         if update:
             trainer.start_update(update, weights)
-        elif step:
+        else:
             trainer.start_version(step, weights=weights)
+            version = weights
         for place, sample in case.jobs(update):
             trainer.add_samples(case.batches()[step][place].part(sample, 2))
             with trainer.generating():
                 found.append({name: p.detach().clone() for name, p in model.transformer.named_parameters()})
+            assert all(torch.equal(value, version[name]) for name, value in found[-1].items())
         found.append(share_as_tensors(trainer.take_share()))
         trainer.switching.offload()
     return found

@@ -466,7 +466,7 @@ class Calibrate(Job):
     During a run the scheduler issues it for a `lane` that has joined; the prompt is the first of `step`.
     `sizes` are slice sizes for "generate" and the number of samples for other tasks. `held_out` are batch sizes of
     an evaluation. `at_once` is how many samples are generated together before training is timed. A lane that also
-    trains is timed with `trained` samples, in the same job.
+    trains is timed with `trained` samples, in the same job, and uses the trainer's `pack_size`.
     """
 
     task: CalibrationTask
@@ -475,6 +475,7 @@ class Calibrate(Job):
     held_out: tuple[int, ...] = _data(())
     at_once: int | None = _data()
     trained: int = _data(0)
+    pack_size: int = _data(0)  # 0: its own
     lane: int = field(default=NO_LANE, kw_only=True)
     step: int = field(default=0, kw_only=True)
 

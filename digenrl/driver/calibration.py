@@ -106,25 +106,25 @@ def calibrate(
     samples = recipe.calibrated_samples
     at_once = max((size for size in sizes if size <= samples), default=min(sizes)) if all_sizes else None
     announce(f"calibrating: training{_compiling(driver)}")
-    trainers = [worker for worker, _ in _generators(driver)] if recipe.shares_work else [TRAINER]
-    trained: list[Calibrated] = driver.ask(
-        [
-            (worker, Calibrate(driver.own_job_id(), 0, "train", prompt, (samples,), at_once=at_once))
-            for worker in trainers
-        ]
+    training = Calibrate(driver.own_job_id(), 0, "train", prompt, (samples,), at_once=at_once)
+    trained: Calibrated = driver.ask([(TRAINER, training)])[0]
+    driver.stores.pack_size = trained.pack_size
+    others = [each.name for each in driver.stores.workers.generators] if recipe.shares_work else []
+    shared: list[Calibrated] = driver.ask(
+        [(worker, replace(training, id=driver.own_job_id(), pack_size=trained.pack_size)) for worker in others]
     )
     announce("calibrating: rewards and role switches")
     score_sample = _time_scoring(driver, prompt, max(sizes))
     switch_in, switch_out = _time_switching(driver)
     return Calibration(
         slices=tuple(result.seconds for result in generated),
-        train_sample=trained[-1].seconds[1],
+        train_sample=trained.seconds[1],
         score_sample=score_sample,
         publish=publish_s,
-        pack_size=trained[-1].pack_size,
+        pack_size=trained.pack_size,
         switch_in=switch_in,
         switch_out=switch_out,
-        train_samples=tuple(each.seconds[1] for each in trained) if recipe.shares_work else (),
+        train_samples=tuple(each.seconds[1] for each in (*shared, trained)) if others else (),
     )
 
 

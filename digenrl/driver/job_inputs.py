@@ -161,7 +161,7 @@ class JobInputs:
         sizes = tuple(dict.fromkeys((stores.slice_size, own)))
         trained = stores.recipe.calibrated_samples if stores.recipe.shares_work else 0
         prompt = stores.prompts.row(job.step, 0)
-        return [(worker, replace(job, prompt=prompt, sizes=sizes, trained=trained))]
+        return [(worker, replace(job, prompt=prompt, sizes=sizes, trained=trained, pack_size=stores.pack_size))]
 
     def _save(self, job: Save) -> Requests:
         run, keep = self._stores.workers.trainer.run, self._stores.recipe.checkpoint.keep

@@ -23,6 +23,7 @@ class DriverStores:
         self.versions = WeightVersions(recipe, artifacts)
         self.costs: CostTracker | None = None
         self.slice_size = 0
+        self.pack_size = 0  # the trainer's, as calibrated
 
     def drop_slice(self, name: str) -> None:
         """Frees a slice's trajectories and pixels."""

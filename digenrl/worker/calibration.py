@@ -55,8 +55,16 @@ class StageCalibration:
                 row = self._stages.row(prompt)
                 rows = Conditioning.joined([model.shortened_prompt(row), *[row] * (size - 1)])
                 held_out_pixels(self._blueprint, model, rows, 0, self._stages.row_limits)
-        train_seconds = self._time_training(prompt, job.trained, max(job.sizes)) if job.trained else 0.0
+        train_seconds = 0.0
+        if job.trained:
+            self._use_pack_size(job)
+            train_seconds = self._time_training(prompt, job.trained, max(job.sizes))
         return Calibrated(0, job, seconds, train_seconds, peak_bytes=peaks)
+
+    def _use_pack_size(self, job: Calibrate) -> None:
+        """Packs of another size round differently: all workers that train use the trainer's."""
+        if job.pack_size:
+            self._stages.trainer.start_version(self._stages.version, pack_size=job.pack_size)
 
     def _time_training(self, prompt: PromptRow, samples: int, at_once: int) -> float:
         """Seconds per sample, of a lane that joins a run and also trains."""
@@ -106,6 +114,7 @@ class StageCalibration:
     def _training(self, job: Calibrate) -> Calibrated:
         """Replays a few samples twice and times the second replay. Finds the pack size on the way."""
         trainer, (samples,) = self._stages.trainer, job.sizes
+        self._use_pack_size(job)
         group = self.sample_group(_prompt(job), samples, job.at_once or samples)
         trainer.calibrate(group)
         watch_peak(self._stages.model.device)

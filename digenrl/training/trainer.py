@@ -127,8 +127,8 @@ class Trainer:
         """Adds the gradient of whole jobs of a group to the open update; what later updates train of it is held.
 
         `place` is the group's place in the batch, by default its index. If this raises, the trainer is unchanged.
-        Trainers that never commit hold nothing, and take only what the open update trains. If trainers share updates
-        of samples, jobs are added again for every update, to any of them.
+        Trainers that never commit hold nothing, and take only what the open update trains. If trainers share
+        updates of samples, jobs are added again for every update, to any of them.
         """
         place = samples.index if place is None else place
         entry = self._open.checked(samples, place)
@@ -379,7 +379,7 @@ class Trainer:
 
     @property
     def _adds_jobs_again(self) -> bool:
-        """Whether a job is added for every update, perhaps to another trainer, because each trains some samples."""
+        """Whether a job is added for every update, which trains some of its samples, perhaps by another trainer."""
         return self._shares_gradients and self._objective.updates_of == "samples"
 
     def _replays_again(self, place: int) -> bool:

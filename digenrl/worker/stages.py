@@ -179,19 +179,19 @@ class Stages:
         synchronize(self.model.device)  # so that the driver measures the whole job
         return Trained(0, job, tuple(updates))
 
-    def take_update(self, job: TakeUpdate) -> UpdateTaken:
-        """Takes an optimizer update before the batch's last one, for which other workers have trained as well."""
-        self._complete_batch(job)
-        metrics = self.trainer.commit()
-        weights = self._exchange.put_weights(update_name(job.id), self.trainer.trained_weights())
-        return UpdateTaken(0, job, (asdict(metrics),), weights)
-
     def send_gradients(self, job: SendGradients) -> GradientsSent:
         """Leaves the gradient sums of this worker in the exchange, and starts over."""
         share = self.trainer.take_share()
         assert share.batch == job.step, f"{job}, but the open batch is {share.batch}"
         self._exchange.put(gradients_name(job.id), share_as_tensors(share))
         return GradientsSent(0, job)
+
+    def take_update(self, job: TakeUpdate) -> UpdateTaken:
+        """Takes an optimizer update before the batch's last one, for which other workers have trained as well."""
+        self._complete_batch(job)
+        metrics = self.trainer.commit()
+        weights = self._exchange.put_weights(update_name(job.id), self.trainer.trained_weights())
+        return UpdateTaken(0, job, (asdict(metrics),), weights)
 
     def commit(self, job: Commit) -> Committed:
         """Takes the batch's last optimizer update and exports the new version.

@@ -379,7 +379,7 @@ class Trainer:
 
     @property
     def _adds_jobs_again(self) -> bool:
-        """Whether a job is added for every update, which trains some of its samples, perhaps by another trainer."""
+        """Whether a job is added again for every update, which trains some of its samples, perhaps elsewhere."""
         return self._shares_gradients and self._objective.updates_of == "samples"
 
     def _replays_again(self, place: int) -> bool:

@@ -68,8 +68,8 @@ ASSUMPTIONS = (
     "Disaggregated rungs may keep a copy of the weights per node if that fits. Without TSP a sample stays on "
     "one rank and a pass holds one pair. Every rung gets the split and slice that suit it best.",
     "Rewards and text encoders cost nothing on either side.",
-    "Both directions: a node generates and trains as one, sharded inside, with half of the samples stale; changing its "
-    "role costs the gather of the weights, the sum of the gradients goes over the network.",
+    "Both directions: a node generates and trains as one, sharded inside, with half of the samples stale. A "
+    "change of its role costs the gather of the weights, and the sum of the gradients goes over the network.",
 )
 
 BASELINE = ColocatedAssumptions(engine_switch_s=1.0)

@@ -8,7 +8,7 @@ and packing that are best for it, found with the planner's search.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from math import ceil, inf
 
@@ -30,6 +30,8 @@ from digenrl.planning.costs import (
     TrainerLayout,
     all_gather_seconds,
     commit_seconds,
+    network_bytes_s,
+    publish_seconds,
     slice_seconds,
     switch_seconds,
     training_pass_seconds,
@@ -219,6 +221,103 @@ def simulate_rungs(
         makespan_s, candidate = _best(workload, pools, rung, steps, constants)
         rows.append(LadderRow(rung.name, makespan_s, colocated_s / makespan_s, candidate.layout.split))
     return rows
+
+
+BEST_COLOCATED = ColocatedAssumptions(node_shards=True, packed=True)  # and no restart of an inference engine
+
+
+def best_colocated(
+    workload: Workload, pools: Sequence[CardPool], steps: int, constants: Constants = CONSTANTS
+) -> float:
+    """The makespan of a colocated system with the least overheads that we can think of."""
+    return predict_makespan(colocated_spec(workload, pools, steps, BEST_COLOCATED, constants))
+
+
+def both_directions(
+    workload: Workload, pools: Sequence[CardPool], steps: int, constants: Constants = CONSTANTS
+) -> float:
+    """The makespan if every node is a lane that generates and trains on its own, with the best size of Train jobs.
+
+    Full fine-tuning does not fit on one card, so the cards of a node act together: the weights are sharded inside
+    the node, and the nodes' gradients are added up before a commit. Raises ConfigError if a node is too small.
+    """
+    sizes = [size for size in workload.slice_sizes() if size > 1] or [1]
+    return min(predict_makespan(_node_spec(workload, pools, steps, job, constants)) for job in sizes)
+
+
+def _node_spec(workload: Workload, pools: Sequence[CardPool], steps: int, job: int, constants: Constants) -> Spec:
+    trainers = [_node_trainer(workload, pool, job, constants) for pool in pools]
+    lanes = [_lanes(workload, pool.model_copy(update={"nodes": 1}), constants) for pool in pools]
+    tables = [_node_table(workload, layout, constants) for layout in lanes]
+    training = [rounded(unit_seconds(workload, each, job, constants) / job) for each in trainers]
+    switches = [
+        rounded(sum(switch_seconds(workload, each, layout.lane_cards, constants)) / 2)
+        for each, layout in zip(trainers, lanes, strict=True)
+    ]
+    slowest = min(pools, key=lambda pool: pool.network_gbit_s)
+    every_node = replace(
+        trainers[0],
+        pool=trainers[0].pool.model_copy(
+            update={
+                "nodes": sum(pool.nodes for pool in pools),
+                "network_gbit_s": slowest.network_gbit_s,
+            }
+        ),
+        cards=sum(pool.nodes for pool in pools) * trainers[0].shard_cards,
+    )
+    link_bytes_s = network_bytes_s(slowest, constants)
+    return Spec(
+        steps=steps,
+        prompts=workload.prompts,
+        samples_per_prompt=workload.samples_per_prompt,
+        slice="auto",
+        generators=tuple(
+            TimedGeneratorPool(
+                name=pool.name,
+                count=pool.nodes - (pool is pools[0]),  # one node is the trainer
+                seconds=table,
+                train_seconds=train_s,
+                switch=switch,
+            )
+            for pool, table, train_s, switch in zip(pools, tables, training, switches, strict=True)
+            if pool.nodes > (pool is pools[0])
+        ),
+        reward=TimedRewardPool(lanes=workload.reward_lanes, seconds=rounded(workload.reward_seconds)),
+        trainer=TrainerCosts(
+            seconds_per_sample=training[0],
+            job=job,
+            commit=rounded(commit_seconds(workload, every_node, constants)),  # with the sum over all nodes
+            helper=HelperCosts(lanes=1, seconds=tables[0], switch_in=switches[0], switch_out=switches[0]),
+        ),
+        publish=rounded(publish_seconds(workload, link_bytes_s, constants)),
+        policy=ScheduleRules.model_validate({"assist": "both", "help": "auto", "stale_fraction": STALE_SHARE}),
+        colocate=ColocatedCosts(switch=max(switches)),
+    )
+
+
+def _node_trainer(workload: Workload, pool: CardPool, job: int, constants: Constants) -> TrainerLayout:
+    """The cards of one node as a trainer, with the fastest pack size and checkpointing."""
+    node = pool.model_copy(update={"nodes": 1})
+    pairs = ceil(job * workload.pairs_per_sample / pool.per_node)
+    layouts = [
+        TrainerLayout(node, pool.per_node, pool.per_node, pack, checkpointing, spread_steps=True)
+        for pack in range(1, pairs + 1)
+        for checkpointing in (False, True)
+    ]
+    headroom = constants.memory_headroom
+    fitting = [layout for layout in layouts if memory_of_trainer(workload, layout, headroom).fits]
+    if not fitting:
+        raise ConfigError(f"{workload.model} ({workload.tuning}) does not train on a node of {pool.name}")
+    return min(fitting, key=lambda layout: unit_seconds(workload, layout, job, constants))
+
+
+def _node_table(workload: Workload, layout: GeneratorLayout, constants: Constants) -> dict[int, Decimal]:
+    """Seconds of a whole node by number of samples, spread over its lanes."""
+    table = {}
+    for size in range(1, workload.samples_per_prompt + 1):
+        each = ceil(size / layout.lanes)
+        table[size] = rounded(slice_seconds(workload, layout.pool.card, each, layout.lane_cards, constants))
+    return table
 
 
 def rung_candidates(

@@ -15,7 +15,15 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ladder_simulation import RUNGS, ColocatedAssumptions, LadderRow, colocated_spec, simulate_rungs
+from ladder_simulation import (
+    RUNGS,
+    ColocatedAssumptions,
+    LadderRow,
+    best_colocated,
+    both_directions,
+    colocated_spec,
+    simulate_rungs,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -60,6 +68,8 @@ ASSUMPTIONS = (
     "Disaggregated rungs may keep a copy of the weights per node if that fits. Without TSP a sample stays on "
     "one rank and a pass holds one pair. Every rung gets the split and slice that suit it best.",
     "Rewards and text encoders cost nothing on either side.",
+    "Both directions: a node generates and trains as one, sharded inside, with half of the samples stale. A "
+    "change of its role costs the gather of the weights, and the sum of the gradients goes over the network.",
 )
 
 BASELINE = ColocatedAssumptions(engine_switch_s=1.0)
@@ -158,6 +168,20 @@ def mixed_against_a(ladders: dict[str, dict[str, list[LadderRow]]]) -> dict[str,
     return gains
 
 
+def best_against_both() -> dict[str, dict[str, tuple[float, float]]]:
+    """Seconds per step by model and testbed: colocated at its best, and nodes that generate and train."""
+    return {
+        model: {
+            testbed: (
+                best_colocated(workload_of(model, SHOWN_SETTING, {}), pools, STEPS) / STEPS,
+                both_directions(workload_of(model, SHOWN_SETTING, {}), pools, STEPS) / STEPS,
+            )
+            for testbed, pools in TESTBEDS.items()
+        }
+        for model in MODELS
+    }
+
+
 def technique_by_technique() -> dict[str, float]:
     """The gain of each technique over the previous rung on 32 H20 with Wan2.1-1.3B."""
     workload = workload_of("Wan2.1-1.3B", SHOWN_SETTING, {})
@@ -220,6 +244,16 @@ def mixed_table(gains: dict[str, dict[str, float]]) -> Table:
     return table
 
 
+def best_table(found: dict[str, dict[str, tuple[float, float]]]) -> Table:
+    table = Table(title="Both directions, over the best colocated: node shards, packed, no engine switch")
+    table.add_column("model")
+    for testbed in TESTBEDS:
+        table.add_column(testbed, justify="right")
+    for model, by_testbed in found.items():
+        table.add_row(model, *(f"{best / both:.3f}" for best, both in by_testbed.values()))
+    return table
+
+
 def technique_table(gains: dict[str, float]) -> Table:
     table = Table(title="32 H20, Wan2.1-1.3B: gain of each technique over the previous rung")
     for heading in ("technique", "independent report", "ours"):
@@ -262,7 +296,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of tables")
     as_json = parser.parse_args().json
     ladders, found = all_ladders(), ranges()
-    gains, scenarios = mixed_against_a(ladders), list(sensitivity())
+    gains, scenarios, best = mixed_against_a(ladders), list(sensitivity()), best_against_both()
     if as_json:
         content = {
             "assumptions": ASSUMPTIONS,
@@ -273,6 +307,7 @@ def main() -> None:
             "paper": {"ladder": PAPER_LADDER, "range": PAPER_RANGE, "mixed": PAPER_MIXED},
             "ranges": found,
             "mixed": gains,
+            "best_colocated_and_both_directions": best,
             "technique_by_technique": technique_by_technique(),
             "colocated_step": baseline_costs(),
             "sensitivity": dict(scenarios),
@@ -284,6 +319,7 @@ def main() -> None:
         console.print(ladder_table(model, by_testbed))
     console.print(range_table(found))
     console.print(mixed_table(gains))
+    console.print(best_table(best))
     console.print(technique_table(technique_by_technique()))
     console.print(sensitivity_table(scenarios))
     console.print("Assumptions, in addition to the constants in digenrl/planning/constants.py:")

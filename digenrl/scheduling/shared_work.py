@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from digenrl.records import Action, Generate, Slice, Train
+from digenrl.records import Action, Generate, Role, Slice, Train
 from digenrl.scheduling.dispatch import reserved_before
 from digenrl.scheduling.shared_gradients import commit_if_complete, send_gradients
 from digenrl.scheduling.slice_assignment import SlicePicker
@@ -130,12 +130,21 @@ class _Allocation:
         for other in self._lanes:
             if other is lane or not other.train_sample_ns or other.version != lane.version:
                 continue
-            time_ns = end_ns - 1 - self._free_ns[other.index] - other.switch_ns("train")
+            time_ns = end_ns - 1 - self._free_ns[other.index] - self._next_switch_ns(other, "train")
             if time_ns > 0:
                 left -= time_ns // max(1, self._train_ns(other))
                 if left <= 0:
                     return True
         return False
+
+    def _next_switch_ns(self, lane: Lane, role: Role) -> int:
+        """The time until it can work in this role, after a job that it was given at this instant."""
+        job = self._jobs.get(lane.index)
+        if job is None:
+            return lane.switch_ns(role)
+        if isinstance(job, Generate) == (role == "generate"):
+            return 0
+        return lane.switch_in_ns if role == "generate" else lane.switch_out_ns
 
     def _take_slice(self, lane: Lane, *, of_current_step: bool = False, until_ns: int | None = None) -> bool:
         picker, version = self._picker, lane.version
@@ -174,7 +183,7 @@ class _Allocation:
     def _others_generate_all(self, lane: Lane, length: int, end_ns: int) -> bool:
         """Whether the other lanes would finish all unstarted slices before this lane has finished these."""
         others = (
-            (other, self._free_ns[other.index] + other.switch_ns("generate"), 1)
+            (other, self._free_ns[other.index] + self._next_switch_ns(other, "generate"), 1)
             for other in self._lanes
             if other is not lane
             and other.version >= lane.version

@@ -1,4 +1,7 @@
-"""The ladder: the same work colocated, disaggregated naively, and with one technique after another."""
+"""The ladder: the same work colocated, disaggregated naively, and with one technique after another.
+
+If generators can train, there are two more rungs: colocated as good as it gets, and cards that do both.
+"""
 
 from __future__ import annotations
 
@@ -33,25 +36,37 @@ class RungResult:
 def rungs(spec: Spec, unpacked_seconds: Decimal | None = None) -> tuple[Rung, ...]:
     """Colocated, naive, +GAP, +TSP, +TAG, +TCSS; each rung keeps the techniques of the previous one.
 
+    "colocated, best" trains with packing and changes roles for free, and "both directions" is the last rung if a
+    generator has `train_seconds`.
+
     A SPEC's seconds per sample include packing. Rungs below +TSP use `unpacked_seconds`, the time per sample if
     pairs are replayed one at a time.
     """
     unpacked = spec if unpacked_seconds is None else _with_training_time(spec, unpacked_seconds)
-    base = {"colocated": False, "help": "none", "stale_fraction": 0}
+    base = {"colocated": False, "help": "none", "assist": "trainer", "stale_fraction": 0}
     packing_note = "" if unpacked_seconds else "as +GAP; see --unpacked"
     has_helper = spec.trainer.helper is not None
     stale = spec.policy.stale_fraction or DEFAULT_STALE_FRACTION
     streamed = dict(base, order="generation", stream=_streaming(spec))
+    everything = {**streamed, "help": "auto", "stale_fraction": stale}
+    trains = has_helper and any(pool.train_seconds is not None for pool in spec.generators)
+    best = spec.with_changes(colocate={"switch": 0}).with_rules(colocated=True) if trains else None
     return (
         Rung("colocated", unpacked.with_rules(colocated=True))
         if has_helper
         else Rung("colocated", None, "needs trainer.helper"),
+        *((Rung("colocated, best", best, "packed, free switches"),) if best else ()),
         Rung("naive", unpacked.with_rules(**base, order="batch", stream="batch")),
         Rung("+GAP", unpacked.with_rules(**streamed)),
         Rung("+TSP", spec.with_rules(**streamed), packing_note),
         Rung("+TAG", spec.with_rules(**{**streamed, "help": "auto"}), "" if has_helper else "no trainer.helper"),
-        Rung("+TCSS", spec.with_rules(**{**streamed, "help": "auto", "stale_fraction": stale}), f"share {stale}"),
+        Rung("+TCSS", spec.with_rules(**everything), f"share {stale}"),
+        *((_both_directions(spec, everything),) if trains else ()),
     )
+
+
+def _both_directions(spec: Spec, everything: dict[str, object]) -> Rung:
+    return Rung("both directions", spec.with_rules(**{**everything, "assist": "both", "stream": "group"}))
 
 
 def simulate_ladder(ladder: tuple[Rung, ...]) -> Iterator[RungResult]:

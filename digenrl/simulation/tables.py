@@ -35,6 +35,8 @@ def answer_table(spec: Spec, answer: Answer) -> Table:
     table.add_row("trainer idle", percent(answer.trainer_idle), "of the run")
     table.add_row("stale samples", str(answer.stale_samples), f"{percent(answer.stale_samples / samples)} of all")
     table.add_row("helped samples", str(answer.helped_samples), _help_note(spec, answer, samples))
+    if spec.shares_work:
+        table.add_row("assisted samples", str(answer.assisted_samples), "trained by generators")
     return table
 
 
@@ -99,7 +101,8 @@ def ladder_table(results: Sequence[RungResult]) -> Table:
 def title_of(spec: Spec) -> str:
     """The simulated run in one line."""
     lanes = " + ".join(f"{pool.count} {pool.name}" for pool in spec.generators)
-    work = f"{spec.prompts} prompts x {spec.samples_per_prompt} samples, slices of {spec.slice}"
+    slices = "any size" if spec.slice == "auto" else str(spec.slice)
+    work = f"{spec.prompts} prompts x {spec.samples_per_prompt} samples, slices of {slices}"
     if spec.policy.colocated:
         return f"{lanes}, colocated: {work}"
     rules = spec.policy

@@ -40,6 +40,14 @@ TWO_CARDS: dict[str, Any] = {
     },
     "policy": {"assist": "both", "help": "greedy"},
 }
+# Equal in training, but the first card generates four times as fast.
+UNEQUAL_CARDS: dict[str, Any] = {
+    **TWO_CARDS,
+    "prompts": 4,
+    "samples_per_prompt": 4,
+    "generators": [{"name": "card", "seconds": {1: 1}, "train_seconds": 2}],
+    "trainer": {"seconds_per_sample": 2, "helper": {"lanes": 1, "seconds": {1: 4}}},
+}
 SUITE_LIKE: dict[str, Any] = {
     "steps": 2,
     "prompts": 4,
@@ -158,7 +166,7 @@ def test_a_lane_takes_no_more_slices_at_once_than_its_quota_has_left() -> None:
     spec = spec_of(TWO_CARDS, prompts=1, samples_per_prompt=8)
     _, jobs = jobs_of(spec, SharedWorkRule(quotas=(5, 3), slices_at_once=4))
     sizes = [(job.lane, job.slice.size) for _, job in jobs if isinstance(job, Generate)]
-    assert sizes == [(0, 4), (1, 3), (0, 1)]
+    assert sizes == [(0, 4), (1, 3), (1, 1)]  # the second card is idle first, with nothing to train
 
 
 def test_measured_training_times_replace_those_of_the_offer() -> None:
@@ -198,7 +206,7 @@ class RolesAtCommits:
             self.all_train &= all(lane.role == "train" for lane in state.lanes if lane.train_sample_ns)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(both_contents(), st.lists(st.integers(0, 6), max_size=8), st.integers(1, 4), st.booleans())
 def test_the_forecast_of_a_step_is_what_the_scheduler_does(
     content: dict[str, Any], quotas: list[int], at_once: int, fine_tail: bool
@@ -214,22 +222,11 @@ def test_the_forecast_of_a_step_is_what_the_scheduler_does(
 
 
 def test_quotas_let_cards_do_what_they_do_best_compared() -> None:
-    """Equal in training; the first card generates four times as fast. It generates, the second trains."""
-    generators = [{"name": "card", "seconds": {1: 1}, "train_seconds": 2}]
-    helper = {"lanes": 1, "seconds": {1: 4}}
-    spec = spec_of(
-        TWO_CARDS,
-        prompts=4,
-        samples_per_prompt=4,
-        generators=generators,
-        trainer={"seconds_per_sample": 2, "helper": helper},
-    )
+    spec = spec_of(UNEQUAL_CARDS)
     planner = QuotaPlanner(StepForecast(initial_scheduler_state(spec, search_budget=0)))
     least_ns = planner.least_ns(Margins())
     assert planner.quotas(least_ns, Margins()) == (16, 0)
-    assert least_ns == pytest.approx(
-        24 * SECOND, rel=0.05
-    )  # 16 s of generating and 32 s of training, on two cards
+    assert least_ns == pytest.approx(24 * SECOND, rel=1e-3)  # 16 s of generating, 32 s of training, two cards
 
 
 # --- Schedules -------------------------------------------------------------------------------------------------
@@ -244,7 +241,7 @@ def alternatives(spec: Spec) -> dict[str, Spec]:
     }
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(both_contents(helps=("auto",)))
 def test_auto_loses_to_nothing_and_stays_above_its_bound(content: dict[str, Any]) -> None:
     spec = parse_model(Spec, content)
@@ -255,7 +252,7 @@ def test_auto_loses_to_nothing_and_stays_above_its_bound(content: dict[str, Any]
     assert predict_makespan(spec, 200_000) == pytest.approx(answer.makespan)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(both_contents(helps=("greedy", "search")))
 def test_every_schedule_stays_above_its_bound(content: dict[str, Any]) -> None:
     answer = simulate(parse_model(Spec, content)).answer
@@ -271,12 +268,12 @@ def test_the_bound_of_the_specification() -> None:
     assert bound_seconds(spec) == pytest.approx((work + 2 * 1.5) / 2, rel=1e-9)
 
 
-def test_search_is_no_worse_than_greedy_and_tells_who_did_what() -> None:
-    spec = spec_of(SUITE_LIKE)
-    searched, greedy = simulate(spec).answer, simulate(spec.with_rules(help="greedy")).answer
+def test_search_beats_greedy_where_cards_differ_and_tells_who_did_what() -> None:
+    spec = spec_of(UNEQUAL_CARDS)
+    greedy, searched = simulate(spec).answer, simulate(spec.with_rules(help="search")).answer
     assert searched.makespan < greedy.makespan
-    assert 0 < searched.assisted_samples < 2 * 24
-    assert searched.efficiency > 0.85
+    assert searched.helped_samples < greedy.helped_samples
+    assert searched.assisted_samples < greedy.assisted_samples
 
 
 def test_idle_shares_count_generating_training_and_switching() -> None:

@@ -23,7 +23,10 @@ from digenrl.training.sample_jobs import SampleJob
 UNITS_PER_ONE = 2.0**48
 LARGEST_VALUE = 2.0**14  # of a job's gradient, exclusive
 LARGEST_SUM = 2.0**15 - 1  # of the largest values of all jobs; leaves room for rounding
-UNCHANGED = "the weights are unchanged"
+UNCHANGED = (
+    "the weights are unchanged; check rewards and learning rate or, unless several cards train, "
+    "set training.sum_in_order=false to add gradients as floats"
+)
 
 
 @dataclass(frozen=True, slots=True)

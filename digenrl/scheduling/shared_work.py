@@ -121,7 +121,7 @@ class _Allocation:
             taken = self._take_slice(lane, of_current_step=True) or self._take_training(lane)
         else:
             taken = self._take_training(lane) or self._take_slice(lane, of_current_step=True)
-        if not taken and self._picker.may_start(lane.version) and not self._holds_up_the_commit(lane):
+        if not taken and self._may_work_ahead(lane):
             self._take_slice(lane, until_ns=self._may_work_ahead_until(lane))
 
     def _generates_first(self, lane: Lane) -> bool:
@@ -217,9 +217,11 @@ class _Allocation:
         left = self._picker.unstarted(current_step_only=True) or self._picker.unstarted()
         return reserved_before(others, length, end_ns) >= left
 
-    def _holds_up_the_commit(self, lane: Lane) -> bool:
-        """Whether all groups are complete, and the lane has sums to send as soon as the rest is handed out."""
-        return bool(lane.trained) and not lane.helper and not self._state.current.unscored_groups
+    def _may_work_ahead(self, lane: Lane) -> bool:
+        """Whether all slices of the step are started, and the lane has no sums that it should send soon."""
+        if self._picker.unstarted(current_step_only=True) or not self._picker.may_start(lane.version):
+            return False
+        return not lane.trained or lane.helper or self._state.current.unscored_groups > 0
 
     def _may_work_ahead_until(self, lane: Lane) -> int | None:
         """When the lane may be needed for the current step again; None: not any more.

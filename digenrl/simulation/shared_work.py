@@ -19,8 +19,8 @@ from digenrl.simulation.virtual_cluster import VirtualCluster
 
 MOST_AT_ONCE = 8  # slices; larger pieces delay their groups
 LONGER = (1.0, 1.01, 1.02, 1.04)  # planned times of a step, relative to the least
-REFINED = 2  # numbers of slices at once that are refined
-BUDGET = 120  # forecasts
+REFINED = 3  # numbers of slices at once that are refined
+BUDGET = 240  # forecasts
 
 Opening = Callable[[SharedWorkRule], SchedulerState]  # the start of a run whose lanes follow the rule
 

@@ -199,9 +199,6 @@ class _Allocation:
         rest = self._picker.length_at(lane.version, 0, self._state.terms.slices_per_group)
         if quota is not None and 0 < quota - lane.taken < at_once:
             return min(rest, quota - lane.taken)
-        if quota is None and self._rule.fine_tail:
-            left = self._picker.unstarted(current_step_only=True) or self._picker.unstarted()
-            at_once = max(1, min(at_once, -(-left // len(self._lanes))))
         pieces = -(-rest // at_once)
         return -(-rest // pieces)
 

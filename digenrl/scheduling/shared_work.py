@@ -91,7 +91,7 @@ class _Allocation:
             taken = self._take_slice(lane, of_current_step=True) or self._take_training(lane)
         else:
             taken = self._take_training(lane) or self._take_slice(lane, of_current_step=True)
-        if not taken and self._picker.may_start(lane.version) and not self._holds_up_the_commit(lane):
+        if not taken and self._may_work_ahead(lane):
             self._take_slice(lane, until_ns=self._may_work_ahead_until(lane))
 
     def _generates_first(self, lane: Lane) -> bool:
@@ -174,9 +174,6 @@ class _Allocation:
         rest = self._picker.length_at(lane.version, 0, self._state.terms.slices_per_group)
         if quota is not None and 0 < quota - lane.taken < at_once:
             return min(rest, quota - lane.taken)
-        if quota is None and self._rule.fine_tail:
-            left = self._picker.unstarted(current_step_only=True) or self._picker.unstarted()
-            at_once = max(1, min(at_once, -(-left // len(self._lanes))))
         pieces = -(-rest // at_once)
         return -(-rest // pieces)
 
@@ -192,9 +189,11 @@ class _Allocation:
         left = self._picker.unstarted(current_step_only=True) or self._picker.unstarted()
         return reserved_before(others, length, end_ns) >= left
 
-    def _holds_up_the_commit(self, lane: Lane) -> bool:
-        """Whether all groups are complete, and the lane has sums to send as soon as the rest is handed out."""
-        return bool(lane.trained) and not lane.helper and not self._state.current.unscored_groups
+    def _may_work_ahead(self, lane: Lane) -> bool:
+        """Whether all slices of the step are started, and the lane has no sums that it should send soon."""
+        if self._picker.unstarted(current_step_only=True) or not self._picker.may_start(lane.version):
+            return False
+        return not lane.trained or lane.helper or self._state.current.unscored_groups > 0
 
     def _may_work_ahead_until(self, lane: Lane) -> int | None:
         """When the lane may be needed for the current step again; None: not any more.

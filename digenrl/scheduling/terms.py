@@ -16,13 +16,11 @@ class SharedWorkRule:
     A lane generates before it trains until it has taken its quota of the step's slices. From then on it trains
     first, and generates only if there is nothing to train. `quotas` are in the order of the lanes; without one, a
     lane always generates first. A lane takes up to `slices_at_once`, unless its offer says otherwise. With
-    `fine_tail`, lanes without a quota take fewer at once when those that are left would not suffice for all. With
     `leaves_to_faster`, a lane leaves work that other lanes would finish earlier.
     """
 
     quotas: tuple[int, ...] = ()
     slices_at_once: int = 1
-    fine_tail: bool = True
     leaves_to_faster: bool = True
 
     def quota(self, lane: int) -> int | None:

@@ -84,4 +84,4 @@ def _sizes(spec: Spec) -> range:
 
 
 def _greedy(at_once: int) -> SharedWorkRule:
-    return SharedWorkRule(slices_at_once=at_once, fine_tail=False, leaves_to_faster=False)
+    return SharedWorkRule(slices_at_once=at_once, leaves_to_faster=False)

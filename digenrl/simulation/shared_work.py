@@ -19,8 +19,8 @@ from digenrl.simulation.virtual_cluster import VirtualCluster
 
 MOST_AT_ONCE = 8  # slices; larger pieces delay their groups
 LONGER = (1.0, 1.01, 1.02, 1.04)  # planned times of a step, relative to the least
-REFINED = 2  # numbers of slices at once that are refined
-BUDGET = 120  # forecasts
+REFINED = 3  # numbers of slices at once that are refined
+BUDGET = 240  # forecasts
 
 Opening = Callable[[SharedWorkRule], SchedulerState]  # the start of a run whose lanes follow the rule
 
@@ -66,8 +66,6 @@ class _Search:
     def run(self) -> list[SharedWorkRule]:
         for plan in self._plans.values():
             self._try(plan, plan.rule)
-            if plan.rule.slices_at_once > 1:
-                self._try(plan, replace(plan.rule, fine_tail=False))
         without_quotas = self._best
         for plan in self._plans.values():
             margins = Margins(tail_ns=plan.planner.last_group_ns)
@@ -89,14 +87,14 @@ class _Search:
 
     def _try_quotas(self, plan: _Planned, time_ns: int, margins: Margins) -> None:
         quotas = plan.planner.quotas(time_ns, margins)
-        self._try(plan, replace(plan.rule, quotas=quotas, fine_tail=False))
+        self._try(plan, replace(plan.rule, quotas=quotas))
 
     def _try(self, plan: _Planned, rule: SharedWorkRule) -> None:
         if rule in self._tried or self._left <= 0:
             return
         self._tried.add(rule)
         self._left -= 1
-        step_ns = plan.forecast.step_ns(rule.quotas, fine_tail=rule.fine_tail, stop_ns=self._best_ns)
+        step_ns = plan.forecast.step_ns(rule.quotas, stop_ns=self._best_ns)
         size = rule.slices_at_once
         self._best_by_size[size] = min(step_ns, self._best_by_size.get(size, step_ns))
         if not self._best_ns or step_ns < self._best_ns:

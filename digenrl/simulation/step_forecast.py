@@ -2,7 +2,7 @@
 
 It follows the rules of `scheduling.shared_work` on plain numbers, many times faster than the scheduler itself, so
 that a search can compare many rules. Scoring counts as instantaneous, and no lane is lost. Whatever the search
-chooses runs on the scheduler itself; a property test compares the two.
+chooses runs on the scheduler itself; a property test keeps the two close.
 """
 
 from __future__ import annotations
@@ -63,22 +63,21 @@ class StepForecast:
         self.slices_at_once = sum(len(lane.take_ns) for lane in self.lanes)
         self.rank = {lane: place for place, lane in enumerate(fastest_first)}
 
-    def step_ns(self, quotas: Sequence[int] = (), *, fine_tail: bool = True, stop_ns: int = 0) -> int:
+    def step_ns(self, quotas: Sequence[int] = (), *, stop_ns: int = 0) -> int:
         """The time from one commit to the next. It may stop early, at any value of at least `stop_ns` if given."""
-        return _Step(self, quotas, fine_tail).run(stop_ns) + self.commit_ns
+        return _Step(self, quotas).run(stop_ns) + self.commit_ns
 
 
 class _Step:
     """One step under way."""
 
-    def __init__(self, forecast: StepForecast, quotas: Sequence[int], fine_tail: bool) -> None:
+    def __init__(self, forecast: StepForecast, quotas: Sequence[int]) -> None:
         self.forecast, self.lanes, self.rank = forecast, forecast.lanes, forecast.rank
         count = len(self.lanes)
         self.quotas = [
             quotas[lane] if lane < len(quotas) and self.lanes[lane].train_ns else UNLIMITED
             for lane in range(count)
         ]
-        self.fine_tail = fine_tail
         self.free_ns = [lane.starts_ns for lane in self.lanes]
         self.taken = [0] * count
         self.generates = [not lane.train_ns for lane in self.lanes]  # its role
@@ -173,8 +172,6 @@ class _Step:
             return 1
         if 0 < left < at_once:
             return min(self.rest, left)
-        if self.quotas[lane] == UNLIMITED and self.fine_tail:
-            at_once = max(1, min(at_once, -(-self.unstarted // len(self.lanes))))
         pieces = -(-self.rest // at_once)
         return -(-self.rest // pieces)
 

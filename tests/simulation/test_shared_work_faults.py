@@ -96,7 +96,6 @@ def openings(draw: st.DrawFn, *, evaluates: bool = False) -> SchedulerState:
     rule = SharedWorkRule(
         quotas=tuple(draw(st.lists(st.integers(0, 6), max_size=8))),
         slices_at_once=draw(st.integers(1, 4)),
-        fine_tail=draw(st.booleans()),
         leaves_to_faster=draw(st.booleans()),
     )
     state = initial_scheduler_state(spec, search_budget=0, shared_work=rule)

@@ -63,10 +63,8 @@ def choose_schedule(spec: Spec, predict: PredictMakespan) -> Schedule:
 
 
 def _searched(spec: Spec) -> Schedule:
-    """The forecasts hold on-policy and without reward lanes; else the best few are compared on the scheduler."""
-    rules = best_rules(lambda rule: shared_opening(spec, rule), max(_sizes(spec)))
-    exact = not spec.policy.stale_fraction and not spec.reward.lanes
-    return _best(spec, rules[:1] if exact else rules)
+    """The best rules by their forecasts, compared on the scheduler itself."""
+    return _best(spec, best_rules(lambda rule: shared_opening(spec, rule), max(_sizes(spec))))
 
 
 def _best(spec: Spec, rules: Iterable[SharedWorkRule]) -> Schedule:

@@ -159,11 +159,12 @@ def write_plan(
 
 def show_plans(console: Console, result: PlanResult, words: list[str], files: PlanFiles) -> None:
     """Prints the plans, the reasons, the proven gap, caveats, and the commands that use the best plan."""
-    console.print(plans_table(result.plans))
+    console.print(plans_table(result.plans, result.colocated))
     for reason in plan_reasons(result.plans):
         console.print(reason, highlight=False)
+    console.print(result.comparison, highlight=False)
     searched = f"{result.considered:,} plans considered, {result.evaluated} simulated"
-    others = "no other" if result.every_size else "of the trainer sizes tried, none"
+    others = "no other split" if result.every_size else "of the trainer sizes tried, none"
     gap = f"with slices of one size is better than the first by more than {result.proven_gap:.1%}"
     console.print(f"{searched}; {others} {gap}.", style="dim")
     if cost_source(result.workload) == "derived":

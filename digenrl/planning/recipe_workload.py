@@ -63,6 +63,8 @@ def options_for(recipe: Recipe, base: PlanOptions) -> PlanOptions:
     checkpointing are the recipe's.
     """
     techniques, training = recipe.techniques, recipe.training
+    helps = techniques.tag != "none" and techniques.assist != "none"
+    job_samples, why_dedicated = _shared_training(recipe, base.ranks)
     checkpointing = training.gradient_checkpointing
     packs = training.pack_size if isinstance(training.pack_size, int) else training.largest_pack
     return PlanOptions(
@@ -78,10 +80,33 @@ def options_for(recipe: Recipe, base: PlanOptions) -> PlanOptions:
             checkpointing=(False, True) if checkpointing == "auto" else (bool(checkpointing),),
         ),
         stale_shares=base.stale_shares,
-        helps=("none",) if techniques.tag == "none" else ("none", techniques.tag),
+        helps=("none", techniques.tag) if helps else ("none",),
         objective=base.objective,
         keep=base.keep,
+        job_samples=job_samples,
+        why_dedicated=why_dedicated,
     )
+
+
+def _shared_training(recipe: Recipe, ranks: int | None) -> tuple[int | None, str]:
+    """The size of a Train job if the recipe's generators can train as well, else None and the reason."""
+    techniques = recipe.techniques
+    for key, value, off in (
+        ("gap", techniques.gap, False),
+        ("tag", techniques.tag, "none"),
+        ("assist", techniques.assist, "none"),
+    ):
+        if value == off:
+            return None, f"the recipe sets techniques.{key} to {str(off).lower()}"
+    if ranks is not None and ranks > 1:
+        return None, f"--ranks is {ranks}, and every card would train alone"
+    content = recipe.model_dump()
+    content |= {"mode": "ray", "lanes": {**content["lanes"], "ranks": 1}}
+    content["techniques"] = {**content["techniques"], "assist": "both"}
+    try:
+        return parse_model(Recipe, content).job_samples, ""
+    except ConfigError as error:
+        return None, str(error).removeprefix("techniques.assist: both, but ").removeprefix("techniques.assist: ")
 
 
 def catalogue_model(recipe: Recipe) -> CatalogueModel | None:

@@ -26,6 +26,7 @@ from digenrl.planning.recipe_workload import (
     check_profiles,
     options_for,
     unknown_model,
+    with_shared_training,
     workload_of,
 )
 from digenrl.planning.workload import WORKLOAD_KEYS, Workload, workload_for
@@ -109,7 +110,7 @@ def search_plans(
 ) -> PlanResult:
     """The best plans; plans of a recipe use only features that the runtime supports."""
     if isinstance(request, Workload):
-        return plan(request, cluster, options, progress)
+        return plan(request, cluster, with_shared_training(request, options), progress)
     workload = workload_of(request, cluster, facts_for(request, cluster))
     return plan(workload, cluster, options_for(request, options), progress)
 

@@ -53,7 +53,7 @@ class PlanOptions:
     tolerance: float = 0.005
     max_evaluations: int = 300
     job_samples: int | None = None
-    why_dedicated: str = "it was not asked for"
+    why_dedicated: str = ""
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,20 @@ from digenrl.planning.candidates import Objective
 from digenrl.planning.plans import Plan
 from digenrl.planning.workload import Workload
 
-Cause = Literal["waiting", "gathering", "switching", "training", "gaps"]
+Cause = Literal["waiting", "gathering", "switching", "training", "slow cards", "fewer cards", "gaps"]
 
 SPLIT_KINDS = ("disaggregated", "trainer helps")
 SMALL = 0.0005  # a difference that is not shown
 NOTICEABLE = 0.005  # a cause that explains something
+EXPLAINS = 1 / 3  # of the difference, at least
 
 
 def why_it_won(plan: Plan, workload: Workload) -> str:
     """Which side is the bottleneck of the best plan, and how close the plan is to the fluid limit."""
     if plan.kind not in SPLIT_KINDS:
         return (
-            f"a step of {workload.samples_per_step} samples takes {plan.step_s:.1f} s on {plan.layout.cards} cards "
-            f"that are busy {_busy(plan):.0%} of the time; {plan.efficiency:.0%} of the fluid limit"
+            f"a step of {workload.samples_per_step} samples takes {plan.step_s:.1f} s; {plan.layout.cards} cards "
+            f"are busy {_busy(plan):.0%} of the time; {plan.efficiency:.0%} of the fluid limit"
         )
     side = "training" if plan.step_training_s >= plan.step_generating_s else "generation"
     helped = " and the trainer helps in its bubbles" if plan.spec.policy.help != "none" else ""
@@ -47,7 +48,8 @@ def compared(split: Plan, shared: SharedResult, colocated: Plan | None, objectiv
     """Which kind of plan wins, by how much and why; and what colocated cards would do."""
     best = split
     if shared.plan is None:
-        words = f"{split.kind.capitalize()} wins; generators do not train as well: {shared.why_not}."
+        why = f"; generators do not train as well: {shared.why_not}" if shared.why_not else ""
+        words = f"{split.kind.capitalize()} wins{why}."
     elif _advantage(shared.plan, split, objective) > 0:
         best = shared.plan
         words = _win(shared.plan, split, f"the best split ({split.layout.split})", objective)
@@ -89,26 +91,39 @@ def _main_cause(winner: Plan, loser: Plan) -> Cause:
         "waiting": _busy(winner) - _busy(loser),
         "gathering": (_gathering_s(loser) - _gathering_s(winner)) / loser.step_s,
         "switching": _switching_s(loser) / loser.step_s,
+        "fewer cards": 1 - loser.layout.cards / winner.layout.cards,
     }
+    longer = 1 - _card_seconds(winner) / _card_seconds(loser)
     if winner.layout.trainer.pool.card == loser.layout.trainer.pool.card:
-        causes["training"] = 1 - _card_seconds(winner) / _card_seconds(loser)
+        causes["training"] = longer
+    elif loser.kind == "colocated":
+        causes["slow cards"] = longer
     cause = max(causes, key=lambda cause: causes[cause])
-    return cause if causes[cause] > NOTICEABLE else "gaps"
+    slower = 1 - winner.samples_per_second / loser.samples_per_second
+    return cause if causes[cause] > max(NOTICEABLE, EXPLAINS * abs(slower)) else "gaps"
 
 
 def _why_better(winner: Plan, loser: Plan) -> str:
     of_a_step = f"s of a step of {loser.step_s:.1f} s there"
-    no_split = winner.kind == "both directions" and loser.kind in SPLIT_KINDS
-    busy = f"{_busy(winner):.0%} of the time, against {_busy(loser):.0%}"
+    cause = _main_cause(winner, loser)
+    if winner.kind == "both directions" and loser.kind in SPLIT_KINDS and cause in ("waiting", "gaps"):
+        limit_s = winner.efficiency * winner.makespan_s
+        return (
+            f"no split keeps all cards busy: of what they could do at most, the best split does "
+            f"{limit_s / loser.makespan_s:.0%}, and both directions {winner.efficiency:.0%}"
+        )
+    slowest = loser.layout.trainer.pool.card.name
     words: dict[Cause, str] = {
-        "waiting": f"{'no split keeps all cards' if no_split else 'its cards are'} busy: {busy}",
+        "waiting": f"its cards are busy {_busy(winner):.0%} of the time, against {_busy(loser):.0%}",
         "gathering": f"adding up gradients takes {_gathering_s(loser):.1f} {of_a_step}",
         "switching": f"changes of role take {_switching_s(loser):.1f} {of_a_step}",
         "training": f"a sample trains in {_card_seconds(winner):.2g} card-seconds, against "
         f"{_card_seconds(loser):.2g}",
+        "slow cards": f"{slowest} sets the pace of all cards' training there",
+        "fewer cards": f"{winner.layout.cards} cards are used, not {loser.layout.cards}",
         "gaps": "less time is lost between generation and training",
     }
-    return words[_main_cause(winner, loser)]
+    return words[cause]
 
 
 def _why_worse(loser: Plan, winner: Plan) -> str:
@@ -119,7 +134,9 @@ def _why_worse(loser: Plan, winner: Plan) -> str:
         "switching": f"changes of role take {_switching_s(loser):.1f} {of_a_step}",
         "training": f"a sample trains in {_card_seconds(loser):.2g} card-seconds, against "
         f"{_card_seconds(winner):.2g}",
-        "gaps": _gaps(loser, winner),
+        "slow cards": f"{loser.layout.trainer.pool.card.name} sets the pace of all cards' training",
+        "fewer cards": f"only {loser.layout.cards} cards are used, not {winner.layout.cards}",
+        "gaps": "more time is lost between generation and training",
     }
     return words[_main_cause(winner, loser)]
 
@@ -166,10 +183,6 @@ def _cause(plan: Plan, best: Plan) -> str:
             f"generation sets its pace, {plan.step_generating_s:.1f} s a step against "
             f"{best.step_generating_s:.1f} s; its trainer is busy {plan.trainer_busy:.0%} of the time"
         )
-    return _gaps(plan, best)
-
-
-def _gaps(plan: Plan, best: Plan) -> str:
     return (
         f"more time is lost between generation and training: it reaches {plan.efficiency:.0%} of its fluid limit, "
         f"the best plan {best.efficiency:.0%}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from digenrl.config.plan_files import work_of
 from digenrl.config.profiles import Profile, ProfiledWork
 from digenrl.config.reading import ConfigError, parse_model
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipe import TERMS_PER_JOB, Recipe
 from digenrl.config.recipe_paths import RANDOM
 from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.cluster import Cluster
@@ -88,6 +89,18 @@ def options_for(recipe: Recipe, base: PlanOptions) -> PlanOptions:
     )
 
 
+def with_shared_training(workload: Workload, options: PlanOptions) -> PlanOptions:
+    """The options for a workload without a recipe, whose generators may train jobs as small as a recipe's."""
+    if options.ranks is not None and options.ranks > 1:
+        return replace(options, why_dedicated=_several_ranks(options.ranks))
+    enough = (size for size in workload.slice_sizes() if size * workload.pairs_per_sample >= TERMS_PER_JOB)
+    return replace(options, job_samples=next(enough, workload.samples_per_prompt))
+
+
+def _several_ranks(ranks: int) -> str:
+    return f"--ranks is {ranks}, and every card would train alone"
+
+
 def _shared_training(recipe: Recipe, ranks: int | None) -> tuple[int | None, str]:
     """The size of a Train job if the recipe's generators can train as well, else None and the reason."""
     techniques = recipe.techniques
@@ -99,14 +112,14 @@ def _shared_training(recipe: Recipe, ranks: int | None) -> tuple[int | None, str
         if value == off:
             return None, f"the recipe sets techniques.{key} to {str(off).lower()}"
     if ranks is not None and ranks > 1:
-        return None, f"--ranks is {ranks}, and every card would train alone"
+        return None, _several_ranks(ranks)
     content = recipe.model_dump()
     content |= {"mode": "ray", "lanes": {**content["lanes"], "ranks": 1}}
     content["techniques"] = {**content["techniques"], "assist": "both"}
     try:
         return parse_model(Recipe, content).job_samples, ""
     except ConfigError as error:
-        return None, str(error).removeprefix("techniques.assist: both, but ").removeprefix("techniques.assist: ")
+        return None, str(error).removeprefix("techniques.assist: ").removeprefix("both, but ")
 
 
 def catalogue_model(recipe: Recipe) -> CatalogueModel | None:

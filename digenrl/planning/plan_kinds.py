@@ -99,8 +99,8 @@ def _main_cause(winner: Plan, loser: Plan) -> Cause:
     elif loser.kind == "colocated":
         causes["slow cards"] = longer
     cause = max(causes, key=lambda cause: causes[cause])
-    slower = 1 - winner.samples_per_second / loser.samples_per_second
-    return cause if causes[cause] > max(NOTICEABLE, EXPLAINS * abs(slower)) else "gaps"
+    lost = 1 - loser.samples_per_second / winner.samples_per_second
+    return cause if causes[cause] > max(NOTICEABLE, EXPLAINS * lost) else "gaps"
 
 
 def _why_better(winner: Plan, loser: Plan) -> str:

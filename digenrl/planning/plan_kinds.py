@@ -14,7 +14,7 @@ Cause = Literal["waiting", "gathering", "switching", "training", "slow cards", "
 SPLIT_KINDS = ("disaggregated", "trainer helps")
 SMALL = 0.0005  # a difference that is not shown
 NOTICEABLE = 0.005  # a cause that explains something
-EXPLAINS = 1 / 3  # of the difference, at least
+EXPLAINS = 1 / 2  # of the difference, at least
 
 
 def why_it_won(plan: Plan, workload: Workload) -> str:
@@ -68,7 +68,9 @@ def _win(winner: Plan, loser: Plan, loser_words: str, objective: Objective) -> s
 
 def _colocated_words(colocated: Plan, best: Plan, objective: Objective) -> str:
     ahead = _advantage(best, colocated, objective)
-    if ahead >= 0:
+    if abs(ahead) < SMALL:
+        return "Colocated cards are as good."
+    if ahead > 0:
         worse = "more expensive" if objective == "cost" else "slower"
         return f"Colocated cards are {ahead:.1%} {worse}: {_why_worse(colocated, best)}."
     would = f"{_advantage(colocated, best, objective):.1%} {_better(objective)}"
@@ -117,8 +119,8 @@ def _why_better(winner: Plan, loser: Plan) -> str:
         "waiting": f"its cards are busy {_busy(winner):.0%} of the time, against {_busy(loser):.0%}",
         "gathering": f"adding up gradients takes {_gathering_s(loser):.1f} {of_a_step}",
         "switching": f"changes of role take {_switching_s(loser):.1f} {of_a_step}",
-        "training": f"a sample trains in {_card_seconds(winner):.2g} card-seconds, against "
-        f"{_card_seconds(loser):.2g}",
+        "training": f"a sample trains in {_card_seconds(winner):.3g} card-seconds, against "
+        f"{_card_seconds(loser):.3g}",
         "slow cards": f"{slowest} sets the pace of all cards' training there",
         "fewer cards": f"{winner.layout.cards} cards are used, not {loser.layout.cards}",
         "gaps": "less time is lost between generation and training",
@@ -132,8 +134,8 @@ def _why_worse(loser: Plan, winner: Plan) -> str:
         "waiting": f"its cards are busy {_busy(loser):.0%} of the time, those of the best {_busy(winner):.0%}",
         "gathering": f"adding up gradients takes {_gathering_s(loser):.1f} {of_a_step}",
         "switching": f"changes of role take {_switching_s(loser):.1f} {of_a_step}",
-        "training": f"a sample trains in {_card_seconds(loser):.2g} card-seconds, against "
-        f"{_card_seconds(winner):.2g}",
+        "training": f"a sample trains in {_card_seconds(loser):.3g} card-seconds, against "
+        f"{_card_seconds(winner):.3g}",
         "slow cards": f"{loser.layout.trainer.pool.card.name} sets the pace of all cards' training",
         "fewer cards": f"only {loser.layout.cards} cards are used, not {winner.layout.cards}",
         "gaps": "more time is lost between generation and training",

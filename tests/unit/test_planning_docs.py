@@ -48,13 +48,13 @@ def test_the_plan_is_what_the_command_writes(result: PlanResult) -> None:
     parse_model(PlanFile, quoted)
 
 
-def test_the_example_of_cards_that_do_both_is_about_as_much_faster_as_the_page_says() -> None:
+def test_the_example_of_cards_that_do_both_is_as_much_faster_as_the_page_says() -> None:
+    assert re.search(r"`wan_flow_grpo` with\s+`\S+=1` and `--on-policy` is about 11 % faster", PLANNING.text)
     recipe = read_recipe("wan_flow_grpo", ["algorithm.options.updates_per_batch=1"], without_prompts=True)
-    small = search_plans(recipe, read_cluster(ROOT / "examples" / "cluster_small.yaml"), PlanOptions(keep=1))
-    best, split = small.plans
+    cluster = read_cluster(ROOT / "examples" / "cluster_small.yaml")
+    best, split = search_plans(recipe, cluster, PlanOptions(keep=1, stale_shares=(0.0,))).plans
     assert (best.kind, split.layout.split) == ("both directions", "7 H100 train; 1 H100 generate")
-    assert 1.03 < best.samples_per_second / split.samples_per_second < 1.08
-    assert re.search(r"`wan_flow_grpo` with\s+`\S+=1` is about 5 % faster", PLANNING.text)
+    assert best.samples_per_second / split.samples_per_second == pytest.approx(1.11, abs=0.02)
 
 
 def test_the_cluster_files_of_the_page_read_and_every_measured_key_is_explained() -> None:

@@ -40,6 +40,8 @@ def lone_trainer(
     """How one card of the pool trains jobs if it also generates; None if it cannot do both."""
     if _lane(workload, pool, 1, options, constants) is None:
         return None
+    if _missing_gib(workload, pool, options, constants):
+        return None
     return best_trainer(workload, pool, 1, job_samples, constants, options.capabilities, beside_generation=True)
 
 
@@ -55,17 +57,17 @@ def missing_memory(
     workload: Workload, cluster: Cluster, options: PlanOptions, constants: Constants = CONSTANTS
 ) -> dict[str, float]:
     """By pool, the GiB that a card lacks to train a pair beside generating a sample; only those that lack any."""
-    if not workload.has_cost_model:
-        return {}
-    checkpointing, headroom = options.capabilities.checkpointing[-1], constants.memory_headroom
-    missing = {}
-    for pool in cluster.pools:
-        if not pool.card.described or pool.measured.train_seconds_per_sample is not None:
-            continue
-        needed = shared_card_memory(workload, pool.card, 1, 1, checkpointing, headroom)
-        if not needed.fits:
-            missing[pool.name] = needed.total_gib - needed.available_gib
-    return missing
+    missing = {pool.name: _missing_gib(workload, pool, options, constants) for pool in cluster.pools}
+    return {name: gib for name, gib in missing.items() if gib > 0}
+
+
+def _missing_gib(workload: Workload, pool: CardPool, options: PlanOptions, constants: Constants) -> float:
+    """0 if it fits, or if the memory of the card or of the model is not known."""
+    if not workload.has_cost_model or not pool.card.described:
+        return 0.0
+    checkpointing = options.capabilities.checkpointing[-1]
+    needed = shared_card_memory(workload, pool.card, 1, 1, checkpointing, constants.memory_headroom)
+    return max(0.0, needed.total_gib - needed.available_gib)
 
 
 def _shared_layout(

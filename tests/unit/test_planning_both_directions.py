@@ -14,6 +14,7 @@ from digenrl.commands.plan import PlanFiles, search_plans, show_plans
 from digenrl.config.plan_files import PlanFile, overrides_of
 from digenrl.config.reading import parse_model
 from digenrl.config.recipe_files import read_recipe
+from digenrl.config.spec import Spec
 from digenrl.planning.both_directions import MOST_CARDS, SLICE_SIZES, best_shared_plan
 from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.cluster import CardPool, Cluster
@@ -21,7 +22,7 @@ from digenrl.planning.colocated import colocated_plan
 from digenrl.planning.costs import commit_seconds, reduce_seconds, switch_seconds, unit_seconds
 from digenrl.planning.memory import GIB, generator_memory, shared_card_memory, trainer_memory
 from digenrl.planning.plan_overlay import overlay, overlay_text
-from digenrl.planning.plan_tables import result_as_dict
+from digenrl.planning.plan_tables import result_as_dict, spec_as_dict
 from digenrl.planning.planner import plan
 from digenrl.planning.plans import PlanResult
 from digenrl.planning.recipe_workload import options_for
@@ -74,6 +75,7 @@ def test_the_prediction_is_that_of_the_simulated_spec(equal_cards: PlanResult):
     assert best.makespan_s == answer.makespan
     assert answer.assisted_samples > 0
     assert best.spec.shares_work and best.spec.trainer.job == 1
+    assert parse_model(Spec, json.loads(json.dumps(spec_as_dict(best)))) == best.spec
 
 
 def test_the_result_names_the_kind_of_every_plan_and_compares_them(equal_cards: PlanResult):
@@ -174,6 +176,12 @@ def test_full_fine_tuning_that_does_not_fit_beside_generation_keeps_dedicated_la
     assert [found.kind for found in result.plans] == ["disaggregated"]
     lacks = f"H100 lacks {needed.total_gib - needed.available_gib:.1f} GiB"
     assert lacks in result.comparison
+
+
+def test_a_measured_training_time_does_not_make_room_beside_generation():
+    measured = {"card": "H100", "per_node": 4, "measured": {"train_seconds_per_sample": 1.0}}
+    shared = best_shared_plan(workload_for("flux", tuning="full"), cards(measured), SHARED)
+    assert shared.plan is None and "H100 lacks" in shared.why_not
 
 
 def test_cards_that_are_too_small_to_train_generate_for_those_that_do_both():

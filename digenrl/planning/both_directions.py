@@ -50,7 +50,7 @@ class SharedResult:
 @dataclass(frozen=True)
 class _Choice:
     layout: Layout
-    slice_size: int
+    slices: tuple[int, ...]  # the common unit, and the sizes of the generator pools if they differ from it
     spec: Spec
     price: float  # of a second, in units of the objective
     bound: float  # likewise, of the whole run
@@ -80,8 +80,9 @@ def best_shared_plan(
         return SharedResult(None, _why_none_fits(missing), missing, 0, 0)
     best, forecast, evaluated = _best_on_policy(choices)
     spec, compared = _with_stale_share(best.spec, forecast, options.stale_shares)
-    slices = (best.slice_size,) * len(best.layout.generators)
-    rates = rates_of(workload, best.layout, best.slice_size, ScheduleRules(), options.steps, constants)
+    unit, *by_pool = best.slices
+    slices = tuple(by_pool) or (unit,) * len(best.layout.generators)
+    rates = rates_of(workload, best.layout, unit, ScheduleRules(), options.steps, constants, slices)
     plan = simulated_plan(workload, best.layout, rates, spec, slices, constants)
     return SharedResult(plan, "", missing, len(choices) * len(options.stale_shares), evaluated + compared + 1)
 
@@ -93,16 +94,27 @@ def _choices(
     found = []
     for layout in shared_layouts(workload, cluster, job_samples, options, constants):
         price = layout.usd_per_hour if options.objective == "cost" else 1.0
-        for size in _few(shared_slices(workload, layout, constants), workload.samples_per_step, layout.cards):
-            spec = build_shared_spec(workload, layout, size, job_samples, 0.0, options.steps, constants)
-            found.append(_Choice(layout, size, spec, price, price * bound_seconds(spec)))
+        for slices in _few_slices(workload, layout, constants):
+            spec = build_shared_spec(workload, layout, slices, job_samples, options.steps, constants)
+            found.append(_Choice(layout, slices, spec, price, price * bound_seconds(spec)))
     return sorted(found, key=lambda choice: choice.bound)
 
 
-def _few(sizes: tuple[int, ...], samples: int, cards: int) -> tuple[int, ...]:
-    """The largest sizes that leave every card several slices, or the smallest if none does."""
-    enough = [size for size in sizes if samples >= SLICES_PER_CARD * cards * size]
-    return tuple(enough[-SLICE_SIZES:]) or sizes[:1]
+def _few_slices(workload: Workload, layout: Layout, constants: Constants) -> list[tuple[int, ...]]:
+    """The largest common sizes that leave every card several slices, or the smallest if none does.
+
+    If some pools have room for larger slices, the largest common size is also tried with these.
+    """
+    common, by_pool = shared_slices(workload, layout, constants)
+    most = workload.samples_per_step // (SLICES_PER_CARD * layout.cards)
+    few = [size for size in common if size <= most][-SLICE_SIZES:] or list(common[:1])
+    slices: list[tuple[int, ...]] = [(size,) for size in few]
+    if few:
+        unit = few[-1]
+        own = [max(size for size in sizes if size % unit == 0 and size <= max(most, unit)) for sizes in by_pool]
+        if any(size != unit for size in own):
+            slices.append((unit, *own))
+    return slices
 
 
 def _best_on_policy(choices: list[_Choice]) -> tuple[_Choice, _Forecast, int]:

@@ -45,12 +45,16 @@ def lone_trainer(
     return best_trainer(workload, pool, 1, job_samples, constants, options.capabilities, beside_generation=True)
 
 
-def shared_slices(workload: Workload, layout: Layout, constants: Constants = CONSTANTS) -> tuple[int, ...]:
-    """Slice sizes for which every card has the memory, or that its measurements cover."""
+def shared_slices(
+    workload: Workload, layout: Layout, constants: Constants = CONSTANTS
+) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """Slice sizes for which every card has the memory, or that its measurements cover; and those of each pool."""
+    pairs = zip(layout.generators, layout.alone, strict=True)
+    by_pool = [_sizes(workload, generator, alone, constants) for generator, alone in pairs]
     trainer = layout.trainer
-    pairs = [(GeneratorLayout(trainer.pool, 1, 1), trainer), *zip(layout.generators, layout.alone, strict=True)]
-    by_lane = [_sizes(workload, generator, alone, constants) for generator, alone in pairs]
-    return tuple(size for size in workload.slice_sizes() if all(size in sizes for sizes in by_lane))
+    own = _sizes(workload, GeneratorLayout(trainer.pool, 1, 1), trainer, constants)
+    common = tuple(size for size in workload.slice_sizes() if all(size in sizes for sizes in (own, *by_pool)))
+    return common, by_pool
 
 
 def missing_memory(

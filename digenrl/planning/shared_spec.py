@@ -16,21 +16,21 @@ from digenrl.planning.workload import Workload
 def build_shared_spec(
     workload: Workload,
     layout: Layout,
-    slice_size: int,
+    slices: tuple[int, ...],
     job_samples: int,
-    stale_share: float,
     steps: int,
     constants: Constants = CONSTANTS,
 ) -> Spec:
-    """The SPEC of `steps` steps on a layout whose generators can train.
+    """The SPEC of `steps` on-policy steps on a layout whose generators can train.
+
+    `slices` are the common unit, and then the sizes of the generator pools if they differ from it.
 
     The help rule is `search`, which a run uses as well: `auto` would also consider colocated cards, which the
     simulator lets train with perfect scaling.
     """
-    rules = ScheduleRules(
-        help="search", assist="both", dispatch="earliest_finish", stale_fraction=Decimal(repr(stale_share))
-    )
-    spec = build_spec(workload, layout, slice_size, rules, steps, constants)
+    rules = ScheduleRules(help="search", assist="both", dispatch="earliest_finish")
+    unit, *by_pool = slices
+    spec = build_spec(workload, layout, unit, rules, steps, constants, tuple(by_pool))
     assert spec.trainer.helper is not None, "the trainer's card generates as well"
     switch_in, switch_out = lone_switch_seconds(workload, layout.trainer, constants)
     helper = spec.trainer.helper.model_copy(

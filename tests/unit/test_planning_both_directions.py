@@ -126,10 +126,20 @@ def test_cards_without_a_measured_training_time_only_generate():
     assert found.layout.trainer.pool.name == "lab"
 
 
+def test_cards_with_room_for_larger_slices_generate_larger_ones():
+    few = pool("small", 3, slice_seconds={1: 1.0, 2: 1.9})
+    large = pool("large", 3, slice_seconds={1: 1.0, 8: 2.0})
+    workload = TINY.model_copy(update={"prompts": 24})
+    found = best_shared_plan(workload, Cluster(pools=(few, large)), SHARED).plan
+    assert found is not None
+    slices = {g.pool.name: own for g, own in zip(found.layout.generators, found.slices, strict=True)}
+    assert slices["small"] <= 2 < slices["large"]
+
+
 def test_training_alone_costs_what_one_card_needs_for_a_job():
     workload = workload_for("sd3.5")
     (layout,) = shared_layouts(workload, H100S, 3, PlanOptions())
-    spec = build_shared_spec(workload, layout, 1, 3, 0.0, steps=1)
+    spec = build_shared_spec(workload, layout, (1,), 3, steps=1)
     alone_s = unit_seconds(workload, layout.trainer, 3) / 3
     assert float(spec.generators[0].train_seconds) == pytest.approx(alone_s, rel=1e-5)
     assert float(spec.trainer.seconds_per_sample) == pytest.approx(alone_s, rel=1e-5)
@@ -158,7 +168,7 @@ def test_a_card_that_does_both_holds_frozen_weights_once_and_gradient_sums():
 def test_larger_slices_than_fit_beside_the_training_state_are_excluded():
     workload = workload_for("hunyuan", height=720, width=1280, frames=129, samples_per_prompt=8)
     (layout,) = shared_layouts(workload, cards({"card": "H200", "per_node": 2}), 1, PlanOptions())
-    sizes = shared_slices(workload, layout)
+    sizes, _ = shared_slices(workload, layout)
     assert sizes and sizes[-1] < 8
     trainer = layout.trainer
     for size in workload.slice_sizes():
@@ -221,7 +231,7 @@ def test_few_plans_of_cards_that_do_both_are_tried():
     three = Cluster(pools=(pool("a"), pool("b"), pool("c")))
     shares = (0.0, 0.25, 0.5)
     shared = best_shared_plan(TINY, three, PlanOptions(job_samples=1, steps=2, stale_shares=shares))
-    assert shared.evaluated <= 4 * SLICE_SIZES + len(shares) + 1
+    assert shared.evaluated <= 4 * (SLICE_SIZES + 1) + len(shares) + 1
     many = best_shared_plan(TINY, Cluster(pools=(pool(nodes=MOST_CARDS + 1),)), SHARED)
     assert many.plan is None and many.evaluated == 0 and str(MOST_CARDS) in many.why_not
 

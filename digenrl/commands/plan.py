@@ -26,6 +26,7 @@ from digenrl.planning.recipe_workload import (
     check_profiles,
     options_for,
     unknown_model,
+    with_shared_training,
     workload_of,
 )
 from digenrl.planning.workload import WORKLOAD_KEYS, Workload, workload_for
@@ -109,7 +110,7 @@ def search_plans(
 ) -> PlanResult:
     """The best plans; plans of a recipe use only features that the runtime supports."""
     if isinstance(request, Workload):
-        return plan(request, cluster, options, progress)
+        return plan(request, cluster, with_shared_training(request, options), progress)
     workload = workload_of(request, cluster, facts_for(request, cluster))
     return plan(workload, cluster, options_for(request, options), progress)
 
@@ -159,11 +160,12 @@ def write_plan(
 
 def show_plans(console: Console, result: PlanResult, words: list[str], files: PlanFiles) -> None:
     """Prints the plans, the reasons, the proven gap, caveats, and the commands that use the best plan."""
-    console.print(plans_table(result.plans))
+    console.print(plans_table(result.plans, result.colocated))
     for reason in plan_reasons(result.plans):
         console.print(reason, highlight=False)
+    console.print(result.comparison, highlight=False)
     searched = f"{result.considered:,} plans considered, {result.evaluated} simulated"
-    others = "no other" if result.every_size else "of the trainer sizes tried, none"
+    others = "no other split" if result.every_size else "of the trainer sizes tried, none"
     gap = f"with slices of one size is better than the first by more than {result.proven_gap:.1%}"
     console.print(f"{searched}; {others} {gap}.", style="dim")
     if cost_source(result.workload) == "derived":

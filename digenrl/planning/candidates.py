@@ -32,12 +32,15 @@ Objective = Literal["throughput", "cost"]
 
 # Training a whole step at once is considered only if it is this much faster per sample than training by group.
 STREAM_GAIN = 0.95
+# Stale samples change the numerics: a larger share has to gain at least this much.
+STALE_MIN_GAIN = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
     """The choices of the search. `stale_shares=(0,)` keeps every sample on-policy; `ranks` fixes the number of
-    trainer cards."""
+    trainer cards. `job_samples` is the size of a Train job if generators may train as well; else it is None, and
+    `why_dedicated` says why they may not."""
 
     steps: int = 4
     ranks: int | None = None
@@ -49,6 +52,8 @@ class PlanOptions:
     keep: int = 5
     tolerance: float = 0.005
     max_evaluations: int = 300
+    job_samples: int | None = None
+    why_dedicated: str = ""
 
 
 @dataclass(frozen=True)

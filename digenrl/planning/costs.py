@@ -12,7 +12,11 @@ from math import ceil, hypot
 from digenrl.planning.cards import Card
 from digenrl.planning.cluster import CardPool
 from digenrl.planning.constants import CONSTANTS, Constants
-from digenrl.planning.memory import SHARDED_BYTES_PER_PARAMETER, helper_fits_with_training
+from digenrl.planning.memory import (
+    SHARDED_BYTES_PER_PARAMETER,
+    SUM_BYTES_PER_PARAMETER,
+    helper_fits_with_training,
+)
 from digenrl.planning.model_facts import ForwardWork
 from digenrl.planning.workload import Workload
 
@@ -181,6 +185,28 @@ def switch_seconds(
     state_bytes = workload.trained_parameters * SHARDED_BYTES_PER_PARAMETER / trainer.shard_cards
     offload_s = state_bytes / (trainer.pool.card.host_gb_s * GB * constants.host_link_share)
     return gather_s + swap_s + offload_s, swap_s + offload_s
+
+
+def lone_switch_seconds(
+    workload: Workload, trainer: TrainerLayout, constants: Constants = CONSTANTS
+) -> tuple[float, float]:
+    """Switching one card that acts alone to generation, and back; adapters stay where they are."""
+    if trainer.pool.measured.switch_seconds is None and workload.tuning == "lora":
+        return 0.0, 0.0
+    return switch_seconds(workload, trainer, 1, constants)
+
+
+def reduce_seconds(workload: Workload, cards: int, link_bytes_s: float, constants: Constants = CONSTANTS) -> float:
+    """Adding up the gradient sums of `cards` other cards, which all reach the trainer's card over one link.
+
+    Between two updates of a batch, the new weights go the other way.
+    """
+    if not workload.has_cost_model:
+        return 0.0
+    sums_bytes = cards * workload.trained_parameters * SUM_BYTES_PER_PARAMETER
+    sums_s = sums_bytes / link_bytes_s + constants.collective_latency_s
+    weights_s = workload.published_bytes / link_bytes_s + constants.collective_latency_s
+    return workload.updates_per_batch * sums_s + (workload.updates_per_batch - 1) * weights_s
 
 
 def network_bytes_s(pool: CardPool, constants: Constants = CONSTANTS) -> float:

@@ -15,6 +15,7 @@ from digenrl.planning.costs import TrainerLayout, commit_seconds, unit_seconds
 from digenrl.planning.memory import (
     MemoryReport,
     generator_memory,
+    shared_card_memory,
     smallest_lane,
     trainer_memory,
 )
@@ -60,11 +61,16 @@ class GeneratorLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """A split of the cluster. `helper_lane_cards` is None if the trainer's cards cannot generate."""
+    """The use of the cards. `helper_lane_cards` is None if the trainer's cards cannot generate.
+
+    `alone` says how a card of each generator pool trains on its own, None if it cannot; it is empty if generators
+    only generate. Without generators, the trainer's cards generate before they train (colocated).
+    """
 
     generators: tuple[GeneratorLayout, ...]
     trainer: TrainerLayout
     helper_lane_cards: int | None
+    alone: tuple[TrainerLayout | None, ...] = ()
 
     @cached_property
     def usd_per_hour(self) -> float:
@@ -83,8 +89,25 @@ class Layout:
     @property
     def split(self) -> str:
         """The split in words, which also identifies it: '8 H100 train; 16 RTX A6000 generate'."""
+        if not self.generators:
+            return f"{self.trainer.pool.name} generate, then train"
+        if self.alone:
+            return self._shared_words()
         generating = " + ".join(f"{g.cards} {g.pool.name}" for g in self.generators)
         return f"{self.trainer.cards} {self.trainer.pool.name} train; {generating} generate"
+
+    def _shared_words(self) -> str:
+        """'8 H100 generate and train; 16 RTX A6000 generate'."""
+        both: dict[str, int] = {self.trainer.pool.name: self.trainer.cards}
+        others: list[str] = []
+        for generator, trains in zip(self.generators, self.alone, strict=True):
+            name = generator.pool.name
+            if trains is None:
+                others.append(f"{generator.cards} {name}")
+            else:
+                both[name] = both.get(name, 0) + generator.cards
+        words = " + ".join(f"{cards} {name}" for name, cards in both.items()) + " generate and train"
+        return f"{words}; {' + '.join(others)} generate" if others else words
 
 
 def generator_layout(
@@ -129,11 +152,13 @@ def best_trainer(
     samples_per_unit: int,
     constants: Constants = CONSTANTS,
     capabilities: Capabilities = ALL_CAPABILITIES,
+    beside_generation: bool = False,
 ) -> TrainerLayout | None:
     """The simplest sharding, pack and checkpointing within 1 % of the fastest that fit; None if none fits.
 
     They affect only the training time, so they are chosen here, outside the search over splits. A measured trainer
-    fits, with the pack and checkpointing of its measurement.
+    fits, with the pack and checkpointing of its measurement. With `beside_generation`, a card (of one) also has to
+    hold what it generates with.
     """
     if pool.measured.train_seconds_per_sample is not None:
         shards = cards if workload.tuning == "full" else 1
@@ -144,7 +169,8 @@ def best_trainer(
     seconds = {
         trainer: units * unit_seconds(workload, trainer, samples_per_unit, constants)
         + commit_seconds(workload, trainer, constants)
-        for trainer in _fitting_trainers(workload, pool, cards, samples_per_unit, constants, capabilities)
+        for trainer in _trainers(workload, pool, cards, samples_per_unit, capabilities)
+        if _fits(workload, trainer, constants.memory_headroom, beside_generation)
     }
     if not seconds:
         return None
@@ -155,28 +181,32 @@ def best_trainer(
     )
 
 
-def _fitting_trainers(
-    workload: Workload,
-    pool: CardPool,
-    cards: int,
-    samples_per_unit: int,
-    constants: Constants,
-    capabilities: Capabilities,
+def _trainers(
+    workload: Workload, pool: CardPool, cards: int, samples_per_unit: int, capabilities: Capabilities
 ) -> Iterator[TrainerLayout]:
     packs: tuple[int, ...] = (1,)
     if capabilities.packed:
         packs = _pack_sizes(workload, cards, samples_per_unit, capabilities.largest_pack)
     shard_sizes = _shard_sizes(workload, pool, cards, capabilities)
     for shard_cards, checkpointing, pack in product(shard_sizes, capabilities.checkpointing, packs):
-        trainer = TrainerLayout(pool, cards, shard_cards, pack, checkpointing, spread_steps=capabilities.packed)
-        if memory_of_trainer(workload, trainer, constants.memory_headroom).fits:
-            yield trainer
+        yield TrainerLayout(pool, cards, shard_cards, pack, checkpointing, spread_steps=capabilities.packed)
+
+
+def _fits(workload: Workload, trainer: TrainerLayout, headroom: float, beside_generation: bool) -> bool:
+    if not beside_generation:
+        return memory_of_trainer(workload, trainer, headroom).fits
+    return memory_of_shared_card(workload, trainer, 1, headroom).fits
 
 
 def memory_of_trainer(workload: Workload, trainer: TrainerLayout, headroom: float) -> MemoryReport:
     return trainer_memory(
         workload, trainer.pool.card, trainer.shard_cards, trainer.pack, trainer.checkpointing, headroom
     )
+
+
+def memory_of_shared_card(workload: Workload, trainer: TrainerLayout, size: int, headroom: float) -> MemoryReport:
+    """A card that trains alone like this, and generates slices of `size`."""
+    return shared_card_memory(workload, trainer.pool.card, size, trainer.pack, trainer.checkpointing, headroom)
 
 
 def fitting_slices(workload: Workload, layout: Layout, constants: Constants = CONSTANTS) -> tuple[int, ...]:

@@ -13,6 +13,8 @@ GIB = float(2**30)
 
 # Of a trained parameter, adapter or not: fp32 weight, fp32 gradient, and AdamW's two fp32 moments.
 SHARDED_BYTES_PER_PARAMETER = 16.0
+# Gradient sums that several cards add up are 64-bit integers.
+SUM_BYTES_PER_PARAMETER = 8.0
 # While one sharded block computes, the next one is prefetched.
 GATHERED_BLOCKS = 2
 # Checkpointing saves the hidden state of every block, and two blocks' activations during recomputation.
@@ -97,6 +99,30 @@ def trainer_memory(
         optimizer_gib=state / GIB,
         activations_gib=activation_gib(workload, pairs, checkpointing),
         available_gib=available_gib(card, headroom),
+    )
+
+
+def shared_card_memory(
+    workload: Workload,
+    card: Card,
+    size: int,
+    pairs: int,
+    checkpointing: bool,
+    headroom: float = CONSTANTS.memory_headroom,
+) -> MemoryReport:
+    """A card that generates slices of `size` samples and trains `pairs` pairs per pass, one after the other.
+
+    Frozen weights serve both. Weights that are trained are there twice: as published, and as a trainer's state.
+    """
+    generating = generator_memory(workload, card, size, 1, headroom)
+    training = trainer_memory(workload, card, 1, pairs, checkpointing, headroom)
+    frozen = workload.weight_bytes / GIB if workload.tuning == "lora" else 0.0
+    sums = workload.trained_parameters * SUM_BYTES_PER_PARAMETER / GIB
+    return MemoryReport(
+        weights_gib=generating.weights_gib + training.weights_gib - frozen,
+        optimizer_gib=training.optimizer_gib + sums,
+        activations_gib=max(generating.activations_gib, training.activations_gib),
+        available_gib=generating.available_gib,
     )
 
 

@@ -12,17 +12,19 @@ from digenrl.planning.plans import Plan, PlanResult
 from digenrl.planning.workload import Workload
 
 
-def plans_table(plans: Sequence[Plan]) -> Table:
-    """The plans, best first, one row each; `plan_reasons` go below the table."""
+def plans_table(plans: Sequence[Plan], colocated: Plan | None = None) -> Table:
+    """The plans, best first, one row each, then colocated cards; `plan_reasons` go below the table."""
     table = Table(title="Plans, best first", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 1, 0))
     table.add_column("")
     table.add_column("plan", ratio=1)
     for heading in ("samples\nper s", "s per\nstep", "gen.\nbusy", "train.\nbusy", "$ per\n1,000"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for rank, plan in enumerate(plans, start=1):
+    rows = [(str(rank), plan) for rank, plan in enumerate(plans, start=1)]
+    for rank, plan in rows + ([] if colocated is None else [("-", colocated)]):
+        title = f"{plan.kind}: {plan.layout.split}"
         table.add_row(
-            str(rank),
-            "\n".join((plan.layout.split, rule_words(plan), trainer_words(plan), memory_words(plan))),
+            rank,
+            "\n".join((title, rule_words(plan), trainer_words(plan), memory_words(plan))),
             rate_words(plan.samples_per_second),
             rate_words(plan.step_s),
             f"{plan.generator_busy:.0%}",
@@ -40,6 +42,9 @@ def plan_reasons(plans: Sequence[Plan]) -> list[str]:
 def trainer_words(plan: Plan) -> str:
     """'8 ranks: pack 4, checkpointing, weights over 8 cards'."""
     trainer = plan.layout.trainer
+    if plan.layout.alone and plan.trainer_memory is not None:
+        checkpointing = ", checkpointing" if trainer.checkpointing else ""
+        return f"every card alone: jobs of {plan.spec.trainer.job}, pack {trainer.pack}{checkpointing}"
     ranks = f"{trainer.cards} rank{'s' if trainer.cards > 1 else ''}"
     if plan.trainer_memory is None:
         return f"{ranks}: as measured"
@@ -51,6 +56,8 @@ def trainer_words(plan: Plan) -> str:
 def rule_words(plan: Plan) -> str:
     """'slices of 2 (H100 8), group stream, help auto, stale 0.5'."""
     rules = plan.spec.policy
+    if rules.colocated:
+        return slice_words(plan)
     stale = f"stale {rules.stale_fraction}" if rules.stale_fraction else "on-policy"
     dispatch = ", earliest finish" if rules.dispatch == "earliest_finish" else ""
     return f"{slice_words(plan)}, {rules.stream} stream, help {rules.help}, {stale}{dispatch}"
@@ -67,6 +74,8 @@ def memory_words(plan: Plan) -> str:
     """'GiB a card: generators 26 of 44, trainer 71 of 73'."""
     if plan.trainer_memory is None and not any(plan.generator_memory):
         return "memory as measured"
+    if not plan.generator_memory:
+        return f"GiB a card, training: {_memory_words(plan.trainer_memory)}"
     generators = " and ".join(_memory_words(memory) for memory in plan.generator_memory)
     return f"GiB a card: generators {generators}, trainer {_memory_words(plan.trainer_memory)}"
 
@@ -80,6 +89,7 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
     """A plan for JSON; `spec` can be parsed as a SPEC."""
     trainer = plan.layout.trainer
     return {
+        "kind": plan.kind,
         "split": plan.layout.split,
         "generators": [
             {
@@ -120,7 +130,9 @@ def result_as_dict(result: PlanResult) -> dict[str, Any]:
         "evaluated": result.evaluated,
         "proven_gap": result.proven_gap,
         "every_size": result.every_size,
+        "comparison": result.comparison,
         "plans": [plan_as_dict(plan) for plan in result.plans],
+        "colocated": None if result.colocated is None else plan_as_dict(result.colocated),
     }
 
 
@@ -134,7 +146,8 @@ def cost_source(workload: Workload) -> str:
 def spec_as_dict(plan: Plan) -> dict[str, Any]:
     """The plan's SPEC with plain numbers, for YAML or JSON, without absent parts."""
     content: dict[str, Any] = _plain(plan.spec.model_dump(mode="python", exclude_none=True))
-    content.pop("colocate", None)
+    if not plan.spec.policy.colocated:
+        content.pop("colocate", None)
     return content
 
 

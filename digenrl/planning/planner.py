@@ -14,16 +14,24 @@ from math import inf
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.spec import Spec
-from digenrl.planning.candidates import Candidate, PlanOptions, better_slices, candidates, splits
+from digenrl.planning.both_directions import SharedResult, best_shared_plan
+from digenrl.planning.candidates import (
+    STALE_MIN_GAIN,
+    Candidate,
+    PlanOptions,
+    better_slices,
+    candidates,
+    splits,
+)
 from digenrl.planning.cluster import CardPool, Cluster
+from digenrl.planning.colocated import colocated_plan
 from digenrl.planning.constants import CONSTANTS, Constants
-from digenrl.planning.layout import GeneratorLayout, memory_of_trainer
-from digenrl.planning.memory import MemoryReport, generator_memory, trainer_memory
-from digenrl.planning.plans import Plan, PlanResult, why_it_lost, why_it_won
+from digenrl.planning.memory import generator_memory, trainer_memory
+from digenrl.planning.plan_kinds import compared, why_it_lost, why_it_won
+from digenrl.planning.plans import Plan, PlanResult
+from digenrl.planning.simulated_plan import simulated_plan
 from digenrl.planning.workload import Workload
-from digenrl.simulation.answer import Answer
 from digenrl.simulation.makespan import predict_makespan
-from digenrl.simulation.simulator import simulate
 
 Progress = Callable[[int, int], None]
 
@@ -35,8 +43,6 @@ POLISH_TRIES = 4
 # The number of splits that get a slice size per pool, and the simulations for each of them.
 SLICED_SPLITS = 6
 SLICING_TRIES = 6
-# Stale samples change the numerics: a larger share has to gain at least this much.
-STALE_MIN_GAIN = 0.01
 
 ONE_CARD = "a cluster of one card has no card left to generate; add a card, or train with mode=colocated"
 NEEDED_MEASUREMENTS = (
@@ -185,7 +191,9 @@ def plan(
     if not search.best_of_split:
         raise ConfigError(_does_not_fit(workload, cluster, options, constants))
     search.polish()
-    return _result(search, all(pool.cards - 1 <= EVERY_SIZE_UP_TO for pool in cluster.pools))
+    every_size = all(pool.cards - 1 <= EVERY_SIZE_UP_TO for pool in cluster.pools)
+    shared = best_shared_plan(workload, cluster, options, constants)
+    return _result(search, every_size, shared, colocated_plan(workload, cluster, options, constants))
 
 
 def _first_sizes(pool: CardPool, others_generate: bool, ranks: int | None) -> list[int]:
@@ -218,7 +226,31 @@ def _refined_sizes(search: _Search, sizes: dict[CardPool, list[int]]) -> dict[Ca
     return {**sizes, pool: sorted({*grid, *(mark for mark in halfway if mark > 0)})}
 
 
-def _result(search: _Search, every_size: bool) -> PlanResult:
+def _result(search: _Search, every_size: bool, shared: SharedResult, colocated: Plan | None) -> PlanResult:
+    order, objective = _simulated_order(search.options), search.options.objective
+    split_plans = _split_plans(search)
+    plans = sorted([*split_plans, *([shared.plan] if shared.plan else [])], key=order)
+    best = plans[0]
+    explained = [replace(best, why=why_it_won(best, search.workload))]
+    explained += [replace(other, why=why_it_lost(other, best, objective)) for other in plans[1:]]
+    if colocated is not None:
+        colocated = replace(colocated, why=why_it_lost(colocated, best, objective))
+    first = best.makespan_s * (best.layout.usd_per_hour if objective == "cost" else 1.0)
+    proven_gap = max(0.0, 1 - min(search.least_bound_left, search.best_score()) / first)
+    return PlanResult(
+        workload=search.workload,
+        plans=tuple(explained),
+        considered=search.considered + shared.considered,
+        evaluated=len(search.tried) + search.refined + shared.evaluated,
+        proven_gap=proven_gap,
+        every_size=every_size,
+        colocated=colocated,
+        comparison=compared(split_plans[0], shared, colocated, objective),
+    )
+
+
+def _split_plans(search: _Search) -> list[Plan]:
+    """The best splits, each simulated with its best slices and rules, best first."""
     by_score_then_price = sorted(
         search.best_of_split.values(), key=lambda entry: (entry[0], entry[1].layout.usd_per_hour)
     )
@@ -232,20 +264,7 @@ def _result(search: _Search, every_size: bool) -> PlanResult:
         if sliced is not candidate:
             plans.append(_simulated(search, sliced))
     # The full simulation overrides the quick prediction.
-    plans = _best_of_each_split(sorted(plans, key=_simulated_order(search.options)))[:keep]
-    best = plans[0]
-    explained = [replace(best, why=why_it_won(best, search.workload))]
-    explained += [replace(other, why=why_it_lost(other, best, search.options.objective)) for other in plans[1:]]
-    first = best.makespan_s * (best.layout.usd_per_hour if search.options.objective == "cost" else 1.0)
-    proven_gap = max(0.0, 1 - min(search.least_bound_left, search.best_score()) / first)
-    return PlanResult(
-        workload=search.workload,
-        plans=tuple(explained),
-        considered=search.considered,
-        evaluated=len(search.tried) + search.refined,
-        proven_gap=proven_gap,
-        every_size=every_size,
-    )
+    return _best_of_each_split(sorted(plans, key=_simulated_order(search.options)))[:keep]
 
 
 def _best_of_each_split(plans: list[Plan]) -> list[Plan]:
@@ -263,48 +282,8 @@ def _simulated_order(options: PlanOptions) -> Callable[[Plan], tuple[float, floa
 
 
 def _simulated(search: _Search, candidate: Candidate) -> Plan:
-    spec = search.spec(candidate)
-    answer = simulate(spec).answer
-    usd_per_second = candidate.layout.usd_per_hour / 3600
-    return Plan(
-        layout=candidate.layout,
-        rates=candidate.rates,
-        spec=spec,
-        makespan_s=answer.makespan,
-        step_s=_steady_step_s(answer),
-        samples_per_second=answer.throughput,
-        efficiency=answer.efficiency,
-        generator_busy=1 - answer.generator_idle,
-        trainer_busy=1 - answer.trainer_idle,
-        usd_per_1000_samples=1000 * usd_per_second / answer.throughput,
-        slices=candidate.own_slices,
-        generator_memory=tuple(
-            _lane_memory(search, generator, own)
-            for generator, own in zip(candidate.layout.generators, candidate.own_slices, strict=True)
-        ),
-        trainer_memory=_trainer_memory(search, candidate),
-    )
-
-
-def _steady_step_s(answer: Answer) -> float:
-    """The mean time between two commits once the pipeline is full."""
-    ends = answer.step_end
-    return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else ends[0]
-
-
-def _lane_memory(search: _Search, generator: GeneratorLayout, slice_size: int) -> MemoryReport | None:
-    """None if slices of this size were measured, and thus fit."""
-    pool, headroom = generator.pool, search.constants.memory_headroom
-    if pool.measured.slice_seconds is not None:
-        return None
-    return generator_memory(search.workload, pool.card, slice_size, generator.lane_cards, headroom)
-
-
-def _trainer_memory(search: _Search, candidate: Candidate) -> MemoryReport | None:
-    trainer = candidate.layout.trainer
-    if trainer.pool.measured.train_seconds_per_sample is not None:
-        return None
-    return memory_of_trainer(search.workload, trainer, search.constants.memory_headroom)
+    spec, slices = search.spec(candidate), candidate.own_slices
+    return simulated_plan(search.workload, candidate.layout, candidate.rates, spec, slices, search.constants)
 
 
 def _too_many_ranks(cluster: Cluster, options: PlanOptions) -> str:

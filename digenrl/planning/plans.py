@@ -1,15 +1,17 @@
-"""The planner's results, and the reasons why a plan won or lost."""
+"""The planner's results."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from digenrl.config.spec import Spec
 from digenrl.planning.bounds import Rates
-from digenrl.planning.candidates import Objective
 from digenrl.planning.layout import Layout
 from digenrl.planning.memory import MemoryReport
 from digenrl.planning.workload import Workload
+
+Kind = Literal["disaggregated", "trainer helps", "both directions", "colocated"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,16 @@ class Plan:
     why: str = ""
 
     @property
+    def kind(self) -> Kind:
+        """Who does what: each card one thing, the trainer also generates, every card does both, or in turns."""
+        rules = self.spec.policy
+        if rules.colocated:
+            return "colocated"
+        if self.spec.shares_work:
+            return "both directions"
+        return "disaggregated" if rules.help == "none" else "trainer helps"
+
+    @property
     def step_generating_s(self) -> float:
         """The time that the generators alone need for the samples of a step."""
         return self.rates.samples_per_step / self.rates.samples_per_second
@@ -51,7 +63,8 @@ class PlanResult:
 
     No plan of the search space with one slice size for all lanes is better than the first by more than
     `proven_gap`; slice sizes per pool are tried for the best splits only. `every_size` is True if all trainer
-    sizes were searched, and False if a refined grid of sizes was used (large pools).
+    sizes were searched, and False if a refined grid of sizes was used (large pools). `colocated` is a comparison,
+    not a plan to run. `comparison` says in words which kind of plan wins, by how much and why.
     """
 
     workload: Workload
@@ -60,51 +73,9 @@ class PlanResult:
     evaluated: int
     proven_gap: float
     every_size: bool
+    colocated: Plan | None
+    comparison: str
 
     @property
     def best(self) -> Plan:
         return self.plans[0]
-
-
-def why_it_won(plan: Plan, workload: Workload) -> str:
-    """Which side is the bottleneck of the best plan, and how close the plan is to the fluid limit."""
-    side = "training" if plan.step_training_s >= plan.step_generating_s else "generation"
-    helped = " and the trainer helps in its bubbles" if plan.spec.policy.help != "none" else ""
-    return (
-        f"a step of {workload.samples_per_step} samples trains in {plan.step_training_s:.1f} s and generates in "
-        f"{plan.step_generating_s:.1f} s: {side} sets the pace{helped}; {plan.efficiency:.0%} of the fluid limit"
-    )
-
-
-def why_it_lost(plan: Plan, best: Plan, objective: Objective = "throughput") -> str:
-    """The distance to the best plan, and the bottleneck that causes it."""
-    if objective == "cost":
-        behind = plan.usd_per_1000_samples / best.usd_per_1000_samples - 1
-        return f"{behind:.1%} more expensive: {_cause(plan, best)}"
-    behind = best.samples_per_second / plan.samples_per_second - 1
-    if behind < 0.0005:
-        return f"as fast, at {_price(plan)} per 1,000 samples against {_price(best)}"
-    return f"{behind:.1%} slower: {_cause(plan, best)}"
-
-
-def _price(plan: Plan) -> str:
-    return f"${plan.usd_per_1000_samples:.2f}"
-
-
-def _cause(plan: Plan, best: Plan) -> str:
-    trains_slower = plan.step_training_s > best.step_training_s
-    generates_slower = plan.step_generating_s > best.step_generating_s
-    if trains_slower and plan.step_training_s >= plan.step_generating_s:
-        return (
-            f"training sets its pace, {plan.step_training_s:.1f} s a step against {best.step_training_s:.1f} s; "
-            f"its generators are busy {plan.generator_busy:.0%} of the time"
-        )
-    if generates_slower:
-        return (
-            f"generation sets its pace, {plan.step_generating_s:.1f} s a step against "
-            f"{best.step_generating_s:.1f} s; its trainer is busy {plan.trainer_busy:.0%} of the time"
-        )
-    return (
-        f"more time is lost between generation and training: it reaches {plan.efficiency:.0%} of its fluid limit, "
-        f"the best plan {best.efficiency:.0%}"
-    )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from digenrl.config.plan_files import work_of
 from digenrl.config.profiles import Profile, ProfiledWork
 from digenrl.config.reading import ConfigError, parse_model
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipe import TERMS_PER_JOB, Recipe
 from digenrl.config.recipe_paths import RANDOM
 from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.cluster import Cluster
@@ -63,6 +64,8 @@ def options_for(recipe: Recipe, base: PlanOptions) -> PlanOptions:
     checkpointing are the recipe's.
     """
     techniques, training = recipe.techniques, recipe.training
+    helps = techniques.tag != "none" and techniques.assist != "none"
+    job_samples, why_dedicated = _shared_training(recipe, base.ranks)
     checkpointing = training.gradient_checkpointing
     packs = training.pack_size if isinstance(training.pack_size, int) else training.largest_pack
     return PlanOptions(
@@ -78,10 +81,45 @@ def options_for(recipe: Recipe, base: PlanOptions) -> PlanOptions:
             checkpointing=(False, True) if checkpointing == "auto" else (bool(checkpointing),),
         ),
         stale_shares=base.stale_shares,
-        helps=("none",) if techniques.tag == "none" else ("none", techniques.tag),
+        helps=("none", techniques.tag) if helps else ("none",),
         objective=base.objective,
         keep=base.keep,
+        job_samples=job_samples,
+        why_dedicated=why_dedicated,
     )
+
+
+def with_shared_training(workload: Workload, options: PlanOptions) -> PlanOptions:
+    """The options for a workload without a recipe, whose generators may train jobs as small as a recipe's."""
+    if options.ranks is not None and options.ranks > 1:
+        return replace(options, why_dedicated=_several_ranks(options.ranks))
+    enough = (size for size in workload.slice_sizes() if size * workload.pairs_per_sample >= TERMS_PER_JOB)
+    return replace(options, job_samples=next(enough, workload.samples_per_prompt))
+
+
+def _several_ranks(ranks: int) -> str:
+    return f"--ranks is {ranks}, and every card would train alone"
+
+
+def _shared_training(recipe: Recipe, ranks: int | None) -> tuple[int | None, str]:
+    """The size of a Train job if the recipe's generators can train as well, else None and the reason."""
+    techniques = recipe.techniques
+    for key, value, off in (
+        ("gap", techniques.gap, False),
+        ("tag", techniques.tag, "none"),
+        ("assist", techniques.assist, "none"),
+    ):
+        if value == off:
+            return None, f"the recipe sets techniques.{key} to {str(off).lower()}"
+    if ranks is not None and ranks > 1:
+        return None, _several_ranks(ranks)
+    content = recipe.model_dump()
+    content |= {"mode": "ray", "lanes": {**content["lanes"], "ranks": 1}}
+    content["techniques"] = {**content["techniques"], "assist": "both"}
+    try:
+        return parse_model(Recipe, content).job_samples, ""
+    except ConfigError as error:
+        return None, str(error).removeprefix("techniques.assist: ").removeprefix("both, but ")
 
 
 def catalogue_model(recipe: Recipe) -> CatalogueModel | None:

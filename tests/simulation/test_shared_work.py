@@ -171,10 +171,10 @@ def test_a_lane_takes_no_more_slices_at_once_than_its_quota_has_left() -> None:
 
 def test_measured_training_times_replace_those_of_the_offer() -> None:
     opening = initial_scheduler_state(spec_of(TWO_CARDS), search_budget=0)
-    measured = CostsMeasured(1, Fraction(1), 0, 0, 0, 0, 0, lane_train_ns=((0, Fraction(7)),), reduce_ns=5)
+    measured = CostsMeasured(1, Fraction(1), 0, 0, 0, 0, 0, lane_train_ns=((0, Fraction(7)),), send_ns=5)
     state, _ = decide(opening, measured)
     assert [lane.train_sample_ns for lane in state.lanes] == [7, 3 * SECOND]
-    assert state.costs.reduce_ns == 5
+    assert state.costs.send_ns == 5
 
 
 def test_a_generator_that_works_ahead_does_not_hold_up_the_commit() -> None:

@@ -134,7 +134,7 @@ def _best_on_policy(choices: list[_Choice]) -> tuple[_Choice, _Forecast, int]:
 def _forecast(spec: Spec) -> _Forecast:
     rules = best_rules(lambda rule: shared_opening(spec, rule), most_at_once=1, budget=FORECASTS)
     forecast = StepForecast(shared_opening(spec, rules[0]))
-    step_ns = forecast.step_ns(rules[0].quotas, fine_tail=rules[0].fine_tail)
+    step_ns = forecast.step_ns(rules[0].quotas)
     return _Forecast(rules, spec.steps * step_ns / NS_PER_SECOND)
 
 

@@ -12,7 +12,7 @@ from digenrl.config.spec import read_spec
 from digenrl.loop import drive
 from digenrl.records import SampleId, WorkerLost
 from digenrl.scheduling.invariants import Auditor
-from digenrl.simulation.simulator import SIMULATED_SEARCH_BUDGET
+from digenrl.simulation.simulator import SIMULATED_SEARCH_BUDGET, simulate
 from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
 from digenrl.simulation.virtual_cluster import Faults, VirtualCluster
 from digenrl.telemetry.gantt_svg import gantt_svg
@@ -46,6 +46,7 @@ PICTURES = (
     Picture("tsp", "tsp", "GAP + TSP: packed time-steps, training takes 0.7 of the time"),
     Picture("tag_greedy", "tag_greedy", "TAG, greedy: help whenever nothing is ready to train"),
     Picture("tag_search", "tag_search", "TAG, search: help where it brings the commit forward"),
+    Picture("both", "both", "Both directions: all six cards generate and train"),
     Picture("tcss", "tcss", "TCSS without help: half of a step may start on stale weights"),
     Picture("everything_on", "everything_on", "All techniques: GAP, TSP, TAG (auto) and TCSS"),
     Picture("unequal_eager", "unequal_eager", "Unequal lanes, eager: slow lanes take the last slices"),
@@ -65,6 +66,8 @@ PICTURES = (
 def run(picture: Picture) -> Trace:
     """The trace of the picture's run on a virtual clock, audited after every event."""
     spec = read_spec(SPECS / f"{picture.spec}.yaml")
+    if spec.shares_work:
+        return simulate(spec).trace
     initial = initial_scheduler_state(spec, SIMULATED_SEARCH_BUDGET)
     recorder = Recorder(initial)
     drive(initial, VirtualCluster(initial, picture.faults), (recorder, Auditor(initial)))

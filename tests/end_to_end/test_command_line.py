@@ -108,7 +108,7 @@ def test_simulate_answers_in_json_with_the_documented_keys() -> None:
     answer = json.loads(digenrl("simulate", EXAMPLE, "--json").stdout)
     assert set(answer) == {
         "makespan", "step_end", "throughput", "bound", "efficiency", "generator_idle", "trainer_idle",
-        "stale_samples", "helped_samples", "help_decisions",
+        "stale_samples", "helped_samples", "assisted_samples", "help_decisions",
     }  # fmt: skip
     assert answer["efficiency"] == pytest.approx(answer["bound"] / answer["makespan"])
     assert len(answer["step_end"]) == 4

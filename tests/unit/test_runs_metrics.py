@@ -145,11 +145,11 @@ def test_samples_count_where_they_are_trained_again_after_a_lane_was_lost_with_t
     opening, trained = initial_state_of(**BOTH), list[Trained]()
 
     def note(event: Any, actions: Any, state: SchedulerState) -> None:
-        if isinstance(event, Trained) and not state.lanes[event.job.lane].helper:
+        if isinstance(event, Trained):
             trained.append(event)
 
     watch(opening, [], after=(AfterEach(note),))
-    first = trained[0]
+    first = next(event for event in trained if not opening.lanes[event.job.lane].helper)
     lost = WorkerLost(first.at_ns + 1, first.job.lane)
     _check_against_the_full_trace(opening, Faults(events=(lost,)))
     trained.clear()

@@ -141,6 +141,13 @@ def test_several_cards_in_mode_colocated_are_lanes_that_do_everything(live: Live
     assert trained(run, 3) == trained(live.finished(*ONE_CARD), 3)
 
 
+def test_a_run_of_one_card_goes_on_with_two(live: LiveRuns) -> None:
+    path = live.new_path()
+    live.run(*ONE_CARD, "steps=2", out=path)
+    assert live.resume(path, "steps=3", "mode=local", "techniques.assist=both") is Status.FINISHED
+    assert trained(RunFolder.open(path), 3) == trained(live.finished(*ONE_CARD), 3)
+
+
 def test_what_cannot_be_shared_is_refused(live: LiveRuns) -> None:
     for override, message in {
         "algorithm={name: diffusion_nft, options: {}}": "both, but the published weights follow",

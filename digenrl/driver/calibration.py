@@ -221,10 +221,13 @@ def choose_slice_size(driver: Dispatcher, calibration: Calibration) -> int:
 
 
 def choose_shared_work(driver: Dispatcher, calibration: Calibration, slice_size: int) -> SharedWorkRule:
-    """How lanes that generate and train share the work of a step: the rule with the shortest predicted steps."""
+    """How lanes that generate and train share the work of a step: the rule with the shortest predicted steps.
+
+    With `greedy`, every idle lane takes whatever there is.
+    """
     recipe = driver.stores.recipe
-    if not recipe.shares_work:
-        return SharedWorkRule()
+    if not recipe.shares_work or recipe.techniques.tag == "greedy":
+        return SharedWorkRule(leaves_to_faster=False)
     generators, helpers = offers(driver, calibration, slice_size)
     terms, costs = _terms(driver, slice_size), calibration.costs()
 

@@ -50,7 +50,7 @@ CLUSTER = {
         {"name": "far", "labels": {"zone": "far"}, "up_to": 3},
     ],
     "trainer": {"resources": {"near": 1}},
-    "start_timeout_s": 3,
+    "start_timeout_s": 6,
 }
 LARGE = 5_000_000
 NUMBERS = 1000  # of 8 bytes each: less than what object stores keep by default

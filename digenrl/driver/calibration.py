@@ -24,7 +24,7 @@ from digenrl.driver.dispatcher import Dispatcher
 from digenrl.records import Calibrate, Calibrated, LaneOffer, PromptRow, Publish, Published, SwitchRole
 from digenrl.scheduling import Costs, SchedulerState, SharedWorkRule, Terms, initial_state
 from digenrl.simulation.prediction import predict
-from digenrl.simulation.shared_work import best_rules
+from digenrl.simulation.shared_work import best_rules, greedy_rule
 from digenrl.simulation.spec_costs import with_rules
 from digenrl.training.update_split import stale_groups, updates_of_places
 from digenrl.transports.contract import ArtifactStore
@@ -223,11 +223,13 @@ def choose_slice_size(driver: Dispatcher, calibration: Calibration) -> int:
 def choose_shared_work(driver: Dispatcher, calibration: Calibration, slice_size: int) -> SharedWorkRule:
     """How lanes that generate and train share the work of a step: the rule with the shortest predicted steps.
 
-    With `greedy`, every idle lane takes whatever there is.
+    With `greedy`, idle lanes take any available work.
     """
     recipe = driver.stores.recipe
-    if not recipe.shares_work or recipe.techniques.tag == "greedy":
-        return SharedWorkRule(leaves_to_faster=False)
+    if not recipe.shares_work:
+        return SharedWorkRule()
+    if recipe.techniques.tag == "greedy":
+        return greedy_rule()
     generators, helpers = offers(driver, calibration, slice_size)
     terms, costs = _terms(driver, slice_size), calibration.costs()
 

@@ -14,7 +14,6 @@ from digenrl.config.spec import (
     ScheduleRules,
     Spec,
     TimedGeneratorPool,
-    TimedRewardPool,
     TrainerCosts,
 )
 from digenrl.planning.candidates import PlanOptions, rates_of
@@ -24,7 +23,7 @@ from digenrl.planning.costs import TrainerLayout, commit_seconds, switch_seconds
 from digenrl.planning.layout import GeneratorLayout, Layout, best_trainer, generator_layout, lane_sizes
 from digenrl.planning.plans import Plan
 from digenrl.planning.simulated_plan import simulated_plan
-from digenrl.planning.spec_builder import rounded, slice_table
+from digenrl.planning.spec_builder import reward_pool, rounded, slice_table
 from digenrl.planning.workload import Workload
 from digenrl.simulation.makespan import predict_makespan
 
@@ -101,9 +100,7 @@ def _spec(
             for layout, count, table in zip(lanes, counts, tables, strict=True)
             if count
         ),
-        reward=TimedRewardPool(
-            lanes=workload.reward_lanes, seconds=rounded(workload.reward_seconds), batch=slice_size
-        ),
+        reward=reward_pool(workload, slice_size),
         trainer=TrainerCosts(
             seconds_per_sample=rounded(step_s / workload.samples_per_step * cards),
             commit=rounded(commit_seconds(workload, trainer, constants)),

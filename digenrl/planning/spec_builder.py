@@ -58,9 +58,7 @@ def build_spec(
             )
             for generator, own in zip(layout.generators, own_slices, strict=True)
         ),
-        reward=TimedRewardPool(
-            lanes=workload.reward_lanes, seconds=rounded(workload.reward_seconds), batch=slice_size
-        ),
+        reward=reward_pool(workload, slice_size),
         trainer=TrainerCosts(
             seconds_per_sample=rounded(unit_s / samples_per_unit),
             commit=rounded(commit_seconds(workload, layout.trainer, constants)),
@@ -104,6 +102,11 @@ def publish_link(layout: Layout, constants: Constants = CONSTANTS) -> float:
     if len(pools) == 1 and trainer_pool.nodes == 1:
         return trainer_pool.card.card_link_gb_s * GB * constants.collective_share
     return min(network_bytes_s(pool, constants) for pool in pools)
+
+
+def reward_pool(workload: Workload, slice_size: int) -> TimedRewardPool:
+    """The workload's reward lanes, which score whole slices."""
+    return TimedRewardPool(lanes=workload.reward_lanes, seconds=rounded(workload.reward_seconds), batch=slice_size)
 
 
 def rounded(seconds: float) -> Decimal:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from digenrl.config.spec import Spec
 from digenrl.scheduling import SchedulerState, SharedWorkRule
-from digenrl.simulation.shared_work import MOST_AT_ONCE, best_rules, makespan_ns
+from digenrl.simulation.shared_work import MOST_AT_ONCE, best_rules, greedy_rule, makespan_ns
 from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
 
 COMPARED_STEPS = 3  # rules are compared by a few steps: later ones resemble them
@@ -20,7 +20,7 @@ PredictMakespan = Callable[[Spec], tuple[Spec, float]]  # of a SPEC without `bot
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class ChosenSchedule:
     """How a SPEC is run: with lanes that share work by a rule, or as another SPEC without one."""
 
     spec: Spec
@@ -43,10 +43,10 @@ def shared_opening(spec: Spec, rule: SharedWorkRule) -> SchedulerState:
     return initial_scheduler_state(fixed, search_budget=0, shared_work=rule)
 
 
-def choose_schedule(spec: Spec, predict: PredictMakespan) -> Schedule:
+def choose_schedule(spec: Spec, predict: PredictMakespan) -> ChosenSchedule:
     """The schedule for a SPEC whose lanes do both, by its help rule."""
     if spec.policy.help == "greedy":
-        return _best(spec, [_greedy(at_once) for at_once in _sizes(spec)])
+        return _best(spec, [greedy_rule(at_once) for at_once in _sizes(spec)])
     shared = _searched(spec)
     if spec.policy.help == "search":
         return shared
@@ -58,28 +58,24 @@ def choose_schedule(spec: Spec, predict: PredictMakespan) -> Schedule:
     ):
         resolved, makespan = predict(simpler)
         if makespan <= best.makespan:
-            best = Schedule(resolved, None, makespan)
+            best = ChosenSchedule(resolved, None, makespan)
     return best
 
 
-def _searched(spec: Spec) -> Schedule:
+def _searched(spec: Spec) -> ChosenSchedule:
     """The best rules by their forecasts, compared on the scheduler itself."""
     return _best(spec, best_rules(lambda rule: shared_opening(spec, rule), max(_sizes(spec))))
 
 
-def _best(spec: Spec, rules: Iterable[SharedWorkRule]) -> Schedule:
+def _best(spec: Spec, rules: Iterable[SharedWorkRule]) -> ChosenSchedule:
     rules = list(rules)
     chosen = rules[0]
     if len(rules) > 1:
         few = spec.with_changes(steps=min(spec.steps, COMPARED_STEPS))
         chosen = min(rules, key=lambda rule: makespan_ns(shared_opening(few, rule)))
-    return Schedule(spec, chosen, makespan_ns(shared_opening(spec, chosen)) / NS_PER_SECOND)
+    return ChosenSchedule(spec, chosen, makespan_ns(shared_opening(spec, chosen)) / NS_PER_SECOND)
 
 
 def _sizes(spec: Spec) -> range:
     """How many slices a lane may take at once: one if the SPEC says how large a slice is."""
     return range(1, min(MOST_AT_ONCE, spec.samples_per_prompt) + 1) if spec.slice == "auto" else range(1, 2)
-
-
-def _greedy(at_once: int) -> SharedWorkRule:
-    return SharedWorkRule(slices_at_once=at_once, leaves_to_faster=False)

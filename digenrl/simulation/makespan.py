@@ -13,7 +13,7 @@ from digenrl.scheduling.help.forecast_from_state import forecast_from_state
 from digenrl.scheduling.help.help_rules import GREEDY, WAIT_ALWAYS, simulate_help, simulate_rounds
 from digenrl.scheduling.state import BubblePlan, HelpPlan, SchedulerState
 from digenrl.scheduling.terms import Terms
-from digenrl.simulation.both_directions import Schedule, choose_schedule
+from digenrl.simulation.both_directions import ChosenSchedule, choose_schedule
 from digenrl.simulation.shared_work import makespan_ns
 from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
 
@@ -49,7 +49,7 @@ def with_best_slice(spec: Spec, search_budget: int = SEARCH_BUDGET) -> Spec:
     return min(candidates, key=lambda candidate: predict_makespan(candidate, search_budget))
 
 
-def schedule_if_lanes_do_both(spec: Spec, search_budget: int = SEARCH_BUDGET) -> Schedule:
+def schedule_if_lanes_do_both(spec: Spec, search_budget: int = SEARCH_BUDGET) -> ChosenSchedule:
     """The schedule of a SPEC with `assist: both`, which may be a simpler one."""
 
     def predict(simpler: Spec) -> tuple[Spec, float]:

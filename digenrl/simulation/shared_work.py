@@ -1,6 +1,6 @@
 """Chooses how lanes that both generate and train share the work of a step.
 
-Candidates are compared by `step_forecast`: without quotas, for every number of slices at once; then with quotas
+Candidates are compared by `step_forecast`: without quotas, for every value of `slices_at_once`; then with quotas
 from `quotas`, for steps that take as long as planned or a little longer; then, for the best numbers of slices at
 once, with other margins. The search is deterministic, and bounded by the number of its forecasts.
 """
@@ -33,6 +33,11 @@ def best_rules(opening: Opening, most_at_once: int, budget: int = BUDGET) -> lis
     return _Search(opening, range(1, min(most_at_once, MOST_AT_ONCE) + 1), budget).run()
 
 
+def greedy_rule(slices_at_once: int = 1) -> SharedWorkRule:
+    """Idle lanes take any available work, slices first."""
+    return SharedWorkRule(slices_at_once=slices_at_once, leaves_to_faster=False)
+
+
 def makespan_ns(opening: SchedulerState) -> int:
     """When the last step is committed, on the scheduler itself."""
     cluster = VirtualCluster(opening)
@@ -42,7 +47,7 @@ def makespan_ns(opening: SchedulerState) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """The forecast and the plans for one number of slices at once."""
+    """The forecast and the planner for one value of `slices_at_once`."""
 
     rule: SharedWorkRule
     forecast: StepForecast

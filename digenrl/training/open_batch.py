@@ -240,7 +240,7 @@ class OpenBatch:
         return [place for place in needed if place not in self.entries]
 
     def denominator(self, steps: int) -> int:
-        """Z of the open update, if each sample is trained on so many steps."""
+        """Z of the open update, if each sample is trained on `steps` steps."""
         return steps * self._units(self.places())
 
     def zero_spread_groups(self) -> int:

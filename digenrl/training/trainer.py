@@ -230,7 +230,7 @@ class Trainer:
             add_share(share, self._open, sums, self.policies.parameters)
 
     def add_rewards(self, place: int, index: int, rewards: Sequence[float]) -> None:
-        """Makes a group's rewards known, whoever trains its samples, and in whichever update.
+        """Records the rewards of a group. Its samples may be trained by other trainers, in any update.
 
         They can be given again. If this raises, the trainer is unchanged.
         """

@@ -1,4 +1,4 @@
-"""Every lane generates and trains: the weights are those of one card, whoever trained what, and whoever dies."""
+"""If every lane generates and trains, the weights equal those of one card, even if workers are killed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from digenrl.runs.replaying import initial_state_of, replayed
 JOBS = "training.job_samples=2"
 ONE_CARD = ("mode=colocated", JOBS)
 BOTH = ("techniques.assist=both", JOBS)  # who does what is planned
-GREEDY = ("techniques.tag=greedy",)  # every idle lane takes what there is, so that all of them train
+GREEDY = ("techniques.tag=greedy",)  # idle lanes take any available work, so that all of them train
 FOUR_CARDS = (*BOTH, *GREEDY, "lanes.generators=[cpu,cpu,cpu]", "lanes.rewards=0")
 TASKS = {
     "one update": ("algorithm.options={updates_per_batch: 1, kl_weight: 0.01, advantage: {clamp: 0.5}}",),

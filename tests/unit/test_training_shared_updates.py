@@ -73,7 +73,7 @@ def in_second_update(case=FLOW, trainers=3):
     return team
 
 
-# --- The same updates, whoever trained them -------------------------------------------------------------------
+# --- Updates do not depend on which trainer computed which part ----------------------------------------------
 
 
 @EVERY

@@ -42,7 +42,7 @@ def alone():
     return of
 
 
-# --- The same update, whoever trained it ----------------------------------------------------------------------
+# --- The update does not depend on which trainer computed which part ------------------------------------------
 
 
 @EVERY

@@ -118,7 +118,7 @@ class PackedPasses:
         return result
 
     def work_share(self, terms: Sequence[int], group_terms: Sequence[int]) -> float:
-        """The work of jobs of so many terms relative to that of a whole group's jobs, including padding."""
+        """The work of jobs with these numbers of terms, relative to that of a whole group, including padding."""
         if not self._pads_packs or self.planner.pack_size is None:
             return sum(terms) / sum(group_terms)
         packs, group_packs = (

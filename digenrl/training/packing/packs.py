@@ -90,7 +90,7 @@ def terms_of(
 
 
 def calibration_terms(group: ScoredGroup, objective: Objective, job_samples: int) -> list[list[Term]]:
-    """The terms of all samples of a group with made-up advantages, in jobs of so many samples."""
+    """The terms of all samples of a group, with placeholder advantages, split into jobs of `job_samples`."""
     samples = range(len(group.trajectories))
     if len(samples) < 2:
         raise ValueError(f"calibration needs a group of at least 2 samples, got {len(samples)}")

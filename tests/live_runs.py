@@ -194,8 +194,9 @@ class Meanwhile:
 
 
 def ask_to_stop(number: signal.Signals) -> None:
-    """Sends a signal to the run in this process. After the run, the signal would end the tests."""
-    assert signal.getsignal(number) not in (signal.SIG_DFL, signal.default_int_handler), "the run is over"
+    """Sends a signal to the run in this process, once the run handles it: until then it would end the tests."""
+    unhandled = (signal.SIG_DFL, signal.default_int_handler)
+    wait_for(lambda: signal.getsignal(number) not in unhandled, f"the run to handle {number.name}")
     os.kill(os.getpid(), number)
 
 

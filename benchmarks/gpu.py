@@ -38,13 +38,13 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
-from digenrl.commands.device_facts import matrix_tflops
 from digenrl.commands.profile import profile_recipe
 from digenrl.config.profiles import Profile, write_profile
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_files import read_recipe
 from digenrl.models.compiled import compile_blocks, is_compiled
 from digenrl.models.contract import Conditioning, DiffusionModel
+from digenrl.models.matrix_rate import matrix_tflops
 from digenrl.models.registry import FAMILIES
 from digenrl.models.trajectory import ScoredGroup, Trajectory
 from digenrl.models.transfers import synchronize

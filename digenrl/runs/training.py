@@ -22,6 +22,7 @@ from digenrl.driver.calibration import (
     publish_initial_weights,
 )
 from digenrl.driver.dispatcher import Dispatcher, RunHooks
+from digenrl.driver.forwards import MeasuredForwards, measure_forwards
 from digenrl.driver.prompt_store import PromptStore
 from digenrl.driver.step_summary import StepSummary
 from digenrl.logs import configure_logging
@@ -154,13 +155,13 @@ class TrainingRun:
             driver.encode_now(step)
         driver.encode_now(HELD_OUT_STEP)
         publish_s = publish_initial_weights(driver, start.step)
+        forwards = measure_forwards(driver, start.step, self._view.notify)
         self._view.notify("calibrating: timing generation, scoring and training")
         calibration = calibrate(driver, publish_s, start.step, self._view.notify)
         slice_size = choose_slice_size(driver, calibration)
         calibration = calibrate_remaining_sizes(driver, calibration, slice_size, start.step)
         logger.info("calibrated: %s; slice size %d", calibration, slice_size)
-        batch = folder.recipe.batch.model_copy(update={"slice": slice_size})
-        folder.write_recipe(folder.recipe.model_copy(update={"batch": batch}))
+        folder.write_recipe(_settled(folder.recipe, slice_size, forwards))
         evaluates = self._held_out.is_due_now()
         state = initial_scheduler_state(
             driver,
@@ -230,6 +231,15 @@ class TrainingRun:
         helpers = names[len(workers.generators) or 1 :]
         rows += [LaneEntry(name=name, pool="trainer", device=workers.trainer.device) for name in helpers]
         return tuple(rows)
+
+
+def _settled(recipe: Recipe, slice_size: int, forwards: MeasuredForwards) -> Recipe:
+    """The recipe with what calibration has chosen, so that a resumed run rounds as this one."""
+    model = recipe.model
+    if forwards.kernels is not None:
+        model = model.model_copy(update={"attention": dict(forwards.kernels)})
+    batch = recipe.batch.model_copy(update={"slice": slice_size})
+    return recipe.model_copy(update={"batch": batch, "model": model})
 
 
 def _read_held_out(recipe: Recipe) -> list[Prompt]:

@@ -468,8 +468,8 @@ class Calibrate(Job):
     During a run the scheduler issues it for a `lane` that has joined; the prompt is the first of `step`.
     `sizes` are slice sizes for "generate" and the number of samples for other tasks. `held_out` are batch sizes of
     an evaluation. `at_once` is how many samples are generated together before training is timed. A lane that also
-    trains is timed with `trained` samples, in the same job, and uses the trainer's `pack_size`. "forward" counts the
-    operations of a forward, and tries the attention kernels of these `passes`, or uses the given `kernels`.
+    trains is timed with `trained` samples, in the same job, and uses the trainer's `pack_size`. "forward" counts
+    the operations of a forward and tries the attention kernels of these `passes`, or uses the given `kernels`.
     """
 
     task: CalibrationTask
@@ -670,9 +670,9 @@ class Calibrated(Result):
     The driver sets `offer`, what the lane can do by these times.
 
     Memory figures include weights and are 0 on a CPU. `planned_bytes` was expected once a pack had been tried, and
-    `predicted_bytes` before. `moved_bytes` leave the device when its role changes. `forward_flop` are the operations
-    of one sample's forward, `matrix_tflops` is the device's rate, and `attention` holds the seconds of the kernels
-    that were tried, by kind of pass.
+    `predicted_bytes` before. `moved_bytes` leave the device when its role changes. `forward_flop` are the
+    operations of one sample's forward, `matrix_tflops` is the device's rate, and `attention` holds the seconds of
+    the kernels that were tried, by kind of pass.
     """
 
     job: Calibrate

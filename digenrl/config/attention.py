@@ -1,7 +1,7 @@
 """Attention kernels: those that a recipe asks for, and which of those that were tried is used. Needs no torch.
 
-`native` is torch's own choice among all kernels but cuDNN's. Passes of kind "rollout" have no gradient, those of kind
-"replay" a forward and a backward, and "masked" ones no gradient and a mask that hides the padding of texts.
+`native` is torch's own choice among all kernels but cuDNN's. Passes of kind "rollout" have no gradient, those of
+kind "replay" a forward and a backward, and "masked" ones no gradient and a mask that hides the padding of texts.
 """
 
 from __future__ import annotations

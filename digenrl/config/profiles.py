@@ -93,7 +93,8 @@ class Profile(Frozen):
     `commit_seconds`: all optimizer steps of a batch. `lay_out_seconds`: exporting the new weights for generators.
     `publish_seconds`: loading them on a lane of the same machine. `switch_in_seconds`: switching a trainer to
     generation, which offloads `switched_bytes`; `switch_out_seconds`: switching it back. `score_seconds`: scoring
-    one sample. `attention`: the kernels by kind of pass, if they were tried or given. `weights_bytes` is the size of the transformer, `published_bytes` that of an exported version.
+    one sample. `weights_bytes` is the size of the transformer, `published_bytes` that of an exported version.
+    `attention` are the attention kernels by kind of pass, if they were tried or given.
     """
 
     device: DeviceFacts

@@ -45,8 +45,8 @@ class ModelSettings(Frozen):
 
     `random` is the family's published model with random weights, `random:SIZE` another of its sizes: it needs no
     download and learns nothing, but has the speed and memory footprint of the real one. With `compile` the
-    transformer's blocks are compiled; `auto` compiles on CUDA cards. With `attention: auto` kernels are tried on CUDA
-    cards, and the run's recipe names those that were chosen.
+    transformer's blocks are compiled; `auto` compiles on CUDA cards. With `attention: auto` kernels are tried on
+    CUDA cards, and the run's recipe names those that were chosen.
     """
 
     family: str

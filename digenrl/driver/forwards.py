@@ -30,9 +30,9 @@ class MeasuredForwards:
 def measure_forwards(
     driver: Dispatcher, first_step: int = 0, notify: Callable[[str], None] = lambda message: None
 ) -> MeasuredForwards:
-    """Counts operations, tries attention kernels if the recipe leaves them open, and uses the same ones on all lanes.
+    """Counts operations, and tries attention kernels if the recipe leaves them open.
 
-    Lanes that start later get them with their assignment.
+    All lanes use the same ones. Lanes that start later get them with their assignment.
     """
     recipe, workers = driver.stores.recipe, driver.stores.workers
     prompt = driver.stores.prompts.row(first_step, 0)

@@ -120,7 +120,7 @@ def loaded(recipe: Recipe, device: str, prompt: str = PROMPTS[0]) -> Loaded:
     row = load_text_encoders(blueprint, device).encode([prompt])
     model = load_model(blueprint, device)
     if not is_compiled(model):
-        compile_blocks(model, backend="aot_eager")  # the real compiler takes minutes on a CPU
+        compile_blocks(model, backend="eager")  # the real compiler takes minutes on a CPU
     return Loaded(recipe, blueprint, model, model.compact(row).to(model.device))
 
 

@@ -670,9 +670,9 @@ class Calibrated(Result):
     The driver sets `offer`, what the lane can do by these times.
 
     Memory figures include weights and are 0 on a CPU. `planned_bytes` was expected once a pack had been tried, and
-    `predicted_bytes` before. `moved_bytes` leave the device when its role changes. `forward_flop` are the
-    operations of one sample's forward, `matrix_tflops` is the device's rate, and `attention` holds the seconds of
-    the kernels that were tried, by kind of pass.
+    `predicted_bytes` before. `moved_bytes` leave the device when its role changes. `generate_flop` and
+    `train_flop` are the operations of one sample, `matrix_tflops` is the device's rate, and `attention` holds the
+    seconds of the kernels that were tried, by kind of pass.
     """
 
     job: Calibrate
@@ -685,7 +685,8 @@ class Calibrated(Result):
     planned_bytes: int = _data(0)
     predicted_bytes: int = _data(0)
     moved_bytes: int = _data(0)
-    forward_flop: float = _data(0.0)
+    generate_flop: float = _data(0.0)
+    train_flop: float = _data(0.0)
     matrix_tflops: float = _data(0.0)
     attention: Mapping[PassKind, Mapping[Kernel, float]] | None = _data()
     offer: LaneOffer = LaneOffer("", 0)

@@ -17,12 +17,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MeasuredForwards:
-    """The operations of one sample's forward, each worker's rate of matrix products, and the chosen kernels.
+    """The operations of one sample, each worker's rate of matrix products, and the chosen kernels.
 
     `kernels` is None if none were tried.
     """
 
-    flop: float
+    generate_flop: float
+    train_flop: float
     matrix_tflops: Mapping[str, float]
     kernels: Kernels | None
 
@@ -53,7 +54,7 @@ def measure_forwards(
         driver.ask(
             [(name, Calibrate(driver.own_job_id(), 0, "forward", kernels=dict(kernels))) for name in passes]
         )
-    return MeasuredForwards(max(each.forward_flop for each in results), rates, kernels)
+    return MeasuredForwards(results[0].generate_flop, results[0].train_flop, rates, kernels)
 
 
 def passes_to_try(recipe: Recipe, duties: Collection[Duty], device: str) -> tuple[PassKind, ...]:

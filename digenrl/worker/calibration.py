@@ -16,7 +16,7 @@ from digenrl.models.trajectory import ScoredGroup, Trajectory
 from digenrl.models.transfers import synchronize
 from digenrl.records import Calibrate, Calibrated, PromptRow, SampleId, Slice
 from digenrl.rewards.contract import RewardError
-from digenrl.worker.forward_trial import sample_forward, try_attention
+from digenrl.worker.forward_trial import sample_forward, train_flop, try_attention
 from digenrl.worker.rollouts import held_out_pixels, roll_out
 from digenrl.worker.stages import Stages
 from digenrl.worker.tensor_files import trajectory_tensors
@@ -52,9 +52,15 @@ class StageCalibration:
             return Calibrated(0, job, {})
         row = self._stages.row(_prompt(job))
         forward = sample_forward(self._blueprint, model, row)
-        attention = try_attention(self._blueprint, model, row, forward, job.passes)
-        rate = matrix_tflops(model.device)
-        return Calibrated(0, job, {}, forward_flop=forward.flop, matrix_tflops=rate, attention=attention)
+        return Calibrated(
+            0,
+            job,
+            {},
+            generate_flop=self._blueprint.recipe.sample.denoising_steps * forward.flop,
+            train_flop=train_flop(self._blueprint, model, row),
+            matrix_tflops=matrix_tflops(model.device),
+            attention=try_attention(self._blueprint, model, row, forward, job.passes),
+        )
 
     def _generation(self, job: Calibrate) -> Calibrated:
         """One slice of every size, and held-out batches once so that a compiled model has met their sizes."""

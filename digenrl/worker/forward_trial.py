@@ -12,12 +12,28 @@ from digenrl.models.forward_record import AttentionCall, ForwardRecord, record_f
 from digenrl.records import Kernel, PassKind
 from digenrl.worker.blueprint import Blueprint
 
+NO_GUIDANCE = 1.0  # a loss against data is computed without classifier-free guidance
 SMALLEST_FLOP = 1e11  # attention of a forward below this is not worth a trial
 
 
 def sample_forward(blueprint: Blueprint, model: DiffusionModel, row: Conditioning) -> ForwardRecord:
     """The forward of one sample at the recipe's size, with all its guidance branches."""
     return _recorded(blueprint, model, row, blueprint.size, blueprint.guidance)
+
+
+def train_flop(blueprint: Blueprint, model: DiffusionModel, row: Conditioning) -> float:
+    """The operations of training one generated sample, without what checkpointing computes again.
+
+    A replayed pair has a forward and the gradient of its activations, that of trained weights, and forwards of the
+    reference and the old policy, as far as they are needed.
+    """
+    recipe, settings = blueprint.recipe, blueprint.algorithm.settings
+    guidance = blueprint.guidance if blueprint.algorithm.replays == "steps" else NO_GUIDANCE
+    forward = _recorded(blueprint, model, row, blueprint.size, guidance).flop
+    passes = 2 + (recipe.training.lora is None) + settings.needs.reference + settings.needs.old_policy
+    steps = settings.trained_steps(recipe.sample.denoising_steps, blueprint.window)
+    group = recipe.batch.samples_per_prompt
+    return forward * passes * steps * settings.trained_samples(group) / group
 
 
 def try_attention(
@@ -30,9 +46,8 @@ def try_attention(
     """The seconds of attention kernels by kind of pass; none on a CPU, and for models with little attention."""
     if model.device.type != "cuda" or sum(call.flop for call in forward.attention) < SMALLEST_FLOP:
         return {}
-    calls: dict[PassKind, Sequence[AttentionCall]] = {
-        kind: forward.attention for kind in passes if kind != "masked"
-    }
+    plain = tuple(call for call in forward.attention if call.mask is None)  # a text encoder's part may have a mask
+    calls: dict[PassKind, Sequence[AttentionCall]] = {kind: plain for kind in passes if kind != "masked"}
     if "masked" in passes:
         # Two prompts of different length, as in a batch of held-out prompts.
         rows = Conditioning.joined([model.shortened_prompt(row), row])

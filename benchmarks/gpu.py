@@ -263,6 +263,8 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--base", help="precision of the frozen base, as model.base")
     parser.add_argument("--attention", help="fix the attention kernel, as model.attention")
     parser.add_argument("--against", help="attention kernels to compare with: of rollouts, and of replays")
+    parser.add_argument("--pack", type=int, help="pairs of a pack, instead of the memory plan's")
+    parser.add_argument("--checkpointed", type=int, help="checkpointed blocks, instead of the memory plan's")
     parser.add_argument("--memory-gib", type=float, help="limit the GPU memory in use")
     parser.add_argument("--profiles", type=Path, help="folder to write the profiles to")
     parser.add_argument("--device-name", default="h200", help="prefix of the profiles' file names")
@@ -276,7 +278,12 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     if options.against is not None:
         rollout, _, replay = options.against.partition(",")
         options.against = fixed_kernels({"rollout": rollout, "replay": replay or rollout})
-    chosen = {"model.base": options.base, "model.attention": options.attention}
+    chosen = {
+        "model.base": options.base,
+        "model.attention": options.attention,
+        "training.pack_size": options.pack,
+        "training.gradient_checkpointing": options.checkpointed,
+    }
     options.overrides = [f"{key}={value}" for key, value in chosen.items() if value is not None]
     if not options.tiny and not torch.cuda.is_available():
         sys.exit("no GPU was found; add --tiny to run tiny models on the CPU")

@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--pass", dest="kind", choices=("forward", "replay"), default="forward")
     parser.add_argument("--rows", type=int, help="samples of a forward; the largest slice of the benchmark")
     parser.add_argument("--pack", type=int, help="pairs of a replay; chosen by the memory plan")
+    parser.add_argument("--checkpointed", type=int, help="checkpointed blocks; chosen by the memory plan")
     parser.add_argument("--base", help="precision of the frozen base, as model.base")
     parser.add_argument("--attention", help="attention kernel, as model.attention; tried by default")
     parser.add_argument("--inductor", nargs="*", default=[], help="options of torch._inductor.config, key=value")
@@ -122,7 +123,12 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
     options = parser.parse_args()
     set_inductor_options(options.inductor)
-    chosen = {"model.base": options.base, "model.attention": options.attention, "training.pack_size": options.pack}
+    chosen = {
+        "model.base": options.base,
+        "model.attention": options.attention,
+        "training.pack_size": options.pack,
+        "training.gradient_checkpointing": options.checkpointed,
+    }
     overrides = [f"{key}={value}" for key, value in chosen.items() if value is not None]
     with tempfile.TemporaryDirectory() as folder:
         recipe = prepared_recipe(options.family, options.tiny, Path(folder), overrides)

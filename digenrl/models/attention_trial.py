@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 Calls = Mapping[PassKind, Sequence[AttentionCall]]
 COMMAND = (sys.executable, "-m", "digenrl.models.attention_trial")
 TIMEOUT_S = 180.0
+MOST_CRASHES = 3  # in a row, without a result
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-3}  # of the norm of the difference
 MOST_ROWS, MOST_TOKENS = 8, 32_768  # of a trial
 MOST_SCORES_BYTES = 2**31  # of the matrix that the math kernel stores
@@ -47,14 +48,16 @@ def try_kernels(
 ) -> dict[PassKind, dict[Kernel, float]]:
     """The seconds of all calls of a pass, by kind and kernel, without kernels that fail, crash or are wrong.
 
-    A process that crashes or takes too long is started again without the kernel that it was trying.
+    A process that crashes or takes too long is started again without the kernel that it was trying, unless this
+    keeps happening.
     """
     found: dict[PassKind, dict[Kernel, float]] = {kind: {} for kind in calls}
     left = [(kind, kernel) for kernel in CANDIDATES for kind in calls]
     with TemporaryDirectory() as folder:
         path = Path(folder) / "calls.pt"
         torch.save({kind: [asdict(call) for call in each] for kind, each in calls.items()}, path)
-        while left:
+        crashes = 0
+        while left and crashes < MOST_CRASHES:
             arguments = [str(path), str(device), *(f"{kind}:{kernel}" for kind, kernel in left)]
             lines, failure = _run([*command, *arguments], timeout_s)
             for line in lines:
@@ -66,6 +69,7 @@ def try_kernels(
             if left:
                 logger.warning("attention kernel %s cannot be used in %s passes: %s", *reversed(left[0]), failure)
                 left.pop(0)
+            crashes = 0 if lines else crashes + 1
     return found
 
 

@@ -203,6 +203,10 @@ class DiffusionModel(ABC):
     def release_rollout_memory(self) -> None:  # noqa: B027  optional
         """Frees memory that `rollout_velocity` holds between calls."""
 
+    def decode_in_tiles(self) -> bool:
+        """Decodes large samples in overlapping tiles from now on; False if it does already, or cannot."""
+        return False
+
     @abstractmethod
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
         """Pixels in [0, 1], fp32: (B, frames, 3, height, width)."""

@@ -5,6 +5,7 @@ Shape legend: as in contract.py.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from digenrl.config.reading import ConfigError
 from digenrl.models.attention import AttentionSwitch, forbid_cudnn_by_default
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
 from digenrl.models.cuda_graphs import GraphedForwards
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +168,13 @@ class PipelineModel(DiffusionModel):
         velocity = self.velocity if masked else self._graphed.velocity
         with self._attention_switch.rollout(masked=masked):
             return velocity(latents_BL, timesteps_B, conditioning, guidance, size)
+
+    def decode_in_tiles(self) -> bool:
+        if getattr(self.vae, "use_tiling", True):  # a VAE without this attribute has no tiling
+            return False
+        self.vae.enable_tiling()
+        logger.warning("a sample does not fit in memory while it is decoded: decoding in tiles from now on")
+        return True
 
     def release_rollout_memory(self) -> None:
         self._graphed = None

@@ -20,7 +20,9 @@ from typing import Any, Literal, Self
 
 Role = Literal["generate", "train"]
 Pool = Literal["generator", "reward", "trainer", "encoder"]
-CalibrationTask = Literal["generate", "score", "train", "switch", "commit"]
+PassKind = Literal["rollout", "replay", "masked"]
+Kernel = Literal["flash", "cudnn", "efficient", "math", "native"]
+CalibrationTask = Literal["forward", "generate", "score", "train", "switch", "commit"]
 
 HELD_OUT_STEP = -1  # the `step` of jobs that encode held-out prompts
 NO_LANE = -1  # of calibrations before the run
@@ -466,7 +468,8 @@ class Calibrate(Job):
     During a run the scheduler issues it for a `lane` that has joined; the prompt is the first of `step`.
     `sizes` are slice sizes for "generate" and the number of samples for other tasks. `held_out` are batch sizes of
     an evaluation. `at_once` is how many samples are generated together before training is timed. A lane that also
-    trains is timed with `trained` samples, in the same job, and uses the trainer's `pack_size`.
+    trains is timed with `trained` samples, in the same job, and uses the trainer's `pack_size`. "forward" counts
+    the operations of a forward and tries the attention kernels of these `passes`, or uses the given `kernels`.
     """
 
     task: CalibrationTask
@@ -476,6 +479,8 @@ class Calibrate(Job):
     at_once: int | None = _data()
     trained: int = _data(0)
     pack_size: int = _data(0)  # 0: its own
+    passes: tuple[PassKind, ...] = _data(())
+    kernels: Mapping[PassKind, Kernel] | None = _data()
     lane: int = field(default=NO_LANE, kw_only=True)
     step: int = field(default=0, kw_only=True)
 
@@ -665,7 +670,9 @@ class Calibrated(Result):
     The driver sets `offer`, what the lane can do by these times.
 
     Memory figures include weights and are 0 on a CPU. `planned_bytes` was expected once a pack had been tried, and
-    `predicted_bytes` before. `moved_bytes` leave the device when its role changes.
+    `predicted_bytes` before. `moved_bytes` leave the device when its role changes. `generate_flop` and
+    `train_flop` are the operations of one sample, `matrix_tflops` is the device's rate, and `attention` holds the
+    seconds of the kernels that were tried, by kind of pass.
     """
 
     job: Calibrate
@@ -678,6 +685,10 @@ class Calibrated(Result):
     planned_bytes: int = _data(0)
     predicted_bytes: int = _data(0)
     moved_bytes: int = _data(0)
+    generate_flop: float = _data(0.0)
+    train_flop: float = _data(0.0)
+    matrix_tflops: float = _data(0.0)
+    attention: Mapping[PassKind, Mapping[Kernel, float]] | None = _data()
     offer: LaneOffer = LaneOffer("", 0)
 
 

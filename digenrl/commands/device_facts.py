@@ -5,16 +5,11 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
-from time import perf_counter
 
 import torch
 
 from digenrl.config.profiles import DeviceFacts, rounded
-from digenrl.models.transfers import synchronize
-
-SIDE = {"cuda": 8192, "cpu": 512}  # of the matrices, by type of device
-TYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
-WARM_UPS, TIMED = 3, 10  # products
+from digenrl.models.matrix_rate import matrix_tflops
 
 
 def device_facts(device: torch.device) -> DeviceFacts:
@@ -27,25 +22,6 @@ def device_facts(device: torch.device) -> DeviceFacts:
         return DeviceFacts(name=name, memory_bytes=memory, fp32_tflops=rate, torch=torch.__version__)
     card = torch.cuda.get_device_properties(device)
     return DeviceFacts(name=card.name, memory_bytes=card.total_memory, bf16_tflops=rate, torch=torch.__version__)
-
-
-def matrix_tflops(device: torch.device) -> float:
-    """The mean rate of a few products of square matrices: in bf16 on a GPU, in fp32 on a CPU.
-
-    Their values are random: with equal values a GPU needs less power, and clocks higher than it can sustain.
-    """
-    side, dtype = SIDE[device.type], TYPE[device.type]
-    generator = torch.Generator(device).manual_seed(0)
-    left, right = (torch.randn(side, side, dtype=dtype, device=device, generator=generator) for _ in range(2))
-    out = torch.empty_like(left)
-    for _ in range(WARM_UPS):
-        torch.matmul(left, right, out=out)
-    synchronize(device)
-    began = perf_counter()
-    for _ in range(TIMED):
-        torch.matmul(left, right, out=out)
-    synchronize(device)
-    return TIMED * 2 * side**3 / (perf_counter() - began) / 1e12
 
 
 def _processor() -> str:

@@ -16,10 +16,12 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 
 from digenrl.commands.device_facts import device_facts
+from digenrl.config.attention import Kernels
 from digenrl.config.profiles import Profile, ProfiledWork, SliceCost, TrainingCost, rounded
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
 from digenrl.driver.backends import make_exchange
+from digenrl.driver.forwards import chosen_kernels, passes_to_try
 from digenrl.driver.placement import place
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
@@ -60,7 +62,7 @@ from digenrl.worker.worker import Worker
 PROMPT = PromptRow("prompt-profile", 'A wooden sign over the door of a small shop that says "2718"', {})
 TRAINED_SAMPLES = 4  # at most, as in the calibration of a run
 UNREPEATED_S = 15.0  # a training step that takes longer is not warmed up
-OTHER_STAGES = 8  # besides slices
+OTHER_STAGES = 9  # besides slices
 
 Progress = Callable[[int, int, str], None]  # stages done, stages in all, what is being measured
 AnyResult = TypeVar("AnyResult", bound=Result)
@@ -97,6 +99,8 @@ def _measure(bench: _Bench, recipe: Recipe, sizes: tuple[int, ...]) -> Profile:
     bench.begin("model")
     model = load_model(blueprint, str(bench.device))
     lane = bench.worker(blueprint, model=model)
+    bench.begin("attention kernels")
+    kernels = _choose_kernels(bench, lane, recipe)
     slices = _measure_slices(bench, lane, sizes)
     at_once = max((size for size in slices if size <= TRAINED_SAMPLES), default=1)
     generated = _generate_samples(bench, lane, at_once)
@@ -127,6 +131,7 @@ def _measure(bench: _Bench, recipe: Recipe, sizes: tuple[int, ...]) -> Profile:
         switch_out_seconds=None if switched is None else rounded(switched.seconds_back),
         switched_bytes=0 if switched is None else switched.moved_bytes,
         score_seconds=score_s,
+        attention=recipe.model.kernels if kernels is None else dict(kernels),
         remarks=tuple(bench.remarks),
     )
 
@@ -185,6 +190,18 @@ def _encode(bench: _Bench, blueprint: Blueprint) -> None:
     diffusers_logging.set_verbosity(verbosity)
     if encoded is None:
         raise RunFailedError(bench.remarks[-1])
+
+
+def _choose_kernels(bench: _Bench, lane: Worker, recipe: Recipe) -> Kernels | None:
+    """Tries attention kernels as a run would, and uses the chosen ones."""
+    passes = passes_to_try(recipe, {"generate", "train"}, bench.device.type)
+    if not passes:
+        return None
+    tried = bench.calibrate(lane, "attention kernels", "forward", PROMPT, passes=passes)
+    kernels = None if tried is None else chosen_kernels(recipe, [tried.attention or {}])
+    if kernels is not None:
+        bench.calibrate(lane, "attention kernels", "forward", kernels=kernels)
+    return kernels
 
 
 def _measure_slices(bench: _Bench, lane: Worker, sizes: tuple[int, ...]) -> dict[int, SliceCost]:

@@ -13,6 +13,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from digenrl.config.reading import Frozen, read_model
 from digenrl.config.recipe_paths import PACKAGE, find_file, names_in
+from digenrl.records import Kernel, PassKind
 
 SHIPPED = PACKAGE / "profiles"
 DIGITS = 4  # significant digits of a measured time
@@ -93,6 +94,7 @@ class Profile(Frozen):
     `publish_seconds`: loading them on a lane of the same machine. `switch_in_seconds`: switching a trainer to
     generation, which offloads `switched_bytes`; `switch_out_seconds`: switching it back. `score_seconds`: scoring
     one sample. `weights_bytes` is the size of the transformer, `published_bytes` that of an exported version.
+    `attention` are the attention kernels by kind of pass, if they were tried or given.
     """
 
     device: DeviceFacts
@@ -108,6 +110,7 @@ class Profile(Frozen):
     switch_out_seconds: NonNegativeSeconds | None = None
     switched_bytes: NonNegativeInt = 0
     score_seconds: NonNegativeSeconds | None = None
+    attention: dict[PassKind, Kernel] | None = None
     remarks: tuple[str, ...] = ()
 
     @property

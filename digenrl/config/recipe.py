@@ -18,6 +18,7 @@ from digenrl.config.algorithms import (
     read_algorithm_settings,
     why_gradients_cannot_be_shared,
 )
+from digenrl.config.attention import fixed_kernels
 from digenrl.config.cluster import ClusterSettings
 from digenrl.config.generator_pools import check_pool_slice, check_slice, slice_sizes
 from digenrl.config.prompts import HeldOutPromptSettings, PromptSettings
@@ -28,6 +29,7 @@ from digenrl.config.spec import AssistName, DispatchRuleName, HelpRuleName, Sche
 from digenrl.config.topology import TOPOLOGIES, Mode, Topology
 from digenrl.config.training import TrainerSettings
 from digenrl.config.windows import Window, read_window
+from digenrl.records import Kernel, PassKind
 
 TERMS_PER_JOB = 8  # loss terms of a Train job, at least, if every card trains alone
 TOKEN_VARIABLE = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*")
@@ -43,7 +45,8 @@ class ModelSettings(Frozen):
 
     `random` is the family's published model with random weights, `random:SIZE` another of its sizes: it needs no
     download and learns nothing, but has the speed and memory footprint of the real one. With `compile` the
-    transformer's blocks are compiled; `auto` compiles on CUDA cards.
+    transformer's blocks are compiled; `auto` compiles on CUDA cards. With `attention: auto` kernels are tried on
+    CUDA cards, and the run's recipe names those that were chosen.
     """
 
     family: str
@@ -56,6 +59,9 @@ class ModelSettings(Frozen):
     subfolder: str | None = Field(default=None, min_length=1, description="the pipeline's folder in the source")
     token: str | None = Field(default=None, description="env:NAME, a variable with an access token of the hub")
     compile: bool | Literal["auto"] = "auto"
+    attention: Literal["auto"] | Kernel | dict[PassKind, Kernel] = Field(
+        default="auto", description="attention kernel, for all passes or by kind of pass; the fastest by default"
+    )
     dtype: Literal["float32", "bfloat16"] = "float32"
     vae_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="samples are decoded in it")
     text_tokens: PositiveInt | None = Field(
@@ -95,6 +101,11 @@ class ModelSettings(Frozen):
     def random_size(self) -> str | None:
         """The size of a random model, one of the family's; None is the first."""
         return self.source.partition(":")[2] or None
+
+    @property
+    def kernels(self) -> dict[PassKind, Kernel] | None:
+        """The attention kernels that the recipe names; None if they are to be tried."""
+        return None if self.attention == "auto" else fixed_kernels(self.attention)
 
     def compiles(self, device: str) -> bool:
         """Whether the model is compiled on this device, such as `cuda:0`."""

@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
+from digenrl.config.attention import Kernels
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
 from digenrl.driver.cost_tracker import CostTracker, timed_offer
@@ -146,6 +147,11 @@ class Dispatcher:
         elif isinstance(action, AbandonEvaluation):
             logger.warning("the evaluation of version %d is abandoned: %s", action.version, action.reason)
             self._outputs.abandoned.add(action.version)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Workers that are started from now on use these attention kernels."""
+        model = self.stores.recipe.model.model_copy(update={"attention": dict(kernels)})
+        self._supervisor.use_model(model)
 
     def use_costs(self, costs: CostTracker, slice_size: int) -> None:
         """Results are measured from now on."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from digenrl.config.recipe import ModelSettings
 from digenrl.driver.pending_jobs import PendingJobs
 from digenrl.transports.contract import Gone
 from digenrl.worker.assignment import Assignment, Workers
@@ -57,6 +58,13 @@ class Supervisor:
     def assignment(self, worker: str) -> Assignment:
         """A worker's assignment."""
         return self._assignments[worker]
+
+    def use_model(self, model: ModelSettings) -> None:
+        """Workers that are started from now on load the model with these settings."""
+        self._assignments = {
+            name: replace(each, recipe=each.recipe.model_copy(update={"model": model}))
+            for name, each in self._assignments.items()
+        }
 
     def count_loss(self, worker: str, gone: Gone) -> None:
         """Raises WorkerFailedError for a worker that failed more often than the recipe allows."""

@@ -120,7 +120,9 @@ def _decode(model: DiffusionModel, final_BL: Tensor, size: SampleSize, limit: Ro
     # Pixels are copied to the host while the next rows are decoded. They are made contiguous, whatever layout the
     # decoder returns: rewards that sum over pixels are then bitwise the same however pixels are transferred.
     parts = (limit or RowLimit(doing="decoding")).run(
-        len(final_BL), lambda rows: copy_to_host(model.decode(final_BL[rows], size).contiguous())
+        len(final_BL),
+        lambda rows: copy_to_host(model.decode(final_BL[rows], size).contiguous()),
+        save_memory=model.decode_in_tiles,
     )
     synchronize(model.device)
     return _concatenated(parts)

@@ -24,13 +24,18 @@ class RowLimit:
         self.largest = largest
         self._doing, self._section = doing, section
 
-    def run(self, rows: int, work: Callable[[slice], Result]) -> list[Result]:
-        """The results of `work` for all rows in order, in parts of about equal size that fit in memory."""
+    def run(
+        self, rows: int, work: Callable[[slice], Result], save_memory: Callable[[], bool] = lambda: False
+    ) -> list[Result]:
+        """The results of `work` for all rows in order, in parts of about equal size that fit in memory.
+
+        If a single row does not fit, `save_memory` makes `work` need less, or returns False.
+        """
         results: list[Result] = []
         done = 0
         while done < rows:
             size = self._next_size(rows - done)
-            part = self._try(work, slice(done, done + size))
+            part = self._try(work, slice(done, done + size), save_memory)
             if part is None:
                 self.largest = (size + 1) // 2
             else:
@@ -42,12 +47,14 @@ class RowLimit:
         parts = -(-left // min(left, self.largest or left))
         return -(-left // parts)
 
-    def _try(self, work: Callable[[slice], Result], rows: slice) -> tuple[Result] | None:
-        """None if memory ran out; raises ConfigError if it ran out for a single row."""
+    def _try(
+        self, work: Callable[[slice], Result], rows: slice, save_memory: Callable[[], bool]
+    ) -> tuple[Result] | None:
+        """None if memory ran out; raises ConfigError if it ran out for a single row and none can be saved."""
         try:
             return (work(rows),)
         except torch.OutOfMemoryError as error:
-            if rows.stop - rows.start == 1:
+            if rows.stop - rows.start == 1 and not save_memory():
                 size = " or ".join(f"{self._section}.{key}" for key in ("height", "width", "frames"))
                 raise ConfigError(
                     f"memory ran out while {self._doing} a single sample; lower {size}, use "

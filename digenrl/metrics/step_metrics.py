@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
+from digenrl.metrics import flop_use
 from digenrl.metrics.busy import BusyMeter
+from digenrl.metrics.flop_use import FlopMeter, SampleOperations
 from digenrl.metrics.sample_counts import SampleCounter
 from digenrl.records import Action, Commit, Committed, Event, WorkerJoined, WorkerLost
 from digenrl.run_folder.metric_lines import EvaluationRecord
@@ -17,6 +19,7 @@ BUSY_PREFIX = "busy/"
 _COMPUTED_HERE = {
     *("step", "at_s", "step_s", "version"),
     *("samples", "samples_per_s", "stale_share", "helped_share", "assisted_share"),
+    *flop_use.NAMES,
 }
 
 
@@ -37,12 +40,19 @@ class StepMetrics:
     """An observer that computes a step's timing and sample shares, and combines them with reported metrics.
 
     It must come after the recorder among the observers, as a step ends with the span of its commit. The first step
-    of a resumed run starts at `start_ns`.
+    of a resumed run starts at `start_ns`. Model FLOP utilisation is computed if the `operations` are known.
     """
 
-    def __init__(self, initial: SchedulerState, sinks: Sequence[MetricSink], start_ns: int = 0) -> None:
+    def __init__(
+        self,
+        initial: SchedulerState,
+        sinks: Sequence[MetricSink],
+        start_ns: int = 0,
+        operations: SampleOperations | None = None,
+    ) -> None:
         self._sinks = tuple(sinks)
         self._busy = BusyMeter(initial, start_ns)
+        self._flop = None if operations is None else FlopMeter(operations)
         self._samples = SampleCounter(initial)
         self._step_start_ns = start_ns
         self._step = initial.committed
@@ -52,6 +62,8 @@ class StepMetrics:
     def add_span(self, span: Span) -> None:
         """Takes a closed span of the trace."""
         self._busy.add(span)
+        if self._flop is not None:
+            self._flop.add(span)
 
     def report(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Adds metrics of a step. None is ignored; a second value of a metric replaces the first.
@@ -102,6 +114,8 @@ class StepMetrics:
             metrics["assisted_share"] = counts.assisted / samples
         if step_s > 0:
             metrics["samples_per_s"] = samples / step_s
+        if self._flop is not None:
+            metrics |= self._flop.next_window()
         metrics |= self._reported.pop(step, {})
         shares = self._busy.next_window(event.at_ns, _open_spans(state, event.at_ns))
         metrics |= {f"{BUSY_PREFIX}{lane}": share for lane, share in shares.items()}

@@ -1,49 +1,64 @@
-"""The choice of attention kernel: flash if there is no mask, and cuDNN's for rollouts on Hopper GPUs.
+"""The attention kernels of a loaded model, by kind of pass.
 
-cuDNN has the fastest forward there, but its backward crashed (torch 2.11), so it is disabled wherever there is a
-gradient. diffusers' attention reads the kernel from its processor, and compiled graphs are specialized on it.
+diffusers' attention reads the kernel from its processor, and compiled graphs are specialized on it. Until kernels
+are set, torch chooses; rollouts on Hopper GPUs use cuDNN's, which has the fastest forward there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName
+from torch import nn
 
-from digenrl.models.contract import DiffusionModel
+from digenrl.config.attention import Kernels, fixed_kernels
+from digenrl.records import Kernel, PassKind
 
 HOPPER = (9, 0)  # compute capability
+BACKENDS: dict[Kernel, AttentionBackendName | None] = {
+    "flash": AttentionBackendName._NATIVE_FLASH,
+    "cudnn": AttentionBackendName._NATIVE_CUDNN,
+    "efficient": AttentionBackendName._NATIVE_EFFICIENT,
+    "math": AttentionBackendName._NATIVE_MATH,
+    "native": None,
+}
 
 
-def forbid_cudnn_attention() -> None:
-    """Disables cuDNN attention in the whole process: checkpointing reruns forwards from within a backward."""
+def forbid_cudnn_by_default() -> None:
+    """Where torch chooses, it must not choose cuDNN, whose gradient is only used after it was checked."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-@contextmanager
-def rollout_attention(processors: Sequence[Any]) -> Iterator[None]:
-    """Inside, these processors use cuDNN; for forwards without gradient and without a mask.
+class AttentionSwitch:
+    """Sets the kernel of all attention processors of a transformer. The one of replays is set between rollouts."""
 
-    `processors` are a model's `switchable_processors`.
-    """
-    for processor in processors:
-        processor._attention_backend = AttentionBackendName._NATIVE_CUDNN
-    try:
-        yield
-    finally:
-        for processor in processors:
-            processor._attention_backend = None
+    def __init__(self, transformer: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        found: list[Any] = [getattr(module, "processor", None) for module in transformer.modules()]
+        self._processors = list({id(each): each for each in found if hasattr(each, "_attention_backend")}.values())
+        fast = _is_hopper(device) and dtype in (torch.bfloat16, torch.float16)
+        self.kernels: dict[PassKind, Kernel] = fixed_kernels({"rollout": "cudnn"} if fast else "native")
 
+    def use(self, kernels: Kernels) -> None:
+        """Uses these kernels from now on."""
+        self.kernels = fixed_kernels(kernels)
+        self._set("replay")
 
-def switchable_processors(model: DiffusionModel) -> list[Any]:
-    """The attention processors that use another kernel in rollouts; none if no other kernel is faster."""
-    if not _is_hopper(model.device) or model.dtype not in (torch.bfloat16, torch.float16):
-        return []
-    found = (getattr(module, "processor", None) for module in model.transformer.modules())
-    return list({id(each): each for each in found if hasattr(each, "_attention_backend")}.values())
+    @contextmanager
+    def rollout(self, *, masked: bool) -> Iterator[None]:
+        """Inside, attention uses the kernel of forwards without gradient."""
+        self._set("masked" if masked else "rollout")
+        try:
+            yield
+        finally:
+            self._set("replay")
+
+    def _set(self, kind: PassKind) -> None:
+        backend = BACKENDS[self.kernels[kind]]
+        for processor in self._processors:
+            processor._attention_backend = backend
 
 
 def _is_hopper(device: torch.device) -> bool:

@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from digenrl.config.attention import Kernels
+
 ComfyuiLayers = Mapping[str, tuple[str, ...]]
 """ComfyUI's layers, each with the diffusers layers whose outputs it concatenates; `*` is the index of a block."""
 
@@ -195,8 +197,15 @@ class DiffusionModel(ABC):
         """As `velocity`, for rollouts: without gradient, with few different shapes."""
         return self.velocity(latents_BL, timesteps_B, conditioning, guidance, size)
 
+    def use_attention(self, kernels: Kernels) -> None:  # noqa: B027  optional
+        """Uses these attention kernels from now on; compiled graphs of other kernels stay valid for those."""
+
     def release_rollout_memory(self) -> None:  # noqa: B027  optional
         """Frees memory that `rollout_velocity` holds between calls."""
+
+    def decode_in_tiles(self) -> bool:
+        """Decodes large samples in overlapping tiles from now on; False if it does already, or cannot."""
+        return False
 
     @abstractmethod
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:

@@ -5,6 +5,7 @@ Shape legend: as in contract.py.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,10 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from digenrl.config.attention import Kernels
 from digenrl.config.reading import ConfigError
-from digenrl.models.attention import forbid_cudnn_attention, rollout_attention, switchable_processors
+from digenrl.models.attention import AttentionSwitch, forbid_cudnn_by_default
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
 from digenrl.models.cuda_graphs import GraphedForwards
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,7 @@ class PipelineModel(DiffusionModel):
                 component.requires_grad_(False).eval()
         if self.transformer is not None:  # None if only the text encoders are loaded
             self.transformer.eval()
-        forbid_cudnn_attention()
+        forbid_cudnn_by_default()
 
     def pipeline_arguments(self, guidance: float) -> dict[str, Any]:
         """Arguments with which the diffusers pipeline samples as this model does with this guidance.
@@ -137,8 +142,12 @@ class PipelineModel(DiffusionModel):
         return typical_weight(self.transformer)
 
     @cached_property
-    def _processors(self) -> list[Any]:
-        return switchable_processors(self)
+    def _attention_switch(self) -> AttentionSwitch:
+        return AttentionSwitch(self.transformer, self.device, self.dtype)
+
+    def use_attention(self, kernels: Kernels) -> None:
+        self._attention_switch.use(kernels)
+        self.release_rollout_memory()  # captured graphs hold the old kernels
 
     def initial_latents(self, noise_B: Tensor, size: SampleSize) -> Tensor:
         return noise_B.to(self.device)
@@ -151,14 +160,21 @@ class PipelineModel(DiffusionModel):
         guidance: float,
         size: SampleSize,
     ) -> Tensor:
-        """Uses the fastest attention kernel for a forward without gradient, and CUDA graphs for small batches."""
+        """Uses the attention kernels of rollouts, and CUDA graphs for small batches without a mask."""
         conditioning = self.compact(conditioning)
-        if self.text_mask is not None and conditioning.positive[self.text_mask] is not None:
-            return self.velocity(latents_BL, timesteps_B, conditioning, guidance, size)
+        masked = self.text_mask is not None and conditioning.positive[self.text_mask] is not None
         if self._graphed is None:  # created late, after adapters have been added
             self._graphed = GraphedForwards(self)
-        with rollout_attention(self._processors):
-            return self._graphed.velocity(latents_BL, timesteps_B, conditioning, guidance, size)
+        velocity = self.velocity if masked else self._graphed.velocity
+        with self._attention_switch.rollout(masked=masked):
+            return velocity(latents_BL, timesteps_B, conditioning, guidance, size)
+
+    def decode_in_tiles(self) -> bool:
+        if getattr(self.vae, "use_tiling", True):  # a VAE without this attribute has no tiling
+            return False
+        self.vae.enable_tiling()
+        logger.warning("a sample does not fit in memory while it is decoded: decoding in tiles from now on")
+        return True
 
     def release_rollout_memory(self) -> None:
         self._graphed = None

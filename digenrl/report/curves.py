@@ -43,6 +43,7 @@ class _ChartSpec:
 
 _HEALTH = (
     _ChartSpec("Samples per second", {"samples_per_s": "samples/s"}),
+    _ChartSpec("Model FLOP utilisation", {"generation_mfu": "generation", "training_mfu": "training"}, "share"),
     _ChartSpec("Gradient norm", {"gradient_norm": "gradient norm"}),
     _ChartSpec("KL to the reference", {"kl": "KL"}),
     _ChartSpec("Policy ratio", {"ratio_mean": "mean", "ratio_max": "largest"}),

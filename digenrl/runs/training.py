@@ -22,10 +22,12 @@ from digenrl.driver.calibration import (
     publish_initial_weights,
 )
 from digenrl.driver.dispatcher import Dispatcher, RunHooks
+from digenrl.driver.forwards import MeasuredForwards, measure_forwards
 from digenrl.driver.prompt_store import PromptStore
 from digenrl.driver.step_summary import StepSummary
 from digenrl.logs import configure_logging
 from digenrl.loop import drive
+from digenrl.metrics.flop_use import SampleOperations
 from digenrl.metrics.sinks import check_logging, open_sinks
 from digenrl.metrics.step_metrics import StepMetrics
 from digenrl.prompts.sampler import PromptSampler
@@ -47,6 +49,7 @@ from digenrl.scheduling.invariants import Auditor
 from digenrl.telemetry.recorder import Recorder
 from digenrl.telemetry.trace import TRAINER_LANE
 from digenrl.transports.contract import Backend, RunResources
+from digenrl.worker.assignment import TRAINER
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +122,7 @@ class TrainingRun:
         self._checkpointer = Checkpointer(folder, self._lines, self._start)
         self._held_out = HeldOut(folder, prompts.held_out, self._start.step, self._evaluated, view.notify)
         self._metrics: StepMetrics | None = None
+        self._operations: SampleOperations | None = None
         hooks = RunHooks(
             look_around=self._look_around,
             on_step=self._step_done,
@@ -154,13 +158,14 @@ class TrainingRun:
             driver.encode_now(step)
         driver.encode_now(HELD_OUT_STEP)
         publish_s = publish_initial_weights(driver, start.step)
+        forwards = measure_forwards(driver, start.step, self._view.notify)
+        self._operations = _operations(driver, forwards)
         self._view.notify("calibrating: timing generation, scoring and training")
         calibration = calibrate(driver, publish_s, start.step, self._view.notify)
         slice_size = choose_slice_size(driver, calibration)
         calibration = calibrate_remaining_sizes(driver, calibration, slice_size, start.step)
         logger.info("calibrated: %s; slice size %d", calibration, slice_size)
-        batch = folder.recipe.batch.model_copy(update={"slice": slice_size})
-        folder.write_recipe(folder.recipe.model_copy(update={"batch": batch}))
+        folder.write_recipe(_settled(folder.recipe, slice_size, forwards))
         evaluates = self._held_out.is_due_now()
         state = initial_scheduler_state(
             driver,
@@ -180,7 +185,7 @@ class TrainingRun:
 
     def _drive(self, state: SchedulerState) -> SchedulerState:
         start_ns = self._start.at_ns
-        self._metrics = metrics = StepMetrics(state, self._sinks, start_ns)
+        self._metrics = metrics = StepMetrics(state, self._sinks, start_ns, self._operations)
         spans = SpanWriter(self._lines.spans, metrics.add_span)
         prediction = StepTimePrediction(lambda step, seconds: metrics.report(step, {"predicted_step_s": seconds}))
         observers = (
@@ -230,6 +235,23 @@ class TrainingRun:
         helpers = names[len(workers.generators) or 1 :]
         rows += [LaneEntry(name=name, pool="trainer", device=workers.trainer.device) for name in helpers]
         return tuple(rows)
+
+
+def _operations(driver: Dispatcher, forwards: MeasuredForwards) -> SampleOperations:
+    """The operations of a sample, and the rates of all lanes. That of the trainer's is the sum of its ranks."""
+    lanes, rates = driver.stores.lanes, forwards.matrix_tflops
+    own = {name: rates.get(lanes.worker(lane), rates[TRAINER]) for lane, name in enumerate(lanes.names)}
+    trainer = rates[TRAINER] * driver.stores.recipe.lanes.ranks
+    return SampleOperations(forwards.generate_flop, forwards.train_flop, own | {TRAINER_LANE: trainer})
+
+
+def _settled(recipe: Recipe, slice_size: int, forwards: MeasuredForwards) -> Recipe:
+    """The recipe with what calibration has chosen, so that a resumed run rounds as this one."""
+    model = recipe.model
+    if forwards.kernels is not None:
+        model = model.model_copy(update={"attention": dict(forwards.kernels)})
+    batch = recipe.batch.model_copy(update={"slice": slice_size})
+    return recipe.model_copy(update={"batch": batch, "model": model})
 
 
 def _read_held_out(recipe: Recipe) -> list[Prompt]:

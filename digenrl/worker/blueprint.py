@@ -189,6 +189,8 @@ def load_model(
             )
     check_sizes(blueprint, model)
     _add_adapters(recipe, model)
+    if recipe.model.kernels is not None:
+        model.use_attention(recipe.model.kernels)
     if for_a_run and recipe.model.compiles(device):
         compile_blocks(model)
     return model

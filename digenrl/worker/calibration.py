@@ -11,10 +11,12 @@ import torch
 
 from digenrl.models.compiled import is_compiled
 from digenrl.models.contract import Conditioning, SampleSize
+from digenrl.models.matrix_rate import matrix_tflops
 from digenrl.models.trajectory import ScoredGroup, Trajectory
 from digenrl.models.transfers import synchronize
 from digenrl.records import Calibrate, Calibrated, PromptRow, SampleId, Slice
 from digenrl.rewards.contract import RewardError
+from digenrl.worker.forward_trial import sample_forward, train_flop, try_attention
 from digenrl.worker.rollouts import held_out_pixels, roll_out
 from digenrl.worker.stages import Stages
 from digenrl.worker.tensor_files import trajectory_tensors
@@ -30,6 +32,7 @@ class StageCalibration:
         self._stages = stages
         self._blueprint, self._exchange = stages.parts.blueprint, stages.parts.exchange
         self._tasks = {
+            "forward": self._forward,
             "generate": self._generation,
             "score": self._scoring,
             "train": self._training,
@@ -40,6 +43,24 @@ class StageCalibration:
     def calibrate(self, job: Calibrate) -> Calibrated:
         """Runs the job's task once to warm up and then against the clock."""
         return self._tasks[job.task](job)
+
+    def _forward(self, job: Calibrate) -> Calibrated:
+        """Uses the given attention kernels, or counts a forward's operations and tries kernels."""
+        model = self._stages.model
+        if job.kernels is not None:
+            model.use_attention(job.kernels)
+            return Calibrated(0, job, {})
+        row = self._stages.row(_prompt(job))
+        forward = sample_forward(self._blueprint, model, row)
+        return Calibrated(
+            0,
+            job,
+            {},
+            generate_flop=self._blueprint.recipe.sample.denoising_steps * forward.flop,
+            train_flop=train_flop(self._blueprint, model, row),
+            matrix_tflops=matrix_tflops(model.device),
+            attention=try_attention(self._blueprint, model, row, forward, job.passes),
+        )
 
     def _generation(self, job: Calibrate) -> Calibrated:
         """One slice of every size, and held-out batches once so that a compiled model has met their sizes."""

@@ -1,0 +1,32 @@
+"""A device's rate of large matrix products."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+
+from digenrl.models.transfers import synchronize
+
+SIDE = {"cuda": 8192, "cpu": 512}  # of the matrices, by type of device
+TYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
+WARM_UPS, TIMED = 3, 10  # products
+
+
+def matrix_tflops(device: torch.device) -> float:
+    """The mean rate of a few products of square matrices: in bf16 on a GPU, in fp32 on a CPU.
+
+    Their values are random: with equal values a GPU needs less power, and clocks higher than it can sustain.
+    """
+    side, dtype = SIDE[device.type], TYPE[device.type]
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(side, side, dtype=dtype, device=device, generator=generator) for _ in range(2))
+    out = torch.empty_like(left)
+    for _ in range(WARM_UPS):
+        torch.matmul(left, right, out=out)
+    synchronize(device)
+    began = perf_counter()
+    for _ in range(TIMED):
+        torch.matmul(left, right, out=out)
+    synchronize(device)
+    return TIMED * 2 * side**3 / (perf_counter() - began) / 1e12

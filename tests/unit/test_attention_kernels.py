@@ -1,0 +1,138 @@
+"""Attention kernels: the choice among those that were tried, the trial in its own process, and their use."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from digenrl.config.attention import CANDIDATES, choose_kernels, described, fixed_kernels
+from digenrl.config.reading import ConfigError
+from digenrl.config.recipe_files import read_recipe
+from digenrl.models.attention_trial import try_kernels
+from digenrl.models.contract import Conditioning, DiffusionModel
+from digenrl.models.forward_record import AttentionCall, record_forward
+from digenrl.models.registry import FAMILIES
+from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
+
+CPU = torch.device("cpu")
+FAST, SLOW = {"flash": 1.0, "cudnn": 2.0}, {"flash": 9.0, "cudnn": 1.0, "math": 0.5}
+
+
+def test_the_fastest_kernel_that_works_on_every_lane_is_chosen() -> None:
+    chosen = choose_kernels([{"rollout": FAST}, {"rollout": SLOW, "replay": SLOW}], same=False)
+    assert chosen == {"rollout": "cudnn", "replay": "math", "masked": "native"}
+
+
+def test_rollouts_and_replays_share_a_kernel_if_log_probs_must_agree() -> None:
+    trials = [{"rollout": {"flash": 1.0, "cudnn": 2.0}, "replay": {"flash": 9.0, "cudnn": 3.0}}]
+    assert choose_kernels(trials, same=False)["rollout"] == "flash"
+    assert choose_kernels(trials, same=True) == {"rollout": "cudnn", "replay": "cudnn", "masked": "native"}
+
+
+def test_the_choice_is_described_with_the_times_of_the_slowest_device() -> None:
+    trials = [{"rollout": FAST}, {"rollout": SLOW}]
+    line = described(choose_kernels(trials, same=False), trials)
+    assert "rollout cudnn" in line and "flash 9e+03 ms" in line and "replay" not in line
+
+
+def test_flash_is_never_used_with_a_mask() -> None:
+    assert fixed_kernels("flash") == {"rollout": "flash", "replay": "flash", "masked": "native"}
+    assert fixed_kernels({"replay": "math"}) == {"rollout": "native", "replay": "math", "masked": "native"}
+
+
+def test_a_recipe_names_one_kernel_or_one_per_kind_of_pass() -> None:
+    assert read_recipe("demo").model.kernels is None
+    assert read_recipe("demo", ["model.attention={replay: math}"]).model.kernels == fixed_kernels(
+        {"replay": "math"}
+    )
+    with pytest.raises(ConfigError, match="fash") as error:
+        read_recipe("demo", ["model.attention=fash"])
+    assert "flash" in str(error.value) and "\n" not in str(error.value)
+
+
+MASK = torch.tensor([[True] * 12, [True] * 7 + [False] * 5])[:, None, None, :]
+PLAIN = AttentionCall(rows=1, heads=2, queries=20, keys=12, width=8, dtype=torch.float32, count=3)
+MASKED = AttentionCall(rows=2, heads=2, queries=20, keys=12, width=8, dtype=torch.float32, mask=MASK)
+
+
+def test_kernels_that_this_device_has_agree_with_the_reference_and_the_others_are_left_out() -> None:
+    tried = try_kernels({"replay": [PLAIN], "masked": [MASKED]}, CPU)
+    assert set(tried["replay"]) == {"flash", "math"}  # the others need a GPU
+    assert set(tried["masked"]) == {"math"}
+    assert all(seconds > 0 for times in tried.values() for seconds in times.values())
+
+
+STUB = """
+import os, sys
+for trial in sys.argv[3:]:
+    if trial.endswith("efficient"): os.abort()
+    if trial.endswith("math"): print('{"why": "off by 9"}', flush=True); continue
+    print('{"seconds": 2.5}', flush=True)
+"""
+
+
+def test_a_kernel_that_crashes_the_trial_is_left_out_and_the_others_are_tried(tmp_path: Path) -> None:
+    stub = tmp_path / "stub.py"
+    stub.write_text(STUB)
+    tried = try_kernels({"rollout": [PLAIN], "replay": [PLAIN]}, CPU, [sys.executable, str(stub)])
+    assert tried == {kind: {"flash": 2.5, "cudnn": 2.5} for kind in ("rollout", "replay")}
+
+
+def test_a_trial_that_hangs_leaves_its_kernel_out(tmp_path: Path) -> None:
+    stub = tmp_path / "stub.py"
+    stub.write_text("import time; time.sleep(60)")
+    assert try_kernels({"rollout": [PLAIN]}, CPU, [sys.executable, str(stub)], timeout_s=0.3) == {"rollout": {}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> DiffusionModel:
+    folder = tmp_path_factory.mktemp("hunyuan")
+    make_tiny_pipeline("hunyuan_video", folder)
+    return FAMILIES["hunyuan_video"].load(folder)
+
+
+def forward(model: DiffusionModel, rows: Conditioning, *, rollout: bool) -> Tensor:
+    size = tiny_size("hunyuan_video")
+    noise_B = torch.randn(len(rows), *model.noise_shape(size), generator=torch.Generator().manual_seed(1))
+    latents_BL = model.initial_latents(noise_B, size)
+    velocity = model.rollout_velocity if rollout else model.velocity
+    with torch.no_grad():
+        return velocity(latents_BL, torch.full((len(rows),), 500.0), rows, 6.0, size)
+
+
+def test_a_recorded_forward_has_the_calls_and_masks_that_the_model_makes(model: DiffusionModel) -> None:
+    rows = model.encode(["a cat", "a very long prompt about a dog"])
+    one = record_forward(lambda: forward(model, rows.rows(slice(1)), rollout=False))
+    both = record_forward(lambda: forward(model, rows, rollout=False))
+    longest, masked = (max(each.attention, key=lambda call: call.queries) for each in (one, both))
+    assert one.flop > sum(call.flop for call in one.attention) > 0 and longest.mask is None
+    assert masked.mask is not None and masked.mask.shape == (2, 1, 1, masked.keys) and not masked.mask.all()
+
+
+def test_each_kind_of_pass_uses_its_own_kernel(model: DiffusionModel) -> None:
+    def kernels_used(rows: Conditioning, *, rollout: bool) -> set[str]:
+        names = {"scaled_dot_product_attention_math": "math", "flash": "flash"}
+        with torch.profiler.profile() as profiler:
+            forward(model, rows, rollout=rollout)
+        events = " ".join(event.key for event in profiler.key_averages())
+        return {kernel for name, kernel in names.items() if name in events}
+
+    rows = model.encode(["a cat", "a very long prompt about a dog"])
+    plain = forward(model, rows.rows(slice(1)), rollout=True)
+    model.use_attention({"rollout": "math", "replay": "flash", "masked": "math"})
+    used = [
+        kernels_used(rows.rows(slice(1)), rollout=True),
+        kernels_used(rows.rows(slice(1)), rollout=False),
+        kernels_used(rows, rollout=True),
+    ]
+    assert "math" in used[0] and "math" in used[2] and "flash" in used[1]
+    assert torch.allclose(forward(model, rows.rows(slice(1)), rollout=True), plain, atol=1e-5)
+    model.use_attention({})
+
+
+def test_every_kernel_but_torchs_own_choice_is_a_candidate() -> None:
+    assert set(CANDIDATES) == set(fixed_kernels("cudnn").values()) | {"flash", "efficient", "math"}

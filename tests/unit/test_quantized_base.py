@@ -17,7 +17,7 @@ from digenrl.config.reading import ConfigError
 from digenrl.config.recipe_files import read_recipe
 from digenrl.config.training import TrainerSettings
 from digenrl.models.blocks import repeated_blocks
-from digenrl.models.lora import add_lora, adapters_disabled
+from digenrl.models.lora import adapters_disabled, add_lora
 from digenrl.models.lora_files import FILE_NAME, save_lora
 from digenrl.models.model_weights import weights_state
 from digenrl.models.pipeline_model import PipelineModel

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from digenrl.models.quantized.layers import QuantizedLinear, weight_bytes, weigh
 
 PRECISIONS = ("nf4", "int8", "fp8")
 each_precision = pytest.mark.parametrize("precision", PRECISIONS)
-LARGEST_GAP = max(high - low for low, high in zip(NF4_LEVELS, NF4_LEVELS[1:], strict=False))
+LARGEST_GAP = max(high - low for low, high in pairwise(NF4_LEVELS))
 
 
 def linear(inputs: int = 64, outputs: int = 48, dtype: torch.dtype = torch.float32) -> nn.Linear:

@@ -26,6 +26,7 @@ from digenrl.driver.placement import place
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
 from digenrl.models.contract import DiffusionModel
+from digenrl.models.quantized.layers import weight_bytes
 from digenrl.models.transfers import synchronize
 from digenrl.planning.recipe_workload import profiled_work
 from digenrl.records import (
@@ -110,7 +111,7 @@ def _measure(bench: _Bench, recipe: Recipe, sizes: tuple[int, ...]) -> Profile:
     stepped = None if training is None else _measure_step(bench, blueprint, model, training, at_once)
     bench.begin("publish")
     publish_s = None if stepped is None else _measure_publish(bench, lane, stepped)
-    weights_bytes = sum(parameter.nbytes for parameter in model.transformer.parameters())
+    weights_bytes = weight_bytes(model.transformer)
     del lane, model
     bench.begin("scoring")
     score_s = None if generated is None else _measure_scoring(bench, blueprint, generated)

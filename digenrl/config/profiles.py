@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from digenrl.config.base_precision import UNQUANTIZED
 from digenrl.config.reading import Frozen, read_model
 from digenrl.config.recipe_paths import PACKAGE, find_file, names_in
 from digenrl.records import Kernel, PassKind
@@ -43,6 +44,7 @@ class ProfiledWork(Frozen):
     family: str
     model: str
     dtype: str
+    base: str = UNQUANTIZED
     vae_dtype: str
     text_tokens: PositiveInt | None = None
     height: PositiveInt

@@ -19,6 +19,7 @@ from digenrl.config.algorithms import (
     why_gradients_cannot_be_shared,
 )
 from digenrl.config.attention import fixed_kernels
+from digenrl.config.base_precision import UNQUANTIZED, BasePrecision, EncoderPrecision
 from digenrl.config.cluster import ClusterSettings
 from digenrl.config.generator_pools import check_pool_slice, check_slice, slice_sizes
 from digenrl.config.prompts import HeldOutPromptSettings, PromptSettings
@@ -63,6 +64,10 @@ class ModelSettings(Frozen):
         default="auto", description="attention kernel, for all passes or by kind of pass; the fastest by default"
     )
     dtype: Literal["float32", "bfloat16"] = "float32"
+    base: BasePrecision = Field(
+        default=UNQUANTIZED, description="format of the frozen weights under adapters; they compute in dtype"
+    )
+    encoder_base: EncoderPrecision = Field(default=UNQUANTIZED, description="likewise, of the text encoders")
     vae_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="samples are decoded in it")
     text_tokens: PositiveInt | None = Field(
         default=None, description="length to which prompts are padded or cut; the family's default if absent"
@@ -267,6 +272,9 @@ class LaneSettings(Frozen):
     rewards: Annotated[int, Field(ge=0)] | tuple[str, ...] = 1
     encoder: str = Field(default="auto", description="where prompts are encoded; the trainer's device by default")
     threads: PositiveInt | Literal["auto"] = "auto"
+    memory_gib: float | None = Field(
+        default=None, gt=0, description="most memory of a CUDA card that a worker may reserve; all by default"
+    )
     exchange: Path | None = Field(
         default=None, description="folder through which workers exchange tensors; shared memory by default"
     )
@@ -391,6 +399,9 @@ class Recipe(Frozen):
     def _parts_fit_together(self) -> Recipe:
         if self.techniques.assist == "both":
             self._check_shared_work()
+        if self.model.base != UNQUANTIZED and self.training.lora is None:
+            why = f"{self.model.base}, but without training.lora all weights are trained, and these cannot be"
+            raise _conflict("model.base", f"{why} quantized; add training.lora={{rank: 32}}, or leave it out")
         ranks, techniques = self.lanes.ranks, self.techniques
         if self.topology.shares_cards and techniques.tcss > 0:
             why = f"{techniques.tcss} in mode {self.mode}, where generation and training take turns and no sample"

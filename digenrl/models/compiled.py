@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import DiffusionModel
+from digenrl.models.quantized.layers import QuantizedLinear
 
 GRAPHS = 64  # per kind of block: sizes of slices and packs, with and without gradient, adapters on and off
 
@@ -25,6 +26,9 @@ def compile_blocks(model: DiffusionModel, backend: str | Callable[..., Any] = "i
     """Compiles all blocks, lazily; add adapters before. `backend` is that of torch.compile."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     for block in repeated_blocks(model.transformer):
+        for layer in block.modules():
+            if isinstance(layer, QuantizedLinear):
+                layer.fused = backend == "inductor"
         names = tuple(inspect.signature(type(block).forward).parameters)[1:]
         block.register_forward_pre_hook(partial(_normalize_inputs, model, names), with_kwargs=True)
         # The forward, not the module: calling a module runs the same code for every kind of block, and graphs are

@@ -18,6 +18,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize
+from digenrl.models.quantized.layers import weight_count
 
 MAX_SHAPES = 16  # kept at a time; prompts of different lengths have different shapes
 MAX_OPERATIONS = 1e14  # 2 x parameters x latent tokens: longer forwards are not limited by kernel launches
@@ -52,7 +53,7 @@ class GraphedForwards:
     def __init__(self, model: DiffusionModel) -> None:
         self._model = model
         modules = list(model.transformer.modules())
-        self._parameters = sum(weight.numel() for weight in model.transformer.parameters())
+        self._parameters = weight_count(model.transformer)
         self._adapters = next((each for each in modules if isinstance(each, BaseTunerLayer)), None)
         self._pool: Any = None  # torch does not export its type
         self._graphs: OrderedDict[Hashable, _Graph | _NotCaptured] = OrderedDict()

@@ -6,6 +6,7 @@ A loaded model is a `DiffusionModel`; see `digenrl.models.contract`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from digenrl.config.base_precision import UNQUANTIZED
 from digenrl.config.reading import ConfigError, nearest
 from digenrl.models.contract import Conditioning
 from digenrl.models.loading import (
@@ -23,10 +25,18 @@ from digenrl.models.loading import (
     pipeline_without,
 )
 from digenrl.models.pipeline_model import PipelineModel
+from digenrl.models.quantized.replacing import (
+    BaseWeights,
+    building_without_linear_weights,
+    fill_linears,
+    quantize_text_encoder,
+    quantize_transformer,
+)
 from digenrl.models.sources import ModelSource, check_single_file
 
 SIZE_TOLERANCE = 0.15  # of the number of parameters: files also hold tables of positions
 CPU = torch.device("cpu")
+AS_PUBLISHED = BaseWeights()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +92,20 @@ class Family:
         text_encoders: bool = True,
         vae_dtype: torch.dtype = torch.float32,
         text_tokens: int | None = None,
+        base: BaseWeights = AS_PUBLISHED,
     ) -> PipelineModel:
         """Loads the model from a pipeline directory, a single file, or a hub id, first looked up in the cache.
 
         Raises ConfigError, before any weights are read, if the source is missing or belongs to another family.
         Without text encoders, they and the tokenizers are not read at all and `encode` raises. `text_tokens` is
-        the length of the text, the family's default if None.
+        the length of the text, the family's default if None. The linear layers of the transformer's blocks are
+        quantized one by one if `base` says so.
         """
         tokenizers = component_names(self.pipeline_class, "tokenizer")
         without = () if text_encoders else (*self.model_class.text_encoders, *tokenizers)
-        return self._load(source, {"default": dtype, "vae": vae_dtype}, without, device, text_tokens)
+        pipeline = self._load_pipeline(source, {"default": dtype, "vae": vae_dtype}, without)
+        quantize_transformer(pipeline.transformer, base, device)
+        return self._as_model(pipeline.to(device), text_tokens)
 
     def load_text_encoders(
         self,
@@ -100,21 +114,27 @@ class Family:
         device: torch.device | str = CPU,
         *,
         text_tokens: int | None = None,
+        precision: str = UNQUANTIZED,
+        quantize_on: torch.device | str | None = None,
     ) -> PipelineModel:
-        """Loads the text encoders alone: the model can only `encode`."""
-        return self._load(source, {"default": dtype}, ("transformer", "vae"), device, text_tokens)
+        """Loads the text encoders alone: the model can only `encode`.
 
-    def _load(
-        self,
-        source: str | Path | ModelSource,
-        dtypes: Mapping[str, torch.dtype],
-        without: Sequence[str],
-        device: torch.device | str,
-        text_tokens: int | None,
-    ) -> PipelineModel:
+        Quantizing is faster on a card, even if the encoders do not stay there: `quantize_on`.
+        """
+        pipeline = self._load_pipeline(source, {"default": dtype}, ("transformer", "vae"))
+        for name in self.model_class.text_encoders:
+            if getattr(pipeline, name) is not None:
+                quantize_text_encoder(getattr(pipeline, name), precision, quantize_on or device)
+        return self._as_model(pipeline.to(device), text_tokens)
+
+    def _load_pipeline(
+        self, source: str | Path | ModelSource, dtypes: Mapping[str, torch.dtype], without: Sequence[str]
+    ) -> Any:
         optional = self.model_class.optional_components
-        pipeline = load_pipeline(self.pipeline_class, self.with_base(source), dtypes, without, optional)
-        model = self.model_class(pipeline.to(device))
+        return load_pipeline(self.pipeline_class, self.with_base(source), dtypes, without, optional)
+
+    def _as_model(self, pipeline: Any, text_tokens: int | None) -> PipelineModel:
+        model = self.model_class(pipeline)
         model.set_text_tokens(text_tokens)
         return model
 
@@ -138,15 +158,23 @@ class Family:
         return replace(source, base=min(near, key=lambda size: abs(size.billions - count)).hub_id)
 
     def build_transformer(
-        self, dtype: torch.dtype, device: torch.device | str, size: str | None = None
+        self,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        size: str | None = None,
+        base: BaseWeights = AS_PUBLISHED,
     ) -> nn.Module:
         """The transformer at full size with random weights; on "meta" it has shapes only.
 
-        Every weight has the dtype that loading the published model in `dtype` gives it.
+        Every weight has the dtype that loading the published model in `dtype` gives it. A quantized base is built
+        layer by layer: the device never holds all weights in `dtype`.
         """
-        with building_on(dtype, device):
-            transformer: nn.Module = self.full_size(size).transformer.build()
+        component = self.full_size(size).transformer
+        with building_on(dtype, device), building_without_linear_weights() if base.quantized else nullcontext():
+            transformer: nn.Module = component.build()
         keep_fp32_modules(transformer)
+        if base.quantized:
+            fill_linears(transformer, base, device)
         return transformer
 
     def transformer_without_weights(self, source: str | Path | ModelSource) -> nn.Module:
@@ -174,6 +202,7 @@ class Family:
         *,
         vae_dtype: torch.dtype = torch.float32,
         text_tokens: int | None = None,
+        base: BaseWeights = AS_PUBLISHED,
     ) -> PipelineModel:
         """The model at full size with random weights and no text encoders, for profiles and benchmarks.
 
@@ -184,13 +213,10 @@ class Family:
             torch.manual_seed(seed)
             with building_on(vae_dtype, device):
                 vae = self.vae.build()
-            transformer = self.build_transformer(dtype, device, size)
+            transformer = self.build_transformer(dtype, device, size, base)
         scheduler = self.scheduler.build()
-        model = self.model_class(
-            pipeline_without(self.pipeline_class, transformer=transformer, vae=vae, scheduler=scheduler)
-        )
-        model.set_text_tokens(text_tokens)
-        return model
+        pipeline = pipeline_without(self.pipeline_class, transformer=transformer, vae=vae, scheduler=scheduler)
+        return self._as_model(pipeline, text_tokens)
 
     def random_conditioning(
         self,

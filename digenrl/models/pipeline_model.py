@@ -21,6 +21,7 @@ from digenrl.config.reading import ConfigError
 from digenrl.models.attention import AttentionSwitch, forbid_cudnn_by_default
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
 from digenrl.models.cuda_graphs import GraphedForwards
+from digenrl.models.quantized.layers import QuantizedLinear
 
 
 logger = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ class PipelineModel(DiffusionModel):
     def dtype(self) -> torch.dtype:
         """The dtype of most of the transformer's weights, not counting adapters: inputs are cast to it."""
         layer, name = self._typical_weight
-        dtype: torch.dtype = getattr(layer, name).dtype
+        dtype: torch.dtype = layer.dtype if isinstance(layer, QuantizedLinear) else getattr(layer, name).dtype
         return dtype
 
     @cached_property
@@ -226,6 +227,9 @@ def typical_weight(transformer: nn.Module) -> tuple[nn.Module, str]:
     for path, layer in transformer.named_modules():
         if "lora_" in path:
             continue
+        if isinstance(layer, QuantizedLinear):
+            elements_per_dtype[layer.dtype] += layer.weight_count
+            found.setdefault(layer.dtype, (layer, "weight"))
         for name, parameter in layer.named_parameters(recurse=False):
             elements_per_dtype[parameter.dtype] += parameter.numel()
             found.setdefault(parameter.dtype, (layer, name))

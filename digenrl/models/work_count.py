@@ -22,6 +22,7 @@ from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.lora import Targets, add_lora, target_layers
 from digenrl.models.pipeline_model import PipelineModel
+from digenrl.models.quantized.replacing import block_weights
 
 ADAPTER_RANK = 32
 MOST_FRAMES_PER_LATENT = 32
@@ -33,8 +34,9 @@ TextShapes = Mapping[str, tuple[int, ...]]
 class WorkCount:
     """The size of a model and the work of one forward; sizes are numbers of parameters.
 
-    `float32_parameters` of the transformer stay in fp32 when it is loaded in bf16. `clip_text_tokens` is the part
-    of the text whose length is fixed; `cuts_padding` says whether a text is cut to the length of its prompt.
+    `float32_parameters` of the transformer stay in fp32 when it is loaded in bf16. `block_weights` are those of
+    the blocks' linear layers, which can be quantized. `clip_text_tokens` is the part of the text whose length is
+    fixed; `cuts_padding` says whether a text is cut to the length of its prompt.
     `image_weights` and `text_weights` multiply one image or text token. Blocks are counted by their attention:
     over all tokens (joint), over image tokens, or from image to text tokens (cross). `lora_linears` are the LoRA
     target layers in units of hidden x hidden layers. `activations` is what a block saves for its backward in LoRA
@@ -44,6 +46,7 @@ class WorkCount:
     parameters: int
     float32_parameters: int
     vae_parameters: int
+    block_weights: int
     hidden: int
     blocks: int
     image_weights: int
@@ -78,7 +81,7 @@ def count_work(
     `text_shapes` are the shapes of one row of every text argument. `targets` are the adapted layers, by default
     the family's.
     """
-    weights = list(model.transformer.parameters())
+    weights, quantizable = list(model.transformer.parameters()), block_weights(model.transformer)
     adapters = _add_adapters(model, targets)
     text = next(shape[0] for shape in text_shapes.values() if len(shape) > 1)
     forward = _forward(model, text_shapes, size)
@@ -96,6 +99,7 @@ def count_work(
         parameters=sum(weight.numel() for weight in weights),
         float32_parameters=sum(weight.numel() for weight in weights if weight.dtype != model.dtype),
         vae_parameters=sum(weight.numel() for weight in model.vae.parameters()),
+        block_weights=quantizable,
         hidden=forward.hidden,
         blocks=blocks,
         image_weights=sum(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, hypot
 
+from digenrl.config.base_precision import STORED_BYTES, UNQUANTIZED
 from digenrl.planning.cards import Card
 from digenrl.planning.cluster import CardPool
 from digenrl.planning.constants import CONSTANTS, Constants
@@ -17,7 +18,7 @@ from digenrl.planning.memory import (
     SUM_BYTES_PER_PARAMETER,
     helper_fits_with_training,
 )
-from digenrl.planning.model_facts import ForwardWork
+from digenrl.planning.model_facts import BYTES_BF16, ForwardWork
 from digenrl.planning.workload import Workload
 
 GB = 1e9
@@ -52,6 +53,7 @@ def forward_seconds(
     """A transformer forward of `rows` sequences on a lane of `lane_cards` tensor-parallel cards."""
     work = workload.forward_work
     busy_s = rows * sum(_phases(work, card, constants, rollout=True)) / lane_cards
+    busy_s += dequantize_seconds(workload, card) / lane_cards
     return hypot(work.launch_s, busy_s) + _tensor_parallel_seconds(workload, card, rows, lane_cards, constants)
 
 
@@ -95,7 +97,19 @@ def training_pass_seconds(
     )
     launches = constants.checkpointed_launches if checkpointing else constants.training_launches
     launch_s = work.launch_s * (launches + without_gradient)
-    return hypot(launch_s, pairs * workload.trained_branches * per_row_s)
+    dequantize_s = dequantize_seconds(workload, card) * (forwards + 1.0)
+    return hypot(launch_s, pairs * workload.trained_branches * per_row_s + dequantize_s)
+
+
+def dequantize_seconds(workload: Workload, card: Card) -> float:
+    """Dequantizing all weights once: they are read, written in bf16, and read again by the products.
+
+    fp8 is multiplied as it is. Its products are assumed to take as long as those in bf16, which they at most do.
+    """
+    if workload.base in (UNQUANTIZED, "fp8"):
+        return 0.0
+    bytes_per_weight = STORED_BYTES[workload.base] + 2 * BYTES_BF16
+    return workload.facts.block_weights * bytes_per_weight / (card.memory_gb_s * GB)
 
 
 def gather_seconds(workload: Workload, trainer: TrainerLayout, constants: Constants = CONSTANTS) -> float:

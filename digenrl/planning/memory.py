@@ -91,9 +91,9 @@ def trainer_memory(
     if workload.tuning == "full":
         weights, state = 0.0, state / shard_cards  # the state includes the fp32 weights
     else:
-        weights = workload.weight_bytes / shard_cards
+        weights = workload.training_weight_bytes / shard_cards
     if shard_cards > 1 or workload.tuning == "full":
-        weights += GATHERED_BLOCKS * workload.weight_bytes / facts.blocks
+        weights += GATHERED_BLOCKS * workload.training_weight_bytes / facts.blocks
     return MemoryReport(
         weights_gib=weights / GIB,
         optimizer_gib=state / GIB,
@@ -156,7 +156,7 @@ def helper_fits_with_training(
     state = workload.trained_parameters * SHARDED_BYTES_PER_PARAMETER
     training = state / shard_cards if workload.tuning == "full" else state
     if workload.tuning == "lora" and shard_cards > 1:
-        training += workload.weight_bytes / shard_cards
+        training += workload.training_weight_bytes / shard_cards
     return generating.total_gib + training / GIB <= generating.available_gib
 
 

@@ -75,6 +75,7 @@ class ModelFacts(Frozen):
     parameters: Whole
     float32_parameters: WholeOrZero = 0
     vae_parameters: WholeOrZero = 0
+    block_weights: WholeOrZero = 0
     hidden: Whole
     blocks: Whole
     image_weights: Whole

@@ -154,6 +154,7 @@ def profiled_work(recipe: Recipe) -> ProfiledWork:
         **work_of(recipe).model_dump(),
         recipe=recipe.name,
         dtype=recipe.model.dtype,
+        base=recipe.model.base,
         vae_dtype=recipe.model.vae_dtype,
         text_tokens=recipe.model.text_tokens,
         guidance=recipe.model.guidance,
@@ -242,6 +243,7 @@ def _training(recipe: Recipe) -> dict[str, Any]:
         "reference_forward": algorithm.needs.reference,
         "old_policy_forward": old_policy,
         "float32_weights": recipe.model.dtype == "float32",
+        "base": recipe.model.base,
         "float32_vae": recipe.model.vae_dtype == "float32",
     }
 

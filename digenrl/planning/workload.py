@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from digenrl.config.base_precision import UNQUANTIZED, BasePrecision, stored_bytes
 from digenrl.config.generator_pools import slice_sizes
 from digenrl.config.reading import Frozen, parse_model
 from digenrl.planning.model_facts import (
@@ -53,6 +54,7 @@ class Workload(Frozen):
     reference_forward: bool = False
     old_policy_forward: Annotated[float, Field(ge=0, le=1)] = 0.0
     float32_weights: bool = False
+    base: BasePrecision = UNQUANTIZED
     float32_vae: bool = False
     compiled: bool = False
     reward_lanes: WholeOrZero = 0
@@ -133,8 +135,24 @@ class Workload(Frozen):
 
     @property
     def weight_bytes(self) -> float:
-        """The size of all weights in their storage type."""
-        return float(self.facts.parameters * BYTES_FP32) if self.float32_weights else self.facts.weight_bytes
+        """The size of all weights in their storage type, on a card that only generates."""
+        return self._stored_bytes(trains=False)
+
+    @property
+    def training_weight_bytes(self) -> float:
+        """The size of all weights in their storage type, on a card that trains."""
+        return self._stored_bytes(trains=True)
+
+    def _stored_bytes(self, *, trains: bool) -> float:
+        facts, value_bytes = self.facts, BYTES_FP32 if self.float32_weights else BYTES_BF16
+        unquantized = float(facts.parameters * BYTES_FP32) if self.float32_weights else facts.weight_bytes
+        if self.base == UNQUANTIZED:
+            return unquantized
+        return (
+            unquantized
+            - facts.block_weights * value_bytes
+            + stored_bytes(self.base, facts.block_weights, trains=trains)
+        )
 
     @property
     def vae_value_bytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import nn
 from digenrl import demo
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
+from digenrl.config.base_precision import UNQUANTIZED
 from digenrl.config.import_paths import add_to_python_path
 from digenrl.config.reading import ConfigError, errors_about, one_line
 from digenrl.config.recipe import Recipe
@@ -28,6 +29,7 @@ from digenrl.models.lora import Targets, add_lora, check_targets, target_layers
 from digenrl.models.lora_start import check_start, read_lora, start_from
 from digenrl.models.offloaded_text_encoder import OffloadedTextEncoder
 from digenrl.models.pipeline_model import PipelineModel
+from digenrl.models.quantized.replacing import BaseWeights, check_has_blocks
 from digenrl.models.random_text_encoder import RandomTextEncoder
 from digenrl.models.registry import find_family, naming_families
 from digenrl.models.sources import ModelSource, check_class, check_source
@@ -159,15 +161,22 @@ def check_hub_model(blueprint: Blueprint) -> None:
 
 
 def load_model(
-    blueprint: Blueprint, device: str, for_a_run: bool = True, *, stays_on_host: bool = False
+    blueprint: Blueprint,
+    device: str,
+    for_a_run: bool = True,
+    *,
+    stays_on_host: bool = False,
+    trains: bool = True,
 ) -> DiffusionModel:
     """The recipe's model without text encoders, with LoRA adapters if it trains those.
 
     Compiling takes about a minute, which pays off `for_a_run` but not for a few pictures. A model that is going to
-    be sharded `stays_on_host`: it need not fit on one card.
+    be sharded `stays_on_host`: it need not fit on one card. A quantized base of a model that only generates may
+    need less memory than that of one that `trains`.
     """
     recipe, family, place = blueprint.recipe, blueprint.family, "cpu" if stays_on_host else device
     vae_dtype, text_tokens = vae_dtype_of(recipe), recipe.model.text_tokens
+    base = BaseWeights(recipe.model.base, trains)
     if recipe.model.random:
         model = family.build_full(
             dtype_of(recipe),
@@ -176,6 +185,7 @@ def load_model(
             seed=recipe.seed,
             vae_dtype=vae_dtype,
             text_tokens=text_tokens,
+            base=base,
         )
     else:
         with _loading_errors_in_one_line(recipe):
@@ -186,6 +196,7 @@ def load_model(
                 text_encoders=False,
                 vae_dtype=vae_dtype,
                 text_tokens=text_tokens,
+                base=base,
             )
     check_sizes(blueprint, model)
     _add_adapters(recipe, model)
@@ -210,6 +221,13 @@ def _add_adapters(recipe: Recipe, model: DiffusionModel) -> None:
     add_lora(model, lora.rank, lora.alpha, recipe.seed, lora.targets, lora.init)
     if lora.start_from is not None:
         start_from(model, Path(lora.start_from))
+
+
+def check_base(blueprint: Blueprint) -> None:
+    """Raises ConfigError if the recipe's base format does not suit the model; reads no weights."""
+    if blueprint.recipe.model.base != UNQUANTIZED:
+        with suppress(OSError):  # a hub id that is not in the cache is checked when it is loaded
+            check_has_blocks(transformer_without_weights(blueprint), blueprint.recipe.model.base)
 
 
 def check_adapters(blueprint: Blueprint) -> None:
@@ -267,7 +285,12 @@ def load_text_encoders(blueprint: Blueprint, device: str, shares_device: bool = 
     offloaded = shares_device and device.startswith("cuda")
     with _loading_errors_in_one_line(recipe):
         model = family.load_text_encoders(
-            source_of(recipe), dtype_of(recipe), "cpu" if offloaded else device, text_tokens=tokens
+            source_of(recipe),
+            dtype_of(recipe),
+            "cpu" if offloaded else device,
+            text_tokens=tokens,
+            precision=recipe.model.encoder_base,
+            quantize_on=device,
         )
         return OffloadedTextEncoder(model, device) if offloaded else model
 

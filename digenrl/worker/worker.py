@@ -108,6 +108,7 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
     duties, recipe = assignment.duties, assignment.recipe
     blueprint = read_blueprint(recipe)
     _check_run_is_visible(assignment)
+    limit_memory(recipe, assignment.device)
     reward, held_out_reward = _build_rewards(recipe) if "score" in duties else (None, None)
     ranks = _join_ranks(assignment, rendezvous)
     with loading_in_turn(assignment.device):
@@ -135,6 +136,15 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
     return Worker(assignment.name, Stages(parts))
 
 
+def limit_memory(recipe: Recipe, device: str) -> None:
+    """Limits what this process may reserve on a CUDA card to `lanes.memory_gib`. A CPU has no such limit."""
+    limit = recipe.lanes.memory_gib
+    if limit is None or not device.startswith("cuda"):
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit * 2**30 / total), device)
+
+
 def _build_rewards(recipe: Recipe) -> tuple[Reward, Reward]:
     """The rewards of training and those of the evaluation, which may have some in common."""
     training = build_rewards(recipe.rewards)
@@ -155,7 +165,7 @@ def _join_ranks(assignment: Assignment, rendezvous: str) -> RankGroup | None:
 def _load_model(blueprint: Blueprint, assignment: Assignment, ranks: RankGroup | None) -> DiffusionModel:
     """The model on this worker's device. One that is sharded moves there block by block, each rank its shards."""
     if ranks is None or not blueprint.recipe.sharded:
-        return load_model(blueprint, assignment.device)
+        return load_model(blueprint, assignment.device, trains="train" in assignment.duties)
     model = load_model(blueprint, assignment.device, stays_on_host=True)
     shard_model(model, ranks)
     return model

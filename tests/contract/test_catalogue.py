@@ -116,6 +116,22 @@ def test_full_fine_tuning_takes_more_time_and_bytes_than_adapters(model: Catalog
 
 
 @every_model
+@pytest.mark.parametrize(
+    ("base", "generating", "training"), [("fp8", 0.5, 1.0), ("int8", 0.5, 0.5), ("nf4", 0.27, 0.27)]
+)
+def test_a_quantized_base_needs_a_fraction_of_the_memory(
+    model: CatalogueModel, base: str, generating: float, training: float
+):
+    plain, quantized = workload_for(model.name), workload_for(model.name, base=base)
+    rest = model.weight_bytes - 2 * model.block_weights
+    assert 0 < rest < 0.05 * model.weight_bytes
+    for size, share in ((quantized.weight_bytes, generating), (quantized.training_weight_bytes, training)):
+        assert size - rest == pytest.approx(share * (plain.weight_bytes - rest), rel=0.02)
+    card = find_card("H200")
+    assert forward_seconds(quantized, card, 1) >= forward_seconds(plain, card, 1)
+
+
+@every_model
 def test_checkpointing_halves_activations_and_memory_grows_with_the_pack(model: CatalogueModel):
     workload = workload_for(model.name)
     assert activation_gib(workload, 1, True) < 0.5 * activation_gib(workload, 1, False)
@@ -162,7 +178,7 @@ def test_facts_derived_from_the_layers_agree_with_the_catalogue(model: Catalogue
     assert counted.lora_parameters(32) == model.lora_parameters(32)
     exact = {"hidden", "blocks", "block_tokens", "guidance", "frames_per_latent", "pixels_per_token"}
     exact |= {"joint_attention_blocks", "image_attention_blocks", "cross_attention_blocks"}
-    exact |= {"float32_parameters", "vae_parameters", "clip_text_tokens", "cuts_padding"}
+    exact |= {"float32_parameters", "vae_parameters", "block_weights", "clip_text_tokens", "cuts_padding"}
     assert counted.model_dump(include=exact) == model.model_dump(include=exact)
     assert model.text_tokens <= counted.text_tokens, "the catalogue has typical prompts where padding is cut"
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
+from digenrl.commands.model_memory import memory_needs
 from digenrl.config.recipe import LaneSettings, Recipe
 from digenrl.config.recipe_files import read_recipe, shipped_recipes
 from digenrl.generation.windows import choose_steps
@@ -16,7 +17,8 @@ from digenrl.prompts.sources import read_prompts
 from digenrl.records import SampleId
 from digenrl.worker.blueprint import lora_targets, read_blueprint, transformer_without_weights
 
-ONE_GPU = ("sd3_one_gpu", "flux_one_gpu", "qwen_image_one_gpu")
+CARDS_OF_24GB = ("sd3_24gb", "flux_24gb", "qwen_image_24gb", "wan_14b_24gb")
+ONE_GPU = ("sd3_one_gpu", "flux_one_gpu", "qwen_image_one_gpu", *CARDS_OF_24GB)
 OTHER_ALGORITHMS = ("sd3_flow_grpo_fast", "sd3_grpo_guard", "sd3_flow_dpo", "sd3_diffusion_nft", "flux_mix_grpo")
 SAMPLES = [SampleId(step, group=0, index=index) for step in (0, 7, 700) for index in (0, 5)]
 
@@ -94,7 +96,18 @@ def test_old_log_probs_are_recomputed_if_forwards_are_in_bf16(name: str) -> None
 
 @each_recipe
 def test_it_assumes_no_particular_machine(name: str) -> None:
-    assert shipped(name).lanes == LaneSettings()
+    assert shipped(name).lanes == LaneSettings(memory_gib=23 if name in CARDS_OF_24GB else None)
+
+
+@pytest.mark.parametrize("name", CARDS_OF_24GB)
+def test_a_recipe_for_24_gb_needs_less_than_that_on_every_card(name: str) -> None:
+    """Of a model with the published layers: weights, adapters, their state, one sample and one trained pair."""
+    recipe = shipped(name)
+    needs = memory_needs(recipe, None, text_encoder_bytes=0)
+    assert recipe.lanes.memory_gib is not None
+    assert max(needs.generate, needs.train) < recipe.lanes.memory_gib * 2**30
+    unquantized = recipe.model_copy(update={"model": recipe.model.model_copy(update={"base": "unquantized"})})
+    assert memory_needs(unquantized, None, 0).train > 1.15 * needs.train
 
 
 def test_the_demo_is_evaluated_on_held_out_prompts() -> None:

@@ -23,6 +23,7 @@ TASKS = {
     "flow_grpo, two updates": ("algorithm.options.updates_per_batch=2",),
     "flow_grpo, all weights": ("training.lora=null", "algorithm.options.kl_weight=0.01"),
     "diffusion_nft": ("algorithm={name: diffusion_nft, options: {}}",),
+    "flow_grpo, quantized base": ("model.base=nf4",),
     "dance_grpo": ("algorithm={name: dance_grpo, options: {}}",),
 }
 

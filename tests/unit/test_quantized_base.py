@@ -1,0 +1,156 @@
+"""Models whose frozen weights are quantized: which layers, training, export, random weights, text encoders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import StableDiffusion3Pipeline
+from safetensors.torch import load_file
+from scored_groups import Rollout, nudge, scored_groups, trainer_of
+from torch import nn
+
+from digenrl.algorithms.registry import build_algorithm
+from digenrl.config.reading import ConfigError
+from digenrl.config.recipe_files import read_recipe
+from digenrl.config.training import TrainerSettings
+from digenrl.models.blocks import repeated_blocks
+from digenrl.models.lora import adapters_disabled, add_lora
+from digenrl.models.lora_files import FILE_NAME, save_lora
+from digenrl.models.model_weights import weights_state
+from digenrl.models.pipeline_model import PipelineModel
+from digenrl.models.quantized.layers import QuantizedLinear
+from digenrl.models.quantized.replacing import BaseWeights, block_weights, check_has_blocks
+from digenrl.models.registry import FAMILIES
+from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
+from digenrl.worker.blueprint import load_model, read_blueprint
+
+PRECISIONS = ("nf4", "int8", "fp8")
+each_precision = pytest.mark.parametrize("precision", PRECISIONS)
+REWARDS = [(0.0, 1.0, 3.0, 2.0), (5.0, 2.0, 1.0, 0.0)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        make_tiny_pipeline(family, root / family)
+    return root
+
+
+def load(folders: Path, family: str, precision: str, dtype: torch.dtype = torch.float32) -> PipelineModel:
+    return FAMILIES[family].load(folders / family, dtype, base=BaseWeights(precision))
+
+
+def quantized_paths(module: nn.Module) -> set[str]:
+    return {path for path, each in module.named_modules() if isinstance(each, QuantizedLinear)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exactly_the_linear_layers_of_the_blocks_are_quantized(family, folders):
+    plain, model = load(folders, family, "unquantized"), load(folders, family, "nf4", torch.bfloat16)
+    blocks = {id(each) for block in repeated_blocks(plain.transformer) for each in block.modules()}
+    linears = {path: each for path, each in plain.transformer.named_modules() if isinstance(each, nn.Linear)}
+    expected = {path for path, each in linears.items() if id(each) in blocks}
+    assert quantized_paths(model.transformer) == expected and len(expected) < len(linears)
+    assert model.dtype == torch.bfloat16, "inputs are cast to the dtype of the quantized layers, not of the others"
+    quantized = (each for each in model.transformer.modules() if isinstance(each, QuantizedLinear))
+    assert block_weights(plain.transformer) == sum(each.weight_count for each in quantized)
+
+
+@each_precision
+def test_the_first_update_has_a_ratio_of_exactly_one_and_trains_the_adapters(precision, folders):
+    model = load(folders, "flux", precision)
+    add_lora(model, rank=2, alpha=4, seed=0)
+    algorithm = build_algorithm("flow_grpo", {"updates_per_batch": 1, "kl_weight": 0.01})
+    rollout = Rollout(groups=2, group_size=4, steps=3, slice_size=4, size=tiny_size("flux"))
+    groups = scored_groups(model, algorithm, rollout, REWARDS)
+    trainer = trainer_of(model, algorithm, groups, TrainerSettings(pack_size=4, learning_rate=1e-2))
+    before = weights_state(model)
+    for group in groups:
+        trainer.add_group(group)
+    metrics = trainer.commit()
+    assert (metrics.ratio_mean, metrics.ratio_max, metrics.log_prob_mismatch) == (1.0, 1.0, 0.0)
+    assert metrics.gradient_norm > 0
+    assert any(not torch.equal(before[name], value) for name, value in weights_state(model).items())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_reference_is_the_quantized_base_without_adapters(family, folders):
+    bare, model = load(folders, family, "nf4"), load(folders, family, "nf4")
+    add_lora(model, rank=2, alpha=4, seed=0)
+    nudge(model, 0.5, seed=1)
+    size, text = tiny_size(family), bare.encode(["a cat"])
+    latents = bare.initial_latents(torch.randn(1, *bare.noise_shape(size)), size)
+    times = bare.schedule(3, size).timesteps[:1]
+
+    def velocity(each: PipelineModel) -> torch.Tensor:
+        with torch.no_grad():
+            return each.velocity(latents, times, text, 1.0, size)
+
+    with adapters_disabled(model):
+        assert torch.equal(velocity(model), velocity(bare))
+    assert not torch.equal(velocity(model), velocity(bare))
+
+
+def test_the_exported_lora_is_that_of_an_unquantized_model_and_loads_in_diffusers(folders, tmp_path):
+    for precision in ("unquantized", "nf4"):
+        model = load(folders, "sd3", precision)
+        add_lora(model, rank=2, alpha=4, seed=0)
+        save_lora(model, tmp_path / precision)
+    plain, quantized = (load_file(tmp_path / each / FILE_NAME) for each in ("unquantized", "nf4"))
+    assert plain.keys() == quantized.keys() and all(torch.equal(plain[name], quantized[name]) for name in plain)
+    pipeline = StableDiffusion3Pipeline.from_pretrained(folders / "sd3")
+    pipeline.load_lora_weights(tmp_path / "nf4")
+    assert pipeline.get_active_adapters()
+
+
+@pytest.mark.parametrize("precision", ["int8", "nf4"])
+def test_quantized_text_encoders_encode_nearly_the_same(precision, folders):
+    plain = FAMILIES["sd3"].load_text_encoders(folders / "sd3").encode(["a red fox"])
+    model = FAMILIES["sd3"].load_text_encoders(folders / "sd3", precision=precision)
+    assert all(quantized_paths(getattr(model.pipeline, name)) for name in model.text_encoders)
+    for name, value in model.encode(["a red fox"]).positive.items():
+        expected = plain.positive[name]
+        error = float((value - expected).norm() / expected.norm())
+        assert 0 < error < (0.02 if precision == "int8" else 0.4)
+
+
+def test_random_weights_are_drawn_and_quantized_layer_by_layer(folders):
+    full = FAMILIES["sd3"].full_size()
+    arguments = dict(load(folders, "sd3", "unquantized").transformer.config)
+    tiny = replace(full, transformer=replace(full.transformer, arguments=arguments))
+    family = replace(FAMILIES["sd3"], sizes={"tiny": tiny})
+    built = [family.build_transformer(torch.bfloat16, "cpu", base=BaseWeights("nf4")) for _ in range(2)]
+    assert quantized_paths(built[0]) == quantized_paths(load(folders, "sd3", "nf4").transformer)
+    assert not any(value.is_meta for value in (*built[0].parameters(), *built[0].buffers()))
+    weights = [each for each in built[0].modules() if isinstance(each, nn.Linear)]
+    assert all(float(each.weight.float().std()) > 0 for each in weights)
+    assert {each.weight.dtype for each in weights} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "noun"),
+    [
+        (["model.base=nf4"], "training.lora"),
+        (["model.base=int4", "training.lora={rank: 2}"], "'nf4'"),
+        (["model.encoder_base=fp8"], "'int8'"),
+    ],
+)
+def test_a_base_that_cannot_be_is_refused_in_one_line(overrides, noun):
+    with pytest.raises(ConfigError, match=noun) as error:
+        read_recipe("demo", overrides)
+    assert "model." in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_transformer_without_blocks_is_refused():
+    with pytest.raises(ConfigError, match="repeated blocks"):
+        check_has_blocks(nn.Sequential(nn.Linear(2, 2)), "nf4")
+
+
+def test_the_demo_loads_with_a_quantized_base():
+    blueprint = read_blueprint(read_recipe("demo", ["model.base=nf4", "training.lora={rank: 4}"]))
+    model = load_model(blueprint, "cpu", trains=False)
+    assert quantized_paths(model.transformer) and model.dtype == torch.float32

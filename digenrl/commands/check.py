@@ -154,9 +154,10 @@ def check_model(where: str, overrides: Sequence[str], request: CheckRequest, rep
     if not request.probe.strip():
         raise ConfigError("--probe: an empty text; describe a sample")
     check_writable(request.picture)
-    device = this_device(request.device)
+    this_device(request.device)
     report(0, STAGES, "reading the description")
     target = _read_target(where, overrides)
+    device = this_device(request.device, target.recipe.lanes.memory_gib)
     blueprint = read_blueprint(target.recipe)
     check_hub_model(blueprint)
     check = _described(target, blueprint, device)

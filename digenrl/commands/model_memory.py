@@ -9,12 +9,16 @@ from pathlib import Path
 import torch
 
 from digenrl.commands.derived_facts import derive_facts, with_targets
+from digenrl.config.base_precision import STORED_BYTES, UNQUANTIZED
 from digenrl.config.recipe import Recipe
 from digenrl.host_memory import free_host_bytes
 from digenrl.planning.cards import undescribed_card
 from digenrl.planning.cluster import Cluster
 from digenrl.planning.memory import GIB, generator_memory, trainer_memory
+from digenrl.planning.model_facts import BYTES_BF16
 from digenrl.planning.recipe_workload import catalogue_model, workload_of
+
+EMBEDDINGS = 0.2  # of a text encoder's weights, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +43,15 @@ class MemoryNeeds:
         return max(self.encode, self.generate, self.train)
 
 
-def this_device(name: str) -> Device:
-    """A device of this machine, as `cuda:0`; the CPU has the memory that is free now."""
+def this_device(name: str, limit_gib: float | None = None) -> Device:
+    """A device of this machine, as `cuda:0`; the CPU has the memory that is free now.
+
+    A card has at most the memory that `lanes.memory_gib` allows.
+    """
     if name.startswith("cuda"):
         card = torch.cuda.get_device_properties(name)
-        return Device(card.name, name, card.total_memory)
+        limit = card.total_memory if limit_gib is None else min(card.total_memory, int(limit_gib * GIB))
+        return Device(card.name, name, limit)
     return Device("this machine's memory", "cpu", free_host_bytes() or 0)
 
 
@@ -56,10 +64,17 @@ def memory_needs(recipe: Recipe, configurations: Path | None, text_encoder_bytes
     generator = generator_memory(workload, card, size=1)
     trainer = trainer_memory(workload, card, recipe.lanes.ranks, pairs=1, checkpointing=True)
     return MemoryNeeds(
-        encode=text_encoder_bytes,
+        encode=round(text_encoder_bytes * _encoder_share(recipe.model.encoder_base)),
         generate=round(generator.total_gib * GIB),
         train=round(trainer.total_gib * GIB),
     )
+
+
+def _encoder_share(precision: str) -> float:
+    """The share of a text encoder's 16 bit weights that is left after quantizing all but embeddings."""
+    if precision == UNQUANTIZED:
+        return 1.0
+    return EMBEDDINGS + (1 - EMBEDDINGS) * STORED_BYTES[precision] / BYTES_BF16
 
 
 def weight_bytes(files: Mapping[str, int], names: tuple[str, ...]) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
-UNQUANTIZED = "unquantized"
+UNQUANTIZED: Final = "unquantized"
 
 BasePrecision = Literal["unquantized", "fp8", "int8", "nf4"]
 EncoderPrecision = Literal["unquantized", "int8", "nf4"]

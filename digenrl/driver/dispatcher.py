@@ -103,7 +103,7 @@ class Dispatcher:
         hooks: RunHooks | None = None,
     ) -> None:
         hooks = hooks or RunHooks()
-        self._clock, self._look_around = clock, hooks.look_around
+        self._clock, self._look_around, self._notify = clock, hooks.look_around, hooks.notify
         self.stores = DriverStores(recipe, resources.workers, resources.artifacts, prompts)
         self._jobs = PendingJobs(resources.transport, clock)
         self._inputs = JobInputs(self.stores, hooks.checkpoint_facts, hooks.pictures)
@@ -252,6 +252,9 @@ class Dispatcher:
         elif isinstance(report, StartFailed):
             raise_failure(worker, report)
         elif isinstance(report, Ready):
+            if report.remark:
+                logger.info(report.remark)
+                self._notify(report.remark)
             self._worker_ready(worker)
         else:
             assert message.job_id is not None

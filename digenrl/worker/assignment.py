@@ -45,7 +45,9 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The worker has loaded everything it needs."""
+    """The worker has loaded everything it needs. A `remark` is for the user."""
+
+    remark: str = ""
 
 
 @dataclass(frozen=True, slots=True)

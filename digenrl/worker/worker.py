@@ -19,6 +19,7 @@ from digenrl.exchange.tensors import Exchange
 from digenrl.host_memory import loading_in_turn
 from digenrl.logs import logged_job
 from digenrl.models.contract import DiffusionModel
+from digenrl.models.quantized.layers import multiplies_fp8_elsewhere
 from digenrl.records import Job, JobFailed, Result
 from digenrl.rewards.building import build_rewards
 from digenrl.rewards.contract import Reward, RewardError
@@ -96,7 +97,8 @@ def start_worker(
     `rendezvous` is where the ranks of a trainer meet, as `torch.distributed` takes it.
     """
     try:
-        return build_worker(assignment, exchange, rendezvous), Ready()
+        worker = build_worker(assignment, exchange, rendezvous)
+        return worker, Ready(_remark(worker.stages.parts.model, assignment))
     except ConfigError as error:
         return None, StartFailed(str(error), user_error=True)
     except Exception as error:  # the driver ends the run
@@ -134,6 +136,13 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
         slowdown=assignment.slowdown,
     )
     return Worker(assignment.name, Stages(parts))
+
+
+def _remark(model: DiffusionModel | None, assignment: Assignment) -> str:
+    """What the user should know about the model on this device."""
+    if model is None or not multiplies_fp8_elsewhere(model.transformer):
+        return ""
+    return f"{assignment.name}: {assignment.device} has no fp8 units; fp8 weights are multiplied in another dtype"
 
 
 def limit_memory(recipe: Recipe, device: str) -> None:

@@ -77,6 +77,12 @@ class QuantizedLinear(nn.Linear):
         return f"{super().extra_repr()}, precision={self.precision}"
 
 
+def multiplies_fp8_elsewhere(module: nn.Module) -> bool:
+    """Whether a layer has fp8 weights that are not multiplied on a card's fp8 units."""
+    layers = (layer for layer in module.modules() if isinstance(layer, QuantizedLinear))
+    return any(layer.precision == "fp8" and not layer.native for layer in layers)
+
+
 def weight_count(module: nn.Module) -> int:
     """The number of a model's weights, quantized or not."""
     quantized = sum(layer.weight_count for layer in module.modules() if isinstance(layer, QuantizedLinear))

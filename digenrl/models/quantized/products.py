@@ -80,7 +80,7 @@ class Fp8Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         x: Tensor,
         qweight_NK: Tensor,
@@ -94,7 +94,7 @@ class Fp8Linear(torch.autograd.Function):
         return _fp8_product(x, qweight_NK, scale_N1, native)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         transposed_KN, scale_K1 = ctx.saved_tensors
         assert transposed_KN is not None, "loaded for generating only: there is no transposed copy of the weights"
         return (_fp8_product(gradient, transposed_KN, scale_K1, ctx.native), *[None] * 5)

@@ -69,7 +69,7 @@ def building_without_linear_weights() -> Iterator[None]:
             return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         return None
 
-    hook = register_module_parameter_registration_hook(without_memory)
+    hook = register_module_parameter_registration_hook(without_memory)  # type: ignore[arg-type]
     try:
         yield
     finally:

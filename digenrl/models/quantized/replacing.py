@@ -79,7 +79,9 @@ def building_without_linear_weights() -> Iterator[None]:
 def fill_linears(transformer: nn.Module, base: BaseWeights, device: torch.device | str) -> None:
     """Gives linear layers without weights random ones, and quantizes those of blocks, one after the other."""
     quantized = {id(layer) for _, _, layer in _block_linears(transformer)}
-    for parent, name, layer in list(_linears_in([transformer])):
+    places = list(_linears_in([transformer]))
+    while places:  # a layer is freed once it is replaced
+        parent, name, layer = places.pop()
         if not layer.weight.is_meta:
             continue
         layer.weight = nn.Parameter(torch.empty_like(layer.weight, device=device))
@@ -114,5 +116,7 @@ def _linears_in(modules: Iterable[nn.Module]) -> Iterator[Place]:
 
 
 def _quantize(places: Iterable[Place], base: BaseWeights, device: torch.device | str) -> None:
-    for parent, name, layer in list(places):
+    remaining = list(places)
+    while remaining:  # a layer is freed once it is replaced
+        parent, name, layer = remaining.pop()
         setattr(parent, name, QuantizedLinear(layer, base.precision, device, trains=base.trains))

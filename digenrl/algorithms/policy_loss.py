@@ -31,12 +31,16 @@ class PolicyLoss(GroupRelative):
         assert proximal_R is not None, "decoupled needs the log-probs recomputed"
         weight_R = self._stale_weight_R(pairs, proximal_R)
         terms = self._clipped(pairs, self.log_ratio_R(pairs, proximal_R), weight_R)
-        return self._with_kl(replace(terms, measures={**terms.measures, "stale_weight": weight_R}), pairs)
+        capped_R = (weight_R >= self.settings.stale_weight_cap).to(weight_R.dtype)
+        measures = {**terms.measures, "stale_weight": weight_R, "stale_weight_capped": capped_R}
+        return self._with_kl(replace(terms, measures=measures), pairs)
 
     def _stale_weight_R(self, pairs: StepPairs, proximal_log_prob_R: Tensor) -> Tensor:
         """The importance weight of the step: log-probs are means over elements, a density is their product."""
-        elements = pairs.mean_RL[0].numel()
-        log_weight_R = elements * (proximal_log_prob_R - pairs.old_log_prob_R)
+        elements = pairs.mean_RL[0].numel() if self.settings.stale_weight_of == "step" else 1
+        weighs_all = self.settings.weighted == "all"
+        generating_R = pairs.rollout_log_prob_R if weighs_all else pairs.old_log_prob_R
+        log_weight_R = elements * (proximal_log_prob_R - generating_R)
         return log_weight_R.exp().clamp(max=self.settings.stale_weight_cap).detach()
 
     def log_ratio_R(self, pairs: StepPairs, base_log_prob_R: Tensor) -> Tensor:

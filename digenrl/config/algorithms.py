@@ -96,6 +96,11 @@ class AlgorithmSettings(Frozen):
         return None
 
     @property
+    def corrects_precision(self) -> bool:
+        """Whether samples may be generated in another precision than that of training."""
+        return self.replays == "renoised"  # no log-probs of the rollout are used
+
+    @property
     def generates_with_trained_weights(self) -> bool:
         """Whether samples are generated with the newest trained weights, and not with ones that follow slowly."""
         return not self.needs.old_policy
@@ -120,7 +125,9 @@ class PolicyLossSettings(AlgorithmSettings):
     `kl_form` is `exact`, (mu - mu_ref)^2 / 2 s^2, or `flow_grpo_image`: over 2 g^2 instead for noise whose std is
     s = g sqrt(h), the same for `cps`. `stale` is `plain` (the ratio to the generating policy covers it) or
     `decoupled`: the ratio to the policy before the update, weighted by min(w, `stale_weight_cap`). Here w is the
-    probability of the whole step under that policy over its probability under the generating policy.
+    probability of the whole step under that policy over its probability under the generating policy or, with
+    `stale_weight_of: element`, the geometric mean of that over the elements of a sample. `weighted: all` also
+    weighs samples of the current weights, which may have been generated in another precision.
     """
 
     clip: float = Field(default=1e-4, gt=0, lt=1)
@@ -128,6 +135,8 @@ class PolicyLossSettings(AlgorithmSettings):
     kl_form: KlForm = "exact"
     stale: Literal["plain", "decoupled"] = "plain"
     stale_weight_cap: float = Field(default=2.0, ge=1)
+    stale_weight_of: Literal["step", "element"] = "step"
+    weighted: Literal["stale", "all"] = "stale"
 
     @property
     def needs(self) -> Needs:
@@ -136,6 +145,10 @@ class PolicyLossSettings(AlgorithmSettings):
     @property
     def needs_densities(self) -> str | None:
         return "algorithm.options.stale: decoupled" if self.stale == "decoupled" else None
+
+    @property
+    def corrects_precision(self) -> bool:
+        return self.stale == "decoupled" and self.weighted == "all"
 
 
 class FlowGrpoSettings(PolicyLossSettings):

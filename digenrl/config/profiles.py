@@ -45,6 +45,7 @@ class ProfiledWork(Frozen):
     model: str
     dtype: str
     base: str = UNQUANTIZED
+    generating_base: str | None = None
     vae_dtype: str
     text_tokens: PositiveInt | None = None
     height: PositiveInt

@@ -156,6 +156,9 @@ class SampleSettings(Frozen):
     window: dict[str, Any] | None = None  # kept as written, so that the fingerprint does not depend on defaults
     same_initial_noise: bool | None = None
     last_step_noise: bool = False
+    precision: Literal["fp8"] | None = Field(
+        default=None, description="format of the frozen weights that generate; model.base by default"
+    )
     decode_rows: PositiveInt | None = Field(default=None, description="rows decoded at once; all by default")
 
     @field_validator("window")
@@ -402,6 +405,8 @@ class Recipe(Frozen):
         if self.model.base != UNQUANTIZED and self.training.lora is None:
             why = f"{self.model.base}, but without training.lora all weights are trained, and these cannot be"
             raise _conflict("model.base", f"{why} quantized; add training.lora={{rank: 32}}, or leave it out")
+        if self.sample.precision is not None:
+            self._check_sampler()
         ranks, techniques = self.lanes.ranks, self.techniques
         if self.topology.shares_cards and techniques.tcss > 0:
             why = f"{techniques.tcss} in mode {self.mode}, where generation and training take turns and no sample"
@@ -427,6 +432,19 @@ class Recipe(Frozen):
                 with errors_about(f"cluster.generators[{index}].slice"):
                     check_pool_slice(pool.slice, unit, self.batch.samples_per_prompt)
         return self
+
+    def _check_sampler(self) -> None:
+        """Raises ConfigError if generators cannot have frozen weights in a format of their own."""
+        where, own = "sample.precision", self.sample.precision
+        if self.training.lora is None:
+            raise _conflict(where, f"{own}, but without training.lora no weights are frozen; leave it out")
+        if self.model.base != UNQUANTIZED:
+            why = f"{own}, which is for training with an unquantized base, but model.base is {self.model.base}"
+            raise _conflict(where, f"{why}; leave one of them out")
+        if self.topology.one_process or self.techniques.assist == "both":
+            which = "in mode colocated" if self.topology.one_process else "with techniques.assist=both"
+            why = f"{own}, but {which} a card trains with the weights that it generates with"
+            raise _conflict(where, f"{why}; set model.base={own} instead")
 
     def _check_shared_work(self) -> None:
         """Raises ConfigError if generators cannot train as well."""

@@ -10,7 +10,10 @@ from typing import Any
 
 from digenrl.records import SampleId
 
-AVERAGED = ("gradient_norm", "ratio_mean", "clip_fraction", "kl", "stale_weight", "log_prob_mismatch")
+AVERAGED = (
+    *("gradient_norm", "ratio_mean", "clip_fraction", "kl", "log_prob_mismatch"),
+    *("stale_weight", "stale_weight_capped"),
+)
 
 
 @dataclass(frozen=True, slots=True)

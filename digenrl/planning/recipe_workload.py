@@ -155,6 +155,7 @@ def profiled_work(recipe: Recipe) -> ProfiledWork:
         recipe=recipe.name,
         dtype=recipe.model.dtype,
         base=recipe.model.base,
+        generating_base=recipe.sample.precision,
         vae_dtype=recipe.model.vae_dtype,
         text_tokens=recipe.model.text_tokens,
         guidance=recipe.model.guidance,
@@ -244,6 +245,7 @@ def _training(recipe: Recipe) -> dict[str, Any]:
         "old_policy_forward": old_policy,
         "float32_weights": recipe.model.dtype == "float32",
         "base": recipe.model.base,
+        "generating_base": recipe.sample.precision,
         "float32_vae": recipe.model.vae_dtype == "float32",
     }
 

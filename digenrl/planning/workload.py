@@ -55,6 +55,7 @@ class Workload(Frozen):
     old_policy_forward: Annotated[float, Field(ge=0, le=1)] = 0.0
     float32_weights: bool = False
     base: BasePrecision = UNQUANTIZED
+    generating_base: BasePrecision | None = None
     float32_vae: bool = False
     compiled: bool = False
     reward_lanes: WholeOrZero = 0
@@ -145,14 +146,12 @@ class Workload(Frozen):
 
     def _stored_bytes(self, *, trains: bool) -> float:
         facts, value_bytes = self.facts, BYTES_FP32 if self.float32_weights else BYTES_BF16
+        base = self.base if trains else self.generating_base or self.base
         unquantized = float(facts.parameters * BYTES_FP32) if self.float32_weights else facts.weight_bytes
-        if self.base == UNQUANTIZED:
+        if base == UNQUANTIZED:
             return unquantized
-        return (
-            unquantized
-            - facts.block_weights * value_bytes
-            + stored_bytes(self.base, facts.block_weights, trains=trains)
-        )
+        quantized = stored_bytes(base, facts.block_weights, trains=trains)
+        return unquantized - facts.block_weights * value_bytes + quantized
 
     @property
     def vae_value_bytes(self) -> int:

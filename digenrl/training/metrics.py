@@ -134,6 +134,7 @@ class UpdateMetrics:
     measures: Mapping[str, float]
     memory_retries: int | None = None
     stale_weight: float | None = None
+    stale_weight_capped: float | None = None
 
 
 def update_metrics(
@@ -162,6 +163,7 @@ def update_metrics(
         measures=tally.means(),
         memory_retries=memory_retries,
         stale_weight=tally.mean("stale_weight"),
+        stale_weight_capped=tally.mean("stale_weight_capped"),
         **counts,
     )
 

@@ -105,6 +105,7 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
     with errors_about("sample.window"):
         window.check(recipe.sample.denoising_steps)
     _check_noise(recipe, window, algorithm)
+    _check_sampler(recipe, algorithm)
     check_shape(batch_shape(recipe), algorithm, recipe.training)
     if recipe.training.lora is None and recipe.model.dtype != "float32":
         raise ConfigError(
@@ -153,6 +154,16 @@ def _check_noise(recipe: Recipe, window: Window, algorithm: Algorithm) -> None:
         )
 
 
+def _check_sampler(recipe: Recipe, algorithm: Algorithm) -> None:
+    """A ratio between two precisions is not 1 before the first update, and recomputing it hides the difference."""
+    if recipe.sample.precision is not None and not algorithm.settings.corrects_precision:
+        raise ConfigError(
+            f"sample.precision: {recipe.sample.precision}, but with these options {recipe.algorithm.name} takes "
+            "samples as if they were generated in the precision of training; weigh them with "
+            "algorithm.options={stale: decoupled, weighted: all}, or leave it out"
+        )
+
+
 def check_hub_model(blueprint: Blueprint) -> None:
     """Raises ConfigError if a hub id is not accessible or has another pipeline class; fetches a few kB at most."""
     if not blueprint.recipe.model.random:
@@ -176,7 +187,8 @@ def load_model(
     """
     recipe, family, place = blueprint.recipe, blueprint.family, "cpu" if stays_on_host else device
     vae_dtype, text_tokens = vae_dtype_of(recipe), recipe.model.text_tokens
-    base = BaseWeights(recipe.model.base, trains)
+    generating = recipe.sample.precision if for_a_run and not trains else None
+    base = BaseWeights(generating or recipe.model.base, trains)
     if recipe.model.random:
         model = family.build_full(
             dtype_of(recipe),

@@ -294,7 +294,22 @@ def test_the_weight_of_stale_samples_corrects_for_the_policy_that_generated_them
     assert -loss.total_M().mean().item() == pytest.approx(elements * moved, abs=0.03)
     assert abs(f_R.mean().item()) < 0.02, "without the weight it is the older policy's mean"
     capped = build_algorithm("flow_grpo", {"kl_weight": 0, "stale": "decoupled", "stale_weight_cap": 2.0})
-    assert capped.loss(one_step(**rows)).measures["stale_weight"].max() == 2.0
+    measures = capped.loss(one_step(**rows)).measures
+    assert measures["stale_weight"].max() == 2.0
+    assert measures["stale_weight_capped"].sum() == (loss.measures["stale_weight"] >= 2.0).sum() > 0
+    by_element = build_algorithm("flow_grpo", {"kl_weight": 0, "stale": "decoupled", "stale_weight_of": "element"})
+    weights_R = by_element.loss(one_step(**rows)).measures["stale_weight"]
+    assert torch.allclose(weights_R**elements, loss.measures["stale_weight"])
+
+
+def test_all_samples_are_weighed_if_another_precision_may_have_generated_them():
+    options = {"clip": 0.5, "kl_weight": 0, "stale": "decoupled"}
+    row = one_step(log_prob_R=column(0.3), proximal_log_prob_R=column(0.3), old_log_prob_R=column(0.3))
+    row = replace(row, rollout_log_prob_R=column(0.2))
+    stale, every = (build_algorithm("flow_grpo", {**options, "weighted": each}) for each in ("stale", "all"))
+    assert stale.loss(row).total_M().item() == -1.0
+    assert every.loss(row).total_M().item() == pytest.approx(-math.exp(0.1))
+    assert [each.settings.corrects_precision for each in (stale, every)] == [False, True]
 
 
 def test_guard_recentres_and_rescales_the_ratio_and_divides_by_the_step():

@@ -39,6 +39,15 @@ def test_the_weights_do_not_depend_on_the_schedule_whatever_is_trained(task: str
     assert trained(pipelined, 3) == trained(colocated, 3)
 
 
+def test_samples_of_another_precision_are_weighed(live: LiveRuns) -> None:
+    weighed = "algorithm.options={stale: decoupled, weighted: all, stale_weight_cap: 1.5}"
+    run = live.finished("sample.precision=fp8", weighed, "training.old_log_probs=recomputed", "techniques.tag=none")
+    assert all(mismatch > 1e-6 for mismatch in metric(run, "log_prob_mismatch")), "the generator rounds to fp8"
+    assert metric(run, "ratio_max") == [1.0] * 3, "the ratio is to the trainer's own policy"
+    assert all(0 < weight <= 1.5 and weight != 1 for weight in metric(run, "stale_weight"))
+    assert all(0 <= share <= 1 for share in metric(run, "stale_weight_capped"))
+
+
 def test_different_tasks_give_different_weights(live: LiveRuns) -> None:
     runs = [live.finished(*COLOCATED), *(live.finished(*task, *COLOCATED) for task in TASKS.values())]
     weights = [trained(run, 3)["weights.safetensors"] for run in runs]

@@ -29,6 +29,8 @@ from digenrl.worker.blueprint import load_model, read_blueprint
 
 PRECISIONS = ("nf4", "int8", "fp8")
 each_precision = pytest.mark.parametrize("precision", PRECISIONS)
+LORA = ("training={old_log_probs: recomputed, lora: {rank: 2}}",)
+WEIGHED = ("algorithm.options={stale: decoupled, weighted: all}",)
 REWARDS = [(0.0, 1.0, 3.0, 2.0), (5.0, 2.0, 1.0, 0.0)]
 
 
@@ -127,7 +129,7 @@ def test_random_weights_are_drawn_and_quantized_layer_by_layer(folders):
     assert quantized_paths(built[0]) == quantized_paths(load(folders, "sd3", "nf4").transformer)
     assert not any(value.is_meta for value in (*built[0].parameters(), *built[0].buffers()))
     weights = [each for each in built[0].modules() if isinstance(each, nn.Linear)]
-    assert all(float(each.weight.float().std()) > 0 for each in weights)
+    assert all(float(each.weight.detach().float().std()) > 0 for each in weights)
     assert {each.weight.dtype for each in weights} == {torch.bfloat16}
 
 
@@ -137,17 +139,30 @@ def test_random_weights_are_drawn_and_quantized_layer_by_layer(folders):
         (["model.base=nf4"], "training.lora"),
         (["model.base=int4", "training.lora={rank: 2}"], "'nf4'"),
         (["model.encoder_base=fp8"], "'int8'"),
+        (["sample.precision=fp8"], "training.lora"),
+        (["sample.precision=fp8", *LORA, "model.base=nf4"], "nf4"),
+        (["sample.precision=fp8", *LORA, "mode=colocated"], "colocated"),
+        (["sample.precision=fp8", *LORA, "techniques.assist=both"], "assist"),
+        (["sample.precision=fp8", *LORA], "decoupled"),
+        (["sample.precision=fp8", *LORA, "algorithm.options.stale=decoupled"], "weighted"),
     ],
 )
-def test_a_base_that_cannot_be_is_refused_in_one_line(overrides, noun):
+def test_a_format_that_cannot_be_is_refused_in_one_line(overrides, noun):
     with pytest.raises(ConfigError, match=noun) as error:
-        read_recipe("demo", overrides)
-    assert "model." in str(error.value) and "\n" not in str(error.value)
+        read_blueprint(read_recipe("demo", overrides))
+    assert overrides[0].partition("=")[0] in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_transformer_without_blocks_is_refused():
     with pytest.raises(ConfigError, match="repeated blocks"):
         check_has_blocks(nn.Sequential(nn.Linear(2, 2)), "nf4")
+
+
+def test_generators_alone_have_the_precision_of_samples():
+    blueprint = read_blueprint(read_recipe("demo", ["sample.precision=fp8", *LORA, *WEIGHED]))
+    generator, trainer = (load_model(blueprint, "cpu", trains=trains) for trains in (False, True))
+    assert quantized_paths(generator.transformer) and not quantized_paths(trainer.transformer)
+    assert weights_state(generator).keys() == weights_state(trainer).keys()
 
 
 def test_the_demo_loads_with_a_quantized_base():

@@ -22,7 +22,6 @@ from digenrl.models.attention import AttentionSwitch, forbid_cudnn_by_default
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
 from digenrl.models.cuda_graphs import GraphedForwards
 
-
 logger = logging.getLogger(__name__)
 
 

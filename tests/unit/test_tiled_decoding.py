@@ -53,8 +53,8 @@ def decoded(model: PipelineModel, size: SampleSize) -> Tensor:
     return decode_slice(model, GeneratedSlice(Slice(0, 0, 0, 2), size, (), model.initial_latents(noise_B, size)))
 
 
-# The largest mean difference, in standard deviations. SD3's VAE normalizes over space and so depends on the tile; its
-# random weights do not hide this as trained ones do.
+# The largest mean difference, in standard deviations. SD3's VAE normalizes over space and so depends on the tile,
+# which random weights show more than trained ones.
 @pytest.mark.parametrize(("family", "difference"), [("qwen_image", 0.2), ("sd3", 1.5)])
 def test_tiles_agree_with_the_whole_and_small_samples_are_not_cut(
     family: str, difference: float, tmp_path: Path, caplog: pytest.LogCaptureFixture

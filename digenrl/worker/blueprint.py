@@ -199,7 +199,7 @@ def load_model(
 
 
 def check_attention(recipe: Recipe, device: str) -> None:
-    """Raises ConfigError if the device lacks an attention kernel that the recipe names, or has it in 16 bits only."""
+    """Raises ConfigError if the device cannot compute an attention kernel that the recipe names."""
     named = set((recipe.model.kernels or {}).values())
     coarse = recipe.model.dtype != "float32" or recipe.training.autocast == "bf16"
     on_gpu = device.startswith("cuda")

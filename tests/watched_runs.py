@@ -8,6 +8,7 @@ from typing import Any
 from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
 from digenrl.loop import Observer, drive
+from digenrl.metrics.flop_use import SampleOperations
 from digenrl.metrics.step_metrics import MetricSink, StepMetrics
 from digenrl.records import Action, Event
 from digenrl.run_folder.metric_lines import EvaluationRecord
@@ -89,7 +90,8 @@ def watch(
     on_span: Callable[[Span], None] | None = None,
 ) -> StepMetrics:
     """Drives a run to its end with StepMetrics behind the recorder, as a live run has them."""
-    metrics = StepMetrics(opening, sinks)
+    lanes = ("trainer", *(lane.name for lane in opening.lanes))
+    metrics = StepMetrics(opening, sinks, operations=SampleOperations(1e9, 1e9, dict.fromkeys(lanes, 1.0)))
 
     def take(span: Span) -> None:
         metrics.add_span(span)

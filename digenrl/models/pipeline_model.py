@@ -23,7 +23,6 @@ from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Sc
 from digenrl.models.cuda_graphs import GraphedForwards
 from digenrl.models.quantized.layers import QuantizedLinear
 
-
 logger = logging.getLogger(__name__)
 
 

@@ -186,6 +186,8 @@ def load_model(
     need less memory than that of one that `trains`.
     """
     recipe, family, place = blueprint.recipe, blueprint.family, "cpu" if stays_on_host else device
+    if for_a_run:
+        check_attention(recipe, device)
     vae_dtype, text_tokens = vae_dtype_of(recipe), recipe.model.text_tokens
     generating = recipe.sample.precision if for_a_run and not trains else None
     base = BaseWeights(generating or recipe.model.base, trains)
@@ -212,11 +214,26 @@ def load_model(
             )
     check_sizes(blueprint, model)
     _add_adapters(recipe, model)
-    if recipe.model.kernels is not None:
+    if for_a_run and recipe.model.kernels is not None:
         model.use_attention(recipe.model.kernels)
     if for_a_run and recipe.model.compiles(device):
         compile_blocks(model)
     return model
+
+
+def check_attention(recipe: Recipe, device: str) -> None:
+    """Raises ConfigError if the device cannot compute an attention kernel that the recipe names."""
+    named = set((recipe.model.kernels or {}).values())
+    coarse = recipe.model.dtype != "float32" or recipe.training.autocast == "bf16"
+    on_gpu = device.startswith("cuda")
+    missing = sorted(named & ({"cudnn", "efficient"} if not on_gpu else set() if coarse else {"cudnn", "flash"}))
+    if missing:
+        why = "computes in 16 bits only, and model.dtype is float32" if on_gpu else f"needs a GPU, got {device}"
+        known = "efficient, math" if on_gpu else "flash, math"
+        raise ConfigError(
+            f"model.attention: {missing[0]} {why}; known here: {known}, native; set one of them, or auto",
+            "model.attention",
+        )
 
 
 def load_for_merging(blueprint: Blueprint) -> PipelineModel:

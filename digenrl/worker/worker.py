@@ -28,7 +28,14 @@ from digenrl.training.ranks.rank_group import RankGroup, join_ranks
 from digenrl.training.ranks.sharding import shard_model
 from digenrl.training.trainer import Trainer
 from digenrl.worker.assignment import Assignment, Ready, StartFailed
-from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, make_trainer, read_blueprint
+from digenrl.worker.blueprint import (
+    Blueprint,
+    check_attention,
+    load_model,
+    load_text_encoders,
+    make_trainer,
+    read_blueprint,
+)
 from digenrl.worker.calibration import StageCalibration
 from digenrl.worker.stages import Stages, WorkerParts
 
@@ -111,6 +118,8 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
     blueprint = read_blueprint(recipe)
     _check_run_is_visible(assignment)
     limit_memory(recipe, assignment.device)
+    if duties & {"generate", "train"}:
+        check_attention(recipe, assignment.device)
     reward, held_out_reward = _build_rewards(recipe) if "score" in duties else (None, None)
     ranks = _join_ranks(assignment, rendezvous)
     with loading_in_turn(assignment.device):

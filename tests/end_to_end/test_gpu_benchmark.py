@@ -23,17 +23,48 @@ def test_every_part_is_measured_and_a_profile_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu = benchmark(monkeypatch)
-    arguments = ["sd3", "--tiny", "--whole-step", "--json", "--profiles", str(tmp_path), "--device-name", "here"]
+    arguments = ["sd3", "--tiny", "--only", "forward,eager,replay,profile,run", "--whole-step", "--json"]
+    arguments += ["--profiles", str(tmp_path), "--device-name", "here"]
     monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
     gpu.main()
     (measured,) = json.loads(capsys.readouterr().out)
-    seconds = ("baseline_forward_s", "pair_s", "baseline_pair_s", "predicted_s", "step_s", "baseline_step_s")
+    seconds = ("eager_forward_s", "pair_s", "predicted_s", "step_s", "baseline_step_s")
     assert all(measured[name] > 0 for name in seconds)
+    assert set(measured["eager_pair_s"]) == {"1 checkpointed", "4 checkpointed", "4"}
+    assert min(measured["eager_pair_s"].values()) > 0
     assert measured["forward_flop"] > 2 * measured["parameters"]
     assert set(measured["forward_s"]) == {"1", "2"} and min(measured["forward_s"].values()) > 0
     assert measured["largest_log_ratio"] == 0 and measured["log_prob_mismatch"] < 1e-5
     assert measured["parts"]["train"] > 0 and measured["predicted_parts"]["training"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["here_sd3.yaml"]
+
+
+def test_the_tables_compare_with_the_best_eager_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, tables = benchmark(monkeypatch), benchmark(monkeypatch, "gpu_tables")
+    measured = gpu.Measured(
+        "flux", forward_flop=1e12, matrix_tflops=100.0, forward_s={1: 0.02}, pair_s=0.025, pack_size=4
+    )
+    measured.eager_pair_s = {"1 checkpointed": 0.5, "4 checkpointed": None, "4": 0.1}
+    assert measured.forward_share(1) == pytest.approx(0.5) and measured.pair_share == pytest.approx(0.8)
+    table = tables.passes_table([measured])
+    ratios = next(list(column.cells) for column in table.columns if column.header == "over best eager")
+    assert ratios == ["-", "4.00x"]
+
+
+def test_the_kernels_of_a_pass_are_listed_by_group(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel_profile = benchmark(monkeypatch, "kernel_profile")
+    monkeypatch.setattr(sys, "argv", ["kernel_profile.py", "sd3", "--tiny", "--pass", "replay"])
+    kernel_profile.main()
+    printed = capsys.readouterr().out
+    assert "sd3, replay, pack " in printed
+    rows = {row.split("│")[1].strip(): row for row in printed.splitlines() if row.count("│") == 6}
+    assert int(rows["matrix products"].split("│")[4]) > 0 and int(rows["attention"].split("│")[4]) > 0
+    names = {"nvjet_tst_128": "matrix products", "cudnn_generated_fort_native_sdpa_sm90": "attention"}
+    names |= {"triton_red_fused_native_layer_norm_1": "fused norms", "triton_poi_fused_gelu_2": "fused pointwise"}
+    names |= {"Memcpy DtoD": "copies", "vectorized_elementwise_kernel": kernel_profile.UNFUSED}
+    assert {name: kernel_profile.KernelTime(name, 1, 1.0).group for name in names} == names
 
 
 def test_an_unknown_family_is_answered_with_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:

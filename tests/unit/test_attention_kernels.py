@@ -17,6 +17,7 @@ from digenrl.models.contract import Conditioning, DiffusionModel
 from digenrl.models.forward_record import AttentionCall, record_forward
 from digenrl.models.registry import FAMILIES
 from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
+from digenrl.worker.blueprint import check_attention
 
 CPU = torch.device("cpu")
 FAST, SLOW = {"flash": 1.0, "cudnn": 2.0}, {"flash": 9.0, "cudnn": 1.0, "math": 0.5}
@@ -52,6 +53,20 @@ def test_a_recipe_names_one_kernel_or_one_per_kind_of_pass() -> None:
     with pytest.raises(ConfigError, match="fash") as error:
         read_recipe("demo", ["model.attention=fash"])
     assert "flash" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "device", "missing"),
+    [("cudnn", "cpu", "cudnn"), ("{masked: efficient}", "cpu", "efficient"), ("flash", "cuda:0", "flash")],
+)
+def test_a_kernel_that_a_device_lacks_is_refused_before_anything_is_loaded(
+    override: str, device: str, missing: str
+) -> None:
+    recipe = read_recipe("demo", [f"model.attention={override}"])
+    with pytest.raises(ConfigError) as error:
+        check_attention(recipe, device)
+    assert error.value.where == "model.attention" and missing in str(error.value)
+    check_attention(read_recipe("demo", ["model.attention=math"]), device)
 
 
 MASK = torch.tensor([[True] * 12, [True] * 7 + [False] * 5])[:, None, None, :]

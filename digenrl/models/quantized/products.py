@@ -6,11 +6,14 @@ would find that forward and backward dequantize the same weights, and keep the r
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+from torch.utils.flop_counter import register_flop_formula
 
 from digenrl.models.quantized.formats import dequantize_nf4, dequantize_rows, nf4_levels, quantize_fp8
 
@@ -70,6 +73,14 @@ def _input_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 quantized_linear.register_autograd(_input_gradient, setup_context=_keep_weights)
+
+
+@register_flop_formula(
+    [torch.ops.digenrl.quantized_linear, torch.ops.digenrl.quantized_linear_backward]  # type: ignore[untyped-decorator]
+)
+def _product_flop(x_shape: Sequence[int], *_: object, out_shape: Sequence[int], **__: object) -> int:
+    """The operations of the product, without those of dequantizing."""
+    return 2 * math.prod(x_shape) * out_shape[-1]
 
 
 class Fp8Linear(torch.autograd.Function):

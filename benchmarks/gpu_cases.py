@@ -106,7 +106,9 @@ def recipe_of(
         "logging.tensorboard=false",
         "checkpoint.every=1000",
     ]
-    return read_recipe(f"{family}_dance_grpo", [*settings, *overrides])
+    overridden = {each.partition("=")[0] for each in overrides}
+    kept = [each for each in settings if each.partition("=")[0] not in overridden]
+    return read_recipe(f"{family}_dance_grpo", [*kept, *overrides])
 
 
 def window(trained_steps: int, denoising_steps: int) -> dict[str, Any]:

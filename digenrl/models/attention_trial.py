@@ -24,7 +24,7 @@ import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor
 
-from digenrl.config.attention import CANDIDATES
+from digenrl.config.attention import CANDIDATES, NOT_TRIED
 from digenrl.models.attention import BACKENDS, forbid_cudnn_by_default
 from digenrl.models.forward_record import AttentionCall
 from digenrl.models.transfers import synchronize
@@ -52,7 +52,7 @@ def try_kernels(
     keeps happening.
     """
     found: dict[PassKind, dict[Kernel, float]] = {kind: {} for kind in calls}
-    left = [(kind, kernel) for kernel in CANDIDATES for kind in calls]
+    left = [(kind, kernel) for kernel in CANDIDATES for kind in calls if (kind, kernel) not in NOT_TRIED]
     with TemporaryDirectory() as folder:
         path = Path(folder) / "calls.pt"
         torch.save({kind: [asdict(call) for call in each] for kind, each in calls.items()}, path)

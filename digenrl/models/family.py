@@ -17,16 +17,18 @@ from digenrl.config.reading import ConfigError, nearest
 from digenrl.models.contract import Conditioning
 from digenrl.models.loading import (
     building_on,
+    building_without_weights,
     component_names,
     keep_fp32_modules,
     load_pipeline,
     pipeline_without,
 )
 from digenrl.models.pipeline_model import PipelineModel
-from digenrl.models.sources import ModelSource, check_single_file
+from digenrl.models.sources import ModelSource, check_single_file, weight_files
 
 SIZE_TOLERANCE = 0.15  # of the number of parameters: files also hold tables of positions
 CPU = torch.device("cpu")
+TRANSFORMER = "transformer"  # the pipeline component
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +91,7 @@ class Family:
         Without text encoders, they and the tokenizers are not read at all and `encode` raises. `text_tokens` is
         the length of the text, the family's default if None.
         """
-        tokenizers = component_names(self.pipeline_class, "tokenizer")
-        without = () if text_encoders else (*self.model_class.text_encoders, *tokenizers)
+        without = () if text_encoders else self._text_components()
         return self._load(source, {"default": dtype, "vae": vae_dtype}, without, device, text_tokens)
 
     def load_text_encoders(
@@ -102,7 +103,38 @@ class Family:
         text_tokens: int | None = None,
     ) -> PipelineModel:
         """Loads the text encoders alone: the model can only `encode`."""
-        return self._load(source, {"default": dtype}, ("transformer", "vae"), device, text_tokens)
+        return self._load(source, {"default": dtype}, (TRANSFORMER, "vae"), device, text_tokens)
+
+    def load_without_weights(
+        self,
+        source: str | Path | ModelSource,
+        dtype: torch.dtype = torch.float32,
+        *,
+        vae_dtype: torch.dtype = torch.float32,
+        text_tokens: int | None = None,
+    ) -> tuple[PipelineModel, tuple[Path, ...]]:
+        """The model of a pipeline without text encoders, on the CPU, and the files of its transformer's weights.
+
+        The transformer's parameters are on the meta device, in the dtypes that loading would give them.
+        """
+        source = self.with_base(source)
+        without = self._text_components()
+        files = weight_files(TRANSFORMER, self.pipeline_class, source, without)
+        dtypes = {"default": dtype, "vae": vae_dtype}
+        pipeline = load_pipeline(
+            self.pipeline_class, source, dtypes, (*without, TRANSFORMER), self.model_class.optional_components
+        )
+        kind = self.full_size().transformer.cls
+        with building_without_weights(dtype):
+            transformer = kind.from_config(kind.load_config(files[0].parent, local_files_only=True))
+        keep_fp32_modules(transformer)
+        pipeline.register_modules(transformer=transformer)
+        model = self.model_class(pipeline)
+        model.set_text_tokens(text_tokens)
+        return model, files
+
+    def _text_components(self) -> tuple[str, ...]:
+        return (*self.model_class.text_encoders, *component_names(self.pipeline_class, "tokenizer"))
 
     def _load(
         self,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from diffusers.utils import logging as diffusers_logging
 from torch import nn
 from transformers.utils import logging as transformers_logging
@@ -18,6 +19,9 @@ from digenrl.models.single_file import COMPONENT, load_transformer
 from digenrl.models.sources import ModelSource, open_pipeline
 from digenrl.models.tokenizers import use_tokenizer_files
 from digenrl.models.weight_files import INDEX_NAME
+
+
+CPU = torch.device("cpu")
 
 
 def load_pipeline(
@@ -112,6 +116,16 @@ def building_on(dtype: torch.dtype, device: torch.device | str) -> Iterator[None
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+@contextmanager
+def building_without_weights(dtype: torch.dtype) -> Iterator[None]:
+    """Modules built inside have parameters of this dtype on the meta device, and buffers on the CPU.
+
+    This is how diffusers builds a model before it loads weights: plain tensors and all buffers are correct.
+    """
+    with building_on(dtype, CPU), init_empty_weights(include_buffers=False):
+        yield
 
 
 def keep_fp32_modules(model: nn.Module) -> None:

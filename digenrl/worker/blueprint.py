@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,8 @@ from digenrl.models.sources import ModelSource, check_class, check_source
 from digenrl.models.trajectory import StepNoise
 from digenrl.training.open_batch import BatchShape, check_shape
 from digenrl.training.ranks.rank_group import RankGroup
+from digenrl.training.ranks.sharded_loading import load_sharded
+from digenrl.training.ranks.sharding import check_shardable, shard_model
 from digenrl.training.trainer import Trainer
 from digenrl.training.update_split import stale_groups
 
@@ -159,39 +161,61 @@ def check_hub_model(blueprint: Blueprint) -> None:
 
 
 def load_model(
-    blueprint: Blueprint, device: str, for_a_run: bool = True, *, stays_on_host: bool = False
+    blueprint: Blueprint, device: str, for_a_run: bool = True, *, shard_over: RankGroup | None = None
 ) -> DiffusionModel:
     """The recipe's model without text encoders, with LoRA adapters if it trains those.
 
-    Compiling takes about a minute, which pays off `for_a_run` but not for a few pictures. A model that is going to
-    be sharded `stays_on_host`: it need not fit on one card.
+    Compiling takes about a minute, which pays off `for_a_run` but not for a few pictures. A model is sharded over
+    the ranks that are given, and need not fit on one card.
     """
-    recipe, family, place = blueprint.recipe, blueprint.family, "cpu" if stays_on_host else device
-    vae_dtype, text_tokens = vae_dtype_of(recipe), recipe.model.text_tokens
-    if recipe.model.random:
-        model = family.build_full(
-            dtype_of(recipe),
-            place,
-            recipe.model.random_size,
-            seed=recipe.seed,
-            vae_dtype=vae_dtype,
-            text_tokens=text_tokens,
-        )
-    else:
-        with _loading_errors_in_one_line(recipe):
-            model = family.load(
-                source_of(recipe),
-                dtype_of(recipe),
-                place,
-                text_encoders=False,
-                vae_dtype=vae_dtype,
-                text_tokens=text_tokens,
-            )
+    recipe = blueprint.recipe
+    model = _load_whole(blueprint, device) if shard_over is None else _load_sharded(blueprint, shard_over)
     check_sizes(blueprint, model)
     _add_adapters(recipe, model)
     if for_a_run and recipe.model.compiles(device):
         compile_blocks(model)
     return model
+
+
+def _load_whole(blueprint: Blueprint, device: str) -> DiffusionModel:
+    recipe, family = blueprint.recipe, blueprint.family
+    vae_dtype, text_tokens = vae_dtype_of(recipe), recipe.model.text_tokens
+    if recipe.model.random:
+        return family.build_full(
+            dtype_of(recipe),
+            device,
+            recipe.model.random_size,
+            seed=recipe.seed,
+            vae_dtype=vae_dtype,
+            text_tokens=text_tokens,
+        )
+    with _loading_errors_in_one_line(recipe):
+        return family.load(
+            source_of(recipe),
+            dtype_of(recipe),
+            device,
+            text_encoders=False,
+            vae_dtype=vae_dtype,
+            text_tokens=text_tokens,
+        )
+
+
+def _load_sharded(blueprint: Blueprint, ranks: RankGroup) -> DiffusionModel:
+    """A model whose transformer is sharded. Random weights and single files pass through host memory as a whole."""
+    recipe, source = blueprint.recipe, source_of(blueprint.recipe)
+    if recipe.model.random or source.file is not None:
+        model = _load_whole(blueprint, "cpu")
+        shard_model(model, ranks)
+        return model
+    with _loading_errors_in_one_line(recipe):
+        return load_sharded(
+            blueprint.family,
+            source,
+            ranks,
+            dtype_of(recipe),
+            vae_dtype=vae_dtype_of(recipe),
+            text_tokens=recipe.model.text_tokens,
+        )
 
 
 def load_for_merging(blueprint: Blueprint) -> PipelineModel:
@@ -227,6 +251,17 @@ def check_adapters(blueprint: Blueprint) -> None:
     if lora.start_from is not None:
         layers = target_layers(transformer, lora_targets(recipe, blueprint.family))
         check_start(read_lora(Path(lora.start_from), blueprint.family.pipeline_class), set(layers), lora.rank)
+
+
+def check_sharding(blueprint: Blueprint) -> None:
+    """Raises ConfigError if the recipe's model cannot be sharded over its ranks. Reads no weights.
+
+    A hub id that is not in the cache is checked when it is loaded.
+    """
+    recipe = blueprint.recipe
+    if recipe.shards_model:
+        with suppress(OSError):
+            check_shardable(transformer_without_weights(blueprint), blueprint.family.name, recipe.lanes.ranks)
 
 
 def transformer_without_weights(blueprint: Blueprint) -> nn.Module:

@@ -416,7 +416,7 @@ class Recipe(Frozen):
         if not self.lanes.shard_base:
             return
         if self.training.lora is None:
-            why = "true, but without training.lora no weights are frozen, and lanes.ranks shards all of them anyway"
+            why = "true, but without training.lora nothing is frozen, and lanes.ranks shards all weights anyway"
             raise _conflict("lanes.shard_base", f"{why}; leave it out")
         if self.lanes.ranks == 1:
             why = "true, but lanes.ranks is 1; set that to the number of cards that hold the base together"
@@ -526,7 +526,7 @@ class Recipe(Frozen):
 
     @property
     def shards_model(self) -> bool:
-        """Whether no rank of the trainer holds the whole model: the trained weights or a frozen base are sharded."""
+        """Whether no rank holds the whole model: all weights or a frozen base are sharded."""
         return self.sharded or self.lanes.shard_base
 
 

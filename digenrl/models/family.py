@@ -18,6 +18,7 @@ from digenrl.models.contract import Conditioning
 from digenrl.models.loading import (
     building_on,
     building_without_weights,
+    cast_stored_buffers,
     component_names,
     keep_fp32_modules,
     load_pipeline,
@@ -128,6 +129,7 @@ class Family:
         with building_without_weights(dtype):
             transformer = kind.from_config(kind.load_config(files[0].parent, local_files_only=True))
         keep_fp32_modules(transformer)
+        cast_stored_buffers(transformer, dtype)
         pipeline.register_modules(transformer=transformer)
         model = self.model_class(pipeline)
         model.set_text_tokens(text_tokens)

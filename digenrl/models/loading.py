@@ -20,7 +20,6 @@ from digenrl.models.sources import ModelSource, open_pipeline
 from digenrl.models.tokenizers import use_tokenizer_files
 from digenrl.models.weight_files import INDEX_NAME
 
-
 CPU = torch.device("cpu")
 
 
@@ -130,7 +129,21 @@ def building_without_weights(dtype: torch.dtype) -> Iterator[None]:
 
 def keep_fp32_modules(model: nn.Module) -> None:
     """Casts the weights to fp32 that diffusers keeps in fp32 when it loads this class in another dtype."""
-    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, parameter in model.named_parameters():
-        if kept.intersection(name.split(".")):
+        if _stays_in_fp32(model, name):
             parameter.data = parameter.data.float()
+
+
+def cast_stored_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts the buffers that weight files contain as diffusers does when it loads them; others do not change."""
+    parameters = dict(model.named_parameters())
+    for name, value in model.state_dict().items():
+        if name not in parameters and value.is_floating_point():
+            owner, _, buffer = name.rpartition(".")
+            cast = value.to(torch.float32 if _stays_in_fp32(model, name) else dtype)
+            setattr(model.get_submodule(owner), buffer, cast)
+
+
+def _stays_in_fp32(model: nn.Module, name: str) -> bool:
+    kept = getattr(model, "_keep_in_fp32_modules", None) or ()
+    return not set(kept).isdisjoint(name.split("."))

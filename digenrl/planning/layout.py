@@ -31,8 +31,8 @@ class Capabilities:
 
     `shards` is how weights may be sharded: over all trainer cards, per node or not at all (`any`), over all cards
     or not at all (`no_nodes`), or `as_trained`: over all cards for full fine-tuning and, for adapters, if a copy
-    does not fit on a card. With `sharded_help` a trainer with sharded weights can generate. Without `packed` (no time-step parallelism) every
-    pair is one pass, and one rank trains all pairs of a sample.
+    does not fit on a card. With `sharded_help` a trainer with sharded weights can generate. Without `packed` (no
+    time-step parallelism) every pair is one pass, and one rank trains all pairs of a sample.
     """
 
     tensor_parallel: bool = True

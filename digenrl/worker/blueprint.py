@@ -201,7 +201,7 @@ def _load_whole(blueprint: Blueprint, device: str) -> DiffusionModel:
 
 
 def _load_sharded(blueprint: Blueprint, ranks: RankGroup) -> DiffusionModel:
-    """A model whose transformer is sharded. Random weights and single files pass through host memory as a whole."""
+    """A model with a sharded transformer. Random weights and single files are whole in host memory first."""
     recipe, source = blueprint.recipe, source_of(blueprint.recipe)
     if recipe.model.random or source.file is not None:
         model = _load_whole(blueprint, "cpu")

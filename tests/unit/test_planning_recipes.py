@@ -187,7 +187,10 @@ def test_a_trainer_shards_as_the_runtime_does_even_if_another_way_would_fit():
     assert (whole.shard_cards, sharded.shard_cards) == (1, 8)
     small = parse_model(CardPool, {"card": "RTX 4090"})
     assert best_trainer(lora, small, 8, 24) is not None
-    assert best_trainer(lora, small, 8, 24, capabilities=run) is None, "a full copy does not fit"
+    spread = best_trainer(lora, small, 8, 24, capabilities=run)
+    assert spread is not None and spread.shard_cards == 8, "a copy does not fit"
+    assert best_trainer(lora, small, 1, 24, capabilities=run) is None
+    assert best_trainer(lora, cards, 8, 24, capabilities=run).shard_cards == 1, "a copy fits"
 
 
 def test_techniques_that_the_recipe_switches_off_stay_off():

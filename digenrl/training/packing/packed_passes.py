@@ -98,7 +98,7 @@ class PackedPasses:
         )
 
     def run(self, terms: Sequence[Term], context: PassContext) -> PassResult:
-        """The gradient of the sum of w * l / Z over this rank's share or, for sharded gradients, over all terms."""
+        """The gradient of the sum of w * l / Z over this rank's share or, if it is sharded, over all terms."""
         if self._sharded:
             self._check_same_terms(len(terms))
         with self._switching.replaying():

@@ -45,14 +45,14 @@ def check_shardable(transformer: nn.Module, family: str, ranks: int) -> None:
     blocks = repeated_blocks(transformer)
     if not blocks:
         raise ConfigError(
-            f"lanes.ranks: {family} has no repeated blocks, so that sharding it over {ranks} ranks saves nothing: "
-            "a forward gathers all weights at once; set lanes.ranks to 1, or with adapters lanes.shard_base to false"
+            f"lanes.ranks: {family} has no repeated blocks, so sharding it over {ranks} ranks saves nothing: a "
+            "forward gathers all weights at once; set lanes.ranks to 1, or with adapters lanes.shard_base to false"
         )
     rows = min(max(len(weight) for weight in block.parameters()) for block in blocks)
     if ranks > rows:
         raise ConfigError(
-            f"lanes.ranks: {ranks} ranks, but the largest weights of a block of {family} have {rows} rows to shard; "
-            f"use at most {rows} ranks"
+            f"lanes.ranks: {ranks} ranks, but the weights of a block of {family} have at most {rows} rows; use "
+            f"{rows} ranks or fewer"
         )
 
 

@@ -18,7 +18,7 @@ from digenrl.models.shards import local_shard
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
 
 SHARDED = {name: replace(case, shard_base=True) for name, case in CASES.items()}
-EVERYTHING = replace(  # as many terms on every rank
+EVERYTHING = replace(  # as many terms on every rank, and an update without any: its only group has equal rewards
     SHARDED["a scale of the batch, a reference, two updates, an average"],
     rollout=Rollout(groups=2, group_size=4, steps=3),
 )

@@ -135,9 +135,8 @@ class FixedPointSums:
             add_into(summed.unscaled, own.unscaled)
             add_into(summed.unscaled, corrections)
         device = next(iter(self._parameters.values())).device
-        has_gradient = [
-            name in own.final or name in own.unscaled or name in corrections for name in self._parameters
-        ]
+        present = own.final.keys() | own.unscaled.keys() | corrections.keys()
+        has_gradient = [name in present for name in self._parameters]
         marks = torch.tensor([found.problem is not None, *has_gradient], device=device, dtype=torch.int64)
         ranks.sum_tensors(JobSums(summed).tensors("all ranks") | {"marks": marks})
         problems, *counts = marks.tolist()

@@ -22,6 +22,7 @@ EVERYTHING = replace(  # as many terms on every rank, and an update without any:
     SHARDED["a scale of the batch, a reference, two updates, an average"],
     rollout=Rollout(groups=2, group_size=4, steps=3),
 )
+COPIES = replace(EVERYTHING, shard_base=False)
 
 
 def all_trained(ranks, cases):
@@ -42,12 +43,14 @@ def test_ranks_with_a_sharded_base_train_to_the_weights_and_metrics_of_one(tmp_p
 
 
 def test_four_ranks_with_a_sharded_base_compute_the_bits_of_four_with_copies(tmp_path):
-    cases = [EVERYTHING, replace(EVERYTHING, shard_base=False)]
-    for sharded, copies in on_ranks(4, tmp_path, all_trained, cases):
+    floats = replace(EVERYTHING, settings=EVERYTHING.settings.model_copy(update={"sum_in_order": False}))
+    weights, *_ = trained(None, EVERYTHING)
+    for sharded, copies, summed_as_floats in on_ranks(4, tmp_path, all_trained, [EVERYTHING, COPIES, floats]):
         for part in (0, 1):  # the weights and their average
             assert_same_bits(sharded[part], copies[part])
         assert sharded[2] == copies[2]
-        assert relative_difference(sharded[0], trained(None, EVERYTHING)[0]) < 1e-6
+        assert relative_difference(sharded[0], weights) < 1e-6
+        assert relative_difference(summed_as_floats[0], weights) < 1e-6
 
 
 def shares_held(ranks, case):

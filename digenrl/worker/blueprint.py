@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from digenrl.models.trajectory import StepNoise
 from digenrl.training.open_batch import BatchShape, check_shape
 from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.training.ranks.sharded_loading import load_sharded
-from digenrl.training.ranks.sharding import check_shardable, shard_model
+from digenrl.training.ranks.sharding import shard_model
 from digenrl.training.trainer import Trainer
 from digenrl.training.update_split import stale_groups
 
@@ -251,17 +251,6 @@ def check_adapters(blueprint: Blueprint) -> None:
     if lora.start_from is not None:
         layers = target_layers(transformer, lora_targets(recipe, blueprint.family))
         check_start(read_lora(Path(lora.start_from), blueprint.family.pipeline_class), set(layers), lora.rank)
-
-
-def check_sharding(blueprint: Blueprint) -> None:
-    """Raises ConfigError if the recipe's model cannot be sharded over its ranks. Reads no weights.
-
-    A hub id that is not in the cache is checked when it is loaded.
-    """
-    recipe = blueprint.recipe
-    if recipe.shards_model:
-        with suppress(OSError):
-            check_shardable(transformer_without_weights(blueprint), blueprint.family.name, recipe.lanes.ranks)
 
 
 def transformer_without_weights(blueprint: Blueprint) -> nn.Module:

@@ -49,7 +49,8 @@ def inspect_here(recipe: Recipe) -> Machine:
 
         from digenrl.models.hub import HubUnreachableError
         from digenrl.rewards.function import import_target
-        from digenrl.worker.blueprint import check_adapters, check_hub_model, check_sharding, read_blueprint
+        from digenrl.worker.blueprint import check_adapters, check_hub_model, read_blueprint
+        from digenrl.worker.sharding_checks import check_sharding
     except ModuleNotFoundError as error:
         missing = f"training needs the package '{error.name}', which is not installed"
         raise ConfigError(f"{missing}; install digenrl[train]") from None

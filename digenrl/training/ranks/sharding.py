@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from digenrl.config.reading import ConfigError
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.lora import adapter_parameters
@@ -38,22 +37,6 @@ def shard_model(model: DiffusionModel, ranks: RankGroup) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # sums, not means: the denominator counts terms of all ranks
             module.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
-
-
-def check_shardable(transformer: nn.Module, family: str, ranks: int) -> None:
-    """Raises ConfigError if sharding would save no memory, or leave ranks without weights."""
-    blocks = repeated_blocks(transformer)
-    if not blocks:
-        raise ConfigError(
-            f"lanes.ranks: {family} has no repeated blocks, so sharding it over {ranks} ranks saves nothing: a "
-            "forward gathers all weights at once; set lanes.ranks to 1, or with adapters lanes.shard_base to false"
-        )
-    rows = min(max(len(weight) for weight in block.parameters()) for block in blocks)
-    if ranks > rows:
-        raise ConfigError(
-            f"lanes.ranks: {ranks} ranks, but the weights of a block of {family} have at most {rows} rows; use "
-            f"{rows} ranks or fewer"
-        )
 
 
 def sum_gradients_in_next_backward(transformer: nn.Module, enabled: bool) -> None:

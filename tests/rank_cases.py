@@ -31,6 +31,7 @@ class Case:
     rollout: Rollout = Rollout()  # noqa: RUF009  it is frozen
     batches: int = 2
     lora: bool = True
+    shard_base: bool = False  # of adapters
 
     def trainer_and_batches(self, ranks: RankGroup | None):
         model = toy(torch.float32, self.lora)
@@ -39,7 +40,7 @@ class Case:
             scored_groups(model, algorithm, replace(self.rollout, step=step, version=step))
             for step in range(self.batches)
         ]
-        if ranks is not None and not self.lora:
+        if ranks is not None and (self.shard_base or not self.lora):
             shard_model(model, ranks)
         trainer = trainer_of(model, algorithm, batches[0], self.settings, ranks=ranks)
         return model, trainer, batches

@@ -60,9 +60,9 @@ def memory_needs(recipe: Recipe, configurations: Path | None, text_encoder_bytes
     entry = catalogue_model(recipe)
     facts = derive_facts(recipe, configurations) if entry is None else with_targets(entry, recipe)
     workload = workload_of(recipe, Cluster.model_construct(pools=()), facts)
-    card = undescribed_card("this device")
+    card, shards = undescribed_card("this device"), recipe.lanes.ranks if recipe.shards_model else 1
     generator = generator_memory(workload, card, size=1)
-    trainer = trainer_memory(workload, card, recipe.lanes.ranks, pairs=1, checkpointing=True)
+    trainer = trainer_memory(workload, card, shards, pairs=1, checkpointing=True)
     return MemoryNeeds(
         encode=round(text_encoder_bytes * _encoder_share(recipe.model.encoder_base)),
         generate=round(generator.total_gib * GIB),

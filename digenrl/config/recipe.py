@@ -271,6 +271,9 @@ class LaneSettings(Frozen):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     trainer: str = "auto"
     ranks: PositiveInt = 1
+    shard_base: bool = Field(
+        default=False, description="with LoRA, each of the ranks holds a shard of the frozen weights, not a copy"
+    )
     generators: PositiveInt | tuple[str, ...] = 1
     rewards: Annotated[int, Field(ge=0)] | tuple[str, ...] = 1
     encoder: str = Field(default="auto", description="where prompts are encoded; the trainer's device by default")
@@ -414,9 +417,11 @@ class Recipe(Frozen):
         if self.topology.one_process and ranks > 1:
             why = f"{ranks} in mode {self.mode}, which is one process"
             raise _conflict("lanes.ranks", f"{why}; set it to 1, or mode to local")
-        if self.sharded and techniques.tag not in ("none", "auto"):
+        self._check_shard_base()
+        if self.shards_model and techniques.tag not in ("none", "auto"):
             why = f"{techniques.tag}, but with lanes.ranks = {ranks} no rank holds all weights to generate with"
-            raise _conflict("techniques.tag", f"{why}; set it to none, or train adapters (training.lora)")
+            whole = "train adapters (training.lora)" if self.sharded else "set lanes.shard_base to false"
+            raise _conflict("techniques.tag", f"{why}; set it to none, or {whole}")
         if self.sharded and self.training.offload is True:
             why = f"true, but the weights are sharded over lanes.ranks = {ranks}, none of which generates"
             raise _conflict("training.offload", f"{why}; set it to auto")
@@ -446,6 +451,20 @@ class Recipe(Frozen):
             why = f"{own}, but {which} a card trains with the weights that it generates with"
             raise _conflict(where, f"{why}; set model.base={own} instead")
 
+    def _check_shard_base(self) -> None:
+        """Raises ConfigError if there is no frozen base to shard, or nothing to shard it over."""
+        if not self.lanes.shard_base:
+            return
+        if self.training.lora is None:
+            why = "true, but without training.lora nothing is frozen, and lanes.ranks shards all weights anyway"
+            raise _conflict("lanes.shard_base", f"{why}; leave it out")
+        if self.lanes.ranks == 1:
+            why = "true, but lanes.ranks is 1; set that to the number of cards that hold the base together"
+            raise _conflict("lanes.shard_base", why)
+        if self.model.base != UNQUANTIZED:
+            why = f"true, but model.base is {self.model.base}, and quantized weights cannot be sharded"
+            raise _conflict("lanes.shard_base", f"{why}; leave one of them out")
+
     def _check_shared_work(self) -> None:
         """Raises ConfigError if generators cannot train as well."""
         if self.topology.one_process:
@@ -471,7 +490,7 @@ class Recipe(Frozen):
     @property
     def trainer_helps(self) -> bool:
         """Whether the trainer also generates."""
-        return self.techniques.tag != "none" and self.techniques.assist != "none" and not self.sharded
+        return self.techniques.tag != "none" and self.techniques.assist != "none" and not self.shards_model
 
     @property
     def job_samples(self) -> int:
@@ -547,6 +566,11 @@ class Recipe(Frozen):
     def sharded(self) -> bool:
         """Whether the trained weights are sharded over the trainer's ranks: full fine-tuning on several ranks."""
         return self.training.lora is None and self.lanes.ranks > 1
+
+    @property
+    def shards_model(self) -> bool:
+        """Whether no rank holds the whole model: all weights or a frozen base are sharded."""
+        return self.sharded or self.lanes.shard_base
 
 
 def _conflict(where: str, why: str) -> ConfigError:

@@ -19,6 +19,8 @@ from digenrl.config.reading import ConfigError, nearest
 from digenrl.models.contract import Conditioning
 from digenrl.models.loading import (
     building_on,
+    building_without_weights,
+    cast_stored_buffers,
     component_names,
     keep_fp32_modules,
     load_pipeline,
@@ -32,11 +34,12 @@ from digenrl.models.quantized.replacing import (
     quantize_text_encoder,
     quantize_transformer,
 )
-from digenrl.models.sources import ModelSource, check_single_file
+from digenrl.models.sources import ModelSource, check_single_file, weight_files
 
 SIZE_TOLERANCE = 0.15  # of the number of parameters: files also hold tables of positions
 CPU = torch.device("cpu")
 AS_PUBLISHED = BaseWeights()
+TRANSFORMER = "transformer"  # the pipeline component
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +104,7 @@ class Family:
         the length of the text, the family's default if None. The linear layers of the transformer's blocks are
         quantized one by one if `base` says so.
         """
-        tokenizers = component_names(self.pipeline_class, "tokenizer")
-        without = () if text_encoders else (*self.model_class.text_encoders, *tokenizers)
+        without = () if text_encoders else self._text_components()
         pipeline = self._load_pipeline(source, {"default": dtype, "vae": vae_dtype}, without)
         quantize_transformer(pipeline.transformer, base, device)
         return self._as_model(pipeline.to(device), text_tokens)
@@ -121,11 +123,38 @@ class Family:
 
         Quantizing is faster on a card, even if the encoders do not stay there: `quantize_on`.
         """
-        pipeline = self._load_pipeline(source, {"default": dtype}, ("transformer", "vae"))
+        pipeline = self._load_pipeline(source, {"default": dtype}, (TRANSFORMER, "vae"))
         for name in self.model_class.text_encoders:
             if getattr(pipeline, name) is not None:
                 quantize_text_encoder(getattr(pipeline, name), precision, quantize_on or device)
         return self._as_model(pipeline.to(device), text_tokens)
+
+    def load_without_weights(
+        self,
+        source: str | Path | ModelSource,
+        dtype: torch.dtype = torch.float32,
+        *,
+        vae_dtype: torch.dtype = torch.float32,
+        text_tokens: int | None = None,
+    ) -> tuple[PipelineModel, tuple[Path, ...]]:
+        """The model of a pipeline without text encoders, on the CPU, and the files of its transformer's weights.
+
+        The transformer's parameters are on the meta device, in the dtypes that loading would give them.
+        """
+        without = self._text_components()
+        files = weight_files(TRANSFORMER, self.pipeline_class, self.with_base(source), without)
+        dtypes = {"default": dtype, "vae": vae_dtype}
+        pipeline = self._load_pipeline(source, dtypes, (*without, TRANSFORMER))
+        kind = self.full_size().transformer.cls
+        with building_without_weights(dtype):
+            transformer = kind.from_config(kind.load_config(files[0].parent, local_files_only=True))
+        keep_fp32_modules(transformer)
+        cast_stored_buffers(transformer, dtype)
+        pipeline.register_modules(transformer=transformer)
+        return self._as_model(pipeline, text_tokens), files
+
+    def _text_components(self) -> tuple[str, ...]:
+        return (*self.model_class.text_encoders, *component_names(self.pipeline_class, "tokenizer"))
 
     def _load_pipeline(
         self, source: str | Path | ModelSource, dtypes: Mapping[str, torch.dtype], without: Sequence[str]

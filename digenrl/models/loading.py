@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from diffusers.utils import logging as diffusers_logging
 from torch import nn
 from transformers.utils import logging as transformers_logging
@@ -18,6 +19,8 @@ from digenrl.models.single_file import COMPONENT, load_transformer
 from digenrl.models.sources import ModelSource, open_pipeline
 from digenrl.models.tokenizers import use_tokenizer_files
 from digenrl.models.weight_files import INDEX_NAME
+
+CPU = torch.device("cpu")
 
 
 def load_pipeline(
@@ -114,9 +117,33 @@ def building_on(dtype: torch.dtype, device: torch.device | str) -> Iterator[None
         torch.set_default_dtype(before)
 
 
+@contextmanager
+def building_without_weights(dtype: torch.dtype) -> Iterator[None]:
+    """Modules built inside have parameters of this dtype on the meta device, and buffers on the CPU.
+
+    This is how diffusers builds a model before it loads weights: plain tensors and all buffers are correct.
+    """
+    with building_on(dtype, CPU), init_empty_weights(include_buffers=False):
+        yield
+
+
 def keep_fp32_modules(model: nn.Module) -> None:
     """Casts the weights to fp32 that diffusers keeps in fp32 when it loads this class in another dtype."""
-    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, parameter in model.named_parameters():
-        if kept.intersection(name.split(".")):
+        if _stays_in_fp32(model, name):
             parameter.data = parameter.data.float()
+
+
+def cast_stored_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts the buffers that weight files contain as diffusers does when it loads them; others do not change."""
+    parameters = dict(model.named_parameters())
+    for name, value in model.state_dict().items():
+        if name not in parameters and value.is_floating_point():
+            owner, _, buffer = name.rpartition(".")
+            cast = value.to(torch.float32 if _stays_in_fp32(model, name) else dtype)
+            setattr(model.get_submodule(owner), buffer, cast)
+
+
+def _stays_in_fp32(model: nn.Module, name: str) -> bool:
+    kept = getattr(model, "_keep_in_fp32_modules", None) or ()
+    return not set(kept).isdisjoint(name.split("."))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.lora import ADAPTER, AdaptedLinear, adapter_parameters
-from digenrl.models.shards import gather_to_first_rank, is_sharded, local_shard
+from digenrl.models.shards import any_sharded, gather_to_first_rank, local_shard
 
 
 def weights_state(
@@ -24,12 +24,13 @@ def weights_state(
 ) -> dict[str, Tensor]:
     """A copy of the weights, on the given device or else on their own.
 
-    Tensors in `instead` replace the model's own and are not copied. For a sharded model this is a collective:
-    rank 0 gets whole weights on its CPU, the other ranks get none.
+    Tensors in `instead` replace the model's own and are not copied. If these weights are sharded, this is a
+    collective: rank 0 gets them whole on its CPU, the other ranks get none.
     """
-    if is_sharded(model.transformer):
+    parameters = _parameters(model)
+    if any_sharded(parameters.values()):
         return gathered_weights(model, instead)
-    copied = {name: value.detach() for name, value in _parameters(model).items() if name not in instead}
+    copied = {name: value.detach() for name, value in parameters.items() if name not in instead}
     return {name: value.to(device or value.device, copy=True) for name, value in copied.items()} | dict(instead)
 
 

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether this process holds only a shard of the parameters."""
-    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    """Whether parameters are sharded: a forward is then a collective of all ranks."""
+    return any_sharded(module.parameters())
+
+
+def any_sharded(tensors: Iterable[Tensor]) -> bool:
+    """Whether this process holds only a shard of some tensor."""
+    return any(isinstance(tensor, DTensor) for tensor in tensors)
 
 
 def local_shard(value: Tensor) -> Tensor:
     """This rank's rows, sharing FSDP2's memory; a tensor that is not sharded is returned as it is."""
     return value.to_local() if isinstance(value, DTensor) else value
+
+
+def with_local_rows(parameter: DTensor, rows: Tensor) -> DTensor:
+    """A tensor that is sharded like the parameter, of which this rank holds `rows`; their memory is shared."""
+    return DTensor.from_local(
+        rows,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def gather_to_first_rank(parameters: Mapping[str, Tensor], shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -28,14 +45,7 @@ def gather_to_first_rank(parameters: Mapping[str, Tensor], shards: Mapping[str, 
     for name, shard in shards.items():
         parameter = parameters[name]
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
-        value = DTensor.from_local(
-            shard.detach().to(parameter.device),
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        ).full_tensor()
+        value = with_local_rows(parameter, shard.detach().to(parameter.device)).full_tensor()
         if parameter.device_mesh.get_rank() == 0:
             whole[name] = value.to("cpu", copy=True)
     return whole

@@ -198,6 +198,17 @@ def open_pipeline(pipeline_class: type[Any], source: ModelSource, without: Seque
     return folder
 
 
+def weight_files(
+    component: str, pipeline_class: type[Any], source: ModelSource, without: Sequence[str] = ()
+) -> tuple[Path, ...]:
+    """A component's files in a pipeline folder that `open_pipeline` has returned for this source."""
+    folder = open_pipeline(pipeline_class, source, without)
+    files = _files_in(folder, source.pipeline, pipeline_class, without)
+    return tuple(
+        folder / name for name in files if name.startswith(f"{component}/") and name.endswith(SINGLE_FILE)
+    )
+
+
 # --- Single files -----------------------------------------------------------------------------------------------
 
 

@@ -159,13 +159,14 @@ def commit_seconds(workload: Workload, trainer: TrainerLayout, constants: Consta
         return trainer.pool.measured.commit_seconds
     if not workload.has_cost_model:
         return 0.0
-    copies = trainer.cards // trainer.shard_cards
+    shards = trainer.shard_cards if workload.tuning == "full" else 1  # every card has all adapters
+    copies = trainer.cards // shards
     gradient_bytes = 4.0 * workload.trained_parameters
     between_copies_s = 0.0
     if copies > 1:
         link = _link_bytes_s(trainer.pool, trainer.cards, constants)
         between_copies_s = 2 * gradient_bytes * (copies - 1) / copies / link
-    shard = workload.trained_parameters / trainer.shard_cards
+    shard = workload.trained_parameters / shards
     optimizer_s = shard * constants.optimizer_bytes_per_parameter / (trainer.pool.card.memory_gb_s * GB)
     fixed_s = constants.optimizer_fixed_s + constants.collective_latency_s
     return workload.updates_per_batch * (between_copies_s + optimizer_s + fixed_s)

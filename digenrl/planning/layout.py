@@ -30,9 +30,9 @@ class Capabilities:
     """Features of the runtime that will run a plan; by default everything that the cost model supports.
 
     `shards` is how weights may be sharded: over all trainer cards, per node or not at all (`any`), over all cards
-    or not at all (`no_nodes`), or `as_trained`: not at all for adapters, over all cards for full fine-tuning. With
-    `sharded_help` a trainer with sharded weights can generate. Without `packed` (no time-step parallelism) every
-    pair is one pass, and one rank trains all pairs of a sample.
+    or not at all (`no_nodes`), or `as_trained`: over all cards for full fine-tuning and, for adapters, if a copy
+    does not fit on a card. With `sharded_help` a trainer with sharded weights can generate. Without `packed` (no
+    time-step parallelism) every pair is one pass, and one rank trains all pairs of a sample.
     """
 
     tensor_parallel: bool = True
@@ -174,6 +174,9 @@ def best_trainer(
     }
     if not seconds:
         return None
+    if capabilities.shards == "as_trained":  # ranks that hold a copy can also generate
+        fewest = min(trainer.shard_cards for trainer in seconds)
+        seconds = {trainer: each for trainer, each in seconds.items() if trainer.shard_cards == fewest}
     fast_enough = min(seconds.values()) * (1 + SIMPLER_MAY_COST)
     return min(
         (trainer for trainer in seconds if seconds[trainer] <= fast_enough),
@@ -231,8 +234,8 @@ def lane_sizes(
 
 def _shard_sizes(workload: Workload, pool: CardPool, cards: int, capabilities: Capabilities) -> tuple[int, ...]:
     """A copy of the weights per card, per full node, or over all cards."""
-    if capabilities.shards == "as_trained":
-        return (cards,) if workload.tuning == "full" else (1,)
+    if capabilities.shards == "as_trained" and workload.tuning == "full":
+        return (cards,)
     sizes = {1, cards}
     if cards % pool.per_node == 0 and capabilities.shards == "any":
         sizes.add(pool.per_node)

@@ -34,7 +34,7 @@ def overlay(plan: Plan, recipe: Recipe, recipe_name: str) -> dict[str, Any]:
             },
         },
         "mode": "ray",
-        "lanes": {"ranks": trainer.cards, "rewards": plan.spec.reward.lanes},
+        "lanes": {"ranks": trainer.cards, **_sharding(plan, recipe), "rewards": plan.spec.reward.lanes},
         "cluster": {"trainer": trainer.pool.place, "generators": _generators(plan)},
         "batch": {"slice": plan.spec.slice},
         "techniques": technique_keys(plan.spec.policy),
@@ -49,6 +49,14 @@ def overlay_text(content: dict[str, Any], plan: Plan) -> str:
         f"# digenrl train {content['plan']['recipe']} --plan THIS_FILE",
     ]
     return "\n".join(lines) + "\n" + yaml.safe_dump(content, sort_keys=False)
+
+
+def _sharding(plan: Plan, recipe: Recipe) -> dict[str, Any]:
+    """Whether ranks that train adapters share the frozen weights, unless each of them has a copy by default."""
+    if recipe.training.lora is None:
+        return {}
+    shards = plan.layout.trainer.shard_cards > 1
+    return {"shard_base": shards} if shards or recipe.lanes.shard_base else {}
 
 
 def _generators(plan: Plan) -> list[dict[str, Any]]:

@@ -308,8 +308,6 @@ def _does_not_fit(workload: Workload, cluster: Cluster, options: PlanOptions, co
     if not pool.card.described:
         return f"no pool has a card of the catalogue, so the plan needs measured costs: {NEEDED_MEASUREMENTS}"
     shards = pool.cards if len(cluster.pools) > 1 else pool.cards - 1
-    if capabilities.shards == "as_trained" and workload.tuning == "lora":
-        shards = 1
     lane_cards = pool.per_node if capabilities.tensor_parallel else 1
     checkpointing = capabilities.checkpointing[-1]
     generating = generator_memory(workload, pool.card, 1, lane_cards, headroom)

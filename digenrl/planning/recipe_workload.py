@@ -59,9 +59,9 @@ def workload_of(recipe: Recipe, cluster: Cluster, facts: ModelFacts | None) -> W
 def options_for(recipe: Recipe, base: PlanOptions) -> PlanOptions:
     """`base`, restricted to plans that the runtime can run with this recipe.
 
-    A lane is one card. Adapters are trained with a full copy of the weights per rank; fully trained weights are
-    sharded over all ranks, which then cannot help. Techniques that the recipe switches off stay off; pack size and
-    checkpointing are the recipe's.
+    A lane is one card. Adapters are trained with a full copy of the weights per rank if that fits. If not, and in
+    full fine-tuning, weights are sharded over all ranks, which then cannot help. Techniques that the recipe
+    switches off stay off; pack size and checkpointing are the recipe's.
     """
     techniques, training = recipe.techniques, recipe.training
     helps = techniques.tag != "none" and techniques.assist != "none"

@@ -125,7 +125,8 @@ class FixedPointSums:
     def _over_ranks(self, ranks: RankGroup, corrections: Gradients, found: _Range) -> GradientSums:
         """The integers summed over all ranks. A rank with an empty share adds zeros.
 
-        Raises FloatingPointError on all ranks if values of one are out of range.
+        A parameter without a gradient on all ranks has none, as on a single one. Raises FloatingPointError on all
+        ranks if values of one are out of range.
         """
         own, summed = self._total.gradient, GradientSums(final=self._zeros())
         add_into(summed.final, own.final)
@@ -134,10 +135,17 @@ class FixedPointSums:
             add_into(summed.unscaled, own.unscaled)
             add_into(summed.unscaled, corrections)
         device = next(iter(self._parameters.values())).device
-        problems = torch.tensor([int(found.problem is not None)], device=device)
-        ranks.sum_tensors(JobSums(summed).tensors("all ranks") | {"problems": problems})
-        if int(problems):
+        present = own.final.keys() | own.unscaled.keys() | corrections.keys()
+        has_gradient = [name in present for name in self._parameters]
+        marks = torch.tensor([found.problem is not None, *has_gradient], device=device, dtype=torch.int64)
+        ranks.sum_tensors(JobSums(summed).tensors("all ranks") | {"marks": marks})
+        problems, *counts = marks.tolist()
+        if problems:
             raise FloatingPointError(found.problem or f"gradients of another rank are out of range; {UNCHANGED}")
+        for name, count in zip(self._parameters, counts, strict=True):
+            if not count:
+                summed.final.pop(name)
+                summed.unscaled.pop(name, None)
         return summed
 
     def _zeros(self) -> Gradients:

@@ -68,6 +68,8 @@ class OrderedSums:
         if self._ranks is None:
             return total
         # A rank with an empty share has no gradients, but takes part in the sum.
+        first = next(iter(self._parameters.values()))
+        marks = torch.tensor([float(name in total) for name in self._parameters], device=first.device)
         total = {name: total.get(name, torch.zeros_like(p.data)) for name, p in self._parameters.items()}
-        self._ranks.sum_tensors(total)
-        return total
+        self._ranks.sum_tensors(total | {"marks": marks})
+        return {name: value for (name, value), count in zip(total.items(), marks.tolist(), strict=True) if count}

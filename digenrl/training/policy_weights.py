@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.lora import adapters_disabled, has_lora, published_name
 from digenrl.models.model_weights import check_fits, gathered_weights, load_weights, weights_state
-from digenrl.models.shards import is_sharded, local_shard
+from digenrl.models.shards import any_sharded, local_shard
 from digenrl.training.offload.host_copies import CopyTensor, copy_all, cpu_copy
 from digenrl.training.trainer_state import Tensors, TrainerState
 
@@ -81,13 +81,13 @@ class PolicyWeights:
     A version is what is published after a batch. Inside a batch with several updates, the trained weights are not
     a version; the last version's weights are then available only as the old policy, if that is kept.
 
-    `model_parameters` receive gradients, `parameters` are what the optimizer changes: the same or, for a sharded
-    model, this rank's shards of them.
+    `model_parameters` receive gradients, `parameters` are what the optimizer changes: the same or, if they are
+    `sharded`, this rank's shards of them. Adapters are whole on every rank, even if their base is sharded.
     """
 
     def __init__(self, model: DiffusionModel, *, keep_old: bool, keep_reference: bool) -> None:
         self.model_parameters = trained_parameters(model)
-        self.sharded = is_sharded(model.transformer)
+        self.sharded = any_sharded(self.model_parameters.values())  # not if only a frozen base is
         self.parameters = self.model_parameters
         if self.sharded:
             shards = {name: local_shard(value.detach()) for name, value in self.model_parameters.items()}

@@ -11,7 +11,7 @@ from digenrl.config.training import TrainerSettings
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.lora import has_lora
 from digenrl.models.objective import Objective
-from digenrl.models.shards import is_sharded
+from digenrl.models.shards import any_sharded
 from digenrl.training.advantage_scale import AdvantageScale
 from digenrl.training.fixed_point_sums import FixedPointSums
 from digenrl.training.gradient_share import GradientShare
@@ -20,7 +20,7 @@ from digenrl.training.job_sums import JobSums, UpdateSums
 from digenrl.training.metrics import Tally
 from digenrl.training.open_batch import OpenBatch
 from digenrl.training.ordered_sums import OrderedSums
-from digenrl.training.policy_weights import PolicyWeights
+from digenrl.training.policy_weights import PolicyWeights, trained_parameters
 from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.training.trainer_state import Tensors
 
@@ -38,7 +38,7 @@ def check_sharing(
         if not commits:
             raise ValueError("a trainer that never commits must share its gradients; set shares_gradients=True")
         return
-    if is_sharded(model.transformer):
+    if any_sharded(trained_parameters(model).values()):
         raise ValueError("a sharded trainer cannot share gradients: no rank holds all of them")
     if ranks is not None and not commits:
         raise ValueError(f"a trainer that never commits works alone, but this is {ranks.rank}")

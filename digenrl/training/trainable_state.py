@@ -8,6 +8,7 @@ from digenrl.config.training import TrainerSettings
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.model_weights import check_fits
 from digenrl.models.objective import Objective
+from digenrl.models.shards import is_sharded
 from digenrl.training.gradients import Gradients
 from digenrl.training.offload.host_copies import CopyTensor, copy_all, cpu_copy
 from digenrl.training.optimizer import (
@@ -44,12 +45,11 @@ class TrainableState:
         recomputes = settings.old_log_probs == "recomputed"
         keep_old = objective.needs.old_policy or (several and (recomputes or helps or not commits))
         self.policies = PolicyWeights(model, keep_old=keep_old, keep_reference=objective.needs.reference)
-        if self.policies.sharded and ranks is None:
+        sharded = is_sharded(model.transformer)
+        if sharded and ranks is None:
             raise ValueError("a sharded model needs ranks: pass the RankGroup that it is sharded over")
-        if self.policies.sharded and helps:
-            raise ValueError(
-                "a sharded trainer cannot generate: no rank holds all weights; use helps=False, or train adapters"
-            )
+        if sharded and helps:
+            raise ValueError("a sharded trainer cannot generate: no rank holds all weights; use helps=False")
         self.shard: ShardSpec | None = None
         if self.policies.sharded and ranks is not None:
             self.shard = ShardSpec.of(self.policies.model_parameters, ranks)

@@ -36,6 +36,8 @@ from digenrl.models.sources import ModelSource, check_class, check_source
 from digenrl.models.trajectory import StepNoise
 from digenrl.training.open_batch import BatchShape, check_shape
 from digenrl.training.ranks.rank_group import RankGroup
+from digenrl.training.ranks.sharded_loading import load_sharded
+from digenrl.training.ranks.sharding import shard_model
 from digenrl.training.trainer import Trainer
 from digenrl.training.update_split import stale_groups
 
@@ -176,42 +178,21 @@ def load_model(
     device: str,
     for_a_run: bool = True,
     *,
-    stays_on_host: bool = False,
+    shard_over: RankGroup | None = None,
     trains: bool = True,
 ) -> DiffusionModel:
     """The recipe's model without text encoders, with LoRA adapters if it trains those.
 
-    Compiling takes about a minute, which pays off `for_a_run` but not for a few pictures. A model that is going to
-    be sharded `stays_on_host`: it need not fit on one card. A quantized base of a model that only generates may
+    Compiling takes about a minute, which pays off `for_a_run` but not for a few pictures. A model is sharded over
+    the ranks that are given, and need not fit on one card. A quantized base of a model that only generates may
     need less memory than that of one that `trains`.
     """
-    recipe, family, place = blueprint.recipe, blueprint.family, "cpu" if stays_on_host else device
+    recipe = blueprint.recipe
     if for_a_run:
         check_attention(recipe, device)
-    vae_dtype, text_tokens = vae_dtype_of(recipe), recipe.model.text_tokens
     generating = recipe.sample.precision if for_a_run and not trains else None
     base = BaseWeights(generating or recipe.model.base, trains)
-    if recipe.model.random:
-        model = family.build_full(
-            dtype_of(recipe),
-            place,
-            recipe.model.random_size,
-            seed=recipe.seed,
-            vae_dtype=vae_dtype,
-            text_tokens=text_tokens,
-            base=base,
-        )
-    else:
-        with _loading_errors_in_one_line(recipe):
-            model = family.load(
-                source_of(recipe),
-                dtype_of(recipe),
-                place,
-                text_encoders=False,
-                vae_dtype=vae_dtype,
-                text_tokens=text_tokens,
-                base=base,
-            )
+    model = _load_whole(blueprint, device, base) if shard_over is None else _load_sharded(blueprint, shard_over)
     check_sizes(blueprint, model)
     _add_adapters(recipe, model)
     if for_a_run and recipe.model.kernels is not None:
@@ -233,6 +214,49 @@ def check_attention(recipe: Recipe, device: str) -> None:
         raise ConfigError(
             f"model.attention: {missing[0]} {why}; known here: {known}, native; set one of them, or auto",
             "model.attention",
+        )
+
+
+def _load_whole(blueprint: Blueprint, device: str, base: BaseWeights) -> DiffusionModel:
+    recipe, family = blueprint.recipe, blueprint.family
+    vae_dtype, text_tokens = vae_dtype_of(recipe), recipe.model.text_tokens
+    if recipe.model.random:
+        return family.build_full(
+            dtype_of(recipe),
+            device,
+            recipe.model.random_size,
+            seed=recipe.seed,
+            vae_dtype=vae_dtype,
+            text_tokens=text_tokens,
+            base=base,
+        )
+    with _loading_errors_in_one_line(recipe):
+        return family.load(
+            source_of(recipe),
+            dtype_of(recipe),
+            device,
+            text_encoders=False,
+            vae_dtype=vae_dtype,
+            text_tokens=text_tokens,
+            base=base,
+        )
+
+
+def _load_sharded(blueprint: Blueprint, ranks: RankGroup) -> DiffusionModel:
+    """A model with a sharded transformer. Random weights and single files are whole in host memory first."""
+    recipe, source = blueprint.recipe, source_of(blueprint.recipe)
+    if recipe.model.random or source.file is not None:
+        model = _load_whole(blueprint, "cpu", BaseWeights())
+        shard_model(model, ranks)
+        return model
+    with _loading_errors_in_one_line(recipe):
+        return load_sharded(
+            blueprint.family,
+            source,
+            ranks,
+            dtype_of(recipe),
+            vae_dtype=vae_dtype_of(recipe),
+            text_tokens=recipe.model.text_tokens,
         )
 
 

@@ -50,6 +50,7 @@ def inspect_here(recipe: Recipe) -> Machine:
         from digenrl.models.hub import HubUnreachableError
         from digenrl.rewards.function import import_target
         from digenrl.worker.blueprint import check_adapters, check_base, check_hub_model, read_blueprint
+        from digenrl.worker.sharding_checks import check_sharding
     except ModuleNotFoundError as error:
         missing = f"training needs the package '{error.name}', which is not installed"
         raise ConfigError(f"{missing}; install digenrl[train]") from None
@@ -64,6 +65,7 @@ def inspect_here(recipe: Recipe) -> Machine:
             raise
     check_adapters(blueprint)
     check_base(blueprint)
+    check_sharding(blueprint)
     return Machine(cores_here(), torch.cuda.device_count())
 
 

@@ -25,7 +25,6 @@ from digenrl.rewards.building import build_rewards
 from digenrl.rewards.contract import Reward, RewardError
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
 from digenrl.training.ranks.rank_group import RankGroup, join_ranks
-from digenrl.training.ranks.sharding import shard_model
 from digenrl.training.trainer import Trainer
 from digenrl.worker.assignment import Assignment, Ready, StartFailed
 from digenrl.worker.blueprint import (
@@ -127,7 +126,11 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
         if "encode" in duties:
             shares_device = bool(duties & {"generate", "train"})
             encoder = load_text_encoders(blueprint, assignment.device, shares_device)
-        model = _load_model(blueprint, assignment, ranks) if duties & {"generate", "train"} else None
+        model = None
+        if duties & {"generate", "train"}:
+            shard_over = ranks if recipe.shards_model else None
+            trains = "train" in duties
+            model = load_model(blueprint, assignment.device, shard_over=shard_over, trains=trains)
     trainer = None
     if "train" in duties:
         assert model is not None
@@ -175,18 +178,9 @@ def _join_ranks(assignment: Assignment, rendezvous: str) -> RankGroup | None:
     if assignment.rank is None:
         return None
     ranks = join_ranks(rendezvous, assignment.rank, torch.device(assignment.device))
-    if assignment.recipe.sharded:
+    if assignment.recipe.shards_model:
         ranks.mesh(ranks.device.type)
     return ranks
-
-
-def _load_model(blueprint: Blueprint, assignment: Assignment, ranks: RankGroup | None) -> DiffusionModel:
-    """The model on this worker's device. One that is sharded moves there block by block, each rank its shards."""
-    if ranks is None or not blueprint.recipe.sharded:
-        return load_model(blueprint, assignment.device, trains="train" in assignment.duties)
-    model = load_model(blueprint, assignment.device, stays_on_host=True)
-    shard_model(model, ranks)
-    return model
 
 
 def _build_trainer(

@@ -70,6 +70,22 @@ def test_a_lost_rank_is_replaced_with_all_others_from_the_last_commit(kind: str,
     assert_nothing_is_left(path)
 
 
+def test_ranks_that_share_the_frozen_weights_survive_a_loss_with_the_weights_of_ranks_with_copies(
+    live: LiveRuns,
+) -> None:
+    path = live.new_path()
+
+    def kill() -> None:
+        wait_for(lambda: steps_done(path) >= 1, "a step")
+        os.kill(workers_of(path)["trainer-1"], signal.SIGKILL)
+
+    with Meanwhile(path, kill):
+        status, run = live.run(*ADAPTERS, *TWO_RANKS, "lanes.shard_base=true", out=path)
+    assert status is Status.FINISHED
+    shared, copies = weights(run, STEPS), weights(live.finished(*ADAPTERS, *TWO_RANKS), STEPS)
+    assert all(torch.equal(shared[name], copies[name]) for name in copies)
+
+
 def test_a_run_of_two_ranks_goes_on_with_one_and_back(live: LiveRuns) -> None:
     path = live.new_path()
     status, run = live.run(*EVERYTHING, "steps=2", "lanes.ranks=2", out=path)

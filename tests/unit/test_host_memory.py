@@ -1,14 +1,16 @@
-"""Free host memory: the machine's, or the container's if that is less."""
+"""Free host memory: the machine's, or the container's if that is less. Models pass through it one by one."""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 
 from digenrl import host_memory
 from digenrl.exchange import folder
-from digenrl.host_memory import free_host_bytes
+from digenrl.host_memory import free_host_bytes, loading_in_turn
 
 MEMINFO = "MemTotal:       2000 kB\nMemFree:         10 kB\nMemAvailable:    1000 kB\nHugePages_Total:       0\n"
 CONTAINER = {
@@ -61,3 +63,25 @@ def test_shared_memory_holds_no_more_than_the_machine_has(
     monkeypatch.setattr(folder, "SHARED_MEMORY", tmp_path.parent)
     found = folder.ExchangeFolder(tmp_path).free_bytes()
     assert found == expected or (expected is None and abs(found - elsewhere) < 1 << 30)
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda:1", ["left", "entered"]), ("cpu", ["entered", "left"])])
+def test_workers_of_a_machine_load_to_gpus_one_after_the_other(
+    device: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    order: list[str] = []
+    entered = Event()
+
+    def load() -> None:
+        with loading_in_turn(device):
+            order.append("entered")
+            entered.set()
+
+    other = Thread(target=load)
+    with loading_in_turn(device.replace("1", "0")):
+        other.start()
+        entered.wait(0.5 if device != "cpu" else None)
+        order.append("left")
+    other.join()
+    assert order == expected

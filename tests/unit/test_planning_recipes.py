@@ -187,7 +187,10 @@ def test_a_trainer_shards_as_the_runtime_does_even_if_another_way_would_fit():
     assert (whole.shard_cards, sharded.shard_cards) == (1, 8)
     small = parse_model(CardPool, {"card": "RTX 4090"})
     assert best_trainer(lora, small, 8, 24) is not None
-    assert best_trainer(lora, small, 8, 24, capabilities=run) is None, "a full copy does not fit"
+    spread = best_trainer(lora, small, 8, 24, capabilities=run)
+    assert spread is not None and spread.shard_cards == 8, "a copy does not fit"
+    assert best_trainer(lora, small, 1, 24, capabilities=run) is None
+    assert best_trainer(lora, cards, 8, 24, capabilities=run).shard_cards == 1, "a copy fits"
 
 
 def test_techniques_that_the_recipe_switches_off_stay_off():
@@ -202,7 +205,20 @@ def test_the_error_for_a_recipe_that_fits_no_card_states_the_memory_of_its_layou
     tiny = parse_model(Cluster, {"pools": [{"card": "RTX 4090", "nodes": 4}]})
     with pytest.raises(ConfigError, match=r"generating over 1 needs .*GiB") as error:
         best(recipe_of("flux_dance_grpo"), tiny)
-    assert "training over 1 needs" in str(error.value)
+    assert "training over 31 needs" in str(error.value), "all of them hold the frozen weights together"
+
+
+def test_a_plan_shards_the_frozen_weights_over_cards_that_cannot_hold_a_copy():
+    pools = [
+        {"card": "RTX 4090", "per_node": 4, "accelerator": "small"},
+        {"card": "RTX A6000", "per_node": 2, "accelerator": "big"},
+    ]
+    recipe = recipe_of("flux_dance_grpo")
+    found = best(recipe, parse_model(Cluster, {"pools": pools}), ranks=4)
+    trainer = found.layout.trainer
+    assert (trainer.pool.card.name, trainer.shard_cards, found.layout.helper_lanes) == ("RTX 4090", 4, 0)
+    over = read_recipe("flux_dance_grpo", overrides_of(plan_file(found, recipe, "flux_dance_grpo"), []))
+    assert (over.lanes.ranks, over.lanes.shard_base, over.trainer_helps) == (4, True, False)
 
 
 def test_the_requested_ranks_are_planned_and_too_many_are_an_error():

@@ -297,16 +297,17 @@ def test_ranks_with_different_groups_take_no_step(tmp_path, lora):
     assert "the weights are unchanged" in message and changed == []
 
 
-def given_fewer_terms(ranks):
-    _, trainer, (groups, *_) = Case("dance_grpo", lora=False).trainer_and_batches(ranks)
+def given_fewer_terms(ranks, lora):
+    _, trainer, (groups, *_) = Case("dance_grpo", lora=lora, shard_base=lora).trainer_and_batches(ranks)
     with pytest.raises(RanksError, match="disagree about the number of terms"):
         trainer.add_group(replace(groups[0], rewards=(1.0,) * 4) if ranks.rank.index else groups[0])
     train(trainer, groups)
     return trainer.state_at_last_version().updates_done
 
 
-def test_sharded_ranks_that_would_deadlock_raise_and_can_continue(tmp_path):
-    assert on_ranks(2, tmp_path, given_fewer_terms) == [1, 1]
+@pytest.mark.parametrize("lora", [True, False], ids=["sharded base", "sharded weights"])
+def test_sharded_ranks_that_would_deadlock_raise_and_can_continue(tmp_path, lora):
+    assert on_ranks(2, tmp_path, given_fewer_terms, lora) == [1, 1]
 
 
 def off_by_a_little(ranks):
@@ -345,8 +346,8 @@ def test_a_rank_whose_peer_has_died_raises_and_takes_no_step(tmp_path):
     assert on_ranks(2, tmp_path, left_alone) == [0, None]
 
 
-def out_of_memory(ranks):
-    model, trainer, (groups, *_) = Case("dance_grpo", lora=False).trainer_and_batches(ranks)
+def out_of_memory(ranks, lora):
+    model, trainer, (groups, *_) = Case("dance_grpo", lora=lora, shard_base=lora).trainer_and_batches(ranks)
 
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -359,8 +360,9 @@ def out_of_memory(ranks):
         trainer.add_group(groups[0])
 
 
-def test_sharded_ranks_that_run_out_of_memory_say_what_to_do(tmp_path):
-    on_ranks(2, tmp_path, out_of_memory)
+@pytest.mark.parametrize("lora", [True, False], ids=["sharded base", "sharded weights"])
+def test_sharded_ranks_that_run_out_of_memory_say_what_to_do(tmp_path, lora):
+    on_ranks(2, tmp_path, out_of_memory, lora)
 
 
 def refused(ranks):
@@ -372,8 +374,10 @@ def refused(ranks):
         trainer_of(model, algorithm, groups, ranks=ranks, helps=True)
     with pytest.raises(ValueError, match="needs ranks"):
         trainer_of(model, algorithm, groups)
-    with pytest.raises(ValueError, match="LoRA"):
-        shard_model(toy(torch.float32), ranks)
+    adapted = toy(torch.float32)
+    shard_model(adapted, ranks)
+    with pytest.raises(ValueError, match="cannot generate"):
+        trainer_of(adapted, algorithm, groups, ranks=ranks, helps=True)
 
 
 def test_impossible_settings_of_sharded_trainers_are_refused(tmp_path):

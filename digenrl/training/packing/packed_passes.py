@@ -1,7 +1,8 @@
 """Forward and backward in packs. A pack that does not fit in memory is halved; the gradient stays the same.
 
-Each rank runs its share of the terms. Ranks of a sharded model gather weights and sum gradients inside a pass, so
-all of them must run the same packs: padding makes their shares equally long, and no rank halves a pack on its own.
+Each rank runs its share of the terms. Ranks of a sharded model gather weights inside a pass, and sum the gradients
+of those that are trained. So all of them must run the same packs: padding makes their shares equally long, and no
+rank halves a pack on its own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from digenrl.config.training import TrainerSettings
 from digenrl.models.compiled import is_compiled
 from digenrl.models.contract import Conditioning
 from digenrl.models.objective import LossTerms
+from digenrl.models.shards import is_sharded
 from digenrl.models.transfers import to_device_like
 from digenrl.training.advantage_scale import AdvantageScale
 from digenrl.training.gradients import Gradients, GradientSums, drop_gradients, take_gradients
@@ -80,7 +82,8 @@ class PackedPasses:
         self._replay, self._scale, self._switching, self._ranks = replay, scale, switching, ranks
         self._model, self._objective = replay.model, replay.objective
         self._parameters = replay.policies.model_parameters
-        self._sharded = replay.policies.sharded
+        self._sharded = is_sharded(self._model.transformer)
+        self._shards_gradients = replay.policies.sharded
         self._rank = Rank() if ranks is None else ranks.rank
         self._unfinished = False
         self._pads_packs = is_compiled(self._model)  # every other pack size would have to be compiled
@@ -95,7 +98,7 @@ class PackedPasses:
         )
 
     def run(self, terms: Sequence[Term], context: PassContext) -> PassResult:
-        """The gradient of the sum of w * l / Z over this rank's share or, for a sharded model, over all terms."""
+        """The gradient of the sum of w * l / Z over this rank's share or, if it is sharded, over all terms."""
         if self._sharded:
             self._check_same_terms(len(terms))
         with self._switching.replaying():
@@ -208,11 +211,11 @@ class PackedPasses:
         return sums
 
     def _gradient_of(self, scalar: Tensor, sum_ranks: bool, keep_graph: bool = False) -> Gradients:
-        """The gradient of a scalar. For a sharded model empty unless `sum_ranks`, and then including earlier ones.
+        """The gradient of a scalar. If sharded, empty unless `sum_ranks`, and then including earlier ones.
 
         FSDP2 accumulates unsummed gradients in one place: parts that must not mix are summed every time.
         """
-        if self._sharded:
+        if self._shards_gradients:
             sum_gradients_in_next_backward(self._model.transformer, sum_ranks)
         scalar.backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
         return take_gradients(self._parameters)

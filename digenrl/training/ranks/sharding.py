@@ -1,6 +1,7 @@
-"""Full fine-tuning on several ranks: each holds some rows of every parameter, gradient and moment.
+"""A model sharded over several ranks: each holds some rows of every weight.
 
-FSDP2 gathers a block's weights for its forward and backward, and gives each rank its rows of the summed gradient.
+FSDP2 gathers a block's weights for its forward and backward. In full fine-tuning, it also gives each rank its rows
+of the summed gradient. LoRA adapters stay whole on every rank, and so do their gradients and moments.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.lora import has_lora
+from digenrl.models.lora import adapter_parameters
 from digenrl.training.ranks.rank import Rank
 from digenrl.training.ranks.rank_group import RankGroup
 
@@ -23,15 +24,15 @@ def shard_model(model: DiffusionModel, ranks: RankGroup) -> None:
     """Shards the transformer over ranks that all hold the same weights; to be called before a trainer is made.
 
     The weights may be in host memory: blocks move to the rank's device one after the other, and only the rank's
-    shards stay there. Ranks may do this at different times.
+    shards stay there. On the meta device they get no values. Ranks may do this at different times. Adapters are
+    not sharded; they can be added before or after.
     """
-    if has_lora(model):
-        raise ValueError(f"{model.family} has LoRA adapters, which are replicated on all ranks and not sharded")
-    mesh = ranks.mesh(ranks.device.type)
+    mesh, adapters = ranks.mesh(ranks.device.type), set(adapter_parameters(model).values())
     # Everything is freed after a forward, the root too: the next one may use another policy's weights.
-    for block in repeated_blocks(model.transformer):
-        fully_shard(block, mesh=mesh, reshard_after_forward=True)
-    fully_shard(model.transformer, mesh=mesh, reshard_after_forward=True)
+    for module in (*repeated_blocks(model.transformer), model.transformer):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=adapters)
+    for adapter in adapters:
+        adapter.data = adapter.data.to(ranks.device)
     for module in model.transformer.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # sums, not means: the denominator counts terms of all ranks

@@ -1,0 +1,40 @@
+"""Weights that stay in their .safetensors files until single tensors, or some of their rows, are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from digenrl.models.weight_files import read_header
+
+
+class StoredWeights:
+    """The tensors of some files, with their `shapes` by name. Use it in a `with` block, which closes the files."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        headers = {file: read_header(file) for file in files}
+        self._file_of = {name: file for file, header in headers.items() for name in header}
+        self.shapes = {name: entry.shape for header in headers.values() for name, entry in header.items()}
+        self._opened = ExitStack()
+        self._handles: dict[Path, Any] = {}
+
+    def __enter__(self) -> StoredWeights:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
+        self._handles = {}
+
+    def read(self, name: str, rows: slice, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        """These rows of a tensor, in memory of their own; nothing else is read."""
+        file = self._file_of[name]
+        if file not in self._handles:
+            self._handles[file] = self._opened.enter_context(safe_open(file, framework="pt"))
+        stored: Tensor = self._handles[file].get_slice(name)[rows]
+        return stored.to(device=device, dtype=dtype, copy=True)

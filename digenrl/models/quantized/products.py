@@ -75,9 +75,7 @@ def _input_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 quantized_linear.register_autograd(_input_gradient, setup_context=_keep_weights)
 
 
-@register_flop_formula(
-    [torch.ops.digenrl.quantized_linear, torch.ops.digenrl.quantized_linear_backward]  # type: ignore[untyped-decorator]
-)
+@register_flop_formula([torch.ops.digenrl.quantized_linear, torch.ops.digenrl.quantized_linear_backward])
 def _product_flop(x_shape: Sequence[int], *_: object, out_shape: Sequence[int], **__: object) -> int:
     """The operations of the product, without those of dequantizing."""
     return 2 * math.prod(x_shape) * out_shape[-1]

@@ -28,6 +28,7 @@ from digenrl.models.family import Family
 from digenrl.models.lora import Targets, add_lora, check_targets, target_layers
 from digenrl.models.lora_start import check_start, read_lora, start_from
 from digenrl.models.offloaded_text_encoder import OffloadedTextEncoder
+from digenrl.models.parked import ParkedModel
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.quantized.replacing import BaseWeights, check_has_blocks
 from digenrl.models.random_text_encoder import RandomTextEncoder
@@ -177,18 +178,17 @@ def load_model(
     for_a_run: bool = True,
     *,
     stays_on_host: bool = False,
-    trains: bool = True,
+    base: BaseWeights | None = None,
 ) -> DiffusionModel:
     """The recipe's model without text encoders, with LoRA adapters if it trains those.
 
     Compiling takes about a minute, which pays off `for_a_run` but not for a few pictures. A model that is going to
-    be sharded `stays_on_host`: it need not fit on one card. A quantized base of a model that only generates may
-    need less memory than that of one that `trains`.
+    be sharded `stays_on_host`: it need not fit on one card. `base` is the format of the frozen weights, by default
+    that of a trainer.
     """
     recipe, family, place = blueprint.recipe, blueprint.family, "cpu" if stays_on_host else device
     vae_dtype, text_tokens = vae_dtype_of(recipe), recipe.model.text_tokens
-    generating = recipe.sample.precision if for_a_run and not trains else None
-    base = BaseWeights(generating or recipe.model.base, trains)
+    base = BaseWeights(recipe.model.base) if base is None else base
     if recipe.model.random:
         model = family.build_full(
             dtype_of(recipe),
@@ -215,6 +215,16 @@ def load_model(
     if for_a_run and recipe.model.compiles(device):
         compile_blocks(model)
     return model
+
+
+def load_for_evaluation(blueprint: Blueprint, device: str) -> ParkedModel | None:
+    """The model that evaluates, in host memory, if it has other frozen weights than the one that generates."""
+    recipe = blueprint.recipe
+    if recipe.evaluation is None or recipe.held_out_base == recipe.generating_base:
+        return None
+    model = load_model(blueprint, "cpu", for_a_run=False, base=BaseWeights(recipe.held_out_base))
+    assert isinstance(model, PipelineModel)
+    return ParkedModel(model, device)
 
 
 def load_for_merging(blueprint: Blueprint) -> PipelineModel:

@@ -20,6 +20,7 @@ from digenrl.host_memory import loading_in_turn
 from digenrl.logs import logged_job
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.quantized.layers import multiplies_fp8_elsewhere
+from digenrl.models.quantized.replacing import BaseWeights
 from digenrl.records import Job, JobFailed, Result
 from digenrl.rewards.building import build_rewards
 from digenrl.rewards.contract import Reward, RewardError
@@ -28,7 +29,14 @@ from digenrl.training.ranks.rank_group import RankGroup, join_ranks
 from digenrl.training.ranks.sharding import shard_model
 from digenrl.training.trainer import Trainer
 from digenrl.worker.assignment import Assignment, Ready, StartFailed
-from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, make_trainer, read_blueprint
+from digenrl.worker.blueprint import (
+    Blueprint,
+    load_for_evaluation,
+    load_model,
+    load_text_encoders,
+    make_trainer,
+    read_blueprint,
+)
 from digenrl.worker.calibration import StageCalibration
 from digenrl.worker.stages import Stages, WorkerParts
 
@@ -119,6 +127,7 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
             shares_device = bool(duties & {"generate", "train"})
             encoder = load_text_encoders(blueprint, assignment.device, shares_device)
         model = _load_model(blueprint, assignment, ranks) if duties & {"generate", "train"} else None
+        held_out_model = load_for_evaluation(blueprint, assignment.device) if "generate" in duties else None
     trainer = None
     if "train" in duties:
         assert model is not None
@@ -130,6 +139,7 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
         model=model,
         reward=reward,
         held_out_reward=held_out_reward,
+        held_out_model=held_out_model,
         trainer=trainer,
         commits=assignment.commits,
         publishes=recipe.topology.publishes,
@@ -174,7 +184,9 @@ def _join_ranks(assignment: Assignment, rendezvous: str) -> RankGroup | None:
 def _load_model(blueprint: Blueprint, assignment: Assignment, ranks: RankGroup | None) -> DiffusionModel:
     """The model on this worker's device. One that is sharded moves there block by block, each rank its shards."""
     if ranks is None or not blueprint.recipe.sharded:
-        return load_model(blueprint, assignment.device, trains="train" in assignment.duties)
+        recipe, trains = blueprint.recipe, "train" in assignment.duties
+        base = BaseWeights(recipe.model.base if trains else recipe.generating_base, trains)
+        return load_model(blueprint, assignment.device, base=base)
     model = load_model(blueprint, assignment.device, stays_on_host=True)
     shard_model(model, ranks)
     return model

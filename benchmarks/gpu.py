@@ -45,6 +45,7 @@ from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_files import read_recipe
 from digenrl.models.compiled import compile_blocks, is_compiled
 from digenrl.models.contract import Conditioning, DiffusionModel
+from digenrl.models.quantized.layers import weight_count
 from digenrl.models.registry import FAMILIES
 from digenrl.models.trajectory import ScoredGroup, Trajectory
 from digenrl.models.transfers import synchronize
@@ -57,6 +58,7 @@ from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, make_trainer, read_blueprint
 from digenrl.worker.rollouts import roll_out
 
+BASES = ("unquantized", "fp8", "int8", "nf4")
 PROMPTS = [f'A wooden sign over the door of shop {number} that says "2718"' for number in range(8)]
 STEPS_OF_RUN = 3  # the first warms up
 GIB = 2**30
@@ -260,8 +262,8 @@ def measure_model(result: Measured, recipe: Recipe, device: str, whole_step: boo
     if not is_compiled(model):
         compile_blocks(model, backend="aot_eager")  # the real compiler takes minutes on a CPU
     row = model.compact(row).to(model.device)
-    base = [p for name, p in model.transformer.named_parameters() if "lora_" not in name]
-    result.parameters = sum(parameter.numel() for parameter in base)
+    adapters = sum(p.numel() for name, p in model.transformer.named_parameters() if "lora_" in name)
+    result.parameters = weight_count(model.transformer) - adapters
     result.tokens = tokens_of(blueprint, row)
     result.matrix_tflops = matrix_tflops(model.device)
     measure_forwards(model, blueprint, row, result)
@@ -332,6 +334,7 @@ def measure(family: str, options: argparse.Namespace, folder: Path, notify: Call
     prompts = folder / "prompts.txt"
     prompts.write_text("\n".join(PROMPTS))
     recipe = recipe_of(family, case, source, prompts, options.tiny)
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"base": options.base})})
     result = Measured(family)
     notify("model")
     measure_model(result, recipe, "cpu" if options.tiny else "cuda", options.whole_step)
@@ -450,6 +453,7 @@ def main() -> None:
     parser.add_argument("families", nargs="*", help=f"families to measure, all by default: {', '.join(CASES)}")
     parser.add_argument("--tiny", action="store_true", help="tiny models, on the CPU")
     parser.add_argument("--whole-step", action="store_true", help="also measure a whole step of the baseline")
+    parser.add_argument("--base", choices=BASES, default=BASES[0], help="format of the frozen weights")
     parser.add_argument("--memory-gib", type=float, help="limit the GPU memory in use")
     parser.add_argument("--no-runs", action="store_true", help="measure profiles only")
     parser.add_argument("--profiles", type=Path, help="folder to write the profiles to")

@@ -23,7 +23,8 @@ def test_every_part_is_measured_and_a_profile_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu = benchmark(monkeypatch)
-    arguments = ["sd3", "--tiny", "--whole-step", "--json", "--profiles", str(tmp_path), "--device-name", "here"]
+    arguments = ["sd3", "--tiny", "--base", "nf4", "--whole-step", "--json"]
+    arguments += ["--profiles", str(tmp_path), "--device-name", "here"]
     monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
     gpu.main()
     (measured,) = json.loads(capsys.readouterr().out)

@@ -6,11 +6,13 @@ would find that forward and backward dequantize the same weights, and keep the r
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+from torch.utils.flop_counter import register_flop_formula
 
 from digenrl.models.quantized.formats import dequantize_nf4, dequantize_rows, nf4_levels, quantize_fp8
 
@@ -70,6 +72,19 @@ def _input_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 quantized_linear.register_autograd(_input_gradient, setup_context=_keep_weights)
+
+
+@register_flop_formula(torch.ops.digenrl.quantized_linear)
+def _product_flop(x_shape: tuple[int, ...], *others: Any, **named: Any) -> int:
+    """As that of a linear layer; torch's counter does not see inside of an operator."""
+    outputs: int = others[3]
+    return 2 * prod(x_shape) * outputs
+
+
+@register_flop_formula(torch.ops.digenrl.quantized_linear_backward)
+def _backward_flop(gradient_shape: tuple[int, ...], *others: Any, **named: Any) -> int:
+    inputs: int = others[2]
+    return 2 * prod(gradient_shape) * inputs
 
 
 class Fp8Linear(torch.autograd.Function):

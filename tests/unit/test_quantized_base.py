@@ -80,7 +80,7 @@ def test_the_first_update_has_a_ratio_of_exactly_one_and_trains_the_adapters(pre
     assert any(not torch.equal(before[name], value) for name, value in weights_state(model).items())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["sd3", "wan"])
 def test_the_reference_is_the_quantized_base_without_adapters(family, folders):
     bare, model = load(folders, family, "nf4"), load(folders, family, "nf4")
     add_lora(model, rank=2, alpha=4, seed=0)

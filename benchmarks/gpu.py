@@ -57,6 +57,7 @@ from digenrl.config.attention import fixed_kernels
 from digenrl.config.profiles import Profile, write_profile
 from digenrl.config.recipe import Recipe
 from digenrl.models.matrix_rate import matrix_tflops
+from digenrl.models.quantized.layers import weight_count
 from digenrl.models.trajectory import ScoredGroup, Trajectory
 from digenrl.models.transfers import synchronize
 from digenrl.records import Slice
@@ -129,8 +130,8 @@ def measure_passes(result: Measured, recipe: Recipe, options: argparse.Namespace
     """The measurements that load the model into this process."""
     model = loaded(recipe, "cpu" if options.tiny else "cuda")
     case, device = case_of(result.family, options.tiny), model.model.device
-    base = [p for name, p in model.model.transformer.named_parameters() if "lora_" not in name]
-    result.parameters = sum(parameter.numel() for parameter in base)
+    adapters = sum(p.numel() for name, p in model.model.transformer.named_parameters() if "lora_" in name)
+    result.parameters = weight_count(model.model.transformer) - adapters
     result.tokens = tokens_of(model.blueprint, model.row)
     result.matrix_tflops = matrix_tflops(device)
     result.forward_flop = sample_forward(model.blueprint, model.model, model.row).flop

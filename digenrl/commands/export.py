@@ -16,6 +16,7 @@ from digenrl.config.reading import ConfigError, nearest, one_line
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.lora_files import Adapters, write_comfyui, write_diffusers, write_peft
 from digenrl.models.model_weights import load_weights, weights_state
+from digenrl.models.quantized.replacing import BaseWeights
 from digenrl.run_folder.folder import RunFolder
 from digenrl.training.checkpoint.atomic_folders import written_atomically
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
@@ -145,7 +146,8 @@ def _which(state: TrainerState) -> Literal["trained", "moving average"]:
 
 def _diffusers(request: _Request, folder: Path) -> None:
     if request.blueprint.recipe.training.lora is None:
-        model = load_model(request.blueprint, "cpu", for_a_run=False)
+        # Adapters do not depend on the format of the frozen weights.
+        model = load_model(request.blueprint, "cpu", for_a_run=False, base=BaseWeights())
         request.load_into(model)
         export_transformer(model, folder / "transformer")
     else:

@@ -74,6 +74,11 @@ def profile_recipe(recipe: Recipe, sizes: tuple[int, ...], progress: Progress) -
 
     What fails is left out, with a remark. Raises RunFailedError if neither slices nor training could be measured.
     """
+    if recipe.sample.precision is not None:
+        raise ConfigError(
+            f"sample.precision: {recipe.sample.precision}, but a profile measures one model that generates and "
+            "trains; leave it out, or set model.base instead"
+        )
     machine = inspect_here(recipe)
     lanes = recipe.lanes.model_copy(update={"ranks": 1})
     alone = recipe.model_copy(update={"mode": "colocated", "lanes": lanes})

@@ -28,6 +28,7 @@ from digenrl.config.recipe import EvaluationSettings, Recipe
 from digenrl.generation.encoding import encode_prompts
 from digenrl.models.contract import Conditioning, DiffusionModel
 from digenrl.models.model_weights import load_weights, weights_state
+from digenrl.models.quantized.replacing import BaseWeights
 from digenrl.prompts.sources import read_prompts
 from digenrl.run_folder.folder import RunFolder
 from digenrl.run_folder.grids import columns_for, side_by_side
@@ -110,7 +111,8 @@ def sample_run(run: Path, request: SampleRequest, out: Path | None, report: Repo
     device = find_device(request.device)
     with new_folder(out, folder.path / "sampled", name) as target, _out_of_memory_as_error(device):
         rows = _encode(blueprint, wanted.texts, device)
-        model = load_model(blueprint, device, for_a_run=False)
+        base = BaseWeights(blueprint.recipe.held_out_base, trains=False)
+        model = load_model(blueprint, device, for_a_run=False, base=base)
         weights, as_evaluated = _load_weights(model, checkpoint, folder.recipe)
         samples = WrittenSamples(
             folder=target,

@@ -301,7 +301,9 @@ class EvaluationSettings(Frozen):
     """Evaluation on held-out prompts: deterministic sampling, always from the same initial noise.
 
     Size, shift, guidance and rewards are those of training unless they are set here. `weights` are the moving
-    average (`training.ema`) or those that generate; `auto` is the average if there is one.
+    average (`training.ema`) or those that generate; `auto` is the average if there is one. With
+    `base: unquantized`, adapters are evaluated on the original frozen weights although generators have quantized
+    ones; these are in host memory between evaluations.
     """
 
     prompts: HeldOutPromptSettings
@@ -318,6 +320,9 @@ class EvaluationSettings(Frozen):
     batch: PositiveInt = Field(default=8, description="samples denoised together")
     shown: PositiveInt = Field(default=16, description="images in the grid")
     weights: Literal["auto", "ema", "trained"] = "auto"
+    base: Literal["unquantized"] | None = Field(
+        default=None, description="format of the frozen weights; that of generators by default"
+    )
 
     def is_due(self, version: int, last: int) -> bool:
         """Whether a version is evaluated: every `every` versions, and the last one."""
@@ -554,6 +559,17 @@ class Recipe(Frozen):
         """Whether evaluations use the moving average of the trained weights."""
         chosen = "trained" if self.evaluation is None else self.evaluation.weights
         return chosen != "trained" and self.training.ema is not None
+
+    @property
+    def generating_base(self) -> BasePrecision:
+        """The format of the frozen weights of workers that only generate."""
+        return self.sample.precision or self.model.base
+
+    @property
+    def held_out_base(self) -> BasePrecision:
+        """The format of the frozen weights with which held-out samples are generated."""
+        own = None if self.evaluation is None else self.evaluation.base
+        return own or self.generating_base
 
     def from_checkpoint(self) -> Recipe:
         """The recipe for loading a checkpoint, which does not need the LoRA that training has started from."""

@@ -245,7 +245,7 @@ def _training(recipe: Recipe) -> dict[str, Any]:
         "old_policy_forward": old_policy,
         "float32_weights": recipe.model.dtype == "float32",
         "base": recipe.model.base,
-        "generating_base": recipe.sample.precision,
+        "generating_base": recipe.generating_base,
         "float32_vae": recipe.model.vae_dtype == "float32",
     }
 

@@ -28,6 +28,7 @@ from digenrl.models.family import Family
 from digenrl.models.lora import Targets, add_lora, check_targets, target_layers
 from digenrl.models.lora_start import check_start, read_lora, start_from
 from digenrl.models.offloaded_text_encoder import OffloadedTextEncoder
+from digenrl.models.parked import ParkedModel
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.quantized.replacing import BaseWeights, check_has_blocks
 from digenrl.models.random_text_encoder import RandomTextEncoder
@@ -179,19 +180,18 @@ def load_model(
     for_a_run: bool = True,
     *,
     shard_over: RankGroup | None = None,
-    trains: bool = True,
+    base: BaseWeights | None = None,
 ) -> DiffusionModel:
     """The recipe's model without text encoders, with LoRA adapters if it trains those.
 
     Compiling takes about a minute, which pays off `for_a_run` but not for a few pictures. A model is sharded over
-    the ranks that are given, and need not fit on one card. A quantized base of a model that only generates may
-    need less memory than that of one that `trains`.
+    the ranks that are given, and need not fit on one card. `base` is the format of the frozen weights, by default
+    that of a trainer.
     """
     recipe = blueprint.recipe
     if for_a_run:
         check_attention(recipe, device)
-    generating = recipe.sample.precision if for_a_run and not trains else None
-    base = BaseWeights(generating or recipe.model.base, trains)
+    base = BaseWeights(recipe.model.base) if base is None else base
     model = _load_whole(blueprint, device, base) if shard_over is None else _load_sharded(blueprint, shard_over)
     check_sizes(blueprint, model)
     _add_adapters(recipe, model)
@@ -258,6 +258,16 @@ def _load_sharded(blueprint: Blueprint, ranks: RankGroup) -> DiffusionModel:
             vae_dtype=vae_dtype_of(recipe),
             text_tokens=recipe.model.text_tokens,
         )
+
+
+def load_for_evaluation(blueprint: Blueprint, device: str) -> ParkedModel | None:
+    """The model that evaluates, in host memory, if it has other frozen weights than the one that generates."""
+    recipe = blueprint.recipe
+    if recipe.evaluation is None or recipe.held_out_base == recipe.generating_base:
+        return None
+    model = load_model(blueprint, "cpu", for_a_run=False, base=BaseWeights(recipe.held_out_base))
+    assert isinstance(model, PipelineModel)
+    return ParkedModel(model, device)
 
 
 def load_for_merging(blueprint: Blueprint) -> PipelineModel:

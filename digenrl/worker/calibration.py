@@ -72,10 +72,10 @@ class StageCalibration:
             seconds[size] = self._timed_slice(prompt, size)
             peaks[size] = peak_bytes(model.device)
         for size in job.held_out:
-            with self._stages.served_weights():
+            with self._stages.served_weights(), self._stages.held_out_model() as held_out_model:
                 row = self._stages.row(prompt)
                 rows = Conditioning.joined([model.shortened_prompt(row), *[row] * (size - 1)])
-                held_out_pixels(self._blueprint, model, rows, 0, self._stages.row_limits)
+                held_out_pixels(self._blueprint, held_out_model, rows, 0, self._stages.row_limits)
         train_seconds = 0.0
         if job.trained:
             self._use_pack_size(job)

@@ -24,6 +24,7 @@ from digenrl.exchange.tensors import Exchange
 from digenrl.generation.rollout import GeneratedSlice
 from digenrl.models.contract import Conditioning, DiffusionModel, TextEncoder
 from digenrl.models.model_weights import gathered_weights, load_weights, weights_replaced
+from digenrl.models.parked import ParkedModel
 from digenrl.models.trajectory import ScoredGroup, ScoredSamples, Trajectory
 from digenrl.models.transfers import synchronize, to_device
 from digenrl.records import (
@@ -98,7 +99,8 @@ class WorkerParts:
 
     With a trainer, the model is the trainer's, and generation uses the version that the trainer committed last or,
     if it is the trainer of a generator that also trains and never `commits`, the version that was published to it.
-    Without a `held_out_reward`, held-out samples are scored with `reward`. `publishes` is false if no other worker
+    Without a `held_out_reward`, held-out samples are scored with `reward`; without a `held_out_model`, they are
+    generated with `model`. `publishes` is false if no other worker
     generates. A `slowdown` above 1 imitates a slower device.
     """
 
@@ -108,6 +110,7 @@ class WorkerParts:
     model: DiffusionModel | None = None
     reward: Reward | None = None
     held_out_reward: Reward | None = None
+    held_out_model: ParkedModel | None = None
     trainer: Trainer | None = None
     commits: bool = True
     publishes: bool = True
@@ -236,12 +239,12 @@ class Stages:
         settings = self._blueprint.recipe.evaluation
         assert settings is not None
         pixels: list[Tensor] = []
-        with self.evaluated_weights():
+        with self.evaluated_weights(), self.held_out_model() as model:
             for start in range(0, len(job.prompts), settings.batch):
                 rows = [self.row(prompt) for prompt in job.prompts[start : start + settings.batch]]
                 conditioning = Conditioning.joined(rows)
                 first = job.first + start
-                pixels.append(held_out_pixels(self._blueprint, self.model, conditioning, first, self.row_limits))
+                pixels.append(held_out_pixels(self._blueprint, model, conditioning, first, self.row_limits))
         pixels_BFCHW = torch.cat(pixels)
         save_pictures(pixels_BFCHW, Path(job.pictures), job.first, job.shown)
         if self.parts.reward is not None:
@@ -350,6 +353,11 @@ class Stages:
             average = self.trainer.published_average() if self._commits else self._average
             with weights_replaced(self.model, average):
                 yield
+
+    def held_out_model(self) -> AbstractContextManager[DiffusionModel]:
+        """The model that generates held-out samples, with the trained weights that this worker's model has now."""
+        other = self.parts.held_out_model
+        return nullcontext(self.model) if other is None else other.with_weights_of(self.model)
 
     def row(self, prompt: PromptRow) -> Conditioning:
         """The encoded prompt, on this worker's device."""

@@ -20,6 +20,7 @@ from digenrl.host_memory import loading_in_turn
 from digenrl.logs import logged_job
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.quantized.layers import multiplies_fp8_elsewhere
+from digenrl.models.quantized.replacing import BaseWeights
 from digenrl.records import Job, JobFailed, Result
 from digenrl.rewards.building import build_rewards
 from digenrl.rewards.contract import Reward, RewardError
@@ -30,6 +31,7 @@ from digenrl.worker.assignment import Assignment, Ready, StartFailed
 from digenrl.worker.blueprint import (
     Blueprint,
     check_attention,
+    load_for_evaluation,
     load_model,
     load_text_encoders,
     make_trainer,
@@ -126,11 +128,8 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
         if "encode" in duties:
             shares_device = bool(duties & {"generate", "train"})
             encoder = load_text_encoders(blueprint, assignment.device, shares_device)
-        model = None
-        if duties & {"generate", "train"}:
-            shard_over = ranks if recipe.shards_model else None
-            trains = "train" in duties
-            model = load_model(blueprint, assignment.device, shard_over=shard_over, trains=trains)
+        model = _load_model(blueprint, assignment, ranks) if duties & {"generate", "train"} else None
+        held_out_model = load_for_evaluation(blueprint, assignment.device) if "generate" in duties else None
     trainer = None
     if "train" in duties:
         assert model is not None
@@ -142,6 +141,7 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
         model=model,
         reward=reward,
         held_out_reward=held_out_reward,
+        held_out_model=held_out_model,
         trainer=trainer,
         commits=assignment.commits,
         publishes=recipe.topology.publishes,
@@ -181,6 +181,14 @@ def _join_ranks(assignment: Assignment, rendezvous: str) -> RankGroup | None:
     if assignment.recipe.shards_model:
         ranks.mesh(ranks.device.type)
     return ranks
+
+
+def _load_model(blueprint: Blueprint, assignment: Assignment, ranks: RankGroup | None) -> DiffusionModel:
+    """The model on this worker's device; its shards, if the trainer's ranks hold it together."""
+    recipe, trains = blueprint.recipe, "train" in assignment.duties
+    base = BaseWeights(recipe.model.base if trains else recipe.generating_base, trains)
+    shard_over = ranks if recipe.shards_model else None
+    return load_model(blueprint, assignment.device, shard_over=shard_over, base=base)
 
 
 def _build_trainer(

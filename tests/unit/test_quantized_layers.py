@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from digenrl.config.base_precision import STORED_BYTES, TRAINING_COPIES
 from digenrl.models.quantized.formats import FP8_LARGEST, INT8_LARGEST, NF4_LEVELS, quantize_nf4
@@ -110,6 +111,14 @@ def test_a_quantized_layer_has_the_size_that_plans_expect(precision):
         assert expected <= quantized.stored_bytes <= 1.03 * expected  # scales of rows come on top
     assert weight_count(nn.Sequential(layer, quantized)) == 2 * (256 * 512 + 512)
     assert weight_bytes(quantized) == quantized.stored_bytes + 512 * 2
+
+
+@pytest.mark.parametrize("precision", ["nf4", "int8"])
+def test_the_operations_of_products_are_counted(precision):
+    quantized = QuantizedLinear(linear(), precision)
+    with FlopCounterMode(display=False) as counter:
+        quantized(torch.randn(2, 5, 64, requires_grad=True)).sum().backward()
+    assert counter.get_total_flops() == 2 * (2 * 10 * 64 * 48)
 
 
 def test_a_layer_for_generating_has_no_gradient_in_fp8():

@@ -34,7 +34,7 @@ SMALLEST_SCALE = 1e-12  # of a row of zeros
 @cache
 def nf4_levels(device: torch.device) -> Tensor:
     """The table of levels, copied to a device once: a copy in every forward would wait for the device."""
-    return torch.tensor(NF4_LEVELS, device=device)
+    return torch.tensor(NF4_LEVELS, device=device, dtype=torch.float32)
 
 
 def quantize_nf4(weight_NK: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,7 @@ would find that forward and backward dequantize the same weights, and keep the r
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -75,10 +74,17 @@ def _input_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 quantized_linear.register_autograd(_input_gradient, setup_context=_keep_weights)
 
 
-@register_flop_formula([torch.ops.digenrl.quantized_linear, torch.ops.digenrl.quantized_linear_backward])
-def _product_flop(x_shape: Sequence[int], *_: object, out_shape: Sequence[int], **__: object) -> int:
-    """The operations of the product, without those of dequantizing."""
-    return 2 * math.prod(x_shape) * out_shape[-1]
+@register_flop_formula(torch.ops.digenrl.quantized_linear)
+def _product_flop(x_shape: tuple[int, ...], *others: Any, **named: Any) -> int:
+    """As that of a linear layer; torch's counter does not see inside of an operator."""
+    outputs: int = others[3]
+    return 2 * prod(x_shape) * outputs
+
+
+@register_flop_formula(torch.ops.digenrl.quantized_linear_backward)
+def _backward_flop(gradient_shape: tuple[int, ...], *others: Any, **named: Any) -> int:
+    inputs: int = others[2]
+    return 2 * prod(gradient_shape) * inputs
 
 
 class Fp8Linear(torch.autograd.Function):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from ladder_simulation import (
     RUNGS,
     ColocatedAssumptions,
     LadderRow,
+    TechniqueRung,
     best_colocated,
     both_directions,
     colocated_spec,
@@ -126,15 +127,26 @@ def workload_of(model: str, setting: tuple[int, float], changes: dict[str, Any])
     return workload_for(model, **{**base, **MODELS.get(model, CLIP), **changes})
 
 
-def ladder_of(model: str, testbed: str, setting: tuple[int, float], scenario: Scenario) -> list[LadderRow]:
-    """Every rung of one model on one testbed."""
+def ladder_of(
+    model: str,
+    testbed: str,
+    setting: tuple[int, float],
+    scenario: Scenario,
+    rungs: Sequence[TechniqueRung] = RUNGS,
+) -> list[LadderRow]:
+    """Colocated and these rungs of one model on one testbed."""
     pools = [
         pool.model_copy(update={"network_gbit_s": pool.network_gbit_s * scenario.network_factor})
         for pool in TESTBEDS[testbed]
     ]
     workload = workload_of(model, setting, scenario.workload)
-    rungs = [replace(rung, node_shards=scenario.node_shards) for rung in RUNGS]
+    rungs = [replace(rung, node_shards=scenario.node_shards) for rung in rungs]
     return simulate_rungs(workload, pools, STEPS, scenario.colocated, scenario.constants, rungs)
+
+
+def last_speedup(model: str, testbed: str, setting: tuple[int, float], scenario: Scenario) -> float:
+    """The speed-up of the last rung, everything on."""
+    return ladder_of(model, testbed, setting, scenario, RUNGS[-1:])[-1].speedup
 
 
 def all_ladders() -> dict[str, dict[str, list[LadderRow]]]:
@@ -151,7 +163,7 @@ def ranges() -> dict[str, dict[str, tuple[float, float]]]:
     for model in MODELS:
         found[model] = {}
         for testbed in TESTBEDS:
-            last = [ladder_of(model, testbed, setting, SENSITIVITY[0])[-1].speedup for setting in SETTINGS]
+            last = [last_speedup(model, testbed, setting, SENSITIVITY[0]) for setting in SETTINGS]
             found[model][testbed] = (min(last), max(last))
     return found
 
@@ -196,8 +208,7 @@ def sensitivity() -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
             scenario.name,
             {
                 model: {
-                    testbed: ladder_of(model, testbed, SHOWN_SETTING, scenario)[-1].speedup
-                    for testbed in ("A", "B", "C")
+                    testbed: last_speedup(model, testbed, SHOWN_SETTING, scenario) for testbed in ("A", "B", "C")
                 }
                 for model in PAPER_LADDER
             },

@@ -39,7 +39,7 @@ from digenrl.runs.replaying import initial_state_of, replayed
 
 JOBS = "training.job_samples=2"
 ONE_CARD = ("mode=colocated", JOBS)
-BOTH = ("techniques.assist=both", JOBS)  # who does what is planned
+BOTH = ("techniques.assist=both", "techniques.tag=search", JOBS)  # who does what is planned
 GREEDY = ("techniques.tag=greedy",)  # idle lanes take any available work, so that all of them train
 FOUR_CARDS = (*BOTH, *GREEDY, "lanes.generators=[cpu,cpu,cpu]", "lanes.rewards=0")
 TASKS = {

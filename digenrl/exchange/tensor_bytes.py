@@ -32,7 +32,7 @@ def tensor_bytes(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
     Larger types come first, so that all values are aligned.
     """
-    on_host = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    on_host = {name: _contiguous_on_host(value.detach()) for name, value in tensors.items()}
     names = sorted(on_host, key=lambda name: (-on_host[name].itemsize, name))
     header, offset = {}, 0
     for name in names:
@@ -45,4 +45,14 @@ def tensor_bytes(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     yield len(text).to_bytes(LENGTH_BYTES, "little") + text
     for name in names:
         if on_host[name].nbytes:
-            yield on_host[name].reshape(-1).view(torch.uint8).numpy().data
+            yield _values(on_host[name])
+
+
+def _contiguous_on_host(value: Tensor) -> Tensor:
+    return value if value.is_cpu and value.is_contiguous() else value.cpu().contiguous()
+
+
+def _values(value: Tensor) -> memoryview:
+    if value.dtype is torch.bfloat16:  # unknown to numpy
+        value = value.view(torch.int16)
+    return value.numpy().data

@@ -180,8 +180,9 @@ def _as_integers(gradients: Gradients, largest: list[Tensor]) -> Gradients:
         joined = torch.cat([gradients.pop(name).reshape(-1) for name in names])
         largest.append(joined.abs().max().double())
         joined.mul_(UNITS_PER_ONE).round_()  # exact: a power of two
-        # On a CPU, 64-bit floats are converted much faster than 32-bit ones.
-        parts = joined.double().to(torch.int64).split([shape.numel() for shape in shapes.values()])
+        if joined.is_cpu:
+            joined = joined.double()  # these are converted much faster than 32-bit floats
+        parts = torch.split_with_sizes(joined.to(torch.int64), [shape.numel() for shape in shapes.values()])
         integers |= {name: part.view(shapes[name]) for name, part in zip(names, parts, strict=True)}
     return integers
 

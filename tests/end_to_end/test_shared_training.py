@@ -129,7 +129,9 @@ def test_a_lane_killed_with_gradients_in_hand_changes_no_bit(
 ) -> None:
     gates, path = Gates(tmp_path / "gates"), live.new_path()
     (live.root / "twelve.txt").write_text("".join(f"{number} cats\n" for number in range(12)))
-    options = ("batch.prompts=4", f"prompts.path={live.root / 'twelve.txt'}", *TASKS[task])
+    # A slice is a whole group, and one reward lane waits at the gate: the other scores what came later.
+    scoring = ("batch.slice=4", "lanes.rewards=2")
+    options = ("batch.prompts=4", f"prompts.path={live.root / 'twelve.txt'}", *scoring, *TASKS[task])
     gates.close(prompts_of_step(live, 1, 4, "twelve.txt")[-1])
     with Meanwhile(path, lambda: kill_with_gradients(path, worker, lane, update, gates)):
         status, run = live.run(*options, *BOTH, *GREEDY, gates.rewards, out=path)

@@ -31,6 +31,7 @@ from digenrl.training.packing.replay import Replay
 from digenrl.training.ranks.rank_consensus import Consensus, UpdateFacts, reach_consensus
 from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.training.ranks.sharding import ShardSpec
+from digenrl.training.sample_jobs import SampleJob
 from digenrl.training.sharing import add_share, check_share, check_sharing, make_sums, take_share
 from digenrl.training.trainable_state import TrainableState
 from digenrl.training.trainer_state import TrainerState
@@ -161,8 +162,8 @@ class Trainer:
             job_terms=job_terms,
         )
         jobs = [terms[:job_terms] for terms in jobs]
-        for terms in jobs:
-            self._passes.run(terms, context)
+        for first, terms in enumerate(jobs):
+            self._sums.of_job(SampleJob(0, first), self._passes.run(terms, context))
         self._retries.since_last()  # not attributed to an update
         whole_group = [terms_per_sample * split.job_samples] * split.jobs_per_group
         return self._passes.work_share([*map(len, jobs)], whole_group)
@@ -341,13 +342,14 @@ class Trainer:
         """Allocates host memory for a kept version in advance, in addition to everything allocated now."""
         self._last_version.reserve()
 
-    def state_at_last_version(self) -> TrainerState:
+    def state_at_last_version(self, *, copied: bool = True) -> TrainerState:
         """The state when the open batch began, whatever was added and committed since.
 
-        Valid until the batch is committed: its memory may be reused for the next one.
+        Valid until the batch is committed: its memory may be reused for the next one. If not `copied`, tensors on
+        the host may be the trainer's own, and the state is valid until its next job.
         """
         self.switching.synchronize()
-        return self._last_version.state(self.batch, self._pack_size)
+        return self._last_version.state(self.batch, self._pack_size, copied=copied)
 
     def load_state(self, state: TrainerState) -> None:
         """Continues from a saved state; discards the open batch. A state that does not fit changes nothing.

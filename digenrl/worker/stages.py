@@ -406,7 +406,7 @@ class Stages:
         trainer = self.trainer
         if job.new_version != trainer.batch or not self.parts.publishes:
             return NO_WEIGHTS, 0
-        if job.writes_state:
+        if job.writes_state and self.model.device.type != "cpu":
             trainer.keep_version()  # one host copy serves both
         published = trainer.published()  # by all ranks together, if weights are sharded
         if self._evaluates_average_of(job.new_version):
@@ -416,7 +416,7 @@ class Stages:
             weights = self._exchange.put_weights(weights_name(job.new_version), published)
         state_bytes = 0
         if job.writes_state:
-            state = trainer.state_at_last_version()
+            state = trainer.state_at_last_version(copied=False)
             state_bytes = self._exchange.put(state_name(job.new_version, job.rank), state_as_tensors(state))
             state_bytes += state.missing_moment_bytes()  # room that it will need once there are optimizer moments
         return weights, state_bytes

@@ -19,7 +19,7 @@ from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
 from digenrl.driver.cost_tracker import CostTracker, timed_offer
 from digenrl.driver.job_inputs import JobInputs, MissingInputError, prompts_of, slices_of
-from digenrl.driver.job_outputs import JobOutputs
+from digenrl.driver.job_outputs import JobOutputs, with_valid_scores
 from digenrl.driver.pending_jobs import CompletedJob, PendingJobs
 from digenrl.driver.prompt_store import PromptStore
 from digenrl.driver.step_summary import StepSummary
@@ -76,7 +76,8 @@ class RunHooks:
     """What a run adds to its dispatcher.
 
     `look_around` is called several times a second and may raise. `on_step` gets the metrics of every committed
-    step. `notify` shows a message to the user. For `checkpoint_facts` and `pictures` see JobInputs.
+    step. `notify` shows a message to the user. For `checkpoint_facts` and `pictures` see JobInputs. `monotonic` is
+    the supervisor's clock, in seconds.
     """
 
     look_around: Callable[[], None] = lambda: None
@@ -84,6 +85,7 @@ class RunHooks:
     notify: Callable[[str], None] = lambda message: None
     checkpoint_facts: Callable[[int], Mapping[str, Any]] = lambda step: NO_FACTS
     pictures: Callable[[int], Path] = lambda version: Path()
+    monotonic: Callable[[], float] = time.monotonic
 
 
 class Dispatcher:
@@ -108,7 +110,7 @@ class Dispatcher:
         self._inputs = JobInputs(self.stores, hooks.checkpoint_facts, hooks.pictures)
         self._outputs = JobOutputs(self.stores, self._jobs.jobs, hooks.on_step)
         self._supervisor = Supervisor(
-            resources.workers, self._jobs, recipe.lanes.restarts, time.monotonic, hooks.notify
+            resources.workers, self._jobs, recipe.lanes.restarts, hooks.monotonic, hooks.notify
         )
         self._events: deque[Event] = deque()
         self._now_ns = clock()
@@ -250,13 +252,16 @@ class Dispatcher:
         else:
             assert message.job_id is not None
             completed = self._jobs.complete(worker, message.job_id, self._now_ns)
-            if isinstance(report, InputsLost):
+            if completed is None:
+                logger.warning("%s: a late or doubled result of job %d is dropped", worker, message.job_id)
+                self._outputs.discard_late(report)
+            elif isinstance(report, InputsLost):
                 self._inputs_lost(completed, set(report.names))
             else:
                 self._take_result(completed, report)
 
     def _take_result(self, completed: CompletedJob, result: Result) -> None:
-        job = completed.job
+        job, result = completed.job, with_valid_scores(completed.job, result)
         callback = self._callbacks.pop(job.id, None)
         if isinstance(result, JobFailed):
             if callback is not None or not isinstance(job, Generate | Score | Evaluate):

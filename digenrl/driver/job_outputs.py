@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from digenrl.driver.pending_jobs import CompletedJob
@@ -24,6 +26,7 @@ from digenrl.records import (
     GradientsSent,
     HeldOutChunk,
     Job,
+    JobFailed,
     Published,
     Result,
     RoleSwitched,
@@ -75,6 +78,11 @@ class JobOutputs:
                 self._stores.artifacts.drop(name)
         elif isinstance(job, Score) and isinstance(job.piece, HeldOutChunk):
             self._stores.artifacts.drop(held_out_name(job.piece))
+
+    def discard_late(self, report: object) -> None:
+        """Frees what a job has left whose result came too late. A doubled result's slice may be in use."""
+        if isinstance(report, Generated) and not self._stores.samples.holds(slice_name(report.job.id)):
+            self.discard(report.job)
 
     def _encoded(self, completed: CompletedJob, result: Encoded) -> None:
         assert isinstance(completed.job, Encode)
@@ -186,3 +194,17 @@ class JobOutputs:
     def _measure(self, kind: str, completed: CompletedJob, samples: int = 1) -> None:
         if self._stores.costs is not None:
             self._stores.costs.add(kind, completed.took_ns // samples)
+
+
+def with_valid_scores(job: Job, result: Result) -> Result:
+    """The result, or a failure if it has not one finite reward per sample: a failed reward is never a number."""
+    scores = result.scores if isinstance(result, Scored | Generated | Evaluated) else None
+    if scores is None:
+        return result
+    expected = job.slice.size if isinstance(job, Generate) else len(getattr(job, "prompts", ()))
+    if len(scores.values) == expected and all(math.isfinite(value) for value in scores.values):
+        return result
+    reason = f"expected {expected} finite rewards, got {list(scores.values)}"
+    if isinstance(result, Generated):
+        return replace(result, scores=None, score_failure=reason)
+    return JobFailed(0, job, reason)

@@ -61,9 +61,14 @@ class PendingJobs:
         self._sent[worker][job.id] = PendingJob(job, self._clock())
         self.transport.send(worker, job)
 
-    def complete(self, worker: str, job_id: int, now_ns: int) -> CompletedJob:
-        """Removes a job whose result has arrived. It began when it was sent, or after the worker's last result."""
-        pending = self._sent[worker].pop(job_id)
+    def complete(self, worker: str, job_id: int, now_ns: int) -> CompletedJob | None:
+        """Removes a job whose result has arrived; None if it is late or doubled: no such job is pending.
+
+        The job began when it was sent, or after the worker's last result.
+        """
+        pending = self._sent.get(worker, {}).pop(job_id, None)
+        if pending is None:
+            return None
         began_ns = max(pending.sent_ns, self._last_result_ns.get(worker, 0))
         self._last_result_ns[worker] = now_ns
         logger.debug("%s answered by %s after %.3f s", describe(pending.job), worker, (now_ns - began_ns) / 1e9)

@@ -35,6 +35,10 @@ class SampleStore:
         self._group(key).slices.append(artifact)
         return True
 
+    def holds(self, name: str) -> bool:
+        """Whether this artifact is one of the slices."""
+        return any(artifact.name == name for group in self._groups.values() for artifact in group.slices)
+
     def remove_slice(self, artifact: SliceArtifact) -> bool:
         """The artifact was lost. Returns whether it was wanted: it may have been generated again meanwhile."""
         group = self._groups.get((artifact.slice.step, artifact.slice.group))

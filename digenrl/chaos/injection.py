@@ -126,7 +126,9 @@ class Injector(JobFaults):
         return bool(names)
 
     def _artifact_loss(self, fault: Fault) -> bool:
-        names = [name for name in self._there.exchange.names() if self._dice.random() < fault.amount]
+        # The weights of an update inside a step are lost only with the trainer that made them.
+        left = [name for name in self._there.exchange.names() if not name.startswith("update-")]
+        names = [name for name in left if self._dice.random() < fault.amount]
         self._there.exchange.lose(names)
         return bool(names)
 

@@ -100,7 +100,8 @@ class SimulatedWorker:
     ) -> None:
         self.assignment, self._world, self._exchange, self._facts = assignment, world, exchange, facts
         self.node = world.node(assignment.name)
-        self.history: History = facts.saved.history if assignment.commits else ()
+        self.history: History = facts.saved.history if assignment.commits else ()  # of its version
+        self._updates: History = ()  # of the open step
         self.version = facts.saved.step if assignment.commits else 0
         self._sum: list[Contribution] = []
         self._opened = (0, 0, 0)
@@ -203,7 +204,7 @@ class SimulatedWorker:
         promise(job.step == self.version, f"{job} on version {self.version}")
         terms = self._terms
         self._add_update(job, max(1, terms.updates) - 1 if terms.shares_work else 0)
-        self.version = job.new_version
+        self.version, self.history, self._updates = job.new_version, (*self.history, *self._updates), ()
         return Committed(0, job, (UPDATE,), self._export_version(job))
 
     def _add_update(self, job: Commit | TakeUpdate, update: int) -> None:
@@ -212,7 +213,7 @@ class SimulatedWorker:
             if name.startswith("gradients-"):
                 total += self._exchange.get(name)
         check_update(self._terms, job.step, update, total)
-        self.history = (*self.history, TrainedUpdate(job.step, update, tuple(total)))
+        self._updates = (*self._updates, TrainedUpdate(job.step, update, tuple(total)))
         self._sum = []
 
     @property
@@ -231,7 +232,8 @@ class SimulatedWorker:
         return WeightsReference(job.writes()[0], 100, 7) if job.rank == 0 else NO_WEIGHTS
 
     def _restore(self, job: Restore) -> Report:
-        self.history, self.version, self._sum = self._exchange.get(*job.reads()), job.version, []
+        self.history, self.version, self._updates = self._exchange.get(*job.reads()), job.version, ()
+        self._sum = []
         return Restored(0, job)
 
     def _save(self, job: Save) -> Report:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from digenrl.driver.job_inputs import prompts_of
 from digenrl.driver.pending_jobs import CompletedJob
 from digenrl.driver.step_summary import StepSummary, step_summary
 from digenrl.driver.stores import DriverStores
@@ -145,7 +146,7 @@ class JobOutputs:
         stores.versions.take_update(NO_WEIGHTS)
         updates, self._updates = (*self._updates, *result.updates), []
         self._take_weights(job.new_version, result.weights)
-        stores.prompts.close_step(job.step)
+        stores.prompts.close_step(job.step, (prompt for each in self._pending() for prompt in prompts_of(each)))
         publish_s, self._publish_s = self._publish_s, 0.0  # of the slowest lane, for the version before this one
         self._on_step(step_summary(job.step, rewards, parts, updates, result.weights.bytes, publish_s))
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from digenrl.chaos.faults import Fault
-from digenrl.chaos.run import run_world
+from digenrl.chaos.run import Outcome, run_world
 from digenrl.chaos.shrinking import shrink
 from digenrl.chaos.worlds import EVERY_KIND, World, draw_world
 
@@ -91,26 +91,29 @@ def run_seed(campaign: Campaign, seed: int) -> CampaignResult:
     world = campaign.world(seed)
     faults = campaign.faults(world)
     result = CampaignResult(seeds=1, at_once=len({fault.at_ns for fault in faults}) < len(faults))
-    with _quiet():
-        try:
-            outcome = run_world(world, faults)
-        except Exception as error:  # whatever it is, it ends a run that should not have ended
-            result.failures.append(_shrunk(campaign, world, faults, error))
-            return result
+    outcome = run_quietly(world, faults)
+    if isinstance(outcome, Exception):
+        result.failures.append(_shrunk(campaign, world, faults, outcome))
+        return result
     result.struck, result.decisions = outcome.struck, outcome.decisions
     result.resumed, result.quarantined = outcome.drivers - 1, outcome.quarantined
     return result
+
+
+def run_quietly(world: World, faults: Sequence[Fault]) -> Outcome | Exception:
+    """The outcome of a world, or the error that ended it, without the driver's warnings."""
+    with _quiet():
+        try:
+            return run_world(world, faults)
+        except Exception as error:  # whatever it is, it ends a run that should not have ended
+            return error
 
 
 def _shrunk(campaign: Campaign, world: World, faults: Sequence[Fault], error: Exception) -> Failure:
     numbers = campaign.only if campaign.only is not None else tuple(range(len(faults)))
 
     def fails(kept: Sequence[int]) -> bool:
-        try:
-            run_world(world, tuple(faults[index] for index in kept))
-        except Exception:
-            return True
-        return False
+        return isinstance(run_quietly(world, [faults[index] for index in kept]), Exception)
 
     least = shrink(len(faults), fails)
     where = traceback.extract_tb(error.__traceback__)[-1]

@@ -67,6 +67,11 @@ class Injector(JobFaults):
         for fault in list(self._pending):
             transport.at(fault.at_ns, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
 
+    def detach(self) -> None:
+        """Nothing strikes any more."""
+        self._pending.clear()
+        self._armed.clear()
+
     def _strike(self, fault: Fault) -> None:
         if fault in self._pending:
             self._pending.remove(fault)

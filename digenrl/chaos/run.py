@@ -28,6 +28,7 @@ from digenrl.worker.assignment import TRAINER, rank_names
 
 MOST_DECISIONS = 200_000
 MOST_DRIVERS = 30
+DRAIN_NS = 200 * NS  # enough for every message that is under way
 SLOWEST = 12  # how much longer a step may take than expected, with everything slow
 
 
@@ -114,6 +115,7 @@ class _WorldRun:
         final = drive(state, driver, (Auditor(state), self))
         if final.all_committed:
             self._check_end(transport, final)
+            self._check_exchange(driver, transport)
         return final.all_committed
 
     def _dispatcher(self, transport: VirtualTransport) -> Dispatcher:
@@ -143,9 +145,9 @@ class _WorldRun:
     def _calibration(self, driver: Dispatcher) -> Calibration:
         world, names = self._world, driver.stores.lanes
         workers = [names.worker(lane) for lane in range(len(names.names))]
-        both = world.recipe.shares_work
+        both, sizes = world.recipe.shares_work, (world.slice_size, 2 * world.slice_size)
         return Calibration(
-            tuple({world.slice_size: world.slice_seconds(name)} for name in workers),
+            tuple({size: world.slice_seconds(name) * size / sizes[0] for size in sizes} for name in workers),
             world.train_sample_s,
             world.score_sample_s if world.workers.rewards else 0.0,
             world.publish_s,
@@ -187,6 +189,18 @@ class _WorldRun:
         ranks = [name for name in rank_names(self._world.workers.trainer) if name in transport.seats]
         histories = {transport.seats[name].worker.history for name in ranks}
         promise(len(histories) <= 1, f"the ranks of {TRAINER} disagree")
+
+    def _check_exchange(self, driver: Dispatcher, transport: VirtualTransport) -> None:
+        """Once all workers are idle, only prompts and the last version are left in the exchange."""
+        self._injector.detach()
+        transport.expect_progress(1 << 62)
+        until_ns = self._clock.now_ns + DRAIN_NS
+        while self._clock.now_ns < until_ns:
+            driver.receive()
+        left = [name for name in transport.exchange.names() if name.startswith(("slice-", "gradients-", "update-"))]
+        promise(not left, f"the run leaves {left} in the exchange")
+        weights = [name for name in transport.exchange.names() if name.startswith("weights-")]
+        promise(len(weights) <= 1, f"the run leaves {weights} in the exchange")
 
 
 __all__ = ["DriverKilledError", "Outcome", "ViolationError", "run_world"]

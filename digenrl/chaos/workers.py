@@ -138,7 +138,7 @@ class SimulatedWorker:
         name, piece = slice_name(job.id), job.slice
         promise(piece.step - 1 <= self.version <= piece.step, f"{job} is generated with version {self.version}")
         promise(self.version >= job.version, f"{job} needs weights that were never loaded")
-        self._put(name, piece)
+        self._put(name, (piece, self.version))
         if "score" in self.assignment.duties:
             return Generated(0, job, self.version, scores=self._rewards(name, piece.first, piece.size))
         self._put(pixels_name(name), piece)
@@ -185,6 +185,9 @@ class SimulatedWorker:
             if self._opened != wanted:
                 self._sum, self._opened = [], wanted
         promise(job.slice.step == self.version, f"{job} is trained on version {self.version}")
+        for artifact in job.group.slices:
+            made = self._exchange.get(artifact.name)
+            promise(made == (artifact.slice, artifact.version), f"{job} takes {made} for {artifact}")
         self._sum += contributions(job.group, job.slice)
         return Trained(0, job)
 

@@ -64,7 +64,7 @@ def draw_world(seed: int, kinds: Sequence[str] = EVERY_KIND, large: bool = False
     dice = Random(f"world {seed} {large}")
     content = _large_recipe(dice) if large else _small_recipe(dice)
     recipe = _parsed(json.dumps(content))
-    workers = _with_reserve(place(recipe, Machine((0, 1)), Path()), dice.choice((0, 0, 1, 2)))
+    workers = _with_reserve(_in_pool(place(recipe, Machine((0, 1)), Path())), dice.choice((0, 0, 1, 2)))
     names = [each.name for each in (*workers.initial(), *workers.reserve)]
     nodes = dice.randint(1, 4)
     base_s = dice.choice((0.2, 1.0, 3.0))
@@ -126,6 +126,8 @@ def _small_recipe(dice: Random) -> dict[str, Any]:
         content["training"] = {"job_samples": dice.choice((slice_size, group))}
         if dice.random() < 0.3 and content["batch"]["prompts"] > 1:
             content["algorithm"] = {"name": "flow_grpo", "options": {"updates_per_batch": 2}}
+    if mode == "local" and not both and group % (2 * slice_size) == 0 and dice.random() < 0.5:
+        content["cluster"] = {"generators": [{"name": "wide", "slice": 2 * slice_size}]}
     if dice.random() < 0.3:
         path = {"path": "held_out.txt"}
         content["evaluation"] = {"prompts": path, "every": dice.randint(1, 3), "batch": 1}
@@ -172,9 +174,18 @@ def _parsed(content: str) -> Recipe:
     return parse_model(Recipe, json.loads(content))
 
 
+def _in_pool(workers: Workers) -> Workers:
+    """The first generator belongs to the recipe's pool, if there is one, and takes several slices at once."""
+    pools = workers.trainer.recipe.cluster.generators
+    if not pools or not workers.generators:
+        return workers
+    first, *others = workers.generators
+    return replace(workers, generators=(replace(first, pool=pools[0].name), *others))
+
+
 def _with_reserve(workers: Workers, count: int) -> Workers:
     """The workers, and generators that may join. A single card has none."""
     if not workers.generators:
         return workers
     names = (f"generator-{len(workers.generators) + index}" for index in range(count))
-    return replace(workers, reserve=tuple(replace(workers.generators[0], name=name) for name in names))
+    return replace(workers, reserve=tuple(replace(workers.generators[-1], name=name) for name in names))

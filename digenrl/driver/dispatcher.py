@@ -329,6 +329,7 @@ class Dispatcher:
         lost = [(name, job) for name in names for job in self._jobs.lose(name)]
         for _, job in lost:
             self._outputs.discard(job)
+        self.stores.versions.drop_old(self._jobs.jobs())
         if self._begun:
             self._report_loss(worker)
             for _, job in lost:

@@ -28,6 +28,8 @@ KINDS: dict[str, FaultKind] = {
     "slow": FaultKind("a worker needs several times as long", "any", 3, 10),
     "late": FaultKind("a result arrives seconds after it was sent", "any", 1, 40),
     "doubled": FaultKind("a result arrives twice", "any", 0, 20),
+    "lost": FaultKind("a result never arrives", "any"),
+    "stall": FaultKind("a job never ends, though its worker is alive", "any"),
     "reordered": FaultKind("messages of all workers overtake each other", "all", 1, 10),
     "join": FaultKind("there is room for one more generator", "reserve"),
     "leave": FaultKind("a generator's machine is taken away for a while", "generator", 1, 60),

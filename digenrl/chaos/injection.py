@@ -29,6 +29,7 @@ from digenrl.records import (
 )
 from digenrl.transports.contract import Message, Report
 
+NEVER_S = 1e9
 REORDERING_S = 2.0  # the longest extra way of a message
 NOT_A_NUMBER = {"gradient_norm": math.nan, "ratio_mean": math.nan}
 NEXT_JOB: dict[str, tuple[type[Job], ...]] = {  # faults that wait for a job
@@ -40,6 +41,7 @@ NEXT_JOB: dict[str, tuple[type[Job], ...]] = {  # faults that wait for a job
     "out_of_memory": (Generate, Evaluate),
     "partition": (Publish,),
 }
+NEXT_MESSAGE = ("late", "doubled", "lost", "stall")
 OF_REWARDS = ("reward_timeout", "reward_error", "reward_nan", "reward_garbage")
 
 
@@ -75,7 +77,7 @@ class Injector(JobFaults):
     def _strike(self, fault: Fault) -> None:
         if fault in self._pending:
             self._pending.remove(fault)
-            if fault.kind in NEXT_JOB or fault.kind in ("late", "doubled"):
+            if fault.kind in NEXT_JOB or fault.kind in NEXT_MESSAGE:
                 self._armed.append(fault)
             elif self._STRIKE[fault.kind](self, fault):
                 self.struck[fault.kind] += 1
@@ -166,6 +168,11 @@ class Injector(JobFaults):
     # --- Jobs and messages --------------------------------------------------------------------------------------
 
     def seconds(self, seat: Seat, job: Job, seconds: float) -> float:
+        stall = self._find(seat, job, ("stall",))
+        if stall is not None:
+            self._armed.remove(stall)
+            self.struck["stall"] += 1
+            return NEVER_S
         timeout = self._find(seat, job, ("reward_timeout",))
         return seconds if timeout is None else seconds + timeout.amount
 
@@ -192,10 +199,11 @@ class Injector(JobFaults):
         if self._clock.now_ns < self._reordering_until_ns:
             delay_s = self._dice.uniform(0, REORDERING_S)
         for fault in self._armed:
-            if fault.kind in ("late", "doubled") and fault.worker == seat.name.partition("/")[0]:
+            if fault.kind in ("late", "doubled", "lost") and fault.worker == seat.name.partition("/")[0]:
                 self._armed.remove(fault)
                 self.struck[fault.kind] += 1
-                return (delay_s + fault.amount,) if fault.kind == "late" else (delay_s, delay_s + fault.amount)
+                late_s = delay_s + fault.amount
+                return {"late": (late_s,), "doubled": (delay_s, late_s), "lost": ()}[fault.kind]
         return (delay_s,)
 
     def started(self, seat: Seat) -> None:
@@ -207,7 +215,7 @@ class Injector(JobFaults):
 
     def _find(self, seat: Seat, job: Job, kinds: Sequence[str]) -> Fault | None:
         for fault in self._armed:
-            if fault.kind not in kinds or not isinstance(job, NEXT_JOB[fault.kind]):
+            if fault.kind not in kinds or not isinstance(job, NEXT_JOB.get(fault.kind, Job)):
                 continue
             if isinstance(job, Generate) and fault.kind in OF_REWARDS and "score" not in seat.worker.assignment.duties:
                 continue

@@ -14,6 +14,7 @@ from digenrl.chaos.workers import WorldFacts
 from digenrl.chaos.worlds import PATIENCE_S, World, targets_of
 from digenrl.driver.calibration import Calibration, initial_scheduler_state, publish_initial_weights
 from digenrl.driver.dispatcher import Dispatcher, RunHooks
+from digenrl.driver.job_deadlines import UNTIMED_FACTOR
 from digenrl.driver.prompt_store import PromptStore
 from digenrl.driver.supervisor import TrainerLostError
 from digenrl.loop import RunGaveUpError, drive
@@ -62,8 +63,8 @@ class _WorldRun:
         self._jobs_issued = 0
         self._transport: VirtualTransport | None = None
         targets = targets_of(world, most=0)
-        patience_ns = round((2 * PATIENCE_S + 100) * NS)
-        self._bound_ns = SLOWEST * targets.nominal_ns + (1 + len(faults)) * patience_ns
+        deadline_ns = round((UNTIMED_FACTOR + 3) * PATIENCE_S * NS)  # of a job that nobody has timed yet
+        self._bound_ns = SLOWEST * targets.nominal_ns + (1 + len(faults)) * deadline_ns
 
     def run(self) -> Outcome:
         drivers = 0

@@ -18,10 +18,12 @@ from typing import Any, NoReturn
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
 from digenrl.driver.cost_tracker import CostTracker, timed_offer
+from digenrl.driver.job_deadlines import JobDeadlines, OverdueJob
 from digenrl.driver.job_inputs import JobInputs, MissingInputError, prompts_of, slices_of
 from digenrl.driver.job_outputs import JobOutputs, with_valid_scores
 from digenrl.driver.pending_jobs import CompletedJob, PendingJobs
 from digenrl.driver.prompt_store import PromptStore
+from digenrl.driver.repeated_failures import RepeatedFailures
 from digenrl.driver.step_summary import StepSummary
 from digenrl.driver.stores import DriverStores
 from digenrl.driver.supervisor import Supervisor, TrainerLostError, WorkerFailedError
@@ -42,6 +44,7 @@ from digenrl.records import (
     Export,
     Exported,
     Generate,
+    Generated,
     Job,
     JobFailed,
     LaneOffer,
@@ -50,7 +53,9 @@ from digenrl.records import (
     Quarantine,
     Restore,
     Result,
+    Save,
     Score,
+    Scored,
     StopRequested,
     TakeUpdate,
     Tick,
@@ -68,6 +73,7 @@ from digenrl.worker.assignment import ENCODER, TRAINER, Ready, StartFailed, rank
 logger = logging.getLogger(__name__)
 
 RECEIVE_TIMEOUT_S = 0.25  # how long to wait for messages before `look_around` is called again
+TIMEOUTS_PER_JOB = 2  # overdue jobs with the same slice or chunk, after which it counts as failed
 NO_FACTS: dict[str, Any] = {}
 
 
@@ -77,7 +83,7 @@ class RunHooks:
 
     `look_around` is called several times a second and may raise. `on_step` gets the metrics of every committed
     step. `notify` shows a message to the user. For `checkpoint_facts` and `pictures` see JobInputs. `monotonic` is
-    the supervisor's clock, in seconds.
+    a clock in seconds, for deadlines.
     """
 
     look_around: Callable[[], None] = lambda: None
@@ -106,12 +112,16 @@ class Dispatcher:
         hooks = hooks or RunHooks()
         self._clock, self._look_around = clock, hooks.look_around
         self.stores = DriverStores(recipe, resources.workers, resources.artifacts, prompts)
-        self._jobs = PendingJobs(resources.transport, clock)
+        self._jobs = PendingJobs(
+            resources.transport, clock, JobDeadlines(recipe.lanes.patience_s, hooks.monotonic)
+        )
         self._inputs = JobInputs(self.stores, hooks.checkpoint_facts, hooks.pictures)
         self._outputs = JobOutputs(self.stores, self._jobs.jobs, hooks.on_step)
         self._supervisor = Supervisor(
             resources.workers, self._jobs, recipe.lanes.restarts, hooks.monotonic, hooks.notify
         )
+        self._failures = RepeatedFailures(hooks.notify)
+        self._timeouts: Counter[object] = Counter()  # by the slice or chunk whose job was overdue
         self._events: deque[Event] = deque()
         self._now_ns = clock()
         self._ticked, self._begun = True, False
@@ -143,6 +153,7 @@ class Dispatcher:
             self._submit_job(action)
         elif isinstance(action, Quarantine):
             logger.warning("step %d group %d is quarantined: %s", action.step, action.group, action.reason)
+            self._failures.quarantined(action)
             for artifact in self.stores.samples.replace(action.step, action.group, action.replaced_by):
                 self.stores.drop_slice(artifact.name)
         elif isinstance(action, AbandonEvaluation):
@@ -174,6 +185,7 @@ class Dispatcher:
             self._now_ns = max(self._now_ns, self._clock() - waited_ns)
         for message in messages:
             self._handle(message)
+        self._end_overdue(self._jobs.overdue())
         self._supervisor.look_for_room()
 
     # --- Before the run -----------------------------------------------------------------------------------------
@@ -264,9 +276,14 @@ class Dispatcher:
         job, result = completed.job, with_valid_scores(completed.job, result)
         callback = self._callbacks.pop(job.id, None)
         if isinstance(result, JobFailed):
+            if isinstance(job, Save):  # a full disk, mostly: no mistake in the recipe
+                raise WorkerFailedError(f"{result.reason}\n{result.details}".rstrip())
             if callback is not None or not isinstance(job, Generate | Score | Evaluate):
                 raise_failure(completed.worker, result)
             self._outputs.discard(job)
+            self._failures.failed(replace(result, job=job))
+        elif isinstance(result, Scored) or (isinstance(result, Generated) and result.scores is not None):
+            self._failures.scored()
         self._outputs.keep(completed, result)
         if isinstance(result, Encoded):
             parked, self._parked = self._parked, []
@@ -339,6 +356,25 @@ class Dispatcher:
         self._supervisor.want(worker)
         self._supervisor.fill()
 
+    def _end_overdue(self, overdue: OverdueJob | None) -> None:
+        """Replaces a worker that hangs. A slice or chunk that lets workers hang repeatedly counts as failed."""
+        if overdue is None:
+            return
+        worker, job = overdue.worker, overdue.job
+        self._now_ns, self._ticked = max(self._now_ns, self._clock()), False
+        reason = f"did not finish {describe(job)} in {overdue.waited_s:.0f} s and was ended"
+        self._jobs.transport.end(worker)
+        replaceable = (
+            self._begun and job.id not in self._callbacks and isinstance(job, Generate | Score | Evaluate)
+        )
+        if replaceable:
+            piece = job.piece if isinstance(job, Score) else job.chunk if isinstance(job, Evaluate) else job.slice
+            self._timeouts[piece] += 1
+            # The scheduler counts failed slices itself; scores and evaluations fail only once.
+            if isinstance(job, Generate) or self._timeouts[piece] >= TIMEOUTS_PER_JOB:
+                self._events.append(JobFailed(self._now_ns, job, f"{worker} {reason}"))
+        self._lose(worker, Gone(reason, fault=not replaceable))
+
     def _report_loss(self, worker: str) -> None:
         rewards, now_ns = self.stores.workers.reward_names, self._now_ns
         losses = []
@@ -387,6 +423,7 @@ class Dispatcher:
 
     def _worker_ready(self, worker: str) -> None:
         self._supervisor.ready(worker)
+        self._jobs.ready(worker)
         self._starting.discard(worker)
         if not self._begun:
             return

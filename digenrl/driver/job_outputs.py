@@ -37,6 +37,7 @@ from digenrl.records import (
     SendGradients,
     SliceArtifact,
     SwitchRole,
+    TakeUpdate,
     Train,
     Trained,
     UpdateTaken,
@@ -74,7 +75,7 @@ class JobOutputs:
 
     def discard(self, job: Job) -> None:
         """Frees what a job that did not complete may have left."""
-        if isinstance(job, Generate | Evaluate | SendGradients):
+        if isinstance(job, Generate | Evaluate | SendGradients | TakeUpdate):
             for name in job.writes():
                 self._stores.artifacts.drop(name)
         elif isinstance(job, Score) and isinstance(job.piece, HeldOutChunk):

@@ -18,6 +18,7 @@ from digenrl.transports.contract import Gone, Message, Report
 from digenrl.worker.assignment import Assignment, Ready
 
 LEAST_NS = 1_000  # no job is instant
+REFUSAL_S = 0.01  # until a worker reports that inputs are lost
 LEAST_WAIT_S = 2.0  # a driver that polls more often only makes simulations slower
 
 
@@ -61,7 +62,7 @@ class JobFaults:
         return seconds
 
     def report(self, seat: Seat, job: Job) -> Report:
-        """What a worker makes of a job."""
+        """What a worker makes of a job that it has begun."""
         return seat.worker.carry_out(job)
 
     def delays_s(self, seat: Seat, job: Job | None) -> Sequence[float]:
@@ -173,14 +174,18 @@ class VirtualTransport:
             return
         seat.busy = True
         job = seat.queue.popleft()
+        refusal = seat.worker.begin(job)
+        if refusal is not None:
+            self.after(REFUSAL_S, lambda: self._done(seat, job, refusal))
+            return
         seconds = nominal_seconds(self._world, seat.name, job) * self._noise(f"{seat.name} {job.id}")
         seconds = self._faults.seconds(seat, job, seconds * seat.slowdown)
         self.after(seconds, lambda: self._done(seat, job))
 
-    def _done(self, seat: Seat, job: Job) -> None:
+    def _done(self, seat: Seat, job: Job, refusal: Report | None = None) -> None:
         if seat.gone or seat.silent:
             return
-        message = Message(seat.name, job.id, self._faults.report(seat, job))
+        message = Message(seat.name, job.id, refusal or self._faults.report(seat, job))
         for delay_s in self._faults.delays_s(seat, job):
             if delay_s > 0:
                 self.after(delay_s, lambda: self.post(message))

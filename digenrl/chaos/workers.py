@@ -105,16 +105,22 @@ class SimulatedWorker:
         self.version = facts.saved.step if assignment.commits else 0
         self._sum: list[Contribution] = []
         self._opened = (0, 0, 0)
+        self._inputs: dict[str, Any] = {}  # of its job
 
-    def carry_out(self, job: Job) -> Report:
-        """The result of a job, or that its inputs are lost."""
+    def begin(self, job: Job) -> Report | None:
+        """Reads what the job needs. Returns a report if it is lost, or was dropped because nobody needs the job."""
         reads = () if isinstance(job, Publish) and job.version <= self.version else job.reads()
         missing = self._exchange.missing(reads)
-        if missing:
-            if all(name in self._exchange.lost for name in missing):
-                return InputsLost(tuple(missing))
-            promise(self._may_miss(job), f"{job} reads {missing}, which the driver has dropped")
-            return JobFailed(0, job, f"FileNotFoundError: {missing[0]}")
+        if not missing:
+            self._inputs = {name: self._exchange.get(name) for name in reads}
+            return None
+        if all(name in self._exchange.lost for name in missing):
+            return InputsLost(tuple(missing))
+        promise(self._may_miss(job), f"{job} reads {missing}, which the driver has dropped")
+        return JobFailed(0, job, f"FileNotFoundError: {missing[0]}")
+
+    def carry_out(self, job: Job) -> Report:
+        """The result of a job that has begun."""
         return self._CARRY_OUT[type(job)](self, job)
 
     def _may_miss(self, job: Job) -> bool:
@@ -152,7 +158,7 @@ class SimulatedWorker:
             job.artifact.slice.mask() & job.piece.mask() == job.piece.mask(),
             f"{job} scores pictures of {job.artifact.slice}",
         )
-        promise(self._exchange.get(pixels_name(job.artifact.name)) == job.artifact.slice, f"{job}: wrong pixels")
+        promise(self._inputs[pixels_name(job.artifact.name)] == job.artifact.slice, f"{job}: wrong pixels")
         return Scored(0, job, self._rewards(job.artifact.name, job.piece.first, job.piece.size))
 
     def _rewards(self, name: str, first: int, size: int) -> Scores:
@@ -167,7 +173,7 @@ class SimulatedWorker:
 
     def _publish(self, job: Publish) -> Report:
         if not self.assignment.commits and job.version > self.version:
-            found = self._exchange.get(job.weights.name)
+            found = self._inputs[job.weights.name]
             promise(found == job.version, f"{job} loads version {found}")
             self.version, self._sum, self._opened = job.version, [], (job.version, 0, 0)
         return Published(0, job, job.lanes, self._world.publish_s)
@@ -186,7 +192,7 @@ class SimulatedWorker:
                 self._sum, self._opened = [], wanted
         promise(job.slice.step == self.version, f"{job} is trained on version {self.version}")
         for artifact in job.group.slices:
-            made = self._exchange.get(artifact.name)
+            made = self._inputs[artifact.name]
             promise(made == (artifact.slice, artifact.version), f"{job} takes {made} for {artifact}")
         self._sum += contributions(job.group, job.slice)
         return Trained(0, job)
@@ -214,7 +220,7 @@ class SimulatedWorker:
         total = list(self._sum)
         for name in job.reads():
             if name.startswith("gradients-"):
-                total += self._exchange.get(name)
+                total += self._inputs[name]
         check_update(self._terms, job.step, update, total)
         self._updates = (*self._updates, TrainedUpdate(job.step, update, tuple(total)))
         self._sum = []
@@ -235,7 +241,7 @@ class SimulatedWorker:
         return WeightsReference(job.writes()[0], 100, 7) if job.rank == 0 else NO_WEIGHTS
 
     def _restore(self, job: Restore) -> Report:
-        self.history, self.version, self._updates = self._exchange.get(*job.reads()), job.version, ()
+        self.history, self.version, self._updates = self._inputs[job.reads()[0]], job.version, ()
         self._sum = []
         return Restored(0, job)
 

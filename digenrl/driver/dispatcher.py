@@ -30,6 +30,7 @@ from digenrl.driver.supervisor import Supervisor, TrainerLostError, WorkerFailed
 from digenrl.logs import describe
 from digenrl.records import (
     HELD_OUT_STEP,
+    NO_WEIGHTS,
     AbandonEvaluation,
     Action,
     ArtifactLost,
@@ -128,7 +129,7 @@ class Dispatcher:
         self._own_ids = count(-1, -1)  # of jobs that the scheduler does not issue
         self._callbacks: dict[int, Callable[[Any], None]] = {}  # for results of those jobs
         self._parked: list[Job] = []  # until their prompts are encoded
-        self._stalled: list[Job] = []  # until the scheduler hears that the trainer is lost
+        self._stalled: list[ArtifactLost] = []  # until the scheduler hears that the trainer is lost
         self._starting: set[str] = set()
         self._unheard_losses: Counter[str] = Counter()  # lost workers of which the scheduler has yet to hear
         self._returning: dict[str, int] = {}  # the lane that a generator had before it was lost
@@ -316,12 +317,13 @@ class Dispatcher:
             stores.drop_slice(artifact.name)
         slices = tuple(artifact.slice for artifact in lost if stores.samples.remove_slice(artifact))
         prompts, weights = self._inputs.prompt_ids(job, lost_rows), isinstance(job, Publish)
-        if isinstance(job, Train) and job.weights.name in names:
-            self._stalled.append(job)  # the trainer, which made these weights, is lost or about to be
-            return
         sent = job.gradients if isinstance(job, Commit | TakeUpdate) else ()
         gradients = tuple(job_id for job_id in sent if gradients_name(job_id) in names)
-        self._events.append(ArtifactLost(self._now_ns, job, slices, prompts, weights, gradients))
+        loss = ArtifactLost(self._now_ns, job, slices, prompts, weights, gradients)
+        if isinstance(job, Train) and job.weights.name in names and job.weights == stores.versions.of_update:
+            self._stalled.append(loss)  # the trainer, which made these weights, is about to be lost
+        else:
+            self._events.append(loss)
 
     def _recover_and_resend(self, worker: str, job: Job, lost_rows: Sequence[PromptRow]) -> None:
         if isinstance(job, Publish):
@@ -393,7 +395,8 @@ class Dispatcher:
             losses.append(WorkerLost(now_ns, lane))
         if worker == TRAINER:
             stalled, self._stalled = self._stalled, []
-            self._events += [ArtifactLost(now_ns, job) for job in stalled]
+            self._events += [replace(loss, at_ns=now_ns) for loss in stalled]
+            self.stores.versions.take_update(NO_WEIGHTS)  # the step begins with its first update again
         for loss in losses:
             self._unheard_losses += Counter(self._names_of(loss))
         self._events += losses

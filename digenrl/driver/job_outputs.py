@@ -129,6 +129,7 @@ class JobOutputs:
         self._measure("commit", completed)
         self._updates += result.updates
         self._stores.versions.take_update(result.weights)
+        self._stores.versions.drop_old(self._pending())
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:

@@ -73,6 +73,7 @@ class CampaignResult:
     resumed: int = 0  # drivers that resumed a run
     decisions: int = 0
     quarantined: int = 0
+    hedged: int = 0  # slices that were given to a second lane
     failures: list[Failure] = field(default_factory=list)
 
     def add(self, other: CampaignResult) -> None:
@@ -83,6 +84,7 @@ class CampaignResult:
         self.resumed += other.resumed
         self.decisions += other.decisions
         self.quarantined += other.quarantined
+        self.hedged += other.hedged
         self.failures += other.failures
 
 
@@ -96,7 +98,7 @@ def run_seed(campaign: Campaign, seed: int) -> CampaignResult:
         result.failures.append(_shrunk(campaign, world, faults, outcome))
         return result
     result.struck, result.decisions = outcome.struck, outcome.decisions
-    result.resumed, result.quarantined = outcome.drivers - 1, outcome.quarantined
+    result.resumed, result.quarantined, result.hedged = outcome.drivers - 1, outcome.quarantined, outcome.hedged
     return result
 
 

@@ -20,7 +20,7 @@ from digenrl.driver.supervisor import TrainerLostError
 from digenrl.loop import RunGaveUpError, drive
 from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import Prompt
-from digenrl.records import HELD_OUT_STEP, Action, Committed, Event, Quarantine
+from digenrl.records import HELD_OUT_STEP, NO_JOB, Action, Committed, Event, Generate, Quarantine
 from digenrl.scheduling import SchedulerState
 from digenrl.scheduling.invariants import Auditor
 from digenrl.transports.contract import RunResources
@@ -45,6 +45,7 @@ class Outcome:
     drivers: int
     decisions: int
     quarantined: int
+    hedged: int
     virtual_s: float
 
 
@@ -60,7 +61,7 @@ class _WorldRun:
         self._world, self._clock, self._facts = world, VirtualClock(), WorldFacts()
         self._injector = Injector(world, self._clock, faults)
         self._decisions = 0
-        self._jobs_issued = 0
+        self._jobs_issued = self._hedged = 0
         self._transport: VirtualTransport | None = None
         targets = targets_of(world, most=0)
         deadline_ns = round((UNTIMED_FACTOR + 3) * PATIENCE_S * NS)  # of a job that nobody has timed yet
@@ -83,6 +84,7 @@ class _WorldRun:
             drivers,
             self._decisions,
             len(self._facts.quarantined),
+            self._hedged,
             self._clock.now_ns / NS,
         )
 
@@ -165,6 +167,7 @@ class _WorldRun:
             assert self._transport is not None
             self._transport.expect_progress(self._bound_ns)
         for action in actions:
+            self._hedged += isinstance(action, Generate) and action.hedges != NO_JOB
             if isinstance(action, Quarantine):
                 promise(bool(action.reason), f"{action} has no reason")
                 self._facts.quarantined.add((action.step, action.group))

@@ -162,6 +162,7 @@ def _recipe(
             "rewards": dice.choice((0, 1, 2, 2)) if generators < 64 else 8,
             "restarts": 99,
             "patience_s": PATIENCE_S,
+            "hedge_after": dice.choice((0.0, 1.5, 3.0)),
             "threads": 1,
         },
         "techniques": techniques,

@@ -57,7 +57,7 @@ def _show(campaign: Campaign, result: CampaignResult) -> None:
     out.print(table)
     out.print(
         f"{result.seeds} seeds, {result.decisions} decisions, {sum(result.struck.values())} faults, "
-        f"{result.quarantined} groups quarantined, {result.resumed} runs resumed: "
+        f"{result.quarantined} groups quarantined, {result.hedged} slices hedged, {result.resumed} runs resumed: "
         f"{len(result.failures)} failed",
         highlight=False,
     )

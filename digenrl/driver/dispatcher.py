@@ -61,6 +61,7 @@ from digenrl.records import (
     TakeUpdate,
     Tick,
     Train,
+    Wake,
     WorkerJoined,
     WorkerLost,
     WorkerRestarted,
@@ -131,6 +132,7 @@ class Dispatcher:
         self._parked: list[Job] = []  # until their prompts are encoded
         self._stalled: list[ArtifactLost] = []  # until the scheduler hears that the trainer is lost
         self._starting: set[str] = set()
+        self._wake_ns: int | None = None  # when the scheduler wants a tick
         self._unheard_losses: Counter[str] = Counter()  # lost workers of which the scheduler has yet to hear
         self._returning: dict[str, int] = {}  # the lane that a generator had before it was lost
 
@@ -157,6 +159,8 @@ class Dispatcher:
             self._failures.quarantined(action)
             for artifact in self.stores.samples.replace(action.step, action.group, action.replaced_by):
                 self.stores.drop_slice(artifact.name)
+        elif isinstance(action, Wake):
+            self._wake_ns = action.at_ns
         elif isinstance(action, AbandonEvaluation):
             logger.warning("the evaluation of version %d is abandoned: %s", action.version, action.reason)
             self._outputs.abandoned.add(action.version)
@@ -186,6 +190,8 @@ class Dispatcher:
             self._now_ns = max(self._now_ns, self._clock() - waited_ns)
         for message in messages:
             self._handle(message)
+        if self._wake_ns is not None and self._clock() >= self._wake_ns:
+            self._now_ns, self._ticked, self._wake_ns = max(self._now_ns, self._clock()), False, None
         self._end_overdue(self._jobs.overdue())
         self._supervisor.look_for_room()
 

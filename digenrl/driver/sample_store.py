@@ -28,9 +28,11 @@ class SampleStore:
         self._closed_step = -1
 
     def add_slice(self, artifact: SliceArtifact) -> bool:
-        """Whether the slice is wanted: it may be of a quarantined group, or of a step that is committed."""
+        """Whether the slice is wanted: its group may be quarantined, its step committed, or its copy faster."""
         key = (artifact.slice.step, artifact.slice.group)
         if key in self._retired or artifact.slice.step <= self._closed_step:
+            return False
+        if any(each.slice.mask() & artifact.slice.mask() for each in self._group(key).slices):
             return False
         self._group(key).slices.append(artifact)
         return True

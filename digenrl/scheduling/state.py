@@ -331,6 +331,9 @@ class SchedulerState:
     evaluations: tuple[EvaluationProgress, ...] = ()  # oldest first
     saved: int | None = None  # the newest version that is in a checkpoint
     stopping: bool = False
+    copies: tuple[tuple[int, int], ...] = ()  # Generate jobs of one slice that both run: the job, and its copy
+    void_jobs: frozenset[int] = frozenset()  # those whose copy was faster: their results are dropped
+    wake_ns: int = -1  # the tick that was asked for last
     uncalibrated: tuple[int, ...] = ()  # lanes that wait for their Calibrate job
 
     @property

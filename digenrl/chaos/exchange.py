@@ -16,7 +16,7 @@ class Artifact:
 
 
 class VirtualExchange:
-    """Implements ArtifactStore. Artifacts vanish with their machine, except the trainer's state, which has a copy."""
+    """Implements ArtifactStore. Artifacts vanish with their machine; the trainer's state has a copy elsewhere."""
 
     holds_weights = True
 

@@ -26,6 +26,7 @@ from digenrl.records import (
     Scores,
     TakeUpdate,
     UpdateTaken,
+    pixels_name,
 )
 from digenrl.transports.contract import Message, Report
 
@@ -37,6 +38,8 @@ NEXT_JOB: dict[str, tuple[type[Job], ...]] = {  # faults that wait for a job
     "reward_error": (Score, Generate),
     "reward_nan": (Score, Generate),
     "reward_garbage": (Score, Generate),
+    "slice_loss": (Score,),
+    "weights_loss": (Commit,),
     "nan_loss": (Commit, TakeUpdate),
     "out_of_memory": (Generate, Evaluate),
     "partition": (Publish,),
@@ -168,6 +171,9 @@ class Injector(JobFaults):
     # --- Jobs and messages --------------------------------------------------------------------------------------
 
     def seconds(self, seat: Seat, job: Job, seconds: float) -> float:
+        loss = self._find(seat, job, ("slice_loss",))
+        if loss is not None and isinstance(job, Score) and job.artifact is not None:
+            self._there.exchange.lose((job.artifact.name, pixels_name(job.artifact.name)))
         stall = self._find(seat, job, ("stall",))
         if stall is not None:
             self._armed.remove(stall)
@@ -187,6 +193,8 @@ class Injector(JobFaults):
                 self._armed.append(replace(fault, amount=fault.amount - 1))
             return JobFailed(0, job, "OutOfMemoryError: CUDA out of memory")
         report = super().report(seat, job)
+        if fault.kind == "weights_loss":
+            self._there.exchange.lose(job.writes())
         if fault.kind == "partition":
             self._there.silence(seat.name, PATIENCE_S)
             self._there.after(PATIENCE_S + 1, lambda: self._there.post(Message(seat.name, job.id, report)))
@@ -211,15 +219,23 @@ class Injector(JobFaults):
         if self._flapping[name] > 0:
             self._flapping[name] -= 1
             there = self._there
-            there.after(self._dice.uniform(0, 2), lambda: there.kill(seat.name, "ended by signal 11 (SIGSEGV)"))
+
+            def die_again() -> None:
+                there.kill(seat.name, "ended by signal 11 (SIGSEGV)")
+
+            there.after(self._dice.uniform(0, 2), die_again)
 
     def _find(self, seat: Seat, job: Job, kinds: Sequence[str]) -> Fault | None:
         for fault in self._armed:
             if fault.kind not in kinds or not isinstance(job, NEXT_JOB.get(fault.kind, Job)):
                 continue
-            if isinstance(job, Generate) and fault.kind in OF_REWARDS and "score" not in seat.worker.assignment.duties:
+            if (
+                isinstance(job, Generate)
+                and fault.kind in OF_REWARDS
+                and "score" not in seat.worker.assignment.duties
+            ):
                 continue
-            if fault.kind == "nan_loss" or fault.worker == seat.name.partition("/")[0]:
+            if not fault.worker or fault.worker == seat.name.partition("/")[0]:
                 return fault
         return None
 

@@ -65,7 +65,9 @@ def contributions(group: GroupArtifact, wanted: Slice) -> list[Contribution]:
                 )
                 found.append(Contribution(group.place, wanted.group, sample.index, artifact.version))
     indices = sorted(each.index for each in found)
-    promise(indices == list(range(wanted.first, wanted.first + wanted.size)), f"{wanted} is trained with {indices}")
+    promise(
+        indices == list(range(wanted.first, wanted.first + wanted.size)), f"{wanted} is trained with {indices}"
+    )
     return found
 
 

@@ -127,9 +127,7 @@ class _WorldRun:
         held_out = [Prompt(index, f"held out {index}") for index in range(world.held_out)]
         sampler = PromptSampler(prompts, recipe.batch.prompts, recipe.seed)
         store = PromptStore(sampler, transport.exchange.drop, held_out, kept=2 * recipe.batch.prompts)
-        resources = RunResources(
-            RankGroupTransport(transport), transport.exchange, world.workers, lambda: None
-        )
+        resources = RunResources(RankGroupTransport(transport), transport.exchange, world.workers, lambda: None)
         driver: Dispatcher | None = None
 
         def look_around() -> None:
@@ -201,10 +199,14 @@ class _WorldRun:
         until_ns = self._clock.now_ns + DRAIN_NS
         while self._clock.now_ns < until_ns:
             driver.receive()
-        left = [name for name in transport.exchange.names() if name.startswith(("slice-", "gradients-", "update-"))]
+        left = [
+            name for name in transport.exchange.names() if name.startswith(("slice-", "gradients-", "update-"))
+        ]
         promise(not left, f"the run leaves {left} in the exchange")
         weights = [name for name in transport.exchange.names() if name.startswith("weights-")]
-        unanswered = self._injector.struck["lost"] + self._injector.struck["stall"]  # a job may still wait for them
+        unanswered = (
+            self._injector.struck["lost"] + self._injector.struck["stall"]
+        )  # a job may still wait for them
         promise(len(weights) <= 1 or unanswered > 0, f"the run leaves {weights} in the exchange")
 
 

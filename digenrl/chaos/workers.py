@@ -95,9 +95,7 @@ class WorldFacts:
 class SimulatedWorker:
     """One worker: carries out its jobs one after the other, at once; the transport gives them their time."""
 
-    def __init__(
-        self, assignment: Assignment, world: World, exchange: VirtualExchange, facts: WorldFacts
-    ) -> None:
+    def __init__(self, assignment: Assignment, world: World, exchange: VirtualExchange, facts: WorldFacts) -> None:
         self.assignment, self._world, self._exchange, self._facts = assignment, world, exchange, facts
         self.node = world.node(assignment.name)
         self.history: History = facts.saved.history if assignment.commits else ()  # of its version
@@ -108,7 +106,7 @@ class SimulatedWorker:
         self._inputs: dict[str, Any] = {}  # of its job
 
     def begin(self, job: Job) -> Report | None:
-        """Reads what the job needs. Returns a report if it is lost, or was dropped because nobody needs the job."""
+        """Reads what the job needs. Returns a report if that is lost, or if the job is not needed any more."""
         reads = () if isinstance(job, Publish) and job.version <= self.version else job.reads()
         missing = self._exchange.missing(reads)
         if not missing:
@@ -124,7 +122,7 @@ class SimulatedWorker:
         return self._CARRY_OUT[type(job)](self, job)
 
     def _may_miss(self, job: Job) -> bool:
-        """Whether inputs of the job may be dropped while it waits: its group is quarantined, or evaluation over."""
+        """Whether the job is not needed any more: its group is quarantined, or its evaluation abandoned."""
         piece = job.slice if isinstance(job, Generate) else job.piece if isinstance(job, Score) else None
         if isinstance(piece, HeldOutChunk):
             return True
@@ -199,7 +197,7 @@ class SimulatedWorker:
 
     def _send_gradients(self, job: SendGradients) -> Report:
         promise(job.step == self.version, f"{job} while the lane is at version {self.version}")
-        self._put(*job.writes(), content=tuple(self._sum))
+        self._put(job.writes()[0], tuple(self._sum))
         self._sum = []
         return GradientsSent(0, job)
 

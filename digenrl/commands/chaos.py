@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from typing import Any
 
 import typer
 from rich.table import Table
@@ -41,11 +42,17 @@ def run_chaos(campaign: Campaign, as_json: bool) -> None:
     with progress_bar("simulating faults", hidden=as_json) as report:
         result = run_campaign(campaign, report)
     if as_json:
-        typer.echo(json.dumps(asdict(result)))
+        typer.echo(json.dumps(_as_json(result)))
     else:
         _show(campaign, result)
     if result.failures:
         raise typer.Exit(FAILED)
+
+
+def _as_json(result: CampaignResult) -> dict[str, Any]:
+    names = [field.name for field in fields(result) if field.name not in ("struck", "failures")]
+    counts = {name: getattr(result, name) for name in names}
+    return {**counts, "struck": dict(result.struck), "failures": [asdict(each) for each in result.failures]}
 
 
 def _show(campaign: Campaign, result: CampaignResult) -> None:

@@ -54,7 +54,7 @@ FaultKinds = Annotated[
 LargeWorlds = Annotated[bool, typer.Option("--large", help="With --chaos: 64 lanes and 512 samples per step.")]
 OnlyFaults = Annotated[
     str | None,
-    typer.Option("--only", metavar="NUMBERS", help="With --chaos: only these of a seed's faults, as 0,3, or none."),
+    typer.Option("--only", metavar="NUMBERS", help="With --chaos: only these faults of a seed, as 0,3, or none."),
 ]
 SearchBudget = Annotated[int, typer.Option(min=1, help="The number of nodes that one help decision may search.")]
 

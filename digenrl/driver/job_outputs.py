@@ -154,7 +154,8 @@ class JobOutputs:
 
     def _exported(self, completed: CompletedJob, result: Exported) -> None:
         assert isinstance(completed.job, Export)
-        self._take_weights(completed.job.version, result.weights)
+        if completed.job.version >= self._stores.versions.newest_version:  # else a commit came before it
+            self._take_weights(completed.job.version, result.weights)
 
     def _take_weights(self, version: int, weights: WeightsReference) -> None:
         self._stores.versions.take(version, weights)

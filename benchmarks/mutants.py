@@ -183,8 +183,8 @@ MUTANTS = [
     Mutant(
         "sent sums kept by the lane",
         SHARED,
-        "    state = put_lane(state, replace(lane, job=None, trained=()))\n    return put_step(state, replace(step, gradients=",
-        "    return put_step(state, replace(step, gradients=",
+        "job=None, trained=()))\n    return put_step(state, replace(step, gradients=",
+        "job=None))\n    return put_step(state, replace(step, gradients=",
     ),
     Mutant(
         "commit before sums are sent",
@@ -199,16 +199,22 @@ MUTANTS = [
         "kept = step.gradients",
     ),
     Mutant(
-        "evaluation on a lane that loads weights",
-        EVALUATION,
-        "state.lanes[index].version == state.lanes[index].sent_version == evaluation",
-        "state.lanes[index].version == evaluation",
-    ),
-    Mutant(
         "lost chunk counted as sampling",
         EVALUATION,
         "sampling=evaluation.sampling - (not sampled),",
         "sampling=evaluation.sampling,",
+    ),
+    Mutant(
+        "slower copy counts",
+        "scheduling.hedging",
+        "void_jobs=state.void_jobs | {other})), True",
+        "void_jobs=state.void_jobs)), True",
+    ),
+    Mutant(
+        "slice of a running copy issued again",
+        "scheduling.hedging",
+        "return state, other is None",
+        "return state, True",
     ),
     # The driver
     Mutant(
@@ -255,6 +261,15 @@ MUTANTS = [
         "if artifact.slice.first <= piece.first:",
     ),
     Mutant("replacement in the wrong place", SAMPLES, "self._places.get(key, group)", "replaced_by"),
+    Mutant(
+        "both copies of a slice kept", SAMPLES, "if any(each.slice.mask() & artifact.slice.mask()", "if any(False"
+    ),
+    Mutant(
+        "outdated export taken",
+        OUTPUTS,
+        "if completed.job.version >= self._stores.versions.newest_version:",
+        "if True:",
+    ),
     Mutant("slice of a quarantined group kept", SAMPLES, "if key in self._retired or", "if"),
     Mutant(
         "stamped with the version of its lease",

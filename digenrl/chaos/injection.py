@@ -44,6 +44,7 @@ NEXT_JOB: dict[str, tuple[type[Job], ...]] = {  # faults that wait for a job
     "out_of_memory": (Generate, Evaluate),
     "partition": (Publish,),
 }
+AT_THE_END = tuple(kind for kind in NEXT_JOB if kind != "slice_loss")  # of that job
 NEXT_MESSAGE = ("late", "doubled", "lost", "stall")
 OF_REWARDS = ("reward_timeout", "reward_error", "reward_nan", "reward_garbage")
 
@@ -172,8 +173,8 @@ class Injector(JobFaults):
 
     def seconds(self, seat: Seat, job: Job, seconds: float) -> float:
         loss = self._find(seat, job, ("slice_loss",))
-        if loss is not None and isinstance(job, Score) and job.artifact is not None:
-            self._there.exchange.lose((job.artifact.name, pixels_name(job.artifact.name)))
+        if loss is not None and isinstance(job, Score):
+            self._lose_slice(loss, job)
         stall = self._find(seat, job, ("stall",))
         if stall is not None:
             self._armed.remove(stall)
@@ -182,8 +183,16 @@ class Injector(JobFaults):
         timeout = self._find(seat, job, ("reward_timeout",))
         return seconds if timeout is None else seconds + timeout.amount
 
+    def _lose_slice(self, loss: Fault, job: Score) -> None:
+        """The slice that is being scored; one of which another part is still to be scored, if there are any."""
+        wide, artifact = bool(self._world.recipe.cluster.generators), job.artifact
+        if artifact is not None and (not wide or job.piece != artifact.slice):
+            self._armed.remove(loss)
+            self.struck["slice_loss"] += 1
+            self._there.exchange.lose((artifact.name, pixels_name(artifact.name)))
+
     def report(self, seat: Seat, job: Job) -> Report:
-        fault = self._find(seat, job, tuple(NEXT_JOB))
+        fault = self._find(seat, job, AT_THE_END)
         if fault is None:
             return super().report(seat, job)
         self._armed.remove(fault)

@@ -61,7 +61,7 @@ class _WorldRun:
         self._world, self._clock, self._facts = world, VirtualClock(), WorldFacts()
         self._injector = Injector(world, self._clock, faults)
         self._decisions = 0
-        self._jobs_issued = self._hedged = 0
+        self._jobs_issued = self._hedged = self._ended_ns = 0
         self._transport: VirtualTransport | None = None
         targets = targets_of(world, most=0)
         deadline_ns = round((UNTIMED_FACTOR + 3) * PATIENCE_S * NS)  # of a job that nobody has timed yet
@@ -85,7 +85,7 @@ class _WorldRun:
             self._decisions,
             len(self._facts.quarantined),
             self._hedged,
-            self._clock.now_ns / NS,
+            self._ended_ns / NS,
         )
 
     def _drive(self) -> bool:
@@ -117,6 +117,7 @@ class _WorldRun:
         driver.begin()
         final = drive(state, driver, (Auditor(state), self))
         if final.all_committed:
+            self._ended_ns = self._clock.now_ns
             self._check_end(transport, final)
             self._check_exchange(driver, transport)
         return final.all_committed

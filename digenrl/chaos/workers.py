@@ -276,7 +276,7 @@ def nominal_seconds(world: World, worker: str, job: Job) -> float:
         return world.slice_seconds(worker) * job.slice.size / world.slice_size
     if isinstance(job, Evaluate):
         return world.slice_seconds(worker) * len(job.prompts)
-    if isinstance(job, Calibrate):
+    if isinstance(job, Calibrate | Save):
         return 2 * world.slice_seconds(worker)
     if isinstance(job, Score):
         return world.score_sample_s * len(job.prompts)

@@ -126,7 +126,7 @@ def _small_recipe(dice: Random) -> dict[str, Any]:
         content["training"] = {"job_samples": dice.choice((slice_size, group))}
         if dice.random() < 0.3 and content["batch"]["prompts"] > 1:
             content["algorithm"] = {"name": "flow_grpo", "options": {"updates_per_batch": 2}}
-    if mode == "local" and not both and group % (2 * slice_size) == 0 and dice.random() < 0.5:
+    if mode == "local" and not both and group % (2 * slice_size) == 0 and dice.random() < 0.8:
         content["cluster"] = {"generators": [{"name": "wide", "slice": 2 * slice_size}]}
     if dice.random() < 0.3:
         path = {"path": "held_out.txt"}

@@ -226,7 +226,6 @@ MUTANTS = [
     Mutant(
         "jobs of an absent worker dropped", PENDING, "for job in self._waiting.pop(name, ()):", "for job in ():"
     ),
-    Mutant("lost job waits on", PENDING, "return [*held, *self._waiting.pop(worker, ())]", "return held"),
     Mutant("job for a lost worker sent", DISPATCHER, "if worker in self._unheard_losses:", "if False:"),
     Mutant(
         "wrong scorer reported lost",
@@ -247,7 +246,6 @@ MUTANTS = [
     Mutant("parked jobs forgotten", DISPATCHER, "for each in parked:", "for each in ():"),
     Mutant("NaN rewards accepted", DISPATCHER, "with_valid_scores(completed.job, result)", "result"),
     Mutant("lost slice stays in the store", DISPATCHER, "if stores.samples.remove_slice(artifact))", "if True)"),
-    Mutant("lost lane keeps its worker", "driver.lanes", 'self._workers[lane] = ""', "pass"),
     Mutant(
         "state not kept",
         "driver.job_inputs",
@@ -270,7 +268,6 @@ MUTANTS = [
         "if completed.job.version >= self._stores.versions.newest_version:",
         "if True:",
     ),
-    Mutant("slice of a quarantined group kept", SAMPLES, "if key in self._retired or", "if"),
     Mutant(
         "stamped with the version of its lease",
         OUTPUTS,
@@ -283,7 +280,7 @@ MUTANTS = [
         "if job.artifact is not None and stores.samples.all_scored(job.artifact):",
         "if job.artifact is not None:",
     ),
-    Mutant("weights dropped too early", VERSIONS, "if name not in wanted:", "if True:"),
+    Mutant("weights dropped too early", VERSIONS, "if name not in wanted and", "if"),
     Mutant("wrong state dropped", VERSIONS, "state_name(self.kept_state or 0, rank)", "state_name(version, rank)"),
     Mutant(
         "prompt of a pending job dropped",

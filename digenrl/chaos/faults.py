@@ -36,7 +36,7 @@ KINDS: dict[str, FaultKind] = {
     "flap": FaultKind("a worker dies again each time it is back", "any", 2, 3),
     "node_loss": FaultKind("a machine is lost with its workers and what they left in the exchange", "all", 1, 30),
     "artifact_loss": FaultKind("some artifacts are lost", "all", 0.1, 0.9),
-    "slice_loss": FaultKind("a slice is lost while it is being scored", "reward"),
+    "slice_loss": FaultKind("a slice is lost while it is being scored", "all"),
     "weights_loss": FaultKind("a new version is lost before it is published", "all"),
     "reward_timeout": FaultKind("a reward takes long and then fails", "reward", 5, 25),
     "reward_error": FaultKind("a reward fails", "reward"),

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mutants
 import pytest
+from doc_pages import DOCS, DocPage
 from typer.testing import CliRunner
 
-from digenrl.chaos.campaign import Campaign, run_campaign, run_quietly, run_seed
+from digenrl.chaos.campaign import Campaign, run_campaign, run_seed
 from digenrl.chaos.faults import KINDS, Fault
-from digenrl.chaos.ledger import ViolationError
 from digenrl.chaos.run import run_world
 from digenrl.chaos.shrinking import shrink
 from digenrl.chaos.worlds import draw_world
 from digenrl.cli import app
-from digenrl.driver.supervisor import Supervisor
+from digenrl.driver.supervisor import Supervisor, WorkerFailedError
+from digenrl.transports.contract import Gone
 
 SEEDS = 300
 
@@ -42,10 +45,19 @@ def test_a_driver_killed_after_any_decision_loses_and_doubles_nothing() -> None:
 
 
 def test_a_failure_names_the_least_faults_and_the_command_that_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without replacements for lost workers, one fault is enough."""
-    monkeypatch.setattr(Supervisor, "want", lambda supervisor, worker: supervisor.assignment(worker))
-    monkeypatch.setattr(Supervisor, "fill", lambda supervisor: None)
-    assert isinstance(run_quietly(draw_world(0), ()), ViolationError), "no worker is ever started"
+    """Here no worker may be replaced, so that any crash ends a run."""
+    monkeypatch.setattr(Supervisor, "count_loss", _refuse)
+    campaign = Campaign(20, kinds=("crash", "slow"))
+    failure = run_campaign(campaign, processes=1).failures[0]
+    assert [fault.split()[2] for fault in failure.faults] == ["crash"]
+    assert "ended by signal 9" in failure.error
+    only = tuple(int(number) for number in failure.command.rpartition(" ")[2].split(","))
+    (again,) = run_seed(replace(campaign, only=only), failure.seed).failures
+    assert again.faults == failure.faults
+
+
+def _refuse(supervisor: Supervisor, worker: str, gone: Gone) -> None:
+    raise WorkerFailedError(f"{worker} {gone.reason}")
 
 
 def test_faults_are_shrunk_to_those_that_matter() -> None:
@@ -62,6 +74,11 @@ def test_every_deliberate_break_still_applies() -> None:
 @pytest.mark.parametrize("name", ["lost lane's job forgotten", "late result accepted", "NaN rewards accepted"])
 def test_deliberate_breaks_are_caught(name: str) -> None:
     assert mutants.seeds_until_caught(name, seeds=60) is not None
+
+
+def test_the_documentation_lists_every_kind_of_fault() -> None:
+    table = DocPage(DOCS / "simulating.md").table("`--faults`")
+    assert {name.strip("`"): what for name, what in table} == {name: kind.what for name, kind in KINDS.items()}
 
 
 def test_the_command_prints_what_was_injected() -> None:

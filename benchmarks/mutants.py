@@ -109,9 +109,6 @@ MUTANTS = [
         "    return state\n\n\ndef _share_samples",
     ),
     Mutant(
-        "void score accepted", FAULTS, "void_scores=state.void_scores | void)", "void_scores=state.void_scores)"
-    ),
-    Mutant(
         "quarantined slice issued again",
         FAULTS,
         "    if step is None or step.groups[piece.group].retired:\n        return state\n    waiting",
@@ -146,12 +143,6 @@ MUTANTS = [
         SCORING,
         "absent_scorers=state.absent_scorers - {event.lane}",
         "absent_scorers=state.absent_scorers",
-    ),
-    Mutant(
-        "void score counts",
-        SCORING,
-        "wanted = job.id not in state.void_scores and is_wanted",
-        "wanted = is_wanted",
     ),
     Mutant(
         "group ready too early",
@@ -282,12 +273,6 @@ MUTANTS = [
     ),
     Mutant("weights dropped too early", VERSIONS, "if name not in wanted and", "if"),
     Mutant("wrong state dropped", VERSIONS, "state_name(self.kept_state or 0, rank)", "state_name(version, rank)"),
-    Mutant(
-        "prompt of a pending job dropped",
-        "driver.prompt_store",
-        "in_use = {prompt.row for prompt in pending}",
-        "in_use = set()",
-    ),
     # The supervisor
     Mutant("worker started again and again", SUPERVISOR, "                del self._vacancies[worker]\n", ""),
     Mutant("lost worker not replaced", SUPERVISOR, "self._vacancies[worker] = _Vacancy(", "_ = _Vacancy("),

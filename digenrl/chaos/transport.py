@@ -19,6 +19,7 @@ from digenrl.worker.assignment import Assignment, Ready
 
 LEAST_NS = 1_000  # no job is instant
 REFUSAL_S = 0.01  # until a worker reports that inputs are lost
+START_NS = 2_000 * NS  # the longest start of all workers
 LEAST_WAIT_S = 2.0  # a driver that polls more often only makes simulations slower
 
 
@@ -85,7 +86,7 @@ class VirtualTransport:
         self._inbox: list[Message] = []
         self._scheduled = 0
         self._starts = 0
-        self.since_ns, self.give_up_ns = clock.now_ns, 1 << 62
+        self.expect_progress(START_NS)
 
     def expect_progress(self, within_ns: int) -> None:
         """Raises StuckError if this is not called again within this time."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from digenrl.chaos.faults import NS, Fault
 from digenrl.chaos.injection import Injector
-from digenrl.chaos.ledger import ViolationError, check_history, promise
+from digenrl.chaos.ledger import check_history, promise
 from digenrl.chaos.transport import VirtualClock, VirtualTransport
 from digenrl.chaos.workers import WorldFacts
 from digenrl.chaos.worlds import PATIENCE_S, World, targets_of
@@ -209,6 +209,3 @@ class _WorldRun:
             self._injector.struck["lost"] + self._injector.struck["stall"]
         )  # a job may still wait for them
         promise(len(weights) <= 1 or unanswered > 0, f"the run leaves {weights} in the exchange")
-
-
-__all__ = ["DriverKilledError", "Outcome", "ViolationError", "run_world"]

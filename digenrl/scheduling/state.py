@@ -392,6 +392,7 @@ def initial_state(
         trainer=Generating() if terms.colocated else Free(),
         committed=committed,
         jobs_issued=jobs_issued,
+        saved=committed or None,  # what a resumed run has committed is in the checkpoint that it resumes from
         evaluations=(fresh_evaluation(terms, committed),) if evaluates else (),
     )
 

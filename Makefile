@@ -7,7 +7,7 @@ PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint co
 # One thread per test process: several processes with several threads each are slower than one.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-fast lint types imports pytest docs bench clean
+.PHONY: setup demo test test-fast lint types imports pytest docs bench chaos chaos-ci mutants clean
 
 setup: $(STAMP)
 
@@ -61,6 +61,17 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/ray_overhead.py
 	$(BIN)/python benchmarks/ray_unequal.py
 	$(BIN)/python benchmarks/ray_faults.py
+
+# The scheduler and the driver in simulated worlds with random faults, on all cores.
+chaos-ci: $(STAMP)
+	$(BIN)/digenrl simulate --chaos 2000
+	$(BIN)/digenrl simulate --chaos 20 --large
+
+chaos: $(STAMP)
+	$(BIN)/digenrl simulate --chaos 100000
+
+mutants: $(STAMP)
+	$(BIN)/python benchmarks/mutants.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

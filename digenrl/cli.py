@@ -62,11 +62,26 @@ def simulate_command(
     ladder: options.Ladder = False,
     unpacked: options.Unpacked = None,
     budget: options.SearchBudget = SIMULATED_SEARCH_BUDGET,
+    chaos: options.ChaosSeeds = None,
+    first_seed: options.FirstSeed = 0,
+    faults: options.FaultKinds = None,
+    large: options.LargeWorlds = False,
+    only: options.OnlyFaults = None,
 ) -> None:
-    """Simulate a schedule.
+    """Simulate a schedule, or faults.
 
-    Runs a SPEC through the production scheduler on a virtual clock.
+    Runs a SPEC through the production scheduler on a virtual clock. With --chaos, runs scheduler and driver in
+    small random worlds in which workers, messages and machines fail.
     """
+    if chaos is not None:
+        from digenrl.commands.chaos import read_campaign, run_chaos
+
+        if spec_file is not None or profile is not None or ladder:
+            raise ConfigError("--chaos: draws its own worlds; leave out the SPEC, --profile and --ladder")
+        run_chaos(read_campaign(chaos, first_seed, large, faults, only), as_json)
+        return
+    if first_seed or faults is not None or large or only is not None:
+        raise ConfigError("--first-seed, --faults, --large, --only: only --chaos uses them; add --chaos SEEDS")
     from digenrl.commands.simulate import TraceFiles, compare_techniques, predict_device, simulate_spec
 
     files = TraceFiles(trace, gantt)

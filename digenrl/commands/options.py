@@ -42,6 +42,20 @@ Unpacked = Annotated[
     str | None,
     typer.Option(metavar="SECONDS", help="With --ladder: seconds per sample without time-step packing."),
 ]
+ChaosSeeds = Annotated[
+    int | None,
+    typer.Option("--chaos", min=1, metavar="SEEDS", help="Inject random faults into this many simulated runs."),
+]
+FirstSeed = Annotated[int, typer.Option("--first-seed", min=0, help="With --chaos: the first seed.")]
+FaultKinds = Annotated[
+    str | None,
+    typer.Option("--faults", metavar="KINDS", help="With --chaos: only these kinds of faults, as crash,slow."),
+]
+LargeWorlds = Annotated[bool, typer.Option("--large", help="With --chaos: 64 lanes and 512 samples per step.")]
+OnlyFaults = Annotated[
+    str | None,
+    typer.Option("--only", metavar="NUMBERS", help="With --chaos: only these faults of a seed, as 0,3, or none."),
+]
 SearchBudget = Annotated[int, typer.Option(min=1, help="The number of nodes that one help decision may search.")]
 
 # plan

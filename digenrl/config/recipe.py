@@ -263,6 +263,11 @@ class LaneSettings(Frozen):
     patience_s: float = Field(
         default=120.0, gt=0, description="a worker that is silent for this long counts as dead"
     )
+    hedge_after: float = Field(
+        default=3.0,
+        ge=0,
+        description="times its expected time, after which a slice is also given to an idle lane; 0: never",
+    )
 
     @field_validator("generators", "rewards")
     @classmethod

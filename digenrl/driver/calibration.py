@@ -337,6 +337,7 @@ def initial_scheduler_state(
     terms = replace(
         choose_terms(driver, calibration, slice_size),
         encodes=True,
+        hedge_after=recipe.lanes.hedge_after,
         evaluate_every=0 if recipe.evaluation is None else recipe.evaluation.every,
         evaluation_chunks=0 if recipe.evaluation is None else -(-held_out // recipe.evaluation.chunk),
         save_every=recipe.checkpoint.every,

@@ -86,7 +86,7 @@ def compare_with_diffusers(
         velocity_BL = model.rollout_velocity(latents_BL, time.expand(1), conditioning, blueprint.guidance, size)
         latents_BL = latents_BL + (schedule.sigmas[index + 1] - schedule.sigmas[index]) * velocity_BL
     expected_BL = _denoised_by_diffusers(blueprint, model, prompt, steps, start_BL)
-    difference = (latents_BL.float() - expected_BL.float()).abs().max()
+    difference = (model.pipeline_latents(latents_BL, size).float() - expected_BL.float()).abs().max()
     return Comparison(float(difference), model.decode(latents_BL, size)[0].cpu())
 
 
@@ -106,7 +106,7 @@ def _denoised_by_diffusers(
             output_type="latent",
             return_dict=False,
             **({"num_frames": size.frames} if family.kind == "video" else {}),
-            **({"negative_prompt": [negative]} if family.uses_negative_prompts else {}),
+            **(model.negative_arguments([negative]) if family.uses_negative_prompts else {}),
             **model.pipeline_arguments(blueprint.guidance),
         )[0]
     return latents_BL

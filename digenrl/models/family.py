@@ -6,7 +6,7 @@ A loaded model is a `DiffusionModel`; see `digenrl.models.contract`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,6 +49,18 @@ class FullSize:
     transformer: Component
     text_shapes: Mapping[str, tuple[int, ...]]  # one row of every text argument; a mask is all ones
     hub_id: str | None = None  # the published pipeline
+    vae: Component | None = None  # if it is not the family's
+    scheduler: Component | None = None  # likewise
+    pipeline_settings: Mapping[str, Any] = field(default_factory=dict)  # arguments besides its components
+
+
+@dataclass(frozen=True, slots=True)
+class Distilled:
+    """A published model that was distilled to a few steps, recognized by its name in a source."""
+
+    name: str
+    steps: int  # with which it was published
+    guidance: float | None = None  # likewise; None if the transformer takes none
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +74,7 @@ class Family:
     vae: Component
     scheduler: Component
     uses_negative_prompts: bool  # True for classifier-free, False for embedded guidance
+    distilled: tuple[Distilled, ...] = ()
 
     @property
     def name(self) -> str:
@@ -179,16 +192,14 @@ class Family:
 
         The same seed gives the same weights on devices of the same type.
         """
-        devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
+        full, devices = self.full_size(size), [torch.device(device)] if torch.device(device).type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(seed)
             with building_on(vae_dtype, device):
-                vae = self.vae.build()
+                vae = (full.vae or self.vae).build()
             transformer = self.build_transformer(dtype, device, size)
-        scheduler = self.scheduler.build()
-        model = self.model_class(
-            pipeline_without(self.pipeline_class, transformer=transformer, vae=vae, scheduler=scheduler)
-        )
+        parts = {"transformer": transformer, "vae": vae, "scheduler": (full.scheduler or self.scheduler).build()}
+        model = self.model_class(pipeline_without(self.pipeline_class, **parts, **full.pipeline_settings))
         model.set_text_tokens(text_tokens)
         return model
 

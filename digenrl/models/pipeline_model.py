@@ -6,7 +6,7 @@ Shape legend: as in contract.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -41,6 +41,7 @@ class PipelineModel(DiffusionModel):
     optional_components: ClassVar[tuple[str, ...]] = ()  # components that a pipeline may lack
     text_mask: ClassVar[str | None] = None  # the text argument that marks padding
     text_length: ClassVar[TextLength | None] = None  # None if it cannot be set
+    text_multiple: ClassVar[int] = 1  # the transformer pads texts to a multiple of this
     guidance_argument: ClassVar[str] = "guidance_scale"  # of the diffusers pipeline
 
     def __init__(self, pipeline: Any) -> None:
@@ -64,6 +65,14 @@ class PipelineModel(DiffusionModel):
         """
         length = {} if self.text_length is None else {"max_sequence_length": self.text_tokens}
         return {self.guidance_argument: guidance, **length}
+
+    def negative_arguments(self, negative_prompts: Sequence[str]) -> dict[str, Any]:
+        """Arguments with which the diffusers pipeline uses these negative prompts, one per prompt."""
+        return {"negative_prompt": list(negative_prompts)}
+
+    def pipeline_latents(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
+        """The latents as the diffusers pipeline returns them instead of pixels."""
+        return latents_BL
 
     def drop_text_encoders(self) -> None:
         for name in self.text_encoders:

@@ -1,6 +1,6 @@
 """Counts the parameters and the work of a model on torch's meta device: shapes only, no weights and no arithmetic.
 
-Two forwards, the second with one text token less, tell text tokens from image tokens without knowledge of the
+Two forwards, the second with a shorter text, tell text tokens from image tokens without knowledge of the
 family: only sequences with text tokens become shorter.
 """
 
@@ -81,8 +81,9 @@ def count_work(
     weights = list(model.transformer.parameters())
     adapters = _add_adapters(model, targets)
     text = next(shape[0] for shape in text_shapes.values() if len(shape) > 1)
-    forward = _forward(model, text_shapes, size)
-    shorter = _forward(model, {name: _without_a_token(shape, text) for name, shape in text_shapes.items()}, size)
+    less = text - model.text_multiple
+    shorter_shapes = {name: (less, *shape[1:]) if shape[0] == text else shape for name, shape in text_shapes.items()}
+    forward, shorter = _forward(model, text_shapes, size), _forward(model, shorter_shapes, size)
     image, kinds = _attention_kinds(forward, shorter, text)
     blocks, through_blocks = len(repeated_blocks(model.transformer)), image + (text if "joint" in kinds else 0)
     linears = [
@@ -146,10 +147,6 @@ def _add_adapters(model: PipelineModel, targets: Targets | None) -> int:
         weight.requires_grad_("lora_" in name)
         parameters += weight.numel() if "lora_" in name else 0
     return parameters
-
-
-def _without_a_token(shape: tuple[int, ...], text: int) -> tuple[int, ...]:
-    return (text - 1, *shape[1:]) if shape[0] == text else shape
 
 
 def _attention_kinds(forward: _Forward, shorter: _Forward, text: int) -> tuple[int, list[str]]:

@@ -37,8 +37,9 @@ from digenrl.worker.blueprint import check_adapters, load_model, read_blueprint
 RANK, ALPHA = 2, 6.0  # a scale of 3: a reader that ignores it is far off
 # Every linear layer of every block except one, so that a fused layer of ComfyUI has a part without adapters.
 TARGETS = (
-    r"(?!single_transformer_blocks\.1\.attn\.to_k)(.*\.)?\w*blocks\.\d+\.(.*\.)?"
-    r"(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out|net\.0\.proj|net\.2|linear|\w+_mod\.1|proj_mlp|proj_out)"
+    r"(?!single_transformer_blocks\.1\.attn\.to_k)(.*\.)?(\w*blocks|layers|\w+_refiner)\.\d+\.(.*\.)?"
+    r"(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out|net\.0\.proj|net\.2|linear|\w+_mod\.1|proj_mlp|proj_out"
+    r"|w[123]|adaLN_modulation\.0|linear_in|linear_out|to_qkv_mlp_proj)"
 )
 
 
@@ -246,7 +247,7 @@ def apply_in_comfyui(lora: dict[str, Tensor], family: str, transformer: torch.nn
 
 def comfyui_model(family: str, linears: list[str]) -> dict[str, list[str]]:
     """The names that ComfyUI's loader knows, each with the diffusers layers whose rows it has, in order."""
-    if family in ("sd3", "flux", "qwen_image"):
+    if family in ("sd3", "flux", "flux2_klein", "qwen_image", "z_image"):
         return {f"transformer.{path}": [path] for path in linears}
     rename = _wan_name if family == "wan" else _hunyuan_name
     known: dict[str, list[str]] = {}

@@ -96,9 +96,9 @@ def call_pipeline(
     """The output of the family's diffusers pipeline from the same noise."""
     size = oblong(family)
     frames = {"num_frames": size.frames} if family.kind == "video" else {}
-    negatives = {"negative_prompt": [""] * len(PROMPTS)} if family.uses_negative_prompts else {}
+    negatives = model.negative_arguments([""] * len(PROMPTS)) if family.uses_negative_prompts else {}
     answer: Tensor = pipeline(
-        prompt=PROMPTS,
+        prompt=list(PROMPTS),  # some pipelines modify it
         height=size.height,
         width=size.width,
         num_inference_steps=STEPS,
@@ -129,20 +129,20 @@ def mixed_batch(model: DiffusionModel, size: SampleSize) -> tuple[Tensor, Tensor
 def test_our_euler_loop_equals_the_diffusers_pipeline(
     family: Family, directory: Path, shared_model: DiffusionModel, guided: bool
 ) -> None:
-    """Bitwise for SD3 and FLUX, where forwards have the pipeline's shapes: the pipelines of Qwen-Image and Wan run
-    their branches separately, and HunyuanVideo's keeps padding. Some CPUs round products of other shapes
-    differently."""
-    same_shapes = family.name in ("sd3", "flux")
+    """Bitwise where forwards have the pipeline's shapes. The pipeline of Wan runs its branches separately, that of
+    Z-Image together, and those of Qwen-Image and HunyuanVideo keep padding. Some CPUs round products of other
+    shapes differently."""
+    same_shapes = family.name in ("sd3", "flux", "flux2_klein")
     model, size = shared_model, oblong(family)
     guidance = family.default_guidance if guided else 1.0
     pipeline = open_pipeline(family, directory)
     theirs = call_pipeline(pipeline, family, model, guidance, "latent")
     latents = model.initial_latents(noise_of(model, size), size)
-    ours = euler_loop(model, latents, model.encode(PROMPTS), guidance, size)
+    ours = model.pipeline_latents(euler_loop(model, latents, model.encode(PROMPTS), guidance, size), size)
     assert torch.isfinite(ours).all()
     assert ours.shape == theirs.shape
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if same_shapes else 2e-6)
-    assert not torch.equal(ours, latents)
+    assert not torch.equal(ours, model.pipeline_latents(latents, size))
     schedule = model.schedule(STEPS, size)
     assert torch.equal(schedule.sigmas, pipeline.scheduler.sigmas)
     assert torch.equal(schedule.timesteps, pipeline.scheduler.timesteps.float())
@@ -464,7 +464,7 @@ def test_a_tiny_pipeline_is_small_and_the_same_for_the_same_seed(
     family: Family, directory: Path, tmp_path: Path
 ) -> None:
     size_mb = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()) / 1e6
-    assert 0.2 < size_mb < 1.2
+    assert 0.2 < size_mb < 2
     make_tiny_pipeline(family.name, tmp_path / "again")
     make_tiny_pipeline(family.name, tmp_path / "other", seed=1)
     files = [path.relative_to(directory) for path in directory.rglob("*") if path.is_file()]

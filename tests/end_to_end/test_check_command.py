@@ -25,7 +25,7 @@ from digenrl.cli import app
 from digenrl.commands import output
 from digenrl.config.reading import ConfigError
 from digenrl.models.registry import FAMILIES
-from digenrl.testing.published_layouts import make_published_layout
+from digenrl.testing.published_layouts import LAYOUTS, make_published_layout
 
 PROBE = "A cat on a red car"
 SMALL = ["sample.height=32", "sample.width=32"]
@@ -33,9 +33,9 @@ SMALL = ["sample.height=32", "sample.width=32"]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny pipeline of every family, in the layout of its published repository."""
+    """Tiny pipelines in the layout of their published repositories."""
     root = tmp_path_factory.mktemp("tiny")
-    for family in FAMILIES:
+    for family in LAYOUTS:
         make_published_layout(family, root / family)
     return root
 
@@ -73,7 +73,7 @@ def refusal(*words: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", list(LAYOUTS))
 def test_every_family_is_named_tokenized_sampled_and_compared(family: str, folders: Path) -> None:
     answer = check(str(folders / family), *SMALL)
     assert answer["family"] == family

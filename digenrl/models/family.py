@@ -82,6 +82,11 @@ class Family:
         return self.model_class.family
 
     @property
+    def denoiser(self) -> str:
+        """The component of the pipeline that is trained, usually its transformer."""
+        return self.model_class.denoiser
+
+    @property
     def default_guidance(self) -> float:
         """The guidance scale of a recipe that sets none."""
         return self.model_class.default_guidance
@@ -115,7 +120,7 @@ class Family:
         text_tokens: int | None = None,
     ) -> PipelineModel:
         """Loads the text encoders alone: the model can only `encode`."""
-        return self._load(source, {"default": dtype}, ("transformer", "vae"), device, text_tokens)
+        return self._load(source, {"default": dtype}, (self.denoiser, "vae"), device, text_tokens)
 
     def _load(
         self,
@@ -125,7 +130,7 @@ class Family:
         device: torch.device | str,
         text_tokens: int | None,
     ) -> PipelineModel:
-        optional = self.model_class.optional_components
+        optional, without = self.model_class.optional_components, (*without, *self.model_class.unused_components)
         pipeline = load_pipeline(self.pipeline_class, self.with_base(source), dtypes, without, optional)
         model = self.model_class(pipeline.to(device))
         model.set_text_tokens(text_tokens)
@@ -170,7 +175,7 @@ class Family:
         kind, pipeline = self.full_size().transformer.cls, self.with_base(source).pipeline
         config = kind.load_config(
             pipeline.location,
-            subfolder=f"{pipeline.within}transformer",
+            subfolder=f"{pipeline.within}{self.denoiser}",
             revision=pipeline.revision,
             local_files_only=True,
         )
@@ -198,7 +203,7 @@ class Family:
             with building_on(vae_dtype, device):
                 vae = (full.vae or self.vae).build()
             transformer = self.build_transformer(dtype, device, size)
-        parts = {"transformer": transformer, "vae": vae, "scheduler": (full.scheduler or self.scheduler).build()}
+        parts = {self.denoiser: transformer, "vae": vae, "scheduler": (full.scheduler or self.scheduler).build()}
         model = self.model_class(pipeline_without(self.pipeline_class, **parts, **full.pipeline_settings))
         model.set_text_tokens(text_tokens)
         return model

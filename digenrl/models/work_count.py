@@ -13,6 +13,7 @@ from math import isqrt
 from typing import Any
 
 import torch
+from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
@@ -62,7 +63,7 @@ class WorkCount:
 
 @dataclass(slots=True)
 class _Forward:
-    """The linear layers and attention calls of one forward, in order."""
+    """The linear layers, the convolutions of a UNet and the attention calls of one forward, in order."""
 
     linears: list[tuple[int, int]] = field(default_factory=list)  # sequence length, parameters
     attention: list[tuple[int, int]] = field(default_factory=list)  # query length, key length
@@ -100,7 +101,9 @@ def count_work(
         hidden=forward.hidden,
         blocks=blocks,
         image_weights=sum(
-            weights for length, weights, has_text in linears if length == (image + text if has_text else image)
+            weights if has_text else weights * length // image
+            for length, weights, has_text in linears
+            if length == image + text or (not has_text and length > 1)
         ),
         text_weights=sum(weights for _, weights, has_text in linears if has_text),
         joint_attention_blocks=kinds.count("joint"),
@@ -191,12 +194,14 @@ def _forward(model: PipelineModel, text_shapes: TextShapes, size: SampleSize) ->
 
 @contextmanager
 def _recording_linears(transformer: nn.Module, forward: _Forward) -> Iterator[None]:
-    def record(layer: nn.Module, arguments: tuple[Tensor, ...], _: Any) -> None:
-        assert isinstance(layer, nn.Linear)
+    def record(layer: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+        assert isinstance(layer, nn.Linear | nn.Conv2d)
         x = arguments[0]
-        forward.linears.append((x.shape[-2] if x.ndim > 2 else 1, layer.weight.numel()))
+        length = output.shape[2:].numel() if isinstance(layer, nn.Conv2d) else x.shape[-2] if x.ndim > 2 else 1
+        forward.linears.append((length, layer.weight.numel()))
 
-    linears = [layer for layer in transformer.modules() if isinstance(layer, nn.Linear)]
+    kinds = (nn.Linear, nn.Conv2d) if isinstance(transformer, UNet2DConditionModel) else nn.Linear
+    linears = [layer for layer in transformer.modules() if isinstance(layer, kinds)]
     hooks = [layer.register_forward_hook(record) for layer in linears]
     try:
         yield

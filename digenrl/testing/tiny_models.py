@@ -30,6 +30,9 @@ from diffusers import (
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
     WanPipeline,
     WanTransformer3DModel,
     ZImagePipeline,
@@ -39,7 +42,7 @@ from transformers import Qwen3ForCausalLM, Qwen3Model
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import SampleSize
-from digenrl.models.families import flux, flux2_klein, hunyuan_video, qwen_image, sd3, wan, z_image
+from digenrl.models.families import flux, flux2_klein, hunyuan_video, qwen_image, sd3, sd15, wan, z_image
 from digenrl.models.loading import pipeline_without, without_progress_bars
 from digenrl.models.registry import find_family
 from digenrl.testing.tiny_text_encoders import (
@@ -231,6 +234,58 @@ def _wan(tokenizer: Any = None) -> WanPipeline:
     )
 
 
+def _sd15(tokenizer: Any = None) -> StableDiffusionPipeline:
+    tokenizer = tokenizer or tiny_clip_tokenizer()
+    return StableDiffusionPipeline(
+        unet=_tiny_unet(cross_attention_dim=16),
+        scheduler=sd15.SCHEDULER.build(),
+        vae=_tiny_unet_vae(scaling_factor=0.18215),
+        text_encoder=tiny_clip(tokenizer, width=16),
+        tokenizer=tokenizer,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+
+
+def _sdxl(tokenizer: Any = None) -> StableDiffusionXLPipeline:
+    tokenizer = tokenizer or tiny_clip_tokenizer()
+    return StableDiffusionXLPipeline(
+        unet=_tiny_unet(
+            cross_attention_dim=32,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=6 * 8 + 16,
+            use_linear_projection=True,
+        ),
+        scheduler=sd15.SCHEDULER.build(),
+        vae=_tiny_unet_vae(scaling_factor=0.13025),
+        text_encoder=tiny_clip(tokenizer, width=16),
+        tokenizer=tokenizer,
+        text_encoder_2=tiny_clip_with_projection(tokenizer, width=16),
+        tokenizer_2=tokenizer,
+        add_watermarker=False,
+    )
+
+
+def _tiny_unet(**arguments: Any) -> UNet2DConditionModel:
+    return UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8, 16),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        layers_per_block=1,
+        attention_head_dim=2,
+        norm_num_groups=4,
+        **arguments,
+    )
+
+
+def _tiny_unet_vae(scaling_factor: float) -> AutoencoderKL:
+    shape = {"block_out_channels": (4, 4, 4, 8), "layers_per_block": 1, "norm_num_groups": 2}
+    return AutoencoderKL(**(sd15.VAE_SHAPE | shape), scaling_factor=scaling_factor, force_upcast=False)
+
+
 def tiny_wan_2_2() -> WanPipeline:
     """Wan2.2 5B: another VAE, 48 latent channels and 16 pixels per latent, and a timestep per token."""
     tokenizer = tiny_t5_tokenizer()
@@ -297,6 +352,7 @@ def tiny_image_vae(scaling_factor: float, shift_factor: float) -> AutoencoderKL:
 
 
 IMAGE = SampleSize(height=32, width=32)
+LARGER_IMAGE = SampleSize(height=64, width=64)  # what the UNet of full size takes, too
 VIDEO = SampleSize(height=32, width=32, frames=5)
 
 TINY_MODELS: dict[str, TinyModel] = {
@@ -305,6 +361,8 @@ TINY_MODELS: dict[str, TinyModel] = {
     "flux2_klein": TinyModel(_flux2_klein, IMAGE),
     "qwen_image": TinyModel(_qwen_image, IMAGE),
     "z_image": TinyModel(_z_image, IMAGE),
+    "sdxl": TinyModel(_sdxl, LARGER_IMAGE),
+    "sd15": TinyModel(_sd15, LARGER_IMAGE),
     "wan": TinyModel(_wan, VIDEO),
     "hunyuan_video": TinyModel(_hunyuan_video, VIDEO),
 }

@@ -10,11 +10,10 @@ import torch
 from diffusers import UniPCMultistepScheduler
 from torch import Tensor
 
-from digenrl.commands.model_probe import EulerSteps
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.families.wan import WanModel
-from digenrl.models.pipeline_model import PipelineModel
+from digenrl.models.pipeline_model import EulerSteps, PipelineModel
 from digenrl.models.registry import find_family
 from digenrl.testing.tiny_models import make_tiny_pipeline, seeded_weights, tiny_size, tiny_wan_2_2
 

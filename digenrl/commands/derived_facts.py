@@ -87,7 +87,7 @@ def _pipeline_folder(source: ModelSource) -> Path:
 
 
 def _size_in(name: str, family: Family) -> str | None:
-    """The size with this name on the hub, or whose name is part of it, as 3.5-large in stable-diffusion-3.5-large."""
+    """The size with this name on the hub, or with a name that is part of it, such as 3.5-large."""
     for size, full in family.sizes.items():
         if full.hub_id is not None and full.hub_id.lower().endswith(f"/{name.lower()}"):
             return size

@@ -184,7 +184,10 @@ _WRITE: dict[ExportFormat, Callable[[_Request, Path], None]] = {
 
 def _loading_diffusers(request: _Request, folder: Path) -> tuple[str, ...]:
     if request.blueprint.recipe.training.lora is None:
-        kind, part = request.blueprint.family.full_size().transformer.cls.__name__, request.blueprint.family.denoiser
+        kind, part = (
+            request.blueprint.family.full_size().transformer.cls.__name__,
+            request.blueprint.family.denoiser,
+        )
         return (f'{part} = {kind}.from_pretrained("{folder / part}")',)
     return (f'pipe.load_lora_weights("{folder}")',)
 

@@ -80,9 +80,10 @@ def read_lora(source: Path, pipeline_class: type[Any]) -> dict[str, LoraPair]:
     else:
         scale = 1.0 if _apply_alphas(tensors) else _metadata_scale(metadata)
         try:
-            named = pipeline_class.lora_state_dict(tensors)
+            read = pipeline_class.lora_state_dict(tensors)
         except (ValueError, KeyError, RuntimeError, NotImplementedError) as error:
             raise _wrong(source, f"not a LoRA of {pipeline_class.__name__}: {one_line(error)}") from None
+        named = read[0] if isinstance(read, tuple) else read  # some add alphas, which have been applied already
     prefix = f"{adapted_component(pipeline_class)}."
     return _pairs(source, {name.removeprefix(prefix): value for name, value in named.items()}, scale)
 

@@ -24,8 +24,7 @@ from digenrl.models.family import Family
 from digenrl.models.sources import WrongPipelineError
 
 FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (SD3, FLUX, FLUX2_KLEIN, QWEN_IMAGE, Z_IMAGE, SDXL, SD15, WAN, HUNYUAN_VIDEO)
+    family.name: family for family in (SD3, FLUX, FLUX2_KLEIN, QWEN_IMAGE, Z_IMAGE, SDXL, SD15, WAN, HUNYUAN_VIDEO)
 }
 
 

@@ -179,8 +179,7 @@ def _coefficients(times: StepTimes, noise: StepNoise, stochastic_B: Tensor | Non
     if not bool((chosen.latents_B + chosen.prediction_B + chosen.std_B).isfinite().all()):
         places = f"{times.sigma_B.tolist()} to {times.next_sigma_B.tolist()}"
         raise ValueError(
-            f"{noise.kind} noise is not finite from sigma {places}; "
-            "sigma must decrease, and be 1 at step 0 only"
+            f"{noise.kind} noise is not finite from sigma {places}; sigma must decrease, and be 1 at step 0 only"
         )
     return chosen
 

@@ -26,6 +26,7 @@ from digenrl.models.pipeline_model import PipelineModel
 
 ADAPTER_RANK = 32
 MOST_FRAMES_PER_LATENT = 32
+LARGEST_TOKEN = 64  # pixels
 
 TextShapes = Mapping[str, tuple[int, ...]]
 
@@ -83,7 +84,9 @@ def count_work(
     adapters = _add_adapters(model, targets)
     text = next(shape[0] for shape in text_shapes.values() if len(shape) > 1)
     less = text - model.text_multiple
-    shorter_shapes = {name: (less, *shape[1:]) if shape[0] == text else shape for name, shape in text_shapes.items()}
+    shorter_shapes = {
+        name: (less, *shape[1:]) if shape[0] == text else shape for name, shape in text_shapes.items()
+    }
     forward, shorter = _forward(model, text_shapes, size), _forward(model, shorter_shapes, size)
     image, kinds = _attention_kinds(forward, shorter, text)
     blocks, through_blocks = len(repeated_blocks(model.transformer)), image + (text if "joint" in kinds else 0)
@@ -112,7 +115,7 @@ def count_work(
         text_tokens=text,
         clip_text_tokens=0 if model.text_length is None else text - model.text_tokens,
         cuts_padding=model.text_mask is not None,
-        pixels_per_token=isqrt(pixels // image),
+        pixels_per_token=isqrt(pixels // image) if model.text_multiple == 1 else _smallest_side(model),
         frames_per_latent=_frames_per_latent(model, size) if is_video else None,
         lora_linears=adapters / ADAPTER_RANK / (2 * forward.hidden),
         activations=forward.saved_bytes / (blocks * through_blocks * forward.hidden * model.dtype.itemsize),
@@ -165,6 +168,15 @@ def _attention_kinds(forward: _Forward, shorter: _Forward, text: int) -> tuple[i
         else:
             kinds.append("cross" if key == text else "joint")
     return image, kinds
+
+
+def _smallest_side(model: PipelineModel) -> int:
+    """The side of a sample of one token, for models that pad image tokens as well."""
+    for side in range(1, LARGEST_TOKEN + 1):
+        with suppress(ConfigError):  # not a size that the model can generate
+            model.noise_shape(SampleSize(side, side))
+            return side
+    raise AssertionError(f"{model.family}: a token has more than {LARGEST_TOKEN} pixels")
 
 
 def _frames_per_latent(model: PipelineModel, size: SampleSize) -> int:

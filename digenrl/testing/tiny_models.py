@@ -255,14 +255,14 @@ def _sdxl(tokenizer: Any = None) -> StableDiffusionXLPipeline:
             cross_attention_dim=32,
             addition_embed_type="text_time",
             addition_time_embed_dim=8,
-            projection_class_embeddings_input_dim=6 * 8 + 16,
+            projection_class_embeddings_input_dim=6 * 8 + 1280,
             use_linear_projection=True,
         ),
         scheduler=sd15.SCHEDULER.build(),
         vae=_tiny_unet_vae(scaling_factor=0.13025),
         text_encoder=tiny_clip(tokenizer, width=16),
         tokenizer=tokenizer,
-        text_encoder_2=tiny_clip_with_projection(tokenizer, width=16),
+        text_encoder_2=tiny_clip_with_projection(tokenizer, width=16, projected=1280),
         tokenizer_2=tokenizer,
         add_watermarker=False,
     )
@@ -289,7 +289,7 @@ def _tiny_unet_vae(scaling_factor: float) -> AutoencoderKL:
 def tiny_wan_2_2() -> WanPipeline:
     """Wan2.2 5B: another VAE, 48 latent channels and 16 pixels per latent, and a timestep per token."""
     tokenizer = tiny_t5_tokenizer()
-    vae = wan.VAE_2_2.arguments | {"base_dim": 4, "decoder_base_dim": 4, "dim_mult": [1, 2, 2, 2]}
+    vae = {**wan.VAE_2_2.arguments, "base_dim": 4, "decoder_base_dim": 4, "dim_mult": [1, 2, 2, 2]}
     return WanPipeline(
         transformer=WanTransformer3DModel(
             num_layers=2,

@@ -130,9 +130,13 @@ def tiny_clip(tokenizer: Any, width: int) -> CLIPTextModel:
     return CLIPTextModel(_clip_config(tokenizer, width)).eval()
 
 
-def tiny_clip_with_projection(tokenizer: Any, width: int) -> CLIPTextModelWithProjection:
-    """A CLIP text encoder with this hidden and projected size."""
-    return CLIPTextModelWithProjection(_clip_config(tokenizer, width)).eval()
+def tiny_clip_with_projection(
+    tokenizer: Any, width: int, projected: int | None = None
+) -> CLIPTextModelWithProjection:
+    """A CLIP text encoder with this hidden size, and the same or this projected size."""
+    config = _clip_config(tokenizer, width)
+    config.projection_dim = projected or width
+    return CLIPTextModelWithProjection(config).eval()
 
 
 def tiny_t5(tokenizer: Any, width: int) -> T5EncoderModel:

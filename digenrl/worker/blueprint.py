@@ -94,7 +94,9 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
         )
     family.check_text_tokens(recipe.model.text_tokens)
     if recipe.sample.shift is not None and not family.model_class.takes_shift:
-        raise ConfigError(f"sample.shift: {family.name} has fixed noise levels, got {recipe.sample.shift:g}; leave it out")
+        raise ConfigError(
+            f"sample.shift: {family.name} has fixed noise levels, got {recipe.sample.shift:g}; leave it out"
+        )
     if recipe.model.random:
         family.full_size(recipe.model.random_size)
     else:

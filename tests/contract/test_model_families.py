@@ -136,16 +136,18 @@ def test_our_euler_loop_equals_the_diffusers_pipeline(
     """Bitwise where forwards have the pipeline's shapes. The pipeline of Wan runs its branches separately, that of
     Z-Image together, and those of Qwen-Image and HunyuanVideo keep padding. Some CPUs round products of other
     shapes differently. The latents of UNets are scaled, in their pipelines by other factors."""
-    tolerances = {"sd3": 0, "flux": 0, "flux2_klein": 0, "sd15": 2e-5, "sdxl": 2e-5}  # else 5e-6
+    tolerance = 0.0 if family.name in ("sd3", "flux", "flux2_klein") else 5e-6
     model, size = shared_model, oblong(family)
     guidance = family.default_guidance if guided else 1.0
     pipeline = open_pipeline(family, directory, model)
+    if steps == 1 and pipeline.scheduler.config.get("shift_terminal") is not None:
+        pytest.skip("diffusers divides 0 by 0")
     theirs = call_pipeline(pipeline, family, model, guidance, "latent", steps)
     latents = model.initial_latents(noise_of(model, size), size)
     ours = model.pipeline_latents(euler_loop(model, latents, model.encode(PROMPTS), guidance, size, steps), size)
     assert torch.isfinite(ours).all()
     assert ours.shape == theirs.shape
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerances.get(family.name, 5e-6))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * max(1.0, float(theirs.abs().max())))
     assert not torch.equal(ours, model.pipeline_latents(latents, size))
     schedule = model.schedule(steps, size)
     if hasattr(pipeline.scheduler, "sigmas"):

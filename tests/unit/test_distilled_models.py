@@ -31,7 +31,13 @@ GENTLE = ("model.guidance=1", "sample.noise.level=0.3", "sample.window.width=1")
         ("flux_flow_grpo", ("model.source=black-forest-labs/FLUX.1-schnell",), {"sample.noise.level"}),
         (
             "sd3_diffusion_nft",
-            ("model.family=z_image", TURBO, "model.guidance=1", "sample.denoising_steps=9", "model.text_tokens=null"),
+            (
+                "model.family=z_image",
+                TURBO,
+                "model.guidance=1",
+                "sample.denoising_steps=9",
+                "model.text_tokens=null",
+            ),
             {"algorithm.name"},
         ),
     ],

@@ -303,9 +303,7 @@ def test_invalid_noise_is_refused(noise: StepNoise, message: str) -> None:
         stochastic_step(x, x, StepTimes.at(EVEN, [1]), noise, z_BL=x)
 
 
-@pytest.mark.parametrize(
-    "kind, sigma, next_sigma", [("flow", 1.0, 0.9), ("dance", 0.5, 0.6), ("flow", 0.5, 0.6)]
-)
+@pytest.mark.parametrize("kind, sigma, next_sigma", [("flow", 1.0, 0.9), ("dance", 0.5, 0.6), ("flow", 0.5, 0.6)])
 def test_a_step_without_finite_noise_is_refused_instead_of_giving_nan(kind, sigma, next_sigma) -> None:
     x = torch.ones(1, 2)
     with pytest.raises(ValueError, match=f"{kind} noise is not finite"):

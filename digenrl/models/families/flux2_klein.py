@@ -112,7 +112,7 @@ class Flux2KleinModel(PipelineModel):
             return_dict=False,
             **arguments,
         )[0]
-        return output_BSC.transpose(1, 2).unflatten(2, (h, w))
+        return output_BSC.transpose(1, 2).reshape(len(output_BSC), -1, h, w)
 
     def _positions(self, device: torch.device, rows: int, columns: int, tokens: int) -> Tensor:
         """The position of every token: (image, row, column, place in the text). Computed once, on the host."""

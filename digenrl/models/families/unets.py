@@ -1,8 +1,8 @@
 """What Stable Diffusion 1.5 and XL share: a UNet that predicts noise, seen as a model that predicts velocities.
 
-The UNet's latents are a x0 + b noise with a^2 + b^2 = 1. Divided by a + b they are (1 - sigma) x0 + sigma noise, with
-sigma = b / (a + b): the latents of this module. A DDIM step without noise is then exactly an Euler step, and every
-kind of noise and every algorithm for velocities applies.
+The UNet's latents are a x0 + b noise with a^2 + b^2 = 1. Divided by a + b they are (1 - sigma) x0 + sigma noise,
+with sigma = b / (a + b): the latents of this module. A DDIM step without noise is then exactly an Euler step, and
+every kind of noise and every algorithm for velocities applies.
 Shape legend as in `digenrl.models.contract`.
 """
 

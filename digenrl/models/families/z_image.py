@@ -37,7 +37,7 @@ TEXT_LENGTH = TextLength("tokenizer", default=512, most=512)  # with the chat te
 
 
 class RealTables:
-    """Replaces the transformer's rotary tables: the same cosines and sines in real numbers, which compile better."""
+    """The transformer's rotary tables in real numbers, which a compiler can fuse."""
 
     def __init__(self, tables: Any) -> None:
         self.tables = tables

@@ -62,6 +62,10 @@ class PipelineModel(DiffusionModel):
             self.transformer.eval()
         forbid_cudnn_attention()
 
+    @classmethod
+    def check_index(cls, index: Mapping[str, Any]) -> None:
+        """Raises ConfigError if the family does not take a pipeline with this `model_index.json`."""
+
     def pipeline_arguments(self, guidance: float) -> dict[str, Any]:
         """Arguments with which the diffusers pipeline samples as this model does with this guidance.
 

@@ -1,4 +1,4 @@
-"""What Stable Diffusion 1.5 and XL share: a UNet that predicts noise, seen as a model that predicts velocities.
+"""What Stable Diffusion 1.5, 2.1 and XL share: a UNet that predicts noise, seen as one that predicts velocities.
 
 The UNet's latents are a x0 + b noise with a^2 + b^2 = 1. Divided by a + b they are (1 - sigma) x0 + sigma noise,
 with sigma = b / (a + b): the latents of this module. A DDIM step without noise is then exactly an Euler step, and
@@ -27,6 +27,8 @@ from digenrl.models.families.helpers import (
 )
 from digenrl.models.pipeline_model import PipelineModel
 
+PREDICTIONS = ("epsilon", "v_prediction")
+
 
 class UNetModel(PipelineModel):
     """L = (C, h, w)."""
@@ -39,10 +41,10 @@ class UNetModel(PipelineModel):
     def __init__(self, pipeline: Any) -> None:
         super().__init__(pipeline)
         self._levels: dict[torch.device, Tensor] = {}
-        kind = pipeline.scheduler.config.get("prediction_type", "epsilon")
-        if kind != "epsilon":
+        self._predicts = pipeline.scheduler.config.get("prediction_type", "epsilon")
+        if self._predicts not in PREDICTIONS:
             raise ConfigError(
-                f"{self.family}: the model predicts '{kind}'; known: epsilon; use a model that predicts noise"
+                f"{self.family}: the model predicts '{self._predicts}'; known: {', '.join(PREDICTIONS)}"
             )
 
     def pipeline_scheduler(self) -> Any:
@@ -83,7 +85,9 @@ class UNetModel(PipelineModel):
         latents_BL, timesteps_B = at_least_fp32(latents_BL), timesteps_B.to(latents_BL.device)
         a_B, b_B = self._signal_and_noise(timesteps_B, latents_BL)
         scaled_BL = latents_BL * (a_B + b_B)
-        noise_BL = self._noise(scaled_BL, timesteps_B, conditioning, guidance, size)
+        noise_BL = self._prediction(scaled_BL, timesteps_B, conditioning, guidance, size)
+        if self._predicts == "v_prediction":  # v = a noise - b x0
+            noise_BL = a_B * noise_BL + b_B * scaled_BL
         data_BL = (scaled_BL - b_B * noise_BL) / a_B
         return noise_BL - data_BL
 
@@ -97,7 +101,7 @@ class UNetModel(PipelineModel):
         a_B, b_B = rows_B2.view(-1, 2, *[1] * (latents_BL.ndim - 1)).unbind(1)
         return a_B, b_B
 
-    def _noise(
+    def _prediction(
         self, scaled_BL: Tensor, timesteps_B: Tensor, conditioning: Conditioning, guidance: float, size: SampleSize
     ) -> Tensor:
         scaled_BL = scaled_BL.to(self.dtype)

@@ -5,7 +5,7 @@ Wan2.1 has 16 latent channels and a token of 16 x 16 pixels, Wan2.2 5B has 48 an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,12 +40,16 @@ class WanModel(PipelineModel):
     text_length = TEXT_LENGTH
 
     def __init__(self, pipeline: Any) -> None:
-        if pipeline.transformer_2 is not None or pipeline.config.boundary_ratio is not None:
-            raise ConfigError(
-                "wan: this is a Wan2.2 A14B pipeline, with a second transformer; known: Wan2.1 text-to-video and "
-                "Wan2.2-TI2V-5B; name the directory of one"
-            )
+        self.check_index(pipeline.config)
         super().__init__(pipeline)
+
+    @classmethod
+    def check_index(cls, index: Mapping[str, Any]) -> None:
+        if index.get("boundary_ratio") is not None:
+            raise ConfigError(
+                "model.source: a Wan2.2 A14B pipeline, with two transformers, which is not supported; use "
+                "Wan2.1 text-to-video or Wan2.2-TI2V-5B"
+            )
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:

@@ -23,6 +23,7 @@ from digenrl.models.loading import (
     pipeline_without,
 )
 from digenrl.models.pipeline_model import PipelineModel
+from digenrl.models.single_file import COMPONENT
 from digenrl.models.sources import ModelSource, check_single_file
 
 SIZE_TOLERANCE = 0.15  # of the number of parameters: files also hold tables of positions
@@ -139,9 +140,14 @@ class Family:
     def with_base(self, source: str | Path | ModelSource) -> ModelSource:
         """The source; a single file without a base pipeline gets the published one of its size.
 
-        Raises ConfigError if no published size has about as many parameters as the file.
+        Raises ConfigError if no published size has about as many parameters as the file, or if it cannot be read.
         """
         source = ModelSource.of(source)
+        if source.file is not None and self.denoiser != COMPONENT:
+            raise ConfigError(
+                f"{source}: single files with a {self.denoiser} are not supported; give the folder or hub id of a "
+                f"{self.pipeline_class.__name__}"
+            )
         if source.file is None or source.base is not None:
             return source
         count = sum(tensor.elements for tensor in check_single_file(source.file).values()) / 1e9

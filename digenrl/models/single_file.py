@@ -23,10 +23,6 @@ def load_transformer(path: Path, base: Path, dtype: torch.dtype) -> nn.Module:
     """
     check_single_file(path)
     index = pipeline_index((base / INDEX_NAME).read_text(encoding="utf-8"), base / INDEX_NAME)
-    if COMPONENT not in index:
-        raise ConfigError(
-            f"{path}: a single file must hold a transformer; give the folder or hub id of the pipeline"
-        )
     transformer_class = getattr(diffusers, index[COMPONENT][1])
     kept_in_fp32 = transformer_class._keep_in_fp32_modules or []
     try:

@@ -255,8 +255,9 @@ def gradient_of(model: DiffusionModel, family: Family) -> dict[str, Tensor | Non
     return {name: parameter.grad for name, parameter in adapter_parameters(model).items()}
 
 
-def any_gradient(output: Tensor | tuple[Tensor, ...]) -> bool:
-    return any(each.requires_grad for each in (output if isinstance(output, tuple) else (output,)))
+def any_gradient(output: Tensor | tuple[Tensor | None, ...]) -> bool:
+    parts = output if isinstance(output, tuple) else (output,)
+    return any(each.requires_grad for each in parts if each is not None)
 
 
 @pytest.mark.parametrize("share", ["one", "all"])

@@ -87,12 +87,15 @@ def test_a_published_repository_loads_without_its_safety_checker(directory: Path
     assert torch.equal(found.sigmas, expected.sigmas) and torch.equal(found.timesteps, expected.timesteps)
 
 
-def test_what_a_unet_cannot_do_is_refused_before_a_run(directory: Path) -> None:
+def test_what_a_unet_cannot_do_is_refused_before_a_run(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="predicts 'sample'"):
         load(directory, "sample")
     with pytest.raises(ConfigError, match=r"sample\.shift.*fixed noise levels"):
         read_blueprint(read_recipe("sd15_ddpo", [f"model.source={directory}", "sample.shift=3"]))
     with pytest.raises(ConfigError, match=r"model\.text_tokens.*fixed length"):
         read_blueprint(read_recipe("sd15_ddpo", [f"model.source={directory}", "model.text_tokens=50"]))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="single files with a unet"):
+        find_family("sd15").with_base(tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="multiples of 64"):
         find_family("sd15").build_full(torch.float32, "meta").noise_shape(type(SIZE)(512, 544))

@@ -108,16 +108,16 @@ class NoiseSettings(Frozen):
     Flow-GRPO has it for `cps`.
     """
 
-    # No `ddim`: every family predicts velocities.
-    kind: Literal["flow", "dance", "cps", "truncated_flow", "linear"] = "flow"
+    kind: Literal["flow", "dance", "cps", "truncated_flow", "linear", "ddim"] = "flow"
     level: float = Field(default=0.7, gt=0)
     log_prob: Literal["normal", "squared_error"] = "normal"
 
     @field_validator("level")
     @classmethod
     def _level_fits_the_kind(cls, level: float, info: ValidationInfo) -> float:
-        if info.data.get("kind") == "cps" and level > 1:
-            raise ValueError(f"the level of cps noise is a share, at most 1, got {level}; lower it")
+        kind = info.data.get("kind")
+        if kind in ("cps", "ddim") and level > 1:
+            raise ValueError(f"the level of {kind} noise is a share, at most 1, got {level}; lower it")
         return level
 
 

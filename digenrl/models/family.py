@@ -6,7 +6,7 @@ A loaded model is a `DiffusionModel`; see `digenrl.models.contract`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from digenrl.models.loading import (
     pipeline_without,
 )
 from digenrl.models.pipeline_model import PipelineModel
+from digenrl.models.single_file import COMPONENT
 from digenrl.models.sources import ModelSource, check_single_file
 
 SIZE_TOLERANCE = 0.15  # of the number of parameters: files also hold tables of positions
@@ -49,6 +50,18 @@ class FullSize:
     transformer: Component
     text_shapes: Mapping[str, tuple[int, ...]]  # one row of every text argument; a mask is all ones
     hub_id: str | None = None  # the published pipeline
+    vae: Component | None = None  # if it is not the family's
+    scheduler: Component | None = None  # likewise
+    pipeline_settings: Mapping[str, Any] = field(default_factory=dict)  # arguments besides its components
+
+
+@dataclass(frozen=True, slots=True)
+class Distilled:
+    """A published model that was distilled to a few steps, recognized by its name in a source."""
+
+    name: str
+    steps: int  # with which it was published
+    guidance: float | None = None  # likewise; None if the transformer takes none
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +75,17 @@ class Family:
     vae: Component
     scheduler: Component
     uses_negative_prompts: bool  # True for classifier-free, False for embedded guidance
+    distilled: tuple[Distilled, ...] = ()
 
     @property
     def name(self) -> str:
         """The family's name in recipes."""
         return self.model_class.family
+
+    @property
+    def denoiser(self) -> str:
+        """The component of the pipeline that is trained, usually its transformer."""
+        return self.model_class.denoiser
 
     @property
     def default_guidance(self) -> float:
@@ -102,7 +121,7 @@ class Family:
         text_tokens: int | None = None,
     ) -> PipelineModel:
         """Loads the text encoders alone: the model can only `encode`."""
-        return self._load(source, {"default": dtype}, ("transformer", "vae"), device, text_tokens)
+        return self._load(source, {"default": dtype}, (self.denoiser, "vae"), device, text_tokens)
 
     def _load(
         self,
@@ -112,7 +131,7 @@ class Family:
         device: torch.device | str,
         text_tokens: int | None,
     ) -> PipelineModel:
-        optional = self.model_class.optional_components
+        optional, without = self.model_class.optional_components, (*without, *self.model_class.unused_components)
         pipeline = load_pipeline(self.pipeline_class, self.with_base(source), dtypes, without, optional)
         model = self.model_class(pipeline.to(device))
         model.set_text_tokens(text_tokens)
@@ -121,9 +140,14 @@ class Family:
     def with_base(self, source: str | Path | ModelSource) -> ModelSource:
         """The source; a single file without a base pipeline gets the published one of its size.
 
-        Raises ConfigError if no published size has about as many parameters as the file.
+        Raises ConfigError if no published size has about as many parameters as the file, or if it cannot be read.
         """
         source = ModelSource.of(source)
+        if source.file is not None and self.denoiser != COMPONENT:
+            raise ConfigError(
+                f"{source}: single files with a {self.denoiser} are not supported; give the folder or hub id of a "
+                f"{self.pipeline_class.__name__}"
+            )
         if source.file is None or source.base is not None:
             return source
         count = sum(tensor.elements for tensor in check_single_file(source.file).values()) / 1e9
@@ -157,7 +181,7 @@ class Family:
         kind, pipeline = self.full_size().transformer.cls, self.with_base(source).pipeline
         config = kind.load_config(
             pipeline.location,
-            subfolder=f"{pipeline.within}transformer",
+            subfolder=f"{pipeline.within}{self.denoiser}",
             revision=pipeline.revision,
             local_files_only=True,
         )
@@ -179,16 +203,14 @@ class Family:
 
         The same seed gives the same weights on devices of the same type.
         """
-        devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
+        full, devices = self.full_size(size), [torch.device(device)] if torch.device(device).type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(seed)
             with building_on(vae_dtype, device):
-                vae = self.vae.build()
+                vae = (full.vae or self.vae).build()
             transformer = self.build_transformer(dtype, device, size)
-        scheduler = self.scheduler.build()
-        model = self.model_class(
-            pipeline_without(self.pipeline_class, transformer=transformer, vae=vae, scheduler=scheduler)
-        )
+        parts = {self.denoiser: transformer, "vae": vae, "scheduler": (full.scheduler or self.scheduler).build()}
+        model = self.model_class(pipeline_without(self.pipeline_class, **parts, **full.pipeline_settings))
         model.set_text_tokens(text_tokens)
         return model
 

@@ -64,13 +64,18 @@ def save_lora(model: DiffusionModel, directory: Path) -> None:
 def write_diffusers(adapters: Adapters, directory: Path, pipeline_class: type[Any]) -> Path:
     """Writes a file for `pipe.load_lora_weights(directory)`; returns it. It is replaced atomically."""
     config = lora_config(adapters.rank, adapters.rank, adapters.targets).to_dict()
+    part = adapted_component(pipeline_class)
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".saving-") as partial:
-        pipeline_class.save_lora_weights(
-            partial, transformer_lora_layers=adapters.named(), transformer_lora_adapter_metadata=config
-        )
+        layers = {f"{part}_lora_layers": adapters.named(), f"{part}_lora_adapter_metadata": config}
+        pipeline_class.save_lora_weights(partial, **layers)
         (Path(partial) / FILE_NAME).replace(directory / FILE_NAME)
     return directory / FILE_NAME
+
+
+def adapted_component(pipeline_class: type[Any]) -> str:
+    """The component whose adapters a pipeline loads: its transformer or its UNet."""
+    return "unet" if "unet" in pipeline_class._lora_loadable_modules else "transformer"
 
 
 def write_peft(adapters: Adapters, directory: Path, source: str) -> Path:

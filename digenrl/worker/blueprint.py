@@ -93,6 +93,10 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
             f"model.negative_prompt: {family.name} has embedded guidance and takes none; leave it out"
         )
     family.check_text_tokens(recipe.model.text_tokens)
+    if recipe.sample.shift is not None and not family.model_class.takes_shift:
+        raise ConfigError(
+            f"sample.shift: {family.name} has fixed noise levels, got {recipe.sample.shift:g}; leave it out"
+        )
     if recipe.model.random:
         family.full_size(recipe.model.random_size)
     else:
@@ -153,9 +157,11 @@ def _check_noise(recipe: Recipe, window: Window, algorithm: Algorithm) -> None:
 
 def check_hub_model(blueprint: Blueprint) -> None:
     """Raises ConfigError if a hub id is not accessible or has another pipeline class; fetches a few kB at most."""
+    family = blueprint.family
     if not blueprint.recipe.model.random:
-        with naming_families(blueprint.family):
-            check_class(blueprint.family.pipeline_class, blueprint.family.with_base(source_of(blueprint.recipe)))
+        with naming_families(family):
+            index = check_class(family.pipeline_class, family.with_base(source_of(blueprint.recipe)))
+        family.model_class.check_index(index)
 
 
 def load_model(

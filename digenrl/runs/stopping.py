@@ -1,13 +1,15 @@
-"""How a run ends early: by a failure, or by Ctrl-C and SIGTERM, which stop it after saving."""
+"""How a run ends early: by a failure, or by Ctrl-C, SIGTERM and SIGHUP, which stop it after saving."""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class RunFailedError(RuntimeError):
@@ -32,7 +34,9 @@ class Stopper:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Inside, the first signal is remembered instead of ending the process."""
-        before = {each: signal.signal(each, self._remember) for each in SIGNALS}
+        # What the caller ignores stays ignored: `nohup` starts programs without SIGHUP.
+        heard = [each for each in SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+        before = {each: signal.signal(each, self._remember) for each in heard}
         try:
             yield
         finally:
@@ -41,5 +45,17 @@ class Stopper:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.signal_name = signal.Signals(number).name
+        if number == signal.SIGHUP:  # a second one means the same, and often follows at once
+            _leave_terminal()
         for each in SIGNALS:
-            signal.signal(each, signal.default_int_handler)
+            if each != number or number != signal.SIGHUP:
+                signal.signal(each, signal.default_int_handler)
+
+
+def _leave_terminal() -> None:
+    """Discards all further output to a terminal, which is closed: writing to it would fail."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if stream is not None and stream.isatty():
+            os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

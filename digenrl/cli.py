@@ -25,7 +25,7 @@ from digenrl.config.rewards import parse_rewards
 from digenrl.config.spec import read_spec
 from digenrl.runs.stopping import RunFailedError
 from digenrl.simulation.simulator import SIMULATED_SEARCH_BUDGET
-from digenrl.telemetry.writing import check_writable, write_atomically
+from digenrl.telemetry.writing import NO_SPACE, check_writable, write_atomically
 
 app = typer.Typer(
     name="digenrl",
@@ -187,6 +187,9 @@ def train_command(
     overrides: options.Overrides = None,
     out_folder: options.RunFolderPath = None,
     resume: options.ResumePath = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="With --resume: start over from step 0, checkpoints are set aside.")
+    ] = False,
     plan_file: options.ChosenPlan = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print every step as a line of JSON.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Also log debug messages to RUN/logs.")] = False,
@@ -203,7 +206,9 @@ def train_command(
             raise ConfigError("--out: a run is resumed in its own folder; leave it out")
         if plan_file is not None:
             raise ConfigError("--plan: a run is resumed with its own plan; give changes as key=value")
-        status = resume_run(resume, _words(recipe, overrides), out, as_json)
+        status = resume_run(resume, _words(recipe, overrides), out, as_json, restart)
+    elif restart:
+        raise ConfigError("--restart: starts an existing run over; name it with --resume RUN")
     elif recipe is None:
         raise ConfigError("train: give a recipe, as 'digenrl train demo', or --resume RUN")
     else:
@@ -380,5 +385,10 @@ def main() -> NoReturn:
         sys.exit(2)
     except RunFailedError as error:
         typer.echo(f"digenrl: {error}", err=True)
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        typer.echo(f"digenrl: {error.filename or 'output'}: cannot be written: {error.strerror}", err=True)
         sys.exit(1)
     sys.exit(0)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from digenrl.config.limits import DRAWN_PROMPTS
 from digenrl.planning.workload import WORKLOAD_KEYS
 
 Overrides = Annotated[
@@ -149,7 +150,11 @@ PromptSetName = Annotated[
 ]
 PromptCount = Annotated[
     int | None,
-    typer.Option(min=1, help="The number of prompts; by default 20, or with --out as many as a recipe uses."),
+    typer.Option(
+        min=1,
+        max=DRAWN_PROMPTS,
+        help="The number of prompts; by default 20, or with --out as many as a recipe uses.",
+    ),
 ]
 PromptSplit = Annotated[str, typer.Option(help="train or held_out.")]
 PromptSeed = Annotated[int, typer.Option(min=0, help="Another seed gives other prompts.")]

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from digenrl.config.import_paths import add_to_python_path
 from digenrl.config.prompts import PromptSettings
-from digenrl.config.reading import ConfigError, parse_model, read_mapping
+from digenrl.config.reading import ConfigError, check_content, parse_model, read_mapping
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_overrides import Override, apply_override, blame, omegaconf_message, read_overrides
 from digenrl.config.recipe_paths import PACKAGE, find_file, names_in, place_paths
@@ -89,6 +89,7 @@ def _keys_in(given: Sequence[Override]) -> set[str]:
 def _parsed(config: DictConfig, given: Sequence[Override], path: Path) -> Recipe:
     try:
         content = _resolved(config)
+        check_content(content)
         place_paths(content, path.parent, _keys_in(given))
         recipe = parse_model(Recipe, content)
     except ConfigError as error:
@@ -152,7 +153,7 @@ def _load(path: Path) -> DictConfig:
     try:
         # Parse the text again: OmegaConf's YAML reads 1e-4 as a number and rejects duplicate keys.
         config = OmegaConf.create(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, OverflowError) as error:
         raise ConfigError(f"{path}: {omegaconf_message(error)}") from None
     assert isinstance(config, DictConfig), "read_mapping returned a mapping"
     return config

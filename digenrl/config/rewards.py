@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, SerializeAsAny, field_validator
 
+from digenrl.config.limits import Weight
 from digenrl.config.reading import ConfigError, Frozen, nearest, parse_model
 
 LAION_CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -31,7 +32,7 @@ class RewardSettings(Frozen):
     """Settings of every reward. The total reward is the sum of raw scores times `weight`."""
 
     name: str
-    weight: float = Field(default=1.0, allow_inf_nan=False)
+    weight: Weight = Field(default=1.0, allow_inf_nan=False)
     label: str | None = Field(
         default=None, min_length=1, description="name in metrics; the reward's name by default"
     )

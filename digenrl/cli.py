@@ -337,6 +337,8 @@ def serve_reward_command(
     host: options.ListenAddress = "127.0.0.1",
     port: options.ListenPort = 8790,
     token_env: options.TokenVariable = "DIGENRL_REWARD_TOKEN",
+    certificate: options.CertificateFile = None,
+    key: options.KeyFile = None,
 ) -> None:
     """Serve rewards over HTTP.
 
@@ -346,10 +348,15 @@ def serve_reward_command(
     add_to_python_path([Path.cwd()])
     with _requires("train", "serve"):
         from digenrl.rewards.building import build_rewards
-        from digenrl.rewards.server import serve, token_for
+        from digenrl.rewards.server import TlsFiles, serve, token_for
+    if (certificate is None) != (key is None):
+        raise ConfigError("--certificate and --key: give both, or none of them")
+    tls = None if certificate is None or key is None else TlsFiles(certificate, key)
     token = os.environ.get(token_env)
     token_for(host, token)  # fails before any model is loaded
-    serve(build_rewards(settings), host, port, token)
+    if tls is not None:
+        tls.check()
+    serve(build_rewards(settings), host, port, token, tls)
 
 
 def _words(recipe: str | None, overrides: list[str] | None) -> list[str]:

@@ -176,6 +176,12 @@ ListenAddress = Annotated[
     str, typer.Option(help="The address to listen on; any address other than this machine's needs a token.")
 ]
 ListenPort = Annotated[int, typer.Option(min=1, max=65535, help="The port to listen on.")]
+CertificateFile = Annotated[
+    Path | None, typer.Option("--certificate", metavar="FILE", help="Serve HTTPS with this certificate, in PEM.")
+]
+KeyFile = Annotated[
+    Path | None, typer.Option("--key", metavar="FILE", help="The private key of the certificate, in PEM.")
+]
 TokenVariable = Annotated[
     str, typer.Option(help="The environment variable with the token that clients must send.")
 ]

@@ -84,7 +84,9 @@ def resume_run(
             "logging, checkpoint, evaluation and techniques other than tcss"
         )
     with folder.locked():  # a process that is training here keeps its recipe
-        resume_point = _start_over(folder, tell) if restart else find_resume_point(folder, tell)
+        if restart:
+            _set_checkpoints_aside(folder, tell)
+        resume_point = find_resume_point(folder, tell)
         if resume_point is None:
             _check_may_start_over(folder, restart, tell)
         else:
@@ -101,7 +103,7 @@ def resume_run(
         return _train_and_report(folder, backend, console, as_json, resume_point)
 
 
-def _start_over(folder: RunFolder, tell: Callable[[str], None]) -> None:
+def _set_checkpoints_aside(folder: RunFolder, tell: Callable[[str], None]) -> None:
     aside = folder.set_checkpoints_aside()
     if aside is not None:
         tell(f"its checkpoints are now in {aside}")

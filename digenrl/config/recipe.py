@@ -36,6 +36,7 @@ from digenrl.config.reading import ConfigError, Frozen, errors_about
 from digenrl.config.recipe_paths import RANDOM
 from digenrl.config.rewards import Rewards, RewardSettings
 from digenrl.config.spec import AssistName, DispatchRuleName, HelpRuleName, ScheduleRules
+from digenrl.config.token_variables import HUB_TOKENS, check_token_variable
 from digenrl.config.topology import TOPOLOGIES, Mode, Topology
 from digenrl.config.training import TrainerSettings
 from digenrl.config.windows import Window, read_window
@@ -83,6 +84,8 @@ class ModelSettings(Frozen):
                 "expected env:NAME, the name of an environment variable with the token, as env:HF_TOKEN; a token "
                 "itself is refused, because recipes are saved with the run; or log in with: hf auth login"
             )
+        if token is not None:
+            check_token_variable(token.removeprefix("env:"), HUB_TOKENS)
         return token
 
     @field_validator("subfolder")

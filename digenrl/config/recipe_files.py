@@ -41,10 +41,22 @@ NOT_IN_FINGERPRINT: dict[str, Any] = {
     "rewards": {
         "__all__": {
             *("label", "device", "batch_size", "threads"),
-            *("token_env", "timeout_s", "retries", "backoff_s", "max_backoff_s"),
+            *(
+                "token_env",
+                "ca_file",
+                "isolated",
+                "memory_gb",
+                "timeout_s",
+                "retries",
+                "backoff_s",
+                "max_backoff_s",
+            ),
         }
     },
 }
+
+
+RESOLVER = re.compile(r"(?<!\\)\$\{[^{}]*:")
 
 
 def shipped_recipes() -> list[str]:
@@ -185,6 +197,7 @@ def _missing_keys(content: Any, key: str) -> Iterator[str]:
 
 
 def _resolved(config: DictConfig) -> dict[str, Any]:
+    _refuse_resolvers(OmegaConf.to_container(config, resolve=False))
     try:
         content = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
@@ -192,6 +205,22 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
         raise ConfigError(f"{key}: {omegaconf_message(error)}", key) from None
     assert isinstance(content, dict)
     return {str(key): value for key, value in content.items()}
+
+
+def _refuse_resolvers(content: Any, key: str = "") -> None:
+    """Raises ConfigError for `${oc.env:NAME}` and the like: a recipe may refer to its own keys only."""
+    if isinstance(content, Mapping):
+        for name, inner in content.items():
+            _refuse_resolvers(inner, f"{key}.{name}".lstrip("."))
+    elif isinstance(content, list):
+        for index, inner in enumerate(content):
+            _refuse_resolvers(inner, f"{key}.{index}")
+    elif isinstance(content, str) and (found := RESOLVER.search(content)):
+        raise ConfigError(
+            f"{key}: {found[0]}...}} is not allowed: a recipe may refer to its own keys, as ${{seed}}, and reads "
+            "no environment variables",
+            key,
+        )
 
 
 def _escaped(value: Any) -> Any:

@@ -364,6 +364,7 @@ class Dispatcher:
             self._begun and job.id not in self._callbacks and isinstance(job, Generate | Score | Evaluate)
         )
         if replaceable:
+            assert isinstance(job, Generate | Score | Evaluate)
             piece = job.piece if isinstance(job, Score) else job.chunk if isinstance(job, Evaluate) else job.slice
             self._timeouts[piece] += 1
             # The scheduler counts failed slices itself; scores and evaluations fail only once.

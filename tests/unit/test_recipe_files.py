@@ -390,3 +390,10 @@ def test_recipes_are_read_without_torch() -> None:
 def test_names_of_shipped_recipes_are_those_of_their_files() -> None:
     for name in shipped_recipes():
         assert read_recipe(name).name == name
+
+
+@pytest.mark.parametrize("value", ["${oc.env:HOME}", "a ${oc.env:HOME} b", "${oc.decode:1}", "${a.${oc.env:HOME}}"])
+def test_a_recipe_cannot_read_the_environment(recipe_file: Path, value: str) -> None:
+    message = complaint(recipe_file, f"model.source='{value}'")
+    assert "is not allowed" in message and os.environ["HOME"] not in message
+    assert "not listed" in complaint(recipe_file, "model.token=env:AWS_SECRET_ACCESS_KEY")

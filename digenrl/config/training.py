@@ -82,6 +82,9 @@ class TrainerSettings(Frozen):
     weight_decay: float = Field(default=1e-4, ge=0)
     adam_eps: float = Field(default=1e-8, gt=0)
     gradient_norm: float = Field(default=1.0, gt=0)
+    skipped_steps: int = Field(
+        default=3, ge=0, description="steps in a row that may have a gradient that is not finite"
+    )
     pack_size: int | Literal["auto"] = Field(default="auto")
     largest_pack: int = Field(default=64, ge=1)
     memory_share: float = Field(default=0.9, gt=0, le=1)

@@ -74,6 +74,7 @@ class RunFolder:
         self.spans = path / "spans.jsonl"  # one line per span of the trace
         self.metrics = path / "metrics.jsonl"  # one line per optimizer step
         self.evaluations = path / "evaluations.jsonl"  # one line per evaluation
+        self.logs = path / "logs"  # a file per worker, and driver.log
         self.samples = path / "samples"  # the evaluations' grids
         self.tensorboard = path / "tensorboard"
         self.checkpoints = path / "checkpoints"

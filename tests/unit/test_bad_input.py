@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import resource
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import yaml
 from fake_workers import RECIPE
 
+from digenrl.cli import main
 from digenrl.config.limits import DRAWN_PROMPTS, PROMPT_CHARACTERS
 from digenrl.config.prompts import PromptSettings
 from digenrl.config.reading import ConfigError
@@ -172,3 +175,20 @@ def test_a_file_that_cannot_be_written_is_an_error_in_one_line(tmp_path: Path) -
     (tmp_path / "report.html.partial").mkdir()
     with pytest.raises(ConfigError, match="cannot be written"):
         write_atomically(tmp_path / "report.html", "text")
+
+
+def test_a_full_disk_is_not_a_users_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["digenrl", "prompts", "ocr_signs", "--count", "200", "--out", str(tmp_path / "prompts.txt")]
+    monkeypatch.setattr(sys, "argv", command)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(SystemExit) as left:
+            main()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert left.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot be written" in line

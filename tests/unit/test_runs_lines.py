@@ -55,6 +55,14 @@ def test_an_incomplete_line_is_ignored_and_removed_when_the_file_is_opened_again
     assert list(read_lines(path)) == [{"step": 0}, {"step": 1}]
 
 
+def test_a_file_that_is_opened_again_keeps_all_its_lines(path: Path) -> None:
+    for step in range(3):
+        lines = JsonLines(path)
+        lines.append({"step": step})
+        lines.close()
+    assert [content["step"] for content in read_lines(path)] == [0, 1, 2]
+
+
 def test_only_the_incomplete_line_of_a_long_file_is_removed(path: Path) -> None:
     lines = JsonLines(path)
     for step in range(10_000):

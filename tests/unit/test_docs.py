@@ -27,7 +27,7 @@ from digenrl.simulation.tables import answer_table, ladder_table, percent, secon
 DOCUMENTS = [
     DocPage(path)
     for path in (
-        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
         *sorted(DOCS.glob("*.md")),
     )
 ]

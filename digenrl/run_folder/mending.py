@@ -15,7 +15,7 @@ def mend_lines(path: Path, position: int) -> tuple[int, str | None]:
     Returns the position after them, and a line for the user if anything was wrong. The damaged file is kept beside
     the mended one.
     """
-    content = b"" if not path.exists() else _first_bytes(path, position)
+    content = _first_bytes(path, position) if path.is_file() else b""
     cut = len(content) < position or (position > 0 and not content.endswith(b"\n"))
     if not cut and (position > CHECKED_BYTES or all(_is_object(line) for line in content.splitlines())):
         return position, None

@@ -21,10 +21,12 @@ class StopRun(BaseException):
 
 
 class Stopper:
-    """Remembers the first signal. A second signal raises KeyboardInterrupt at once."""
+    """Remembers the first signal. A second Ctrl-C or SIGTERM raises KeyboardInterrupt at once."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
+        self._heard: list[signal.Signals] = []
+        self._terminals: list[int] = []  # descriptors; a closed terminal is not recognised any more
 
     def take_request(self) -> str | None:
         """The signal that asked the run to stop; None after the first call."""
@@ -35,8 +37,10 @@ class Stopper:
     def listening(self) -> Iterator[None]:
         """Inside, the first signal is remembered instead of ending the process."""
         # What the caller ignores stays ignored: `nohup` starts programs without SIGHUP.
-        heard = [each for each in SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
-        before = {each: signal.signal(each, self._remember) for each in heard}
+        self._heard = [each for each in SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+        streams = [stream for stream in (sys.__stdout__, sys.__stderr__) if stream is not None]
+        self._terminals = [stream.fileno() for stream in streams if not stream.closed and stream.isatty()]
+        before = {each: signal.signal(each, self._remember) for each in self._heard}
         try:
             yield
         finally:
@@ -45,17 +49,15 @@ class Stopper:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.signal_name = signal.Signals(number).name
-        if number == signal.SIGHUP:  # a second one means the same, and often follows at once
-            _leave_terminal()
-        for each in SIGNALS:
-            if each != number or number != signal.SIGHUP:
-                signal.signal(each, signal.default_int_handler)
+        for each in self._heard:
+            # A terminal may be closed while the run is being saved.
+            signal.signal(each, self._leave_terminal if each == signal.SIGHUP else signal.default_int_handler)
+        if number == signal.SIGHUP:
+            self._leave_terminal(number, frame)
 
-
-def _leave_terminal() -> None:
-    """Discards all further output to a terminal, which is closed: writing to it would fail."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.__stdout__, sys.__stderr__):
-        if stream is not None and stream.isatty():
-            os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    def _leave_terminal(self, number: int, frame: FrameType | None) -> None:
+        """Discards all further output to a terminal, which is closed: writing to it would fail."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in self._terminals:
+            os.dup2(nowhere, descriptor)
+        os.close(nowhere)

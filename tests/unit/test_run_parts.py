@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import pty
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -83,7 +86,7 @@ def test_a_grid_shows_pictures_row_by_row_with_their_words(tmp_path: Path) -> No
 # --- Stopping ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_remembered_until_the_run_can_be_left(number: signal.Signals) -> None:
     stopper = Stopper()
     before = signal.getsignal(number)
@@ -102,6 +105,37 @@ def test_the_second_signal_ends_the_run_at_once(second: signal.Signals) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), second)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+CLOSED_TERMINAL = """
+import sys, time
+from digenrl.runs.stopping import Stopper
+stopper = Stopper()
+with stopper.listening():
+    print("listening", flush=True)
+    while (name := stopper.take_request()) is None:
+        time.sleep(0.01)
+    for _ in range(1000):
+        print("a dashboard", flush=True)
+    open(sys.argv[1], "w").write(name)
+"""
+
+
+def test_a_run_whose_terminal_is_closed_can_still_save(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    take_terminal = "import fcntl, termios; fcntl.ioctl(1, termios.TIOCSCTTY, 0)\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", take_terminal + CLOSED_TERMINAL, str(tmp_path / "saved")],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    assert b"listening" in os.read(ours, 100)
+    os.close(ours)  # the kernel sends SIGHUP, and writing fails from now on
+    assert process.wait(60) == 0
+    assert (tmp_path / "saved").read_text() == "SIGHUP"
 
 
 # --- StepTimePrediction ------------------------------------------------------------------------------------------

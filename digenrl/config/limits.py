@@ -6,15 +6,15 @@ from typing import Annotated
 
 from pydantic import Field
 
-Pixels = Annotated[int, Field(ge=1, le=16_384)]
-Frames = Annotated[int, Field(ge=1, le=4_096)]
+Pixels = Annotated[int, Field(gt=0, le=16_384)]
+Frames = Annotated[int, Field(gt=0, le=4_096)]
 DenoisingSteps = Annotated[int, Field(ge=1, le=1_000)]
 OptimizerSteps = Annotated[int, Field(ge=1, le=10_000_000)]
 PromptsPerStep = Annotated[int, Field(ge=1, le=65_536)]
 GroupSize = Annotated[int, Field(ge=1, le=16_384)]
-Lanes = Annotated[int, Field(ge=1, le=16_384)]
+Lanes = Annotated[int, Field(gt=0, le=16_384)]
 Rank = Annotated[int, Field(ge=1, le=16_384)]
-Rows = Annotated[int, Field(ge=1, le=1_000_000)]
+Rows = Annotated[int, Field(gt=0, le=1_000_000)]
 Weight = Annotated[float, Field(ge=-1e9, le=1e9)]
 
 SAMPLES_PER_STEP = 1_048_576

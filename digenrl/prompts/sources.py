@@ -92,7 +92,7 @@ def _from_record(index: int, record: dict[str, Any], column: str, where: str) ->
         raise ConfigError(f"{where}: no '{column}'; known: {', '.join(record) or 'nothing'}; set `column`")
     text = record[column]
     if not isinstance(text, str) or not text.strip():
-        raise ConfigError(f"{where}: '{column}' must be a non-empty string, got {str(text)[:60]!r}")
+        raise ConfigError(f"{where}: '{column}' must be a non-empty string, got {repr(text)[:60]}")
     _check_text(text, where)
     with errors_in(where):
         check_content(record)

@@ -104,7 +104,7 @@ def test_hundreds_of_random_settings_are_accepted_or_refused_in_one_line(recipe:
     dice, keys = random.Random(21), [key.split(".") for key in all_keys(Recipe)]
     bad = recipe.with_name("random.yaml")
     refusals = 0
-    for _ in range(300):
+    for _ in range(150):
         content = json.loads(json.dumps(RECIPE))
         for _ in range(dice.randint(1, 2)):
             at, path = content, dice.choice(keys)
@@ -116,7 +116,7 @@ def test_hundreds_of_random_settings_are_accepted_or_refused_in_one_line(recipe:
                 at[path[-1]] = dice.choice(NASTY)
         bad.write_text(json.dumps(content) if dice.random() < 0.3 else yaml.safe_dump(content), errors="replace")
         refusals += refused(bad) is not None
-    assert refusals > 150
+    assert refusals > 75
 
 
 def test_damaged_and_endless_files_are_refused_in_one_line(recipe: Path) -> None:
@@ -136,7 +136,7 @@ def test_damaged_and_endless_files_are_refused_in_one_line(recipe: Path) -> None
         *("", "- a", "a: 1\na: 2", "!!python/object:os.system {}", "&", "%", "\t", "key: 'x"),
     ]
     raw = [text.encode() for text in contents]
-    for _ in range(60):
+    for _ in range(25):
         damaged = bytearray(whole)
         for _ in range(dice.randint(1, 4)):
             damaged[dice.randrange(len(damaged))] = dice.randrange(256)

@@ -19,7 +19,7 @@ from digenrl.run_folder.reading import read_run
 from digenrl.runs.resuming import find_resume_point, kept_positions, mend_logs
 from digenrl.training.checkpoint.format import WHOLE, CheckpointContent
 
-DAMAGED_FOLDERS = int(os.environ.get("DIGENRL_DAMAGED_FOLDERS", "60"))
+DAMAGED_FOLDERS = int(os.environ.get("DIGENRL_DAMAGED_FOLDERS", "40"))
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ def reward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reward]:
     os.environ["DIGENRL_REWARD_TOKEN"] = "secret"
     sys.path.insert(0, str(Path(__file__).parent))
     settings = FunctionSettings(
-        target="test_isolated_rewards:moody", isolated=True, timeout_s=30.0, memory_gb=3.0, label="moody"
+        target="test_isolated_rewards:moody", isolated=True, timeout_s=10.0, memory_gb=3.0, label="moody"
     )
     built = build_reward(settings)
     assert isinstance(built, IsolatedReward)
@@ -78,7 +78,5 @@ def test_whatever_it_does_is_a_missing_score_and_the_next_batch_is_scored(
 
 
 def test_a_batch_that_takes_too_long_is_ended(reward: Reward) -> None:
-    quick = IsolatedReward(FunctionSettings(target="test_isolated_rewards:moody", isolated=True, timeout_s=0.5))
-    with pytest.raises(RewardError, match=r"longer than 0.5 s"):
-        score(quick, "hang")
-    quick.close()
+    with pytest.raises(RewardError, match=r"longer than 10 s"):
+        score(reward, "hang")

@@ -7,15 +7,30 @@ PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint co
 # One thread per test process: several processes with several threads each are slower than one.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-fast lint types imports pytest docs bench chaos chaos-ci mutants clean
+comma       := ,
+EXTRAS      := dev,train,ray,ocr,serve
+EXTRA_NAMES := $(subst $(comma), ,$(EXTRAS))
+
+.PHONY: setup lock demo test test-fast lint types imports pytest docs bench chaos chaos-ci mutants clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+ifdef LOCKED
+	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --requirement requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+else
 	$(PIP) torch
-	$(PIP) --editable '.[dev,train,ray,ocr,serve]'
+	$(PIP) --editable '.[$(EXTRAS)]'
+endif
 	touch $(STAMP)
+
+# Writes requirements.lock after a change of dependencies; needs uv.
+lock:
+	echo setuptools | uv pip compile pyproject.toml - $(foreach extra,$(EXTRA_NAMES),--extra $(extra)) --universal \
+	    --constraint constraints.txt --generate-hashes --no-header --no-annotate --no-emit-index-url \
+	    --no-emit-find-links --quiet --output-file requirements.lock
 
 # About five minutes of training on two cores; ends with the path of the report.
 demo: $(STAMP)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from digenrl.config.limits import DRAWN_PROMPTS
 from digenrl.planning.workload import WORKLOAD_KEYS
 
 Overrides = Annotated[
@@ -163,7 +164,11 @@ PromptSetName = Annotated[
 ]
 PromptCount = Annotated[
     int | None,
-    typer.Option(min=1, help="The number of prompts; by default 20, or with --out as many as a recipe uses."),
+    typer.Option(
+        min=1,
+        max=DRAWN_PROMPTS,
+        help="The number of prompts; by default 20, or with --out as many as a recipe uses.",
+    ),
 ]
 PromptSplit = Annotated[str, typer.Option(help="train or held_out.")]
 PromptSeed = Annotated[int, typer.Option(min=0, help="Another seed gives other prompts.")]
@@ -185,6 +190,12 @@ ListenAddress = Annotated[
     str, typer.Option(help="The address to listen on; any address other than this machine's needs a token.")
 ]
 ListenPort = Annotated[int, typer.Option(min=1, max=65535, help="The port to listen on.")]
+CertificateFile = Annotated[
+    Path | None, typer.Option("--certificate", metavar="FILE", help="Serve HTTPS with this certificate, in PEM.")
+]
+KeyFile = Annotated[
+    Path | None, typer.Option("--key", metavar="FILE", help="The private key of the certificate, in PEM.")
+]
 TokenVariable = Annotated[
     str, typer.Option(help="The environment variable with the token that clients must send.")
 ]

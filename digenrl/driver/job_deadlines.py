@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from digenrl.records import Encode, Evaluate, Generate, Job, Score
 
 FACTOR = 10  # a job may take this many times as long as the longest of its kind so far
-UNTIMED_FACTOR = 10  # times the patience, for the first job of its kind: it may compile, or download
+UNTIMED_FACTOR = 30  # times the patience, for the first job of its kind: it may compile, or time many sizes
 LONGEST_PAUSE_S = 5.0  # between two looks; what exceeds it is a pause of the driver and counts for no worker
 INDEPENDENT = (Encode, Generate, Score, Evaluate)  # jobs that never wait for another worker
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 
 from digenrl.logs import describe
 from digenrl.loop import RunGaveUpError
 from digenrl.records import JobFailed, Quarantine
+
+logger = logging.getLogger(__name__)
 
 LIMIT = 5  # groups in a row with the same error
 _NUMBER = re.compile(r"\d+")
@@ -24,7 +27,9 @@ class RepeatedFailures:
     def failed(self, failure: JobFailed) -> None:
         """A job failed that the scheduler tries again or replaces."""
         self._failed_jobs += 1
-        self._notify(f"{describe(failure.job)} failed ({self._failed_jobs} so far): {failure.reason}")
+        message = f"{describe(failure.job)} failed ({self._failed_jobs} so far): {failure.reason}"
+        logger.warning("%s", message)
+        self._notify(message)
 
     def quarantined(self, action: Quarantine) -> None:
         """A group failed. Raises RunGaveUpError if it is one of several in a row with the same error."""

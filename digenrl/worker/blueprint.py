@@ -21,6 +21,7 @@ from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_paths import DEMO
 from digenrl.config.windows import Window
 from digenrl.generation.noise import normal_noise
+from digenrl.models.base_weights import base_fingerprint
 from digenrl.models.compiled import compile_blocks
 from digenrl.models.contract import DiffusionModel, SampleSize, Schedule, TextEncoder
 from digenrl.models.family import Family
@@ -310,6 +311,14 @@ def source_of(recipe: Recipe) -> ModelSource:
         token=model.token,
         base=model.base_source,
     )
+
+
+def fingerprint_of_base(blueprint: Blueprint) -> str:
+    """A hash of the weights that training starts from; "" for random ones, which the recipe determines."""
+    if blueprint.recipe.model.random:
+        return ""
+    source = blueprint.family.with_base(source_of(blueprint.recipe))
+    return base_fingerprint(blueprint.family.pipeline_class, source)
 
 
 def make_trainer(

@@ -68,7 +68,7 @@ def _checked(recipe: Recipe) -> tuple[list[str], int]:
         raise ConfigError(f"{missing}; install digenrl[train]") from None
     blueprint = read_blueprint(recipe)
     for settings in (*recipe.rewards, *recipe.held_out_rewards):
-        if isinstance(settings, FunctionSettings):
+        if isinstance(settings, FunctionSettings) and not settings.isolated:
             import_target(settings)
     try:
         check_hub_model(blueprint)

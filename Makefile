@@ -7,15 +7,30 @@ PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint co
 # One thread per test process: several processes with several threads each are slower than one.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-fast lint types imports pytest docs bench clean
+comma       := ,
+EXTRAS      := dev,train,ray,ocr,serve
+EXTRA_NAMES := $(subst $(comma), ,$(EXTRAS))
+
+.PHONY: setup lock demo test test-fast lint types imports pytest docs bench chaos chaos-ci mutants clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+ifdef LOCKED
+	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --requirement requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+else
 	$(PIP) torch
-	$(PIP) --editable '.[dev,train,ray,ocr,serve]'
+	$(PIP) --editable '.[$(EXTRAS)]'
+endif
 	touch $(STAMP)
+
+# Writes requirements.lock after a change of dependencies; needs uv.
+lock:
+	echo setuptools | uv pip compile pyproject.toml - $(foreach extra,$(EXTRA_NAMES),--extra $(extra)) --universal \
+	    --constraint constraints.txt --generate-hashes --no-header --no-annotate --no-emit-index-url \
+	    --no-emit-find-links --quiet --output-file requirements.lock
 
 # About five minutes of training on two cores; ends with the path of the report.
 demo: $(STAMP)
@@ -61,6 +76,17 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/ray_overhead.py
 	$(BIN)/python benchmarks/ray_unequal.py
 	$(BIN)/python benchmarks/ray_faults.py
+
+# The scheduler and the driver in simulated worlds with random faults, on all cores.
+chaos-ci: $(STAMP)
+	$(BIN)/digenrl simulate --chaos 2000
+	$(BIN)/digenrl simulate --chaos 20 --large
+
+chaos: $(STAMP)
+	$(BIN)/digenrl simulate --chaos 100000
+
+mutants: $(STAMP)
+	$(BIN)/python benchmarks/mutants.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -48,7 +48,8 @@ from digenrl.planning.layout import (
 )
 from digenrl.planning.spec_builder import rounded, training_unit
 from digenrl.planning.workload import Workload
-from digenrl.simulation.makespan import predict_makespan
+from digenrl.simulation.both_directions import ChosenSchedule
+from digenrl.simulation.makespan import predict_makespan, schedule_if_lanes_do_both
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,14 +236,16 @@ def best_colocated(
 
 def both_directions(
     workload: Workload, pools: Sequence[CardPool], steps: int, constants: Constants = CONSTANTS
-) -> float:
-    """The makespan if every node is a lane that generates and trains on its own, with the best size of Train jobs.
+) -> ChosenSchedule:
+    """What `auto` chooses if every node is a lane that can generate and train, with the best size of Train jobs.
 
-    Full fine-tuning does not fit on one card, so the cards of a node act together: the weights are sharded inside
-    the node, and the nodes' gradients are added up before a commit. Raises ConfigError if a node is too small.
+    It may choose colocated nodes, which take turns. Full fine-tuning does not fit on one card, so the cards of a
+    node act together: the weights are sharded inside the node, and the nodes' gradients are added up before a
+    commit. Raises ConfigError if a node is too small.
     """
     sizes = [size for size in workload.slice_sizes() if size > 1] or [1]
-    return min(predict_makespan(_node_spec(workload, pools, steps, job, constants)) for job in sizes)
+    specs = [_node_spec(workload, pools, steps, job, constants) for job in sizes]
+    return min(map(schedule_if_lanes_do_both, specs), key=lambda schedule: schedule.makespan)
 
 
 def _node_spec(workload: Workload, pools: Sequence[CardPool], steps: int, job: int, constants: Constants) -> Spec:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from ladder_simulation import (
     RUNGS,
     ColocatedAssumptions,
     LadderRow,
+    TechniqueRung,
     best_colocated,
     both_directions,
     colocated_spec,
@@ -126,15 +127,26 @@ def workload_of(model: str, setting: tuple[int, float], changes: dict[str, Any])
     return workload_for(model, **{**base, **MODELS.get(model, CLIP), **changes})
 
 
-def ladder_of(model: str, testbed: str, setting: tuple[int, float], scenario: Scenario) -> list[LadderRow]:
-    """Every rung of one model on one testbed."""
+def ladder_of(
+    model: str,
+    testbed: str,
+    setting: tuple[int, float],
+    scenario: Scenario,
+    rungs: Sequence[TechniqueRung] = RUNGS,
+) -> list[LadderRow]:
+    """Colocated and these rungs of one model on one testbed."""
     pools = [
         pool.model_copy(update={"network_gbit_s": pool.network_gbit_s * scenario.network_factor})
         for pool in TESTBEDS[testbed]
     ]
     workload = workload_of(model, setting, scenario.workload)
-    rungs = [replace(rung, node_shards=scenario.node_shards) for rung in RUNGS]
+    rungs = [replace(rung, node_shards=scenario.node_shards) for rung in rungs]
     return simulate_rungs(workload, pools, STEPS, scenario.colocated, scenario.constants, rungs)
+
+
+def last_speedup(model: str, testbed: str, setting: tuple[int, float], scenario: Scenario) -> float:
+    """The speed-up of the last rung, everything on."""
+    return ladder_of(model, testbed, setting, scenario, RUNGS[-1:])[-1].speedup
 
 
 def all_ladders() -> dict[str, dict[str, list[LadderRow]]]:
@@ -151,7 +163,7 @@ def ranges() -> dict[str, dict[str, tuple[float, float]]]:
     for model in MODELS:
         found[model] = {}
         for testbed in TESTBEDS:
-            last = [ladder_of(model, testbed, setting, SENSITIVITY[0])[-1].speedup for setting in SETTINGS]
+            last = [last_speedup(model, testbed, setting, SENSITIVITY[0]) for setting in SETTINGS]
             found[model][testbed] = (min(last), max(last))
     return found
 
@@ -168,18 +180,25 @@ def mixed_against_a(ladders: dict[str, dict[str, list[LadderRow]]]) -> dict[str,
     return gains
 
 
-def best_against_both() -> dict[str, dict[str, tuple[float, float]]]:
-    """Seconds per step by model and testbed: colocated at its best, and nodes that generate and train."""
-    return {
-        model: {
-            testbed: (
-                best_colocated(workload_of(model, SHOWN_SETTING, {}), pools, STEPS) / STEPS,
-                both_directions(workload_of(model, SHOWN_SETTING, {}), pools, STEPS) / STEPS,
-            )
-            for testbed, pools in TESTBEDS.items()
-        }
-        for model in MODELS
-    }
+@dataclass(frozen=True)
+class BestPair:
+    """Seconds per step of colocated at its best, and of nodes that do both; `auto` may let them take turns."""
+
+    colocated_s: float
+    both_s: float
+    takes_turns: bool
+
+
+def best_pair(model: str, pools: Sequence[CardPool]) -> BestPair:
+    workload = workload_of(model, SHOWN_SETTING, {})
+    both = both_directions(workload, pools, STEPS)
+    colocated_s = best_colocated(workload, pools, STEPS)
+    return BestPair(colocated_s / STEPS, both.makespan / STEPS, both.spec.policy.colocated)
+
+
+def best_against_both() -> dict[str, dict[str, BestPair]]:
+    """By model and testbed."""
+    return {model: {testbed: best_pair(model, pools) for testbed, pools in TESTBEDS.items()} for model in MODELS}
 
 
 def technique_by_technique() -> dict[str, float]:
@@ -196,8 +215,7 @@ def sensitivity() -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
             scenario.name,
             {
                 model: {
-                    testbed: ladder_of(model, testbed, SHOWN_SETTING, scenario)[-1].speedup
-                    for testbed in ("A", "B", "C")
+                    testbed: last_speedup(model, testbed, SHOWN_SETTING, scenario) for testbed in ("A", "B", "C")
                 }
                 for model in PAPER_LADDER
             },
@@ -244,13 +262,20 @@ def mixed_table(gains: dict[str, dict[str, float]]) -> Table:
     return table
 
 
-def best_table(found: dict[str, dict[str, tuple[float, float]]]) -> Table:
-    table = Table(title="Both directions, over the best colocated: node shards, packed, no engine switch")
+def best_table(found: dict[str, dict[str, BestPair]]) -> Table:
+    table = Table(
+        title="Everything on, over the best colocated: node shards, packed, no engine switch",
+        caption="in turns: auto chooses colocated nodes, with the same or a better size of jobs",
+    )
     table.add_column("model")
     for testbed in TESTBEDS:
         table.add_column(testbed, justify="right")
     for model, by_testbed in found.items():
-        table.add_row(model, *(f"{best / both:.3f}" for best, both in by_testbed.values()))
+        cells = [
+            f"{pair.colocated_s / pair.both_s:.3f}{', in turns' if pair.takes_turns else ''}"
+            for pair in by_testbed.values()
+        ]
+        table.add_row(model, *cells)
     return table
 
 
@@ -307,7 +332,9 @@ def main() -> None:
             "paper": {"ladder": PAPER_LADDER, "range": PAPER_RANGE, "mixed": PAPER_MIXED},
             "ranges": found,
             "mixed": gains,
-            "best_colocated_and_both_directions": best,
+            "best_colocated_and_both_directions": {
+                m: {t: asdict(pair) for t, pair in by.items()} for m, by in best.items()
+            },
             "technique_by_technique": technique_by_technique(),
             "colocated_step": baseline_costs(),
             "sensitivity": dict(scenarios),

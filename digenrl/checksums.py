@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PIECE_BYTES = 16 * 2**20
 THREADS = min(16, os.cpu_count() or 1)
@@ -50,6 +50,8 @@ def _pieces_in(path: Path) -> Iterator[tuple[Callable[[int], bytes], range]]:
 
 
 def _pieces_of(tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
+    import torch  # the driver computes checksums of files without it
+
     for name in sorted(tensors):
         value = tensors[name].detach().contiguous()
         yield f"{name} {value.dtype} {tuple(value.shape)};".encode()

@@ -25,7 +25,7 @@ from digenrl.config.rewards import parse_rewards
 from digenrl.config.spec import read_spec
 from digenrl.runs.stopping import RunFailedError
 from digenrl.simulation.simulator import SIMULATED_SEARCH_BUDGET
-from digenrl.telemetry.writing import check_writable, write_atomically
+from digenrl.telemetry.writing import NO_SPACE, check_writable, write_atomically
 
 app = typer.Typer(
     name="digenrl",
@@ -62,11 +62,26 @@ def simulate_command(
     ladder: options.Ladder = False,
     unpacked: options.Unpacked = None,
     budget: options.SearchBudget = SIMULATED_SEARCH_BUDGET,
+    chaos: options.ChaosSeeds = None,
+    first_seed: options.FirstSeed = 0,
+    faults: options.FaultKinds = None,
+    large: options.LargeWorlds = False,
+    only: options.OnlyFaults = None,
 ) -> None:
-    """Simulate a schedule.
+    """Simulate a schedule, or faults.
 
-    Runs a SPEC through the production scheduler on a virtual clock.
+    Runs a SPEC through the production scheduler on a virtual clock. With --chaos, runs scheduler and driver in
+    small random worlds in which workers, messages and machines fail.
     """
+    if chaos is not None:
+        from digenrl.commands.chaos import read_campaign, run_chaos
+
+        if spec_file is not None or profile is not None or ladder:
+            raise ConfigError("--chaos: draws its own worlds; leave out the SPEC, --profile and --ladder")
+        run_chaos(read_campaign(chaos, first_seed, large, faults, only), as_json)
+        return
+    if first_seed or faults is not None or large or only is not None:
+        raise ConfigError("--first-seed, --faults, --large, --only: only --chaos uses them; add --chaos SEEDS")
     from digenrl.commands.simulate import TraceFiles, compare_techniques, predict_device, simulate_spec
 
     files = TraceFiles(trace, gantt)
@@ -187,6 +202,9 @@ def train_command(
     overrides: options.Overrides = None,
     out_folder: options.RunFolderPath = None,
     resume: options.ResumePath = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="With --resume: start over from step 0, checkpoints are set aside.")
+    ] = False,
     plan_file: options.ChosenPlan = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print every step as a line of JSON.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Also log debug messages to RUN/logs.")] = False,
@@ -203,7 +221,9 @@ def train_command(
             raise ConfigError("--out: a run is resumed in its own folder; leave it out")
         if plan_file is not None:
             raise ConfigError("--plan: a run is resumed with its own plan; give changes as key=value")
-        status = resume_run(resume, _words(recipe, overrides), out, as_json)
+        status = resume_run(resume, _words(recipe, overrides), out, as_json, restart)
+    elif restart:
+        raise ConfigError("--restart: starts an existing run over; name it with --resume RUN")
     elif recipe is None:
         raise ConfigError("train: give a recipe, as 'digenrl train demo', or --resume RUN")
     else:
@@ -332,6 +352,8 @@ def serve_reward_command(
     host: options.ListenAddress = "127.0.0.1",
     port: options.ListenPort = 8790,
     token_env: options.TokenVariable = "DIGENRL_REWARD_TOKEN",
+    certificate: options.CertificateFile = None,
+    key: options.KeyFile = None,
 ) -> None:
     """Serve rewards over HTTP.
 
@@ -341,10 +363,15 @@ def serve_reward_command(
     add_to_python_path([Path.cwd()])
     with _requires("train", "serve"):
         from digenrl.rewards.building import build_rewards
-        from digenrl.rewards.server import serve, token_for
+        from digenrl.rewards.server import TlsFiles, serve, token_for
+    if (certificate is None) != (key is None):
+        raise ConfigError("--certificate and --key: give both, or none of them")
+    tls = None if certificate is None or key is None else TlsFiles(certificate, key)
     token = os.environ.get(token_env)
     token_for(host, token)  # fails before any model is loaded
-    serve(build_rewards(settings), host, port, token)
+    if tls is not None:
+        tls.check()
+    serve(build_rewards(settings), host, port, token, tls)
 
 
 def _words(recipe: str | None, overrides: list[str] | None) -> list[str]:
@@ -380,5 +407,10 @@ def main() -> NoReturn:
         sys.exit(2)
     except RunFailedError as error:
         typer.echo(f"digenrl: {error}", err=True)
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        typer.echo(f"digenrl: {error.filename or 'output'}: cannot be written: {error.strerror}", err=True)
         sys.exit(1)
     sys.exit(0)

@@ -26,6 +26,7 @@ CalibrationTask = Literal["forward", "generate", "score", "train", "switch", "co
 
 HELD_OUT_STEP = -1  # the `step` of jobs that encode held-out prompts
 NO_LANE = -1  # of calibrations before the run
+NO_JOB = -1
 
 
 def _data(default: Any = None) -> Any:
@@ -250,13 +251,15 @@ class Generate(Job):
     """Generate and decode a slice. A worker that also scores, scores it. Result: Generated.
 
     `version` is that of the weights when the job was issued. A newer version may arrive before it starts; then the
-    whole slice is made with that one.
+    whole slice is made with that one. If it `hedges` another job, both generate the same slice, and the first
+    result counts.
     """
 
     slice: Slice
     lane: int
     version: int
     prompt: PromptRow = _data()
+    hedges: int = field(default=NO_JOB, kw_only=True)
 
     @property
     def stale(self) -> bool:
@@ -499,6 +502,13 @@ def holding_lane(job: Job) -> int | None:
 @dataclass(frozen=True, slots=True)
 class Wait(Action):
     """The trainer could help and waits instead. Nothing to do, but part of the journal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wake(Action):
+    """Report a Tick at this time, even if nothing happens until then."""
+
+    at_ns: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,10 @@ class _FakeWorker:
 
 
 class FakeTransport:
-    """`fails` says why a job fails, if it does. Dice end `kills` workers and lose artifacts `vanishing` times."""
+    """`fails` says why a job fails, if it does; `hangs` whether it never ends.
+
+    Dice end `kills` workers and lose artifacts `vanishing` times.
+    """
 
     def __init__(
         self,
@@ -113,10 +116,11 @@ class FakeTransport:
         *,
         kills: int = 0,
         fails: Callable[[Job], str | None] = lambda job: None,
+        hangs: Callable[[Job], bool] = lambda job: False,
         mortal_trainer: bool = False,
         vanishing: int = 0,
     ) -> None:
-        self._exchange, self._dice, self._fails = exchange, dice, fails
+        self._exchange, self._dice, self._fails, self._hangs = exchange, dice, fails, hangs
         self.kills_left, self.vanishing_left = kills, vanishing
         self._mortal_trainer = mortal_trainer
         self._vanished: set[str] = set()
@@ -156,7 +160,8 @@ class FakeTransport:
         if not self.waiting:
             busy = [name for name, worker in self.workers.items() if worker.jobs]
             assert busy, "no worker has a job: the run hangs"
-            for name in self._dice.sample(busy, self._dice.randint(1, len(busy))):
+            busy = [name for name in busy if not self._is_hanging(self.workers[name])]
+            for name in self._dice.sample(busy, self._dice.randint(1, len(busy))) if busy else ():
                 self.answer(name)
             self._roll_dice()
         messages = list(self.waiting)
@@ -208,6 +213,10 @@ class FakeTransport:
     def jobs(self, kind: type[Any]) -> list[Any]:
         """The answered jobs of one kind, in order."""
         return [job for _, job in self.log if isinstance(job, kind)]
+
+    def _is_hanging(self, worker: _FakeWorker) -> bool:
+        oldest = next(iter(worker.jobs.values()))
+        return oldest is not None and self._hangs(oldest)
 
     def _roll_dice(self) -> None:
         mortal = [name for name in self.workers if name != TRAINER or self._mortal_trainer]

@@ -12,17 +12,17 @@ import uvicorn
 
 from digenrl.rewards.contract import Reward
 from digenrl.rewards.http_messages import Limits
-from digenrl.rewards.server import create_app
+from digenrl.rewards.server import TlsFiles, server_config
 
 TOKEN = "a token for tests alone"
 
 
 @contextmanager
-def serving(reward: Reward, limits: Limits | None = None) -> Iterator[str]:
+def serving(reward: Reward, limits: Limits | None = None, tls: TlsFiles | None = None) -> Iterator[str]:
     """The server's address."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(create_app(reward, TOKEN, limits), log_level="warning"))
+    server = uvicorn.Server(server_config(reward, TOKEN, limits, tls))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     deadline = time.monotonic() + 30
@@ -30,7 +30,7 @@ def serving(reward: Reward, limits: Limits | None = None) -> Iterator[str]:
         assert thread.is_alive() and time.monotonic() < deadline, "the server did not start"
         time.sleep(0.01)
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield f"{'http' if tls is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        server.should_exit = True
+        server.should_exit = server.force_exit = True  # clients may keep connections open
         thread.join(timeout=30)

@@ -35,7 +35,6 @@ from digenrl.worker.blueprint import (
 from digenrl.worker.pictures import as_image
 
 TASKS = {"image": "text-to-image", "video": "text-to-video"}
-CONFIGURATIONS = ("transformer/config.json", "vae/config.json")
 SMALL_VIDEO_FRAMES = 5
 STAGES = 3
 # A model alone is checked as the model of this recipe: adapters of rank 32, small samples.
@@ -249,8 +248,8 @@ def _described(target: _Target, blueprint: Blueprint, device: Device) -> ModelCh
         parts = {name: kind for name, (_, kind) in components(index).items()}
         files = _files(family, source, index)
         if not files.on_this_machine:
-            for name in CONFIGURATIONS:
-                source.pipeline.repository.fetch(source.pipeline.within + name)
+            for name in (family.denoiser, "vae"):
+                source.pipeline.repository.fetch(f"{source.pipeline.within}{name}/config.json")
     if target.alone:  # it would be trained in bfloat16; float32 is for the comparison
         recipe = _changed(recipe, "model", dtype="bfloat16")
     encoders = weight_bytes(files.sizes, family.model_class.text_encoders)

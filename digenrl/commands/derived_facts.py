@@ -35,7 +35,7 @@ def derive_facts(recipe: Recipe, folder: Path | None = None) -> ModelFacts:
     size = SampleSize(sample.height, sample.width, sample.frames)
     name, folder = model_name(recipe), folder or _pipeline_folder(source_of(recipe))
     targets = None if recipe.training.lora is None else recipe.training.lora.targets
-    if (folder / "transformer" / "config.json").is_file():
+    if (folder / family.denoiser / "config.json").is_file():
         return facts_of(family, name, *_local_model(family, folder, recipe.model.text_tokens), size, targets)
     published = recipe.model.random_size if recipe.model.random else _size_in(name, family)
     if published is None:
@@ -87,7 +87,10 @@ def _pipeline_folder(source: ModelSource) -> Path:
 
 
 def _size_in(name: str, family: Family) -> str | None:
-    """The size whose name is part of the pipeline's name, as 3.5-large in stable-diffusion-3.5-large."""
+    """The size with this name on the hub, or with a name that is part of it, such as 3.5-large."""
+    for size, full in family.sizes.items():
+        if full.hub_id is not None and full.hub_id.lower().endswith(f"/{name.lower()}"):
+            return size
     fitting = [size for size in family.sizes if size in name.lower()]
     return max(fitting, key=len, default=None)
 
@@ -96,13 +99,12 @@ def _local_model(family: Family, source: Path, text_tokens: int | None) -> tuple
     """The model of a local pipeline on the meta device, and its text shapes."""
     full = family.full_size()
     with building_on(torch.bfloat16, "meta"):
-        transformer = full.transformer.cls.from_config(_config(source / "transformer"))
+        transformer = full.transformer.cls.from_config(_config(source / family.denoiser))
         vae = family.vae.cls.from_config(_config(source / "vae"))
         published = full.transformer.build()
     keep_fp32_modules(transformer)
-    pipeline = pipeline_without(
-        family.pipeline_class, transformer=transformer, vae=vae, scheduler=family.scheduler.build()
-    )
+    parts = {family.denoiser: transformer, "vae": vae, "scheduler": family.scheduler.build()}
+    pipeline = pipeline_without(family.pipeline_class, **parts)
     shapes = {
         name: (*shape[:-1], _width(shape[-1], published.config, transformer.config))
         for name, shape in family.text_shapes(None, text_tokens).items()
@@ -115,7 +117,7 @@ def _local_model(family: Family, source: Path, text_tokens: int | None) -> tuple
 def _published_transformer(recipe: Recipe, family: Family) -> Any:
     """The transformer of a local pipeline or of the family's published size, on the meta device."""
     folder = _pipeline_folder(source_of(recipe))
-    if (folder / "transformer" / "config.json").is_file():
+    if (folder / family.denoiser / "config.json").is_file():
         return family.transformer_without_weights(folder)
     published = recipe.model.random_size if recipe.model.random else _size_in(model_name(recipe), family)
     return family.build_transformer(torch.bfloat16, "meta", published)

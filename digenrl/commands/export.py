@@ -149,7 +149,7 @@ def _diffusers(request: _Request, folder: Path) -> None:
         # Adapters do not depend on the format of the frozen weights.
         model = load_model(request.blueprint, "cpu", for_a_run=False, base=BaseWeights())
         request.load_into(model)
-        export_transformer(model, folder / "transformer")
+        export_transformer(model, folder / request.blueprint.family.denoiser)
     else:
         write_diffusers(request.adapters(), folder, request.blueprint.family.pipeline_class)
 
@@ -186,8 +186,11 @@ _WRITE: dict[ExportFormat, Callable[[_Request, Path], None]] = {
 
 def _loading_diffusers(request: _Request, folder: Path) -> tuple[str, ...]:
     if request.blueprint.recipe.training.lora is None:
-        kind = request.blueprint.family.full_size().transformer.cls.__name__
-        return (f'transformer = {kind}.from_pretrained("{folder / "transformer"}")',)
+        kind, part = (
+            request.blueprint.family.full_size().transformer.cls.__name__,
+            request.blueprint.family.denoiser,
+        )
+        return (f'{part} = {kind}.from_pretrained("{folder / part}")',)
     return (f'pipe.load_lora_weights("{folder}")',)
 
 
@@ -196,7 +199,8 @@ def _loading_comfyui(request: _Request, folder: Path) -> tuple[str, ...]:
 
 
 def _loading_peft(request: _Request, folder: Path) -> tuple[str, ...]:
-    return (f'transformer = peft.PeftModel.from_pretrained(pipe.transformer, "{folder}")',)
+    part = request.blueprint.family.denoiser
+    return (f'{part} = peft.PeftModel.from_pretrained(pipe.{part}, "{folder}")',)
 
 
 def _loading_merged(request: _Request, folder: Path) -> tuple[str, ...]:

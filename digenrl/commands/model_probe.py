@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.utils import logging as diffusers_logging
 from torch import Tensor
 
@@ -37,30 +36,6 @@ class Comparison:
     pixels_FCHW: Tensor
 
 
-class EulerSteps:
-    """Euler steps over the noise levels of another scheduler, in place of a multistep solver.
-
-    Rollouts take Euler steps, whatever the scheduler of the pipeline.
-    """
-
-    order = 1
-
-    def __init__(self, levels: Any) -> None:
-        self._levels, self.config = levels, levels.config
-        self._steps_taken = 0
-
-    def set_timesteps(self, *arguments: Any, **named: Any) -> None:
-        self._levels.set_timesteps(*arguments, **named)
-        self.timesteps, self.sigmas, self._steps_taken = self._levels.timesteps, self._levels.sigmas, 0
-
-    def set_begin_index(self, begin_index: int) -> None:
-        self._steps_taken = begin_index
-
-    def step(self, velocity: Tensor, _time: Tensor, latents: Tensor, **_named: Any) -> tuple[Tensor]:
-        here, self._steps_taken = self._steps_taken, self._steps_taken + 1
-        return (latents + (self.sigmas[here + 1] - self.sigmas[here]) * velocity,)
-
-
 def tokenize(model: PipelineModel, text: str) -> TokenizedProbe:
     """The text as every tokenizer of the pipeline reads it, without the family's prompt template."""
     found = {name: part for name, part in model.pipeline.components.items() if name.startswith("tokenizer")}
@@ -81,12 +56,13 @@ def compare_with_diffusers(
     noise_B = torch.randn(1, *model.noise_shape(size), generator=generator)
     start_BL = model.initial_latents(noise_B, size)
     conditioning = model.encode([prompt], None if negative is None else [negative]).to(model.device)
-    schedule, latents_BL = model.schedule(steps, size), start_BL
+    schedule = model.schedule(steps, size)
+    latents_BL = start_BL * schedule.noise_scale
     for index, time in enumerate(schedule.timesteps):
         velocity_BL = model.rollout_velocity(latents_BL, time.expand(1), conditioning, blueprint.guidance, size)
         latents_BL = latents_BL + (schedule.sigmas[index + 1] - schedule.sigmas[index]) * velocity_BL
     expected_BL = _denoised_by_diffusers(blueprint, model, prompt, steps, start_BL)
-    difference = (latents_BL.float() - expected_BL.float()).abs().max()
+    difference = (model.pipeline_latents(latents_BL, size).float() - expected_BL.float()).abs().max()
     return Comparison(float(difference), model.decode(latents_BL, size)[0].cpu())
 
 
@@ -106,7 +82,7 @@ def _denoised_by_diffusers(
             output_type="latent",
             return_dict=False,
             **({"num_frames": size.frames} if family.kind == "video" else {}),
-            **({"negative_prompt": [negative]} if family.uses_negative_prompts else {}),
+            **(model.negative_arguments([negative]) if family.uses_negative_prompts else {}),
             **model.pipeline_arguments(blueprint.guidance),
         )[0]
     return latents_BL
@@ -118,11 +94,8 @@ def plain_pipeline(model: PipelineModel) -> Any:
     with init_empty_weights(include_buffers=False):
         transformer = type(ours).from_config(ours.config)
     transformer.load_state_dict(ours.state_dict(), assign=True)
-    scheduler = model.fresh_scheduler()
     pipeline = copy(model.pipeline)
-    pipeline.transformer = transformer.to(model.device).eval()
-    pipeline.scheduler = (
-        scheduler if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) else EulerSteps(scheduler)
-    )
+    setattr(pipeline, model.denoiser, transformer.to(model.device).eval())
+    pipeline.scheduler = model.pipeline_scheduler()
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

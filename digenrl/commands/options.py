@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from digenrl.config.limits import DRAWN_PROMPTS
 from digenrl.planning.workload import WORKLOAD_KEYS
 
 Overrides = Annotated[
@@ -41,6 +42,20 @@ Ladder = Annotated[bool, typer.Option("--ladder", help="Compare the techniques, 
 Unpacked = Annotated[
     str | None,
     typer.Option(metavar="SECONDS", help="With --ladder: seconds per sample without time-step packing."),
+]
+ChaosSeeds = Annotated[
+    int | None,
+    typer.Option("--chaos", min=1, metavar="SEEDS", help="Inject random faults into this many simulated runs."),
+]
+FirstSeed = Annotated[int, typer.Option("--first-seed", min=0, help="With --chaos: the first seed.")]
+FaultKinds = Annotated[
+    str | None,
+    typer.Option("--faults", metavar="KINDS", help="With --chaos: only these kinds of faults, as crash,slow."),
+]
+LargeWorlds = Annotated[bool, typer.Option("--large", help="With --chaos: 64 lanes and 512 samples per step.")]
+OnlyFaults = Annotated[
+    str | None,
+    typer.Option("--only", metavar="NUMBERS", help="With --chaos: only these faults of a seed, as 0,3, or none."),
 ]
 SearchBudget = Annotated[int, typer.Option(min=1, help="The number of nodes that one help decision may search.")]
 
@@ -149,7 +164,11 @@ PromptSetName = Annotated[
 ]
 PromptCount = Annotated[
     int | None,
-    typer.Option(min=1, help="The number of prompts; by default 20, or with --out as many as a recipe uses."),
+    typer.Option(
+        min=1,
+        max=DRAWN_PROMPTS,
+        help="The number of prompts; by default 20, or with --out as many as a recipe uses.",
+    ),
 ]
 PromptSplit = Annotated[str, typer.Option(help="train or held_out.")]
 PromptSeed = Annotated[int, typer.Option(min=0, help="Another seed gives other prompts.")]
@@ -171,6 +190,12 @@ ListenAddress = Annotated[
     str, typer.Option(help="The address to listen on; any address other than this machine's needs a token.")
 ]
 ListenPort = Annotated[int, typer.Option(min=1, max=65535, help="The port to listen on.")]
+CertificateFile = Annotated[
+    Path | None, typer.Option("--certificate", metavar="FILE", help="Serve HTTPS with this certificate, in PEM.")
+]
+KeyFile = Annotated[
+    Path | None, typer.Option("--key", metavar="FILE", help="The private key of the certificate, in PEM.")
+]
 TokenVariable = Annotated[
     str, typer.Option(help="The environment variable with the token that clients must send.")
 ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from datetime import datetime
 from importlib.util import find_spec
@@ -20,7 +21,7 @@ from digenrl.report.page import write_report
 from digenrl.run_folder.folder import RunFolder, Status, numbered_path
 from digenrl.run_folder.metric_lines import read_evaluations, read_steps
 from digenrl.run_folder.reading import read_run
-from digenrl.runs.resuming import ResumePoint, find_resume_point
+from digenrl.runs.resuming import ResumePoint, find_resume_point, mend_logs
 from digenrl.runs.stopping import RunFailedError
 from digenrl.runs.training import check_recipe, train
 from digenrl.transports.contract import Backend
@@ -60,10 +61,22 @@ def _removed_unless_begun(folder: RunFolder, existing: Sequence[Path]) -> Iterat
         raise
 
 
-def resume_run(path: Path, overrides: Sequence[str], console: Console, as_json: bool) -> Status:
-    """Resumes an interrupted run; overrides may change only what does not affect the computed update."""
+def resume_run(
+    path: Path, overrides: Sequence[str], console: Console, as_json: bool, restart: bool = False
+) -> Status:
+    """Resumes an interrupted run; overrides may change only what does not affect the computed update.
+
+    With `restart` the run starts over from step 0, and its checkpoints are set aside.
+    """
     check_installed()
     folder = RunFolder.open(path)
+
+    def tell(line: str) -> None:
+        if as_json:
+            print(line, file=sys.stderr)
+        else:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
     recipe = read_recipe(str(folder.config), overrides)
     if fingerprint(recipe) != fingerprint(folder.recipe):
         raise ConfigError(
@@ -71,7 +84,14 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console, as_json: 
             "logging, checkpoint, evaluation and techniques other than tcss"
         )
     with folder.locked():  # a process that is training here keeps its recipe
-        resume_point = find_resume_point(folder)
+        if restart:
+            _set_checkpoints_aside(folder, tell)
+        resume_point = find_resume_point(folder, tell)
+        if resume_point is None:
+            _check_may_start_over(folder, restart, tell)
+        else:
+            tell(_where_it_resumes(folder, resume_point))
+            resume_point = mend_logs(folder, resume_point, tell)
         done = 0 if resume_point is None else resume_point.position.step
         if done >= recipe.steps:
             raise ConfigError(
@@ -81,6 +101,27 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console, as_json: 
         folder.write_recipe(recipe)
     with closing(backend):
         return _train_and_report(folder, backend, console, as_json, resume_point)
+
+
+def _set_checkpoints_aside(folder: RunFolder, tell: Callable[[str], None]) -> None:
+    aside = folder.set_checkpoints_aside()
+    if aside is not None:
+        tell(f"its checkpoints are now in {aside}")
+
+
+def _check_may_start_over(folder: RunFolder, restart: bool, tell: Callable[[str], None]) -> None:
+    """Raises ConfigError if steps would be lost that nobody asked to discard."""
+    if not restart and folder.metrics.is_file() and folder.metrics.stat().st_size:
+        raise ConfigError(
+            f"{folder.path}: steps are done (see {folder.metrics.name}), but {folder.checkpoints} has no "
+            "checkpoint; put it back, or start over from step 0 with --restart"
+        )
+    tell("starting from step 0" if restart else "no step was saved: starting from step 0")
+
+
+def _where_it_resumes(folder: RunFolder, resume_point: ResumePoint) -> str:
+    killed = "the last process ended without saving; " if folder.info.status is Status.RUNNING else ""
+    return f"{killed}resuming from {resume_point.checkpoint}"
 
 
 def check_installed() -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from digenrl.config.limits import Lanes
 from digenrl.config.reading import Frozen
 
 Count = Annotated[int, Field(ge=1)]
@@ -19,7 +20,7 @@ class GeneratorPool(Frozen):
     """
 
     name: str = "generator"
-    count: Count = 1
+    count: Lanes = 1
     slice: Count | None = None
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
+from digenrl.config.limits import DRAWN_PROMPTS
 from digenrl.config.reading import Frozen, nearest
 from digenrl.prompt_sets.contract import PromptSet, Split
 from digenrl.prompt_sets.registry import PROMPT_SETS
@@ -50,6 +51,12 @@ class PromptSettings(Frozen):
             raise ValueError(f"path ({self.path}) and name ({self.name}) are both given; leave one of them out")
         if self.path is None and self.name is None:
             raise ValueError(f"no prompts; give a file (path), or a prompt set (name): {', '.join(PROMPT_SETS)}")
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_drawn(self) -> PromptSettings:
+        if self.name is not None and (self.count or 0) > DRAWN_PROMPTS:
+            raise ValueError(f"count = {self.count}; at most {DRAWN_PROMPTS} prompts of a prompt set are drawn")
         return self
 
     @property

@@ -15,7 +15,11 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
+from digenrl.config.limits import NESTED_KEYS, VALUES_IN_A_FILE
+
 Model = TypeVar("Model", bound=BaseModel)
+LONGEST_COMPLAINT = 2_000  # characters; a user may have given megabytes
+TOO_DEEP = f"keys or lists are nested more than {NESTED_KEYS} deep"
 KeyPath = tuple[int | str, ...]  # keys of mappings and indices of lists
 
 
@@ -48,6 +52,15 @@ class Frozen(BaseModel):
 
 
 @contextmanager
+def errors_in(path: object) -> Iterator[None]:
+    """Puts the path of a file, or a place in it, before the ConfigErrors that are raised inside."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}", error.where) from None
+
+
+@contextmanager
 def errors_about(where: str) -> Iterator[None]:
     """Turns a ValueError raised inside into a ConfigError about the dotted key `where`."""
     try:
@@ -70,11 +83,45 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {reason}") from None
     try:
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
+    except RecursionError:
+        raise ConfigError(f"{path}: {TOO_DEEP}") from None
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise ConfigError(f"{path}: not valid YAML or JSON: {one_line(error)}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a mapping of keys at the top, got {_describe(content)}")
+    with errors_in(path):
+        check_content(content)
     return content
+
+
+def check_content(content: Any) -> None:
+    """Raises ConfigError for content that is nested too deep, too large, or has strings that are not text.
+
+    An alias of YAML counts wherever it is used, so that a few lines cannot stand for billions of values.
+    """
+    values, pending = 0, [(content, 0)]
+    while pending:
+        value, depth = pending.pop()
+        values += 1
+        if depth > NESTED_KEYS:
+            raise ConfigError(TOO_DEEP)
+        if values > VALUES_IN_A_FILE:
+            raise ConfigError(f"has more than {VALUES_IN_A_FILE} values; aliases count wherever they are used")
+        if isinstance(value, Mapping):
+            pending += [(each, depth + 1) for item in value.items() for each in item]
+        elif isinstance(value, list | tuple):
+            pending += [(each, depth + 1) for each in value]
+        elif isinstance(value, str) and not is_text(value):
+            raise ConfigError(f"{_describe(value)} is not text: it has half of a surrogate pair")
+
+
+def is_text(value: str) -> bool:
+    """Whether a string can be written as UTF-8."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def read_model(model: type[Model], path: Path) -> Model:
@@ -140,7 +187,8 @@ def _first_complaint(model: type[BaseModel], content: Any, error: ValidationErro
     if isinstance(complaint.raised, ConfigError) and complaint.raised.where:
         return complaint.raised  # it already names its key
     where = _dotted(complaint.path)
-    text = _text_of(model, complaint).replace("\n", " ")
+    text = " ".join(_text_of(model, complaint).splitlines())
+    text = text if len(text) <= LONGEST_COMPLAINT else f"{text[: LONGEST_COMPLAINT // 2]} ... {text[-500:]}"
     return ConfigError(f"{where}: {text}" if where else text, where)
 
 
@@ -261,5 +309,8 @@ _KINDS_IN_YAML = {
 
 
 def _describe(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python refuses to print integers of thousands of digits
+        return f"a {type(value).__name__} that is too large to print"
     return text if len(text) <= 60 else f"{text[:57]}..."

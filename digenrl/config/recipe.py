@@ -22,11 +22,23 @@ from digenrl.config.attention import fixed_kernels
 from digenrl.config.base_precision import UNQUANTIZED, BasePrecision, EncoderPrecision
 from digenrl.config.cluster import ClusterSettings
 from digenrl.config.generator_pools import check_pool_slice, check_slice, slice_sizes
+from digenrl.config.limits import (
+    DenoisingSteps,
+    Frames,
+    GroupSize,
+    Lanes,
+    OptimizerSteps,
+    Pixels,
+    PromptsPerStep,
+    Rows,
+    check_samples,
+)
 from digenrl.config.prompts import HeldOutPromptSettings, PromptSettings
 from digenrl.config.reading import ConfigError, Frozen, errors_about
 from digenrl.config.recipe_paths import RANDOM
 from digenrl.config.rewards import Rewards, RewardSettings
 from digenrl.config.spec import AssistName, DispatchRuleName, HelpRuleName, ScheduleRules
+from digenrl.config.token_variables import HUB_TOKENS, check_token_variable
 from digenrl.config.topology import TOPOLOGIES, Mode, Topology
 from digenrl.config.training import TrainerSettings
 from digenrl.config.windows import Window, read_window
@@ -83,6 +95,8 @@ class ModelSettings(Frozen):
                 "expected env:NAME, the name of an environment variable with the token, as env:HF_TOKEN; a token "
                 "itself is refused, because recipes are saved with the run; or log in with: hf auth login"
             )
+        if token is not None:
+            check_token_variable(token.removeprefix("env:"), HUB_TOKENS)
         return token
 
     @field_validator("subfolder")
@@ -124,16 +138,16 @@ class NoiseSettings(Frozen):
     Flow-GRPO has it for `cps`.
     """
 
-    # No `ddim`: every family predicts velocities.
-    kind: Literal["flow", "dance", "cps", "truncated_flow", "linear"] = "flow"
+    kind: Literal["flow", "dance", "cps", "truncated_flow", "linear", "ddim"] = "flow"
     level: float = Field(default=0.7, gt=0)
     log_prob: Literal["normal", "squared_error"] = "normal"
 
     @field_validator("level")
     @classmethod
     def _level_fits_the_kind(cls, level: float, info: ValidationInfo) -> float:
-        if info.data.get("kind") == "cps" and level > 1:
-            raise ValueError(f"the level of cps noise is a share, at most 1, got {level}; lower it")
+        kind = info.data.get("kind")
+        if kind in ("cps", "ddim") and level > 1:
+            raise ValueError(f"the level of {kind} noise is a share, at most 1, got {level}; lower it")
         return level
 
 
@@ -147,10 +161,10 @@ class SampleSettings(Frozen):
     publication does. `last_step_noise` adds noise in the last step too, which is never trained.
     """
 
-    height: PositiveInt
-    width: PositiveInt
-    frames: PositiveInt = 1
-    denoising_steps: int = Field(default=10, ge=2)
+    height: Pixels
+    width: Pixels
+    frames: Frames = 1
+    denoising_steps: DenoisingSteps = Field(default=10, ge=2)
     shift: float | None = Field(default=None, gt=0, description="a fixed shift; the scheduler's by default")
     noise: NoiseSettings = NoiseSettings()
     window: dict[str, Any] | None = None  # kept as written, so that the fingerprint does not depend on defaults
@@ -172,8 +186,8 @@ class SampleSettings(Frozen):
 class BatchSettings(Frozen):
     """The samples of one training step: `prompts` groups of `samples_per_prompt`, generated in slices."""
 
-    prompts: PositiveInt
-    samples_per_prompt: int = Field(ge=2)
+    prompts: PromptsPerStep
+    samples_per_prompt: GroupSize = Field(ge=2)
     slice: PositiveInt | Literal["auto"] = "auto"
 
     @field_validator("slice")
@@ -183,6 +197,11 @@ class BatchSettings(Frozen):
         if isinstance(size, int) and group is not None:
             check_slice(size, group)
         return size
+
+    @model_validator(mode="after")
+    def _step_is_not_too_large(self) -> BatchSettings:
+        check_samples(self.prompts, self.samples_per_prompt)
+        return self
 
     def slice_sizes(self) -> tuple[int, ...]:
         """Every slice size that cuts a group into equal slices, in ascending order."""
@@ -266,18 +285,18 @@ class LaneSettings(Frozen):
     generate, score and train (`techniques.assist: both`).
     """
 
-    cards: PositiveInt = Field(default=1, description="cards that do everything, in mode colocated")
+    cards: Lanes = Field(default=1, description="cards that do everything, in mode colocated")
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     trainer: str = "auto"
-    ranks: PositiveInt = 1
+    ranks: Lanes = 1
     shard_base: bool = Field(
         default=False, description="with LoRA, each of the ranks holds a shard of the frozen weights, not a copy"
     )
-    generators: PositiveInt | tuple[str, ...] = 1
-    rewards: Annotated[int, Field(ge=0)] | tuple[str, ...] = 1
+    generators: Lanes | tuple[str, ...] = 1
+    rewards: Annotated[int, Field(ge=0, le=16_384)] | tuple[str, ...] = 1
     encoder: str = Field(default="auto", description="where prompts are encoded; the trainer's device by default")
-    threads: PositiveInt | Literal["auto"] = "auto"
+    threads: Lanes | Literal["auto"] = "auto"
     memory_gib: float | None = Field(
         default=None, gt=0, description="most memory of a CUDA card that a worker may reserve; all by default"
     )
@@ -287,6 +306,11 @@ class LaneSettings(Frozen):
     restarts: int = Field(default=3, ge=0, description="how often a worker that died is replaced")
     patience_s: float = Field(
         default=120.0, gt=0, description="a worker that is silent for this long counts as dead"
+    )
+    hedge_after: float = Field(
+        default=3.0,
+        ge=0,
+        description="times its expected time, after which a slice is also given to an idle lane; 0: never",
     )
 
     @field_validator("generators", "rewards")
@@ -309,16 +333,16 @@ class EvaluationSettings(Frozen):
     prompts: HeldOutPromptSettings
     rewards: Rewards | None = Field(default=None, description="those of training by default")
     every: PositiveInt = Field(default=10, description="optimizer steps; also before the first and after the last")
-    count: PositiveInt | None = Field(default=None, description="number of prompts; all by default")
-    height: PositiveInt | None = None
-    width: PositiveInt | None = None
-    frames: PositiveInt | None = None
-    denoising_steps: PositiveInt = 20
+    count: Rows | None = Field(default=None, description="number of prompts; all by default")
+    height: Pixels | None = None
+    width: Pixels | None = None
+    frames: Frames | None = None
+    denoising_steps: DenoisingSteps = 20
     shift: float | None = Field(default=None, gt=0)
     guidance: float | None = Field(default=None, ge=0, description="the same as in training by default")
     seed: int = Field(default=0, ge=0)
-    batch: PositiveInt = Field(default=8, description="samples denoised together")
-    shown: PositiveInt = Field(default=16, description="images in the grid")
+    batch: Rows = Field(default=8, description="samples denoised together")
+    shown: Rows = Field(default=16, description="images in the grid")
     weights: Literal["auto", "ema", "trained"] = "auto"
     base: Literal["unquantized"] | None = Field(
         default=None, description="format of the frozen weights; that of generators by default"
@@ -342,6 +366,9 @@ class CheckpointSettings(Frozen):
     in_memory: bool = Field(
         default=True, description="keep the state of the last commit in memory, to replace a trainer that died"
     )
+    other_base_weights: bool = Field(
+        default=False, description="resume even if the weights in model.source are not those of the checkpoint"
+    )
 
 
 class LoggingSettings(Frozen):
@@ -362,7 +389,7 @@ class Recipe(Frozen):
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     seed: int = Field(default=0, ge=0)
-    steps: PositiveInt
+    steps: OptimizerSteps
     mode: Mode = "local"
     model: ModelSettings
     prompts: PromptSettings

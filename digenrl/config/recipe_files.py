@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from digenrl.config.import_paths import add_to_python_path
 from digenrl.config.prompts import PromptSettings
-from digenrl.config.reading import ConfigError, parse_model, read_mapping
+from digenrl.config.reading import ConfigError, check_content, parse_model, read_mapping
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_overrides import Override, apply_override, blame, omegaconf_message, read_overrides
 from digenrl.config.recipe_paths import PACKAGE, find_file, names_in, place_paths
@@ -35,16 +35,28 @@ NOT_IN_FINGERPRINT: dict[str, Any] = {
     "sample": {"decode_rows"},
     "training": {
         *("pack_size", "largest_pack", "memory_share", "job_samples"),
-        *("gradient_checkpointing", "sum_in_order", "offload"),
+        *("gradient_checkpointing", "sum_in_order", "offload", "skipped_steps"),
     },
     "techniques": {"gap", "tsp", "tag", "assist", "dispatch"},
     "rewards": {
         "__all__": {
             *("label", "device", "batch_size", "threads"),
-            *("token_env", "timeout_s", "retries", "backoff_s", "max_backoff_s"),
+            *(
+                "token_env",
+                "ca_file",
+                "isolated",
+                "memory_gb",
+                "timeout_s",
+                "retries",
+                "backoff_s",
+                "max_backoff_s",
+            ),
         }
     },
 }
+
+
+RESOLVER = re.compile(r"(?<!\\)\$\{[^{}]*:")
 
 
 def shipped_recipes() -> list[str]:
@@ -89,6 +101,7 @@ def _keys_in(given: Sequence[Override]) -> set[str]:
 def _parsed(config: DictConfig, given: Sequence[Override], path: Path) -> Recipe:
     try:
         content = _resolved(config)
+        check_content(content)
         place_paths(content, path.parent, _keys_in(given))
         recipe = parse_model(Recipe, content)
     except ConfigError as error:
@@ -152,7 +165,7 @@ def _load(path: Path) -> DictConfig:
     try:
         # Parse the text again: OmegaConf's YAML reads 1e-4 as a number and rejects duplicate keys.
         config = OmegaConf.create(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, OverflowError) as error:
         raise ConfigError(f"{path}: {omegaconf_message(error)}") from None
     assert isinstance(config, DictConfig), "read_mapping returned a mapping"
     return config
@@ -184,6 +197,7 @@ def _missing_keys(content: Any, key: str) -> Iterator[str]:
 
 
 def _resolved(config: DictConfig) -> dict[str, Any]:
+    _refuse_resolvers(OmegaConf.to_container(config, resolve=False))
     try:
         content = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
@@ -191,6 +205,22 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
         raise ConfigError(f"{key}: {omegaconf_message(error)}", key) from None
     assert isinstance(content, dict)
     return {str(key): value for key, value in content.items()}
+
+
+def _refuse_resolvers(content: Any, key: str = "") -> None:
+    """Raises ConfigError for `${oc.env:NAME}` and the like: a recipe may refer to its own keys only."""
+    if isinstance(content, Mapping):
+        for name, inner in content.items():
+            _refuse_resolvers(inner, f"{key}.{name}".lstrip("."))
+    elif isinstance(content, list):
+        for index, inner in enumerate(content):
+            _refuse_resolvers(inner, f"{key}.{index}")
+    elif isinstance(content, str) and (found := RESOLVER.search(content)):
+        raise ConfigError(
+            f"{key}: {found[0]}...}} is not allowed: a recipe may refer to its own keys, as ${{seed}}, and reads "
+            "no environment variables",
+            key,
+        )
 
 
 def _escaped(value: Any) -> Any:

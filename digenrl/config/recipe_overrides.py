@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
-from digenrl.config.reading import ConfigError, model_inside, one_line
+from digenrl.config.reading import TOO_DEEP, ConfigError, check_content, model_inside, one_line
 from digenrl.config.recipe import Recipe
 
 # Keys below these are not in the schema.
@@ -86,7 +86,10 @@ def _read_override(text: str) -> Override:
         raise ConfigError(f"{shown}: not an override; expected key=value, such as seed=1")
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        check_content(parsed)
+    except (ConfigError, RecursionError) as error:
+        raise ConfigError(f"{shown}: {TOO_DEEP if isinstance(error, RecursionError) else error}") from None
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, OverflowError) as error:
         raise ConfigError(f"{shown}: not valid YAML after the '=': {omegaconf_message(error)}; quote it") from None
     assert isinstance(parsed, dict)
     override = Override(shown, key, parsed["value"])

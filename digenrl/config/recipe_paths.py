@@ -15,6 +15,7 @@ DEMO = "demo"  # the model and the folder of prompts in the package
 RANDOM = "random"  # a model with random weights
 DEMO_PROMPTS = PACKAGE / "demo" / "prompts"
 FILE_ENDINGS = (".yaml", ".yml", ".json")
+LONGEST_NAME, LONGEST_PATH = 255, 4_000  # in bytes, of one part and of all
 REWARD_FILES = ("model", "processor", "checkpoint", "tokenizer", "head")
 
 
@@ -26,6 +27,7 @@ def names_in(shipped: Path) -> list[str]:
 def find_file(kind: str, where: str, shipped: Path, folder: Path = Path()) -> Path:
     """The file `where`, relative to `folder`, if it has a file ending or a slash; else the shipped file."""
     known = names_in(shipped)
+    _check_length(where)
     if Path(where).suffix in FILE_ENDINGS or "/" in where or os.sep in where:
         path = folder / where
         if not path.exists() and path.stem in known:
@@ -102,7 +104,15 @@ def _where_it_exists(text: str, base: Path) -> str:
 
 
 def _from_home(text: str) -> Path:
+    _check_length(text)
     return Path.home() / text[2:] if text.startswith("~/") else Path(text)
+
+
+def _check_length(text: str) -> None:
+    """Raises ConfigError for a text that no file system accepts as a path."""
+    longest = max((len(part.encode(errors="replace")) for part in text.split("/")), default=0)
+    if longest > LONGEST_NAME or len(text) > LONGEST_PATH or "\0" in text:
+        raise ConfigError(f"{text[:60]!r}... is not a path or name: it is too long, or has a null character")
 
 
 def _rewards(content: dict[str, Any]) -> Iterator[tuple[Any, str]]:
@@ -124,7 +134,10 @@ def _import_paths(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
             names += [(reward.get(name), f"{key}.{name}") for name in ("name", "target")]
         else:
             names.append((reward, key))
-    return ((name, key) for name, key in names if isinstance(name, str) and ":" in name)
+    given = [(name, key) for name, key in names if isinstance(name, str) and ":" in name]
+    for name, _ in given:
+        _check_length(name)
+    yield from given
 
 
 def _given(key: str, given_here: set[str]) -> bool:

@@ -18,7 +18,9 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, SerializeAsAny, field_validator
 
+from digenrl.config.limits import Weight
 from digenrl.config.reading import ConfigError, Frozen, nearest, parse_model
+from digenrl.config.token_variables import check_token_variable
 
 LAION_CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 OPENAI_CLIP_L = "openai/clip-vit-large-patch14"
@@ -31,7 +33,7 @@ class RewardSettings(Frozen):
     """Settings of every reward. The total reward is the sum of raw scores times `weight`."""
 
     name: str
-    weight: float = Field(default=1.0, allow_inf_nan=False)
+    weight: Weight = Field(default=1.0, allow_inf_nan=False)
     label: str | None = Field(
         default=None, min_length=1, description="name in metrics; the reward's name by default"
     )
@@ -161,6 +163,9 @@ class FunctionSettings(RewardSettings):
     name: Literal["function"] = "function"
     target: str = Field(description="package.module:function or package.module:Class")
     arguments: dict[str, Any] = Field(default={}, description="keyword arguments of the function or class")
+    isolated: bool = Field(default=False, description="run it in a process of its own, with the limits below")
+    timeout_s: PositiveFloat = Field(default=120.0, description="for one batch; only with `isolated`")
+    memory_gb: PositiveFloat | None = Field(default=None, description="of its process; only with `isolated`")
 
     @field_validator("target")
     @classmethod
@@ -181,13 +186,19 @@ class HttpSettings(RewardSettings):
 
     name: Literal["http"] = "http"
     url: str
-    token_env: str = Field(default="DIGENRL_REWARD_TOKEN", min_length=1)
+    token_env: str = Field(default="DIGENRL_REWARD_TOKEN", description="environment variable with the token")
+    ca_file: str | None = Field(default=None, min_length=1, description="certificates to trust, for https")
     timeout_s: PositiveFloat = 120.0
     retries: int = Field(default=3, ge=0, le=20)
     backoff_s: PositiveFloat = Field(default=0.5, description="wait before the first retry; doubles with each")
     max_backoff_s: PositiveFloat = 8.0
     batch_size: PositiveInt = Field(default=16, description="samples in one request")
     frame_stride: PositiveInt = Field(default=1, description="send every n-th frame")
+
+    @field_validator("token_env")
+    @classmethod
+    def _is_a_listed_variable(cls, name: str) -> str:
+        return check_token_variable(name)
 
     @field_validator("url")
     @classmethod

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from digenrl.config.generator_pools import Count, GeneratorPool, check_pool_slice, check_slice, slice_sizes
+from digenrl.config.limits import GroupSize, OptimizerSteps, PromptsPerStep, check_samples
 from digenrl.config.profile_filling import filled_in
 from digenrl.config.profiles import read_profile
 from digenrl.config.reading import ConfigError, Frozen, errors_about, parse_model, read_mapping
@@ -131,9 +132,9 @@ class CheckpointCosts(Frozen):
 class Spec(Frozen):
     """One run to schedule. See `examples/*.yaml`."""
 
-    steps: Count
-    prompts: Count
-    samples_per_prompt: Count
+    steps: OptimizerSteps
+    prompts: PromptsPerStep
+    samples_per_prompt: GroupSize
     slice: Count | Literal["auto"]
     generators: tuple[TimedGeneratorPool, ...]
     reward: TimedRewardPool = TimedRewardPool()
@@ -160,6 +161,7 @@ class Spec(Frozen):
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> Spec:
+        check_samples(self.prompts, self.samples_per_prompt)
         if isinstance(self.slice, int):
             with errors_about("slice"):
                 check_slice(self.slice, self.samples_per_prompt)

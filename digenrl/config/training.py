@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, StrictBool, StrictInt, field_validator, model_validator
 
+from digenrl.config.limits import Rank
 from digenrl.config.reading import Frozen
 
 
@@ -20,7 +21,7 @@ class LoraSettings(Frozen):
     - `start_from` is a LoRA file or folder that training continues from instead, with the same targets and rank.
     """
 
-    rank: int = Field(default=32, ge=1)
+    rank: Rank = 32
     alpha: float = Field(default=64, gt=0)
     targets: tuple[str, ...] | str | None = None
     init: Literal["uniform", "gaussian"] = "uniform"
@@ -81,6 +82,9 @@ class TrainerSettings(Frozen):
     weight_decay: float = Field(default=1e-4, ge=0)
     adam_eps: float = Field(default=1e-8, gt=0)
     gradient_norm: float = Field(default=1.0, gt=0)
+    skipped_steps: int = Field(
+        default=3, ge=0, description="steps in a row that may have a gradient that is not finite"
+    )
     pack_size: int | Literal["auto"] = Field(default="auto")
     largest_pack: int = Field(default=64, ge=1)
     memory_share: float = Field(default=0.9, gt=0, le=1)
@@ -92,6 +96,13 @@ class TrainerSettings(Frozen):
     offload: bool | Literal["auto"] = "auto"
     ema: EmaSettings | None = None
     lora: LoraSettings | None = None
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_are_shares(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"expected two numbers from 0 to below 1, got {list(betas)}; Adam's are [0.9, 0.999]")
+        return betas
 
     @field_validator("pack_size")
     @classmethod

@@ -12,6 +12,7 @@ from typing import Any
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
+from digenrl.config.spec import AssistName
 from digenrl.driver.batch_sizes import (
     calibrates_all_sizes,
     colocated_choices,
@@ -46,15 +47,22 @@ class Calibration:
     switch_out: float = 0.0
     train_samples: tuple[float, ...] = ()  # by lane, if lanes train on their own
 
-    def costs(self) -> Costs:
-        """What the scheduler counts on until the run has measured itself. The commit is an estimate."""
+    def costs(self, *, shares_work: bool = False) -> Costs:
+        """What the scheduler counts on until the run has measured itself. The commit is an estimate.
+
+        If lanes share gradients, sending their sums and adding those of one lane are expected to take as long as
+        loading published weights.
+        """
+        publish_ns = round(self.publish * NS)
+        senders = len(self.train_samples) - 1 if shares_work else 0
         return Costs(
             train_sample_ns=Fraction(max(1, round(self.train_sample * NS))),
-            commit_ns=round(self.train_sample * NS),
-            publish_ns=round(self.publish * NS),
+            commit_ns=round(self.train_sample * NS) + senders * publish_ns,
+            publish_ns=publish_ns,
             switch_in_ns=round(self.switch_in * NS),
             switch_out_ns=round(self.switch_out * NS),
             score_ns=max(1, round(self.score_sample * NS)) if self.score_sample else 0,
+            send_ns=publish_ns if senders else 0,
         )
 
 
@@ -110,8 +118,10 @@ def calibrate(
     trained: Calibrated = driver.ask([(TRAINER, training)])[0]
     driver.stores.pack_size = trained.pack_size
     others = [each.name for each in driver.stores.workers.generators] if recipe.shares_work else []
+    again = [(worker, replace(training, pack_size=trained.pack_size)) for worker in others]
+    again += [(TRAINER, training)] if others else []  # now, all of them are busy
     shared: list[Calibrated] = driver.ask(
-        [(worker, replace(training, id=driver.own_job_id(), pack_size=trained.pack_size)) for worker in others]
+        [(worker, replace(job, id=driver.own_job_id())) for worker, job in again]
     )
     announce("calibrating: rewards and role switches")
     score_sample = _time_scoring(driver, prompt, max(sizes))
@@ -124,7 +134,7 @@ def calibrate(
         pack_size=trained.pack_size,
         switch_in=switch_in,
         switch_out=switch_out,
-        train_samples=tuple(each.seconds[1] for each in (*shared, trained)) if others else (),
+        train_samples=tuple(each.seconds[1] for each in shared),
     )
 
 
@@ -215,40 +225,59 @@ def choose_slice_size(driver: Dispatcher, calibration: Calibration) -> int:
     sizes = [size for size in recipe.batch.slice_sizes() if not any(own % size for own in pools)]
 
     def predicted(size: int) -> int:
-        return predicted_ns(driver, calibration, size, choose_shared_work(driver, calibration, size))
+        return predicted_ns(driver, calibration, choose_terms(driver, calibration, size))
 
     return min(reversed(sizes), key=predicted)
 
 
-def choose_shared_work(driver: Dispatcher, calibration: Calibration, slice_size: int) -> SharedWorkRule:
-    """How lanes that generate and train share the work of a step: the rule with the shortest predicted steps.
+def choose_terms(driver: Dispatcher, calibration: Calibration, slice_size: int) -> Terms:
+    """The recipe's terms. If lanes generate and train, those with the shortest predicted steps.
 
-    With `greedy`, idle lanes take any available work.
+    With `greedy`, idle lanes take any available work. With `search`, they follow the best rule that is found. With
+    `auto`, generators do not train if steps are predicted to be as short without that.
     """
-    recipe = driver.stores.recipe
+    recipe, terms = driver.stores.recipe, _terms(driver, slice_size)
     if not recipe.shares_work:
-        return SharedWorkRule()
+        return terms
     if recipe.techniques.tag == "greedy":
-        return greedy_rule()
+        return replace(terms, shared_work=greedy_rule())
     generators, helpers = offers(driver, calibration, slice_size)
-    terms, costs = _terms(driver, slice_size), calibration.costs()
+    costs = calibration.costs(shares_work=terms.shares_work)
 
     def opening(rule: SharedWorkRule) -> SchedulerState:
         return initial_state(replace(terms, shared_work=rule), costs, generators, helpers)
 
-    rules = best_rules(opening, most_at_once=1)
-    return min(rules, key=lambda rule: predicted_ns(driver, calibration, slice_size, rule))
+    choices = [replace(terms, shared_work=rule) for rule in best_rules(opening, most_at_once=1)]
+    if recipe.techniques.tag == "auto":
+        choices = [*_terms_without_sharing(driver, slice_size), *choices]
+    return min(choices, key=lambda each: predicted_ns(driver, calibration, each))
 
 
-def predicted_ns(driver: Dispatcher, calibration: Calibration, slice_size: int, rule: SharedWorkRule) -> int:
+def _terms_without_sharing(driver: Dispatcher, slice_size: int) -> list[Terms]:
+    """The same work if only the trainer trains, and helps to generate or not; the weights are the same.
+
+    If an update trains some samples of every group, a trainer that shares updates needs all of them again.
+    """
+    recipe = driver.stores.recipe
+    if recipe.updates_per_group > 1:
+        return []
+    return [_terms(driver, slice_size, assist) for assist in ("none", "trainer")]
+
+
+def predicted_ns(driver: Dispatcher, calibration: Calibration, terms: Terms) -> int:
     """The predicted time of a few steps."""
-    generators, helpers = offers(driver, calibration, slice_size)
-    terms = replace(_terms(driver, slice_size), shared_work=rule)
-    return predict(terms, calibration.costs(), generators, helpers, steps=PREDICTED_STEPS).trace.end_ns
+    generators, helpers = offers(driver, calibration, terms.slice_size)
+    costs = calibration.costs(shares_work=terms.shares_work)
+    return predict(terms, costs, generators, helpers, steps=PREDICTED_STEPS).trace.end_ns
 
 
-def _terms(driver: Dispatcher, slice_size: int) -> Terms:
-    return terms_of(driver.stores.recipe, slice_size, scorers=len(driver.stores.workers.reward_names))
+def _terms(driver: Dispatcher, slice_size: int, assist: AssistName | None = None) -> Terms:
+    """The terms of the recipe, or with another choice of who helps."""
+    recipe = driver.stores.recipe
+    if assist is not None:
+        techniques = recipe.techniques.model_copy(update={"assist": assist})
+        recipe = recipe.model_copy(update={"techniques": techniques})
+    return terms_of(recipe, slice_size, scorers=len(driver.stores.workers.reward_names))
 
 
 def offers(
@@ -305,15 +334,15 @@ def initial_scheduler_state(
     """The scheduler's state before the first tick. The driver measures costs from here on."""
     recipe, held_out = driver.stores.recipe, len(driver.stores.prompts.held_out)
     generators, helpers = offers(driver, calibration, slice_size)
-    costs = calibration.costs()
     terms = replace(
-        _terms(driver, slice_size),
-        shared_work=choose_shared_work(driver, calibration, slice_size),
+        choose_terms(driver, calibration, slice_size),
         encodes=True,
+        hedge_after=recipe.lanes.hedge_after,
         evaluate_every=0 if recipe.evaluation is None else recipe.evaluation.every,
         evaluation_chunks=0 if recipe.evaluation is None else -(-held_out // recipe.evaluation.chunk),
         save_every=recipe.checkpoint.every,
     )
+    costs = calibration.costs(shares_work=terms.shares_work)
     driver.use_costs(CostTracker(dict(enumerate((*generators, *helpers))), costs), slice_size)
     return initial_state(
         terms, costs, generators, helpers, committed=committed, jobs_issued=jobs_issued, evaluates=evaluates

@@ -19,16 +19,19 @@ from digenrl.config.attention import Kernels
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
 from digenrl.driver.cost_tracker import CostTracker, timed_offer
+from digenrl.driver.job_deadlines import JobDeadlines, OverdueJob
 from digenrl.driver.job_inputs import JobInputs, MissingInputError, prompts_of, slices_of
-from digenrl.driver.job_outputs import JobOutputs
+from digenrl.driver.job_outputs import JobOutputs, with_valid_scores
 from digenrl.driver.pending_jobs import CompletedJob, PendingJobs
 from digenrl.driver.prompt_store import PromptStore
+from digenrl.driver.repeated_failures import RepeatedFailures
 from digenrl.driver.step_summary import StepSummary
 from digenrl.driver.stores import DriverStores
 from digenrl.driver.supervisor import Supervisor, TrainerLostError, WorkerFailedError
 from digenrl.logs import describe
 from digenrl.records import (
     HELD_OUT_STEP,
+    NO_WEIGHTS,
     AbandonEvaluation,
     Action,
     ArtifactLost,
@@ -43,6 +46,7 @@ from digenrl.records import (
     Export,
     Exported,
     Generate,
+    Generated,
     Job,
     JobFailed,
     LaneOffer,
@@ -51,11 +55,14 @@ from digenrl.records import (
     Quarantine,
     Restore,
     Result,
+    Save,
     Score,
+    Scored,
     StopRequested,
     TakeUpdate,
     Tick,
     Train,
+    Wake,
     WorkerJoined,
     WorkerLost,
     WorkerRestarted,
@@ -69,6 +76,7 @@ from digenrl.worker.assignment import ENCODER, TRAINER, Ready, StartFailed, rank
 logger = logging.getLogger(__name__)
 
 RECEIVE_TIMEOUT_S = 0.25  # how long to wait for messages before `look_around` is called again
+TIMEOUTS_PER_JOB = 2  # overdue jobs with the same slice or chunk, after which it counts as failed
 NO_FACTS: dict[str, Any] = {}
 
 
@@ -77,7 +85,8 @@ class RunHooks:
     """What a run adds to its dispatcher.
 
     `look_around` is called several times a second and may raise. `on_step` gets the metrics of every committed
-    step. `notify` shows a message to the user. For `checkpoint_facts` and `pictures` see JobInputs.
+    step. `notify` shows a message to the user. For `checkpoint_facts` and `pictures` see JobInputs. `monotonic` is
+    a clock in seconds, for deadlines.
     """
 
     look_around: Callable[[], None] = lambda: None
@@ -85,6 +94,7 @@ class RunHooks:
     notify: Callable[[str], None] = lambda message: None
     checkpoint_facts: Callable[[int], Mapping[str, Any]] = lambda step: NO_FACTS
     pictures: Callable[[int], Path] = lambda version: Path()
+    monotonic: Callable[[], float] = time.monotonic
 
 
 class Dispatcher:
@@ -105,20 +115,25 @@ class Dispatcher:
         hooks = hooks or RunHooks()
         self._clock, self._look_around, self._notify = clock, hooks.look_around, hooks.notify
         self.stores = DriverStores(recipe, resources.workers, resources.artifacts, prompts)
-        self._jobs = PendingJobs(resources.transport, clock)
+        self._jobs = PendingJobs(
+            resources.transport, clock, JobDeadlines(recipe.lanes.patience_s, hooks.monotonic)
+        )
         self._inputs = JobInputs(self.stores, hooks.checkpoint_facts, hooks.pictures)
         self._outputs = JobOutputs(self.stores, self._jobs.jobs, hooks.on_step)
         self._supervisor = Supervisor(
-            resources.workers, self._jobs, recipe.lanes.restarts, time.monotonic, hooks.notify
+            resources.workers, self._jobs, recipe.lanes.restarts, hooks.monotonic, hooks.notify
         )
+        self._failures = RepeatedFailures(hooks.notify)
+        self._timeouts: Counter[object] = Counter()  # by the slice or chunk whose job was overdue
         self._events: deque[Event] = deque()
         self._now_ns = clock()
         self._ticked, self._begun = True, False
         self._own_ids = count(-1, -1)  # of jobs that the scheduler does not issue
         self._callbacks: dict[int, Callable[[Any], None]] = {}  # for results of those jobs
         self._parked: list[Job] = []  # until their prompts are encoded
-        self._stalled: list[Job] = []  # until the scheduler hears that the trainer is lost
+        self._stalled: list[ArtifactLost] = []  # until the scheduler hears that the trainer is lost
         self._starting: set[str] = set()
+        self._wake_ns: int | None = None  # when the scheduler wants a tick
         self._unheard_losses: Counter[str] = Counter()  # lost workers of which the scheduler has yet to hear
         self._returning: dict[str, int] = {}  # the lane that a generator had before it was lost
 
@@ -142,8 +157,11 @@ class Dispatcher:
             self._submit_job(action)
         elif isinstance(action, Quarantine):
             logger.warning("step %d group %d is quarantined: %s", action.step, action.group, action.reason)
+            self._failures.quarantined(action)
             for artifact in self.stores.samples.replace(action.step, action.group, action.replaced_by):
                 self.stores.drop_slice(artifact.name)
+        elif isinstance(action, Wake):
+            self._wake_ns = action.at_ns
         elif isinstance(action, AbandonEvaluation):
             logger.warning("the evaluation of version %d is abandoned: %s", action.version, action.reason)
             self._outputs.abandoned.add(action.version)
@@ -178,6 +196,9 @@ class Dispatcher:
             self._now_ns = max(self._now_ns, self._clock() - waited_ns)
         for message in messages:
             self._handle(message)
+        if self._wake_ns is not None and self._clock() >= self._wake_ns:
+            self._now_ns, self._ticked, self._wake_ns = max(self._now_ns, self._clock()), False, None
+        self._end_overdue(self._jobs.overdue())
         self._supervisor.look_for_room()
 
     # --- Before the run -----------------------------------------------------------------------------------------
@@ -259,18 +280,26 @@ class Dispatcher:
         else:
             assert message.job_id is not None
             completed = self._jobs.complete(worker, message.job_id, self._now_ns)
-            if isinstance(report, InputsLost):
+            if completed is None:
+                logger.warning("%s: a late or doubled result of job %d is dropped", worker, message.job_id)
+                self._outputs.discard_late(report)
+            elif isinstance(report, InputsLost):
                 self._inputs_lost(completed, set(report.names))
             else:
                 self._take_result(completed, report)
 
     def _take_result(self, completed: CompletedJob, result: Result) -> None:
-        job = completed.job
+        job, result = completed.job, with_valid_scores(completed.job, result)
         callback = self._callbacks.pop(job.id, None)
         if isinstance(result, JobFailed):
+            if isinstance(job, Save):  # a full disk, mostly: no mistake in the recipe
+                raise WorkerFailedError(f"{result.reason}\n{result.details}".rstrip())
             if callback is not None or not isinstance(job, Generate | Score | Evaluate):
                 raise_failure(completed.worker, result)
             self._outputs.discard(job)
+            self._failures.failed(replace(result, job=job))
+        elif isinstance(result, Scored) or (isinstance(result, Generated) and result.scores is not None):
+            self._failures.scored()
         self._outputs.keep(completed, result)
         if isinstance(result, Encoded):
             parked, self._parked = self._parked, []
@@ -303,12 +332,13 @@ class Dispatcher:
             stores.drop_slice(artifact.name)
         slices = tuple(artifact.slice for artifact in lost if stores.samples.remove_slice(artifact))
         prompts, weights = self._inputs.prompt_ids(job, lost_rows), isinstance(job, Publish)
-        if isinstance(job, Train) and job.weights.name in names:
-            self._stalled.append(job)  # the trainer, which made these weights, is lost or about to be
-            return
         sent = job.gradients if isinstance(job, Commit | TakeUpdate) else ()
         gradients = tuple(job_id for job_id in sent if gradients_name(job_id) in names)
-        self._events.append(ArtifactLost(self._now_ns, job, slices, prompts, weights, gradients))
+        loss = ArtifactLost(self._now_ns, job, slices, prompts, weights, gradients)
+        if isinstance(job, Train) and job.weights.name in names and job.weights == stores.versions.of_update:
+            self._stalled.append(loss)  # the trainer, which made these weights, is about to be lost
+        else:
+            self._events.append(loss)
 
     def _recover_and_resend(self, worker: str, job: Job, lost_rows: Sequence[PromptRow]) -> None:
         if isinstance(job, Publish):
@@ -333,6 +363,7 @@ class Dispatcher:
         lost = [(name, job) for name in names for job in self._jobs.lose(name)]
         for _, job in lost:
             self._outputs.discard(job)
+        self.stores.versions.drop_old(self._jobs.jobs())
         if self._begun:
             self._report_loss(worker)
             for _, job in lost:
@@ -341,6 +372,26 @@ class Dispatcher:
             self._resend_to_replacement(worker, lost)
         self._supervisor.want(worker)
         self._supervisor.fill()
+
+    def _end_overdue(self, overdue: OverdueJob | None) -> None:
+        """Replaces a worker that hangs. A slice or chunk that lets workers hang repeatedly counts as failed."""
+        if overdue is None:
+            return
+        worker, job = overdue.worker, overdue.job
+        self._now_ns, self._ticked = max(self._now_ns, self._clock()), False
+        reason = f"did not finish {describe(job)} in {overdue.waited_s:.0f} s and was ended"
+        self._jobs.transport.end(worker)
+        replaceable = (
+            self._begun and job.id not in self._callbacks and isinstance(job, Generate | Score | Evaluate)
+        )
+        if replaceable:
+            assert isinstance(job, Generate | Score | Evaluate)
+            piece = job.piece if isinstance(job, Score) else job.chunk if isinstance(job, Evaluate) else job.slice
+            self._timeouts[piece] += 1
+            # The scheduler counts failed slices itself; scores and evaluations fail only once.
+            if isinstance(job, Generate) or self._timeouts[piece] >= TIMEOUTS_PER_JOB:
+                self._events.append(JobFailed(self._now_ns, job, f"{worker} {reason}"))
+        self._lose(worker, Gone(reason, fault=not replaceable))
 
     def _report_loss(self, worker: str) -> None:
         rewards, now_ns = self.stores.workers.reward_names, self._now_ns
@@ -360,7 +411,8 @@ class Dispatcher:
             losses.append(WorkerLost(now_ns, lane))
         if worker == TRAINER:
             stalled, self._stalled = self._stalled, []
-            self._events += [ArtifactLost(now_ns, job) for job in stalled]
+            self._events += [replace(loss, at_ns=now_ns) for loss in stalled]
+            self.stores.versions.take_update(NO_WEIGHTS)  # the step begins with its first update again
         for loss in losses:
             self._unheard_losses += Counter(self._names_of(loss))
         self._events += losses
@@ -390,6 +442,7 @@ class Dispatcher:
 
     def _worker_ready(self, worker: str) -> None:
         self._supervisor.ready(worker)
+        self._jobs.ready(worker)
         self._starting.discard(worker)
         if not self._begun:
             return

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
+from digenrl.driver.job_inputs import prompts_of
 from digenrl.driver.pending_jobs import CompletedJob
 from digenrl.driver.step_summary import StepSummary, step_summary
 from digenrl.driver.stores import DriverStores
@@ -24,6 +27,7 @@ from digenrl.records import (
     GradientsSent,
     HeldOutChunk,
     Job,
+    JobFailed,
     Published,
     Result,
     RoleSwitched,
@@ -33,6 +37,7 @@ from digenrl.records import (
     SendGradients,
     SliceArtifact,
     SwitchRole,
+    TakeUpdate,
     Train,
     Trained,
     UpdateTaken,
@@ -70,11 +75,16 @@ class JobOutputs:
 
     def discard(self, job: Job) -> None:
         """Frees what a job that did not complete may have left."""
-        if isinstance(job, Generate | Evaluate | SendGradients):
+        if isinstance(job, Generate | Evaluate | SendGradients | TakeUpdate):
             for name in job.writes():
                 self._stores.artifacts.drop(name)
         elif isinstance(job, Score) and isinstance(job.piece, HeldOutChunk):
             self._stores.artifacts.drop(held_out_name(job.piece))
+
+    def discard_late(self, report: object) -> None:
+        """Frees what a job has left whose result came too late. A doubled result's slice may be in use."""
+        if isinstance(report, Generated) and not self._stores.samples.holds(slice_name(report.job.id)):
+            self.discard(report.job)
 
     def _encoded(self, completed: CompletedJob, result: Encoded) -> None:
         assert isinstance(completed.job, Encode)
@@ -119,6 +129,7 @@ class JobOutputs:
         self._measure("commit", completed)
         self._updates += result.updates
         self._stores.versions.take_update(result.weights)
+        self._stores.versions.drop_old(self._pending())
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
@@ -137,13 +148,14 @@ class JobOutputs:
         stores.versions.take_update(NO_WEIGHTS)
         updates, self._updates = (*self._updates, *result.updates), []
         self._take_weights(job.new_version, result.weights)
-        stores.prompts.close_step(job.step)
+        stores.prompts.close_step(job.step, (prompt for each in self._pending() for prompt in prompts_of(each)))
         publish_s, self._publish_s = self._publish_s, 0.0  # of the slowest lane, for the version before this one
         self._on_step(step_summary(job.step, rewards, parts, updates, result.weights.bytes, publish_s))
 
     def _exported(self, completed: CompletedJob, result: Exported) -> None:
         assert isinstance(completed.job, Export)
-        self._take_weights(completed.job.version, result.weights)
+        if completed.job.version >= self._stores.versions.newest_version:  # else a commit came before it
+            self._take_weights(completed.job.version, result.weights)
 
     def _take_weights(self, version: int, weights: WeightsReference) -> None:
         self._stores.versions.take(version, weights)
@@ -186,3 +198,17 @@ class JobOutputs:
     def _measure(self, kind: str, completed: CompletedJob, samples: int = 1) -> None:
         if self._stores.costs is not None:
             self._stores.costs.add(kind, completed.took_ns // samples)
+
+
+def with_valid_scores(job: Job, result: Result) -> Result:
+    """The result, or a failure if it has not one finite reward per sample: a failed reward is never a number."""
+    scores = result.scores if isinstance(result, Scored | Generated | Evaluated) else None
+    if scores is None:
+        return result
+    expected = job.slice.size if isinstance(job, Generate) else len(getattr(job, "prompts", ()))
+    if len(scores.values) == expected and all(math.isfinite(value) for value in scores.values):
+        return result
+    reason = f"expected {expected} finite rewards, got {list(scores.values)}"
+    if isinstance(result, Generated):
+        return replace(result, scores=None, score_failure=reason)
+    return JobFailed(0, job, reason)

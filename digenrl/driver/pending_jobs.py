@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from digenrl.driver.job_deadlines import JobDeadlines, OverdueJob, owner
 from digenrl.logs import describe
 from digenrl.records import Job
 from digenrl.transports.contract import Transport
@@ -34,8 +35,8 @@ class CompletedJob:
 class PendingJobs:
     """Sends jobs and remembers them until their results arrive. Jobs for an absent worker wait for it."""
 
-    def __init__(self, transport: Transport, clock: Callable[[], int]) -> None:
-        self.transport, self._clock = transport, clock
+    def __init__(self, transport: Transport, clock: Callable[[], int], deadlines: JobDeadlines) -> None:
+        self.transport, self._clock, self._deadlines = transport, clock, deadlines
         self._sent: dict[str, dict[int, PendingJob]] = {}  # by worker, then by job id
         self._waiting: dict[str, list[Job]] = {}  # for workers that are absent
         self._last_result_ns: dict[str, int] = {}
@@ -58,16 +59,33 @@ class PendingJobs:
             self._waiting.setdefault(worker, []).append(job)
             return
         logger.debug("%s sent to %s", describe(job), worker)
+        if self._deadlines.is_ready(worker) and not self._is_busy(worker):
+            self._deadlines.begin(worker)
         self._sent[worker][job.id] = PendingJob(job, self._clock())
         self.transport.send(worker, job)
 
-    def complete(self, worker: str, job_id: int, now_ns: int) -> CompletedJob:
-        """Removes a job whose result has arrived. It began when it was sent, or after the worker's last result."""
-        pending = self._sent[worker].pop(job_id)
+    def complete(self, worker: str, job_id: int, now_ns: int) -> CompletedJob | None:
+        """Removes a job whose result has arrived; None if it is late or doubled: no such job is pending.
+
+        The job began when it was sent, or after the worker's last result.
+        """
+        pending = self._sent.get(worker, {}).pop(job_id, None)
+        if pending is None:
+            return None
         began_ns = max(pending.sent_ns, self._last_result_ns.get(worker, 0))
         self._last_result_ns[worker] = now_ns
+        self._deadlines.finish(worker, pending.job)
         logger.debug("%s answered by %s after %.3f s", describe(pending.job), worker, (now_ns - began_ns) / 1e9)
         return CompletedJob(worker, pending.job, now_ns - began_ns)
+
+    def ready(self, worker: str) -> None:
+        """The worker has loaded everything and begins its first job."""
+        self._deadlines.begin(worker)
+
+    def overdue(self) -> OverdueJob | None:
+        """A job that its worker did not finish in time."""
+        pending = {worker: [each.job for each in sent.values()] for worker, sent in self._sent.items()}
+        return self._deadlines.overdue(pending)
 
     def is_present(self, worker: str) -> bool:
         """Whether the worker was started and is not lost."""
@@ -75,6 +93,7 @@ class PendingJobs:
 
     def lose(self, worker: str) -> list[Job]:
         """Forgets a lost worker; returns the jobs that it held, or that waited for it."""
+        self._deadlines.forget(worker)
         held = [pending.job for pending in self._sent.pop(worker, {}).values()]
         return [*held, *self._waiting.pop(worker, ())]
 
@@ -84,3 +103,7 @@ class PendingJobs:
             yield from (pending.job for pending in sent.values())
         for waiting in self._waiting.values():
             yield from waiting
+
+    def _is_busy(self, worker: str) -> bool:
+        """Whether the worker or any of its ranks has a job."""
+        return any(sent and owner(name) == owner(worker) for name, sent in self._sent.items())

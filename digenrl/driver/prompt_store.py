@@ -59,10 +59,10 @@ class PromptStore:
         """Whether the prompt's row is in the exchange."""
         return prompt.row in self._encoded
 
-    def close_step(self, step: int) -> None:
-        """The step is committed: its rows may be dropped to make room."""
+    def close_step(self, step: int, pending: Iterable[PromptRow] = ()) -> None:
+        """The step is committed: its rows may be dropped to make room, but for those that `pending` jobs read."""
         self._open.pop(step, None)
-        in_use: set[str] = set().union(*self._open.values())
+        in_use = {prompt.row for prompt in pending}.union(*self._open.values())
         droppable = [row for row in self._encoded if row not in in_use]
         for row in droppable[: max(0, len(self._encoded) - self._kept)]:
             del self._encoded[row]

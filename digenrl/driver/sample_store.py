@@ -28,12 +28,18 @@ class SampleStore:
         self._closed_step = -1
 
     def add_slice(self, artifact: SliceArtifact) -> bool:
-        """Whether the slice is wanted: it may be of a quarantined group, or of a step that is committed."""
+        """Whether the slice is wanted: its group may be quarantined, its step committed, or its copy faster."""
         key = (artifact.slice.step, artifact.slice.group)
         if key in self._retired or artifact.slice.step <= self._closed_step:
             return False
+        if any(each.slice.mask() & artifact.slice.mask() for each in self._group(key).slices):
+            return False
         self._group(key).slices.append(artifact)
         return True
+
+    def holds(self, name: str) -> bool:
+        """Whether this artifact is one of the slices."""
+        return any(artifact.name == name for group in self._groups.values() for artifact in group.slices)
 
     def remove_slice(self, artifact: SliceArtifact) -> bool:
         """The artifact was lost. Returns whether it was wanted: it may have been generated again meanwhile."""

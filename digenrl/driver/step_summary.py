@@ -52,6 +52,9 @@ def step_summary(
     retries = [update["memory_retries"] for update in updates if update["memory_retries"] is not None]
     if retries:
         values["memory_retries"] = sum(retries)
+    skipped = sum(update.get("skipped", 0) for update in updates)
+    if skipped:
+        values["skipped_updates"] = skipped
     values["zero_spread_groups"] = sum(update["zero_spread_groups"] for update in updates)
     values["pack_size"] = updates[-1]["pack_size"]
     return StepSummary(step, values)

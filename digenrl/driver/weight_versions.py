@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from digenrl.config.recipe import Recipe
-from digenrl.records import NO_WEIGHTS, Job, Publish, WeightsReference, state_name
+from digenrl.records import NO_WEIGHTS, Job, Publish, Train, WeightsReference, state_name
 from digenrl.transports.contract import ArtifactStore
 
 
@@ -20,6 +20,7 @@ class WeightVersions:
         self.kept_state: int | None = None  # the version from which a replacement trainer can continue
         self._exported: list[str] = []  # names in the exchange, the newest last
         self.of_update = NO_WEIGHTS  # the trained weights after the last update inside the open step
+        self._updates: list[str] = []  # names of such weights in the exchange
 
     def take(self, version: int, weights: WeightsReference) -> None:
         """A version was exported, with the trainer's state if that is kept."""
@@ -33,15 +34,15 @@ class WeightVersions:
             self.kept_state = version
 
     def take_update(self, weights: WeightsReference) -> None:
-        """The weights for the next update of the open step; none if a new step begins."""
-        if self.of_update.name:
-            self._artifacts.drop(self.of_update.name)
+        """The weights for the next update of the open step; none if a step begins, or begins again."""
         self.of_update = weights
+        if weights.name:
+            self._updates.append(weights.name)
 
     def drop_old(self, pending: Iterable[Job]) -> None:
-        """Frees older versions that none of these jobs loads."""
-        wanted = {job.weights.name for job in pending if isinstance(job, Publish)}
-        for name in self._exported[:-1]:
-            if name not in wanted:
+        """Frees older versions, and weights of older updates, that none of these jobs loads."""
+        wanted = {job.weights.name for job in pending if isinstance(job, Publish | Train)} | {self.of_update.name}
+        for names, kept in ((self._exported, self._exported[-1:]), (self._updates, [])):
+            for name in [name for name in names if name not in wanted and name not in kept]:
                 self._artifacts.drop(name)
-                self._exported.remove(name)
+                names.remove(name)

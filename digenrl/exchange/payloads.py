@@ -7,10 +7,11 @@ from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
 
 from digenrl.exchange.folder import check_weights
+from digenrl.exchange.tensor_bytes import tensor_bytes
 from digenrl.records import WeightsReference
 
 Payload = NDArray[np.uint8]
@@ -60,7 +61,7 @@ class PayloadExchange:
         return tensors
 
     def _put(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-        content = save({key: value.detach().cpu().contiguous() for key, value in tensors.items()})
+        content = b"".join(tensor_bytes(tensors))
         payload = np.zeros(max(LENGTH_BYTES + len(content), MIN_PAYLOAD_BYTES), np.uint8)
         payload[:LENGTH_BYTES] = np.frombuffer(len(content).to_bytes(LENGTH_BYTES, "little"), np.uint8)
         payload[LENGTH_BYTES : LENGTH_BYTES + len(content)] = np.frombuffer(content, np.uint8)

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from digenrl.checksums import quick_file_checksum
 from digenrl.exchange.folder import ExchangeFolder, check_weights
+from digenrl.exchange.tensor_bytes import tensor_bytes
 from digenrl.records import WeightsReference
 
 
@@ -43,8 +44,9 @@ class TensorExchange:
         path = self._folder.path(name)
         partial = path.with_suffix(".part")
         try:
-            save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, partial)
-            size = partial.stat().st_size
+            with partial.open("wb") as file:
+                file.writelines(tensor_bytes(tensors))
+                size = file.tell()
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)  # incomplete if there was not enough space

@@ -147,7 +147,7 @@ def _denoise(
     plan = _common_plan(plans, samples)
     seed, shape, device = settings.run_seed, model.noise_shape(plan.size), model.device
     noise_B = initial_noise(seed, samples, shape, settings.same_noise_in_group, device)
-    latents_BL = model.initial_latents(noise_B, plan.size)
+    latents_BL = model.initial_latents(noise_B, plan.size) * plan.schedule.noise_scale
     for index in range(plan.schedule.steps):
         times = StepTimes.at(plan.schedule, [index] * len(samples))
         timesteps_B = to_device(times.timestep_B, device)

@@ -6,13 +6,22 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch.utils.checkpoint
+from diffusers import UNet2DConditionModel
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 
 from digenrl.models.contract import DiffusionModel
 
 
 def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
-    """All blocks in the order of a forward; there may be several kinds."""
+    """All blocks in the order of a forward; there may be several kinds.
+
+    A UNet has them at several depths. The first of its middle is left out: diffusers never checkpoints it.
+    """
+    if isinstance(transformer, UNet2DConditionModel):
+        kinds, left_out = (ResnetBlock2D, BasicTransformerBlock), transformer.mid_block.resnets[0]
+        return [each for each in transformer.modules() if isinstance(each, kinds) and each is not left_out]
     lists = [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
     return [block for each in lists for block in each]
 

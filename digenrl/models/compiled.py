@@ -52,7 +52,9 @@ def _normalize_inputs(
     """Removes differences between blocks and prompts that would each cause another graph."""
     given = dict(zip(names, arguments, strict=False)) | named
     for name in model.block_state_arguments:
-        states: Tensor = given[name]
+        states: Tensor | None = given.get(name)
+        if states is None:  # some kinds of blocks take one stream only
+            continue
         if torch.is_grad_enabled() and not states.requires_grad:
             states.requires_grad_()  # with adapters, the inputs of the first block do not
         given[name] = states.contiguous()  # some blocks return a slice of a longer sequence

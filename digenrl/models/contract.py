@@ -35,11 +35,12 @@ class Schedule:
     """The noise levels of a rollout, from the family's diffusers scheduler.
 
     `sigmas` has N + 1 entries and ends with 0; `timesteps` has N, as the scheduler returns them (the family
-    converts them for its transformer). Both are fp32 on the CPU.
+    converts them for its transformer). Both are fp32 on the CPU. A rollout starts from noise times `noise_scale`.
     """
 
     sigmas: Tensor
     timesteps: Tensor
+    noise_scale: float = 1.0
 
     @property
     def steps(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,12 +34,12 @@ from digenrl.models.quantized.replacing import (
     quantize_text_encoder,
     quantize_transformer,
 )
-from digenrl.models.sources import ModelSource, check_single_file, weight_files
+from digenrl.models.single_file import COMPONENT
+from digenrl.models.sources import ModelSource, check_single_file, component_files
 
 SIZE_TOLERANCE = 0.15  # of the number of parameters: files also hold tables of positions
 CPU = torch.device("cpu")
 AS_PUBLISHED = BaseWeights()
-TRANSFORMER = "transformer"  # the pipeline component
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,18 @@ class FullSize:
     transformer: Component
     text_shapes: Mapping[str, tuple[int, ...]]  # one row of every text argument; a mask is all ones
     hub_id: str | None = None  # the published pipeline
+    vae: Component | None = None  # if it is not the family's
+    scheduler: Component | None = None  # likewise
+    pipeline_settings: Mapping[str, Any] = field(default_factory=dict)  # arguments besides its components
+
+
+@dataclass(frozen=True, slots=True)
+class Distilled:
+    """A published model that was distilled to a few steps, recognized by its name in a source."""
+
+    name: str
+    steps: int  # with which it was published
+    guidance: float | None = None  # likewise; None if the transformer takes none
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +87,17 @@ class Family:
     vae: Component
     scheduler: Component
     uses_negative_prompts: bool  # True for classifier-free, False for embedded guidance
+    distilled: tuple[Distilled, ...] = ()
 
     @property
     def name(self) -> str:
         """The family's name in recipes."""
         return self.model_class.family
+
+    @property
+    def denoiser(self) -> str:
+        """The component of the pipeline that is trained, usually its transformer."""
+        return self.model_class.denoiser
 
     @property
     def default_guidance(self) -> float:
@@ -106,7 +124,7 @@ class Family:
         """
         without = () if text_encoders else self._text_components()
         pipeline = self._load_pipeline(source, {"default": dtype, "vae": vae_dtype}, without)
-        quantize_transformer(pipeline.transformer, base, device)
+        quantize_transformer(getattr(pipeline, self.denoiser), base, device)
         return self._as_model(pipeline.to(device), text_tokens)
 
     def load_text_encoders(
@@ -123,7 +141,7 @@ class Family:
 
         Quantizing is faster on a card, even if the encoders do not stay there: `quantize_on`.
         """
-        pipeline = self._load_pipeline(source, {"default": dtype}, (TRANSFORMER, "vae"))
+        pipeline = self._load_pipeline(source, {"default": dtype}, (self.denoiser, "vae"))
         for name in self.model_class.text_encoders:
             if getattr(pipeline, name) is not None:
                 quantize_text_encoder(getattr(pipeline, name), precision, quantize_on or device)
@@ -142,15 +160,15 @@ class Family:
         The transformer's parameters are on the meta device, in the dtypes that loading would give them.
         """
         without = self._text_components()
-        files = weight_files(TRANSFORMER, self.pipeline_class, self.with_base(source), without)
+        files = component_files(self.denoiser, self.pipeline_class, self.with_base(source), without)
         dtypes = {"default": dtype, "vae": vae_dtype}
-        pipeline = self._load_pipeline(source, dtypes, (*without, TRANSFORMER))
+        pipeline = self._load_pipeline(source, dtypes, (*without, self.denoiser))
         kind = self.full_size().transformer.cls
         with building_without_weights(dtype):
             transformer = kind.from_config(kind.load_config(files[0].parent, local_files_only=True))
         keep_fp32_modules(transformer)
         cast_stored_buffers(transformer, dtype)
-        pipeline.register_modules(transformer=transformer)
+        pipeline.register_modules(**{self.denoiser: transformer})
         return self._as_model(pipeline, text_tokens), files
 
     def _text_components(self) -> tuple[str, ...]:
@@ -159,7 +177,7 @@ class Family:
     def _load_pipeline(
         self, source: str | Path | ModelSource, dtypes: Mapping[str, torch.dtype], without: Sequence[str]
     ) -> Any:
-        optional = self.model_class.optional_components
+        optional, without = self.model_class.optional_components, (*without, *self.model_class.unused_components)
         return load_pipeline(self.pipeline_class, self.with_base(source), dtypes, without, optional)
 
     def _as_model(self, pipeline: Any, text_tokens: int | None) -> PipelineModel:
@@ -170,9 +188,14 @@ class Family:
     def with_base(self, source: str | Path | ModelSource) -> ModelSource:
         """The source; a single file without a base pipeline gets the published one of its size.
 
-        Raises ConfigError if no published size has about as many parameters as the file.
+        Raises ConfigError if no published size has about as many parameters as the file, or if it cannot be read.
         """
         source = ModelSource.of(source)
+        if source.file is not None and self.denoiser != COMPONENT:
+            raise ConfigError(
+                f"{source}: single files with a {self.denoiser} are not supported; give the folder or hub id of a "
+                f"{self.pipeline_class.__name__}"
+            )
         if source.file is None or source.base is not None:
             return source
         count = sum(tensor.elements for tensor in check_single_file(source.file).values()) / 1e9
@@ -214,7 +237,7 @@ class Family:
         kind, pipeline = self.full_size().transformer.cls, self.with_base(source).pipeline
         config = kind.load_config(
             pipeline.location,
-            subfolder=f"{pipeline.within}transformer",
+            subfolder=f"{pipeline.within}{self.denoiser}",
             revision=pipeline.revision,
             local_files_only=True,
         )
@@ -237,14 +260,14 @@ class Family:
 
         The same seed gives the same weights on devices of the same type.
         """
-        devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
+        full, devices = self.full_size(size), [torch.device(device)] if torch.device(device).type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(seed)
             with building_on(vae_dtype, device):
-                vae = self.vae.build()
+                vae = (full.vae or self.vae).build()
             transformer = self.build_transformer(dtype, device, size, base)
-        scheduler = self.scheduler.build()
-        pipeline = pipeline_without(self.pipeline_class, transformer=transformer, vae=vae, scheduler=scheduler)
+        parts = {self.denoiser: transformer, "vae": vae, "scheduler": (full.scheduler or self.scheduler).build()}
+        pipeline = pipeline_without(self.pipeline_class, **parts, **full.pipeline_settings)
         return self._as_model(pipeline, text_tokens)
 
     def random_conditioning(

@@ -6,6 +6,7 @@ rank, is multiplied into B, and alpha is written as equal to the rank: the stren
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -63,24 +65,50 @@ def save_lora(model: DiffusionModel, directory: Path) -> None:
 
 def write_diffusers(adapters: Adapters, directory: Path, pipeline_class: type[Any]) -> Path:
     """Writes a file for `pipe.load_lora_weights(directory)`; returns it. It is replaced atomically."""
-    config = lora_config(adapters.rank, adapters.rank, adapters.targets).to_dict()
+    config = _written_config(adapters).to_dict()
+    part = adapted_component(pipeline_class)
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".saving-") as partial:
-        pipeline_class.save_lora_weights(
-            partial, transformer_lora_layers=adapters.named(), transformer_lora_adapter_metadata=config
-        )
+        layers = {f"{part}_lora_layers": adapters.named(), f"{part}_lora_adapter_metadata": config}
+        pipeline_class.save_lora_weights(partial, **layers)
+        _sort_metadata(Path(partial) / FILE_NAME)
         (Path(partial) / FILE_NAME).replace(directory / FILE_NAME)
     return directory / FILE_NAME
 
 
+def adapted_component(pipeline_class: type[Any]) -> str:
+    """The component whose adapters a pipeline loads: its transformer or its UNet."""
+    return "unet" if "unet" in pipeline_class._lora_loadable_modules else "transformer"
+
+
 def write_peft(adapters: Adapters, directory: Path, source: str) -> Path:
     """Writes a folder for `peft.PeftModel.from_pretrained(transformer, directory)`; returns the weights' file."""
-    config = lora_config(adapters.rank, adapters.rank, adapters.targets)
+    config = _written_config(adapters)
     config.base_model_name_or_path, config.inference_mode = source, True
     directory.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(directory)
     save_file(adapters.named(PEFT_PREFIX), directory / PEFT_FILE, metadata={"format": "pt"})
     return directory / PEFT_FILE
+
+
+def _sort_metadata(file: Path) -> None:
+    """Sorts the metadata in the header of a .safetensors file, which is written in random order."""
+    with file.open("r+b") as content:
+        length = int.from_bytes(content.read(8), "little")
+        header = json.loads(content.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= length, "the same header in another order"
+        content.seek(8)
+        content.write(text.ljust(length))
+
+
+def _written_config(adapters: Adapters) -> LoraConfig:
+    """peft's configuration for a file: its sets have an order, so that equal runs write equal bytes."""
+    config = lora_config(adapters.rank, adapters.rank, adapters.targets)
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)
+    return config
 
 
 def write_comfyui(adapters: Adapters, file: Path, layers: ComfyuiLayers, transformer: nn.Module) -> Path:

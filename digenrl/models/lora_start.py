@@ -15,7 +15,16 @@ from torch import Tensor
 from digenrl.config.reading import ConfigError, one_line
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.lora import ADAPTER, adapter_parameters, layer_kind
-from digenrl.models.lora_files import DOWN, FILE_NAME, PEFT_CONFIG, PEFT_FILE, PEFT_PREFIX, UP, LoraPair
+from digenrl.models.lora_files import (
+    DOWN,
+    FILE_NAME,
+    PEFT_CONFIG,
+    PEFT_FILE,
+    PEFT_PREFIX,
+    UP,
+    LoraPair,
+    adapted_component,
+)
 from digenrl.models.model_weights import load_weights
 
 KEY = "training.lora.start_from"
@@ -71,10 +80,12 @@ def read_lora(source: Path, pipeline_class: type[Any]) -> dict[str, LoraPair]:
     else:
         scale = 1.0 if _apply_alphas(tensors) else _metadata_scale(metadata)
         try:
-            named = pipeline_class.lora_state_dict(tensors)
+            read = pipeline_class.lora_state_dict(tensors)
         except (ValueError, KeyError, RuntimeError, NotImplementedError) as error:
             raise _wrong(source, f"not a LoRA of {pipeline_class.__name__}: {one_line(error)}") from None
-    return _pairs(source, {name.removeprefix("transformer."): value for name, value in named.items()}, scale)
+        named = read[0] if isinstance(read, tuple) else read  # some add alphas, which have been applied already
+    prefix = f"{adapted_component(pipeline_class)}."
+    return _pairs(source, {name.removeprefix(prefix): value for name, value in named.items()}, scale)
 
 
 def _file_of(source: Path) -> Path:
@@ -112,7 +123,8 @@ def _apply_alphas(tensors: dict[str, Tensor]) -> bool:
 
 def _metadata_scale(metadata: Mapping[str, str]) -> float:
     config = json.loads(metadata.get(METADATA, "{}"))
-    rank, alpha = config.get("transformer.r"), config.get("transformer.lora_alpha")
+    values = {key.rpartition(".")[2]: value for key, value in config.items()}
+    rank, alpha = values.get("r"), values.get("lora_alpha")
     return alpha / rank if rank and alpha else 1.0
 
 

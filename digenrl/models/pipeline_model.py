@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
 from digenrl.config.attention import Kernels
@@ -42,16 +43,20 @@ class PipelineModel(DiffusionModel):
     evaluation mode; the VAE and the text encoders are frozen.
     """
 
+    denoiser: ClassVar[str] = "transformer"  # the pipeline component that is trained
     text_encoders: ClassVar[tuple[str, ...]]  # names of pipeline components
+    unused_components: ClassVar[tuple[str, ...]] = ()  # components that are never loaded
     optional_components: ClassVar[tuple[str, ...]] = ()  # components that a pipeline may lack
     text_mask: ClassVar[str | None] = None  # the text argument that marks padding
     text_length: ClassVar[TextLength | None] = None  # None if it cannot be set
+    text_multiple: ClassVar[int] = 1  # the transformer pads texts to a multiple of this
     guidance_argument: ClassVar[str] = "guidance_scale"  # of the diffusers pipeline
+    takes_shift: ClassVar[bool] = True  # False if its noise levels are fixed
 
     def __init__(self, pipeline: Any) -> None:
         self.pipeline = pipeline
         self.pipeline_class = type(pipeline)
-        self.transformer: nn.Module = pipeline.transformer
+        self.transformer: nn.Module = getattr(pipeline, self.denoiser)
         self.vae = pipeline.vae
         self._graphed: GraphedForwards | None = None
         self._text_tokens: int | None = None
@@ -62,6 +67,10 @@ class PipelineModel(DiffusionModel):
             self.transformer.eval()
         forbid_cudnn_by_default()
 
+    @classmethod
+    def check_index(cls, index: Mapping[str, Any]) -> None:
+        """Raises ConfigError if the family does not take a pipeline with this `model_index.json`."""
+
     def pipeline_arguments(self, guidance: float) -> dict[str, Any]:
         """Arguments with which the diffusers pipeline samples as this model does with this guidance.
 
@@ -69,6 +78,14 @@ class PipelineModel(DiffusionModel):
         """
         length = {} if self.text_length is None else {"max_sequence_length": self.text_tokens}
         return {self.guidance_argument: guidance, **length}
+
+    def negative_arguments(self, negative_prompts: Sequence[str]) -> dict[str, Any]:
+        """Arguments with which the diffusers pipeline uses these negative prompts, one per prompt."""
+        return {"negative_prompt": list(negative_prompts)}
+
+    def pipeline_latents(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
+        """The latents as the diffusers pipeline returns them instead of pixels."""
+        return latents_BL
 
     def drop_text_encoders(self) -> None:
         for name in self.text_encoders:
@@ -184,10 +201,39 @@ class PipelineModel(DiffusionModel):
         scheduler = self.pipeline.scheduler
         return type(scheduler).from_config(scheduler.config, **changes)
 
+    def pipeline_scheduler(self) -> Any:
+        """A scheduler with which the diffusers pipeline takes the steps of a rollout without noise."""
+        scheduler = self.fresh_scheduler()
+        return scheduler if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) else EulerSteps(scheduler)
+
     def shifted_schedule(self, steps: int, shift: float) -> Schedule:
         scheduler = self.fresh_scheduler(shift=shift, use_dynamic_shifting=False, shift_terminal=None)
         scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps))
         return schedule_of(scheduler)
+
+
+class EulerSteps:
+    """Euler steps over the noise levels of another scheduler, in place of a multistep solver.
+
+    Rollouts take Euler steps, whatever the scheduler of the pipeline.
+    """
+
+    order = 1
+
+    def __init__(self, levels: Any) -> None:
+        self._levels, self.config = levels, levels.config
+        self._steps_taken = 0
+
+    def set_timesteps(self, *arguments: Any, **named: Any) -> None:
+        self._levels.set_timesteps(*arguments, **named)
+        self.timesteps, self.sigmas, self._steps_taken = self._levels.timesteps, self._levels.sigmas, 0
+
+    def set_begin_index(self, begin_index: int) -> None:
+        self._steps_taken = begin_index
+
+    def step(self, velocity: Tensor, _time: Tensor, latents: Tensor, **_named: Any) -> tuple[Tensor]:
+        here, self._steps_taken = self._steps_taken, self._steps_taken + 1
+        return (latents + (self.sigmas[here + 1] - self.sigmas[here]) * velocity,)
 
 
 def schedule_of(scheduler: Any) -> Schedule:

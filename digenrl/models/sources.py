@@ -175,6 +175,17 @@ def local_files(pipeline_class: type[Any], source: ModelSource, without: Sequenc
     return index.parent
 
 
+def weight_files(pipeline_class: type[Any], source: ModelSource) -> dict[str, Path]:
+    """The local .safetensors files of a model by their names in the pipeline; a single file is `transformer`."""
+    without = () if source.file is None else ("transformer",)
+    folder = local_files(pipeline_class, source, without)
+    if folder is None:
+        return {}
+    names = _files_in(folder, source.pipeline, pipeline_class, without)
+    files = {name: folder / name for name in names if name.endswith(SINGLE_FILE)}
+    return files if source.file is None else files | {"transformer": source.file}
+
+
 def remote_files(source: ModelSource, without: Sequence[str] = ()) -> dict[str, int]:
     """The files of a hub id that loading it needs, with their sizes, by their paths in the repository."""
     pipeline = source.pipeline
@@ -198,7 +209,7 @@ def open_pipeline(pipeline_class: type[Any], source: ModelSource, without: Seque
     return folder
 
 
-def weight_files(
+def component_files(
     component: str, pipeline_class: type[Any], source: ModelSource, without: Sequence[str] = ()
 ) -> tuple[Path, ...]:
     """A component's files in a pipeline folder that `open_pipeline` has returned for this source."""

@@ -28,9 +28,7 @@ TRUNCATED_STD = 0.45  # the largest std of one truncated step
 class StepTimes:
     """The place of each row in its schedule, on the CPU; rows may be at different steps.
 
-    `timestep_B` is the model's input, `second_sigma_B` the sigma at which step 1 of the row's schedule starts. For
-    `ddim`, whose latents are sqrt(abar) x0 + sqrt(1 - abar) noise, sigma is sqrt(1 - abar), the factor of the
-    noise, as in the other kinds.
+    `timestep_B` is the model's input, `second_sigma_B` the sigma at which step 1 of the row's schedule starts.
     """
 
     index_B: Tensor
@@ -96,7 +94,7 @@ def stochastic_step(
     z_BL: Tensor | None = None,
     stochastic_B: Tensor | None = None,
 ) -> StepResult:
-    """One step of every row from its latents and the model's prediction: the velocity, or the noise for `ddim`.
+    """One step of every row from its latents and the model's prediction, the velocity.
 
     Given `next_latents_BL` it scores them; given `z_BL`, standard normal noise, it samples; given neither it takes
     the Euler step. A sampled step scored again from equal latents and prediction has bitwise the same log-prob.
@@ -170,7 +168,7 @@ def _coefficients(times: StepTimes, noise: StepNoise, stochastic_B: Tensor | Non
     times = times.double()
     has_noise_B = times.next_sigma_B > 0 if stochastic_B is None else stochastic_B
     of_kind = _KINDS[noise.kind](times, noise.level)
-    without = _KINDS["ddim" if noise.kind == "ddim" else "dance"](times, 0.0)
+    without = _dance(times, 0.0)
     # Without noise every kind is the Euler step. Using one formula for it makes it bitwise the same.
     has_noise_B = has_noise_B & (of_kind.std_B != 0)
     chosen = _Coefficients(
@@ -181,8 +179,7 @@ def _coefficients(times: StepTimes, noise: StepNoise, stochastic_B: Tensor | Non
     if not bool((chosen.latents_B + chosen.prediction_B + chosen.std_B).isfinite().all()):
         places = f"{times.sigma_B.tolist()} to {times.next_sigma_B.tolist()}"
         raise ValueError(
-            f"{noise.kind} noise is not finite from sigma {places}; "
-            "sigma must decrease, be 1 at step 0 only, and be below 1 for ddim"
+            f"{noise.kind} noise is not finite from sigma {places}; sigma must decrease, and be 1 at step 0 only"
         )
     return chosen
 
@@ -233,28 +230,35 @@ def _linear(times: StepTimes, level: float) -> _Coefficients:
     return _diffused(times, level * times.second_sigma_B * times.sigma_B)
 
 
-def _cps(times: StepTimes, level: float) -> _Coefficients:
-    """Coefficient-preserving: mu = (1 - sigma') x0^ + sigma' cos(a pi/2) noise^, s = sigma' sin(a pi/2)."""
+def _interpolated(times: StepTimes, kept_B: Tensor, std_B: Tensor) -> _Coefficients:
+    """mu = (1 - sigma') x0^ + kept noise^, where x0^ and noise^ are those that the velocity implies."""
     sigma_B, next_sigma_B = times.sigma_B, times.next_sigma_B
-    kept_B = next_sigma_B * math.cos(level * math.pi / 2)
     return _Coefficients(
         latents_B=(1 - next_sigma_B) + kept_B,
         prediction_B=kept_B * (1 - sigma_B) - (1 - next_sigma_B) * sigma_B,
-        std_B=next_sigma_B * math.sin(level * math.pi / 2),
+        std_B=std_B,
     )
+
+
+def _cps(times: StepTimes, level: float) -> _Coefficients:
+    """Coefficient-preserving: mu = (1 - sigma') x0^ + sigma' cos(a pi/2) noise^, s = sigma' sin(a pi/2)."""
+    kept_B = times.next_sigma_B * math.cos(level * math.pi / 2)
+    return _interpolated(times, kept_B, times.next_sigma_B * math.sin(level * math.pi / 2))
 
 
 def _ddim(times: StepTimes, level: float) -> _Coefficients:
-    """DDIM with eta: mu = sqrt(abar') x0^ + sqrt(1 - abar' - s^2) e for the predicted noise e."""
+    """DDIM with eta: mu = (1 - sigma') x0^ + sqrt(sigma'^2 - s^2) noise^.
+
+    s is DDIM's for latents scaled to variance 1, sqrt(abar) x0 + sqrt(1 - abar) noise with
+    abar = (1 - sigma)^2 / ((1 - sigma)^2 + sigma^2), and scaled back.
+    """
     sigma_B, next_sigma_B = times.sigma_B, times.next_sigma_B
-    signal_B, next_signal_B = 1 - sigma_B.square(), 1 - next_sigma_B.square()  # abar and abar'
-    variance_B = level**2 * (next_sigma_B / sigma_B).square() * (1 - signal_B / next_signal_B)
-    ratio_B = (next_signal_B / signal_B).sqrt()
-    return _Coefficients(
-        latents_B=ratio_B,
-        prediction_B=(next_sigma_B.square() - variance_B).sqrt() - ratio_B * sigma_B,
-        std_B=variance_B.sqrt(),
+    signal_B, next_signal_B = (
+        (1 - each_B).square() / ((1 - each_B).square() + each_B.square()) for each_B in (sigma_B, next_sigma_B)
     )
+    share_B = (1 - signal_B / next_signal_B) / (1 - signal_B)
+    variance_B = (level * next_sigma_B).square() * share_B
+    return _interpolated(times, (next_sigma_B.square() - variance_B).sqrt(), variance_B.sqrt())
 
 
 _KINDS: dict[NoiseKind, Callable[[StepTimes, float], _Coefficients]] = {

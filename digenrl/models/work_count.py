@@ -1,6 +1,6 @@
 """Counts the parameters and the work of a model on torch's meta device: shapes only, no weights and no arithmetic.
 
-Two forwards, the second with one text token less, tell text tokens from image tokens without knowledge of the
+Two forwards, the second with a shorter text, tell text tokens from image tokens without knowledge of the
 family: only sequences with text tokens become shorter.
 """
 
@@ -13,6 +13,7 @@ from math import isqrt
 from typing import Any
 
 import torch
+from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
@@ -26,6 +27,7 @@ from digenrl.models.quantized.replacing import block_weights
 
 ADAPTER_RANK = 32
 MOST_FRAMES_PER_LATENT = 32
+LARGEST_TOKEN = 64  # pixels
 
 TextShapes = Mapping[str, tuple[int, ...]]
 
@@ -65,7 +67,7 @@ class WorkCount:
 
 @dataclass(slots=True)
 class _Forward:
-    """The linear layers and attention calls of one forward, in order."""
+    """The linear layers, the convolutions of a UNet and the attention calls of one forward, in order."""
 
     linears: list[tuple[int, int]] = field(default_factory=list)  # sequence length, parameters
     attention: list[tuple[int, int]] = field(default_factory=list)  # query length, key length
@@ -84,8 +86,11 @@ def count_work(
     weights, quantizable = list(model.transformer.parameters()), block_weights(model.transformer)
     adapters = _add_adapters(model, targets)
     text = next(shape[0] for shape in text_shapes.values() if len(shape) > 1)
-    forward = _forward(model, text_shapes, size)
-    shorter = _forward(model, {name: _without_a_token(shape, text) for name, shape in text_shapes.items()}, size)
+    less = text - model.text_multiple
+    shorter_shapes = {
+        name: (less, *shape[1:]) if shape[0] == text else shape for name, shape in text_shapes.items()
+    }
+    forward, shorter = _forward(model, text_shapes, size), _forward(model, shorter_shapes, size)
     image, kinds = _attention_kinds(forward, shorter, text)
     blocks, through_blocks = len(repeated_blocks(model.transformer)), image + (text if "joint" in kinds else 0)
     linears = [
@@ -103,7 +108,9 @@ def count_work(
         hidden=forward.hidden,
         blocks=blocks,
         image_weights=sum(
-            weights for length, weights, has_text in linears if length == (image + text if has_text else image)
+            weights if has_text else weights * length // image
+            for length, weights, has_text in linears
+            if length == image + text or (not has_text and length > 1)
         ),
         text_weights=sum(weights for _, weights, has_text in linears if has_text),
         joint_attention_blocks=kinds.count("joint"),
@@ -112,7 +119,7 @@ def count_work(
         text_tokens=text,
         clip_text_tokens=0 if model.text_length is None else text - model.text_tokens,
         cuts_padding=model.text_mask is not None,
-        pixels_per_token=isqrt(pixels // image),
+        pixels_per_token=isqrt(pixels // image) if model.text_multiple == 1 else _smallest_side(model),
         frames_per_latent=_frames_per_latent(model, size) if is_video else None,
         lora_linears=adapters / ADAPTER_RANK / (2 * forward.hidden),
         activations=forward.saved_bytes / (blocks * through_blocks * forward.hidden * model.dtype.itemsize),
@@ -152,10 +159,6 @@ def _add_adapters(model: PipelineModel, targets: Targets | None) -> int:
     return parameters
 
 
-def _without_a_token(shape: tuple[int, ...], text: int) -> tuple[int, ...]:
-    return (text - 1, *shape[1:]) if shape[0] == text else shape
-
-
 def _attention_kinds(forward: _Forward, shorter: _Forward, text: int) -> tuple[int, list[str]]:
     """The number of image tokens, and the kind of every attention call except those over text tokens alone."""
     image, kinds = 0, []
@@ -169,6 +172,15 @@ def _attention_kinds(forward: _Forward, shorter: _Forward, text: int) -> tuple[i
         else:
             kinds.append("cross" if key == text else "joint")
     return image, kinds
+
+
+def _smallest_side(model: PipelineModel) -> int:
+    """The side of a sample of one token, for models that pad image tokens as well."""
+    for side in range(1, LARGEST_TOKEN + 1):
+        with suppress(ConfigError):  # not a size that the model can generate
+            model.noise_shape(SampleSize(side, side))
+            return side
+    raise AssertionError(f"{model.family}: a token has more than {LARGEST_TOKEN} pixels")
 
 
 def _frames_per_latent(model: PipelineModel, size: SampleSize) -> int:
@@ -198,12 +210,14 @@ def _forward(model: PipelineModel, text_shapes: TextShapes, size: SampleSize) ->
 
 @contextmanager
 def _recording_linears(transformer: nn.Module, forward: _Forward) -> Iterator[None]:
-    def record(layer: nn.Module, arguments: tuple[Tensor, ...], _: Any) -> None:
-        assert isinstance(layer, nn.Linear)
+    def record(layer: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+        assert isinstance(layer, nn.Linear | nn.Conv2d)
         x = arguments[0]
-        forward.linears.append((x.shape[-2] if x.ndim > 2 else 1, layer.weight.numel()))
+        length = output.shape[2:].numel() if isinstance(layer, nn.Conv2d) else x.shape[-2] if x.ndim > 2 else 1
+        forward.linears.append((length, layer.weight.numel()))
 
-    linears = [layer for layer in transformer.modules() if isinstance(layer, nn.Linear)]
+    kinds = (nn.Linear, nn.Conv2d) if isinstance(transformer, UNet2DConditionModel) else nn.Linear
+    linears = [layer for layer in transformer.modules() if isinstance(layer, kinds)]
     hooks = [layer.register_forward_hook(record) for layer in linears]
     try:
         yield

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from digenrl.config.limits import PROMPT_CHARACTERS
 from digenrl.config.prompts import PromptSettings
-from digenrl.config.reading import ConfigError
+from digenrl.config.reading import ConfigError, check_content, errors_in, is_text, one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ def _from_text(path: Path, column: str) -> Iterator[Prompt]:
     """One prompt per line; spaces and '#' belong to the prompt."""
     del column
     for index, line in enumerate(_lines(path)):
+        _check_text(line, f"{path}:{index + 1}")
         yield Prompt(index, line)
 
 
@@ -60,8 +62,8 @@ def _from_json_lines(path: Path, column: str) -> Iterator[Prompt]:
         where = f"{path}:{index + 1}"
         try:
             content = json.loads(line, parse_constant=_refuse_constant)
-        except ValueError as error:
-            raise ConfigError(f"{where}: not valid JSON: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{where}: not valid JSON: {one_line(error)}") from None
         if not isinstance(content, dict):
             raise ConfigError(f'{where}: expected an object such as {{"{column}": "a cat"}}, got {line[:60]}')
         yield _from_record(index, content, column, where)
@@ -90,7 +92,10 @@ def _from_record(index: int, record: dict[str, Any], column: str, where: str) ->
         raise ConfigError(f"{where}: no '{column}'; known: {', '.join(record) or 'nothing'}; set `column`")
     text = record[column]
     if not isinstance(text, str) or not text.strip():
-        raise ConfigError(f"{where}: '{column}' must be a non-empty string, got {text!r}")
+        raise ConfigError(f"{where}: '{column}' must be a non-empty string, got {repr(text)[:60]}")
+    _check_text(text, where)
+    with errors_in(where):
+        check_content(record)
     return Prompt(index, text, {key: value for key, value in record.items() if key != column})
 
 
@@ -107,6 +112,16 @@ def _lines(path: Path) -> Iterator[str]:
         if not line_text.strip():
             raise ConfigError(f"{path}:{number}: an empty line; every line is a prompt, remove it")
         yield line_text
+
+
+def _check_text(text: str, where: str) -> None:
+    if len(text) > PROMPT_CHARACTERS:
+        raise ConfigError(
+            f"{where}: a prompt of {len(text)} characters, at most {PROMPT_CHARACTERS} are allowed; is every "
+            "prompt on its own line?"
+        )
+    if not is_text(text):
+        raise ConfigError(f"{where}: {text[:60]!r} is not text: it has half of a surrogate pair; remove it")
 
 
 def _refuse_constant(name: str) -> NoReturn:

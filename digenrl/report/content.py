@@ -185,4 +185,4 @@ def _lanes(run: RunRecord) -> str:
     listed = ", ".join(
         f"{count} {pool}{f' ({device})' if device else ''}" for (pool, device), count in counts.items()
     )
-    return f"{listed}; generators also train, the trainer also generates" if run.recipe.shares_work else listed
+    return f"{listed}; generators also train, the trainer also generates" if run.trace.shares_work else listed

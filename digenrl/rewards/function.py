@@ -43,6 +43,10 @@ class FunctionReward(Reward):
 
 def build(settings: FunctionSettings) -> Reward:
     """The reward of an imported function or class; raises ConfigError if its arguments are wrong."""
+    if settings.isolated:
+        from digenrl.rewards.isolated import IsolatedReward
+
+        return IsolatedReward(settings)
     target = import_target(settings)
     if not isinstance(target, type):
         return FunctionReward(settings.shown_as, target, settings.arguments)

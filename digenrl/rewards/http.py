@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 import time
 from collections.abc import Callable, Sequence
 
@@ -34,6 +35,7 @@ class HttpReward(Reward):
         self._client = httpx.Client(
             headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
             timeout=settings.timeout_s,
+            verify=True if settings.ca_file is None else ssl.create_default_context(cafile=settings.ca_file),
             trust_env=False,
             follow_redirects=False,
         )
@@ -68,19 +70,23 @@ class HttpReward(Reward):
         return reply
 
     def _post(self, body: bytes, rows: slice) -> httpx.Response:
-        """The response of the server; retries temporary failures, doubling the wait each time."""
-        failure = ""
+        """The response of the server; retries temporary failures, doubling the wait each time.
+
+        It waits longer if the server asks for it, but never longer than `max_backoff_s`.
+        """
+        failure, asked_s = "", 0.0
         for attempt in range(self.settings.retries + 1):
             if attempt:
-                self._sleep(min(self.settings.max_backoff_s, self.settings.backoff_s * 2 ** (attempt - 1)))
+                wait_s = max(asked_s, self.settings.backoff_s * 2 ** (attempt - 1))
+                self._sleep(min(self.settings.max_backoff_s, wait_s))
             try:
                 response = self._client.post(f"{self.settings.url}/score", content=body)
             except httpx.TransportError as error:
-                failure = f"{type(error).__name__}: {error}"
+                failure, asked_s = f"{type(error).__name__}: {error}", 0.0
                 continue
             if response.status_code not in RETRIED_STATUS:
                 return response
-            failure = f"status {response.status_code}"
+            failure, asked_s = f"status {response.status_code}", _retry_after_s(response)
         attempts = self.settings.retries + 1
         raise self._failed(f"{self.settings.url} did not respond in {attempts} attempts, last {failure}", rows)
 
@@ -97,6 +103,12 @@ class HttpReward(Reward):
     def _failed(self, reason: str, rows: slice, within: Sequence[int] | None = None) -> RewardError:
         indices = range(rows.stop - rows.start) if within is None else within
         return RewardError(self.label, reason, tuple(rows.start + index for index in indices))
+
+
+def _retry_after_s(response: httpx.Response) -> float:
+    """The wait that the server asks for, if it is given in seconds."""
+    text = response.headers.get("Retry-After", "")
+    return float(text) if text.isdecimal() and len(text) < 10 else 0.0
 
 
 def build(settings: HttpSettings) -> HttpReward:

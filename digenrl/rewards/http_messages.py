@@ -57,13 +57,15 @@ class Refusal(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a server accepts in one request; larger requests are refused before they use memory."""
+    """What a server accepts; larger requests are refused before they use memory."""
 
     body_bytes: int = 256 * 2**20
     samples: int = 256
     frames_per_sample: int = 512
     pixels_per_frame: int = 2**24  # 4096 x 4096
     pixels_in_total: int = 2**27  # 1.5 GiB in fp32
+    body_s: float = 120.0  # in which the body must arrive
+    waiting_requests: int = 64  # which have the token; more are asked to come back
 
 
 def check_token(token: str, owner: str) -> None:

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import secrets
+import ssl
 import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
-from digenrl.config.reading import ConfigError
+from digenrl.config.reading import ConfigError, one_line
+from digenrl.rewards.connection_guard import ConnectionGuard, guarded_protocol
 from digenrl.rewards.contract import Reward, RewardError
 from digenrl.rewards.http_messages import Limits, MessageError, Refusal, ScoreReply, check_token, decode_request
 
 DEFAULT_PORT = 8790
-OPEN_REQUESTS = 64
+KEEP_ALIVE_S = 30
+RETRY_AFTER_S = 1
 MIN_TOKEN_LENGTH = 16  # if the server is reachable from other machines
 
 
-def create_app(reward: Reward, token: str, limits: Limits | None = None) -> FastAPI:
+def create_app(
+    reward: Reward, token: str, limits: Limits | None = None, guard: ConnectionGuard | None = None
+) -> FastAPI:
     """GET /health (public, only says that the server is up) and POST /score (needs the bearer token).
 
     Requests are scored one at a time, so that rewards need not be thread-safe. If a reward fails, the response is
-    status 500 with the reason, never a number.
+    status 500 with the reason, never a number. If too many requests wait, it is 503 with a Retry-After header.
     """
     if not token:
         raise ValueError("a reward server needs a token, got an empty one")
     accepted = limits or Limits()
     scoring = threading.Lock()
+    waiting: set[object] = set()
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/health")
@@ -41,23 +51,76 @@ def create_app(reward: Reward, token: str, limits: Limits | None = None) -> Fast
     async def score(request: Request) -> JSONResponse:
         if not token_fits(request.headers.get("authorization", ""), token):
             return _refusal(401, "wrong or missing token; send `Authorization: Bearer <token>`")
-        body = await _read_body(request, accepted.body_bytes)
-        if body is None:
-            return _refusal(413, f"the body is larger than the {accepted.body_bytes} bytes allowed")
-        return await run_in_threadpool(_answer, reward, body, accepted, scoring)
+        if guard is not None and request.client is not None:
+            guard.trust((request.client.host, request.client.port))
+        if len(waiting) >= accepted.waiting_requests:
+            return _refusal(503, f"{len(waiting)} requests are waiting; try again later")
+        waiting.add(request)
+        try:
+            async with asyncio.timeout(accepted.body_s):
+                body = await _read_body(request, accepted.body_bytes)
+            if body is None:
+                return _refusal(413, f"the body is larger than the {accepted.body_bytes} bytes allowed")
+            return await run_in_threadpool(_answer, reward, body, accepted, scoring)
+        except TimeoutError:
+            return _refusal(408, f"the body did not arrive in {accepted.body_s:.0f} s")
+        finally:
+            waiting.discard(request)
 
     return app
 
 
-def serve(reward: Reward, host: str = "127.0.0.1", port: int = DEFAULT_PORT, token: str | None = None) -> None:
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """The certificate of a server and its private key, in PEM format."""
+
+    certificate: Path
+    key: Path
+
+    def check(self) -> None:
+        """Raises ConfigError if they cannot be used."""
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.certificate, self.key)
+        except OSError as error:  # ssl.SSLError is one
+            files = f"{self.certificate} and {self.key}"
+            raise ConfigError(f"{files}: not a certificate with its private key: {one_line(error)}") from None
+
+
+def server_config(
+    reward: Reward, token: str, limits: Limits | None = None, tls: TlsFiles | None = None, **options: Any
+) -> uvicorn.Config:
+    """The configuration of a server that clients without the token cannot block."""
+    guard = ConnectionGuard()
+    if tls is not None:
+        options |= {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}
+    return uvicorn.Config(
+        create_app(reward, token, limits, guard),
+        http=guarded_protocol(guard),
+        log_level="warning",
+        proxy_headers=False,  # the guard knows clients by their real addresses
+        timeout_keep_alive=KEEP_ALIVE_S,
+        **options,
+    )
+
+
+def serve(
+    reward: Reward,
+    host: str = "127.0.0.1",
+    port: int = DEFAULT_PORT,
+    token: str | None = None,
+    tls: TlsFiles | None = None,
+) -> None:
     """Serves until interrupted. On a loopback address, a token is generated and printed if none is given."""
     accepted = token_for(host, token)
+    if tls is not None:
+        tls.check()
     if token is None:
         print(f"token: {accepted}", flush=True)
-    print(f"serving reward '{reward.label}' on http://{_bracketed(host)}:{port}", flush=True)
-    uvicorn.run(
-        create_app(reward, accepted), host=host, port=port, log_level="warning", limit_concurrency=OPEN_REQUESTS
-    )
+    scheme = "http" if tls is None else "https"
+    print(f"serving reward '{reward.label}' on {scheme}://{_bracketed(host)}:{port}", flush=True)
+    if tls is None and not is_loopback(host):
+        print("not encrypted: use --certificate and --key, or a network that you trust", flush=True)
+    uvicorn.Server(server_config(reward, accepted, tls=tls, host=host, port=port)).run()
 
 
 def token_for(host: str, token: str | None) -> str:
@@ -118,7 +181,7 @@ async def _read_body(request: Request, limit: int) -> bytes | None:
 
 
 def _refusal(status: int, error: str, samples: tuple[int, ...] = ()) -> JSONResponse:
-    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": str(RETRY_AFTER_S)}}.get(status)
     return JSONResponse(
         Refusal(error=error, samples=list(samples)).model_dump(), status_code=status, headers=headers
     )

@@ -74,6 +74,7 @@ class RunFolder:
         self.spans = path / "spans.jsonl"  # one line per span of the trace
         self.metrics = path / "metrics.jsonl"  # one line per optimizer step
         self.evaluations = path / "evaluations.jsonl"  # one line per evaluation
+        self.logs = path / "logs"  # a file per worker, and driver.log
         self.samples = path / "samples"  # the evaluations' grids
         self.tensorboard = path / "tensorboard"
         self.checkpoints = path / "checkpoints"
@@ -108,6 +109,15 @@ class RunFolder:
             raise ConfigError(f"{path}: not a run's folder: {' and '.join(missing)} missing")
         info = _read_info(files[0])  # first: another format may have other recipes
         return cls(path, read_recipe(str(files[1])), info)
+
+    def line_files(self) -> dict[str, Path]:
+        """The JSON-lines files by the names under which a checkpoint stores their sizes."""
+        return {
+            "journal": self.journal,
+            "spans": self.spans,
+            "metrics": self.metrics,
+            "evaluations": self.evaluations,
+        }
 
     def write_recipe(self, recipe: Recipe) -> None:
         """Writes config.yaml; a resumed run may have changed it, and calibration may have completed it."""
@@ -150,7 +160,17 @@ class RunFolder:
     def has_results(self) -> bool:
         """Whether the run completed a step, an evaluation or a checkpoint."""
         lines = (path for path in (self.metrics, self.evaluations) if path.exists())
-        return any(path.stat().st_size for path in lines) or any(self.checkpoints.iterdir())
+        saved = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
+        return saved or any(path.stat().st_size for path in lines)
+
+    def set_checkpoints_aside(self) -> Path | None:
+        """Renames the folder of checkpoints, for a run that starts over; None if there is none."""
+        if not self.checkpoints.is_dir() or not any(self.checkpoints.iterdir()):
+            return None
+        number = 1
+        while (aside := self.path / f"checkpoints.old-{number}").exists():
+            number += 1
+        return self.checkpoints.rename(aside)
 
     def clear(self) -> None:
         """Deletes the content of the folder."""
@@ -177,25 +197,19 @@ class RunLines:
     """The four JSON-lines files of a run, open for appending; a checkpoint stores their sizes."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self.journal = JsonLines(folder.journal)
-        self.spans = JsonLines(folder.spans)
-        self.metrics = JsonLines(folder.metrics)
-        self.evaluations = JsonLines(folder.evaluations)
-        self._by_name = {
-            "journal": self.journal,
-            "spans": self.spans,
-            "metrics": self.metrics,
-            "evaluations": self.evaluations,
-        }
+        self._by_name = {name: JsonLines(path) for name, path in folder.line_files().items()}
+        self.journal, self.spans = self._by_name["journal"], self._by_name["spans"]
+        self.metrics, self.evaluations = self._by_name["metrics"], self._by_name["evaluations"]
 
     def positions(self) -> dict[str, int]:
         """The size of each file, for a checkpoint."""
         return {name: lines.position() for name, lines in self._by_name.items()}
 
     def sync(self) -> None:
-        """Forces all files to disk."""
+        """Forces all files to disk, and sets long ones aside to be compressed."""
         for lines in self._by_name.values():
             lines.sync()
+            lines.rotate()
 
     def truncate(self, positions: Mapping[str, int]) -> None:
         """Removes everything after these positions, which `positions` returned for a checkpoint."""

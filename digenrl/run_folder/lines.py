@@ -1,21 +1,25 @@
 """Append-only JSON-lines files: one object per line, flushed at once, truncated when a run resumes.
 
 A last line without its newline is incomplete, as a crash or a running writer leaves it: readers ignore it, and
-opening the file for appending removes it.
+opening the file for appending removes it. Parts of a long file are set aside and compressed; see `segments`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import threading
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from digenrl.config.reading import ConfigError
+from digenrl.run_folder.segments import all_parts, compress_segments, live_start, set_aside, unpack_to
 
 _BLOCK_BYTES = 1 << 16
+ROTATED_BYTES = 64 << 20  # a file of this size is set aside when the run is saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +42,15 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self._file = path.open("ab")
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from None
+        self._open()
         _remove_incomplete_line(path)
+
+    def _open(self) -> None:
+        self._start = live_start(self.path)
+        try:
+            self._file = self.path.open("ab")
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot be written: {error.strerror or error}") from None
 
     def append(self, content: Mapping[str, Any]) -> None:
         """Writes one line. NaN and infinities are not JSON: they raise ValueError, and nothing is written."""
@@ -51,27 +59,42 @@ class JsonLines:
         self._file.flush()
 
     def position(self) -> int:
-        """The size in bytes, which a checkpoint stores."""
-        return os.fstat(self._file.fileno()).st_size
+        """The size of all parts in bytes, which a checkpoint stores."""
+        return self._start + os.fstat(self._file.fileno()).st_size
 
     def sync(self) -> None:
         """Forces all lines to disk."""
         os.fsync(self._file.fileno())
 
+    def rotate(self, limit: int = ROTATED_BYTES) -> threading.Thread | None:
+        """Sets a file of at least `limit` bytes aside and compresses it in the returned thread."""
+        if self.position() - self._start < limit:
+            return None
+        self._file.close()
+        set_aside(self.path)
+        self._open()
+        thread = threading.Thread(target=compress_segments, args=(self.path,), daemon=True)
+        thread.start()
+        return thread
+
     def truncate(self, position: int) -> None:
         """Removes everything after a position that `position` returned earlier."""
+        if position < self._start:
+            self._file.close()
+            unpack_to(self.path, position)
+            self._open()
         size = self.position()
         if position > size:
             raise ConfigError(
                 f"{self.path}: has {size} bytes, its checkpoint expects at least {position}; "
                 f"the file was cut or replaced, restore it or resume from an older checkpoint"
             )
-        if not _ends_a_line(self.path, position):
+        if not _ends_a_line(self.path, position - self._start):
             raise ConfigError(
                 f"{self.path}: no line ends at byte {position}, as its checkpoint expects; "
                 f"the file was changed, restore it or resume from an older checkpoint"
             )
-        os.ftruncate(self._file.fileno(), position)
+        os.ftruncate(self._file.fileno(), position - self._start)
 
     def close(self) -> None:
         """Closes the file; may be called twice."""
@@ -86,25 +109,24 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def located_lines(path: Path) -> Iterator[JsonLine]:
     """Every complete line, in order; none if the file does not exist yet. A damaged line raises ConfigError."""
-    if not path.exists():
-        return
+    number = 0
     try:
-        file = path.open("rb")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-    with file:
-        start = 0
-        for number, text in enumerate(file, start=1):
-            if not text.endswith(b"\n"):
-                return
-            yield JsonLine(path, number, start, start + len(text), _parse(text, path, number))
-            start += len(text)
+        for start, file in all_parts(path):
+            for text in file:
+                if not text.endswith(b"\n"):
+                    return
+                number += 1
+                yield JsonLine(path, number, start, start + len(text), _parse(text, path, number))
+                start += len(text)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: cannot be read: {reason}") from None
 
 
 def _parse(text: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
         content = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
         shown = text.rstrip(b"\n").decode("utf-8", errors="replace")

@@ -47,9 +47,15 @@ def read_run(path: Path) -> RunRecord:
         folder=folder,
         recipe_text=folder.config.read_text(encoding="utf-8"),
         trace=read_trace(
-            folder.spans, lanes, shared_cards=recipe.topology.shares_cards, shares_work=recipe.shares_work
+            folder.spans, lanes, shared_cards=recipe.topology.shares_cards, shares_work=_shares_work(folder)
         ),
         steps=read_steps(folder.metrics),
         evaluations=evaluations,
         grids={steps_done: grid for steps_done, grid in grids.items() if grid is not None},
     )
+
+
+def _shares_work(folder: RunFolder) -> bool:
+    """Whether lanes generated and trained: with `tag: auto` a run may do without that."""
+    terms = folder.info.initial_state.get("terms", {})
+    return folder.recipe.shares_work and terms.get("assist", "both") == "both"

@@ -9,6 +9,7 @@ from typing import Any
 from digenrl.config.recipe_files import fingerprint
 from digenrl.records import Action, Committed, Event
 from digenrl.run_folder.folder import RunFolder, RunLines
+from digenrl.run_folder.log_files import rotate_logs
 from digenrl.scheduling import SchedulerState
 
 
@@ -48,4 +49,5 @@ class Checkpointer:
         """The facts for the checkpoint of the last version. Brings the run's files to disk first."""
         assert step == self.position.step, f"a checkpoint of step {step}, but the run is at {self.position.step}"
         self._lines.sync()
+        rotate_logs(self._folder.logs)
         return self.position.facts(fingerprint(self._folder.recipe))

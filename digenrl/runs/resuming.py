@@ -1,16 +1,26 @@
-"""Where a run resumes: its newest checkpoint, if that is complete and belongs to this run. No torch."""
+"""Where a run resumes: its newest whole checkpoint, if that belongs to this run. No torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe_files import fingerprint
 from digenrl.run_folder.folder import RunFolder
+from digenrl.run_folder.mending import mend_lines
 from digenrl.run_folder.metric_lines import end_of_evaluations
+from digenrl.run_folder.segments import live_start
 from digenrl.runs.checkpointer import RunPosition
-from digenrl.training.checkpoint.format import newest_checkpoint, read_content
+from digenrl.training.checkpoint.atomic_folders import restore
+from digenrl.training.checkpoint.format import (
+    CheckpointContent,
+    DamagedCheckpointError,
+    check_file,
+    checkpoints_in,
+    read_content,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +31,36 @@ class ResumePoint:
     position: RunPosition
 
 
-def find_resume_point(folder: RunFolder) -> ResumePoint | None:
-    """The newest checkpoint; None for a run that stopped before its first and has to start over."""
-    path = newest_checkpoint(folder.checkpoints)
-    if path is None:
-        return None
+def find_resume_point(folder: RunFolder, notify: Callable[[str], None] = lambda line: None) -> ResumePoint | None:
+    """The newest whole checkpoint; None for a run without any.
+
+    `notify` is called with a line about every newer checkpoint that is damaged. Raises ConfigError if all are.
+    """
+    if folder.checkpoints.is_dir():
+        restore(folder.checkpoints)
+    damage: list[DamagedCheckpointError] = []
+    for path in reversed(checkpoints_in(folder.checkpoints)):
+        try:
+            content = _whole_content(path)
+        except DamagedCheckpointError as error:
+            damage.append(error)
+            continue
+        for each in damage:
+            notify(str(each))
+        return ResumePoint(path, _position(folder, path, content))
+    if damage:
+        raise damage[0]
+    return None
+
+
+def _whole_content(path: Path) -> CheckpointContent:
     content = read_content(path)
+    for name, record in content.files.items():
+        check_file(path, name, record)
+    return content
+
+
+def _position(folder: RunFolder, path: Path, content: CheckpointContent) -> RunPosition:
     try:
         facts = content.facts
         position = RunPosition(content.step, facts["at_ns"], facts["jobs_issued"], facts["positions"])
@@ -40,7 +74,20 @@ def find_resume_point(folder: RunFolder) -> ResumePoint | None:
             f"{path}: was saved by another run: seed, model, prompts, rewards, batch, algorithm or training "
             f"differ from {folder.config}; resume in its own folder, or start a new run"
         )
-    return ResumePoint(path, position)
+    return position
+
+
+def mend_logs(folder: RunFolder, resume_point: ResumePoint, notify: Callable[[str], None]) -> ResumePoint:
+    """Mends log files that were cut or damaged since the checkpoint, and tells the user about each."""
+    positions = dict(resume_point.position.positions)
+    for name, path in folder.line_files().items():
+        start = live_start(path)
+        if positions.get(name, 0) >= start:
+            end, remark = mend_lines(path, positions.get(name, 0) - start)
+            positions[name] = start + end
+            if remark is not None:
+                notify(remark)
+    return replace(resume_point, position=replace(resume_point.position, positions=positions))
 
 
 def kept_positions(folder: RunFolder, position: RunPosition) -> dict[str, int]:

@@ -1,13 +1,15 @@
-"""How a run ends early: by a failure, or by Ctrl-C and SIGTERM, which stop it after saving."""
+"""How a run ends early: by a failure, or by Ctrl-C, SIGTERM and SIGHUP, which stop it after saving."""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class RunFailedError(RuntimeError):
@@ -19,10 +21,12 @@ class StopRun(BaseException):
 
 
 class Stopper:
-    """Remembers the first signal. A second signal raises KeyboardInterrupt at once."""
+    """Remembers the first signal. A second Ctrl-C or SIGTERM raises KeyboardInterrupt at once."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
+        self._heard: list[signal.Signals] = []
+        self._terminals: list[int] = []  # descriptors; a closed terminal is not recognised any more
 
     def take_request(self) -> str | None:
         """The signal that asked the run to stop; None after the first call."""
@@ -32,7 +36,11 @@ class Stopper:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Inside, the first signal is remembered instead of ending the process."""
-        before = {each: signal.signal(each, self._remember) for each in SIGNALS}
+        # What the caller ignores stays ignored: `nohup` starts programs without SIGHUP.
+        self._heard = [each for each in SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+        streams = [stream for stream in (sys.__stdout__, sys.__stderr__) if stream is not None]
+        self._terminals = [stream.fileno() for stream in streams if not stream.closed and stream.isatty()]
+        before = {each: signal.signal(each, self._remember) for each in self._heard}
         try:
             yield
         finally:
@@ -41,5 +49,15 @@ class Stopper:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.signal_name = signal.Signals(number).name
-        for each in SIGNALS:
-            signal.signal(each, signal.default_int_handler)
+        for each in self._heard:
+            # A terminal may be closed while the run is being saved.
+            signal.signal(each, self._leave_terminal if each == signal.SIGHUP else signal.default_int_handler)
+        if number == signal.SIGHUP:
+            self._leave_terminal(number, frame)
+
+    def _leave_terminal(self, number: int, frame: FrameType | None) -> None:
+        """Discards all further output to a terminal, which is closed: writing to it would fail."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in self._terminals:
+            os.dup2(nowhere, descriptor)
+        os.close(nowhere)

@@ -82,9 +82,8 @@ def train(folder: RunFolder, backend: Backend, view: RunView, resume_point: Resu
     with ExitStack() as stack:
         stack.enter_context(folder.locked())
         stack.enter_context(_failure_recorded(folder))
-        logs = folder.path / "logs"
-        logs.mkdir(exist_ok=True)
-        configure_logging("driver", verbose=folder.recipe.logging.verbose, file=logs / "driver.log")
+        folder.logs.mkdir(exist_ok=True)
+        configure_logging("driver", verbose=folder.recipe.logging.verbose, file=folder.logs / "driver.log")
         checkpoint = None if resume_point is None else resume_point.checkpoint
         recipe = folder.recipe if checkpoint is None else folder.recipe.from_checkpoint()
         resources = backend.prepare(recipe, folder.path, checkpoint)

@@ -20,6 +20,7 @@ from digenrl.scheduling import (
     calibration,
     evaluation,
     faults,
+    hedging,
     lanes,
     measured_costs,
     scoring,
@@ -41,11 +42,13 @@ def _absorb_generated(state: SchedulerState, event: Generated) -> Outcome:
     job, piece = event.job, event.job.slice
     if state.lanes[job.lane].job != job:
         return state, ()
-    state = lanes.release(state, job.lane)
+    state, counts = hedging.take_first(lanes.release(state, job.lane), job)
+    if not counts:
+        return state, ()
     step = open_step(state, piece.step)
     if step is None or step.groups[piece.group].retired:
         return state, ()  # quarantined meanwhile; its step may be committed by now
-    if event.version >= piece.step and job.stale:
+    if event.version >= piece.step:
         state = faults.return_stale_samples(state, piece)  # a newer version had arrived before it started
     if event.score_failure:
         return faults.quarantine(state, piece, event.score_failure, event.at_ns)
@@ -75,16 +78,25 @@ def _tick(state: SchedulerState, event: Tick) -> Outcome:
     if state.terms.shares_work:
         state, chunks = evaluation.hand_out_chunks(state, event.at_ns)
         state, jobs = shared_work.hand_out_work(state, event.at_ns)
-        return state, (*calibrations, *chunks, *jobs)
+        state, copies = _hedge(state, event.at_ns)
+        return state, (*calibrations, *chunks, *jobs, *copies)
     handed_out: tuple[Action, ...] = ()
     if not state.terms.colocated or isinstance(state.trainer, Generating):
         chunks = ()
         if state.evaluations:
             state, chunks = evaluation.hand_out_chunks(state, event.at_ns)
         state, slices = hand_out_slices(state, event.at_ns)
-        handed_out = (*chunks, *slices)
+        state, copies = _hedge(state, event.at_ns)
+        handed_out = (*chunks, *slices, *copies)
     state, orders = trainer_turns.direct_trainer(state, event.at_ns)
     return state, (*calibrations, *handed_out, *orders)
+
+
+def _hedge(state: SchedulerState, at_ns: int) -> Outcome:
+    """Lanes that are still idle may help with slices that take too long."""
+    if not state.terms.hedge_after or not state.idle or state.terms.colocated:
+        return state, ()
+    return hedging.hedge_stragglers(state, at_ns)
 
 
 _ABSORB: dict[type[Event], Callable[[SchedulerState, Any], Outcome]] = {

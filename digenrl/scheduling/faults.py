@@ -33,7 +33,7 @@ from digenrl.records import (
     WorkerLost,
     holding_lane,
 )
-from digenrl.scheduling import evaluation, shared_gradients
+from digenrl.scheduling import evaluation, hedging, shared_gradients
 from digenrl.scheduling.lanes import end_round_if_over, release
 from digenrl.scheduling.order import positions, positions_of_group, slices_in, slices_of_group
 from digenrl.scheduling.scoring import end_score, ready_again, start_scoring
@@ -138,10 +138,10 @@ def absorb_failed(state: SchedulerState, event: JobFailed) -> Outcome:
 def _slice_failed(state: SchedulerState, job: Generate, event: JobFailed) -> Outcome:
     if state.lanes[job.lane].job != job:
         return state, ()
-    state = release(state, job.lane)
+    state, is_alone = hedging.drop_job(release(state, job.lane), job)
     step = open_step(state, job.slice.step)
-    if step is None:
-        return state, ()  # of a quarantined group, whose step is committed by now
+    if step is None or not is_alone:
+        return state, ()  # its copy carries on, or its group is quarantined and its step committed by now
     group = step.groups[job.slice.group]
     failures = group.failures + 1
     state = put_step(
@@ -270,7 +270,8 @@ def return_job(state: SchedulerState, job: LaneJob | None, at_ns: int) -> Schedu
     """What a lane held is open again."""
     state = end_round_if_over(state)
     if isinstance(job, Generate):
-        return reissue(state, job.slice)
+        state, is_alone = hedging.drop_job(state, job)
+        return reissue(state, job.slice) if is_alone else state
     if isinstance(job, Train):
         return shared_gradients.return_training(state, job, at_ns)
     return evaluation.return_chunk(state, job.chunk, sampled=False) if isinstance(job, Evaluate) else state

@@ -6,6 +6,7 @@
 5. Training goes before helping. While the trainer's lanes generate, it neither trains nor commits.
 6. Versions only grow. A lane works with the version it was given; a held-out chunk with the version it is about.
 7. A worker holds one job at a time, and job ids are never used twice. A lane is calibrated before it gets work.
+   Two jobs generate the same slice only if one hedges the other; the result of the slower one is dropped.
 8. If lanes train on their own: only on the step's version, and the gradients of every sample of an update are in
    exactly one of the sums that are added for it. Sums that were lost count nowhere.
 
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from digenrl.records import (
+    NO_JOB,
     NO_LANE,
     Action,
     ArtifactLost,
@@ -117,6 +119,7 @@ class Auditor:
         self._lane_version = {lane.index: lane.version for lane in opening.lanes}
         self._helpers = {lane.index for lane in opening.lanes if lane.helper}
         self._lane_jobs: dict[int, LaneJob] = {}
+        self._void_jobs: set[int] = set()  # whose copy was faster
         self._uncalibrated: set[int] = set()
         self._scores: dict[int, Score] = {}  # by reward lane
         self._void_scores: set[int] = set()
@@ -185,7 +188,11 @@ class Auditor:
         if self._lane_jobs.get(job.lane) != job:
             return  # late or doubled: its samples must not be used, which the checks below would notice
         del self._lane_jobs[job.lane]
+        if job.id in self._void_jobs:
+            self._void_jobs.remove(job.id)
+            return
         piece = job.slice
+        self._void_jobs.update(copy.id for copy in self._copies(piece))
         group = self._group(piece)
         group.generating &= ~piece.mask()
         if group.retired:
@@ -339,7 +346,11 @@ class Auditor:
         group = self._step(piece).group(piece.group)
         _promise(not group.retired, "3: {} belongs to a quarantined group", piece)
         _promise(not group.generated & piece.mask(), "1: {} is generated already", piece)
-        _promise(not group.generating & piece.mask(), "1: {} is being generated already", piece)
+        if job.hedges == NO_JOB:
+            _promise(not group.generating & piece.mask(), "1: {} is being generated already", piece)
+        else:
+            hedged = [copy.id for copy in self._copies(piece) if copy.id != job.id]
+            _promise(hedged == [job.hedges], "7: {} hedges a job, but {} are under way", job, hedged)
         _promise(job.version == self._lane_version[job.lane], "6: {} is not what the lane serves", job)
         _promise(piece.step - 1 <= job.version <= piece.step, "2: {} is more than one version behind", job)
         group.generating |= piece.mask()
@@ -486,11 +497,19 @@ class Auditor:
             self._step(job.slice).group(job.slice.group).sent_to_train &= ~job.slice.mask()
         if not isinstance(job, Generate):
             return
+        if job.id in self._void_jobs or self._copies(job.slice):
+            self._void_jobs.discard(job.id)
+            return  # another lane has generated it, or carries on with it
         group = self._group(job.slice)
         group.generating &= ~job.slice.mask()
         if not group.retired:
             group.stale &= ~job.slice.mask()
         self._forget_if_over(job.slice, group)
+
+    def _copies(self, piece: Slice) -> list[Generate]:
+        """The jobs that lanes hold for a slice, without void ones."""
+        held = (job for job in self._lane_jobs.values() if isinstance(job, Generate) and job.slice == piece)
+        return [job for job in held if job.id not in self._void_jobs]
 
     def _end_score(self, job: Score, failed: bool) -> None:
         if self._scores.get(job.scorer) != job:

@@ -331,6 +331,9 @@ class SchedulerState:
     evaluations: tuple[EvaluationProgress, ...] = ()  # oldest first
     saved: int | None = None  # the newest version that is in a checkpoint
     stopping: bool = False
+    copies: tuple[tuple[int, int], ...] = ()  # Generate jobs of one slice that both run: the job, and its copy
+    void_jobs: frozenset[int] = frozenset()  # those whose copy was faster: their results are dropped
+    wake_ns: int = -1  # the tick that was asked for last
     uncalibrated: tuple[int, ...] = ()  # lanes that wait for their Calibrate job
 
     @property
@@ -389,6 +392,7 @@ def initial_state(
         trainer=Generating() if terms.colocated else Free(),
         committed=committed,
         jobs_issued=jobs_issued,
+        saved=committed or None,  # what a resumed run has committed is in the checkpoint that it resumes from
         evaluations=(fresh_evaluation(terms, committed),) if evaluates else (),
     )
 

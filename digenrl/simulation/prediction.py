@@ -53,7 +53,7 @@ def predict(
     All lanes are idle and have the newest version. `terms.steps` is ignored: the predicted run ends after these
     steps, so stale samples of later steps are not generated.
     """
-    terms = replace(terms, steps=committed + steps)
+    terms = replace(terms, steps=committed + steps, hedge_after=0)  # nothing is predicted to be overdue
     start = initial_state(terms, costs, generators, helpers, committed=committed)
     recorder, log = Recorder(start, start_ns=start_ns), ActionLog()
     drive(start, VirtualCluster(start, faults, start_ns), (recorder, log, Auditor(start)))

@@ -11,10 +11,12 @@ which nothing is trained, `tail_ns` a time before the end in which nothing is ge
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from digenrl.simulation.step_forecast import LaneTimes, StepForecast
 
@@ -40,15 +42,25 @@ class _Move:
 
 
 class QuotaPlanner:
-    """Plans quotas for the lanes of a forecast."""
+    """Plans quotas for lanes that generate `slices` and train `jobs` in a step."""
 
-    def __init__(self, forecast: StepForecast) -> None:
-        self._lanes = forecast.lanes
-        self._slices = forecast.groups * forecast.slices_per_group
-        self._jobs = forecast.groups * forecast.jobs_per_group
-        self._jobs_per_group = forecast.jobs_per_group
-        self._classes = list(Counter(self._lanes).items())
-        self._generating_ns = [_generating_ns(times, self._slices) for times, _ in self._classes]
+    def __init__(self, lanes: Sequence[LaneTimes], *, slices: int, jobs: int, jobs_per_group: int) -> None:
+        self._lanes = lanes
+        self.slices = slices
+        self._jobs = jobs
+        self._jobs_per_group = jobs_per_group
+        self._classes = list(Counter(lanes).items())
+        self._generating_ns = [_generating_ns(times, slices) for times, _ in self._classes]
+
+    @classmethod
+    def of_forecast(cls, forecast: StepForecast) -> QuotaPlanner:
+        """A planner for the lanes and the work of a forecast."""
+        return cls(
+            forecast.lanes,
+            slices=forecast.groups * forecast.slices_per_group,
+            jobs=forecast.groups * forecast.jobs_per_group,
+            jobs_per_group=forecast.jobs_per_group,
+        )
 
     @cached_property
     def first_piece_ns(self) -> int:
@@ -63,12 +75,20 @@ class QuotaPlanner:
         def fits(time_ns: int) -> bool:
             return sum(count * (time_ns // train_ns) for train_ns, count in able) >= self._jobs_per_group
 
-        high_ns = self._jobs_per_group * min(train_ns for train_ns, _ in able)
-        low_ns = 0
-        while high_ns - low_ns > 1:
-            middle_ns = (low_ns + high_ns) // 2
-            low_ns, high_ns = (low_ns, middle_ns) if fits(middle_ns) else (middle_ns, high_ns)
-        return high_ns
+        return least_time_ns(fits)
+
+    def generated_ns(self, slices: int) -> int:
+        """The least time in which all lanes together generate this many slices, if they do nothing else."""
+
+        def fits(time_ns: int) -> bool:
+            most = (
+                count * (bisect_right(generating_ns, time_ns - times.starts_ns) - 1)
+                for (times, count), generating_ns in zip(self._classes, self._generating_ns, strict=True)
+                if time_ns >= times.starts_ns
+            )
+            return sum(most) >= slices
+
+        return least_time_ns(fits)
 
     def least_ns(self, margins: Margins) -> int:
         """The least time of a step, without its commit, in which everything fits."""
@@ -89,38 +109,68 @@ class QuotaPlanner:
         per_class, _ = self._assigned(time_ns, margins)
         return tuple(per_class[times].pop() for times in self._lanes)
 
+    def could_fit(self, time_ns: int, margins: Margins) -> bool:
+        """Whether everything fits if equal lanes may mix what they do in any proportion: else, nothing can."""
+        least, moves = self._moves(time_ns, margins)
+        counts = [count for _, count in self._classes]
+        missing = self.slices - sum(count * slices for count, (slices, _) in zip(counts, least, strict=True))
+        jobs = float(sum(count * most for count, (_, most) in zip(counts, least, strict=True)))
+        for move in moves:
+            if missing <= 0:
+                break
+            taken = min(missing, counts[move.lane_class] * move.slices)
+            missing -= taken
+            jobs -= taken * move.cost
+        return missing <= 0 and jobs >= self._jobs * (1 - 1e-12)
+
     def _assigned(self, time_ns: int, margins: Margins) -> tuple[dict[LaneTimes, list[int]], bool]:
         """Quotas by class, largest last, and whether all slices and all Train jobs fit."""
-        moves: list[_Move] = []
-        quotas: list[list[int]] = []
-        slices = jobs = 0
-        for index, (times, count) in enumerate(self._classes):
-            pairs = _pairs(times, self._generating_ns[index], time_ns, margins)
-            quotas.append([pairs[0][0]] * count)
-            slices += count * pairs[0][0]
-            jobs += count * pairs[0][1]
-            for (fewer, more_jobs), (more, fewer_jobs) in pairwise(pairs):
-                lost = more_jobs - fewer_jobs
-                moves.append(_Move(lost / (more - fewer), index, more - fewer, lost))
-        moves.sort(key=lambda move: move.cost)
+        least, moves = self._moves(time_ns, margins)
+        quotas = [[each[0]] * count for (_, count), each in zip(self._classes, least, strict=True)]
+        slices = sum(map(sum, quotas))
+        jobs = sum(count * each[1] for (_, count), each in zip(self._classes, least, strict=True))
         for move in moves:
             of_class = quotas[move.lane_class]
             for lane in range(len(of_class)):
-                if slices >= self._slices:
+                if slices >= self.slices:
                     break
                 of_class[lane] += move.slices
                 slices += move.slices
                 jobs -= move.jobs
-        fits = slices >= self._slices and jobs >= self._jobs
+        fits = slices >= self.slices and jobs >= self._jobs
         return {times: sorted(of_class) for (times, _), of_class in zip(self._classes, quotas, strict=True)}, fits
+
+    def _moves(self, time_ns: int, margins: Margins) -> tuple[list[tuple[int, int]], list[_Move]]:
+        """For each class the pair with the most training, and all moves from there, the cheapest first."""
+        least: list[tuple[int, int]] = []
+        moves: list[_Move] = []
+        for index, (times, _) in enumerate(self._classes):
+            pairs = _pairs(times, self._generating_ns[index], time_ns, margins)
+            least.append(pairs[0])
+            for (fewer, more_jobs), (more, fewer_jobs) in pairwise(pairs):
+                lost = more_jobs - fewer_jobs
+                moves.append(_Move(lost / (more - fewer), index, more - fewer, lost))
+        moves.sort(key=lambda move: move.cost)
+        return least, moves
+
+
+def least_time_ns(fits: Callable[[int], bool]) -> int:
+    """The least time that fits, if every longer one does."""
+    low_ns, high_ns = -1, 1
+    while not fits(high_ns):
+        low_ns, high_ns = high_ns, 2 * high_ns
+    while high_ns - low_ns > 1:
+        middle_ns = (low_ns + high_ns) // 2
+        low_ns, high_ns = (low_ns, middle_ns) if fits(middle_ns) else (middle_ns, high_ns)
+    return high_ns
 
 
 def _generating_ns(times: LaneTimes, slices: int) -> list[int]:
-    """The least time for 0, 1, 2, ... slices, in jobs of any size that the lane takes."""
+    """The least time for at least 0, 1, 2, ... slices, in jobs of any size that the lane takes."""
+    at_least_ns = [*accumulate(reversed(times.take_ns), min)][::-1]  # a larger job may be faster
     least = [0]
     for count in range(1, slices + 1):
-        sizes = range(1, min(len(times.take_ns), count) + 1)
-        least.append(min(least[count - size] + times.take_ns[size - 1] for size in sizes))
+        least.append(min(least[max(0, count - size)] + ns for size, ns in enumerate(at_least_ns, start=1)))
     return least
 
 

@@ -66,7 +66,7 @@ class _Search:
         for at_once in sizes:
             rule = SharedWorkRule(slices_at_once=at_once)
             forecast = StepForecast(opening(rule))
-            self._plans[at_once] = _Planned(rule, forecast, QuotaPlanner(forecast))
+            self._plans[at_once] = _Planned(rule, forecast, QuotaPlanner.of_forecast(forecast))
 
     def run(self) -> list[SharedWorkRule]:
         for plan in self._plans.values():

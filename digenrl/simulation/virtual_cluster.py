@@ -52,6 +52,7 @@ from digenrl.records import (
     Trained,
     UpdateTaken,
     Wait,
+    Wake,
     WorkerJoined,
 )
 from digenrl.scheduling import SchedulerState
@@ -192,6 +193,9 @@ class VirtualCluster:
     def _encode(self, job: Encode) -> None:
         self._report(SLICE_ENDS, Encoded(self.now_ns, job), (-1, 0))
 
+    def _wake(self, action: Wake) -> None:
+        self._report(PUBLICATIONS, Tick(action.at_ns))
+
     def _nothing(self, action: Action) -> None:
         """Takes no time and has no result."""
 
@@ -211,6 +215,7 @@ class VirtualCluster:
         Restore: _restore,
         Export: _export,
         Wait: _nothing,
+        Wake: _wake,
         Quarantine: _nothing,
         AbandonEvaluation: _nothing,
     }

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+from contextlib import suppress
 from pathlib import Path
 
 from digenrl.config.reading import ConfigError
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def check_writable(path: Path) -> Path:
@@ -24,6 +28,9 @@ def write_atomically(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
+        if error.errno in NO_SPACE:
+            raise  # not a user's mistake
         raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from None
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # it does not exist, or cannot be removed either
+            partial.unlink()

@@ -16,9 +16,12 @@ from typing import Any
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLFlux2,
     AutoencoderKLHunyuanVideo,
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
+    Flux2KleinPipeline,
+    Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
     HunyuanVideoPipeline,
@@ -27,13 +30,19 @@ from diffusers import (
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
     WanPipeline,
     WanTransformer3DModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
+from transformers import Qwen3ForCausalLM, Qwen3Model
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import SampleSize
-from digenrl.models.families import flux, hunyuan_video, qwen_image, sd3, wan
+from digenrl.models.families import flux, flux2_klein, hunyuan_video, qwen_image, sd3, sd15, wan, z_image
 from digenrl.models.loading import pipeline_without, without_progress_bars
 from digenrl.models.registry import find_family
 from digenrl.testing.tiny_text_encoders import (
@@ -42,6 +51,8 @@ from digenrl.testing.tiny_text_encoders import (
     tiny_clip_with_projection,
     tiny_llama,
     tiny_llama_tokenizer,
+    tiny_qwen3_config,
+    tiny_qwen3_tokenizer,
     tiny_qwen_text_encoder,
     tiny_qwen_tokenizer,
     tiny_t5,
@@ -151,6 +162,26 @@ def _flux(clip_tokenizer: Any = None, t5_tokenizer: Any = None) -> FluxPipeline:
     )
 
 
+def _flux2_klein(tokenizer: Any = None) -> Flux2KleinPipeline:
+    tokenizer = tokenizer or tiny_qwen3_tokenizer()
+    return Flux2KleinPipeline(
+        transformer=Flux2Transformer2DModel(
+            num_layers=1,
+            num_single_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=2,
+            joint_attention_dim=3 * 8,
+            guidance_embeds=False,
+            axes_dims_rope=(2, 2, 2, 2),
+        ),
+        scheduler=flux2_klein.SCHEDULER.build(),
+        vae=AutoencoderKLFlux2(block_out_channels=(4, 4, 4, 8), layers_per_block=1, norm_num_groups=2),
+        # The pipeline reads layers 9, 18 and 27.
+        text_encoder=Qwen3ForCausalLM(tiny_qwen3_config(tokenizer, width=8, layers=27)).eval(),
+        tokenizer=tokenizer,
+    )
+
+
 def _qwen_image(tokenizer: Any = None) -> QwenImagePipeline:
     tokenizer = tokenizer or tiny_qwen_tokenizer(pipeline_without(QwenImagePipeline).prompt_template_encode)
     return QwenImagePipeline(
@@ -164,6 +195,22 @@ def _qwen_image(tokenizer: Any = None) -> QwenImagePipeline:
         scheduler=qwen_image.SCHEDULER.build(),
         vae=AutoencoderKLQwenImage(base_dim=4, dim_mult=[1, 2, 2, 2], num_res_blocks=1),
         text_encoder=tiny_qwen_text_encoder(tokenizer, width=16),
+        tokenizer=tokenizer,
+    )
+
+
+def _z_image(tokenizer: Any = None) -> ZImagePipeline:
+    tokenizer = tokenizer or tiny_qwen3_tokenizer()
+    transformer = ZImageTransformer2DModel(
+        dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=16, axes_dims=[4, 6, 6]
+    )
+    for pad_token in (transformer.x_pad_token, transformer.cap_pad_token):
+        torch.nn.init.normal_(pad_token)  # zeros would hide how texts are padded
+    return ZImagePipeline(
+        transformer=transformer,
+        scheduler=z_image.SCHEDULER.build(),
+        vae=tiny_image_vae(scaling_factor=0.3611, shift_factor=0.1159),
+        text_encoder=Qwen3Model(tiny_qwen3_config(tokenizer, width=16, layers=2)).eval(),
         tokenizer=tokenizer,
     )
 
@@ -184,6 +231,82 @@ def _wan(tokenizer: Any = None) -> WanPipeline:
         vae=AutoencoderKLWan(base_dim=4, dim_mult=[1, 2, 2, 2], num_res_blocks=1),
         text_encoder=tiny_umt5(tokenizer, width=16),
         tokenizer=tokenizer,
+    )
+
+
+def _sd15(tokenizer: Any = None) -> StableDiffusionPipeline:
+    tokenizer = tokenizer or tiny_clip_tokenizer()
+    return StableDiffusionPipeline(
+        unet=_tiny_unet(cross_attention_dim=16),
+        scheduler=sd15.SCHEDULER.build(),
+        vae=_tiny_unet_vae(scaling_factor=0.18215),
+        text_encoder=tiny_clip(tokenizer, width=16),
+        tokenizer=tokenizer,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+
+
+def _sdxl(tokenizer: Any = None) -> StableDiffusionXLPipeline:
+    tokenizer = tokenizer or tiny_clip_tokenizer()
+    return StableDiffusionXLPipeline(
+        unet=_tiny_unet(
+            cross_attention_dim=32,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=6 * 8 + 1280,
+            use_linear_projection=True,
+        ),
+        scheduler=sd15.SCHEDULER.build(),
+        vae=_tiny_unet_vae(scaling_factor=0.13025),
+        text_encoder=tiny_clip(tokenizer, width=16),
+        tokenizer=tokenizer,
+        text_encoder_2=tiny_clip_with_projection(tokenizer, width=16, projected=1280),
+        tokenizer_2=tokenizer,
+        add_watermarker=False,
+    )
+
+
+def _tiny_unet(**arguments: Any) -> UNet2DConditionModel:
+    return UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8, 16),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        layers_per_block=1,
+        attention_head_dim=2,
+        norm_num_groups=4,
+        **arguments,
+    )
+
+
+def _tiny_unet_vae(scaling_factor: float) -> AutoencoderKL:
+    shape = {"block_out_channels": (4, 4, 4, 8), "layers_per_block": 1, "norm_num_groups": 2}
+    return AutoencoderKL(**(sd15.VAE_SHAPE | shape), scaling_factor=scaling_factor, force_upcast=False)
+
+
+def tiny_wan_2_2() -> WanPipeline:
+    """Wan2.2 5B: another VAE, 48 latent channels and 16 pixels per latent, and a timestep per token."""
+    tokenizer = tiny_t5_tokenizer()
+    vae = {**wan.VAE_2_2.arguments, "base_dim": 4, "decoder_base_dim": 4, "dim_mult": [1, 2, 2, 2]}
+    return WanPipeline(
+        transformer=WanTransformer3DModel(
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            in_channels=48,
+            out_channels=48,
+            text_dim=16,
+            freq_dim=32,
+            ffn_dim=64,
+            rope_max_seq_len=64,
+        ),
+        scheduler=wan.SCHEDULER_2_2.build(),
+        vae=AutoencoderKLWan(**vae, num_res_blocks=1),
+        text_encoder=tiny_umt5(tokenizer, width=16),
+        tokenizer=tokenizer,
+        **wan.SETTINGS_2_2,
     )
 
 
@@ -229,12 +352,17 @@ def tiny_image_vae(scaling_factor: float, shift_factor: float) -> AutoencoderKL:
 
 
 IMAGE = SampleSize(height=32, width=32)
+LARGER_IMAGE = SampleSize(height=64, width=64)  # what the UNet of full size takes, too
 VIDEO = SampleSize(height=32, width=32, frames=5)
 
 TINY_MODELS: dict[str, TinyModel] = {
     "sd3": TinyModel(_sd3, IMAGE),
     "flux": TinyModel(_flux, IMAGE),
+    "flux2_klein": TinyModel(_flux2_klein, IMAGE),
     "qwen_image": TinyModel(_qwen_image, IMAGE),
+    "z_image": TinyModel(_z_image, IMAGE),
+    "sdxl": TinyModel(_sdxl, LARGER_IMAGE),
+    "sd15": TinyModel(_sd15, LARGER_IMAGE),
     "wan": TinyModel(_wan, VIDEO),
     "hunyuan_video": TinyModel(_hunyuan_video, VIDEO),
 }

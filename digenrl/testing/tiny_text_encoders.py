@@ -20,6 +20,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
+    Qwen3Config,
     T5Config,
     T5EncoderModel,
     T5TokenizerFast,
@@ -37,6 +38,10 @@ SENTENCES = (
     "an oil painting of a ship on the sea at sunset",
     "two small dogs running through a field of yellow flowers",
     "a video of a woman walking in the rain with an umbrella",
+)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 WORDS = sorted({word for sentence in SENTENCES for word in sentence.split() if word.isalpha()})
 CHARACTERS = tuple(string.ascii_letters + string.digits + string.punctuation)
@@ -69,6 +74,13 @@ def tiny_t5_tokenizer(words: Sequence[str] = WORDS, length: int = TEXT_LENGTH) -
     pieces = [(f"▁{word}", -4.0) for word in words]
     characters = [(character, -8.0) for character in ("▁", *CHARACTERS)]
     return T5TokenizerFast(vocab=special + pieces + characters, extra_ids=0, model_max_length=length)
+
+
+def tiny_qwen3_tokenizer() -> Any:
+    """Qwen2's tokenizer, as Qwen3 uses it: with a chat template."""
+    tokenizer = tiny_qwen_tokenizer("user assistant")
+    tokenizer.chat_template, tokenizer.model_max_length = CHAT_TEMPLATE, TEXT_LENGTH
+    return tokenizer
 
 
 def tiny_qwen_tokenizer(template: str) -> Any:
@@ -118,9 +130,13 @@ def tiny_clip(tokenizer: Any, width: int) -> CLIPTextModel:
     return CLIPTextModel(_clip_config(tokenizer, width)).eval()
 
 
-def tiny_clip_with_projection(tokenizer: Any, width: int) -> CLIPTextModelWithProjection:
-    """A CLIP text encoder with this hidden and projected size."""
-    return CLIPTextModelWithProjection(_clip_config(tokenizer, width)).eval()
+def tiny_clip_with_projection(
+    tokenizer: Any, width: int, projected: int | None = None
+) -> CLIPTextModelWithProjection:
+    """A CLIP text encoder with this hidden size, and the same or this projected size."""
+    config = _clip_config(tokenizer, width)
+    config.projection_dim = projected or width
+    return CLIPTextModelWithProjection(config).eval()
 
 
 def tiny_t5(tokenizer: Any, width: int) -> T5EncoderModel:
@@ -185,6 +201,21 @@ def tiny_qwen_text_encoder(tokenizer: Any, width: int) -> Qwen2_5_VLForCondition
         video_token_id=0,
     )
     return Qwen2_5_VLForConditionalGeneration(config).eval()
+
+
+def tiny_qwen3_config(tokenizer: Any, width: int, layers: int) -> Qwen3Config:
+    """The configuration of a Qwen3 with this hidden size."""
+    return Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=width // 2,
+        bos_token_id=tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
 
 
 def _clip_config(tokenizer: Any, width: int) -> CLIPTextConfig:

@@ -23,6 +23,7 @@ from digenrl.training.sample_jobs import SampleJob
 UNITS_PER_ONE = 2.0**48
 LARGEST_VALUE = 2.0**14  # of a job's gradient, exclusive
 LARGEST_SUM = 2.0**15 - 1  # of the largest values of all jobs; leaves room for rounding
+JOINED_VALUES = 1 << 20  # of several tensors that are converted together
 UNCHANGED = (
     "the weights are unchanged; check rewards and learning rate or, unless several cards train, "
     "set training.sum_in_order=false to add gradients as floats"
@@ -71,14 +72,11 @@ class FixedPointSums:
         return self._total.tensors("total")
 
     def of_job(self, job: SampleJob, result: PassResult) -> JobSums:
-        values = [*result.sums.unscaled.values(), *result.sums.final.values()]
-        if not values:
+        largest: list[Tensor] = []
+        unscaled, final = (_as_integers(part, largest) for part in (result.sums.unscaled, result.sums.final))
+        if not largest:
             return JobSums(tallies={job: result.tally})
-        largest = torch.stack(torch._foreach_norm(values, torch.inf, dtype=torch.float64)).max()
-        torch._foreach_mul_(values, UNITS_PER_ONE)  # exact: a power of two
-        torch._foreach_round_(values)
-        fixed = GradientSums(_as_integers(result.sums.unscaled), _as_integers(result.sums.final))
-        return JobSums(fixed, {job: result.tally}, {job: largest})
+        return JobSums(GradientSums(unscaled, final), {job: result.tally}, {job: torch.stack(largest).max()})
 
     def check(self, added: JobSums) -> None:
         if self._checks_each_job:
@@ -119,6 +117,11 @@ class FixedPointSums:
         """
         self._raise_on_all_ranks(self._range(self._total, more=bound))
         if self._ranks is None or self._ranks.rank.is_first:
+            own = self._total.gradient
+            for sums, more in ((own.unscaled, shared.gradient.unscaled), (own.final, shared.gradient.final)):
+                for name, value in more.items():
+                    # Sums change in place, and a share may be mapped from a file.
+                    more[name] = value.to(self._parameters[name].device, copy=name not in sums)
             self._total.add(shared)
             self._shared_bound += bound
 
@@ -174,9 +177,35 @@ class FixedPointSums:
                 raise FloatingPointError(problem)
 
 
-def _as_integers(gradients: Gradients) -> Gradients:
-    """The gradients as integers. Empties the mapping on the way, so that memory is freed tensor by tensor."""
-    return {name: gradients.pop(name).to(torch.int64) for name in list(gradients)}
+def _as_integers(gradients: Gradients, largest: list[Tensor]) -> Gradients:
+    """The gradients in fixed point, and the largest absolute values of them.
+
+    Tensors are joined, because many small ones are slow. Empties the mapping, so that memory is freed on the way.
+    """
+    integers: Gradients = {}
+    for names in _chunks(gradients):
+        shapes = {name: gradients[name].shape for name in names}
+        joined = torch.cat([gradients.pop(name).reshape(-1) for name in names])
+        largest.append(joined.abs().max().double())
+        joined.mul_(UNITS_PER_ONE).round_()  # exact: a power of two
+        if joined.is_cpu:
+            joined = joined.double()  # these are converted much faster than 32-bit floats
+        parts = torch.split_with_sizes(joined.to(torch.int64), [shape.numel() for shape in shapes.values()])
+        integers |= {name: part.view(shapes[name]) for name, part in zip(names, parts, strict=True)}
+    return integers
+
+
+def _chunks(gradients: Gradients) -> list[list[str]]:
+    """The names of tensors that are joined."""
+    chunks: list[list[str]] = []
+    room = 0
+    for name, value in gradients.items():
+        if value.numel() > room:
+            chunks.append([])
+            room = JOINED_VALUES
+        chunks[-1].append(name)
+        room -= value.numel()
+    return chunks
 
 
 def _sum_of(values: list[Tensor]) -> Tensor | None:

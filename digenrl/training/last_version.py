@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from digenrl.models.objective import Objective
-from digenrl.training.offload.host_copies import HostCopies, HostCopy
+from digenrl.training.offload.host_copies import HostCopies, HostCopy, cpu_copy, on_host
 from digenrl.training.trainable_state import TrainableState
 from digenrl.training.trainer_state import MOMENTS_PER_PARAMETER, Tensors, TrainerState
 
@@ -69,13 +69,16 @@ class LastVersion:
         self._host.copier.finish(self._complete)
         return self._kept.average
 
-    def state(self, batch: int, pack_size: int | None) -> TrainerState:
-        """The state when the batch began; its memory is reused after `discard`."""
+    def state(self, batch: int, pack_size: int | None, *, copied: bool = True) -> TrainerState:
+        """The state when the batch began; its memory is reused after `discard`.
+
+        If not `copied`, it may consist of the live tensors.
+        """
         if not self._trainable.commits:  # its weights may be those of a later update
             with self._policies.generating():
                 return self._trainable.copy(batch, pack_size)
         if self._kept is None:  # no update was committed; the open gradient is not part of a state
-            return self._trainable.copy(batch, pack_size)
+            return self._trainable.copy(batch, pack_size, copy=cpu_copy if copied else on_host)
         self._host.copier.finish(self._complete)
         return replace(self._kept, reference=self._policies.reference_state(), pack_size=pack_size)
 

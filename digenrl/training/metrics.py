@@ -112,10 +112,10 @@ class UpdateMetrics:
     """The metrics of one optimizer update. Those that an algorithm does not have are None.
 
     `log_prob_mismatch` is the mean |new - rollout's log-prob| of fresh samples before the batch's first update,
-    where both should be equal. `gradient_norm` is before clipping. Rewards are those of the update's groups; a
-    group of equal rewards is counted in the last update that trains part of it. `terms` is the denominator Z.
-    `memory_retries` counts the allocator's retries since the previous update: if it is not 0, memory is so tight
-    that the GPU waits for it.
+    where both should be equal. `gradient_norm` is before clipping; if it is not finite, the update was `skipped`.
+    Rewards are those of the update's groups; a group of equal rewards is counted in the last update that trains
+    part of it. `terms` is the denominator Z. `memory_retries` counts the allocator's retries since the previous
+    update: if it is not 0, memory is so tight that the GPU waits for it.
     """
 
     batch: int
@@ -123,6 +123,7 @@ class UpdateMetrics:
     reward_mean: float
     reward_std: float
     gradient_norm: float
+    skipped: int
     zero_spread_groups: int
     terms: int
     pack_size: int

@@ -112,8 +112,7 @@ def add_share(share: GradientShare, batch: OpenBatch, sums: FixedPointSums, para
     for job, content in share.tallies.items():
         tallies[job] = Tally()
         tallies[job].add_json(content)
-    gradient = GradientSums(_copied(share.unscaled, parameters), _copied(share.final, parameters))
-    sums.add_share(JobSums(gradient, tallies), share.bound)
+    sums.add_share(JobSums(GradientSums(dict(share.unscaled), dict(share.final)), tallies), share.bound)
     batch.arrived.update(share.jobs)
     batch.trained.update(share.jobs)
     batch.steps = batch.steps if share.steps is None else share.steps
@@ -128,8 +127,3 @@ def _check_integers(part: Tensors, parameters: Mapping[str, Tensor]) -> None:
                 f"a share has a gradient of {name} of {value.dtype} {tuple(value.shape)}, expected {torch.int64} "
                 f"{tuple(parameters[name].shape)}; does it come from another model or LoRA rank?"
             )
-
-
-def _copied(part: Tensors, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the devices of the parameters: sums change in place, and a share may be mapped from a file."""
-    return {name: value.to(parameters[name].device, copy=True) for name, value in part.items()}

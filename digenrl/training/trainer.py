@@ -31,7 +31,9 @@ from digenrl.training.packing.replay import Replay
 from digenrl.training.ranks.rank_consensus import Consensus, UpdateFacts, reach_consensus
 from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.training.ranks.sharding import ShardSpec
+from digenrl.training.sample_jobs import SampleJob
 from digenrl.training.sharing import add_share, check_share, check_sharing, make_sums, take_share
+from digenrl.training.skipped_steps import SkippedSteps
 from digenrl.training.trainable_state import TrainableState
 from digenrl.training.trainer_state import TrainerState
 
@@ -91,6 +93,7 @@ class Trainer:
         self._gradients = GradientAccumulator(scale, self._passes, self._sums, self.switching)
         self._gradients.begin_update(self._open)
         self._retries = RetryCounter(model.device)
+        self._skipped = SkippedSteps(settings.skipped_steps)
 
     @property
     def batch(self) -> int:
@@ -161,8 +164,8 @@ class Trainer:
             job_terms=job_terms,
         )
         jobs = [terms[:job_terms] for terms in jobs]
-        for terms in jobs:
-            self._passes.run(terms, context)
+        for first, terms in enumerate(jobs):
+            self._sums.of_job(SampleJob(0, first), self._passes.run(terms, context))
         self._retries.since_last()  # not attributed to an update
         whole_group = [terms_per_sample * split.job_samples] * split.jobs_per_group
         return self._passes.work_share([*map(len, jobs)], whole_group)
@@ -172,7 +175,11 @@ class Trainer:
         return self._commits and not self._open.missing()
 
     def commit(self) -> UpdateMetrics:
-        """Takes the optimizer step of the open update, and starts the next one with the groups held for it."""
+        """Takes the optimizer step of the open update, and starts the next one with the groups held for it.
+
+        If the gradient is not finite, all ranks skip the step, and the weights stay as they are. Raises
+        FloatingPointError after too many of those in a row.
+        """
         if not self._commits:
             raise RuntimeError("this trainer never commits; give its gradient (take_share) to the one that does")
         if self._open.missing():
@@ -180,20 +187,20 @@ class Trainer:
                 f"update {self.update} of batch {self.batch} is not complete: the groups at places "
                 f"{self._open.missing()} are missing; add them before the commit"
             )
-        gradient = self.gradient()
-        consensus = self._reach_consensus(gradient)
-        if not math.isfinite(consensus.norm):
-            raise FloatingPointError(
-                f"gradient norm of update {self.update} of batch {self.batch} is {consensus.norm}; "
-                "the weights are unchanged"
-            )
+        gradient, problem = self._gradient_or_problem()
+        consensus = self._reach_consensus(math.nan if problem else total_norm(gradient))
+        takes_step = math.isfinite(consensus.norm)
+        if not takes_step:  # on all ranks
+            found = f"gradient norm of update {self.update} of batch {self.batch} is {consensus.norm}"
+            self._skipped.skip(self.batch, problem or f"{found}; the weights are unchanged")
         self._passes.planner.pack_size = consensus.pack_size
         self._keep_version_if_needed()  # others may have trained everything
         if self.update == 0:
             self.policies.begin_updates()
         self._last_version.before_change()
-        with self.switching.stepping():
-            self._trainable.step(gradient, consensus.norm)
+        if takes_step:
+            with self.switching.stepping():
+                self._trainable.step(gradient, consensus.norm)
         metrics = self._metrics(consensus)
         self._begin_next_update()
         return metrics
@@ -341,13 +348,14 @@ class Trainer:
         """Allocates host memory for a kept version in advance, in addition to everything allocated now."""
         self._last_version.reserve()
 
-    def state_at_last_version(self) -> TrainerState:
+    def state_at_last_version(self, *, copied: bool = True) -> TrainerState:
         """The state when the open batch began, whatever was added and committed since.
 
-        Valid until the batch is committed: its memory may be reused for the next one.
+        Valid until the batch is committed: its memory may be reused for the next one. If not `copied`, tensors on
+        the host may be the trainer's own, and the state is valid until its next job.
         """
         self.switching.synchronize()
-        return self._last_version.state(self.batch, self._pack_size)
+        return self._last_version.state(self.batch, self._pack_size, copied=copied)
 
     def load_state(self, state: TrainerState) -> None:
         """Continues from a saved state; discards the open batch. A state that does not fit changes nothing.
@@ -362,6 +370,13 @@ class Trainer:
         self._begin_batch(state.batch)
 
     # --- Internals ----------------------------------------------------------------------------------------------
+
+    def _gradient_or_problem(self) -> tuple[Gradients, str]:
+        """The gradient, or why it is out of range, which all ranks agree about."""
+        try:
+            return self.gradient(), ""
+        except FloatingPointError as error:
+            return {}, str(error)
 
     def _train(self, place: int, entry: GroupEntry, inputs: ReplayInputs) -> None:
         self._keep_version_if_needed()
@@ -392,14 +407,14 @@ class Trainer:
             raise RuntimeError("this trainer does not share gradients; make it with shares_gradients=True")
         return self._sums
 
-    def _reach_consensus(self, gradient: Gradients) -> Consensus:
+    def _reach_consensus(self, norm: float) -> Consensus:
         entries = sorted(self._open.entries.items())
         facts = UpdateFacts(
             batch=self.batch,
             update=self.update,
             updates_done=self._trainable.updates_done,
             groups=[(place, entry.index, entry.rewards) for place, entry in entries],
-            norm=total_norm(gradient),
+            norm=norm,
             pack_size=self._pack_size,
             tally=self._sums.tally(),
         )
@@ -415,6 +430,7 @@ class Trainer:
             rewards=[reward for entry in entries for reward in entry.rewards],
             gradient_norm=consensus.norm,
             memory_retries=self._retries.since_last(),
+            skipped=int(not math.isfinite(consensus.norm)),
             zero_spread_groups=self._open.zero_spread_groups(),
             terms=round(self._open.denominator(steps) / self._open.mean_factor()),
             pack_size=self._pack_size or 0,

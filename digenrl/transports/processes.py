@@ -31,7 +31,7 @@ from digenrl.worker.assignment import Assignment
 PRELOADED_MODULES = ["digenrl.worker.worker"]
 EXIT_TIMEOUT_S = 5.0  # for workers that were asked to exit
 HEARTBEAT_INTERVAL_S = 1.0
-DRIVER_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+DRIVER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def set_threads(threads: int) -> None:

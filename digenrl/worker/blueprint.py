@@ -22,6 +22,7 @@ from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_paths import DEMO
 from digenrl.config.windows import Window
 from digenrl.generation.noise import normal_noise
+from digenrl.models.base_weights import base_fingerprint
 from digenrl.models.compiled import compile_blocks
 from digenrl.models.contract import DiffusionModel, SampleSize, Schedule, TextEncoder
 from digenrl.models.family import Family
@@ -98,6 +99,10 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
             f"model.negative_prompt: {family.name} has embedded guidance and takes none; leave it out"
         )
     family.check_text_tokens(recipe.model.text_tokens)
+    if recipe.sample.shift is not None and not family.model_class.takes_shift:
+        raise ConfigError(
+            f"sample.shift: {family.name} has fixed noise levels, got {recipe.sample.shift:g}; leave it out"
+        )
     if recipe.model.random:
         family.full_size(recipe.model.random_size)
     else:
@@ -169,9 +174,11 @@ def _check_sampler(recipe: Recipe, algorithm: Algorithm) -> None:
 
 def check_hub_model(blueprint: Blueprint) -> None:
     """Raises ConfigError if a hub id is not accessible or has another pipeline class; fetches a few kB at most."""
+    family = blueprint.family
     if not blueprint.recipe.model.random:
-        with naming_families(blueprint.family):
-            check_class(blueprint.family.pipeline_class, blueprint.family.with_base(source_of(blueprint.recipe)))
+        with naming_families(family):
+            index = check_class(family.pipeline_class, family.with_base(source_of(blueprint.recipe)))
+        family.model_class.check_index(index)
 
 
 def load_model(
@@ -392,6 +399,14 @@ def source_of(recipe: Recipe) -> ModelSource:
         token=model.token,
         base=model.base_source,
     )
+
+
+def fingerprint_of_base(blueprint: Blueprint) -> str:
+    """A hash of the weights that training starts from; "" for random ones, which the recipe determines."""
+    if blueprint.recipe.model.random:
+        return ""
+    source = blueprint.family.with_base(source_of(blueprint.recipe))
+    return base_fingerprint(blueprint.family.pipeline_class, source)
 
 
 def make_trainer(

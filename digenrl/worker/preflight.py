@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
 from digenrl.config.rewards import FunctionSettings
 from digenrl.worker.assignment import Machine
+
+logger = logging.getLogger(__name__)
 
 
 def cores_here() -> tuple[int, ...]:
@@ -20,7 +24,7 @@ def cores_here() -> tuple[int, ...]:
 
 
 def inspect(recipe: Recipe) -> Machine:
-    """This machine, after checking the recipe; raises ConfigError for mistakes in it.
+    """This machine, after checking the recipe; raises ConfigError for mistakes, and logs warnings.
 
     The fork server must be running.
     """
@@ -30,7 +34,7 @@ def inspect(recipe: Recipe) -> Machine:
     process.start()
     theirs.close()
     try:
-        complaint, cuda_devices = ours.recv()
+        complaint, warnings, cuda_devices = ours.recv()
     except EOFError:
         process.join()
         raise RuntimeError(f"the check of the recipe ended with exit code {process.exitcode}") from None
@@ -39,24 +43,33 @@ def inspect(recipe: Recipe) -> Machine:
     process.join()
     if complaint is not None:
         raise ConfigError(complaint)
+    _log(warnings)
     return Machine(cores_here(), cuda_devices)
 
 
 def inspect_here(recipe: Recipe) -> Machine:
     """Like `inspect`, but in this process, which needs torch anyway."""
+    warnings, cuda_devices = _checked(recipe)
+    _log(warnings)
+    return Machine(cores_here(), cuda_devices)
+
+
+def _checked(recipe: Recipe) -> tuple[list[str], int]:
+    """Warnings about the recipe, and how many GPUs there are; raises ConfigError for mistakes in it."""
     try:
         import torch
 
         from digenrl.models.hub import HubUnreachableError
         from digenrl.rewards.function import import_target
         from digenrl.worker.blueprint import check_adapters, check_base, check_hub_model, read_blueprint
+        from digenrl.worker.distilled import distilled_warnings
         from digenrl.worker.sharding_checks import check_sharding
     except ModuleNotFoundError as error:
         missing = f"training needs the package '{error.name}', which is not installed"
         raise ConfigError(f"{missing}; install digenrl[train]") from None
     blueprint = read_blueprint(recipe)
     for settings in (*recipe.rewards, *recipe.held_out_rewards):
-        if isinstance(settings, FunctionSettings):
+        if isinstance(settings, FunctionSettings) and not settings.isolated:
             import_target(settings)
     try:
         check_hub_model(blueprint)
@@ -66,11 +79,16 @@ def inspect_here(recipe: Recipe) -> Machine:
     check_adapters(blueprint)
     check_base(blueprint)
     check_sharding(blueprint)
-    return Machine(cores_here(), torch.cuda.device_count())
+    return distilled_warnings(blueprint), torch.cuda.device_count()
+
+
+def _log(warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        logger.warning("%s", warning)
 
 
 def _report(recipe: Recipe, connection: Connection) -> None:
     try:
-        connection.send((None, inspect_here(recipe).cuda_devices))
+        connection.send((None, *_checked(recipe)))
     except ConfigError as error:
-        connection.send((str(error), 0))
+        connection.send((str(error), [], 0))

@@ -75,7 +75,7 @@ from digenrl.records import (
 from digenrl.rewards.contract import Reward, RewardError
 from digenrl.training.checkpoint.checkpoints import prune_checkpoints, save_checkpoint
 from digenrl.training.checkpoint.export import export_weights, weights_to_export
-from digenrl.training.checkpoint.format import CheckpointError
+from digenrl.training.checkpoint.format import BASE_WEIGHTS, CheckpointError
 from digenrl.training.checkpoint.state_tensors import state_as_tensors, state_of_tensors
 from digenrl.training.gradient_share import share_as_tensors, share_of_tensors
 from digenrl.training.ranks.rank_group import RanksError, all_or_none
@@ -100,8 +100,8 @@ class WorkerParts:
     With a trainer, the model is the trainer's, and generation uses the version that the trainer committed last or,
     if it is the trainer of a generator that also trains and never `commits`, the version that was published to it.
     Without a `held_out_reward`, held-out samples are scored with `reward`; without a `held_out_model`, they are
-    generated with `model`. `publishes` is false if no other worker
-    generates. A `slowdown` above 1 imitates a slower device.
+    generated with `model`. `publishes` is false if no other worker generates. A `slowdown` above 1 imitates a
+    slower device. Checkpoints name the weights that training started from by their fingerprint, `base_weights`.
     """
 
     blueprint: Blueprint
@@ -115,6 +115,7 @@ class WorkerParts:
     commits: bool = True
     publishes: bool = True
     slowdown: float = 1.0
+    base_weights: str = ""
 
 
 class Stages:
@@ -262,7 +263,8 @@ class Stages:
             trainer.keep_version()
         run, state, ranks = Path(job.run), trainer.state_at_last_version(), trainer.ranks
         assert state.batch == job.step, f"to save step {job.step}, but the trainer is at {state.batch}"
-        path = save_checkpoint(run / "checkpoints", job.step, state, job.facts, ranks=ranks)
+        facts = {**job.facts, BASE_WEIGHTS: self.parts.base_weights}
+        path = save_checkpoint(run / "checkpoints", job.step, state, facts, ranks=ranks)
         values = weights_to_export(state)
         if trainer.shard is not None:
             values = gathered_weights(self.model, values)
@@ -414,7 +416,7 @@ class Stages:
         trainer = self.trainer
         if job.new_version != trainer.batch or not self.parts.publishes:
             return NO_WEIGHTS, 0
-        if job.writes_state:
+        if job.writes_state and self.model.device.type != "cpu":
             trainer.keep_version()  # one host copy serves both
         published = trainer.published()  # by all ranks together, if weights are sharded
         if self._evaluates_average_of(job.new_version):
@@ -424,7 +426,7 @@ class Stages:
             weights = self._exchange.put_weights(weights_name(job.new_version), published)
         state_bytes = 0
         if job.writes_state:
-            state = trainer.state_at_last_version()
+            state = trainer.state_at_last_version(copied=False)
             state_bytes = self._exchange.put(state_name(job.new_version, job.rank), state_as_tensors(state))
             state_bytes += state.missing_moment_bytes()  # room that it will need once there are optimizer moments
         return weights, state_bytes

@@ -24,13 +24,15 @@ from digenrl.models.quantized.replacing import BaseWeights
 from digenrl.records import Job, JobFailed, Result
 from digenrl.rewards.building import build_rewards
 from digenrl.rewards.contract import Reward, RewardError
-from digenrl.training.checkpoint.checkpoints import read_checkpoint
+from digenrl.training.checkpoint.checkpoints import Checkpoint, read_checkpoint
+from digenrl.training.checkpoint.format import BASE_WEIGHTS
 from digenrl.training.ranks.rank_group import RankGroup, join_ranks
 from digenrl.training.trainer import Trainer
 from digenrl.worker.assignment import Assignment, Ready, StartFailed
 from digenrl.worker.blueprint import (
     Blueprint,
     check_attention,
+    fingerprint_of_base,
     load_for_evaluation,
     load_model,
     load_text_encoders,
@@ -130,10 +132,11 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
             encoder = load_text_encoders(blueprint, assignment.device, shares_device)
         model = _load_model(blueprint, assignment, ranks) if duties & {"generate", "train"} else None
         held_out_model = load_for_evaluation(blueprint, assignment.device) if "generate" in duties else None
-    trainer = None
+    trainer, base_weights = None, ""
     if "train" in duties:
         assert model is not None
-        trainer = _build_trainer(blueprint, model, assignment, ranks)
+        base_weights = fingerprint_of_base(blueprint)
+        trainer = _build_trainer(blueprint, model, assignment, ranks, base_weights)
     parts = WorkerParts(
         blueprint,
         exchange,
@@ -146,6 +149,7 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
         commits=assignment.commits,
         publishes=recipe.topology.publishes,
         slowdown=assignment.slowdown,
+        base_weights=base_weights,
     )
     return Worker(assignment.name, Stages(parts))
 
@@ -192,14 +196,33 @@ def _load_model(blueprint: Blueprint, assignment: Assignment, ranks: RankGroup |
 
 
 def _build_trainer(
-    blueprint: Blueprint, model: DiffusionModel, assignment: Assignment, ranks: RankGroup | None
+    blueprint: Blueprint,
+    model: DiffusionModel,
+    assignment: Assignment,
+    ranks: RankGroup | None,
+    base_weights: str,
 ) -> Trainer:
     helps = assignment.commits and "generate" in assignment.duties
     trainer = make_trainer(blueprint, model, helps=helps, ranks=ranks, commits=assignment.commits)
     if assignment.checkpoint is not None:
         checkpoint = read_checkpoint(assignment.checkpoint, shard=trainer.shard, ranks=trainer.ranks)
+        _check_base_weights(assignment, checkpoint, base_weights)
         trainer.load_state(checkpoint.trainer_state)
     return trainer
+
+
+def _check_base_weights(assignment: Assignment, checkpoint: Checkpoint, found: str) -> None:
+    """Raises ConfigError if the checkpoint was trained on other weights than those that were loaded."""
+    recipe, expected = assignment.recipe, checkpoint.facts.get(BASE_WEIGHTS, found)
+    if found == expected:
+        return
+    difference = f"{recipe.model.source} has other weights than this checkpoint was trained on"
+    if not recipe.checkpoint.other_base_weights:
+        raise ConfigError(
+            f"{assignment.checkpoint}: {difference} (fingerprint {found}, expected {expected}); restore them, set "
+            "model.revision to the one that was used, or continue with checkpoint.other_base_weights=true"
+        )
+    logger.warning("%s, as checkpoint.other_base_weights allows", difference)
 
 
 def _check_run_is_visible(assignment: Assignment) -> None:

@@ -13,11 +13,9 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 from host_visits import HostVisits
 from torch import Tensor
 
-from digenrl.commands.model_probe import EulerSteps
 from digenrl.config.reading import ConfigError
 from digenrl.models.blocks import checkpoint_blocks, repeated_blocks
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
@@ -29,6 +27,7 @@ from digenrl.models.lora import (
 )
 from digenrl.models.lora_files import save_lora
 from digenrl.models.model_weights import load_weights, weights_state
+from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import FAMILIES, find_family
 from digenrl.testing.tiny_models import TINY_MODELS, make_tiny_pipeline, tiny_size
 
@@ -60,11 +59,10 @@ def model(family: Family, directory: Path) -> DiffusionModel:
     return family.load(directory, torch.float32, "cpu")
 
 
-def open_pipeline(family: Family, directory: Path) -> Any:
+def open_pipeline(family: Family, directory: Path, model: PipelineModel) -> Any:
     pipeline = family.pipeline_class.from_pretrained(directory)
     pipeline.set_progress_bar_config(disable=True)
-    if not isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler):
-        pipeline.scheduler = EulerSteps(pipeline.scheduler)
+    pipeline.scheduler = model.pipeline_scheduler()
     return pipeline
 
 
@@ -81,9 +79,15 @@ def noise_of(model: DiffusionModel, size: SampleSize, rows: int = 2, seed: int =
 
 @torch.no_grad()
 def euler_loop(
-    model: DiffusionModel, latents: Tensor, conditioning: Conditioning, guidance: float, size: SampleSize
+    model: DiffusionModel,
+    latents: Tensor,
+    conditioning: Conditioning,
+    guidance: float,
+    size: SampleSize,
+    steps: int = STEPS,
 ) -> Tensor:
-    schedule = model.schedule(STEPS, size)
+    schedule = model.schedule(steps, size)
+    latents = latents * schedule.noise_scale
     for i, time in enumerate(schedule.timesteps):
         velocity = model.velocity(latents, time.expand(len(latents)), conditioning, guidance, size)
         latents = latents + (schedule.sigmas[i + 1] - schedule.sigmas[i]) * velocity
@@ -91,17 +95,17 @@ def euler_loop(
 
 
 def call_pipeline(
-    pipeline: Any, family: Family, model: DiffusionModel, guidance: float, output_type: str
+    pipeline: Any, family: Family, model: PipelineModel, guidance: float, output_type: str, steps: int = STEPS
 ) -> Tensor:
     """The output of the family's diffusers pipeline from the same noise."""
     size = oblong(family)
     frames = {"num_frames": size.frames} if family.kind == "video" else {}
-    negatives = {"negative_prompt": [""] * len(PROMPTS)} if family.uses_negative_prompts else {}
+    negatives = model.negative_arguments([""] * len(PROMPTS)) if family.uses_negative_prompts else {}
     answer: Tensor = pipeline(
-        prompt=PROMPTS,
+        prompt=list(PROMPTS),  # some pipelines modify it
         height=size.height,
         width=size.width,
-        num_inference_steps=STEPS,
+        num_inference_steps=steps,
         latents=model.initial_latents(noise_of(model, size), size),
         output_type=output_type,
         return_dict=False,
@@ -125,26 +129,29 @@ def mixed_batch(model: DiffusionModel, size: SampleSize) -> tuple[Tensor, Tensor
     return latents, schedule.timesteps[[2, 0, 1]], model.encode([*PROMPTS, "two dogs"]), schedule
 
 
-@pytest.mark.parametrize("guided", [True, False], ids=["guidance on", "guidance off"])
+@pytest.mark.parametrize(("guided", "steps"), [(True, 7), (False, 1), (False, 28)])
 def test_our_euler_loop_equals_the_diffusers_pipeline(
-    family: Family, directory: Path, shared_model: DiffusionModel, guided: bool
+    family: Family, directory: Path, shared_model: PipelineModel, guided: bool, steps: int
 ) -> None:
-    """Bitwise for SD3 and FLUX, where forwards have the pipeline's shapes: the pipelines of Qwen-Image and Wan run
-    their branches separately, and HunyuanVideo's keeps padding. Some CPUs round products of other shapes
-    differently."""
-    same_shapes = family.name in ("sd3", "flux")
+    """Bitwise where forwards have the pipeline's shapes. The pipeline of Wan runs its branches separately, that of
+    Z-Image together, and those of Qwen-Image and HunyuanVideo keep padding. Some CPUs round products of other
+    shapes differently. The latents of UNets are scaled, in their pipelines by other factors."""
+    tolerance = 0.0 if family.name in ("sd3", "flux", "flux2_klein") else 5e-6
     model, size = shared_model, oblong(family)
     guidance = family.default_guidance if guided else 1.0
-    pipeline = open_pipeline(family, directory)
-    theirs = call_pipeline(pipeline, family, model, guidance, "latent")
+    pipeline = open_pipeline(family, directory, model)
+    if steps == 1 and pipeline.scheduler.config.get("shift_terminal") is not None:
+        pytest.skip("diffusers divides 0 by 0")
+    theirs = call_pipeline(pipeline, family, model, guidance, "latent", steps)
     latents = model.initial_latents(noise_of(model, size), size)
-    ours = euler_loop(model, latents, model.encode(PROMPTS), guidance, size)
+    ours = model.pipeline_latents(euler_loop(model, latents, model.encode(PROMPTS), guidance, size, steps), size)
     assert torch.isfinite(ours).all()
     assert ours.shape == theirs.shape
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if same_shapes else 2e-6)
-    assert not torch.equal(ours, latents)
-    schedule = model.schedule(STEPS, size)
-    assert torch.equal(schedule.sigmas, pipeline.scheduler.sigmas)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * max(1.0, float(theirs.abs().max())))
+    assert not torch.equal(ours, model.pipeline_latents(latents, size))
+    schedule = model.schedule(steps, size)
+    if hasattr(pipeline.scheduler, "sigmas"):
+        assert torch.equal(schedule.sigmas, pipeline.scheduler.sigmas)
     assert torch.equal(schedule.timesteps, pipeline.scheduler.timesteps.float())
 
 
@@ -230,7 +237,7 @@ def test_decoding_equals_the_diffusers_pipeline(
     family: Family, directory: Path, shared_model: DiffusionModel
 ) -> None:
     model, size, guidance = shared_model, oblong(family), family.default_guidance
-    pipeline = open_pipeline(family, directory)
+    pipeline = open_pipeline(family, directory, model)
     theirs = call_pipeline(pipeline, family, model, guidance, "pt")
     theirs = theirs if family.kind == "video" else theirs.unsqueeze(1)
     latents = model.initial_latents(noise_of(model, size), size)
@@ -248,6 +255,11 @@ def gradient_of(model: DiffusionModel, family: Family) -> dict[str, Tensor | Non
     return {name: parameter.grad for name, parameter in adapter_parameters(model).items()}
 
 
+def any_gradient(output: Tensor | tuple[Tensor | None, ...]) -> bool:
+    parts = output if isinstance(output, tuple) else (output,)
+    return any(each.requires_grad for each in parts if each is not None)
+
+
 @pytest.mark.parametrize("share", ["one", "all"])
 def test_checkpointing_blocks_does_not_change_the_gradient(
     family: Family, model: DiffusionModel, share: str
@@ -256,14 +268,19 @@ def test_checkpointing_blocks_does_not_change_the_gradient(
     shake_adapters(model)
     plain = gradient_of(model, family)
     blocks = repeated_blocks(model.transformer)
-    runs = [0] * len(blocks)
+    runs, trained = [0] * len(blocks), [False] * len(blocks)
     for index, block in enumerate(blocks):
         block.register_forward_pre_hook(lambda *_, index=index: runs.__setitem__(index, runs[index] + 1))
+        block.register_forward_hook(
+            lambda *given, index=index: trained.__setitem__(index, any_gradient(given[-1]) or trained[index])
+        )
     count = 1 if share == "one" else len(blocks)
     checkpoint_blocks(model, count)
     checkpointed = gradient_of(model, family)
     forwards = runs[-1] // 2 if share == "all" else runs[-1]
-    assert runs == [2 * forwards] * count + [forwards] * (len(blocks) - count)
+    assert trained.count(False) <= 1  # the first convolutions of a UNet precede all adapters
+    again = [needed and index < count for index, needed in enumerate(trained)]
+    assert runs == [2 * forwards if each else forwards for each in again]
     assert plain.keys() == checkpointed.keys()
     reached = 0
     for name, expected in plain.items():
@@ -377,7 +394,7 @@ def test_full_sizes_have_the_published_number_of_parameters(family: Family) -> N
 
 
 def test_random_weights_have_the_dtypes_of_loaded_ones(family: Family, directory: Path) -> None:
-    tiny = TINY_MODELS[family.name].build().transformer
+    tiny = getattr(TINY_MODELS[family.name].build(), family.denoiser)
     size = FullSize(0.0, Component(type(tiny), dict(tiny.config)), text_shapes={})
     for dtype in (torch.bfloat16, torch.float32):
         random = replace(family, sizes={"tiny": size}).build_transformer(dtype, "cpu")
@@ -401,6 +418,11 @@ def test_the_vae_is_in_fp32_unless_told_otherwise(family: Family, directory: Pat
 
 
 def test_texts_are_padded_and_cut_to_the_length_that_is_set(family: Family, directory: Path) -> None:
+    length = family.model_class.text_length
+    if length is None:
+        with pytest.raises(ConfigError, match="fixed length"):
+            family.check_text_tokens(20)
+        return
     model = family.load_text_encoders(directory)
     default = model.encode(PROMPTS).positive
     name = next(name for name, value in default.items() if value is not None and value.ndim == 3)
@@ -412,7 +434,7 @@ def test_texts_are_padded_and_cut_to_the_length_that_is_set(family: Family, dire
             for side in (text.positive, text.negative or text.positive):
                 lengths = {value.shape[1] for value in side.values() if value is not None and value.ndim == 3}
                 assert lengths == {tokens + fixed}
-    most = family.model_class.text_length.most
+    most = length.most
     with pytest.raises(ConfigError, match=rf"model\.text_tokens: {most + 1} .*{most}"):
         family.check_text_tokens(most + 1)
     with pytest.raises(ConfigError, match="tokenizer"):
@@ -420,6 +442,8 @@ def test_texts_are_padded_and_cut_to_the_length_that_is_set(family: Family, dire
 
 
 def test_random_texts_have_the_length_that_is_set(family: Family) -> None:
+    if family.model_class.text_length is None:
+        return
     default = family.random_conditioning(1, torch.float32, "cpu", seed=0)
     shorter = family.random_conditioning(
         1, torch.float32, "cpu", seed=0, text_tokens=family.model_class.text_length.default - 100
@@ -464,7 +488,7 @@ def test_a_tiny_pipeline_is_small_and_the_same_for_the_same_seed(
     family: Family, directory: Path, tmp_path: Path
 ) -> None:
     size_mb = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()) / 1e6
-    assert 0.2 < size_mb < 1.2
+    assert 0.2 < size_mb < 2
     make_tiny_pipeline(family.name, tmp_path / "again")
     make_tiny_pipeline(family.name, tmp_path / "other", seed=1)
     files = [path.relative_to(directory) for path in directory.rglob("*") if path.is_file()]

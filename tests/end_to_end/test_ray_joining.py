@@ -19,7 +19,13 @@ from ray_clusters import environment, family_of, is_alive, listening, until
 from digenrl.config.cluster import ClusterSettings
 from digenrl.config.reading import ConfigError
 from digenrl.transports.ray.internals import LOOPBACK_ONLY
-from digenrl.transports.ray.joining import check_is_member, check_same_ray, find_local_cluster, open_cluster
+from digenrl.transports.ray.joining import (
+    check_is_member,
+    check_private,
+    check_same_ray,
+    find_local_cluster,
+    open_cluster,
+)
 
 # A driver with its own cluster and a worker on it. It prints facts about them, and closes at the end of its input.
 DRIVER = """
@@ -85,6 +91,8 @@ def join(address: str, **variables: str) -> str:
 def test_a_started_cluster_is_private_and_ends_with_its_driver() -> None:
     with driver() as (process, facts):
         family = family_of(process.pid)
+        assert Path(facts["folder"]).stat().st_mode & 0o777 == 0o700, "others cannot reach Ray's own folder in it"
+        assert any(Path(facts["folder"]).glob("*/session_*/sockets/*"))
         sockets = listening(family)
         assert facts["worker"] in family and len(sockets) >= 5  # the head, its store, a worker...
         loopback = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1 as IPv4 and IPv6
@@ -110,6 +118,14 @@ def test_a_driver_that_closes_leaves_nothing_behind() -> None:
         process.wait(30)
         assert not any(is_alive(pid) for pid in family)
         assert not Path(facts["folder"]).exists()
+
+
+def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    check_private(tmp_path)
+    tmp_path.chmod(0o711)
+    with pytest.raises(ConfigError, match=r"other users .*711"):
+        check_private(tmp_path)
 
 
 def test_an_address_that_cannot_be_joined_is_explained_in_time() -> None:

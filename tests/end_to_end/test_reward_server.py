@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import BytesIO
 from pathlib import Path
@@ -33,7 +35,7 @@ from digenrl.rewards.contract import RewardBatch, RewardError
 from digenrl.rewards.function import FunctionReward
 from digenrl.rewards.http import HttpReward
 from digenrl.rewards.http_messages import Limits
-from digenrl.rewards.server import create_app, serve, token_for
+from digenrl.rewards.server import TlsFiles, create_app, serve, token_for
 
 PIXELS = torch.rand(5, 2, 3, 24, 40, generator=torch.Generator().manual_seed(1))
 PROMPTS = ["one", "two", "three — drei", "four", "five"]
@@ -195,6 +197,8 @@ class Scripted(BaseHTTPRequestHandler):
         status, body = script.pop(0) if len(script) > 1 else script[0]
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
+        for name, value in getattr(self.server, "headers", {}).items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
 
@@ -298,6 +302,12 @@ def test_a_token_is_needed_if_other_machines_can_reach_the_server() -> None:
 
 def test_the_error_for_a_missing_token_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MY_TOKEN", raising=False)
+    with pytest.raises(ValueError, match=r"MY_TOKEN is not listed .*DIGENRL_TOKEN_ENV=MY_TOKEN"):
+        HttpSettings(url="http://127.0.0.1:9", token_env="MY_TOKEN")
+    with pytest.raises(ValueError, match="not a token itself") as refused:
+        HttpSettings(url="http://127.0.0.1:9", token_env="hf-secret")
+    assert "hf-secret" not in str(refused.value.errors()[0]["msg"])
+    monkeypatch.setenv("DIGENRL_TOKEN_ENV", "OTHER, MY_TOKEN")
     settings = HttpSettings(url="http://127.0.0.1:9", token_env="MY_TOKEN")
     with pytest.raises(ConfigError, match="MY_TOKEN"):
         build_reward(settings)
@@ -305,6 +315,90 @@ def test_the_error_for_a_missing_token_names_the_variable(monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match="ASCII") as caught:
         build_reward(settings)
     assert "secret" not in str(caught.value)
+
+
+def test_the_client_waits_as_long_as_the_server_asks_it_to(scripted: HTTPServer) -> None:
+    scripted.headers = {"Retry-After": "1"}  # type: ignore[attr-defined]
+    batch, waits = ask(scripted, (503, b""), (503, b""), (503, b""), GOOD)
+    assert isinstance(batch, RewardBatch) and waits == [1.0, 1.0, 1.5]
+    scripted.headers = {"Retry-After": "3600"}  # type: ignore[attr-defined]
+    assert ask(scripted, (503, b""), GOOD)[1] == [1.5], "never longer than max_backoff_s"
+
+
+def test_an_overloaded_server_answers_503_and_its_health_stays_good() -> None:
+    gate, entered = threading.Event(), threading.Event()
+
+    def slow(pixels: Tensor, prompts: object, metadata: object) -> list[float]:
+        entered.set()
+        gate.wait(60)
+        return [0.0] * len(pixels)
+
+    with serving(FunctionReward("slow", slow, {}), Limits(waiting_requests=1)) as url:
+        first = threading.Thread(target=post, args=(url, sample()))
+        first.start()
+        assert entered.wait(60)
+        refused = post(url, sample())
+        healthy = httpx.get(f"{url}/health", trust_env=False)
+        gate.set()
+        first.join()
+        assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+        assert healthy.status_code == 200
+        assert post(url, sample()).status_code == 200
+
+
+def test_hundreds_of_hostile_connections_do_not_disturb_clients_with_the_token() -> None:
+    body = json.dumps({"samples": [sample()]})
+    hostile: list[socket.socket] = []
+    openings = [
+        b"",
+        b"POST /score HT",
+        b"POST /score HTTP/1.1\r\nHost: a\r\n",
+        b"\x16\x03\x01",
+        b"GET /health HTTP/1.1\r\n",
+    ]
+
+    def attack(port: int) -> None:
+        for opening in openings:
+            one = socket.create_connection(("127.0.0.1", port), timeout=60)
+            one.sendall(opening)
+            hostile.append(one)
+
+    def honest(port: int) -> int:
+        connection = HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("POST", "/score", body, AUTHORIZED)
+        status = connection.getresponse().status
+        connection.close()
+        return status
+
+    with serving(FunctionReward("moody", moody, {})) as url, ThreadPoolExecutor(8) as pool:
+        port = int(url.rpartition(":")[2])
+        statuses = []
+        for _ in range(100):  # 500 hostile and 500 honest connections
+            attack(port)
+            statuses += list(pool.map(honest, [port] * 5))
+        for each in hostile:
+            each.close()
+    assert statuses == [200] * 500
+
+
+def test_a_server_with_a_certificate_is_reached_over_https_only(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    names = ["-days", "1", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*command, *names, *files], check=True, capture_output=True)
+    tls = TlsFiles(certificate, key)
+    tls.check()
+    with serving(FunctionReward("moody", moody, {}), tls=tls) as url:
+        trusting = client(url, ca_file=str(certificate))
+        assert trusting.score(PIXELS[:1], PROMPTS[:1], METADATA[:1]).values == (3.0,)
+        with pytest.raises(RewardError, match="CERTIFICATE_VERIFY_FAILED"):
+            client(url, retries=0).score(PIXELS[:1], PROMPTS[:1], METADATA[:1])
+        with pytest.raises(RewardError, match="did not respond"):
+            client(url.replace("https", "http"), retries=0).score(PIXELS[:1], PROMPTS[:1], METADATA[:1])
+    key.write_text("not a key")
+    with pytest.raises(ConfigError, match="not a certificate with its private key"):
+        tls.check()
 
 
 def test_serve_in_a_separate_process_prints_a_working_token() -> None:

@@ -35,11 +35,14 @@ from digenrl.records import (
 )
 from digenrl.run_folder.folder import RunFolder, Status
 from digenrl.run_folder.journal import read_journal
+from digenrl.run_folder.reading import read_run
+from digenrl.runs import training
 from digenrl.runs.replaying import initial_state_of, replayed
 
 JOBS = "training.job_samples=2"
 ONE_CARD = ("mode=colocated", JOBS)
-BOTH = ("techniques.assist=both", JOBS)  # who does what is planned
+BOTH = ("techniques.assist=both", JOBS)
+PLANNED = (*BOTH, "techniques.tag=search")  # who does what is planned
 GREEDY = ("techniques.tag=greedy",)  # idle lanes take any available work, so that all of them train
 FOUR_CARDS = (*BOTH, *GREEDY, "lanes.generators=[cpu,cpu,cpu]", "lanes.rewards=0")
 TASKS = {
@@ -89,7 +92,7 @@ def kill_with_gradients(run: Path, worker: str, lane: int, update: int, gates: G
 def test_two_and_four_cards_give_the_weights_of_one(task: str, live: LiveRuns) -> None:
     options = TASKS[task]
     one = trained(live.finished(*ONE_CARD, *options), 3)
-    for way in (BOTH, FOUR_CARDS):
+    for way in (PLANNED, FOUR_CARDS):
         run = live.finished(*way, *options)
         assert trained(run, 3) == one
         jobs = train_jobs(run)
@@ -98,7 +101,7 @@ def test_two_and_four_cards_give_the_weights_of_one(task: str, live: LiveRuns) -
 
 
 def test_all_weights_can_be_trained_by_every_card(live: LiveRuns) -> None:
-    two, four = (live.finished(*way, "training.lora=null") for way in (BOTH, FOUR_CARDS))
+    two, four = (live.finished(*way, "training.lora=null") for way in (PLANNED, FOUR_CARDS))
     assert trained(two, 3) == trained(four, 3)
 
 
@@ -126,7 +129,9 @@ def test_a_lane_killed_with_gradients_in_hand_changes_no_bit(
 ) -> None:
     gates, path = Gates(tmp_path / "gates"), live.new_path()
     (live.root / "twelve.txt").write_text("".join(f"{number} cats\n" for number in range(12)))
-    options = ("batch.prompts=4", f"prompts.path={live.root / 'twelve.txt'}", *TASKS[task])
+    # A slice is a whole group, and one reward lane waits at the gate: the other scores what came later.
+    scoring = ("batch.slice=4", "lanes.rewards=2")
+    options = ("batch.prompts=4", f"prompts.path={live.root / 'twelve.txt'}", *scoring, *TASKS[task])
     gates.close(prompts_of_step(live, 1, 4, "twelve.txt")[-1])
     with Meanwhile(path, lambda: kill_with_gradients(path, worker, lane, update, gates)):
         status, run = live.run(*options, *BOTH, *GREEDY, gates.rewards, out=path)
@@ -149,6 +154,19 @@ def test_a_run_of_one_card_goes_on_with_two(live: LiveRuns) -> None:
     live.run(*ONE_CARD, "steps=2", out=path)
     assert live.resume(path, "steps=3", "mode=local", "techniques.assist=both") is Status.FINISHED
     assert trained(RunFolder.open(path), 3) == trained(live.finished(*ONE_CARD), 3)
+
+
+def test_auto_does_without_shared_training_if_that_is_predicted_to_be_faster(
+    live: LiveRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading weights seems to take minutes, and so does sending gradients."""
+    publish = training.publish_initial_weights
+    monkeypatch.setattr(training, "publish_initial_weights", lambda *given: publish(*given) + 100)
+    options = TASKS["two updates of groups"]
+    _, run = live.run(*BOTH, *options)
+    assert {job.lane for job in train_jobs(run)} == {NO_LANE}
+    assert trained(run, 3) == trained(live.finished(*ONE_CARD, *options), 3)
+    assert not read_run(run.path).trace.shares_work
 
 
 def test_what_cannot_be_shared_is_refused(live: LiveRuns) -> None:

@@ -224,6 +224,23 @@ def test_a_stopped_worker_is_taken_for_dead_and_replaced(live: LiveRuns) -> None
     killer.assert_nothing_is_left()
 
 
+def test_a_reward_that_hangs_on_a_prompt_costs_that_group_and_not_the_run(live: LiveRuns, tmp_path: Path) -> None:
+    gates, path = Gates(tmp_path / "gates"), live.new_path()
+    killer = WorkerKiller(path)
+
+    def close_a_gate() -> None:
+        killer.after(1)
+        gates.close("a dog")
+
+    with Meanwhile(path, close_a_gate):
+        status, run = live.run("steps=6", "lanes.patience_s=3", "lanes.restarts=0", gates.rewards, out=path)
+    assert status is Status.FINISHED and metric(run, "step") == list(range(6))
+    actions = [action for decision in read_journal(run.journal) for action in decision.actions]
+    reasons = {action.reason for action in actions if isinstance(action, Quarantine)}
+    assert reasons and all("reward-0 did not finish Score" in reason for reason in reasons)
+    killer.assert_nothing_is_left()
+
+
 def test_a_trainer_killed_too_often_ends_the_run_and_the_message_says_how_to_go_on(live: LiveRuns) -> None:
     path = live.new_path()
     killer = WorkerKiller(path)
@@ -261,7 +278,7 @@ def test_a_prompt_that_cannot_be_scored_is_replaced_by_the_same_other_one_wherev
 
 def test_a_reward_that_always_fails_ends_the_run_with_its_reason(live: LiveRuns) -> None:
     path = live.new_path()
-    message = r"groups of step 0 failed: reward 'broken', .*: ConnectionError: the scorer is away"
+    message = r"5 groups in a row failed .*: reward 'broken', .*: ConnectionError: the scorer is away"
     with pytest.raises(RunFailedError, match=message):
         live.run("rewards=live_rewards:broken", "mode=colocated", "sample.denoising_steps=2", out=path)
     assert RunFolder.open(path).info.status is Status.FAILED

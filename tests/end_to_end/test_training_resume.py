@@ -27,6 +27,7 @@ from live_runs import (
 
 from digenrl.config.reading import ConfigError
 from digenrl.run_folder.folder import FORMAT, RunFolder, Status
+from digenrl.runs.stopping import RunFailedError
 
 SAVES_WITHIN_S = 30
 
@@ -50,10 +51,10 @@ def is_open(run: Path, kind: str, after_step: int) -> bool:
 
 
 def terminate_all(command: subprocess.Popen[str], run: Path) -> None:
-    """Signals the whole session of a run during a step, as a terminal does."""
+    """Signals the whole session of a run during a step, as a terminal does that is closed."""
     exchange = exchange_of(command.pid)
     wait_for(lambda: steps_done(run) >= 2 or command.poll() is not None, "two steps")
-    os.killpg(command.pid, signal.SIGTERM)
+    os.killpg(command.pid, signal.SIGHUP)
     out, err = command.communicate(timeout=SAVES_WITHIN_S)
     wait_for(lambda: not session_of(command.pid), "the end of all processes")
     assert_nothing_is_left(run, exchange)
@@ -129,7 +130,7 @@ def test_a_colocated_run_saves_itself_when_it_is_asked_to_stop(live: LiveRuns) -
 
     def stop() -> None:
         wait_for(lambda: steps_done(run) >= 2, "two steps")
-        ask_to_stop(signal.SIGINT)
+        ask_to_stop(signal.SIGTERM)
 
     with Meanwhile(run, stop):
         status, folder = live.run("mode=colocated", "steps=200", out=run)
@@ -174,22 +175,26 @@ def test_a_resumed_run_may_not_change_what_it_computes(live: LiveRuns) -> None:
     assert folder.config.read_text() == before
 
 
-def test_a_damaged_checkpoint_is_reported_and_the_previous_one_can_be_used(live: LiveRuns) -> None:
-    status, folder = live.run("mode=colocated", "steps=2", "checkpoint.every=1")
+def test_a_run_resumes_from_its_newest_whole_checkpoint_and_only_on_its_own_base_weights(
+    live: LiveRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Path(shutil.copytree(live.root / "model", tmp_path / "model"))
+    status, folder = live.run("mode=colocated", "steps=2", "checkpoint.every=1", f"model.source={model}")
     assert status is Status.FINISHED
     weights = folder.checkpoint(2) / "weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-7])
-    with pytest.raises(ConfigError) as caught:
-        live.resume(folder.path, "steps=3", "mode=local")
-    message = str(caught.value)
-    assert "step_000002: is damaged: weights.safetensors has" in message
-    assert f"the last good checkpoint is {folder.checkpoint(1)}" in message
-    assert "\n" not in message
-    assert_nothing_is_left(folder.path)
-    for path in folder.checkpoint(2).iterdir():
-        path.unlink()
-    folder.checkpoint(2).rmdir()
+    (base,) = (model / "transformer").glob("*.safetensors")
+    whole = base.read_bytes()
+    base.write_bytes(whole[: len(whole) // 2] + bytes(byte ^ 1 for byte in whole[len(whole) // 2 :]))
+    with pytest.raises(ConfigError, match="other weights than this checkpoint was trained on") as caught:
+        live.resume(folder.path, "steps=3")
+    assert "checkpoint.other_base_weights=true" in str(caught.value) and "\n" not in str(caught.value)
+    base.write_bytes(whole)
+    capsys.readouterr()
     assert live.resume(folder.path, "steps=3", "mode=local") is Status.FINISHED
+    told = capsys.readouterr().err.splitlines()
+    assert "step_000002: is damaged: weights.safetensors has" in told[0]
+    assert told[1] == f"resuming from {folder.checkpoint(1)}"
     assert trained(folder, 3) == trained(live.finished("mode=colocated"), 3)
     assert metric(folder, "step") == [0, 1, 2]
 
@@ -214,11 +219,11 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_last_good_one_
         for step in range(3, 60):
             (run / "checkpoints" / f".saving-step_{step:06d}").touch()
 
-    with Meanwhile(run, fill_the_disk), pytest.raises(ConfigError) as caught:
+    with Meanwhile(run, fill_the_disk), pytest.raises(RunFailedError) as caught:
         live.run(f"mode={mode}", "steps=60", "checkpoint.every=1", "checkpoint.keep=60", out=run)
-    message = str(caught.value)
+    message, advice = str(caught.value).splitlines()
     assert "could not be saved: Not a directory; the last good checkpoint is" in message
-    assert "\n" not in message
+    assert "resume with: digenrl train --resume" in advice
     good = Path(message.rpartition(" is ")[2])
     assert good.is_dir()
     assert RunFolder.open(run).info.status is Status.FAILED

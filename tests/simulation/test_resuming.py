@@ -143,6 +143,13 @@ def test_a_result_from_before_the_stop_is_late() -> None:
     assert decide(again, Generated(1, old, version=0)) == (again, ())
 
 
+def test_a_run_that_resumes_from_its_last_checkpoint_has_nothing_left_to_save() -> None:
+    state = small_opening()
+    terms = replace(state.terms, save_every=1)
+    assert resumed(replace(state, terms=terms), committed=4, jobs_issued=0).finished
+    assert not resumed(replace(state, terms=terms), committed=3, jobs_issued=0).finished
+
+
 def test_more_commits_than_steps_are_refused() -> None:
     with pytest.raises(AssertionError, match="5 of 4 steps"):
         small_opening(committed=5)

@@ -223,7 +223,7 @@ def test_the_forecast_of_a_step_is_close_to_what_the_scheduler_does(
 
 def test_quotas_let_cards_do_what_they_do_best_compared() -> None:
     spec = spec_of(UNEQUAL_CARDS)
-    planner = QuotaPlanner(StepForecast(initial_scheduler_state(spec, search_budget=0)))
+    planner = QuotaPlanner.of_forecast(StepForecast(initial_scheduler_state(spec, search_budget=0)))
     least_ns = planner.least_ns(Margins())
     assert planner.quotas(least_ns, Margins()) == (16, 0)
     assert least_ns == pytest.approx(24 * SECOND, rel=1e-3)  # 16 s of generating, 32 s of training, two cards

@@ -1,4 +1,4 @@
-"""Which slice sizes are calibrated, and which one is chosen."""
+"""What is calibrated, and which slice size and kind of schedule are chosen from it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from digenrl.driver.calibration import (
     calibrate,
     calibrate_remaining_sizes,
     choose_slice_size,
+    choose_terms,
 )
 from digenrl.driver.placement import place
 from digenrl.records import Calibrate, Calibrated, Job, PromptRow
@@ -144,3 +145,16 @@ def test_a_compiled_model_meets_the_batches_of_an_evaluation_too() -> None:
         run.calibrated()
         made = [job for _, job in run.jobs if job.task == "generate"]
         assert tuple(size for job in made for size in job.held_out) == expected
+
+
+@pytest.mark.parametrize(
+    ("tag", "publish_s", "assist"),
+    [("auto", 0.0, "both"), ("auto", 1000.0, "trainer"), ("search", 1000.0, "both")],
+)
+def test_auto_shares_training_only_if_that_pays(tag: str, publish_s: float, assist: str) -> None:
+    """Sending gradients takes about as long as loading weights."""
+    run: Any = FakeDriver(CPU, mode="local", batch=batch(4, 2), techniques={"assist": "both", "tag": tag})
+    terms = choose_terms(run, calibrate(run, publish_s), 2)
+    assert terms.assist == assist
+    timed = [worker for worker, job in run.jobs if job.task == "train"]
+    assert timed == ["trainer", "generator-0", "trainer"], "the second time, all of them are busy"

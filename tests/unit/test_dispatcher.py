@@ -17,6 +17,7 @@ from digenrl.records import (
     AbandonEvaluation,
     Calibrate,
     Calibrated,
+    Commit,
     Committed,
     Encode,
     Evaluate,
@@ -330,10 +331,15 @@ def test_the_user_is_notified_of_a_lost_trainer_and_of_missing_room(
 
 
 def test_a_user_error_is_shown_as_it_is_and_anything_else_with_its_details(tmp_path: Path) -> None:
-    run, job = begun(tmp_path), Save(7, 0, 0)
+    run, job = begun(tmp_path), Commit(7, 0, 0)
     run.driver.submit(job)
-    run.transport.waiting.append(Message(TRAINER, 7, JobFailed(0, job, "the disk is full", user_error=True)))
-    with pytest.raises(ConfigError, match=r"^the disk is full$"):
+    run.transport.waiting.append(Message(TRAINER, 7, JobFailed(0, job, "no such layer", user_error=True)))
+    with pytest.raises(ConfigError, match=r"^no such layer$"):
+        run.driver.receive()
+    save = Save(8, 0, 0)
+    run.driver.submit(save)
+    run.transport.waiting.append(Message(TRAINER, 8, JobFailed(0, save, "the disk is full", user_error=True)))
+    with pytest.raises(WorkerFailedError, match=r"^the disk is full$"):
         run.driver.receive()
     run.driver.submit(job)
     failed = JobFailed(0, job, "KeyError: 'x'", details="Traceback ...")

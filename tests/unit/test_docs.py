@@ -27,7 +27,7 @@ from digenrl.simulation.tables import answer_table, ladder_table, percent, secon
 DOCUMENTS = [
     DocPage(path)
     for path in (
-        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
         *sorted(DOCS.glob("*.md")),
     )
 ]
@@ -206,3 +206,11 @@ def test_no_document_contains_a_path_of_a_machine() -> None:
     for path in readable:
         found = MACHINE_PATH.search(path.read_text(encoding="utf-8"))
         assert found is None, f"{path.relative_to(ROOT)} names {found[0] if found else ''}"
+
+
+@pytest.mark.parametrize(
+    ("page", "folder"), [(ROOT / "SECURITY.md", ROOT), (DOCS / "reliability.md", ROOT / "tests")]
+)
+def test_every_fault_and_rule_names_tests_that_exist(page: Path, folder: Path) -> None:
+    named = re.findall(r"`([\w/]+/test_\w+\.py)`", page.read_text(encoding="utf-8"))
+    assert len(named) > 10 and [name for name in named if not (folder / name).is_file()] == []

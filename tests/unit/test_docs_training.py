@@ -99,7 +99,9 @@ def test_the_table_of_the_folder_has_everything_in_it(tmp_path: Path) -> None:
 def test_the_table_of_metrics_has_them_all() -> None:
     kept = KeptNumbers()
     watch(initial_state_of(**BOTH), [kept])
-    update = dict.fromkeys((*AVERAGED, "ratio_max", "memory_retries", "zero_spread_groups", "pack_size"), 1)
+    update = dict.fromkeys(
+        (*AVERAGED, "ratio_max", "memory_retries", "zero_spread_groups", "pack_size", "skipped"), 1
+    )
     reported = step_summary(0, {SampleId(0, 0, 0): 1.0}, {"ocr": [1.0]}, [update], 1)
     written = {*kept.steps[-1], *reported.values, *TransferMetrics().take(), "predicted_step_s"}
     known = {re.sub("^busy/.*", "busy/LANE", re.sub("^reward/.*", "reward/NAME", name)) for name in written}

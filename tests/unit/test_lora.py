@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,16 @@ from digenrl.models.lora import (
     has_lora,
     target_layers,
 )
-from digenrl.models.lora_files import FILE_NAME, save_lora
+from digenrl.models.lora_files import (
+    DOWN,
+    FILE_NAME,
+    PEFT_CONFIG,
+    UP,
+    Adapters,
+    save_lora,
+    write_diffusers,
+    write_peft,
+)
 from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.models.registry import find_family
 from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
@@ -285,3 +295,19 @@ def test_mistakes_are_reported(model: DiffusionModel) -> None:
     add_lora(model, rank=4, alpha=8, seed=0)
     with pytest.raises(ValueError, match="already"):
         add_lora(model, rank=4, alpha=8, seed=0)
+
+
+def test_equal_adapters_are_written_as_equal_bytes_whatever_the_order_of_sets(tmp_path: Path) -> None:
+    layers = [f"blocks.{index}.to_q" for index in range(12)]
+    weights = {f"{layer}{end}": torch.ones(2, 2) for layer in layers for end in (DOWN, UP)}
+    adapters = Adapters.of(weights, rank=2, alpha=2.0, targets=layers)
+    pipeline_class = find_family("sd3").pipeline_class
+    content = write_diffusers(adapters, tmp_path, pipeline_class).read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    assert list(header["__metadata__"]) == sorted(header["__metadata__"])
+    assert json.loads(header["__metadata__"]["lora_adapter_metadata"])["transformer.target_modules"] == sorted(
+        layers
+    )
+    write_peft(adapters, tmp_path, "source")
+    assert json.loads((tmp_path / PEFT_CONFIG).read_text())["target_modules"] == sorted(layers)
+    assert load_file(tmp_path / FILE_NAME).keys() == {f"transformer.{name}" for name in weights}

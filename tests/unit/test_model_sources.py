@@ -11,13 +11,13 @@ import huggingface_hub
 import pytest
 import torch
 from hub_stand_in import TOKEN, HubStandIn, serving
-from original_names import conversion_for_width, write_original_file
+from original_names import RENAMED, conversion_for_width, write_original_file
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.hub import HubUnreachableError
-from digenrl.models.registry import FAMILIES, find_family, naming_families
+from digenrl.models.registry import find_family, naming_families
 from digenrl.models.sources import ModelSource, check_source
 from digenrl.testing.tiny_models import make_tiny_pipeline
 
@@ -29,9 +29,9 @@ WIDTH = {"flux": 16, "hunyuan_video": 32}  # of the tiny transformers
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny pipeline of every family."""
+    """Tiny pipelines."""
     root = tmp_path_factory.mktemp("tiny")
-    for family in FAMILIES:
+    for family in RENAMED:
         make_tiny_pipeline(family, root / family)
     return root
 
@@ -123,7 +123,7 @@ def test_the_error_about_another_class_names_the_family_that_takes_it(folders: P
 # --- Single files -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", list(RENAMED))
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
 def test_a_single_file_with_original_names_gives_the_same_transformer(
     family: str, prefix: str, folders: Path, tmp_path: Path

@@ -50,7 +50,7 @@ class Written:
         return {name: part for name, part in components if isinstance(part, PreTrainedTokenizerBase)}
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+@pytest.fixture(scope="module", params=list(LAYOUTS))
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
     return Written(request.param, tmp_path_factory.mktemp("published") / request.param)
 
@@ -202,7 +202,7 @@ def test_t5_with_only_a_sentencepiece_model_tokenizes_as_sentencepiece(tmp_path:
         assert tokenizer(text, verbose=False).input_ids == [*pieces.encode(text), 1], text
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", list(LAYOUTS))
 def test_files_of_a_variant_are_as_diffusers_expects_them(family: str, tmp_path: Path) -> None:
     make_published_layout(family, tmp_path / "model", variant="fp16")
     pipeline = FAMILIES[family].pipeline_class.from_pretrained(

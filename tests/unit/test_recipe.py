@@ -102,7 +102,7 @@ def test_booleans_are_neither_numbers_nor_words(key: str, value: object, noun: s
         ("sample.window", 3, "sample.window", "mapping"),
         ("sample.window", {"kind": "fsat"}, "sample.window", "'fast'"),
         ("sample.noise", {"kind": "cps", "level": 1.2}, "sample.noise.level", "cps"),
-        ("sample.noise", {"kind": "ddim"}, "sample.noise.kind", "'flow'"),
+        ("sample.noise", {"kind": "ddpm"}, "sample.noise.kind", "'flow'"),
         ("sample.shift", 0, "sample.shift", "greater than 0"),
         ("algorithm.name", "flow_gpro", "algorithm.name", "'flow_grpo'"),
         ("algorithm.options", {"clip": 0}, "algorithm.options.clip", "greater than 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -273,7 +274,7 @@ def test_a_token_is_refused_and_not_repeated(recipe_file: Path) -> None:
     assert "hf_secret" not in message and "hf auth login" in message and "env:" in message
     recipe_file.write_text(TEXT.replace("source: demo", "source: demo, token: hf_secret"), encoding="utf-8")
     assert "hf_secret" not in complaint(recipe_file)
-    assert "inside" in complaint(recipe_file, "model.token=env:A", "model.subfolder=../other")
+    assert "inside" in complaint(recipe_file, "model.token=env:HF_TOKEN", "model.subfolder=../other")
 
 
 AWKWARD = {
@@ -390,3 +391,12 @@ def test_recipes_are_read_without_torch() -> None:
 def test_names_of_shipped_recipes_are_those_of_their_files() -> None:
     for name in shipped_recipes():
         assert read_recipe(name).name == name
+
+
+@pytest.mark.parametrize(
+    "value", ["${oc.env:HOME}", "a ${oc.env:HOME} b", "${oc.decode:1}", "${a.${oc.env:HOME}}"]
+)
+def test_a_recipe_cannot_read_the_environment(recipe_file: Path, value: str) -> None:
+    message = complaint(recipe_file, f"model.source='{value}'")
+    assert "is not allowed" in message and os.environ["HOME"] not in message
+    assert "not listed" in complaint(recipe_file, "model.token=env:AWS_SECRET_ACCESS_KEY")

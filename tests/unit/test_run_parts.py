@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pty
 import signal
+import subprocess
+import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,8 +17,11 @@ from typing import Any
 import pytest
 from fake_workers import FakeRun, fake_recipe
 from PIL import Image
+from rich.console import Console
 from watched_runs import KeptNumbers, initial_state_of, watch
 
+from digenrl.checksums import file_checksum
+from digenrl.commands.train import resume_run
 from digenrl.config.reading import ConfigError
 from digenrl.loop import drive
 from digenrl.records import (
@@ -35,11 +43,11 @@ from digenrl.run_folder.lines import read_lines
 from digenrl.run_folder.metric_lines import EvaluationRecord
 from digenrl.runs.checkpointer import Checkpointer, RunPosition
 from digenrl.runs.held_out import HeldOut
-from digenrl.runs.resuming import find_resume_point, kept_positions
+from digenrl.runs.resuming import find_resume_point, kept_positions, mend_logs
 from digenrl.runs.step_time_prediction import StepTimePrediction, predicted_step_s
 from digenrl.runs.stopping import Stopper
 from digenrl.simulation.virtual_cluster import VirtualCluster
-from digenrl.training.checkpoint.format import STATE_FILE, WHOLE, CheckpointContent
+from digenrl.training.checkpoint.format import STATE_FILE, WHOLE, CheckpointContent, read_content
 from digenrl.worker.rollouts import shuffled
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
@@ -78,7 +86,7 @@ def test_a_grid_shows_pictures_row_by_row_with_their_words(tmp_path: Path) -> No
 # --- Stopping ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_remembered_until_the_run_can_be_left(number: signal.Signals) -> None:
     stopper = Stopper()
     before = signal.getsignal(number)
@@ -97,6 +105,37 @@ def test_the_second_signal_ends_the_run_at_once(second: signal.Signals) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), second)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+CLOSED_TERMINAL = """
+import sys, time
+from digenrl.runs.stopping import Stopper
+stopper = Stopper()
+with stopper.listening():
+    print("listening", flush=True)
+    while (name := stopper.take_request()) is None:
+        time.sleep(0.01)
+    for _ in range(1000):
+        print("a dashboard", flush=True)
+    open(sys.argv[1], "w").write(name)
+"""
+
+
+def test_a_run_whose_terminal_is_closed_can_still_save(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    take_terminal = "import fcntl, termios; fcntl.ioctl(1, termios.TIOCSCTTY, 0)\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", take_terminal + CLOSED_TERMINAL, str(tmp_path / "saved")],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    assert b"listening" in os.read(ours, 100)
+    os.close(ours)  # the kernel sends SIGHUP, and writing fails from now on
+    assert process.wait(60) == 0
+    assert (tmp_path / "saved").read_text() == "SIGHUP"
 
 
 # --- StepTimePrediction ------------------------------------------------------------------------------------------
@@ -289,12 +328,69 @@ def test_a_run_resumes_from_its_newest_checkpoint(tmp_path: Path) -> None:
     assert resume_point.position == RunPosition(1_000_000, 5, 6, {})
 
 
-def test_a_run_without_a_checkpoints_folder_begins_again(tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoints_folder_has_nothing_to_resume(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     folder.checkpoints.rmdir()
     assert find_resume_point(folder) is None
     folder.checkpoints.touch()
     assert find_resume_point(folder) is None
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "changed", "no state"])
+def test_the_newest_whole_checkpoint_is_taken_and_damage_is_told_in_one_line(damage: str, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    told: list[str] = []
+    for step in (1, 2):
+        write_checkpoint(folder, step)
+        weights = folder.checkpoint(step) / "weights.safetensors"
+        weights.write_bytes(b"weights")
+        record = {"bytes": 7, "checksum": file_checksum(weights)}
+        content = read_content(folder.checkpoint(step))
+        replace(content, files={weights.name: record}).write(folder.checkpoint(step))
+    found = find_resume_point(folder, told.append)
+    assert found is not None and found.position.step == 2 and not told
+    if damage == "missing":
+        weights.unlink()
+    elif damage == "no state":
+        (folder.checkpoint(2) / STATE_FILE).unlink()
+    else:
+        weights.write_bytes(b"weight" if damage == "cut" else b"Weights")
+    found = find_resume_point(folder, told.append)
+    assert found is not None and found.position.step == 1
+    (line,) = told
+    assert "step_000002" in line and "\n" not in line
+
+
+def test_steps_are_never_discarded_without_being_asked_to(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    folder.metrics.write_text('{"step":0}\n')
+    folder.checkpoints.rmdir()
+    with pytest.raises(ConfigError, match=r"no checkpoint; .*--restart"):
+        resume_run(folder.path, [], Console(file=io.StringIO()), False)
+    assert folder.metrics.read_text() == '{"step":0}\n'
+    folder.checkpoints.mkdir()
+    write_checkpoint(folder, 3)
+    assert folder.set_checkpoints_aside() == folder.path / "checkpoints.old-1"
+    assert find_resume_point(folder) is None and folder.set_checkpoints_aside() is None
+
+
+def test_damaged_logs_are_mended_before_a_run_resumes(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    told: list[str] = []
+    positions = {"journal": 16, "spans": 8, "metrics": 8, "evaluations": 0}
+    write_checkpoint(folder, 1, positions=positions)
+    folder.journal.write_bytes(b'{"a":0}\n{"a":')
+    folder.spans.write_bytes(b'{"a":0}\n{"a":1}\n')
+    folder.metrics.write_bytes(b"garbage\n")
+    found = find_resume_point(folder)
+    assert found is not None
+    mended = mend_logs(folder, found, told.append)
+    assert mended.position.positions == {"journal": 8, "spans": 8, "metrics": 0, "evaluations": 0}
+    assert [line.partition(":")[0] for line in told] == [str(folder.journal), str(folder.metrics)]
+    lines = RunLines(folder)
+    lines.truncate(kept_positions(folder, mended.position))
+    lines.close()
+    assert (folder.journal.read_bytes(), folder.metrics.read_bytes()) == (b'{"a":0}\n', b"")
 
 
 def test_damaged_and_foreign_checkpoints_are_reported_in_one_line(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from handmade_runs import recipe
 from digenrl.config.reading import ConfigError
 from digenrl.run_folder.folder import FORMAT, LaneEntry, RunFolder, RunLines, Status, numbered_path
 from digenrl.run_folder.lines import read_lines
+from digenrl.run_folder.log_files import KEPT_PARTS, rotate_logs
 
 STARTED = datetime(2025, 3, 1, 12, 30, tzinfo=UTC)
 
@@ -188,3 +190,18 @@ def test_positions_of_other_files_are_an_error_and_truncate_nothing(tmp_path: Pa
     with pytest.raises(ConfigError, match="journal, spans, metrics, evaluations"):
         lines.truncate({"metrics": 0})
     assert lines.positions()["metrics"] > 0
+
+
+def test_long_logs_are_compressed_and_only_the_newest_parts_are_kept(tmp_path: Path) -> None:
+    log, short = tmp_path / "trainer.log", tmp_path / "encoder.log"
+    short.write_bytes(b"short")
+    with log.open("ab") as writer:  # as a worker has it open
+        for part in range(KEPT_PARTS + 2):
+            writer.write(b"%d" % part * 100)
+            writer.flush()
+            rotate_logs(tmp_path, limit=100)
+        writer.write(b"end")
+    assert log.read_bytes() == b"end" and short.read_bytes() == b"short"
+    parts = [gzip.decompress((tmp_path / f"trainer.log.{n}.gz").read_bytes()) for n in range(1, KEPT_PARTS + 1)]
+    assert parts == [b"%d" % part * 100 for part in range(KEPT_PARTS + 1, 1, -1)]
+    assert len(list(tmp_path.iterdir())) == KEPT_PARTS + 2

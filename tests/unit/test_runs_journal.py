@@ -77,7 +77,7 @@ def test_a_line_starts_with_the_time_and_has_records_by_type_and_fields() -> Non
     job = records.Generate(4, 5, records.Slice(0, 1, 2, 2), lane=3, version=0)
     line = decision_line(records.Generated(9, job, version=0), (records.Score(6, 9, job.slice, scorer=0),))
     piece = {"step": 0, "group": 1, "first": 2, "size": 2}
-    generate = {"type": "Generate", "id": 4, "issued_ns": 5, "slice": piece, "lane": 3, "version": 0}
+    generate = {"type": "Generate", "id": 4, "issued_ns": 5, "slice": piece, "lane": 3, "version": 0, "hedges": -1}
     assert line == {
         "at_ns": 9,
         "event": {"type": "Generated", "job": generate, "version": 0, "score_failure": ""},

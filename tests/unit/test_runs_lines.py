@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
 
 from digenrl.config.reading import ConfigError
 from digenrl.run_folder.lines import JsonLines, read_lines
+from digenrl.run_folder.mending import mend_lines
 
 
 @pytest.fixture
@@ -51,6 +53,14 @@ def test_an_incomplete_line_is_ignored_and_removed_when_the_file_is_opened_again
     assert lines.position() == len('{"step": 0}\n')
     lines.append({"step": 1})
     assert list(read_lines(path)) == [{"step": 0}, {"step": 1}]
+
+
+def test_a_file_that_is_opened_again_keeps_all_its_lines(path: Path) -> None:
+    for step in range(3):
+        lines = JsonLines(path)
+        lines.append({"step": step})
+        lines.close()
+    assert [content["step"] for content in read_lines(path)] == [0, 1, 2]
 
 
 def test_only_the_incomplete_line_of_a_long_file_is_removed(path: Path) -> None:
@@ -97,3 +107,76 @@ def test_a_missing_file_is_empty_and_one_that_cannot_be_opened_is_an_error(tmp_p
         list(read_lines(tmp_path))
     with pytest.raises(ConfigError, match="cannot be written: No such file"):
         JsonLines(tmp_path / "none" / "none.jsonl")
+
+
+# --- Parts that are set aside ------------------------------------------------------------------------------------
+
+
+def rotated(path: Path, steps: int, every: int) -> list[int]:
+    """Lines in parts of `every` lines each, compressed; returns the position after each line."""
+    lines, positions = JsonLines(path), []
+    for step in range(steps):
+        lines.append({"step": step})
+        positions.append(lines.position())
+        thread = lines.rotate(limit=0) if step % every == every - 1 else None
+        if thread is not None:
+            thread.join()
+    lines.close()
+    return positions
+
+
+def test_parts_that_are_set_aside_are_compressed_and_read_as_one_file(path: Path) -> None:
+    positions = rotated(path, steps=10, every=4)
+    assert sorted(each.suffix for each in path.parent.glob("metrics.jsonl.*")) == [".gz", ".gz"]
+    assert [content["step"] for content in read_lines(path)] == list(range(10))
+    assert JsonLines(path).position() == positions[-1] == 10 * len('{"step":0}\n')
+    assert JsonLines(path).rotate() is None, "small files are left alone"
+
+
+@pytest.mark.parametrize("kept", [0, 2, 4, 6, 8, 10])
+def test_a_file_with_parts_is_truncated_anywhere_and_goes_on(kept: int, path: Path) -> None:
+    positions = [0, *rotated(path, steps=10, every=4)]
+    lines = JsonLines(path)
+    lines.truncate(positions[kept])
+    assert lines.position() == positions[kept]
+    lines.append({"step": kept})
+    assert [content["step"] for content in read_lines(path)] == list(range(kept + 1))
+
+
+def test_a_crash_while_a_part_is_compressed_neither_loses_nor_doubles_it(path: Path) -> None:
+    rotated(path, steps=4, every=4)
+    (packed,) = path.parent.glob("metrics.jsonl.*")
+    packed.with_suffix("").write_bytes(gzip.decompress(packed.read_bytes()))
+    assert [content["step"] for content in read_lines(path)] == list(range(4)), "in both forms"
+    packed.write_bytes(b"half a fi")
+    assert [content["step"] for content in read_lines(path)] == list(range(4)), "the compressed one is partial"
+    packed.with_suffix("").unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        list(read_lines(path))
+
+
+# --- Mending -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "kept"),
+    [
+        (b'{"a":0}\n{"a":1}\n', b'{"a":0}\n{"a":1}\n'),
+        (b'{"a":0}\n{"a"', b'{"a":0}\n'),
+        (b'{"a":0}\nxxxxxxx\n{"a":2}\n', b'{"a":0}\n'),
+        (b'{"a":0}\n{"a":1}xx{"a":2}\n', b'{"a":0}\n'),
+        (b"", b""),
+        (None, b""),
+    ],
+)
+def test_a_damaged_file_keeps_its_good_lines_and_the_original_is_set_aside(
+    path: Path, content: bytes | None, kept: bytes
+) -> None:
+    if content is not None:
+        path.write_bytes(content)
+    position, remark = mend_lines(path, 16)
+    assert path.read_bytes() == (kept if remark else content)
+    assert position == len(kept)
+    assert (remark is None) == (len(kept) == 16)
+    aside = list(path.parent.glob("*.damaged-1"))
+    assert [each.read_bytes() for each in aside] == ([content] if remark and content is not None else [])

@@ -388,21 +388,36 @@ def test_no_group_is_trained_twice_at_another_place_or_in_another_step():
         trainer.add_group(groups[1], place=7)
 
 
-def test_a_gradient_that_is_not_finite_never_reaches_the_weights():
+@pytest.mark.parametrize("sum_in_order", [True, False])
+def test_a_step_whose_gradient_is_not_finite_is_skipped_and_too_many_in_a_row_are_an_error(sum_in_order):
     algorithm = lively("mix_grpo")
     model = toy()
     groups = scored_groups(model, algorithm)
-    trainer = trainer_of(model, algorithm, groups)
-    spoiled = groups[0].trajectories[0].latents_KL.clone()
-    spoiled[0, 0, 0, 0] = math.nan
-    trajectories = (replace(groups[0].trajectories[0], latents_KL=spoiled), *groups[0].trajectories[1:])
-    trainer.add_group(replace(groups[0], trajectories=trajectories))
-    for group in groups[1:]:
-        trainer.add_group(group)
+    trainer = trainer_of(model, algorithm, groups, TrainerSettings(skipped_steps=1, sum_in_order=sum_in_order))
+
+    def commit(spoils):
+        step = trainer.batch
+        rollout = Rollout(step=step, version=step)
+        for index, group in enumerate(scored_groups(model, algorithm, rollout)):
+            latents = group.trajectories[0].latents_KL.clone()
+            latents[0, 0, 0, 0] = math.nan if spoils and index == 0 else latents[0, 0, 0, 0]
+            first = replace(group.trajectories[0], latents_KL=latents)
+            trainer.add_group(replace(group, trajectories=(first, *group.trajectories[1:])))
+        metrics = trainer.commit()
+        assert trainer.batch == step + 1
+        return metrics.skipped
+
     before = weights_of(model)
+    assert commit(spoils=True) == 1
+    assert trainer.batch == 1 and same_weights(weights_of(model), before)
+    assert commit(spoils=False) == 0
+    assert not same_weights(weights_of(model), before)
+    before = weights_of(model)
+    assert commit(spoils=True) == 1
     with pytest.raises(FloatingPointError, match="the weights are unchanged"):
-        trainer.commit()
+        commit(spoils=True)
     assert same_weights(weights_of(model), before)
+    assert trainer.state_at_last_version().updates_done == 1
 
 
 def test_impossible_settings_are_refused_when_a_trainer_is_made():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from diffusers import UniPCMultistepScheduler
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
-from digenrl.models.contract import Conditioning
-from digenrl.models.families.wan import WanModel
-from digenrl.models.pipeline_model import PipelineModel
+from digenrl.config.recipe_files import read_recipe
+from digenrl.models.contract import Conditioning, SampleSize
+from digenrl.models.pipeline_model import EulerSteps, PipelineModel
 from digenrl.models.registry import find_family
-from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
+from digenrl.testing.tiny_models import make_tiny_pipeline, seeded_weights, tiny_size, tiny_wan_2_2
+from digenrl.worker.blueprint import check_hub_model, read_blueprint
 
 PROMPTS = ["a red cat", "two small dogs running through a field of yellow flowers"]
 STEPS = 3
@@ -168,11 +170,53 @@ def test_wan_in_bf16_keeps_a_few_weights_in_fp32_and_returns_fp32(directory: Pat
     torch.testing.assert_close(velocity, expected, atol=0.2, rtol=0.1)
 
 
-def test_a_wan_2_2_pipeline_is_refused(directory: Path) -> None:
-    pipeline: Any = load(directory, "wan").pipeline
-    pipeline.register_to_config(boundary_ratio=0.9)
-    with pytest.raises(ConfigError, match=r"Wan2\.2"):
-        WanModel(pipeline)
+def test_a_pipeline_with_two_transformers_is_refused_by_its_index(directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(directory / "wan", tmp_path / "a14b")
+    path = tmp_path / "a14b" / "model_index.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "boundary_ratio": 0.875}))
+    recipe = read_recipe("wan_flow_grpo", [f"model.source={tmp_path / 'a14b'}"])
+    with pytest.raises(ConfigError, match=r"model\.source.*A14B"):
+        check_hub_model(read_blueprint(recipe))
+    with pytest.raises(ConfigError, match="A14B"):
+        find_family("wan").load(tmp_path / "a14b")
+
+
+@pytest.fixture(scope="module")
+def wan_2_2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny") / "wan_2_2"
+    with seeded_weights(0):
+        tiny_wan_2_2().save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(("guidance", "steps"), [(5.0, 7), (1.0, 1)])
+@torch.no_grad()
+def test_wan_2_2_with_one_timestep_per_sample_equals_the_pipeline_with_one_per_token(
+    wan_2_2: Path, guidance: float, steps: int
+) -> None:
+    model, size = find_family("wan").load(wan_2_2), SampleSize(64, 96, frames=5)
+    noise = torch.randn(2, *model.noise_shape(size), generator=torch.Generator().manual_seed(3))
+    latents, schedule, conditioning = noise, model.schedule(steps, size), model.encode(PROMPTS)
+    for index, time in enumerate(schedule.timesteps):
+        velocity = model.velocity(latents, time.expand(2), conditioning, guidance, size)
+        latents = latents + (schedule.sigmas[index + 1] - schedule.sigmas[index]) * velocity
+    pipeline = model.pipeline
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.scheduler = EulerSteps(pipeline.scheduler)
+    arguments = {"height": size.height, "width": size.width, "num_frames": size.frames, "latents": noise}
+    arguments |= {"num_inference_steps": steps, "negative_prompt": ["", ""], **model.pipeline_arguments(guidance)}
+    theirs = pipeline(PROMPTS, output_type="latent", **arguments).frames
+    torch.testing.assert_close(latents, theirs, atol=5e-6, rtol=0)
+    pixels = pipeline(PROMPTS, output_type="pt", **arguments).frames
+    torch.testing.assert_close(model.decode(latents, size), pixels, atol=1e-5, rtol=0)
+    with pytest.raises(ConfigError, match="multiples of 32"):
+        model.noise_shape(SampleSize(48, 64, frames=5))
+
+
+def test_wan_2_2_has_its_own_vae_and_schedule_at_full_size() -> None:
+    model = find_family("wan").build_full(torch.bfloat16, "meta", "2.2-5b")
+    assert model.noise_shape(SampleSize(704, 1280, frames=121)) == (48, 31, 44, 80)
+    assert float(model.schedule(2, SampleSize(704, 1280, frames=5)).sigmas[1]) == pytest.approx(0.8337, abs=1e-3)
 
 
 # --- HunyuanVideo -----------------------------------------------------------------------------------------------

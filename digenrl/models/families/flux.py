@@ -24,7 +24,7 @@ from digenrl.models.families.helpers import (
     shift_from_tokens,
     text_like,
 )
-from digenrl.models.family import Component, Family, FullSize
+from digenrl.models.family import Component, Distilled, Family, FullSize
 from digenrl.models.pipeline_model import PipelineModel, TextLength, schedule_of
 
 TEXT_LENGTH = TextLength("tokenizer_2", default=512, most=512)  # of T5; the pipeline's default and limit
@@ -135,4 +135,5 @@ FLUX = Family(
     vae=image_vae(scaling_factor=0.3611, shift_factor=0.1159),
     scheduler=SCHEDULER,
     uses_negative_prompts=False,
+    distilled=(Distilled("FLUX.1-schnell", steps=4),),
 )

@@ -65,10 +65,13 @@ class JointAttention:
 
 
 def rotated(value_BSHD: Tensor, table_SP2: Tensor) -> Tensor:
-    """Rotates every pair of neighbouring channels, computed in fp32 (fp64 in an fp64 model)."""
+    """Rotates every pair of neighbouring channels, computed in fp32 (fp64 in an fp64 model).
+
+    The table may also have a row for each row of the batch.
+    """
     dtype = torch.promote_types(value_BSHD.dtype, torch.float32)
     first, second = value_BSHD.to(dtype).reshape(*value_BSHD.shape[:-1], -1, 2).unbind(-1)
-    cosine, sine = table_SP2.unsqueeze(1).unbind(-1)
+    cosine, sine = table_SP2.unsqueeze(-3).unbind(-1)
     turned = torch.stack([first * cosine - second * sine, first * sine + second * cosine], dim=-1)
     return turned.flatten(-2).to(value_BSHD.dtype)
 

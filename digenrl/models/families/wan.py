@@ -1,8 +1,11 @@
-"""Wan2.1 text-to-video: latents (16, F, h, w), UMT5 text padded with zeros, classifier-free guidance."""
+"""Wan text-to-video: latents (C, F, h, w), UMT5 text padded with zeros, classifier-free guidance.
+
+Wan2.1 has 16 latent channels and a token of 16 x 16 pixels, Wan2.2 5B has 48 and 32 x 32.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,13 +40,16 @@ class WanModel(PipelineModel):
     text_length = TEXT_LENGTH
 
     def __init__(self, pipeline: Any) -> None:
-        config = pipeline.config
-        if pipeline.transformer_2 is not None or config.boundary_ratio is not None or config.expand_timesteps:
-            raise ConfigError(
-                "wan: this is a Wan2.2 pipeline (a second transformer, or a timestep per token); "
-                "known: Wan2.1 text-to-video; name the directory of one"
-            )
+        self.check_index(pipeline.config)
         super().__init__(pipeline)
+
+    @classmethod
+    def check_index(cls, index: Mapping[str, Any]) -> None:
+        if index.get("boundary_ratio") is not None:
+            raise ConfigError(
+                "model.source: a Wan2.2 A14B pipeline, with two transformers, which is not supported; use "
+                "Wan2.1 text-to-video or Wan2.2-TI2V-5B"
+            )
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
@@ -85,6 +91,7 @@ class WanModel(PipelineModel):
         guidance: float,
         size: SampleSize,
     ) -> Tensor:
+        """One timestep per sample: Wan2.2 5B could take one per token, but without an image they are all equal."""
         return guided_velocity(self, latents_BL, timesteps_B, conditioning, guidance)
 
     @torch.no_grad()
@@ -93,19 +100,42 @@ class WanModel(PipelineModel):
         return pixels_of_videos(self.vae.decode(scaled_BCFHW, return_dict=False)[0])
 
 
+def _scheduler(shift: float) -> Component:
+    return Component(
+        UniPCMultistepScheduler,
+        {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": shift},
+    )
+
+
 # A shift of 3 is for 480p. The published recommendation for 720p is 5: flow_shift in scheduler_config.json.
-SCHEDULER = Component(
-    UniPCMultistepScheduler, {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+SCHEDULER = _scheduler(shift=3.0)
+SCHEDULER_2_2 = _scheduler(shift=5.0)
+SETTINGS_2_2 = {"expand_timesteps": True}
+VAE_2_2 = Component(
+    AutoencoderKLWan,
+    {
+        "base_dim": 160,
+        "decoder_base_dim": 256,
+        "z_dim": 48,
+        "is_residual": True,
+        "in_channels": 12,
+        "out_channels": 12,
+        "patch_size": 2,
+        "scale_factor_spatial": 16,
+        "latents_mean": [0.0] * 48,  # loaded pipelines have measured values; random weights have none
+        "latents_std": [1.0] * 48,
+    },
 )
 
 
-def _full(hub_id: str, billions: float, layers: int, heads: int, ffn_dim: int) -> FullSize:
-    shape = {"num_layers": layers, "num_attention_heads": heads, "ffn_dim": ffn_dim}
+def _full(hub_id: str, billions: float, layers: int, heads: int, ffn_dim: int, **others: Any) -> FullSize:
+    shape = {"num_layers": layers, "num_attention_heads": heads, "ffn_dim": ffn_dim, **others.pop("shape", {})}
     return FullSize(
         billions,
         Component(WanTransformer3DModel, shape),
         text_shapes={"encoder_hidden_states": (TEXT_LENGTH.default, 4096)},
         hub_id=f"Wan-AI/{hub_id}-Diffusers",
+        **others,
     )
 
 
@@ -116,6 +146,14 @@ WAN = Family(
     sizes={
         "2.1-1.3b": _full("Wan2.1-T2V-1.3B", 1.42, layers=30, heads=12, ffn_dim=8960),
         "2.1-14b": _full("Wan2.1-T2V-14B", 14.29, layers=40, heads=40, ffn_dim=13824),
+        "2.2-5b": _full(
+            "Wan2.2-TI2V-5B",
+            *(5.00, 30, 24, 14336),
+            shape={"in_channels": 48, "out_channels": 48},
+            vae=VAE_2_2,
+            scheduler=SCHEDULER_2_2,
+            pipeline_settings=SETTINGS_2_2,
+        ),
     },
     vae=Component(AutoencoderKLWan, {}),
     scheduler=SCHEDULER,

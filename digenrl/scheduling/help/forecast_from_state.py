@@ -124,12 +124,13 @@ def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[Kind, i
         positions(state.terms),
     )
     members: dict[tuple[int, int, int], list[Member]] = {}
+    twice = state.void_jobs | {copy for _, copy in state.copies}  # slices that others generate as well
     busy = [(lane, lane.job) for lane in state.lanes if lane.job is not None and lane.calibrated]
     for lane, job in busy:
         end = max(at_ns + 1, expected_end_ns(state, lane))
         lane_class = HELPER_CLASS if lane.helper else class_of[lane.slice_ns, lane.take_ns]
         step, member = NO_STEP, (0, 0, 0)
-        if isinstance(job, Generate) and is_wanted(state, job.slice):
+        if isinstance(job, Generate) and job.id not in twice and is_wanted(state, job.slice):
             piece = job.slice
             step, member = piece.step, (position(piece), piece.group, piece.size // slice_size)
         members.setdefault((end, lane_class, step), []).append(member)

@@ -29,8 +29,8 @@ from digenrl.training.checkpoint.format import (
     CheckpointContent,
     CheckpointError,
     FileRecords,
+    check_file,
     checkpoints_in,
-    damaged,
     last_good,
     read_content,
     reason_of,
@@ -103,7 +103,7 @@ def read_checkpoint(path: Path, shard: ShardSpec | None = None, ranks: RankGroup
             content = read_content(path)
             for index, (name, record) in enumerate(sorted(content.files.items())):
                 if ranks is None or index % ranks.rank.count == ranks.rank.index:
-                    _check_file(path, name, record)
+                    check_file(path, name, record)
     except RanksError as error:
         raise CheckpointError(f"{path}: cannot be read by all ranks: {error}") from error
     tensors: TensorsByKind = {}
@@ -186,18 +186,3 @@ def _has_content(file: Path, record: Mapping[str, Any], content: str) -> bool:
 def _record_of(path: Path, content: str | None = None) -> dict[str, Any]:
     record = {"bytes": path.stat().st_size, "checksum": file_checksum(path)}
     return record if content is None else record | {"content": content}
-
-
-def _check_file(path: Path, name: str, record: Mapping[str, Any]) -> None:
-    file = path / name
-    if not file.is_file():
-        raise damaged(path, f"{name} is missing")
-    try:
-        size = file.stat().st_size
-        checksum = file_checksum(file) if size == record["bytes"] else None
-    except OSError as error:
-        raise damaged(path, f"{name} cannot be read: {reason_of(error)}") from None
-    if size != record["bytes"]:
-        raise damaged(path, f"{name} has {size} bytes, expected {record['bytes']}")
-    if checksum != record["checksum"]:
-        raise damaged(path, f"{name} does not match its checksum")

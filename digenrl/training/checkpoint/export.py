@@ -64,7 +64,7 @@ def export_merged(model: PipelineModel, folder: Path) -> None:
 
     The model's pipeline has the merged transformer from then on.
     """
-    model.pipeline.register_modules(transformer=_transformer_with(model, merged_weights(model)))
+    model.pipeline.register_modules(**{model.denoiser: _transformer_with(model, merged_weights(model))})
     try:
         with without_progress_bars():
             model.pipeline.save_pretrained(folder)

@@ -15,11 +15,13 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from digenrl.checksums import file_checksum
 from digenrl.config.reading import ConfigError, one_line
 from digenrl.training.checkpoint.atomic_folders import restore
 
 WHOLE, SHARDED = 3, 4  # format numbers
 STATE_FILE = "state.json"
+BASE_WEIGHTS = "base_weights"  # the fact that names the weights that training started from
 FOLDER_NAME = re.compile(r"step_(\d{6,})")
 
 FileRecords = dict[str, Mapping[str, Any]]
@@ -28,6 +30,10 @@ FileRecords = dict[str, Mapping[str, Any]]
 
 class CheckpointError(ConfigError):
     """A checkpoint that could not be written or cannot be used; the message is one line."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint that is incomplete or was changed; an older one may be whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,7 @@ def read_content(path: Path) -> CheckpointContent:
         inside = checkpoints_in(path)
         hint = f"did you mean {inside[-1]}?" if inside else last_good(path.parent, other_than=path)
         what = f"not a checkpoint, it has no {STATE_FILE}" if path.is_dir() else "there is no such checkpoint"
-        raise CheckpointError(f"{path}: {what}; {hint}")
+        raise DamagedCheckpointError(f"{path}: {what}; {hint}")
     try:
         content = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -95,9 +101,25 @@ def read_content(path: Path) -> CheckpointContent:
     return CheckpointContent(**content)
 
 
-def damaged(path: Path, what: str) -> CheckpointError:
-    """An error that names the damage and the last good checkpoint."""
-    return CheckpointError(f"{path}: is damaged: {what}; {last_good(path.parent, other_than=path)}")
+def check_file(path: Path, name: str, record: Mapping[str, Any]) -> None:
+    """Raises DamagedCheckpointError unless a file of the checkpoint has the size and checksum of its record."""
+    file = path / name
+    if not file.is_file():
+        raise damaged(path, f"{name} is missing")
+    try:
+        size = file.stat().st_size
+        checksum = file_checksum(file) if size == record["bytes"] else None
+    except OSError as error:
+        raise damaged(path, f"{name} cannot be read: {reason_of(error)}") from None
+    if size != record["bytes"]:
+        raise damaged(path, f"{name} has {size} bytes, expected {record['bytes']}")
+    if checksum != record["checksum"]:
+        raise damaged(path, f"{name} does not match its checksum")
+
+
+def damaged(path: Path, what: str) -> DamagedCheckpointError:
+    """An error that names the damage and the next older checkpoint."""
+    return DamagedCheckpointError(f"{path}: is damaged: {what}; {last_good(path.parent, other_than=path)}")
 
 
 def last_good(folder: Path, other_than: Path | None = None) -> str:

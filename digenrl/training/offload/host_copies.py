@@ -26,6 +26,11 @@ def cpu_copy(value: Tensor) -> Tensor:
     return value.detach().to("cpu", copy=True)
 
 
+def on_host(value: Tensor) -> Tensor:
+    """The tensor itself if it is on the host, else a copy."""
+    return value.detach().cpu()
+
+
 def copy_all(tensors: Mapping[str, Tensor], copy: CopyTensor) -> dict[str, Tensor]:
     """Copies of all tensors, under the same names."""
     return {name: copy(value) for name, value in tensors.items()}

@@ -86,7 +86,8 @@ class WorkerActor:
         os.environ.update(environment.variables)  # torch is not imported yet
         sys.path += [place for place in environment.search_path if place not in sys.path]
         with suppress(ValueError):  # signals are handled by the driver; only the main thread may change this
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            for each in (signal.SIGINT, signal.SIGHUP):
+                signal.signal(each, signal.SIG_IGN)
         if log is not None and log.parent.is_dir():  # otherwise this machine does not share the run's folder
             redirect_output(log)
         configure_logging(assignment.name, verbose=assignment.recipe.logging.verbose)

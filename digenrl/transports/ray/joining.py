@@ -34,7 +34,7 @@ from digenrl.transports.ray.internals import (
 
 LOOPBACK = "127.0.0.1"
 RETRY_INTERVAL_S = 0.2
-MAX_TEMP_PATH_LENGTH = 40  # Ray's socket paths are inside, and may have at most 107 characters
+MAX_TEMP_PATH_LENGTH = 38  # Ray's socket paths are inside, and may have at most 107 characters
 ADVICE = "start one with `ray start --head --port=6379` and join it, or set cluster.address: local"
 
 
@@ -107,13 +107,18 @@ def find_local_cluster() -> str | None:
 
 
 class _StartedCluster:
-    """The folder, the environment variables and the cleanup process of a cluster that is started here."""
+    """The folder, the environment variables and the cleanup process of a cluster that is started here.
+
+    Ray makes its own folder writable for everybody, and its processes trust whoever can replace a socket in it.
+    So it is inside of another `folder`, which other users cannot enter.
+    """
 
     def __init__(self) -> None:
         parent = tempfile.gettempdir()
         self.folder = Path(
             tempfile.mkdtemp(prefix="digenrl-ray-", dir=parent if len(parent) < MAX_TEMP_PATH_LENGTH else "/tmp")
         )
+        self.session = self.folder / "r"  # short, as it is part of the socket paths
         command = [sys.executable, "-I", cleanup.__file__, str(self.folder), str(os.getpid())]
         # In its own session, so that signals of a terminal do not reach it.
         self._cleanup = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -141,15 +146,27 @@ def _start(min_cpus: int) -> RayCluster:
             log_to_driver=False,
             logging_level="ERROR",
             _node_ip_address=LOOPBACK,
-            _temp_dir=str(started.folder),
+            _temp_dir=str(started.session),
         )
+        check_private(started.folder)
     except Exception as error:  # Ray raises many kinds
+        ray.shutdown()
         started.remove()
         raise ConfigError(
             f"cluster.address: Ray could not be started on this machine: {one_line(error)}"
         ) from error
     silence_cluster_messages()
     return RayCluster(context.address_info["gcs_address"], started)
+
+
+def check_private(folder: Path) -> None:
+    """Raises ConfigError unless the folder belongs to this user, and nobody else can enter it."""
+    found = folder.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(
+            f"{folder}: other users can enter this folder (mode {found.st_mode & 0o777:o}), which has the sockets "
+            "of the cluster; set TMPDIR to a folder of a file system that keeps permissions"
+        )
 
 
 def set_ray_environment(values: Mapping[str, str | None]) -> dict[str, str | None]:

@@ -1,0 +1,1 @@
+"""Deterministic simulation testing: the production scheduler and driver in seeded virtual worlds with faults."""

@@ -1,0 +1,267 @@
+"""Strikes a simulated world with its faults."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any, ClassVar
+
+from digenrl.chaos.faults import NS, Fault
+from digenrl.chaos.transport import JobFaults, Seat, VirtualClock, VirtualTransport
+from digenrl.chaos.worlds import PATIENCE_S, World
+from digenrl.records import (
+    Commit,
+    Committed,
+    Evaluate,
+    Generate,
+    Generated,
+    Job,
+    JobFailed,
+    Publish,
+    Score,
+    Scored,
+    Scores,
+    TakeUpdate,
+    UpdateTaken,
+    pixels_name,
+)
+from digenrl.transports.contract import Message, Report
+
+NEVER_S = 1e9
+REORDERING_S = 2.0  # the longest extra way of a message
+NOT_A_NUMBER = {"gradient_norm": math.nan, "ratio_mean": math.nan}
+NEXT_JOB: dict[str, tuple[type[Job], ...]] = {  # faults that wait for a job
+    "reward_timeout": (Score, Generate),
+    "reward_error": (Score, Generate),
+    "reward_nan": (Score, Generate),
+    "reward_garbage": (Score, Generate),
+    "slice_loss": (Score,),
+    "weights_loss": (Commit,),
+    "nan_loss": (Commit, TakeUpdate),
+    "out_of_memory": (Generate, Evaluate),
+    "partition": (Publish,),
+}
+AT_THE_END = tuple(kind for kind in NEXT_JOB if kind != "slice_loss")  # of that job
+NEXT_MESSAGE = ("late", "doubled", "lost", "stall")
+OF_REWARDS = ("reward_timeout", "reward_error", "reward_nan", "reward_garbage")
+
+
+class Injector(JobFaults):
+    """The faults of one world. It outlives drivers: a fault strikes once. `struck` counts those that did."""
+
+    def __init__(self, world: World, clock: VirtualClock, faults: Sequence[Fault]) -> None:
+        self._world, self._clock = world, clock
+        self._dice = Random(f"injection {world.seed}")
+        self._pending = [fault for fault in faults if fault.kind != "driver_kill"]
+        self.kills = sorted(int(fault.amount) for fault in faults if fault.kind == "driver_kill")
+        self._armed: list[Fault] = []
+        self._flapping: Counter[str] = Counter()
+        self._reordering_until_ns = 0
+        self.struck: Counter[str] = Counter()
+        self.wants_stop = False
+        self.transport: VirtualTransport | None = None
+
+    def attach(self, transport: VirtualTransport) -> None:
+        """A driver starts with this transport."""
+        self.transport = transport
+        self._armed.clear()
+        self._flapping.clear()
+        self.wants_stop = False
+        for fault in list(self._pending):
+            transport.at(fault.at_ns, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
+
+    def detach(self) -> None:
+        """Nothing strikes any more."""
+        self._pending.clear()
+        self._armed.clear()
+
+    def _strike(self, fault: Fault) -> None:
+        if fault in self._pending:
+            self._pending.remove(fault)
+            if fault.kind in NEXT_JOB or fault.kind in NEXT_MESSAGE:
+                self._armed.append(fault)
+            elif self._STRIKE[fault.kind](self, fault):
+                self.struck[fault.kind] += 1
+
+    @property
+    def _there(self) -> VirtualTransport:
+        assert self.transport is not None
+        return self.transport
+
+    # --- Workers ------------------------------------------------------------------------------------------------
+
+    def _ranks(self, name: str) -> list[str]:
+        """The seats of a worker, one per rank."""
+        return [seat for seat in self._there.seats if seat.partition("/")[0] == name]
+
+    def _crash(self, fault: Fault) -> bool:
+        ranks = self._ranks(fault.worker)
+        return bool(ranks) and self._there.kill(self._dice.choice(ranks), "ended by signal 9 (SIGKILL)")
+
+    def _hang(self, fault: Fault) -> bool:
+        ranks = self._ranks(fault.worker)
+        return bool(ranks) and self._there.silence(self._dice.choice(ranks), PATIENCE_S)
+
+    def _slow(self, fault: Fault) -> bool:
+        for name in self._ranks(fault.worker):
+            self._there.seats[name].slowdown = fault.amount
+        return bool(self._ranks(fault.worker))
+
+    def _flap(self, fault: Fault) -> bool:
+        self._flapping[fault.worker] = round(fault.amount)
+        return self._crash(fault)
+
+    def _leave(self, fault: Fault) -> bool:
+        there, struck = self._there, False
+        there.full.add(fault.worker)
+        for name in self._ranks(fault.worker):
+            struck |= there.kill(name, "lost its machine", fault=False)
+        there.after(fault.amount, lambda: there.full.discard(fault.worker))
+        return struck
+
+    def _join(self, fault: Fault) -> bool:
+        has_joined = fault.worker not in self._there.full
+        self._there.full.discard(fault.worker)
+        return not has_joined
+
+    def _node_loss(self, fault: Fault) -> bool:
+        there, nodes = self._there, sorted(set(self._world.nodes.values()))
+        node = self._dice.choice(nodes)
+        names = [name for name in there.seats if self._world.node(name) == node]
+        there.exchange.lose_node(node)
+        for name in names:
+            self._leave(replace(fault, worker=name.partition("/")[0]))
+        return bool(names)
+
+    def _artifact_loss(self, fault: Fault) -> bool:
+        # The weights of an update inside a step are lost only with the trainer that made them.
+        left = [name for name in self._there.exchange.names() if not name.startswith("update-")]
+        names = [name for name in left if self._dice.random() < fault.amount]
+        self._there.exchange.lose(names)
+        return bool(names)
+
+    def _reordered(self, fault: Fault) -> bool:
+        self._reordering_until_ns = self._clock.now_ns + round(fault.amount * NS)
+        return True
+
+    def _clock_jump(self, fault: Fault) -> bool:
+        self._clock.skew_ns += round(fault.amount * NS)
+        return True
+
+    def _stop(self, fault: Fault) -> bool:
+        self.wants_stop = True
+        return True
+
+    _STRIKE: ClassVar[dict[str, Callable[[Injector, Fault], bool]]] = {
+        "crash": _crash,
+        "hang": _hang,
+        "slow": _slow,
+        "flap": _flap,
+        "leave": _leave,
+        "join": _join,
+        "node_loss": _node_loss,
+        "artifact_loss": _artifact_loss,
+        "reordered": _reordered,
+        "clock_jump": _clock_jump,
+        "stop": _stop,
+    }
+
+    # --- Jobs and messages --------------------------------------------------------------------------------------
+
+    def seconds(self, seat: Seat, job: Job, seconds: float) -> float:
+        loss = self._find(seat, job, ("slice_loss",))
+        if loss is not None and isinstance(job, Score):
+            self._lose_slice(loss, job)
+        stall = self._find(seat, job, ("stall",))
+        if stall is not None:
+            self._armed.remove(stall)
+            self.struck["stall"] += 1
+            return NEVER_S
+        timeout = self._find(seat, job, ("reward_timeout",))
+        return seconds if timeout is None else seconds + timeout.amount
+
+    def _lose_slice(self, loss: Fault, job: Score) -> None:
+        """The slice that is being scored; one of which another part is still to be scored, if there are any."""
+        wide, artifact = bool(self._world.recipe.cluster.generators), job.artifact
+        if artifact is not None and (not wide or job.piece != artifact.slice):
+            self._armed.remove(loss)
+            self.struck["slice_loss"] += 1
+            self._there.exchange.lose((artifact.name, pixels_name(artifact.name)))
+
+    def report(self, seat: Seat, job: Job) -> Report:
+        fault = self._find(seat, job, AT_THE_END)
+        if fault is None:
+            return super().report(seat, job)
+        self._armed.remove(fault)
+        self.struck[fault.kind] += 1
+        if fault.kind == "out_of_memory":
+            if fault.amount > 2:
+                self._armed.append(replace(fault, amount=fault.amount - 1))
+            return JobFailed(0, job, "OutOfMemoryError: CUDA out of memory")
+        report = super().report(seat, job)
+        if fault.kind == "weights_loss":
+            self._there.exchange.lose(job.writes())
+        if fault.kind == "partition":
+            self._there.silence(seat.name, PATIENCE_S)
+            self._there.after(PATIENCE_S + 1, lambda: self._there.post(Message(seat.name, job.id, report)))
+        return _spoilt(report, fault.kind)
+
+    def delays_s(self, seat: Seat, job: Job | None) -> Sequence[float]:
+        if seat.silent:
+            return ()
+        delay_s = 0.0
+        if self._clock.now_ns < self._reordering_until_ns:
+            delay_s = self._dice.uniform(0, REORDERING_S)
+        for fault in self._armed:
+            if fault.kind in ("late", "doubled", "lost") and fault.worker == seat.name.partition("/")[0]:
+                self._armed.remove(fault)
+                self.struck[fault.kind] += 1
+                late_s = delay_s + fault.amount
+                return {"late": (late_s,), "doubled": (delay_s, late_s), "lost": ()}[fault.kind]
+        return (delay_s,)
+
+    def started(self, seat: Seat) -> None:
+        name = seat.name.partition("/")[0]
+        if self._flapping[name] > 0:
+            self._flapping[name] -= 1
+            there = self._there
+
+            def die_again() -> None:
+                there.kill(seat.name, "ended by signal 11 (SIGSEGV)")
+
+            there.after(self._dice.uniform(0, 2), die_again)
+
+    def _find(self, seat: Seat, job: Job, kinds: Sequence[str]) -> Fault | None:
+        for fault in self._armed:
+            if fault.kind not in kinds or not isinstance(job, NEXT_JOB.get(fault.kind, Job)):
+                continue
+            if (
+                isinstance(job, Generate)
+                and fault.kind in OF_REWARDS
+                and "score" not in seat.worker.assignment.duties
+            ):
+                continue
+            if not fault.worker or fault.worker == seat.name.partition("/")[0]:
+                return fault
+        return None
+
+
+def _spoilt(report: Report, kind: str) -> Report:
+    """The report of a job that a fault has struck."""
+    if kind in ("reward_timeout", "reward_error"):
+        reason = "the reward timed out" if kind == "reward_timeout" else "the reward failed"
+        if isinstance(report, Scored):
+            return JobFailed(0, report.job, reason, user_error=True)
+        if isinstance(report, Generated):
+            return replace(report, scores=None, score_failure=reason)
+    if kind in ("reward_nan", "reward_garbage") and isinstance(report, Scored | Generated) and report.scores:
+        values = report.scores.values
+        bad = (math.nan, *values[1:]) if kind == "reward_nan" else values[1:]
+        return replace(report, scores=Scores(bad, report.scores.parts))
+    if kind == "nan_loss" and isinstance(report, Committed | UpdateTaken):
+        updates: tuple[Any, ...] = tuple({**update, **NOT_A_NUMBER} for update in report.updates)
+        return replace(report, updates=updates)
+    return report

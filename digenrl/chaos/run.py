@@ -1,0 +1,211 @@
+"""Runs one world: drivers follow each other until the run is finished, and every promise is checked on the way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from digenrl.chaos.faults import NS, Fault
+from digenrl.chaos.injection import Injector
+from digenrl.chaos.ledger import check_history, promise
+from digenrl.chaos.transport import VirtualClock, VirtualTransport
+from digenrl.chaos.workers import WorldFacts
+from digenrl.chaos.worlds import PATIENCE_S, World, targets_of
+from digenrl.driver.calibration import Calibration, initial_scheduler_state, publish_initial_weights
+from digenrl.driver.dispatcher import Dispatcher, RunHooks
+from digenrl.driver.job_deadlines import UNTIMED_FACTOR
+from digenrl.driver.prompt_store import PromptStore
+from digenrl.driver.supervisor import TrainerLostError
+from digenrl.loop import RunGaveUpError, drive
+from digenrl.prompts.sampler import PromptSampler
+from digenrl.prompts.sources import Prompt
+from digenrl.records import HELD_OUT_STEP, NO_JOB, Action, Committed, Event, Generate, Quarantine
+from digenrl.scheduling import SchedulerState
+from digenrl.scheduling.invariants import Auditor
+from digenrl.transports.contract import RunResources
+from digenrl.transports.rank_groups import RankGroupTransport
+from digenrl.worker.assignment import TRAINER, rank_names
+
+MOST_DECISIONS = 200_000
+MOST_DRIVERS = 30
+DRAIN_NS = 200 * NS  # enough for every message that is under way
+SLOWEST = 12  # how much longer a step may take than expected, with everything slow
+
+
+class DriverKilledError(Exception):
+    """The driver is killed between two decisions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A finished run: the faults that struck by kind, the drivers it took, and what it did."""
+
+    struck: Counter[str]
+    drivers: int
+    decisions: int
+    quarantined: int
+    hedged: int
+    virtual_s: float
+
+
+def run_world(world: World, faults: Sequence[Fault] | None = None) -> Outcome:
+    """Runs a world to its end; raises the error of the first broken promise. Without `faults`, with its own."""
+    return _WorldRun(world, world.faults if faults is None else faults).run()
+
+
+class _WorldRun:
+    """The parts of a world that outlive a driver."""
+
+    def __init__(self, world: World, faults: Sequence[Fault]) -> None:
+        self._world, self._clock, self._facts = world, VirtualClock(), WorldFacts()
+        self._injector = Injector(world, self._clock, faults)
+        self._decisions = 0
+        self._jobs_issued = self._hedged = self._ended_ns = 0
+        self._transport: VirtualTransport | None = None
+        targets = targets_of(world, most=0)
+        deadline_ns = round((UNTIMED_FACTOR + 3) * PATIENCE_S * NS)  # of a job that nobody has timed yet
+        self._bound_ns = SLOWEST * targets.nominal_ns + (1 + len(faults)) * deadline_ns
+
+    def run(self) -> Outcome:
+        drivers = 0
+        finished = False
+        while not finished and self._facts.saved.step < self._world.recipe.steps:
+            drivers += 1
+            promise(drivers <= MOST_DRIVERS, "the run is resumed again and again")
+            try:
+                finished = self._drive()
+            except DriverKilledError:
+                self._injector.struck["driver_kill"] += 1
+            except (TrainerLostError, RunGaveUpError) as error:
+                promise(self._may_end(error), f"the run ended: {error}")
+        return Outcome(
+            self._injector.struck,
+            drivers,
+            self._decisions,
+            len(self._facts.quarantined),
+            self._hedged,
+            self._ended_ns / NS,
+        )
+
+    def _drive(self) -> bool:
+        """One driver, from its start to its end. Returns whether the run is finished."""
+        world, saved = self._world, self._facts.saved
+        self._facts.quarantined = {key for key in self._facts.quarantined if key[0] < saved.step}
+        transport = VirtualTransport(world, self._clock, self._facts, self._injector)
+        self._transport = transport
+        driver = self._dispatcher(transport)
+        driver.start_workers()
+        for step in range(saved.step, min(saved.step + 2, world.recipe.steps)):
+            driver.encode_now(step)
+        driver.encode_now(HELD_OUT_STEP)
+        publish_initial_weights(driver, saved.step)
+        evaluates = world.recipe.evaluation is not None
+        state = initial_scheduler_state(
+            driver,
+            self._calibration(driver),
+            world.slice_size,
+            committed=saved.step,
+            jobs_issued=saved.jobs_issued,
+            evaluates=evaluates,
+        )
+        state = replace(state, terms=replace(state.terms, search_budget=world.search_budget))
+        self._facts.terms = state.terms
+        self._jobs_issued = saved.jobs_issued
+        transport.expect_progress(self._bound_ns)
+        self._injector.attach(transport)
+        driver.begin()
+        final = drive(state, driver, (Auditor(state), self))
+        if final.all_committed:
+            self._ended_ns = self._clock.now_ns
+            self._check_end(transport, final)
+            self._check_exchange(driver, transport)
+        return final.all_committed
+
+    def _dispatcher(self, transport: VirtualTransport) -> Dispatcher:
+        world, recipe = self._world, self._world.recipe
+        prompts = [Prompt(index, f"prompt {index}") for index in range(world.prompts)]
+        held_out = [Prompt(index, f"held out {index}") for index in range(world.held_out)]
+        sampler = PromptSampler(prompts, recipe.batch.prompts, recipe.seed)
+        store = PromptStore(sampler, transport.exchange.drop, held_out, kept=2 * recipe.batch.prompts)
+        resources = RunResources(RankGroupTransport(transport), transport.exchange, world.workers, lambda: None)
+        driver: Dispatcher | None = None
+
+        def look_around() -> None:
+            if self._injector.wants_stop and driver is not None:
+                self._injector.wants_stop = False
+                driver.request_stop()
+
+        hooks = RunHooks(
+            look_around=look_around,
+            checkpoint_facts=lambda step: {"jobs_issued": self._jobs_issued},
+            monotonic=self._clock.monotonic_s,
+        )
+        driver = Dispatcher(recipe, resources, store, self._clock, hooks)
+        return driver
+
+    def _calibration(self, driver: Dispatcher) -> Calibration:
+        world, names = self._world, driver.stores.lanes
+        workers = [names.worker(lane) for lane in range(len(names.names))]
+        both, sizes = world.recipe.shares_work, (world.slice_size, 2 * world.slice_size)
+        return Calibration(
+            tuple({size: world.slice_seconds(name) * size / sizes[0] for size in sizes} for name in workers),
+            world.train_sample_s,
+            world.score_sample_s if world.workers.rewards else 0.0,
+            world.publish_s,
+            pack_size=4,
+            train_samples=tuple(2 * world.train_sample_s for _ in workers) if both else (),
+        )
+
+    def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
+        """Follows the run, and kills its driver."""
+        self._decisions += 1
+        promise(self._decisions < MOST_DECISIONS, "the run decides without end")
+        if isinstance(event, Committed):
+            self._jobs_issued = state.jobs_issued
+            assert self._transport is not None
+            self._transport.expect_progress(self._bound_ns)
+        for action in actions:
+            self._hedged += isinstance(action, Generate) and action.hedges != NO_JOB
+            if isinstance(action, Quarantine):
+                promise(bool(action.reason), f"{action} has no reason")
+                self._facts.quarantined.add((action.step, action.group))
+        if self._injector.kills and self._decisions >= self._injector.kills[0]:
+            self._injector.kills.pop(0)
+            raise DriverKilledError
+
+    def _may_end(self, error: Exception) -> bool:
+        """Whether this world can end a run: a single card has no copy of its trainer's state."""
+        struck = self._injector.struck
+        if isinstance(error, TrainerLostError):
+            return self._world.recipe.mode == "colocated"
+        lost = struck["artifact_loss"] + struck["node_loss"]
+        return self._world.recipe.shares_work and lost > 0 and "partly trained" in str(error)
+
+    def _check_end(self, transport: VirtualTransport, final: SchedulerState) -> None:
+        """Every sample is in the final weights once, and the last version is in a checkpoint."""
+        promise(self._facts.saved.step == self._world.recipe.steps, "the last version was not saved")
+        check_history(final.terms, self._facts.saved.history)
+        retired = {(step.step, each.group) for step in self._facts.saved.history for each in step.sum}
+        mixed = retired & self._facts.quarantined
+        promise(not mixed, f"quarantined groups are in the weights: {sorted(mixed)}")
+        ranks = [name for name in rank_names(self._world.workers.trainer) if name in transport.seats]
+        histories = {transport.seats[name].worker.history for name in ranks}
+        promise(len(histories) <= 1, f"the ranks of {TRAINER} disagree")
+
+    def _check_exchange(self, driver: Dispatcher, transport: VirtualTransport) -> None:
+        """Once all workers are idle, only prompts and the last version are left in the exchange."""
+        self._injector.detach()
+        transport.expect_progress(1 << 62)
+        until_ns = self._clock.now_ns + DRAIN_NS
+        while self._clock.now_ns < until_ns:
+            driver.receive()
+        left = [
+            name for name in transport.exchange.names() if name.startswith(("slice-", "gradients-", "update-"))
+        ]
+        promise(not left, f"the run leaves {left} in the exchange")
+        weights = [name for name in transport.exchange.names() if name.startswith("weights-")]
+        unanswered = (
+            self._injector.struck["lost"] + self._injector.struck["stall"]
+        )  # a job may still wait for them
+        promise(len(weights) <= 1 or unanswered > 0, f"the run leaves {weights} in the exchange")

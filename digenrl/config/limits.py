@@ -1,0 +1,32 @@
+"""Integers in settings, with upper bounds far above any real run: a typing error must not fill the memory."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+Pixels = Annotated[int, Field(gt=0, le=16_384)]
+Frames = Annotated[int, Field(gt=0, le=4_096)]
+DenoisingSteps = Annotated[int, Field(ge=1, le=1_000)]
+OptimizerSteps = Annotated[int, Field(ge=1, le=10_000_000)]
+PromptsPerStep = Annotated[int, Field(ge=1, le=65_536)]
+GroupSize = Annotated[int, Field(ge=1, le=16_384)]
+Lanes = Annotated[int, Field(gt=0, le=16_384)]
+Rank = Annotated[int, Field(ge=1, le=16_384)]
+Rows = Annotated[int, Field(gt=0, le=1_000_000)]
+Weight = Annotated[float, Field(ge=-1e9, le=1e9)]
+
+SAMPLES_PER_STEP = 1_048_576
+DRAWN_PROMPTS = 100_000  # of a prompt set
+PROMPT_CHARACTERS = 20_000
+NESTED_KEYS = 64
+VALUES_IN_A_FILE = 1_000_000
+
+
+def check_samples(prompts: int, samples_per_prompt: int) -> None:
+    """Raises ValueError if a step has more samples than a scheduler can handle."""
+    if prompts * samples_per_prompt > SAMPLES_PER_STEP:
+        raise ValueError(
+            f"{prompts} prompts of {samples_per_prompt} samples are more than {SAMPLES_PER_STEP} samples in a step"
+        )

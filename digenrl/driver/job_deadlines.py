@@ -1,0 +1,88 @@
+"""Deadlines of jobs: how long a worker may be busy with one before it counts as hanging. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from digenrl.records import Encode, Evaluate, Generate, Job, Score
+
+FACTOR = 10  # a job may take this many times as long as the longest of its kind so far
+UNTIMED_FACTOR = 30  # times the patience, for the first job of its kind: it may compile, or time many sizes
+LONGEST_PAUSE_S = 5.0  # between two looks; what exceeds it is a pause of the driver and counts for no worker
+INDEPENDENT = (Encode, Generate, Score, Evaluate)  # jobs that never wait for another worker
+
+
+@dataclass(frozen=True, slots=True)
+class OverdueJob:
+    """A job that its worker did not finish in time."""
+
+    worker: str
+    job: Job
+    waited_s: float
+
+
+class JobDeadlines:
+    """Times the jobs of workers, and finds those that take too long.
+
+    A deadline is learnt from the jobs of the same kind, and is never shorter than `patience_s`. All ranks of a
+    worker count together: any result is progress.
+    """
+
+    def __init__(self, patience_s: float, monotonic: Callable[[], float]) -> None:
+        self._patience_s, self._monotonic = patience_s, monotonic
+        self._looked_s, self._now_s = monotonic(), 0.0
+        self._since_s: dict[str, float] = {}  # the last progress of every worker that is ready
+        self._longest_s: dict[type[Job], float] = {}
+
+    def begin(self, worker: str) -> None:
+        """The worker is ready, or begins a job after it was idle."""
+        self._advance()
+        self._since_s[owner(worker)] = self._now_s
+
+    def is_ready(self, worker: str) -> bool:
+        """Whether the worker has begun to carry out jobs."""
+        return owner(worker) in self._since_s
+
+    def finish(self, worker: str, job: Job) -> None:
+        """The result of a job has arrived; the worker begins its next one."""
+        self._advance()
+        took_s = self._now_s - self._since_s.get(owner(worker), self._now_s)
+        self._longest_s[type(job)] = max(took_s, self._longest_s.get(type(job), 0.0))
+        self.begin(worker)
+
+    def forget(self, worker: str) -> None:
+        """The worker is lost. Others may have waited for it, so their time starts again."""
+        self._since_s.pop(owner(worker), None)
+        self._advance()
+        self._since_s = dict.fromkeys(self._since_s, self._now_s)
+
+    def overdue(self, jobs: Mapping[str, Iterable[Job]]) -> OverdueJob | None:
+        """The first worker whose oldest job is overdue, given the unfinished jobs of each in order."""
+        self._advance()
+        pending: dict[str, list[Job]] = {}
+        for worker, held in jobs.items():
+            pending.setdefault(owner(worker), []).extend(held)
+        for worker, held_jobs in pending.items():
+            waited_s = self._now_s - self._since_s.get(worker, self._now_s)
+            if held_jobs and waited_s > max(self.allowed_s(job) for job in held_jobs):
+                return OverdueJob(worker, held_jobs[0], waited_s)
+        return None
+
+    def allowed_s(self, job: Job) -> float:
+        """The longest time without a result while this job is under way."""
+        kind = type(job)
+        if kind not in self._longest_s:
+            return UNTIMED_FACTOR * self._patience_s
+        longest_s = self._longest_s[kind] if kind in INDEPENDENT else max(self._longest_s.values())
+        return max(self._patience_s, FACTOR * longest_s)
+
+    def _advance(self) -> None:
+        now_s = self._monotonic()
+        self._now_s += min(now_s - self._looked_s, LONGEST_PAUSE_S)
+        self._looked_s = now_s
+
+
+def owner(worker: str) -> str:
+    """The worker that a rank belongs to, as `trainer` for `trainer/1`."""
+    return worker.partition("/")[0]

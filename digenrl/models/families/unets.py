@@ -1,0 +1,129 @@
+"""What Stable Diffusion 1.5, 2.1 and XL share: a UNet that predicts noise, seen as one that predicts velocities.
+
+The UNet's latents are a x0 + b noise with a^2 + b^2 = 1. Divided by a + b they are (1 - sigma) x0 + sigma noise,
+with sigma = b / (a + b): the latents of this module. A DDIM step without noise is then exactly an Euler step, and
+every kind of noise and every algorithm for velocities applies.
+Shape legend as in `digenrl.models.contract`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import DDIMScheduler
+from torch import Tensor
+
+from digenrl.config.reading import ConfigError
+from digenrl.models.contract import Conditioning, SampleSize, Schedule
+from digenrl.models.families.helpers import (
+    Text,
+    at_least_fp32,
+    latent_height_width,
+    negative_side,
+    pixels_of_images,
+    require_one_frame,
+    text_like,
+)
+from digenrl.models.pipeline_model import PipelineModel
+
+PREDICTIONS = ("epsilon", "v_prediction")
+
+
+class UNetModel(PipelineModel):
+    """L = (C, h, w)."""
+
+    denoiser = "unet"
+    takes_shift = False
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
+    block_state_arguments = ("hidden_states", "input_tensor")
+
+    def __init__(self, pipeline: Any) -> None:
+        super().__init__(pipeline)
+        self._levels: dict[torch.device, Tensor] = {}
+        self._predicts = pipeline.scheduler.config.get("prediction_type", "epsilon")
+        if self._predicts not in PREDICTIONS:
+            raise ConfigError(
+                f"{self.family}: the model predicts '{self._predicts}'; known: {', '.join(PREDICTIONS)}"
+            )
+
+    def pipeline_scheduler(self) -> Any:
+        """DDIM whose last step ends at the data."""
+        return DDIMScheduler.from_config(self.pipeline.scheduler.config, set_alpha_to_one=True, clip_sample=False)
+
+    def schedule(self, steps: int, size: SampleSize) -> Schedule:
+        """The noise levels of DDIM's timesteps, and 0."""
+        scheduler = self.pipeline_scheduler()
+        scheduler.set_timesteps(steps)
+        signal_N = scheduler.alphas_cumprod[scheduler.timesteps].double()
+        a_N, b_N = signal_N.sqrt(), (1 - signal_N).sqrt()
+        sigmas = torch.cat([b_N / (a_N + b_N), torch.zeros(1)])
+        return Schedule(
+            sigmas=sigmas.float(),
+            timesteps=scheduler.timesteps.float(),
+            noise_scale=float(1 / (a_N[0] + b_N[0])),
+        )
+
+    def shifted_schedule(self, steps: int, shift: float) -> Schedule:
+        raise ConfigError(f"sample.shift: {self.family} has fixed noise levels; leave it out")
+
+    def noise_shape(self, size: SampleSize) -> tuple[int, ...]:
+        require_one_frame(size, self.family)
+        halvings = len(self.pipeline.unet.config.block_out_channels) - 1
+        h, w = latent_height_width(size, self.pipeline.vae_scale_factor, patch=2**halvings)
+        return self.vae.config.latent_channels, h, w
+
+    def velocity(
+        self,
+        latents_BL: Tensor,
+        timesteps_B: Tensor,
+        conditioning: Conditioning,
+        guidance: float,
+        size: SampleSize,
+    ) -> Tensor:
+        """From the predicted noise, for which both branches of the guidance run in one batch."""
+        latents_BL, timesteps_B = at_least_fp32(latents_BL), timesteps_B.to(latents_BL.device)
+        a_B, b_B = self._signal_and_noise(timesteps_B, latents_BL)
+        scaled_BL = latents_BL * (a_B + b_B)
+        noise_BL = self._prediction(scaled_BL, timesteps_B, conditioning, guidance, size)
+        if self._predicts == "v_prediction":  # v = a noise - b x0
+            noise_BL = a_B * noise_BL + b_B * scaled_BL
+        data_BL = (scaled_BL - b_B * noise_BL) / a_B
+        return noise_BL - data_BL
+
+    def _signal_and_noise(self, timesteps_B: Tensor, latents_BL: Tensor) -> tuple[Tensor, Tensor]:
+        """a and b of every row, from a table that is copied to the device once."""
+        device = latents_BL.device
+        if device not in self._levels:
+            signal_T = self.pipeline_scheduler().alphas_cumprod.double()
+            self._levels[device] = torch.stack([signal_T.sqrt(), (1 - signal_T).sqrt()], dim=1).to(device)
+        rows_B2 = self._levels[device][timesteps_B.long()].to(latents_BL.dtype)
+        a_B, b_B = rows_B2.view(-1, 2, *[1] * (latents_BL.ndim - 1)).unbind(1)
+        return a_B, b_B
+
+    def _prediction(
+        self, scaled_BL: Tensor, timesteps_B: Tensor, conditioning: Conditioning, guidance: float, size: SampleSize
+    ) -> Tensor:
+        scaled_BL = scaled_BL.to(self.dtype)
+        if guidance <= 1:
+            return self._forward(scaled_BL, timesteps_B, conditioning.positive, size)
+        negative = negative_side(conditioning)
+        pairs = {name: (value, negative[name]) for name, value in conditioning.positive.items()}
+        text = {name: None if a is None or b is None else torch.cat([b, a]) for name, (a, b) in pairs.items()}
+        both = self._forward(torch.cat([scaled_BL] * 2), torch.cat([timesteps_B] * 2), text, size)
+        unconditional_BL, conditional_BL = both.chunk(2)  # in the order of the diffusers pipelines
+        return unconditional_BL + guidance * (conditional_BL - unconditional_BL)
+
+    def _forward(self, scaled_BL: Tensor, timesteps_B: Tensor, text: Text, size: SampleSize) -> Tensor:
+        arguments = self.unet_arguments(text_like(text, scaled_BL), size)
+        output: Tensor = self.transformer(scaled_BL, timesteps_B, return_dict=False, **arguments)[0]
+        return at_least_fp32(output)
+
+    def unet_arguments(self, text: dict[str, Tensor | None], size: SampleSize) -> dict[str, Any]:
+        """The UNet's arguments besides latents and timesteps."""
+        return dict(text)
+
+    @torch.no_grad()
+    def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
+        latents_BCHW = latents_BL.to(self.vae.dtype) / self.vae.config.scaling_factor
+        return pixels_of_images(self.vae.decode(latents_BCHW, return_dict=False)[0])

@@ -1,0 +1,66 @@
+"""Limits connections whose clients have not shown the token, so that nobody can lock out those who have it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+Address = tuple[str, int]
+
+
+@dataclass(slots=True)
+class ConnectionGuard:
+    """The connections without a token so far, oldest first.
+
+    Each is closed after `patience_s`. If there are more than `limit`, the oldest one of the client with most of
+    them is closed: an honest client sends its token at once, and is never among the oldest.
+    """
+
+    limit: int = 256
+    patience_s: float = 10.0
+    _strangers: dict[Address, asyncio.Transport] = field(default_factory=dict)
+
+    def opened(self, address: Address, transport: asyncio.Transport) -> None:
+        """A client has connected."""
+        self._strangers[address] = transport
+        asyncio.get_running_loop().call_later(self.patience_s, self._expire, address, transport)
+        if len(self._strangers) > self.limit:
+            ((host, _),) = Counter(each[0] for each in self._strangers).most_common(1)
+            self._close(next(each for each in self._strangers if each[0] == host))
+
+    def closed(self, address: Address) -> None:
+        """A client has disconnected."""
+        self._strangers.pop(address, None)
+
+    def trust(self, address: Address) -> None:
+        """The client has shown the token."""
+        self._strangers.pop(address, None)
+
+    def _expire(self, address: Address, transport: asyncio.Transport) -> None:
+        if self._strangers.get(address) is transport:
+            self._close(address)
+
+    def _close(self, address: Address) -> None:
+        self._strangers.pop(address).abort()
+
+
+def guarded_protocol(guard: ConnectionGuard) -> type[asyncio.Protocol]:
+    """uvicorn's HTTP protocol with a guard over its connections."""
+
+    class GuardedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        """Reports connections to the guard."""
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._address = tuple(transport.get_extra_info("peername") or ("", 0))[:2]
+            guard.opened(self._address, transport)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            guard.closed(self._address)
+            super().connection_lost(exc)
+
+    return GuardedProtocol

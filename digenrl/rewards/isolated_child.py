@@ -1,0 +1,68 @@
+"""The process of an isolated reward: reads batches from its standard input and writes scores."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+from typing import Any
+
+import torch
+
+from digenrl.config.reading import ConfigError
+from digenrl.config.rewards import FunctionSettings
+from digenrl.rewards.contract import Reward, RewardError
+from digenrl.rewards.function import build
+from digenrl.rewards.isolated import receive, send
+
+BYTES_PER_GB = 10**9
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Builds the reward, says so, and scores until the other side is gone."""
+    _end_with_parent()
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what the reward prints must not end up among the replies
+    content, _ = receive(requests)
+    sys.path[:] = content["path"]
+    settings = FunctionSettings(**{**content["settings"], "isolated": False})
+    try:
+        reward = build(settings)
+    except ConfigError as error:
+        send(replies, {"error": str(error)})
+        return
+    if settings.memory_gb is not None:
+        limit = round(settings.memory_gb * BYTES_PER_GB)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    send(replies, {"ready": True})
+    while True:
+        try:
+            header, pixels = receive(requests)
+        except EOFError:
+            return
+        send(replies, _answer(reward, header, pixels))
+
+
+def _end_with_parent() -> None:
+    """Asks Linux to kill this process when its parent ends, even if the reward hangs."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _answer(reward: Reward, header: dict[str, Any], content: bytes) -> dict[str, Any]:
+    try:
+        pixels_BFCHW = torch.frombuffer(bytearray(content), dtype=torch.float32).reshape(header["shape"])
+        batch = reward.score(pixels_BFCHW, header["prompts"], header["metadata"])
+    except RewardError as error:
+        return {"error": error.reason, "samples": list(error.samples)}
+    except MemoryError:
+        return {"error": "not enough memory for the batch; raise memory_gb"}
+    return {"values": list(batch.values), "parts": {name: list(part) for name, part in batch.parts.items()}}
+
+
+if __name__ == "__main__":
+    main()

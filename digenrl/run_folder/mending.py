@@ -1,0 +1,54 @@
+"""Mends JSON-lines files that were cut or damaged, so that a run can resume from a whole checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+CHECKED_BYTES = 64 << 20  # larger files are only checked where they will be truncated
+
+
+def mend_lines(path: Path, position: int) -> tuple[int, str | None]:
+    """Keeps the good lines before `position`, in bytes, if the file is damaged there.
+
+    Returns the position after them, and a line for the user if anything was wrong. The damaged file is kept beside
+    the mended one.
+    """
+    content = _first_bytes(path, position) if path.is_file() else b""
+    cut = len(content) < position or (position > 0 and not content.endswith(b"\n"))
+    if not cut and (position > CHECKED_BYTES or all(_is_object(line) for line in content.splitlines())):
+        return position, None
+    complete = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
+    good = [line for line in complete if _is_object(line)]
+    mended = path.with_name(f".mended-{path.name}")
+    with mended.open("wb") as file:
+        file.writelines(good)
+        file.flush()
+        os.fsync(file.fileno())
+    aside = _set_aside(path)
+    mended.rename(path)
+    kept = f"kept {len(good)} good lines" + (f", the damaged file is {aside.name}" if aside else "")
+    return path.stat().st_size, f"{path}: was cut or damaged; {kept}"
+
+
+def _first_bytes(path: Path, count: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(count)
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _set_aside(path: Path) -> Path | None:
+    """Renames the file to the first free name; None if it does not exist."""
+    if not path.exists():
+        return None
+    number = 1
+    while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    return path.rename(aside)

@@ -1,0 +1,107 @@
+"""Finished parts of a growing file: set aside, compressed, and read as if they were still in it.
+
+A part is named after the file and the bytes that it holds, as `journal.jsonl.0-67108864.gz`. It is renamed first
+and compressed afterwards, so that a crash at any moment loses nothing and doubles nothing.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+PARTIAL = ".partial"
+_BYTES = re.compile(r"\.(\d+)-(\d+)(\.gz)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The bytes from `start` to `end` of a file, in a file of their own."""
+
+    path: Path
+    start: int
+    end: int
+
+    @property
+    def compressed(self) -> bool:
+        """Whether the part is compressed."""
+        return self.path.suffix == ".gz"
+
+    def open(self) -> IO[bytes]:
+        """Opens the part for reading, even if it was compressed just now."""
+        if not self.compressed:
+            with suppress(FileNotFoundError):
+                return self.path.open("rb")
+        packed = self.path if self.compressed else self.path.with_name(f"{self.path.name}.gz")
+        return gzip.open(packed, "rb")  # type: ignore[return-value]
+
+
+def segments_of(path: Path) -> list[Segment]:
+    """The finished parts of a file, in order. Of a part that is in both forms, the uncompressed one counts."""
+    found: dict[int, Segment] = {}
+    for each in path.parent.glob(f"{path.name}.*"):
+        match = _BYTES.fullmatch(each.name.removeprefix(path.name))
+        if match is not None:
+            segment = Segment(each, int(match[1]), int(match[2]))
+            if segment.start not in found or not segment.compressed:
+                found[segment.start] = segment
+    return [found[start] for start in sorted(found)]
+
+
+def live_start(path: Path) -> int:
+    """How many bytes are in finished parts, before those in the file itself."""
+    return max((segment.end for segment in segments_of(path)), default=0)
+
+
+def set_aside(path: Path) -> None:
+    """Makes everything that is in the file a finished part. The file no longer exists."""
+    start = live_start(path)
+    path.rename(path.with_name(f"{path.name}.{start}-{start + path.stat().st_size}"))
+
+
+def compress_segments(path: Path) -> None:
+    """Compresses all finished parts of a file that are not compressed yet."""
+    for segment in segments_of(path):
+        if segment.compressed:
+            continue
+        packed = segment.path.with_name(f"{segment.path.name}.gz")
+        partial = packed.with_name(packed.name + PARTIAL)
+        with segment.path.open("rb") as source, gzip.open(partial, "wb", compresslevel=1) as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.rename(packed)
+        segment.path.unlink()
+
+
+def unpack_to(path: Path, position: int) -> None:
+    """Undoes what was set aside after `position`: the part that holds it becomes the file again."""
+    for segment in reversed(segments_of(path)):
+        if segment.end <= position:
+            return
+        plain = segment.path.with_name(segment.path.name.removesuffix(".gz"))
+        if segment.compressed:
+            partial = plain.with_name(plain.name + PARTIAL)
+            with segment.open() as source, partial.open("wb") as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+            partial.rename(plain)
+        plain.with_name(f"{plain.name}.gz").unlink(missing_ok=True)
+        plain.rename(path)  # only now is what followed it gone
+
+
+def all_parts(path: Path) -> Iterator[tuple[int, IO[bytes]]]:
+    """Every part of a file with the byte where it starts, open for reading; the file itself is the last."""
+    end = 0
+    for segment in segments_of(path):
+        with segment.open() as file:
+            yield segment.start, file
+        end = segment.end
+    if path.exists():
+        with path.open("rb") as file:
+            yield end, file

@@ -1,0 +1,151 @@
+"""Workers that hang: their jobs have deadlines, they are replaced, and what always hangs is given up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_workers import FakeRun, fake_recipe
+
+from digenrl.driver.job_deadlines import FACTOR, LONGEST_PAUSE_S, UNTIMED_FACTOR, JobDeadlines
+from digenrl.driver.job_inputs import prompts_of
+from digenrl.driver.supervisor import WorkerFailedError
+from digenrl.loop import RunGaveUpError, drive
+from digenrl.records import Encode, Evaluate, Generate, Job, Score, Slice, Train
+from digenrl.scheduling.invariants import Auditor
+
+PATIENCE_S = 10.0
+
+
+class Seconds:
+    """A clock that advances by `step_s` whenever it is read."""
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        self.now_s, self.step_s = 0.0, step_s
+
+    def __call__(self) -> float:
+        self.now_s += self.step_s
+        return self.now_s
+
+    def pass_by(self, deadlines: JobDeadlines, seconds: float) -> None:
+        """Time passes while the driver looks every second."""
+        for _ in range(round(seconds)):
+            self.now_s += 1.0
+            deadlines.overdue({})
+
+
+def score(job_id: int = 0) -> Score:
+    return Score(job_id, 0, Slice(0, 0, 0, 2), scorer=0)
+
+
+def train(job_id: int = 1) -> Train:
+    return Train(job_id, 0, Slice(0, 0, 0, 4))
+
+
+def test_a_deadline_follows_the_longest_job_of_its_kind_but_is_never_shorter_than_the_patience() -> None:
+    clock = Seconds()
+    deadlines = JobDeadlines(PATIENCE_S, clock)
+    assert deadlines.allowed_s(score()) == UNTIMED_FACTOR * PATIENCE_S
+    deadlines.begin("reward-0")
+    deadlines.finish("reward-0", score())
+    assert deadlines.allowed_s(score()) == PATIENCE_S
+    clock.pass_by(deadlines, 4)
+    deadlines.finish("reward-0", score())
+    assert deadlines.allowed_s(score()) == FACTOR * 4.0
+    deadlines.finish("trainer", train())
+    assert deadlines.allowed_s(train()) == FACTOR * 4.0, "it may wait for any other worker"
+
+
+def test_a_worker_is_overdue_without_any_result_in_time_and_only_while_it_has_a_job() -> None:
+    clock = Seconds()
+    deadlines = JobDeadlines(PATIENCE_S, clock)
+    deadlines.begin("trainer")
+    deadlines.finish("trainer", train())
+    clock.pass_by(deadlines, PATIENCE_S + 1)
+    assert deadlines.overdue({"trainer": [], "reward-0": [score()]}) is None, "reward-0 is still loading"
+    overdue = deadlines.overdue({"trainer": [], "trainer/1": [train(7)]})
+    assert overdue is not None and (overdue.worker, overdue.job) == ("trainer", train(7))
+    deadlines.finish("trainer/0", train())
+    assert deadlines.overdue({"trainer/1": [train(7)]}) is None, "another rank has made progress"
+    clock.pass_by(deadlines, PATIENCE_S + 1)
+    deadlines.begin("reward-0")
+    deadlines.forget("reward-0")
+    assert deadlines.overdue({"trainer": [train(7)]}) is None, "it may have waited for the lost worker"
+
+
+def test_a_pause_of_the_driver_makes_no_worker_overdue() -> None:
+    clock = Seconds()
+    deadlines = JobDeadlines(PATIENCE_S, clock)
+    deadlines.begin("reward-0")
+    deadlines.finish("reward-0", score())
+    clock.now_s += 1000.0
+    assert deadlines.overdue({"reward-0": [score()]}) is None
+    assert LONGEST_PAUSE_S < PATIENCE_S
+
+
+def hanging_run(tmp_path: Path, hangs: Any, **changes: Any) -> FakeRun:
+    hooks = {"monotonic": Seconds(0.2)}
+    lanes = {"patience_s": PATIENCE_S, **changes.pop("lanes", {})}
+    return FakeRun(tmp_path, fake_recipe(lanes=lanes, **changes), hooks=hooks, hangs=hangs, prompts=7, held_out=4)
+
+
+def driven(run: FakeRun, **initial: Any) -> Auditor:
+    state = run.prepare(**initial)
+    auditor = Auditor(state)
+    run.driver.begin()
+    drive(state, run.driver, (auditor,))
+    return auditor
+
+
+def texts_of(job: Job) -> set[str]:
+    return {prompt.text for prompt in (job.prompts if isinstance(job, Score) else prompts_of(job))}
+
+
+@pytest.mark.parametrize("kind", [Generate, Score])
+def test_a_prompt_on_which_workers_hang_is_quarantined(kind: type[Job], tmp_path: Path) -> None:
+    run = hanging_run(tmp_path, lambda job: isinstance(job, kind) and "prompt 1" in texts_of(job))
+    auditor = driven(run)
+    assert auditor.quarantined_groups
+    assert len(run.transport.trained) == 3 * 3
+    lost = [message for message in run.messages if "starting a replacement" in message]
+    assert lost and all(f"did not finish {kind.__name__}#" in message for message in lost)
+
+
+def test_a_job_that_hangs_once_is_repeated_without_quarantine(tmp_path: Path) -> None:
+    seen: set[int] = set()
+
+    def hangs(job: Job) -> bool:
+        if isinstance(job, Score | Encode) and (not seen or job.id in seen) and job.id > 0:
+            seen.add(job.id)
+        return job.id in seen
+
+    run = hanging_run(tmp_path, hangs)
+    auditor = driven(run)
+    assert seen and not auditor.quarantined_groups and len(run.transport.trained) == 3 * 3
+
+
+def test_a_reward_that_always_hangs_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+    with pytest.raises(RunGaveUpError, match=r"5 groups in a row .* did not finish Score"):
+        driven(hanging_run(tmp_path, lambda job: isinstance(job, Score)))
+
+
+def test_a_trainer_that_always_hangs_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailedError, match=r"trainer did not finish Train.* after 2 restarts"):
+        driven(hanging_run(tmp_path, lambda job: isinstance(job, Train), lanes={"restarts": 2}))
+
+
+def test_an_evaluation_that_hangs_is_abandoned(tmp_path: Path) -> None:
+    evaluation = {"prompts": {"path": "held_out.txt"}, "every": 1, "batch": 1}
+    run = hanging_run(tmp_path, lambda job: isinstance(job, Evaluate), evaluation=evaluation)
+    driven(run, evaluates=True)
+    assert len(run.transport.trained) == 3 * 3
+
+
+def test_failures_are_reported_at_once_and_the_same_error_five_times_ends_the_run(tmp_path: Path) -> None:
+    fails = lambda job: f"sample {job.id} is broken" if isinstance(job, Score) else None  # noqa: E731
+    run = FakeRun(tmp_path, fake_recipe(), fails=fails)
+    with pytest.raises(RunGaveUpError, match=r"5 groups in a row .*: sample \d+ is broken"):
+        driven(run)
+    told = [message for message in run.messages if "so far" in message]
+    assert "(1 so far)" in told[0] and "is broken" in told[0]

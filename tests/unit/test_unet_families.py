@@ -1,0 +1,101 @@
+"""UNets that predict noise or v, seen as velocity models; the contract suite covers what all families share."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, PNDMScheduler
+from torch import Tensor
+
+from digenrl.config.reading import ConfigError
+from digenrl.config.recipe_files import read_recipe
+from digenrl.models.contract import Schedule
+from digenrl.models.pipeline_model import PipelineModel
+from digenrl.models.registry import find_family
+from digenrl.models.stochastic_step import StepTimes, stochastic_step
+from digenrl.models.trajectory import StepNoise
+from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
+from digenrl.worker.blueprint import read_blueprint
+
+SIZE, GUIDANCE, STEPS = tiny_size("sd15"), 3.0, 4
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny") / "sd15"
+    make_tiny_pipeline("sd15", path)
+    return path
+
+
+def load(directory: Path, prediction: str) -> PipelineModel:
+    model = find_family("sd15").load(directory)
+    scheduler = DDIMScheduler.from_config(model.pipeline.scheduler.config, prediction_type=prediction)
+    model.pipeline.scheduler = scheduler
+    return find_family("sd15").model_class(model.pipeline)
+
+
+def latent_scale(schedule: Schedule, index: int) -> Tensor:
+    """Latents of variance 1 are those of the flow divided by this."""
+    sigma = schedule.sigmas[index]
+    return ((1 - sigma).square() + sigma.square()).sqrt()
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+@pytest.mark.parametrize("eta", [0.0, 0.6, 1.0])
+@torch.no_grad()
+def test_a_step_with_noise_is_the_step_of_diffusers_ddim(directory: Path, prediction: str, eta: float) -> None:
+    """With the UNet's own output, the same noise, and latents in its own scale."""
+    model = load(directory, prediction)
+    scheduler, schedule, conditioning = (
+        model.pipeline_scheduler(),
+        model.schedule(STEPS, SIZE),
+        model.encode(["a cat"]),
+    )
+    scheduler.set_timesteps(STEPS)
+    generator = torch.Generator().manual_seed(1)
+    x, z = (torch.randn(1, *model.noise_shape(SIZE), generator=generator) for _ in range(2))
+    for index, time in enumerate(scheduler.timesteps[:-1]):
+        text = torch.cat([conditioning.negative["encoder_hidden_states"], *conditioning.positive.values()])
+        plain, prompted = model.transformer(torch.cat([x, x]), time, text).sample.chunk(2)
+        output = plain + GUIDANCE * (prompted - plain)
+        expected = scheduler.step(output, time, x, eta=eta, variance_noise=z).prev_sample
+        latents, times = x * latent_scale(schedule, index), StepTimes.at(schedule, [index])
+        velocity = model.velocity(latents, time.expand(1), conditioning, GUIDANCE, SIZE)
+        step = stochastic_step(latents, velocity, times, StepNoise("ddim", eta), z_BL=z if eta else None)
+        ours = step.next_latents_BL / latent_scale(schedule, index + 1)
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_a_published_repository_loads_without_its_safety_checker(directory: Path, tmp_path: Path) -> None:
+    """It names a multistep scheduler; the noise levels are those of DDIM all the same."""
+    folder = Path(shutil.copytree(directory, tmp_path / "sd15"))
+    expected = find_family("sd15").load(folder).schedule(STEPS, SIZE)
+    index = json.loads((folder / "model_index.json").read_text())
+    index |= {
+        "safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"],
+        "feature_extractor": ["transformers", "CLIPImageProcessor"],
+        "scheduler": ["diffusers", "PNDMScheduler"],
+    }
+    (folder / "model_index.json").write_text(json.dumps(index))
+    settings = {"skip_prk_steps": True, **find_family("sd15").scheduler.arguments}
+    PNDMScheduler.from_config(settings).save_pretrained(folder / "scheduler")
+    found = find_family("sd15").load(folder).schedule(STEPS, SIZE)
+    assert torch.equal(found.sigmas, expected.sigmas) and torch.equal(found.timesteps, expected.timesteps)
+
+
+def test_what_a_unet_cannot_do_is_refused_before_a_run(directory: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="predicts 'sample'"):
+        load(directory, "sample")
+    with pytest.raises(ConfigError, match=r"sample\.shift.*fixed noise levels"):
+        read_blueprint(read_recipe("sd15_ddpo", [f"model.source={directory}", "sample.shift=3"]))
+    with pytest.raises(ConfigError, match=r"model\.text_tokens.*fixed length"):
+        read_blueprint(read_recipe("sd15_ddpo", [f"model.source={directory}", "model.text_tokens=50"]))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="single files with a unet"):
+        find_family("sd15").with_base(tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="multiples of 64"):
+        find_family("sd15").build_full(torch.float32, "meta").noise_shape(type(SIZE)(512, 544))

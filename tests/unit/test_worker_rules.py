@@ -1,0 +1,122 @@
+"""What a worker must never mix up: samples of a slice, versions, seeds, padding, and rewards that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from live_runs import TINY
+from scored_groups import lively, scored_groups, toy
+from torch import Tensor
+
+from digenrl.config.reading import parse_model
+from digenrl.config.recipe import Recipe
+from digenrl.exchange.folder import ExchangeFolder
+from digenrl.exchange.tensors import TensorExchange
+from digenrl.models.base_weights import files_fingerprint
+from digenrl.models.contract import DiffusionModel, TextEncoder
+from digenrl.models.model_weights import weights_state
+from digenrl.records import Encode, Generate, PromptRow, Publish, Score, Slice, SliceArtifact, pixels_name
+from digenrl.rewards.function import FunctionReward
+from digenrl.testing.tiny_models import make_tiny_pipeline
+from digenrl.training.packing.packs import calibration_terms, padded
+from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, read_blueprint
+from digenrl.worker.rollouts import held_out_pixels
+from digenrl.worker.stages import Stages, WorkerParts
+
+PROMPT = PromptRow("prompt-0", "a cat", {})
+
+
+class Tiny:
+    """A tiny model and everything that stages need."""
+
+    def __init__(self, root: Path) -> None:
+        make_tiny_pipeline("sd3", root / "model")
+        evaluation = {"prompts": {"path": "held_out.txt"}, "denoising_steps": 2}
+        settings = {"family": "sd3", "source": str(root / "model"), "guidance": 1.0}
+        self.blueprint: Blueprint = read_blueprint(
+            parse_model(Recipe, {**TINY, "model": settings, "evaluation": evaluation})
+        )
+        self.model: DiffusionModel = load_model(self.blueprint, "cpu")
+        self.encoder: TextEncoder = load_text_encoders(self.blueprint, "cpu")
+        (root / "exchange").mkdir()
+        self.exchange = TensorExchange(ExchangeFolder(root / "exchange"))
+
+    def stages(self, reward: Any = None) -> Stages:
+        stages = Stages(WorkerParts(self.blueprint, self.exchange, self.encoder, self.model, reward))
+        stages.encode(Encode(0, 0, step=0, groups=(0,), prompts=(PROMPT,)))
+        return stages
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return Tiny(tmp_path_factory.mktemp("rules"))
+
+
+def brightness(pixels: Tensor, prompts: Sequence[str], metadata: Sequence[Any]) -> Tensor:
+    return pixels.flatten(1).mean(dim=1)
+
+
+def generate(job_id: int, version: int = 0) -> Generate:
+    return Generate(job_id, 0, Slice(0, 0, 0, 2), lane=0, version=version, prompt=PROMPT)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_part_of_a_slice_is_scored_with_its_own_pictures(tiny: Tiny, first: int) -> None:
+    artifact = SliceArtifact(Slice(0, 0, 4, 4), "slice-50", 0)
+    pixels = torch.arange(4.0).reshape(4, 1, 1, 1, 1).expand(4, 1, 3, 2, 2) / 4
+    tiny.exchange.put(pixels_name(artifact.name), {"pixels": pixels.contiguous()})
+    job = Score(51, 0, Slice(0, 0, 4 + first, 2), scorer=0, artifact=artifact, prompts=(PROMPT,) * 2)
+    scored = tiny.stages(FunctionReward("brightness", brightness, {})).score(job)
+    assert scored.scores.values == (first / 4, (first + 1) / 4)
+
+
+def test_a_sample_carries_the_version_that_made_it_not_the_one_that_its_job_was_issued_on(tiny: Tiny) -> None:
+    stages = tiny.stages()
+    assert stages.generate(generate(60)).version == 0
+    adapters = {name: value for name, value in weights_state(tiny.model).items() if "lora" in name}
+    stages.publish(Publish(61, 0, 3, (0,), tiny.exchange.put_weights("weights-3", adapters)))
+    assert stages.generate(generate(62, version=2)).version == 3
+
+
+def test_a_reward_that_fails_on_a_lane_is_a_failure_and_never_a_number(tiny: Tiny) -> None:
+    def broken(pixels: Tensor, prompts: Sequence[str], metadata: Sequence[Any]) -> Tensor:
+        raise ConnectionError("the scorer is away")
+
+    generated = tiny.stages(FunctionReward("broken", broken, {})).generate(generate(70))
+    assert generated.scores is None
+    assert "the scorer is away" in generated.score_failure
+
+
+def test_held_out_samples_depend_on_the_seed_of_the_evaluation_alone(tiny: Tiny) -> None:
+    recipe, conditioning = tiny.blueprint.recipe, tiny.encoder.encode(["a cat"])
+
+    def pixels(seed: int, own_seed: int) -> Tensor:
+        assert recipe.evaluation is not None
+        evaluation = recipe.evaluation.model_copy(update={"seed": own_seed})
+        changed = recipe.model_copy(update={"seed": seed, "evaluation": evaluation})
+        return held_out_pixels(replace(tiny.blueprint, recipe=changed), tiny.model, conditioning, 0)
+
+    assert torch.equal(pixels(seed=0, own_seed=5), pixels(seed=9, own_seed=5))
+    assert not torch.equal(pixels(seed=0, own_seed=5), pixels(seed=0, own_seed=0))
+
+
+def test_padding_comes_last_and_has_no_weight() -> None:
+    algorithm, model = lively("mix_grpo"), toy()
+    terms = [term for job in calibration_terms(scored_groups(model, algorithm)[0], algorithm, 4) for term in job]
+    filled = padded(terms, len(terms) + 3, like=terms[0])
+    assert filled[: len(terms)] == terms and all(term.weight for term in terms)
+    assert [term.weight for term in filled[len(terms) :]] == [0.0] * 3
+
+
+def test_a_fingerprint_follows_the_content_of_weights_and_not_where_they_are(tmp_path: Path) -> None:
+    weights = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    for name, values in (("a", weights), ("copy", weights), ("scaled", weights * 1.5), ("cut", weights[:-1])):
+        (tmp_path / name).write_bytes(values.numpy().tobytes())
+    prints = {name: files_fingerprint({"model": tmp_path / name}) for name in ("a", "copy", "scaled", "cut")}
+    assert prints["a"] == prints["copy"] and len(set(prints.values())) == 3
+    assert files_fingerprint({"other": tmp_path / "a"}) != prints["a"]

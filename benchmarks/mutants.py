@@ -170,7 +170,6 @@ MUTANTS = [
     ),
     Mutant("last version not saved", TURNS, "    if terms.saves(version):", "    if False:"),
     Mutant("lost lane's sums counted", FAULTS, "    if lane.trained:\n", "    if False:\n"),
-    Mutant("sums of a lost trainer counted", SHARED, "if lane.helper and lane.trained:", "if False:"),
     Mutant(
         "sent sums kept by the lane",
         SHARED,

@@ -253,12 +253,6 @@ MUTANTS = [
         "both copies of a slice kept", SAMPLES, "if any(each.slice.mask() & artifact.slice.mask()", "if any(False"
     ),
     Mutant(
-        "outdated export taken",
-        OUTPUTS,
-        "if completed.job.version >= self._stores.versions.newest_version:",
-        "if True:",
-    ),
-    Mutant(
         "stamped with the version of its lease",
         OUTPUTS,
         "slice_name(job.id), result.version)",

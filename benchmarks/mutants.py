@@ -170,7 +170,6 @@ MUTANTS = [
     ),
     Mutant("last version not saved", TURNS, "    if terms.saves(version):", "    if False:"),
     Mutant("lost lane's sums counted", FAULTS, "    if lane.trained:\n", "    if False:\n"),
-    Mutant("sums of a lost trainer counted", SHARED, "if lane.helper and lane.trained:", "if False:"),
     Mutant(
         "sent sums kept by the lane",
         SHARED,
@@ -252,12 +251,6 @@ MUTANTS = [
     Mutant("replacement in the wrong place", SAMPLES, "self._places.get(key, group)", "replaced_by"),
     Mutant(
         "both copies of a slice kept", SAMPLES, "if any(each.slice.mask() & artifact.slice.mask()", "if any(False"
-    ),
-    Mutant(
-        "outdated export taken",
-        OUTPUTS,
-        "if completed.job.version >= self._stores.versions.newest_version:",
-        "if True:",
     ),
     Mutant(
         "stamped with the version of its lease",

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from digenrl.config.reading import one_line
+from digenrl.models.token_exchange import TokenExchange
 from digenrl.training.ranks.rank import Rank
 
 BUCKET_BYTES = 25 * 2**20  # per all-reduce: large enough for the network, small enough to be copied
@@ -68,6 +69,16 @@ class RankGroup:
             with self.collective("creating a device mesh"):
                 self._meshes[device_type] = DeviceMesh(device_type, list(range(self.rank.count)))
         return self._meshes[device_type]
+
+    def context(self, count: int) -> TokenExchange:
+        """Connects this rank to the `count` consecutive ones that compute forwards together. A collective of all."""
+        assert self.rank.count % count == 0, f"{count} of {self.rank.count} ranks"
+        own = None
+        with self.collective("connecting the ranks that compute forwards together"):
+            for first in range(0, self.rank.count, count):
+                group = dist.new_group(list(range(first, first + count)))
+                own = group if first <= self.rank.index < first + count else own
+        return TokenExchange(self.rank.index % count, count, own)
 
     def close(self) -> None:
         """Leaves the group; the process may join another one."""

@@ -10,7 +10,6 @@ from torch import Tensor
 from digenrl.models.blocks import checkpoint_blocks, repeated_blocks
 from digenrl.models.context_parallel import divide_tokens
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize
-from digenrl.models.lora import add_lora
 from digenrl.models.registry import FAMILIES
 from digenrl.testing.tiny_models import TINY_MODELS, seeded_weights
 from digenrl.training.ranks.rank_group import RankGroup
@@ -26,7 +25,7 @@ class Pass(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-def lively_model(family: str, *, lora: bool = False) -> DiffusionModel:
+def lively_model(family: str, dtype: torch.dtype = torch.float32) -> DiffusionModel:
     """The family's tiny model with four heads and weights of which none is zero."""
     with seeded_weights(0):
         pipeline = TINY_MODELS[family].build()
@@ -36,10 +35,9 @@ def lively_model(family: str, *, lora: bool = False) -> DiffusionModel:
         pipeline.transformer = type(pipeline.transformer).from_config(config)
         with torch.no_grad():
             for parameter in pipeline.transformer.parameters():
-                parameter.normal_(std=0.15)
+                parameter.normal_(std=0.1)
+    pipeline.transformer.to(dtype)
     model: DiffusionModel = FAMILIES[family].model_class(pipeline)
-    if lora:
-        add_lora(model, rank=2, alpha=4, seed=3)
     return model
 
 
@@ -57,8 +55,8 @@ def one_pass(model: DiffusionModel, family: str, prompts: list[str], checkpointe
     noise = torch.randn(len(prompts), *model.noise_shape(size), generator=generator)
     latents = model.initial_latents(noise, size)
     timesteps = model.schedule(4, size).timesteps[torch.arange(len(prompts))]
-    velocity = model.velocity(latents, timesteps, _encoded(model, prompts), 4.0, size)
-    weights = torch.randn(velocity.shape, generator=generator)
+    velocity = model.velocity(latents, timesteps, _encoded(model, prompts), 2.0, size)
+    weights = torch.randn(velocity.shape, generator=generator).to(velocity)
     model.transformer.zero_grad()
     (velocity * weights).mean().backward()  # type: ignore[no-untyped-call]
     gradients = {name: p.grad for name, p in model.transformer.named_parameters() if p.grad is not None}
@@ -70,11 +68,13 @@ def _encoded(model: Any, prompts: list[str]) -> Conditioning:
     return Conditioning.joined([model.encode([prompt]) for prompt in prompts])
 
 
-def passes_on_ranks(ranks: RankGroup, cases: list[tuple[str, list[str], bool]]) -> list[Pass]:
+def passes_on_ranks(
+    ranks: RankGroup, cases: list[tuple[str, list[str], bool]], dtype: torch.dtype = torch.float32
+) -> list[Pass]:
     """The same passes on ranks that divide the tokens; gradients are summed over ranks."""
     passes, exchange = [], ranks.context(ranks.rank.count)
     for family, prompts, checkpointed in cases:
-        model = lively_model(family)
+        model = lively_model(family, dtype)
         divide_tokens(model, exchange)
         done = one_pass(model, family, prompts, checkpointed)
         ranks.sum_tensors(done.gradients)

@@ -1,8 +1,8 @@
 """Context parallelism (Ulysses): several ranks compute one forward, each for some of its tokens.
 
-All ranks hold all weights and are called with the same arguments. Embeddings are computed on all of them. Then each
-takes its tokens through the blocks. For attention, ranks exchange their tokens of all heads for all tokens of some
-heads, and back. At the end all get the velocity of all tokens, bitwise the same.
+All ranks have the same weights and are called with the same arguments. All compute the embeddings; then each takes
+its tokens through the blocks. For attention, ranks exchange their tokens of all heads for all tokens of some, and
+back. At the end all get the velocity of all tokens, bitwise the same.
 
 If all ranks compute the same loss from it, each gets a part of every parameter's gradient, and their sum is the
 gradient that a single process computes.
@@ -38,7 +38,8 @@ def divide_tokens(model: DiffusionModel, exchange: TokenExchange) -> None:
     processors = {id(layer.processor): layer.processor for layer in layers if layer is not None}
     for processor in processors.values():
         _attend_together(processor, exchange)
-    model.transformer.proj_out.register_forward_hook(functools.partial(_gather_tokens, exchange))
+    last: nn.Module = model.transformer.get_submodule("proj_out")
+    last.register_forward_hook(functools.partial(_gather_tokens, exchange))
 
 
 def check_ranks(family: str, self_attention: tuple[str, ...], heads: int, ranks: int) -> None:

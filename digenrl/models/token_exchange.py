@@ -46,7 +46,7 @@ class TokenShares:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
     def sizes_in_attention(self, tokens: int) -> list[int]:
-        """The tokens of each rank in an attention that has this many on this one: of both streams, or of images."""
+        """The tokens of each rank in an attention with this many on this one: of both streams, or of the image."""
         together = self.sizes("image", "text")
         return together if together[self.rank] == tokens else self.sizes("image")
 
@@ -84,7 +84,9 @@ class TokenExchange:
 
         This is the gradient of one process if all ranks compute the same from the result.
         """
-        gathered: Tensor = _Gather.apply(own, dim, self.shares.sizes(*streams), self.rank, self._group)
+        gathered: Tensor = _Gather.apply(  # type: ignore[no-untyped-call]
+            own, dim, self.shares.sizes(*streams), self.rank, self._group
+        )
         return gathered
 
     def attend(
@@ -99,10 +101,15 @@ class TokenExchange:
         if attn_mask is not None:
             assert attn_mask.shape[-2] == 1, "a mask of keys, the same for all queries"
             attn_mask = _gathered(attn_mask.to(torch.uint8), -1, sizes, self._group).bool()
-        mine_P = _Exchange.apply(torch.stack([query, key, value]), sizes, self.rank, self._group, True)
-        out = functional.scaled_dot_product_attention(*mine_P.unbind(), attn_mask=attn_mask, **options)
-        back_P: Tensor = _Exchange.apply(out.unsqueeze(0), sizes, self.rank, self._group, False)
-        return back_P.squeeze(0)
+        query, key, value = self._exchanged(torch.stack([query, key, value]), sizes, to_heads=True)
+        attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
+        return self._exchanged(attended.unsqueeze(0), sizes, to_heads=False).squeeze(0)
+
+    def _exchanged(self, value_PBHSD: Tensor, sizes: Sequence[int], to_heads: bool) -> Tensor:
+        exchanged: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
+            value_PBHSD, sizes, self.rank, self._group, to_heads
+        )
+        return exchanged
 
     @contextmanager
     def _with_shares(self, shares: TokenShares | None) -> Iterator[None]:
@@ -121,13 +128,13 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, value: Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup | None, to_heads: bool
     ) -> Tensor:
         ctx.arguments = (sizes, rank, group, not to_heads)
-        return _tokens_to_heads(value, sizes, rank, group) if to_heads else _heads_to_tokens(value, sizes, rank, group)
+        return (_tokens_to_heads if to_heads else _heads_to_tokens)(value, sizes, rank, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         sizes, rank, group, to_heads = ctx.arguments
-        change = _tokens_to_heads if to_heads else _heads_to_tokens
-        return change(gradient, sizes, rank, group), None, None, None, None
+        back = (_tokens_to_heads if to_heads else _heads_to_tokens)(gradient, sizes, rank, group)
+        return back, None, None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -139,7 +146,7 @@ class _Gather(torch.autograd.Function):
         return _gathered(own, dim, sizes, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return gradient.narrow(*ctx.own).contiguous(), None, None, None, None
 
 
@@ -147,14 +154,15 @@ def _tokens_to_heads(
     value_PBHSD: Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup | None
 ) -> Tensor:
     """(P, B, H, own S, D) to (P, B, H / ranks, all S, D)."""
-    sent = value_PBHSD.unflatten(2, (len(sizes), -1)).movedim(2, 0).contiguous()
-    p, b, h, _, d = sent.shape[1:]
+    p, b, heads, own, d = value_PBHSD.shape
+    h = heads // len(sizes)
+    sent = value_PBHSD.reshape(p, b, len(sizes), h, own, d).movedim(2, 0).contiguous()
     each = p * b * h * d
     received = sent.new_empty(each * sum(sizes))
     dist.all_to_all_single(
         received, sent.view(-1), [each * size for size in sizes], [each * sizes[rank]] * len(sizes), group=group
     )
-    pieces = received.split([each * size for size in sizes])
+    pieces = torch.split(received, [each * size for size in sizes])
     return torch.cat([piece.view(p, b, h, size, d) for piece, size in zip(pieces, sizes, strict=True)], dim=3)
 
 

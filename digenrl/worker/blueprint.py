@@ -22,6 +22,7 @@ from digenrl.config.recipe_paths import DEMO
 from digenrl.config.windows import Window
 from digenrl.generation.noise import normal_noise
 from digenrl.models.compiled import compile_blocks
+from digenrl.models.context_parallel import attention_heads, check_ranks
 from digenrl.models.contract import DiffusionModel, SampleSize, Schedule, TextEncoder
 from digenrl.models.family import Family
 from digenrl.models.lora import Targets, add_lora, check_targets, target_layers
@@ -227,6 +228,24 @@ def check_adapters(blueprint: Blueprint) -> None:
     if lora.start_from is not None:
         layers = target_layers(transformer, lora_targets(recipe, blueprint.family))
         check_start(read_lora(Path(lora.start_from), blueprint.family.pipeline_class), set(layers), lora.rank)
+
+
+def check_cards_per_sample(blueprint: Blueprint) -> None:
+    """Raises ConfigError if the model's heads cannot be divided over the cards that compute a sample together.
+
+    Reads no weights. A hub id that is not in the cache is checked when it is loaded.
+    """
+    lanes, kind = blueprint.recipe.lanes, blueprint.family.model_class
+    cards = {"cards_per_replica": lanes.cards_per_replica, "cards_per_generator": lanes.cards_per_generator}
+    if max(cards.values()) == 1:
+        return
+    try:
+        heads = attention_heads(transformer_without_weights(blueprint))
+    except OSError:
+        return
+    for key, count in cards.items():
+        with errors_about(f"lanes.{key}"):
+            check_ranks(kind.family, kind.self_attention, heads, count)
 
 
 def transformer_without_weights(blueprint: Blueprint) -> nn.Module:

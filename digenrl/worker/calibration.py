@@ -15,6 +15,7 @@ from digenrl.models.trajectory import ScoredGroup, Trajectory
 from digenrl.models.transfers import synchronize
 from digenrl.records import Calibrate, Calibrated, PromptRow, SampleId, Slice
 from digenrl.rewards.contract import RewardError
+from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.worker.rollouts import held_out_pixels, roll_out
 from digenrl.worker.stages import Stages
 from digenrl.worker.tensor_files import trajectory_tensors
@@ -85,7 +86,13 @@ class StageCalibration:
                 self._stages.score_pixels(pixels_BFCHW, [prompt] * size)
 
         generate()
-        return sustained_seconds(generate, self._stages.model.device)
+        return sustained_seconds(generate, self._stages.model.device, self._ranks_in_lockstep())
+
+    def _ranks_in_lockstep(self) -> RankGroup | None:
+        """The ranks without which this worker computes no forward, if there are any."""
+        parts = self._stages.parts
+        sharded = parts.trainer is not None and parts.trainer.shard is not None
+        return parts.ranks if sharded or self._stages.model.exchange is not None else None
 
     def _put_and_drop(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         self._exchange.put(name, tensors)
@@ -155,7 +162,9 @@ class StageCalibration:
         """Seconds per sample."""
         trainer, shares = self._stages.trainer, []
         seconds = sustained_seconds(
-            lambda: shares.append(trainer.calibrate(group, later=later)), self._stages.model.device
+            lambda: shares.append(trainer.calibrate(group, later=later)),
+            self._stages.model.device,
+            self._ranks_in_lockstep(),
         )
         return seconds / shares[-1] / self._blueprint.shape.group_size
 

@@ -49,7 +49,12 @@ def inspect_here(recipe: Recipe) -> Machine:
 
         from digenrl.models.hub import HubUnreachableError
         from digenrl.rewards.function import import_target
-        from digenrl.worker.blueprint import check_adapters, check_hub_model, read_blueprint
+        from digenrl.worker.blueprint import (
+            check_adapters,
+            check_cards_per_sample,
+            check_hub_model,
+            read_blueprint,
+        )
     except ModuleNotFoundError as error:
         missing = f"training needs the package '{error.name}', which is not installed"
         raise ConfigError(f"{missing}; install digenrl[train]") from None
@@ -63,6 +68,7 @@ def inspect_here(recipe: Recipe) -> Machine:
         if not recipe.topology.uses_ray:  # other machines of a cluster may reach the hub
             raise
     check_adapters(blueprint)
+    check_cards_per_sample(blueprint)
     return Machine(cores_here(), torch.cuda.device_count())
 
 

@@ -18,6 +18,7 @@ from digenrl.config.recipe import Recipe
 from digenrl.exchange.tensors import Exchange
 from digenrl.host_memory import loading_in_turn
 from digenrl.logs import logged_job
+from digenrl.models.context_parallel import divide_tokens
 from digenrl.models.contract import DiffusionModel
 from digenrl.records import Job, JobFailed, Result
 from digenrl.rewards.building import build_rewards
@@ -26,7 +27,7 @@ from digenrl.training.checkpoint.checkpoints import read_checkpoint
 from digenrl.training.ranks.rank_group import RankGroup, join_ranks
 from digenrl.training.ranks.sharding import shard_model
 from digenrl.training.trainer import Trainer
-from digenrl.worker.assignment import Assignment, Ready, StartFailed
+from digenrl.worker.assignment import Assignment, Ready, StartFailed, cards_per_sample
 from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, make_trainer, read_blueprint
 from digenrl.worker.calibration import StageCalibration
 from digenrl.worker.stages import Stages, WorkerParts
@@ -108,7 +109,8 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
     duties, recipe = assignment.duties, assignment.recipe
     blueprint = read_blueprint(recipe)
     _check_run_is_visible(assignment)
-    reward, held_out_reward = _build_rewards(recipe) if "score" in duties else (None, None)
+    follows = "train" not in duties and assignment.rank is not None and not assignment.rank.is_first
+    reward, held_out_reward = _build_rewards(recipe) if "score" in duties and not follows else (None, None)
     ranks = _join_ranks(assignment, rendezvous)
     with loading_in_turn(assignment.device):
         encoder = None
@@ -130,6 +132,8 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
         trainer=trainer,
         commits=assignment.commits,
         publishes=recipe.topology.publishes,
+        ranks=ranks,
+        follows=follows,
         slowdown=assignment.slowdown,
     )
     return Worker(assignment.name, Stages(parts))
@@ -143,21 +147,26 @@ def _build_rewards(recipe: Recipe) -> tuple[Reward, Reward]:
 
 
 def _join_ranks(assignment: Assignment, rendezvous: str) -> RankGroup | None:
-    """The trainer's ranks, with all that they create together: models are then loaded in turn."""
+    """The worker's ranks, with all that they create together: models are then loaded in turn."""
     if assignment.rank is None:
         return None
     ranks = join_ranks(rendezvous, assignment.rank, torch.device(assignment.device))
-    if assignment.recipe.sharded:
+    if assignment.recipe.sharded and assignment.commits:
         ranks.mesh(ranks.device.type)
+    if cards_per_sample(assignment) > 1:
+        ranks.context(cards_per_sample(assignment))
     return ranks
 
 
 def _load_model(blueprint: Blueprint, assignment: Assignment, ranks: RankGroup | None) -> DiffusionModel:
     """The model on this worker's device. One that is sharded moves there block by block, each rank its shards."""
-    if ranks is None or not blueprint.recipe.sharded:
-        return load_model(blueprint, assignment.device)
-    model = load_model(blueprint, assignment.device, stays_on_host=True)
-    shard_model(model, ranks)
+    sharded, together = blueprint.recipe.sharded and assignment.commits, cards_per_sample(assignment)
+    # Collectives between the ranks that compute a sample together are not compiled.
+    model = load_model(blueprint, assignment.device, together == 1, stays_on_host=ranks is not None and sharded)
+    if ranks is not None and sharded:
+        shard_model(model, ranks)
+    if ranks is not None and together > 1:
+        divide_tokens(model, ranks.context(together))
     return model
 
 

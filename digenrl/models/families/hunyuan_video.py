@@ -77,9 +77,11 @@ class HunyuanVideoModel(PipelineModel):
 
     def own_arguments(self, arguments: Mapping[str, Any], shares: TokenShares) -> dict[str, Any]:
         """The rotary tables of the latents, and the mask of the whole sequence, which ends with the text."""
-        tables = arguments["image_rotary_emb"]
+        name = (
+            "freqs_cis" if "freqs_cis" in arguments else "image_rotary_emb"
+        )  # in blocks of two streams, or of one
         return {
-            "image_rotary_emb": tuple(shares.own(table, 0, "image") for table in tables),
+            name: tuple(shares.own(table, 0, "image") for table in arguments[name]),
             "attention_mask": shares.own(arguments["attention_mask"], 3, "image", "text"),
         }
 

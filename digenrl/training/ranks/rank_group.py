@@ -35,6 +35,7 @@ class RankGroup:
         self.rank, self.device = rank, device
         self._open = True
         self._meshes: dict[str, DeviceMesh] = {}
+        self._exchanges: dict[int, TokenExchange] = {}
 
     def sum_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replaces every tensor, in place, by its sum over all ranks; the result has the same bits on all of them.
@@ -71,14 +72,15 @@ class RankGroup:
         return self._meshes[device_type]
 
     def context(self, count: int) -> TokenExchange:
-        """Connects this rank to the `count` consecutive ones that compute forwards together. A collective of all."""
+        """Connects `count` consecutive ranks that compute forwards together. The first call is a collective."""
         assert self.rank.count % count == 0, f"{count} of {self.rank.count} ranks"
-        own = None
-        with self.collective("connecting the ranks that compute forwards together"):
-            for first in range(0, self.rank.count, count):
-                group = dist.new_group(list(range(first, first + count)))
-                own = group if first <= self.rank.index < first + count else own
-        return TokenExchange(self.rank.index % count, count, own)
+        if count not in self._exchanges:
+            with self.collective("connecting the ranks that compute forwards together"):
+                firsts = range(0, self.rank.count, count)
+                groups = [dist.new_group(list(range(first, first + count))) for first in firsts]
+            own = groups[self.rank.index // count]
+            self._exchanges[count] = TokenExchange(self.rank.index % count, count, own)
+        return self._exchanges[count]
 
     def close(self) -> None:
         """Leaves the group; the process may join another one."""

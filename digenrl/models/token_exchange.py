@@ -5,8 +5,8 @@ Shape legend: P = tensors exchanged together, B = rows, H = heads, S = tokens, D
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -57,27 +57,28 @@ class TokenShares:
 class TokenExchange:
     """One rank's connection to those with which it computes forwards together.
 
-    `shares` are those of the forward that is being computed, or recomputed for a backward.
+    `shares` are those of the forward that is being computed, or recomputed for a backward; `current` is None
+    before the first one.
     """
 
     def __init__(self, rank: int, ranks: int, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.ranks, self._group = rank, ranks, group
-        self._shares: TokenShares | None = None
+        self.current: TokenShares | None = None
 
     @property
     def shares(self) -> TokenShares:
         """Which tokens each rank has."""
-        assert self._shares is not None, "a forward has begun"
-        return self._shares
+        assert self.current is not None, "a forward has begun"
+        return self.current
 
     def begin(self, image: int, text: int = 0) -> TokenShares:
         """Starts a forward with this many tokens of each stream."""
-        self._shares = TokenShares(self.rank, self.ranks, image, text)
-        return self._shares
+        self.current = TokenShares(self.rank, self.ranks, image, text)
+        return self.current
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """For `context_fn` of a checkpoint: its recomputation has the shares of the forward that it repeats."""
-        return nullcontext(), self._with_shares(self._shares)
+        return nullcontext(), _Recomputation(self, self.current)
 
     def gather(self, own: Tensor, dim: int, *streams: Stream) -> Tensor:
         """The tokens of all ranks. In the backward, each rank takes the gradient of its own tokens.
@@ -111,13 +112,18 @@ class TokenExchange:
         )
         return exchanged
 
-    @contextmanager
-    def _with_shares(self, shares: TokenShares | None) -> Iterator[None]:
-        before, self._shares = self._shares, shares
-        try:
-            yield
-        finally:
-            self._shares = before
+
+class _Recomputation(AbstractContextManager[None]):
+    """Inside, an exchange has the shares of an earlier forward. Can be entered again: a graph may be kept."""
+
+    def __init__(self, exchange: TokenExchange, shares: TokenShares | None) -> None:
+        self._exchange, self._earlier = exchange, shares
+
+    def __enter__(self) -> None:
+        self._later, self._exchange.current = self._exchange.current, self._earlier
+
+    def __exit__(self, *error: object) -> None:
+        self._exchange.current = self._later
 
 
 class _Exchange(torch.autograd.Function):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from context_models import PROMPTS, lively_model, one_pass, passes_on_ranks
+from context_models import Pass, lively_model, passes, passes_on_ranks, trained
 from rank_processes import on_ranks
 from torch import Tensor
 
@@ -15,37 +15,49 @@ from digenrl.models.context_parallel import divide_tokens
 from digenrl.models.registry import FAMILIES
 from digenrl.models.token_exchange import TokenExchange, TokenShares
 
-# Both prompts together need a mask where texts have different lengths; a single one has none.
-CASES = [
-    (family, prompts, checkpointed)
-    for family in FAMILIES
-    for prompts, checkpointed in ((PROMPTS, False), (PROMPTS[:1], True))
-]
-
 
 def error_of(ours: Tensor, expected: Tensor) -> float:
     """The largest absolute error of some values, relative to the largest value if that is above 1."""
     return float((ours - expected).abs().max() / expected.abs().max().clamp(min=1))
 
 
+@pytest.fixture(scope="module")
+def one_process() -> dict[str, list[Pass]]:
+    return {family: passes(family) for family in FAMILIES}
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_give_the_velocity_and_gradient_of_one_process(ranks: int, tmp_path: Path) -> None:
-    on_each = on_ranks(ranks, tmp_path, passes_on_ranks, CASES)
-    for case, *several in zip(CASES, *on_each, strict=True):
-        one = one_pass(lively_model(case[0]), *case)
-        for each in several:
-            assert torch.equal(each.velocity, several[0].velocity), "the same bits on all ranks"
-        assert error_of(several[0].velocity, one.velocity) < 1e-6, case
-        assert several[0].gradients.keys() == one.gradients.keys()
-        differences = [error_of(several[0].gradients[name], value) for name, value in one.gradients.items()]
-        assert max(differences) < 1e-6, case
-        assert max(float(value.abs().max()) for value in one.gradients.values()) > 1e-2
+def test_ranks_give_the_velocity_and_gradient_of_one_process(
+    ranks: int, one_process: dict[str, list[Pass]], tmp_path: Path
+) -> None:
+    on_each = on_ranks(ranks, tmp_path, passes_on_ranks)
+    for family, expected in one_process.items():
+        for one, *several in zip(expected, *(each[family] for each in on_each), strict=True):
+            for each in several:
+                assert torch.equal(each.velocity, several[0].velocity), "the same bits on all ranks"
+            assert error_of(several[0].velocity, one.velocity) < 1e-6, family
+            assert several[0].gradients.keys() == one.gradients.keys()
+            errors = [error_of(several[0].gradients[name], value) for name, value in one.gradients.items()]
+            assert max(errors) < 1e-6, family
+            assert max(float(value.abs().max()) for value in one.gradients.values()) > 1e-2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_more_ranks_than_divide_the_heads_are_refused(family: str) -> None:
+@pytest.mark.parametrize("lora", [True, False], ids=["adapters", "sharded weights"])
+def test_two_replicas_of_two_cards_train_as_one_process(lora: bool, tmp_path: Path) -> None:
+    several = on_ranks(4, tmp_path, trained, 2, lora)
+    weights, metrics = trained(None, 1, lora)
+    published, their_metrics = several[0]
+    assert published.keys() == weights.keys()
+    assert max(error_of(published[name], value) for name, value in weights.items()) < 1e-6
+    assert all(each == their_metrics for _, each in several)
+    for ours, expected in zip(their_metrics, metrics, strict=True):
+        close = {name: pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in expected.items()}
+        assert ours == close
+
+
+def test_more_ranks_than_divide_the_heads_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"3 cards per sample .* 4 attention heads"):
-        divide_tokens(lively_model(family), TokenExchange(0, 3))
+        divide_tokens(lively_model("wan"), TokenExchange(0, 3))
 
 
 def test_every_token_belongs_to_exactly_one_rank() -> None:

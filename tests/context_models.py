@@ -19,6 +19,7 @@ from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.training.ranks.sharding import shard_model
 
 HEADS = 4
+DIVISIBLE = [name for name, family in FAMILIES.items() if family.model_class.self_attention]
 PROMPTS = ["a red cat", "a sign that says hello to everybody"]
 
 
@@ -88,7 +89,7 @@ def passes(family: str, ranks: RankGroup | None = None) -> list[Pass]:
 
 def passes_on_ranks(ranks: RankGroup) -> dict[str, list[Pass]]:
     """The passes of all families on ranks that divide the tokens."""
-    return {family: passes(family, ranks) for family in FAMILIES}
+    return {family: passes(family, ranks) for family in DIVISIBLE}
 
 
 def trained(ranks: RankGroup | None, together: int, lora: bool) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:

@@ -50,7 +50,7 @@ def place(
     for rank in range(recipe.lanes.ranks):
         _check_device(f"rank {rank} of the trainer", rank_device(trainer_device, rank), machine)
     for index, device in enumerate(devices):
-        for card in range(recipe.lanes.cards_per_generator):
+        for card in range(1, recipe.lanes.cards_per_generator):
             _check_device(f"card {card} of generator {index}", rank_device(device, card), machine)
     encoder_device = trainer_device if recipe.lanes.encoder == "auto" else recipe.lanes.encoder
     reward_devices = _reward_devices(recipe, machine, lane_count(recipe))

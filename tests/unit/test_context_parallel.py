@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from context_models import Pass, lively_model, passes, passes_on_ranks, trained
+from context_models import DIVISIBLE, Pass, lively_model, passes, passes_on_ranks, trained
 from rank_processes import on_ranks
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.context_parallel import divide_tokens
-from digenrl.models.registry import FAMILIES
 from digenrl.models.token_exchange import TokenExchange, TokenShares
 
 
@@ -23,13 +22,14 @@ def error_of(ours: Tensor, expected: Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def one_process() -> dict[str, list[Pass]]:
-    return {family: passes(family) for family in FAMILIES}
+    return {family: passes(family) for family in DIVISIBLE}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_give_the_velocity_and_gradient_of_one_process(
     ranks: int, one_process: dict[str, list[Pass]], tmp_path: Path
 ) -> None:
+    assert {"sd3", "flux", "qwen_image", "wan", "hunyuan_video"} <= one_process.keys()
     on_each = on_ranks(ranks, tmp_path, passes_on_ranks)
     for family, expected in one_process.items():
         for one, *several in zip(expected, *(each[family] for each in on_each), strict=True):
@@ -42,17 +42,19 @@ def test_ranks_give_the_velocity_and_gradient_of_one_process(
             assert max(float(value.abs().max()) for value in one.gradients.values()) > 1e-2
 
 
-@pytest.mark.parametrize("lora", [True, False], ids=["adapters", "sharded weights"])
-def test_two_replicas_of_two_cards_train_as_one_process(lora: bool, tmp_path: Path) -> None:
-    several = on_ranks(4, tmp_path, trained, 2, lora)
+@pytest.mark.parametrize(("lora", "ranks"), [(True, 4), (False, 2)], ids=["two replicas", "sharded weights"])
+def test_pairs_of_cards_that_train_each_sample_together_train_as_one_process(
+    lora: bool, ranks: int, tmp_path: Path
+) -> None:
+    several = on_ranks(ranks, tmp_path, trained, 2, lora)
     weights, metrics = trained(None, 1, lora)
     published, their_metrics = several[0]
     assert published.keys() == weights.keys()
     assert max(error_of(published[name], value) for name, value in weights.items()) < 1e-6
     assert all(each == their_metrics for _, each in several)
     for ours, expected in zip(their_metrics, metrics, strict=True):
-        close = {name: pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in expected.items()}
-        assert ours == close
+        numbers = {name: value for name, value in expected.items() if value is not None}
+        assert {name: ours[name] for name in numbers} == pytest.approx(numbers, rel=1e-4, abs=1e-6)
 
 
 def test_more_ranks_than_divide_the_heads_are_refused() -> None:

@@ -178,7 +178,7 @@ def _heads_to_tokens(
     """The inverse of `_tokens_to_heads`."""
     p, b, h, _, d = value_PBHSD.shape
     each = p * b * h * d
-    sent = torch.cat([piece.reshape(-1) for piece in value_PBHSD.split(list(sizes), dim=3)])
+    sent = torch.cat([piece.reshape(-1) for piece in torch.split(value_PBHSD, list(sizes), dim=3)])
     received = sent.new_empty(len(sizes) * each * sizes[rank])
     dist.all_to_all_single(
         received, sent, [each * sizes[rank]] * len(sizes), [each * size for size in sizes], group=group

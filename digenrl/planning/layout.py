@@ -187,7 +187,8 @@ def best_trainer(
 def _trainers(
     workload: Workload, pool: CardPool, cards: int, samples_per_unit: int, capabilities: Capabilities
 ) -> Iterator[TrainerLayout]:
-    packs, together = (1,), capabilities.replica_cards
+    together = capabilities.replica_cards
+    packs: tuple[int, ...] = (1,)
     if capabilities.packed:
         packs = _pack_sizes(workload, cards // together, samples_per_unit, capabilities.largest_pack)
     shard_sizes = _shard_sizes(workload, pool, cards, capabilities)

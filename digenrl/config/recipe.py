@@ -421,6 +421,9 @@ class Recipe(Frozen):
         if lanes.cards_per_replica > 1 and tag not in ("none", "auto"):
             why = f"{tag}, but no card of the trainer computes a sample alone (lanes.cards_per_replica)"
             raise _conflict("techniques.tag", f"{why}; set it to none")
+        if self.model.compile is True and max(lanes.cards_per_replica, lanes.cards_per_generator) > 1:
+            why = "true, but models of several cards per sample (lanes.cards_per_...) are not compiled"
+            raise _conflict("model.compile", f"{why}; set it to auto")
         if lanes.cards_per_generator > 1 and (self.mode != "local" or self.shares_work):
             work = " where generators also train (techniques.assist: both)" if self.shares_work else ""
             why = f"{lanes.cards_per_generator} in mode {self.mode}{work}"

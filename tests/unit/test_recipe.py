@@ -140,6 +140,11 @@ def test_stale_samples_need_generators_that_run_concurrently_with_the_trainer() 
         ),
         ({"lanes": {"cards_per_generator": 2}, "mode": "ray"}, "lanes.cards_per_generator", "local"),
         (
+            {"lanes": {"cards_per_generator": 2}, "model": {**SMALLEST["model"], "compile": True}},
+            "model.compile",
+            "auto",
+        ),
+        (
             {"lanes": {"cards_per_generator": 2}, "techniques": {"assist": "both"}},
             "lanes.cards_per_generator",
             "assist",

@@ -236,14 +236,15 @@ def check_cards_per_sample(blueprint: Blueprint) -> None:
     Reads no weights. A hub id that is not in the cache is checked when it is loaded.
     """
     lanes, kind = blueprint.recipe.lanes, blueprint.family.model_class
-    cards = {"cards_per_replica": lanes.cards_per_replica, "cards_per_generator": lanes.cards_per_generator}
-    if max(cards.values()) == 1:
+    keys = {"cards_per_replica": lanes.cards_per_replica, "cards_per_generator": lanes.cards_per_generator}
+    several = {key: count for key, count in keys.items() if count > 1}
+    if not several:
         return
     try:
         heads = attention_heads(transformer_without_weights(blueprint))
     except OSError:
         return
-    for key, count in cards.items():
+    for key, count in several.items():
         with errors_about(f"lanes.{key}"):
             check_ranks(kind.family, kind.self_attention, heads, count)
 

@@ -49,7 +49,13 @@ def inspect_here(recipe: Recipe) -> Machine:
 
         from digenrl.models.hub import HubUnreachableError
         from digenrl.rewards.function import import_target
-        from digenrl.worker.blueprint import check_adapters, check_base, check_hub_model, read_blueprint
+        from digenrl.worker.blueprint import (
+            check_adapters,
+            check_base,
+            check_cards_per_sample,
+            check_hub_model,
+            read_blueprint,
+        )
         from digenrl.worker.sharding_checks import check_sharding
     except ModuleNotFoundError as error:
         missing = f"training needs the package '{error.name}', which is not installed"
@@ -66,6 +72,7 @@ def inspect_here(recipe: Recipe) -> Machine:
     check_adapters(blueprint)
     check_base(blueprint)
     check_sharding(blueprint)
+    check_cards_per_sample(blueprint)
     return Machine(cores_here(), torch.cuda.device_count())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from digenrl.models.families.helpers import (
 )
 from digenrl.models.family import Component, Family, FullSize
 from digenrl.models.pipeline_model import PipelineModel, TextLength, schedule_of
+from digenrl.models.token_exchange import TokenShares
 
 TEXT_LENGTH = TextLength("tokenizer", default=512, most=512)  # the model was trained with 512
 
@@ -35,6 +36,7 @@ class WanModel(PipelineModel):
     block_state_arguments = ("hidden_states",)
     text_encoders = ("text_encoder",)
     text_length = TEXT_LENGTH
+    self_attention = ("attn1",)
 
     def __init__(self, pipeline: Any) -> None:
         config = pipeline.config
@@ -44,6 +46,10 @@ class WanModel(PipelineModel):
                 "known: Wan2.1 text-to-video; name the directory of one"
             )
         super().__init__(pipeline)
+
+    def own_arguments(self, arguments: Mapping[str, Any], shares: TokenShares) -> dict[str, Any]:
+        """The rotary tables."""
+        return {"rotary_emb": tuple(shares.own(table, 1, "image") for table in arguments["rotary_emb"])}
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:

@@ -63,3 +63,11 @@ def train(trainer, groups):
         while trainer.can_commit():
             metrics.append(asdict(trainer.commit()))
     return metrics
+
+
+def assert_close_metrics(several, one):
+    for ours, expected in zip(several, one, strict=True):
+        assert ours.keys() == expected.keys()
+        for name, value in expected.items():
+            close = None if value is None else pytest.approx(value, rel=1e-4, abs=1e-6)
+            assert ours[name] == close, name

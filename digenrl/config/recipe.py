@@ -278,8 +278,9 @@ class LaneSettings(Frozen):
     """The lanes of a run: a number of lanes, placed on free devices, or a list of devices.
 
     With `rewards: 0` the lane that generated a sample scores it. `ranks` processes train together, each on its own
-    device. `threads` is the number of threads per worker on a CPU. `mode: ray` takes only numbers of lanes;
-    `cluster` says where they go.
+    device. With several `cards_per_replica` or `cards_per_generator`, that many cards compute each sample
+    together: each has some of its tokens (context parallelism). `threads` is the number of threads per worker on a
+    CPU. `mode: ray` takes only numbers of lanes; `cluster` says where they go.
 
     `mode: colocated` with several `cards` is short for `mode: local` with one generator less than that, which all
     generate, score and train (`techniques.assist: both`).
@@ -293,6 +294,8 @@ class LaneSettings(Frozen):
     shard_base: bool = Field(
         default=False, description="with LoRA, each of the ranks holds a shard of the frozen weights, not a copy"
     )
+    cards_per_replica: Lanes = Field(default=1, description="ranks that train each sample together")
+    cards_per_generator: Lanes = Field(default=1, description="cards that generate each sample together")
     generators: Lanes | tuple[str, ...] = 1
     rewards: Annotated[int, Field(ge=0, le=16_384)] | tuple[str, ...] = 1
     encoder: str = Field(default="auto", description="where prompts are encoded; the trainer's device by default")
@@ -457,6 +460,7 @@ class Recipe(Frozen):
         if self.sharded and self.training.offload is True:
             why = f"true, but the weights are sharded over lanes.ranks = {ranks}, none of which generates"
             raise _conflict("training.offload", f"{why}; set it to auto")
+        self._check_context_parallelism()
         if self.evaluation is not None and self.evaluation.weights == "ema" and self.training.ema is None:
             why = "ema, but the run keeps no moving average; add training.ema={decay: 0.9}, or set it to trained"
             raise _conflict("evaluation.weights", why)
@@ -497,6 +501,25 @@ class Recipe(Frozen):
             why = f"true, but model.base is {self.model.base}, and quantized weights cannot be sharded"
             raise _conflict("lanes.shard_base", f"{why}; leave one of them out")
 
+    def _check_context_parallelism(self) -> None:
+        """Raises ConfigError if the cards of a replica or of a generator cannot compute samples together."""
+        lanes, tag = self.lanes, self.techniques.tag
+        if lanes.ranks % lanes.cards_per_replica:
+            why = (
+                f"{lanes.cards_per_replica} does not divide lanes.ranks = {lanes.ranks}, all cards of the trainer"
+            )
+            raise _conflict("lanes.cards_per_replica", f"{why}; change one of them")
+        if lanes.cards_per_replica > 1 and tag not in ("none", "auto"):
+            why = f"{tag}, but no card of the trainer computes a sample alone (lanes.cards_per_replica)"
+            raise _conflict("techniques.tag", f"{why}; set it to none")
+        if self.model.compile is True and max(lanes.cards_per_replica, lanes.cards_per_generator) > 1:
+            why = "true, but models of several cards per sample (lanes.cards_per_...) are not compiled"
+            raise _conflict("model.compile", f"{why}; set it to auto")
+        if lanes.cards_per_generator > 1 and (self.mode != "local" or self.shares_work):
+            work = " where generators also train (techniques.assist: both)" if self.shares_work else ""
+            why = f"{lanes.cards_per_generator} in mode {self.mode}{work}"
+            raise _conflict("lanes.cards_per_generator", f"{why}; set it to 1, or mode to local")
+
     def _check_shared_work(self) -> None:
         """Raises ConfigError if generators cannot train as well."""
         if self.topology.one_process:
@@ -522,7 +545,8 @@ class Recipe(Frozen):
     @property
     def trainer_helps(self) -> bool:
         """Whether the trainer also generates."""
-        return self.techniques.tag != "none" and self.techniques.assist != "none" and not self.shards_model
+        alone = not self.shards_model and self.lanes.cards_per_replica == 1
+        return self.techniques.tag != "none" and self.techniques.assist != "none" and alone
 
     @property
     def job_samples(self) -> int:

@@ -10,7 +10,7 @@ from digenrl.config.attention import KINDS, Kernels, Trials, choose_kernels, des
 from digenrl.config.recipe import Recipe
 from digenrl.driver.dispatcher import Dispatcher
 from digenrl.records import Calibrate, Calibrated, PassKind
-from digenrl.worker.assignment import Duty
+from digenrl.worker.assignment import Duty, cards_per_sample
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 class MeasuredForwards:
     """The operations of one sample, each worker's rate of matrix products, and the chosen kernels.
 
-    `kernels` is None if none were tried.
+    The rate is that of the cards that compute a sample together. `kernels` is None if none were tried.
     """
 
     generate_flop: float
@@ -47,7 +47,10 @@ def measure_forwards(
             for name, kinds in passes.items()
         ]
     )
-    rates = {name: result.matrix_tflops for name, result in zip(passes, results, strict=True)}
+    rates = {
+        each.name: cards_per_sample(each) * result.matrix_tflops
+        for each, result in zip(lanes, results, strict=True)
+    }
     kernels = chosen_kernels(recipe, [each.attention or {} for each in results], notify)
     if kernels is not None:
         driver.use_kernels(kernels)

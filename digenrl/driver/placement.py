@@ -49,8 +49,11 @@ def place(
     trainer_device = _trainer_device(recipe, machine)
     for rank in range(recipe.lanes.ranks):
         _check_device(f"rank {rank} of the trainer", rank_device(trainer_device, rank), machine)
+    for index, device in enumerate(devices):
+        for card in range(1, recipe.lanes.cards_per_generator):
+            _check_device(f"card {card} of generator {index}", rank_device(device, card), machine)
     encoder_device = trainer_device if recipe.lanes.encoder == "auto" else recipe.lanes.encoder
-    reward_devices = _reward_devices(recipe, machine, recipe.lanes.ranks + len(devices))
+    reward_devices = _reward_devices(recipe, machine, lane_count(recipe))
     return Workers(
         trainer=assign(TRAINER, {"train", *helps}, trainer_device, blocks[0]),
         generators=tuple(
@@ -78,24 +81,25 @@ def _generator_devices(recipe: Recipe, machine: Machine) -> tuple[str, ...]:
     generators = recipe.lanes.generators
     if not isinstance(generators, int):
         return generators
-    ranks = recipe.lanes.ranks
+    ranks, each, needed = recipe.lanes.ranks, recipe.lanes.cards_per_generator, lane_count(recipe)
     trainer = "the trainer" if ranks == 1 else f"{ranks} trainer ranks"
-    lanes = f"lanes.generators: {generators} generators and {trainer}"
+    several = "" if each == 1 else f" of {each} cards each"
+    lanes = f"lanes.generators: {generators} generators{several} and {trainer}"
     if runs_on_cpu(recipe, machine):
         threads = threads_per_worker(recipe, machine)
-        if (ranks + generators) * threads > len(machine.cores):
+        if needed * threads > len(machine.cores):
             raise ConfigError(
                 f"{lanes} with {threads} thread{'s' if threads > 1 else ''} each need "
-                f"{(ranks + generators) * threads} cores, this machine has {len(machine.cores)}; use fewer, or "
+                f"{needed * threads} cores, this machine has {len(machine.cores)}; use fewer, or "
                 "mode: colocated, or name the devices (lanes.generators=[cpu,cpu]) to share cores"
             )
         return ("cpu",) * generators
-    if ranks + generators > machine.cuda_devices:
+    if needed > machine.cuda_devices:
         raise ConfigError(
-            f"{lanes} need {ranks + generators} CUDA devices, this machine has {machine.cuda_devices}; use fewer, "
+            f"{lanes} need {needed} CUDA devices, this machine has {machine.cuda_devices}; use fewer, "
             "or mode: colocated, or name the devices (lanes.generators=[cuda:0]) to share one"
         )
-    return tuple(f"cuda:{ranks + index}" for index in range(generators))
+    return tuple(f"cuda:{ranks + index * each}" for index in range(generators))
 
 
 def _reward_devices(recipe: Recipe, machine: Machine, taken: int) -> tuple[str, ...]:
@@ -114,6 +118,7 @@ def _core_blocks(recipe: Recipe, machine: Machine) -> Sequence[tuple[int, ...] |
     threads, lanes = threads_per_worker(recipe, machine), lane_count(recipe)
     if not runs_on_cpu(recipe, machine) or threads * lanes > len(machine.cores):
         return [None] * lanes
-    firsts = [0, *range(recipe.lanes.ranks * threads, lanes * threads, threads)]
+    per_generator = recipe.lanes.cards_per_generator * threads
+    firsts = [0, *range(recipe.lanes.ranks * threads, lanes * threads, per_generator)]
     ends = [*firsts[1:], lanes * threads]
     return [machine.cores[first:end] for first, end in zip(firsts, ends, strict=True)]

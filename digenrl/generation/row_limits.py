@@ -17,12 +17,19 @@ class RowLimit:
     """The largest number of rows that one kind of work processes at once; None until memory runs out.
 
     Reuse it for later rows, so that memory does not run out again. `doing` names the work in error messages, and
-    `section` the part of the recipe that has the size of the samples.
+    `section` the part of the recipe that has the size of the samples. Work of several ranks together is never
+    repeated: they would not agree on its size.
     """
 
-    def __init__(self, largest: int | None = None, doing: str = "working on", section: str = "sample") -> None:
+    def __init__(
+        self,
+        largest: int | None = None,
+        doing: str = "working on",
+        section: str = "sample",
+        several_ranks: bool = False,
+    ) -> None:
         self.largest = largest
-        self._doing, self._section = doing, section
+        self._doing, self._section, self._several_ranks = doing, section, several_ranks
 
     def run(
         self, rows: int, work: Callable[[slice], Result], save_memory: Callable[[], bool] = lambda: False
@@ -54,6 +61,11 @@ class RowLimit:
         try:
             return (work(rows),)
         except torch.OutOfMemoryError as error:
+            if self._several_ranks:
+                raise ConfigError(
+                    f"memory ran out while {self._doing} {rows.stop - rows.start} samples on several cards, which "
+                    "cannot try again with fewer; lower batch.slice or evaluation.batch"
+                ) from error
             if rows.stop - rows.start == 1 and not save_memory():
                 size = " or ".join(f"{self._section}.{key}" for key in ("height", "width", "frames"))
                 raise ConfigError(
@@ -76,10 +88,10 @@ class RowLimits:
     held_out_decoding: RowLimit
 
     @classmethod
-    def decoding_at_most(cls, rows: int | None) -> RowLimits:
-        """Limits of which only that of decoding is known, if any."""
+    def decoding_at_most(cls, rows: int | None, several_ranks: bool = False) -> RowLimits:
+        """Limits of which only that of decoding is known, if any. Several ranks may denoise together."""
         limits = [
-            RowLimit(largest, doing, section)
+            RowLimit(largest, doing, section, several_ranks and doing == "denoising")
             for section in ("sample", "evaluation")
             for doing, largest in (("denoising", None), ("decoding", rows))
         ]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-import torch.utils.checkpoint
 from diffusers import UNet2DConditionModel
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from digenrl.models.contract import DiffusionModel
 
@@ -59,6 +59,7 @@ def checkpoint_chosen(model: DiffusionModel, blocks: Collection[nn.Module]) -> N
     def call(block: Callable[..., Any], *arguments: Any) -> Any:
         if block not in chosen:
             return block(*arguments)
-        return torch.utils.checkpoint.checkpoint(block, *arguments, use_reentrant=False)
+        contexts = noop_context_fn if model.exchange is None else model.exchange.checkpoint_contexts
+        return checkpoint(block, *arguments, use_reentrant=False, context_fn=contexts)
 
     transformer.enable_gradient_checkpointing(call)

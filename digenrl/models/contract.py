@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from digenrl.config.attention import Kernels
+from digenrl.models.token_exchange import TokenExchange, TokenShares
 
 ComfyuiLayers = Mapping[str, tuple[str, ...]]
 """ComfyUI's layers, each with the diffusers layers whose outputs it concatenates; `*` is the index of a block."""
@@ -118,6 +119,11 @@ class DiffusionModel(ABC):
     default_guidance: float
     # The arguments of a repeated block that it updates and returns, for the next block.
     block_state_arguments: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
+    # Names of a repeated block's layers in which all its tokens attend to each other; empty if the tokens of a
+    # forward cannot be divided over several cards.
+    self_attention: ClassVar[tuple[str, ...]] = ()
+    # Connects the ranks that compute each forward together; None if this process computes alone.
+    exchange: TokenExchange | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -151,6 +157,13 @@ class DiffusionModel(ABC):
     def text_length_dims(self, arguments: Mapping[str, Any]) -> list[tuple[Tensor, int]]:
         """A repeated block's arguments that vary with the prompt's length, each with the dimension that varies."""
         return []
+
+    def own_arguments(self, arguments: Mapping[str, Any], shares: TokenShares) -> dict[str, Any]:
+        """A repeated block's arguments with one entry per token, except for its states, cut to a rank's tokens.
+
+        Only for models whose tokens are divided over several cards.
+        """
+        return {}
 
     @abstractmethod
     def drop_text_encoders(self) -> None:

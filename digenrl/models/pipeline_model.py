@@ -99,9 +99,10 @@ class PipelineModel(DiffusionModel):
         if self.text_mask is None:
             return conditioning
         negative = conditioning.negative
+        least = 1 if self.exchange is None else self.exchange.ranks  # every rank has a token of the text
         return Conditioning(
-            without_padding(conditioning.positive, self.text_mask),
-            None if negative is None else without_padding(negative, self.text_mask),
+            without_padding(conditioning.positive, self.text_mask, least),
+            None if negative is None else without_padding(negative, self.text_mask, least),
         )
 
     def shortened_prompt(self, row: Conditioning) -> Conditioning:
@@ -182,7 +183,8 @@ class PipelineModel(DiffusionModel):
         masked = self.text_mask is not None and conditioning.positive[self.text_mask] is not None
         if self._graphed is None:  # created late, after adapters have been added
             self._graphed = GraphedForwards(self)
-        velocity = self.velocity if masked else self._graphed.velocity
+        captures = not masked and self.exchange is None  # collectives are not captured
+        velocity = self._graphed.velocity if captures else self.velocity
         with self._attention_switch.rollout(masked=masked):
             return velocity(latents_BL, timesteps_B, conditioning, guidance, size)
 
@@ -244,8 +246,13 @@ def schedule_of(scheduler: Any) -> Schedule:
     )
 
 
-def without_padding(text: Mapping[str, Tensor | None], mask_name: str) -> Mapping[str, Tensor | None]:
-    """Text arguments without the columns that are padding in every row; the mask is None if no row is padded."""
+def without_padding(
+    text: Mapping[str, Tensor | None], mask_name: str, least: int = 1
+) -> Mapping[str, Tensor | None]:
+    """Text arguments without the columns that are padding in every row; the mask is None if no row is padded.
+
+    At least `least` columns remain.
+    """
     mask_BT = text[mask_name]
     if mask_BT is None:
         return text
@@ -254,7 +261,7 @@ def without_padding(text: Mapping[str, Tensor | None], mask_name: str) -> Mappin
     padded_at_the_end = mask_BT == (torch.arange(mask_BT.shape[1], device=mask_BT.device) < length_B[:, None])
     if not bool(padded_at_the_end.all()):
         return text
-    longest = int(length_B.max())
+    longest = max(int(length_B.max()), least)
     cut = {
         name: value[:, :longest] if value is not None and (value.ndim == 3 or name == mask_name) else value
         for name, value in text.items()

@@ -33,6 +33,8 @@ def colocated_plan(
 ) -> Plan | None:
     """All cards that can generate and train, one after the other; None if these are fewer than two."""
     lanes: list[GeneratorLayout] = []
+    if options.capabilities.replica_cards > 1:
+        return None
     for pool in cluster.pools:
         layout = generator_layout(workload, pool, pool.cards, constants, options.capabilities)
         if layout is not None and layout.lane_cards == 1 and _trainer(workload, [pool], pool, options, constants):

@@ -32,7 +32,8 @@ class TrainerLayout:
 
     `shard_cards` cards share one copy of the weights: 1 is plain data parallelism, all cards FSDP, the cards of a
     node hybrid sharding. `pack` pairs share one forward and backward. With `spread_steps` the pairs of a sample
-    are distributed over ranks (time-step parallelism); without it one rank trains all steps of a sample.
+    are distributed over ranks (time-step parallelism); without it one rank trains all steps of a sample. The cards
+    of a replica (`replica_cards`) compute each pair together (context parallelism), as one rank.
     """
 
     pool: CardPool
@@ -41,10 +42,17 @@ class TrainerLayout:
     pack: int
     checkpointing: bool
     spread_steps: bool = True
+    replica_cards: int = 1
 
     def __post_init__(self) -> None:
         assert 1 <= self.shard_cards <= self.cards, "a copy of the weights is sharded over the trainer's cards"
         assert self.pack >= 1
+        assert self.cards % self.replica_cards == 0, "all replicas have equally many cards"
+
+    @property
+    def replicas(self) -> int:
+        """How many pairs are computed at a time."""
+        return self.cards // self.replica_cards
 
 
 def forward_seconds(
@@ -82,7 +90,7 @@ def lane_slice_seconds(
 
 
 def training_pass_seconds(
-    workload: Workload, card: Card, pairs: int, checkpointing: bool, constants: Constants = CONSTANTS
+    workload: Workload, card: Card, pairs: float, checkpointing: bool, constants: Constants = CONSTANTS
 ) -> float:
     """Forward and backward of `pairs` packed (sample, time-step) pairs on one card, without gathers."""
     work = workload.forward_work
@@ -123,7 +131,9 @@ def packed_pass_seconds(
     workload: Workload, trainer: TrainerLayout, pairs: int, constants: Constants = CONSTANTS
 ) -> float:
     """One pass of `pairs` pairs, with gathers that partly overlap with compute."""
-    compute_s = training_pass_seconds(workload, trainer.pool.card, pairs, trainer.checkpointing, constants)
+    share = pairs / trainer.replica_cards
+    compute_s = training_pass_seconds(workload, trainer.pool.card, share, trainer.checkpointing, constants)
+    compute_s += _token_exchange_seconds(workload, trainer, pairs, constants)
     gather_s = gather_seconds(workload, trainer, constants)
     exposed = (1 - constants.gather_overlap) * min(compute_s, gather_s)
     return max(compute_s, gather_s) + exposed
@@ -138,9 +148,9 @@ def unit_seconds(
     """
     trained, pairs_per_sample = workload.trained_samples(samples), workload.pairs_per_sample
     if trainer.spread_steps:
-        pairs = ceil(trained * pairs_per_sample / trainer.cards)
+        pairs = ceil(trained * pairs_per_sample / trainer.replicas)
     else:
-        pairs = ceil(trained / trainer.cards) * pairs_per_sample
+        pairs = ceil(trained / trainer.replicas) * pairs_per_sample
     one_rank_s = trainer.pool.measured.train_seconds_per_sample
     if one_rank_s is not None:
         return samples * one_rank_s * pairs / (trained * pairs_per_sample)
@@ -254,6 +264,20 @@ def _tensor_parallel_seconds(
     sent = 2 * facts.blocks * rows * facts.block_hidden_bytes(workload.tokens)
     link = card.card_link_gb_s * GB * constants.collective_share
     return 2 * sent * (lane_cards - 1) / lane_cards / link
+
+
+def _token_exchange_seconds(workload: Workload, trainer: TrainerLayout, pairs: int, constants: Constants) -> float:
+    """The exchanges of a pass between the cards of a replica.
+
+    In each block of every forward and backward, a card sends queries, keys, values and outputs of its tokens.
+    """
+    cards, facts = trainer.replica_cards, workload.facts
+    if cards == 1:
+        return 0.0
+    passes = 2 + trainer.checkpointing + workload.reference_forward + workload.old_policy_forward
+    own_bytes = facts.block_hidden_bytes(workload.tokens) / cards
+    sent = 4 * own_bytes * (cards - 1) / cards * facts.blocks * pairs * workload.trained_branches
+    return passes * sent / _link_bytes_s(trainer.pool, cards, constants)
 
 
 def _link_bytes_s(pool: CardPool, cards: int, constants: Constants) -> float:

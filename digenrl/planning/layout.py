@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import ceil
@@ -32,7 +32,8 @@ class Capabilities:
     `shards` is how weights may be sharded: over all trainer cards, per node or not at all (`any`), over all cards
     or not at all (`no_nodes`), or `as_trained`: over all cards for full fine-tuning and, for adapters, if a copy
     does not fit on a card. With `sharded_help` a trainer with sharded weights can generate. Without `packed` (no
-    time-step parallelism) every pair is one pass, and one rank trains all pairs of a sample.
+    time-step parallelism) every pair is one pass, and one rank trains all pairs of a sample. `replica_cards` train
+    each sample together.
     """
 
     tensor_parallel: bool = True
@@ -41,6 +42,7 @@ class Capabilities:
     packed: bool = True
     largest_pack: int | None = None
     checkpointing: tuple[bool, ...] = (False, True)
+    replica_cards: int = 1
 
 
 ALL_CAPABILITIES = Capabilities()
@@ -133,7 +135,7 @@ def helper_lane_cards(
     workload: Workload, trainer: TrainerLayout, constants: Constants, capabilities: Capabilities
 ) -> int | None:
     """Cards per lane if the trainer's cards generate, or None if they cannot."""
-    if trainer.shard_cards > 1 and not capabilities.sharded_help:
+    if trainer.replica_cards > 1 or (trainer.shard_cards > 1 and not capabilities.sharded_help):
         return None
     layout = generator_layout(workload, trainer.pool, trainer.cards, constants, capabilities)
     return None if layout is None else layout.lane_cards
@@ -160,9 +162,11 @@ def best_trainer(
     fits, with the pack and checkpointing of its measurement. With `beside_generation`, a card (of one) also has to
     hold what it generates with.
     """
+    if cards % capabilities.replica_cards:
+        return None
     if pool.measured.train_seconds_per_sample is not None:
         shards = cards if workload.tuning == "full" else 1
-        return TrainerLayout(pool, cards, shards, 1, False, spread_steps=capabilities.packed)
+        return TrainerLayout(pool, cards, shards, 1, False, capabilities.packed, capabilities.replica_cards)
     if not workload.has_cost_model:
         return None
     units = ceil(workload.samples_per_step / samples_per_unit)
@@ -187,12 +191,13 @@ def best_trainer(
 def _trainers(
     workload: Workload, pool: CardPool, cards: int, samples_per_unit: int, capabilities: Capabilities
 ) -> Iterator[TrainerLayout]:
+    together = capabilities.replica_cards
     packs: tuple[int, ...] = (1,)
     if capabilities.packed:
-        packs = _pack_sizes(workload, cards, samples_per_unit, capabilities.largest_pack)
+        packs = _pack_sizes(workload, cards // together, samples_per_unit, capabilities.largest_pack)
     shard_sizes = _shard_sizes(workload, pool, cards, capabilities)
     for shard_cards, checkpointing, pack in product(shard_sizes, capabilities.checkpointing, packs):
-        yield TrainerLayout(pool, cards, shard_cards, pack, checkpointing, spread_steps=capabilities.packed)
+        yield TrainerLayout(pool, cards, shard_cards, pack, checkpointing, capabilities.packed, together)
 
 
 def _fits(workload: Workload, trainer: TrainerLayout, headroom: float, beside_generation: bool) -> bool:
@@ -202,9 +207,10 @@ def _fits(workload: Workload, trainer: TrainerLayout, headroom: float, beside_ge
 
 
 def memory_of_trainer(workload: Workload, trainer: TrainerLayout, headroom: float) -> MemoryReport:
-    return trainer_memory(
+    report = trainer_memory(
         workload, trainer.pool.card, trainer.shard_cards, trainer.pack, trainer.checkpointing, headroom
     )
+    return replace(report, activations_gib=report.activations_gib / trainer.replica_cards)
 
 
 def memory_of_shared_card(workload: Workload, trainer: TrainerLayout, size: int, headroom: float) -> MemoryReport:
@@ -242,10 +248,10 @@ def _shard_sizes(workload: Workload, pool: CardPool, cards: int, capabilities: C
     return tuple(sorted(sizes))
 
 
-def _pack_sizes(workload: Workload, cards: int, samples_per_unit: int, largest: int | None) -> tuple[int, ...]:
+def _pack_sizes(workload: Workload, ranks: int, samples_per_unit: int, largest: int | None) -> tuple[int, ...]:
     """Powers of two below the pairs that one rank gets of a part of a unit, and that number; at most `largest`."""
     pairs = workload.trained_samples(samples_per_unit) * workload.pairs_per_sample
-    most = ceil(pairs / workload.parts_per_group / cards)
+    most = ceil(pairs / workload.parts_per_group / ranks)
     most = min(most, largest or most)
     powers = [2**exponent for exponent in range(most.bit_length()) if 2**exponent < most]
     return (*powers, most)

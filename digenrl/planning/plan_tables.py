@@ -50,7 +50,8 @@ def trainer_words(plan: Plan) -> str:
         return f"{ranks}: as measured"
     weights = "a copy per card" if trainer.shard_cards == 1 else f"weights over {trainer.shard_cards} cards"
     checkpointing = "checkpointing, " if trainer.checkpointing else ""
-    return f"{ranks}: pack {trainer.pack}, {checkpointing}{weights}"
+    together = "" if trainer.replica_cards == 1 else f", {trainer.replica_cards} cards per sample"
+    return f"{ranks}: pack {trainer.pack}, {checkpointing}{weights}{together}"
 
 
 def rule_words(plan: Plan) -> str:

@@ -59,12 +59,14 @@ def workload_of(recipe: Recipe, cluster: Cluster, facts: ModelFacts | None) -> W
 def options_for(recipe: Recipe, base: PlanOptions) -> PlanOptions:
     """`base`, restricted to plans that the runtime can run with this recipe.
 
-    A lane is one card. Adapters are trained with a full copy of the weights per rank if that fits. If not, and in
-    full fine-tuning, weights are sharded over all ranks, which then cannot help. Techniques that the recipe
-    switches off stay off; pack size and checkpointing are the recipe's.
+    A lane is one card, and a replica of the trainer has as many as the recipe says. Adapters are trained with a
+    full copy of the weights per rank if that fits. If not, and in full fine-tuning, weights are sharded over all
+    ranks, which then cannot help. Techniques that the recipe switches off stay off; pack size and checkpointing
+    are the recipe's.
     """
-    techniques, training = recipe.techniques, recipe.training
-    helps = techniques.tag != "none" and techniques.assist != "none"
+    techniques, training, together = recipe.techniques, recipe.training, recipe.lanes.cards_per_replica
+    _check_cards_per_sample(recipe, base.ranks)
+    helps = techniques.tag != "none" and techniques.assist != "none" and together == 1
     job_samples, why_dedicated = _shared_training(recipe, base.ranks)
     checkpointing = training.gradient_checkpointing
     packs = training.pack_size if isinstance(training.pack_size, int) else training.largest_pack
@@ -79,6 +81,7 @@ def options_for(recipe: Recipe, base: PlanOptions) -> PlanOptions:
             packed=techniques.tsp,
             largest_pack=packs,
             checkpointing=(False, True) if checkpointing == "auto" else (bool(checkpointing),),
+            replica_cards=together,
         ),
         stale_shares=base.stale_shares,
         helps=("none", techniques.tag) if helps else ("none",),
@@ -97,6 +100,20 @@ def with_shared_training(workload: Workload, options: PlanOptions) -> PlanOption
     return replace(options, job_samples=next(enough, workload.samples_per_prompt))
 
 
+def _check_cards_per_sample(recipe: Recipe, ranks: int | None) -> None:
+    """Raises ConfigError if plans cannot have the recipe's cards per sample."""
+    lanes = recipe.lanes
+    if lanes.cards_per_generator > 1:
+        raise ConfigError(
+            f"lanes.cards_per_generator: {lanes.cards_per_generator}, but plans are for mode ray, where a lane is "
+            "one card; set it to 1 to plan"
+        )
+    if ranks is not None and ranks % lanes.cards_per_replica:
+        raise ConfigError(
+            f"--ranks: {ranks} is not a multiple of lanes.cards_per_replica, {lanes.cards_per_replica}; change one"
+        )
+
+
 def _several_ranks(ranks: int) -> str:
     return f"--ranks is {ranks}, and every card would train alone"
 
@@ -111,6 +128,8 @@ def _shared_training(recipe: Recipe, ranks: int | None) -> tuple[int | None, str
     ):
         if value == off:
             return None, f"the recipe sets techniques.{key} to {str(off).lower()}"
+    if recipe.lanes.cards_per_replica > 1:
+        return None, f"lanes.cards_per_replica is {recipe.lanes.cards_per_replica}, and no card trains alone"
     if ranks is not None and ranks > 1:
         return None, _several_ranks(ranks)
     content = recipe.model_dump()

@@ -238,9 +238,9 @@ class TrainingRun:
 
 def _operations(driver: Dispatcher, forwards: MeasuredForwards) -> SampleOperations:
     """The operations of a sample, and the rates of all lanes. That of the trainer's is the sum of its ranks."""
-    lanes, rates = driver.stores.lanes, forwards.matrix_tflops
+    lanes, rates, counts = driver.stores.lanes, forwards.matrix_tflops, driver.stores.recipe.lanes
     own = {name: rates.get(lanes.worker(lane), rates[TRAINER]) for lane, name in enumerate(lanes.names)}
-    trainer = rates[TRAINER] * driver.stores.recipe.lanes.ranks
+    trainer = rates[TRAINER] * counts.ranks / counts.cards_per_replica
     return SampleOperations(forwards.generate_flop, forwards.train_flop, own | {TRAINER_LANE: trainer})
 
 

@@ -20,7 +20,7 @@ class Assignment:
 
     `exchange` is the folder where workers of one machine leave tensors; workers of a cluster have none. `cores`
     pins a worker to CPU cores. A trainer may start from a `checkpoint`. `pool` is the worker's generator pool in
-    the recipe, and `rank` its place in a trainer of several processes, whose every start has a new `epoch`. Files
+    the recipe, and `rank` its place in a worker of several processes, whose every start has a new `epoch`. Files
     are written into `run`.
     """
 
@@ -107,8 +107,17 @@ class Workers:
 
 def rank_names(assignment: Assignment) -> list[str]:
     """The processes of a worker: one of the same name, or one per rank."""
-    count = assignment.recipe.lanes.ranks if "train" in assignment.duties else 1
+    lanes, duties = assignment.recipe.lanes, assignment.duties
+    count = lanes.ranks if "train" in duties else lanes.cards_per_generator if "generate" in duties else 1
     return [assignment.name] if count == 1 else [f"{assignment.name}/{index}" for index in range(count)]
+
+
+def cards_per_sample(assignment: Assignment) -> int:
+    """How many of a worker's ranks compute each sample together."""
+    lanes, duties = assignment.recipe.lanes, assignment.duties
+    return (
+        lanes.cards_per_replica if "train" in duties else lanes.cards_per_generator if "generate" in duties else 1
+    )
 
 
 def own_slice(assignment: Assignment, unit: int) -> int:
@@ -136,8 +145,9 @@ def runs_on_cpu(recipe: Recipe, machine: Machine) -> bool:
 
 
 def lane_count(recipe: Recipe) -> int:
-    """Generators and trainer ranks: the workers that compute all the time."""
+    """The processes of generators and of the trainer, which compute all the time."""
     if recipe.topology.one_process:
         return 1
     generators = recipe.lanes.generators
-    return recipe.lanes.ranks + (generators if isinstance(generators, int) else len(generators))
+    count = generators if isinstance(generators, int) else len(generators)
+    return recipe.lanes.ranks + count * recipe.lanes.cards_per_generator

@@ -24,6 +24,7 @@ from digenrl.config.windows import Window
 from digenrl.generation.noise import normal_noise
 from digenrl.models.base_weights import base_fingerprint
 from digenrl.models.compiled import compile_blocks
+from digenrl.models.context_parallel import attention_heads, check_ranks, divide_tokens
 from digenrl.models.contract import DiffusionModel, SampleSize, Schedule, TextEncoder
 from digenrl.models.family import Family
 from digenrl.models.lora import Targets, add_lora, check_targets, target_layers
@@ -35,6 +36,7 @@ from digenrl.models.quantized.replacing import BaseWeights, check_has_blocks
 from digenrl.models.random_text_encoder import RandomTextEncoder
 from digenrl.models.registry import find_family, naming_families
 from digenrl.models.sources import ModelSource, check_class, check_source
+from digenrl.models.token_exchange import TokenExchange
 from digenrl.models.trajectory import StepNoise
 from digenrl.training.open_batch import BatchShape, check_shape
 from digenrl.training.ranks.rank_group import RankGroup
@@ -188,12 +190,13 @@ def load_model(
     *,
     shard_over: RankGroup | None = None,
     base: BaseWeights | None = None,
+    exchange: TokenExchange | None = None,
 ) -> DiffusionModel:
     """The recipe's model without text encoders, with LoRA adapters if it trains those.
 
     Compiling takes about a minute, which pays off `for_a_run` but not for a few pictures. A model is sharded over
     the ranks that are given, and need not fit on one card. `base` is the format of the frozen weights, by default
-    that of a trainer.
+    that of a trainer. With an `exchange`, its ranks compute every forward together; collectives are not compiled.
     """
     recipe = blueprint.recipe
     if for_a_run:
@@ -204,7 +207,9 @@ def load_model(
     _add_adapters(recipe, model)
     if for_a_run and recipe.model.kernels is not None:
         model.use_attention(recipe.model.kernels)
-    if for_a_run and recipe.model.compiles(device):
+    if exchange is not None:
+        divide_tokens(model, exchange)
+    elif for_a_run and recipe.model.compiles(device):
         compile_blocks(model)
     return model
 
@@ -267,12 +272,15 @@ def _load_sharded(blueprint: Blueprint, ranks: RankGroup) -> DiffusionModel:
         )
 
 
-def load_for_evaluation(blueprint: Blueprint, device: str) -> ParkedModel | None:
+def load_for_evaluation(
+    blueprint: Blueprint, device: str, exchange: TokenExchange | None = None
+) -> ParkedModel | None:
     """The model that evaluates, in host memory, if it has other frozen weights than the one that generates."""
     recipe = blueprint.recipe
     if recipe.evaluation is None or recipe.held_out_base == recipe.generating_base:
         return None
-    model = load_model(blueprint, "cpu", for_a_run=False, base=BaseWeights(recipe.held_out_base))
+    base = BaseWeights(recipe.held_out_base)
+    model = load_model(blueprint, "cpu", for_a_run=False, base=base, exchange=exchange)
     assert isinstance(model, PipelineModel)
     return ParkedModel(model, device)
 
@@ -317,6 +325,25 @@ def check_adapters(blueprint: Blueprint) -> None:
     if lora.start_from is not None:
         layers = target_layers(transformer, lora_targets(recipe, blueprint.family))
         check_start(read_lora(Path(lora.start_from), blueprint.family.pipeline_class), set(layers), lora.rank)
+
+
+def check_cards_per_sample(blueprint: Blueprint) -> None:
+    """Raises ConfigError if the model's heads cannot be divided over the cards that compute a sample together.
+
+    Reads no weights. A hub id that is not in the cache is checked when it is loaded.
+    """
+    lanes, kind = blueprint.recipe.lanes, blueprint.family.model_class
+    keys = {"cards_per_replica": lanes.cards_per_replica, "cards_per_generator": lanes.cards_per_generator}
+    several = {key: count for key, count in keys.items() if count > 1}
+    if not several:
+        return
+    try:
+        heads = attention_heads(transformer_without_weights(blueprint))
+    except OSError:
+        return
+    for key, count in several.items():
+        with errors_about(f"lanes.{key}"):
+            check_ranks(kind.family, kind.self_attention, heads, count)
 
 
 def transformer_without_weights(blueprint: Blueprint) -> nn.Module:

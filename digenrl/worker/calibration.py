@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import suppress
 from dataclasses import replace
@@ -12,10 +13,12 @@ import torch
 from digenrl.models.compiled import is_compiled
 from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.matrix_rate import matrix_tflops
+from digenrl.models.shards import is_sharded
 from digenrl.models.trajectory import ScoredGroup, Trajectory
 from digenrl.models.transfers import synchronize
 from digenrl.records import Calibrate, Calibrated, PromptRow, SampleId, Slice
 from digenrl.rewards.contract import RewardError
+from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.worker.forward_trial import sample_forward, train_flop, try_attention
 from digenrl.worker.rollouts import held_out_pixels, roll_out
 from digenrl.worker.stages import Stages
@@ -56,11 +59,18 @@ class StageCalibration:
             0,
             job,
             {},
-            generate_flop=self._blueprint.recipe.sample.denoising_steps * forward.flop,
-            train_flop=train_flop(self._blueprint, model, row),
+            generate_flop=self._of_all_cards(self._blueprint.recipe.sample.denoising_steps * forward.flop),
+            train_flop=self._of_all_cards(train_flop(self._blueprint, model, row)),
             matrix_tflops=matrix_tflops(model.device),
             attention=try_attention(self._blueprint, model, row, forward, job.passes),
         )
+
+    def _of_all_cards(self, flop: float) -> float:
+        """The operations of all cards that compute a sample together, given those of this one."""
+        exchange, ranks = self._stages.model.exchange, self._stages.parts.ranks
+        if exchange is None or ranks is None:
+            return flop
+        return math.fsum(ranks.gather(flop)) * exchange.ranks / ranks.rank.count
 
     def _generation(self, job: Calibrate) -> Calibrated:
         """One slice of every size, and held-out batches once so that a compiled model has met their sizes."""
@@ -106,7 +116,13 @@ class StageCalibration:
                 self._stages.score_pixels(pixels_BFCHW, [prompt] * size)
 
         generate()
-        return sustained_seconds(generate, self._stages.model.device)
+        return sustained_seconds(generate, self._stages.model.device, self._ranks_in_lockstep())
+
+    def _ranks_in_lockstep(self) -> RankGroup | None:
+        """The ranks without which this worker computes no forward, if there are any."""
+        model = self._stages.model
+        in_lockstep = model.exchange is not None or is_sharded(model.transformer)
+        return self._stages.parts.ranks if in_lockstep else None
 
     def _put_and_drop(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         self._exchange.put(name, tensors)
@@ -176,7 +192,9 @@ class StageCalibration:
         """Seconds per sample."""
         trainer, shares = self._stages.trainer, []
         seconds = sustained_seconds(
-            lambda: shares.append(trainer.calibrate(group, later=later)), self._stages.model.device
+            lambda: shares.append(trainer.calibrate(group, later=later)),
+            self._stages.model.device,
+            self._ranks_in_lockstep(),
         )
         return seconds / shares[-1] / self._blueprint.shape.group_size
 

@@ -61,7 +61,13 @@ def _checked(recipe: Recipe) -> tuple[list[str], int]:
 
         from digenrl.models.hub import HubUnreachableError
         from digenrl.rewards.function import import_target
-        from digenrl.worker.blueprint import check_adapters, check_base, check_hub_model, read_blueprint
+        from digenrl.worker.blueprint import (
+            check_adapters,
+            check_base,
+            check_cards_per_sample,
+            check_hub_model,
+            read_blueprint,
+        )
         from digenrl.worker.distilled import distilled_warnings
         from digenrl.worker.sharding_checks import check_sharding
     except ModuleNotFoundError as error:
@@ -79,6 +85,7 @@ def _checked(recipe: Recipe) -> tuple[list[str], int]:
     check_adapters(blueprint)
     check_base(blueprint)
     check_sharding(blueprint)
+    check_cards_per_sample(blueprint)
     return distilled_warnings(blueprint), torch.cuda.device_count()
 
 

@@ -29,9 +29,12 @@ from digenrl.worker.blueprint import Blueprint
 HELD_OUT_STEP = 0  # held-out samples use their own seed and always the same initial noise
 
 
-def row_limits(blueprint: Blueprint) -> RowLimits:
-    """How many rows fit into memory at once, as far as the recipe says so. Out-of-memory errors lower them."""
-    return RowLimits.decoding_at_most(blueprint.recipe.sample.decode_rows)
+def row_limits(blueprint: Blueprint, several_ranks: bool = False) -> RowLimits:
+    """How many rows fit into memory at once, as far as the recipe says so. Out-of-memory errors lower them.
+
+    Unless `several_ranks` denoise together.
+    """
+    return RowLimits.decoding_at_most(blueprint.recipe.sample.decode_rows, several_ranks)
 
 
 def plan(blueprint: Blueprint, model: DiffusionModel, samples: Sequence[SampleId]) -> tuple[RolloutPlan, ...]:

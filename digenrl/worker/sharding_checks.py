@@ -33,10 +33,11 @@ def _check_pairs(recipe: Recipe) -> None:
     steps = algorithm.trained_steps(recipe.sample.denoising_steps, recipe.window)
     samples = algorithm.trained_samples(recipe.batch.samples_per_prompt) // recipe.updates_per_group
     pairs, ranks = max(1, samples * steps // algorithm.rows_per_term), recipe.lanes.ranks
-    if ranks > pairs:
+    busy = pairs * recipe.lanes.cards_per_replica  # ranks at most
+    if ranks > busy:
         raise ConfigError(
             f"{KEY}: {ranks} ranks hold the model together, but a group has {pairs} (sample, step) pairs, "
-            f"so {ranks - pairs} of them would have nothing to do; use {pairs} ranks or fewer",
+            f"so {ranks - busy} of them would have nothing to do; use {busy} ranks or fewer",
             KEY,
         )
 

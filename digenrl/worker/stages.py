@@ -78,7 +78,7 @@ from digenrl.training.checkpoint.export import export_weights, weights_to_export
 from digenrl.training.checkpoint.format import BASE_WEIGHTS, CheckpointError
 from digenrl.training.checkpoint.state_tensors import state_as_tensors, state_of_tensors
 from digenrl.training.gradient_share import share_as_tensors, share_of_tensors
-from digenrl.training.ranks.rank_group import RanksError, all_or_none
+from digenrl.training.ranks.rank_group import RankGroup, RanksError, all_or_none
 from digenrl.training.trainer import Trainer
 from digenrl.worker.blueprint import Blueprint
 from digenrl.worker.pictures import save_pictures
@@ -102,6 +102,9 @@ class WorkerParts:
     Without a `held_out_reward`, held-out samples are scored with `reward`; without a `held_out_model`, they are
     generated with `model`. `publishes` is false if no other worker generates. A `slowdown` above 1 imitates a
     slower device. Checkpoints name the weights that training started from by their fingerprint, `base_weights`.
+
+    A worker may be one of several `ranks`. Those of a generator compute every sample together: the first one
+    leaves and scores them, and the others only follow.
     """
 
     blueprint: Blueprint
@@ -116,6 +119,8 @@ class WorkerParts:
     publishes: bool = True
     slowdown: float = 1.0
     base_weights: str = ""
+    ranks: RankGroup | None = None
+    follows: bool = False
 
 
 class Stages:
@@ -124,7 +129,8 @@ class Stages:
     def __init__(self, parts: WorkerParts) -> None:
         self.parts = parts
         self._blueprint, self._exchange = parts.blueprint, parts.exchange
-        self.row_limits = row_limits(parts.blueprint)
+        together = parts.model is not None and parts.model.exchange is not None
+        self.row_limits = row_limits(parts.blueprint, several_ranks=together)
         self._loaded_version = 0
         self._has_loaded = False
         self._opened = (0, 0, 0)  # step, update and attempt that a worker that never commits trains
@@ -146,6 +152,8 @@ class Stages:
         """Rolls out a slice and decodes it. Scores it here if this worker has a reward, else leaves its pixels."""
         assert self.version >= job.version, f"{job} needs weights that were never loaded"
         generated, pixels_BFCHW = self.roll_out(job.prompt, job.slice)
+        if self.parts.follows:
+            return Generated(0, job, self.version)
         name = slice_name(job.id)
         self._exchange.put(name, trajectory_tensors(generated.trajectories))
         if self.parts.reward is None:
@@ -246,6 +254,8 @@ class Stages:
                 conditioning = Conditioning.joined(rows)
                 first = job.first + start
                 pixels.append(held_out_pixels(self._blueprint, model, conditioning, first, self.row_limits))
+        if self.parts.follows:
+            return Evaluated(0, job)
         pixels_BFCHW = torch.cat(pixels)
         save_pictures(pixels_BFCHW, Path(job.pictures), job.first, job.shown)
         if self.parts.reward is not None:

@@ -9,6 +9,7 @@ from time import perf_counter
 import torch
 
 from digenrl.models.transfers import synchronize
+from digenrl.training.ranks.rank_group import RankGroup
 
 SUSTAINED_S = 4.0  # a GPU that has been busy this long runs at its sustained clock
 
@@ -25,12 +26,19 @@ def peak_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
-def sustained_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of warmed-up work. On a GPU, which slows down under load, under sustained load."""
+def sustained_seconds(work: Callable[[], object], device: torch.device, ranks: RankGroup | None = None) -> float:
+    """Seconds of warmed-up work. On a GPU, which slows down under load, under sustained load.
+
+    Several `ranks` that do the work together repeat it equally often.
+    """
     seconds = [_seconds(work, device)]
-    while device.type == "cuda" and sum(seconds) < SUSTAINED_S:
+    while _all_agree(device.type == "cuda" and sum(seconds) < SUSTAINED_S, ranks):
         seconds.append(_seconds(work, device))
     return fmean(seconds[len(seconds) // 2 :])
+
+
+def _all_agree(go_on: bool, ranks: RankGroup | None) -> bool:
+    return go_on if ranks is None else all(ranks.gather(go_on))
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -21,6 +21,7 @@ from digenrl.logs import logged_job
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.quantized.layers import multiplies_fp8_elsewhere
 from digenrl.models.quantized.replacing import BaseWeights
+from digenrl.models.token_exchange import TokenExchange
 from digenrl.records import Job, JobFailed, Result
 from digenrl.rewards.building import build_rewards
 from digenrl.rewards.contract import Reward, RewardError
@@ -28,7 +29,7 @@ from digenrl.training.checkpoint.checkpoints import Checkpoint, read_checkpoint
 from digenrl.training.checkpoint.format import BASE_WEIGHTS
 from digenrl.training.ranks.rank_group import RankGroup, join_ranks
 from digenrl.training.trainer import Trainer
-from digenrl.worker.assignment import Assignment, Ready, StartFailed
+from digenrl.worker.assignment import Assignment, Ready, StartFailed, cards_per_sample
 from digenrl.worker.blueprint import (
     Blueprint,
     check_attention,
@@ -123,7 +124,8 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
     limit_memory(recipe, assignment.device)
     if duties & {"generate", "train"}:
         check_attention(recipe, assignment.device)
-    reward, held_out_reward = _build_rewards(recipe) if "score" in duties else (None, None)
+    follows = "train" not in duties and assignment.rank is not None and not assignment.rank.is_first
+    reward, held_out_reward = _build_rewards(recipe) if "score" in duties and not follows else (None, None)
     ranks = _join_ranks(assignment, rendezvous)
     with loading_in_turn(assignment.device):
         encoder = None
@@ -131,7 +133,9 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
             shares_device = bool(duties & {"generate", "train"})
             encoder = load_text_encoders(blueprint, assignment.device, shares_device)
         model = _load_model(blueprint, assignment, ranks) if duties & {"generate", "train"} else None
-        held_out_model = load_for_evaluation(blueprint, assignment.device) if "generate" in duties else None
+        held_out_model = None
+        if "generate" in duties:
+            held_out_model = load_for_evaluation(blueprint, assignment.device, _tokens(assignment, ranks))
     trainer, base_weights = None, ""
     if "train" in duties:
         assert model is not None
@@ -148,6 +152,8 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
         trainer=trainer,
         commits=assignment.commits,
         publishes=recipe.topology.publishes,
+        ranks=ranks,
+        follows=follows,
         slowdown=assignment.slowdown,
         base_weights=base_weights,
     )
@@ -178,21 +184,30 @@ def _build_rewards(recipe: Recipe) -> tuple[Reward, Reward]:
 
 
 def _join_ranks(assignment: Assignment, rendezvous: str) -> RankGroup | None:
-    """The trainer's ranks, with all that they create together: models are then loaded in turn."""
+    """The worker's ranks, with all that they create together: models are then loaded in turn."""
     if assignment.rank is None:
         return None
     ranks = join_ranks(rendezvous, assignment.rank, torch.device(assignment.device))
-    if assignment.recipe.shards_model:
+    if assignment.recipe.shards_model and assignment.commits:
         ranks.mesh(ranks.device.type)
+    _tokens(assignment, ranks)
     return ranks
 
 
 def _load_model(blueprint: Blueprint, assignment: Assignment, ranks: RankGroup | None) -> DiffusionModel:
-    """The model on this worker's device; its shards, if the trainer's ranks hold it together."""
+    """The model on this worker's device; its shards or tokens, if the worker's ranks divide those."""
     recipe, trains = blueprint.recipe, "train" in assignment.duties
     base = BaseWeights(recipe.model.base if trains else recipe.generating_base, trains)
-    shard_over = ranks if recipe.shards_model else None
-    return load_model(blueprint, assignment.device, shard_over=shard_over, base=base)
+    shard_over = ranks if recipe.shards_model and assignment.commits else None
+    return load_model(
+        blueprint, assignment.device, shard_over=shard_over, base=base, exchange=_tokens(assignment, ranks)
+    )
+
+
+def _tokens(assignment: Assignment, ranks: RankGroup | None) -> TokenExchange | None:
+    """The connection to the ranks with which this one computes each sample, if there are any."""
+    together = cards_per_sample(assignment)
+    return None if ranks is None or together == 1 else ranks.context(together)
 
 
 def _build_trainer(

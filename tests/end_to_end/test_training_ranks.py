@@ -8,9 +8,19 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from live_runs import LiveRuns, Meanwhile, assert_nothing_is_left, metric, steps_done, wait_for, workers_of
+from live_runs import (
+    LiveRuns,
+    Meanwhile,
+    assert_nothing_is_left,
+    lines_of,
+    metric,
+    steps_done,
+    wait_for,
+    workers_of,
+)
 from torch import Tensor
 
+from digenrl.config.reading import ConfigError
 from digenrl.run_folder.folder import RunFolder, Status
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
 
@@ -19,6 +29,7 @@ ADAPTERS = ("training.learning_rate=3e-5",)
 EVERYTHING = (*ADAPTERS, "training.lora=null")
 KINDS = {"adapters": ADAPTERS, "all weights": EVERYTHING}
 STEPS = 5
+EVALUATION = "evaluation={prompts: {name: scenes}, count: 3, every: 3, denoising_steps: 2, shown: 2, batch: 3}"
 TWO_RANKS = (f"steps={STEPS}", "lanes.ranks=2")
 
 
@@ -93,3 +104,30 @@ def test_a_run_of_two_ranks_goes_on_with_one_and_back(live: LiveRuns) -> None:
     assert live.resume(path, "steps=3", "lanes.ranks=1") is Status.FINISHED
     assert live.resume(path, "steps=4", "lanes.ranks=2") is Status.FINISHED
     assert furthest(weights(run, 4), weights(of_one_rank(live, "all weights"), 4)) < 1e-6
+
+
+def test_cards_that_compute_each_sample_together_give_the_weights_of_one_even_if_one_is_lost(
+    live: LiveRuns,
+) -> None:
+    nine_tokens = (*ADAPTERS, "sample.height=48", "sample.width=48", "lanes.rewards=0", EVALUATION)
+    together = ("lanes.ranks=2", "lanes.cards_per_replica=2", "lanes.cards_per_generator=2")
+    one, path = live.finished(*nine_tokens, "mode=colocated"), live.new_path()
+
+    def kill() -> None:
+        wait_for(lambda: steps_done(path) >= 1, "a step")
+        os.kill(workers_of(path)["generator-0-1"], signal.SIGKILL)
+
+    with Meanwhile(path, kill):
+        status, several = live.run(*nine_tokens, *together, out=path)
+    assert status is Status.FINISHED
+    assert {lane.name for lane in several.info.lanes} == {"generator-0", "generator-0 (2)", "trainer"}, "one lane"
+    assert furthest(weights(one, 3), weights(several, 3)) < 1e-6
+    for ours, expected in zip(lines_of(several.evaluations), lines_of(one.evaluations), strict=True):
+        assert ours["reward_mean"] == pytest.approx(expected["reward_mean"], rel=1e-4)
+    assert_nothing_is_left(path)
+
+
+def test_more_cards_than_heads_are_refused_before_anything_is_loaded(live: LiveRuns) -> None:
+    with pytest.raises(ConfigError, match=r"3 cards per sample .* 2 attention heads") as caught:
+        live.run("lanes.cards_per_generator=3")
+    assert str(caught.value).startswith("lanes.cards_per_generator: ")

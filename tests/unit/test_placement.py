@@ -10,7 +10,7 @@ from fake_workers import fake_recipe
 
 from digenrl.config.reading import ConfigError
 from digenrl.driver.placement import place
-from digenrl.worker.assignment import Machine, Workers, threads_per_worker
+from digenrl.worker.assignment import Machine, Workers, rank_names, threads_per_worker
 
 CPU = Machine(tuple(range(8)))
 CARDS = Machine(tuple(range(8)), cuda_devices=4)
@@ -48,6 +48,25 @@ def test_the_trainer_gets_the_first_gpu_and_rewards_the_one_left_by_generators()
         "reward-1": "cuda:3",
         "encoder": "cuda:0",
     }
+
+
+def test_a_generator_of_several_cards_gets_consecutive_ones() -> None:
+    eight = Machine(tuple(range(8)), cuda_devices=8)
+    lanes = {"ranks": 2, "cards_per_replica": 2, "generators": 2, "cards_per_generator": 2}
+    found = workers_on(eight, **lanes)
+    assert devices(found) == {
+        "trainer": "cuda:0",
+        "generator-0": "cuda:2",
+        "generator-1": "cuda:4",
+        "reward-0": "cuda:6",
+        "encoder": "cuda:0",
+    }
+    assert found.trainer.duties == {"train"}, "no card of the trainer generates alone"
+    assert rank_names(found.generators[0]) == ["generator-0/0", "generator-0/1"]
+    assert [each.cores for each in workers_on(CPU, **lanes, threads=1).generators] == [(2, 3), (4, 5)]
+    assert "of 2 cards each and 2 trainer ranks need 6 CUDA devices" in complaint(CARDS, **lanes)
+    message = complaint(CARDS, generators=("cuda:3",), cards_per_generator=2)
+    assert "card 1 of generator 0 is to be on 'cuda:4'" in message
 
 
 def test_devices_can_be_named() -> None:

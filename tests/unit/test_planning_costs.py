@@ -21,6 +21,7 @@ from digenrl.planning.costs import (
     training_pass_seconds,
     unit_seconds,
 )
+from digenrl.planning.layout import memory_of_trainer
 from digenrl.planning.memory import GIB, generator_memory
 from digenrl.planning.workload import workload_for
 
@@ -50,6 +51,16 @@ def test_a_copy_on_every_card_gathers_nothing():
     assert packed_pass_seconds(LORA, trainer(shard_cards=1), 2) == training_pass_seconds(
         LORA, H100S.card, 2, False
     )
+
+
+def test_cards_of_a_replica_divide_a_pass_but_for_launches_and_exchanges():
+    alone, pair = trainer(shard_cards=1), trainer(shard_cards=1, replica_cards=2)
+    one, two = (packed_pass_seconds(LORA, each, 8) for each in (alone, pair))
+    assert one / 2 < two < 0.7 * one
+    on_two_nodes = replace(pair, pool=H100S.model_copy(update={"nodes": 32, "per_node": 1}))
+    assert packed_pass_seconds(LORA, on_two_nodes, 8) > two
+    memory, divided = (memory_of_trainer(LORA, each, 0.1) for each in (alone, pair))
+    assert divided == replace(memory, activations_gib=memory.activations_gib / 2)
 
 
 def test_a_pack_gathers_the_weights_once_for_all_its_pairs():

@@ -25,7 +25,7 @@ from digenrl.planning.cluster import CardPool, Cluster, read_cluster
 from digenrl.planning.layout import best_trainer
 from digenrl.planning.memory import generator_memory
 from digenrl.planning.plan_overlay import overlay, overlay_text
-from digenrl.planning.plan_tables import result_as_dict
+from digenrl.planning.plan_tables import result_as_dict, trainer_words
 from digenrl.planning.plans import Plan
 from digenrl.planning.recipe_workload import catalogue_model, options_for, workload_of
 from digenrl.planning.workload import Workload, workload_for
@@ -225,6 +225,18 @@ def test_the_requested_ranks_are_planned_and_too_many_are_an_error():
     assert best(recipe_of("sd3_flow_grpo"), MIXED, ranks=5).layout.trainer.cards == 5
     with pytest.raises(ConfigError, match=r"--ranks: 17 .*RTX A6000"):
         best(recipe_of("sd3_flow_grpo"), MIXED, ranks=17)
+
+
+def test_replicas_of_several_cards_are_planned_whole_and_do_not_help():
+    pairs = recipe_of("sd3_flow_grpo", "lanes.ranks=2", "lanes.cards_per_replica=2")
+    found = best(pairs, MIXED)
+    assert found.layout.trainer.cards % 2 == 0 and found.layout.trainer.replica_cards == 2
+    assert found.spec.policy.help == "none" and found.layout.helper_lanes == 0
+    assert "2 cards per sample" in trainer_words(found)
+    with pytest.raises(ConfigError, match=r"--ranks: 3"):
+        best(pairs, MIXED, ranks=3)
+    with pytest.raises(ConfigError, match=r"lanes\.cards_per_generator: 2"):
+        best(recipe_of("sd3_flow_grpo", "lanes.cards_per_generator=2"), MIXED)
 
 
 def test_a_plan_over_its_recipe_is_a_recipe_for_ray(demo_plan: Plan):

@@ -129,6 +129,36 @@ def test_stale_samples_need_generators_that_run_concurrently_with_the_trainer() 
         parse_model(Recipe, {**content, "mode": "colocated"})
 
 
+@pytest.mark.parametrize(
+    ("changes", "where", "noun"),
+    [
+        ({"lanes": {"ranks": 3, "cards_per_replica": 2}}, "lanes.cards_per_replica", "lanes.ranks = 3"),
+        (
+            {"lanes": {"ranks": 2, "cards_per_replica": 2}, "techniques": {"tag": "greedy"}},
+            "techniques.tag",
+            "none",
+        ),
+        ({"lanes": {"cards_per_generator": 2}, "mode": "ray"}, "lanes.cards_per_generator", "local"),
+        (
+            {"lanes": {"cards_per_generator": 2}, "model": {**SMALLEST["model"], "compile": True}},
+            "model.compile",
+            "auto",
+        ),
+        (
+            {"lanes": {"cards_per_generator": 2}, "techniques": {"assist": "both"}},
+            "lanes.cards_per_generator",
+            "assist",
+        ),
+    ],
+)
+def test_cards_that_compute_samples_together_do_nothing_alone(
+    changes: dict[str, Any], where: str, noun: str
+) -> None:
+    with pytest.raises(ConfigError, match=noun) as caught:
+        parse_model(Recipe, {**SMALLEST, **changes})
+    assert caught.value.where == where
+
+
 class Section(Frozen):
     """A section."""
 

@@ -123,3 +123,11 @@ def test_a_worker_remembers_from_its_calibration_what_fits(tmp_path: Path) -> No
     chunk = HeldOutChunk(version=0, index=0)
     stages.evaluate(Evaluate(3, 0, chunk, lane=0, prompts=(prompt,) * 3, pictures=str(tmp_path / "held-out")))
     assert {max(rows) for rows in asked.values()} == {2}
+
+
+def test_several_ranks_that_run_out_of_memory_together_do_not_try_again() -> None:
+    model = ToyModel()
+    asked = limit_rows(model, velocity=3)
+    with pytest.raises(ConfigError, match=r"5 samples on several cards.* batch\.slice"):
+        generate(model, limit=RowLimit(doing="denoising", several_ranks=True))
+    assert asked == {"velocity": [5]}

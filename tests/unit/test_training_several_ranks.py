@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from rank_cases import LORA_OR_SHARDED, STEADY, Case, train
+from rank_cases import LORA_OR_SHARDED, STEADY, Case, assert_close_metrics, train
 from rank_processes import on_ranks
 from scored_groups import (
     Rollout,
@@ -44,14 +44,6 @@ def trained(ranks, case):
     metrics = [each for groups in batches for each in train(trainer, groups)]
     average = {} if case.settings.ema is None else trainer.published_average()
     return trainer.published(), average, metrics
-
-
-def assert_close_metrics(several, one):
-    for ours, expected in zip(several, one, strict=True):
-        assert ours.keys() == expected.keys()
-        for name, value in expected.items():
-            close = None if value is None else pytest.approx(value, rel=1e-4, abs=1e-6)
-            assert ours[name] == close, name
 
 
 CASES = {

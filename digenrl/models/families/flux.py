@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from digenrl.models.families.helpers import (
 )
 from digenrl.models.family import Component, Distilled, Family, FullSize
 from digenrl.models.pipeline_model import PipelineModel, TextLength, schedule_of
+from digenrl.models.token_exchange import TokenShares
 
 TEXT_LENGTH = TextLength("tokenizer_2", default=512, most=512)  # of T5; the pipeline's default and limit
 
@@ -39,10 +40,16 @@ class FluxModel(PipelineModel):
     default_guidance = 3.5
     text_encoders = ("text_encoder", "text_encoder_2")
     text_length = TEXT_LENGTH
+    self_attention = ("attn",)
 
     def __init__(self, pipeline: Any) -> None:
         super().__init__(pipeline)
         self._image_ids: dict[tuple[int, int, torch.device, torch.dtype], Tensor] = {}
+
+    def own_arguments(self, arguments: Mapping[str, Any], shares: TokenShares) -> dict[str, Any]:
+        """The rotary tables, of text and image together."""
+        tables = arguments["image_rotary_emb"]
+        return {"image_rotary_emb": tuple(shares.own(table, 0, "text", "image") for table in tables)}
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:

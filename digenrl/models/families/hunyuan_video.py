@@ -29,6 +29,7 @@ from digenrl.models.families.helpers import (
 )
 from digenrl.models.family import Component, Family, FullSize
 from digenrl.models.pipeline_model import PipelineModel, TextLength, schedule_of
+from digenrl.models.token_exchange import TokenShares
 
 TEXT_LENGTH = TextLength("tokenizer", default=256, most=256)  # of Llama, after the template; as trained
 
@@ -60,6 +61,7 @@ class HunyuanVideoModel(PipelineModel):
     text_encoders = ("text_encoder", "text_encoder_2")
     text_mask = "encoder_attention_mask"
     text_length = TEXT_LENGTH
+    self_attention = ("attn",)
 
     def __init__(self, pipeline: Any) -> None:
         super().__init__(pipeline)
@@ -72,6 +74,16 @@ class HunyuanVideoModel(PipelineModel):
         """The text and, if it is used, the mask of the whole sequence, which ends with the text."""
         mask = [(arguments["attention_mask"], 3)] if self._attention.masked else []
         return [(arguments["encoder_hidden_states"], 1), *mask]
+
+    def own_arguments(self, arguments: Mapping[str, Any], shares: TokenShares) -> dict[str, Any]:
+        """The rotary tables of the latents, and the mask of the whole sequence, which ends with the text."""
+        name = (
+            "freqs_cis" if "freqs_cis" in arguments else "image_rotary_emb"
+        )  # in blocks of two streams, or of one
+        return {
+            name: tuple(shares.own(table, 0, "image") for table in arguments[name]),
+            "attention_mask": shares.own(arguments["attention_mask"], 3, "image", "text"),
+        }
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:

@@ -37,6 +37,7 @@ from digenrl.models.families.helpers import (
 from digenrl.models.families.qwen_attention import JointAttention, RealRotations
 from digenrl.models.family import Component, Family, FullSize
 from digenrl.models.pipeline_model import PipelineModel, TextLength, schedule_of
+from digenrl.models.token_exchange import TokenShares
 
 TEXT_LENGTH = TextLength("tokenizer", default=512, most=1024)  # of a prompt; the pipeline's default and limit
 
@@ -52,6 +53,7 @@ class QwenImageModel(PipelineModel):
     text_encoders = ("text_encoder",)
     text_mask = "encoder_hidden_states_mask"
     text_length = TEXT_LENGTH
+    self_attention = ("attn",)
 
     def __init__(self, pipeline: Any) -> None:
         super().__init__(pipeline)
@@ -68,6 +70,15 @@ class QwenImageModel(PipelineModel):
             (arguments["image_rotary_emb"][1], 0),
             *([] if mask_BT is None else [(mask_BT, 1)]),
         ]
+
+    def own_arguments(self, arguments: Mapping[str, Any], shares: TokenShares) -> dict[str, Any]:
+        """The rotary tables and, if there is one, the mask of the text."""
+        image_table, text_table = arguments["image_rotary_emb"]
+        mask_BT = arguments["encoder_hidden_states_mask"]
+        return {
+            "image_rotary_emb": (shares.own(image_table, 0, "image"), shares.own(text_table, 0, "text")),
+            "encoder_hidden_states_mask": None if mask_BT is None else shares.own(mask_BT, 1, "text"),
+        }
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:

@@ -44,6 +44,7 @@ class SD3Model(PipelineModel):
     text_encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
     optional_components = ("text_encoder_3", "tokenizer_3")
     text_length = TEXT_LENGTH
+    self_attention = ("attn", "attn2")  # of text and image, and in some blocks of the image alone
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:

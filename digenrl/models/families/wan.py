@@ -24,6 +24,7 @@ from digenrl.models.families.helpers import (
 )
 from digenrl.models.family import Component, Family, FullSize
 from digenrl.models.pipeline_model import PipelineModel, TextLength, schedule_of
+from digenrl.models.token_exchange import TokenShares
 
 TEXT_LENGTH = TextLength("tokenizer", default=512, most=512)  # the model was trained with 512
 
@@ -38,6 +39,7 @@ class WanModel(PipelineModel):
     block_state_arguments = ("hidden_states",)
     text_encoders = ("text_encoder",)
     text_length = TEXT_LENGTH
+    self_attention = ("attn1",)
 
     def __init__(self, pipeline: Any) -> None:
         self.check_index(pipeline.config)
@@ -50,6 +52,10 @@ class WanModel(PipelineModel):
                 "model.source: a Wan2.2 A14B pipeline, with two transformers, which is not supported; use "
                 "Wan2.1 text-to-video or Wan2.2-TI2V-5B"
             )
+
+    def own_arguments(self, arguments: Mapping[str, Any], shares: TokenShares) -> dict[str, Any]:
+        """The rotary tables."""
+        return {"rotary_emb": tuple(shares.own(table, 1, "image") for table in arguments["rotary_emb"])}
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:

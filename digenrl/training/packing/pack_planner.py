@@ -25,8 +25,9 @@ RunPack = Callable[[Sequence[Term]], None]
 class PackPlanner:
     """Takes the pack size and checkpointing from the settings, or measures them on the first terms.
 
-    `gradient_bytes` is the size of the gradient of a pack, and of that of the packs before it in a pass.
-    `bytes_to_come` is what training will still allocate in addition to its passes.
+    `rank` is this rank's place among those that share the terms. Ranks `in_lockstep` exchange tensors inside a
+    pass, and must measure the same packs. `gradient_bytes` is the size of the gradient of a pack, and of that of
+    the packs before it in a pass. `bytes_to_come` is what training will still allocate in addition to its passes.
     """
 
     def __init__(
@@ -34,13 +35,15 @@ class PackPlanner:
         model: DiffusionModel,
         settings: TrainerSettings,
         ranks: RankGroup | None,
+        rank: Rank,
         *,
         sharded: bool,
+        in_lockstep: bool,
         gradient_bytes: int,
         bytes_to_come: Callable[[], int],
     ) -> None:
-        self._model, self._settings, self._ranks, self._sharded = model, settings, ranks, sharded
-        self._rank = Rank() if ranks is None else ranks.rank
+        self._model, self._settings, self._ranks, self._rank = model, settings, ranks, rank
+        self._sharded, self._in_lockstep = sharded, in_lockstep
         self._gradient_bytes, self._bytes_to_come = gradient_bytes, bytes_to_come
         self._blocks = len(repeated_blocks(model.transformer))
         self._given_checkpointed = self._checkpointed_by_settings()
@@ -90,7 +93,7 @@ class PackPlanner:
         wanted = self._settings.gradient_checkpointing
         if wanted == "auto":
             on_gpu = self._model.device.type == "cuda"
-            if on_gpu and self._sharded:
+            if on_gpu and self._in_lockstep:
                 return self._blocks
             return None if on_gpu and self._blocks else 0
         if wanted is True or wanted is False:
@@ -104,14 +107,14 @@ class PackPlanner:
 
     def _measure(self, share: Sequence[Term], job_terms: int, run: RunPack) -> PackPlan:
         device, settings = self._model.device, self._settings
-        if device.type != "cuda" or self._sharded:
+        if device.type != "cuda" or self._in_lockstep:
             largest = measure_largest_pack(
                 lambda size: run(share[:size]),
                 len(share),
                 device=device,
                 memory_share=settings.memory_share,
                 limit=settings.largest_pack,
-                reserved_bytes=self._gradient_bytes if self._sharded else 0,
+                reserved_bytes=self._gradient_bytes if self._in_lockstep else 0,
             )
             return PackPlan(largest, self._checkpointed)
         free = free_bytes(device) - self._bytes_to_come()

@@ -1,8 +1,9 @@
 """Forward and backward in packs. A pack that does not fit in memory is halved; the gradient stays the same.
 
-Each rank runs its share of the terms. Ranks of a sharded model gather weights inside a pass, and sum the gradients
-of those that are trained. So all of them must run the same packs: padding makes their shares equally long, and no
-rank halves a pack on its own.
+Each rank runs its share of the terms; ranks that divide the tokens of a forward have one share together. Those of
+a sharded model gather weights inside a pass, and sum the gradients of those that are trained. So all of them must
+run the same packs: padding makes their shares equally long. Ranks that exchange anything inside a pass cannot
+halve a pack on their own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from digenrl.models.compiled import is_compiled
 from digenrl.models.contract import Conditioning
 from digenrl.models.objective import LossTerms
 from digenrl.models.shards import is_sharded
+from digenrl.models.token_exchange import TokenExchange
 from digenrl.models.transfers import to_device_like
 from digenrl.training.advantage_scale import AdvantageScale
 from digenrl.training.gradients import Gradients, GradientSums, drop_gradients, take_gradients
@@ -66,8 +68,8 @@ class PassResult:
 class PackedPasses:
     """Computes the gradients of terms. Parameters have no gradient before and after, even if a pass raises.
 
-    A sharded model is an exception: a pass that raises leaves collectives of the other ranks unfinished, and no
-    further pass can be run.
+    Ranks that exchange anything inside a pass are an exception: a pass that raises leaves collectives of the
+    others unfinished, and no further pass can be run.
     """
 
     def __init__(
@@ -82,9 +84,12 @@ class PackedPasses:
         self._replay, self._scale, self._switching, self._ranks = replay, scale, switching, ranks
         self._model, self._objective = replay.model, replay.objective
         self._parameters = replay.policies.model_parameters
+        exchange = self._model.exchange
         self._sharded = is_sharded(self._model.transformer)
         self._shards_gradients = replay.policies.sharded
-        self._rank = Rank() if ranks is None else ranks.rank
+        self._rank = shared_rank(ranks, exchange)
+        self._in_lockstep = self._sharded or exchange is not None
+        self._counts_metrics = exchange is None or exchange.rank == 0
         self._unfinished = False
         self._pads_packs = is_compiled(self._model)  # every other pack size would have to be compiled
         self.gradient_bytes = scale.sums_per_parameter * sum(p.nbytes for p in self._parameters.values())
@@ -92,14 +97,16 @@ class PackedPasses:
             self._model,
             settings,
             ranks,
+            self._rank,
             sharded=self._sharded,
+            in_lockstep=self._in_lockstep,
             gradient_bytes=self.gradient_bytes,
             bytes_to_come=bytes_to_come,
         )
 
     def run(self, terms: Sequence[Term], context: PassContext) -> PassResult:
         """The gradient of the sum of w * l / Z over this rank's share or, if it is sharded, over all terms."""
-        if self._sharded:
+        if self._in_lockstep:
             self._check_same_terms(len(terms))
         with self._switching.replaying():
             self._unfinished = True
@@ -133,7 +140,7 @@ class PackedPasses:
     def _check_same_terms(self, terms: int) -> None:
         """Ranks that run different numbers of packs would wait for each other forever."""
         if self._unfinished:
-            raise RuntimeError("an earlier pass of this sharded trainer failed; restart it on all ranks")
+            raise RuntimeError("an earlier pass of this trainer failed; restart it on all ranks")
         if self._ranks is not None:
             check_same("number of terms of a group", self._ranks.gather(terms))
 
@@ -151,7 +158,7 @@ class PackedPasses:
         try:
             self._forward_backward(terms, context, last=True)
         except torch.OutOfMemoryError as error:
-            if self._sharded:
+            if self._in_lockstep:
                 raise self._out_of_memory(len(terms)) from error
             raise
         finally:
@@ -161,7 +168,7 @@ class PackedPasses:
         try:
             return self._forward_backward(terms, context, last)
         except torch.OutOfMemoryError as error:
-            if self._sharded:
+            if self._in_lockstep:
                 raise self._out_of_memory(len(terms)) from error
             if len(terms) == 1 and not self.planner.can_checkpoint_more:
                 raise
@@ -182,8 +189,9 @@ class PackedPasses:
 
     def _out_of_memory(self, terms: int) -> ConfigError:
         return ConfigError(
-            f"out of memory in a pack of {terms} terms on {self._rank}, and ranks of a sharded model cannot halve "
-            "packs; lower training.pack_size, or set training.gradient_checkpointing: true"
+            f"out of memory in a pack of {terms} terms on {self._rank}, and ranks of a sharded model, or with "
+            "lanes.cards_per_replica, cannot halve packs; lower training.pack_size, or set "
+            "training.gradient_checkpointing: true"
         )
 
     def _forward_backward(self, terms: Sequence[Term], context: PassContext, last: bool) -> PassResult:
@@ -191,6 +199,8 @@ class PackedPasses:
         loss = self._objective.loss(pairs)
         weights = [term.weight / context.denominator for term in terms]
         result = PassResult(self._backward(loss, weights, context, last))
+        if not self._counts_metrics:
+            return result
         counted = sum(term.weight != 0 for term in terms)  # padding comes last
         result.tally.add({name: values[:counted] for name, values in loss.measures.items()})
         if context.before_updates:
@@ -219,6 +229,12 @@ class PackedPasses:
             sum_gradients_in_next_backward(self._model.transformer, sum_ranks)
         scalar.backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
         return take_gradients(self._parameters)
+
+
+def shared_rank(ranks: RankGroup | None, exchange: TokenExchange | None) -> Rank:
+    """The place of this rank among those that share terms: the same for ranks that compute forwards together."""
+    rank, together = Rank() if ranks is None else ranks.rank, 1 if exchange is None else exchange.ranks
+    return Rank(rank.index // together, rank.count // together)
 
 
 def _weighted_sum(values_M: Tensor, weights: list[float]) -> Tensor:

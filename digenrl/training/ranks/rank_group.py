@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from digenrl.config.reading import one_line
+from digenrl.models.token_exchange import TokenExchange
 from digenrl.training.ranks.rank import Rank
 
 BUCKET_BYTES = 25 * 2**20  # per all-reduce: large enough for the network, small enough to be copied
@@ -34,6 +35,7 @@ class RankGroup:
         self.rank, self.device = rank, device
         self._open = True
         self._meshes: dict[str, DeviceMesh] = {}
+        self._exchanges: dict[int, TokenExchange] = {}
 
     def sum_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replaces every tensor, in place, by its sum over all ranks; the result has the same bits on all of them.
@@ -68,6 +70,17 @@ class RankGroup:
             with self.collective("creating a device mesh"):
                 self._meshes[device_type] = DeviceMesh(device_type, list(range(self.rank.count)))
         return self._meshes[device_type]
+
+    def context(self, count: int) -> TokenExchange:
+        """Connects `count` consecutive ranks that compute forwards together. The first call is a collective."""
+        assert self.rank.count % count == 0, f"{count} of {self.rank.count} ranks"
+        if count not in self._exchanges:
+            with self.collective("connecting the ranks that compute forwards together"):
+                firsts = range(0, self.rank.count, count)
+                groups = [dist.new_group(list(range(first, first + count))) for first in firsts]
+            own = groups[self.rank.index // count]
+            self._exchanges[count] = TokenExchange(self.rank.index % count, count, own)
+        return self._exchanges[count]
 
     def close(self) -> None:
         """Leaves the group; the process may join another one."""

@@ -1,0 +1,127 @@
+"""Context parallelism (Ulysses): several ranks compute one forward, each for some of its tokens.
+
+All ranks have the same weights and are called with the same arguments. All compute the embeddings; then each takes
+its tokens through the blocks. For attention, ranks exchange their tokens of all heads for all tokens of some, and
+back. At the end all get the velocity of all tokens, bitwise the same.
+
+If all ranks compute the same loss from it, each gets a part of every parameter's gradient, and their sum is the
+gradient that a single process computes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from digenrl.config.reading import ConfigError
+from digenrl.models.blocks import repeated_blocks
+from digenrl.models.contract import DiffusionModel
+from digenrl.models.token_exchange import TokenExchange
+
+
+def divide_tokens(model: DiffusionModel, exchange: TokenExchange) -> None:
+    """Makes all forwards of a model collective operations of the exchange's ranks. Add adapters before."""
+    check_ranks(model.family, model.self_attention, attention_heads(model.transformer), exchange.ranks)
+    model.exchange = exchange
+    blocks = repeated_blocks(model.transformer)
+    for index, block in enumerate(blocks):
+        names = tuple(inspect.signature(type(block).forward).parameters)[1:]
+        take = functools.partial(_take_own_tokens, model, names, index == 0)
+        block.register_forward_pre_hook(take, with_kwargs=True)
+    layers = [getattr(block, name, None) for block in blocks for name in model.self_attention]
+    processors = {id(layer.processor): layer.processor for layer in layers if layer is not None}
+    for processor in processors.values():
+        _attend_together(processor, exchange)
+    last: nn.Module = model.transformer.get_submodule("proj_out")
+    last.register_forward_hook(functools.partial(_gather_tokens, exchange))
+
+
+def check_ranks(family: str, self_attention: tuple[str, ...], heads: int, ranks: int) -> None:
+    """Raises ConfigError if a family's forwards cannot be divided over this many ranks."""
+    if not self_attention:
+        raise ConfigError(
+            f"{family} does not say how its tokens are divided (self_attention of its model class); "
+            "use one card per sample"
+        )
+    if heads % ranks:
+        raise ConfigError(
+            f"{ranks} cards per sample are too many for the {heads} attention heads of this {family} model: each "
+            f"card computes equally many; use {' or '.join(map(str, _divisors(heads)))}"
+        )
+
+
+def attention_heads(transformer: nn.Module) -> int:
+    """The number of heads of all attention layers, from the transformer's configuration."""
+    heads: int = transformer.config.num_attention_heads  # type: ignore[union-attr,assignment]
+    return heads
+
+
+def _take_own_tokens(
+    model: DiffusionModel,
+    names: tuple[str, ...],
+    first: bool,
+    block: nn.Module,
+    arguments: tuple[Any, ...],
+    named: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A block's arguments for this rank's tokens. The first block gets all tokens, the others what it returns."""
+    assert model.exchange is not None
+    given = dict(zip(names, arguments, strict=False)) | named
+    if first:
+        given |= _begin_forward(model.exchange, {name: given[name] for name in model.block_state_arguments})
+    given |= model.own_arguments(given, model.exchange.shares)
+    return tuple(given[name] for name in names[: len(arguments)]), {name: given[name] for name in named}
+
+
+def _begin_forward(exchange: TokenExchange, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    image, text = states["hidden_states"], states.get("encoder_hidden_states")
+    shares = exchange.begin(image.shape[1], 0 if text is None else text.shape[1])
+    own = {"hidden_states": shares.own(image, 1, "image")}
+    return own if text is None else own | {"encoder_hidden_states": shares.own(text, 1, "text")}
+
+
+def _attend_together(processor: Any, exchange: TokenExchange) -> None:
+    """Makes an attention processor of diffusers attend to the tokens of all ranks."""
+    kind = type(processor)
+
+    class AllTokens(kind):  # type: ignore[misc,valid-type]
+        @functools.wraps(kind.__call__)  # diffusers reads its signature
+        def __call__(self, *arguments: Any, **named: Any) -> Any:
+            with _ExchangedAttention(exchange) as attention:
+                result = super().__call__(*arguments, **named)
+            if not attention.exchanged:
+                raise RuntimeError(
+                    f"{kind.__name__} did not call torch's scaled_dot_product_attention, so that the tokens of "
+                    "other cards would be left out; unset DIFFUSERS_ATTN_BACKEND, or use one card per sample"
+                )
+            return result
+
+    processor.__class__ = AllTokens
+
+
+class _ExchangedAttention(TorchFunctionMode):
+    """Inside, torch's attention is that between the tokens of all ranks."""
+
+    def __init__(self, exchange: TokenExchange) -> None:
+        super().__init__()
+        self._exchange, self.exchanged = exchange, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.exchanged = True
+        return self._exchange.attend(*args, **(kwargs or {}))
+
+
+def _gather_tokens(exchange: TokenExchange, layer: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+    return exchange.gather(output, 1, "image")
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

@@ -30,6 +30,7 @@ EVERYTHING = (*ADAPTERS, "training.lora=null")
 KINDS = {"adapters": ADAPTERS, "all weights": EVERYTHING}
 STEPS = 5
 EVALUATION = "evaluation={prompts: {name: scenes}, count: 3, every: 3, denoising_steps: 2, shown: 2, batch: 3}"
+TWO_BASES = ("model.base=int8", "evaluation.base=unquantized")
 TWO_RANKS = (f"steps={STEPS}", "lanes.ranks=2")
 
 
@@ -109,7 +110,7 @@ def test_a_run_of_two_ranks_goes_on_with_one_and_back(live: LiveRuns) -> None:
 def test_cards_that_compute_each_sample_together_give_the_weights_of_one_even_if_one_is_lost(
     live: LiveRuns,
 ) -> None:
-    nine_tokens = (*ADAPTERS, "sample.height=48", "sample.width=48", "lanes.rewards=0", EVALUATION)
+    nine_tokens = (*ADAPTERS, "sample.height=48", "sample.width=48", "lanes.rewards=0", EVALUATION, *TWO_BASES)
     together = ("lanes.ranks=2", "lanes.cards_per_replica=2", "lanes.cards_per_generator=2")
     one, path = live.finished(*nine_tokens, "mode=colocated"), live.new_path()
 

@@ -186,7 +186,7 @@ def complaint_of(ranks, recipe):
     [
         ({"shard_base": True}, False, "lanes.shard_base"),  # one rank
         ({"shard_base": True, "ranks": 2}, True, "lanes.shard_base"),  # no adapters
-        ({"shard_base": True, "ranks": 100}, False, "lanes.ranks"),  # a group has fewer pairs
+        ({"shard_base": True, "ranks": 20}, False, "lanes.ranks"),  # a group has 18 pairs
         ({"ranks": 100}, True, "lanes.ranks"),
     ],
 )
@@ -194,6 +194,11 @@ def test_what_cannot_be_sharded_is_one_line_before_anything_is_loaded(folders, l
     with pytest.raises(ConfigError) as caught:
         check_sharding(read_blueprint(recipe_of(folders / "sd3", full=full, **lanes)))
     assert str(caught.value).startswith(f"{key}: ") and "\n" not in str(caught.value)
+
+
+def test_ranks_that_train_each_sample_together_need_only_one_pair(folders):
+    recipe = recipe_of(folders / "sd3", shard_base=True, ranks=20, cards_per_replica=2)
+    check_sharding(read_blueprint(recipe))
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ LIVELY: dict[str, dict[str, Any]] = {
         "kl_weight": 0.1,
         "advantage": {"std_over": "batch", "clamp": 1.2},
     },
+    "flow_dppo": {"kl_threshold": 1e-7, "updates_per_batch": 1, "kl_weight": 0.1, "advantage": {"clamp": 1.2}},
     "diffusion_nft": {"beta": 0.7, "kl_weight": 0.1, "advantage": {"clamp": 1.2}},
     "flow_dpo": {},
 }

@@ -9,6 +9,7 @@ from digenrl.algorithms.contract import Algorithm, GroupRelative
 from digenrl.algorithms.dance_grpo import DanceGrpo
 from digenrl.algorithms.diffusion_nft import DiffusionNft
 from digenrl.algorithms.flow_dpo import FlowDpo
+from digenrl.algorithms.flow_dppo import FlowDppo
 from digenrl.algorithms.flow_grpo import FlowGrpo, FlowGrpoFast
 from digenrl.algorithms.grpo_guard import GrpoGuard
 from digenrl.algorithms.mix_grpo import MixGrpo
@@ -20,6 +21,7 @@ ALGORITHMS: dict[str, type[GroupRelative]] = {
     "dance_grpo": DanceGrpo,
     "mix_grpo": MixGrpo,
     "grpo_guard": GrpoGuard,
+    "flow_dppo": FlowDppo,
     "diffusion_nft": DiffusionNft,
     "flow_dpo": FlowDpo,
 }

@@ -114,8 +114,8 @@ class AlgorithmSettings(Frozen):
         return window.kept_steps(steps)
 
 
-class PolicyLossSettings(AlgorithmSettings):
-    """The clipped loss, its penalty, and the treatment of samples from older weights.
+class RatioLossSettings(AlgorithmSettings):
+    """The penalty of a loss of importance ratios, and the treatment of samples from older weights.
 
     `kl_form` is `exact`, (mu - mu_ref)^2 / 2 s^2, or `flow_grpo_image`: over 2 g^2 instead for noise whose std is
     s = g sqrt(h), the same for `cps`. `stale` is `plain` (the ratio to the generating policy covers it) or
@@ -123,7 +123,6 @@ class PolicyLossSettings(AlgorithmSettings):
     probability of the whole step under that policy over its probability under the generating policy.
     """
 
-    clip: float = Field(default=1e-4, gt=0, lt=1)
     kl_weight: float = Field(default=0.0, ge=0)
     kl_form: KlForm = "exact"
     stale: Literal["plain", "decoupled"] = "plain"
@@ -136,6 +135,12 @@ class PolicyLossSettings(AlgorithmSettings):
     @property
     def needs_densities(self) -> str | None:
         return "algorithm.options.stale: decoupled" if self.stale == "decoupled" else None
+
+
+class PolicyLossSettings(RatioLossSettings):
+    """Ratios are clipped to 1 -+ `clip`."""
+
+    clip: float = Field(default=1e-4, gt=0, lt=1)
 
 
 class FlowGrpoSettings(PolicyLossSettings):
@@ -214,6 +219,23 @@ class GrpoGuardSettings(FlowGrpoSettings):
     @property
     def needs_densities(self) -> str | None:
         return "grpo_guard"
+
+
+class FlowDppoSettings(RatioLossSettings):
+    """The values of Flow-DPPO's recipe. Terms whose KL to the generating policy reaches `kl_threshold` are masked.
+
+    The KL is a mean over elements, as log-probs are. It is measured from the generating policy, so that stale
+    samples are compared with that policy.
+    """
+
+    advantage: WholeBatchStd = WholeBatchStd()
+    updates_per_batch: int = Field(default=2, ge=1)
+    kl_threshold: float = Field(default=1e-5, gt=0)
+    stale: Literal["plain"] = "plain"
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, step_means=True)
 
 
 class RenoisedSettings(AlgorithmSettings):
@@ -297,6 +319,7 @@ ALGORITHM_SETTINGS: dict[str, type[AlgorithmSettings]] = {
     "dance_grpo": DanceGrpoSettings,
     "mix_grpo": MixGrpoSettings,
     "grpo_guard": GrpoGuardSettings,
+    "flow_dppo": FlowDppoSettings,
     "diffusion_nft": DiffusionNftSettings,
     "flow_dpo": FlowDpoSettings,
 }

@@ -188,6 +188,7 @@ def test_its_settings_are_frozen_and_the_error_for_an_unknown_key_names_the_near
         ("diffusion_nft", {"old_decay_max": 1}, "old_decay_max"),
         ("flow_dpo", {"advantage": {"std_over": "batch"}}, "advantage"),
         ("grpo_guard", {"stale": "decoupled"}, "stale"),
+        ("flow_dppo", {"clip": 1e-4}, "clip"),
         ("mix_grpo", {"updates_per_batch": 0}, "updates_per_batch"),
     ],
 )
@@ -303,6 +304,27 @@ def test_guard_recentres_and_rescales_the_ratio_and_divides_by_the_step():
     # b = .2^2 / (2 * .2^2) = .5; rho = exp((-.45 + .5) * .2) = exp(.01); over h = .25
     assert loss.total_M().item() == pytest.approx(-math.exp(0.01) / 0.25, rel=1e-12)
     assert guard.needs.step_means
+
+
+@pytest.mark.parametrize(
+    ("advantage", "log_ratio", "threshold", "expected"),
+    [
+        (2.0, 0.1, 0.3, 0.0),
+        (2.0, -0.1, 0.3, -1.8096748360719191),
+        (-2.0, -0.1, 0.3, 0.0),
+        (-2.0, 0.1, 0.3, 2.2103418361512952),
+        (2.0, 0.1, 0.32, -2.2103418361512952),
+    ],
+)
+def test_dppo_masks_terms_that_lead_further_away_beyond_a_kl(advantage, log_ratio, threshold, expected):
+    """Expected values: `_flowdppo_kl_adv_loss` in UniRL's unirl/algorithms/flowdppo.py; the KL is .3125."""
+    dppo = build_algorithm("flow_dppo", {"kl_threshold": threshold})
+    row = one_step(mean_RL=column(0.5, 0.3)[None], old_mean_RL=column(0.4, 0.1)[None])
+    loss = dppo.loss(replace(row, advantage_R=column(advantage), log_prob_R=column(log_ratio)))
+    assert loss.fixed_M is None
+    assert loss.total_M().item() == pytest.approx(expected, rel=1e-12)
+    assert loss.measures["clipped"].item() == (expected == 0)
+    assert dppo.needs.step_means
 
 
 def test_nft_moves_towards_good_samples_and_away_from_bad_ones():

@@ -8,6 +8,7 @@ from typing import Any
 from digenrl.algorithms.contract import Algorithm, GroupRelative
 from digenrl.algorithms.dance_grpo import DanceGrpo
 from digenrl.algorithms.diffusion_nft import DiffusionNft
+from digenrl.algorithms.flash_grpo import FlashGrpo
 from digenrl.algorithms.flow_dpo import FlowDpo
 from digenrl.algorithms.flow_dppo import FlowDppo
 from digenrl.algorithms.flow_grpo import FlowGrpo, FlowGrpoFast
@@ -22,6 +23,7 @@ ALGORITHMS: dict[str, type[GroupRelative]] = {
     "mix_grpo": MixGrpo,
     "grpo_guard": GrpoGuard,
     "flow_dppo": FlowDppo,
+    "flash_grpo": FlashGrpo,
     "diffusion_nft": DiffusionNft,
     "flow_dpo": FlowDpo,
 }

@@ -15,7 +15,15 @@ from pydantic import Field, field_validator
 
 from digenrl.config.import_paths import import_object
 from digenrl.config.reading import ConfigError, Frozen, errors_about, nearest, parse_model
-from digenrl.config.windows import AllSteps, EulerOnly, FastWindow, RandomSubset, SlidingWindow, Window
+from digenrl.config.windows import (
+    AllSteps,
+    EulerOnly,
+    FastWindow,
+    RandomSubset,
+    SlidingWindow,
+    SparseWindow,
+    Window,
+)
 
 KlForm = Literal["exact", "flow_grpo_image"]
 Levels = Literal["first", "random", "logit_normal"]
@@ -93,6 +101,11 @@ class AlgorithmSettings(Frozen):
     @property
     def needs_densities(self) -> str | None:
         """What needs log-probs that are logarithms of densities, in words; None if nothing does."""
+        return None
+
+    @property
+    def needs_diffusion(self) -> str | None:
+        """What needs steps of a diffusion, whose std is s = g sqrt(h), in words; None if nothing does."""
         return None
 
     @property
@@ -238,6 +251,28 @@ class FlowDppoSettings(RatioLossSettings):
         return replace(super().needs, step_means=True)
 
 
+class FlashGrpoSettings(PolicyLossSettings):
+    """The values of Flash-GRPO's recipe: one trained step per sample, the same for a group.
+
+    A term is weighted by lambda / `mean_weight`, where lambda makes gradients of all steps comparable. Set
+    `mean_weight` to the mean of lambda over the steps that the window can draw, so that weights are 1 on average.
+    """
+
+    window: ClassVar[Window] = SparseWindow()
+
+    advantage: WholeBatchStd = WholeBatchStd()
+    clip: float = Field(default=1e-3, gt=0, lt=1)
+    mean_weight: float = Field(default=1.0, gt=0)
+
+    @property
+    def needs_densities(self) -> str | None:
+        return "flash_grpo"
+
+    @property
+    def needs_diffusion(self) -> str | None:
+        return "flash_grpo"
+
+
 class RenoisedSettings(AlgorithmSettings):
     """Training from the final latents of Euler rollouts, noised again to int(`trained_fraction` * N) levels.
 
@@ -320,6 +355,7 @@ ALGORITHM_SETTINGS: dict[str, type[AlgorithmSettings]] = {
     "mix_grpo": MixGrpoSettings,
     "grpo_guard": GrpoGuardSettings,
     "flow_dppo": FlowDppoSettings,
+    "flash_grpo": FlashGrpoSettings,
     "diffusion_nft": DiffusionNftSettings,
     "flow_dpo": FlowDpoSettings,
 }

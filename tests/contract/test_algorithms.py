@@ -20,6 +20,7 @@ from digenrl.config.windows import WINDOWS, Window, read_window
 from digenrl.generation.windows import choose_steps
 from digenrl.models.contract import SampleSize, Schedule
 from digenrl.models.objective import PairBatch, RenoisedPairs, StepPairs
+from digenrl.models.stochastic_step import StepTimes, stochastic_step
 from digenrl.models.trajectory import RolloutPlan, StepNoise
 from digenrl.records import SampleId
 
@@ -189,6 +190,7 @@ def test_its_settings_are_frozen_and_the_error_for_an_unknown_key_names_the_near
         ("flow_dpo", {"advantage": {"std_over": "batch"}}, "advantage"),
         ("grpo_guard", {"stale": "decoupled"}, "stale"),
         ("flow_dppo", {"clip": 1e-4}, "clip"),
+        ("flash_grpo", {"mean_weight": 0}, "mean_weight"),
         ("mix_grpo", {"updates_per_batch": 0}, "updates_per_batch"),
     ],
 )
@@ -325,6 +327,43 @@ def test_dppo_masks_terms_that_lead_further_away_beyond_a_kl(advantage, log_rati
     assert loss.total_M().item() == pytest.approx(expected, rel=1e-12)
     assert loss.measures["clipped"].item() == (expected == 0)
     assert dppo.needs.step_means
+
+
+@pytest.mark.parametrize(
+    ("sigma", "next_sigma", "std", "expected"),
+    [
+        (1.0, 0.8, 0.8 * 0.2**0.5, 1.788854381999832),
+        (0.8, 0.5, 0.64 * 0.3**0.5, 1.1115627752514787),
+        (0.5, 0.3, 0.4 * 0.2**0.5, 0.8281733249999222),
+    ],
+)
+def test_flash_weights_steps_by_the_inverse_of_their_gradient(sigma, next_sigma, std, expected):
+    """Expected values: `sde_step_with_logprob` of Flash-GRPO's wan2_1_pipeline_with_logprob2.py, noise `linear`."""
+    flash = build_algorithm("flash_grpo", {"mean_weight": 0.5})
+    row = one_step(sigma_R=column(sigma), step_size_R=column(sigma - next_sigma), std_R=column(std))
+    assert flash.loss(row).total_M().item() == pytest.approx(-expected / 0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["flow", "dance", "linear", "truncated_flow"])
+def test_flash_makes_the_gradient_of_a_step_independent_of_the_step(kind):
+    """d logp / d v times lambda is z, the noise of the step, per element."""
+    schedule = Schedule(sigmas=torch.linspace(1, 0, 6).double(), timesteps=torch.linspace(1000, 200, 5).double())
+    noise, flash = StepNoise(kind, 0.7), build_algorithm("flash_grpo")
+    for step in range(4):
+        times = StepTimes.at(schedule, [step])
+        velocity_1L = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+        given = {"latents_BL": torch.ones(1, 1).double(), "prediction_BL": velocity_1L, "times": times, "noise": noise}
+        made = stochastic_step(**given, next_latents_BL=torch.zeros(1, 1).double())
+        one_std_up = stochastic_step(**given, next_latents_BL=(made.mean_BL + made.std_B).detach())
+        row = one_step(
+            log_prob_R=one_std_up.log_prob_B,
+            old_log_prob_R=one_std_up.log_prob_B.detach(),
+            sigma_R=schedule.sigmas[step][None],
+            step_size_R=(schedule.sigmas[step] - schedule.sigmas[step + 1])[None],
+            std_R=made.std_B,
+        )
+        flash.loss(row).total_M().backward()
+        assert velocity_1L.grad.item() == pytest.approx(1, rel=1e-5), "more velocity, a lower mean, for z = 1"
 
 
 def test_nft_moves_towards_good_samples_and_away_from_bad_ones():

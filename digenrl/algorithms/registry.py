@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from digenrl.algorithms.awm import Awm
 from digenrl.algorithms.contract import Algorithm, GroupRelative
 from digenrl.algorithms.dance_grpo import DanceGrpo
 from digenrl.algorithms.diffusion_nft import DiffusionNft
@@ -25,6 +26,7 @@ ALGORITHMS: dict[str, type[GroupRelative]] = {
     "flow_dppo": FlowDppo,
     "flash_grpo": FlashGrpo,
     "diffusion_nft": DiffusionNft,
+    "awm": Awm,
     "flow_dpo": FlowDpo,
 }
 

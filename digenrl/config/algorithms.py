@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from digenrl.config.import_paths import import_object
 from digenrl.config.reading import ConfigError, Frozen, errors_about, nearest, parse_model
@@ -296,27 +296,65 @@ class RenoisedSettings(AlgorithmSettings):
         return count
 
 
-class DiffusionNftSettings(RenoisedSettings):
-    """`advantage.clamp` is M. After each batch the generating policy follows: old <- d old + (1 - d) new.
+class LaggingPolicySettings(RenoisedSettings):
+    """Samples come from a policy that follows the trained one: after each batch, old <- d old + (1 - d) new.
 
     d = min(old_decay_growth * n, old_decay_max), where n counts the optimizer updates of the run beyond the first
     `old_decay_start`.
     """
 
-    advantage: WholeBatchStd = WholeBatchStd()
-    beta: float = Field(default=1.0, gt=0)
-    kl_weight: float = Field(default=1e-4, ge=0)
     old_decay_start: int = Field(default=0, ge=0)
     old_decay_growth: float = Field(default=1e-3, ge=0)
     old_decay_max: float = Field(default=0.5, ge=0, lt=1)
 
     @property
+    def generates_with_trained_weights(self) -> bool:
+        return self.old_decay_growth == 0 or self.old_decay_max == 0
+
+
+class DiffusionNftSettings(LaggingPolicySettings):
+    """`advantage.clamp` is M."""
+
+    advantage: WholeBatchStd = WholeBatchStd()
+    beta: float = Field(default=1.0, gt=0)
+    kl_weight: float = Field(default=1e-4, ge=0)
+
+    @property
     def needs(self) -> Needs:
         return Needs(final_latents=True, old_policy=True, reference=self.kl_weight > 0)
 
+
+class AwmSettings(LaggingPolicySettings):
+    """The values of AWM's recipes: the newest policy generates, unless `old_decay_growth` is above 0.
+
+    `power` is that of the matching error. Advantages are divided by `advantage.clamp`, so that they are at most 1.
+    `kl_weight` is that of the distance to the reference, `old_kl_weight` to the generating policy.
+    """
+
+    advantage: WholeBatchStd = WholeBatchStd()
+    clip: float = Field(default=1.0, gt=0, le=1)
+    power: float = Field(default=0.25, gt=0, le=1)
+    kl_weight: float = Field(default=1e-3, ge=0)
+    old_decay_growth: float = Field(default=0.0, ge=0)
+    old_decay_max: float = Field(default=0.3, ge=0, lt=1)
+    old_kl_weight: float = Field(default=0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _the_old_policy_differs(self) -> AwmSettings:
+        if self.old_kl_weight > 0 and not self._old_policy_differs:
+            raise ValueError(
+                f"old_kl_weight: {self.old_kl_weight}, but with one update per batch the generating policy is the "
+                "trained one; set old_decay_growth above 0 (published: 0.001), or old_kl_weight to 0"
+            )
+        return self
+
     @property
-    def generates_with_trained_weights(self) -> bool:
-        return self.old_decay_growth == 0 or self.old_decay_max == 0
+    def needs(self) -> Needs:
+        return Needs(final_latents=True, old_policy=self._old_policy_differs, reference=self.kl_weight > 0)
+
+    @property
+    def _old_policy_differs(self) -> bool:
+        return self.updates_per_batch > 1 or not self.generates_with_trained_weights
 
 
 class FlowDpoSettings(RenoisedSettings):
@@ -357,6 +395,7 @@ ALGORITHM_SETTINGS: dict[str, type[AlgorithmSettings]] = {
     "flow_dppo": FlowDppoSettings,
     "flash_grpo": FlashGrpoSettings,
     "diffusion_nft": DiffusionNftSettings,
+    "awm": AwmSettings,
     "flow_dpo": FlowDpoSettings,
 }
 
@@ -386,7 +425,7 @@ def why_gradients_cannot_be_shared(settings: AlgorithmSettings) -> str | None:
     if not settings.generates_with_trained_weights:
         return (
             "the published weights follow the trained ones slowly, and only the trainer that commits has the "
-            "trained ones; set algorithm.options.old_decay_max to 0 (diffusion_nft), or use another algorithm"
+            "trained ones; set algorithm.options.old_decay_max to 0, or use another algorithm"
         )
     return None
 

@@ -64,9 +64,7 @@ def choose_steps(
     return StepChoice(chosen, chosen)
 
 
-def _subset(
-    steps: tuple[int, ...], count: int, run_seed: int, sample: SampleId, purpose: str
-) -> tuple[int, ...]:
+def _subset(steps: tuple[int, ...], count: int, run_seed: int, sample: SampleId, purpose: str) -> tuple[int, ...]:
     """`count` random steps, ascending."""
     shuffled = sorted(steps, key=lambda index: draw_key(run_seed, sample, f"{purpose} {index}"))
     return tuple(sorted(shuffled[:count]))

@@ -191,6 +191,7 @@ def test_its_settings_are_frozen_and_the_error_for_an_unknown_key_names_the_near
         ("grpo_guard", {"stale": "decoupled"}, "stale"),
         ("flow_dppo", {"clip": 1e-4}, "clip"),
         ("flash_grpo", {"mean_weight": 0}, "mean_weight"),
+        ("awm", {"power": 0}, "power"),
         ("mix_grpo", {"updates_per_batch": 0}, "updates_per_batch"),
     ],
 )
@@ -352,7 +353,12 @@ def test_flash_makes_the_gradient_of_a_step_independent_of_the_step(kind):
     for step in range(4):
         times = StepTimes.at(schedule, [step])
         velocity_1L = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
-        given = {"latents_BL": torch.ones(1, 1).double(), "prediction_BL": velocity_1L, "times": times, "noise": noise}
+        given = {
+            "latents_BL": torch.ones(1, 1).double(),
+            "prediction_BL": velocity_1L,
+            "times": times,
+            "noise": noise,
+        }
         made = stochastic_step(**given, next_latents_BL=torch.zeros(1, 1).double())
         one_std_up = stochastic_step(**given, next_latents_BL=(made.mean_BL + made.std_B).detach())
         row = one_step(
@@ -364,6 +370,49 @@ def test_flash_makes_the_gradient_of_a_step_independent_of_the_step(kind):
         )
         flash.loss(row).total_M().backward()
         assert velocity_1L.grad.item() == pytest.approx(1, rel=1e-5), "more velocity, a lower mean, for z = 1"
+
+
+@pytest.mark.parametrize(
+    ("advantage", "options", "expected"),
+    [
+        (2.0, {}, -0.5985772576881409),
+        (-2.0, {}, 0.5985772576881409),
+        (2.0, {"clip": 0.01}, -0.404),
+        (2.0, {"power": 1.0}, -0.4350515575235304),  # their weighting `t`
+    ],
+)
+def test_awm_weighs_the_matching_error_by_the_advantage(advantage, options, expected):
+    """Expected values: AWM's train_sd3_awm.py, `compute_log_prob_awm` and the lines of `exp_first`."""
+    more = {"kl_weight": 0, "old_decay_growth": 0.1}
+    awm = build_algorithm("awm", {**more, **options})
+    row = RenoisedPairs(
+        advantage_R=column(advantage),
+        sigma_R=column(0.6),
+        final_RL=column(1.0, -0.5)[None],
+        noise_RL=column(0.2, 0.4)[None],
+        noised_RL=column(0.52, 0.04)[None],
+        velocity_RL=column(-0.5, 0.7)[None].requires_grad_(),
+        old_velocity_RL=column(-0.3, 0.5)[None],
+        reference_velocity_RL=None,
+    )
+    loss = awm.loss(row)
+    assert loss.total_M().item() == pytest.approx(expected, rel=1e-12)
+    if not options:  # the two penalties: .1 * .2^2 to a reference at the old velocity, .5 * .2^2 to the old one
+        penalised = build_algorithm("awm", {**more, "kl_weight": 0.1, "old_kl_weight": 0.5})
+        fixed_M = penalised.loss(replace(row, reference_velocity_RL=row.old_velocity_RL)).fixed_M
+        assert fixed_M.item() == pytest.approx(0.1 * 0.04 + 0.5 * 0.04)
+
+
+def test_awm_on_policy_needs_no_old_weights_and_has_their_gradient():
+    awm, pairs = build_algorithm("awm"), some_pairs("awm")
+    assert not awm.needs.old_policy and awm.settings.generates_with_trained_weights
+    assert build_algorithm("awm", {"updates_per_batch": 2}).needs.old_policy
+    gradients = []
+    for old_RL in (None, pairs.velocity_RL.detach()):
+        awm.loss(replace(pairs, old_velocity_RL=old_RL)).total_M().sum().backward()
+        gradients.append(pairs.velocity_RL.grad.clone())
+        pairs.velocity_RL.grad = None
+    assert torch.equal(*gradients)
 
 
 def test_nft_moves_towards_good_samples_and_away_from_bad_ones():

@@ -1,8 +1,8 @@
 """Flash-GRPO: one stochastic, trained step per sample, the same for a group, and gradients made equal over time.
 
-The log-prob's gradient by the velocity grows with |d mu / d v| / s, which depends on the step. The weight lambda is
-the inverse, s / |d mu / d v|, as in `sde_step_with_logprob` (its last return value) and its use in
-scripts/train_wanx2_1_flash.py of https://github.com/Shredded-Pork/Flash-GRPO.
+The log-prob's gradient by the velocity grows with |d mu / d v| / s, which depends on the step. The weight lambda
+is the inverse, s / |d mu / d v|, as in `sde_step_with_logprob` (its last return value) and in the table of
+scripts/train_wanx2_1_flash.py, both of https://github.com/Shredded-Pork/Flash-GRPO.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def _check_noise(recipe: Recipe, window: Window, algorithm: Algorithm) -> None:
     needs_diffusion = algorithm.settings.needs_diffusion
     if recipe.sample.noise.kind in ("cps", "ddim") and needs_diffusion is not None:
         raise ConfigError(
-            f"sample.noise.kind: {recipe.sample.noise.kind} is no diffusion over the step, which {needs_diffusion} "
+            f"sample.noise.kind: {recipe.sample.noise.kind} is no diffusion over a step, which {needs_diffusion} "
             "needs; set it to flow, dance, linear or truncated_flow"
         )
 

@@ -127,7 +127,7 @@ def test_the_sparse_window_draws_steps_of_the_first_half_per_group_or_training_s
     shared = [at(step, group, count=3, drawn_per="training_step") for step in (1, 2) for group in range(4)]
     assert len(set(shared[:4])) == len(set(shared[4:])) == 1 and shared[0] != shared[4]
     assert all(len(steps) == 3 and max(steps) < 10 for steps in shared)
-    with pytest.raises(ConfigError, match="a window of 4 steps .* allows 3"):
+    with pytest.raises(ConfigError, match=r"a window of 4 steps .* allows 3"):
         read_window({"kind": "sparse", "count": 4}).check(6)
 
 

@@ -17,7 +17,16 @@ from digenrl.records import SampleId
 from digenrl.worker.blueprint import lora_targets, read_blueprint, transformer_without_weights
 
 ONE_GPU = ("sd3_one_gpu", "flux_one_gpu", "qwen_image_one_gpu")
-OTHER_ALGORITHMS = ("sd3_flow_grpo_fast", "sd3_grpo_guard", "sd3_flow_dpo", "sd3_diffusion_nft", "flux_mix_grpo")
+OTHER_ALGORITHMS = (
+    "sd3_flow_grpo_fast",
+    "sd3_grpo_guard",
+    "sd3_flow_dppo",
+    "sd3_flow_dpo",
+    "sd3_diffusion_nft",
+    "sd3_awm",
+    "flux_mix_grpo",
+    "wan_flash_grpo",
+)
 SAMPLES = [SampleId(step, group=0, index=index) for step in (0, 7, 700) for index in (0, 5)]
 
 each_recipe = pytest.mark.parametrize("name", shipped_recipes())

@@ -44,5 +44,5 @@ class Awm(LaggingPolicy):
         """-(sigma / p) e^p."""
         error_R = squared_distance_R(velocity_RL, pairs.noise_RL - pairs.final_RL)
         power = self.settings.power
-        powered_R = (error_R + SMALLEST_ERROR) ** power - SMALLEST_ERROR**power
+        powered_R: Tensor = (error_R + SMALLEST_ERROR) ** power - SMALLEST_ERROR**power
         return -pairs.sigma_R * powered_R / power

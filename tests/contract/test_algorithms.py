@@ -339,7 +339,7 @@ def test_dppo_masks_terms_that_lead_further_away_beyond_a_kl(advantage, log_rati
     ],
 )
 def test_flash_weights_steps_by_the_inverse_of_their_gradient(sigma, next_sigma, std, expected):
-    """Expected values: `sde_step_with_logprob` of Flash-GRPO's wan2_1_pipeline_with_logprob2.py (`linear` noise)."""
+    """Expected values: `sde_step_with_logprob` of Flash-GRPO's wan2_1_pipeline_with_logprob2.py (`linear`)."""
     flash = build_algorithm("flash_grpo", {"mean_weight": 0.5})
     row = one_step(sigma_R=column(sigma), step_size_R=column(sigma - next_sigma), std_R=column(std))
     assert flash.loss(row).total_M().item() == pytest.approx(-expected / 0.5, rel=1e-6)

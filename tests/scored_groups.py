@@ -50,7 +50,16 @@ LIVELY: dict[str, dict[str, Any]] = {
         "kl_weight": 0.1,
         "advantage": {"std_over": "batch", "clamp": 1.2},
     },
+    "flow_dppo": {"kl_threshold": 1e-7, "updates_per_batch": 1, "kl_weight": 0.1, "advantage": {"clamp": 1.2}},
+    "flash_grpo": {"clip": 1e-4, "mean_weight": 1.5, "kl_weight": 0.1, "advantage": {"clamp": 1.2}},
     "diffusion_nft": {"beta": 0.7, "kl_weight": 0.1, "advantage": {"clamp": 1.2}},
+    "awm": {
+        "clip": 1e-3,
+        "kl_weight": 0.1,
+        "old_decay_growth": 0.25,
+        "old_kl_weight": 0.5,
+        "advantage": {"clamp": 1.2},
+    },
     "flow_dpo": {},
 }
 

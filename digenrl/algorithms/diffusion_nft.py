@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from digenrl.algorithms.contract import GroupRelative
+from digenrl.algorithms.lagging_policy import LaggingPolicy
 from digenrl.algorithms.policy_loss import squared_distance_R
 from digenrl.config.algorithms import DiffusionNftSettings
 from digenrl.models.objective import LossTerms, PairBatch, RenoisedPairs
@@ -16,16 +16,11 @@ from digenrl.models.objective import LossTerms, PairBatch, RenoisedPairs
 SMALLEST_ERROR = 1e-5  # lower bound of the divisor of the self-normalised error
 
 
-class DiffusionNft(GroupRelative):
-    """Rollouts are deterministic (Euler), and only the final latents are kept."""
+class DiffusionNft(LaggingPolicy):
+    """q l+ + (1 - q) l-, with velocities on both sides of the generating policy's."""
 
     settings_type = DiffusionNftSettings
     settings: DiffusionNftSettings
-
-    def old_policy_decay(self, batch: int) -> float:
-        updates_done = (batch + 1) * self.updates_per_batch
-        counted = max(0, updates_done - self.settings.old_decay_start)
-        return min(self.settings.old_decay_growth * counted, self.settings.old_decay_max)
 
     def loss(self, pairs: PairBatch) -> LossTerms:
         assert isinstance(pairs, RenoisedPairs) and pairs.old_velocity_RL is not None

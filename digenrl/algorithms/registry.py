@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from digenrl.algorithms.awm import Awm
 from digenrl.algorithms.contract import Algorithm, GroupRelative
 from digenrl.algorithms.dance_grpo import DanceGrpo
 from digenrl.algorithms.diffusion_nft import DiffusionNft
+from digenrl.algorithms.flash_grpo import FlashGrpo
 from digenrl.algorithms.flow_dpo import FlowDpo
+from digenrl.algorithms.flow_dppo import FlowDppo
 from digenrl.algorithms.flow_grpo import FlowGrpo, FlowGrpoFast
 from digenrl.algorithms.grpo_guard import GrpoGuard
 from digenrl.algorithms.mix_grpo import MixGrpo
@@ -20,7 +23,10 @@ ALGORITHMS: dict[str, type[GroupRelative]] = {
     "dance_grpo": DanceGrpo,
     "mix_grpo": MixGrpo,
     "grpo_guard": GrpoGuard,
+    "flow_dppo": FlowDppo,
+    "flash_grpo": FlashGrpo,
     "diffusion_nft": DiffusionNft,
+    "awm": Awm,
     "flow_dpo": FlowDpo,
 }
 

@@ -11,11 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from digenrl.config.import_paths import import_object
 from digenrl.config.reading import ConfigError, Frozen, errors_about, nearest, parse_model
-from digenrl.config.windows import AllSteps, EulerOnly, FastWindow, RandomSubset, SlidingWindow, Window
+from digenrl.config.windows import (
+    AllSteps,
+    EulerOnly,
+    FastWindow,
+    RandomSubset,
+    SlidingWindow,
+    SparseWindow,
+    Window,
+)
 
 KlForm = Literal["exact", "flow_grpo_image"]
 Levels = Literal["first", "random", "logit_normal"]
@@ -101,6 +109,11 @@ class AlgorithmSettings(Frozen):
         return self.replays == "renoised"  # no log-probs of the rollout are used
 
     @property
+    def needs_diffusion(self) -> str | None:
+        """What needs steps of a diffusion, whose std is s = g sqrt(h), in words; None if nothing does."""
+        return None
+
+    @property
     def generates_with_trained_weights(self) -> bool:
         """Whether samples are generated with the newest trained weights, and not with ones that follow slowly."""
         return not self.needs.old_policy
@@ -119,8 +132,8 @@ class AlgorithmSettings(Frozen):
         return window.kept_steps(steps)
 
 
-class PolicyLossSettings(AlgorithmSettings):
-    """The clipped loss, its penalty, and the treatment of samples from older weights.
+class RatioLossSettings(AlgorithmSettings):
+    """The penalty of a loss of importance ratios, and the treatment of samples from older weights.
 
     `kl_form` is `exact`, (mu - mu_ref)^2 / 2 s^2, or `flow_grpo_image`: over 2 g^2 instead for noise whose std is
     s = g sqrt(h), the same for `cps`. `stale` is `plain` (the ratio to the generating policy covers it) or
@@ -130,7 +143,6 @@ class PolicyLossSettings(AlgorithmSettings):
     weighs samples of the current weights, which may have been generated in another precision.
     """
 
-    clip: float = Field(default=1e-4, gt=0, lt=1)
     kl_weight: float = Field(default=0.0, ge=0)
     kl_form: KlForm = "exact"
     stale: Literal["plain", "decoupled"] = "plain"
@@ -149,6 +161,12 @@ class PolicyLossSettings(AlgorithmSettings):
     @property
     def corrects_precision(self) -> bool:
         return self.stale == "decoupled" and self.weighted == "all"
+
+
+class PolicyLossSettings(RatioLossSettings):
+    """Ratios are clipped to 1 -+ `clip`."""
+
+    clip: float = Field(default=1e-4, gt=0, lt=1)
 
 
 class FlowGrpoSettings(PolicyLossSettings):
@@ -229,6 +247,45 @@ class GrpoGuardSettings(FlowGrpoSettings):
         return "grpo_guard"
 
 
+class FlowDppoSettings(RatioLossSettings):
+    """The values of Flow-DPPO's recipe. Terms whose KL to the generating policy reaches `kl_threshold` are masked.
+
+    The KL is a mean over elements, as log-probs are. It is measured from the generating policy, so that stale
+    samples are compared with that policy.
+    """
+
+    advantage: WholeBatchStd = WholeBatchStd()
+    updates_per_batch: int = Field(default=2, ge=1)
+    kl_threshold: float = Field(default=1e-5, gt=0)
+    stale: Literal["plain"] = "plain"
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, step_means=True)
+
+
+class FlashGrpoSettings(PolicyLossSettings):
+    """The values of Flash-GRPO's recipe: one trained step per sample, the same for a group.
+
+    A term is weighted by lambda / `mean_weight`, where lambda makes gradients of all steps comparable. Set
+    `mean_weight` to the mean of lambda over the steps that the window can draw, so that weights are 1 on average.
+    """
+
+    window: ClassVar[Window] = SparseWindow()
+
+    advantage: WholeBatchStd = WholeBatchStd()
+    clip: float = Field(default=1e-3, gt=0, lt=1)
+    mean_weight: float = Field(default=1.0, gt=0)
+
+    @property
+    def needs_densities(self) -> str | None:
+        return "flash_grpo"
+
+    @property
+    def needs_diffusion(self) -> str | None:
+        return "flash_grpo"
+
+
 class RenoisedSettings(AlgorithmSettings):
     """Training from the final latents of Euler rollouts, noised again to int(`trained_fraction` * N) levels.
 
@@ -252,27 +309,65 @@ class RenoisedSettings(AlgorithmSettings):
         return count
 
 
-class DiffusionNftSettings(RenoisedSettings):
-    """`advantage.clamp` is M. After each batch the generating policy follows: old <- d old + (1 - d) new.
+class LaggingPolicySettings(RenoisedSettings):
+    """Samples come from a policy that follows the trained one: after each batch, old <- d old + (1 - d) new.
 
     d = min(old_decay_growth * n, old_decay_max), where n counts the optimizer updates of the run beyond the first
     `old_decay_start`.
     """
 
-    advantage: WholeBatchStd = WholeBatchStd()
-    beta: float = Field(default=1.0, gt=0)
-    kl_weight: float = Field(default=1e-4, ge=0)
     old_decay_start: int = Field(default=0, ge=0)
     old_decay_growth: float = Field(default=1e-3, ge=0)
     old_decay_max: float = Field(default=0.5, ge=0, lt=1)
 
     @property
+    def generates_with_trained_weights(self) -> bool:
+        return self.old_decay_growth == 0 or self.old_decay_max == 0
+
+
+class DiffusionNftSettings(LaggingPolicySettings):
+    """`advantage.clamp` is M."""
+
+    advantage: WholeBatchStd = WholeBatchStd()
+    beta: float = Field(default=1.0, gt=0)
+    kl_weight: float = Field(default=1e-4, ge=0)
+
+    @property
     def needs(self) -> Needs:
         return Needs(final_latents=True, old_policy=True, reference=self.kl_weight > 0)
 
+
+class AwmSettings(LaggingPolicySettings):
+    """The values of AWM's recipes: the newest policy generates, unless `old_decay_growth` is above 0.
+
+    `power` is that of the matching error. Advantages are divided by `advantage.clamp`, so that they are at most 1.
+    `kl_weight` is that of the distance to the reference, `old_kl_weight` to the generating policy.
+    """
+
+    advantage: WholeBatchStd = WholeBatchStd()
+    clip: float = Field(default=1.0, gt=0, le=1)
+    power: float = Field(default=0.25, gt=0, le=1)
+    kl_weight: float = Field(default=1e-3, ge=0)
+    old_decay_growth: float = Field(default=0.0, ge=0)
+    old_decay_max: float = Field(default=0.3, ge=0, lt=1)
+    old_kl_weight: float = Field(default=0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _the_old_policy_differs(self) -> AwmSettings:
+        if self.old_kl_weight > 0 and not self._old_policy_differs:
+            raise ValueError(
+                f"old_kl_weight: {self.old_kl_weight}, but with one update per batch the generating policy is the "
+                "trained one; set old_decay_growth above 0 (published: 0.001), or old_kl_weight to 0"
+            )
+        return self
+
     @property
-    def generates_with_trained_weights(self) -> bool:
-        return self.old_decay_growth == 0 or self.old_decay_max == 0
+    def needs(self) -> Needs:
+        return Needs(final_latents=True, old_policy=self._old_policy_differs, reference=self.kl_weight > 0)
+
+    @property
+    def _old_policy_differs(self) -> bool:
+        return self.updates_per_batch > 1 or not self.generates_with_trained_weights
 
 
 class FlowDpoSettings(RenoisedSettings):
@@ -310,7 +405,10 @@ ALGORITHM_SETTINGS: dict[str, type[AlgorithmSettings]] = {
     "dance_grpo": DanceGrpoSettings,
     "mix_grpo": MixGrpoSettings,
     "grpo_guard": GrpoGuardSettings,
+    "flow_dppo": FlowDppoSettings,
+    "flash_grpo": FlashGrpoSettings,
     "diffusion_nft": DiffusionNftSettings,
+    "awm": AwmSettings,
     "flow_dpo": FlowDpoSettings,
 }
 
@@ -340,7 +438,7 @@ def why_gradients_cannot_be_shared(settings: AlgorithmSettings) -> str | None:
     if not settings.generates_with_trained_weights:
         return (
             "the published weights follow the trained ones slowly, and only the trainer that commits has the "
-            "trained ones; set algorithm.options.old_decay_max to 0 (diffusion_nft), or use another algorithm"
+            "trained ones; set algorithm.options.old_decay_max to 0, or use another algorithm"
         )
     return None
 

@@ -101,7 +101,29 @@ class FastWindow(WindowSettings):
         _check_width(self.width, min(steps // 2, steps - 1), steps)
 
 
-Window = EulerOnly | AllSteps | RandomSubset | SlidingWindow | FastWindow
+class SparseWindow(WindowSettings):
+    """`count` random steps of the first int(fraction * N) are stochastic and kept.
+
+    They are drawn for every group (Flash-GRPO), or for all groups of a training step (Flow-DPPO).
+    """
+
+    kind: Literal["sparse"] = "sparse"
+    count: int = Field(default=1, ge=1)
+    fraction: float = Field(default=0.5, gt=0, le=1)
+    drawn_per: Literal["group", "training_step"] = "group"
+
+    def possible_steps(self, steps: int) -> int:
+        """How many steps, from the first on, can be drawn."""
+        return min(int(self.fraction * steps), steps - 1)
+
+    def kept_steps(self, steps: int) -> int:
+        return self.count
+
+    def check(self, steps: int) -> None:
+        _check_width(self.count, self.possible_steps(steps), steps)
+
+
+Window = EulerOnly | AllSteps | RandomSubset | SlidingWindow | FastWindow | SparseWindow
 
 WINDOWS: dict[str, type[Window]] = {
     "none": EulerOnly,
@@ -109,6 +131,7 @@ WINDOWS: dict[str, type[Window]] = {
     "random_subset": RandomSubset,
     "sliding": SlidingWindow,
     "fast": FastWindow,
+    "sparse": SparseWindow,
 }
 
 

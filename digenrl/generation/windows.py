@@ -9,7 +9,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.windows import AllSteps, EulerOnly, FastWindow, RandomSubset, SlidingWindow, Window
+from digenrl.config.windows import (
+    AllSteps,
+    EulerOnly,
+    FastWindow,
+    RandomSubset,
+    SlidingWindow,
+    SparseWindow,
+    Window,
+)
 from digenrl.generation.noise import SHARED, draw_key
 from digenrl.models.contract import SampleSize, Schedule
 from digenrl.models.trajectory import RolloutPlan, StepNoise
@@ -39,8 +47,13 @@ def choose_steps(
         case AllSteps():
             return StepChoice(stochastic, possible[: window.kept_steps(steps)])
         case RandomSubset():
-            shuffled = sorted(possible, key=lambda index: draw_key(run_seed, sample, f"subset {index}"))
-            return StepChoice(stochastic, tuple(sorted(shuffled[: window.kept_steps(steps)])))
+            return StepChoice(stochastic, _subset(possible, window.kept_steps(steps), run_seed, sample, "subset"))
+        case SparseWindow():
+            group = sample.group if window.drawn_per == "group" else SHARED
+            drawn_for = SampleId(sample.step, group, SHARED)
+            first_steps = possible[: window.possible_steps(steps)]
+            drawn = _subset(first_steps, window.count, run_seed, drawn_for, "sparse window")
+            return StepChoice(drawn, drawn)
         case SlidingWindow():
             first = (sample.step // window.training_steps_per_shift) % (steps - 2)
         case FastWindow():
@@ -49,6 +62,12 @@ def choose_steps(
             first = key % (steps // 2 - window.width + 1)
     chosen = possible[first : first + window.width]
     return StepChoice(chosen, chosen)
+
+
+def _subset(steps: tuple[int, ...], count: int, run_seed: int, sample: SampleId, purpose: str) -> tuple[int, ...]:
+    """`count` random steps, ascending."""
+    shuffled = sorted(steps, key=lambda index: draw_key(run_seed, sample, f"{purpose} {index}"))
+    return tuple(sorted(shuffled[:count]))
 
 
 def plan_rollouts(

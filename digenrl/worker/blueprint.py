@@ -162,6 +162,12 @@ def _check_noise(recipe: Recipe, window: Window, algorithm: Algorithm) -> None:
         raise ConfigError(
             f"sample.noise.log_prob: squared_error is no density, which {needs_densities} needs; set it to normal"
         )
+    needs_diffusion = algorithm.settings.needs_diffusion
+    if recipe.sample.noise.kind in ("cps", "ddim") and needs_diffusion is not None:
+        raise ConfigError(
+            f"sample.noise.kind: {recipe.sample.noise.kind} is no diffusion over a step, which {needs_diffusion} "
+            "needs; set it to flow, dance, linear or truncated_flow"
+        )
 
 
 def _check_sampler(recipe: Recipe, algorithm: Algorithm) -> None:

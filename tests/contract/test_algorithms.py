@@ -20,6 +20,7 @@ from digenrl.config.windows import WINDOWS, Window, read_window
 from digenrl.generation.windows import choose_steps
 from digenrl.models.contract import SampleSize, Schedule
 from digenrl.models.objective import PairBatch, RenoisedPairs, StepPairs
+from digenrl.models.stochastic_step import StepTimes, stochastic_step
 from digenrl.models.trajectory import RolloutPlan, StepNoise
 from digenrl.records import SampleId
 
@@ -188,6 +189,9 @@ def test_its_settings_are_frozen_and_the_error_for_an_unknown_key_names_the_near
         ("diffusion_nft", {"old_decay_max": 1}, "old_decay_max"),
         ("flow_dpo", {"advantage": {"std_over": "batch"}}, "advantage"),
         ("grpo_guard", {"stale": "decoupled"}, "stale"),
+        ("flow_dppo", {"clip": 1e-4}, "clip"),
+        ("flash_grpo", {"mean_weight": 0}, "mean_weight"),
+        ("awm", {"power": 0}, "power"),
         ("mix_grpo", {"updates_per_batch": 0}, "updates_per_batch"),
     ],
 )
@@ -318,6 +322,112 @@ def test_guard_recentres_and_rescales_the_ratio_and_divides_by_the_step():
     # b = .2^2 / (2 * .2^2) = .5; rho = exp((-.45 + .5) * .2) = exp(.01); over h = .25
     assert loss.total_M().item() == pytest.approx(-math.exp(0.01) / 0.25, rel=1e-12)
     assert guard.needs.step_means
+
+
+@pytest.mark.parametrize(
+    ("advantage", "log_ratio", "threshold", "expected"),
+    [
+        (2.0, 0.1, 0.3, 0.0),
+        (2.0, -0.1, 0.3, -1.8096748360719191),
+        (-2.0, -0.1, 0.3, 0.0),
+        (-2.0, 0.1, 0.3, 2.2103418361512952),
+        (2.0, 0.1, 0.32, -2.2103418361512952),
+    ],
+)
+def test_dppo_masks_terms_that_lead_further_away_beyond_a_kl(advantage, log_ratio, threshold, expected):
+    """Expected values: `_flowdppo_kl_adv_loss` in UniRL's unirl/algorithms/flowdppo.py; the KL is .3125."""
+    dppo = build_algorithm("flow_dppo", {"kl_threshold": threshold})
+    row = one_step(mean_RL=column(0.5, 0.3)[None], old_mean_RL=column(0.4, 0.1)[None])
+    loss = dppo.loss(replace(row, advantage_R=column(advantage), log_prob_R=column(log_ratio)))
+    assert loss.fixed_M is None
+    assert loss.total_M().item() == pytest.approx(expected, rel=1e-12)
+    assert loss.measures["clipped"].item() == (expected == 0)
+    assert dppo.needs.step_means
+
+
+@pytest.mark.parametrize(
+    ("sigma", "next_sigma", "std", "expected"),
+    [
+        (1.0, 0.8, 0.8 * 0.2**0.5, 1.788854381999832),
+        (0.8, 0.5, 0.64 * 0.3**0.5, 1.1115627752514787),
+        (0.5, 0.3, 0.4 * 0.2**0.5, 0.8281733249999222),
+    ],
+)
+def test_flash_weights_steps_by_the_inverse_of_their_gradient(sigma, next_sigma, std, expected):
+    """Expected values: `sde_step_with_logprob` of Flash-GRPO's wan2_1_pipeline_with_logprob2.py (`linear`)."""
+    flash = build_algorithm("flash_grpo", {"mean_weight": 0.5})
+    row = one_step(sigma_R=column(sigma), step_size_R=column(sigma - next_sigma), std_R=column(std))
+    assert flash.loss(row).total_M().item() == pytest.approx(-expected / 0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["flow", "dance", "linear", "truncated_flow"])
+def test_flash_makes_the_gradient_of_a_step_independent_of_the_step(kind):
+    """d logp / d v times lambda is z, the noise of the step, per element."""
+    schedule = Schedule(sigmas=torch.linspace(1, 0, 6).double(), timesteps=torch.linspace(1000, 200, 5).double())
+    noise, flash = StepNoise(kind, 0.7), build_algorithm("flash_grpo")
+    for step in range(4):
+        times = StepTimes.at(schedule, [step])
+        velocity_1L = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+        given = {
+            "latents_BL": torch.ones(1, 1).double(),
+            "prediction_BL": velocity_1L,
+            "times": times,
+            "noise": noise,
+        }
+        made = stochastic_step(**given, next_latents_BL=torch.zeros(1, 1).double())
+        one_std_up = stochastic_step(**given, next_latents_BL=(made.mean_BL + made.std_B).detach())
+        row = one_step(
+            log_prob_R=one_std_up.log_prob_B,
+            old_log_prob_R=one_std_up.log_prob_B.detach(),
+            sigma_R=schedule.sigmas[step][None],
+            step_size_R=(schedule.sigmas[step] - schedule.sigmas[step + 1])[None],
+            std_R=made.std_B,
+        )
+        flash.loss(row).total_M().backward()
+        assert velocity_1L.grad.item() == pytest.approx(1, rel=1e-5), "more velocity, a lower mean, for z = 1"
+
+
+@pytest.mark.parametrize(
+    ("advantage", "options", "expected"),
+    [
+        (2.0, {}, -0.5985772576881409),
+        (-2.0, {}, 0.5985772576881409),
+        (2.0, {"clip": 0.01}, -0.404),
+        (2.0, {"power": 1.0}, -0.4350515575235304),  # their weighting `t`
+    ],
+)
+def test_awm_weighs_the_matching_error_by_the_advantage(advantage, options, expected):
+    """Expected values: AWM's train_sd3_awm.py, `compute_log_prob_awm` and the lines of `exp_first`."""
+    more = {"kl_weight": 0, "old_decay_growth": 0.1}
+    awm = build_algorithm("awm", {**more, **options})
+    row = RenoisedPairs(
+        advantage_R=column(advantage),
+        sigma_R=column(0.6),
+        final_RL=column(1.0, -0.5)[None],
+        noise_RL=column(0.2, 0.4)[None],
+        noised_RL=column(0.52, 0.04)[None],
+        velocity_RL=column(-0.5, 0.7)[None].requires_grad_(),
+        old_velocity_RL=column(-0.3, 0.5)[None],
+        reference_velocity_RL=None,
+    )
+    loss = awm.loss(row)
+    assert loss.total_M().item() == pytest.approx(expected, rel=1e-12)
+    if not options:  # the two penalties: .1 * .2^2 to a reference at the old velocity, .5 * .2^2 to the old one
+        penalised = build_algorithm("awm", {**more, "kl_weight": 0.1, "old_kl_weight": 0.5})
+        fixed_M = penalised.loss(replace(row, reference_velocity_RL=row.old_velocity_RL)).fixed_M
+        assert fixed_M.item() == pytest.approx(0.1 * 0.04 + 0.5 * 0.04)
+
+
+def test_awm_on_policy_needs_no_old_weights_and_has_their_gradient():
+    awm, pairs = build_algorithm("awm"), some_pairs("awm")
+    assert not awm.needs.old_policy and awm.settings.generates_with_trained_weights
+    assert build_algorithm("awm", {"updates_per_batch": 2}).needs.old_policy
+    gradients = []
+    for old_RL in (None, pairs.velocity_RL.detach()):
+        awm.loss(replace(pairs, old_velocity_RL=old_RL)).total_M().sum().backward()
+        gradients.append(pairs.velocity_RL.grad.clone())
+        pairs.velocity_RL.grad = None
+    assert torch.equal(*gradients)
 
 
 def test_nft_moves_towards_good_samples_and_away_from_bad_ones():

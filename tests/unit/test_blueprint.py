@@ -67,6 +67,11 @@ def test_logit_normal_levels_come_from_a_schedule_of_a_thousand(model_and_row):
             "grpo_guard",
         ),
         (
+            ["sample.noise={kind: cps, level: 0.8}", "algorithm={name: flash_grpo}"],
+            "sample.noise.kind",
+            "flash_grpo",
+        ),
+        (
             ["sample.noise.log_prob=squared_error", "algorithm.options.stale=decoupled"],
             "sample.noise.log_prob",
             "decoupled",

@@ -113,6 +113,24 @@ def test_dance_grpo_keeps_a_uniform_subset_drawn_per_sample() -> None:
     assert len({choice.kept for choice in choices[:20]}) > 15
 
 
+def test_the_sparse_window_draws_steps_of_the_first_half_per_group_or_training_step() -> None:
+    def at(step: int, group: int, index: int = 0, **settings: object) -> tuple[int, ...]:
+        window = read_window({"kind": "sparse", **settings})
+        choice = choose_steps(window, 20, RUN_SEED, SampleId(step, group, index))
+        assert choice.kept == choice.stochastic
+        return choice.kept
+
+    drawn = Counter(at(step, group) for step in range(25) for group in range(80))
+    assert set(drawn) == {(step,) for step in range(10)}
+    assert all(abs(count - 200) < 4.5 * (2000 * 0.1 * 0.9) ** 0.5 for count in drawn.values())
+    assert at(3, 5, index=0) == at(3, 5, index=7), "one step for a group"
+    shared = [at(step, group, count=3, drawn_per="training_step") for step in (1, 2) for group in range(4)]
+    assert len(set(shared[:4])) == len(set(shared[4:])) == 1 and shared[0] != shared[4]
+    assert all(len(steps) == 3 and max(steps) < 10 for steps in shared)
+    with pytest.raises(ConfigError, match=r"a window of 4 steps .* allows 3"):
+        read_window({"kind": "sparse", "count": 4}).check(6)
+
+
 def test_the_sliding_window_moves_by_one_every_25_training_steps_and_wraps_at_n_minus_2() -> None:
     window = read_window({"kind": "sliding"})
 

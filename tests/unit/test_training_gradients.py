@@ -165,7 +165,7 @@ def test_flow_grpos_kl_of_cps_noise_is_the_exact_one():
 
 
 def test_the_cases_above_clip_ratios_and_exceed_the_clamp(cases):
-    for name in ("flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard"):
+    for name in ("flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard", "flow_dppo", "flash_grpo"):
         case = cases(name)
         trainer = case.trainer(4)
         for group in case.groups:

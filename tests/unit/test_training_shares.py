@@ -24,6 +24,9 @@ CASES = [
     SharedCase("dance_grpo", lora=False),  # some samples are not trained
     SharedCase("mix_grpo"),
     SharedCase("diffusion_nft", options={"old_decay_max": 0.0}),
+    SharedCase("flow_dppo"),
+    SharedCase("flash_grpo"),
+    SharedCase("awm", options={"old_decay_max": 0.0, "old_kl_weight": 0.0}),
 ]
 CASE_NAMES = [f"{case.algorithm}-{'lora' if case.lora else 'full'}-{number}" for number, case in enumerate(CASES)]
 EVERY = pytest.mark.parametrize("case", CASES, ids=CASE_NAMES)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
+Content = bytes | memoryview
 
 PIECE_BYTES = 4 << 20
 THREADS = min(16, os.cpu_count() or 1)
@@ -56,14 +57,14 @@ def encode_change(old: Bytes, new: Bytes, item_bytes: int, zstd: bool | None = N
         return list(threads.map(encode, range(0, len(new), PIECE_BYTES)))
 
 
-def decode_change(old: Bytes, pieces: Sequence[bytes], item_bytes: int) -> Bytes:
+def decode_change(old: Bytes, pieces: Sequence[Content], item_bytes: int) -> Bytes:
     """The new bytes. Raises ValueError if the pieces are damaged or do not cover the old bytes."""
     starts = range(0, len(old), PIECE_BYTES)
     if len(starts) != len(pieces):
         raise ValueError(f"damaged: {len(pieces)} coded pieces for {len(starts)}")
     new = old.copy()
 
-    def decode(start: int, piece: bytes) -> None:
+    def decode(start: int, piece: Content) -> None:
         if piece:
             part = new[start : start + PIECE_BYTES]
             part ^= _unshuffled(_planes(piece), len(part), item_bytes)
@@ -79,7 +80,7 @@ def _shuffled(change: Bytes, item_bytes: int) -> list[Bytes]:
     return [*np.ascontiguousarray(change[:whole].reshape(-1, item_bytes).T), change[whole:]]
 
 
-def _unshuffled(planes: Sequence[bytes], length: int, item_bytes: int) -> Bytes:
+def _unshuffled(planes: Sequence[Content], length: int, item_bytes: int) -> Bytes:
     whole = length - length % item_bytes
     expected = [whole // item_bytes] * item_bytes + [length - whole]
     if [len(plane) for plane in planes] != expected:
@@ -108,8 +109,8 @@ def _pack(plane: Bytes, tag: bytes, compress: Callable[[bytes], bytes]) -> bytes
     return tag + compress(content)
 
 
-def _unpack(packed: bytes) -> bytes:
-    tag, content = packed[:1], packed[1:]
+def _unpack(packed: Content) -> Content:
+    tag, content = bytes(packed[:1]), packed[1:]
     if tag == RAW:
         return content
     if tag == ZLIB:
@@ -133,8 +134,9 @@ def _with_length(packed: bytes) -> bytes:
     return len(packed).to_bytes(LENGTH_BYTES, "little") + packed
 
 
-def _planes(piece: bytes) -> list[bytes]:
-    planes, offset = [], 0
+def _planes(piece: Content) -> list[Content]:
+    planes: list[Content] = []
+    offset = 0
     while offset < len(piece):
         start = offset + LENGTH_BYTES
         offset = start + int.from_bytes(piece[start - LENGTH_BYTES : start], "little")

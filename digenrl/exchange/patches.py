@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import zlib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from digenrl.byte_codecs import Bytes, decode_change, encode_change
+from digenrl.byte_codecs import THREADS, Bytes, decode_change, encode_change
+from digenrl.config.cluster import WeightPatches
 
 WHOLE_EVERY = 100
 LENGTH_BYTES = 8
+BYTES_PER_S_OF_A_THREAD = 60e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class Patch:
     bytes: int
     checksum: int
     item_bytes: int
-    pieces: tuple[bytes, ...]
+    pieces: tuple[bytes | memoryview, ...]
 
     def encode(self) -> bytes:
         """The patch as bytes: the length of a JSON header, the header, and the pieces."""
@@ -55,12 +59,12 @@ class Patch:
         return b"".join((len(header).to_bytes(LENGTH_BYTES, "little"), header, *self.pieces))
 
     @classmethod
-    def decode(cls, encoded: bytes) -> Patch:
+    def decode(cls, encoded: bytes | memoryview) -> Patch:
         """Parses an encoded patch. Raises ValueError if it is malformed."""
         offset = LENGTH_BYTES + int.from_bytes(encoded[:LENGTH_BYTES], "little")
         try:
-            base, name, size, checksum, item_bytes, lengths = json.loads(encoded[LENGTH_BYTES:offset])
-            pieces = []
+            base, name, size, checksum, item_bytes, lengths = json.loads(bytes(encoded[LENGTH_BYTES:offset]))
+            pieces: list[bytes | memoryview] = []
             for length in lengths:
                 pieces.append(encoded[offset : offset + length])
                 offset += length
@@ -110,6 +114,59 @@ class LastPublished:
             fits = base is not None and base.name != version.name and len(base.content) == len(version.content)
             self._patches = self._patches + 1 if fits and self._patches + 1 < self._whole_every else 0
             return base if self._patches else None
+
+
+class PatchMaker:
+    """Makes the patch of the staged version when it is first needed, for receivers that hold the version before.
+
+    With `auto`, only for links on which making and sending the patch is faster than sending the whole version.
+    """
+
+    def __init__(self, setting: WeightPatches, whole_every: int = WHOLE_EVERY) -> None:
+        self._setting = setting
+        self._last = LastPublished(whole_every)
+        self._lock = threading.Lock()
+        self._base: VersionBytes | None = None
+        self._version: VersionBytes | None = None
+        self._encoded: Tensor | None = None
+        self._bytes_per_s = THREADS * BYTES_PER_S_OF_A_THREAD  # of making patches, until it is measured
+        self._ratio = 0.5  # of a patch and the whole version, likewise
+
+    def drop_base(self) -> None:
+        """Frees the base of the current patch, before the next version is staged."""
+        with self._lock:
+            self._base = self._version = self._encoded = None
+
+    def stage(self, version: VersionBytes) -> None:
+        """The next version to send; its base is the version staged before."""
+        if self._setting == "never":
+            return
+        with self._lock:
+            self._base, self._version, self._encoded = self._last.replace(version), version, None
+
+    def encoded(self, name: str, held: str, link_bytes_per_s: float | None) -> Tensor | None:
+        """The patch from `held` to `name`, or None if there is none, or if it does not pay on this link."""
+        with self._lock:
+            base, version = self._base, self._version
+            if base is None or version is None or (base.name, version.name) != (held, name):
+                return None
+            if self._encoded is None:
+                if not self._pays(link_bytes_per_s):
+                    return None
+                self._encoded = self._make(base, version)
+            return self._encoded if len(self._encoded) < len(version.content) else None
+
+    def _pays(self, link_bytes_per_s: float | None) -> bool:
+        if self._setting == "always":
+            return True
+        return link_bytes_per_s is not None and link_bytes_per_s < (1 - self._ratio) * self._bytes_per_s
+
+    def _make(self, base: VersionBytes, version: VersionBytes) -> Tensor:
+        started_s, size = time.monotonic(), max(1, len(version.content))
+        encoded = torch.frombuffer(bytearray(make_patch(base, version).encode()), dtype=torch.uint8)
+        self._bytes_per_s = size / max(1e-9, time.monotonic() - started_s)
+        self._ratio = min(1.0, len(encoded) / size)
+        return encoded
 
 
 def item_bytes_of(tensors: Iterable[Tensor]) -> int:

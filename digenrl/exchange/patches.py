@@ -42,11 +42,11 @@ class VersionBytes:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Turns the version `base` into the version `name`. `bytes` and `checksum` are those of the result."""
+    """Turns the version `base` into the version `name`. `result_bytes` and `checksum` are those of the result."""
 
     base: str
     name: str
-    bytes: int
+    result_bytes: int
     checksum: int
     item_bytes: int
     pieces: tuple[bytes | memoryview, ...]
@@ -54,7 +54,7 @@ class Patch:
     def encode(self) -> bytes:
         """The patch as bytes: the length of a JSON header, the header, and the pieces."""
         lengths = [len(piece) for piece in self.pieces]
-        facts = [self.base, self.name, self.bytes, self.checksum, self.item_bytes, lengths]
+        facts = [self.base, self.name, self.result_bytes, self.checksum, self.item_bytes, lengths]
         header = json.dumps(facts).encode()
         return b"".join((len(header).to_bytes(LENGTH_BYTES, "little"), header, *self.pieces))
 
@@ -87,10 +87,10 @@ def apply_patch(patch: Patch, held: VersionBytes | None, checksum_before: int = 
         raise ValueError(f"{patch.name}: its patch applies to {patch.base}, and {found} is held; send it whole")
     content = decode_change(held.content, patch.pieces, patch.item_bytes)
     found_checksum = zlib.crc32(content.data, checksum_before)
-    if (len(content), found_checksum) != (patch.bytes, patch.checksum):
+    if (len(content), found_checksum) != (patch.result_bytes, patch.checksum):
         raise ValueError(
             f"{patch.name}: arrived damaged, {len(content)} bytes with checksum {found_checksum}; expected "
-            f"{patch.bytes} bytes with checksum {patch.checksum}"
+            f"{patch.result_bytes} bytes with checksum {patch.checksum}"
         )
     return VersionBytes(patch.name, content, found_checksum, patch.item_bytes, checksum_before)
 

@@ -161,11 +161,13 @@ class GroupArtifact:
 
 @dataclass(frozen=True, slots=True)
 class WeightsReference:
-    """The published weights of one version."""
+    """The published weights of one version. If they have a patch, workers that have `base` need only that."""
 
     name: str
     bytes: int
     checksum: int
+    base: str = ""
+    patch_bytes: int = 0
 
 
 NO_WEIGHTS = WeightsReference("", 0, 0)  # where no other worker reads them
@@ -199,6 +201,11 @@ def update_name(job_id: int) -> str:
 def weights_name(version: int) -> str:
     """The published weights of a version."""
     return f"weights-{version}"
+
+
+def patch_name(weights: str) -> str:
+    """The patch that leads from the version before to these weights."""
+    return f"{weights}.patch"
 
 
 def state_name(version: int, rank: int) -> str:
@@ -355,12 +362,17 @@ class _TrainerArtifacts(Job, ABC):
         """The version that it leaves."""
 
     @property
+    def weights_name(self) -> str:
+        """The name of the weights that it leaves."""
+        return weights_name(self.new_version)
+
+    @property
     def writes_state(self) -> bool:
         """Whether this rank leaves its state."""
         return self.keeps_state and (self.sharded or self.rank == 0)
 
     def writes(self) -> tuple[str, ...]:
-        weights = (weights_name(self.new_version),) if self.rank == 0 else ()
+        weights = (self.weights_name,) if self.rank == 0 else ()
         return (*weights, state_name(self.new_version, self.rank)) if self.writes_state else weights
 
     def for_rank(self, rank: int) -> Self:

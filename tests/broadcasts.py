@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from digenrl.exchange.broadcast import WeightsSender, receive_weights
+from digenrl.exchange.broadcast import Delivery, WeightsSender, receive_weights
 from digenrl.records import WeightsReference
 
 LOOPBACK = "127.0.0.1"
@@ -29,7 +29,7 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 def attempt(
     sender: WeightsSender, reference: WeightsReference, epoch: int, receivers: int, threads: ThreadPoolExecutor
-) -> tuple[list[Future[dict[str, Tensor]]], Future[float]]:
+) -> tuple[list[Future[dict[str, Tensor]]], Future[Delivery]]:
     """Broadcasts staged weights; returns the finished futures of the receivers and of the sender."""
     received = [
         threads.submit(receive_weights, sender.address, epoch, rank, receivers + 1, reference, TIMEOUT_S)

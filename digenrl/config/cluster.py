@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
@@ -10,6 +10,8 @@ from digenrl.config.generator_pools import GeneratorPool
 from digenrl.config.reading import Frozen
 
 NAME = r"^[a-z0-9][a-z0-9_-]*$"
+
+WeightPatches = Literal["auto", "always", "never"]
 
 
 class WorkerResources(Frozen):
@@ -56,6 +58,9 @@ class ClusterSettings(Frozen):
     `address` is that of a running cluster, such as 10.0.0.1:6379; `auto` joins the cluster of this machine or
     starts one; `local` always starts one. Without `generators`, `lanes.generators` lanes are placed wherever there
     is room.
+
+    With `weight_patches`, new weights are sent as their change from the version before, which is exact: `auto`
+    does so to other machines, where that is faster.
     """
 
     address: str = Field(default="auto", min_length=1)
@@ -64,6 +69,7 @@ class ClusterSettings(Frozen):
     rewards: CpuWorkerResources = CpuWorkerResources()
     encoder: CpuWorkerResources = CpuWorkerResources()
     start_timeout_s: float = Field(default=10.0, gt=0, description="how long to wait for the cluster to answer")
+    weight_patches: WeightPatches = "auto"
 
     @field_validator("generators", mode="before")
     @classmethod

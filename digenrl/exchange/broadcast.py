@@ -3,10 +3,12 @@
 Sender and receiver each run in a thread of their own, beside training and generation:
 
     sender:    stage("weights-7", tensors) -> reference
-               send("weights-7", epoch=12, receivers=2)
-    receiver:  receive_weights(address, epoch=12, rank=1, size=3, reference) -> tensors
+               send("weights-7", epoch=12, receivers=2, limits)
+    receiver:  receive_version(address, epoch=12, rank=1, size=3, reference, limits, held) -> weights
 
 An epoch is one attempt. If a member dies, the attempt fails for all others, and the survivors join a new epoch.
+Several attempts may run at the same time, each with its own receivers. Receivers that all hold the version before
+get a patch, if that is faster.
 """
 
 from __future__ import annotations
@@ -16,40 +18,59 @@ import time
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from digenrl.config.cluster import WeightPatches
 from digenrl.exchange.broadcast_group import (
     SENDER_RANK,
+    STALL_TIMEOUT_S,
     BroadcastError,
     BroadcastGroup,
     Deadline,
+    Limits,
     as_broadcast_error,
     connect_to_store,
     create_store,
 )
-from digenrl.exchange.flat_weights import FlatWeights, crc32, decode_header, flatten, make_header, tensor_views
+from digenrl.exchange.flat_weights import FlatWeights, WeightsHeader, crc32, decode_header, flatten, make_header
+from digenrl.exchange.patches import Patch, PatchMaker, VersionBytes, apply_patch
 from digenrl.records import WeightsReference
 
-STALL_TIMEOUT_S = 15.0
 MAX_HEADER_BYTES = 1 << 28
+LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A broadcast that all receivers have confirmed: bytes sent to each, and seconds in all and after joining."""
+
+    bytes: int
+    seconds: float
+    sending_s: float
 
 
 class WeightsSender:
     """The trainer's side of a broadcast. Stages one weight version, and hosts the store in which members meet.
 
     `host` is the address of this machine that receivers can reach; nothing listens on any other. The staged
-    version takes one copy of the weights. A second copy exists only while an older version is still being sent.
+    version takes one copy of the weights; with patches there is a second one, of the version before. Another copy
+    exists only while an older version is still being sent.
     """
 
-    def __init__(self, host: str, stall_timeout_s: float = STALL_TIMEOUT_S) -> None:
+    def __init__(
+        self, host: str, stall_timeout_s: float = STALL_TIMEOUT_S, patches: WeightPatches = "never"
+    ) -> None:
         self._host = host
         self._stall_timeout_s = stall_timeout_s
         self._store = create_store(host)
         self._lock = threading.Lock()
         self._staged: FlatWeights | None = None
-        self._last_epoch = -1
+        self._patches = PatchMaker(patches)
+        self._epochs: set[int] = set()
 
     @property
     def address(self) -> str:
@@ -60,41 +81,56 @@ class WeightsSender:
         """Copies weights so that they can be sent, and drops the version staged before."""
         header = make_header(name, tensors)
         with self._lock:
-            self._staged = None  # freed before the copy is made, unless it is being sent
+            self._staged = None  # freed before the copy is made, unless it is being sent or the base of a patch
+        self._patches.drop_base()
         weights = flatten(header, tensors)
+        self._patches.stage(weights.version_bytes())
         with self._lock:
             self._staged = weights
         return weights.reference
 
-    def send(self, name: str, epoch: int, receivers: int, timeout_s: float) -> float:
-        """Sends the staged weights; returns the seconds until all receivers have confirmed them.
+    def send(
+        self,
+        name: str,
+        epoch: int,
+        receivers: int,
+        limits: Limits | float,
+        held: str = "",
+        link_bytes_per_s: float | None = None,
+    ) -> Delivery:
+        """Sends the staged weights; returns when all receivers have confirmed them.
 
-        Raises BroadcastError if a receiver dies, does not join in time, or finds the weights damaged: after
-        `timeout_s` at the latest, earlier if there is no progress for the stall timeout. The weights can then be
-        sent again, in a new epoch.
+        `limits` may be a number of seconds for everything. `held` is the version that all receivers are expected
+        to have, and `link_bytes_per_s` what was measured on the way to them; a patch is made before they join.
+        Raises BroadcastError if a receiver dies, does not join in time, or finds the weights damaged: when the
+        limits are reached at the latest. The weights can then be sent again, in a new epoch.
         """
         started_s = time.monotonic()
         weights = self._take(name, epoch)
-        deadline = Deadline.after(timeout_s, self._stall_timeout_s)
+        deadline = Deadline.after(_limits(limits, self._stall_timeout_s))
+        patch = self._patches.encoded(name, held, link_bytes_per_s)
         with (
             as_broadcast_error(f"{name} was not sent in epoch {epoch}"),
             BroadcastGroup(self._store, epoch, SENDER_RANK, receivers + 1, deadline) as group,
         ):
             group.join(self._host)
-            _send_header(group, weights.header)
-            for bucket in weights.buckets():
-                group.broadcast(bucket)
+            joined_s = time.monotonic()
+            if patch is not None and not group.all_receivers_hold(held):
+                patch = None
+            _send_with_length(group, weights.header)
+            sent = _send_content(group, weights, patch)
             group.wait_for_receivers()
-        return time.monotonic() - started_s
+        now_s = time.monotonic()
+        return Delivery(sent, now_s - started_s, now_s - joined_s)
 
     def _take(self, name: str, epoch: int) -> FlatWeights:
         with self._lock:
-            assert epoch > self._last_epoch, f"epoch {epoch} was used before: an epoch is one attempt"
+            assert epoch not in self._epochs, f"epoch {epoch} was used before: an epoch is one attempt"
             staged = self._staged
             if staged is None or staged.reference.name != name:
                 found = "nothing" if staged is None else staged.reference.name
                 raise BroadcastError(f"{name} is not staged; staged: {found}")
-            self._last_epoch = epoch
+            self._epochs.add(epoch)
             return staged
 
 
@@ -107,31 +143,67 @@ def receive_weights(
     timeout_s: float,
     stall_timeout_s: float = STALL_TIMEOUT_S,
 ) -> dict[str, Tensor]:
+    """Receives whole weights, as tensors that share one buffer. See `receive_version`."""
+    limits = Limits(timeout_s, timeout_s, stall_timeout_s)
+    return receive_version(address, epoch, rank, size, reference, limits).tensors()
+
+
+def receive_version(
+    address: str,
+    epoch: int,
+    rank: int,
+    size: int,
+    reference: WeightsReference,
+    limits: Limits,
+    held: FlatWeights | None = None,
+) -> FlatWeights:
     """Joins one broadcast as receiver `rank` (from 1) of `size` members; returns the verified weights.
 
-    Raises BroadcastError if they did not arrive complete and undamaged.
+    `held` is an older version, to which a patch can be applied. Raises BroadcastError if the weights did not
+    arrive complete and undamaged.
     """
     assert rank != SENDER_RANK, "rank 0 is the sender"
-    deadline = Deadline.after(timeout_s, stall_timeout_s)
+    deadline = Deadline.after(limits)
     with as_broadcast_error(f"{reference.name} did not arrive in epoch {epoch}"):
         store, own_host = connect_to_store(address, deadline)
         with BroadcastGroup(store, epoch, rank, size, deadline) as group:
-            group.join(own_host)
-            tensors = _receive_tensors(group, reference)
+            group.join(own_host, "" if held is None else held.reference.name)
+            weights = _receive(group, reference, None if held is None else held.version_bytes())
             with suppress(RuntimeError):  # the sender has died since, but the weights are complete
                 group.confirm()
-    return tensors
+    return weights
 
 
-def _send_header(group: BroadcastGroup, header: bytes) -> None:
-    group.broadcast(torch.frombuffer(bytearray(len(header).to_bytes(8, "little")), dtype=torch.uint8))
-    group.broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+def _limits(limits: Limits | float, stall_timeout_s: float) -> Limits:
+    return limits if isinstance(limits, Limits) else Limits(limits, limits, stall_timeout_s)
+
+
+def _send_content(group: BroadcastGroup, weights: FlatWeights, patch: Tensor | None) -> int:
+    """Sends the length of a patch, or 0, and then the patch or the whole weights; returns the bytes of either."""
+    group.broadcast(_length_message(0 if patch is None else len(patch)))
+    content = weights.flat if patch is None else patch
+    for offset in range(0, len(content), weights.bucket_bytes):
+        group.broadcast(content[offset : offset + weights.bucket_bytes])
+    return len(content)
+
+
+def _send_with_length(group: BroadcastGroup, message: bytes) -> None:
+    group.broadcast(_length_message(len(message)))
+    group.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+
+
+def _length_message(length: int) -> Tensor:
+    return torch.frombuffer(bytearray(length.to_bytes(LENGTH_BYTES, "little")), dtype=torch.uint8)
+
+
+def _receive_length(group: BroadcastGroup) -> int:
+    length = torch.zeros(LENGTH_BYTES, dtype=torch.uint8)
+    group.broadcast(length)
+    return int.from_bytes(bytes(length.tolist()), "little")
 
 
 def _receive_header(group: BroadcastGroup) -> bytes:
-    length = torch.zeros(8, dtype=torch.uint8)
-    group.broadcast(length)
-    header_bytes = int.from_bytes(bytes(length.tolist()), "little")
+    header_bytes = _receive_length(group)
     if not 0 < header_bytes <= MAX_HEADER_BYTES:
         raise ValueError(f"damaged: a header of {header_bytes:,} bytes was announced")
     header = torch.zeros(header_bytes, dtype=torch.uint8)
@@ -139,22 +211,43 @@ def _receive_header(group: BroadcastGroup) -> bytes:
     return bytes(header.numpy())
 
 
-def _receive_tensors(group: BroadcastGroup, reference: WeightsReference) -> dict[str, Tensor]:
-    """The weights as views of one buffer. Raises ValueError if they are not those of the reference."""
+def _receive(group: BroadcastGroup, reference: WeightsReference, held: VersionBytes | None) -> FlatWeights:
+    """The weights, whole or patched. Raises ValueError if they are not those of the reference."""
     encoded = _receive_header(group)
     header = decode_header(encoded, reference)
-    flat = torch.empty(reference.bytes, dtype=torch.uint8)
-    found, previous = zlib.crc32(encoded), flat[:0]
+    patch_bytes = _receive_length(group)
+    if patch_bytes > reference.bytes:
+        raise ValueError(f"damaged: a patch of {patch_bytes:,} bytes was announced")
+    if patch_bytes:
+        flat, found = _receive_patched(group, header, held, patch_bytes, zlib.crc32(encoded))
+    else:
+        flat, found = _receive_whole(group, header, zlib.crc32(encoded))
+    if found != reference.checksum:
+        raise ValueError(f"{reference.name}: arrived damaged, with checksum {found}; expected {reference}")
+    return FlatWeights(reference, encoded, header.bucket_bytes, flat)
+
+
+def _receive_whole(group: BroadcastGroup, header: WeightsHeader, checksum_before: int) -> tuple[Tensor, int]:
+    flat = torch.empty(header.total_bytes, dtype=torch.uint8)
+    found, previous = checksum_before, flat[:0]
 
     def add_previous() -> None:
         nonlocal found
         found = crc32(previous, found)
 
-    for offset in range(0, reference.bytes, header.bucket_bytes):
+    for offset in range(0, len(flat), header.bucket_bytes):
         bucket = flat[offset : offset + header.bucket_bytes]
         group.broadcast(bucket, meanwhile=add_previous)
         previous = bucket
     add_previous()
-    if found != reference.checksum:
-        raise ValueError(f"{reference.name}: arrived damaged, with checksum {found}; expected {reference}")
-    return tensor_views(flat, header)
+    return flat, found
+
+
+def _receive_patched(
+    group: BroadcastGroup, header: WeightsHeader, held: VersionBytes | None, patch_bytes: int, checksum_before: int
+) -> tuple[Tensor, int]:
+    encoded = torch.empty(patch_bytes, dtype=torch.uint8)
+    for offset in range(0, patch_bytes, header.bucket_bytes):
+        group.broadcast(encoded[offset : offset + header.bucket_bytes])
+    version = apply_patch(Patch.decode(np.asarray(encoded).data), held, checksum_before)
+    return torch.from_numpy(version.content), version.checksum

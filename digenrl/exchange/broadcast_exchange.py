@@ -7,7 +7,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from digenrl.exchange.broadcast import WeightsSender, receive_weights
+from digenrl.exchange.broadcast import WeightsSender, receive_version
+from digenrl.exchange.broadcast_group import Limits
+from digenrl.exchange.flat_weights import FlatWeights
 from digenrl.exchange.payloads import PayloadExchange
 from digenrl.records import WeightsReference
 
@@ -26,7 +28,7 @@ class BroadcastExchange(PayloadExchange):
         super().__init__()
         self._sender = sender
         self._changed = threading.Condition()
-        self._received: dict[str, dict[str, Tensor]] = {}
+        self._received: dict[str, FlatWeights] = {}
         self._given_up: set[str] = set()
 
     def put_weights(self, name: str, tensors: Mapping[str, Tensor]) -> WeightsReference:
@@ -43,15 +45,18 @@ class BroadcastExchange(PayloadExchange):
                 if older == name:
                     break
                 del self._received[older]
-            return self._received[name]
+            return self._received[name].tensors()
 
     def receive(
-        self, address: str, epoch: int, rank: int, size: int, reference: WeightsReference, timeout_s: float
+        self, address: str, epoch: int, rank: int, size: int, reference: WeightsReference, limits: Limits
     ) -> None:
         """Receives one version. Raises BroadcastError on failure; can be called again in a new epoch."""
-        tensors = receive_weights(address, epoch, rank, size, reference, timeout_s)
         with self._changed:
-            self._received[reference.name] = tensors
+            held = next(reversed(self._received.values()), None)
+        weights = receive_version(address, epoch, rank, size, reference, limits, held)
+        with self._changed:
+            self._received.pop(reference.name, None)
+            self._received[reference.name] = weights
             self._given_up.discard(reference.name)
             self._changed.notify_all()
 

@@ -28,6 +28,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 SENDER_RANK = 0
 RECEIVED = "received"
 POLL_INTERVAL_S = 0.005
+STALL_TIMEOUT_S = 15.0
 
 
 class BroadcastError(RuntimeError):
@@ -35,16 +36,31 @@ class BroadcastError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Deadline:
-    """Limits the whole broadcast, and how long it may make no progress once all members have joined."""
+class Limits:
+    """How long a broadcast may take, its members may take to join, and it may make no progress after that."""
 
-    ends_s: float  # on the monotonic clock
+    timeout_s: float
+    join_timeout_s: float
+    stall_timeout_s: float = STALL_TIMEOUT_S
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """The limits of a broadcast that has begun. Times are on the monotonic clock."""
+
+    ends_s: float
+    join_ends_s: float
     stall_timeout_s: float
 
     @classmethod
-    def after(cls, timeout_s: float, stall_timeout_s: float) -> Deadline:
-        """A deadline this many seconds from now."""
-        return cls(time.monotonic() + timeout_s, stall_timeout_s)
+    def after(cls, limits: Limits) -> Deadline:
+        """The deadline of a broadcast that begins now."""
+        now_s = time.monotonic()
+        return cls(now_s + limits.timeout_s, now_s + limits.join_timeout_s, limits.stall_timeout_s)
+
+    def remaining_to_join_s(self) -> float:
+        """Seconds left for members to join."""
+        return min(self.ends_s, self.join_ends_s) - time.monotonic()
 
     def remaining_s(self) -> float:
         """Seconds left for the whole broadcast."""
@@ -105,17 +121,24 @@ class BroadcastGroup:
         if self._rank == SENDER_RANK:
             self._remove_keys()
 
-    def join(self, host: str) -> None:
-        """Waits for all members and opens the process group, whose sockets listen on `host`."""
-        self._store.set(f"joined/{self._rank}", "")
+    def join(self, host: str, held: str = "") -> None:
+        """Waits for all members and opens the process group, whose sockets listen on `host`.
+
+        `held` is the weight version that a receiver has already.
+        """
+        self._store.set(f"joined/{self._rank}", held)
         keys = {rank: f"joined/{rank}" for rank in range(self._size)}
-        if not self._wait_for_keys(list(keys.values()), self._deadline.remaining_s()):
+        if not self._wait_for_keys(list(keys.values()), self._deadline.remaining_to_join_s()):
             missing = [rank for rank, key in keys.items() if not self._store.check([key])]
             raise BroadcastError(f"{_describe(missing)} did not join in time")
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=self._deadline.next_timeout_s())
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
         self._group = ProcessGroupGloo(self._store, self._rank, self._size, options)
+
+    def all_receivers_hold(self, name: str) -> bool:
+        """Whether all receivers joined with this weight version."""
+        return all(self._store.get(f"joined/{rank}").decode() == name for rank in range(1, self._size))
 
     def broadcast(self, bucket: Tensor, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Sends the bucket, or fills it with the sender's bytes; calls `meanwhile` during the transfer."""

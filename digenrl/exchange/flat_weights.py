@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from digenrl.exchange.patches import VersionBytes, item_bytes_of
 from digenrl.records import WeightsReference
 
-BUCKET_BYTES = 25 << 20
+BUCKET_BYTES = 4 << 20  # within the stall timeout of a broadcast, a link of 2.3 Mbit/s carries one
 
 # Headers name dtypes as strings, so only these are accepted.
 DTYPES = {
@@ -115,6 +116,16 @@ class FlatWeights:
         """Consecutive parts of the flat bytes, in the order in which they are sent."""
         for offset in range(0, len(self.flat), self.bucket_bytes):
             yield self.flat[offset : offset + self.bucket_bytes]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors as views of the flat bytes."""
+        return tensor_views(self.flat, decode_header(self.header, self.reference))
+
+    def version_bytes(self) -> VersionBytes:
+        """The flat bytes as the base or the result of a patch. They are not copied."""
+        item_bytes = item_bytes_of(self.tensors().values())
+        name, checksum, before = self.reference.name, self.reference.checksum, zlib.crc32(self.header)
+        return VersionBytes(name, self.flat.numpy(), checksum, item_bytes, before)
 
 
 def flatten(header: WeightsHeader, tensors: Mapping[str, Tensor]) -> FlatWeights:

@@ -182,13 +182,35 @@ def test_dropped_tensors_are_freed(setting: Setting) -> None:
     until(lambda: artifacts.free_bytes() >= free)
 
 
-def test_adapters_travel_with_the_job_that_loads_them(setting: Setting) -> None:
+def test_adapters_travel_whole_to_a_worker_that_joined_and_as_a_patch_to_one_that_has_the_version_before(
+    setting: Setting,
+) -> None:
     near, distant = setting.near, setting.distant
-    weights = setting.export_weights(near, 1)
-    (report,) = setting.run((distant, publish(1, weights)))
-    assert_loaded(report, 1)
-    transfer = WeightTransfer(weights.name, (distant.name,), weights.bytes, sum_of_weights(1))
-    assert setting.transfers == [transfer]
+
+    def bytes_sent(weights: WeightsReference, version: int) -> int:
+        (report,) = setting.run((distant, publish(version, weights)))
+        assert_loaded(report, version)
+        transfer = setting.transfers.pop()
+        assert transfer == WeightTransfer(
+            weights.name, (distant.name,), transfer.bytes, sum_of_weights(version), weights.bytes
+        )
+        return transfer.bytes
+
+    first = setting.export_weights(near, 1)
+    assert bytes_sent(first, 1) == first.bytes
+    second, again = setting.export_weights(near, 2), setting.export_weights(near, 2)
+    assert bytes_sent(second, 2) == second.patch_bytes < second.bytes
+    assert bytes_sent(second, 2) == second.bytes, "the worker has no longer the base"
+    assert again == replace(second, base="", patch_bytes=0)
+    third = setting.export_weights(near, 3)
+    setting.kill(distant)
+    setting.start(distant)
+    assert bytes_sent(third, 3) == third.bytes
+    fourth = setting.export_weights(near, 4)
+    assert bytes_sent(fourth, 4) == fourth.patch_bytes
+    setting.run((distant, Leave("weights-5.patch", NUMBERS)))
+    wrong = replace(fourth, name="weights-5", base="weights-4", patch_bytes=1)
+    assert setting.run((distant, publish(5, wrong)))[0] == InputsLost(("weights-5",))
 
 
 def publish(version: int, weights: WeightsReference) -> Publish:
@@ -295,6 +317,7 @@ def test_full_weights_reach_all_workers_that_lack_them(
     monkeypatch.setattr(weight_broadcast, "MIN_TIMEOUT_S", 4.0)
     shared.transport.stop()
     pools = {"generators": [{"name": "near", "count": 2, "resources": {"near": 1}}], "encoder": {"cpus": 0}}
+    pools["weight_patches"] = "always"
     full = Setting(joined[1], cluster_recipe(cluster=pools, training={"lora": None}), shared.logs)
     trainer, near, other, transport = full.workers.trainer, full.near, full.distant, full.transport
     full.start(trainer, near, other)
@@ -314,6 +337,8 @@ def test_full_weights_reach_all_workers_that_lack_them(
     assert isinstance(messages[other.name].report, Gone)
     assert messages[near.name].job_id == job_id
     assert_loaded(messages[near.name].report, 2)
+    until(lambda: transport.receive(0.1) or len(full.transfers) == 2)
+    assert full.transfers[1].bytes < full.transfers[1].whole_bytes == second.bytes, "no patch was sent"
 
     third = full.export_weights(trainer, 3)
     os.kill(full.process(trainer).pid, signal.SIGKILL)

@@ -60,6 +60,7 @@ def on(nodes: SeveralNodes, *pools: str) -> tuple[str, ...]:
         "cluster.start_timeout_s=120",  # the first process of a node is slow on a busy machine
         f"cluster.generators=[{', '.join(pools) or '{cpus: 0, resources: {away: 1}}'}]",
         "lanes.generators=1",
+        "cluster.weight_patches=always",  # `auto` sends full weights whole over a fast link
         *places,
     )
 
@@ -75,7 +76,8 @@ def assert_same_weights(there: RunFolder, here: RunFolder, step: int) -> None:
 
 
 def assert_weights_were_transferred(run: RunFolder) -> None:
-    assert sum(metric(run, "wire_bytes")) >= 2 * metric(run, "publish_bytes")[0], "two versions were needed"
+    assert sum(metric(run, "wire_whole_bytes")) >= 2 * metric(run, "publish_bytes")[0], "two versions were needed"
+    assert sum(metric(run, "wire_bytes")) < sum(metric(run, "wire_whole_bytes")), "no patch was sent"
 
 
 class RunWithFaults:
@@ -173,6 +175,7 @@ def test_lanes_that_do_both_lose_gradients_with_workers_and_nodes_and_give_the_w
     folder, steps = RunFolder.open(path), steps_done(path)
     assert metric(folder, "step") == list(range(steps))
     assert_same_weights(folder, live.finished("mode=colocated", *options, f"steps={steps}"), steps)
+    assert_weights_were_transferred(folder)
     trained = {span["lane"] for span in lines_of(path / "spans.jsonl") if span["work"] == "train"}
     assert len(trained) > 1, "nothing was shared"
 

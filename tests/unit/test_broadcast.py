@@ -12,10 +12,11 @@ import torch
 from broadcasts import LOOPBACK, TIMEOUT_S, attempt, bits, broadcast, same, weights
 from torch import Tensor
 
+from digenrl.config.cluster import WeightPatches
 from digenrl.exchange import flat_weights
-from digenrl.exchange.broadcast import WeightsSender, receive_weights
+from digenrl.exchange.broadcast import Delivery, WeightsSender, receive_weights
 from digenrl.exchange.broadcast_exchange import BroadcastExchange
-from digenrl.exchange.broadcast_group import BroadcastError
+from digenrl.exchange.broadcast_group import BroadcastError, Limits
 from digenrl.exchange.flat_weights import DTYPES
 from digenrl.records import WeightsReference
 
@@ -197,9 +198,9 @@ def test_a_version_that_is_being_sent_arrives_although_a_newer_one_is_staged(
 def test_an_epoch_can_be_used_once(sender: WeightsSender) -> None:
     sender.stage("weights-1", weights())
     with pytest.raises(BroadcastError):
-        sender.send("weights-1", 1, 1, timeout_s=0.01)
+        sender.send("weights-1", 1, 1, 0.01)
     with pytest.raises(AssertionError, match="epoch 1"):
-        sender.send("weights-1", 1, 1, timeout_s=0.01)
+        sender.send("weights-1", 1, 1, 0.01)
 
 
 def test_a_broadcast_leaves_nothing_in_the_store(sender: WeightsSender, threads: ThreadPoolExecutor) -> None:
@@ -211,7 +212,7 @@ def test_a_broadcast_leaves_nothing_in_the_store(sender: WeightsSender, threads:
 def test_missing_receivers_are_named_and_a_late_one_learns_that_the_sender_gave_up(sender: WeightsSender) -> None:
     reference = sender.stage("weights-1", weights())
     with pytest.raises(BroadcastError, match="epoch 1: receiver 1, receiver 2 did not join"):
-        sender.send("weights-1", 1, 2, timeout_s=0.1)
+        sender.send("weights-1", 1, 2, 0.1)
     with pytest.raises(BroadcastError, match="epoch 1: the sender gave up: receiver 1, receiver 2"):
         receive_weights(sender.address, 1, 2, 3, reference, TIMEOUT_S)
 
@@ -229,16 +230,22 @@ def test_a_receiver_does_not_wait_for_a_sender_that_is_gone() -> None:
 class Exchanges:
     """The exchanges of a trainer and of a generator, which receives in another thread."""
 
-    def __init__(self, threads: ThreadPoolExecutor) -> None:
-        self.trainer, self.generator = BroadcastExchange(WeightsSender(LOOPBACK)), BroadcastExchange(None)
+    def __init__(self, threads: ThreadPoolExecutor, patches: WeightPatches = "never") -> None:
+        self.trainer = BroadcastExchange(WeightsSender(LOOPBACK, patches=patches))
+        self.generator = BroadcastExchange(None)
+        self.deliveries: list[Delivery] = []
         self._threads, self._epoch = threads, 0
 
-    def broadcast(self, reference: WeightsReference) -> None:
+    def broadcast(
+        self, reference: WeightsReference, held: str = "", link_bytes_per_s: float | None = None
+    ) -> None:
         self._epoch += 1
         sender = self.trainer.sender
-        sending = self._threads.submit(sender.send, reference.name, self._epoch, 1, TIMEOUT_S)
-        self.generator.receive(sender.address, self._epoch, 1, 2, reference, TIMEOUT_S)
-        sending.result()
+        sending = self._threads.submit(
+            sender.send, reference.name, self._epoch, 1, TIMEOUT_S, held, link_bytes_per_s
+        )
+        self.generator.receive(sender.address, self._epoch, 1, 2, reference, Limits(TIMEOUT_S, TIMEOUT_S))
+        self.deliveries.append(sending.result())
 
 
 def test_a_job_that_waits_for_weights_gets_them_when_they_arrive(threads: ThreadPoolExecutor) -> None:
@@ -275,3 +282,38 @@ def test_weights_that_are_given_up_are_lost_until_they_arrive_after_all(threads:
     assert exchanges.generator.lost == ()
     exchanges.broadcast(reference)
     assert same(exchanges.generator.get_weights(reference), weights())
+
+
+# --- Patches -----------------------------------------------------------------------------------------------------
+
+
+def test_a_receiver_that_holds_the_version_before_gets_a_patch_and_a_joiner_the_whole_version(
+    threads: ThreadPoolExecutor, small_buckets: None
+) -> None:
+    exchanges = Exchanges(threads, "always")
+
+    def deliver(version: int, held: str) -> int:
+        values = {name: tensor + version * 1e-6 for name, tensor in weights().items()}
+        reference = exchanges.trainer.put_weights(f"weights-{version}", values)
+        exchanges.broadcast(reference, held)
+        assert same(exchanges.generator.get_weights(reference), values)
+        return exchanges.deliveries[-1].bytes
+
+    whole = deliver(1, held="")
+    assert deliver(2, held="weights-1") < whole
+    assert deliver(3, held="weights-2") < whole
+    assert deliver(4, held="weights-2") == whole, "the sender keeps one version"
+    exchanges.generator = BroadcastExchange(None)
+    assert deliver(5, held="weights-4") == whole, "the receiver was replaced"
+
+
+@pytest.mark.parametrize(("link_bytes_per_s", "patched"), [(1e3, True), (1e15, False), (None, False)])
+def test_a_patch_is_made_only_for_a_link_that_is_slower_than_making_it(
+    link_bytes_per_s: float | None, patched: bool, threads: ThreadPoolExecutor
+) -> None:
+    exchanges = Exchanges(threads, "auto")
+    for version in (1, 2):
+        reference = exchanges.trainer.put_weights(f"weights-{version}", weights(0))
+        exchanges.broadcast(reference, "weights-1", link_bytes_per_s)
+        assert same(exchanges.generator.get_weights(reference), weights(0))
+    assert (exchanges.deliveries[1].bytes < exchanges.deliveries[0].bytes) == patched

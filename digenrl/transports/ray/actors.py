@@ -22,11 +22,39 @@ from digenrl.transports.process_setup import redirect_output
 from digenrl.worker.assignment import Assignment
 
 if TYPE_CHECKING:
+    from digenrl.exchange.broadcast_group import Limits
     from digenrl.exchange.payloads import PayloadExchange
     from digenrl.exchange.tensors import Exchange
 
-# Concurrency groups of an actor, with one thread each. Jobs run one at a time, in the default group.
+# Concurrency groups of an actor. Jobs run one at a time, in the default group; broadcasts to several pools run at
+# the same time.
 HEARTBEAT, BROADCAST = "heartbeat", "broadcast"
+BROADCAST_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastRoute:
+    """One broadcast: its epoch, its number of receivers, and how long it and the joining may take."""
+
+    epoch: int
+    receivers: int
+    timeout_s: float
+    join_timeout_s: float
+
+    def limits(self) -> Limits:
+        """Its limits, with the default stall timeout."""
+        from digenrl.exchange.broadcast_group import Limits
+
+        return Limits(self.timeout_s, self.join_timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Weights that all receivers have: bytes sent to each, and seconds in all and after joining."""
+
+    bytes: int
+    seconds: float
+    sending_s: float
 
 
 class JobRunner(Protocol):
@@ -55,7 +83,10 @@ def make_exchange(assignment: Assignment, host: str) -> PayloadExchange:
     if assignment.recipe.training.lora is not None:
         return PayloadExchange()
     is_first_rank = assignment.rank is None or assignment.rank.is_first
-    return BroadcastExchange(WeightsSender(host) if assignment.commits and is_first_rank else None)
+    patches = assignment.recipe.cluster.weight_patches
+    return BroadcastExchange(
+        WeightsSender(host, patches=patches) if assignment.commits and is_first_rank else None
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,19 +142,19 @@ class WorkerActor:
         return pickle.dumps(report)
 
     def run_job(self, message: bytes, *payloads: Any) -> Any:
-        """Returns the report and, in the order of `writes()`, the payloads that the job left, or None for each.
+        """Returns the report and, in the order of their names, the payloads that the job left, or None for each.
 
-        `message` is a job and the names of the payloads. It and the report are pickled here, because Ray takes
-        several times as long for such small objects.
+        `message` is a job, the names of the payloads and of its outputs, and whether its weights are patched.
+        It and the report are pickled here, because Ray takes several times as long for such small objects.
         """
-        job, names = pickle.loads(message)
+        job, names, writes, patches = pickle.loads(message)
         assert self._worker is not None, f"{self._assignment.name} was not built, and got {job}"
         inputs = zip(names, payloads, strict=True)
-        self._exchange.begin_job({name: payload for name, payload in inputs if payload is not None})
+        self._exchange.begin_job({name: payload for name, payload in inputs if payload is not None}, patches)
         report = self._worker.handle(job)
         if isinstance(report, JobFailed) and self._exchange.lost:
             report = InputsLost(self._exchange.lost)
-        outputs, writes = self._exchange.end_job(), job.writes()
+        outputs = self._exchange.end_job()
         assert outputs.keys() <= set(writes), f"{job} left {sorted(outputs)}, expected {writes}"
         pickled = pickle.dumps(report)
         return (pickled, *(outputs.get(name) for name in writes)) if writes else pickled
@@ -136,16 +167,16 @@ class WorkerActor:
         address: str = self._broadcasts().sender.address
         return address
 
-    def send_weights(self, name: str, epoch: int, receivers: int, timeout_s: float) -> float:
-        """Sends staged weights to the receivers of this epoch; returns the seconds it took."""
-        seconds: float = self._broadcasts().sender.send(name, epoch, receivers, timeout_s)
-        return seconds
+    def send_weights(self, name: str, route: BroadcastRoute, held: str, link_bytes_per_s: float | None) -> Sent:
+        """Sends staged weights to the receivers of this route, which are expected to hold another version."""
+        sender, limits = self._broadcasts().sender, route.limits()
+        delivery = sender.send(name, route.epoch, route.receivers, limits, held, link_bytes_per_s)
+        return Sent(delivery.bytes, delivery.seconds, delivery.sending_s)
 
-    def receive_weights(
-        self, address: str, epoch: int, rank: int, size: int, reference: WeightsReference, timeout_s: float
-    ) -> None:
+    def receive_weights(self, address: str, rank: int, reference: WeightsReference, route: BroadcastRoute) -> None:
         """Receives weights for a job that may already wait for them."""
-        self._broadcasts().receive(address, epoch, rank, size, reference, timeout_s)
+        size, limits = route.receivers + 1, route.limits()
+        self._broadcasts().receive(address, route.epoch, rank, size, reference, limits)
 
     def give_up_weights(self, name: str) -> None:
         """Fails the job that waits for these weights."""

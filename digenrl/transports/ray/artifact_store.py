@@ -7,6 +7,8 @@ from typing import Any
 
 import ray
 
+from digenrl.records import patch_name
+
 
 class RayArtifactStore:
     """References by name. Ray frees an object when its last reference is dropped."""
@@ -23,8 +25,14 @@ class RayArtifactStore:
         """The reference, or None if the name is unknown."""
         return self._references.get(name, (None,))[0]
 
+    def node_of(self, name: str) -> str | None:
+        """The node that made the object, if that is known."""
+        return self._references.get(name, (None, None))[1]
+
     def drop(self, name: str) -> None:
+        """Drops a name, and the patch of weights with it."""
         self._references.pop(name, None)
+        self._references.pop(patch_name(name), None)
 
     def lost(self, names: Iterable[str], error: Exception) -> tuple[str, ...]:
         """The names whose objects are considered lost after this error.

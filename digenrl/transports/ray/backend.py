@@ -30,10 +30,11 @@ class TransferMetrics:
         self._transfers.append(transfer)
 
     def take(self) -> dict[str, float]:
-        """Bytes that reached all receivers together, and seconds of the slowest transfer, since the last call."""
+        """Totals over all receivers since the last call, as sent and without patches, and the slowest transfer."""
         transfers, self._transfers = self._transfers, []
         return {
             "wire_bytes": sum(each.bytes * len(each.receivers) for each in transfers),
+            "wire_whole_bytes": sum(each.whole_bytes * len(each.receivers) for each in transfers),
             "wire_s": max((each.seconds for each in transfers), default=0.0),
         }
 

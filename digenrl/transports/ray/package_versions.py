@@ -75,7 +75,7 @@ def _version_reader() -> Callable[[], dict[str, str]]:
             except metadata.PackageNotFoundError:
                 return "none"
 
-        packages = ("ray", "torch", "diffusers", "transformers", "peft")
+        packages = ("ray", "torch", "diffusers", "transformers", "peft", "zstandard")
         versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
         versions |= {package: version(package) for package in packages}
         spec = util.find_spec("digenrl")

@@ -17,17 +17,19 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from digenrl.config.recipe import Recipe
-from digenrl.records import Job, JobFailed, Publish, Published
+from digenrl.records import Job, JobFailed, Publish, Published, patch_name
 from digenrl.transports.contract import Gone, InputsLost, Message, Report
 from digenrl.transports.process_setup import TORCH_ENVIRONMENT, log_file
 from digenrl.transports.ray.actors import (
     BROADCAST,
+    BROADCAST_THREADS,
     HEARTBEAT,
     Builder,
     ProcessEnvironment,
     WorkerActor,
     build_worker,
 )
+from digenrl.transports.ray.adapter_patches import AdapterPatches, made_patches, patch_outputs
 from digenrl.transports.ray.artifact_store import RayArtifactStore
 from digenrl.transports.ray.capacity import FreeResources, NodeResources, ResourceRequest
 from digenrl.transports.ray.joining import RayCluster
@@ -62,6 +64,8 @@ class RayTransport:
         broadcasts = recipe.training.lora is None
         self._broadcaster = WeightBroadcaster(self._workers, on_transfer) if broadcasts else None
         self.artifacts = RayArtifactStore(holds_weights=not broadcasts)
+        setting = "never" if broadcasts else recipe.cluster.weight_patches
+        self._patches = AdapterPatches(setting, self._workers, self.artifacts)
         self.driver_bytes = 0
 
     # --- Starting and ending ------------------------------------------------------------------------------------
@@ -87,6 +91,7 @@ class RayTransport:
         if worker in self._workers:
             if self._broadcaster is not None:
                 self._broadcaster.forget(worker)
+            self._patches.forget(worker)
             self._workers.pop(worker).kill()
 
     def stop(self) -> None:
@@ -120,14 +125,16 @@ class RayTransport:
     def send(self, worker: str, job: Job) -> None:
         if worker not in self._workers:
             return
-        inputs = {name: self.artifacts.get(name) for name in self._inputs(job)}
+        inputs = {name: self.artifacts.get(name) for name in self._inputs(worker, job)}
         missing = [name for name, reference in inputs.items() if reference is None]
         assert not missing, f"{job} reads {', '.join(missing)}, which were dropped or never left"
-        writes = len(job.writes())
-        run_job = self._workers[worker].actor.run_job.options(num_returns=1 + writes)
-        references = run_job.remote(pickle.dumps((job, tuple(inputs))), *inputs.values())
+        patches = self._patches.wanted(worker, job)
+        writes = (*job.writes(), *(patch_outputs(job) if patches else ()))
+        run_job = self._workers[worker].actor.run_job.options(num_returns=1 + len(writes))
+        references = run_job.remote(pickle.dumps((job, tuple(inputs), writes, patches)), *inputs.values())
         report, *outputs = references if writes else [references]
-        self._workers[worker].pending[job.id] = PendingCall(job, report, tuple(outputs))
+        call = PendingCall(job, report, dict(zip(writes, outputs, strict=True)), tuple(inputs))
+        self._workers[worker].pending[job.id] = call
         if self._broadcaster is not None:
             self._broadcaster.job_sent(worker, job)
 
@@ -139,10 +146,11 @@ class RayTransport:
             if messages or left_s <= 0:
                 return messages
 
-    def _inputs(self, job: Job) -> tuple[str, ...]:
+    def _inputs(self, worker: str, job: Job) -> tuple[str, ...]:
         """Names of the inputs that are passed to the actor: all except for weights that are broadcast."""
         weights = None if self._broadcaster is None else getattr(job, "weights", None)
-        return tuple(name for name in dict.fromkeys(job.reads()) if weights is None or name != weights.name)
+        names = self._patches.inputs(worker, job)
+        return tuple(name for name in names if weights is None or name != weights.name)
 
     def _poll(self, timeout_s: float) -> Iterator[Message]:
         awaited = [each for worker in self._workers.values() for each in worker.awaited()]
@@ -179,22 +187,26 @@ class RayTransport:
         self.driver_bytes += len(pickled)
         worker.ready = True
         if call.job is not None and not isinstance(report, JobFailed | InputsLost):
-            for name, reference in zip(call.job.writes(), call.outputs, strict=True):
-                self.artifacts.put(name, reference, worker.node_id)
+            for name in (*call.job.writes(), *made_patches(report)):
+                self.artifacts.put(name, call.outputs[name], worker.node_id)
+        if call.job is not None:
+            self._patches.report_received(worker.name, call.job, report)
         if self._broadcaster is not None:
             self._broadcaster.report_received(worker.name, report)
         elif isinstance(report, Published) and isinstance(call.job, Publish):
-            weights = call.job.weights
-            self._on_transfer(WeightTransfer(weights.name, (worker.name,), weights.bytes, report.seconds))
+            weights, patched = call.job.weights, patch_name(call.job.weights.name) in call.inputs
+            sent = weights.patch_bytes if patched else weights.bytes
+            self._on_transfer(WeightTransfer(weights.name, (worker.name,), sent, report.seconds, weights.bytes))
         return report
 
     def _explain_lost_inputs(self, call: PendingCall, error: Exception) -> Report:
         if call.job is None:
             return Gone("lost rank 0 before the ranks met", fault=False)
-        names = self.artifacts.lost(self._inputs(call.job), error)
+        names = self.artifacts.lost(call.inputs, error)
         if not names:
             raise error  # the lost object is none of the job's inputs
-        return InputsLost(names)
+        lost_patches = {patch_name(name): name for name in call.job.reads()}  # weights are exported again, whole
+        return InputsLost(tuple(lost_patches.get(name, name) for name in names))
 
     def _check_alive(self, worker: WorkerHandle, arrived: set[Any]) -> Gone | None:
         """Why a worker is gone: it is dead, does not respond, or found no room. None if it is not gone."""
@@ -235,7 +247,7 @@ def _actor_class(request: ResourceRequest, node_id: str | None) -> Any:
         label_selector=dict(request.labels) or None,
         max_restarts=0,
         max_task_retries=0,
-        concurrency_groups={HEARTBEAT: 1, BROADCAST: 1},
+        concurrency_groups={HEARTBEAT: 1, BROADCAST: BROADCAST_THREADS},
         **affinity,
     )(WorkerActor)
 

@@ -1,4 +1,4 @@
-"""Decides which workers get which full weights, and runs one broadcast at a time."""
+"""Decides which workers get which full weights, and runs one broadcast per pool at a time."""
 
 from __future__ import annotations
 
@@ -10,43 +10,54 @@ import ray
 
 from digenrl.records import Committed, Exported, Job, Publish, WeightsReference
 from digenrl.transports.contract import Report
-from digenrl.transports.ray.actors import BROADCAST
+from digenrl.transports.ray.actors import BROADCAST, BROADCAST_THREADS, BroadcastRoute, Sent
 from digenrl.transports.ray.worker_handles import WorkerHandle
 
-MIN_TIMEOUT_S = 20.0
-MIN_BYTES_PER_S = 20e6
+MIN_TIMEOUT_S = 20.0  # for members to join
+MIN_PATCH_BYTES_PER_S = 20e6  # of making a patch, during which receivers wait for the sender to join
+UNMEASURED_BYTES_PER_S = 0.25e6  # of a link over which nothing was sent yet
+SLOWED_DOWN = 10  # a broadcast is given up when the link is this many times slower than before
 
 
 @dataclass(frozen=True, slots=True)
 class WeightTransfer:
-    """Weights that reached workers: their size, and the seconds it took."""
+    """Weights that reached workers: bytes sent to each, the seconds it took, and their size without a patch."""
 
     name: str
     receivers: tuple[str, ...]
     bytes: int
     seconds: float
+    whole_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class _RunningBroadcast:
+    pool: str
     reference: WeightsReference
     sent: Any
     received: Mapping[str, Any]  # by worker
+
+    def awaited(self) -> list[Any]:
+        """References of its calls."""
+        return [self.sent, *self.received.values()]
 
 
 class WeightBroadcaster:
     """Broadcasts the trainer's weights to workers that lack them, and reports each transfer to `on_transfer`.
 
-    If a broadcast fails, workers that still lack the weights take part in the next one. Weights that the trainer
-    does not have any more, because it was replaced, are given up.
+    Workers of one pool receive together, and pools separately, so that a slow link delays its own pool only.
+    Workers that hold no version, or another one, receive separately too: they need whole weights. If a broadcast
+    fails, workers that still lack the weights take part in the next one. Weights that the trainer does not have
+    any more, because it was replaced or because it has staged newer ones, are given up.
     """
 
     def __init__(self, workers: Mapping[str, WorkerHandle], on_transfer: Callable[[WeightTransfer], None]) -> None:
         self._workers, self._on_transfer = workers, on_transfer
         self._lacking: dict[str, dict[str, WeightsReference]] = {}  # by name of the weights, then by worker
-        self._held: dict[str, set[str]] = {}  # names, by worker
+        self._held: dict[str, list[str]] = {}  # names, by worker, the newest last
         self._staged: tuple[str, str] | None = None  # the sender, and the name of its weights
-        self._running: _RunningBroadcast | None = None
+        self._running: list[_RunningBroadcast] = []
+        self._bytes_per_s: dict[str, float] = {}  # measured in the last broadcast, by pool
         self._epoch = 0
 
     def job_sent(self, worker: str, job: Job) -> None:
@@ -71,53 +82,77 @@ class WeightBroadcaster:
             self._staged = None
 
     def awaited(self) -> Iterator[Any]:
-        """References of the running broadcast."""
-        if self._running is not None:
-            yield self._running.sent
-            yield from self._running.received.values()
+        """References of the running broadcasts."""
+        for running in self._running:
+            yield from running.awaited()
 
     def advance(self) -> None:
-        """Finishes a broadcast that has ended, and starts the next one. Does not block."""
-        if self._running is not None:
-            self._finish(self._running)
-        if self._running is None and self._staged is not None:
-            self._start(*self._staged)
-
-    def _start(self, sender: str, name: str) -> None:
-        for old in [other for other in self._lacking if other != name]:
-            for worker in self._lacking.pop(old):
-                self._method(worker, "give_up_weights").remote(old)
-        lacking = self._lacking.get(name, {})
-        receivers = {worker: reference for worker, reference in lacking.items() if self._workers[worker].ready}
-        if not receivers:
+        """Finishes broadcasts that have ended, and starts new ones. Does not block."""
+        for running in list(self._running):
+            self._finish(running)
+        if self._staged is None:
             return
+        sender, name = self._staged
+        self._give_up_others(name)
+        for (pool, held), receivers in self._groups(name).items():
+            if len(self._running) < BROADCAST_THREADS:
+                self._start(sender, pool, held, receivers)
+
+    def _receiving(self) -> set[str]:
+        return {worker for running in self._running for worker in running.received}
+
+    def _give_up_others(self, name: str) -> None:
+        """Gives up weights other than the staged ones, unless they are just being received."""
+        receiving = self._receiving()
+        for old in [other for other in self._lacking if other != name]:
+            for worker in [each for each in self._lacking[old] if each not in receiving]:
+                del self._lacking[old][worker]
+                self._method(worker, "give_up_weights").remote(old)
+            if not self._lacking[old]:
+                del self._lacking[old]
+
+    def _groups(self, name: str) -> dict[tuple[str, str], dict[str, WeightsReference]]:
+        """Workers that lack the weights and can receive them, by pool and by the version that they hold."""
+        groups: dict[tuple[str, str], dict[str, WeightsReference]] = {}
+        receiving = self._receiving()
+        for worker, reference in self._lacking.get(name, {}).items():
+            if self._workers[worker].ready and worker not in receiving:
+                pool, held = self._workers[worker].assignment.pool or "", self._held.get(worker, [""])[-1]
+                groups.setdefault((pool, held), {})[worker] = reference
+        return groups
+
+    def _start(self, sender: str, pool: str, held: str, receivers: Mapping[str, WeightsReference]) -> None:
         self._epoch += 1
-        size = len(receivers) + 1
         reference = next(iter(receivers.values()))
-        timeout_s = MIN_TIMEOUT_S + reference.bytes / MIN_BYTES_PER_S
+        measured = self._bytes_per_s.get(pool)
+        join_s = MIN_TIMEOUT_S + (reference.bytes / MIN_PATCH_BYTES_PER_S if held else 0.0)
+        slowest = UNMEASURED_BYTES_PER_S if measured is None else measured / SLOWED_DOWN
+        route = BroadcastRoute(self._epoch, len(receivers), join_s + reference.bytes / slowest, join_s)
         address = self._method(sender, "broadcast_address").remote()
         received = {
-            worker: self._method(worker, "receive_weights").remote(
-                address, self._epoch, rank, size, receivers[worker], timeout_s
-            )
+            worker: self._method(worker, "receive_weights").remote(address, rank, receivers[worker], route)
             for rank, worker in enumerate(receivers, start=1)
         }
-        sent = self._method(sender, "send_weights").remote(name, self._epoch, len(receivers), timeout_s)
-        self._running = _RunningBroadcast(reference, sent, received)
+        sent = self._method(sender, "send_weights").remote(reference.name, route, held, measured)
+        self._running.append(_RunningBroadcast(pool, reference, sent, received))
 
     def _finish(self, running: _RunningBroadcast) -> None:
-        references = list(self.awaited())
+        references = running.awaited()
         if len(ray.wait(references, num_returns=len(references), timeout=0)[0]) < len(references):
             return
-        self._running = None
+        self._running.remove(running)
         name = running.reference.name
         received = tuple(worker for worker, outcome in running.received.items() if _succeeded(outcome))
         for worker in received:
             if worker in self._workers:
-                self._held.setdefault(worker, set()).add(name)
+                self._held.setdefault(worker, []).append(name)
                 self._lacking.get(name, {}).pop(worker, None)
         if _succeeded(running.sent):
-            self._on_transfer(WeightTransfer(name, received, running.reference.bytes, ray.get(running.sent)))
+            sent: Sent = ray.get(running.sent)
+            self._bytes_per_s[running.pool] = max(1, sent.bytes) / max(1e-6, sent.sending_s)
+            self._on_transfer(WeightTransfer(name, received, sent.bytes, sent.seconds, running.reference.bytes))
+        else:
+            self._bytes_per_s.pop(running.pool, None)  # the link may have become slower
         if not self._lacking.get(name, True):
             del self._lacking[name]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,11 +24,15 @@ ACTOR_DIED = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableErr
 
 @dataclass(frozen=True, slots=True)
 class PendingCall:
-    """References to a job's report and to the tensors that it leaves. The call that builds a worker has no job."""
+    """References to a job's report and to the tensors that it leaves, and the names of those that it reads.
+
+    The call that builds a worker has no job.
+    """
 
     job: Job | None
     report: Any
-    outputs: tuple[Any, ...] = ()
+    outputs: Mapping[str, Any] = field(default_factory=dict)
+    inputs: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

@@ -15,7 +15,8 @@ DEMO = "demo"  # the model and the folder of prompts in the package
 RANDOM = "random"  # a model with random weights
 DEMO_PROMPTS = PACKAGE / "demo" / "prompts"
 FILE_ENDINGS = (".yaml", ".yml", ".json")
-REWARD_FILES = ("model", "processor", "checkpoint", "tokenizer", "head")
+REWARD_FILES = ("model", "processor", "checkpoint", "tokenizer", "head", "template")
+REWARD_FOLDERS = ("cache",)  # made if they do not exist
 
 
 def names_in(shipped: Path) -> list[str]:
@@ -59,10 +60,11 @@ def place_paths(content: dict[str, Any], folder: Path, given_here: set[str]) -> 
     if isinstance(lora.get("start_from"), str):
         lora["start_from"] = str((here if key in given_here else there) / _from_home(lora["start_from"]))
     for reward, key in _rewards(content):
-        for name in REWARD_FILES:
+        for name in (*REWARD_FILES, *REWARD_FOLDERS):
             if isinstance(reward, dict) and isinstance(reward.get(name), str):
-                from_here = _given(f"{key}.{name}", given_here)
-                reward[name] = _where_it_exists(reward[name], here if from_here else there)
+                base = here if _given(f"{key}.{name}", given_here) else there
+                placed = str(base / _from_home(reward[name]))
+                reward[name] = placed if name in REWARD_FOLDERS else _where_it_exists(reward[name], base)
     base = here if "python_path" in given_here else there
     found = []
     for path, key in _import_paths(content):

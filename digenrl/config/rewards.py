@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, SerializeAsAny, field_validator
 
+from digenrl.config.judge import AnswerFormat, JudgeTemplate, read_template
 from digenrl.config.reading import ConfigError, Frozen, nearest, parse_model
 
 LAION_CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -176,17 +177,15 @@ class FunctionSettings(RewardSettings):
         return self.label or self.target.partition(":")[2]
 
 
-class HttpSettings(RewardSettings):
+class ServerSettings(RewardSettings):
     """A reward on a server. The token is read from the environment, so that it is never in a recipe."""
 
-    name: Literal["http"] = "http"
     url: str
-    token_env: str = Field(default="DIGENRL_REWARD_TOKEN", min_length=1)
+    token_env: str | None = Field(default="DIGENRL_REWARD_TOKEN", min_length=1)
     timeout_s: PositiveFloat = 120.0
     retries: int = Field(default=3, ge=0, le=20)
     backoff_s: PositiveFloat = Field(default=0.5, description="wait before the first retry; doubles with each")
     max_backoff_s: PositiveFloat = 8.0
-    batch_size: PositiveInt = Field(default=16, description="samples in one request")
     frame_stride: PositiveInt = Field(default=1, description="send every n-th frame")
 
     @field_validator("url")
@@ -202,6 +201,58 @@ class HttpSettings(RewardSettings):
         return url.rstrip("/")
 
 
+class HttpSettings(ServerSettings):
+    """A reward served by `digenrl reward serve`."""
+
+    name: Literal["http"] = "http"
+    token_env: str = Field(default="DIGENRL_REWARD_TOKEN", min_length=1)
+    batch_size: PositiveInt = Field(default=16, description="samples in one request")
+
+
+class JudgeSettings(ServerSettings):
+    """The score that a vision-language model gives, behind an OpenAI-style `/chat/completions`.
+
+    One request per sample. Failures that may pass are retried: status 408, 429 and 5xx, no response in time, a
+    refusal, an answer without a score in its range.
+    """
+
+    name: Literal["judge"] = "judge"
+    model: str = Field(min_length=1, description="the name by which the server knows the model")
+    template: str = Field(min_length=1, description="a named template, or a text file")
+    answer: AnswerFormat | None = Field(
+        default=None, description="where the score is; a named template has its own"
+    )
+    source_image: str | None = Field(
+        default=None, min_length=1, description="metadata key of an image file that is sent before the sample"
+    )
+    token_env: str | None = Field(
+        default="DIGENRL_JUDGE_TOKEN", min_length=1, description="null if the server needs no token"
+    )
+    retries: int = Field(default=5, ge=0, le=20)
+    max_backoff_s: PositiveFloat = Field(
+        default=60.0, description="longest wait, even if the server asks for more"
+    )
+    concurrency: int = Field(default=64, ge=1, le=1024, description="requests at a time, per reward lane")
+    max_tokens: PositiveInt = 512
+    temperature: float = Field(default=0.0, ge=0.0, le=2.0)
+    structured: bool = Field(
+        default=False, description="ask the server to enforce the JSON schema of the answer (`response_format`)"
+    )
+    cache: str | None = Field(default=None, min_length=1, description="folder in which answers are kept")
+
+
+def judge_template(settings: JudgeSettings) -> JudgeTemplate:
+    """The template of a judge; raises ConfigError if it cannot be read or does not fit the other settings."""
+    try:
+        template = read_template(settings.template, settings.answer, settings.source_image)
+    except ConfigError as error:
+        raise ConfigError(f"reward '{settings.shown_as}': {error}") from None
+    if settings.structured and template.answer.field is None:
+        why = "structured: needs an answer with `field`, but this template's has `pattern`; set `answer`"
+        raise ConfigError(f"reward '{settings.shown_as}': {why}, or structured to false")
+    return template
+
+
 # Each reward is built by `build(settings)` of digenrl/rewards/<name>.py.
 REWARDS: dict[str, type[RewardSettings]] = {
     "aesthetic": AestheticSettings,
@@ -212,6 +263,7 @@ REWARDS: dict[str, type[RewardSettings]] = {
     "image_reward": ImageRewardSettings,
     "jpeg_compressibility": JpegCompressibilitySettings,
     "jpeg_incompressibility": JpegIncompressibilitySettings,
+    "judge": JudgeSettings,
     "ocr": OcrSettings,
     "pickscore": PickScoreSettings,
 }

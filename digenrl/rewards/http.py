@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -10,10 +9,10 @@ import httpx
 from pydantic import ValidationError
 from torch import Tensor
 
-from digenrl.config.reading import ConfigError
 from digenrl.config.rewards import HttpSettings
 from digenrl.rewards.contract import Metadata, Reward, RewardBatch, RewardError
-from digenrl.rewards.http_messages import Refusal, ScoreReply, check_token, encode_request
+from digenrl.rewards.http_client import backoff_s, make_client, token_of
+from digenrl.rewards.http_messages import Refusal, ScoreReply, encode_request
 
 # Worth a retry: the server is overloaded or still starting. Other errors would repeat.
 RETRIED_STATUS = frozenset({429, 502, 503, 504})
@@ -27,16 +26,9 @@ class HttpReward(Reward):
 
     def __init__(self, settings: HttpSettings, token: str, sleep: Callable[[float], None] = time.sleep) -> None:
         super().__init__(settings.shown_as)
-        # Before the HTTP library, which would put a bad token into its error message.
-        check_token(token, f"reward '{self.label}'")
         self.settings = settings
         self._sleep = sleep
-        self._client = httpx.Client(
-            headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
-            timeout=settings.timeout_s,
-            trust_env=False,
-            follow_redirects=False,
-        )
+        self._client = make_client(settings, token)
 
     def _score(self, pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> RewardBatch:
         sent_BFCHW = pixels_BFCHW[:, :: self.settings.frame_stride]
@@ -72,7 +64,7 @@ class HttpReward(Reward):
         failure = ""
         for attempt in range(self.settings.retries + 1):
             if attempt:
-                self._sleep(min(self.settings.max_backoff_s, self.settings.backoff_s * 2 ** (attempt - 1)))
+                self._sleep(backoff_s(self.settings, attempt))
             try:
                 response = self._client.post(f"{self.settings.url}/score", content=body)
             except httpx.TransportError as error:
@@ -101,10 +93,4 @@ class HttpReward(Reward):
 
 def build(settings: HttpSettings) -> HttpReward:
     """Creates the client; the token must be in the environment."""
-    token = os.environ.get(settings.token_env, "")
-    if not token:
-        raise ConfigError(
-            f"reward '{settings.shown_as}': the environment variable {settings.token_env} is not set; "
-            f"set it to the token of {settings.url}"
-        )
-    return HttpReward(settings, token)
+    return HttpReward(settings, token_of(settings))

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
-from digenrl.config.rewards import FunctionSettings
+from digenrl.config.rewards import FunctionSettings, JudgeSettings, judge_template
 from digenrl.worker.assignment import Machine
 
 
@@ -57,6 +57,8 @@ def inspect_here(recipe: Recipe) -> Machine:
     for settings in (*recipe.rewards, *recipe.held_out_rewards):
         if isinstance(settings, FunctionSettings):
             import_target(settings)
+        if isinstance(settings, JudgeSettings):
+            judge_template(settings)
     try:
         check_hub_model(blueprint)
     except HubUnreachableError:

@@ -1,0 +1,54 @@
+"""What clients of reward servers share: the connection, the token, and how long to wait before a retry."""
+
+from __future__ import annotations
+
+import os
+
+import httpx
+
+from digenrl.config.reading import ConfigError
+from digenrl.config.rewards import ServerSettings
+from digenrl.rewards.http_messages import check_token
+
+
+def make_client(settings: ServerSettings, token: str, connections: int = 1) -> httpx.Client:
+    """A client for JSON, which may be used from several threads. Sends no token if it is empty.
+
+    It talks to the configured address only: no proxy, no redirect.
+    """
+    # Before the HTTP library, which would put a bad token into its error message.
+    check_token(token, f"reward '{settings.shown_as}'")
+    headers = {"Content-Type": "application/json"}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    return httpx.Client(
+        headers=headers,
+        timeout=settings.timeout_s,
+        limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+        trust_env=False,
+        follow_redirects=False,
+    )
+
+
+def token_of(settings: ServerSettings) -> str:
+    """The token in the environment; empty if the server needs none. Raises ConfigError if it is not set."""
+    if settings.token_env is None:
+        return ""
+    token = os.environ.get(settings.token_env, "")
+    if not token:
+        raise ConfigError(
+            f"reward '{settings.shown_as}': the environment variable {settings.token_env} is not set; "
+            f"set it to the token of {settings.url}"
+        )
+    return token
+
+
+def backoff_s(settings: ServerSettings, attempt: int, asked_s: float = 0.0) -> float:
+    """The seconds to wait before this retry, from 1: doubles each time; longer if the server has asked for it."""
+    return min(settings.max_backoff_s, max(asked_s, settings.backoff_s * 2.0 ** (attempt - 1)))
+
+
+def retry_after_s(response: httpx.Response) -> float:
+    """The seconds that the server asks to wait; 0 if it gives none, or a date."""
+    text = response.headers.get("Retry-After", "").strip()
+    return float(text) if text.isascii() and text.isdigit() else 0.0

@@ -102,9 +102,9 @@ class _Chat(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def judging() -> Iterator[ChatServer]:
+def judging(server: ChatServer | None = None) -> Iterator[ChatServer]:
     """The running server."""
-    server = ChatServer()
+    server = server or ChatServer()
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     try:
         yield server

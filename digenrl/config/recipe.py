@@ -337,6 +337,9 @@ class Recipe(Frozen):
     model: ModelSettings
     prompts: PromptSettings
     rewards: Rewards
+    reward_sum: Literal["raw", "normalised"] = Field(
+        default="raw", description="training adds up raw scores, or scores normalised within their group (GDPO)"
+    )
     sample: SampleSettings
     batch: BatchSettings
     algorithm: AlgorithmChoice

@@ -41,7 +41,7 @@ NOT_IN_FINGERPRINT: dict[str, Any] = {
     "rewards": {
         "__all__": {
             *("label", "device", "batch_size", "threads"),
-            *("token_env", "timeout_s", "retries", "backoff_s", "max_backoff_s"),
+            *("token_env", "timeout_s", "retries", "backoff_s", "max_backoff_s", "concurrency", "cache"),
         }
     },
 }

@@ -48,7 +48,7 @@ class PredictionAccuracy:
 
 
 def sum_of_rewards(rewards: Sequence[RewardSettings]) -> str:
-    """The weighted sum as a formula; a single reward by its name."""
+    """The weighted sum of raw scores as a formula; a single reward by its name."""
     if len(rewards) == 1:
         return rewards[0].shown_as
     return " + ".join(f"{reward.weight:g} × {reward.shown_as}" for reward in rewards)

@@ -42,6 +42,11 @@ class RewardSettings(Frozen):
         """The name in metrics and errors."""
         return self.label or self.name
 
+    @property
+    def needs_whole_groups(self) -> bool:
+        """Whether a call must have exactly the samples of one group."""
+        return False
+
 
 class FrameRewardSettings(RewardSettings):
     """A reward of single images. A video scores the mean over every `frame_stride`-th frame."""
@@ -162,6 +167,9 @@ class FunctionSettings(RewardSettings):
     name: Literal["function"] = "function"
     target: str = Field(description="package.module:function or package.module:Class")
     arguments: dict[str, Any] = Field(default={}, description="keyword arguments of the function or class")
+    scores: Literal["samples", "groups"] = Field(
+        default="samples", description="groups: every call has all samples of one prompt, to compare them"
+    )
 
     @field_validator("target")
     @classmethod
@@ -175,6 +183,11 @@ class FunctionSettings(RewardSettings):
     def shown_as(self) -> str:
         """The label, or the name of the function or class."""
         return self.label or self.target.partition(":")[2]
+
+    @property
+    def needs_whole_groups(self) -> bool:
+        """Whether the function compares the samples of a group."""
+        return self.scores == "groups"
 
 
 class ServerSettings(RewardSettings):

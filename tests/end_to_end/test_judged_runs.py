@@ -1,8 +1,9 @@
-"""A whole run with a judge on a real server, beside another reward, each normalised within its group."""
+"""Whole runs with rewards that look beyond one sample: a judge beside another reward, and ranks within groups."""
 
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from judge_serving import ChatServer, Said, judging, text_of
@@ -23,7 +24,7 @@ class Choosy(ChatServer):
 def test_a_run_learns_from_a_judge_and_replaces_the_prompt_that_it_refuses(live: LiveRuns) -> None:
     with judging(Choosy()) as server:
         judge = {"name": "judge", "url": server.url, "model": "m", "template": "unified_reward", "token_env": None}
-        judge |= {"answer": {"field": "score"}, "cache": "answers"}
+        judge |= {"answer": {"field": "score"}, "cache": str(live.root / "answers")}
         rewards = f"rewards={json.dumps([judge, {'name': 'live_rewards:redness', 'weight': 0.5}])}"
         run = live.finished(rewards, "reward_sum=normalised", "mode=colocated", "steps=3")
     steps = lines_of(run.metrics)
@@ -38,3 +39,11 @@ def test_a_run_learns_from_a_judge_and_replaces_the_prompt_that_it_refuses(live:
         if isinstance(action, Quarantine)
     ]
     assert reasons and all("400: no cats" in reason for reason in reasons)
+
+
+def test_a_reward_of_groups_compares_all_samples_of_a_prompt(live: LiveRuns) -> None:
+    rank = {"name": "live_rewards:redness_rank", "scores": "groups"}
+    run = live.finished(f"rewards={json.dumps(rank)}", "batch.slice=4", "steps=2")
+    # Ranks 0, 1/3, 2/3 and 1: their std tells that no call had fewer samples.
+    for step in lines_of(run.metrics):
+        assert (step["reward_mean"], step["reward_std"]) == pytest.approx((0.5, math.sqrt(5) / 6))

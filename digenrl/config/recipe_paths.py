@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from digenrl.config.import_paths import has_module
+from digenrl.config.judge import TEMPLATES
 from digenrl.config.reading import ConfigError, nearest
 
 PACKAGE = Path(__file__).parents[1]
@@ -61,7 +62,7 @@ def place_paths(content: dict[str, Any], folder: Path, given_here: set[str]) -> 
         lora["start_from"] = str((here if key in given_here else there) / _from_home(lora["start_from"]))
     for reward, key in _rewards(content):
         for name in (*REWARD_FILES, *REWARD_FOLDERS):
-            if isinstance(reward, dict) and isinstance(reward.get(name), str):
+            if isinstance(reward, dict) and isinstance(reward.get(name), str) and not _is_name(reward, name):
                 base = here if _given(f"{key}.{name}", given_here) else there
                 placed = str(base / _from_home(reward[name]))
                 reward[name] = placed if name in REWARD_FOLDERS else _where_it_exists(reward[name], base)
@@ -115,6 +116,11 @@ def _rewards(content: dict[str, Any]) -> Iterator[tuple[Any, str]]:
             yield from ((reward, f"{key}.{index}") for index, reward in enumerate(rewards))
         else:
             yield rewards, key
+
+
+def _is_name(reward: dict[str, Any], key: str) -> bool:
+    """Whether a judge's value is never a path: the name of a template, or of the model on its server."""
+    return reward.get("name") == "judge" and (key == "model" or (key == "template" and reward[key] in TEMPLATES))
 
 
 def _import_paths(content: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -12,6 +12,7 @@ To add a reward, write its settings here, list them in `REWARDS`, and write dige
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -212,6 +213,16 @@ class ServerSettings(RewardSettings):
                 "contains a password; put the token into the environment variable named by `token_env`"
             )
         return url.rstrip("/")
+
+    def read_token(self) -> str:
+        """The token in the environment; empty if the server needs none. Raises ConfigError if it is not set."""
+        token = "" if self.token_env is None else os.environ.get(self.token_env, "")
+        if self.token_env is not None and not token:
+            raise ConfigError(
+                f"reward '{self.shown_as}': the environment variable {self.token_env} is not set; "
+                f"set it to the token of {self.url}"
+            )
+        return token
 
 
 class HttpSettings(ServerSettings):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from digenrl.config.rewards import HttpSettings
 from digenrl.rewards.contract import Metadata, Reward, RewardBatch, RewardError
-from digenrl.rewards.http_client import backoff_s, make_client, token_of
+from digenrl.rewards.http_client import backoff_s, make_client
 from digenrl.rewards.http_messages import Refusal, ScoreReply, encode_request
 
 # Worth a retry: the server is overloaded or still starting. Other errors would repeat.
@@ -93,4 +93,4 @@ class HttpReward(Reward):
 
 def build(settings: HttpSettings) -> HttpReward:
     """Creates the client; the token must be in the environment."""
-    return HttpReward(settings, token_of(settings))
+    return HttpReward(settings, settings.read_token())

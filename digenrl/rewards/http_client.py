@@ -1,12 +1,9 @@
-"""What clients of reward servers share: the connection, the token, and how long to wait before a retry."""
+"""What clients of reward servers share: the connection, and how long to wait before a retry."""
 
 from __future__ import annotations
 
-import os
-
 import httpx
 
-from digenrl.config.reading import ConfigError
 from digenrl.config.rewards import ServerSettings
 from digenrl.rewards.http_messages import check_token
 
@@ -28,19 +25,6 @@ def make_client(settings: ServerSettings, token: str, connections: int = 1) -> h
         trust_env=False,
         follow_redirects=False,
     )
-
-
-def token_of(settings: ServerSettings) -> str:
-    """The token in the environment; empty if the server needs none. Raises ConfigError if it is not set."""
-    if settings.token_env is None:
-        return ""
-    token = os.environ.get(settings.token_env, "")
-    if not token:
-        raise ConfigError(
-            f"reward '{settings.shown_as}': the environment variable {settings.token_env} is not set; "
-            f"set it to the token of {settings.url}"
-        )
-    return token
 
 
 def backoff_s(settings: ServerSettings, attempt: int, asked_s: float = 0.0) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor
 from digenrl.config.judge import COST_PARTS, JudgeTemplate
 from digenrl.config.rewards import JudgeSettings, judge_template
 from digenrl.rewards.contract import Metadata, Reward, RewardBatch, RewardError, as_pil, as_uint8
-from digenrl.rewards.http_client import backoff_s, make_client, retry_after_s, token_of
+from digenrl.rewards.http_client import backoff_s, make_client, retry_after_s
 from digenrl.rewards.http_messages import encode_png
 from digenrl.rewards.judge_answers import NoScoreError, answer_schema, read_reply, score_in
 from digenrl.rewards.judge_cache import AnswerCache
@@ -191,4 +191,4 @@ def _image_part(image: Image.Image) -> dict[str, Any]:
 
 def build(settings: JudgeSettings) -> JudgeReward:
     """Creates the client; reads the template, and the token from the environment."""
-    return JudgeReward(settings, token_of(settings))
+    return JudgeReward(settings, settings.read_token())

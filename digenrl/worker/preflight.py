@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
-from digenrl.config.rewards import FunctionSettings, JudgeSettings, judge_template
+from digenrl.config.rewards import FunctionSettings, JudgeSettings, ServerSettings, judge_template
 from digenrl.worker.assignment import Machine
 
 
@@ -59,6 +59,8 @@ def inspect_here(recipe: Recipe) -> Machine:
             import_target(settings)
         if isinstance(settings, JudgeSettings):
             judge_template(settings)
+        if isinstance(settings, ServerSettings) and not recipe.topology.uses_ray:  # which has other environments
+            settings.read_token()
     try:
         check_hub_model(blueprint)
     except HubUnreachableError:

@@ -132,7 +132,7 @@ def test_stale_samples_need_generators_that_run_concurrently_with_the_trainer() 
 def test_a_reward_of_groups_needs_slices_of_whole_groups_and_is_not_for_evaluations() -> None:
     grouped = {**SMALLEST, "rewards": {"name": "my.module:rank", "scores": "groups"}}
     for size in ("auto", 2):
-        with pytest.raises(ConfigError, match="'rank'.*set it to 4") as caught:
+        with pytest.raises(ConfigError, match=r"'rank'.*set it to 4") as caught:
             parse_model(Recipe, {**grouped, "batch": {**SMALLEST["batch"], "slice": size}})
         assert caught.value.where == "batch.slice"
     whole = {**grouped, "batch": {**SMALLEST["batch"], "slice": 4}}

@@ -16,6 +16,12 @@ def redness(pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Any
     return [float(value) for value in red_B]
 
 
+def redness_rank(pixels_BFCHW: Tensor, prompt: str, metadata: Any) -> list[float]:
+    """From 0 for the least red sample of a group to 1 for the reddest."""
+    reds = redness(pixels_BFCHW, [prompt], [metadata])
+    return [sum(other < red for other in reds) / (len(reds) - 1) for red in reds]
+
+
 def gated(pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Any], gates: str) -> list[float]:
     """Redness; a prompt waits while the folder `gates` has a file of its name."""
     while any((Path(gates) / prompt).exists() for prompt in prompts):

@@ -175,5 +175,8 @@ def tiny_settings(name: str, directory: Path, server_url: str = "http://127.0.0.
         needed["target"] = "tiny_rewards:brightness"
     if name == "http":
         needed["url"] = server_url
+    if name == "judge":
+        judge = {"name": name, "url": server_url, "model": "tiny", "template": "video_quality", "token_env": None}
+        return parse_reward(judge)
     assert name in REWARDS
     return parse_reward({"name": name, **needed, **({"device": "cpu"} if "model" in needed else {})})

@@ -47,6 +47,21 @@ def has_spread(rewards: Sequence[float]) -> bool:
     return std_of(rewards, ddof=0) >= ZERO_SPREAD
 
 
+def normalised_sum(
+    scores_by_reward: Sequence[Sequence[float]], weights: Sequence[float], ddof: int, eps: float
+) -> tuple[float, ...]:
+    """GDPO's reward of a group's samples: the sum of weight * (r - mean of group) / (std of group + eps).
+
+    Each reward has the same influence per weight, whatever its scale. One without spread adds 0.
+    """
+    terms = []
+    for scores, weight in zip(scores_by_reward, weights, strict=True):
+        checked_rewards(scores)
+        factor = weight / (std_of(scores, ddof) + eps) if has_spread(scores) else 0.0
+        terms.append([factor * deviation for deviation in centered(scores)])
+    return tuple(math.fsum(values) for values in zip(*terms, strict=True))
+
+
 def clamped(value: float, limit: float) -> float:
     """`value`, clamped to +-limit."""
     return max(-limit, min(limit, value))

@@ -397,6 +397,9 @@ class Recipe(Frozen):
     model: ModelSettings
     prompts: PromptSettings
     rewards: Rewards
+    reward_sum: Literal["raw", "normalised"] = Field(
+        default="raw", description="training adds up raw scores, or scores normalised within their group (GDPO)"
+    )
     sample: SampleSettings
     batch: BatchSettings
     algorithm: AlgorithmChoice
@@ -464,6 +467,7 @@ class Recipe(Frozen):
         if self.evaluation is not None and self.evaluation.weights == "ema" and self.training.ema is None:
             why = "ema, but the run keeps no moving average; add training.ema={decay: 0.9}, or set it to trained"
             raise _conflict("evaluation.weights", why)
+        self._check_group_rewards()
         if self.training.job_samples != "auto":
             with errors_about("training.job_samples"):
                 check_slice(self.training.job_samples, self.batch.samples_per_prompt)
@@ -519,6 +523,18 @@ class Recipe(Frozen):
             work = " where generators also train (techniques.assist: both)" if self.shares_work else ""
             why = f"{lanes.cards_per_generator} in mode {self.mode}{work}"
             raise _conflict("lanes.cards_per_generator", f"{why}; set it to 1, or mode to local")
+
+    def _check_group_rewards(self) -> None:
+        """Raises ConfigError if a reward of whole groups would get parts of them, or single held-out samples."""
+        size, slice_size = self.batch.samples_per_prompt, self.batch.slice
+        for reward in self.rewards:
+            if reward.needs_whole_groups and slice_size != size:
+                why = f"{slice_size}, but the reward '{reward.shown_as}' compares all {size} samples of a prompt"
+                raise _conflict("batch.slice", f"{why}, so that they are scored together; set it to {size}")
+        for reward in self.held_out_rewards if self.evaluation is not None else ():
+            if reward.needs_whole_groups:
+                why = f"'{reward.shown_as}' compares the samples of a group, and held-out prompts have one sample"
+                raise _conflict("evaluation.rewards", f"{why} each; give evaluations other rewards")
 
     def _check_shared_work(self) -> None:
         """Raises ConfigError if generators cannot train as well."""

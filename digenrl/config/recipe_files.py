@@ -51,6 +51,7 @@ NOT_IN_FINGERPRINT: dict[str, Any] = {
                 "backoff_s",
                 "max_backoff_s",
             ),
+            *("concurrency", "cache"),
         }
     },
 }

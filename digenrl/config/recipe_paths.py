@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from digenrl.config.import_paths import has_module
+from digenrl.config.judge import TEMPLATES
 from digenrl.config.reading import ConfigError, nearest
 
 PACKAGE = Path(__file__).parents[1]
@@ -16,7 +17,8 @@ RANDOM = "random"  # a model with random weights
 DEMO_PROMPTS = PACKAGE / "demo" / "prompts"
 FILE_ENDINGS = (".yaml", ".yml", ".json")
 LONGEST_NAME, LONGEST_PATH = 255, 4_000  # in bytes, of one part and of all
-REWARD_FILES = ("model", "processor", "checkpoint", "tokenizer", "head")
+REWARD_FILES = ("model", "processor", "checkpoint", "tokenizer", "head", "template")
+REWARD_FOLDERS = ("cache",)  # made if they do not exist
 
 
 def names_in(shipped: Path) -> list[str]:
@@ -61,10 +63,11 @@ def place_paths(content: dict[str, Any], folder: Path, given_here: set[str]) -> 
     if isinstance(lora.get("start_from"), str):
         lora["start_from"] = str((here if key in given_here else there) / _from_home(lora["start_from"]))
     for reward, key in _rewards(content):
-        for name in REWARD_FILES:
-            if isinstance(reward, dict) and isinstance(reward.get(name), str):
-                from_here = _given(f"{key}.{name}", given_here)
-                reward[name] = _where_it_exists(reward[name], here if from_here else there)
+        for name in (*REWARD_FILES, *REWARD_FOLDERS):
+            if isinstance(reward, dict) and isinstance(reward.get(name), str) and not _is_name(reward, name):
+                base = here if _given(f"{key}.{name}", given_here) else there
+                placed = str(base / _from_home(reward[name]))
+                reward[name] = placed if name in REWARD_FOLDERS else _where_it_exists(reward[name], base)
     base = here if "python_path" in given_here else there
     found = []
     for path, key in _import_paths(content):
@@ -123,6 +126,11 @@ def _rewards(content: dict[str, Any]) -> Iterator[tuple[Any, str]]:
             yield from ((reward, f"{key}.{index}") for index, reward in enumerate(rewards))
         else:
             yield rewards, key
+
+
+def _is_name(reward: dict[str, Any], key: str) -> bool:
+    """Whether a judge's value is never a path: the name of a template, or of the model on its server."""
+    return reward.get("name") == "judge" and (key == "model" or (key == "template" and reward[key] in TEMPLATES))
 
 
 def _import_paths(content: dict[str, Any]) -> Iterator[tuple[str, str]]:

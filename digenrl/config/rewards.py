@@ -12,12 +12,14 @@ To add a reward, write its settings here, list them in `REWARDS`, and write dige
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, SerializeAsAny, field_validator
 
+from digenrl.config.judge import AnswerFormat, JudgeTemplate, read_template
 from digenrl.config.limits import Weight
 from digenrl.config.reading import ConfigError, Frozen, nearest, parse_model
 from digenrl.config.token_variables import check_token_variable
@@ -42,6 +44,11 @@ class RewardSettings(Frozen):
     def shown_as(self) -> str:
         """The name in metrics and errors."""
         return self.label or self.name
+
+    @property
+    def needs_whole_groups(self) -> bool:
+        """Whether a call must have exactly the samples of one group."""
+        return False
 
 
 class FrameRewardSettings(RewardSettings):
@@ -166,6 +173,9 @@ class FunctionSettings(RewardSettings):
     isolated: bool = Field(default=False, description="run it in a process of its own, with the limits below")
     timeout_s: PositiveFloat = Field(default=120.0, description="for one batch; only with `isolated`")
     memory_gb: PositiveFloat | None = Field(default=None, description="of its process; only with `isolated`")
+    scores: Literal["samples", "groups"] = Field(
+        default="samples", description="groups: every call has all samples of one prompt, to compare them"
+    )
 
     @field_validator("target")
     @classmethod
@@ -180,25 +190,30 @@ class FunctionSettings(RewardSettings):
         """The label, or the name of the function or class."""
         return self.label or self.target.partition(":")[2]
 
+    @property
+    def needs_whole_groups(self) -> bool:
+        """Whether the function compares the samples of a group."""
+        return self.scores == "groups"
 
-class HttpSettings(RewardSettings):
+
+class ServerSettings(RewardSettings):
     """A reward on a server. The token is read from the environment, so that it is never in a recipe."""
 
-    name: Literal["http"] = "http"
     url: str
-    token_env: str = Field(default="DIGENRL_REWARD_TOKEN", description="environment variable with the token")
+    token_env: str | None = Field(
+        default="DIGENRL_REWARD_TOKEN", min_length=1, description="environment variable with the token"
+    )
     ca_file: str | None = Field(default=None, min_length=1, description="certificates to trust, for https")
     timeout_s: PositiveFloat = 120.0
     retries: int = Field(default=3, ge=0, le=20)
     backoff_s: PositiveFloat = Field(default=0.5, description="wait before the first retry; doubles with each")
     max_backoff_s: PositiveFloat = 8.0
-    batch_size: PositiveInt = Field(default=16, description="samples in one request")
     frame_stride: PositiveInt = Field(default=1, description="send every n-th frame")
 
     @field_validator("token_env")
     @classmethod
-    def _is_a_listed_variable(cls, name: str) -> str:
-        return check_token_variable(name)
+    def _is_a_listed_variable(cls, name: str | None) -> str | None:
+        return None if name is None else check_token_variable(name)
 
     @field_validator("url")
     @classmethod
@@ -212,6 +227,68 @@ class HttpSettings(RewardSettings):
             )
         return url.rstrip("/")
 
+    def read_token(self) -> str:
+        """The token in the environment; empty if the server needs none. Raises ConfigError if it is not set."""
+        token = "" if self.token_env is None else os.environ.get(self.token_env, "")
+        if self.token_env is not None and not token:
+            raise ConfigError(
+                f"reward '{self.shown_as}': the environment variable {self.token_env} is not set; "
+                f"set it to the token of {self.url}"
+            )
+        return token
+
+
+class HttpSettings(ServerSettings):
+    """A reward served by `digenrl reward serve`."""
+
+    name: Literal["http"] = "http"
+    token_env: str = Field(default="DIGENRL_REWARD_TOKEN", min_length=1)
+    batch_size: PositiveInt = Field(default=16, description="samples in one request")
+
+
+class JudgeSettings(ServerSettings):
+    """The score that a vision-language model gives, behind an OpenAI-style `/chat/completions`.
+
+    One request per sample. Failures that may pass are retried: status 408, 429 and 5xx, no response in time, a
+    refusal, an answer without a score in its range.
+    """
+
+    name: Literal["judge"] = "judge"
+    model: str = Field(min_length=1, description="the name by which the server knows the model")
+    template: str = Field(min_length=1, description="a named template, or a text file")
+    answer: AnswerFormat | None = Field(
+        default=None, description="where the score is; a named template has its own"
+    )
+    source_image: str | None = Field(
+        default=None, min_length=1, description="metadata key of an image file that is sent before the sample"
+    )
+    token_env: str | None = Field(
+        default="DIGENRL_JUDGE_TOKEN", min_length=1, description="null if the server needs no token"
+    )
+    retries: int = Field(default=5, ge=0, le=20)
+    max_backoff_s: PositiveFloat = Field(
+        default=60.0, description="longest wait, even if the server asks for more"
+    )
+    concurrency: int = Field(default=64, ge=1, le=1024, description="requests at a time, per reward lane")
+    max_tokens: PositiveInt = 512
+    temperature: float = Field(default=0.0, ge=0.0, le=2.0)
+    structured: bool = Field(
+        default=False, description="ask the server to enforce the JSON schema of the answer (`response_format`)"
+    )
+    cache: str | None = Field(default=None, min_length=1, description="folder in which answers are kept")
+
+
+def judge_template(settings: JudgeSettings) -> JudgeTemplate:
+    """The template of a judge; raises ConfigError if it cannot be read or does not fit the other settings."""
+    try:
+        template = read_template(settings.template, settings.answer, settings.source_image)
+    except ConfigError as error:
+        raise ConfigError(f"reward '{settings.shown_as}': {error}") from None
+    if settings.structured and template.answer.field is None:
+        why = "structured: needs an answer with `field`, but this template's has `pattern`; set `answer`"
+        raise ConfigError(f"reward '{settings.shown_as}': {why}, or structured to false")
+    return template
+
 
 # Each reward is built by `build(settings)` of digenrl/rewards/<name>.py.
 REWARDS: dict[str, type[RewardSettings]] = {
@@ -223,6 +300,7 @@ REWARDS: dict[str, type[RewardSettings]] = {
     "image_reward": ImageRewardSettings,
     "jpeg_compressibility": JpegCompressibilitySettings,
     "jpeg_incompressibility": JpegIncompressibilitySettings,
+    "judge": JudgeSettings,
     "ocr": OcrSettings,
     "pickscore": PickScoreSettings,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from digenrl.driver.reward_sum import RewardNormalisation
 from digenrl.records import GroupArtifact, PromptRow, SampleId, Scores, Slice, SliceArtifact
 
 GroupKey = tuple[int, int]  # step and group
@@ -19,9 +20,13 @@ class _Group:
 
 
 class SampleStore:
-    """Groups appear with their first slice and are removed when their step is committed or they are replaced."""
+    """Groups appear with their first slice and are removed when their step is committed or they are replaced.
 
-    def __init__(self) -> None:
+    Groups are trained with the weighted sum of raw scores, unless a `normalisation` is given.
+    """
+
+    def __init__(self, normalisation: RewardNormalisation | None = None) -> None:
+        self._normalisation = normalisation
         self._groups: dict[GroupKey, _Group] = {}
         self._places: dict[GroupKey, int] = {}  # of groups that replace others
         self._retired: set[GroupKey] = set()
@@ -83,6 +88,8 @@ class SampleStore:
         if covered < piece.size or len(group.values) < group_size:
             return None
         rewards = tuple(group.values[index] for index in range(group_size))
+        if self._normalisation is not None:
+            rewards = self._normalisation.rewards([group.parts[index] for index in range(group_size)])
         return GroupArtifact(group.place, prompt, wanted, rewards)
 
     def complete_groups(self, step: int, group_size: int) -> tuple[int, ...]:

@@ -159,7 +159,8 @@ def _trained(recipe: Recipe) -> str:
 
 def _rewards(recipe: Recipe) -> str:
     control = ", shuffled within groups (control)" if recipe.shuffled_rewards else ""
-    return f"{headline.sum_of_rewards(recipe.rewards)}{control}"
+    normalised = ", each normalised within groups" if recipe.reward_sum == "normalised" else ""
+    return f"{headline.sum_of_rewards(recipe.rewards)}{normalised}{control}"
 
 
 def _samples(size: tuple[int, int, int], denoising_steps: int) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from statistics import fmean, median
 
+from digenrl.config.judge import COST_PARTS
 from digenrl.config.recipe import Recipe
 from digenrl.config.rewards import RewardSettings
 from digenrl.run_folder.metric_lines import StepRecord
@@ -47,7 +48,7 @@ class PredictionAccuracy:
 
 
 def sum_of_rewards(rewards: Sequence[RewardSettings]) -> str:
-    """The weighted sum as a formula; a single reward by its name."""
+    """The weighted sum of raw scores as a formula; a single reward by its name."""
     if len(rewards) == 1:
         return rewards[0].shown_as
     return " + ".join(f"{reward.weight:g} × {reward.shown_as}" for reward in rewards)
@@ -81,8 +82,13 @@ def held_out_changes(run: RunRecord) -> dict[str, Change]:
     first, last = run.evaluations[0].values, run.evaluations[-1].values
     names = [name for name in last if name in first]
     chosen = [name for name in names if name == "reward_mean"]
-    chosen += [name for name in names if re.fullmatch(r"reward/.+[./].+", name)]
+    chosen += [name for name in names if re.fullmatch(r"reward/.+[./].+", name) and not _is_cost(name)]
     return {name: Change(first[name], last[name]) for name in chosen[:_MOST_HELD_OUT]}
+
+
+def _is_cost(name: str) -> bool:
+    """Whether a part of a reward counts tokens or requests."""
+    return name.rpartition("/")[2] in COST_PARTS
 
 
 def samples_per_second(steps: tuple[StepRecord, ...]) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -16,16 +16,30 @@ from digenrl.rewards.contract import Metadata, Reward, RewardBatch, RewardError
 class FunctionReward(Reward):
     """Calls `function(pixels_BFCHW, prompts, metadata, **arguments)`.
 
-    The function returns one number per sample (a list or a tensor of shape (B,)) or a RewardBatch.
+    If it `scores` groups, calls `function(pixels_BFCHW, prompt, metadata, **arguments)` with the prompt that all
+    samples have, and its metadata. The function returns one number per sample (a list or a tensor of shape (B,))
+    or a RewardBatch.
     """
 
-    def __init__(self, label: str, function: Callable[..., Any], arguments: Metadata) -> None:
+    def __init__(
+        self,
+        label: str,
+        function: Callable[..., Any],
+        arguments: Metadata,
+        scores: Literal["samples", "groups"] = "samples",
+    ) -> None:
         super().__init__(label)
         self.function = function
         self.arguments = dict(arguments)
+        self.scores = scores
 
     def _score(self, pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> RewardBatch:
-        answer = self.function(pixels_BFCHW, prompts, metadata, **self.arguments)
+        if self.scores == "groups":
+            if any(prompt != prompts[0] for prompt in prompts):
+                raise RewardError(self.label, f"compares samples of one prompt, got {len(set(prompts))} prompts")
+            answer = self.function(pixels_BFCHW, prompts[0], metadata[0], **self.arguments)
+        else:
+            answer = self.function(pixels_BFCHW, prompts, metadata, **self.arguments)
         if isinstance(answer, RewardBatch):
             return answer
         if isinstance(answer, Tensor):
@@ -49,7 +63,7 @@ def build(settings: FunctionSettings) -> Reward:
         return IsolatedReward(settings)
     target = import_target(settings)
     if not isinstance(target, type):
-        return FunctionReward(settings.shown_as, target, settings.arguments)
+        return FunctionReward(settings.shown_as, target, settings.arguments, settings.scores)
     try:
         reward: Reward = target(settings.shown_as, **settings.arguments)
     except TypeError as error:

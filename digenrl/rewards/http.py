@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import ssl
 import time
 from collections.abc import Callable, Sequence
 
@@ -11,10 +9,10 @@ import httpx
 from pydantic import ValidationError
 from torch import Tensor
 
-from digenrl.config.reading import ConfigError
 from digenrl.config.rewards import HttpSettings
 from digenrl.rewards.contract import Metadata, Reward, RewardBatch, RewardError
-from digenrl.rewards.http_messages import Refusal, ScoreReply, check_token, encode_request
+from digenrl.rewards.http_client import backoff_s, make_client, retry_after_s
+from digenrl.rewards.http_messages import Refusal, ScoreReply, encode_request
 
 # Worth a retry: the server is overloaded or still starting. Other errors would repeat.
 RETRIED_STATUS = frozenset({429, 502, 503, 504})
@@ -28,17 +26,9 @@ class HttpReward(Reward):
 
     def __init__(self, settings: HttpSettings, token: str, sleep: Callable[[float], None] = time.sleep) -> None:
         super().__init__(settings.shown_as)
-        # Before the HTTP library, which would put a bad token into its error message.
-        check_token(token, f"reward '{self.label}'")
         self.settings = settings
         self._sleep = sleep
-        self._client = httpx.Client(
-            headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
-            timeout=settings.timeout_s,
-            verify=True if settings.ca_file is None else ssl.create_default_context(cafile=settings.ca_file),
-            trust_env=False,
-            follow_redirects=False,
-        )
+        self._client = make_client(settings, token)
 
     def _score(self, pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> RewardBatch:
         sent_BFCHW = pixels_BFCHW[:, :: self.settings.frame_stride]
@@ -77,8 +67,7 @@ class HttpReward(Reward):
         failure, asked_s = "", 0.0
         for attempt in range(self.settings.retries + 1):
             if attempt:
-                wait_s = max(asked_s, self.settings.backoff_s * 2 ** (attempt - 1))
-                self._sleep(min(self.settings.max_backoff_s, wait_s))
+                self._sleep(backoff_s(self.settings, attempt, asked_s))
             try:
                 response = self._client.post(f"{self.settings.url}/score", content=body)
             except httpx.TransportError as error:
@@ -86,7 +75,7 @@ class HttpReward(Reward):
                 continue
             if response.status_code not in RETRIED_STATUS:
                 return response
-            failure, asked_s = f"status {response.status_code}", _retry_after_s(response)
+            failure, asked_s = f"status {response.status_code}", retry_after_s(response)
         attempts = self.settings.retries + 1
         raise self._failed(f"{self.settings.url} did not respond in {attempts} attempts, last {failure}", rows)
 
@@ -105,18 +94,6 @@ class HttpReward(Reward):
         return RewardError(self.label, reason, tuple(rows.start + index for index in indices))
 
 
-def _retry_after_s(response: httpx.Response) -> float:
-    """The wait that the server asks for, if it is given in seconds."""
-    text = response.headers.get("Retry-After", "")
-    return float(text) if text.isdecimal() and len(text) < 10 else 0.0
-
-
 def build(settings: HttpSettings) -> HttpReward:
     """Creates the client; the token must be in the environment."""
-    token = os.environ.get(settings.token_env, "")
-    if not token:
-        raise ConfigError(
-            f"reward '{settings.shown_as}': the environment variable {settings.token_env} is not set; "
-            f"set it to the token of {settings.url}"
-        )
-    return HttpReward(settings, token)
+    return HttpReward(settings, settings.read_token())

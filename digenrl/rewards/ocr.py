@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +12,11 @@ from torch import Tensor
 
 from digenrl.config.rewards import OcrSettings, TextMatch
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, RewardError, as_pil
+from digenrl.rewards.quoted_text import quoted
 
 LINE_HEIGHT = 48  # pixels of the recogniser's input
 LINES_PER_BATCH = 16  # larger batches are not faster
 LEAST_CONFIDENCE = 0.5  # below this a line does not count as read; the recogniser's default
-QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”|«([^»]+)»')
 
 
 class OcrReward(FrameReward):
@@ -90,15 +89,6 @@ class OcrReward(FrameReward):
 def _as_bgr(image: Image.Image) -> Any:
     """(height, width, 3) in the channel order that the recogniser expects."""
     return numpy.ascontiguousarray(numpy.asarray(image)[:, :, ::-1])
-
-
-def quoted(prompt: str) -> str:
-    """Everything in double quotes ("…", “…” or «…»), in order, joined by spaces.
-
-    >>> quoted('a sign "OPEN" over a door marked “24 h”')
-    'OPEN 24 h'
-    """
-    return " ".join("".join(groups) for groups in QUOTED.findall(prompt))
 
 
 def normalised(text: str) -> str:

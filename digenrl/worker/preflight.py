@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
-from digenrl.config.rewards import FunctionSettings
+from digenrl.config.rewards import FunctionSettings, JudgeSettings, ServerSettings, judge_template
 from digenrl.worker.assignment import Machine
 
 logger = logging.getLogger(__name__)
@@ -77,6 +77,10 @@ def _checked(recipe: Recipe) -> tuple[list[str], int]:
     for settings in (*recipe.rewards, *recipe.held_out_rewards):
         if isinstance(settings, FunctionSettings) and not settings.isolated:
             import_target(settings)
+        if isinstance(settings, JudgeSettings):
+            judge_template(settings)
+        if isinstance(settings, ServerSettings) and not recipe.topology.uses_ray:  # which has other environments
+            settings.read_token()
     try:
         check_hub_model(blueprint)
     except HubUnreachableError:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from judge_serving import judging
 from reward_serving import TOKEN, serving
 from tiny_rewards import brightness, tiny_settings
 from torch import Tensor
@@ -21,13 +22,17 @@ from digenrl.rewards.function import FunctionReward
 PROMPTS = ['a "cat" on a mat', 'the word "dog"']
 METADATA = [{"text": "cat"}, {"text": "dog"}]
 READS_PROMPTS = {"clip_score", "hpsv2", "image_reward", "pickscore"}
-ONE_FRAME_AT_A_TIME = set(REWARDS) - {"function", "http"}
+ONE_FRAME_AT_A_TIME = set(REWARDS) - {"function", "http", "judge"}
 
 
 @pytest.fixture(scope="module", params=sorted(REWARDS))
 def reward(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reward]:
-    """Each reward in turn; `http` uses a real server on this machine."""
+    """Each reward in turn; `http` and `judge` use real servers on this machine."""
     directory: Path = tmp_path_factory.mktemp(request.param)
+    if request.param == "judge":
+        with judging() as server:
+            yield build_reward(tiny_settings("judge", directory, server_url=server.url))
+        return
     if request.param != "http":
         yield build_reward(tiny_settings(request.param, directory))
         return

@@ -7,11 +7,13 @@ from fractions import Fraction
 
 import pytest
 from fake_workers import UPDATE
+from handmade_runs import recipe
 
 from digenrl.config.reading import ConfigError
 from digenrl.driver.calibration import check_room
 from digenrl.driver.cost_tracker import REMEMBERED, CostTracker, expected_ns, timed_offer
 from digenrl.driver.prompt_store import PromptStore
+from digenrl.driver.reward_sum import normalisation_of
 from digenrl.driver.sample_store import SampleStore
 from digenrl.driver.step_summary import step_summary
 from digenrl.prompts.sampler import PromptSampler
@@ -19,6 +21,7 @@ from digenrl.prompts.sources import Prompt
 from digenrl.records import HELD_OUT_STEP, LaneOffer, PromptRow, SampleId, Scores, Slice, SliceArtifact
 from digenrl.scheduling import Costs
 
+NEGLIGIBLE_EPS = {"advantage": {"eps": 1e-12}}
 PROMPT = PromptRow("prompt-0", "a cat", {})
 
 
@@ -58,6 +61,25 @@ def test_a_group_comes_out_in_the_order_of_its_samples() -> None:
     assert [each.slice.first for each in group.slices] == [0, 2]
     assert group.rewards == (0, 1, 2, 3)
     assert group.place == 1
+
+
+def test_a_group_may_be_trained_with_rewards_that_are_normalised_each() -> None:
+    chosen = {"reward_sum": "normalised", "algorithm": {"name": "flow_grpo", "options": NEGLIGIBLE_EPS}}
+    rewards = [{"name": "ocr", "weight": 2}, {"name": "jpeg_compressibility", "label": "size"}]
+    store = SampleStore(normalisation_of(recipe(rewards=rewards, **chosen)))
+    for first in (2, 0):
+        store.add_slice(artifact(first=first, job_id=first))
+        both = {"ocr": ((0.0, 1.0), (2.0, 1.0))[first // 2], "ocr/exact": (9.0, 9.0), "size": (float(first), 2.0)}
+        store.add_scores(Slice(0, 0, first, 2), Scores((first, first + 0.5), both))
+    group = store.group_artifact(Slice(0, 0, 0, 4), PROMPT, group_size=4)
+    # ocr 0, 1, 2, 1: deviations over a std of sqrt(1/2); size 0, 2, 2, 2: deviations over a std of sqrt(3/4)
+    unit, other = math.sqrt(2), 0.5 / math.sqrt(3 / 4)
+    assert group is not None
+    assert group.rewards == pytest.approx((-2 * unit - 3 * other, other, 2 * unit + other, other))
+    raw, parts, _ = store.close_step(0)
+    assert list(raw.values()) == [0, 0.5, 2, 2.5], "metrics show the sum of raw scores"
+    assert parts["ocr"] == [0.0, 1.0, 2.0, 1.0], "and each raw score"
+    assert normalisation_of(recipe()) is None
 
 
 def test_samples_are_found_in_the_slice_that_they_were_made_in() -> None:

@@ -18,7 +18,8 @@ from digenrl.prompt_sets.contract import FRUITLESS_DRAWS, STANDARD_COUNT, Genera
 from digenrl.prompt_sets.grammar import SLOT, Draw, Grammar
 from digenrl.prompt_sets.registry import PROMPT_SETS
 from digenrl.prompts.sources import read_prompts
-from digenrl.rewards.ocr import normalised, quoted
+from digenrl.rewards.ocr import normalised
+from digenrl.rewards.quoted_text import quoted
 
 each_set = pytest.mark.parametrize("name", PROMPT_SETS)
 

@@ -159,6 +159,21 @@ def test_cards_that_compute_samples_together_do_nothing_alone(
     assert caught.value.where == where
 
 
+def test_a_reward_of_groups_needs_slices_of_whole_groups_and_is_not_for_evaluations() -> None:
+    grouped = {**SMALLEST, "rewards": {"name": "my.module:rank", "scores": "groups"}}
+    for size in ("auto", 2):
+        with pytest.raises(ConfigError, match=r"'rank'.*set it to 4") as caught:
+            parse_model(Recipe, {**grouped, "batch": {**SMALLEST["batch"], "slice": size}})
+        assert caught.value.where == "batch.slice"
+    whole = {**grouped, "batch": {**SMALLEST["batch"], "slice": 4}}
+    assert parse_model(Recipe, whole).batch.slice == 4
+    evaluation = {"prompts": {"path": "held_out.txt"}}
+    with pytest.raises(ConfigError, match="'rank'") as caught:
+        parse_model(Recipe, {**whole, "evaluation": evaluation})
+    assert caught.value.where == "evaluation.rewards"
+    assert parse_model(Recipe, {**whole, "evaluation": {**evaluation, "rewards": "ocr"}}).evaluation is not None
+
+
 class Section(Frozen):
     """A section."""
 

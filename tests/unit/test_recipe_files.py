@@ -256,6 +256,18 @@ def test_paths_are_relative_to_the_recipe_and_those_of_overrides_to_the_current_
     assert from_here.evaluation is not None and from_here.evaluation.prompts.path == here / "sub/held_out.txt"
 
 
+def test_a_template_of_a_judge_may_be_beside_the_recipe_and_its_cache_need_not_exist(recipe_file: Path) -> None:
+    judge = "name: judge, url: 'http://host/v1', model: vlm, template: TEMPLATE, cache: answers"
+    (recipe_file.parent / "mine.txt").write_text("Rate $prompt")
+    for name in ("ocr", "vlm"):
+        (recipe_file.parent / name).mkdir()
+    for template, expected in (("mine.txt", str(recipe_file.parent / "mine.txt")), ("ocr", "ocr")):
+        recipe_file.write_text(TEXT.replace("name: ocr", judge.replace("TEMPLATE", template)))
+        settings = read_recipe(str(recipe_file)).rewards[0].model_dump()
+        assert (settings["template"], settings["model"]) == (expected, "vlm")
+        assert settings["cache"] == str(recipe_file.parent / "answers")
+
+
 def test_hub_ids_and_the_demo_are_not_paths(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (recipe_file.parent / "demo").mkdir()
     monkeypatch.chdir(recipe_file.parent)
@@ -335,6 +347,7 @@ CHANGES_THE_UPDATE = [
     "training.ema={decay: 0.5}",
     "techniques.tcss=0.1",
     "shuffled_rewards=true",
+    "reward_sum=normalised",
 ]
 CHANGES_NO_UPDATE = [
     "model.token=env:HF_TOKEN",

@@ -123,6 +123,24 @@ def test_a_users_function_gets_pixels_prompts_metadata_and_its_arguments(
         build_reward(parse_reward("nowhere_to_be_found.sub:f"))
 
 
+def test_a_users_function_of_groups_gets_the_one_prompt_of_all_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "users_ranks.py").write_text(
+        "def brightness_rank(pixels, prompt, metadata, best):\n"
+        "    assert (prompt, metadata) == ('a', {'x': 1})\n"
+        "    return best * pixels.flatten(1).mean(dim=1).argsort().argsort()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward = build_reward(
+        parse_reward({"name": "users_ranks:brightness_rank", "scores": "groups", "arguments": {"best": 2}})
+    )
+    pixels = torch.tensor([0.4, 0.9, 0.1]).reshape(3, 1, 1, 1, 1).expand(3, 1, 3, 8, 8)
+    assert reward.score(pixels, ["a"] * 3, [{"x": 1}] * 3).values == (2.0, 4.0, 0.0)
+    with pytest.raises(RewardError, match="one prompt, got 3"):
+        reward.score(pixels, PROMPTS, METADATA)
+
+
 def test_a_users_class_is_built_with_its_label_and_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

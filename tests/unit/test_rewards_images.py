@@ -13,7 +13,8 @@ from torch import Tensor
 from digenrl.config.rewards import OcrSettings, TextMatch, parse_reward
 from digenrl.rewards.building import build_reward
 from digenrl.rewards.contract import Reward, RewardError
-from digenrl.rewards.ocr import OcrReward, edit_distance, normalised, quoted, text_similarity
+from digenrl.rewards.ocr import OcrReward, edit_distance, normalised, text_similarity
+from digenrl.rewards.quoted_text import quoted
 
 ANSWERS = [("1234", 0.9), ("1234", 0.3), ("1235", 0.9)]  # texts and confidences of a recogniser
 

@@ -1,0 +1,41 @@
+"""What clients of reward servers share: the connection, and how long to wait before a retry."""
+
+from __future__ import annotations
+
+import ssl
+
+import httpx
+
+from digenrl.config.rewards import ServerSettings
+from digenrl.rewards.http_messages import check_token
+
+
+def make_client(settings: ServerSettings, token: str, connections: int = 1) -> httpx.Client:
+    """A client for JSON, which may be used from several threads. Sends no token if it is empty.
+
+    It talks to the configured address only: no proxy, no redirect.
+    """
+    # Before the HTTP library, which would put a bad token into its error message.
+    check_token(token, f"reward '{settings.shown_as}'")
+    headers = {"Content-Type": "application/json"}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    return httpx.Client(
+        headers=headers,
+        timeout=settings.timeout_s,
+        verify=True if settings.ca_file is None else ssl.create_default_context(cafile=settings.ca_file),
+        limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+        trust_env=False,
+        follow_redirects=False,
+    )
+
+
+def backoff_s(settings: ServerSettings, attempt: int, asked_s: float = 0.0) -> float:
+    """The seconds to wait before this retry, from 1: doubles each time; longer if the server has asked for it."""
+    return min(settings.max_backoff_s, max(asked_s, settings.backoff_s * 2.0 ** (attempt - 1)))
+
+
+def retry_after_s(response: httpx.Response) -> float:
+    """The seconds that the server asks to wait; 0 if it gives none, or a date."""
+    text = response.headers.get("Retry-After", "").strip()
+    return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0.0

@@ -30,8 +30,8 @@ class _Choice(BaseModel):
 
 
 class _Usage(BaseModel):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
 
 
 class _Completion(BaseModel):
@@ -70,7 +70,7 @@ def read_reply(body: bytes) -> Reply:
         where = ".".join(str(part) for part in first["loc"]) or "the body"
         raise NoScoreError(f"the reply is not a chat completion: {where}: {first['msg']}") from None
     usage = read.usage or _Usage()
-    return Reply(tuple(read.choices), usage.prompt_tokens, usage.completion_tokens)
+    return Reply(tuple(read.choices), usage.prompt_tokens or 0, usage.completion_tokens or 0)
 
 
 def score_in(answer: str, form: AnswerFormat) -> float:
@@ -105,7 +105,10 @@ def _field(answer: str, field: str) -> float:
     value = found[-1][field]
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise NoScoreError(f"'{field}' must be a number, got {value!r}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise NoScoreError(f"'{field}' is too large a number") from None
 
 
 def _objects(answer: str) -> list[dict[str, Any]]:
@@ -117,6 +120,8 @@ def _objects(answer: str) -> list[dict[str, Any]]:
             found.append(value)
         except ValueError:
             end = at + 1
+        except RecursionError:  # nested without end
+            break
         at = answer.find("{", end)
     return found
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from handmade_runs import both_recipe, metrics_rows, recipe, write_run
+from handmade_runs import both_recipe, evaluation_rows, metrics_rows, recipe, write_run
 from handmade_traces import SECOND, both_trace, helped_trace, large_trace, on_policy_trace, span
 
 from digenrl.config.recipe import Recipe
@@ -169,6 +169,12 @@ def test_the_headline_of_the_handmade_run(tmp_path: Path) -> None:
     assert shown["busy"] == pytest.approx((0.4 + 0.6 + 0.2 + 0.45) / 4)
     assert shown["busy_of"] == "Lanes"
     assert shown["prediction_error"] == pytest.approx(0.1)
+
+
+def test_the_cost_of_a_judge_is_not_in_the_headline(tmp_path: Path) -> None:
+    cost = {"reward/judge/prompt_tokens": 100.0, "reward/judge/cached": 0.0, "reward/judge/detail": 1.0}
+    run = read_run(write_run(tmp_path / "run", evaluations=[row | cost for row in evaluation_rows()]))
+    assert list(headline_of(run)["held_out"]) == ["reward_mean", "reward/ocr.exact", "reward/judge/detail"]
 
 
 def test_where_all_lanes_share_a_card_the_headline_is_the_cards_and_no_mean_over_its_rows(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/offload.py $(if $(shell command -v nvidia-smi),,--tiny)
 	$(BIN)/python benchmarks/decoding.py $(if $(shell command -v nvidia-smi),,--tiny)
 	$(BIN)/python benchmarks/saving.py
+	$(BIN)/python benchmarks/publishing.py
 	$(BIN)/python benchmarks/ray_overhead.py
 	$(BIN)/python benchmarks/ray_unequal.py
 	$(BIN)/python benchmarks/ray_faults.py

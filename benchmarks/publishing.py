@@ -16,6 +16,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -81,7 +82,11 @@ def measure(trained: str, learning_rate: float, dtype: torch.dtype, numbers: int
     versions = [each.to(dtype) for each in adam_versions(numbers, WEIGHT_STD[trained], learning_rate)]
     changed = patch_bytes = 0
     encode_s = decode_s = 0.0
+<<<<<<< HEAD
     for old, new in itertools.pairwise(versions):
+=======
+    for old, new in pairwise(versions):
+>>>>>>> patches20
         base, version = version_bytes("old", old), version_bytes("new", new)
         started_s = time.perf_counter()
         encoded = make_patch(base, version).encode()

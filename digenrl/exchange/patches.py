@@ -125,7 +125,7 @@ class PatchMaker:
     def __init__(self, setting: WeightPatches, whole_every: int = WHOLE_EVERY) -> None:
         self._setting = setting
         self._last = LastPublished(whole_every)
-        self._lock = threading.Lock()
+        self._lock, self._encoding = threading.Lock(), threading.Lock()
         self._base: VersionBytes | None = None
         self._version: VersionBytes | None = None
         self._encoded: Tensor | None = None
@@ -147,14 +147,25 @@ class PatchMaker:
     def encoded(self, name: str, held: str, link_bytes_per_s: float | None) -> Tensor | None:
         """The patch from `held` to `name`, or None if there is none, or if it does not pay on this link."""
         with self._lock:
-            base, version = self._base, self._version
-            if base is None or version is None or (base.name, version.name) != (held, name):
+            base, version, encoded = self._base, self._version, self._encoded
+        if base is None or version is None or (base.name, version.name) != (held, name):
+            return None
+        if encoded is None:
+            if not self._pays(link_bytes_per_s):
                 return None
-            if self._encoded is None:
-                if not self._pays(link_bytes_per_s):
-                    return None
-                self._encoded = self._make(base, version)
-            return self._encoded if len(self._encoded) < len(version.content) else None
+            encoded = self._encode_once(base, version)
+        return encoded if len(encoded) < len(version.content) else None
+
+    def _encode_once(self, base: VersionBytes, version: VersionBytes) -> Tensor:
+        """Makes the patch, or waits while another thread makes it. The next version can be staged meanwhile."""
+        with self._encoding:
+            if self._version is version and self._encoded is not None:
+                return self._encoded
+            encoded = self._make(base, version)
+            with self._lock:
+                if self._version is version:
+                    self._encoded = encoded
+            return encoded
 
     def _pays(self, link_bytes_per_s: float | None) -> bool:
         if self._setting == "always":

@@ -77,7 +77,7 @@ class Setting:
         self.transport = RayTransport(cluster, recipe, logs, self.transfers.append, build=build_abacus)
         self.logs = logs
         self.workers = place_on_cluster(recipe, cluster.resources())
-        self.near, self.distant = self.workers.generators
+        self.near, self.distant, *self.others = self.workers.generators
         self._processes: dict[str, Inspected] = {}
         self._job_ids = count()
 
@@ -311,34 +311,39 @@ def test_a_lost_node_takes_its_workers_and_tensors_with_it(
     assert isinstance(kept, Did) and kept.value == SUM
 
 
-def test_full_weights_reach_all_workers_that_lack_them(
+def test_full_weights_reach_all_workers_that_lack_them_and_a_stopped_pool_delays_no_other(
     joined: tuple[SeveralNodes, RayCluster], shared: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_broadcast, "MIN_TIMEOUT_S", 4.0)
     shared.transport.stop()
-    pools = {"generators": [{"name": "near", "count": 2, "resources": {"near": 1}}], "encoder": {"cpus": 0}}
-    pools["weight_patches"] = "always"
-    full = Setting(joined[1], cluster_recipe(cluster=pools, training={"lora": None}), shared.logs)
+    pools = [{"name": "near", "count": 2, "resources": {"near": 1}}, {"name": "apart", "resources": {"near": 1}}]
+    cluster = {"generators": pools, "encoder": {"cpus": 0}, "weight_patches": "always"}
+    full = Setting(joined[1], cluster_recipe(cluster=cluster, training={"lora": None}), shared.logs)
     trainer, near, other, transport = full.workers.trainer, full.near, full.distant, full.transport
-    full.start(trainer, near, other)
+    (apart,) = full.others
+    full.start(trainer, near, other, apart)
     first = full.export_weights(trainer, 1)
-    for report in full.run((near, publish(1, first)), (other, publish(1, first))):
+    for report in full.run(*((worker, publish(1, first)) for worker in (near, other, apart))):
         assert_loaded(report, 1)
-    until(lambda: transport.receive(0.1) or full.transfers)
-    assert [(each.name, set(each.receivers), each.bytes) for each in full.transfers] == [
-        (first.name, {near.name, other.name}, first.bytes)
-    ]
+    until(lambda: transport.receive(0.1) or len(full.transfers) == 2)
+    assert {(each.name, frozenset(each.receivers), each.bytes) for each in full.transfers} == {
+        (first.name, frozenset({near.name, other.name}), first.bytes),
+        (first.name, frozenset({apart.name}), first.bytes),
+    }
 
     second = full.export_weights(trainer, 2)
-    job_id = full.send(near, publish(2, second))
-    full.send(other, publish(2, second))
+    os.kill(full.process(apart).pid, signal.SIGSTOP)
+    jobs = {worker.name: full.send(worker, publish(2, second)) for worker in (apart, near, other)}
     os.kill(full.process(other).pid, signal.SIGKILL)
     messages = {message.worker: message for message in wait_for(transport, 2)}
     assert isinstance(messages[other.name].report, Gone)
-    assert messages[near.name].job_id == job_id
-    assert_loaded(messages[near.name].report, 2)
-    until(lambda: transport.receive(0.1) or len(full.transfers) == 2)
-    assert full.transfers[1].bytes < full.transfers[1].whole_bytes == second.bytes, "no patch was sent"
+    os.kill(full.process(apart).pid, signal.SIGCONT)
+    messages |= {message.worker: message for message in wait_for(transport, 1)}
+    for worker in (near, apart):
+        assert messages[worker.name].job_id == jobs[worker.name]
+        assert_loaded(messages[worker.name].report, 2)
+    until(lambda: transport.receive(0.1) or len(full.transfers) == 4)
+    assert all(each.bytes < each.whole_bytes == second.bytes for each in full.transfers[2:]), "no patch was sent"
 
     third = full.export_weights(trainer, 3)
     os.kill(full.process(trainer).pid, signal.SIGKILL)

@@ -10,7 +10,6 @@ publish in float32; bfloat16 shows what rounded weights would take.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import time
 import zlib
@@ -82,11 +81,7 @@ def measure(trained: str, learning_rate: float, dtype: torch.dtype, numbers: int
     versions = [each.to(dtype) for each in adam_versions(numbers, WEIGHT_STD[trained], learning_rate)]
     changed = patch_bytes = 0
     encode_s = decode_s = 0.0
-<<<<<<< HEAD
-    for old, new in itertools.pairwise(versions):
-=======
     for old, new in pairwise(versions):
->>>>>>> patches20
         base, version = version_bytes("old", old), version_bytes("new", new)
         started_s = time.perf_counter()
         encoded = make_patch(base, version).encode()

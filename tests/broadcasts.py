@@ -7,7 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from digenrl.exchange.broadcast import Delivery, WeightsSender, receive_weights
+from digenrl.exchange.broadcast import WeightsSender, receive_weights
+from digenrl.exchange.deliveries import Delivery
 from digenrl.records import WeightsReference
 
 LOOPBACK = "127.0.0.1"

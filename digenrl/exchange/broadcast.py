@@ -18,7 +18,6 @@ import time
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,30 +26,20 @@ from torch import Tensor
 from digenrl.config.cluster import WeightPatches
 from digenrl.exchange.broadcast_group import (
     SENDER_RANK,
-    STALL_TIMEOUT_S,
     BroadcastError,
     BroadcastGroup,
     Deadline,
-    Limits,
     as_broadcast_error,
     connect_to_store,
     create_store,
 )
+from digenrl.exchange.deliveries import STALL_TIMEOUT_S, Delivery, Limits
 from digenrl.exchange.flat_weights import FlatWeights, WeightsHeader, crc32, decode_header, flatten, make_header
 from digenrl.exchange.patches import Patch, PatchMaker, VersionBytes, apply_patch
 from digenrl.records import WeightsReference
 
 MAX_HEADER_BYTES = 1 << 28
 LENGTH_BYTES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """A broadcast that all receivers have confirmed: bytes sent to each, and seconds in all and after joining."""
-
-    bytes: int
-    seconds: float
-    sending_s: float
 
 
 class WeightsSender:

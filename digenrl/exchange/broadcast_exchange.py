@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from digenrl.exchange.broadcast import WeightsSender, receive_version
-from digenrl.exchange.broadcast_group import Limits
+from digenrl.exchange.deliveries import Limits
 from digenrl.exchange.flat_weights import FlatWeights
 from digenrl.exchange.payloads import PayloadExchange
 from digenrl.records import WeightsReference

@@ -25,23 +25,15 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
+from digenrl.exchange.deliveries import Limits
+
 SENDER_RANK = 0
 RECEIVED = "received"
 POLL_INTERVAL_S = 0.005
-STALL_TIMEOUT_S = 15.0
 
 
 class BroadcastError(RuntimeError):
     """The weights of a broadcast did not reach every receiver, or did not reach this one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How long a broadcast may take, its members may take to join, and it may make no progress after that."""
-
-    timeout_s: float
-    join_timeout_s: float
-    stall_timeout_s: float = STALL_TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,8 +159,10 @@ class PatchMaker:
     def _encode_once(self, base: VersionBytes, version: VersionBytes) -> Tensor:
         """Makes the patch, or waits while another thread makes it. The next version can be staged meanwhile."""
         with self._encoding:
-            if self._version is version and self._encoded is not None:
-                return self._encoded
+            with self._lock:
+                made = self._encoded if self._version is version else None
+            if made is not None:
+                return made
             encoded = self._make(base, version)
             with self._lock:
                 if self._version is version:

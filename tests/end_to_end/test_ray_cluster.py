@@ -317,7 +317,7 @@ def test_full_weights_reach_all_workers_that_lack_them_and_a_stopped_pool_delays
     monkeypatch.setattr(weight_broadcast, "MIN_TIMEOUT_S", 4.0)
     shared.transport.stop()
     pools = [{"name": "near", "count": 2, "resources": {"near": 1}}, {"name": "apart", "resources": {"near": 1}}]
-    cluster = {"generators": pools, "encoder": {"cpus": 0}, "weight_patches": "always"}
+    cluster = {"generators": pools, "encoder": {"cpus": 0}, "rewards": {"cpus": 0}, "weight_patches": "always"}
     full = Setting(joined[1], cluster_recipe(cluster=cluster, training={"lora": None}), shared.logs)
     trainer, near, other, transport = full.workers.trainer, full.near, full.distant, full.transport
     (apart,) = full.others

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from digenrl.config.cluster import WeightPatches
 from digenrl.exchange import flat_weights
-from digenrl.exchange.broadcast import Delivery, WeightsSender, receive_weights
+from digenrl.exchange.broadcast import WeightsSender, receive_weights
 from digenrl.exchange.broadcast_exchange import BroadcastExchange
-from digenrl.exchange.broadcast_group import BroadcastError, Limits
+from digenrl.exchange.broadcast_group import BroadcastError
+from digenrl.exchange.deliveries import Delivery, Limits
 from digenrl.exchange.flat_weights import DTYPES
 from digenrl.records import WeightsReference
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
+from digenrl.exchange.deliveries import Delivery, Limits
 from digenrl.logs import configure_logging
 from digenrl.records import Job, JobFailed, WeightsReference
 from digenrl.transports.contract import InputsLost, Report
@@ -22,7 +23,6 @@ from digenrl.transports.process_setup import redirect_output
 from digenrl.worker.assignment import Assignment
 
 if TYPE_CHECKING:
-    from digenrl.exchange.broadcast_group import Limits
     from digenrl.exchange.payloads import PayloadExchange
     from digenrl.exchange.tensors import Exchange
 
@@ -30,31 +30,6 @@ if TYPE_CHECKING:
 # the same time.
 HEARTBEAT, BROADCAST = "heartbeat", "broadcast"
 BROADCAST_THREADS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class BroadcastRoute:
-    """One broadcast: its epoch, its number of receivers, and how long it and the joining may take."""
-
-    epoch: int
-    receivers: int
-    timeout_s: float
-    join_timeout_s: float
-
-    def limits(self) -> Limits:
-        """Its limits, with the default stall timeout."""
-        from digenrl.exchange.broadcast_group import Limits
-
-        return Limits(self.timeout_s, self.join_timeout_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """Weights that all receivers have: bytes sent to each, and seconds in all and after joining."""
-
-    bytes: int
-    seconds: float
-    sending_s: float
 
 
 class JobRunner(Protocol):
@@ -167,16 +142,19 @@ class WorkerActor:
         address: str = self._broadcasts().sender.address
         return address
 
-    def send_weights(self, name: str, route: BroadcastRoute, held: str, link_bytes_per_s: float | None) -> Sent:
-        """Sends staged weights to the receivers of this route, which are expected to hold another version."""
-        sender, limits = self._broadcasts().sender, route.limits()
-        delivery = sender.send(name, route.epoch, route.receivers, limits, held, link_bytes_per_s)
-        return Sent(delivery.bytes, delivery.seconds, delivery.sending_s)
+    def send_weights(
+        self, name: str, epoch: int, receivers: int, limits: Limits, held: str, link_bytes_per_s: float | None
+    ) -> Delivery:
+        """Sends staged weights to the receivers of this epoch, which are expected to hold the version `held`."""
+        sender = self._broadcasts().sender
+        delivery: Delivery = sender.send(name, epoch, receivers, limits, held, link_bytes_per_s)
+        return delivery
 
-    def receive_weights(self, address: str, rank: int, reference: WeightsReference, route: BroadcastRoute) -> None:
+    def receive_weights(
+        self, address: str, epoch: int, rank: int, size: int, reference: WeightsReference, limits: Limits
+    ) -> None:
         """Receives weights for a job that may already wait for them."""
-        size, limits = route.receivers + 1, route.limits()
-        self._broadcasts().receive(address, route.epoch, rank, size, reference, limits)
+        self._broadcasts().receive(address, epoch, rank, size, reference, limits)
 
     def give_up_weights(self, name: str) -> None:
         """Fails the job that waits for these weights."""

@@ -8,9 +8,10 @@ from typing import Any
 
 import ray
 
+from digenrl.exchange.deliveries import Delivery, Limits
 from digenrl.records import Committed, Exported, Job, Publish, WeightsReference
 from digenrl.transports.contract import Report
-from digenrl.transports.ray.actors import BROADCAST, BROADCAST_THREADS, BroadcastRoute, Sent
+from digenrl.transports.ray.actors import BROADCAST, BROADCAST_THREADS
 from digenrl.transports.ray.worker_handles import WorkerHandle
 
 MIN_TIMEOUT_S = 20.0  # for members to join
@@ -127,13 +128,16 @@ class WeightBroadcaster:
         measured = self._bytes_per_s.get(pool)
         join_s = MIN_TIMEOUT_S + (reference.bytes / MIN_PATCH_BYTES_PER_S if held else 0.0)
         slowest = UNMEASURED_BYTES_PER_S if measured is None else measured / SLOWED_DOWN
-        route = BroadcastRoute(self._epoch, len(receivers), join_s + reference.bytes / slowest, join_s)
+        limits, count = Limits(join_s + reference.bytes / slowest, join_s), len(receivers)
         address = self._method(sender, "broadcast_address").remote()
         received = {
-            worker: self._method(worker, "receive_weights").remote(address, rank, receivers[worker], route)
+            worker: self._method(worker, "receive_weights").remote(
+                address, self._epoch, rank, count + 1, receivers[worker], limits
+            )
             for rank, worker in enumerate(receivers, start=1)
         }
-        sent = self._method(sender, "send_weights").remote(reference.name, route, held, measured)
+        send = self._method(sender, "send_weights")
+        sent = send.remote(reference.name, self._epoch, count, limits, held, measured)
         self._running.append(_RunningBroadcast(pool, reference, sent, received))
 
     def _finish(self, running: _RunningBroadcast) -> None:
@@ -148,7 +152,7 @@ class WeightBroadcaster:
                 self._held.setdefault(worker, []).append(name)
                 self._lacking.get(name, {}).pop(worker, None)
         if _succeeded(running.sent):
-            sent: Sent = ray.get(running.sent)
+            sent: Delivery = ray.get(running.sent)
             self._bytes_per_s[running.pool] = max(1, sent.bytes) / max(1e-6, sent.sending_s)
             self._on_transfer(WeightTransfer(name, received, sent.bytes, sent.seconds, running.reference.bytes))
         else:

@@ -1,0 +1,25 @@
+"""What driver, sender and receivers of a broadcast tell each other. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STALL_TIMEOUT_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long a broadcast may take, its members may take to join, and it may make no progress after that."""
+
+    timeout_s: float
+    join_timeout_s: float
+    stall_timeout_s: float = STALL_TIMEOUT_S
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A broadcast that all receivers have confirmed: bytes sent to each, and seconds in all and after joining."""
+
+    bytes: int
+    seconds: float
+    sending_s: float

@@ -5,6 +5,7 @@ differently, and tests compare bits. It is read when torch is imported, which is
 """
 
 import os
+import signal
 import sys
 
 import pytest
@@ -15,6 +16,11 @@ from xdist.scheduler import LoadScopeScheduling
 from digenrl.transports import processes
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell that starts the tests in the background lets them ignore these signals, and so would the runs in the tests.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 settings.register_profile(
     "repeatable",

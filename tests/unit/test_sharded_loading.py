@@ -38,9 +38,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def split_files(family, folder, size):
-    transformer = family.full_size().transformer.cls.from_pretrained(folder / "transformer")
-    (folder / "transformer" / WEIGHTS).unlink()
-    transformer.save_pretrained(folder / "transformer", max_shard_size=size)
+    weights = folder / family.denoiser
+    transformer = family.full_size().transformer.cls.from_pretrained(weights)
+    (weights / WEIGHTS).unlink()
+    transformer.save_pretrained(weights, max_shard_size=size)
 
 
 # --- The same weights -----------------------------------------------------------------------------------------
@@ -60,7 +61,7 @@ def loaded_tensors(ranks, folders):
 def test_the_shards_of_all_ranks_are_the_whole_weights_for_every_family(folders, tmp_path):
     found = on_ranks(2, tmp_path, loaded_tensors, folders)[0]
     for name, family in FAMILIES.items():
-        assert len(list((folders / name / "transformer").glob("*.safetensors"))) > 1
+        assert len(list((folders / name / family.denoiser).glob("*.safetensors"))) > 1
         whole = family.load(folders / name, torch.bfloat16, text_encoders=False).transformer
         expected = dict(whole.named_parameters()) | dict(whole.named_buffers())
         assert found[name].keys() == expected.keys()

@@ -65,7 +65,10 @@ def test_a_pass_shares_memory_with_exactly_what_the_plan_accounts_for(kind, late
 
 @pytest.mark.parametrize("job_samples", [2, 4])
 @pytest.mark.parametrize("kind", ["several groups", "a part that waits for the batch"])
-def test_the_plan_accounts_for_the_eight_bytes_of_shared_sums_and_for_several_jobs_of_a_group(kind, job_samples):
+def test_the_plan_accounts_for_the_eight_bytes_of_shared_sums_and_for_several_jobs_of_a_group(
+    kind, job_samples, monkeypatch
+):
+    monkeypatch.setattr("digenrl.training.fixed_point_sums.JOINED_VALUES", 1)  # the census goes by shapes
     name, options = KINDS[kind]
     settings = TrainerSettings(pack_size=2, ema=EmaSettings(), job_samples=job_samples)
     options = options | {"updates_per_batch": 1}

@@ -17,7 +17,7 @@ from digenrl.transports import processes
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell that starts the tests in the background lets them ignore these signals, and so would the runs in the tests.
+# A shell that starts the tests in the background lets them ignore these signals, and so would runs in the tests.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
@@ -38,22 +38,35 @@ processes.PRELOADED_MODULES += ["test_training_rank_checkpoints", "test_training
 
 # Unit and contract tests that start processes, compile models or take seconds: `make test-fast` omits them.
 SLOW = {
+    "test_attention_kernels",
     "test_broadcast",
     "test_broadcast_deaths",
     "test_catalogue",
     "test_compiled_models",
+    "test_context_parallel",
+    "test_damaged_runs",
     "test_demo_model",
     "test_exported_loras",
+    "test_isolated_rewards",
+    "test_judge",
+    "test_model_families",
     "test_no_synchronization",
+    "test_patches",
     "test_planning_docs",
     "test_planning_planner",
     "test_planning_recipes",
     "test_published_layouts",
+    "test_quantized_base",
+    "test_sharded_loading",
+    "test_tiled_decoding",
     "test_training_families",
     "test_training_memory",
     "test_training_order",
     "test_training_rank_checkpoints",
     "test_training_several_ranks",
+    "test_training_sharded_base",
+    "test_training_shared_updates",
+    "test_training_shares",
     "test_training_switching",
     "test_video_families",
 }

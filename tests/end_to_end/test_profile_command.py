@@ -90,6 +90,7 @@ def test_what_fails_is_omitted_with_a_remark(monkeypatch: pytest.MonkeyPatch) ->
         return calibrate(calibration, job)
 
     monkeypatch.setattr(StageCalibration, "calibrate", until_memory_runs_out)
+    monkeypatch.setenv("DIGENRL_REWARD_TOKEN", "a-token-of-more-than-16-letters")
     nowhere = "rewards=[{name: http, url: 'http://127.0.0.1:9', retries: 0}]"
     stages: list[str] = []
     recipe = read_recipe("demo", [*SMALL, nowhere])

@@ -196,9 +196,8 @@ class Dispatcher:
             self._now_ns = max(self._now_ns, self._clock() - waited_ns)
         for message in messages:
             self._handle(message)
-        if (
-            not self._events and self._ticked
-        ):  # otherwise the instant of the messages has yet to be closed by a tick
+        closed = not self._events and self._ticked  # or else a tick has yet to close the instant of the messages
+        if closed or not self._begun:
             if self._wake_ns is not None and self._clock() >= self._wake_ns:
                 self._now_ns, self._ticked, self._wake_ns = max(self._now_ns, self._clock()), False, None
             self._end_overdue(self._jobs.overdue())

@@ -197,10 +197,9 @@ class Dispatcher:
         for message in messages:
             self._handle(message)
         closed = not self._events and self._ticked  # or else a tick has yet to close the instant of the messages
-        if closed or not self._begun:
-            if self._wake_ns is not None and self._clock() >= self._wake_ns:
-                self._now_ns, self._ticked, self._wake_ns = max(self._now_ns, self._clock()), False, None
-            self._end_overdue(self._jobs.overdue())
+        if closed and self._wake_ns is not None and self._clock() >= self._wake_ns:
+            self._now_ns, self._ticked, self._wake_ns = max(self._now_ns, self._clock()), False, None
+        self._end_overdue(self._jobs.overdue())
         self._supervisor.look_for_room()
 
     # --- Before the run -----------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def _shrunk(campaign: Campaign, world: World, faults: Sequence[Fault], error: Ex
 def run_campaign(
     campaign: Campaign, report: Callable[[int, int], None] = lambda done, total: None, processes: int | None = None
 ) -> CampaignResult:
-    """Runs all seeds; `report` is told how many are done. Without `processes`, on all cores."""
+    """Runs all seeds and reports how many are done. Uses all cores unless `processes` is given."""
     seeds = range(campaign.first_seed, campaign.first_seed + campaign.seeds)
     count = processes or len(os.sched_getaffinity(0))
     total = CampaignResult()

@@ -44,7 +44,9 @@ KINDS: dict[str, FaultKind] = {
     "reward_garbage": FaultKind("a reward lane returns too few numbers", "reward"),
     "nan_loss": FaultKind("the metrics of an update are not numbers", "all"),
     "out_of_memory": FaultKind("a slice or a held-out chunk runs out of memory", "generator", 1, 4),
-    "partition": FaultKind("a worker is cut off while it loads new weights, and goes on unheard", "generator"),
+    "partition": FaultKind(
+        "a worker loses its connection while it loads new weights, and keeps working", "generator"
+    ),
     "clock_jump": FaultKind("the driver's clock jumps", "all", -20, 90),
     "driver_kill": FaultKind("the driver is killed after one of its decisions", "driver"),
     "stop": FaultKind("the user stops the run and resumes it", "all"),
@@ -93,7 +95,7 @@ class Targets:
 
 
 def draw_faults(dice: Random, targets: Targets, kinds: Sequence[str]) -> tuple[Fault, ...]:
-    """A few faults of these kinds, at random times; some of them two at once."""
+    """A few faults of these kinds at random times. Some strike at the same time."""
     known = [name for name in kinds if targets.of(KINDS[name])]
     faults: list[Fault] = []
     if not known:

@@ -176,7 +176,7 @@ def _parsed(content: str) -> Recipe:
 
 
 def _in_pool(workers: Workers) -> Workers:
-    """The first generator belongs to the recipe's pool, if there is one, and takes several slices at once."""
+    """The first generator belongs to the pool of the recipe, if any, and generates several slices in parallel."""
     pools = workers.trainer.recipe.cluster.generators
     if not pools or not workers.generators:
         return workers

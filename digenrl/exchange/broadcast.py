@@ -33,7 +33,7 @@ from digenrl.exchange.broadcast_group import (
     connect_to_store,
     create_store,
 )
-from digenrl.exchange.deliveries import STALL_TIMEOUT_S, Delivery, Limits
+from digenrl.exchange.deliveries import STALL_TIMEOUT_S, BroadcastLimits, Delivery
 from digenrl.exchange.flat_weights import FlatWeights, WeightsHeader, crc32, decode_header, flatten, make_header
 from digenrl.exchange.patches import Patch, PatchMaker, VersionBytes, apply_patch
 from digenrl.records import WeightsReference
@@ -83,7 +83,7 @@ class WeightsSender:
         name: str,
         epoch: int,
         receivers: int,
-        limits: Limits | float,
+        limits: BroadcastLimits | float,
         held: str = "",
         link_bytes_per_s: float | None = None,
     ) -> Delivery:
@@ -133,7 +133,7 @@ def receive_weights(
     stall_timeout_s: float = STALL_TIMEOUT_S,
 ) -> dict[str, Tensor]:
     """Receives whole weights, as tensors that share one buffer. See `receive_version`."""
-    limits = Limits(timeout_s, timeout_s, stall_timeout_s)
+    limits = BroadcastLimits(timeout_s, timeout_s, stall_timeout_s)
     return receive_version(address, epoch, rank, size, reference, limits).tensors()
 
 
@@ -143,7 +143,7 @@ def receive_version(
     rank: int,
     size: int,
     reference: WeightsReference,
-    limits: Limits,
+    limits: BroadcastLimits,
     held: FlatWeights | None = None,
 ) -> FlatWeights:
     """Joins one broadcast as receiver `rank` (from 1) of `size` members; returns the verified weights.
@@ -163,8 +163,8 @@ def receive_version(
     return weights
 
 
-def _limits(limits: Limits | float, stall_timeout_s: float) -> Limits:
-    return limits if isinstance(limits, Limits) else Limits(limits, limits, stall_timeout_s)
+def _limits(limits: BroadcastLimits | float, stall_timeout_s: float) -> BroadcastLimits:
+    return limits if isinstance(limits, BroadcastLimits) else BroadcastLimits(limits, limits, stall_timeout_s)
 
 
 def _send_content(group: BroadcastGroup, weights: FlatWeights, patch: Tensor | None) -> int:

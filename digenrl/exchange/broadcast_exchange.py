@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from digenrl.exchange.broadcast import WeightsSender, receive_version
-from digenrl.exchange.deliveries import Limits
+from digenrl.exchange.deliveries import BroadcastLimits
 from digenrl.exchange.flat_weights import FlatWeights
 from digenrl.exchange.payloads import PayloadExchange
 from digenrl.records import WeightsReference
@@ -48,7 +48,7 @@ class BroadcastExchange(PayloadExchange):
             return self._received[name].tensors()
 
     def receive(
-        self, address: str, epoch: int, rank: int, size: int, reference: WeightsReference, limits: Limits
+        self, address: str, epoch: int, rank: int, size: int, reference: WeightsReference, limits: BroadcastLimits
     ) -> None:
         """Receives one version. Raises BroadcastError on failure; can be called again in a new epoch."""
         with self._changed:

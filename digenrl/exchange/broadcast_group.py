@@ -25,7 +25,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from digenrl.exchange.deliveries import Limits
+from digenrl.exchange.deliveries import BroadcastLimits
 
 SENDER_RANK = 0
 RECEIVED = "received"
@@ -45,7 +45,7 @@ class Deadline:
     stall_timeout_s: float
 
     @classmethod
-    def after(cls, limits: Limits) -> Deadline:
+    def after(cls, limits: BroadcastLimits) -> Deadline:
         """The deadline of a broadcast that begins now."""
         now_s = time.monotonic()
         return cls(now_s + limits.timeout_s, now_s + limits.join_timeout_s, limits.stall_timeout_s)

@@ -8,7 +8,7 @@ STALL_TIMEOUT_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class BroadcastLimits:
     """How long a broadcast may take, its members may take to join, and it may make no progress after that."""
 
     timeout_s: float

@@ -21,7 +21,7 @@ class StopRun(BaseException):
 
 
 class Stopper:
-    """Remembers the first signal. A second Ctrl-C or SIGTERM raises KeyboardInterrupt at once."""
+    """Remembers the first signal. A second Ctrl-C or SIGTERM raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None

@@ -17,7 +17,7 @@ from digenrl.exchange import flat_weights
 from digenrl.exchange.broadcast import WeightsSender, receive_weights
 from digenrl.exchange.broadcast_exchange import BroadcastExchange
 from digenrl.exchange.broadcast_group import BroadcastError
-from digenrl.exchange.deliveries import Delivery, Limits
+from digenrl.exchange.deliveries import BroadcastLimits, Delivery
 from digenrl.exchange.flat_weights import DTYPES
 from digenrl.records import WeightsReference
 
@@ -245,7 +245,7 @@ class Exchanges:
         sending = self._threads.submit(
             sender.send, reference.name, self._epoch, 1, TIMEOUT_S, held, link_bytes_per_s
         )
-        self.generator.receive(sender.address, self._epoch, 1, 2, reference, Limits(TIMEOUT_S, TIMEOUT_S))
+        self.generator.receive(sender.address, self._epoch, 1, 2, reference, BroadcastLimits(TIMEOUT_S, TIMEOUT_S))
         self.deliveries.append(sending.result())
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
-from digenrl.exchange.deliveries import Delivery, Limits
+from digenrl.exchange.deliveries import BroadcastLimits, Delivery
 from digenrl.logs import configure_logging
 from digenrl.records import Job, JobFailed, WeightsReference
 from digenrl.transports.contract import InputsLost, Report
@@ -143,7 +143,13 @@ class WorkerActor:
         return address
 
     def send_weights(
-        self, name: str, epoch: int, receivers: int, limits: Limits, held: str, link_bytes_per_s: float | None
+        self,
+        name: str,
+        epoch: int,
+        receivers: int,
+        limits: BroadcastLimits,
+        held: str,
+        link_bytes_per_s: float | None,
     ) -> Delivery:
         """Sends staged weights to the receivers of this epoch, which are expected to hold the version `held`."""
         sender = self._broadcasts().sender
@@ -151,7 +157,7 @@ class WorkerActor:
         return delivery
 
     def receive_weights(
-        self, address: str, epoch: int, rank: int, size: int, reference: WeightsReference, limits: Limits
+        self, address: str, epoch: int, rank: int, size: int, reference: WeightsReference, limits: BroadcastLimits
     ) -> None:
         """Receives weights for a job that may already wait for them."""
         self._broadcasts().receive(address, epoch, rank, size, reference, limits)

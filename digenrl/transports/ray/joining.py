@@ -109,7 +109,7 @@ def find_local_cluster() -> str | None:
 class _StartedCluster:
     """The folder, the environment variables and the cleanup process of a cluster that is started here.
 
-    Ray makes its own folder writable for everybody, and its processes trust whoever can replace a socket in it.
+    Ray makes its own folder writable for all users, and a user who replaces a socket in it can send messages.
     So it is inside of another `folder`, which other users cannot enter.
     """
 

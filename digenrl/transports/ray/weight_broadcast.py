@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from digenrl.exchange.deliveries import Delivery, Limits
+from digenrl.exchange.deliveries import BroadcastLimits, Delivery
 from digenrl.records import Committed, Exported, Job, Publish, WeightsReference
 from digenrl.transports.contract import Report
 from digenrl.transports.ray.actors import BROADCAST, BROADCAST_THREADS
@@ -128,7 +128,7 @@ class WeightBroadcaster:
         measured = self._bytes_per_s.get(pool)
         join_s = MIN_TIMEOUT_S + (reference.bytes / MIN_PATCH_BYTES_PER_S if held else 0.0)
         slowest = UNMEASURED_BYTES_PER_S if measured is None else measured / SLOWED_DOWN
-        limits, count = Limits(join_s + reference.bytes / slowest, join_s), len(receivers)
+        limits, count = BroadcastLimits(join_s + reference.bytes / slowest, join_s), len(receivers)
         address = self._method(sender, "broadcast_address").remote()
         received = {
             worker: self._method(worker, "receive_weights").remote(

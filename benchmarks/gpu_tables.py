@@ -36,7 +36,7 @@ def passes_table(results: Sequence[Measured]) -> Table:
                 f"{each.forward_share(rows):.2f}",
                 _milliseconds(seconds),
                 _ratio(each.eager_forward_s, seconds) if largest else "-",
-                _milliseconds(each.eager_forward_s or None) if largest else "-",
+                _milliseconds(each.eager_forward_s) if largest and each.eager_forward_s else "-",
                 _ratio(each.forward_against_s.get(rows), seconds),
                 f"{each.parameter_share(rows):.2f}",
             )

@@ -16,9 +16,6 @@ Trials = Mapping[PassKind, Mapping[Kernel, float]]
 """The seconds of all attention of a pass, by kernel. Kernels that fail or are wrong are left out."""
 
 CANDIDATES: tuple[Kernel, ...] = ("flash", "efficient", "math", "cudnn")
-# Passed its trial on an H200 (torch 2.11), and then failed in the compiled backward of FLUX.1 with an illegal
-# memory access, which ends the worker. A recipe can still ask for it.
-NOT_TRIED = frozenset({("replay", "cudnn")})
 KINDS: tuple[PassKind, ...] = get_args(PassKind)
 
 

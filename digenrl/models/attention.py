@@ -6,13 +6,14 @@ are set, torch chooses; rollouts on Hopper GPUs use cuDNN's, which has the faste
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName
-from torch import nn
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from torch import Tensor, nn
 
 from digenrl.config.attention import Kernels, fixed_kernels
 from digenrl.records import Kernel, PassKind
@@ -27,9 +28,39 @@ BACKENDS: dict[Kernel, AttentionBackendName | None] = {
 }
 
 
-def forbid_cudnn_by_default() -> None:
-    """Where torch chooses, it must not choose cuDNN, whose gradient is only used after it was checked."""
+def prepare_attention() -> None:
+    """Makes cuDNN's backward safe, and keeps torch from choosing cuDNN unless it is asked for.
+
+    torch builds a plan of cuDNN's backward for the layout of the first gradient, and uses it for later gradients of
+    any layout (seen in 2.11). It then reads the wrong memory. So all gradients get the same layout here.
+    """
     torch.backends.cuda.enable_cudnn_sdp(False)
+    functions = _AttentionBackendRegistry._backends
+    cudnn = functions[AttentionBackendName._NATIVE_CUDNN]
+    if not hasattr(cudnn, "__wrapped__"):
+        functions[AttentionBackendName._NATIVE_CUDNN] = with_contiguous_gradient(cudnn)
+
+
+def with_contiguous_gradient(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same attention, whose output B x tokens x heads x width gets gradients of one layout."""
+
+    @wraps(attention)
+    def wrapped(*arguments: Any, **named: Any) -> Tensor:
+        return _ContiguousGradient.apply(attention(*arguments, **named))
+
+    return wrapped
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """The identity, with a gradient that is contiguous in the kernel's order: B x heads x tokens x width."""
+
+    @staticmethod
+    def forward(_context: Any, output: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(_context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 class AttentionSwitch:

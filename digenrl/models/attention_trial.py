@@ -24,8 +24,8 @@ import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor
 
-from digenrl.config.attention import CANDIDATES, NOT_TRIED
-from digenrl.models.attention import BACKENDS, forbid_cudnn_by_default
+from digenrl.config.attention import CANDIDATES
+from digenrl.models.attention import BACKENDS, prepare_attention
 from digenrl.models.forward_record import AttentionCall
 from digenrl.models.transfers import synchronize
 from digenrl.records import Kernel, PassKind
@@ -52,7 +52,7 @@ def try_kernels(
     keeps happening.
     """
     found: dict[PassKind, dict[Kernel, float]] = {kind: {} for kind in calls}
-    left = [(kind, kernel) for kernel in CANDIDATES for kind in calls if (kind, kernel) not in NOT_TRIED]
+    left = [(kind, kernel) for kernel in CANDIDATES for kind in calls]
     with TemporaryDirectory() as folder:
         path = Path(folder) / "calls.pt"
         torch.save({kind: [asdict(call) for call in each] for kind, each in calls.items()}, path)
@@ -86,7 +86,7 @@ def _run(command: Sequence[str], timeout_s: float) -> tuple[list[dict[str, Any]]
 
 def main(path: str, device: str, *trials: str) -> None:
     """Runs trials, each `KIND:KERNEL`."""
-    forbid_cudnn_by_default()
+    prepare_attention()
     calls = {
         kind: [AttentionCall(**call) for call in each]
         for kind, each in torch.load(path, weights_only=True).items()
@@ -117,15 +117,17 @@ def _try_call(call: AttentionCall, kernel: Kernel, device: torch.device, backwar
 
     query, key, value = draw(call.queries), draw(call.keys), draw(call.keys)
     gradient = draw(call.queries).detach()
+    other_layout = torch.stack([gradient, gradient], dim=2)[:, :, 0]
     mask = None if call.mask is None else _repeated(call.mask, rows).to(device)
 
-    def run() -> list[Tensor]:
+    def run(gradient: Tensor = gradient) -> list[Tensor]:
         output = dispatch_attention_fn(query, key, value, attn_mask=mask, backend=BACKENDS[kernel])
         if not backward:
             return [output]
         return [output, *torch.autograd.grad(output, (query, key, value), gradient)]
 
     with torch.set_grad_enabled(backward):
+        run(other_layout)  # kernels may keep what they learnt about the first gradient
         results = [result.detach() for result in run()]
         for row, head in {(0, 0), (rows - 1, call.heads - 1)}:
             expected = _reference([each[row, :, head] for each in (query, key, value, gradient)], _row(mask, row))

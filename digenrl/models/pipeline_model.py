@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from digenrl.config.attention import Kernels
 from digenrl.config.reading import ConfigError
-from digenrl.models.attention import AttentionSwitch, forbid_cudnn_by_default
+from digenrl.models.attention import AttentionSwitch, prepare_attention
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
 from digenrl.models.cuda_graphs import GraphedForwards
 from digenrl.models.quantized.layers import QuantizedLinear
@@ -65,7 +65,7 @@ class PipelineModel(DiffusionModel):
                 component.requires_grad_(False).eval()
         if self.transformer is not None:  # None if only the text encoders are loaded
             self.transformer.eval()
-        forbid_cudnn_by_default()
+        prepare_attention()
 
     @classmethod
     def check_index(cls, index: Mapping[str, Any]) -> None:

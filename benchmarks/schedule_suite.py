@@ -200,7 +200,9 @@ def _of_attainable(outcomes: list[Outcome]) -> dict[str, float]:
     shares = [outcome.of_attainable for outcome in outcomes if outcome.of_attainable is not None]
     if not shares:
         return {}
+    highest = [outcome.efficiency / share for outcome, share in zip(outcomes, shares, strict=True)]
     return {
+        "highest attainable efficiency, tenth percentile": tenth_percentile(highest),
         "of the attainable bound, median": statistics.median(shares),
         "of the attainable bound, tenth percentile": tenth_percentile(shares),
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, hypot
 
-from digenrl.config.base_precision import STORED_BYTES, UNQUANTIZED
+from digenrl.config.base_precision import STORED_BYTES, UNQUANTIZED, BasePrecision
 from digenrl.planning.cards import Card
 from digenrl.planning.cluster import CardPool
 from digenrl.planning.constants import CONSTANTS, Constants
@@ -59,9 +59,9 @@ def forward_seconds(
     workload: Workload, card: Card, rows: int, lane_cards: int = 1, constants: Constants = CONSTANTS
 ) -> float:
     """A transformer forward of `rows` sequences on a lane of `lane_cards` tensor-parallel cards."""
-    work = workload.forward_work
-    busy_s = rows * sum(_phases(work, card, constants, rollout=True)) / lane_cards
-    busy_s += dequantize_seconds(workload, card) / lane_cards
+    work, base = workload.forward_work, workload.generating_base or workload.base
+    busy_s = rows * sum(_phases(work, card, constants, base, rollout=True)) / lane_cards
+    busy_s += dequantize_seconds(workload, card, base) / lane_cards
     return hypot(work.launch_s, busy_s) + _tensor_parallel_seconds(workload, card, rows, lane_cards, constants)
 
 
@@ -94,7 +94,7 @@ def training_pass_seconds(
 ) -> float:
     """Forward and backward of `pairs` packed (sample, time-step) pairs on one card, without gathers."""
     work = workload.forward_work
-    matmul_s, attention_s, traffic_s = _phases(work, card, constants, rollout=False)
+    matmul_s, attention_s, traffic_s = _phases(work, card, constants, workload.base, rollout=False)
     without_gradient = workload.reference_forward + workload.old_policy_forward
     forwards = 1.0 + checkpointing + without_gradient
     weight_gradients = 2.0 if workload.tuning == "full" else 1.0  # frozen weights need no gradient
@@ -105,18 +105,18 @@ def training_pass_seconds(
     )
     launches = constants.checkpointed_launches if checkpointing else constants.training_launches
     launch_s = work.launch_s * (launches + without_gradient)
-    dequantize_s = dequantize_seconds(workload, card) * (forwards + 1.0)
+    dequantize_s = dequantize_seconds(workload, card, workload.base) * (forwards + 1.0)
     return hypot(launch_s, pairs * workload.trained_branches * per_row_s + dequantize_s)
 
 
-def dequantize_seconds(workload: Workload, card: Card) -> float:
+def dequantize_seconds(workload: Workload, card: Card, base: BasePrecision) -> float:
     """Dequantizing all weights once: they are read, written in bf16, and read again by the products.
 
-    fp8 is multiplied as it is. Its products are assumed to take as long as those in bf16, which they at most do.
+    fp8 is multiplied as it is.
     """
-    if workload.base in (UNQUANTIZED, "fp8"):
+    if base in (UNQUANTIZED, "fp8"):
         return 0.0
-    bytes_per_weight = STORED_BYTES[workload.base] + 2 * BYTES_BF16
+    bytes_per_weight = STORED_BYTES[base] + 2 * BYTES_BF16
     return workload.facts.block_weights * bytes_per_weight / (card.memory_gb_s * GB)
 
 
@@ -239,16 +239,19 @@ def network_bytes_s(pool: CardPool, constants: Constants = CONSTANTS) -> float:
     return pool.network_gbit_s * GBIT * constants.collective_share
 
 
-def _phases(work: ForwardWork, card: Card, constants: Constants, rollout: bool) -> tuple[float, float, float]:
+def _phases(
+    work: ForwardWork, card: Card, constants: Constants, base: BasePrecision, *, rollout: bool
+) -> tuple[float, float, float]:
     """The time of one row's matrix products, attention and element-wise work."""
     rate = card.bf16_tflops * TERA
+    matmul_share = constants.matmul_share * (constants.fp8_matmul_speedup if base == "fp8" else 1.0)
     attention_share = constants.attention_share
     if work.masked_attention:
         attention_share = constants.masked_attention_share
     elif rollout and work.compiled:
         attention_share = constants.rollout_attention_share
     return (
-        work.matmul_flop / (rate * constants.matmul_share),
+        work.matmul_flop / (rate * matmul_share),
         work.attention_flop / (rate * attention_share),
         work.traffic_bytes / (card.memory_gb_s * GB),
     )

@@ -166,3 +166,16 @@ def test_a_reference_forward_costs_about_a_forward():
 def test_the_last_step_is_never_trained():
     assert workload_for("flux", denoise_steps=10, trained_share=1.0).pairs_per_sample == 9
     assert workload_for("flux", denoise_steps=1, trained_share=1.0).pairs_per_sample == 1
+
+
+@pytest.mark.parametrize("model", ["flux", "qwen"])
+def test_an_fp8_base_is_as_much_faster_as_measured_on_an_h200(model):
+    bf16 = workload_for(model, height=512, width=512, guidance=False, compiled=True)
+    fp8, card = bf16.model_copy(update={"base": "fp8"}), find_card("H200")
+    forward = forward_seconds(bf16, card, 8) / forward_seconds(fp8, card, 8)
+    replay = training_pass_seconds(bf16, card, 8, False) / training_pass_seconds(fp8, card, 8, False)
+    measured = {"flux": (1.42, 1.36), "qwen": (1.38, 1.28)}[model]  # docs/benchmarks.md
+    assert (forward, replay) == pytest.approx(measured, rel=0.04)
+    generates = bf16.model_copy(update={"generating_base": "fp8"})
+    assert forward_seconds(generates, card, 8) == forward_seconds(fp8, card, 8)
+    assert training_pass_seconds(generates, card, 8, False) == training_pass_seconds(bf16, card, 8, False)

@@ -31,8 +31,8 @@ BACKENDS: dict[Kernel, AttentionBackendName | None] = {
 def prepare_attention() -> None:
     """Makes cuDNN's backward safe, and keeps torch from choosing cuDNN unless it is asked for.
 
-    torch builds a plan of cuDNN's backward for the layout of the first gradient, and uses it for later gradients of
-    any layout (seen in 2.11). It then reads the wrong memory. So all gradients get the same layout here.
+    torch builds a plan of cuDNN's backward for the layout of the first gradient, and uses it for later gradients
+    of any layout (seen in 2.11). It then reads the wrong memory. So all gradients get the same layout here.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     functions = _AttentionBackendRegistry._backends

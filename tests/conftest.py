@@ -7,6 +7,7 @@ differently, and tests compare bits. It is read when torch is imported, which is
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -46,10 +47,13 @@ SLOW = {
     "test_context_parallel",
     "test_damaged_runs",
     "test_demo_model",
+    "test_evaluated_weights",
+    "test_export",
     "test_exported_loras",
     "test_isolated_rewards",
     "test_judge",
     "test_model_families",
+    "test_model_sources",
     "test_no_synchronization",
     "test_patches",
     "test_planning_docs",
@@ -68,6 +72,7 @@ SLOW = {
     "test_training_shared_updates",
     "test_training_shares",
     "test_training_switching",
+    "test_unet_families",
     "test_video_families",
 }
 
@@ -80,6 +85,11 @@ def pytest_runtest_setup() -> None:
     """
     if "torch" in sys.modules:
         sys.modules["torch"].backends.mkldnn.set_flags(True)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Does not even import the slow files if they are not wanted."""
+    return True if config.option.markexpr == "not slow" and collection_path.stem in SLOW else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

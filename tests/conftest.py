@@ -77,6 +77,9 @@ SLOW = {
 }
 
 
+RAY_FILES = "tests/end_to_end/test_ray_"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Where a CPU has no bf16 instructions, torch stops using oneDNN in a process after its first bf16 product.
@@ -93,10 +96,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the slow tests."""
+    """Marks the slow tests. Those with a Ray cluster come first: one worker runs them, for minutes."""
     for item in items:
         if item.path.stem in SLOW:
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: not item.nodeid.startswith(RAY_FILES))
 
 
 class SchedulingByFile(LoadScopeScheduling):
@@ -107,7 +111,7 @@ class SchedulingByFile(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
-        return "ray" if "end_to_end/test_ray_" in path else path
+        return "ray" if path.startswith(RAY_FILES) else path
 
 
 @pytest.hookimpl(optionalhook=True)

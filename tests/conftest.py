@@ -7,6 +7,7 @@ differently, and tests compare bits. It is read when torch is imported, which is
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -46,10 +47,13 @@ SLOW = {
     "test_context_parallel",
     "test_damaged_runs",
     "test_demo_model",
+    "test_evaluated_weights",
+    "test_export",
     "test_exported_loras",
     "test_isolated_rewards",
     "test_judge",
     "test_model_families",
+    "test_model_sources",
     "test_no_synchronization",
     "test_patches",
     "test_planning_docs",
@@ -68,8 +72,12 @@ SLOW = {
     "test_training_shared_updates",
     "test_training_shares",
     "test_training_switching",
+    "test_unet_families",
     "test_video_families",
 }
+
+
+RAY_FILES = "tests/end_to_end/test_ray_"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -82,11 +90,17 @@ def pytest_runtest_setup() -> None:
         sys.modules["torch"].backends.mkldnn.set_flags(True)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Does not even import the slow files if they are not wanted."""
+    return True if config.option.markexpr == "not slow" and collection_path.stem in SLOW else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the slow tests."""
+    """Marks the slow tests. Those with a Ray cluster come first: one worker runs them, for minutes."""
     for item in items:
         if item.path.stem in SLOW:
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: not item.nodeid.startswith(RAY_FILES))
 
 
 class SchedulingByFile(LoadScopeScheduling):
@@ -97,7 +111,7 @@ class SchedulingByFile(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
-        return "ray" if "end_to_end/test_ray_" in path else path
+        return "ray" if path.startswith(RAY_FILES) else path
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -102,17 +102,22 @@ class Assistant:
     case: SharedCase
     version: int = 0
     weights: dict[str, torch.Tensor] | None = None
+    trained: dict[str, torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
         self.model = self.case.model()
         self.trainer = self.case.trainer(self.model, shares_gradients=True, commits=False)
         if self.weights is not None:
-            self.start(self.version, self.weights)
+            self.start(self.version, self.weights, self.trained)
 
-    def start(self, version: int, weights: dict[str, torch.Tensor]) -> None:
-        """Loads a published version and opens its batch."""
+    def start(
+        self, version: int, weights: dict[str, torch.Tensor], trained: dict[str, torch.Tensor] | None = None
+    ) -> None:
+        """Loads a published version and opens its batch, with the trained weights if the version lags."""
         load_weights(self.model, weights)
         self.trainer.start_version(version)
+        if self.trainer.version_lags:
+            self.trainer.start_update(0, trained)
 
 
 def trained_alone(
@@ -187,11 +192,11 @@ class Team:
             if committer.update:
                 assistant.trainer.start_update(committer.update, committer.trained_weights())
             else:
-                assistant.start(committer.batch, committer.published())
+                assistant.start(committer.batch, committer.published(), committer.trained_at_version())
 
     def _newcomer(self) -> Assistant:
         committer = self.committer
-        made = Assistant(self.case, committer.batch, committer.published())
+        made = Assistant(self.case, committer.batch, committer.published(), committer.trained_at_version())
         if committer.update:
             made.trainer.start_update(committer.update, committer.trained_weights())
         return made

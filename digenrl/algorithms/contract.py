@@ -15,7 +15,6 @@ from digenrl.config.algorithms import (
     Levels,
     Needs,
     RenoisedSettings,
-    why_gradients_cannot_be_shared,
 )
 from digenrl.models.objective import Advantages, LossTerms, Objective, PairBatch
 from digenrl.models.trajectory import RolloutPlan
@@ -72,10 +71,6 @@ class GroupRelative(ABC):
     @property
     def levels(self) -> Levels:
         return self.settings.levels if isinstance(self.settings, RenoisedSettings) else "first"
-
-    @property
-    def why_gradients_cannot_be_shared(self) -> str | None:
-        return why_gradients_cannot_be_shared(self.settings)
 
     def group_advantages(self, rewards: Sequence[float]) -> Advantages:
         checked_rewards(rewards)

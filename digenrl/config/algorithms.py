@@ -429,20 +429,6 @@ def read_algorithm_settings(name: str, options: Mapping[str, Any]) -> AlgorithmS
         raise ConfigError(f"algorithm.options.{error}", f"algorithm.options.{error.where}") from None
 
 
-def why_gradients_cannot_be_shared(settings: AlgorithmSettings) -> str | None:
-    """Why the gradient of an update cannot be summed over several trainers; None if it can.
-
-    A trainer that does not commit has the published weights, and gets the trained ones before every later update
-    of a batch.
-    """
-    if not settings.generates_with_trained_weights:
-        return (
-            "the published weights follow the trained ones slowly, and only the trainer that commits has the "
-            "trained ones; set algorithm.options.old_decay_max to 0, or use another algorithm"
-        )
-    return None
-
-
 def import_algorithm(path: str) -> Any:
     """The algorithm class at an import path; raises ConfigError if it does not declare its settings."""
     found = import_object(path, what="algorithm", kind="class")

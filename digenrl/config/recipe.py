@@ -16,7 +16,6 @@ from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_
 from digenrl.config.algorithms import (
     AlgorithmSettings,
     read_algorithm_settings,
-    why_gradients_cannot_be_shared,
 )
 from digenrl.config.attention import fixed_kernels
 from digenrl.config.base_precision import UNQUANTIZED, BasePrecision, EncoderPrecision
@@ -548,10 +547,6 @@ class Recipe(Frozen):
         if self.topology.uses_ray and self.training.lora is None and several_updates:
             why = "both in mode ray, where all weights are too large to be sent after every update of a batch"
             raise _conflict("techniques.assist", f"{why}; train adapters (training.lora), or set it to trainer")
-        if ":" not in self.algorithm.name:
-            reason = why_gradients_cannot_be_shared(self.algorithm.settings())
-            if reason is not None:
-                raise _conflict("techniques.assist", f"both, but {reason}, or techniques.assist to trainer")
 
     @property
     def shares_work(self) -> bool:

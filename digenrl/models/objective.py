@@ -134,10 +134,6 @@ class Objective(Protocol):
     def levels(self) -> Levels:
         """To which noise levels final latents are noised, if the objective replays those."""
 
-    @property
-    def why_gradients_cannot_be_shared(self) -> str | None:
-        """Why the gradient of an update cannot be summed over several trainers; None if it can."""
-
     def group_advantages(self, rewards: Sequence[float]) -> Advantages:
         """The advantages of one group's samples; raises if a reward is not finite."""
 

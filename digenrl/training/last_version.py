@@ -60,6 +60,13 @@ class LastVersion:
         self._host.copier.finish(self._complete)
         return self._policies.published(self._kept.old_policy or self._kept.weights)
 
+    def trained(self) -> dict[str, Tensor]:
+        """The trained weights by their published names; `published` are others if these follow them slowly."""
+        if self._kept is None:
+            return self._policies.trained()
+        self._host.copier.finish(self._complete)
+        return self._policies.published(self._kept.weights)
+
     def average(self) -> Tensors:
         """The moving average by the names of parameters; it is not a copy."""
         average = self._trainable.average

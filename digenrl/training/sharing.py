@@ -10,7 +10,6 @@ from torch import Tensor
 from digenrl.config.training import TrainerSettings
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.lora import has_lora
-from digenrl.models.objective import Objective
 from digenrl.models.shards import any_sharded
 from digenrl.training.advantage_scale import AdvantageScale
 from digenrl.training.fixed_point_sums import FixedPointSums
@@ -26,12 +25,7 @@ from digenrl.training.trainer_state import Tensors
 
 
 def check_sharing(
-    objective: Objective,
-    model: DiffusionModel,
-    ranks: RankGroup | None,
-    *,
-    shares_gradients: bool,
-    commits: bool,
+    model: DiffusionModel, ranks: RankGroup | None, *, shares_gradients: bool, commits: bool
 ) -> None:
     """Raises ValueError if a trainer with these parts cannot share gradients as it should."""
     if not shares_gradients:
@@ -42,9 +36,6 @@ def check_sharing(
         raise ValueError("a sharded trainer cannot share gradients: no rank holds all of them")
     if ranks is not None and not commits:
         raise ValueError(f"a trainer that never commits works alone, but this is {ranks.rank}")
-    reason = objective.why_gradients_cannot_be_shared
-    if reason is not None:
-        raise ValueError(f"gradients cannot be shared: {reason}")
 
 
 def make_sums(

@@ -50,8 +50,8 @@ class Trainer:
 
     Trainers that have the same weights can share the gradient of an update (`shares_gradients`): each trains some
     of its jobs, and one of them adds the others' shares and commits. The others never commit (`commits=False`).
-    They get the new version as published weights and, if a batch has several updates, the trained weights before
-    each of them but the first.
+    They get the new version as published weights, and the trained weights before each update that does not start
+    with the published ones: later updates of a batch and, if the version lags, the first one too.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Trainer:
         commits: bool = True,
     ) -> None:
         check_shape(batch_shape, objective, settings)
-        check_sharing(objective, model, ranks, shares_gradients=shares_gradients, commits=commits)
+        check_sharing(model, ranks, shares_gradients=shares_gradients, commits=commits)
         self.ranks = ranks
         self._objective, self._settings, self._shape = objective, settings, batch_shape
         self._shares_gradients, self._commits = shares_gradients, commits
@@ -119,6 +119,11 @@ class Trainer:
     def later_updates_differ(self) -> bool:
         """Whether updates after a batch's first one need forwards that the first does not."""
         return self._settings.old_log_probs == "recomputed" and self._objective.updates_per_batch > 1
+
+    @property
+    def version_lags(self) -> bool:
+        """Whether the published version follows the trained weights slowly, and differs from them now."""
+        return self.batch > 0 and self._objective.old_policy_decay(self.batch - 1) != 0
 
     # --- Training -----------------------------------------------------------------------------------------------
 
@@ -262,37 +267,37 @@ class Trainer:
         self._open.check_open(group.index, place)
         self._open.hold(place, entry, group)
 
-    def start_version(
-        self, version: int, pack_size: int | None = None, weights: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def use_pack_size(self, pack_size: int) -> None:
+        """Packs as the trainer that commits does: packs of another size round differently."""
+        self._passes.planner.pack_size = pack_size
+
+    def start_version(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
         """Opens the batch of a version, and discards the open one.
 
         For a trainer that does not commit. `weights` are the published ones; None if they were just loaded into
-        the model. `pack_size` should be that of the trainer that commits: packs of another size round differently.
+        the model. If the version lags, `start_update` must follow.
         """
         self._check_never_commits()
         with self.switching.overwriting():
             if weights is not None:
                 self.policies.load_trained(weights)
             self.policies.finish_batch(decay=0.0)
-        if pack_size is not None:
-            self._passes.planner.pack_size = pack_size
         self._begin_batch(version)
 
     def start_update(self, update: int, weights: Mapping[str, Tensor] | None = None) -> None:
         """Opens an update of the open batch, and discards everything that was added to the batch.
 
         For a trainer that does not commit. `weights` are the `trained_weights` of the one that does; None, for
-        update 0 alone, stands for those of the version. If this raises, the trainer is unchanged.
+        update 0 of a version that does not lag, stands for those of the version. If this raises, the trainer is
+        unchanged.
         """
         self._check_never_commits()
         updates = self._objective.updates_per_batch
         if not 0 <= update < updates:
             raise ValueError(f"no update {update} to start: a batch has {updates}, counted from 0")
-        if weights is None and update > 0:
-            raise ValueError(
-                f"update {update} starts with the trained weights after update {update - 1}; pass them"
-            )
+        if weights is None and (update > 0 or self.version_lags):
+            before = f"update {update - 1}" if update else f"batch {self.batch - 1}"
+            raise ValueError(f"update {update} starts with the trained weights after {before}; pass them")
         with self.switching.overwriting():
             if weights is None:
                 self.policies.restore_version()
@@ -307,6 +312,12 @@ class Trainer:
         """
         self.switching.synchronize()
         return self.policies.trained()
+
+    def trained_at_version(self) -> dict[str, Tensor]:
+        """The trained weights when the open batch began, named and valid as those of `published`."""
+        self._keep_version_if_needed()
+        self.switching.synchronize()
+        return self._last_version.trained()
 
     # --- Generating and versions --------------------------------------------------------------------------------
 

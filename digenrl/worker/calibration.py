@@ -95,7 +95,7 @@ class StageCalibration:
     def _use_pack_size(self, job: Calibrate) -> None:
         """Packs of another size round differently: all workers that train use the trainer's."""
         if job.pack_size:
-            self._stages.trainer.start_version(self._stages.version, pack_size=job.pack_size)
+            self._stages.trainer.use_pack_size(job.pack_size)
 
     def _time_training(self, prompt: PromptRow, samples: int, at_once: int) -> float:
         """Seconds per sample, of a lane that joins a run and also trains."""

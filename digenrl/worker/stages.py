@@ -91,6 +91,7 @@ from digenrl.worker.tensor_files import (
 )
 
 AVERAGE = "average/"  # before the names of a published moving average
+TRAINED = "trained/"  # before the names of trained weights that are published with a version that lags
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,7 @@ class Stages:
         self._has_loaded = False
         self._opened = (0, 0, 0)  # step, update and attempt that a worker that never commits trains
         self._average: Mapping[str, Tensor] = {}  # published with the loaded version if that is evaluated
+        self._trained: Mapping[str, Tensor] = {}  # published with the loaded version if that lags
 
     # --- Generators and reward lanes ----------------------------------------------------------------------------
 
@@ -227,11 +229,15 @@ class Stages:
         began = perf_counter()
         first_of_all = not self._has_loaded and job.version == self._loaded_version
         if not self._commits and (job.version > self._loaded_version or first_of_all):
-            weights, self._average = _without_average(self._exchange.get_weights(job.weights))
+            published = self._exchange.get_weights(job.weights)
+            self._average, self._trained = _named(published, AVERAGE), _named(published, TRAINED)
+            weights = {name: value for name, value in published.items() if not name.startswith((AVERAGE, TRAINED))}
             if self.parts.trainer is None:
                 load_weights(self.model, weights)
             else:
-                self.trainer.start_version(job.version, weights=weights)
+                self.trainer.start_version(job.version, weights)
+                if self._trained:
+                    self.trainer.start_update(0, self._trained)
                 self._opened = (job.version, 0, 0)
             self._loaded_version, self._has_loaded = job.version, True
         return Published(0, job, job.lanes, perf_counter() - began)
@@ -379,8 +385,8 @@ class Stages:
         """Gets the weights of the job's update, if another one is open here."""
         wanted = (job.slice.step, job.update, job.attempt)
         if self._opened != wanted:
-            weights = self._exchange.get_weights(job.weights) if job.update else None
-            self.trainer.start_update(job.update, weights)
+            weights = self._exchange.get_weights(job.weights) if job.update else self._trained
+            self.trainer.start_update(job.update, weights or None)
             self._opened = wanted
 
     def _complete_batch(self, job: Commit | TakeUpdate) -> None:
@@ -431,6 +437,8 @@ class Stages:
         published = trainer.published()  # by all ranks together, if weights are sharded
         if self._evaluates_average_of(job.new_version):
             published |= {AVERAGE + name: value for name, value in trainer.published_average().items()}
+        if self._blueprint.recipe.shares_work and trainer.version_lags:
+            published |= {TRAINED + name: value for name, value in trainer.trained_at_version().items()}
         weights = NO_WEIGHTS
         if job.rank == 0:
             weights = self._exchange.put_weights(weights_name(job.new_version), published)
@@ -448,7 +456,6 @@ class Stages:
         return recipe.evaluation.is_due(version, recipe.steps)
 
 
-def _without_average(published: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Splits what was published into the weights and their moving average, if that was published too."""
-    weights = {name: value for name, value in published.items() if not name.startswith(AVERAGE)}
-    return weights, {name: published[AVERAGE + name] for name in weights if AVERAGE + name in published}
+def _named(published: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The published tensors with this prefix, under their names without it."""
+    return {name.removeprefix(prefix): value for name, value in published.items() if name.startswith(prefix)}

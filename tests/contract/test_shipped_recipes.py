@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 from torch import nn
 
@@ -24,6 +26,7 @@ SAMPLES = [SampleId(step, group=0, index=index) for step in (0, 7, 700) for inde
 each_recipe = pytest.mark.parametrize("name", shipped_recipes())
 
 
+@cache
 def shipped(name: str) -> Recipe:
     return read_recipe(name)
 

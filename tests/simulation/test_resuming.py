@@ -78,7 +78,7 @@ def assert_the_parts_equal_the_whole(whole: AuditedRun, *parts: AuditedRun) -> N
     assert [end for part in parts for end in part.commits_ns] == whole.commits_ns
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(spec_contents(helps=HELPS, dispatches=("eager", "earliest_finish"), colocated=False), st.integers(1, 2))
 def test_on_policy_with_instant_publishing_a_stop_changes_nothing(content: dict[str, Any], after: int) -> None:
     """At a commit every lane is idle, and if publishing takes no time, every lane has the version."""

@@ -101,7 +101,7 @@ def assert_every_group_was_trained_once(run: FakeRun) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_group_is_trained_once_and_only_the_last_version_is_left(layout: str, tmp_path: Path) -> None:
-    for seed in range(10):
+    for seed in range(5):
         root = tmp_path / str(seed)
         root.mkdir()
         run = FakeRun(root, fake_recipe(steps=4, **LAYOUTS[layout]), seed=seed)
@@ -116,7 +116,7 @@ def test_every_group_is_trained_once_and_only_the_last_version_is_left(layout: s
 
 @pytest.mark.parametrize("layout", SEPARATE)
 def test_workers_and_machines_can_be_lost_at_any_moment_of_a_run(layout: str, tmp_path: Path) -> None:
-    for seed in range(12):
+    for seed in range(6):
         root = tmp_path / str(seed)
         root.mkdir()
         recipe = recipe_of(layout, evaluation=EVALUATION)

@@ -445,6 +445,7 @@ def tiny(
     return family.load(directory), tiny_size(family.name)
 
 
+@pytest.mark.slow
 def test_tiny_pipelines_generate_the_same_samples_alone_and_in_a_batch(
     tiny: tuple[PipelineModel, SampleSize],
 ) -> None:
@@ -457,6 +458,7 @@ def test_tiny_pipelines_generate_the_same_samples_alone_and_in_a_batch(
     torch.testing.assert_close(together.final_BL, torch.cat([one.final_BL for one in alone]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_rollout_of_a_tiny_pipeline_is_bitwise_on_policy(tiny: tuple[PipelineModel, SampleSize]) -> None:
     model, size = tiny
     row = encode_prompts(model, ["a red cat", "a blue cup"])["a red cat"]  # drops the text encoders

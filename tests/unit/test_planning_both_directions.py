@@ -208,8 +208,6 @@ def test_cards_that_are_too_small_to_train_generate_for_those_that_do_both():
 @pytest.mark.parametrize(
     ("recipe", "overrides", "ranks", "why"),
     [
-        ("sd3_diffusion_nft", (), None, "published weights"),
-        ("sd3_awm", ("algorithm.options.old_decay_growth=0.001",), None, "published weights"),
         ("sd3_flow_dpo", ("techniques.assist=none",), None, "techniques.assist"),
         ("sd3_flow_dpo", ("techniques.tag=none",), None, "techniques.tag"),
         ("sd3_flow_dpo", ("techniques.gap=false",), None, "techniques.gap"),

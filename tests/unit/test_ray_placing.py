@@ -157,6 +157,7 @@ def test_fractions_of_a_gpu_add_up() -> None:
     assert [free.reserve(tenth) for _ in range(11)] == ["a"] * 10 + [None]
 
 
+@pytest.mark.slow
 def test_placing_needs_neither_ray_nor_torch() -> None:
     code = (
         "import sys, digenrl.transports.ray.placing, digenrl.transports.ray.joining;"

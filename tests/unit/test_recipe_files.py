@@ -395,6 +395,7 @@ def test_equal_integers_and_floats_have_the_same_fingerprint(recipe_file: Path) 
     assert fingerprint(whole) == fingerprint(other)
 
 
+@pytest.mark.slow
 def test_recipes_are_read_without_torch() -> None:
     program = "import sys; from digenrl.config.recipe_files import read_recipe; read_recipe('demo'); "
     program += "assert not {'torch', 'diffusers'} & set(sys.modules)"

@@ -88,6 +88,7 @@ def test_settings_load_without_torch() -> None:
     assert not {"torch", "transformers", "onnxruntime", "PIL", "pyarrow", "fastapi"} & modules_after(statement)
 
 
+@pytest.mark.slow
 def test_libraries_load_only_when_a_reward_is_built() -> None:
     heavy = {"transformers", "onnxruntime", "rapidocr_onnxruntime", "cv2", "PIL", "httpx", "fastapi", "uvicorn"}
     built = modules_after(

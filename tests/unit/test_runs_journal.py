@@ -62,7 +62,7 @@ def _write(path: Path, *decisions: Decision) -> Path:
 
 
 @pytest.mark.parametrize("kind", [*_kinds(Event), *_kinds(Action)], ids=lambda kind: kind.__name__)
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_every_event_and_every_action_is_read_back_equal(
     kind: Any, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

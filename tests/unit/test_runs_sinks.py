@@ -186,6 +186,7 @@ def test_a_run_folder_is_read_back_as_it_was_written(folder: RunFolder) -> None:
     assert read.grids[0].image == folder.grid(0)
 
 
+@pytest.mark.slow
 def test_watching_a_run_loads_neither_torch_nor_tensorflow() -> None:
     modules = (
         "console.live_view",

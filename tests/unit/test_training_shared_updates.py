@@ -35,7 +35,7 @@ CASES = {
     "stale, all weights": case_of("flow_grpo", 3, lora=False, stale_groups=2),
     "decoupled": case_of("mix_grpo", 3, {"stale": "decoupled"}, settings=RECOMPUTED, stale_groups=2),
     "left out": case_of("dance_grpo", 2, {"zero_spread_groups": "left_out"}),
-    "old policy": case_of("diffusion_nft", 2, {"old_decay_max": 0.0}),
+    "a version that lags": case_of("diffusion_nft", 2, {"old_decay_growth": 0.1}),
     "of samples": case_of("flow_grpo", 2, {"updates_of": "samples"}, settings=RECOMPUTED),
     "pairs": case_of("flow_dpo", 2, settings=whole_groups()),
 }
@@ -87,7 +87,7 @@ def test_the_weights_do_not_depend_in_any_bit_on_who_trained_what(name, alone):
     assert len({each.gradient_norm for each in metrics}) == len(metrics)
 
 
-@pytest.mark.parametrize("name", ["recomputed", "stale, all weights"])
+@pytest.mark.parametrize("name", ["recomputed", "stale, all weights", "a version that lags"])
 def test_a_trainer_that_joins_inside_a_batch_trains_the_open_update(name, alone):
     state, metrics = trained_together(CASES[name], 3, seed=5, one_dies=True)
     expected, reports = alone(name)
@@ -95,7 +95,7 @@ def test_a_trainer_that_joins_inside_a_batch_trains_the_open_update(name, alone)
     assert metrics == reports
 
 
-@pytest.mark.parametrize("name", ["recomputed", "stale, all weights"])
+@pytest.mark.parametrize("name", ["recomputed", "stale, all weights", "a version that lags"])
 def test_a_batch_whose_trainer_is_lost_is_trained_again_from_its_first_update(name, alone):
     case = CASES[name]
     team = in_second_update(case)
@@ -104,8 +104,10 @@ def test_a_batch_whose_trainer_is_lost_is_trained_again_from_its_first_update(na
     state = state_of(team.committer)
     team.committer = case.trainer(case.model(), shares_gradients=True)
     team.committer.load_state(state)
+    lags = team.committer.version_lags
+    assert lags == (name == "a version that lags")
     for assistant in team.assistants:
-        assistant.trainer.start_update(0)
+        assistant.trainer.start_update(0, team.committer.trained_at_version() if lags else None)
     metrics = [team.train_update() for _ in range(2 * case.updates)]
     expected, reports = alone(name)
     assert differences(state_of(team.committer), expected) == []
@@ -227,6 +229,16 @@ def test_weights_and_updates_that_do_not_fit_are_refused_and_change_nothing():
     assert same(*(share_as_tensors(each.trainer.take_share()) for each in (assistant, fresh)))
     with pytest.raises(RuntimeError, match="commits"):
         team.committer.start_update(0)
+
+
+def test_the_first_update_of_a_version_that_lags_needs_the_trained_weights():
+    team = in_second_update(CASES["a version that lags"])
+    committer, assistant = team.committer, team.assistants[0].trainer
+    assert not same(committer.trained_at_version(), committer.published())
+    assert not same(committer.trained_at_version(), committer.trained_weights()), "an update was committed since"
+    with pytest.raises(ValueError, match="trained weights after batch 0"):
+        assistant.start_update(0)
+    assert assistant.update == 1
 
 
 def test_samples_of_another_update_are_refused_by_a_trainer_that_never_commits():

@@ -8,14 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scored_groups import DRAW_NOISE, differences, lively, relative_difference, state_of, toy
+from scored_groups import differences, relative_difference, state_of
 from shared_training import SETTINGS, Assistant, SharedCase, trained_alone, trained_together, without_first_sample
 
-from digenrl.config.algorithms import read_algorithm_settings, why_gradients_cannot_be_shared
-from digenrl.config.training import TrainerSettings
 from digenrl.training.gradient_share import share_as_tensors, share_of_tensors, without_tensors
-from digenrl.training.open_batch import BatchShape
-from digenrl.training.trainer import Trainer
 
 CASES = [
     SharedCase("flow_grpo"),  # the batch's scale with samples beyond the clamp, and a reference
@@ -23,7 +19,7 @@ CASES = [
     SharedCase("dance_grpo", options={"best_of_n": None, "advantage": {"std_over": "batch", "clamp": 0.8}}),
     SharedCase("dance_grpo", lora=False),  # some samples are not trained
     SharedCase("mix_grpo"),
-    SharedCase("diffusion_nft", options={"old_decay_max": 0.0}),
+    SharedCase("diffusion_nft", options={"old_decay_growth": 0.3}),  # versions follow the trained weights slowly
     SharedCase("flow_dppo"),
     SharedCase("flash_grpo"),
     SharedCase("awm", options={"old_decay_max": 0.0, "old_kl_weight": 0.0}),
@@ -245,29 +241,6 @@ def test_a_gradient_out_of_range_is_refused_where_it_was_computed():
     assert same(sums_of(trainer), before)
     trainer.add_samples(groups[0].part(2, 2))
     trainer.add_samples(groups[2].part(0, 2))
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "noun"),
-    [
-        ("flow_grpo", {"updates_per_batch": 2, "updates_of": "samples"}, None),
-        ("flow_grpo", {}, None),
-        ("diffusion_nft", {}, "old_decay_max"),
-        ("flow_grpo", {"updates_per_batch": 1}, None),
-        ("diffusion_nft", {"old_decay_growth": 0.0}, None),
-        ("flow_dpo", {}, None),
-    ],
-)
-def test_what_cannot_be_shared_is_known_from_settings_and_refused_by_a_trainer(name, options, noun):
-    reason = why_gradients_cannot_be_shared(read_algorithm_settings(name, options))
-    assert (reason is None) if noun is None else (noun in reason)
-    shape, model = BatchShape(groups=2, group_size=4), toy()
-    algorithm = lively(name, options)
-    if noun is None:
-        Trainer(model, algorithm, TrainerSettings(), shape, DRAW_NOISE, shares_gradients=True)
-        return
-    with pytest.raises(ValueError, match="cannot be shared"):
-        Trainer(model, algorithm, TrainerSettings(), shape, DRAW_NOISE, shares_gradients=True)
 
 
 # --- A trainer on a generator's card --------------------------------------------------------------------------

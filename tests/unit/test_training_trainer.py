@@ -50,8 +50,9 @@ def with_log_probs_off_by(shift, group):
 # --- Whole updates --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("updates_of", ["groups", "samples"])
-@pytest.mark.parametrize("name", ["flow_grpo", "mix_grpo", "diffusion_nft"])
+@pytest.mark.parametrize(
+    ("name", "updates_of"), [("flow_grpo", "groups"), ("mix_grpo", "samples"), ("diffusion_nft", "samples")]
+)
 def test_two_batches_of_two_updates_end_with_the_serial_weights(name, updates_of):
     algorithm = build_algorithm(name, {"updates_per_batch": 2, "updates_of": updates_of})
     settings = TrainerSettings(pack_size=4, learning_rate=1e-2, gradient_norm=1e-3, adam_eps=1e-3)

@@ -50,6 +50,11 @@ class RewardSettings(Frozen):
         """Whether a call must have exactly the samples of one group."""
         return False
 
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """What `digenrl reward serve --env` installs for it, besides the server's own packages."""
+        return ()
+
 
 class FrameRewardSettings(RewardSettings):
     """A reward of single images. A video scores the mean over every `frame_stride`-th frame."""
@@ -64,6 +69,11 @@ class ModelRewardSettings(FrameRewardSettings):
     device: str = Field(default="auto", description="a torch device; auto: cuda if available")
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     batch_size: PositiveInt = Field(default=16, description="images in one forward")
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """The library that holds the models."""
+        return ("transformers>=5.17",)
 
 
 class ClipRewardSettings(ModelRewardSettings):
@@ -104,6 +114,11 @@ class OcrSettings(FrameRewardSettings):
         description="width in pixels to which a line of text, scaled to height 48, is padded; wider lines stay",
     )
     threads: PositiveInt = 1
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """The recogniser, which contains its weights."""
+        return ("rapidocr>=3.10", "onnxruntime>=1.20")
 
 
 class JpegCompressibilitySettings(FrameRewardSettings):
@@ -176,6 +191,9 @@ class FunctionSettings(RewardSettings):
     scores: Literal["samples", "groups"] = Field(
         default="samples", description="groups: every call has all samples of one prompt, to compare them"
     )
+    requirements: tuple[str, ...] = Field(
+        default=(), description="packages that `digenrl reward serve --env` installs for it"
+    )
 
     @field_validator("target")
     @classmethod
@@ -189,6 +207,11 @@ class FunctionSettings(RewardSettings):
     def shown_as(self) -> str:
         """The label, or the name of the function or class."""
         return self.label or self.target.partition(":")[2]
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """As the recipe says."""
+        return self.requirements
 
     @property
     def needs_whole_groups(self) -> bool:

@@ -179,6 +179,27 @@ class AestheticSettings(ClipRewardSettings):
     head: str = Field(min_length=1, description="file of the head, .pth or .safetensors")
 
 
+class GenevalSettings(ClipRewardSettings):
+    """Counts, colours and positions of detected objects, by the metadata of GenEval's prompts.
+
+    `detector` is a directory or hub id of a model for object detection, or the URL of a detector's server.
+    `model` is the CLIP that names colours.
+    """
+
+    name: Literal["geneval"] = "geneval"
+    model: str = Field(default=OPENAI_CLIP_L, min_length=1)
+    detector: str = Field(min_length=1, description="weights of a detector, or http://host:port/path")
+    token_env: str | None = Field(default=None, min_length=1, description="token of the detector's server")
+    score: Literal["partial", "correct", "strict"] = Field(
+        default="partial", description="partial: Flow-GRPO's; correct: 1 or 0 by GenEval's rules; strict: exactly"
+    )
+
+    @field_validator("token_env")
+    @classmethod
+    def _is_a_listed_variable(cls, name: str | None) -> str | None:
+        return None if name is None else check_token_variable(name)
+
+
 class FunctionSettings(RewardSettings):
     """A function, or a subclass of `digenrl.rewards.contract.Reward`, outside this package."""
 
@@ -318,6 +339,7 @@ REWARDS: dict[str, type[RewardSettings]] = {
     "aesthetic": AestheticSettings,
     "clip_score": ClipScoreSettings,
     "function": FunctionSettings,
+    "geneval": GenevalSettings,
     "hpsv2": HpsV2Settings,
     "http": HttpSettings,
     "image_reward": ImageRewardSettings,

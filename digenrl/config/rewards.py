@@ -161,6 +161,25 @@ class HpsV2Settings(ClipRewardSettings):
     )
 
 
+class HpsV3Settings(FrameRewardSettings):
+    """Human preference score v3: Qwen2-VL with a head, run by the authors' package in its own environment."""
+
+    name: Literal["hpsv3"] = "hpsv3"
+    checkpoint: str | None = Field(
+        default=None, min_length=1, description="the published HPSv3.safetensors; from the hub by default"
+    )
+    config: str | None = Field(
+        default=None, min_length=1, description="a YAML file instead of the package's, which names the base model"
+    )
+    device: str = Field(default="auto", description="a torch device; auto: cuda if available")
+    batch_size: PositiveInt = Field(default=8, description="images in one forward")
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """The authors' package, and what it imports without saying so."""
+        return ("hpsv3==1.0.0", "matplotlib", "tensorboard")
+
+
 class ImageRewardSettings(ModelRewardSettings):
     """Human preference: BLIP with a head. `model` holds ImageReward.pt and med_config.json, as published."""
 
@@ -341,6 +360,7 @@ REWARDS: dict[str, type[RewardSettings]] = {
     "function": FunctionSettings,
     "geneval": GenevalSettings,
     "hpsv2": HpsV2Settings,
+    "hpsv3": HpsV3Settings,
     "http": HttpSettings,
     "image_reward": ImageRewardSettings,
     "jpeg_compressibility": JpegCompressibilitySettings,

@@ -26,6 +26,7 @@ from digenrl.config.token_variables import check_token_variable
 
 LAION_CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 OPENAI_CLIP_L = "openai/clip-vit-large-patch14"
+TRANSFORMERS = ("transformers>=5.17",)  # the library that holds the models
 
 
 TextMatch = Literal["contained", "target", "whole"]
@@ -73,7 +74,7 @@ class ModelRewardSettings(FrameRewardSettings):
     @property
     def packages(self) -> tuple[str, ...]:
         """The library that holds the models."""
-        return ("transformers>=5.17",)
+        return TRANSFORMERS
 
 
 class ClipRewardSettings(ModelRewardSettings):
@@ -341,6 +342,31 @@ class JudgeSettings(ServerSettings):
     cache: str | None = Field(default=None, min_length=1, description="folder in which answers are kept")
 
 
+class VideoAlignSettings(RewardSettings):
+    """VideoAlign's qualities of a video: visual (`vq`), of motion (`mq`) and agreement with the prompt (`ta`).
+
+    The score is their sum with these weights. `model` is the Qwen2-VL that `checkpoint` was trained from.
+    """
+
+    name: Literal["videoalign"] = "videoalign"
+    model: str = Field(default="Qwen/Qwen2-VL-2B-Instruct", min_length=1)
+    checkpoint: str = Field(min_length=1, description="directory of the published VideoReward")
+    prompt: str = Field(min_length=1, description="prompt_template.py of the authors' repository; read, not run")
+    frames_per_s: PositiveFloat = Field(
+        default=16.0, description="of the samples; the model looks at 2 of them per second"
+    )
+    vq: Weight = Field(default=1.0, allow_inf_nan=False)
+    mq: Weight = Field(default=1.0, allow_inf_nan=False)
+    ta: Weight = Field(default=1.0, allow_inf_nan=False)
+    device: str = Field(default="auto", description="a torch device; auto: cuda if available")
+    dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """The library that holds the model."""
+        return TRANSFORMERS
+
+
 def judge_template(settings: JudgeSettings) -> JudgeTemplate:
     """The template of a judge; raises ConfigError if it cannot be read or does not fit the other settings."""
     try:
@@ -368,6 +394,7 @@ REWARDS: dict[str, type[RewardSettings]] = {
     "judge": JudgeSettings,
     "ocr": OcrSettings,
     "pickscore": PickScoreSettings,
+    "videoalign": VideoAlignSettings,
 }
 
 

@@ -24,12 +24,12 @@ METADATA = [
     {"text": animal, "include": [{"class": animal, "count": 1, "color": "red"}]} for animal in ("cat", "dog")
 ]
 READS_PROMPTS = {"clip_score", "hpsv2", "image_reward", "pickscore"}
-# Run by a package that does not fit into this environment.
-RUN_APART = {"hpsv3"}
-ONE_FRAME_AT_A_TIME = set(REWARDS) - {"function", "http", "judge"} - RUN_APART
+# Tested on their own: one is run by a package that does not fit into this environment, one scores videos only.
+TESTED_APART = {"hpsv3", "videoalign"}
+ONE_FRAME_AT_A_TIME = set(REWARDS) - {"function", "http", "judge"} - TESTED_APART
 
 
-@pytest.fixture(scope="module", params=sorted(set(REWARDS) - RUN_APART))
+@pytest.fixture(scope="module", params=sorted(set(REWARDS) - TESTED_APART))
 def reward(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reward]:
     """Each reward in turn; `http` and `judge` use real servers on this machine."""
     directory: Path = tmp_path_factory.mktemp(request.param)

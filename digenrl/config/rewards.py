@@ -1,4 +1,4 @@
-"""Settings of the rewards, one model each, and the table of all rewards.
+"""Settings of the rewards without weights, one model each, and the table of all rewards.
 
 A recipe names rewards in any of these ways; the last two are equivalent:
 
@@ -7,7 +7,8 @@ A recipe names rewards in any of these ways; the last two are equivalent:
     rewards: ["my_package.rewards:smile"]
     rewards: [{name: function, target: "my_package.rewards:smile"}]
 
-To add a reward, write its settings here, list them in `REWARDS`, and write digenrl/rewards/NAME.py.
+To add a reward, write its settings here or, if it has weights, in model_rewards.py, list them in `REWARDS`, and
+write digenrl/rewards/NAME.py.
 """
 
 from __future__ import annotations
@@ -20,67 +21,21 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, SerializeAsAny, field_validator
 
 from digenrl.config.judge import AnswerFormat, JudgeTemplate, read_template
-from digenrl.config.limits import Weight
-from digenrl.config.reading import ConfigError, Frozen, nearest, parse_model
+from digenrl.config.model_rewards import (
+    AestheticSettings,
+    ClipScoreSettings,
+    GenevalSettings,
+    HpsV2Settings,
+    HpsV3Settings,
+    ImageRewardSettings,
+    PickScoreSettings,
+    VideoAlignSettings,
+)
+from digenrl.config.reading import ConfigError, nearest, parse_model
+from digenrl.config.reward_base import FrameRewardSettings, RewardSettings
 from digenrl.config.token_variables import check_token_variable
 
-LAION_CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
-OPENAI_CLIP_L = "openai/clip-vit-large-patch14"
-TRANSFORMERS = ("transformers>=5.17",)  # the library that holds the models
-
-
 TextMatch = Literal["contained", "target", "whole"]
-
-
-class RewardSettings(Frozen):
-    """Settings of every reward. The total reward is the sum of raw scores times `weight`."""
-
-    name: str
-    weight: Weight = Field(default=1.0, allow_inf_nan=False)
-    label: str | None = Field(
-        default=None, min_length=1, description="name in metrics; the reward's name by default"
-    )
-
-    @property
-    def shown_as(self) -> str:
-        """The name in metrics and errors."""
-        return self.label or self.name
-
-    @property
-    def needs_whole_groups(self) -> bool:
-        """Whether a call must have exactly the samples of one group."""
-        return False
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        """What `digenrl reward serve --env` installs for it, besides the server's own packages."""
-        return ()
-
-
-class FrameRewardSettings(RewardSettings):
-    """A reward of single images. A video scores the mean over every `frame_stride`-th frame."""
-
-    frame_stride: PositiveInt = 1
-
-
-class ModelRewardSettings(FrameRewardSettings):
-    """A reward with weights. `model` is a directory or a hub id."""
-
-    model: str = Field(min_length=1)
-    device: str = Field(default="auto", description="a torch device; auto: cuda if available")
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    batch_size: PositiveInt = Field(default=16, description="images in one forward")
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        """The library that holds the models."""
-        return TRANSFORMERS
-
-
-class ClipRewardSettings(ModelRewardSettings):
-    """A reward built on CLIP. `processor` holds tokenizer and image processor if `model` has none."""
-
-    processor: str | None = Field(default=None, min_length=1)
 
 
 class OcrSettings(FrameRewardSettings):
@@ -134,90 +89,6 @@ class JpegIncompressibilitySettings(FrameRewardSettings):
 
     name: Literal["jpeg_incompressibility"] = "jpeg_incompressibility"
     quality: int = Field(default=95, ge=1, le=100)
-
-
-class ClipScoreSettings(ClipRewardSettings):
-    """Cosine similarity of image and prompt under CLIP."""
-
-    name: Literal["clip_score"] = "clip_score"
-    model: str = Field(default=OPENAI_CLIP_L, min_length=1)
-
-
-class PickScoreSettings(ClipRewardSettings):
-    """Human preference: a fine-tuned CLIP-H."""
-
-    name: Literal["pickscore"] = "pickscore"
-    model: str = Field(default="yuvalkirstain/PickScore_v1", min_length=1)
-
-
-class HpsV2Settings(ClipRewardSettings):
-    """Human preference score v2: a fine-tuned CLIP-H.
-
-    `model` is a converted checkpoint, or the CLIP-H base if `checkpoint` is the published file.
-    """
-
-    name: Literal["hpsv2"] = "hpsv2"
-    checkpoint: str | None = Field(
-        default=None, min_length=1, description="a .pt or .safetensors file with open_clip's names"
-    )
-
-
-class HpsV3Settings(FrameRewardSettings):
-    """Human preference score v3: Qwen2-VL with a head, run by the authors' package in its own environment."""
-
-    name: Literal["hpsv3"] = "hpsv3"
-    checkpoint: str | None = Field(
-        default=None, min_length=1, description="the published HPSv3.safetensors; from the hub by default"
-    )
-    config: str | None = Field(
-        default=None, min_length=1, description="a YAML file instead of the package's, which names the base model"
-    )
-    device: str = Field(default="auto", description="a torch device; auto: cuda if available")
-    batch_size: PositiveInt = Field(default=8, description="images in one forward")
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        """The authors' package, and what it imports without saying so."""
-        return ("hpsv3==1.0.0", "matplotlib", "tensorboard")
-
-
-class ImageRewardSettings(ModelRewardSettings):
-    """Human preference: BLIP with a head. `model` holds ImageReward.pt and med_config.json, as published."""
-
-    name: Literal["image_reward"] = "image_reward"
-    model: str = Field(default="THUDM/ImageReward", min_length=1)
-    tokenizer: str | None = Field(
-        default=None, min_length=1, description="a directory or hub id of BERT's tokenizer"
-    )
-
-
-class AestheticSettings(ClipRewardSettings):
-    """LAION's aesthetic predictor: a head on CLIP-L."""
-
-    name: Literal["aesthetic"] = "aesthetic"
-    model: str = Field(default=OPENAI_CLIP_L, min_length=1)
-    head: str = Field(min_length=1, description="file of the head, .pth or .safetensors")
-
-
-class GenevalSettings(ClipRewardSettings):
-    """Counts, colours and positions of detected objects, by the metadata of GenEval's prompts.
-
-    `detector` is a directory or hub id of a model for object detection, or the URL of a detector's server.
-    `model` is the CLIP that names colours.
-    """
-
-    name: Literal["geneval"] = "geneval"
-    model: str = Field(default=OPENAI_CLIP_L, min_length=1)
-    detector: str = Field(min_length=1, description="weights of a detector, or http://host:port/path")
-    token_env: str | None = Field(default=None, min_length=1, description="token of the detector's server")
-    score: Literal["partial", "correct", "strict"] = Field(
-        default="partial", description="partial: Flow-GRPO's; correct: 1 or 0 by GenEval's rules; strict: exactly"
-    )
-
-    @field_validator("token_env")
-    @classmethod
-    def _is_a_listed_variable(cls, name: str | None) -> str | None:
-        return None if name is None else check_token_variable(name)
 
 
 class FunctionSettings(RewardSettings):
@@ -340,31 +211,6 @@ class JudgeSettings(ServerSettings):
         default=False, description="ask the server to enforce the JSON schema of the answer (`response_format`)"
     )
     cache: str | None = Field(default=None, min_length=1, description="folder in which answers are kept")
-
-
-class VideoAlignSettings(RewardSettings):
-    """VideoAlign's qualities of a video: visual (`vq`), of motion (`mq`) and agreement with the prompt (`ta`).
-
-    The score is their sum with these weights. `model` is the Qwen2-VL that `checkpoint` was trained from.
-    """
-
-    name: Literal["videoalign"] = "videoalign"
-    model: str = Field(default="Qwen/Qwen2-VL-2B-Instruct", min_length=1)
-    checkpoint: str = Field(min_length=1, description="directory of the published VideoReward")
-    prompt: str = Field(min_length=1, description="prompt_template.py of the authors' repository; read, not run")
-    frames_per_s: PositiveFloat = Field(
-        default=16.0, description="of the samples; the model looks at 2 of them per second"
-    )
-    vq: Weight = Field(default=1.0, allow_inf_nan=False)
-    mq: Weight = Field(default=1.0, allow_inf_nan=False)
-    ta: Weight = Field(default=1.0, allow_inf_nan=False)
-    device: str = Field(default="auto", description="a torch device; auto: cuda if available")
-    dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        """The library that holds the model."""
-        return TRANSFORMERS
 
 
 def judge_template(settings: JudgeSettings) -> JudgeTemplate:

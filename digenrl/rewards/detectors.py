@@ -15,8 +15,9 @@ from PIL import Image
 from pydantic import Field, ValidationError
 from transformers import AutoImageProcessor, AutoModelForObjectDetection
 
+from digenrl.config.model_rewards import GenevalSettings
 from digenrl.config.reading import Frozen
-from digenrl.config.rewards import GenevalSettings, ServerSettings
+from digenrl.config.rewards import ServerSettings
 from digenrl.rewards.geneval_rules import LEAST_CONFIDENCE, Detection
 from digenrl.rewards.weights import load_pretrained, load_whole_model, pick_device
 

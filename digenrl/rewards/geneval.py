@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import AutoTokenizer
 
-from digenrl.config.rewards import GenevalSettings
+from digenrl.config.model_rewards import GenevalSettings
 from digenrl.rewards.clip import ClipImages, load_clip, processor_of
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, RewardError, as_pil
 from digenrl.rewards.detectors import DetectorError, find_detector

@@ -8,7 +8,7 @@ PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint co
 export OMP_NUM_THREADS ?= 1
 
 comma       := ,
-EXTRAS      := dev,train,ray,ocr,serve
+EXTRAS      := dev,train,ray,ocr,serve,video
 EXTRA_NAMES := $(subst $(comma), ,$(EXTRAS))
 
 .PHONY: setup lock demo test test-fast lint types imports pytest docs bench chaos chaos-ci mutants clean

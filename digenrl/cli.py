@@ -16,6 +16,7 @@ import yaml
 from digenrl import __version__
 from digenrl.commands import options
 from digenrl.commands.output import out, print_written, progress_bar
+from digenrl.commands.reward_environment import serve_in_environment
 from digenrl.config.import_paths import add_to_python_path
 from digenrl.config.plan_files import with_plan
 from digenrl.config.profiles import write_profile
@@ -354,18 +355,27 @@ def serve_reward_command(
     token_env: options.TokenVariable = "DIGENRL_REWARD_TOKEN",
     certificate: options.CertificateFile = None,
     key: options.KeyFile = None,
+    environment: options.EnvironmentFolder = None,
+    inherit: options.InheritPackages = False,
+    rebuild: options.RebuildEnvironment = False,
 ) -> None:
     """Serve rewards over HTTP.
 
-    Scoring can then run on other machines.
+    Scoring can then run on other machines, or with --env in an environment of its own.
     """
     settings = parse_rewards([_yaml(text) if text.startswith("{") else text for text in rewards])
+    if (certificate is None) != (key is None):
+        raise ConfigError("--certificate and --key: give both, or none of them")
+    if environment is not None:
+        listening = ["--host", host, "--port", str(port), "--token-env", token_env]
+        secured = [] if key is None else ["--certificate", str(certificate), "--key", str(key)]
+        serve_in_environment(environment, settings, [*rewards, *listening, *secured], inherit, rebuild)
+    if inherit or rebuild:
+        raise ConfigError("--inherit and --rebuild: only with --env DIR")
     add_to_python_path([Path.cwd()])
     with _requires("train", "serve"):
         from digenrl.rewards.building import build_rewards
         from digenrl.rewards.server import TlsFiles, serve, token_for
-    if (certificate is None) != (key is None):
-        raise ConfigError("--certificate and --key: give both, or none of them")
     tls = None if certificate is None or key is None else TlsFiles(certificate, key)
     token = os.environ.get(token_env)
     token_for(host, token)  # fails before any model is loaded

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import BertTokenizer, CLIPConfig, CLIPModel, CLIPTokenizer
+from transformers import BertTokenizer, CLIPConfig, CLIPModel, CLIPTokenizer, YolosConfig, YolosForObjectDetection
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.yolos.image_processing_pil_yolos import YolosImageProcessorPil
 
-from digenrl.config.rewards import REWARDS, RewardSettings, parse_reward
+from digenrl.config.reward_base import RewardSettings
+from digenrl.config.rewards import REWARDS, parse_reward
 
 CLIP_SIDE = 32
 BLIP_SIDE = 32
@@ -156,6 +158,28 @@ def _image_reward_state(words: int, seed: int) -> dict[str, Tensor]:
     return {**state, **{f"mlp.{name}": tensor for name, tensor in head_state(narrow, seed).items()}}
 
 
+def save_detector(directory: Path, seed: int = 3) -> Path:
+    """A YOLOS with one layer that knows three classes."""
+    config = YolosConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=[32, 32],
+        patch_size=16,
+        num_detection_tokens=6,
+        id2label={0: "cat", 1: "dog", 2: "keyboard"},
+    )
+    torch.manual_seed(seed)
+    model = YolosForObjectDetection(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)  # else every class is equally likely
+    model.save_pretrained(directory)
+    YolosImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(directory)
+    return directory
+
+
 def brightness(pixels: Tensor, prompts: Any, metadata: Any) -> Tensor:
     """A user's own reward: the mean of all pixels."""
     return pixels.flatten(1).mean(dim=1)
@@ -164,11 +188,13 @@ def brightness(pixels: Tensor, prompts: Any, metadata: Any) -> Tensor:
 def tiny_settings(name: str, directory: Path, server_url: str = "http://127.0.0.1:9") -> RewardSettings:
     """Settings of the reward `name` with tiny weights saved below `directory`."""
     needed: dict[str, Any] = {}
-    if name in ("clip_score", "pickscore", "hpsv2", "aesthetic"):
+    if name in ("clip_score", "pickscore", "hpsv2", "aesthetic", "geneval"):
         needed["model"] = str(save_clip(directory / "clip"))
     if name == "aesthetic":
         needed["head"] = str(directory / "head.pth")
         torch.save(head_state(24), needed["head"])
+    if name == "geneval":
+        needed["detector"] = str(save_detector(directory / "detector"))
     if name == "image_reward":
         needed["model"] = str(save_image_reward(directory / "image_reward"))
     if name == "function":

@@ -196,6 +196,14 @@ CertificateFile = Annotated[
 KeyFile = Annotated[
     Path | None, typer.Option("--key", metavar="FILE", help="The private key of the certificate, in PEM.")
 ]
+EnvironmentFolder = Annotated[
+    Path | None,
+    typer.Option("--env", metavar="DIR", help="Serve in this virtual environment; build it if it is not there."),
+]
+InheritPackages = Annotated[
+    bool, typer.Option("--inherit", help="Build it on top of this one; install only what is missing here.")
+]
+RebuildEnvironment = Annotated[bool, typer.Option("--rebuild", help="Build the environment again.")]
 TokenVariable = Annotated[
     str, typer.Option(help="The environment variable with the token that clients must send.")
 ]

@@ -36,10 +36,10 @@ from digenrl.training.checkpoint.atomic_folders import written_atomically
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
 from digenrl.training.checkpoint.export import weights_to_export
 from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, read_blueprint
+from digenrl.worker.clips import clip_suffix, write_clip
 from digenrl.worker.pictures import as_image
 from digenrl.worker.rollouts import held_out_pixels
 
-FRAME_MS = 60  # about 16 frames a second; GIFs count in hundredths of a second
 DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 Weights = Literal["untrained", "trained", "moving average"]
@@ -65,11 +65,11 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class WrittenSample:
-    """One sample: its PNG (the middle frame of a video), and the animation of a video."""
+    """One sample: its PNG (the middle frame of a video), and the clip of a video."""
 
     file: str
     prompt: str
-    animation: str | None
+    clip: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def sample_run(run: Path, request: SampleRequest, out: Path | None, report: Repo
             guidance=blueprint.held_out_guidance,
             seed=_evaluation(blueprint).seed,
             device=device,
-            pictures=_sample_entries(wanted.texts[: wanted.count], animated=blueprint.held_out_size.frames > 1),
+            pictures=_sample_entries(wanted.texts[: wanted.count], videos=blueprint.held_out_size.frames > 1),
             loading=diffusers_snippet(folder, blueprint.family),
         )
         with written_atomically(target) as partial:
@@ -269,15 +269,13 @@ def _write_sample(pixels_FCHW: Tensor, folder: Path, index: int) -> Image.Image:
     image = as_image(pixels_FCHW)
     image.save(folder / _image_name(index))
     if len(pixels_FCHW) > 1:
-        frames = [as_image(pixels_FCHW[frame : frame + 1]) for frame in range(len(pixels_FCHW))]
-        path = folder / _animation_name(index)
-        frames[0].save(path, save_all=True, append_images=frames[1:], duration=FRAME_MS, loop=0)
+        write_clip(pixels_FCHW, folder / _clip_name(index))
     return image
 
 
-def _sample_entries(texts: Sequence[str], animated: bool) -> tuple[WrittenSample, ...]:
+def _sample_entries(texts: Sequence[str], videos: bool) -> tuple[WrittenSample, ...]:
     return tuple(
-        WrittenSample(_image_name(index), text, _animation_name(index) if animated else None)
+        WrittenSample(_image_name(index), text, _clip_name(index) if videos else None)
         for index, text in enumerate(texts)
     )
 
@@ -295,8 +293,8 @@ def _image_name(index: int) -> str:
     return f"{index:04d}.png"
 
 
-def _animation_name(index: int) -> str:
-    return f"{index:04d}.gif"
+def _clip_name(index: int) -> str:
+    return f"{index:04d}{clip_suffix()}"
 
 
 def _evaluation(blueprint: Blueprint) -> EvaluationSettings:

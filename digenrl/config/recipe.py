@@ -35,7 +35,8 @@ from digenrl.config.limits import (
 from digenrl.config.prompts import HeldOutPromptSettings, PromptSettings
 from digenrl.config.reading import ConfigError, Frozen, errors_about
 from digenrl.config.recipe_paths import RANDOM
-from digenrl.config.rewards import Rewards, RewardSettings
+from digenrl.config.reward_base import RewardSettings
+from digenrl.config.rewards import Rewards
 from digenrl.config.spec import AssistName, DispatchRuleName, HelpRuleName, ScheduleRules
 from digenrl.config.token_variables import HUB_TOKENS, check_token_variable
 from digenrl.config.topology import TOPOLOGIES, Mode, Topology

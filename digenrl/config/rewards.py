@@ -1,4 +1,4 @@
-"""Settings of the rewards, one model each, and the table of all rewards.
+"""Settings of the rewards without weights, one model each, and the table of all rewards.
 
 A recipe names rewards in any of these ways; the last two are equivalent:
 
@@ -7,7 +7,8 @@ A recipe names rewards in any of these ways; the last two are equivalent:
     rewards: ["my_package.rewards:smile"]
     rewards: [{name: function, target: "my_package.rewards:smile"}]
 
-To add a reward, write its settings here, list them in `REWARDS`, and write digenrl/rewards/NAME.py.
+To add a reward, write its settings here or, if it has weights, in model_rewards.py, list them in `REWARDS`, and
+write digenrl/rewards/NAME.py.
 """
 
 from __future__ import annotations
@@ -20,56 +21,21 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, SerializeAsAny, field_validator
 
 from digenrl.config.judge import AnswerFormat, JudgeTemplate, read_template
-from digenrl.config.limits import Weight
-from digenrl.config.reading import ConfigError, Frozen, nearest, parse_model
+from digenrl.config.model_rewards import (
+    AestheticSettings,
+    ClipScoreSettings,
+    GenevalSettings,
+    HpsV2Settings,
+    HpsV3Settings,
+    ImageRewardSettings,
+    PickScoreSettings,
+    VideoAlignSettings,
+)
+from digenrl.config.reading import ConfigError, nearest, parse_model
+from digenrl.config.reward_base import FrameRewardSettings, RewardSettings
 from digenrl.config.token_variables import check_token_variable
 
-LAION_CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
-OPENAI_CLIP_L = "openai/clip-vit-large-patch14"
-
-
 TextMatch = Literal["contained", "target", "whole"]
-
-
-class RewardSettings(Frozen):
-    """Settings of every reward. The total reward is the sum of raw scores times `weight`."""
-
-    name: str
-    weight: Weight = Field(default=1.0, allow_inf_nan=False)
-    label: str | None = Field(
-        default=None, min_length=1, description="name in metrics; the reward's name by default"
-    )
-
-    @property
-    def shown_as(self) -> str:
-        """The name in metrics and errors."""
-        return self.label or self.name
-
-    @property
-    def needs_whole_groups(self) -> bool:
-        """Whether a call must have exactly the samples of one group."""
-        return False
-
-
-class FrameRewardSettings(RewardSettings):
-    """A reward of single images. A video scores the mean over every `frame_stride`-th frame."""
-
-    frame_stride: PositiveInt = 1
-
-
-class ModelRewardSettings(FrameRewardSettings):
-    """A reward with weights. `model` is a directory or a hub id."""
-
-    model: str = Field(min_length=1)
-    device: str = Field(default="auto", description="a torch device; auto: cuda if available")
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    batch_size: PositiveInt = Field(default=16, description="images in one forward")
-
-
-class ClipRewardSettings(ModelRewardSettings):
-    """A reward built on CLIP. `processor` holds tokenizer and image processor if `model` has none."""
-
-    processor: str | None = Field(default=None, min_length=1)
 
 
 class OcrSettings(FrameRewardSettings):
@@ -105,6 +71,11 @@ class OcrSettings(FrameRewardSettings):
     )
     threads: PositiveInt = 1
 
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """The recogniser, which contains its weights."""
+        return ("rapidocr>=3.10", "onnxruntime>=1.20")
+
 
 class JpegCompressibilitySettings(FrameRewardSettings):
     """Rewards small JPEG files."""
@@ -120,50 +91,6 @@ class JpegIncompressibilitySettings(FrameRewardSettings):
     quality: int = Field(default=95, ge=1, le=100)
 
 
-class ClipScoreSettings(ClipRewardSettings):
-    """Cosine similarity of image and prompt under CLIP."""
-
-    name: Literal["clip_score"] = "clip_score"
-    model: str = Field(default=OPENAI_CLIP_L, min_length=1)
-
-
-class PickScoreSettings(ClipRewardSettings):
-    """Human preference: a fine-tuned CLIP-H."""
-
-    name: Literal["pickscore"] = "pickscore"
-    model: str = Field(default="yuvalkirstain/PickScore_v1", min_length=1)
-
-
-class HpsV2Settings(ClipRewardSettings):
-    """Human preference score v2: a fine-tuned CLIP-H.
-
-    `model` is a converted checkpoint, or the CLIP-H base if `checkpoint` is the published file.
-    """
-
-    name: Literal["hpsv2"] = "hpsv2"
-    checkpoint: str | None = Field(
-        default=None, min_length=1, description="a .pt or .safetensors file with open_clip's names"
-    )
-
-
-class ImageRewardSettings(ModelRewardSettings):
-    """Human preference: BLIP with a head. `model` holds ImageReward.pt and med_config.json, as published."""
-
-    name: Literal["image_reward"] = "image_reward"
-    model: str = Field(default="THUDM/ImageReward", min_length=1)
-    tokenizer: str | None = Field(
-        default=None, min_length=1, description="a directory or hub id of BERT's tokenizer"
-    )
-
-
-class AestheticSettings(ClipRewardSettings):
-    """LAION's aesthetic predictor: a head on CLIP-L."""
-
-    name: Literal["aesthetic"] = "aesthetic"
-    model: str = Field(default=OPENAI_CLIP_L, min_length=1)
-    head: str = Field(min_length=1, description="file of the head, .pth or .safetensors")
-
-
 class FunctionSettings(RewardSettings):
     """A function, or a subclass of `digenrl.rewards.contract.Reward`, outside this package."""
 
@@ -175,6 +102,9 @@ class FunctionSettings(RewardSettings):
     memory_gb: PositiveFloat | None = Field(default=None, description="of its process; only with `isolated`")
     scores: Literal["samples", "groups"] = Field(
         default="samples", description="groups: every call has all samples of one prompt, to compare them"
+    )
+    requirements: tuple[str, ...] = Field(
+        default=(), description="packages that `digenrl reward serve --env` installs for it"
     )
 
     @field_validator("target")
@@ -189,6 +119,11 @@ class FunctionSettings(RewardSettings):
     def shown_as(self) -> str:
         """The label, or the name of the function or class."""
         return self.label or self.target.partition(":")[2]
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """As the recipe says."""
+        return self.requirements
 
     @property
     def needs_whole_groups(self) -> bool:
@@ -295,7 +230,9 @@ REWARDS: dict[str, type[RewardSettings]] = {
     "aesthetic": AestheticSettings,
     "clip_score": ClipScoreSettings,
     "function": FunctionSettings,
+    "geneval": GenevalSettings,
     "hpsv2": HpsV2Settings,
+    "hpsv3": HpsV3Settings,
     "http": HttpSettings,
     "image_reward": ImageRewardSettings,
     "jpeg_compressibility": JpegCompressibilitySettings,
@@ -303,6 +240,7 @@ REWARDS: dict[str, type[RewardSettings]] = {
     "judge": JudgeSettings,
     "ocr": OcrSettings,
     "pickscore": PickScoreSettings,
+    "videoalign": VideoAlignSettings,
 }
 
 

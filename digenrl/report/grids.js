@@ -55,10 +55,19 @@ function cellsOf(entry) {
   const canvases = cells.map((cell, place) => {
     const canvas = make("canvas", { role: "img", "aria-label": cell ? describeCell(cell) : "grid of samples" });
     holder.append(cellFigure(cell, canvas, place));
+    if (cell && cell.clip) showClip(cell, canvas);
     return canvas;
   });
   cutInto(canvases, entry, columns);
   return holder;
+}
+
+// Puts the clip in the place of its middle frame. Browsers that cannot play it keep the image.
+function showClip(cell, canvas) {
+  const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  const video = make("video", { src: cell.clip, loop: true, autoplay: !still, controls: still, playsinline: true, "aria-label": describeCell(cell) });
+  video.muted = true;
+  video.addEventListener("loadeddata", () => canvas.replaceWith(video), { once: true });
 }
 
 function cellFigure(cell, canvas, place) {
@@ -72,7 +81,7 @@ function cellFigure(cell, canvas, place) {
   const tip = make("div", { class: "tip", hidden: true }, describeCell(cell));
   figure.append(tip);
   const open = () => {
-    placeTip(tip, 0, canvas.offsetHeight - 10);
+    placeTip(tip, 0, figure.firstElementChild.offsetHeight - 10);
     const right = figure.getBoundingClientRect().left + tip.offsetWidth;
     tip.style.left = `${Math.min(0, document.documentElement.clientWidth - 12 - right)}px`;
     markTwins(place, true);

@@ -1,4 +1,4 @@
-"""The image grids of a run, embedded in the page."""
+"""The image grids of a run and the clips of its videos, embedded in the page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from digenrl.config.reading import ConfigError
-from digenrl.run_folder.grids import SampleGrid
+from digenrl.run_folder.grids import SampleGrid, clip_of
 from digenrl.run_folder.metric_lines import EvaluationRecord
 from digenrl.run_folder.reading import RunRecord
 
@@ -22,7 +22,7 @@ def grids(run: RunRecord) -> dict[str, Any]:
     `written` counts all grids: where it exceeds the number shown, the page says so.
     """
     with_grid = [(each, run.grids[each.steps_done]) for each in run.evaluations if each.steps_done in run.grids]
-    sizes = [grid.image.stat().st_size for _, grid in with_grid]
+    sizes = [sum(file.stat().st_size for file in (grid.image, *_clips(grid))) for _, grid in with_grid]
     chosen = choose_evenly(sizes, _MOST_GRIDS, _MOST_BYTES)
     return {"written": len(with_grid), "shown": [_entry(*with_grid[number]) for number in chosen]}
 
@@ -46,19 +46,29 @@ def _entry(evaluation: EvaluationRecord, grid: SampleGrid) -> dict[str, Any]:
     return {
         "step": evaluation.steps_done,
         "reward": evaluation.values.get("reward_mean"),
-        "image": _data_url(grid.image),
+        "image": _data_url(grid.image, "image/png"),
         "columns": 1 if captions is None else captions.columns,
         "gap": 0 if captions is None else captions.gap,
         "cells": [
-            {"prompt": cell.prompt, "reward": cell.reward, "parts": cell.known_parts()}
-            for cell in (() if captions is None else captions.items)
+            {
+                "prompt": cell.prompt,
+                "reward": cell.reward,
+                "parts": cell.known_parts(),
+                "clip": _data_url(clip, "video/mp4") if (clip := clip_of(grid.image, number)).is_file() else None,
+            }
+            for number, cell in enumerate(() if captions is None else captions.items)
         ],
     }
 
 
-def _data_url(image: Path) -> str:
+def _clips(grid: SampleGrid) -> list[Path]:
+    cells = range(0 if grid.captions is None else len(grid.captions.items))
+    return [clip for cell in cells if (clip := clip_of(grid.image, cell)).is_file()]
+
+
+def _data_url(file: Path, kind: str) -> str:
     try:
-        content = image.read_bytes()
+        content = file.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{image}: cannot be read: {error.strerror or error}") from None
-    return f"data:image/png;base64,{base64.b64encode(content).decode('ascii')}"
+        raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from None
+    return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"

@@ -10,7 +10,7 @@ from statistics import fmean, median
 
 from digenrl.config.judge import COST_PARTS
 from digenrl.config.recipe import Recipe
-from digenrl.config.rewards import RewardSettings
+from digenrl.config.reward_base import RewardSettings
 from digenrl.run_folder.metric_lines import StepRecord
 from digenrl.run_folder.reading import RunRecord
 

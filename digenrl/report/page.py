@@ -45,7 +45,7 @@ def page_of(run: RunRecord) -> str:
     style = _asset("style.css")
     script = '(() => {\n"use strict";\n' + "\n".join(_asset(name) for name in _SCRIPTS) + "})();\n"
     sources = f"style-src '{_fingerprint(style)}'; script-src '{_fingerprint(script)}'"
-    policy = f"default-src 'none'; img-src data:; {sources}"
+    policy = f"default-src 'none'; img-src data:; media-src data:; {sources}"
     return Template(_asset("page.html")).substitute(
         title=html.escape(run.info.name),
         policy=policy,

@@ -9,7 +9,8 @@ from importlib import import_module
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.rewards import REWARDS, RewardSettings
+from digenrl.config.reward_base import RewardSettings
+from digenrl.config.rewards import REWARDS
 from digenrl.rewards.contract import Metadata, Reward, RewardBatch
 
 
@@ -43,7 +44,7 @@ def build_reward(settings: RewardSettings) -> Reward:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"reward '{settings.name}' needs the package '{error.name}', which is not installed; "
-            f"install DigenRL with the extra that docs/rewards.md names for it"
+            f"install it, or serve the reward apart: digenrl reward serve {settings.name} --env DIR"
         ) from error
     assert isinstance(reward, Reward)
     return reward

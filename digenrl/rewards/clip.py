@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, CLIPModel
 
+from digenrl.config.model_rewards import ClipRewardSettings
 from digenrl.config.reading import ConfigError
-from digenrl.config.rewards import ClipRewardSettings
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, as_pil
 from digenrl.rewards.weights import is_directory, load_pretrained, load_whole_model, pick_device
 
@@ -23,9 +24,11 @@ class ClipImages:
 
     def __call__(self, frames_NCHW: Tensor) -> Tensor:
         """The model's pixel values: frames resized, cropped and normalised by the processor."""
-        pixel_values: Tensor = self._processor(images=list(as_pil(frames_NCHW)), return_tensors="pt")[
-            "pixel_values"
-        ]
+        return self.of_images(list(as_pil(frames_NCHW)))
+
+    def of_images(self, images: Sequence[Image.Image]) -> Tensor:
+        """The same for images of any sizes."""
+        pixel_values: Tensor = self._processor(images=list(images), return_tensors="pt")["pixel_values"]
         return pixel_values
 
 

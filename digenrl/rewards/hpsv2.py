@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from digenrl.config.rewards import HpsV2Settings
+from digenrl.config.model_rewards import HpsV2Settings
 from digenrl.rewards.clip import ClipPairReward, load_clip, processor_of
 from digenrl.rewards.weights import load_into, read_state_dict
 

@@ -11,11 +11,8 @@ from torch import Tensor
 
 from digenrl.config.rewards import HttpSettings
 from digenrl.rewards.contract import Metadata, Reward, RewardBatch, RewardError
-from digenrl.rewards.http_client import backoff_s, make_client, retry_after_s
+from digenrl.rewards.http_client import NoResponseError, make_client, post_with_retries
 from digenrl.rewards.http_messages import Refusal, ScoreReply, encode_request
-
-# Worth a retry: the server is overloaded or still starting. Other errors would repeat.
-RETRIED_STATUS = frozenset({429, 502, 503, 504})
 
 
 class HttpReward(Reward):
@@ -60,24 +57,10 @@ class HttpReward(Reward):
         return reply
 
     def _post(self, body: bytes, rows: slice) -> httpx.Response:
-        """The response of the server; retries temporary failures, doubling the wait each time.
-
-        It waits longer if the server asks for it, but never longer than `max_backoff_s`.
-        """
-        failure, asked_s = "", 0.0
-        for attempt in range(self.settings.retries + 1):
-            if attempt:
-                self._sleep(backoff_s(self.settings, attempt, asked_s))
-            try:
-                response = self._client.post(f"{self.settings.url}/score", content=body)
-            except httpx.TransportError as error:
-                failure, asked_s = f"{type(error).__name__}: {error}", 0.0
-                continue
-            if response.status_code not in RETRIED_STATUS:
-                return response
-            failure, asked_s = f"status {response.status_code}", retry_after_s(response)
-        attempts = self.settings.retries + 1
-        raise self._failed(f"{self.settings.url} did not respond in {attempts} attempts, last {failure}", rows)
+        try:
+            return post_with_retries(self._client, self.settings, "/score", body, self._sleep)
+        except NoResponseError as error:
+            raise self._failed(str(error), rows) from None
 
     def _refused(self, response: httpx.Response, rows: slice) -> RewardError:
         try:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Callable
 
 import httpx
 
 from digenrl.config.rewards import ServerSettings
 from digenrl.rewards.http_messages import check_token
+
+# Worth a retry: the server is overloaded or still starting. Other errors would repeat.
+RETRIED_STATUS = frozenset({429, 502, 503, 504})
+
+
+class NoResponseError(RuntimeError):
+    """A server did not respond in any attempt."""
 
 
 def make_client(settings: ServerSettings, token: str, connections: int = 1) -> httpx.Client:
@@ -28,6 +36,29 @@ def make_client(settings: ServerSettings, token: str, connections: int = 1) -> h
         trust_env=False,
         follow_redirects=False,
     )
+
+
+def post_with_retries(
+    client: httpx.Client, settings: ServerSettings, path: str, body: bytes, sleep: Callable[[float], None]
+) -> httpx.Response:
+    """The response of the server; retries temporary failures, doubling the wait each time, or NoResponseError.
+
+    It waits longer if the server asks for it, but never longer than `max_backoff_s`.
+    """
+    failure, asked_s = "", 0.0
+    for attempt in range(settings.retries + 1):
+        if attempt:
+            sleep(backoff_s(settings, attempt, asked_s))
+        try:
+            response = client.post(f"{settings.url}{path}", content=body)
+        except httpx.TransportError as error:
+            failure, asked_s = f"{type(error).__name__}: {error}", 0.0
+            continue
+        if response.status_code not in RETRIED_STATUS:
+            return response
+        failure, asked_s = f"status {response.status_code}", retry_after_s(response)
+    attempts = settings.retries + 1
+    raise NoResponseError(f"{settings.url} did not respond in {attempts} attempts, last {failure}")
 
 
 def backoff_s(settings: ServerSettings, attempt: int, asked_s: float = 0.0) -> float:

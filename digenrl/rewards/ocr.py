@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy
 from PIL import Image
-from rapidocr_onnxruntime import RapidOCR
+from rapidocr import RapidOCR
 from torch import Tensor
 
 from digenrl.config.rewards import OcrSettings, TextMatch
@@ -33,12 +33,15 @@ class OcrReward(FrameReward):
         self.detect = settings.detect
         self.shorter_side = settings.shorter_side
         self._engine = RapidOCR(
-            intra_op_num_threads=settings.threads,
-            inter_op_num_threads=1,
-            text_score=LEAST_CONFIDENCE,
-            det_limit_side_len=settings.shorter_side,
-            rec_img_shape=[3, LINE_HEIGHT, settings.width],
-            rec_batch_num=LINES_PER_BATCH,
+            params={
+                "Global.log_level": "error",  # otherwise an image without text is a warning
+                "Global.text_score": LEAST_CONFIDENCE,
+                "EngineConfig.onnxruntime.intra_op_num_threads": settings.threads,
+                "EngineConfig.onnxruntime.inter_op_num_threads": 1,
+                "Det.limit_side_len": settings.shorter_side,
+                "Rec.rec_img_shape": [3, LINE_HEIGHT, settings.width],
+                "Rec.rec_batch_num": LINES_PER_BATCH,
+            }
         )
 
     def score_frames(
@@ -60,13 +63,13 @@ class OcrReward(FrameReward):
         if self.detect:
             return [self._detected(image) for image in images]
         # No upscaling: the recogniser itself scales every image to its line height, bilinearly.
-        lines, _ = self._engine.text_rec([_as_bgr(image) for image in images])
-        return [text if confidence >= LEAST_CONFIDENCE else "" for text, confidence in lines]
+        lines = self._engine.recognize_txt([_as_bgr(image) for image in images])
+        read = zip(lines.txts, lines.scores, strict=True)
+        return [text if confidence >= LEAST_CONFIDENCE else "" for text, confidence in read]
 
     def _detected(self, image: Image.Image) -> str:
         """All lines of text that are detected in an image."""
-        lines, _ = self._engine(_as_bgr(self._upscaled(image)))
-        return " ".join(text for _, text, _ in lines or [])
+        return " ".join(self._engine(_as_bgr(self._upscaled(image))).txts or ())
 
     def _upscaled(self, image: Image.Image) -> Image.Image:
         """Bilinear: text of 8 to 14 pixels is recognised better than without scaling or with a sharper filter."""

@@ -1,4 +1,7 @@
-"""Grids of held-out samples: one PNG per evaluation, and a JSON file with the prompt and reward of every cell."""
+"""Grids of held-out samples: one PNG per evaluation, and a JSON file with the prompt and reward of every cell.
+
+The clips of videos are beside the grid, one MP4 per cell: `step_000010_0003.mp4` is that of the fourth cell.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ class SampleGrid:
 
 
 def write_grid(folder: RunFolder, steps_done: int, pictures: Path, scores: Sequence[HeldOutScore]) -> Path:
-    """Replaces a folder of single pictures by the grid and its captions; returns the grid's path."""
+    """Replaces a folder of single pictures by the grid, its captions and clips; returns the grid's path."""
     from PIL import Image
 
     images = [Image.open(path).convert("RGB") for path in sorted(pictures.glob("*.png"))]
@@ -76,6 +79,8 @@ def write_grid(folder: RunFolder, steps_done: int, pictures: Path, scores: Seque
     )
     captions = GridCaptions(columns=columns, gap=GAP, items=cells)
     write_atomically(folder.grid_captions(steps_done), captions.model_dump_json(indent=1))
+    for clip in pictures.glob("*.mp4"):
+        clip.replace(clip_of(target, int(clip.stem)))
     shutil.rmtree(pictures)
     return target
 
@@ -86,6 +91,11 @@ def read_grid(image: Path) -> SampleGrid | None:
         return None
     captions = image.with_suffix(".json")
     return SampleGrid(image, read_model(GridCaptions, captions) if captions.is_file() else None)
+
+
+def clip_of(grid: Path, cell: int) -> Path:
+    """The clip of a cell of this grid, which exists for videos only."""
+    return grid.with_name(f"{grid.stem}_{cell:04d}.mp4")
 
 
 def columns_for(count: int) -> int:

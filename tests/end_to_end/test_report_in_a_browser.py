@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from handmade_runs import (
     AFTER_COLOURS,
     BEFORE_COLOURS,
@@ -22,6 +23,7 @@ from headless_browser import NAMES, Page, browser_page, find_browser
 
 from digenrl.report.page import write_report as write_report_of
 from digenrl.run_folder.reading import read_run
+from digenrl.worker.clips import write_clip
 
 SECTIONS = ("samples", "curves", "timeline", "utilisation", "prediction", "recipe")
 GENERATE, TRAIN, SEND = [79, 134, 217], [242, 165, 65], [198, 93, 46]
@@ -105,6 +107,27 @@ def test_grids_are_cut_into_cells_and_a_prompt_stays_text(page: Page, report: Pa
             assert shown == [list(colour) for colour in colours]
     assert NASTY_PROMPT in page.text("#grid-after .cell:nth-child(2) figcaption")
     assert page.evaluate("document.images.length") == 0
+
+
+def test_a_clip_that_the_browser_cannot_play_leaves_the_image(page: Page, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "samples" / "step_000002_0000.mp4").write_bytes(b"not a video")
+    page.open(write_report(folder))
+    page.wait_for("document.querySelectorAll('#grid-after .cell canvas')[3].width === 8")
+    assert page.errors == []
+    assert colour_at(page, "#grid-after .cell:nth-child(1) canvas", 4, 4) == list(AFTER_COLOURS[0])
+
+
+def test_a_clip_plays_in_the_place_of_its_image(page: Page, tmp_path: Path) -> None:
+    pytest.importorskip("imageio_ffmpeg")
+    folder = write_run(tmp_path / "run")
+    write_clip(torch.rand(8, 3, 16, 16), folder / "samples" / "step_000002_0000.mp4")
+    page.open(write_report(folder))
+    if not page.evaluate("document.createElement('video').canPlayType('video/mp4; codecs=\"avc1.64000a\"')"):
+        pytest.skip("this browser has no decoder for H.264")
+    page.wait_for("document.querySelector('#grid-after .cell:nth-child(1) video')?.currentTime > 0")
+    assert page.errors == []
+    assert page.evaluate("document.querySelectorAll('#grid-after .cell canvas').length") == 3
 
 
 def test_pointing_at_a_sample_shows_its_parts_and_marks_the_same_prompt_in_both_grids(

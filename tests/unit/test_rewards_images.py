@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from io import BytesIO
 
 import numpy
 import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
+from rapidocr import RapidOCR
+from rapidocr.ch_ppocr_rec import TextRecognizer, TextRecOutput
+from rapidocr.utils.output import RapidOCROutput
 from torch import Tensor
 
 from digenrl.config.rewards import OcrSettings, TextMatch, parse_reward
@@ -16,7 +20,7 @@ from digenrl.rewards.contract import Reward, RewardError
 from digenrl.rewards.ocr import OcrReward, edit_distance, normalised, text_similarity
 from digenrl.rewards.quoted_text import quoted
 
-ANSWERS = [("1234", 0.9), ("1234", 0.3), ("1235", 0.9)]  # texts and confidences of a recogniser
+ANSWERS = TextRecOutput(txts=("1234", "1234", "1235"), scores=(0.9, 0.3, 0.9))
 
 
 @pytest.fixture(scope="module")
@@ -102,15 +106,15 @@ def test_other_text_and_no_text_score_zero(ocr: OcrReward) -> None:
 
 
 def test_small_images_are_readable(ocr: OcrReward) -> None:
-    for height, letters in ((16, 10), (24, 12), (32, 12)):
-        assert score(ocr, writing("Exit", height, letters), text="exit")[1]["exact"] == 1.0
+    for height, text in itertools.product((24, 32), ("Exit", "Hotel", "4071")):
+        assert score(ocr, writing(text, height, letters=12), text=text)[1]["exact"] == 1.0
 
 
 def test_the_recogniser_receives_colours_in_its_channel_order(
     ocr: OcrReward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    monkeypatch.setattr(ocr, "_engine", lambda image: (seen.append(image), (None, None))[1])
+    monkeypatch.setattr(RapidOCR, "__call__", lambda self, image: (seen.append(image), RapidOCROutput())[1])
     red = torch.zeros(1, 3, 300, 300)
     red[:, 0] = 1.0
     score(ocr, red, text="x")
@@ -128,7 +132,7 @@ def test_without_detection_all_images_are_read_in_one_batch_at_their_own_size(
     line_reader: OcrReward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    monkeypatch.setattr(line_reader._engine, "text_rec", lambda lines: (seen.append(lines), (ANSWERS, 0.0))[1])
+    monkeypatch.setattr(RapidOCR, "recognize_txt", lambda self, lines: (seen.append(lines), ANSWERS)[1])
     red = torch.zeros(3, 1, 3, 32, 64)
     red[:, :, 0] = 1.0
     batch = line_reader.score(red, ['"1234"'] * 3, [{}] * 3)
@@ -139,15 +143,19 @@ def test_without_detection_all_images_are_read_in_one_batch_at_their_own_size(
 
 def test_the_recogniser_has_the_configured_width_and_widens_for_longer_lines(line_reader: OcrReward) -> None:
     shapes = []
-    forward = line_reader._engine.text_rec.session
+    prepare = TextRecognizer.resize_norm_img
+
+    def noted(self: TextRecognizer, image: numpy.ndarray, ratio: float) -> numpy.ndarray:
+        line = prepare(self, image, ratio)
+        shapes.append(line.shape)
+        return line
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            line_reader._engine.text_rec, "session", lambda lines: (shapes.append(lines.shape), forward(lines))[1]
-        )
+        patch.setattr(TextRecognizer, "resize_norm_img", noted)
         assert score(line_reader, writing("4071", height=32, letters=22), text="4071")[0] == 1.0
         assert score(line_reader, writing("Coffee house", height=32), text="coffee house")[0] == 1.0
-    assert shapes[0] == (1, 3, 48, 96)
-    assert shapes[1][3] > 96
+    assert shapes[0] == (3, 48, 96)
+    assert shapes[1][2] > 96
 
 
 def test_a_sample_without_an_expected_text_is_an_error_that_names_it(ocr: OcrReward) -> None:

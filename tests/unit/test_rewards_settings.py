@@ -90,7 +90,7 @@ def test_settings_load_without_torch() -> None:
 
 @pytest.mark.slow
 def test_libraries_load_only_when_a_reward_is_built() -> None:
-    heavy = {"transformers", "onnxruntime", "rapidocr_onnxruntime", "cv2", "PIL", "httpx", "fastapi", "uvicorn"}
+    heavy = {"transformers", "onnxruntime", "rapidocr", "cv2", "PIL", "httpx", "fastapi", "uvicorn"}
     built = modules_after(
         "import sys, digenrl.rewards.contract\n"
         "from digenrl.config.rewards import parse_reward\n"

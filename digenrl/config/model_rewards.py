@@ -1,0 +1,144 @@
+"""Settings of the rewards that have weights, one model each. rewards.py has the table of all rewards."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+
+from digenrl.config.limits import Weight
+from digenrl.config.reward_base import FrameRewardSettings, RewardSettings
+from digenrl.config.token_variables import check_token_variable
+
+LAION_CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+OPENAI_CLIP_L = "openai/clip-vit-large-patch14"
+TRANSFORMERS = ("transformers>=5.17",)  # the library that holds the models
+
+
+class ModelRewardSettings(FrameRewardSettings):
+    """A reward with weights. `model` is a directory or a hub id."""
+
+    model: str = Field(min_length=1)
+    device: str = Field(default="auto", description="a torch device; auto: cuda if available")
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    batch_size: PositiveInt = Field(default=16, description="images in one forward")
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """The library that holds the models."""
+        return TRANSFORMERS
+
+
+class ClipRewardSettings(ModelRewardSettings):
+    """A reward built on CLIP. `processor` holds tokenizer and image processor if `model` has none."""
+
+    processor: str | None = Field(default=None, min_length=1)
+
+
+class ClipScoreSettings(ClipRewardSettings):
+    """Cosine similarity of image and prompt under CLIP."""
+
+    name: Literal["clip_score"] = "clip_score"
+    model: str = Field(default=OPENAI_CLIP_L, min_length=1)
+
+
+class PickScoreSettings(ClipRewardSettings):
+    """Human preference: a fine-tuned CLIP-H."""
+
+    name: Literal["pickscore"] = "pickscore"
+    model: str = Field(default="yuvalkirstain/PickScore_v1", min_length=1)
+
+
+class HpsV2Settings(ClipRewardSettings):
+    """Human preference score v2: a fine-tuned CLIP-H.
+
+    `model` is a converted checkpoint, or the CLIP-H base if `checkpoint` is the published file.
+    """
+
+    name: Literal["hpsv2"] = "hpsv2"
+    checkpoint: str | None = Field(
+        default=None, min_length=1, description="a .pt or .safetensors file with open_clip's names"
+    )
+
+
+class HpsV3Settings(FrameRewardSettings):
+    """Human preference score v3: Qwen2-VL with a head, run by the authors' package in its own environment."""
+
+    name: Literal["hpsv3"] = "hpsv3"
+    checkpoint: str | None = Field(
+        default=None, min_length=1, description="the published HPSv3.safetensors; from the hub by default"
+    )
+    config: str | None = Field(
+        default=None, min_length=1, description="a YAML file instead of the package's, which names the base model"
+    )
+    device: str = Field(default="auto", description="a torch device; auto: cuda if available")
+    batch_size: PositiveInt = Field(default=8, description="images in one forward")
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """The authors' package, and what it imports without saying so."""
+        return ("hpsv3==1.0.0", "matplotlib", "tensorboard")
+
+
+class ImageRewardSettings(ModelRewardSettings):
+    """Human preference: BLIP with a head. `model` holds ImageReward.pt and med_config.json, as published."""
+
+    name: Literal["image_reward"] = "image_reward"
+    model: str = Field(default="THUDM/ImageReward", min_length=1)
+    tokenizer: str | None = Field(
+        default=None, min_length=1, description="a directory or hub id of BERT's tokenizer"
+    )
+
+
+class AestheticSettings(ClipRewardSettings):
+    """LAION's aesthetic predictor: a head on CLIP-L."""
+
+    name: Literal["aesthetic"] = "aesthetic"
+    model: str = Field(default=OPENAI_CLIP_L, min_length=1)
+    head: str = Field(min_length=1, description="file of the head, .pth or .safetensors")
+
+
+class GenevalSettings(ClipRewardSettings):
+    """Counts, colours and positions of detected objects, by the metadata of GenEval's prompts.
+
+    `detector` is a directory or hub id of a model for object detection, or the URL of a detector's server.
+    `model` is the CLIP that names colours.
+    """
+
+    name: Literal["geneval"] = "geneval"
+    model: str = Field(default=OPENAI_CLIP_L, min_length=1)
+    detector: str = Field(min_length=1, description="weights of a detector, or http://host:port/path")
+    token_env: str | None = Field(default=None, min_length=1, description="token of the detector's server")
+    score: Literal["partial", "correct", "strict"] = Field(
+        default="partial", description="partial: Flow-GRPO's; correct: 1 or 0 by GenEval's rules; strict: exactly"
+    )
+
+    @field_validator("token_env")
+    @classmethod
+    def _is_a_listed_variable(cls, name: str | None) -> str | None:
+        return None if name is None else check_token_variable(name)
+
+
+class VideoAlignSettings(RewardSettings):
+    """VideoAlign's qualities of a video: visual (`vq`), of motion (`mq`) and agreement with the prompt (`ta`).
+
+    The score is their sum with these weights. `model` is the Qwen2-VL that `checkpoint` was trained from.
+    """
+
+    name: Literal["videoalign"] = "videoalign"
+    model: str = Field(default="Qwen/Qwen2-VL-2B-Instruct", min_length=1)
+    checkpoint: str = Field(min_length=1, description="directory of the published VideoReward")
+    prompt: str = Field(min_length=1, description="prompt_template.py of the authors' repository; read, not run")
+    frames_per_s: PositiveFloat = Field(
+        default=16.0, description="of the samples; the model looks at 2 of them per second"
+    )
+    vq: Weight = Field(default=1.0, allow_inf_nan=False)
+    mq: Weight = Field(default=1.0, allow_inf_nan=False)
+    ta: Weight = Field(default=1.0, allow_inf_nan=False)
+    device: str = Field(default="auto", description="a torch device; auto: cuda if available")
+    dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """The library that holds the model."""
+        return TRANSFORMERS

@@ -1,0 +1,39 @@
+"""What the settings of all rewards share."""
+
+from __future__ import annotations
+
+from pydantic import Field, PositiveInt
+
+from digenrl.config.limits import Weight
+from digenrl.config.reading import Frozen
+
+
+class RewardSettings(Frozen):
+    """Settings of every reward. The total reward is the sum of raw scores times `weight`."""
+
+    name: str
+    weight: Weight = Field(default=1.0, allow_inf_nan=False)
+    label: str | None = Field(
+        default=None, min_length=1, description="name in metrics; the reward's name by default"
+    )
+
+    @property
+    def shown_as(self) -> str:
+        """The name in metrics and errors."""
+        return self.label or self.name
+
+    @property
+    def needs_whole_groups(self) -> bool:
+        """Whether a call must have exactly the samples of one group."""
+        return False
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """What `digenrl reward serve --env` installs for it, besides the server's own packages."""
+        return ()
+
+
+class FrameRewardSettings(RewardSettings):
+    """A reward of single images. A video scores the mean over every `frame_stride`-th frame."""
+
+    frame_stride: PositiveInt = 1

@@ -1,0 +1,124 @@
+"""Runs micro-batches through the stages: each stage computes what has arrived, backwards first.
+
+Transfers overlap with computing, in both directions. Micro-batches arrive, and their gradients are added, in order:
+the result does not depend on the speed of links and stages.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from digenrl.stages.links import Direction, StageLinks
+from digenrl.stages.messages import States
+
+# Computes this stage's part of a micro-batch, given what the stage before hands over. The first stage is given
+# nothing. The last one returns a single tensor; to be trained, a loss.
+Forward = Callable[[int, States], States]
+
+
+class Pipeline:
+    """The pipeline as one of its stages sees it. All stages must run the same micro-batches.
+
+    At most `in_flight` micro-batches are between their forward and their backward; by default twice the number of
+    stages, which keeps all stages busy unless links are slower than all of them.
+    """
+
+    def __init__(self, links: StageLinks, in_flight: int | None = None) -> None:
+        self.links = links
+        self.in_flight = 2 * links.count if in_flight is None else in_flight
+        if self.in_flight < 1:
+            raise ValueError(f"at least 1 micro-batch must be in flight, got {self.in_flight}")
+        self._waiting: dict[Direction, deque[tuple[int, States]]] = {"forward": deque(), "backward": deque()}
+
+    def train(self, micro_batches: int, forward: Forward) -> list[Tensor]:
+        """Adds the gradients of all micro-batches to the parameters; returns the losses on the last stage.
+
+        Raises LinkError if a link is lost; gradients may be incomplete then.
+        """
+        links, losses = self.links, list[Tensor]()
+        begun: dict[int, tuple[States, States]] = {}
+        started = finished = 0
+        while finished < micro_batches:
+            may_start = started < micro_batches and len(begun) < self.in_flight
+            self._receive(lambda: bool(self._waiting["backward"]) or (may_start and self._has_input()))
+            if self._waiting["backward"]:
+                index, gradients = self._next("backward", finished)
+                _backward(begun[index][1], gradients)
+            else:
+                index, inputs = self._next_input(started)
+                outputs = forward(index, inputs)
+                begun[index] = inputs, outputs
+                started += 1
+                if not links.is_last:
+                    links.send("forward", index, outputs)
+                    continue
+                losses.append(_loss(outputs))
+            if not links.is_first:
+                links.send("backward", index, tuple(_gradient(each) for each in begun[index][0]))
+            del begun[index]
+            finished += 1
+        return losses
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: int, forward: Forward) -> list[Tensor]:
+        """Runs forwards without gradients; returns the outputs on the last stage."""
+        outputs = list[Tensor]()
+        for expected in range(micro_batches):
+            self._receive(self._has_input)
+            index, inputs = self._next_input(expected)
+            states = forward(index, inputs)
+            if self.links.is_last:
+                outputs.append(_only(states))
+            else:
+                self.links.send("forward", index, states)
+        return outputs
+
+    def _receive(self, enough: Callable[[], bool]) -> None:
+        """Takes all that has arrived; waits until it is enough to continue."""
+        while (arrival := self.links.receive(wait=not enough())) is not None:
+            self._waiting[arrival.direction].append((arrival.index, arrival.states))
+
+    def _has_input(self) -> bool:
+        return self.links.is_first or bool(self._waiting["forward"])
+
+    def _next_input(self, expected: int) -> tuple[int, States]:
+        return (expected, ()) if self.links.is_first else self._next("forward", expected)
+
+    def _next(self, direction: Direction, expected: int) -> tuple[int, States]:
+        index, states = self._waiting[direction].popleft()
+        if index != expected:
+            raise RuntimeError(
+                f"stage {self.links.index} got micro-batch {index} {direction}, expected {expected}; all stages "
+                "must run the same micro-batches"
+            )
+        return index, states
+
+
+def _backward(outputs: States, gradients: States) -> None:
+    pairs = [
+        (output, gradient)
+        for output, gradient in zip(outputs, gradients, strict=True)
+        if output is not None and output.requires_grad and gradient is not None
+    ]
+    if pairs:
+        torch.autograd.backward(*([*each] for each in zip(*pairs, strict=True)))
+
+
+def _loss(outputs: States) -> Tensor:
+    loss = _only(outputs)
+    if loss.requires_grad:
+        loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+def _only(outputs: States) -> Tensor:
+    assert len(outputs) == 1 and outputs[0] is not None, "the last stage returns a single tensor"
+    return outputs[0]
+
+
+def _gradient(state: Tensor | None) -> Tensor | None:
+    return None if state is None or state.grad is None else state.grad.detach()

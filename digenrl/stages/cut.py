@@ -16,7 +16,7 @@ Fits = Callable[[int, int, int], bool]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A cut into stages, the forward and backward of each, the transfers of each link, and those of a whole step."""
+    """A cut into stages, with the times of each stage and each link for a micro-batch, and of a whole step."""
 
     bounds: tuple[int, ...]
     stage_s: tuple[float, ...]

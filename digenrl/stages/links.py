@@ -28,7 +28,7 @@ class LinkSettings:
     A link over which nothing arrives for `deadline_s` is lost. `bytes_per_s` emulates a slow link.
     """
 
-    codecs: LinkCodecs = LinkCodecs()
+    codecs: LinkCodecs = LinkCodecs()  # noqa: RUF009  it is frozen
     deadline_s: float = 60.0
     bytes_per_s: float | None = None
 

@@ -1,7 +1,7 @@
 """Runs micro-batches through the stages: each stage computes what has arrived, backwards first.
 
-Transfers overlap with computing, in both directions. Micro-batches arrive, and their gradients are added, in order:
-the result does not depend on the speed of links and stages.
+Transfers overlap with computing, in both directions. Micro-batches arrive in order, and their gradients are added
+in order, so that the result does not depend on the speed of links and stages.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ class Pipeline:
         begun: dict[int, tuple[States, States]] = {}
         started = finished = 0
         while finished < micro_batches:
-            may_start = started < micro_batches and len(begun) < self.in_flight
-            self._receive(lambda: bool(self._waiting["backward"]) or (may_start and self._has_input()))
+            self._receive(may_start=started < micro_batches and len(begun) < self.in_flight)
             if self._waiting["backward"]:
                 index, gradients = self._next("backward", finished)
                 _backward(begun[index][1], gradients)
@@ -68,7 +67,7 @@ class Pipeline:
         """Runs forwards without gradients; returns the outputs on the last stage."""
         outputs = list[Tensor]()
         for expected in range(micro_batches):
-            self._receive(self._has_input)
+            self._receive(may_start=True)
             index, inputs = self._next_input(expected)
             states = forward(index, inputs)
             if self.links.is_last:
@@ -77,13 +76,14 @@ class Pipeline:
                 self.links.send("forward", index, states)
         return outputs
 
-    def _receive(self, enough: Callable[[], bool]) -> None:
-        """Takes all that has arrived; waits until it is enough to continue."""
-        while (arrival := self.links.receive(wait=not enough())) is not None:
+    def _receive(self, *, may_start: bool) -> None:
+        """Takes all that has arrived; waits until there is a backward to do or, if it may start, a forward."""
+        while (arrival := self.links.receive(wait=not self._can_continue(may_start))) is not None:
             self._waiting[arrival.direction].append((arrival.index, arrival.states))
 
-    def _has_input(self) -> bool:
-        return self.links.is_first or bool(self._waiting["forward"])
+    def _can_continue(self, may_start: bool) -> bool:
+        has_input = self.links.is_first or bool(self._waiting["forward"])
+        return bool(self._waiting["backward"]) or (may_start and has_input)
 
     def _next_input(self, expected: int) -> tuple[int, States]:
         return (expected, ()) if self.links.is_first else self._next("forward", expected)

@@ -92,11 +92,14 @@ def test_a_stage_reads_only_its_own_weights(tmp_path: Path, monkeypatch: pytest.
     make_tiny_pipeline("flux", folder)
     whole = family.load(folder, torch.bfloat16, text_encoders=False)
     expected = dict(whole.transformer.state_dict())
-    names = []
+    names: list[str] = []
     read = StoredWeights.read
-    monkeypatch.setattr(
-        StoredWeights, "read", lambda self, name, *rest: (names.append(name), read(self, name, *rest))[1]
-    )
+
+    def noting(self: StoredWeights, name: str, *rest: Any) -> torch.Tensor:
+        names.append(name)
+        return read(self, name, *rest)
+
+    monkeypatch.setattr(StoredWeights, "read", noting)
     model, own = load_stage(family, ModelSource.of(folder), 1, 3, torch.bfloat16)
     found = model.transformer.state_dict()
     assert own.is_last

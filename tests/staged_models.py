@@ -14,7 +14,7 @@ from digenrl.models.blocks import checkpoint_blocks, repeated_blocks
 from digenrl.models.contract import Conditioning, DiffusionModel
 from digenrl.models.lora import add_lora
 from digenrl.models.registry import FAMILIES
-from digenrl.models.staged_blocks import OwnBlocks
+from digenrl.models.staged_blocks import keep_blocks
 from digenrl.testing.tiny_models import TINY_MODELS, seeded_weights
 
 LAYERS = {"num_layers": 3, "num_single_layers": 2, "n_layers": 4}
@@ -99,10 +99,10 @@ def staged_pass(
     received: tuple[Tensor, ...] = ()
     for first, end in pairwise(bounds):
         own = copy.deepcopy(model)
-        blocks = OwnBlocks(own, first, end)
+        keep_blocks(own, first, end)
         set_checkpointing(own, checkpointed)
         own.transformer.zero_grad()
-        value, handed = blocks.run(received, lambda own=own: velocity(own, family, inputs))
+        value, handed = own.own_blocks.run(received, lambda own=own: velocity(own, family, inputs))
         stages.append((own, received, handed))
         received = tuple(each.detach().clone().requires_grad_(each.requires_grad) for each in handed)
     loss_of(value, inputs).backward()

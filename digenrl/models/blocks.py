@@ -38,7 +38,8 @@ class BlockElsewhere(nn.Module):
     """Stands in for a block that another process computes: returns the states it is given, as the block would.
 
     `state_arguments` are the arguments that the block updates, in the order in which it returns them. Nothing is
-    differentiated through it. `replace`, if set, changes what it returns.
+    differentiated through it. `replace`, if set, changes what it returns. It keeps the block's adapters, under
+    their names: all processes have all of them.
     """
 
     def __init__(self, block: nn.Module, state_arguments: tuple[str, ...]) -> None:
@@ -46,6 +47,9 @@ class BlockElsewhere(nn.Module):
         self._names = tuple(inspect.signature(type(block).forward).parameters)[1:]
         self._state_arguments = state_arguments
         self.replace: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] | None = None
+        for path, parameter in block.named_parameters():
+            if ".lora_" in path:
+                self._keep(path, parameter)
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """The states: a tuple, or a single tensor if there is only one."""
@@ -55,6 +59,15 @@ class BlockElsewhere(nn.Module):
         if self.replace is not None:
             states = self.replace(states)
         return states[0] if len(states) == 1 else states
+
+    def _keep(self, path: str, parameter: nn.Parameter) -> None:
+        *parents, name = path.split(".")
+        module: nn.Module = self
+        for parent in parents:
+            if parent not in dict(module.named_children()):
+                module.add_module(parent, nn.Module())
+            module = module.get_submodule(parent)
+        module.register_parameter(name, parameter)
 
 
 def block_kind(block: nn.Module) -> tuple[str, int]:

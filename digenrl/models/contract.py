@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from digenrl.config.attention import Kernels
+from digenrl.models.own_blocks import OwnBlocks
 from digenrl.models.token_exchange import TokenExchange, TokenShares
 
 ComfyuiLayers = Mapping[str, tuple[str, ...]]
@@ -126,6 +127,8 @@ class DiffusionModel(ABC):
     self_attention: ClassVar[tuple[str, ...]] = ()
     # Connects the ranks that compute each forward together; None if this process computes alone.
     exchange: TokenExchange | None = None
+    # The blocks that this process computes, if the model is cut into stages; None if it computes all of them.
+    own_blocks: OwnBlocks | None = None
 
     @property
     def dtype(self) -> torch.dtype:

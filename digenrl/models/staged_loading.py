@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from digenrl.models.family import Family
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.sources import ModelSource
-from digenrl.models.staged_blocks import OwnBlocks
+from digenrl.models.staged_blocks import keep_blocks
 from digenrl.models.stored_weights import StoredWeights
 
 
@@ -22,29 +24,33 @@ def load_stage(
     *,
     vae_dtype: torch.dtype = torch.float32,
     text_tokens: int | None = None,
-) -> tuple[PipelineModel, OwnBlocks]:
+    add_adapters: Callable[[PipelineModel], None] | None = None,
+) -> PipelineModel:
     """The model of a pipeline without text encoders, with the blocks `first` to `end` - 1 of its transformer.
 
-    The transformer is on the device, the VAE on the CPU. Raises ValueError if the files are not those of the
-    transformer. Not for a single file.
+    The transformer is on the device, the VAE on the CPU. `add_adapters` is called for the model without weights.
+    Raises ValueError if the files are not those of the transformer. Not for a single file.
     """
     model, files = family.load_without_weights(source, dtype, vae_dtype=vae_dtype, text_tokens=text_tokens)
-    own = OwnBlocks(model, first, end)
+    if add_adapters is not None:
+        add_adapters(model)
+    keep_blocks(model, first, end)
     with StoredWeights(files) as stored:
         read_weights(model.transformer, stored, device)
-    return model, own
+    return model
 
 
 def read_weights(transformer: nn.Module, stored: StoredWeights, device: torch.device | str) -> None:
     """Reads the values of all weights of a transformer that has none; others in the files are left out."""
     values: dict[str, Tensor] = {}
     for name, value in transformer.state_dict().items():
-        found = stored.shapes.get(name)
+        stored_name = name.replace(".base_layer.", ".")
+        found = stored.shapes.get(stored_name)
         if found is None and not value.is_meta:
-            continue  # a table that is computed, not trained
+            continue  # an adapter, or a table that is computed
         if found != tuple(value.shape):
             given = "missing" if found is None else str(found)
             raise ValueError(f"the transformer's weight {name} is {given} in its files, not {tuple(value.shape)}")
-        values[name] = stored.read(name, slice(None), value.dtype, device)
+        values[name] = stored.read(stored_name, slice(None), value.dtype, device)
     transformer.load_state_dict(values, assign=True, strict=False)
     transformer.to(device)

@@ -86,7 +86,7 @@ class Sender:
         description = torch.frombuffer(bytearray(packed.description), dtype=torch.uint8)
         self._send_header(MESSAGE, index, len(description), len(packed.payload))
         for content in (description, packed.payload):
-            for piece in content.split(PIECE_BYTES):
+            for piece in torch.split(content, PIECE_BYTES):
                 self._send_piece(piece)
         self.sent_bytes += len(packed.payload)
 
@@ -135,7 +135,7 @@ class Receiver:
 
     def _receive(self, count: int, dtype: torch.dtype) -> Tensor:
         whole = torch.empty(count, dtype=dtype)
-        for piece in whole.split(PIECE_BYTES // dtype.itemsize) if count else ():
+        for piece in torch.split(whole, PIECE_BYTES // dtype.itemsize) if count else ():
             dist.recv(piece, self._wire.peer, group=self._wire.group)
         return whole
 

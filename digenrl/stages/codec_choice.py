@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
-CodecName = Literal["none", "bf16", "int8", "int4", "top_k"]
+from digenrl.config.training import CodecName
+
 CODEC_NAMES: tuple[CodecName, ...] = get_args(CodecName)
 
 BLOCK_VALUES = 64

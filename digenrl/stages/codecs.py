@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from digenrl.stages.codec_choice import BLOCK_VALUES, Codec, CodecName
+from digenrl.config.training import CodecName
+from digenrl.stages.codec_choice import BLOCK_VALUES, Codec
 
 LARGEST: dict[CodecName, int] = {"int8": 127, "int4": 7}
 

@@ -34,10 +34,13 @@ class Pipeline:
             raise ValueError(f"at least 1 micro-batch must be in flight, got {self.in_flight}")
         self._waiting: dict[Direction, deque[tuple[int, States]]] = {"forward": deque(), "backward": deque()}
 
-    def train(self, micro_batches: int, forward: Forward) -> list[Tensor]:
+    def train(
+        self, micro_batches: int, forward: Forward, after_backward: Callable[[int], None] | None = None
+    ) -> list[Tensor]:
         """Adds the gradients of all micro-batches to the parameters; returns the losses on the last stage.
 
-        Raises LinkError if a link is lost; gradients may be incomplete then.
+        `after_backward` is called with the index of each, after its gradient was added. Raises LinkError if a link
+        is lost; gradients may be incomplete then.
         """
         links, losses = self.links, list[Tensor]()
         begun: dict[int, tuple[States, States]] = {}
@@ -60,6 +63,8 @@ class Pipeline:
                 links.send("backward", index, tuple(_gradient(each) for each in begun[index][0]))
             del begun[index]
             finished += 1
+            if after_backward is not None:
+                after_backward(index)
         return losses
 
     @torch.no_grad()
@@ -105,7 +110,7 @@ def _backward(outputs: States, gradients: States) -> None:
         if output is not None and output.requires_grad and gradient is not None
     ]
     if pairs:
-        torch.autograd.backward(*([*each] for each in zip(*pairs, strict=True)))
+        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
 
 
 def _loss(outputs: States) -> Tensor:

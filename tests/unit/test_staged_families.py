@@ -24,7 +24,7 @@ from digenrl.models.blocks import block_places, repeated_blocks
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.registry import FAMILIES
 from digenrl.models.sources import ModelSource
-from digenrl.models.staged_blocks import OwnBlocks, chain_length, check_chain
+from digenrl.models.staged_blocks import chain_length, check_chain, keep_blocks
 from digenrl.models.staged_loading import load_stage
 from digenrl.models.stored_weights import StoredWeights
 from digenrl.testing.tiny_models import TINY_MODELS, make_tiny_pipeline
@@ -38,7 +38,7 @@ def test_stages_give_the_velocity_and_gradients_of_the_whole_model(family: str) 
     model = deep_model(family)
     inputs = make_inputs(model, family)
     model.drop_text_encoders()
-    count = chain_length(model)
+    count = chain_length(model.transformer, model.blocks_before_chain)
     assert count >= 3
     two, three = (0, 1, count), (0, 1, count - 1, count)
     assert_same(model, family, inputs, two, checkpointed=False)
@@ -77,7 +77,7 @@ def test_every_family_with_a_transformer_is_covered() -> None:
 def test_a_stage_holds_its_own_blocks_under_their_names() -> None:
     model = deep_model("flux")
     names = set(dict(model.transformer.named_parameters()))
-    OwnBlocks(model, 2, 4)
+    keep_blocks(model, 2, 4)
     assert len(repeated_blocks(model.transformer)) == 2
     kept = dict(model.transformer.named_parameters())
     assert kept.keys() < names
@@ -100,9 +100,9 @@ def test_a_stage_reads_only_its_own_weights(tmp_path: Path, monkeypatch: pytest.
         return read(self, name, *rest)
 
     monkeypatch.setattr(StoredWeights, "read", noting)
-    model, own = load_stage(family, ModelSource.of(folder), 1, 3, torch.bfloat16)
+    model = load_stage(family, ModelSource.of(folder), 1, 3, torch.bfloat16)
     found = model.transformer.state_dict()
-    assert own.is_last
+    assert model.own_blocks is not None and model.own_blocks.is_last
     assert found.keys() < expected.keys()
     assert not any(name.startswith("transformer_blocks.") for name in names)
     for name, value in found.items():
@@ -113,15 +113,16 @@ def test_a_stage_reads_only_its_own_weights(tmp_path: Path, monkeypatch: pytest.
 def test_states_of_other_forwards_are_refused() -> None:
     model = deep_model("wan")
     inputs = make_inputs(model, "wan")
-    last = OwnBlocks(model, 1, 3)
+    keep_blocks(model, 1, 3)
+    assert model.own_blocks is not None
     with pytest.raises(RuntimeError, match="same forwards"):
-        last.run((torch.zeros(1, 2, 3),), lambda: velocity(model, "wan", inputs))
+        model.own_blocks.run((torch.zeros(1, 2, 3),), lambda: velocity(model, "wan", inputs))
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 0), (2, 1), (0, 4), (-1, 2)])
 def test_blocks_outside_of_the_chain_are_refused(first: int, end: int) -> None:
     with pytest.raises(ValueError, match="chain of 3"):
-        OwnBlocks(deep_model("wan"), first, end)
+        keep_blocks(deep_model("wan"), first, end)
 
 
 def test_a_unet_is_refused() -> None:

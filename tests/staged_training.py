@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rank_cases import STEADY, train
@@ -39,21 +39,9 @@ def trained(
     model = deep_model("sd3")
     train_adapters(model)
     algorithm = build_algorithm(case.algorithm, LIVELY[case.algorithm] | case.options)
+    rollout = Rollout(groups=2, group_size=3, steps=3, guidance=2.0, size=TINY_MODELS["sd3"].size)
     batches = [
-        scored_groups(
-            model,
-            algorithm,
-            Rollout(
-                groups=2,
-                group_size=3,
-                steps=3,
-                guidance=2.0,
-                size=TINY_MODELS["sd3"].size,
-                step=step,
-                version=step,
-            ),
-            REWARDS,
-        )
+        scored_groups(model, algorithm, replace(rollout, step=step, version=step), REWARDS)
         for step in range(case.batches)
     ]
     if ranks is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ class OwnBlocks:
         self.first, self.end, self.blocks = first, end, blocks
         self._received: Iterator[Tensor] | None = None
         self._handed: list[Tensor] | None = None
+        self._alone = False
 
     @property
     def is_last(self) -> bool:
@@ -40,8 +42,19 @@ class OwnBlocks:
         finally:
             self._received = self._handed = None
 
+    @contextmanager
+    def without_others(self) -> Iterator[None]:
+        """Inside, forwards leave out the blocks of other stages. The velocity is meaningless: for measurements."""
+        self._alone = True
+        try:
+            yield
+        finally:
+            self._alone = False
+
     def take(self, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The received states of the next forward, in the place of these, which have the same shapes."""
+        if self._alone:
+            return states
         assert self._received is not None, "forwards of a model in stages are run by OwnBlocks.run"
         received = tuple(next(self._received) for _ in states)
         if [each.shape for each in received] != [each.shape for each in states]:

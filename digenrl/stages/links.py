@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from digenrl.stages.channels import LinkError, Receiver, Sender, Wire
-from digenrl.stages.codec_choice import LinkCodecs
+from digenrl.stages.codec_choice import Codec, LinkCodecs
 from digenrl.stages.messages import States
 from digenrl.stages.pacing import PacedLink
 
@@ -92,12 +92,15 @@ class StageLinks:
             raise self._lost
         return None
 
-    def use_codecs(self, *, before: LinkCodecs | None = None, after: LinkCodecs | None = None) -> None:
-        """Changes how this stage codes what it sends from now on, to the stage before or after."""
-        if before is not None and "backward" in self._senders:
-            self._senders["backward"].codec = before.gradients
-        if after is not None and "forward" in self._senders:
-            self._senders["forward"].codec = after.activations
+    @property
+    def activations(self) -> Codec | None:
+        """How this stage codes what it sends to the stage after; None if it is the last. It can be changed."""
+        return None if self.is_last else self._senders["forward"].codec
+
+    @activations.setter
+    def activations(self, codec: Codec) -> None:
+        if not self.is_last:
+            self._senders["forward"].codec = codec
 
     def close(self) -> None:
         """Closes all links; waits for the neighbours to do the same unless a link is lost."""

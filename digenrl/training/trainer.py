@@ -202,6 +202,7 @@ class Trainer:
             with self.switching.stepping():
                 self._trainable.step(gradient, consensus.norm)
         metrics = self._metrics(consensus)
+        self._passes.check_links(metrics.log_prob_mismatch)
         self._begin_next_update()
         return metrics
 

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 from rank_processes import on_ranks
 from staged_training import StagedCase, all_trained, trained
+
+import digenrl
+from digenrl.config.reading import ConfigError, parse_model
+from digenrl.config.recipe import Recipe
+from digenrl.stages.codec_choice import Codec, LinkCodecs
+from digenrl.stages.links import LinkSettings
+from digenrl.training.ranks.rank_group import RankGroup
+from digenrl.training.ranks.stage_links import fall_back
+from digenrl.worker.blueprint import read_blueprint
+from digenrl.worker.sharding_checks import check_sharding
+
+RECIPES = Path(digenrl.__file__).parent / "recipes"
 
 CASES = [
     StagedCase("flow_grpo", batches=2),
@@ -28,3 +42,52 @@ def test_stages_train_to_the_weights_and_metrics_of_one_process(bounds: tuple[in
             assert theirs == metrics, case.algorithm
             for name, value in expected.items():
                 assert torch.equal(weights[name], value), (case.algorithm, name)
+
+
+def codecs_after(ranks: RankGroup, codec: Codec, mismatches: list[float]) -> list[str | None]:
+    """How activations are sent after updates with these differences of log-probs."""
+    links = ranks.pipeline(LinkSettings(LinkCodecs(activations=codec))).links
+    found = []
+    for mismatch in mismatches:
+        fall_back(links, mismatch, clip_range=1e-3)
+        found.append(links.activations and links.activations.name)
+    return found
+
+
+def test_a_codec_is_used_while_log_probs_differ_by_less_than_a_tenth_of_the_clip_range(tmp_path: Path) -> None:
+    first, last = on_ranks(2, tmp_path, codecs_after, Codec("int4"), [9e-5, 2e-4, 1e-4, 2e-3, 1.0, 1.0])
+    assert first == ["int4", "int8", "int8", "bf16", "none", "none"]
+    assert last == [None] * 6
+
+
+def test_coarse_links_are_replaced_by_exact_ones_during_a_run(tmp_path: Path) -> None:
+    case = StagedCase("flow_grpo", batches=2, codecs=LinkCodecs(activations=Codec("bf16")))
+    (weights, metrics), _ = on_ranks(2, tmp_path, trained, case, (0, 1, 3))
+    expected, exact = trained(None, case)
+    assert metrics[0]["log_prob_mismatch"] != exact[0]["log_prob_mismatch"], "rounded"
+    assert weights.keys() == expected.keys()
+
+
+@pytest.mark.parametrize(
+    ("training", "lanes", "noun"),
+    [
+        ({"stages": "auto", "lora": {"rank": 4}}, {}, "lanes.ranks"),
+        ({"stages": [1, 1], "lora": {"rank": 4}}, {"ranks": 3}, "lanes.ranks"),
+        ({"stages": [1, 1]}, {"ranks": 2}, "training.lora"),
+        ({"stages": [1, 1], "lora": {"rank": 4}}, {"ranks": 2, "shard_base": True}, "lanes.shard_base"),
+        ({"stages": [1, 2], "lora": {"rank": 4}}, {"ranks": 2}, "4"),
+        ({"stages": "auto", "lora": {"rank": 4}}, {"ranks": 5}, "4 blocks"),
+        ({"stages": [2, 2], "lora": {"rank": 4}, "links": {"activations": "int3"}}, {"ranks": 2}, "int8"),
+        ({"stages": [0, 4], "lora": {"rank": 4}}, {"ranks": 2}, "training.stages"),
+    ],
+)
+def test_stages_that_do_not_fit_are_one_line_before_anything_is_loaded(
+    training: dict[str, Any], lanes: dict[str, Any], noun: str
+) -> None:
+    content = yaml.safe_load((RECIPES / "demo.yaml").read_text())
+    content["training"] |= training
+    content["lanes"] = lanes
+    with pytest.raises(ConfigError) as caught:
+        check_sharding(read_blueprint(parse_model(Recipe, content)))
+    assert noun in str(caught.value) and "\n" not in str(caught.value)
+    assert "training." in str(caught.value)

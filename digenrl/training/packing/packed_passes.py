@@ -152,6 +152,11 @@ class PackedPasses:
             result.tally.merge(tally)
         return result
 
+    def check_links(self, mismatch: float | None) -> None:
+        """Makes the links between stages more exact if the log-probs of rollouts are not met."""
+        if self._stages is not None:
+            self._stages.check_links(mismatch, self._objective.clip_range)
+
     def work_share(self, terms: Sequence[int], group_terms: Sequence[int]) -> float:
         """The work of jobs with these numbers of terms, relative to that of a whole group, including padding."""
         if not self._pads_packs or self.planner.pack_size is None:

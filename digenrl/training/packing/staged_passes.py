@@ -13,6 +13,7 @@ from digenrl.stages.messages import States
 from digenrl.training.gradients import GradientSums, take_gradients
 from digenrl.training.metrics import Tally
 from digenrl.training.ranks.rank_group import RankGroup
+from digenrl.training.ranks.stage_links import fall_back
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,10 @@ class StagedPasses:
     def in_flight(self) -> int:
         """How many packs are computed at the same time, at most."""
         return self._ranks.pipeline().in_flight
+
+    def check_links(self, mismatch: float | None, clip_range: float | None) -> None:
+        """Makes the links more exact if the trained policy differs too much from the one that generated."""
+        fall_back(self._ranks.pipeline().links, mismatch, clip_range)
 
     def run(self, packs: Sequence[Callable[[], PackLoss]], both: bool) -> tuple[list[Tally], GradientSums]:
         """The metrics of the packs, and this stage's part of their gradient.

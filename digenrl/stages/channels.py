@@ -61,9 +61,13 @@ class Sender:
         """Sends the states of a micro-batch; does not wait."""
         self._waiting.put((index, states))
 
+    def put_last(self) -> None:
+        """Tells the other side, after what is waiting, that nothing follows; does not wait."""
+        self._waiting.put(None)
+
     def close(self) -> None:
         """Sends what is waiting, and tells the other side that nothing follows."""
-        self._waiting.put(None)
+        self.put_last()
         self._thread.join(self._wire.deadline_s)
 
     def _run(self) -> None:

@@ -102,6 +102,12 @@ class StageLinks:
         if not self.is_last:
             self._senders["forward"].codec = codec
 
+    def abandon(self, reason: object) -> None:
+        """Tells the neighbours that this stage cannot continue, without waiting for them."""
+        self._lost = self._lost or LinkError(f"stage {self.index} has failed: {reason}")
+        for sender in self._senders.values():
+            sender.put_last()
+
     def close(self) -> None:
         """Closes all links; waits for the neighbours to do the same unless a link is lost."""
         for sender in self._senders.values():
@@ -116,8 +122,8 @@ class StageLinks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self._lost is None:
-            self._lost = LinkError(f"stage {self.index} failed: {error}")  # do not wait for the others
+        if error is not None:
+            self.abandon(error)
         self.close()
 
     def connect(self, link: int, settings: LinkSettings, up: dist.ProcessGroup, down: dist.ProcessGroup) -> None:

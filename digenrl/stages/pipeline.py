@@ -7,7 +7,8 @@ in order, so that the result does not depend on the speed of links and stages.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -42,6 +43,12 @@ class Pipeline:
         `after_backward` is called with the index of each, after its gradient was added. Raises LinkError if a link
         is lost; gradients may be incomplete then.
         """
+        with self._telling_the_others():
+            return self._train(micro_batches, forward, after_backward)
+
+    def _train(
+        self, micro_batches: int, forward: Forward, after_backward: Callable[[int], None] | None
+    ) -> list[Tensor]:
         links, losses = self.links, list[Tensor]()
         begun: dict[int, tuple[States, States]] = {}
         started = finished = 0
@@ -71,15 +78,25 @@ class Pipeline:
     def evaluate(self, micro_batches: int, forward: Forward) -> list[Tensor]:
         """Runs forwards without gradients; returns the outputs on the last stage."""
         outputs = list[Tensor]()
-        for expected in range(micro_batches):
-            self._receive(may_start=True)
-            index, inputs = self._next_input(expected)
-            states = forward(index, inputs)
-            if self.links.is_last:
-                outputs.append(_only(states))
-            else:
-                self.links.send("forward", index, states)
+        with self._telling_the_others():
+            for expected in range(micro_batches):
+                self._receive(may_start=True)
+                index, inputs = self._next_input(expected)
+                states = forward(index, inputs)
+                if self.links.is_last:
+                    outputs.append(_only(states))
+                else:
+                    self.links.send("forward", index, states)
         return outputs
+
+    @contextmanager
+    def _telling_the_others(self) -> Iterator[None]:
+        """A stage that fails does not let the others wait."""
+        try:
+            yield
+        except BaseException as error:
+            self.links.abandon(error)
+            raise
 
     def _receive(self, *, may_start: bool) -> None:
         """Takes all that has arrived; waits until there is a backward to do or, if it may start, a forward."""

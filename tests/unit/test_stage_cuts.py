@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
-from itertools import combinations
+from itertools import combinations, pairwise
+from pathlib import Path
 
 import pytest
 
 from digenrl.stages.cut import best_cut, cut_at, even_bounds, pipeline_seconds, stage_memory
+from digenrl.stages.simulated import simulate_pipeline
 
+DOCS = Path(__file__).parents[2] / "docs"
 TWELVE = [1.0] * 12
 
 
@@ -95,3 +99,38 @@ def test_a_stage_holds_its_blocks_and_the_activations_in_flight() -> None:
 def test_more_stages_than_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match="2 blocks cannot be cut into 3 stages"):
         best_cut([1.0, 1.0], (1, 1, 1), 1.0, (1, 1), 4)
+
+
+@pytest.mark.parametrize(
+    ("stages", "links", "micro_batches", "seconds"),
+    [
+        ((3, 2, 4), (1, 1), 8, 41),
+        ((1, 1), (3,), 8, 29),
+        ((2, 2, 2, 2), (0.5, 4, 0.5), 16, 79),
+        ((1, 1), (1,), 16, 19),
+    ],
+)
+def test_the_simulated_pipeline_is_close_to_the_bound(
+    stages: tuple[float, ...], links: tuple[float, ...], micro_batches: int, seconds: float
+) -> None:
+    spans = simulate_pipeline(stages, links, micro_batches)
+    assert spans[-1].end_s == pytest.approx(seconds)
+    assert len(spans) == 2 * len(stages) * micro_batches
+    assert pipeline_seconds(stages, links, micro_batches) <= spans[-1].end_s + 1e-9
+    for stage in range(len(stages)):
+        own = [span for span in spans if span.stage == stage]
+        assert all(after.begin_s >= before.end_s for before, after in pairwise(own)), "one at a time"
+        for direction in ("forward", "backward"):
+            assert [span.index for span in own if span.direction == direction] == list(range(micro_batches))
+
+
+def test_one_micro_batch_in_flight_leaves_all_other_stages_idle() -> None:
+    assert simulate_pipeline((3, 3), (1,), 4, in_flight=1)[-1].end_s == pytest.approx(4 * 8)
+
+
+def test_the_picture_in_the_docs_is_what_the_simulator_draws() -> None:
+    found = importlib.util.spec_from_file_location("draw_stages", DOCS / "draw_stages.py")
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    assert module.PICTURE.read_text() == module.draw()

@@ -8,15 +8,22 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from rank_cases import STEADY
 from rank_processes import on_ranks
+from scored_groups import LIVELY, Rollout, scored_groups, trainer_of
+from staged_models import deep_model, train_adapters
 from staged_training import StagedCase, all_trained, trained
 
 import digenrl
+from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipe import Recipe
+from digenrl.models.blocks import repeated_blocks
+from digenrl.models.staged_blocks import keep_blocks
 from digenrl.stages.codec_choice import Codec, LinkCodecs
 from digenrl.stages.links import LinkSettings
-from digenrl.training.ranks.rank_group import RankGroup
+from digenrl.testing.tiny_models import TINY_MODELS
+from digenrl.training.ranks.rank_group import RankGroup, RanksError
 from digenrl.training.ranks.stage_links import fall_back
 from digenrl.worker.blueprint import read_blueprint
 from digenrl.worker.sharding_checks import check_sharding
@@ -44,6 +51,35 @@ def test_stages_train_to_the_weights_and_metrics_of_one_process(bounds: tuple[in
                 assert torch.equal(weights[name], value), (case.algorithm, name)
 
 
+def fails_in(ranks: RankGroup, failing: int) -> str:
+    """The error of this stage if one of them cannot compute."""
+    model = deep_model("sd3")
+    train_adapters(model)
+    algorithm = build_algorithm("flow_grpo", LIVELY["flow_grpo"])
+    groups = scored_groups(
+        model, algorithm, Rollout(groups=1, group_size=3, steps=3, size=TINY_MODELS["sd3"].size)
+    )
+    ranks.pipeline()
+    keep_blocks(model, ranks.rank.index, ranks.rank.index + 1)
+    trainer = trainer_of(model, algorithm, groups, STEADY, ranks=ranks)
+    if ranks.rank.index == failing:
+        repeated_blocks(model.transformer)[0].register_forward_pre_hook(out_of_memory)
+    with pytest.raises((ConfigError, RanksError)) as caught:
+        trainer.add_group(groups[0])
+    return str(caught.value)
+
+
+def out_of_memory(*_: Any) -> None:
+    raise torch.OutOfMemoryError("out of memory")
+
+
+def test_a_stage_that_is_out_of_memory_ends_the_pass_on_all(tmp_path: Path) -> None:
+    first, failed, last = on_ranks(3, tmp_path, fails_in, 1)
+    assert "training.pack_size" in failed
+    assert "stage 1 -> stage 0" in first
+    assert "stage 1 -> stage 2" in last
+
+
 def codecs_after(ranks: RankGroup, codec: Codec, mismatches: list[float]) -> list[str | None]:
     """How activations are sent after updates with these differences of log-probs."""
     links = ranks.pipeline(LinkSettings(LinkCodecs(activations=codec))).links
@@ -60,7 +96,7 @@ def test_a_codec_is_used_while_log_probs_differ_by_less_than_a_tenth_of_the_clip
     assert last == [None] * 6
 
 
-def test_coarse_links_are_replaced_by_exact_ones_during_a_run(tmp_path: Path) -> None:
+def test_a_trainer_sends_activations_with_the_codec_of_its_links(tmp_path: Path) -> None:
     case = StagedCase("flow_grpo", batches=2, codecs=LinkCodecs(activations=Codec("bf16")))
     (weights, metrics), _ = on_ranks(2, tmp_path, trained, case, (0, 1, 3))
     expected, exact = trained(None, case)

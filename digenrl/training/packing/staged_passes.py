@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from digenrl.models.own_blocks import OwnBlocks
+from digenrl.stages.channels import LinkError
 from digenrl.stages.messages import States
 from digenrl.training.gradients import GradientSums, take_gradients
 from digenrl.training.metrics import Tally
-from digenrl.training.ranks.rank_group import RankGroup
+from digenrl.training.ranks.rank_group import RankGroup, RanksError
 from digenrl.training.ranks.stage_links import fall_back
 
 
@@ -69,6 +70,8 @@ class StagedPasses:
             gradients = take_gradients(self._parameters)
             sums.add(GradientSums(unscaled=gradients) if is_unscaled[index] else GradientSums(final=gradients))
 
-        with self._ranks.collective("training in stages"):
+        try:
             self._ranks.pipeline().train(parts * len(packs), forward, take)
+        except LinkError as error:
+            raise RanksError(f"{self._ranks.rank} lost another stage: {error}") from error
         return tallies, sums

@@ -29,9 +29,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, schedules
 
 from digenrl.stages.codec_choice import ACTIVATION_CODECS, GRADIENT_CODECS, Codec, LinkCodecs, mildest_codec
-from digenrl.stages.cut import Cut, best_cut, cut_at, even_bounds, pipeline_seconds
+from digenrl.stages.cut import Cut, best_cut, cut_at, even_bounds
 from digenrl.stages.links import LinkSettings, connect_stages
 from digenrl.stages.pipeline import Pipeline
+from digenrl.stages.simulated import simulate_pipeline
 
 SPEEDS = (4.0, 2.0, 1.0, 1.0)
 MICRO_BATCHES = 8
@@ -59,7 +60,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One way to run a step: measured seconds, and those that the planner predicts."""
+    """One way to run a step: measured seconds, and those of the simulated pipeline."""
 
     model: str
     mbit: float
@@ -129,7 +130,12 @@ def coded_seconds(model: Emulated, mbit: float, cut: Cut, codecs: list[LinkCodec
         / mbit
         for end, each in zip(cut.bounds[1:-1], codecs, strict=True)
     ]
-    return pipeline_seconds(cut.stage_s, links, MICRO_BATCHES)
+    return predicted_seconds(cut.stage_s, links)
+
+
+def predicted_seconds(stage_s: Sequence[float], link_s: Sequence[float]) -> float:
+    """When the simulated pipeline ends a step."""
+    return max(span.end_s for span in simulate_pipeline(stage_s, link_s, MICRO_BATCHES))
 
 
 def data_parallel_seconds(model: Emulated, mbit: float) -> float:
@@ -216,14 +222,25 @@ def rows_of(names: Sequence[str], rates: Sequence[float]) -> list[Row]:
         plain = [LinkCodecs()] * (len(SPEEDS) - 1)
         for mbit in rates:
             cut, equal = cut_for(model, mbit), cut_for(model, mbit, even)
+            even_s, cut_s = (predicted_seconds(each.stage_s, each.link_s) for each in (equal, cut))
             codecs = codecs_for(model, mbit, cut)
             ways: list[tuple[str, tuple[int, ...], float, float | None]] = [
                 ("data parallel (computed)", (), data_parallel_seconds(model, mbit), None),
                 ("torch GPipe, equal split", even, torch_step(model, mbit, even, ScheduleGPipe), None),
                 ("torch 1F1B, equal split", even, torch_step(model, mbit, even, Schedule1F1B), None),
                 ("torch GPipe, our cut", cut.bounds, torch_step(model, mbit, cut.bounds, ScheduleGPipe), None),
-                ("our pipeline, equal split", even, our_step(model, mbit, even, plain), equal.step_s),
-                ("our pipeline, our cut", cut.bounds, our_step(model, mbit, cut.bounds, plain), cut.step_s),
+                (
+                    "our pipeline, equal split",
+                    even,
+                    our_step(model, mbit, even, plain),
+                    predicted_seconds(equal.stage_s, equal.link_s),
+                ),
+                (
+                    "our pipeline, our cut",
+                    cut.bounds,
+                    our_step(model, mbit, cut.bounds, plain),
+                    predicted_seconds(cut.stage_s, cut.link_s),
+                ),
             ]
             if any(codec.name != "none" for each in codecs for codec in (each.activations, each.gradients)):
                 seconds = our_step(model, mbit, cut.bounds, codecs)

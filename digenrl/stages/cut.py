@@ -30,10 +30,10 @@ class Cut:
 
 
 def pipeline_seconds(stage_s: Sequence[float], link_s: Sequence[float], micro_batches: int) -> float:
-    """A lower bound of a step: the first micro-batch passes everything, the others follow at the slowest part.
+    """An estimate of a step: the first micro-batch passes everything, the others follow at the slowest part.
 
     `stage_s` are the forward and backward of one micro-batch, `link_s` its transfer in one direction. Links carry
-    both directions at once, and transfers overlap with computing.
+    both directions at once, and transfers overlap with computing. `simulate_pipeline` is more accurate.
     """
     slowest = max(*stage_s, *link_s, 0.0)
     return sum(stage_s) + 2 * sum(link_s) + (micro_batches - 1) * slowest

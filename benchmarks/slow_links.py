@@ -229,18 +229,8 @@ def rows_of(names: Sequence[str], rates: Sequence[float]) -> list[Row]:
                 ("torch GPipe, equal split", even, torch_step(model, mbit, even, ScheduleGPipe), None),
                 ("torch 1F1B, equal split", even, torch_step(model, mbit, even, Schedule1F1B), None),
                 ("torch GPipe, our cut", cut.bounds, torch_step(model, mbit, cut.bounds, ScheduleGPipe), None),
-                (
-                    "our pipeline, equal split",
-                    even,
-                    our_step(model, mbit, even, plain),
-                    predicted_seconds(equal.stage_s, equal.link_s),
-                ),
-                (
-                    "our pipeline, our cut",
-                    cut.bounds,
-                    our_step(model, mbit, cut.bounds, plain),
-                    predicted_seconds(cut.stage_s, cut.link_s),
-                ),
+                ("our pipeline, equal split", even, our_step(model, mbit, even, plain), even_s),
+                ("our pipeline, our cut", cut.bounds, our_step(model, mbit, cut.bounds, plain), cut_s),
             ]
             if any(codec.name != "none" for each in codecs for codec in (each.activations, each.gradients)):
                 seconds = our_step(model, mbit, cut.bounds, codecs)

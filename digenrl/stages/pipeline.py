@@ -17,7 +17,7 @@ from digenrl.stages.links import Direction, StageLinks
 from digenrl.stages.messages import States
 
 # Computes this stage's part of a micro-batch, given what the stage before hands over. The first stage is given
-# nothing. The last one returns a single tensor; to be trained, a loss.
+# nothing. The last one returns a loss.
 Forward = Callable[[int, States], States]
 
 
@@ -73,21 +73,6 @@ class Pipeline:
             if after_backward is not None:
                 after_backward(index)
         return losses
-
-    @torch.no_grad()
-    def evaluate(self, micro_batches: int, forward: Forward) -> list[Tensor]:
-        """Runs forwards without gradients; returns the outputs on the last stage."""
-        outputs = list[Tensor]()
-        with self._telling_the_others():
-            for expected in range(micro_batches):
-                self._receive(may_start=True)
-                index, inputs = self._next_input(expected)
-                states = forward(index, inputs)
-                if self.links.is_last:
-                    outputs.append(_only(states))
-                else:
-                    self.links.send("forward", index, states)
-        return outputs
 
     @contextmanager
     def _telling_the_others(self) -> Iterator[None]:

@@ -28,11 +28,6 @@ class SharedWeights:
         self._group_of = {
             name: groups[ranks] for name, ranks in holders.items() if own in ranks and len(ranks) > 1
         }
-        self._first = {name: min(ranks) for name, ranks in holders.items() if own in ranks}
-
-    def is_counted(self, name: str) -> bool:
-        """True on exactly one of the stages that hold a weight: for norms and counts over all weights."""
-        return self._first.get(name, dist.get_rank()) == dist.get_rank()
 
     def sum(self, tensors: Mapping[str, Tensor]) -> None:
         """Replaces tensors, in place, by their sums over the stages that hold them. Others are left alone.

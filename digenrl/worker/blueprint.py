@@ -204,8 +204,9 @@ def load_model(
     """The recipe's model without text encoders, with LoRA adapters if it trains those.
 
     Compiling takes about a minute, which pays off `for_a_run` but not for a few pictures. A model is sharded over
-    the ranks that are given, and need not fit on one card. `base` is the format of the frozen weights, by default
-    that of a trainer. With an `exchange`, its ranks compute every forward together; collectives are not compiled.
+    the ranks that are given, or cut into stages, and need not fit on one card. `base` is the format of the frozen
+    weights, by default that of a trainer. With an `exchange`, its ranks compute every forward together, which is
+    not compiled.
     """
     recipe = blueprint.recipe
     if for_a_run:

@@ -25,6 +25,7 @@ from digenrl.stages.links import LinkSettings
 from digenrl.testing.tiny_models import TINY_MODELS
 from digenrl.training.ranks.rank_group import RankGroup, RanksError
 from digenrl.training.ranks.stage_links import fall_back
+from digenrl.training.trainable_state import TrainableState
 from digenrl.worker.blueprint import read_blueprint
 from digenrl.worker.sharding_checks import check_sharding
 
@@ -49,6 +50,16 @@ def test_stages_train_to_the_weights_and_metrics_of_one_process(bounds: tuple[in
             assert theirs == metrics, case.algorithm
             for name, value in expected.items():
                 assert torch.equal(weights[name], value), (case.algorithm, name)
+
+
+@pytest.mark.parametrize(("adapters", "helps"), [(False, False), (True, True)])
+def test_a_model_in_stages_trains_adapters_and_does_not_generate(adapters: bool, helps: bool) -> None:
+    model, algorithm = deep_model("sd3"), build_algorithm("flow_grpo", LIVELY["flow_grpo"])
+    if adapters:
+        train_adapters(model)
+    keep_blocks(model, 0, 1)
+    with pytest.raises(ValueError, match="stages"):
+        TrainableState(model, algorithm, STEADY, None, helps)
 
 
 def fails_in(ranks: RankGroup, failing: int) -> str:

@@ -59,6 +59,7 @@ pytest: $(STAMP)
 # Draws every picture of docs/ again, with the tool itself, and writes the tables of recipes.
 docs: $(STAMP)
 	$(BIN)/python docs/draw_pictures.py
+	$(BIN)/python docs/draw_stages.py
 	$(BIN)/python docs/recipe_tables.py
 
 # Prints the tables that docs/ and CHANGELOG.md quote.

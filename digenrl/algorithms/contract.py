@@ -57,6 +57,11 @@ class GroupRelative(ABC):
         return self.settings.advantage.clamp
 
     @property
+    def clip_range(self) -> float | None:
+        clip: float | None = getattr(self.settings, "clip", None)
+        return clip
+
+    @property
     def updates_per_batch(self) -> int:
         return self.settings.updates_per_batch
 

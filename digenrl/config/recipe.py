@@ -456,9 +456,11 @@ class Recipe(Frozen):
             why = f"{ranks} in mode {self.mode}, which is one process"
             raise _conflict("lanes.ranks", f"{why}; set it to 1, or mode to local")
         self._check_shard_base()
+        self._check_stages()
         if self.shards_model and techniques.tag not in ("none", "auto"):
             why = f"{techniques.tag}, but with lanes.ranks = {ranks} no rank holds all weights to generate with"
-            whole = "train adapters (training.lora)" if self.sharded else "set lanes.shard_base to false"
+            divided = "leave out training.stages" if self.training.stages else "set lanes.shard_base to false"
+            whole = "train adapters (training.lora)" if self.sharded else divided
             raise _conflict("techniques.tag", f"{why}; set it to none, or {whole}")
         if self.sharded and self.training.offload is True:
             why = f"true, but the weights are sharded over lanes.ranks = {ranks}, none of which generates"
@@ -504,6 +506,21 @@ class Recipe(Frozen):
         if self.model.base != UNQUANTIZED:
             why = f"true, but model.base is {self.model.base}, and quantized weights cannot be sharded"
             raise _conflict("lanes.shard_base", f"{why}; leave one of them out")
+
+    def _check_stages(self) -> None:
+        """Raises ConfigError if the trainer's ranks cannot be the stages of a model."""
+        stages, where = self.training.stages, "training.stages"
+        if stages is None:
+            return
+        if self.training.lora is None:
+            raise _conflict(where, f"{_shown(stages)}, which trains adapters; add training.lora={{rank: 32}}")
+        count, ranks = len(stages) if stages != "auto" else None, self.lanes.ranks
+        if ranks == 1 or count not in (None, ranks):
+            wanted = "the number of stages" if count is None else str(count)
+            raise _conflict(where, f"{_shown(stages)}, but lanes.ranks is {ranks}; set that to {wanted}")
+        if self.lanes.shard_base or self.lanes.cards_per_replica > 1:
+            other = "lanes.shard_base" if self.lanes.shard_base else "lanes.cards_per_replica"
+            raise _conflict(where, f"{_shown(stages)} together with {other}; leave one of them out")
 
     def _check_context_parallelism(self) -> None:
         """Raises ConfigError if the cards of a replica or of a generator cannot compute samples together."""
@@ -648,8 +665,12 @@ class Recipe(Frozen):
 
     @property
     def shards_model(self) -> bool:
-        """Whether no rank holds the whole model: all weights or a frozen base are sharded."""
-        return self.sharded or self.lanes.shard_base
+        """Whether no rank holds the whole model: all weights or a frozen base are sharded, or it is in stages."""
+        return self.sharded or self.lanes.shard_base or self.training.stages is not None
+
+
+def _shown(stages: tuple[int, ...] | str) -> str:
+    return stages if isinstance(stages, str) else str(list(stages))
 
 
 def _conflict(where: str, why: str) -> ConfigError:

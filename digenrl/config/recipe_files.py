@@ -35,7 +35,7 @@ NOT_IN_FINGERPRINT: dict[str, Any] = {
     "sample": {"decode_rows"},
     "training": {
         *("pack_size", "largest_pack", "memory_share", "job_samples"),
-        *("gradient_checkpointing", "sum_in_order", "offload", "skipped_steps"),
+        *("gradient_checkpointing", "sum_in_order", "offload", "skipped_steps", "stages", "links"),
     },
     "techniques": {"gap", "tsp", "tag", "assist", "dispatch"},
     "rewards": {

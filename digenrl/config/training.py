@@ -10,6 +10,8 @@ from pydantic import Field, PositiveInt, StrictBool, StrictInt, field_validator,
 from digenrl.config.limits import Rank
 from digenrl.config.reading import Frozen
 
+CodecName = Literal["none", "bf16", "int8", "int4", "top_k"]
+
 
 class LoraSettings(Frozen):
     """Low-rank adapters on linear layers of the transformer; everything else is frozen.
@@ -55,6 +57,21 @@ class EmaSettings(Frozen):
         return min(self.decay, (1 + updates) / (10 + updates)) if self.warmup else self.decay
 
 
+class StageLinkSettings(Frozen):
+    """How the stages of a model send each other activations and gradients: as they are, or coded in fewer bytes.
+
+    `ratio` is for `top_k`, which sends one of so many values. The trained policy is then not exactly the one that
+    generates: while `log_prob_mismatch` exceeds a tenth of the clip range, milder codecs are used.
+    """
+
+    activations: CodecName = "none"
+    gradients: CodecName = "none"
+    ratio: float = Field(default=10.0, ge=1)
+    deadline_s: float = Field(
+        default=60.0, gt=0, description="a link over which nothing arrives for this long is lost"
+    )
+
+
 class TrainerSettings(Frozen):
     """What is trained, the optimizer, and how pairs are replayed.
 
@@ -71,6 +88,9 @@ class TrainerSettings(Frozen):
       of adapters are added as 64-bit integers, which gives the same sum in any order. Those of all weights are
       added in a fixed order: a group that arrives early keeps its gradient separate until its turn. Gradients that
       several trainers share are always added as integers.
+    - `stages` cuts the model into stages, one on each of the trainer's ranks (`lanes.ranks`), with these numbers
+      of blocks; `auto` gives all nearly the same number. Ranks then hold their own blocks and all adapters, and
+      packs travel from stage to stage. `links` says how.
     - `offload` is for a process that both generates and trains: tensors that only training needs move to host
       memory during generation. `auto` offloads if all weights are trained on a CUDA card. Adapters and sharded
       weights are never offloaded.
@@ -93,6 +113,8 @@ class TrainerSettings(Frozen):
     autocast: Literal["off", "bf16"] = "off"
     gradient_checkpointing: StrictBool | Annotated[StrictInt, Field(ge=0)] | Literal["auto"] = "auto"
     sum_in_order: bool = True
+    stages: tuple[PositiveInt, ...] | Literal["auto"] | None = None
+    links: StageLinkSettings = StageLinkSettings()
     offload: bool | Literal["auto"] = "auto"
     ema: EmaSettings | None = None
     lora: LoraSettings | None = None

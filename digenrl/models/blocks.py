@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
 from diffusers import UNet2DConditionModel
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from digenrl.models.contract import DiffusionModel
@@ -17,13 +18,56 @@ from digenrl.models.contract import DiffusionModel
 def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
     """All blocks in the order of a forward; there may be several kinds.
 
-    A UNet has them at several depths. The first of its middle is left out: diffusers never checkpoints it.
+    A UNet has them at several depths. The first of its middle is left out: diffusers never checkpoints it. Blocks
+    that another process computes are left out, too.
     """
     if isinstance(transformer, UNet2DConditionModel):
         kinds, left_out = (ResnetBlock2D, BasicTransformerBlock), transformer.mid_block.resnets[0]
         return [each for each in transformer.modules() if isinstance(each, kinds) and each is not left_out]
-    lists = [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
-    return [block for each in lists for block in each]
+    blocks = [each[index] for _, each, index in block_places(transformer)]
+    return [block for block in blocks if not isinstance(block, BlockElsewhere)]
+
+
+def block_places(transformer: nn.Module) -> list[tuple[str, nn.ModuleList, int]]:
+    """Where the blocks are, and their stand-ins: the name of a list of them, the list, and an index in it."""
+    lists = [(name, child) for name, child in transformer.named_children() if isinstance(child, nn.ModuleList)]
+    return [(name, each, index) for name, each in lists for index in range(len(each))]
+
+
+class BlockElsewhere(nn.Module):
+    """Stands in for a block that another process computes: returns the states it is given, as the block would.
+
+    `state_arguments` are the arguments that the block updates, in the order in which it returns them. Nothing is
+    differentiated through it. `replace`, if set, changes what it returns. It keeps the block's adapters, under
+    their names: all processes have all of them.
+    """
+
+    def __init__(self, block: nn.Module, state_arguments: tuple[str, ...]) -> None:
+        super().__init__()
+        self._names = tuple(inspect.signature(type(block).forward).parameters)[1:]
+        self._state_arguments = state_arguments
+        self.replace: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] | None = None
+        for path, parameter in block.named_parameters():
+            if ".lora_" in path:
+                self._keep(path, parameter)
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """The states: a tuple, or a single tensor if there is only one."""
+        given = dict(zip(self._names, arguments, strict=False)) | named
+        values = [given.get(name) for name in self._state_arguments]
+        states = tuple(value.detach() for value in values if value is not None)
+        if self.replace is not None:
+            states = self.replace(states)
+        return states[0] if len(states) == 1 else states
+
+    def _keep(self, path: str, parameter: nn.Parameter) -> None:
+        *parents, name = path.split(".")
+        module: nn.Module = self
+        for parent in parents:
+            if parent not in dict(module.named_children()):
+                module.add_module(parent, nn.Module())
+            module = module.get_submodule(parent)
+        module.register_parameter(name, parameter)
 
 
 def block_kind(block: nn.Module) -> tuple[str, int]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from digenrl.config.attention import Kernels
+from digenrl.models.own_blocks import OwnBlocks
 from digenrl.models.token_exchange import TokenExchange, TokenShares
 
 ComfyuiLayers = Mapping[str, tuple[str, ...]]
@@ -117,13 +118,17 @@ class DiffusionModel(ABC):
     # Empty if ComfyUI knows the names of diffusers, None if its names are not known.
     comfyui_layers: ClassVar[ComfyuiLayers | None] = None
     default_guidance: float
-    # The arguments of a repeated block that it updates and returns, for the next block.
-    block_state_arguments: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
+    # The arguments of a repeated block that it updates, for the next block, in the order in which it returns them.
+    block_state_arguments: tuple[str, ...] = ("encoder_hidden_states", "hidden_states")
+    # Lists of repeated blocks that are not a chain with the others; a model in stages has them on its first stage.
+    blocks_before_chain: ClassVar[tuple[str, ...]] = ()
     # Names of a repeated block's layers in which all its tokens attend to each other; empty if the tokens of a
     # forward cannot be divided over several cards.
     self_attention: ClassVar[tuple[str, ...]] = ()
     # Connects the ranks that compute each forward together; None if this process computes alone.
     exchange: TokenExchange | None = None
+    # The blocks that this process computes, if the model is cut into stages; None if it computes all of them.
+    own_blocks: OwnBlocks | None = None
 
     @property
     def dtype(self) -> torch.dtype:

@@ -52,12 +52,14 @@ def add_lora(
     seed: int,
     targets: Targets | None = None,
     init: Literal["uniform", "gaussian"] = "uniform",
+    values_on: torch.device | str | None = None,
 ) -> None:
     """Adds adapters to the target layers, by default the family's, and freezes everything else.
 
     B is zero, so the velocity does not change. A is uniform with bound 1 / sqrt(inputs), or Gaussian with standard
     deviation 1 / rank. Adapters are in fp32 (fp64 in an fp64 model) whatever the dtype of the base. Their initial
-    values depend only on the seed, not on the device. Raises ConfigError if a target matches no linear layer.
+    values depend only on the seed, not on the device. Those of a model without weights have no values either,
+    unless `values_on` is a device for them. Raises ConfigError if a target matches no linear layer.
     """
     if rank < 1:
         raise ConfigError(f"LoRA rank must be at least 1, got {rank}")
@@ -69,6 +71,8 @@ def add_lora(
     config = lora_config(rank, alpha, model.lora_targets if targets is None else targets)
     config._register_custom_module({nn.Linear: AdaptedLinear})
     transformer.add_adapter(config, ADAPTER)
+    if values_on is not None:
+        _allocate_adapters(transformer, values_on)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in adapter_parameters(model).items():
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
@@ -84,6 +88,14 @@ def add_lora(
             bound = 1 / sqrt(parameter.shape[1])
             initial.uniform_(-bound, bound, generator=generator)
         parameter.data.copy_(initial)
+
+
+def _allocate_adapters(transformer: nn.Module, device: torch.device | str) -> None:
+    for path, parameter in list(transformer.named_parameters()):
+        if ".lora_" in path and parameter.is_meta:
+            layer, _, name = path.rpartition(".")
+            allocated = nn.Parameter(torch.empty_like(parameter, device=device))
+            setattr(transformer.get_submodule(layer), name, allocated)
 
 
 def lora_config(rank: int, alpha: float, targets: Targets) -> LoraConfig:

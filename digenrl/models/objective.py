@@ -120,6 +120,10 @@ class Objective(Protocol):
     def clamp(self) -> float: ...
 
     @property
+    def clip_range(self) -> float | None:
+        """How far a ratio may be from 1 before it is clipped; None if ratios are not clipped."""
+
+    @property
     def updates_per_batch(self) -> int: ...
 
     @property

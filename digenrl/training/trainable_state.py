@@ -6,6 +6,7 @@ from torch import Tensor
 
 from digenrl.config.training import TrainerSettings
 from digenrl.models.contract import DiffusionModel
+from digenrl.models.lora import has_lora
 from digenrl.models.model_weights import check_fits
 from digenrl.models.objective import Objective
 from digenrl.models.shards import is_sharded
@@ -50,6 +51,8 @@ class TrainableState:
             raise ValueError("a sharded model needs ranks: pass the RankGroup that it is sharded over")
         if sharded and helps:
             raise ValueError("a sharded trainer cannot generate: no rank holds all weights; use helps=False")
+        if model.own_blocks is not None and (helps or not has_lora(model)):
+            raise ValueError("a model in stages trains adapters, and cannot generate; use LoRA and helps=False")
         self.shard: ShardSpec | None = None
         if self.policies.sharded and ranks is not None:
             self.shard = ShardSpec.of(self.policies.model_parameters, ranks)

@@ -36,6 +36,8 @@ from digenrl.models.quantized.replacing import BaseWeights, check_has_blocks
 from digenrl.models.random_text_encoder import RandomTextEncoder
 from digenrl.models.registry import find_family, naming_families
 from digenrl.models.sources import ModelSource, check_class, check_source
+from digenrl.models.staged_blocks import chain_length, keep_blocks
+from digenrl.models.staged_loading import load_stage
 from digenrl.models.token_exchange import TokenExchange
 from digenrl.models.trajectory import StepNoise
 from digenrl.training.open_batch import BatchShape, check_shape
@@ -44,6 +46,7 @@ from digenrl.training.ranks.sharded_loading import load_sharded
 from digenrl.training.ranks.sharding import shard_model
 from digenrl.training.trainer import Trainer
 from digenrl.training.update_split import stale_groups
+from digenrl.worker.stage_bounds import stage_bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,16 +204,22 @@ def load_model(
     """The recipe's model without text encoders, with LoRA adapters if it trains those.
 
     Compiling takes about a minute, which pays off `for_a_run` but not for a few pictures. A model is sharded over
-    the ranks that are given, and need not fit on one card. `base` is the format of the frozen weights, by default
-    that of a trainer. With an `exchange`, its ranks compute every forward together; collectives are not compiled.
+    the ranks that are given, or cut into stages, and need not fit on one card. `base` is the format of the frozen
+    weights, by default that of a trainer. With an `exchange`, its ranks compute every forward together, which is
+    not compiled.
     """
     recipe = blueprint.recipe
     if for_a_run:
         check_attention(recipe, device)
     base = BaseWeights(recipe.model.base) if base is None else base
-    model = _load_whole(blueprint, device, base) if shard_over is None else _load_sharded(blueprint, shard_over)
+    if shard_over is not None and recipe.training.stages is not None:
+        model = _load_stage(blueprint, shard_over, base)
+    else:
+        model = (
+            _load_whole(blueprint, device, base) if shard_over is None else _load_sharded(blueprint, shard_over)
+        )
+        _add_adapters(recipe, model)
     check_sizes(blueprint, model)
-    _add_adapters(recipe, model)
     if for_a_run and recipe.model.kernels is not None:
         model.use_attention(recipe.model.kernels)
     if exchange is not None:
@@ -278,6 +287,32 @@ def _load_sharded(blueprint: Blueprint, ranks: RankGroup) -> DiffusionModel:
         )
 
 
+def _load_stage(blueprint: Blueprint, ranks: RankGroup, base: BaseWeights) -> DiffusionModel:
+    """A rank's stage, with all adapters. What cannot be read in parts is whole in host memory first."""
+    recipe, source, own = blueprint.recipe, source_of(blueprint.recipe), ranks.rank.index
+    kind = blueprint.family.model_class
+    if recipe.model.random or source.file is not None or base.quantized:
+        whole = _load_whole(blueprint, "cpu", base)
+        _add_adapters(recipe, whole)
+        bounds = stage_bounds(recipe, chain_length(whole.transformer, kind.blocks_before_chain))
+        keep_blocks(whole, bounds[own], bounds[own + 1])
+        whole.transformer.to(ranks.device)
+        return whole
+    bounds = stage_bounds(recipe, chain_length(transformer_without_weights(blueprint), kind.blocks_before_chain))
+    with _loading_errors_in_one_line(recipe):
+        return load_stage(
+            blueprint.family,
+            source,
+            bounds[own],
+            bounds[own + 1],
+            dtype_of(recipe),
+            ranks.device,
+            vae_dtype=vae_dtype_of(recipe),
+            text_tokens=recipe.model.text_tokens,
+            add_adapters=lambda model: _add_adapters(recipe, model, ranks.device),
+        )
+
+
 def load_for_evaluation(
     blueprint: Blueprint, device: str, exchange: TokenExchange | None = None
 ) -> ParkedModel | None:
@@ -298,11 +333,11 @@ def load_for_merging(blueprint: Blueprint) -> PipelineModel:
     return model
 
 
-def _add_adapters(recipe: Recipe, model: DiffusionModel) -> None:
+def _add_adapters(recipe: Recipe, model: DiffusionModel, values_on: torch.device | None = None) -> None:
     lora = recipe.training.lora
     if lora is None:
         return
-    add_lora(model, lora.rank, lora.alpha, recipe.seed, lora.targets, lora.init)
+    add_lora(model, lora.rank, lora.alpha, recipe.seed, lora.targets, lora.init, values_on)
     if lora.start_from is not None:
         start_from(model, Path(lora.start_from))
 

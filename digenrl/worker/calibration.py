@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from time import perf_counter
 
@@ -54,20 +54,28 @@ class StageCalibration:
             model.use_attention(job.kernels)
             return Calibrated(0, job, {})
         row = self._stages.row(_prompt(job))
-        forward = sample_forward(self._blueprint, model, row)
-        return Calibrated(
-            0,
-            job,
-            {},
-            generate_flop=self._of_all_cards(self._blueprint.recipe.sample.denoising_steps * forward.flop),
-            train_flop=self._of_all_cards(train_flop(self._blueprint, model, row)),
-            matrix_tflops=matrix_tflops(model.device),
-            attention=try_attention(self._blueprint, model, row, forward, job.passes),
-        )
+        with self._own_forwards():
+            forward = sample_forward(self._blueprint, model, row)
+            return Calibrated(
+                0,
+                job,
+                {},
+                generate_flop=self._of_all_cards(self._blueprint.recipe.sample.denoising_steps * forward.flop),
+                train_flop=self._of_all_cards(train_flop(self._blueprint, model, row)),
+                matrix_tflops=matrix_tflops(model.device),
+                attention=try_attention(self._blueprint, model, row, forward, job.passes),
+            )
+
+    def _own_forwards(self) -> AbstractContextManager[None]:
+        """Inside, the stages of a model can compute forwards alone, each its own part."""
+        own = self._stages.model.own_blocks
+        return nullcontext() if own is None else own.without_others()
 
     def _of_all_cards(self, flop: float) -> float:
         """The operations of all cards that compute a sample together, given those of this one."""
         exchange, ranks = self._stages.model.exchange, self._stages.parts.ranks
+        if ranks is not None and self._stages.model.own_blocks is not None:
+            return math.fsum(ranks.gather(flop))
         if exchange is None or ranks is None:
             return flop
         return math.fsum(ranks.gather(flop)) * exchange.ranks / ranks.rank.count
@@ -121,7 +129,8 @@ class StageCalibration:
     def _ranks_in_lockstep(self) -> RankGroup | None:
         """The ranks without which this worker computes no forward, if there are any."""
         model = self._stages.model
-        in_lockstep = model.exchange is not None or is_sharded(model.transformer)
+        divided = model.exchange is not None or model.own_blocks is not None
+        in_lockstep = divided or is_sharded(model.transformer)
         return self._stages.parts.ranks if in_lockstep else None
 
     def _put_and_drop(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -181,7 +190,7 @@ class StageCalibration:
         trajectories: list[Trajectory] = []
         for first in range(0, samples, at_once):
             piece = Slice(CALIBRATION_STEP, 0, first, at_once)
-            with stages.served_weights():
+            with stages.served_weights(), self._own_forwards():
                 generated, _ = roll_out(
                     self._blueprint, stages.model, row, piece, stages.version, stages.row_limits
                 )

@@ -9,22 +9,32 @@ from torch import nn
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
 from digenrl.models.blocks import repeated_blocks
+from digenrl.models.staged_blocks import chain_length, check_is_chain
 from digenrl.worker.blueprint import Blueprint, transformer_without_weights
+from digenrl.worker.stage_bounds import stage_bounds
 
 KEY = "lanes.ranks"
 
 
 def check_sharding(blueprint: Blueprint) -> None:
-    """Raises ConfigError if sharding the recipe's model makes no sense. Reads no weights.
+    """Raises ConfigError if the recipe's model cannot be sharded, or cut into its stages. Reads no weights.
 
     The layers of a hub id that is not in the cache are not checked.
     """
     recipe = blueprint.recipe
-    if not recipe.shards_model:
-        return
-    _check_pairs(recipe)
-    with suppress(OSError):
-        check_blocks(transformer_without_weights(blueprint), blueprint.family.name, recipe.lanes.ranks)
+    if recipe.training.stages is not None:
+        with suppress(OSError):
+            check_stages(transformer_without_weights(blueprint), blueprint)
+    elif recipe.shards_model:
+        _check_pairs(recipe)
+        with suppress(OSError):
+            check_blocks(transformer_without_weights(blueprint), blueprint.family.name, recipe.lanes.ranks)
+
+
+def check_stages(transformer: nn.Module, blueprint: Blueprint) -> None:
+    """Raises ConfigError if a transformer cannot be cut into the recipe's stages."""
+    check_is_chain(transformer, blueprint.family.name)
+    stage_bounds(blueprint.recipe, chain_length(transformer, blueprint.family.model_class.blocks_before_chain))
 
 
 def _check_pairs(recipe: Recipe) -> None:

@@ -28,6 +28,7 @@ from digenrl.rewards.contract import Reward, RewardError
 from digenrl.training.checkpoint.checkpoints import Checkpoint, read_checkpoint
 from digenrl.training.checkpoint.format import BASE_WEIGHTS
 from digenrl.training.ranks.rank_group import RankGroup, join_ranks
+from digenrl.training.ranks.stage_links import link_settings
 from digenrl.training.trainer import Trainer
 from digenrl.worker.assignment import Assignment, Ready, StartFailed, cards_per_sample
 from digenrl.worker.blueprint import (
@@ -188,7 +189,9 @@ def _join_ranks(assignment: Assignment, rendezvous: str) -> RankGroup | None:
     if assignment.rank is None:
         return None
     ranks = join_ranks(rendezvous, assignment.rank, torch.device(assignment.device))
-    if assignment.recipe.shards_model and assignment.commits:
+    if assignment.recipe.training.stages is not None and assignment.commits:
+        ranks.pipeline(link_settings(assignment.recipe.training.links))
+    elif assignment.recipe.shards_model and assignment.commits:
         ranks.mesh(ranks.device.type)
     _tokens(assignment, ranks)
     return ranks

@@ -98,6 +98,25 @@ def test_ranks_that_share_the_frozen_weights_survive_a_loss_with_the_weights_of_
     assert all(torch.equal(shared[name], copies[name]) for name in copies)
 
 
+def test_a_trainer_in_stages_gives_the_weights_of_one_rank_to_the_last_bit_even_if_a_stage_is_lost(
+    live: LiveRuns,
+) -> None:
+    path = live.new_path()
+
+    def kill() -> None:
+        wait_for(lambda: steps_done(path) >= 1, "a step")
+        os.kill(workers_of(path)["trainer-1"], signal.SIGKILL)
+
+    with Meanwhile(path, kill):
+        status, run = live.run(*ADAPTERS, *TWO_RANKS, "training.stages=auto", out=path)
+    assert status is Status.FINISHED
+    one = of_one_rank(live, "adapters")
+    expected = weights(one, STEPS)
+    assert all(torch.equal(weights(run, STEPS)[name], value) for name, value in expected.items())
+    assert metric(run, "reward_mean") == metric(one, "reward_mean")
+    assert_nothing_is_left(path)
+
+
 def test_a_run_of_two_ranks_goes_on_with_one_and_back(live: LiveRuns) -> None:
     path = live.new_path()
     status, run = live.run(*EVERYTHING, "steps=2", "lanes.ranks=2", out=path)

@@ -58,6 +58,7 @@ class HunyuanVideoModel(PipelineModel):
     lora_targets = JOINT_ATTENTION
     comfyui_layers = HUNYUAN_VIDEO_LAYERS
     default_guidance = 6.0
+    block_state_arguments = ("hidden_states", "encoder_hidden_states")
     text_encoders = ("text_encoder", "text_encoder_2")
     text_mask = "encoder_attention_mask"
     text_length = TEXT_LENGTH

@@ -89,6 +89,7 @@ class ZImageModel(PipelineModel):
     comfyui_layers = DIFFUSERS_NAMES
     default_guidance = 5.0
     block_state_arguments = ("x",)
+    blocks_before_chain = ("noise_refiner", "context_refiner")
     text_encoders = ("text_encoder",)
     text_mask = "cap_mask"
     text_length = TEXT_LENGTH

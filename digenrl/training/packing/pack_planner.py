@@ -84,7 +84,7 @@ class PackPlanner:
             if self._ranks is not None:
                 plan = PackPlan.for_all(PackPlan(*each) for each in self._ranks.gather(astuple(plan)))
             self._measured, self.pack_size = plan, plan.pack_size
-            self._checkpoint(plan.checkpointed)
+            self._checkpoint(min(plan.checkpointed, self._blocks))  # stages may have different numbers of them
         assert self.pack_size is not None
         return self.pack_size
 
@@ -98,6 +98,8 @@ class PackPlanner:
             return None if on_gpu and self._blocks else 0
         if wanted is True or wanted is False:
             return self._blocks if wanted else 0
+        if self._model.own_blocks is not None:
+            return min(wanted, self._blocks)
         if wanted > self._blocks:
             raise ConfigError(
                 f"training.gradient_checkpointing: {wanted}, but {self._model.family} has {self._blocks} blocks; "

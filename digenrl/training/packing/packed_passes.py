@@ -2,14 +2,15 @@
 
 Each rank runs its share of the terms; ranks that divide the tokens of a forward have one share together. Those of
 a sharded model gather weights inside a pass, and sum the gradients of those that are trained. So all of them must
-run the same packs: padding makes their shares equally long. Ranks that exchange anything inside a pass cannot
-halve a pack on their own.
+run the same packs: padding makes their shares equally long. The stages of a model run all terms together, with
+packs as micro-batches. Ranks that exchange anything inside a pass cannot halve a pack on their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from digenrl.config.reading import ConfigError
 from digenrl.config.training import TrainerSettings
 from digenrl.models.compiled import is_compiled
 from digenrl.models.contract import Conditioning
-from digenrl.models.objective import LossTerms
 from digenrl.models.shards import is_sharded
 from digenrl.models.token_exchange import TokenExchange
 from digenrl.models.transfers import to_device_like
@@ -29,6 +29,7 @@ from digenrl.training.offload.switching import Switching
 from digenrl.training.packing.pack_planner import PackPlanner
 from digenrl.training.packing.packs import Term, halves, padded, share_of
 from digenrl.training.packing.replay import Replay
+from digenrl.training.packing.staged_passes import PackLoss, StagedPasses
 from digenrl.training.ranks.rank import Rank
 from digenrl.training.ranks.rank_consensus import check_same
 from digenrl.training.ranks.rank_group import RankGroup
@@ -87,9 +88,15 @@ class PackedPasses:
         exchange = self._model.exchange
         self._sharded = is_sharded(self._model.transformer)
         self._shards_gradients = replay.policies.sharded
-        self._rank = shared_rank(ranks, exchange)
-        self._in_lockstep = self._sharded or exchange is not None
-        self._counts_metrics = exchange is None or exchange.rank == 0
+        own_blocks = self._model.own_blocks
+        self._stages = None
+        if own_blocks is not None:
+            assert ranks is not None, "the stages of a model are ranks"
+            self._stages = StagedPasses(ranks, own_blocks, self._parameters)
+        self._rank = Rank() if own_blocks is not None else shared_rank(ranks, exchange)
+        self._in_lockstep = self._sharded or exchange is not None or own_blocks is not None
+        is_last = own_blocks is None or own_blocks.is_last
+        self._counts_metrics = is_last and (exchange is None or exchange.rank == 0)
         self._unfinished = False
         self._pads_packs = is_compiled(self._model)  # every other pack size would have to be compiled
         self.gradient_bytes = scale.sums_per_parameter * sum(p.nbytes for p in self._parameters.values())
@@ -117,15 +124,38 @@ class PackedPasses:
     def _run(self, terms: Sequence[Term], context: PassContext) -> PassResult:
         drop_gradients(self._parameters)
         share = rest = self._share_of(terms, context)
-        result = PassResult()
+        result, packs = PassResult(), list[Sequence[Term]]()
         while rest:
             size = self.planner.current_pack_size(
                 share, len(terms), context.job_terms, lambda pack: self._run_discarded(pack, context)
             )
             pack = self._padded(rest[:size], size, context) if self._pads_packs else rest[:size]
-            result.add(self._run_pack(pack, context, last=len(rest) <= size))
+            if self._stages is not None:
+                packs.append(pack)
+            else:
+                result.add(self._run_pack(pack, context, last=len(rest) <= size))
             rest = rest[size:]
+        return result if self._stages is None else self._run_in_stages(self._stages, packs, context)
+
+    def _run_in_stages(
+        self, stages: StagedPasses, packs: Sequence[Sequence[Term]], context: PassContext
+    ) -> PassResult:
+        both = self._scale.sums_per_parameter == 2 and not context.only_unscaled
+        result = PassResult()
+        try:
+            tallies, result.sums = stages.run([partial(self._forward, pack, context) for pack in packs], both)
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory(max(map(len, packs))) from error
+        finally:
+            drop_gradients(self._parameters)
+        for tally in tallies:
+            result.tally.merge(tally)
         return result
+
+    def check_links(self, mismatch: float | None) -> None:
+        """Makes the links between stages more exact if the log-probs of rollouts are not met."""
+        if self._stages is not None:
+            self._stages.check_links(mismatch, self._objective.clip_range)
 
     def work_share(self, terms: Sequence[int], group_terms: Sequence[int]) -> float:
         """The work of jobs with these numbers of terms, relative to that of a whole group, including padding."""
@@ -155,6 +185,9 @@ class PackedPasses:
         return padded(pack, min(size, -(-context.job_terms // self._rank.count)), like=pack[0])
 
     def _run_discarded(self, terms: Sequence[Term], context: PassContext) -> None:
+        if self._stages is not None:
+            self._run_in_stages(self._stages, [terms] * self._stages.in_flight, context)
+            return
         try:
             self._forward_backward(terms, context, last=True)
         except torch.OutOfMemoryError as error:
@@ -189,36 +222,36 @@ class PackedPasses:
 
     def _out_of_memory(self, terms: int) -> ConfigError:
         return ConfigError(
-            f"out of memory in a pack of {terms} terms on {self._rank}, and ranks of a sharded model, or with "
-            "lanes.cards_per_replica, cannot halve packs; lower training.pack_size, or set "
+            f"out of memory in a pack of {terms} terms on {self._rank}, and ranks of a sharded model, in stages, "
+            "or with lanes.cards_per_replica, cannot halve packs; lower training.pack_size, or set "
             "training.gradient_checkpointing: true"
         )
 
     def _forward_backward(self, terms: Sequence[Term], context: PassContext, last: bool) -> PassResult:
-        pairs = self._replay.pairs(terms, context.conditioning, before_updates=context.before_updates)
-        loss = self._objective.loss(pairs)
-        weights = [term.weight / context.denominator for term in terms]
-        result = PassResult(self._backward(loss, weights, context, last))
-        if not self._counts_metrics:
-            return result
-        counted = sum(term.weight != 0 for term in terms)  # padding comes last
-        result.tally.add({name: values[:counted] for name, values in loss.measures.items()})
-        if context.before_updates:
-            result.tally.add(log_prob_mismatch(pairs, counted * self._objective.rows_per_term))
-        return result
-
-    def _backward(self, loss: LossTerms, weights: list[float], context: PassContext, last: bool) -> GradientSums:
-        unscaled_M, final_M = self._scale.loss_parts(loss)
-        if context.only_unscaled:
-            final_M = None
-        both = unscaled_M is not None and final_M is not None
+        loss = self._forward(terms, context)
+        both = loss.unscaled is not None and loss.final is not None
         sums = GradientSums()
-        if unscaled_M is not None:
-            scalar = _weighted_sum(unscaled_M, weights)
-            sums.unscaled = self._gradient_of(scalar, sum_ranks=last or both, keep_graph=both)
-        if final_M is not None:
-            sums.final = self._gradient_of(_weighted_sum(final_M, weights), sum_ranks=last or both)
-        return sums
+        if loss.unscaled is not None:
+            sums.unscaled = self._gradient_of(loss.unscaled, sum_ranks=last or both, keep_graph=both)
+        if loss.final is not None:
+            sums.final = self._gradient_of(loss.final, sum_ranks=last or both)
+        return PassResult(sums, loss.tally)
+
+    def _forward(self, terms: Sequence[Term], context: PassContext) -> PackLoss:
+        pairs = self._replay.pairs(terms, context.conditioning, before_updates=context.before_updates)
+        terms_of_loss = self._objective.loss(pairs)
+        weights = [term.weight / context.denominator for term in terms]
+        unscaled_M, final_M = self._scale.loss_parts(terms_of_loss)
+        loss = PackLoss(
+            None if unscaled_M is None else _weighted_sum(unscaled_M, weights),
+            None if final_M is None or context.only_unscaled else _weighted_sum(final_M, weights),
+        )
+        if self._counts_metrics:
+            counted = sum(term.weight != 0 for term in terms)  # padding comes last
+            loss.tally.add({name: values[:counted] for name, values in terms_of_loss.measures.items()})
+            if context.before_updates:
+                loss.tally.add(log_prob_mismatch(pairs, counted * self._objective.rows_per_term))
+        return loss
 
     def _gradient_of(self, scalar: Tensor, sum_ranks: bool, keep_graph: bool = False) -> Gradients:
         """The gradient of a scalar. If sharded, empty unless `sum_ranks`, and then including earlier ones.

@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from digenrl.config.reading import one_line
 from digenrl.models.token_exchange import TokenExchange
+from digenrl.stages.links import LinkSettings, connect_stages
+from digenrl.stages.pipeline import Pipeline
 from digenrl.training.ranks.rank import Rank
 
 BUCKET_BYTES = 25 * 2**20  # per all-reduce: large enough for the network, small enough to be copied
@@ -36,6 +38,7 @@ class RankGroup:
         self._open = True
         self._meshes: dict[str, DeviceMesh] = {}
         self._exchanges: dict[int, TokenExchange] = {}
+        self._pipeline: Pipeline | None = None
 
     def sum_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replaces every tensor, in place, by its sum over all ranks; the result has the same bits on all of them.
@@ -82,10 +85,20 @@ class RankGroup:
             self._exchanges[count] = TokenExchange(self.rank.index % count, count, own)
         return self._exchanges[count]
 
+    def pipeline(self, settings: LinkSettings | None = None) -> Pipeline:
+        """Connects the ranks as stages of a pipeline. The first call is a collective, and sets the links up."""
+        if self._pipeline is None:
+            with self.collective("connecting the stages"):
+                links = connect_stages(LinkSettings() if settings is None else settings, self.device)
+            self._pipeline = Pipeline(links)
+        return self._pipeline
+
     def close(self) -> None:
         """Leaves the group; the process may join another one."""
         if self._open:
             self._open = False
+            if self._pipeline is not None:
+                self._pipeline.links.close()
             dist.destroy_process_group()
 
     @contextmanager

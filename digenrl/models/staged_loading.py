@@ -1,0 +1,56 @@
+"""Loads one stage of a model from the files of a pipeline: the blocks of other stages are never read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from digenrl.models.family import Family
+from digenrl.models.pipeline_model import PipelineModel
+from digenrl.models.sources import ModelSource
+from digenrl.models.staged_blocks import keep_blocks
+from digenrl.models.stored_weights import StoredWeights
+
+
+def load_stage(
+    family: Family,
+    source: ModelSource,
+    first: int,
+    end: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    vae_dtype: torch.dtype = torch.float32,
+    text_tokens: int | None = None,
+    add_adapters: Callable[[PipelineModel], None] | None = None,
+) -> PipelineModel:
+    """The model of a pipeline without text encoders, with the blocks `first` to `end` - 1 of its transformer.
+
+    The transformer is on the device, the VAE on the CPU. `add_adapters` is called for the model without weights.
+    Raises ValueError if the files are not those of the transformer. Not for a single file.
+    """
+    model, files = family.load_without_weights(source, dtype, vae_dtype=vae_dtype, text_tokens=text_tokens)
+    if add_adapters is not None:
+        add_adapters(model)
+    keep_blocks(model, first, end)
+    with StoredWeights(files) as stored:
+        read_weights(model.transformer, stored, device)
+    return model
+
+
+def read_weights(transformer: nn.Module, stored: StoredWeights, device: torch.device | str) -> None:
+    """Reads the values of all weights of a transformer that has none; others in the files are left out."""
+    values: dict[str, Tensor] = {}
+    for name, value in transformer.state_dict().items():
+        stored_name = name.replace(".base_layer.", ".")
+        found = stored.shapes.get(stored_name)
+        if found is None and not value.is_meta:
+            continue  # an adapter, or a table that is computed
+        if found != tuple(value.shape):
+            given = "missing" if found is None else str(found)
+            raise ValueError(f"the transformer's weight {name} is {given} in its files, not {tuple(value.shape)}")
+        values[name] = stored.read(stored_name, slice(None), value.dtype, device)
+    transformer.load_state_dict(values, assign=True, strict=False)
+    transformer.to(device)

@@ -1,0 +1,170 @@
+"""The links of one stage to the stages before and after it."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from types import TracebackType
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from digenrl.stages.channels import LinkError, Receiver, Sender, Wire
+from digenrl.stages.codec_choice import Codec, LinkCodecs
+from digenrl.stages.messages import States
+from digenrl.stages.pacing import PacedLink
+
+Direction = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """How a link is used, in both directions.
+
+    A link over which nothing arrives for `deadline_s` is lost. `bytes_per_s` emulates a slow link.
+    """
+
+    codecs: LinkCodecs = LinkCodecs()  # noqa: RUF009  it is frozen
+    deadline_s: float = 60.0
+    bytes_per_s: float | None = None
+
+    def pace(self) -> PacedLink | None:
+        """Of one direction."""
+        return None if self.bytes_per_s is None else PacedLink(self.bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """The states of a micro-batch from the stage before, or their gradients from the stage after."""
+
+    direction: Direction
+    index: int
+    states: States
+
+
+class StageLinks:
+    """Stage `index` of `count`, connected to its neighbours. Use it in a `with` block, which closes the links."""
+
+    def __init__(self, index: int, count: int, device: torch.device) -> None:
+        self.index, self.count, self.device = index, count, device
+        self._senders: dict[Direction, Sender] = {}
+        self._receivers: list[Receiver] = []
+        self._arrived: queue.SimpleQueue[Arrival | LinkError] = queue.SimpleQueue()
+        self._lost: LinkError | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no stage is before this one."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no stage is after this one."""
+        return self.index == self.count - 1
+
+    @property
+    def sent_bytes(self) -> dict[Direction, int]:
+        """The bytes of coded values that this stage has sent so far."""
+        return {direction: sender.sent_bytes for direction, sender in self._senders.items()}
+
+    def send(self, direction: Direction, index: int, states: States) -> None:
+        """Sends states to the stage after, or gradients to the stage before; does not wait."""
+        self._senders[direction].put(index, states)
+
+    def receive(self, *, wait: bool) -> Arrival | None:
+        """The next arrival; None if there is none and `wait` is false.
+
+        Raises LinkError if a link is lost and nothing else is left to do: `wait` is true.
+        """
+        if self._lost is None:
+            try:
+                arrival = self._arrived.get(block=wait)
+            except queue.Empty:
+                return None
+            if isinstance(arrival, Arrival):
+                return arrival
+            self._lost = arrival
+        if wait:
+            raise self._lost
+        return None
+
+    @property
+    def activations(self) -> Codec | None:
+        """How this stage codes what it sends to the stage after; None if it is the last. It can be changed."""
+        return None if self.is_last else self._senders["forward"].codec
+
+    @activations.setter
+    def activations(self, codec: Codec) -> None:
+        if not self.is_last:
+            self._senders["forward"].codec = codec
+
+    def abandon(self, reason: object) -> None:
+        """Tells the neighbours that this stage cannot continue, without waiting for them."""
+        self._lost = self._lost or LinkError(f"stage {self.index} has failed: {reason}")
+        for sender in self._senders.values():
+            sender.put_last()
+
+    def close(self) -> None:
+        """Closes all links; waits for the neighbours to do the same unless a link is lost."""
+        for sender in self._senders.values():
+            sender.close()
+        if self._lost is None:
+            for receiver in self._receivers:
+                receiver.join()
+
+    def __enter__(self) -> StageLinks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.abandon(error)
+        self.close()
+
+    def connect(self, link: int, settings: LinkSettings, up: dist.ProcessGroup, down: dist.ProcessGroup) -> None:
+        """Starts the threads of the link between the stages `link` and `link + 1`, of which this is one."""
+        before = self.index == link
+        peer = link + 1 if before else link
+        forward = Wire(f"stage {link} -> stage {link + 1}", up, peer, settings.deadline_s)
+        backward = Wire(f"stage {link + 1} -> stage {link}", down, peer, settings.deadline_s)
+        report: Callable[[LinkError], None] = self._arrived.put
+        if before:
+            self._senders["forward"] = Sender(forward, settings.codecs.activations, settings.pace(), report)
+            receiver = Receiver(backward, self.device, partial(self._deliver, "backward"), report)
+        else:
+            self._senders["backward"] = Sender(backward, settings.codecs.gradients, settings.pace(), report)
+            receiver = Receiver(forward, self.device, partial(self._deliver, "forward"), report)
+        self._receivers.append(receiver)
+
+    def _deliver(self, direction: Direction, index: int, states: States) -> None:
+        self._arrived.put(Arrival(direction, index, states))
+
+
+def connect_stages(
+    settings: LinkSettings | Sequence[LinkSettings] = LinkSettings(),  # noqa: B008  it is frozen
+    device: torch.device | str = "cpu",
+) -> StageLinks:
+    """Connects all ranks of torch's default process group, as stages in the order of their ranks. A collective.
+
+    The settings are the same on all ranks: one for all links, or one for each. Every direction of a link has its
+    own process group, hence its own connection. Messages pass through host memory.
+    """
+    index, count = dist.get_rank(), dist.get_world_size()
+    each = [settings] * (count - 1) if isinstance(settings, LinkSettings) else list(settings)
+    if len(each) != count - 1:
+        raise ValueError(f"{count} stages have {count - 1} links, got settings of {len(each)}")
+    links = StageLinks(index, count, torch.device(device))
+    groups = []
+    for link, own in enumerate(each):
+        timeout = timedelta(seconds=own.deadline_s)
+        pair = [link, link + 1]
+        groups.append([dist.new_group(pair, timeout=timeout, backend="gloo") for _ in range(2)])
+    for link, (up, down) in enumerate(groups):
+        if index in (link, link + 1):
+            links.connect(link, each[link], up, down)
+    return links

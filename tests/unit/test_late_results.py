@@ -127,7 +127,7 @@ def test_a_lane_that_lost_the_weights_of_an_update_also_reports_its_lost_slices(
     prompt = stores.prompts.row(0, 0)
     job = Train(7, 0, PIECE, 0, update=1, group=GroupArtifact(0, prompt, (artifact,), (1.0, 2.0)), weights=weights)
     stores.samples.add_slice(SliceArtifact(Slice(0, 0, 2, 2), slice_name(1), 0))
-    stores.samples.add_scores(Slice(0, 0, 0, 4), Scores((1.0, 2.0, 3.0, 4.0), {}))
+    stores.samples.add_scores(Slice(0, 0, 0, 4), Scores((1.0, 2.0, 3.0, 4.0), {}), artifact)
     run.driver.submit(job)
     lost = Message("generator-0", 7, InputsLost(("update-5", slice_name(0))))
     run.transport.workers.pop(TRAINER)

@@ -38,7 +38,7 @@ KINDS: dict[str, FaultKind] = {
     "node_loss": FaultKind("a machine is lost with its workers and what they left in the exchange", "all", 1, 30),
     "artifact_loss": FaultKind("some artifacts are lost", "all", 0.1, 0.9),
     "slice_loss": FaultKind("a slice is lost while it is being scored", "all"),
-    "chunk_loss": FaultKind("held-out pictures are lost while the next version is loaded", "all"),
+    "chunk_loss": FaultKind("held-out pictures are lost, and new weights that only some workers have", "all"),
     "weights_loss": FaultKind("a new version is lost before it is published", "all"),
     "late_export": FaultKind("weights that are exported again are reported late", "trainer", 1, 40),
     "reward_timeout": FaultKind("a reward takes long and then fails", "reward", 5, 25),

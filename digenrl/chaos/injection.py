@@ -182,7 +182,7 @@ class Injector(JobFaults):
     def seconds(self, seat: Seat, job: Job, seconds: float) -> float:
         loss = self._find(seat, job, AT_THE_BEGINNING)
         if loss is not None:
-            self._lose_slice(loss, job) if isinstance(job, Score) else self._lose_chunks(loss)
+            self._lose_slice(loss, job) if isinstance(job, Score) else self._lose_chunks(loss, job)
         stall = self._find(seat, job, ("stall",))
         if stall is not None:
             self._armed.remove(stall)
@@ -199,13 +199,13 @@ class Injector(JobFaults):
             self.struck["slice_loss"] += 1
             self._there.exchange.lose((artifact.name, pixels_name(artifact.name)))
 
-    def _lose_chunks(self, loss: Fault) -> None:
-        """The held-out pictures that wait for a reward lane."""
+    def _lose_chunks(self, loss: Fault, job: Job) -> None:
+        """The held-out pictures that wait for a reward lane, and the weights that this job has just read."""
         names = [name for name in self._there.exchange.names() if PICTURES.match(name)]
         if names:
             self._armed.remove(loss)
             self.struck["chunk_loss"] += 1
-            self._there.exchange.lose(names)
+            self._there.exchange.lose((*names, *job.reads()))
 
     def report(self, seat: Seat, job: Job) -> Report:
         fault = self._find(seat, job, AT_THE_END)

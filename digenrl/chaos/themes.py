@@ -17,6 +17,8 @@ class Theme:
     wide_slices: bool = False  # a generator that makes two slices in parallel, each scored by itself
     evaluates: bool = False  # after every step
     least_generators: int = 1
+    least_steps: int = 1
+    publish_slices: tuple[float, ...] = (0, 0.1, 1, 5)  # times of a publication to draw from, in slices
     reserve: tuple[int, ...] = (0, 0, 1, 2)  # numbers of generators that may join
 
 
@@ -30,11 +32,25 @@ THEMES = (
         stale_shares=(1.0,),
         evaluates=True,
         least_generators=2,
+        least_steps=3,
+        publish_slices=(1, 5),
     ),
     Theme(("trainer_crash", "crash", "hang", "stop"), shares_work=True),
-    Theme(("weights_loss", "late_export", "slow"), shares_work=False, stale_shares=(0.5, 1.0), least_generators=2),
+    Theme(
+        ("weights_loss", "weights_loss", "late_export", "late_export", "crash"),
+        shares_work=False,
+        stale_shares=(1.0,),
+        least_generators=2,
+        least_steps=3,
+    ),
     Theme(("reward_error", "reward_nan", "out_of_memory", "slow"), scorers=(0, 0, 1), least_generators=2),
-    Theme(("join", "slow", "leave", "crash", "flap"), least_generators=2, reserve=(1, 2)),
+    Theme(
+        ("join", "join", "slow", "leave", "flap"),
+        least_generators=2,
+        least_steps=2,
+        publish_slices=(1, 5),
+        reserve=(1, 2),
+    ),
 )
 THEMED_SHARE = 0.5  # of all small worlds
 

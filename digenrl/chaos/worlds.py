@@ -80,7 +80,7 @@ def draw_world(seed: int, kinds: Sequence[str] = EVERY_KIND, large: bool = False
         slice_s={name: base_s * dice.choice((1, 1, 1, 2, 5)) for name in names},
         train_sample_s=base_s * dice.choice((0.05, 0.3, 1)),
         score_sample_s=base_s * dice.choice((0.01, 0.2, 1)),
-        publish_s=base_s * dice.choice((0, 0.1, 1, 5)),
+        publish_s=base_s * dice.choice(theme.publish_slices),
         look_s=base_s * dice.choice((0, 0, 0.3, 1)),
         start_s=dice.choice((0.1, 5.0)),
         prompts=dice.randint(recipe.batch.prompts, 3 * recipe.batch.prompts),
@@ -131,7 +131,7 @@ def _small_recipe(dice: Random, theme: Theme) -> dict[str, Any]:
     content = _recipe(dice, mode, generators, techniques, group, slice_size)
     content["lanes"]["rewards"] = dice.choice(theme.scorers)
     content["batch"]["prompts"] = dice.randint(1, 4)
-    content["steps"] = dice.randint(1, 4)
+    content["steps"] = dice.randint(theme.least_steps, 4)
     if both:
         content["training"] = {"job_samples": dice.choice((slice_size, group))}
         if dice.random() < 0.3 and content["batch"]["prompts"] > 1:

@@ -23,6 +23,7 @@ from digenrl.records import (
     Job,
     JobFailed,
     Publish,
+    Save,
     Score,
     Scored,
     Scores,
@@ -42,7 +43,7 @@ NEXT_JOB: dict[str, tuple[type[Job], ...]] = {  # faults that wait for a job
     "reward_error": (Score, Generate),
     "reward_nan": (Score, Generate),
     "reward_garbage": (Score, Generate),
-    "trainer_crash": (Train,),
+    "trainer_crash": (Train, Save),
     "slice_loss": (Score,),
     "chunk_loss": (Publish,),
     "weights_loss": (Commit,),
@@ -51,7 +52,7 @@ NEXT_JOB: dict[str, tuple[type[Job], ...]] = {  # faults that wait for a job
     "out_of_memory": (Generate, Evaluate),
     "partition": (Publish,),
 }
-AT_THE_BEGINNING = ("slice_loss", "chunk_loss")  # of that job
+AT_THE_BEGINNING = ("slice_loss", "chunk_loss", "trainer_crash")  # of that job
 OF_MESSAGES = ("late", "doubled", "lost", "late_export")
 AT_THE_END = tuple(kind for kind in NEXT_JOB if kind not in (*AT_THE_BEGINNING, *OF_MESSAGES))
 OF_REWARDS = ("reward_timeout", "reward_error", "reward_nan", "reward_garbage")
@@ -180,9 +181,13 @@ class Injector(JobFaults):
     # --- Jobs and messages --------------------------------------------------------------------------------------
 
     def seconds(self, seat: Seat, job: Job, seconds: float) -> float:
-        loss = self._find(seat, job, AT_THE_BEGINNING)
-        if loss is not None:
-            self._lose_slice(loss, job) if isinstance(job, Score) else self._lose_chunks(loss, job)
+        fault = self._find(seat, job, AT_THE_BEGINNING)
+        if fault is not None and fault.kind == "trainer_crash":
+            self._armed.remove(fault)
+            self.struck["trainer_crash"] += 1
+            self._there.after(fault.amount * seconds, self._death(seat))
+        elif fault is not None:
+            self._lose_slice(fault, job) if isinstance(job, Score) else self._lose_chunks(fault, job)
         stall = self._find(seat, job, ("stall",))
         if stall is not None:
             self._armed.remove(stall)
@@ -218,9 +223,6 @@ class Injector(JobFaults):
                 self._armed.append(replace(fault, amount=fault.amount - 1))
             return JobFailed(0, job, "OutOfMemoryError: CUDA out of memory")
         report = super().report(seat, job)
-        if fault.kind == "trainer_crash":
-            there, delay_s = self._there, fault.amount * self._world.train_sample_s
-            there.after(delay_s, lambda: self._die(there, seat))
         if fault.kind == "weights_loss":
             self._there.exchange.lose(job.writes())
         if fault.kind == "partition":
@@ -246,11 +248,15 @@ class Injector(JobFaults):
         name = seat.name.partition("/")[0]
         if self._flapping[name] > 0:
             self._flapping[name] -= 1
-            there = self._there
-            there.after(self._dice.uniform(0, 2), lambda: self._die(there, seat))
+            self._there.after(self._dice.uniform(0, 2), self._death(seat))
 
-    def _die(self, there: VirtualTransport, seat: Seat) -> None:
-        there.kill(seat.name, "ended by signal 11 (SIGSEGV)")
+    def _death(self, seat: Seat) -> Callable[[], None]:
+        there = self._there
+
+        def die() -> None:
+            there.kill(seat.name, "ended by signal 11 (SIGSEGV)")
+
+        return die
 
     def _find(self, seat: Seat, job: Job, kinds: Sequence[str]) -> Fault | None:
         for fault in self._armed:

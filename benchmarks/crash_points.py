@@ -4,9 +4,9 @@
     python benchmarks/crash_points.py --transport colocated
     python benchmarks/crash_points.py --transport ray --every 10
 
-Each record has its own run. Its driver gets SIGKILL when it has written the record, before it acts on it. A second
-driver resumes the run, which must end with the weights, bit for bit, of a run that was not killed. According to its
-journal, every sample was trained exactly once.
+Each record has its own run. Its driver gets SIGKILL when it has written the record, before it acts on it. A
+second driver resumes the run, which must end with the weights, bit for bit, of a run that was not killed.
+According to its journal, every sample was trained exactly once.
 """
 
 from __future__ import annotations

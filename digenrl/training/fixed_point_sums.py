@@ -42,8 +42,8 @@ class _Range:
 class FixedPointSums:
     """Adds up the gradients of an update's jobs as integers, in any order. On several ranks, sums them exactly.
 
-    The range of values is checked when the gradient is read, as that waits for a GPU. `over_batch` says that a part
-    of the gradient awaits the batch's scale.
+    The range of values is checked when the gradient is read, as that waits for a GPU. `over_batch` says that a
+    part of the gradient awaits the batch's scale.
     """
 
     takes_jobs = True
@@ -97,7 +97,7 @@ class FixedPointSums:
         return gradient
 
     def take(self) -> tuple[JobSums, float]:
-        """The sums, which start over here, and a bound of their absolute values: infinite if one is out of range."""
+        """The sums, which start over here, and a bound of absolute values: infinite if one is out of range."""
         found, taken = self._range(self._total), self._total
         self.reset(())
         return taken, found.bound if found.problem is None else inf

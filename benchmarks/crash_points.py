@@ -15,13 +15,12 @@ import argparse
 import json
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from tiny_runs import FAILED, FINISHED, RESTARTED, TRANSPORTS, TinyRuns, Transport, count_samples, trained_files
+from rich.console import Console
+from rich.progress import Progress
+from tiny_runs import FAILED, FINISHED, RESTARTED, TRANSPORTS, TinyRuns, count_samples, opened_runs, trained_files
 
 from digenrl.run_folder.lines import read_lines
 
@@ -82,24 +81,8 @@ class Crashes:
         )
 
 
-@contextmanager
-def opened(transport: Transport) -> Iterator[TinyRuns]:
-    """A folder for runs with a transport; Ray's have a cluster of this machine."""
-    with tempfile.TemporaryDirectory(prefix="digenrl-crashes-") as root:
-        if transport != "ray":
-            yield TinyRuns(Path(root), transport)
-            return
-        from ray_nodes import ray_cluster
-
-        with ray_cluster(num_cpus=1, resources={"home": 16}) as cluster:
-            yield TinyRuns(Path(root), transport, cluster.address)
-
-
 def run_points(crashes: Crashes, points: Sequence[int], hidden: bool) -> list[CrashPoint]:
     """Crashes at all points. The progress bar has no thread, since drivers are forked from this process."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     found = []
     with Progress(console=Console(stderr=True), auto_refresh=False, disable=hidden) as progress:
         task = progress.add_task("killing drivers", total=len(points))
@@ -119,7 +102,7 @@ def main() -> None:
     options = parser.parse_args()
     if min(options.every, options.first) < 1:
         parser.error(f"--every {options.every} --first {options.first}: both count from 1")
-    with opened(options.transport) as runs:
+    with opened_runs(options.transport) as runs:
         crashes = Crashes(runs)
         points = range(options.first, crashes.records + 1, options.every)
         found = run_points(crashes, points, hidden=options.json)

@@ -183,8 +183,8 @@ MUTANTS = [
     Mutant(
         "sent sums kept by the lane",
         SHARED,
-        "job=None, trained=()))\n    return put_step(state, replace(step, gradients=",
-        "job=None))\n    return put_step(state, replace(step, gradients=",
+        "replace(lane, job=None, trained=())), state.current",
+        "replace(lane, job=None)), state.current",
     ),
     Mutant(
         "commit before sums are sent",

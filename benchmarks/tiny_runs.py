@@ -12,11 +12,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -29,7 +30,7 @@ from rich.console import Console
 
 from digenrl.commands.train import resume_run, start_run
 from digenrl.config.reading import ConfigError
-from digenrl.records import Action, Event, SampleId, Trained
+from digenrl.records import Action, Committed, Event, SampleId, Trained, WorkerLost
 from digenrl.run_folder.folder import RunFolder, Status
 from digenrl.run_folder.journal import Journal, read_journal
 from digenrl.runs import training
@@ -132,13 +133,32 @@ class TinyRuns:
         return sorted(found)
 
 
+@contextmanager
+def opened_runs(transport: Transport, **changes: Any) -> Iterator[TinyRuns]:
+    """A folder for runs with a transport; Ray's have a cluster of this machine."""
+    with tempfile.TemporaryDirectory(prefix="digenrl-tiny-") as root:
+        if transport != "ray":
+            yield TinyRuns(Path(root), transport, **changes)
+            return
+        from ray_nodes import ray_cluster
+
+        with ray_cluster(num_cpus=1, resources={"home": 16}) as cluster:
+            yield TinyRuns(Path(root), transport, cluster.address, **changes)
+
+
 def count_samples(folder: RunFolder) -> Counter[SampleId]:
-    """How often each sample was trained, according to the journal."""
-    trained: Counter[SampleId] = Counter()
-    for decision in read_journal(folder.journal):
-        if isinstance(decision.event, Trained):
-            trained.update(decision.event.job.slice.samples())
-    return trained
+    """How often each sample is in the weights, according to the journal. A lost trainer's open gradient is not."""
+    committed: Counter[SampleId] = Counter()
+    trained: list[SampleId] = []
+    for event in (decision.event for decision in read_journal(folder.journal)):
+        if isinstance(event, Trained):
+            trained += event.job.slice.samples()
+        elif isinstance(event, Committed):
+            committed.update(trained)
+            trained = []
+        elif isinstance(event, WorkerLost) and event.pool == "trainer":
+            trained = []
+    return committed
 
 
 def trained_files(folder: RunFolder, step: int) -> dict[str, bytes]:
@@ -168,6 +188,8 @@ def _train(task: DriverTask) -> int:
         try:
             status, code = resume_run(run, (), console, False), FINISHED
         except ConfigError as error:
+            if "to continue, set more" in str(error):
+                return FINISHED  # it was killed after its last checkpoint
             if "--restart" not in str(error):
                 raise
             status, code = resume_run(run, (), console, False, restart=True), RESTARTED

@@ -29,7 +29,7 @@ from digenrl.worker.assignment import TRAINER, rank_names
 
 MOST_DECISIONS = 200_000
 MOST_DRIVERS = 30
-DRAIN_NS = 200 * NS  # enough for every message that is under way
+DRAIN_NS = 2_000 * NS  # enough for every job and message that is under way, on a slow worker too
 SLOWEST = 12  # how much longer a step may take than expected, with everything slow
 
 

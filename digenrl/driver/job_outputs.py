@@ -115,7 +115,9 @@ class JobOutputs:
     def _trained(self, completed: CompletedJob, result: Trained) -> None:
         assert isinstance(completed.job, Train)
         self._updates += result.updates
-        lane, samples = completed.job.lane, completed.job.slice.size
+        lane, samples, versions = completed.job.lane, completed.job.slice.size, self._stores.versions
+        if completed.job.weights != versions.of_update:  # of an update that was taken again since
+            versions.drop_old(self._pending())
         if lane == NO_LANE:
             self._measure("train_sample", completed, samples)
         elif self._stores.costs is not None:

@@ -104,6 +104,17 @@ def test_rewards_that_are_not_one_finite_number_per_sample_count_as_failed(
     assert isinstance(event, Generated) and "2 finite rewards" in event.score_failure
 
 
+def test_a_version_that_a_commit_replaced_is_not_published_with_the_newer_weights(tmp_path: Path) -> None:
+    """The scheduler hears of a worker that joins before it hears of a commit that arrived at the same time."""
+    run = begun(tmp_path)
+    run.driver.stores.versions.take(1, WeightsReference("weights-1", 100, 7))
+    run.driver.submit(Publish(5, 0, version=0, lanes=(0,)))
+    event = run.driver.next_event()
+    assert isinstance(event, ArtifactLost) and event.job.id == 5
+    run.driver.submit(Publish(6, 0, version=1, lanes=(0,)))
+    assert list(run.transport.workers["generator-0"].jobs) == [6]
+
+
 def test_an_export_that_a_commit_overtook_does_not_replace_the_newer_version(tmp_path: Path) -> None:
     run = begun(tmp_path)
     export = Export(0, 0, version=0)

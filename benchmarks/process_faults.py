@@ -3,9 +3,9 @@
     python benchmarks/process_faults.py --faults 100
     python benchmarks/process_faults.py --transport ray --faults 100
 
-A worker is killed (SIGKILL), stopped (SIGSTOP), or its reward never returns. The driver must notice a killed worker
-at once, a stopped one after `lanes.patience_s`, and a job that hangs after its deadline. The next step must follow.
-In the end the run is compared with one that was not disturbed: the same samples, and the same weights.
+A worker is killed (SIGKILL), stopped (SIGSTOP), or its reward never returns. The driver must notice a killed
+worker at once, a stopped one after `lanes.patience_s`, and a job that hangs after its deadline. The next step must
+follow. In the end the run is compared with one that was not disturbed: the same samples, and the same weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KINDS = ("kill", "stop", "hang")
 PATIENCE_S = 10.0
 MANY_STEPS = 1_000_000
 SLACK_S = 20.0  # of a busy machine
-STUCK_S = 180.0
+STUCK_S, START_S = 180.0, 600.0
 DEADLINES_S = {"kill": SLACK_S, "stop": PATIENCE_S + SLACK_S, "hang": 10 * PATIENCE_S + SLACK_S}
 REWARD = '''
 import time
@@ -68,7 +68,7 @@ class DisturbedRun:
         self._runs, self._dice = runs, Random(seed)
         self.path = runs.root / "disturbed"
         self._pid = runs.begin("disturbed")
-        self._wait(lambda: self.steps() >= 1, "the first step")
+        self._wait(lambda: self.steps() >= 1, "the first step", START_S)
 
     def steps(self) -> int:
         """Committed steps."""
@@ -102,15 +102,15 @@ class DisturbedRun:
     def _losses(self) -> int:
         return (self.path / "journal.jsonl").read_bytes().count(b'"WorkerLost"')
 
-    def _wait(self, true: Callable[[], bool], what: str) -> None:
-        until_s = time.monotonic() + STUCK_S
+    def _wait(self, true: Callable[[], bool], what: str, within_s: float = STUCK_S) -> None:
+        until_s = time.monotonic() + within_s
         while not true():
             if os.waitpid(self._pid, os.WNOHANG)[0]:
                 error = self.path.with_suffix(".error")
                 raise SystemExit(f"the run ended: {error.read_text() if error.exists() else ''}")
             if time.monotonic() > until_s:
                 os.kill(self._pid, signal.SIGKILL)
-                raise SystemExit(f"stuck: waited {STUCK_S:.0f} s for {what}")
+                raise SystemExit(f"stuck: waited {within_s:.0f} s for {what}")
             time.sleep(0.1)
 
 

@@ -91,16 +91,14 @@ chaos: $(STAMP)
 mutants: $(STAMP)
 	$(BIN)/python benchmarks/mutants.py
 
-# Drivers killed at every journal record, with each transport; Ray starts slowly, so only at some records.
+# Drivers killed at every journal record. For Ray, which starts slowly, see the options of the script.
 crashes: $(STAMP)
 	$(BIN)/python benchmarks/crash_points.py --transport local
 	$(BIN)/python benchmarks/crash_points.py --transport colocated
-	$(BIN)/python benchmarks/crash_points.py --transport ray --every 10
 
 # Workers that are killed, stopped or hang.
 faults: $(STAMP)
 	$(BIN)/python benchmarks/process_faults.py --faults 100
-	$(BIN)/python benchmarks/process_faults.py --faults 100 --transport ray
 
 # Damaged run folders, and random recipes and prompt files.
 fuzz: $(STAMP)

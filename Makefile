@@ -11,7 +11,7 @@ comma       := ,
 EXTRAS      := dev,train,ray,ocr,serve,video
 EXTRA_NAMES := $(subst $(comma), ,$(EXTRAS))
 
-.PHONY: setup lock demo test test-fast lint types imports pytest docs bench chaos chaos-ci mutants clean
+.PHONY: setup lock demo test test-fast lint types imports pytest docs bench chaos chaos-ci mutants crashes faults fuzz clean
 
 setup: $(STAMP)
 
@@ -85,11 +85,27 @@ chaos-ci: $(STAMP)
 	$(BIN)/digenrl simulate --chaos 2000
 	$(BIN)/digenrl simulate --chaos 20 --large
 
+# All 100,000 take an hour or more; FIRST_SEED continues a run that was interrupted.
+FIRST_SEED ?= 0
 chaos: $(STAMP)
-	$(BIN)/digenrl simulate --chaos 100000
+	$(BIN)/digenrl simulate --chaos $(shell expr 100000 - $(FIRST_SEED)) --first-seed $(FIRST_SEED)
 
 mutants: $(STAMP)
 	$(BIN)/python benchmarks/mutants.py
+
+# Drivers killed at every journal record. For Ray, which starts slowly, see the options of the script.
+crashes: $(STAMP)
+	$(BIN)/python benchmarks/crash_points.py --transport local
+	$(BIN)/python benchmarks/crash_points.py --transport colocated
+
+# Workers that are killed, stopped or hang.
+faults: $(STAMP)
+	$(BIN)/python benchmarks/process_faults.py --faults 100
+
+# Damaged run folders, and random recipes and prompt files.
+fuzz: $(STAMP)
+	DIGENRL_DAMAGED_FOLDERS=2000 $(BIN)/pytest tests/unit/test_damaged_runs.py
+	$(BIN)/python benchmarks/fuzzed_files.py --files 500
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

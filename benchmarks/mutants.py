@@ -109,6 +109,15 @@ MUTANTS = [
         "    return state\n\n\ndef _share_samples",
     ),
     Mutant(
+        "void score accepted", FAULTS, "void_scores=state.void_scores | void)", "void_scores=state.void_scores)"
+    ),
+    Mutant(
+        "void score counts",
+        SCORING,
+        "wanted = job.id not in state.void_scores and is_wanted",
+        "wanted = is_wanted",
+    ),
+    Mutant(
         "quarantined slice issued again",
         FAULTS,
         "    if step is None or step.groups[piece.group].retired:\n        return state\n    waiting",
@@ -170,11 +179,12 @@ MUTANTS = [
     ),
     Mutant("last version not saved", TURNS, "    if terms.saves(version):", "    if False:"),
     Mutant("lost lane's sums counted", FAULTS, "    if lane.trained:\n", "    if False:\n"),
+    Mutant("sums of a lost trainer counted", SHARED, "if lane.helper and lane.trained:", "if False:"),
     Mutant(
         "sent sums kept by the lane",
         SHARED,
-        "job=None, trained=()))\n    return put_step(state, replace(step, gradients=",
-        "job=None))\n    return put_step(state, replace(step, gradients=",
+        "replace(lane, job=None, trained=())), state.current",
+        "replace(lane, job=None)), state.current",
     ),
     Mutant(
         "commit before sums are sent",
@@ -187,6 +197,12 @@ MUTANTS = [
         SHARED,
         "kept = tuple(each for each in step.gradients if each.job.id not in jobs)",
         "kept = step.gradients",
+    ),
+    Mutant(
+        "evaluation on a lane that loads weights",
+        EVALUATION,
+        "state.lanes[index].version == state.lanes[index].sent_version == evaluation",
+        "state.lanes[index].version == evaluation",
     ),
     Mutant(
         "lost chunk counted as sampling",
@@ -236,6 +252,7 @@ MUTANTS = [
     Mutant("parked jobs forgotten", DISPATCHER, "for each in parked:", "for each in ():"),
     Mutant("NaN rewards accepted", DISPATCHER, "with_valid_scores(completed.job, result)", "result"),
     Mutant("lost slice stays in the store", DISPATCHER, "if stores.samples.remove_slice(artifact))", "if True)"),
+    Mutant("lost lane keeps its worker", "driver.lanes", 'self._workers[lane] = ""', "pass"),
     Mutant(
         "state not kept",
         "driver.job_inputs",
@@ -250,6 +267,25 @@ MUTANTS = [
     ),
     Mutant("replacement in the wrong place", SAMPLES, "self._places.get(key, group)", "replaced_by"),
     Mutant(
+        "score of a lost picture kept",
+        SAMPLES,
+        "if group is None or artifact not in group.slices:\n            return\n",
+        "if group is None:\n            return\n",
+    ),
+    Mutant("slice of a quarantined group kept", SAMPLES, "if key in self._retired or", "if"),
+    Mutant(
+        "outdated export taken",
+        OUTPUTS,
+        "if completed.job.version >= self._stores.versions.newest_version:",
+        "if True:",
+    ),
+    Mutant(
+        "prompt of a pending job dropped",
+        "driver.prompt_store",
+        "in_use = {prompt.row for prompt in pending}",
+        "in_use = set()",
+    ),
+    Mutant(
         "both copies of a slice kept", SAMPLES, "if any(each.slice.mask() & artifact.slice.mask()", "if any(False"
     ),
     Mutant(
@@ -261,8 +297,8 @@ MUTANTS = [
     Mutant(
         "pixels dropped too early",
         OUTPUTS,
-        "if job.artifact is not None and stores.samples.all_scored(job.artifact):",
-        "if job.artifact is not None:",
+        "if stores.samples.all_scored(job.artifact):",
+        "if True:",
     ),
     Mutant("weights dropped too early", VERSIONS, "if name not in wanted and", "if"),
     Mutant("wrong state dropped", VERSIONS, "state_name(self.kept_state or 0, rank)", "state_name(version, rank)"),

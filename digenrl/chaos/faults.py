@@ -9,7 +9,7 @@ from typing import Literal
 
 NS = 1_000_000_000
 
-Target = Literal["generator", "reward", "any", "all", "reserve", "driver"]
+Target = Literal["generator", "reward", "trainer", "any", "all", "reserve", "driver"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class FaultKind:
 
 KINDS: dict[str, FaultKind] = {
     "crash": FaultKind("a worker dies with its jobs", "any"),
+    "trainer_crash": FaultKind("the trainer dies while it trains or saves, or soon after", "trainer", 0, 2.5),
     "hang": FaultKind("a worker stops without a word, and is killed after its patience", "any"),
     "slow": FaultKind("a worker needs several times as long", "any", 3, 10),
     "late": FaultKind("a result arrives seconds after it was sent", "any", 1, 40),
@@ -37,7 +38,9 @@ KINDS: dict[str, FaultKind] = {
     "node_loss": FaultKind("a machine is lost with its workers and what they left in the exchange", "all", 1, 30),
     "artifact_loss": FaultKind("some artifacts are lost", "all", 0.1, 0.9),
     "slice_loss": FaultKind("a slice is lost while it is being scored", "all"),
+    "chunk_loss": FaultKind("held-out pictures are lost, and new weights that only some workers have", "all"),
     "weights_loss": FaultKind("a new version is lost before it is published", "all"),
+    "late_export": FaultKind("weights that are exported again are reported late", "trainer", 1, 40),
     "reward_timeout": FaultKind("a reward takes long and then fails", "reward", 5, 25),
     "reward_error": FaultKind("a reward fails", "reward"),
     "reward_nan": FaultKind("a reward is not a number", "reward"),
@@ -76,7 +79,8 @@ class Targets:
 
     generators: Sequence[str]
     rewards: Sequence[str]
-    others: Sequence[str]
+    trainer: str
+    encoders: Sequence[str]
     reserve: Sequence[str]
     nominal_ns: int  # the time of the run without faults
     decisions: int  # roughly, of the run without faults
@@ -84,10 +88,11 @@ class Targets:
 
     def of(self, kind: FaultKind) -> Sequence[str]:
         """The workers that a fault of this kind can hit; [""] if it hits no single one."""
-        everyone = (*self.generators, *self.rewards, *self.others)
+        everyone = (*self.generators, *self.rewards, self.trainer, *self.encoders)
         named: dict[Target, Sequence[str]] = {
             "generator": self.generators,
             "reward": self.rewards or self.generators,
+            "trainer": (self.trainer,),
             "any": everyone,
             "reserve": self.reserve,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,15 +17,18 @@ from digenrl.records import (
     Commit,
     Committed,
     Evaluate,
+    Export,
     Generate,
     Generated,
     Job,
     JobFailed,
     Publish,
+    Save,
     Score,
     Scored,
     Scores,
     TakeUpdate,
+    Train,
     UpdateTaken,
     pixels_name,
 )
@@ -32,20 +36,25 @@ from digenrl.transports.contract import Message, Report
 
 NEVER_S = 1e9
 REORDERING_S = 2.0  # the longest extra way of a message
+PICTURES = re.compile(r"held-out-\d")  # names of held-out pictures
 NOT_A_NUMBER = {"gradient_norm": math.nan, "ratio_mean": math.nan}
 NEXT_JOB: dict[str, tuple[type[Job], ...]] = {  # faults that wait for a job
     "reward_timeout": (Score, Generate),
     "reward_error": (Score, Generate),
     "reward_nan": (Score, Generate),
     "reward_garbage": (Score, Generate),
+    "trainer_crash": (Train, Save),
     "slice_loss": (Score,),
+    "chunk_loss": (Publish,),
     "weights_loss": (Commit,),
+    "late_export": (Export,),
     "nan_loss": (Commit, TakeUpdate),
     "out_of_memory": (Generate, Evaluate),
     "partition": (Publish,),
 }
-AT_THE_END = tuple(kind for kind in NEXT_JOB if kind != "slice_loss")  # of that job
-NEXT_MESSAGE = ("late", "doubled", "lost", "stall")
+AT_THE_BEGINNING = ("slice_loss", "chunk_loss", "trainer_crash")  # of that job
+OF_MESSAGES = ("late", "doubled", "lost", "late_export")
+AT_THE_END = tuple(kind for kind in NEXT_JOB if kind not in (*AT_THE_BEGINNING, *OF_MESSAGES))
 OF_REWARDS = ("reward_timeout", "reward_error", "reward_nan", "reward_garbage")
 
 
@@ -81,7 +90,7 @@ class Injector(JobFaults):
     def _strike(self, fault: Fault) -> None:
         if fault in self._pending:
             self._pending.remove(fault)
-            if fault.kind in NEXT_JOB or fault.kind in NEXT_MESSAGE:
+            if fault.kind in NEXT_JOB or fault.kind in (*OF_MESSAGES, "stall"):
                 self._armed.append(fault)
             elif self._STRIKE[fault.kind](self, fault):
                 self.struck[fault.kind] += 1
@@ -172,9 +181,13 @@ class Injector(JobFaults):
     # --- Jobs and messages --------------------------------------------------------------------------------------
 
     def seconds(self, seat: Seat, job: Job, seconds: float) -> float:
-        loss = self._find(seat, job, ("slice_loss",))
-        if loss is not None and isinstance(job, Score):
-            self._lose_slice(loss, job)
+        fault = self._find(seat, job, AT_THE_BEGINNING)
+        if fault is not None and fault.kind == "trainer_crash":
+            self._armed.remove(fault)
+            self.struck["trainer_crash"] += 1
+            self._there.after(fault.amount * seconds, self._death(seat))
+        elif fault is not None:
+            self._lose_slice(fault, job) if isinstance(job, Score) else self._lose_chunks(fault, job)
         stall = self._find(seat, job, ("stall",))
         if stall is not None:
             self._armed.remove(stall)
@@ -190,6 +203,14 @@ class Injector(JobFaults):
             self._armed.remove(loss)
             self.struck["slice_loss"] += 1
             self._there.exchange.lose((artifact.name, pixels_name(artifact.name)))
+
+    def _lose_chunks(self, loss: Fault, job: Job) -> None:
+        """The held-out pictures that wait for a reward lane, and the weights that this job has just read."""
+        names = [name for name in self._there.exchange.names() if PICTURES.match(name)]
+        if names:
+            self._armed.remove(loss)
+            self.struck["chunk_loss"] += 1
+            self._there.exchange.lose((*names, *job.reads()))
 
     def report(self, seat: Seat, job: Job) -> Report:
         fault = self._find(seat, job, AT_THE_END)
@@ -209,30 +230,33 @@ class Injector(JobFaults):
             self._there.after(PATIENCE_S + 1, lambda: self._there.post(Message(seat.name, job.id, report)))
         return _spoilt(report, fault.kind)
 
-    def delays_s(self, seat: Seat, job: Job | None) -> Sequence[float]:
+    def delays_s(self, seat: Seat, job: Job) -> Sequence[float]:
         if seat.silent:
             return ()
         delay_s = 0.0
         if self._clock.now_ns < self._reordering_until_ns:
             delay_s = self._dice.uniform(0, REORDERING_S)
-        for fault in self._armed:
-            if fault.kind in ("late", "doubled", "lost") and fault.worker == seat.name.partition("/")[0]:
-                self._armed.remove(fault)
-                self.struck[fault.kind] += 1
-                late_s = delay_s + fault.amount
-                return {"late": (late_s,), "doubled": (delay_s, late_s), "lost": ()}[fault.kind]
-        return (delay_s,)
+        fault = self._find(seat, job, OF_MESSAGES)
+        if fault is None:
+            return (delay_s,)
+        self._armed.remove(fault)
+        self.struck[fault.kind] += 1
+        late_s = delay_s + fault.amount
+        return {"doubled": (delay_s, late_s), "lost": ()}.get(fault.kind, (late_s,))
 
     def started(self, seat: Seat) -> None:
         name = seat.name.partition("/")[0]
         if self._flapping[name] > 0:
             self._flapping[name] -= 1
-            there = self._there
+            self._there.after(self._dice.uniform(0, 2), self._death(seat))
 
-            def die_again() -> None:
-                there.kill(seat.name, "ended by signal 11 (SIGSEGV)")
+    def _death(self, seat: Seat) -> Callable[[], None]:
+        there = self._there
 
-            there.after(self._dice.uniform(0, 2), die_again)
+        def die() -> None:
+            there.kill(seat.name, "ended by signal 11 (SIGSEGV)")
+
+        return die
 
     def _find(self, seat: Seat, job: Job, kinds: Sequence[str]) -> Fault | None:
         for fault in self._armed:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isclose
+from statistics import fmean
 from zlib import crc32
 
+from digenrl.driver.step_summary import StepSummary
 from digenrl.records import GroupArtifact, Slice
 from digenrl.scheduling import Terms
 
@@ -34,6 +37,7 @@ class Contribution:
     group: int
     index: int
     version: int
+    reward: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ def contributions(group: GroupArtifact, wanted: Slice) -> list[Contribution]:
                     group.rewards[sample.index] == expected,
                     f"{sample} is trained with the reward of another picture than {artifact.name}",
                 )
-                found.append(Contribution(group.place, wanted.group, sample.index, artifact.version))
+                found.append(Contribution(group.place, wanted.group, sample.index, artifact.version, expected))
     indices = sorted(each.index for each in found)
     promise(
         indices == list(range(wanted.first, wanted.first + wanted.size)), f"{wanted} is trained with {indices}"
@@ -88,6 +92,15 @@ def check_update(terms: Terms, step: int, update: int, total: Sequence[Contribut
     )
     stale = sum(each.version < step for each in total)
     promise(stale <= terms.stale_budget, f"step {step} has {stale} stale samples of {terms.stale_budget}")
+
+
+def check_metrics(sums: Sequence[Contribution], summary: StepSummary) -> None:
+    """The step's mean reward is that of the samples in its weights, and of no others."""
+    mean = fmean({(each.place, each.index): each.reward for each in sums}.values())
+    promise(
+        isclose(summary.values["reward_mean"], mean),
+        f"step {summary.step}: a mean reward of {summary.values['reward_mean']} instead of {mean}",
+    )
 
 
 def check_history(terms: Terms, history: History) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from digenrl.chaos.faults import NS, Fault
 from digenrl.chaos.injection import Injector
-from digenrl.chaos.ledger import check_history, promise
+from digenrl.chaos.ledger import check_history, check_metrics, promise
 from digenrl.chaos.transport import VirtualClock, VirtualTransport
 from digenrl.chaos.workers import WorldFacts
 from digenrl.chaos.worlds import PATIENCE_S, World, targets_of
@@ -29,7 +29,7 @@ from digenrl.worker.assignment import TRAINER, rank_names
 
 MOST_DECISIONS = 200_000
 MOST_DRIVERS = 30
-DRAIN_NS = 200 * NS  # enough for every message that is under way
+DRAIN_NS = 2_000 * NS  # enough for every job and message that is under way, on a slow worker too
 SLOWEST = 12  # how much longer a step may take than expected, with everything slow
 
 
@@ -127,7 +127,7 @@ class _WorldRun:
         prompts = [Prompt(index, f"prompt {index}") for index in range(world.prompts)]
         held_out = [Prompt(index, f"held out {index}") for index in range(world.held_out)]
         sampler = PromptSampler(prompts, recipe.batch.prompts, recipe.seed)
-        store = PromptStore(sampler, transport.exchange.drop, held_out, kept=2 * recipe.batch.prompts)
+        store = PromptStore(sampler, transport.exchange.drop, held_out, kept=world.kept_prompts)
         resources = RunResources(RankGroupTransport(transport), transport.exchange, world.workers, lambda: None)
         driver: Dispatcher | None = None
 
@@ -138,6 +138,7 @@ class _WorldRun:
 
         hooks = RunHooks(
             look_around=look_around,
+            on_step=lambda summary: check_metrics(self._facts.committed[summary.step], summary),
             checkpoint_facts=lambda step: {"jobs_issued": self._jobs_issued},
             monotonic=self._clock.monotonic_s,
         )

@@ -66,7 +66,7 @@ class JobFaults:
         """What a worker makes of a job that it has begun."""
         return seat.worker.carry_out(job)
 
-    def delays_s(self, seat: Seat, job: Job | None) -> Sequence[float]:
+    def delays_s(self, seat: Seat, job: Job) -> Sequence[float]:
         """When the copies of a message arrive; none if it is lost."""
         return (0.0,)
 
@@ -113,14 +113,18 @@ class VirtualTransport:
             self._work(seat)
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
-        """The messages of the next instant that has any, or none after some time. Short timeouts are stretched."""
+        """The messages of the next instant that has any, or none after some time. Short timeouts are stretched.
+
+        A busy driver finds several messages at once.
+        """
         clock, until_ns = self._clock, self._clock.now_ns + round(max(timeout_s, LEAST_WAIT_S) * NS)
         while not self._inbox:
             if not self._due or self._due[0][0] > until_ns:
                 self._pass_time(until_ns)
                 return ()
             self._advance()
-        while self._due and self._due[0][0] == clock.now_ns:
+        until_ns = clock.now_ns + round(self._world.look_s * NS)
+        while self._due and self._due[0][0] <= until_ns:
             self._advance()
         messages, self._inbox = self._inbox, []
         return messages

@@ -54,6 +54,7 @@ from digenrl.records import (
     UpdateTaken,
     WeightsReference,
     held_out_name,
+    holding_lane,
     pixels_name,
     slice_name,
 )
@@ -85,11 +86,15 @@ class SavedRun:
 
 @dataclass(slots=True)
 class WorldFacts:
-    """What outlives a driver: the terms of the run, its checkpoint, and the groups that were quarantined."""
+    """What outlives a driver: the terms of the run, its checkpoint, and the groups that were quarantined.
+
+    `committed` has the gradients of every step that was committed.
+    """
 
     terms: Terms | None = None
     saved: SavedRun = SavedRun()
     quarantined: set[tuple[int, int]] = field(default_factory=set)
+    committed: dict[int, list[Contribution]] = field(default_factory=dict)
 
 
 class SimulatedWorker:
@@ -103,10 +108,12 @@ class SimulatedWorker:
         self.version = facts.saved.step if assignment.commits else 0
         self._sum: list[Contribution] = []
         self._opened = (0, 0, 0)
+        self._lane: int | None = None
         self._inputs: dict[str, Any] = {}  # of its job
 
     def begin(self, job: Job) -> Report | None:
         """Reads what the job needs. Returns a report if that is lost, or if the job is not needed any more."""
+        self._check_lane(job)
         reads = () if isinstance(job, Publish) and job.version <= self.version else job.reads()
         missing = self._exchange.missing(reads)
         if not missing:
@@ -121,12 +128,21 @@ class SimulatedWorker:
         """The result of a job that has begun."""
         return self._CARRY_OUT[type(job)](self, job)
 
+    def _check_lane(self, job: Job) -> None:
+        """A generator belongs to one lane; after a loss, its replacement belongs to another."""
+        lanes = job.lanes if isinstance(job, Publish) else tuple({holding_lane(job)} - {None})
+        if self.assignment.commits:
+            return
+        for lane in lanes:
+            self._lane = lane if self._lane is None else self._lane
+            promise(lane == self._lane, f"{job} is sent to {self.assignment.name}, which is lane {self._lane}")
+
     def _may_miss(self, job: Job) -> bool:
-        """Whether the job is not needed any more: its group is quarantined, or its evaluation abandoned."""
-        piece = job.slice if isinstance(job, Generate) else job.piece if isinstance(job, Score) else None
-        if isinstance(piece, HeldOutChunk):
-            return True
-        return piece is not None and (piece.step, piece.group) in self._facts.quarantined
+        """Whether a score is not needed any more: its group is quarantined, or its evaluation abandoned."""
+        if not isinstance(job, Score):
+            return False
+        piece = job.piece
+        return isinstance(piece, HeldOutChunk) or (piece.step, piece.group) in self._facts.quarantined
 
     def _put(self, name: str, content: Any = None) -> None:
         self._exchange.put(name, content, self.node)
@@ -211,6 +227,7 @@ class SimulatedWorker:
         promise(job.step == self.version, f"{job} on version {self.version}")
         terms = self._terms
         self._add_update(job, max(1, terms.updates) - 1 if terms.shares_work else 0)
+        self._facts.committed[job.step] = [each for update in self._updates for each in update.sum]
         self.version, self.history, self._updates = job.new_version, (*self.history, *self._updates), ()
         return Committed(0, job, (UPDATE,), self._export_version(job))
 

@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 from digenrl.chaos.faults import KINDS, NS, Fault, Targets, draw_faults
+from digenrl.chaos.themes import PLAIN, Theme, draw_theme
 from digenrl.config.reading import parse_model
 from digenrl.config.recipe import Recipe
 from digenrl.driver.placement import place
@@ -32,8 +33,10 @@ class World:
     train_sample_s: float
     score_sample_s: float
     publish_s: float
+    look_s: float  # messages that arrive within this time are received together
     start_s: float
     prompts: int  # in the prompt file
+    kept_prompts: int  # encoded ones of closed steps
     held_out: int
     search_budget: int
     faults: tuple[Fault, ...]
@@ -62,9 +65,10 @@ class World:
 def draw_world(seed: int, kinds: Sequence[str] = EVERY_KIND, large: bool = False) -> World:
     """The world of a seed. The kinds of faults do not change anything else."""
     dice = Random(f"world {seed} {large}")
-    content = _large_recipe(dice) if large else _small_recipe(dice)
+    theme = PLAIN if large else draw_theme(dice)
+    content = _large_recipe(dice) if large else _small_recipe(dice, theme)
     recipe = _parsed(json.dumps(content))
-    workers = _with_reserve(_in_pool(place(recipe, Machine((0, 1)), Path())), dice.choice((0, 0, 1, 2)))
+    workers = _with_reserve(_in_pool(place(recipe, Machine((0, 1)), Path())), dice.choice(theme.reserve))
     names = [each.name for each in (*workers.initial(), *workers.reserve)]
     nodes = dice.randint(1, 4)
     base_s = dice.choice((0.2, 1.0, 3.0))
@@ -76,15 +80,18 @@ def draw_world(seed: int, kinds: Sequence[str] = EVERY_KIND, large: bool = False
         slice_s={name: base_s * dice.choice((1, 1, 1, 2, 5)) for name in names},
         train_sample_s=base_s * dice.choice((0.05, 0.3, 1)),
         score_sample_s=base_s * dice.choice((0.01, 0.2, 1)),
-        publish_s=base_s * dice.choice((0, 0.1, 1)),
+        publish_s=base_s * dice.choice(theme.publish_slices),
+        look_s=base_s * dice.choice((0, 0, 0.3, 1)),
         start_s=dice.choice((0.1, 5.0)),
         prompts=dice.randint(recipe.batch.prompts, 3 * recipe.batch.prompts),
+        kept_prompts=dice.choice((0, 2 * recipe.batch.prompts)),
         held_out=dice.randint(1, 8) if recipe.evaluation else 0,
         search_budget=dice.choice((1, 50)),
         faults=(),
     )
     dice = Random(f"faults {seed} {large} {','.join(sorted(kinds))}")
-    return replace(world, faults=draw_faults(dice, targets_of(world, most=12 if large else 5), kinds))
+    themed = tuple(kind for kind in theme.kinds if kind in kinds) or kinds
+    return replace(world, faults=draw_faults(dice, targets_of(world, most=12 if large else 5), themed))
 
 
 def targets_of(world: World, most: int) -> Targets:
@@ -98,7 +105,8 @@ def targets_of(world: World, most: int) -> Targets:
     return Targets(
         generators=names or [workers.trainer.name],
         rewards=workers.reward_names,
-        others=[workers.trainer.name, *([] if workers.encoder is None else [workers.encoder.name])],
+        trainer=workers.trainer.name,
+        encoders=[] if workers.encoder is None else [workers.encoder.name],
         reserve=[each.name for each in workers.reserve],
         nominal_ns=int(world.recipe.steps * step_s * NS) + 1,
         decisions=10 + int(8 * world.recipe.steps * (slices + batch.prompts + 3)),
@@ -106,31 +114,34 @@ def targets_of(world: World, most: int) -> Targets:
     )
 
 
-def _small_recipe(dice: Random) -> dict[str, Any]:
-    group = dice.choice((2, 3, 4, 6))
-    slice_size = dice.choice([size for size in range(1, group + 1) if group % size == 0])
-    mode = "colocated" if dice.random() < 0.12 else "local"
-    both = mode == "local" and dice.random() < 0.25
-    generators = dice.randint(1, 4)
+def _small_recipe(dice: Random, theme: Theme) -> dict[str, Any]:
+    at_once = 2 if theme.wide_slices else 1
+    group = dice.choice([size for size in (2, 3, 4, 6) if size % at_once == 0])
+    slice_size = dice.choice([size for size in range(1, group + 1) if group % (at_once * size) == 0])
+    mode = "colocated" if theme is PLAIN and dice.random() < 0.2 else "local"
+    both = mode == "local" and dice.random() < 0.25 if theme.shares_work is None else theme.shares_work
+    generators = dice.randint(theme.least_generators, 4)
     techniques = {
         "gap": both or dice.random() < 0.75,
         "tag": "greedy" if both else dice.choice(("none", "greedy", "search", "auto")),
         "assist": "both" if both else "trainer",
-        "tcss": dice.choice((0.0, 0.0, 0.25, 0.5, 1.0)) if mode == "local" else 0.0,
+        "tcss": dice.choice(theme.stale_shares) if mode == "local" else 0.0,
         "dispatch": dice.choice(("eager", "earliest_finish")),
     }
     content = _recipe(dice, mode, generators, techniques, group, slice_size)
+    content["lanes"]["rewards"] = dice.choice(theme.scorers)
     content["batch"]["prompts"] = dice.randint(1, 4)
-    content["steps"] = dice.randint(1, 4)
+    content["steps"] = dice.randint(theme.least_steps, 4)
     if both:
         content["training"] = {"job_samples": dice.choice((slice_size, group))}
         if dice.random() < 0.3 and content["batch"]["prompts"] > 1:
             content["algorithm"] = {"name": "flow_grpo", "options": {"updates_per_batch": 2}}
-    if mode == "local" and not both and group % (2 * slice_size) == 0 and dice.random() < 0.8:
+    wide = theme.wide_slices or dice.random() < 0.8
+    if mode == "local" and not both and group % (2 * slice_size) == 0 and wide:
         content["cluster"] = {"generators": [{"name": "wide", "slice": 2 * slice_size}]}
-    if dice.random() < 0.3:
-        path = {"path": "held_out.txt"}
-        content["evaluation"] = {"prompts": path, "every": dice.randint(1, 3), "batch": 1}
+    if theme.evaluates or dice.random() < 0.3:
+        every = 1 if theme.evaluates else dice.randint(1, 3)
+        content["evaluation"] = {"prompts": {"path": "held_out.txt"}, "every": every, "batch": 1}
     if mode == "local" and not both and dice.random() < 0.2:
         content["lanes"]["ranks"] = 2
         content["training"] = {"lora": {"rank": 4}}
@@ -159,7 +170,7 @@ def _recipe(
         "mode": mode,
         "lanes": {
             "generators": ["cpu"] * generators,
-            "rewards": dice.choice((0, 1, 2, 2)) if generators < 64 else 8,
+            "rewards": 8,
             "restarts": 99,
             "patience_s": PATIENCE_S,
             "hedge_after": dice.choice((0.0, 1.5, 3.0)),

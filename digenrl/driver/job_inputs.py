@@ -45,7 +45,7 @@ AnyUpdate = TypeVar("AnyUpdate", Commit, TakeUpdate)
 
 
 class MissingInputError(LookupError):
-    """An input was lost a moment ago, which the scheduler is about to hear."""
+    """An input was lost or replaced a moment ago, which the scheduler is about to hear."""
 
 
 class JobInputs:
@@ -65,7 +65,7 @@ class JobInputs:
     def requests(self, job: Job) -> Requests:
         """The requests of a job; none if its lane is lost, or if there is nothing to encode.
 
-        Raises MissingInputError if a slice that it reads was lost.
+        Raises MissingInputError if a slice that it reads was lost, or if it publishes a version that is outdated.
         """
         return self._FILL[type(job)](self, job)
 
@@ -133,7 +133,10 @@ class JobInputs:
         return [(TRAINER, replace(job, sharded=self._stores.recipe.sharded))]
 
     def _publish(self, job: Publish) -> Requests:
-        weights = self._stores.versions.newest
+        versions = self._stores.versions
+        if job.version != versions.newest_version:
+            raise MissingInputError(f"version {job.version} was replaced by {versions.newest_version}")
+        weights = versions.newest
         filled = [(lane, replace(job, lanes=(lane,), weights=weights)) for lane in job.lanes]
         return [request for lane, each in filled for request in self._to_lane(lane, each)]
 

@@ -98,7 +98,7 @@ class JobOutputs:
         if not stores.samples.add_slice(artifact):
             stores.drop_slice(artifact.name)
         elif result.scores is not None:
-            stores.samples.add_scores(job.slice, result.scores)
+            stores.samples.add_scores(job.slice, result.scores, artifact)
 
     def _scored(self, completed: CompletedJob, result: Scored) -> None:
         stores, job = self._stores, completed.job
@@ -106,15 +106,18 @@ class JobOutputs:
         if isinstance(job.piece, HeldOutChunk):
             stores.artifacts.drop(held_out_name(job.piece))
             return
+        assert job.artifact is not None, f"{job} was sent without its slice"
         self._measure("score", completed, job.piece.size)
-        stores.samples.add_scores(job.piece, result.scores)
-        if job.artifact is not None and stores.samples.all_scored(job.artifact):
+        stores.samples.add_scores(job.piece, result.scores, job.artifact)
+        if stores.samples.all_scored(job.artifact):
             stores.artifacts.drop(pixels_name(job.artifact.name))
 
     def _trained(self, completed: CompletedJob, result: Trained) -> None:
         assert isinstance(completed.job, Train)
         self._updates += result.updates
-        lane, samples = completed.job.lane, completed.job.slice.size
+        lane, samples, versions = completed.job.lane, completed.job.slice.size, self._stores.versions
+        if completed.job.weights != versions.of_update:  # of an update that was taken again since
+            versions.drop_old(self._pending())
         if lane == NO_LANE:
             self._measure("train_sample", completed, samples)
         elif self._stores.costs is not None:

@@ -92,10 +92,9 @@ class PendingJobs:
         return worker in self._sent
 
     def lose(self, worker: str) -> list[Job]:
-        """Forgets a lost worker; returns the jobs that it held, or that waited for it."""
+        """Forgets a lost worker; returns the jobs that it held."""
         self._deadlines.forget(worker)
-        held = [pending.job for pending in self._sent.pop(worker, {}).values()]
-        return [*held, *self._waiting.pop(worker, ())]
+        return [pending.job for pending in self._sent.pop(worker, {}).values()]
 
     def jobs(self) -> Iterator[Job]:
         """All jobs that have no result yet."""

@@ -65,10 +65,10 @@ class SampleStore:
                 return artifact
         return None
 
-    def add_scores(self, piece: Slice, scores: Scores) -> None:
-        """The rewards of some samples."""
+    def add_scores(self, piece: Slice, scores: Scores, artifact: SliceArtifact) -> None:
+        """The rewards of some samples of an artifact, unless that was lost: its samples are scored again."""
         group = self._groups.get((piece.step, piece.group))
-        if group is None:
+        if group is None or artifact not in group.slices:
             return
         for row, sample in enumerate(piece.samples()):
             group.values[sample.index] = scores.values[row]

@@ -207,7 +207,8 @@ def _take_back(state: SchedulerState, event: ArtifactLost) -> tuple[SchedulerSta
     if isinstance(job, Publish):
         lanes = list(state.lanes)
         for index in job.lanes:
-            lanes[index] = replace(lanes[index], sent_version=lanes[index].version)
+            if lanes[index].sent_version == job.version:
+                lanes[index] = replace(lanes[index], sent_version=lanes[index].version)
         return replace(state, lanes=tuple(lanes)), True
     raise AssertionError(f"{job} reads no artifact that can be made again")
 

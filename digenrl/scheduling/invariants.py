@@ -286,7 +286,7 @@ class Auditor:
             return
         else:
             del self._lane_jobs[job.lane]
-            if job.attempt != self._attempt:
+            if not self._is_open(piece.step, job.attempt):
                 return
             self._held_gradients[job.lane].append(piece)
             if job.lane not in self._helpers and (job.update == 0 or self._terms.update_of_place):
@@ -299,7 +299,7 @@ class Auditor:
         job = event.job
         if self._lane_jobs.get(job.lane) == job:
             del self._lane_jobs[job.lane]
-            if job.attempt == self._attempt:
+            if self._is_open(job.step, job.attempt):
                 self._sent_gradients[job.id] = self._held_gradients.pop(job.lane)
 
     def _update_taken(self, event: UpdateTaken) -> None:
@@ -455,6 +455,10 @@ class Auditor:
 
     # --- Bookkeeping ------------------------------------------------------------------------------------------
 
+    def _is_open(self, step: int, attempt: int) -> bool:
+        """Whether gradients of this attempt at a step still count; attempts of other steps do not."""
+        return (self._committed, self._attempt) == (step, attempt)
+
     def _step(self, piece: Slice) -> _StepBook:
         _promise(piece.step >= self._committed, "1: {} turns up after its step was committed", piece)
         return self._steps.setdefault(piece.step, _StepBook())
@@ -493,7 +497,7 @@ class Auditor:
     def _return_lane_job(self, lane: int) -> None:
         """The job will not be done: its samples are as if they had never been issued."""
         job = self._lane_jobs.pop(lane, None)
-        if isinstance(job, Train) and job.attempt == self._attempt:
+        if isinstance(job, Train) and self._is_open(job.slice.step, job.attempt):
             self._step(job.slice).group(job.slice.group).sent_to_train &= ~job.slice.mask()
         if not isinstance(job, Generate):
             return

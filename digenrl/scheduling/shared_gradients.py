@@ -48,7 +48,7 @@ from digenrl.scheduling.state import (
 def send_gradients(state: SchedulerState, at_ns: int) -> Outcome:
     """Idle lanes send their sums as soon as no sample of the update is left to be handed out for training."""
     step = state.current
-    if step.untrained_samples > sum(_samples_in_training(lane, step.attempt) for lane in state.lanes):
+    if step.untrained_samples > sum(_samples_in_training(state, lane) for lane in state.lanes):
         return state, ()
     jobs: list[Action] = []
     for index in state.idle:
@@ -62,8 +62,14 @@ def send_gradients(state: SchedulerState, at_ns: int) -> Outcome:
     return state, tuple(jobs)
 
 
-def _samples_in_training(lane: Lane, attempt: int) -> int:
-    return lane.job.slice.size if isinstance(lane.job, Train) and lane.job.attempt == attempt else 0
+def _samples_in_training(state: SchedulerState, lane: Lane) -> int:
+    job = lane.job
+    return job.slice.size if isinstance(job, Train) and _is_open(state, job.slice.step, job.attempt) else 0
+
+
+def _is_open(state: SchedulerState, step: int, attempt: int) -> bool:
+    """Whether the open step is in this attempt. A slow lane may still train an older one, or an older step."""
+    return bool(state.steps) and (state.current.index, state.current.attempt) == (step, attempt)
 
 
 def commit_if_complete(state: SchedulerState, at_ns: int) -> Outcome:
@@ -94,10 +100,11 @@ def absorb_trained(state: SchedulerState, event: Trained) -> Outcome:
     lane = state.lanes[job.lane]
     if lane.job != job:
         return state, ()  # late: the lane is lost
-    state, step = release(state, lane.index), state.current
-    if job.attempt != step.attempt:
+    state = release(state, lane.index)
+    if not _is_open(state, piece.step, job.attempt):
         return state, ()
     state = put_lane(state, replace(lane, job=None, trained=(*lane.trained, piece)))
+    step = state.current
     group = step.groups[piece.group]
     assert not group.trained & piece.mask(), f"{piece} was trained twice"
     group = replace(group, trained=group.trained | piece.mask(), training=group.training & ~piece.mask())
@@ -117,10 +124,10 @@ def absorb_gradients_sent(state: SchedulerState, event: GradientsSent) -> Outcom
     lane = state.lanes[job.lane]
     if lane.job != job:
         return state, ()
-    state, step = release(state, lane.index), state.current
-    if job.attempt != step.attempt:
+    state = release(state, lane.index)
+    if not _is_open(state, job.step, job.attempt):
         return state, ()
-    state = put_lane(state, replace(lane, job=None, trained=()))
+    state, step = put_lane(state, replace(lane, job=None, trained=())), state.current
     return put_step(state, replace(step, gradients=(*step.gradients, SentGradients(job, lane.trained)))), ()
 
 

@@ -58,6 +58,7 @@ class _Allocation:
         if terms.updates > 1:
             self._ready = [unit for unit in step.ready if terms.is_trained_in(step.place(unit.group), step.update)]
             self._later = [unit for unit in step.ready if unit not in self._ready]
+        self._leaves_to_faster = self._rule.leaves_to_faster
         self._jobs: dict[int, Generate | Train] = {}
         self._lanes = [
             lane for lane in state.lanes if lane.present and lane.calibrated and _is_available(state, lane)
@@ -66,10 +67,10 @@ class _Allocation:
 
     def hand_out(self) -> Outcome:
         state = self._state
-        for index in state.idle:
-            lane = state.lanes[index]
-            if _is_available(state, lane):
-                self._offer_work(lane)
+        self._offer_to_idle_lanes()
+        if not self._jobs and all(lane.job is None for lane in self._lanes):
+            self._leaves_to_faster = False  # each lane has left the work to another one
+            self._offer_to_idle_lanes()
         lanes, step = list(state.lanes), state.current
         for index, job in self._jobs.items():
             lane = replace(lanes[index], job=job, ends_ns=self._free_ns[index])
@@ -85,6 +86,12 @@ class _Allocation:
             ready = tuple(sorted((*self._ready, *self._later))) if self._later else tuple(self._ready)
             state = put_step(state, _with_training(replace(state.current, ready=ready), self._jobs))
         return state, tuple(self._jobs.values())
+
+    def _offer_to_idle_lanes(self) -> None:
+        for index in self._state.idle:
+            lane = self._state.lanes[index]
+            if _is_available(self._state, lane):
+                self._offer_work(lane)
 
     def _offer_work(self, lane: Lane) -> None:
         if self._generates_first(lane):
@@ -107,7 +114,7 @@ class _Allocation:
         if not self._ready or not lane.train_sample_ns or lane.version != state.committed:
             return False
         end_ns = self._at_ns + lane.switch_ns("train") + self._train_ns(lane)
-        if self._rule.leaves_to_faster and self._others_train_all(lane, end_ns):
+        if self._leaves_to_faster and self._others_train_all(lane, end_ns):
             return False
         unit = self._ready.pop(0)
         piece = Slice(state.committed, unit.group, unit.first, unit.size)
@@ -156,7 +163,7 @@ class _Allocation:
         if not length:
             return False
         end_ns = start_ns + lane.expected_ns(length)
-        if self._rule.leaves_to_faster and self._others_generate_all(lane, length, end_ns):
+        if self._leaves_to_faster and self._others_generate_all(lane, length, end_ns):
             return False
         piece = picker.take(version, 0, length)
         assert piece is not None

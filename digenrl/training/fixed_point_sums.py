@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +42,8 @@ class _Range:
 class FixedPointSums:
     """Adds up the gradients of an update's jobs as integers, in any order. On several ranks, sums them exactly.
 
-    The range of values is checked when the sums are read, as that waits for a GPU. With `checks_each_job`, it is
-    checked before a job is added, so that one out of range changes nothing. `over_batch` says that a part of the
-    gradient awaits the batch's scale.
+    The range of values is checked when the gradient is read, as that waits for a GPU. `over_batch` says that a
+    part of the gradient awaits the batch's scale.
     """
 
     takes_jobs = True
@@ -54,11 +54,9 @@ class FixedPointSums:
         parameters: Mapping[str, nn.Parameter],
         *,
         over_batch: bool,
-        checks_each_job: bool = False,
         ranks: RankGroup | None = None,
     ) -> None:
         self._parameters, self._over_batch, self._ranks = parameters, over_batch, ranks
-        self._checks_each_job = checks_each_job
         self.reset(())
 
     def reset(self, places: Iterable[int]) -> None:
@@ -78,20 +76,16 @@ class FixedPointSums:
             return JobSums(tallies={job: result.tally})
         return JobSums(GradientSums(unscaled, final), {job: result.tally}, {job: torch.stack(largest).max()})
 
-    def check(self, added: JobSums) -> None:
-        if self._checks_each_job:
-            self._raise_on_all_ranks(self._range(self._total, added))
-
     def add(self, place: int, added: JobSums) -> None:
         self._total.add(added)
 
     def gradient(self, factor: float, corrections: JobSums) -> Gradients:
         found = self._range(self._total, corrections)
         sums, more = self._total.gradient, corrections.gradient.unscaled
-        if self._ranks is None:
-            self._raise_on_all_ranks(found)
-        else:
+        if self._ranks is not None:
             sums, more = self._over_ranks(self._ranks, more, found), {}
+        elif found.problem is not None:
+            raise FloatingPointError(found.problem)
         gradient: Gradients = {}
         for name, parameter in self._parameters.items():
             unscaled = _sum_of([part[name] for part in (sums.unscaled, more) if name in part])
@@ -103,19 +97,13 @@ class FixedPointSums:
         return gradient
 
     def take(self) -> tuple[JobSums, float]:
-        """The sums and a bound of their absolute values. They start over here, unless one is out of range."""
-        found = self._range(self._total)
-        self._raise_on_all_ranks(found)
-        taken = self._total
+        """The sums, which start over here, and a bound of absolute values: infinite if one is out of range."""
+        found, taken = self._range(self._total), self._total
         self.reset(())
-        return taken, found.bound
+        return taken, found.bound if found.problem is None else inf
 
     def add_share(self, shared: JobSums, bound: float) -> None:
-        """Adds jobs that another trainer has summed; on several ranks, the first one adds them.
-
-        Raises FloatingPointError, and changes nothing, if the sums could overflow.
-        """
-        self._raise_on_all_ranks(self._range(self._total, more=bound))
+        """Adds jobs that another trainer has summed; on several ranks, the first one adds them."""
         if self._ranks is None or self._ranks.rank.is_first:
             own = self._total.gradient
             for sums, more in ((own.unscaled, shared.gradient.unscaled), (own.final, shared.gradient.final)):
@@ -154,9 +142,9 @@ class FixedPointSums:
     def _zeros(self) -> Gradients:
         return {name: torch.zeros_like(p.data, dtype=torch.int64) for name, p in self._parameters.items()}
 
-    def _range(self, *sums: JobSums, more: float = 0.0) -> _Range:
+    def _range(self, *sums: JobSums) -> _Range:
         """The range of these sums on this rank, with jobs that others have added up. Waits for a GPU."""
-        problem, bound = None, self._shared_bound + more
+        problem, bound = None, self._shared_bound
         for each in sums:
             each.largest = dict(zip(each.largest, to_host(list(each.largest.values())), strict=True))
             for job, largest in each.largest.items():
@@ -168,13 +156,9 @@ class FixedPointSums:
                 bound += value
         limit = LARGEST_SUM if self._ranks is None else LARGEST_SUM / self._ranks.rank.count
         if problem is None and not bound < limit:
-            problem = f"gradients of an update could add up to {bound:g}, more than {limit:g}; {UNCHANGED}"
+            found = f"could add up to {bound:g}, more than {limit:g}" if bound < inf else "are out of range"
+            problem = f"gradients of an update {found}; {UNCHANGED}"
         return _Range(bound, problem)
-
-    def _raise_on_all_ranks(self, found: _Range) -> None:
-        for problem in [found.problem] if self._ranks is None else self._ranks.gather(found.problem):
-            if problem is not None:
-                raise FloatingPointError(problem)
 
 
 def _as_integers(gradients: Gradients, largest: list[Tensor]) -> Gradients:

@@ -67,9 +67,6 @@ class UpdateSums(Protocol):
     def of_job(self, job: SampleJob, result: PassResult) -> JobSums:
         """The passes over one job, as they are added up; the result must not be used afterwards."""
 
-    def check(self, added: JobSums) -> None:
-        """Raises FloatingPointError if jobs that are about to be added cannot be; changes nothing."""
-
     def add(self, place: int, added: JobSums) -> None:
         """Adds jobs of the group at a place, which must not be used afterwards."""
 

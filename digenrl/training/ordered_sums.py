@@ -51,9 +51,6 @@ class OrderedSums:
     def of_job(self, job: SampleJob, result: PassResult) -> JobSums:
         return JobSums(result.sums, {job: result.tally})
 
-    def check(self, added: JobSums) -> None:
-        pass  # a gradient that is not finite shows in the norm
-
     def add(self, place: int, added: JobSums) -> None:
         if not self._in_order:
             self._total.add(added)

@@ -52,15 +52,13 @@ def make_sums(
     Fixed point takes eight bytes per parameter, which adapters can afford.
     """
     if shares_gradients or (settings.sum_in_order and has_lora(model)):
-        return FixedPointSums(
-            policies.parameters, over_batch=scale.over_batch, checks_each_job=shares_gradients, ranks=ranks
-        )
+        return FixedPointSums(policies.parameters, over_batch=scale.over_batch, ranks=ranks)
     ranks = None if policies.sharded else ranks  # passes of a sharded model sum over ranks
     return OrderedSums(policies.parameters, in_order=settings.sum_in_order, ranks=ranks)
 
 
 def take_share(batch: OpenBatch, sums: FixedPointSums) -> GradientShare:
-    """Moves the sums of a batch's open update to a share; raises FloatingPointError if values are out of range."""
+    """Moves the sums of a batch's open update to a share. An update with values out of range is skipped later."""
     taken, bound = sums.take()
     taken.tally().means()  # reads all metrics at once
     batch.forget(taken.tallies)
@@ -98,7 +96,7 @@ def check_share(share: GradientShare, batch: OpenBatch, parameters: Tensors) -> 
 
 
 def add_share(share: GradientShare, batch: OpenBatch, sums: FixedPointSums, parameters: Tensors) -> None:
-    """Adds a share that was checked; raises FloatingPointError, and adds nothing, if the sums could overflow."""
+    """Adds a share that was checked."""
     tallies = {}
     for job, content in share.tallies.items():
         tallies[job] = Tally()

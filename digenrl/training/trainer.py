@@ -224,7 +224,7 @@ class Trainer:
     def take_share(self) -> GradientShare:
         """The gradient of all jobs that were added to the open update, which are not part of it here any more.
 
-        Raises FloatingPointError, and changes nothing, if it is not finite. Not for one of several ranks.
+        If it is not finite, the update that it is added to is skipped. Not for one of several ranks.
         """
         if self.ranks is not None:
             raise RuntimeError(

@@ -322,3 +322,13 @@ def test_a_run_of_lanes_that_do_both_is_pure() -> None:
     state = initial_scheduler_state(spec_of(SUITE_LIKE, slice=1), 0, SharedWorkRule(quotas=(3, 2, 1)))
     state = replace(state, terms=replace(state.terms, stale_budget=6))
     assert decide(state, Tick(0)) == decide(state, Tick(0))
+
+
+def test_lanes_do_not_leave_a_step_to_each_other_for_ever() -> None:
+    """The first is slow with both slices; the second would have to change its role first."""
+    spec = parse_model(Spec, {**TWO_CARDS, "prompts": 1})
+    state = initial_scheduler_state(spec, search_budget=0, shared_work=SharedWorkRule(leaves_to_faster=True))
+    both, one = state.lanes
+    both = replace(both, slice_ns=11 * SECOND, take_ns=(2 * SECOND, 11 * SECOND))
+    _, actions = decide(replace(state, lanes=(both, one)), Tick(0))
+    assert [type(action) for action in actions] != []

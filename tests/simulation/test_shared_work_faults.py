@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_specs import both_contents, evaluation_and_checkpoint
@@ -23,18 +24,21 @@ from digenrl.records import (
     Job,
     SampleId,
     SendGradients,
+    Slice,
     Train,
     Trained,
     WorkerLost,
     holding_lane,
 )
-from digenrl.scheduling import SchedulerState, SharedWorkRule
+from digenrl.scheduling import SchedulerState, SharedWorkRule, decide, initial_state
 from digenrl.scheduling.invariants import Auditor
+from digenrl.scheduling.state import put_lane
 from digenrl.simulation.spec_costs import initial_scheduler_state
 from digenrl.simulation.virtual_cluster import VirtualCluster
 from digenrl.telemetry.recorder import Recorder
 from simulation.noisy_cluster import NoisyCluster, losable_lanes
 from simulation.random_faults import faults_for
+from simulation.test_shared_work import TWO_CARDS
 
 EVENT_NUMBERS = st.integers(1, 120)
 
@@ -137,3 +141,22 @@ def test_a_lane_may_be_lost_after_any_event(opening: SchedulerState, seed: int, 
 def test_lanes_come_and_go_while_jobs_and_samples_fail(data: st.DataObject) -> None:
     opening = data.draw(openings())
     run_with_losses(opening, VirtualCluster(opening, data.draw(faults_for(opening))))
+
+
+@pytest.mark.parametrize("committed", [1, 2])
+def test_samples_that_a_slow_lane_trained_for_a_committed_step_do_not_count_for_the_next(committed: int) -> None:
+    """Its trainer was lost, and the step was trained once more without the lane."""
+    content = {**TWO_CARDS, "steps": 2}
+    opening = initial_scheduler_state(parse_model(Spec, content), search_budget=1)
+    state = initial_state(
+        opening.terms,
+        opening.costs,
+        [opening.lanes[0].offer],
+        [opening.lanes[1].offer],
+        committed=committed,
+    )
+    job = Train(0, 0, Slice(0, 0, 0, 1), lane=0)
+    busy = put_lane(replace(state, idle=(1,)), replace(state.lanes[0], job=job))
+    after, _ = decide(busy, Trained(1, job))
+    assert (after.lanes[0].job, after.lanes[0].trained) == (None, ())
+    assert after.steps == state.steps

@@ -36,8 +36,9 @@ def scores(*values: float) -> Scores:
 def whole_group(store: SampleStore, step: int, group: int, job_id: int = 0) -> None:
     """Two slices, the second one first."""
     for first in (2, 0):
-        assert store.add_slice(artifact(step, group, first, job_id + first))
-        store.add_scores(Slice(step, group, first, 2), scores(first, first + 1))
+        piece = artifact(step, group, first, job_id + first)
+        assert store.add_slice(piece)
+        store.add_scores(piece.slice, scores(first, first + 1), piece)
 
 
 # --- SampleStore -------------------------------------------------------------------------------------------------
@@ -68,9 +69,10 @@ def test_a_group_may_be_trained_with_rewards_that_are_normalised_each() -> None:
     rewards = [{"name": "ocr", "weight": 2}, {"name": "jpeg_compressibility", "label": "size"}]
     store = SampleStore(normalisation_of(recipe(rewards=rewards, **chosen)))
     for first in (2, 0):
-        store.add_slice(artifact(first=first, job_id=first))
+        piece = artifact(first=first, job_id=first)
+        store.add_slice(piece)
         both = {"ocr": ((0.0, 1.0), (2.0, 1.0))[first // 2], "ocr/exact": (9.0, 9.0), "size": (float(first), 2.0)}
-        store.add_scores(Slice(0, 0, first, 2), Scores((first, first + 0.5), both))
+        store.add_scores(piece.slice, Scores((first, first + 0.5), both), piece)
     group = store.group_artifact(Slice(0, 0, 0, 4), PROMPT, group_size=4)
     # ocr 0, 1, 2, 1: deviations over a std of sqrt(1/2); size 0, 2, 2, 2: deviations over a std of sqrt(3/4)
     unit, other = math.sqrt(2), 0.5 / math.sqrt(3 / 4)
@@ -94,9 +96,9 @@ def test_samples_are_found_in_the_slice_that_they_were_made_in() -> None:
 def test_a_slice_is_scored_when_its_last_sample_is() -> None:
     store = SampleStore()
     store.add_slice(artifact())
-    store.add_scores(Slice(0, 0, 0, 1), scores(1))
+    store.add_scores(Slice(0, 0, 0, 1), scores(1), artifact())
     assert not store.all_scored(artifact())
-    store.add_scores(Slice(0, 0, 1, 1), scores(1))
+    store.add_scores(Slice(0, 0, 1, 1), scores(1), artifact())
     assert store.all_scored(artifact())
 
 
@@ -116,7 +118,7 @@ def test_late_slices_and_scores_of_a_group_in_quarantine_are_not_wanted() -> Non
     store.add_slice(artifact())
     store.replace(0, group=0, replaced_by=2)
     assert not store.add_slice(artifact(first=2))
-    store.add_scores(Slice(0, 0, 0, 2), scores(1, 2))
+    store.add_scores(Slice(0, 0, 0, 2), scores(1, 2), artifact())
     assert store.all_scored(artifact())
     assert store.artifact_of(Slice(0, 0, 0, 2)) is None
     assert store.close_step(0) == ({}, {}, ())
@@ -151,8 +153,19 @@ def test_a_lost_slice_is_forgotten_with_its_scores_unless_it_was_generated_again
     assert store.group_artifact(Slice(0, 1, 0, 4), PROMPT, group_size=4) is None
     assert store.add_slice(artifact(0, 1, 2, 9))
     assert not store.remove_slice(artifact(0, 1, 2, 2)), "another artifact has taken its place"
-    store.add_scores(Slice(0, 1, 2, 2), scores(2, 3))
+    store.add_scores(Slice(0, 1, 2, 2), scores(2, 3), artifact(0, 1, 2, 9))
     assert store.group_artifact(Slice(0, 1, 0, 4), PROMPT, group_size=4) is not None
+
+
+def test_a_late_score_of_a_lost_picture_is_not_taken_for_that_of_the_picture_that_replaced_it() -> None:
+    store = SampleStore()
+    lost, again = artifact(job_id=1), artifact(job_id=2)
+    store.add_slice(lost)
+    store.remove_slice(lost)
+    store.add_slice(again)
+    store.add_scores(again.slice, scores(1, 2), again)
+    store.add_scores(lost.slice, scores(8, 9), lost)
+    assert list(store.close_step(0)[0].values()) == [1, 2]
 
 
 # --- PromptStore -------------------------------------------------------------------------------------------------

@@ -104,6 +104,17 @@ def test_rewards_that_are_not_one_finite_number_per_sample_count_as_failed(
     assert isinstance(event, Generated) and "2 finite rewards" in event.score_failure
 
 
+def test_a_version_that_a_commit_replaced_is_not_published_with_the_newer_weights(tmp_path: Path) -> None:
+    """The scheduler hears of a worker that joins before it hears of a commit that arrived at the same time."""
+    run = begun(tmp_path)
+    run.driver.stores.versions.take(1, WeightsReference("weights-1", 100, 7))
+    run.driver.submit(Publish(5, 0, version=0, lanes=(0,)))
+    event = run.driver.next_event()
+    assert isinstance(event, ArtifactLost) and event.job.id == 5
+    run.driver.submit(Publish(6, 0, version=1, lanes=(0,)))
+    assert list(run.transport.workers["generator-0"].jobs) == [6]
+
+
 def test_an_export_that_a_commit_overtook_does_not_replace_the_newer_version(tmp_path: Path) -> None:
     run = begun(tmp_path)
     export = Export(0, 0, version=0)
@@ -127,7 +138,7 @@ def test_a_lane_that_lost_the_weights_of_an_update_also_reports_its_lost_slices(
     prompt = stores.prompts.row(0, 0)
     job = Train(7, 0, PIECE, 0, update=1, group=GroupArtifact(0, prompt, (artifact,), (1.0, 2.0)), weights=weights)
     stores.samples.add_slice(SliceArtifact(Slice(0, 0, 2, 2), slice_name(1), 0))
-    stores.samples.add_scores(Slice(0, 0, 0, 4), Scores((1.0, 2.0, 3.0, 4.0), {}))
+    stores.samples.add_scores(Slice(0, 0, 0, 4), Scores((1.0, 2.0, 3.0, 4.0), {}), artifact)
     run.driver.submit(job)
     lost = Message("generator-0", 7, InputsLost(("update-5", slice_name(0))))
     run.transport.workers.pop(TRAINER)

@@ -22,6 +22,7 @@ from diffusers import (
     AutoencoderKLWan,
     Flux2KleinPipeline,
     Flux2Transformer2DModel,
+    FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
     HunyuanVideoPipeline,
@@ -136,6 +137,11 @@ def _sd3(clip_tokenizer: Any = None, t5_tokenizer: Any = None) -> StableDiffusio
         text_encoder_3=tiny_t5(t5_tokenizer, width=32),
         tokenizer_3=t5_tokenizer,
     )
+
+
+def _flux_kontext(clip_tokenizer: Any = None, t5_tokenizer: Any = None) -> FluxKontextPipeline:
+    components = _flux(clip_tokenizer, t5_tokenizer).components
+    return FluxKontextPipeline(**components)
 
 
 def _flux(clip_tokenizer: Any = None, t5_tokenizer: Any = None) -> FluxPipeline:
@@ -358,6 +364,7 @@ VIDEO = SampleSize(height=32, width=32, frames=5)
 TINY_MODELS: dict[str, TinyModel] = {
     "sd3": TinyModel(_sd3, IMAGE),
     "flux": TinyModel(_flux, IMAGE),
+    "flux_kontext": TinyModel(_flux_kontext, IMAGE),
     "flux2_klein": TinyModel(_flux2_klein, IMAGE),
     "qwen_image": TinyModel(_qwen_image, IMAGE),
     "z_image": TinyModel(_z_image, IMAGE),

@@ -391,6 +391,7 @@ def load_text_encoders(blueprint: Blueprint, device: str, shares_device: bool = 
             source_of(recipe),
             dtype_of(recipe),
             "cpu" if offloaded else device,
+            vae_dtype=vae_dtype_of(recipe),
             text_tokens=tokens,
             precision=recipe.model.encoder_base,
             quantize_on=device,

@@ -32,7 +32,5 @@ def encoded(model: PipelineModel, prompts: Sequence[str], size: SampleSize) -> C
     images = pictures_for(model.family, prompts, size)
     if not images[0]:
         return model.encode(prompts)
-    rows = [
-        model.encode_with_images([prompt], [own], size) for prompt, own in zip(prompts, images, strict=True)
-    ]
+    rows = [model.encode_with_images([prompt], [own], size) for prompt, own in zip(prompts, images, strict=True)]
     return Conditioning.joined(rows)

@@ -49,6 +49,7 @@ class PipelineModel(DiffusionModel):
     # Components that encode source images, and their processors, besides the VAE and the text encoders.
     vision_components: ClassVar[tuple[str, ...]] = ()
     vision_tokens: ClassVar[int] = 0  # that a source image typically adds to the text
+    sources_are_tokens: ClassVar[bool] = False  # whether source images follow the sample's tokens in the sequence
     unused_components: ClassVar[tuple[str, ...]] = ()  # components that are never loaded
     optional_components: ClassVar[tuple[str, ...]] = ()  # components that a pipeline may lack
     text_mask: ClassVar[str | None] = None  # the text argument that marks padding

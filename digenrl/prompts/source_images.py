@@ -48,6 +48,20 @@ def resized(image: Image.Image, height: int, width: int, rule: SourceSize) -> Im
     return image if image.size == target else image.resize(target, RESAMPLING)
 
 
+def probe_image(height: int, width: int) -> Image.Image:
+    """A picture with a gradient in every color, in place of a user's."""
+    across = Image.linear_gradient("L").resize((width, height))
+    down = Image.linear_gradient("L").rotate(90).resize((width, height))
+    return Image.merge("RGB", (across, down, ImageOps.invert(across)))
+
+
+def as_png(image: Image.Image) -> bytes:
+    """The image as the content of a PNG file."""
+    file = BytesIO()
+    image.save(file, format="PNG")
+    return file.getvalue()
+
+
 def size_of_area(size: tuple[int, int], area: int) -> tuple[int, int]:
     """(width, height) of about this area, in the proportions of `size`, as multiples of 32.
 

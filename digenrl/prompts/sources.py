@@ -27,7 +27,7 @@ class Prompt:
     text: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[ImageSource, ...] = ()
-    where: str = ""
+    where: str = field(default="", compare=False)
 
 
 def read_prompts(settings: PromptSettings) -> tuple[Prompt, ...]:

@@ -24,6 +24,7 @@ class FluxKontextModel(FluxModel):
 
     family = "flux_kontext"
     default_guidance = 2.5
+    sources_are_tokens = True
     unused_components = ("image_encoder", "feature_extractor")  # of IP adapters
 
     def source_arguments(self, images: Sequence[Image.Image], size: SampleSize) -> dict[str, Any]:

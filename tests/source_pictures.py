@@ -18,18 +18,18 @@ def picture(seed: int, height: int, width: int) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def pictures_for(family: str, prompts: Sequence[str], size: SampleSize) -> list[list[Image.Image]]:
-    """As many source images for every prompt as the family takes at most, of the size of a sample."""
-    count = FAMILIES[family].sources.most
+def pictures_for(model: PipelineModel, prompts: Sequence[str], size: SampleSize) -> list[list[Image.Image]]:
+    """At most two source images for every prompt, in a size that the diffusers pipeline leaves as it is."""
+    count, source = min(2, FAMILIES[model.family].sources.most), model.pipeline_source_size(size)
     return [
-        [picture(100 * row + index, size.height, size.width) for index in range(count)]
+        [picture(100 * row + index, source.height, source.width) for index in range(count)]
         for row in range(len(prompts))
     ]
 
 
 def encoded(model: PipelineModel, prompts: Sequence[str], size: SampleSize) -> Conditioning:
     """Prompts with source images, if the family takes any; those are encoded one by one, as in a run."""
-    images = pictures_for(model.family, prompts, size)
+    images = pictures_for(model, prompts, size)
     if not images[0]:
         return model.encode(prompts)
     rows = [model.encode_with_images([prompt], [own], size) for prompt, own in zip(prompts, images, strict=True)]

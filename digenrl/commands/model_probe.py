@@ -58,7 +58,7 @@ def compare_with_diffusers(
     generator = torch.Generator().manual_seed(seed)
     noise_B = torch.randn(1, *model.noise_shape(size), generator=generator)
     start_BL = model.initial_latents(noise_B, size)
-    row = encode_prompt(blueprint, model, prompt, _probe_images(blueprint), held_out=False)
+    row = encode_prompt(blueprint, model, prompt, _probe_images(blueprint, model), held_out=False)
     conditioning = row.to(model.device)
     schedule = model.schedule(steps, size)
     latents_BL = start_BL * schedule.noise_scale
@@ -73,7 +73,7 @@ def compare_with_diffusers(
 def _denoised_by_diffusers(
     blueprint: Blueprint, model: PipelineModel, prompt: str, steps: int, start_BL: Tensor
 ) -> Tensor:
-    family, size, images = blueprint.family, blueprint.size, _probe_images(blueprint)
+    family, size, images = blueprint.family, blueprint.size, _probe_images(blueprint, model)
     negative = blueprint.recipe.model.negative_prompt or ""
     with without_progress_bars():
         pipeline = plain_pipeline(model)
@@ -93,9 +93,10 @@ def _denoised_by_diffusers(
     return latents_BL
 
 
-def _probe_images(blueprint: Blueprint) -> list[Image.Image]:
-    """As many source images as the family needs at least."""
-    return [probe_image(blueprint.size.height, blueprint.size.width)] * blueprint.family.sources.least
+def _probe_images(blueprint: Blueprint, model: PipelineModel) -> list[Image.Image]:
+    """As many source images as the family needs at least, in a size that the diffusers pipeline keeps."""
+    size = model.pipeline_source_size(blueprint.size)
+    return [probe_image(size.height, size.width)] * blueprint.family.sources.least
 
 
 def plain_pipeline(model: PipelineModel) -> Any:

@@ -92,6 +92,10 @@ class PipelineModel(DiffusionModel):
         """Arguments with which the diffusers pipeline edits these source images of one prompt, as they are."""
         raise NotImplementedError(f"{self.family} takes no source images")
 
+    def pipeline_source_size(self, size: SampleSize) -> SampleSize:
+        """A size of source images that the diffusers pipeline does not resize."""
+        return SampleSize(size.height, size.width)
+
     def pipeline_latents(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
         """The latents as the diffusers pipeline returns them instead of pixels."""
         return latents_BL

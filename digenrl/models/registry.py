@@ -16,6 +16,7 @@ from digenrl.models.families.flux2_klein import FLUX2_KLEIN
 from digenrl.models.families.flux_kontext import FLUX_KONTEXT
 from digenrl.models.families.hunyuan_video import HUNYUAN_VIDEO
 from digenrl.models.families.qwen_image import QWEN_IMAGE
+from digenrl.models.families.qwen_image_edit import QWEN_IMAGE_EDIT
 from digenrl.models.families.sd3 import SD3
 from digenrl.models.families.sd15 import SD15
 from digenrl.models.families.sdxl import SDXL
@@ -32,6 +33,7 @@ FAMILIES: dict[str, Family] = {
         FLUX_KONTEXT,
         FLUX2_KLEIN,
         QWEN_IMAGE,
+        QWEN_IMAGE_EDIT,
         Z_IMAGE,
         SDXL,
         SD15,

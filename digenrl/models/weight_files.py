@@ -96,7 +96,7 @@ def pipeline_files(
 
 def has_weights(kind: str) -> bool:
     """Whether a component of this class has weights: not a tokenizer, processor or scheduler."""
-    return not kind.endswith(("Scheduler", "Processor", "Extractor")) and "Tokenizer" not in kind
+    return not kind.endswith(("Scheduler", "Extractor")) and "Processor" not in kind and "Tokenizer" not in kind
 
 
 def folder_listing(folder: Path) -> dict[str, int]:

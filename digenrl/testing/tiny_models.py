@@ -27,6 +27,7 @@ from diffusers import (
     FluxTransformer2DModel,
     HunyuanVideoPipeline,
     HunyuanVideoTransformer3DModel,
+    QwenImageEditPlusPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
@@ -39,7 +40,7 @@ from diffusers import (
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
-from transformers import Qwen3ForCausalLM, Qwen3Model
+from transformers import Qwen2VLImageProcessorPil, Qwen3ForCausalLM, Qwen3Model
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import SampleSize
@@ -205,6 +206,20 @@ def _qwen_image(tokenizer: Any = None) -> QwenImagePipeline:
     )
 
 
+def _qwen_image_edit(tokenizer: Any = None) -> QwenImageEditPlusPipeline:
+    template = pipeline_without(QwenImageEditPlusPipeline).prompt_template_encode
+    tokenizer = tokenizer or tiny_qwen_tokenizer(f"{template} Picture 1: Picture 2:")
+    text = _qwen_image(tokenizer)
+    return QwenImageEditPlusPipeline(
+        transformer=text.transformer,
+        scheduler=text.scheduler,
+        vae=text.vae,
+        text_encoder=text.text_encoder,
+        tokenizer=tokenizer,
+        processor=Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=28 * 28 * 256),
+    )
+
+
 def _z_image(tokenizer: Any = None) -> ZImagePipeline:
     tokenizer = tokenizer or tiny_qwen3_tokenizer()
     transformer = ZImageTransformer2DModel(
@@ -367,6 +382,7 @@ TINY_MODELS: dict[str, TinyModel] = {
     "flux_kontext": TinyModel(_flux_kontext, IMAGE),
     "flux2_klein": TinyModel(_flux2_klein, IMAGE),
     "qwen_image": TinyModel(_qwen_image, IMAGE),
+    "qwen_image_edit": TinyModel(_qwen_image_edit, IMAGE),
     "z_image": TinyModel(_z_image, IMAGE),
     "sdxl": TinyModel(_sdxl, LARGER_IMAGE),
     "sd15": TinyModel(_sd15, LARGER_IMAGE),

@@ -5,6 +5,7 @@ A loaded model is a `DiffusionModel`; see `digenrl.models.contract`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -306,14 +307,23 @@ class Family:
     ) -> dict[str, torch.Tensor]:
         """Random `Conditioning.images` of one prompt with sources of these sizes, on the CPU."""
         generator = torch.Generator().manual_seed(seed)
-        shapes = self._vae_model(full).image_shapes(sources, size)
+        shapes = self.model_of_shapes(self.full_size(full).vae or self.vae).image_shapes(sources, size)
         return {name: torch.randn(1, *shape, generator=generator).to(dtype) for name, shape in shapes.items()}
 
-    def _vae_model(self, size: str | None) -> PipelineModel:
-        """A model of this published size that knows shapes only: its VAE is on the meta device."""
+    def model_of_shapes(self, vae: Component) -> PipelineModel:
+        """A model without weights, which knows the shapes of latents and of source images."""
         with building_on(torch.float32, "meta"):
-            vae = (self.full_size(size).vae or self.vae).build()
-        return self.model_class(pipeline_without(self.pipeline_class, vae=vae))
+            return self.model_class(pipeline_without(self.pipeline_class, vae=vae.build()))
+
+    def vae_of(self, source: str | Path | ModelSource) -> Component:
+        """The VAE of a local pipeline, as far as it can be read, or of the published pipeline of this hub id."""
+        pipeline = self.with_base(source).pipeline
+        config = Path(pipeline.location, pipeline.within, "vae", "config.json")
+        if config.is_file():
+            settings = json.loads(config.read_text(encoding="utf-8"))
+            return replace(self.vae, arguments={k: v for k, v in settings.items() if not k.startswith("_")})
+        own = (size.vae for size in self.sizes.values() if size.hub_id == pipeline.location)
+        return next(own, None) or self.vae
 
     def random_conditioning(
         self,

@@ -48,6 +48,14 @@ def resized(image: Image.Image, height: int, width: int, rule: SourceSize) -> Im
     return image if image.size == target else image.resize(target, RESAMPLING)
 
 
+def shown_source(prompt: Prompt, height: int, width: int, rule: SourceSize) -> Image.Image:
+    """The prompt's first source image as it is shown beside a sample of this size; black if it has none."""
+    if not prompt.images:
+        return Image.new("RGB", (width, height))
+    content = image_bytes(prompt)[:1]
+    return ImageOps.pad(read_images(content, prompt.where, height, width, rule)[0], (width, height))
+
+
 def probe_image(height: int, width: int) -> Image.Image:
     """A picture with a gradient in every color, in place of a user's."""
     across = Image.linear_gradient("L").resize((width, height))

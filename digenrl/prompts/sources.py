@@ -1,10 +1,12 @@
 """Reads prompts from text files (one per line), JSON lines and parquet, or draws them from a prompt set.
 
-Prompts in JSON lines and parquet may have source images: paths, relative to the file, or in parquet also bytes.
+Prompts in JSON lines and parquet may have source images: paths, relative to the file, data URLs, or in parquet
+also bytes.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -122,12 +124,25 @@ def _images(value: Any, column: str, settings: PromptSettings, where: str) -> It
         content = image.get("bytes") or image.get("path") if isinstance(image, dict) else image
         if isinstance(content, bytes):
             yield content
+        elif isinstance(content, str) and content.startswith("data:"):
+            yield _data_url(content, column, where)
         elif isinstance(content, str) and content and is_text(content):
             yield settings.path.parent / content
         else:
             raise ConfigError(
                 f"{where}: '{column}' must be the path of an image, or bytes, got {repr(image)[:60]}"
             )
+
+
+def _data_url(url: str, column: str, where: str) -> bytes:
+    """The content of an image inside the file, as data:image/png;base64,..."""
+    head, _, content = url.partition(",")
+    try:
+        if not head.endswith(";base64"):
+            raise ValueError("not in base64")
+        return base64.b64decode(content, validate=True)
+    except ValueError as error:
+        raise ConfigError(f"{where}: '{column}' is no data URL of an image ({error}): {url[:40]}") from None
 
 
 def _lines(path: Path) -> Iterator[str]:

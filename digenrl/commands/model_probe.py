@@ -5,7 +5,6 @@ Shape legend: B = 1 sample, L = latents in the layout of the family's transforme
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +104,7 @@ def plain_pipeline(model: PipelineModel) -> Any:
     with init_empty_weights(include_buffers=False):
         transformer = type(ours).from_config(ours.config)
     transformer.load_state_dict(ours.state_dict(), assign=True)
-    pipeline = copy(model.pipeline)
+    pipeline = model.whole_pipeline()
     setattr(pipeline, model.denoiser, transformer.to(model.device).eval())
     pipeline.scheduler = model.pipeline_scheduler()
     pipeline.set_progress_bar_config(disable=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -83,6 +84,16 @@ class PipelineModel(DiffusionModel):
         """
         length = {} if self.text_length is None else {"max_sequence_length": self.text_tokens}
         return {self.guidance_argument: guidance, **length}
+
+    def own_components(self) -> dict[str, Any]:
+        """Our components in place of some that are never loaded, by name."""
+        return {}
+
+    def whole_pipeline(self) -> Any:
+        """The pipeline with our own components, to be called and not to be saved."""
+        pipeline = copy(self.pipeline)
+        vars(pipeline).update(self.own_components())
+        return pipeline
 
     def negative_arguments(self, negative_prompts: Sequence[str]) -> dict[str, Any]:
         """Arguments with which the diffusers pipeline uses these negative prompts, one per prompt."""

@@ -64,7 +64,7 @@ def folder(tmp_path: Path) -> Path:
             "evaluation.width=40",
             r"evaluation: .*multiples of 16, got 512 x 40",
         ),
-        ("flux_kontext_one_gpu", "one.jsonl", "sample.source_size=fit", r"sample\.source_size: .*crop"),
+        ("flux_kontext_one_gpu", "one.jsonl", "sample.source_size=fit", r"sample\.source_size.*'crop' or 'area'"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_loaded(

@@ -1,6 +1,6 @@
 """Trains the model of the editing demo from scratch: first the VAE, then the transformer, which is stopped early.
 
-    python tools/demo/pretrain_edits.py OUT_DIR        # four minutes on one core
+    python tools/demo/pretrain_edits.py OUT_DIR        # about five minutes on one core
 
 OUT_DIR becomes the directory of a FluxKontextPipeline. It roughly knows which shape to paint in which color, and
 leaves room for RL.
@@ -30,7 +30,7 @@ from digenrl.testing.tiny_text_encoders import tiny_clip, tiny_clip_tokenizer, t
 SIZE = SampleSize(SIDE, SIDE)
 TEXT_LENGTH, TEXT_WIDTH = 12, 64
 HEADS, HEAD_WIDTH = 4, 20
-VAE_STEPS, STEPS = 1500, 600
+VAE_STEPS, STEPS = 1500, 120
 VAE_BATCH, BATCH = 16, 64
 LEARNING_RATE = 2e-3
 DRAWN = 4096  # cases

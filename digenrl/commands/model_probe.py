@@ -14,6 +14,7 @@ from accelerate import init_empty_weights
 from diffusers.utils import logging as diffusers_logging
 from torch import Tensor
 
+from digenrl.models.experts import parts_of
 from digenrl.models.loading import without_progress_bars
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.worker.blueprint import Blueprint
@@ -90,12 +91,12 @@ def _denoised_by_diffusers(
 
 def plain_pipeline(model: PipelineModel) -> Any:
     """The diffusers pipeline of a model with an unmodified transformer; the weights are shared."""
-    ours: Any = model.transformer
-    with init_empty_weights(include_buffers=False):
-        transformer = type(ours).from_config(ours.config)
-    transformer.load_state_dict(ours.state_dict(), assign=True)
     pipeline = copy(model.pipeline)
-    setattr(pipeline, model.denoiser, transformer.to(model.device).eval())
+    for part, ours in parts_of(model.transformer).items():
+        with init_empty_weights(include_buffers=False):
+            transformer = type(ours).from_config(ours.config)
+        transformer.load_state_dict(ours.state_dict(), assign=True)
+        setattr(pipeline, part or model.denoiser, transformer.to(model.device).eval())
     pipeline.scheduler = model.pipeline_scheduler()
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

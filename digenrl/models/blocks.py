@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from digenrl.models.contract import DiffusionModel
+from digenrl.models.experts import Experts, parts_of
 
 
 def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
@@ -22,8 +23,20 @@ def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
     if isinstance(transformer, UNet2DConditionModel):
         kinds, left_out = (ResnetBlock2D, BasicTransformerBlock), transformer.mid_block.resnets[0]
         return [each for each in transformer.modules() if isinstance(each, kinds) and each is not left_out]
-    lists = [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
+    lists = [
+        child
+        for part in parts_of(transformer).values()
+        for child in part.children()
+        if isinstance(child, nn.ModuleList)
+    ]
     return [block for each in lists for block in each]
+
+
+def block_positions(transformer: nn.Module) -> list[tuple[nn.Module, ...]]:
+    """The blocks of every position in a forward: one, or one per transformer if each row passes one of several."""
+    if isinstance(transformer, Experts):
+        return list(zip(*(repeated_blocks(part) for part in parts_of(transformer).values()), strict=True))
+    return [(block,) for block in repeated_blocks(transformer)]
 
 
 def block_kind(block: nn.Module) -> tuple[str, int]:
@@ -32,14 +45,14 @@ def block_kind(block: nn.Module) -> tuple[str, int]:
 
 
 def checkpoint_blocks(model: DiffusionModel, count: int) -> None:
-    """Checkpoints the first `count` blocks: they keep no activations, and the backward recomputes them.
+    """Checkpoints the first `count` positions: their blocks keep no activations, and the backward recomputes them.
 
     The activations of the first blocks are kept longest. When the backward reaches them, those of the others have
     been freed, and a recomputed block fits in that memory.
     """
-    blocks = repeated_blocks(model.transformer)
-    assert 0 <= count <= len(blocks), f"{count} of {len(blocks)} blocks"
-    checkpoint_chosen(model, blocks[:count])
+    positions = block_positions(model.transformer)
+    assert 0 <= count <= len(positions), f"{count} of {len(positions)} blocks"
+    checkpoint_chosen(model, [block for position in positions[:count] for block in position])
 
 
 def checkpoint_chosen(model: DiffusionModel, blocks: Collection[nn.Module]) -> None:

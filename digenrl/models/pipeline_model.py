@@ -22,9 +22,11 @@ from digenrl.config.reading import ConfigError
 from digenrl.models.attention import AttentionSwitch, forbid_cudnn_by_default
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
 from digenrl.models.cuda_graphs import GraphedForwards
+from digenrl.models.experts import EXPERTS, Experts
 from digenrl.models.quantized.layers import QuantizedLinear
 
 logger = logging.getLogger(__name__)
+TRAINED_TIMESTEPS = 1000  # num_train_timesteps of all schedulers
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class PipelineModel(DiffusionModel):
     """
 
     denoiser: ClassVar[str] = "transformer"  # the pipeline component that is trained
+    may_have_experts: ClassVar[bool] = False  # True if some pipelines have a second one, for low noise levels
     text_encoders: ClassVar[tuple[str, ...]]  # names of pipeline components
     unused_components: ClassVar[tuple[str, ...]] = ()  # components that are never loaded
     optional_components: ClassVar[tuple[str, ...]] = ()  # components that a pipeline may lack
@@ -56,7 +59,7 @@ class PipelineModel(DiffusionModel):
     def __init__(self, pipeline: Any) -> None:
         self.pipeline = pipeline
         self.pipeline_class = type(pipeline)
-        self.transformer: nn.Module = getattr(pipeline, self.denoiser)
+        self.transformer: nn.Module = self._transformer_of(pipeline)
         self.vae = pipeline.vae
         self._graphed: GraphedForwards | None = None
         self._text_tokens: int | None = None
@@ -66,6 +69,17 @@ class PipelineModel(DiffusionModel):
         if self.transformer is not None:  # None if only the text encoders are loaded
             self.transformer.eval()
         forbid_cudnn_by_default()
+
+    @classmethod
+    def denoisers(cls) -> tuple[str, ...]:
+        """The pipeline components that predict velocities; a pipeline may lack the second."""
+        return EXPERTS["both"] if cls.may_have_experts else (cls.denoiser,)
+
+    def _transformer_of(self, pipeline: Any) -> Any:
+        first, *second = (getattr(pipeline, name) for name in self.denoisers())
+        if first is None or not second or second[0] is None:
+            return first
+        return Experts(first, second[0], pipeline.config.boundary_ratio * TRAINED_TIMESTEPS)
 
     @classmethod
     def check_index(cls, index: Mapping[str, Any]) -> None:
@@ -183,7 +197,8 @@ class PipelineModel(DiffusionModel):
         masked = self.text_mask is not None and conditioning.positive[self.text_mask] is not None
         if self._graphed is None:  # created late, after adapters have been added
             self._graphed = GraphedForwards(self)
-        captures = not masked and self.exchange is None  # collectives are not captured
+        # Neither collectives nor a choice of experts are captured.
+        captures = not masked and self.exchange is None and not isinstance(self.transformer, Experts)
         velocity = self._graphed.velocity if captures else self.velocity
         with self._attention_switch.rollout(masked=masked):
             return velocity(latents_BL, timesteps_B, conditioning, guidance, size)

@@ -286,6 +286,13 @@ def _tiny_unet_vae(scaling_factor: float) -> AutoencoderKL:
     return AutoencoderKL(**(sd15.VAE_SHAPE | shape), scaling_factor=scaling_factor, force_upcast=False)
 
 
+def tiny_wan_a14b() -> WanPipeline:
+    """Wan2.2 A14B: a second transformer with other weights, for low noise levels."""
+    pipeline = _wan()
+    second = WanTransformer3DModel.from_config(pipeline.transformer.config)
+    return WanPipeline(**{**pipeline.components, "transformer_2": second}, **wan.SETTINGS_A14B)
+
+
 def tiny_wan_2_2() -> WanPipeline:
     """Wan2.2 5B: another VAE, 48 latent channels and 16 pixels per latent, and a timestep per token."""
     tokenizer = tiny_t5_tokenizer()

@@ -196,7 +196,7 @@ def _loading_diffusers(request: _Request, folder: Path) -> tuple[str, ...]:
             request.blueprint.family.denoiser,
         )
         return (f'{part} = {kind}.from_pretrained("{folder / part}")',)
-    return lora_loading(folder, request.adapters().by_part())
+    return lora_loading(folder, request.adapters().by_part(), request.blueprint.family)
 
 
 def _loading_comfyui(request: _Request, folder: Path) -> tuple[str, ...]:

@@ -74,6 +74,7 @@ def _denoised_by_diffusers(
     negative = blueprint.recipe.model.negative_prompt or ""
     with without_progress_bars():
         pipeline = plain_pipeline(model)
+        model.prepare_pipeline(pipeline, blueprint.guidance)
         latents_BL: Tensor = pipeline(
             prompt=[prompt],
             height=size.height,

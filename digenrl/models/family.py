@@ -149,7 +149,8 @@ class Family:
 
         Quantizing is faster on a card, even if the encoders do not stay there: `quantize_on`.
         """
-        pipeline = self._load_pipeline(source, {"default": dtype}, (*self.model_class.denoisers(), "vae"))
+        without = (*self.model_class.denoisers(), *self.model_class.unused_by_encoders)
+        pipeline = self._load_pipeline(source, {"default": dtype}, without)
         for name in self.model_class.text_encoders:
             if getattr(pipeline, name) is not None:
                 quantize_text_encoder(getattr(pipeline, name), precision, quantize_on or device)
@@ -185,8 +186,9 @@ class Family:
     def _load_pipeline(
         self, source: str | Path | ModelSource, dtypes: Mapping[str, torch.dtype], without: Sequence[str]
     ) -> Any:
-        optional, without = self.model_class.optional_components, (*without, *self.model_class.unused_components)
-        return load_pipeline(self.pipeline_class, self.with_base(source), dtypes, without, optional)
+        own, without = self.model_class, (*without, *self.model_class.unused_components)
+        pipeline, optional, processors = self.with_base(source), own.optional_components, own.processors
+        return load_pipeline(self.pipeline_class, pipeline, dtypes, without, optional, processors)
 
     def _as_model(self, pipeline: Any, text_tokens: int | None) -> PipelineModel:
         model = self.model_class(pipeline)

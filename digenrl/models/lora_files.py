@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.loaders import CogVideoXLoraLoaderMixin
 from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -95,7 +96,7 @@ def write_diffusers(adapters: Adapters, directory: Path, pipeline_class: type[An
         config = _written_config(own).to_dict()
         with tempfile.TemporaryDirectory(dir=directory, prefix=".saving-") as partial:
             layers = {f"{component}_lora_layers": own.named(), f"{component}_lora_adapter_metadata": config}
-            pipeline_class.save_lora_weights(partial, **layers)
+            lora_loader(pipeline_class).save_lora_weights(partial, **layers)
             _sort_metadata(Path(partial) / FILE_NAME)
             (Path(partial) / FILE_NAME).replace(directory / diffusers_file(part))
 
@@ -107,7 +108,15 @@ def diffusers_file(part: str) -> str:
 
 def adapted_component(pipeline_class: type[Any]) -> str:
     """The component whose adapters a pipeline loads: its transformer or its UNet."""
-    return "unet" if "unet" in pipeline_class._lora_loadable_modules else "transformer"
+    return "unet" if "unet" in lora_loader(pipeline_class)._lora_loadable_modules else "transformer"
+
+
+def lora_loader(pipeline_class: type[Any]) -> Any:
+    """The class that reads and writes the adapters of a pipeline.
+
+    A pipeline without `load_lora_weights` loads files of the usual format: `pipe.transformer.load_lora_adapter`.
+    """
+    return pipeline_class if hasattr(pipeline_class, "load_lora_weights") else CogVideoXLoraLoaderMixin
 
 
 def write_peft(adapters: Adapters, directory: Path, source: str) -> None:

@@ -25,6 +25,7 @@ from digenrl.models.lora_files import (
     LoraPair,
     adapted_component,
     adapter_config,
+    lora_loader,
 )
 from digenrl.models.model_weights import load_weights
 
@@ -80,7 +81,7 @@ def read_lora(source: Path, pipeline_class: type[Any]) -> dict[str, LoraPair]:
     else:
         scale = 1.0 if _apply_alphas(tensors) else _metadata_scale(metadata)
         try:
-            read = pipeline_class.lora_state_dict(tensors)
+            read = lora_loader(pipeline_class).lora_state_dict(tensors)
         except (ValueError, KeyError, RuntimeError, NotImplementedError) as error:
             raise _wrong(source, f"not a LoRA of {pipeline_class.__name__}: {one_line(error)}") from None
         named = read[0] if isinstance(read, tuple) else read  # some add alphas, which have been applied already

@@ -49,7 +49,9 @@ class PipelineModel(DiffusionModel):
     may_have_experts: ClassVar[bool] = False  # True if some pipelines have a second one, for low noise levels
     text_encoders: ClassVar[tuple[str, ...]]  # names of pipeline components
     unused_components: ClassVar[tuple[str, ...]] = ()  # components that are never loaded
+    unused_by_encoders: ClassVar[tuple[str, ...]] = ("vae",)  # besides the transformer
     optional_components: ClassVar[tuple[str, ...]] = ()  # components that a pipeline may lack
+    processors: ClassVar[tuple[str, ...]] = ()  # components of which only the tokenizer is used and loaded
     text_mask: ClassVar[str | None] = None  # the text argument that marks padding
     text_length: ClassVar[TextLength | None] = None  # None if it cannot be set
     text_multiple: ClassVar[int] = 1  # the transformer pads texts to a multiple of this
@@ -92,6 +94,9 @@ class PipelineModel(DiffusionModel):
         """
         length = {} if self.text_length is None else {"max_sequence_length": self.text_tokens}
         return {self.guidance_argument: guidance, **length}
+
+    def prepare_pipeline(self, pipeline: Any, guidance: float) -> None:
+        """Sets what the diffusers pipeline does not take as an argument."""
 
     def negative_arguments(self, negative_prompts: Sequence[str]) -> dict[str, Any]:
         """Arguments with which the diffusers pipeline uses these negative prompts, one per prompt."""

@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from digenrl.config.import_paths import import_object
 from digenrl.config.reading import ConfigError, nearest
 from digenrl.models.families.flux import FLUX
+from digenrl.models.families.flux2_dev import FLUX2_DEV
 from digenrl.models.families.flux2_klein import FLUX2_KLEIN
 from digenrl.models.families.hunyuan_video import HUNYUAN_VIDEO
+from digenrl.models.families.hunyuan_video_1_5 import HUNYUAN_VIDEO_1_5
 from digenrl.models.families.qwen_image import QWEN_IMAGE
 from digenrl.models.families.sd3 import SD3
 from digenrl.models.families.sd15 import SD15
@@ -24,7 +26,20 @@ from digenrl.models.family import Family
 from digenrl.models.sources import WrongPipelineError
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (SD3, FLUX, FLUX2_KLEIN, QWEN_IMAGE, Z_IMAGE, SDXL, SD15, WAN, HUNYUAN_VIDEO)
+    family.name: family
+    for family in (
+        SD3,
+        FLUX,
+        FLUX2_KLEIN,
+        FLUX2_DEV,
+        QWEN_IMAGE,
+        Z_IMAGE,
+        SDXL,
+        SD15,
+        WAN,
+        HUNYUAN_VIDEO,
+        HUNYUAN_VIDEO_1_5,
+    )
 }
 
 

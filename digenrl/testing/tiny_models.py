@@ -1,4 +1,4 @@
-"""A tiny diffusers pipeline for every model family: all components of the real one, random weights, under 2 MB.
+"""A tiny diffusers pipeline for every model family: all components of the real one, random weights.
 
 Add a family's `TinyModel` to `TINY_MODELS`; the tests that run for every family then cover it.
 """
@@ -18,12 +18,16 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLFlux2,
     AutoencoderKLHunyuanVideo,
+    AutoencoderKLHunyuanVideo15,
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
     Flux2KleinPipeline,
+    Flux2Pipeline,
     Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    HunyuanVideo15Pipeline,
+    HunyuanVideo15Transformer3DModel,
     HunyuanVideoPipeline,
     HunyuanVideoTransformer3DModel,
     QwenImagePipeline,
@@ -38,19 +42,35 @@ from diffusers import (
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
-from transformers import Qwen3ForCausalLM, Qwen3Model
+from diffusers.guiders import ClassifierFreeGuidance
+from transformers import ByT5Tokenizer, Qwen3ForCausalLM, Qwen3Model
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import SampleSize
-from digenrl.models.families import flux, flux2_klein, hunyuan_video, qwen_image, sd3, sd15, wan, z_image
+from digenrl.models.families import (
+    flux,
+    flux2_klein,
+    hunyuan_video,
+    hunyuan_video_1_5,
+    qwen_image,
+    sd3,
+    sd15,
+    wan,
+    z_image,
+)
 from digenrl.models.loading import pipeline_without, without_progress_bars
 from digenrl.models.registry import find_family
 from digenrl.testing.tiny_text_encoders import (
+    HUNYUAN_VIDEO_1_5_TEMPLATE,
+    tiny_byt5,
+    tiny_chat_tokenizer,
     tiny_clip,
     tiny_clip_tokenizer,
     tiny_clip_with_projection,
     tiny_llama,
     tiny_llama_tokenizer,
+    tiny_mistral3,
+    tiny_mistral_tokenizer,
     tiny_qwen3_config,
     tiny_qwen3_tokenizer,
     tiny_qwen_text_encoder,
@@ -178,6 +198,24 @@ def _flux2_klein(tokenizer: Any = None) -> Flux2KleinPipeline:
         vae=AutoencoderKLFlux2(block_out_channels=(4, 4, 4, 8), layers_per_block=1, norm_num_groups=2),
         # The pipeline reads layers 9, 18 and 27.
         text_encoder=Qwen3ForCausalLM(tiny_qwen3_config(tokenizer, width=8, layers=27)).eval(),
+        tokenizer=tokenizer,
+    )
+
+
+def _flux2_dev(tokenizer: Any = None) -> Flux2Pipeline:
+    tokenizer = tokenizer or tiny_mistral_tokenizer()
+    return Flux2Pipeline(
+        transformer=Flux2Transformer2DModel(
+            num_layers=1,
+            num_single_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=2,
+            joint_attention_dim=3 * 8,
+            axes_dims_rope=(2, 2, 2, 2),
+        ),
+        scheduler=flux2_klein.SCHEDULER.build(),
+        vae=AutoencoderKLFlux2(block_out_channels=(4, 4, 4, 8), layers_per_block=1, norm_num_groups=2),
+        text_encoder=tiny_mistral3(tokenizer, width=8, layers=30),  # the pipeline reads 10, 20 and 30
         tokenizer=tokenizer,
     )
 
@@ -341,6 +379,30 @@ def _hunyuan_video(tokenizer: Any = None, clip_tokenizer: Any = None) -> Hunyuan
     )
 
 
+def _hunyuan_video_1_5(tokenizer: Any = None) -> HunyuanVideo15Pipeline:
+    tokenizer = tokenizer or tiny_chat_tokenizer(HUNYUAN_VIDEO_1_5_TEMPLATE)
+    return HunyuanVideo15Pipeline(
+        transformer=HunyuanVideo15Transformer3DModel(
+            num_layers=2,
+            num_refiner_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            text_embed_dim=16,
+            text_embed_2_dim=8,
+            image_embed_dim=8,
+            rope_axes_dim=(4, 6, 6),
+            task_type="t2v",
+        ),
+        scheduler=hunyuan_video_1_5.SCHEDULER.build(),
+        vae=AutoencoderKLHunyuanVideo15(block_out_channels=(4, 4, 8, 32, 32), layers_per_block=1),
+        text_encoder=tiny_qwen_text_encoder(tokenizer, width=16, layers=3).model.language_model,
+        tokenizer=tokenizer,
+        text_encoder_2=tiny_byt5(width=8),
+        tokenizer_2=ByT5Tokenizer(extra_ids=0),
+        guider=ClassifierFreeGuidance(guidance_scale=6.0),
+    )
+
+
 def tiny_image_vae(scaling_factor: float, shift_factor: float) -> AutoencoderKL:
     """16 latent channels and 8 pixels per latent, as SD3 and FLUX have."""
     return AutoencoderKL(
@@ -366,10 +428,12 @@ TINY_MODELS: dict[str, TinyModel] = {
     "sd3": TinyModel(_sd3, IMAGE),
     "flux": TinyModel(_flux, IMAGE),
     "flux2_klein": TinyModel(_flux2_klein, IMAGE),
+    "flux2_dev": TinyModel(_flux2_dev, IMAGE),
     "qwen_image": TinyModel(_qwen_image, IMAGE),
     "z_image": TinyModel(_z_image, IMAGE),
     "sdxl": TinyModel(_sdxl, LARGER_IMAGE),
     "sd15": TinyModel(_sd15, LARGER_IMAGE),
     "wan": TinyModel(_wan, VIDEO),
     "hunyuan_video": TinyModel(_hunyuan_video, VIDEO),
+    "hunyuan_video_1_5": TinyModel(_hunyuan_video_1_5, VIDEO),
 }

@@ -25,7 +25,7 @@ from digenrl.models.lora import (
     adapters_disabled,
     add_lora,
 )
-from digenrl.models.lora_files import save_lora
+from digenrl.models.lora_files import FILE_NAME, save_lora
 from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import FAMILIES, find_family
@@ -33,6 +33,8 @@ from digenrl.testing.tiny_models import TINY_MODELS, make_tiny_pipeline, tiny_si
 
 PROMPTS = ["a red cat", "a sign that says hello"]
 STEPS = 3
+SLOW_PIPELINES = ("hunyuan_video_1_5",)  # with 729 tokens of an absent image
+LARGE_IN_MB = {"hunyuan_video_1_5": 24}  # one of its layers has a fixed width of 2048
 
 
 @pytest.fixture(scope="session", params=list(FAMILIES))
@@ -99,6 +101,7 @@ def call_pipeline(
 ) -> Tensor:
     """The output of the family's diffusers pipeline from the same noise."""
     size = oblong(family)
+    model.prepare_pipeline(pipeline, guidance)
     frames = {"num_frames": size.frames} if family.kind == "video" else {}
     negatives = model.negative_arguments([""] * len(PROMPTS)) if family.uses_negative_prompts else {}
     answer: Tensor = pipeline(
@@ -136,7 +139,9 @@ def test_our_euler_loop_equals_the_diffusers_pipeline(
     """Bitwise where forwards have the pipeline's shapes. The pipeline of Wan runs its branches separately, that of
     Z-Image together, and those of Qwen-Image and HunyuanVideo keep padding. Some CPUs round products of other
     shapes differently. The latents of UNets are scaled, in their pipelines by other factors."""
-    tolerance = 0.0 if family.name in ("sd3", "flux", "flux2_klein") else 5e-6
+    tolerance = 0.0 if family.name in ("sd3", "flux", "flux2_klein", "flux2_dev") else 5e-6
+    if steps == 28 and family.name in SLOW_PIPELINES:
+        pytest.skip("as with 7 steps")
     model, size = shared_model, oblong(family)
     guidance = family.default_guidance if guided else 1.0
     pipeline = open_pipeline(family, directory, model)
@@ -365,7 +370,10 @@ def test_a_saved_lora_loads_into_the_diffusers_pipeline_and_gives_the_same_veloc
     adapted = model.velocity(latents, times, conditioning, guidance, size)
     save_lora(model, tmp_path)
     pipeline = family.pipeline_class.from_pretrained(directory)
-    pipeline.load_lora_weights(tmp_path)
+    if hasattr(pipeline, "load_lora_weights"):
+        pipeline.load_lora_weights(tmp_path)
+    else:  # as of HunyuanVideo 1.5
+        pipeline.transformer.load_lora_adapter(tmp_path, weight_name=FILE_NAME)
     loaded = family.model_class(pipeline).velocity(latents, times, conditioning, guidance, size)
     assert not torch.equal(adapted, base)
     assert torch.equal(loaded, adapted)
@@ -488,7 +496,7 @@ def test_a_tiny_pipeline_is_small_and_the_same_for_the_same_seed(
     family: Family, directory: Path, tmp_path: Path
 ) -> None:
     size_mb = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()) / 1e6
-    assert 0.2 < size_mb < 2
+    assert 0.2 < size_mb < LARGE_IN_MB.get(family.name, 2)
     make_tiny_pipeline(family.name, tmp_path / "again")
     make_tiny_pipeline(family.name, tmp_path / "other", seed=1)
     files = [path.relative_to(directory) for path in directory.rglob("*") if path.is_file()]

@@ -9,6 +9,7 @@ import torch
 from diffusers import UniPCMultistepScheduler
 from torch import Tensor
 
+from digenrl.commands.model_probe import plain_pipeline
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.pipeline_model import EulerSteps, PipelineModel
@@ -219,6 +220,30 @@ def test_a_prompt_of_hunyuan_video_survives_the_template(directory: Path) -> Non
 def test_hunyuan_video_takes_no_negative_prompts(directory: Path) -> None:
     with pytest.raises(ValueError, match="embedded guidance"):
         load(directory, "hunyuan_video").encode(PROMPTS, ["ugly", "ugly"])
+
+
+@pytest.mark.parametrize("guidance", [6.0, 1.0])
+@torch.no_grad()
+def test_texts_in_quotation_marks_reach_hunyuan_video_1_5_as_glyphs(
+    tmp_path_factory: pytest.TempPathFactory, guidance: float
+) -> None:
+    make_tiny_pipeline("hunyuan_video_1_5", folder := tmp_path_factory.mktemp("tiny") / "hunyuan_video_1_5")
+    model, size = find_family("hunyuan_video_1_5").load(folder), SampleSize(32, 48, frames=5)
+    prompts = ['a sign that says "hello"', "a sign that says hello", 'a cat with "A" and "B"']
+    noise = torch.randn(3, *model.noise_shape(size), generator=torch.Generator().manual_seed(3))
+    conditioning, time = model.encode(prompts), model.schedule(1, size).timesteps[0]
+    masks = conditioning.positive["encoder_attention_mask"]
+    assert masks is not None and [bool((mask == 2).any()) for mask in masks] == [True, False, True]
+    ours = noise - model.velocity(noise, time.expand(3), conditioning, guidance, size)
+    pipeline = plain_pipeline(model)
+    model.prepare_pipeline(pipeline, guidance)
+    arguments = {"height": size.height, "width": size.width, "num_frames": size.frames, "latents": noise}
+    theirs = pipeline(prompts, negative_prompt=[""] * 3, num_inference_steps=1, output_type="latent", **arguments)
+    torch.testing.assert_close(ours, theirs.frames, atol=2e-5, rtol=0)
+    for row in range(3):
+        alone = conditioning.rows(slice(row, row + 1))
+        velocity = model.velocity(noise[row : row + 1], time.expand(1), alone, guidance, size)
+        torch.testing.assert_close(noise[row] - velocity[0], ours[row], atol=1e-5, rtol=0)
 
 
 # --- Videos -----------------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def latent_height_width(size: SampleSize, pixels_per_latent: int, patch: int = 2
 
 
 def latent_frames_height_width(
-    size: SampleSize, frames_per_latent: int, pixels_per_latent: int
+    size: SampleSize, frames_per_latent: int, pixels_per_latent: int, patch: int = 2
 ) -> tuple[int, int, int]:
     """(F, h, w) of a video's latents; raises ConfigError if the size does not divide.
 
@@ -109,7 +109,7 @@ def latent_frames_height_width(
     """
     if size.frames < 1 or size.frames % frames_per_latent != 1:
         raise ConfigError(f"frames must be {frames_per_latent} k + 1, such as 33 or 53, got {size.frames}")
-    return (size.frames - 1) // frames_per_latent + 1, *latent_height_width(size, pixels_per_latent)
+    return (size.frames - 1) // frames_per_latent + 1, *latent_height_width(size, pixels_per_latent, patch)
 
 
 def shift_from_tokens(config: Mapping[str, Any], tokens: int, default_max_shift: float) -> float:

@@ -252,6 +252,7 @@ def sample_command(
     checkpoint: options.CheckpointName = None,
     prompt: options.PromptTexts = None,
     prompts: options.PromptFile = None,
+    image: options.ImageFiles = None,
     count: options.SampleCount = None,
     steps: options.DenoisingSteps = None,
     guidance: options.GuidanceScale = None,
@@ -266,10 +267,12 @@ def sample_command(
     """
     if prompt and prompts is not None:
         raise ConfigError("--prompt and --prompts: give texts or a file, not both")
+    if image and not prompt:
+        raise ConfigError("--image: is for texts given with --prompt; in a file, prompts have a column `image`")
     with _requires("train"):
         from digenrl.commands.sample import SampleRequest, print_samples, sample_run
     texts = prompts if prompts is not None else tuple(prompt or ())
-    request = SampleRequest(checkpoint, texts, count, steps, guidance, seed, device)
+    request = SampleRequest(checkpoint, texts, tuple(image or ()), count, steps, guidance, seed, device)
     with progress_bar("sampling", hidden=as_json) as report:
         samples = sample_run(run, request, out_folder, report)
     if as_json:

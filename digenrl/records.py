@@ -113,11 +113,13 @@ class LaneOffer:
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A prompt and the name of its encoded row."""
+    """A prompt and the name of its encoded row, which also holds its source images."""
 
     row: str
     text: str
     metadata: Mapping[str, Any]
+    sources: int = 0  # number of source images
+    held_out: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,11 +245,15 @@ class Job(Action):
 
 @dataclass(frozen=True, slots=True)
 class Encode(Job):
-    """Encode the prompts of some groups. Result: Encoded."""
+    """Encode the prompts of some groups. Result: Encoded.
+
+    `images` are the source images' files, a tuple for every prompt; empty if no prompt has any.
+    """
 
     step: int
     groups: tuple[int, ...]
     prompts: tuple[PromptRow, ...] = _data(())
+    images: tuple[tuple[bytes, ...], ...] = _data(())
 
     def writes(self) -> tuple[str, ...]:
         return _rows(self.prompts)
@@ -289,11 +295,15 @@ class Score(Job):
     artifact: SliceArtifact | None = _data()  # the slice that the samples are part of
     prompts: tuple[PromptRow, ...] = _data(())  # one per sample
 
-    def reads(self) -> tuple[str, ...]:
+    def pixels(self) -> str:
+        """The name of the samples' pixels."""
         if isinstance(self.piece, HeldOutChunk):
-            return (held_out_name(self.piece),)
+            return held_out_name(self.piece)
         assert self.artifact is not None
-        return (pixels_name(self.artifact.name),)
+        return pixels_name(self.artifact.name)
+
+    def reads(self) -> tuple[str, ...]:
+        return (self.pixels(), *_rows(edited_prompts(self.prompts)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,7 +510,9 @@ class Calibrate(Job):
     step: int = field(default=0, kw_only=True)
 
     def reads(self) -> tuple[str, ...]:
-        return () if self.prompt is None or self.task == "score" else (self.prompt.row,)
+        if self.prompt is None or (self.task == "score" and not self.prompt.sources):
+            return ()
+        return (self.prompt.row,)
 
 
 LaneJob = Generate | Evaluate | Calibrate | Train | SendGradients  # what a lane holds
@@ -555,6 +567,11 @@ def _names_for_update(gradients: Iterable[int], groups: Iterable[GroupArtifact])
 
 def _rows(prompts: Iterable[PromptRow]) -> tuple[str, ...]:
     return tuple(prompt.row for prompt in prompts)
+
+
+def edited_prompts(prompts: Iterable[PromptRow]) -> tuple[PromptRow, ...]:
+    """The different prompts that have source images, which rewards read."""
+    return tuple({prompt.row: prompt for prompt in prompts if prompt.sources}.values())
 
 
 # --- Events and results. Tick closes an instant and asks for work. ---------------------------------------------

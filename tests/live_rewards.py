@@ -39,3 +39,10 @@ def refuses(pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Any
 def broken(pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Any]) -> list[float]:
     """Always fails."""
     raise ConnectionError("the scorer is away")
+
+
+def closeness(pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Any]) -> list[float]:
+    """Minus the distance between the mean color of a sample and that of its source image."""
+    sources = [one["source_images"][0].mean(dim=(1, 2)) for one in metadata]
+    colors = pixels_BFCHW.mean(dim=(1, 3, 4))
+    return [-float((color - source).abs().sum()) for color, source in zip(colors, sources, strict=True)]

@@ -35,7 +35,6 @@ from digenrl.worker.blueprint import (
 from digenrl.worker.expert_checks import check_experts
 from digenrl.worker.pictures import as_image
 
-TASKS = {"image": "text-to-image", "video": "text-to-video"}
 SMALL_VIDEO_FRAMES = 5
 STAGES = 3
 # A model alone is checked as the model of this recipe: adapters of rank 32, small samples.
@@ -113,7 +112,7 @@ class ModelCheck:
             "base_source": self.source.base,
             "revision": self.source.revision,
             "family": self.family.name,
-            "task": TASKS[self.family.kind],
+            "tasks": list(self.family.tasks),
             "pipeline": self.family.pipeline_class.__name__,
             "components": self.components,
             "files": self.files.sizes,
@@ -187,7 +186,7 @@ def _rows(check: ModelCheck, request: CheckRequest) -> Iterator[tuple[str, str]]
     family, model, sample = check.family, check.recipe.model, check.recipe.sample
     base = f", other components from {check.source.base}" if check.source.base else ""
     yield "source", f"{check.source}{base}"
-    yield "family", f"{family.name} ({family.pipeline_class.__name__}), {TASKS[family.kind]}"
+    yield "family", f"{family.name} ({family.pipeline_class.__name__}), {' or '.join(family.tasks)}"
     if check.files.sizes:
         where = "on this machine" if check.files.on_this_machine else "to download"
         yield "files", f"{len(check.files.sizes)} files, {_size(check.files.bytes)}, {where}"

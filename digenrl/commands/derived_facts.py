@@ -72,7 +72,7 @@ def facts_of(
     targets: Targets | None = None,
 ) -> ModelFacts:
     """Facts of a model on the meta device, counted with a sample of this size."""
-    count = asdict(count_work(model, text_shapes, size, targets))
+    count = asdict(count_work(model, text_shapes, size, targets, family.sources.least))
     costs = typical_costs(count.pop("activations"), family.kind)
     facts = {
         "name": name,

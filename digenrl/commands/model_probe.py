@@ -12,12 +12,15 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from diffusers.utils import logging as diffusers_logging
+from PIL import Image
 from torch import Tensor
 
 from digenrl.models.experts import parts_of
 from digenrl.models.loading import without_progress_bars
 from digenrl.models.pipeline_model import PipelineModel
+from digenrl.prompts.source_images import probe_image
 from digenrl.worker.blueprint import Blueprint
+from digenrl.worker.encoding import encode_prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +55,12 @@ def compare_with_diffusers(
 ) -> Comparison:
     """A sample of the prompt with Euler steps and the family's schedule, and the same from diffusers."""
     diffusers_logging.set_verbosity_error()  # no warnings about the length of the prompt
-    size, negative = blueprint.size, blueprint.recipe.model.negative_prompt
+    size = blueprint.size
     generator = torch.Generator().manual_seed(seed)
     noise_B = torch.randn(1, *model.noise_shape(size), generator=generator)
     start_BL = model.initial_latents(noise_B, size)
-    conditioning = model.encode([prompt], None if negative is None else [negative]).to(model.device)
+    row = encode_prompt(blueprint, model, prompt, _probe_images(blueprint, model), held_out=False)
+    conditioning = row.to(model.device)
     schedule = model.schedule(steps, size)
     latents_BL = start_BL * schedule.noise_scale
     for index, time in enumerate(schedule.timesteps):
@@ -70,7 +74,7 @@ def compare_with_diffusers(
 def _denoised_by_diffusers(
     blueprint: Blueprint, model: PipelineModel, prompt: str, steps: int, start_BL: Tensor
 ) -> Tensor:
-    family, size = blueprint.family, blueprint.size
+    family, size, images = blueprint.family, blueprint.size, _probe_images(blueprint, model)
     negative = blueprint.recipe.model.negative_prompt or ""
     with without_progress_bars():
         pipeline = plain_pipeline(model)
@@ -85,9 +89,16 @@ def _denoised_by_diffusers(
             return_dict=False,
             **({"num_frames": size.frames} if family.kind == "video" else {}),
             **(model.negative_arguments([negative]) if family.uses_negative_prompts else {}),
+            **(model.source_arguments(images, size) if images else {}),
             **model.pipeline_arguments(blueprint.guidance),
         )[0]
     return latents_BL
+
+
+def _probe_images(blueprint: Blueprint, model: PipelineModel) -> list[Image.Image]:
+    """As many source images as the family needs at least, in a size that the diffusers pipeline keeps."""
+    size = model.pipeline_source_size(blueprint.size)
+    return [probe_image(size.height, size.width)] * blueprint.family.sources.least
 
 
 def plain_pipeline(model: PipelineModel) -> Any:

@@ -132,6 +132,10 @@ CheckpointName = Annotated[
     ),
 ]
 PromptTexts = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="A prompt; may be repeated.")]
+ImageFiles = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="FILE", help="A source image of all prompts, for models that edit; may be repeated."),
+]
 PromptFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Prompts as .txt, .jsonl or .parquet.")]
 SampleCount = Annotated[
     int | None, typer.Option(min=1, help="The number of samples; if there are fewer prompts, they repeat.")

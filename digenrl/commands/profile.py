@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from textwrap import shorten
@@ -29,6 +29,7 @@ from digenrl.models.contract import DiffusionModel
 from digenrl.models.quantized.layers import weight_bytes
 from digenrl.models.transfers import synchronize
 from digenrl.planning.recipe_workload import profiled_work
+from digenrl.prompts.source_images import as_png, probe_image
 from digenrl.records import (
     Calibrate,
     Calibrated,
@@ -192,10 +193,16 @@ def _encode(bench: _Bench, blueprint: Blueprint) -> None:
     worker = bench.worker(blueprint, encoder=load_text_encoders(blueprint, str(bench.device)))
     verbosity = diffusers_logging.get_verbosity()
     diffusers_logging.set_verbosity_error()
-    encoded = bench.ask(worker, Encode(bench.next_id(), 0, 0, (0,), (PROMPT,)), Encoded, "prompt")
+    encoded = bench.ask(worker, encoding_job(bench.next_id(), blueprint), Encoded, "prompt")
     diffusers_logging.set_verbosity(verbosity)
     if encoded is None:
         raise RunFailedError(bench.remarks[-1])
+
+
+def encoding_job(job_id: int, blueprint: Blueprint) -> Encode:
+    """Encodes the prompt, with as many source images as the family needs at least."""
+    images = (as_png(probe_image(blueprint.size.height, blueprint.size.width)),) * blueprint.family.sources.least
+    return Encode(job_id, 0, 0, (0,), (PROMPT,), (images,) if images else ())
 
 
 def _choose_kernels(bench: _Bench, lane: Worker, recipe: Recipe) -> Kernels | None:
@@ -312,7 +319,8 @@ def _measure_scoring(bench: _Bench, blueprint: Blueprint, generated: SliceArtifa
     worker, piece = bench.worker(blueprint, reward=rewards), generated.slice
     for _ in range(2):
         began = perf_counter()
-        job = Score(bench.next_id(), 0, piece, 0, generated, (PROMPT,) * piece.size)
+        prompt = replace(PROMPT, sources=blueprint.family.sources.least)
+        job = Score(bench.next_id(), 0, piece, 0, generated, (prompt,) * piece.size)
         if bench.ask(worker, job, Scored, "scoring") is None:
             return None
         seconds = perf_counter() - began

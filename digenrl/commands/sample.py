@@ -29,15 +29,18 @@ from digenrl.generation.encoding import encode_prompts
 from digenrl.models.contract import Conditioning, DiffusionModel
 from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.models.quantized.replacing import BaseWeights
-from digenrl.prompts.sources import read_prompts
+from digenrl.prompts.source_images import check_images, image_bytes
+from digenrl.prompts.sources import ImageSource, Prompt, read_prompts
 from digenrl.run_folder.folder import RunFolder
 from digenrl.run_folder.grids import columns_for, side_by_side
 from digenrl.training.checkpoint.atomic_folders import written_atomically
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
 from digenrl.training.checkpoint.export import weights_to_export
 from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, read_blueprint
+from digenrl.worker.encoding import encode_prompt, source_images
 from digenrl.worker.pictures import as_image
 from digenrl.worker.rollouts import held_out_pixels
+from digenrl.worker.source_checks import IN_FILES, check_source_counts
 
 FRAME_MS = 60  # about 16 frames a second; GIFs count in hundredths of a second
 DEVICE = re.compile(r"cpu|cuda(:\d+)?")
@@ -50,12 +53,13 @@ ReportProgress = Callable[[int, int], None]  # samples done, and samples in all
 class SampleRequest:
     """What to sample; the run's evaluation settings apply to everything that is not given.
 
-    `prompts` are texts, or a file with texts. `count` samples are generated in total: if there are fewer prompts,
-    they repeat, with other noise.
+    `prompts` are texts, or a file with texts. All texts have the same source `images`. `count` samples are
+    generated in total: if there are fewer prompts, they repeat, with other noise.
     """
 
     checkpoint: str | None = None
     prompts: Sequence[str] | Path = ()
+    images: Sequence[Path] = ()
     count: int | None = None
     denoising_steps: int | None = None
     guidance: float | None = None
@@ -108,9 +112,13 @@ def sample_run(run: Path, request: SampleRequest, out: Path | None, report: Repo
     wanted = _requested_prompts(folder.recipe, request)
     recipe = folder.recipe if checkpoint is None else folder.recipe.from_checkpoint()
     blueprint = read_blueprint(_with_evaluation(recipe, request))
+    check_source_counts(
+        blueprint.family, wanted.prompts, "give them with --image" if request.prompts else IN_FILES
+    )
+    check_images(wanted.prompts)
     device = find_device(request.device)
     with new_folder(out, folder.path / "sampled", name) as target, _out_of_memory_as_error(device):
-        rows = _encode(blueprint, wanted.texts, device)
+        rows = _encode(blueprint, wanted.prompts, device)
         base = BaseWeights(blueprint.recipe.held_out_base, trains=False)
         model = load_model(blueprint, device, for_a_run=False, base=base)
         weights, as_evaluated = _load_weights(model, checkpoint, folder.recipe)
@@ -124,7 +132,7 @@ def sample_run(run: Path, request: SampleRequest, out: Path | None, report: Repo
             guidance=blueprint.held_out_guidance,
             seed=_evaluation(blueprint).seed,
             device=device,
-            pictures=_sample_entries(wanted.texts[: wanted.count], animated=blueprint.held_out_size.frames > 1),
+            pictures=_sample_entries(wanted.prompts[: wanted.count], animated=blueprint.held_out_size.frames > 1),
             loading=diffusers_snippet(folder, blueprint.family),
         )
         with written_atomically(target) as partial:
@@ -156,29 +164,31 @@ class _Prompts:
     The last bits of a sample depend on its batch, so batches must be those of an evaluation.
     """
 
-    texts: tuple[str, ...]
+    prompts: tuple[Prompt, ...]
     count: int
 
 
 def _requested_prompts(recipe: Recipe, request: SampleRequest) -> _Prompts:
     evaluation = _evaluation_of(recipe)
     if isinstance(request.prompts, Path):
-        texts = [prompt.text for prompt in read_prompts(_prompt_settings(request.prompts))]
-        return _repeated(texts, request.count or min(len(texts), evaluation.shown))
+        prompts = read_prompts(_prompt_settings(request.prompts))
+        return _repeated(prompts, request.count or min(len(prompts), evaluation.shown))
     if request.prompts:
         if not all(text.strip() for text in request.prompts):
             raise ConfigError("--prompt: an empty text; describe the sample")
-        return _repeated(request.prompts, request.count or len(request.prompts))
-    texts = [prompt.text for prompt in read_prompts(evaluation.prompts)[: evaluation.count]]
-    count = request.count or min(len(texts), evaluation.shown)
-    if count > len(texts):
-        return _repeated(texts, count)
+        images = tuple(request.images)
+        given = [Prompt(at, text, images=images, where="--prompt") for at, text in enumerate(request.prompts)]
+        return _repeated(given, request.count or len(given))
+    prompts = read_prompts(evaluation.prompts)[: evaluation.count]
+    count = request.count or min(len(prompts), evaluation.shown)
+    if count > len(prompts):
+        return _repeated(prompts, count)
     whole_batches = -(-count // evaluation.batch) * evaluation.batch
-    return _Prompts(tuple(texts[:whole_batches]), count)
+    return _Prompts(prompts[:whole_batches], count)
 
 
-def _repeated(texts: Sequence[str], count: int) -> _Prompts:
-    return _Prompts(tuple(islice(cycle(texts), count)), count)
+def _repeated(prompts: Sequence[Prompt], count: int) -> _Prompts:
+    return _Prompts(tuple(islice(cycle(prompts), count)), count)
 
 
 def _prompt_settings(path: Path) -> PromptSettings:
@@ -219,11 +229,18 @@ def find_device(name: str | None) -> str:
 # --- Generation ------------------------------------------------------------------------------------------------
 
 
-def _encode(blueprint: Blueprint, texts: Sequence[str], device: str) -> list[Conditioning]:
+def _encode(blueprint: Blueprint, prompts: Sequence[Prompt], device: str) -> list[Conditioning]:
     """One row per sample. The text encoders are freed before the model is loaded."""
     encoders = load_text_encoders(blueprint, device)
-    rows = encode_prompts(encoders, texts, blueprint.recipe.model.negative_prompt)
-    return [rows[text] for text in texts]
+    by_key = {(prompt.text, prompt.images): prompt for prompt in prompts}
+
+    def encode(key: tuple[str, tuple[ImageSource, ...]]) -> Conditioning:
+        prompt = by_key[key]
+        images = source_images(blueprint, image_bytes(prompt), prompt.where, held_out=True)
+        return encode_prompt(blueprint, encoders, prompt.text, images, held_out=True)
+
+    rows = encode_prompts(encoders, by_key, encode)
+    return [rows[prompt.text, prompt.images] for prompt in prompts]
 
 
 def _load_weights(model: DiffusionModel, checkpoint: Path | None, recipe: Recipe) -> tuple[Weights, bool]:
@@ -257,8 +274,7 @@ def _generate(
     images: list[Image.Image] = []
     report(0, count)
     for first in range(0, len(rows), batch):
-        conditioning = Conditioning.joined(rows[first : first + batch])
-        pixels_BFCHW = held_out_pixels(blueprint, model, conditioning, first)
+        pixels_BFCHW = held_out_pixels(blueprint, model, rows[first : first + batch], first)
         for pixels_FCHW in pixels_BFCHW[: count - first]:
             images.append(_write_sample(pixels_FCHW, folder, len(images)))
         report(len(images), count)
@@ -275,10 +291,10 @@ def _write_sample(pixels_FCHW: Tensor, folder: Path, index: int) -> Image.Image:
     return image
 
 
-def _sample_entries(texts: Sequence[str], animated: bool) -> tuple[WrittenSample, ...]:
+def _sample_entries(prompts: Sequence[Prompt], animated: bool) -> tuple[WrittenSample, ...]:
     return tuple(
-        WrittenSample(_image_name(index), text, _animation_name(index) if animated else None)
-        for index, text in enumerate(texts)
+        WrittenSample(_image_name(index), prompt.text, _animation_name(index) if animated else None)
+        for index, prompt in enumerate(prompts)
     )
 
 

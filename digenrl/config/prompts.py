@@ -23,6 +23,9 @@ class PromptSettings(Frozen):
 
     path: Path | None = None
     column: str = Field(default="prompt", min_length=1, description="the prompt's key in .jsonl and .parquet")
+    image_column: str | None = Field(
+        default=None, min_length=1, description="likewise, of its source images; `image` or `images` by default"
+    )
     name: str | None = None
     split: Split = "train"
     seed: int = Field(default=0, ge=0)

@@ -38,6 +38,7 @@ from digenrl.config.prompts import HeldOutPromptSettings, PromptSettings
 from digenrl.config.reading import ConfigError, Frozen, errors_about
 from digenrl.config.recipe_paths import RANDOM
 from digenrl.config.rewards import Rewards, RewardSettings
+from digenrl.config.source_sizes import SourceSize
 from digenrl.config.spec import AssistName, DispatchRuleName, HelpRuleName, ScheduleRules
 from digenrl.config.token_variables import HUB_TOKENS, check_token_variable
 from digenrl.config.topology import TOPOLOGIES, Mode, Topology
@@ -163,11 +164,15 @@ class SampleSettings(Frozen):
     size, and also in evaluations that set no other. By default the family's scheduler applies its own shift. With
     `same_initial_noise` all samples of a group start from the same noise; by default as the algorithm's
     publication does. `last_step_noise` adds noise in the last step too, which is never trained.
+
+    Source images get the size of the samples: they are scaled to cover it and cropped to their centre. With
+    `source_size: area` they keep their aspect ratio, and have about as many pixels as a sample.
     """
 
     height: Pixels
     width: Pixels
     frames: Frames = 1
+    source_size: SourceSize = Field(default="crop", description="how source images are resized: crop or area")
     denoising_steps: DenoisingSteps = Field(default=10, ge=2)
     shift: float | None = Field(default=None, gt=0, description="a fixed shift; the scheduler's by default")
     noise: NoiseSettings = NoiseSettings()

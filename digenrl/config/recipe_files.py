@@ -136,6 +136,7 @@ def fingerprint(recipe: Recipe) -> str:
         "path": _digest(_prompt_content(prompts)),
         "column": prompts.column,
         "shuffle": prompts.shuffle,
+        **({} if prompts.image_column is None else {"image_column": prompts.image_column}),
         **({} if prompts.count is None or prompts.path is None else {"count": prompts.count}),
     }
     return _digest(json.dumps(_canonical(content), sort_keys=True).encode())

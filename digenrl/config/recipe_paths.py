@@ -12,7 +12,8 @@ from digenrl.config.judge import TEMPLATES
 from digenrl.config.reading import ConfigError, nearest
 
 PACKAGE = Path(__file__).parents[1]
-DEMO = "demo"  # the model and the folder of prompts in the package
+DEMO = "demo"  # the folder of prompts in the package
+DEMO_MODELS = {DEMO: "model", "edit_demo": "edit_model"}  # in the package, by source: their folders
 RANDOM = "random"  # a model with random weights
 DEMO_PROMPTS = PACKAGE / "demo" / "prompts"
 FILE_ENDINGS = (".yaml", ".yml", ".json")
@@ -86,7 +87,7 @@ def _python_path(listed: Any, base: Path, found: list[str]) -> Any:
 
 def is_made_here(source: str) -> bool:
     """Whether a model needs no path: it is in the package or has random weights."""
-    return source == DEMO or source.partition(":")[0] == RANDOM
+    return source in DEMO_MODELS or source.partition(":")[0] == RANDOM
 
 
 def _prompts_path(text: str, base: Path, key: str) -> str:
@@ -95,7 +96,7 @@ def _prompts_path(text: str, base: Path, key: str) -> str:
         return str(base / _from_home(text))
     path = DEMO_PROMPTS / text.removeprefix(f"{DEMO}/")
     if not path.is_file():
-        known = [f"{DEMO}/{found.name}" for found in sorted(DEMO_PROMPTS.glob("*.txt"))]
+        known = [f"{DEMO}/{found.name}" for found in sorted(DEMO_PROMPTS.iterdir())]
         hint = f"{nearest(text, known)}; for your own file, write ./{text}"
         raise ConfigError(f"{key}: {text} is not in the package; {hint}", key)
     return str(path)

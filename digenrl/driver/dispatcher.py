@@ -232,8 +232,8 @@ class Dispatcher:
         groups = self.stores.prompts.groups(step)
         missing = self.stores.prompts.missing(step, groups)
         if missing:
-            job = Encode(self.own_job_id(), self._clock(), step, groups, missing)
-            self.ask([(self.stores.workers.encoder_name, job)])
+            job = Encode(self.own_job_id(), self._clock(), step, groups)
+            self.ask([self._inputs.encoding(job, missing)])
 
     def export_now(self, version: int) -> Exported:
         """Exports the trainer's version and waits for it."""
@@ -350,8 +350,9 @@ class Dispatcher:
 
             self._send_own(TRAINER, export, publish_again)
             return
-        encode = Encode(self.own_job_id(), 0, HELD_OUT_STEP, (), tuple(lost_rows))
-        self._send_own(self.stores.workers.encoder_name, encode, lambda result: self._jobs.send(worker, job))
+        encode = Encode(self.own_job_id(), 0, HELD_OUT_STEP, ())
+        encoder, filled = self._inputs.encoding(encode, tuple(lost_rows))
+        self._send_own(encoder, filled, lambda result: self._jobs.send(worker, job))
 
     # --- Workers that come and go -------------------------------------------------------------------------------
 

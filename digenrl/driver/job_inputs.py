@@ -34,6 +34,7 @@ from digenrl.records import (
     SwitchRole,
     TakeUpdate,
     Train,
+    edited_prompts,
 )
 from digenrl.worker.assignment import TRAINER, own_slice
 
@@ -76,7 +77,12 @@ class JobInputs:
 
     def _encode(self, job: Encode) -> Requests:
         missing = self._stores.prompts.missing(job.step, job.groups)
-        return [(self._stores.workers.encoder_name, replace(job, prompts=missing))] if missing else []
+        return [self.encoding(job, missing)] if missing else []
+
+    def encoding(self, job: Encode, prompts: tuple[PromptRow, ...]) -> tuple[str, Encode]:
+        """The request to encode these prompts, with their source images."""
+        images = self._stores.prompts.images(prompts)
+        return self._stores.workers.encoder_name, replace(job, prompts=prompts, images=images)
 
     def _generate(self, job: Generate) -> Requests:
         prompt = self._stores.prompts.row(job.slice.step, job.slice.group)
@@ -195,8 +201,10 @@ class JobInputs:
 
     def prompt_ids(self, job: Job, rows: list[PromptRow]) -> tuple[tuple[int, int], ...]:
         """The (step, group) pairs of some prompts that a job reads."""
-        if isinstance(job, Evaluate):
+        if isinstance(job, Evaluate) or (isinstance(job, Score) and isinstance(job.piece, HeldOutChunk)):
             return tuple((HELD_OUT_STEP, self._stores.prompts.held_out.index(row)) for row in rows)
+        if rows and isinstance(job, Score) and isinstance(job.piece, Slice):
+            return ((job.piece.step, job.piece.group),)
         if rows and isinstance(job, Generate | Train):
             return ((job.slice.step, job.slice.group),)
         if rows and isinstance(job, Calibrate):
@@ -219,6 +227,8 @@ def prompts_of(job: Job) -> tuple[PromptRow, ...]:
     """The prompts whose encoded rows a job reads."""
     if isinstance(job, Evaluate):
         return job.prompts
+    if isinstance(job, Score):
+        return edited_prompts(job.prompts)
     if isinstance(job, Train):
         return (job.group.prompt,)
     if isinstance(job, Commit | TakeUpdate) and job.replays:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from digenrl.prompts.sampler import PromptSampler
+from digenrl.prompts.source_images import image_bytes
 from digenrl.prompts.sources import Prompt
 from digenrl.records import HELD_OUT_STEP, PromptRow
 
@@ -24,7 +25,13 @@ class PromptStore:
         kept: int = 1024,
     ) -> None:
         self._sampler, self._drop, self._kept = sampler, drop, kept
-        self.held_out = tuple(_row(prompt, "held-out-prompt") for prompt in held_out)
+        self.held_out = tuple(_row(prompt, held_out=True) for prompt in held_out)
+        self._with_images = {
+            _row(prompt, is_held_out).row: prompt
+            for prompts, is_held_out in ((sampler.prompts, False), (held_out, True))
+            for prompt in prompts
+            if prompt.images
+        }
         self._encoded: OrderedDict[str, None] = OrderedDict()  # least recently used first
         self._open: dict[int, set[str]] = {}  # rows by step
 
@@ -32,7 +39,7 @@ class PromptStore:
         """The prompt of a group, or a held-out prompt."""
         if step == HELD_OUT_STEP:
             return self.held_out[group]
-        return _row(self._sampler.prompt_for(step, group), "prompt")
+        return _row(self._sampler.prompt_for(step, group), held_out=False)
 
     def groups(self, step: int) -> tuple[int, ...]:
         """The groups of a step before any is replaced; all held-out prompts for HELD_OUT_STEP."""
@@ -46,6 +53,12 @@ class PromptStore:
             if row in self._encoded:
                 self._encoded.move_to_end(row)
         return tuple(prompt for row, prompt in wanted.items() if row not in self._encoded)
+
+    def images(self, prompts: Sequence[PromptRow]) -> tuple[tuple[bytes, ...], ...]:
+        """The source images of these prompts, read from their files; empty if no prompt has any."""
+        if not any(prompt.sources for prompt in prompts):
+            return ()
+        return tuple(image_bytes(self._with_images[each.row]) if each.sources else () for each in prompts)
 
     def add_encoded(self, prompts: Iterable[PromptRow]) -> None:
         """The prompts' rows are in the exchange."""
@@ -69,6 +82,7 @@ class PromptStore:
             self._drop(row)
 
 
-def _row(prompt: Prompt, kind: str) -> PromptRow:
+def _row(prompt: Prompt, held_out: bool) -> PromptRow:
     """The prompt with the name of its row, by kind and place in its file."""
-    return PromptRow(f"{kind}-{prompt.id}", prompt.text, prompt.metadata)
+    name = f"{'held-out-prompt' if held_out else 'prompt'}-{prompt.id}"
+    return PromptRow(name, prompt.text, prompt.metadata, len(prompt.images), held_out)

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from digenrl.models.contract import Conditioning, TextEncoder
 
+AnyPrompt = TypeVar("AnyPrompt", bound=Hashable)
+
 
 def encode_prompts(
-    encoder: TextEncoder, prompts: Iterable[str], negative_prompt: str | None = None
-) -> dict[str, Conditioning]:
+    encoder: TextEncoder, prompts: Iterable[AnyPrompt], encode: Callable[[AnyPrompt], Conditioning]
+) -> dict[AnyPrompt, Conditioning]:
     """Encodes each distinct prompt, one row each on the CPU, then drops the text encoders.
 
-    Without a negative prompt the family's default applies; families with embedded guidance take none. Prompts are
-    encoded one at a time: the last bits of a row depend on its batch, and a resumed run must see the embeddings of
-    the run that was interrupted.
+    `encode` returns the row of one prompt. Prompts are encoded one at a time: the last bits of a row depend on its
+    batch, and a resumed run must see the embeddings of the run that was interrupted.
     """
-    rows: dict[str, Conditioning] = {}
+    rows: dict[AnyPrompt, Conditioning] = {}
     negative: Mapping[str, Tensor | None] | None = None
     with torch.no_grad():
         for prompt in dict.fromkeys(prompts):
-            row = encoder.encode([prompt], None if negative_prompt is None else [negative_prompt]).to("cpu")
-            # The unconditional branch is the same for every prompt: all rows share one copy.
+            row = encode(prompt).to("cpu")
+            # The unconditional branch is mostly the same for every prompt: rows share one copy.
             negative = row.negative if negative is None or not _equal(negative, row.negative) else negative
-            rows[prompt] = Conditioning(row.positive, negative)
+            rows[prompt] = replace(row, negative=negative)
     encoder.drop_text_encoders()
     return rows
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from digenrl.config.attention import Kernels
+from digenrl.config.reading import ConfigError
 from digenrl.models.token_exchange import TokenExchange, TokenShares
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 ComfyuiLayers = Mapping[str, tuple[str, ...]]
 """ComfyUI's layers, each with the diffusers layers whose outputs it concatenates; `*` is the index of a block."""
@@ -54,11 +58,13 @@ class Conditioning:
     """Encoded prompts, one row per sample: the transformer's text arguments by name.
 
     `negative` holds the same for the unconditional branch, if the family uses classifier-free guidance. A value
-    may be None (a mask that is not needed) and is passed on as None.
+    may be None (a mask that is not needed) and is passed on as None. `images` holds encoded source images by name,
+    which both branches share. Rows with sources of other sizes have other shapes and cannot be joined.
     """
 
     positive: Mapping[str, Tensor | None]
     negative: Mapping[str, Tensor | None] | None = None
+    images: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(next(value for value in self.positive.values() if value is not None))
@@ -84,7 +90,18 @@ class Conditioning:
 
         negatives = [row.negative for row in rows if row.negative is not None]
         assert len(negatives) in (0, len(rows)), "all rows have an unconditional branch, or none"
-        return Conditioning(side([row.positive for row in rows]), side(negatives) if negatives else None)
+        assert all(row.images.keys() == rows[0].images.keys() for row in rows), "as many sources in every row"
+        images = {name: torch.cat([row.images[name] for row in rows]) for name in rows[0].images}
+        return Conditioning(side([row.positive for row in rows]), side(negatives) if negatives else None, images)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of one row of every tensor; rows of equal shapes can be joined."""
+        sides = {"positive": self.positive, "negative": self.negative or {}, "images": self.images}
+        return {
+            f"{side}.{name}": () if value is None else tuple(value.shape[1:])
+            for side, values in sides.items()
+            for name, value in values.items()
+        }
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Conditioning:
         """A copy on another device; floating-point values can also change their dtype."""
@@ -96,13 +113,22 @@ class Conditioning:
         def of(side: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
             return {name: None if value is None else change(value) for name, value in side.items()}
 
-        return Conditioning(of(self.positive), None if self.negative is None else of(self.negative))
+        images = {name: change(value) for name, value in self.images.items()}
+        return Conditioning(of(self.positive), None if self.negative is None else of(self.negative), images)
 
 
 class TextEncoder(Protocol):
-    """Encodes prompts; see `DiffusionModel.encode`."""
+    """Encodes prompts; see `DiffusionModel.encode` and `DiffusionModel.encode_with_images`."""
 
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning: ...
+
+    def encode_with_images(
+        self,
+        prompts: Sequence[str],
+        images: Sequence[Sequence[Image.Image]],
+        size: SampleSize,
+        negative_prompts: Sequence[str] | None = None,
+    ) -> Conditioning: ...
 
     def drop_text_encoders(self) -> None: ...
 
@@ -142,6 +168,25 @@ class DiffusionModel(ABC):
         The unconditional branch encodes `negative_prompts`, empty prompts by default. Families with embedded
         guidance have no such branch, and raise ConfigError if negative prompts are given.
         """
+
+    def encode_with_images(
+        self,
+        prompts: Sequence[str],
+        images: Sequence[Sequence[Image.Image]],
+        size: SampleSize,
+        negative_prompts: Sequence[str] | None = None,
+    ) -> Conditioning:
+        """As `encode`, of prompts with source images: RGB, in their final sizes, as many for every prompt.
+
+        `size` is that of the samples.
+        """
+        raise ConfigError(
+            f"{self.family} takes no source images; leave them out, or use a family that edits images"
+        )
+
+    def image_shapes(self, sources: Sequence[SampleSize], size: SampleSize) -> Mapping[str, tuple[int, ...]]:
+        """The shape of one row of each of `Conditioning.images`, for a prompt with sources of these sizes."""
+        return {}
 
     def compact(self, conditioning: Conditioning) -> Conditioning:
         """The same without padding that no row needs, and without a mask that masks nothing.

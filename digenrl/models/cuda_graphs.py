@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -119,7 +119,7 @@ class GraphedForwards:
 
 
 def _tensors(conditioning: Conditioning) -> list[Tensor]:
-    sides = [conditioning.positive, conditioning.negative or {}]
+    sides = [conditioning.positive, conditioning.negative or {}, conditioning.images]
     return [value for side in sides for value in side.values() if value is not None]
 
 
@@ -130,6 +130,9 @@ def _with_tensors(conditioning: Conditioning, tensors: list[Tensor]) -> Conditio
     def filled(side: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         return {name: None if value is None else next(rest) for name, value in side.items()}
 
-    return Conditioning(
-        filled(conditioning.positive), None if conditioning.negative is None else filled(conditioning.negative)
+    return replace(
+        conditioning,
+        positive=filled(conditioning.positive),
+        negative=None if conditioning.negative is None else filled(conditioning.negative),
+        images={name: next(rest) for name in conditioning.images},
     )

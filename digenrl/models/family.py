@@ -5,6 +5,7 @@ A loaded model is a `DiffusionModel`; see `digenrl.models.contract`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from torch import nn
 
 from digenrl.config.base_precision import UNQUANTIZED
 from digenrl.config.reading import ConfigError, nearest
-from digenrl.models.contract import Conditioning
+from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.experts import Experts, parts_of
 from digenrl.models.loading import (
     building_on,
@@ -73,6 +74,20 @@ class FullSize:
         return self.pipeline_settings.get("boundary_ratio") is not None
 
 
+Task = Literal["text_to_image", "image_edit", "text_to_video", "image_to_video"]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCount:
+    """How many source images a prompt has."""
+
+    least: int
+    most: int
+
+
+NO_SOURCES = SourceCount(0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Distilled:
     """A published model that was distilled to a few steps, recognized by its name in a source."""
@@ -94,11 +109,20 @@ class Family:
     scheduler: Component
     uses_negative_prompts: bool  # True for classifier-free, False for embedded guidance
     distilled: tuple[Distilled, ...] = ()
+    sources: SourceCount = NO_SOURCES
 
     @property
     def name(self) -> str:
         """The family's name in recipes."""
         return self.model_class.family
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """What the family can do, with and without source images."""
+        is_video = self.kind == "video"
+        from_text: Task = "text_to_video" if is_video else "text_to_image"
+        from_images: Task = "image_to_video" if is_video else "image_edit"
+        return (*((from_text,) if self.sources.least == 0 else ()), *((from_images,) if self.sources.most else ()))
 
     @property
     def denoiser(self) -> str:
@@ -141,16 +165,18 @@ class Family:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = CPU,
         *,
+        vae_dtype: torch.dtype = torch.float32,
         text_tokens: int | None = None,
         precision: str = UNQUANTIZED,
         quantize_on: torch.device | str | None = None,
     ) -> PipelineModel:
-        """Loads the text encoders alone: the model can only `encode`.
+        """Loads the text encoders and, if the family takes source images, the VAE: the model can only encode.
 
         Quantizing is faster on a card, even if the encoders do not stay there: `quantize_on`.
         """
-        without = (*self.model_class.denoisers(), *self.model_class.unused_by_encoders)
-        pipeline = self._load_pipeline(source, {"default": dtype}, without)
+        unused = () if self.sources.most else self.model_class.unused_by_encoders
+        without = (*self.model_class.denoisers(), *unused)
+        pipeline = self._load_pipeline(source, {"default": dtype, "vae": vae_dtype}, without)
         for name in self.model_class.text_encoders:
             if getattr(pipeline, name) is not None:
                 quantize_text_encoder(getattr(pipeline, name), precision, quantize_on or device)
@@ -181,7 +207,8 @@ class Family:
         return self._as_model(pipeline, text_tokens), files
 
     def _text_components(self) -> tuple[str, ...]:
-        return (*self.model_class.text_encoders, *component_names(self.pipeline_class, "tokenizer"))
+        own = (*self.model_class.text_encoders, *self.model_class.vision_components)
+        return (*own, *component_names(self.pipeline_class, "tokenizer"))
 
     def _load_pipeline(
         self, source: str | Path | ModelSource, dtypes: Mapping[str, torch.dtype], without: Sequence[str]
@@ -289,6 +316,34 @@ class Family:
         parts |= {name or self.denoiser: part for name, part in parts_of(transformer).items()}
         pipeline = pipeline_without(self.pipeline_class, **parts, **full.pipeline_settings)
         return self._as_model(pipeline, text_tokens)
+
+    def random_images(
+        self,
+        sources: Sequence[SampleSize],
+        size: SampleSize,
+        dtype: torch.dtype,
+        seed: int,
+        full: str | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Random `Conditioning.images` of one prompt with sources of these sizes, on the CPU."""
+        generator = torch.Generator().manual_seed(seed)
+        shapes = self.model_of_shapes(self.full_size(full).vae or self.vae).image_shapes(sources, size)
+        return {name: torch.randn(1, *shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+    def model_of_shapes(self, vae: Component) -> PipelineModel:
+        """A model without weights, which knows the shapes of latents and of source images."""
+        with building_on(torch.float32, "meta"):
+            return self.model_class(pipeline_without(self.pipeline_class, vae=vae.build()))
+
+    def vae_of(self, source: str | Path | ModelSource) -> Component:
+        """The VAE of a local pipeline, as far as it can be read, or of the published pipeline of this hub id."""
+        pipeline = self.with_base(source).pipeline
+        config = Path(pipeline.location, pipeline.within, "vae", "config.json")
+        if config.is_file():
+            settings = json.loads(config.read_text(encoding="utf-8"))
+            return replace(self.vae, arguments={k: v for k, v in settings.items() if not k.startswith("_")})
+        own = (size.vae for size in self.sizes.values() if size.hub_id == pipeline.location)
+        return next(own, None) or self.vae
 
     def random_conditioning(
         self,

@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from PIL import Image
 from torch import Tensor, nn
 
 from digenrl.config.attention import Kernels
@@ -48,6 +49,10 @@ class PipelineModel(DiffusionModel):
     denoiser: ClassVar[str] = "transformer"  # the pipeline component that is trained
     may_have_experts: ClassVar[bool] = False  # True if some pipelines have a second one, for low noise levels
     text_encoders: ClassVar[tuple[str, ...]]  # names of pipeline components
+    # Components that encode source images, and their processors, besides the VAE and the text encoders.
+    vision_components: ClassVar[tuple[str, ...]] = ()
+    vision_tokens: ClassVar[int] = 0  # that a source image typically adds to the text
+    sources_are_tokens: ClassVar[bool] = False  # whether source images follow the sample's tokens in the sequence
     unused_components: ClassVar[tuple[str, ...]] = ()  # components that are never loaded
     unused_by_encoders: ClassVar[tuple[str, ...]] = ("vae",)  # besides the transformer
     optional_components: ClassVar[tuple[str, ...]] = ()  # components that a pipeline may lack
@@ -65,7 +70,7 @@ class PipelineModel(DiffusionModel):
         self.vae = pipeline.vae
         self._graphed: GraphedForwards | None = None
         self._text_tokens: int | None = None
-        for component in (self.vae, *(getattr(pipeline, name) for name in self.text_encoders)):
+        for component in (self.vae, *self.encoding_modules()):
             if component is not None:
                 component.requires_grad_(False).eval()
         if self.transformer is not None:  # None if only the text encoders are loaded
@@ -102,12 +107,25 @@ class PipelineModel(DiffusionModel):
         """Arguments with which the diffusers pipeline uses these negative prompts, one per prompt."""
         return {"negative_prompt": list(negative_prompts)}
 
+    def source_arguments(self, images: Sequence[Image.Image], size: SampleSize) -> dict[str, Any]:
+        """Arguments with which the diffusers pipeline edits these source images of one prompt, as they are."""
+        raise NotImplementedError(f"{self.family} takes no source images")
+
+    def pipeline_source_size(self, size: SampleSize) -> SampleSize:
+        """A size of source images that the diffusers pipeline does not resize."""
+        return SampleSize(size.height, size.width)
+
     def pipeline_latents(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
         """The latents as the diffusers pipeline returns them instead of pixels."""
         return latents_BL
 
+    def encoding_modules(self) -> list[nn.Module]:
+        """The loaded text and image encoders, without the VAE."""
+        parts = [getattr(self.pipeline, name) for name in (*self.text_encoders, *self.vision_components)]
+        return [part for part in parts if isinstance(part, nn.Module)]
+
     def drop_text_encoders(self) -> None:
-        for name in self.text_encoders:
+        for name in (*self.text_encoders, *self.vision_components):
             setattr(self.pipeline, name, None)
 
     def compact(self, conditioning: Conditioning) -> Conditioning:
@@ -119,9 +137,10 @@ class PipelineModel(DiffusionModel):
             return conditioning
         negative = conditioning.negative
         least = 1 if self.exchange is None else self.exchange.ranks  # every rank has a token of the text
-        return Conditioning(
-            without_padding(conditioning.positive, self.text_mask, least),
-            None if negative is None else without_padding(negative, self.text_mask, least),
+        return replace(
+            conditioning,
+            positive=without_padding(conditioning.positive, self.text_mask, least),
+            negative=None if negative is None else without_padding(negative, self.text_mask, least),
         )
 
     def shortened_prompt(self, row: Conditioning) -> Conditioning:
@@ -130,7 +149,7 @@ class PipelineModel(DiffusionModel):
             return row
         shorter_1T = mask_1T.clone()
         shorter_1T[0, int(mask_1T.sum()) - 1] = 0
-        return Conditioning({**row.positive, self.text_mask: shorter_1T}, row.negative)
+        return replace(row, positive={**row.positive, self.text_mask: shorter_1T})
 
     def text_device(self) -> torch.device:
         """The device of the text encoders; raises RuntimeError if they are not loaded."""

@@ -96,7 +96,8 @@ def pipeline_files(
 
 def has_weights(kind: str) -> bool:
     """Whether a component of this class has weights: not a tokenizer, processor, scheduler or guider."""
-    return not kind.endswith(("Scheduler", "Processor", "Extractor", "Guidance")) and "Tokenizer" not in kind
+    weightless = kind.endswith(("Scheduler", "Extractor", "Guidance"))
+    return not weightless and "Processor" not in kind and "Tokenizer" not in kind
 
 
 def folder_listing(folder: Path) -> dict[str, int]:

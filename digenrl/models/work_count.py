@@ -60,6 +60,7 @@ class WorkCount:
     clip_text_tokens: int
     cuts_padding: bool
     pixels_per_token: int
+    source_images: int
     frames_per_latent: int | None
     lora_linears: float
     activations: float
@@ -76,12 +77,16 @@ class _Forward:
 
 
 def count_work(
-    model: PipelineModel, text_shapes: TextShapes, size: SampleSize, targets: Targets | None = None
+    model: PipelineModel,
+    text_shapes: TextShapes,
+    size: SampleSize,
+    targets: Targets | None = None,
+    sources: int = 0,
 ) -> WorkCount:
     """Counts the work of one sample of this size. The model is on the meta device, in bf16, and gets adapters.
 
     `text_shapes` are the shapes of one row of every text argument. `targets` are the adapted layers, by default
-    the family's.
+    the family's. The sample is made from this many `sources`, which have its height and width.
     """
     weights, quantizable = list(model.transformer.parameters()), block_weights(model.transformer)
     adapters = _add_adapters(model, targets)
@@ -90,7 +95,8 @@ def count_work(
     shorter_shapes = {
         name: (less, *shape[1:]) if shape[0] == text else shape for name, shape in text_shapes.items()
     }
-    forward, shorter = _forward(model, text_shapes, size), _forward(model, shorter_shapes, size)
+    images = model.image_shapes([SampleSize(size.height, size.width)] * sources, size)
+    forward, shorter = (_forward(model, shapes, images, size) for shapes in (text_shapes, shorter_shapes))
     image, kinds = _attention_kinds(forward, shorter, text)
     blocks, through_blocks = len(block_positions(model.transformer)), image + (text if "joint" in kinds else 0)
     linears = [
@@ -99,7 +105,8 @@ def count_work(
     ]
     latent_shape = model.noise_shape(size)
     is_video = len(latent_shape) == 4
-    pixels = size.height * size.width * (latent_shape[1] if is_video else 1)
+    in_sequence = sources if model.sources_are_tokens else 0
+    pixels = size.height * size.width * ((latent_shape[1] if is_video else 1) + in_sequence)
     return WorkCount(
         parameters=sum(weight.numel() for weight in weights),
         float32_parameters=sum(weight.numel() for weight in weights if weight.dtype != model.dtype),
@@ -120,6 +127,7 @@ def count_work(
         clip_text_tokens=0 if model.text_length is None else text - model.text_tokens,
         cuts_padding=model.text_mask is not None,
         pixels_per_token=isqrt(pixels // image) if model.text_multiple == 1 else _smallest_side(model),
+        source_images=in_sequence,
         frames_per_latent=_frames_per_latent(model, size) if is_video else None,
         lora_linears=adapters / ADAPTER_RANK / (2 * forward.hidden),
         activations=forward.saved_bytes / (blocks * through_blocks * forward.hidden * model.dtype.itemsize),
@@ -191,7 +199,12 @@ def _frames_per_latent(model: PipelineModel, size: SampleSize) -> int:
     raise AssertionError(f"{model.family}: a latent frame has more than {MOST_FRAMES_PER_LATENT} frames")
 
 
-def _forward(model: PipelineModel, text_shapes: TextShapes, size: SampleSize) -> _Forward:
+def _forward(
+    model: PipelineModel, text_shapes: TextShapes, image_shapes: TextShapes, size: SampleSize
+) -> _Forward:
+    images = {
+        name: torch.zeros(1, *shape, dtype=model.dtype, device="meta") for name, shape in image_shapes.items()
+    }
     text = {
         name: None if "mask" in name else torch.zeros(1, *shape, dtype=model.dtype, device="meta")
         for name, shape in text_shapes.items()
@@ -204,7 +217,8 @@ def _forward(model: PipelineModel, text_shapes: TextShapes, size: SampleSize) ->
         _AttentionRecorder(forward),
         _counting_saved(model, forward),
     ):
-        model.velocity(latents_BL, torch.zeros(1, device="meta"), Conditioning(text), guidance=1.0, size=size)
+        conditioning = Conditioning(text, images=images)
+        model.velocity(latents_BL, torch.zeros(1, device="meta"), conditioning, guidance=1.0, size=size)
     return forward
 
 

@@ -88,6 +88,7 @@ class ModelFacts(Frozen):
     clip_text_tokens: WholeOrZero = 0
     cuts_padding: bool = False
     pixels_per_token: Whole = 16
+    source_images: WholeOrZero = 0
     frames_per_latent: Whole | None = None
     guidance: Literal["batched", "embedded"]
     lora_linears: Positive
@@ -108,7 +109,10 @@ class ModelFacts(Frozen):
         return min(self.text_tokens, longest) if self.cuts_padding else longest
 
     def tokens(self, height: int, width: int, frames: int = 1, text: int | None = None) -> Tokens:
-        """The sequence length of one sample of this size; a video of 4n+1 frames has n+1 latent frames."""
+        """The sequence length of one sample of this size; a video of 4n+1 frames has n+1 latent frames.
+
+        Source images in the sequence have as many tokens as a frame.
+        """
         side = self.pixels_per_token
         if height % side or width % side:
             raise ConfigError(f"{self.name}: height and width must be multiples of {side}, got {height}x{width}")
@@ -118,7 +122,8 @@ class ModelFacts(Frozen):
         if self.frames_per_latent is not None:
             latent_frames += (frames - 1) // self.frames_per_latent
         per_frame = (height // side) * (width // side)
-        return Tokens(image=latent_frames * per_frame, text=self.text_tokens if text is None else text)
+        frames_in_sequence = latent_frames + self.source_images
+        return Tokens(image=frames_in_sequence * per_frame, text=self.text_tokens if text is None else text)
 
     def forward_work(self, tokens: Tokens, compiled: bool = False) -> ForwardWork:
         """The work of one forward of one sample, without guidance's second branch."""

@@ -1,7 +1,12 @@
-"""Reads prompts from text files (one per line), JSON lines and parquet, or draws them from a prompt set."""
+"""Reads prompts from text files (one per line), JSON lines and parquet, or draws them from a prompt set.
+
+Prompts in JSON lines and parquet may have source images: paths, relative to the file, data URLs, or in parquet
+also bytes.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,19 +17,24 @@ from digenrl.config.limits import PROMPT_CHARACTERS
 from digenrl.config.prompts import PromptSettings
 from digenrl.config.reading import ConfigError, check_content, errors_in, is_text, one_line
 
+ImageSource = Path | bytes
+IMAGE_COLUMNS = ("image", "images")
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt. `id` is its index in the source; two prompts may have the same text."""
+    """A prompt. `id` is its index in the source; two prompts may have the same text. Errors say `where` it is."""
 
     id: int
     text: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[ImageSource, ...] = ()
+    where: str = field(default="", compare=False)
 
 
 def read_prompts(settings: PromptSettings) -> tuple[Prompt, ...]:
     """The prompts of a file or prompt set; raises ConfigError if there are too few, or if one is empty."""
-    prompts = _from_prompt_set(settings) if settings.path is None else _from_file(settings.path, settings.column)
+    prompts = _from_prompt_set(settings) if settings.path is None else _from_file(settings.path, settings)
     if len(prompts) < (settings.count or 1):
         raise ConfigError(
             f"{settings.path or settings.name}: has {len(prompts)} prompts, count = {settings.count}; lower it"
@@ -35,29 +45,32 @@ def read_prompts(settings: PromptSettings) -> tuple[Prompt, ...]:
 def _from_prompt_set(settings: PromptSettings) -> tuple[Prompt, ...]:
     assert settings.prompt_set is not None, "prompts without a file are those of a prompt set"
     generated = settings.prompt_set.prompts(settings.split, settings.count, settings.seed)
-    return tuple(Prompt(index, prompt.text, prompt.wants) for index, prompt in enumerate(generated))
+    return tuple(
+        Prompt(index, prompt.text, prompt.wants, where=f"prompt set '{settings.name}'")
+        for index, prompt in enumerate(generated)
+    )
 
 
-def _from_file(path: Path, column: str) -> tuple[Prompt, ...]:
+def _from_file(path: Path, settings: PromptSettings) -> tuple[Prompt, ...]:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; expected prompts as .txt, .jsonl or .parquet")
     readers = {".txt": _from_text, ".jsonl": _from_json_lines, ".parquet": _from_parquet}
-    prompts = tuple(readers[path.suffix](path, column))
+    prompts = tuple(readers[path.suffix](path, settings))
     if not prompts:
         raise ConfigError(f"{path}: contains no prompts; at least one is needed")
     return prompts
 
 
-def _from_text(path: Path, column: str) -> Iterator[Prompt]:
+def _from_text(path: Path, settings: PromptSettings) -> Iterator[Prompt]:
     """One prompt per line; spaces and '#' belong to the prompt."""
-    del column
+    del settings
     for index, line in enumerate(_lines(path)):
         _check_text(line, f"{path}:{index + 1}")
-        yield Prompt(index, line)
+        yield Prompt(index, line, where=f"{path}:{index + 1}")
 
 
-def _from_json_lines(path: Path, column: str) -> Iterator[Prompt]:
-    """One object per line with the prompt under `column`; the other keys are metadata."""
+def _from_json_lines(path: Path, settings: PromptSettings) -> Iterator[Prompt]:
+    """One object per line with a prompt and perhaps source images; the other keys are metadata."""
     for index, line in enumerate(_lines(path)):
         where = f"{path}:{index + 1}"
         try:
@@ -65,12 +78,13 @@ def _from_json_lines(path: Path, column: str) -> Iterator[Prompt]:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: not valid JSON: {one_line(error)}") from None
         if not isinstance(content, dict):
-            raise ConfigError(f'{where}: expected an object such as {{"{column}": "a cat"}}, got {line[:60]}')
-        yield _from_record(index, content, column, where)
+            example = f'{{"{settings.column}": "a cat"}}'
+            raise ConfigError(f"{where}: expected an object such as {example}, got {line[:60]}")
+        yield _from_record(index, content, settings, where)
 
 
-def _from_parquet(path: Path, column: str) -> Iterator[Prompt]:
-    """One prompt per row; the other columns are metadata."""
+def _from_parquet(path: Path, settings: PromptSettings) -> Iterator[Prompt]:
+    """One prompt per row, perhaps with source images; the other columns are metadata."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -81,22 +95,54 @@ def _from_parquet(path: Path, column: str) -> Iterator[Prompt]:
         with ParquetFile(path) as file:
             for batch in file.iter_batches():
                 for record in batch.to_pylist():
-                    yield _from_record(index, record, column, f"{path}, row {index + 1}")
+                    yield _from_record(index, record, settings, f"{path}, row {index + 1}")
                     index += 1
     except (ArrowException, OSError) as error:
         raise ConfigError(f"{path}: not a readable parquet file: {' '.join(str(error).split())}") from None
 
 
-def _from_record(index: int, record: dict[str, Any], column: str, where: str) -> Prompt:
+def _from_record(index: int, record: dict[str, Any], settings: PromptSettings, where: str) -> Prompt:
+    column = settings.column
     if column not in record:
         raise ConfigError(f"{where}: no '{column}'; known: {', '.join(record) or 'nothing'}; set `column`")
     text = record[column]
     if not isinstance(text, str) or not text.strip():
         raise ConfigError(f"{where}: '{column}' must be a non-empty string, got {repr(text)[:60]}")
     _check_text(text, where)
+    image_columns = (settings.image_column,) if settings.image_column is not None else IMAGE_COLUMNS
+    images = tuple(image for name in image_columns for image in _images(record.get(name), name, settings, where))
+    metadata = {key: value for key, value in record.items() if key != column and key not in image_columns}
     with errors_in(where):
-        check_content(record)
-    return Prompt(index, text, {key: value for key, value in record.items() if key != column})
+        check_content(metadata)
+    return Prompt(index, text, metadata, images, where)
+
+
+def _images(value: Any, column: str, settings: PromptSettings, where: str) -> Iterator[ImageSource]:
+    """The images of a column: none, one or a list; each a path, bytes, or both as in Hugging Face datasets."""
+    assert settings.path is not None
+    for image in value if isinstance(value, list) else [] if value is None else [value]:
+        content = image.get("bytes") or image.get("path") if isinstance(image, dict) else image
+        if isinstance(content, bytes):
+            yield content
+        elif isinstance(content, str) and content.startswith("data:"):
+            yield _data_url(content, column, where)
+        elif isinstance(content, str) and content and is_text(content):
+            yield settings.path.parent / content
+        else:
+            raise ConfigError(
+                f"{where}: '{column}' must be the path of an image, or bytes, got {repr(image)[:60]}"
+            )
+
+
+def _data_url(url: str, column: str, where: str) -> bytes:
+    """The content of an image inside the file, as data:image/png;base64,..."""
+    head, _, content = url.partition(",")
+    try:
+        if not head.endswith(";base64"):
+            raise ValueError("not in base64")
+        return base64.b64decode(content, validate=True)
+    except ValueError as error:
+        raise ConfigError(f"{where}: '{column}' is no data URL of an image ({error}): {url[:40]}") from None
 
 
 def _lines(path: Path) -> Iterator[str]:

@@ -1,4 +1,5 @@
-// The grids of held-out samples: the first evaluation on the left, any later one on the right.
+// The grids of held-out samples: the first evaluation on the left, any later one on the right. Edits have their
+// source images before them.
 
 function showGrids(grids) {
   const shown = grids.shown;
@@ -6,6 +7,7 @@ function showGrids(grids) {
   byId("samples").hidden = false;
   const before = byId("grid-before");
   const after = byId("grid-after");
+  if (grids.sources) showSources(grids.sources, shown[0]);
   before.append(make("div", { class: "grid-head" }, make("h3", {}, gridTitle(shown[0], "Before"))));
   before.append(cellsOf(shown[0]));
   if (shown.length === 1) return;
@@ -19,6 +21,13 @@ function showGrids(grids) {
   };
   if (shown.length > 2) head.append(evaluationSlider(shown, show, grids.written));
   show(shown.length - 1);
+}
+
+function showSources(image, first) {
+  const holder = byId("grid-source");
+  holder.hidden = false;
+  const cells = first.cells.map(({ prompt }) => ({ prompt, parts: {}, isSource: true }));
+  holder.append(make("div", { class: "grid-head" }, make("h3", {}, "Source")), cellsOf({ ...first, image, cells }));
 }
 
 function gridTitle(entry, when) {
@@ -64,9 +73,10 @@ function cellsOf(entry) {
 function cellFigure(cell, canvas, place) {
   const figure = make("figure", { class: "cell", tabindex: cell ? 0 : null, "data-place": place }, canvas);
   if (!cell) return figure;
+  const reward = cell.isSource ? "source" : cell.reward === null ? "no reward" : reading(cell.reward);
   figure.append(
     make("figcaption", {},
-      make("span", { class: "reward" }, cell.reward === null ? "no reward" : reading(cell.reward)),
+      make("span", { class: "reward" }, reward),
       make("span", { class: "prompt" }, cell.prompt)),
   );
   const tip = make("div", { class: "tip", hidden: true }, describeCell(cell));
@@ -95,7 +105,7 @@ function markTwins(place, marked) {
 
 function describeCell(cell) {
   const parts = Object.entries(cell.parts).map(([name, value]) => `${name} ${number(value)}`);
-  const reward = cell.reward === null ? [] : [`reward ${reading(cell.reward)}`];
+  const reward = cell.isSource || cell.reward === null ? [] : [`reward ${reading(cell.reward)}`];
   return [cell.prompt, [...reward, ...parts].join(", ")].join("\n");
 }
 

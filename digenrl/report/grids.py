@@ -19,12 +19,18 @@ _MOST_BYTES = 24_000_000
 def grids(run: RunRecord) -> dict[str, Any]:
     """The grids of the first, the last, and evenly spaced evaluations between them.
 
-    `written` counts all grids: where it exceeds the number shown, the page says so.
+    `written` counts all grids: where it exceeds the number shown, the page says so. `sources` is the grid of
+    source images, in runs that edit images.
     """
     with_grid = [(each, run.grids[each.steps_done]) for each in run.evaluations if each.steps_done in run.grids]
     sizes = [grid.image.stat().st_size for _, grid in with_grid]
     chosen = choose_evenly(sizes, _MOST_GRIDS, _MOST_BYTES)
-    return {"written": len(with_grid), "shown": [_entry(*with_grid[number]) for number in chosen]}
+    sources = run.folder.source_grid
+    return {
+        "written": len(with_grid),
+        "shown": [_entry(*with_grid[number]) for number in chosen],
+        "sources": _data_url(sources) if sources.is_file() else None,
+    }
 
 
 def choose_evenly(sizes: Sequence[int], most: int, most_bytes: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 Metadata = Mapping[str, Any]
+# The metadata key of a sample's source images, if there are any: a tuple of tensors (3, H, W), fp32 in [0, 1].
+SOURCE_IMAGES = "source_images"
 ROUNDING = 1e-4  # how far the pixels of a decoder may exceed [0, 1]
 
 
@@ -127,11 +129,11 @@ def as_uint8(pixels: Tensor) -> Tensor:
     return (pixels.detach().float() * 255).round().clamp(0, 255).to(device="cpu", dtype=torch.uint8)
 
 
-def as_pil(frames_NCHW: Tensor) -> Iterator[Image.Image]:
-    """uint8 frames as RGB images of Pillow."""
+def as_pil(frames_CHW: Iterable[Tensor]) -> Iterator[Image.Image]:
+    """uint8 frames, or a tensor of some, as RGB images of Pillow."""
     from PIL import Image  # only rewards that use it need Pillow
 
-    for frame_CHW in frames_NCHW:
+    for frame_CHW in frames_CHW:
         yield Image.fromarray(frame_CHW.permute(1, 2, 0).contiguous().numpy())
 
 

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError, Frozen, one_line
-from digenrl.rewards.contract import Metadata, as_pil, as_uint8
+from digenrl.rewards.contract import SOURCE_IMAGES, Metadata, as_pil, as_uint8
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -27,11 +27,12 @@ class MessageError(ValueError):
 
 
 class SampleMessage(Frozen):
-    """One sample: its frames are RGB PNG files in base64, all of one size."""
+    """One sample: frames and source images are RGB PNG files in base64; all frames have one size."""
 
     prompt: str
     metadata: dict[str, Any] = Field(default={})
     frames: tuple[str, ...] = Field(min_length=1)
+    source_images: tuple[str, ...] = ()
 
 
 class ScoreRequest(Frozen):
@@ -62,6 +63,7 @@ class Limits:
     body_bytes: int = 256 * 2**20
     samples: int = 256
     frames_per_sample: int = 512
+    sources_per_sample: int = 16
     pixels_per_frame: int = 2**24  # 4096 x 4096
     pixels_in_total: int = 2**27  # 1.5 GiB in fp32
     body_s: float = 120.0  # in which the body must arrive
@@ -78,7 +80,10 @@ def encode_request(pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Seque
     """The body of a request. Raises MessageError for metadata that JSON cannot represent."""
     samples = tuple(
         SampleMessage(
-            prompt=prompt, metadata=dict(one), frames=tuple(encode_png(image) for image in as_pil(frames))
+            prompt=prompt,
+            metadata={key: value for key, value in one.items() if key != SOURCE_IMAGES},
+            frames=tuple(encode_png(image) for image in as_pil(frames)),
+            source_images=tuple(encode_png(image) for image in as_pil(map(as_uint8, one.get(SOURCE_IMAGES, ())))),
         )
         for frames, prompt, one in zip(as_uint8(pixels_BFCHW), prompts, metadata, strict=True)
     )
@@ -100,7 +105,21 @@ def decode_request(body: bytes, limits: Limits) -> tuple[Tensor, list[str], list
     frames = _decode_frames(request, limits)
     count = len(request.samples)
     pixels = torch.stack(frames).float().div_(255).reshape(count, -1, *frames[0].shape)
-    return pixels, [sample.prompt for sample in request.samples], [sample.metadata for sample in request.samples]
+    metadata = [_metadata(index, sample, limits) for index, sample in enumerate(request.samples)]
+    return pixels, [sample.prompt for sample in request.samples], metadata
+
+
+def _metadata(index: int, sample: SampleMessage, limits: Limits) -> Metadata:
+    """The metadata of a sample, with its source images, if it has any."""
+    if not sample.source_images:
+        return sample.metadata
+    images = []
+    for number, text in enumerate(sample.source_images):
+        try:
+            images.append(decode_png(text, limits).float() / 255)
+        except MessageError as error:
+            raise MessageError(f"samples.{index}.source_images.{number}: {error}") from None
+    return {**sample.metadata, SOURCE_IMAGES: tuple(images)}
 
 
 def encode_png(image: Image.Image) -> str:
@@ -143,6 +162,9 @@ def _check_counts(request: ScoreRequest, limits: Limits) -> None:
     if frames > limits.frames_per_sample:
         raise MessageError(f"{frames} frames are more than the {limits.frames_per_sample} allowed in one sample")
     for index, sample in enumerate(request.samples):
+        if len(sample.source_images) > limits.sources_per_sample:
+            count = f"{len(sample.source_images)} source images"
+            raise MessageError(f"samples.{index}: has {count}, more than the {limits.sources_per_sample} allowed")
         if len(sample.frames) != frames:
             raise MessageError(
                 f"samples.{index}: has {len(sample.frames)} frames, samples.0 has {frames}; send them separately"

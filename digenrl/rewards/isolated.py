@@ -21,7 +21,7 @@ from torch import Tensor
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.rewards import FunctionSettings
-from digenrl.rewards.contract import Metadata, Reward, RewardBatch, RewardError
+from digenrl.rewards.contract import SOURCE_IMAGES, Metadata, Reward, RewardBatch, RewardError
 
 START_TIMEOUT_S = 600.0  # imports and loads models
 SECRET = re.compile(r"(^|_)(TOKENS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?|KEY)(_|$)", re.IGNORECASE)
@@ -44,10 +44,16 @@ class IsolatedReward(Reward):
     def _score(self, pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> RewardBatch:
         if self._process.poll() is not None:
             self._process = self._start()
-        pixels = pixels_BFCHW.detach().cpu().float().contiguous()
-        header = {"shape": list(pixels.shape), "prompts": list(prompts), "metadata": [dict(m) for m in metadata]}
+        pixels = [pixels_BFCHW, *(image for one in metadata for image in one.get(SOURCE_IMAGES, ()))]
+        header = {
+            "shape": list(pixels_BFCHW.shape),
+            "prompts": list(prompts),
+            "metadata": [{key: value for key, value in one.items() if key != SOURCE_IMAGES} for one in metadata],
+            "sources": [[list(image.shape) for image in one.get(SOURCE_IMAGES, ())] for one in metadata],
+        }
+        content = b"".join(each.detach().cpu().float().contiguous().numpy().tobytes() for each in pixels)
         with self._limited(self._settings.timeout_s):
-            reply = _exchange(self._process, header, pixels.numpy().tobytes())
+            reply = _exchange(self._process, header, content)
         if "error" in reply:
             raise RewardError(self.label, reply["error"], tuple(reply.get("samples", ())))
         return RewardBatch(tuple(reply["values"]), {name: tuple(part) for name, part in reply["parts"].items()})

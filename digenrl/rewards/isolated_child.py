@@ -7,13 +7,15 @@ import os
 import resource
 import signal
 import sys
+from itertools import islice
+from math import prod
 from typing import Any
 
 import torch
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.rewards import FunctionSettings
-from digenrl.rewards.contract import Reward, RewardError
+from digenrl.rewards.contract import SOURCE_IMAGES, Reward, RewardError
 from digenrl.rewards.function import build
 from digenrl.rewards.isolated import receive, send
 
@@ -55,8 +57,16 @@ def _end_with_parent() -> None:
 
 def _answer(reward: Reward, header: dict[str, Any], content: bytes) -> dict[str, Any]:
     try:
-        pixels_BFCHW = torch.frombuffer(bytearray(content), dtype=torch.float32).reshape(header["shape"])
-        batch = reward.score(pixels_BFCHW, header["prompts"], header["metadata"])
+        shapes = [header["shape"], *(shape for shapes in header["sources"] for shape in shapes)]
+        numbers = torch.frombuffer(bytearray(content), dtype=torch.float32)
+        flat = torch.split(numbers, [prod(shape) for shape in shapes])
+        pixels_BFCHW, *sources = (part.reshape(shape) for part, shape in zip(flat, shapes, strict=True))
+        rest = iter(sources)
+        metadata = [
+            {**one, SOURCE_IMAGES: tuple(islice(rest, len(shapes)))} if shapes else one
+            for one, shapes in zip(header["metadata"], header["sources"], strict=True)
+        ]
+        batch = reward.score(pixels_BFCHW, header["prompts"], metadata)
     except RewardError as error:
         return {"error": error.reason, "samples": list(error.samples)}
     except MemoryError:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from digenrl.config.judge import COST_PARTS, JudgeTemplate
 from digenrl.config.rewards import JudgeSettings, judge_template
-from digenrl.rewards.contract import Metadata, Reward, RewardBatch, RewardError, as_pil, as_uint8
+from digenrl.rewards.contract import SOURCE_IMAGES, Metadata, Reward, RewardBatch, RewardError, as_pil, as_uint8
 from digenrl.rewards.http_client import backoff_s, make_client, retry_after_s
 from digenrl.rewards.http_messages import encode_png
 from digenrl.rewards.judge_answers import NoScoreError, answer_schema, read_reply, score_in
@@ -163,24 +163,28 @@ class JudgeReward(Reward):
 
 def question(template: JudgeTemplate, prompt: str, metadata: Metadata) -> list[dict[str, Any]]:
     """The text and the source image for one sample; raises ValueError if its metadata has not what they need."""
-    values = {"text": quoted(prompt), **{key: str(value) for key, value in metadata.items()}, "prompt": prompt}
+    texts = {key: str(value) for key, value in metadata.items() if key != SOURCE_IMAGES}
+    values = {"text": quoted(prompt), **texts, "prompt": prompt}
     missing = [name for name in template.placeholders if not values.get(name)]
     if missing:
         known = ", ".join(values)
         raise ValueError(f"the template needs ${missing[0]}, which the prompt's metadata lacks; known: {known}")
     parts: list[dict[str, Any]] = [{"type": "text", "text": Template(template.text).substitute(values)}]
     if template.source_image is not None:
-        parts.append(_source_part(template.source_image, metadata))
+        parts += [_image_part(image) for image in _source_images(template.source_image, metadata)]
     return parts
 
 
-def _source_part(key: str, metadata: Metadata) -> dict[str, Any]:
+def _source_images(key: str, metadata: Metadata) -> list[Image.Image]:
+    """The images that the prompt was edited from, or the image whose path is in its metadata."""
+    if SOURCE_IMAGES in metadata:
+        return list(as_pil(map(as_uint8, metadata[SOURCE_IMAGES])))
     path = metadata.get(key)
     if not isinstance(path, str):
-        raise ValueError(f"metadata '{key}' must be the path of the source image, got {path!r}")
+        raise ValueError(f"the prompt has no source image, and metadata '{key}' is no path of one, got {path!r}")
     try:
         with Image.open(path) as image:
-            return _image_part(image.convert("RGB"))
+            return [image.convert("RGB")]
     except (OSError, UnidentifiedImageError) as error:
         raise ValueError(f"the source image {path} cannot be read: {error}") from None
 

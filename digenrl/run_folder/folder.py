@@ -184,6 +184,11 @@ class RunFolder:
         """The image grid of the evaluation after `steps_done` optimizer steps."""
         return self.samples / f"step_{steps_done:06d}.png"
 
+    @property
+    def source_grid(self) -> Path:
+        """The image grid of the held-out prompts' source images, in the order of the other grids."""
+        return self.samples / "sources.png"
+
     def grid_captions(self, steps_done: int) -> Path:
         """The prompts and rewards of that grid."""
         return self.samples / f"step_{steps_done:06d}.json"

@@ -80,6 +80,14 @@ def write_grid(folder: RunFolder, steps_done: int, pictures: Path, scores: Seque
     return target
 
 
+def write_source_grid(folder: RunFolder, images: Sequence[Image.Image]) -> None:
+    """Writes the source images of held-out prompts, which have the size of their samples."""
+    partial = folder.source_grid.with_suffix(".part")
+    with partial.open("wb") as file:
+        side_by_side(images, columns_for(len(images))).save(file, format="PNG")
+    partial.replace(folder.source_grid)
+
+
 def read_grid(image: Path) -> SampleGrid | None:
     """The grid at this path with its captions; None if the image is missing."""
     if not image.is_file():

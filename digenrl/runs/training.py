@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 
@@ -31,9 +31,11 @@ from digenrl.metrics.flop_use import SampleOperations
 from digenrl.metrics.sinks import check_logging, open_sinks
 from digenrl.metrics.step_metrics import StepMetrics
 from digenrl.prompts.sampler import PromptSampler
+from digenrl.prompts.source_images import shown_source
 from digenrl.prompts.sources import Prompt, read_prompts
 from digenrl.records import HELD_OUT_STEP
 from digenrl.run_folder.folder import LaneEntry, RunFolder, RunLines, Status
+from digenrl.run_folder.grids import write_source_grid
 from digenrl.run_folder.journal import Journal
 from digenrl.run_folder.lane_entries import LaneRecorder, lanes_of_whole_run
 from digenrl.run_folder.metric_lines import EvaluationRecord
@@ -116,7 +118,9 @@ class TrainingRun:
         sampler = PromptSampler(
             read_prompts(recipe.prompts), recipe.batch.prompts, recipe.seed, recipe.prompts.shuffle
         )
-        prompts = PromptStore(sampler, resources.artifacts.drop, _read_held_out(recipe))
+        held_out = _read_held_out(recipe)
+        _write_sources(folder, held_out)
+        prompts = PromptStore(sampler, resources.artifacts.drop, held_out)
         self._sinks = (*open_sinks(folder, self._lines, self._start.step, time.time), view)
         self._checkpointer = Checkpointer(folder, self._lines, self._start)
         self._held_out = HeldOut(folder, prompts.held_out, self._start.step, self._evaluated, view.notify)
@@ -256,6 +260,16 @@ def _settled(recipe: Recipe, slice_size: int, forwards: MeasuredForwards) -> Rec
 def _read_held_out(recipe: Recipe) -> list[Prompt]:
     evaluation = recipe.evaluation
     return [] if evaluation is None else list(read_prompts(evaluation.prompts)[: evaluation.count])
+
+
+def _write_sources(folder: RunFolder, held_out: Sequence[Prompt]) -> None:
+    """Shows the source images of held-out prompts, if they have any, in the order of the samples' grids."""
+    recipe, evaluation = folder.recipe, folder.recipe.evaluation
+    if evaluation is None or not any(prompt.images for prompt in held_out):
+        return
+    height, width, _ = recipe.held_out_size
+    shown = held_out[: evaluation.shown]
+    write_source_grid(folder, [shown_source(prompt, height, width, recipe.sample.source_size) for prompt in shown])
 
 
 @contextmanager

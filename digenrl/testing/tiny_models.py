@@ -24,12 +24,14 @@ from diffusers import (
     Flux2KleinPipeline,
     Flux2Pipeline,
     Flux2Transformer2DModel,
+    FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
     HunyuanVideo15Pipeline,
     HunyuanVideo15Transformer3DModel,
     HunyuanVideoPipeline,
     HunyuanVideoTransformer3DModel,
+    QwenImageEditPlusPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
@@ -43,7 +45,7 @@ from diffusers import (
     ZImageTransformer2DModel,
 )
 from diffusers.guiders import ClassifierFreeGuidance
-from transformers import ByT5Tokenizer, Qwen3ForCausalLM, Qwen3Model
+from transformers import ByT5Tokenizer, Qwen2VLImageProcessorPil, Qwen3ForCausalLM, Qwen3Model
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import SampleSize
@@ -158,6 +160,11 @@ def _sd3(clip_tokenizer: Any = None, t5_tokenizer: Any = None) -> StableDiffusio
     )
 
 
+def _flux_kontext(clip_tokenizer: Any = None, t5_tokenizer: Any = None) -> FluxKontextPipeline:
+    components = _flux(clip_tokenizer, t5_tokenizer).components
+    return FluxKontextPipeline(**components)
+
+
 def _flux(clip_tokenizer: Any = None, t5_tokenizer: Any = None) -> FluxPipeline:
     clip_tokenizer = clip_tokenizer or tiny_clip_tokenizer()
     t5_tokenizer = t5_tokenizer or tiny_t5_tokenizer()
@@ -234,6 +241,20 @@ def _qwen_image(tokenizer: Any = None) -> QwenImagePipeline:
         vae=AutoencoderKLQwenImage(base_dim=4, dim_mult=[1, 2, 2, 2], num_res_blocks=1),
         text_encoder=tiny_qwen_text_encoder(tokenizer, width=16),
         tokenizer=tokenizer,
+    )
+
+
+def _qwen_image_edit(tokenizer: Any = None) -> QwenImageEditPlusPipeline:
+    template = pipeline_without(QwenImageEditPlusPipeline).prompt_template_encode
+    tokenizer = tokenizer or tiny_qwen_tokenizer(f"{template} Picture 1: Picture 2:")
+    text = _qwen_image(tokenizer)
+    return QwenImageEditPlusPipeline(
+        transformer=text.transformer,
+        scheduler=text.scheduler,
+        vae=text.vae,
+        text_encoder=text.text_encoder,
+        tokenizer=tokenizer,
+        processor=Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=28 * 28 * 256),
     )
 
 
@@ -427,9 +448,11 @@ VIDEO = SampleSize(height=32, width=32, frames=5)
 TINY_MODELS: dict[str, TinyModel] = {
     "sd3": TinyModel(_sd3, IMAGE),
     "flux": TinyModel(_flux, IMAGE),
+    "flux_kontext": TinyModel(_flux_kontext, IMAGE),
     "flux2_klein": TinyModel(_flux2_klein, IMAGE),
     "flux2_dev": TinyModel(_flux2_dev, IMAGE),
     "qwen_image": TinyModel(_qwen_image, IMAGE),
+    "qwen_image_edit": TinyModel(_qwen_image_edit, IMAGE),
     "z_image": TinyModel(_z_image, IMAGE),
     "sdxl": TinyModel(_sdxl, LARGER_IMAGE),
     "sd15": TinyModel(_sd15, LARGER_IMAGE),

@@ -44,6 +44,7 @@ SENTENCES = (
     "two small dogs running through a field of yellow flowers",
     "a video of a woman walking in the rain with an umbrella",
 )
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -108,7 +109,7 @@ def tiny_qwen_tokenizer(template: str) -> Any:
     It is trained on the pipeline's prompt template, so that little more than the prompt is left after the pipeline
     has cut off the template's 34 tokens.
     """
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *VISION_TOKENS]
     trained = _byte_level_bpe([template] * 2 + list(SENTENCES), special)
     merges = [tuple(merge) for merge in json.loads(trained.to_str())["model"]["merges"]]
     tokenizer = Qwen2Tokenizer(vocab=trained.get_vocab(), merges=merges)
@@ -227,7 +228,7 @@ def tiny_byt5(width: int) -> T5EncoderModel:
 
 
 def tiny_qwen_text_encoder(tokenizer: Any, width: int, layers: int = 2) -> Qwen2_5_VLForConditionalGeneration:
-    """Qwen2.5-VL with this hidden size and a minimal vision tower, which is never used."""
+    """Qwen2.5-VL with this hidden size and a minimal vision tower."""
     third = width // 4 // 3
     text = {
         "vocab_size": len(tokenizer),
@@ -256,10 +257,10 @@ def tiny_qwen_text_encoder(tokenizer: Any, width: int, layers: int = 2) -> Qwen2
     config = Qwen2_5_VLConfig(
         text_config=text,
         vision_config=vision,
-        vision_start_token_id=0,
-        vision_end_token_id=0,
-        image_token_id=0,
-        video_token_id=0,
+        **{
+            f"{token.strip('<|>').replace('_pad', '')}_token_id": tokenizer.convert_tokens_to_ids(token)
+            for token in VISION_TOKENS
+        },
     )
     return Qwen2_5_VLForConditionalGeneration(config).eval()
 

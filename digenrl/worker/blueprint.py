@@ -20,7 +20,7 @@ from digenrl.config.base_precision import UNQUANTIZED
 from digenrl.config.import_paths import add_to_python_path
 from digenrl.config.reading import ConfigError, errors_about, one_line
 from digenrl.config.recipe import Recipe
-from digenrl.config.recipe_paths import DEMO
+from digenrl.config.recipe_paths import DEMO_MODELS
 from digenrl.config.windows import Window
 from digenrl.generation.noise import normal_noise
 from digenrl.models.base_weights import base_fingerprint
@@ -431,6 +431,7 @@ def load_text_encoders(blueprint: Blueprint, device: str, shares_device: bool = 
             source_of(recipe),
             dtype_of(recipe),
             "cpu" if offloaded else device,
+            vae_dtype=vae_dtype_of(recipe),
             text_tokens=tokens,
             precision=recipe.model.encoder_base,
             quantize_on=device,
@@ -462,10 +463,10 @@ def vae_dtype_of(recipe: Recipe) -> torch.dtype:
 
 
 def source_of(recipe: Recipe) -> ModelSource:
-    """Where the model is. The demo's ships with the package."""
-    model = recipe.model
+    """Where the model is. Those of the demos ship with the package."""
+    model, packaged = recipe.model, DEMO_MODELS.get(recipe.model.source)
     return ModelSource(
-        location=str(demo.model_folder()) if model.source == DEMO else model.source,
+        location=model.source if packaged is None else str(demo.model_folder(packaged)),
         revision=model.revision,
         variant=model.variant,
         subfolder=model.subfolder,

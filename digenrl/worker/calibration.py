@@ -11,7 +11,7 @@ from time import perf_counter
 import torch
 
 from digenrl.models.compiled import is_compiled
-from digenrl.models.contract import Conditioning, SampleSize
+from digenrl.models.contract import SampleSize
 from digenrl.models.matrix_rate import matrix_tflops
 from digenrl.models.shards import is_sharded
 from digenrl.models.trajectory import ScoredGroup, Trajectory
@@ -84,7 +84,7 @@ class StageCalibration:
         for size in job.held_out:
             with self._stages.served_weights(), self._stages.held_out_model() as held_out_model:
                 row = self._stages.row(prompt)
-                rows = Conditioning.joined([model.shortened_prompt(row), *[row] * (size - 1)])
+                rows = [model.shortened_prompt(row), *[row] * (size - 1)]
                 held_out_pixels(self._blueprint, held_out_model, rows, 0, self._stages.row_limits)
         train_seconds = 0.0
         if job.trained:

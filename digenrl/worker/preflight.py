@@ -71,10 +71,12 @@ def _checked(recipe: Recipe) -> tuple[list[str], int]:
         from digenrl.worker.distilled import distilled_warnings
         from digenrl.worker.expert_checks import check_experts
         from digenrl.worker.sharding_checks import check_sharding
+        from digenrl.worker.source_checks import check_sources
     except ModuleNotFoundError as error:
         missing = f"training needs the package '{error.name}', which is not installed"
         raise ConfigError(f"{missing}; install digenrl[train]") from None
     blueprint = read_blueprint(recipe)
+    check_sources(blueprint)
     for settings in (*recipe.rewards, *recipe.held_out_rewards):
         if isinstance(settings, FunctionSettings) and not settings.isolated:
             import_target(settings)

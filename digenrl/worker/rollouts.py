@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import groupby
 
+import torch
 from torch import Tensor
 
 from digenrl.config.algorithms import TRAINING_LEVELS
@@ -83,11 +85,29 @@ def roll_out(
 def held_out_pixels(
     blueprint: Blueprint,
     model: DiffusionModel,
-    conditioning: Conditioning,
+    rows: Sequence[Conditioning],
     first: int,
     limits: RowLimits | None = None,
 ) -> Tensor:
-    """Held-out samples as pixels_BFCHW, one per row of conditioning: Euler steps, noise by index alone."""
+    """Held-out samples as pixels_BFCHW, one per row: Euler steps, noise by index alone.
+
+    Rows are generated together, unless their source images have different sizes.
+    """
+    pixels: list[Tensor] = []
+    for _, alike in groupby(rows, key=Conditioning.shapes):
+        conditioning = Conditioning.joined(list(alike))
+        pixels.append(_held_out_batch(blueprint, model, conditioning, first, limits))
+        first += len(conditioning)
+    return torch.cat(pixels) if len(pixels) > 1 else pixels[0]
+
+
+def _held_out_batch(
+    blueprint: Blueprint,
+    model: DiffusionModel,
+    conditioning: Conditioning,
+    first: int,
+    limits: RowLimits | None,
+) -> Tensor:
     evaluation = blueprint.recipe.evaluation
     assert evaluation is not None, "a recipe without evaluation has no held-out samples"
     limits = limits or row_limits(blueprint)

@@ -64,6 +64,7 @@ from digenrl.records import (
     Trained,
     UpdateTaken,
     WeightsReference,
+    edited_prompts,
     gradients_name,
     held_out_name,
     pixels_name,
@@ -72,7 +73,7 @@ from digenrl.records import (
     update_name,
     weights_name,
 )
-from digenrl.rewards.contract import Reward, RewardError
+from digenrl.rewards.contract import SOURCE_IMAGES, Reward, RewardError
 from digenrl.training.checkpoint.checkpoints import prune_checkpoints, save_checkpoint
 from digenrl.training.checkpoint.export import export_weights, weights_to_export
 from digenrl.training.checkpoint.format import BASE_WEIGHTS, CheckpointError
@@ -81,11 +82,14 @@ from digenrl.training.gradient_share import share_as_tensors, share_of_tensors
 from digenrl.training.ranks.rank_group import RankGroup, RanksError, all_or_none
 from digenrl.training.trainer import Trainer
 from digenrl.worker.blueprint import Blueprint
+from digenrl.worker.encoding import encode_prompt, source_images
 from digenrl.worker.pictures import save_pictures
 from digenrl.worker.rollouts import held_out_pixels, plan, roll_out, row_limits, shuffled
 from digenrl.worker.tensor_files import (
     conditioning_of,
     conditioning_tensors,
+    source_tensors,
+    sources_of,
     trajectories_of,
     trajectory_tensors,
 )
@@ -140,12 +144,15 @@ class Stages:
 
     @torch.no_grad()
     def encode(self, job: Encode) -> Encoded:
-        """Encodes prompts one at a time: a row's last bits depend on its batch, and a resumed run must match."""
-        negative = self._blueprint.recipe.model.negative_prompt
+        """Encodes prompts one at a time: a row's last bits depend on its batch, and a resumed run must match.
+
+        Source images are resized and encoded here. Rewards find them beside the encoded prompt.
+        """
         assert self.parts.encoder is not None
-        for prompt in job.prompts:
-            row = self.parts.encoder.encode([prompt.text], None if negative is None else [negative])
-            self._exchange.put(prompt.row, conditioning_tensors(row.to("cpu")))
+        for prompt, contents in zip(job.prompts, job.images or [()] * len(job.prompts), strict=True):
+            images = source_images(self._blueprint, contents, prompt.row, prompt.held_out)
+            row = encode_prompt(self._blueprint, self.parts.encoder, prompt.text, images, prompt.held_out)
+            self._exchange.put(prompt.row, conditioning_tensors(row.to("cpu")) | source_tensors(images))
         return Encoded(0, job)
 
     def generate(self, job: Generate) -> Generated:
@@ -167,8 +174,7 @@ class Stages:
 
     def score(self, job: Score) -> Scored:
         """Scores samples whose pixels are in the exchange."""
-        (name,) = job.reads()
-        pixels_BFCHW = self._exchange.get(name)["pixels"]
+        pixels_BFCHW = self._exchange.get(job.pixels())["pixels"]
         if isinstance(job.piece, Slice):
             assert job.artifact is not None
             first = job.piece.first - job.artifact.slice.first
@@ -251,9 +257,8 @@ class Stages:
         with self.evaluated_weights(), self.held_out_model() as model:
             for start in range(0, len(job.prompts), settings.batch):
                 rows = [self.row(prompt) for prompt in job.prompts[start : start + settings.batch]]
-                conditioning = Conditioning.joined(rows)
                 first = job.first + start
-                pixels.append(held_out_pixels(self._blueprint, model, conditioning, first, self.row_limits))
+                pixels.append(held_out_pixels(self._blueprint, model, rows, first, self.row_limits))
         if self.parts.follows:
             return Evaluated(0, job)
         pixels_BFCHW = torch.cat(pixels)
@@ -338,8 +343,12 @@ class Stages:
         """One finite number per sample, and its parts, by the rewards of training or of the evaluation."""
         reward = (self.parts.held_out_reward if held_out else None) or self.parts.reward
         assert reward is not None
-        texts, metadata = [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts]
-        batch = reward.score(pixels_BFCHW, texts, metadata)
+        sources = {prompt.row: self._sources(prompt) for prompt in edited_prompts(prompts)}
+        metadata = [
+            {**prompt.metadata, SOURCE_IMAGES: sources[prompt.row]} if prompt.sources else prompt.metadata
+            for prompt in prompts
+        ]
+        batch = reward.score(pixels_BFCHW, [prompt.text for prompt in prompts], metadata)
         return Scores(batch.values, dict(batch.parts))
 
     def switch_to(self, role: Role) -> float:
@@ -374,6 +383,10 @@ class Stages:
     def row(self, prompt: PromptRow) -> Conditioning:
         """The encoded prompt, on this worker's device."""
         return conditioning_of(self._exchange.get(prompt.row)).to(self.model.device)
+
+    def _sources(self, prompt: PromptRow) -> tuple[Tensor, ...]:
+        """The prompt's source images as they were encoded, each of shape (3, H, W)."""
+        return sources_of(self._exchange.get(prompt.row))
 
     def _open_update(self, job: Train) -> None:
         """Gets the weights of the job's update, if another one is open here."""

@@ -1,14 +1,16 @@
-"""Conditioning and trajectories as named tensors, and back, to the last bit.
+"""Conditioning, source images and trajectories as named tensors, and back, to the last bit.
 
 What can be computed from ids alone (plans, schedules) does not travel. Shape legend: B = samples of a slice, K =
-kept steps, L = one sample's latents.
+kept steps, L = one sample's latents; C = 3 colours, H and W = height and width of a source image.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy
 import torch
+from PIL import Image
 from torch import Tensor
 
 from digenrl.models.contract import Conditioning
@@ -16,6 +18,7 @@ from digenrl.models.trajectory import RolloutPlan, Trajectory, split_chain
 from digenrl.records import SampleId
 
 ABSENT = "absent."  # before the name of a text argument that is None
+SOURCE = "source."  # before the number of a source image
 
 
 def conditioning_tensors(conditioning: Conditioning) -> dict[str, Tensor]:
@@ -25,16 +28,34 @@ def conditioning_tensors(conditioning: Conditioning) -> dict[str, Tensor]:
         for name, value in values.items():
             key = f"{side}.{name}"
             tensors.update({key: value} if value is not None else {ABSENT + key: torch.zeros(0)})
-    return tensors
+    return tensors | {f"images.{name}": value for name, value in conditioning.images.items()}
 
 
 def conditioning_of(tensors: Mapping[str, Tensor]) -> Conditioning:
-    """The inverse of `conditioning_tensors`."""
+    """The inverse of `conditioning_tensors`. Source images are left out."""
     sides: dict[str, dict[str, Tensor | None]] = {"positive": {}, "negative": {}}
+    images: dict[str, Tensor] = {}
     for key, value in tensors.items():
         side, _, name = key.removeprefix(ABSENT).partition(".")
-        sides[side][name] = None if key.startswith(ABSENT) else value
-    return Conditioning(sides["positive"], sides["negative"] or None)
+        if side == "images":
+            images[name] = value
+        elif not key.startswith(SOURCE):
+            sides[side][name] = None if key.startswith(ABSENT) else value
+    return Conditioning(sides["positive"], sides["negative"] or None, images)
+
+
+def source_tensors(images: Sequence[Image.Image]) -> dict[str, Tensor]:
+    """The source images of a prompt, (3, H, W) as uint8."""
+    return {
+        f"{SOURCE}{index}": torch.from_numpy(numpy.array(image)).permute(2, 0, 1).contiguous()
+        for index, image in enumerate(images)
+    }
+
+
+def sources_of(tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """The source images in order, each (3, H, W) in [0, 1], fp32."""
+    count = sum(name.startswith(SOURCE) for name in tensors)
+    return tuple(tensors[f"{SOURCE}{index}"].float() / 255 for index in range(count))
 
 
 def trajectory_tensors(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ A family is covered by being registered.
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as edit_plus
 from host_visits import HostVisits
+from source_pictures import encoded, pictures_for
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
@@ -35,6 +38,15 @@ PROMPTS = ["a red cat", "a sign that says hello"]
 STEPS = 3
 SLOW_PIPELINES = ("hunyuan_video_1_5",)  # with 729 tokens of an absent image
 LARGE_IN_MB = {"hunyuan_video_1_5": 24}  # one of its layers has a fixed width of 2048
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_sources() -> Iterator[None]:
+    """The pipeline of Qwen-Image-Edit resizes source images to a fixed area."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(edit_plus, "VAE_IMAGE_SIZE", 32 * 48)
+        patch.setattr(edit_plus, "CONDITION_IMAGE_SIZE", 64 * 64)
+        yield
 
 
 @pytest.fixture(scope="session", params=list(FAMILIES))
@@ -62,7 +74,10 @@ def model(family: Family, directory: Path) -> DiffusionModel:
 
 
 def open_pipeline(family: Family, directory: Path, model: PipelineModel) -> Any:
-    pipeline = family.pipeline_class.from_pretrained(directory)
+    ours = dict.fromkeys(model.unused_components)
+    pipeline = family.pipeline_class.from_pretrained(directory, **ours)
+    for name in ours:
+        setattr(pipeline, name, getattr(model.pipeline, name))
     pipeline.set_progress_bar_config(disable=True)
     pipeline.scheduler = model.pipeline_scheduler()
     return pipeline
@@ -96,27 +111,48 @@ def euler_loop(
     return latents
 
 
+def batches(family: Family) -> list[slice]:
+    """The rows that are generated together: pipelines that edit images take one prompt at a time."""
+    return [slice(row, row + 1) for row in range(len(PROMPTS))] if family.sources.most else [slice(None)]
+
+
+def our_latents(model: PipelineModel, family: Family, guidance: float, steps: int = STEPS) -> Tensor:
+    size = oblong(family)
+    latents, conditioning = model.initial_latents(noise_of(model, size), size), encoded(model, PROMPTS, size)
+    parts = [
+        euler_loop(model, latents[row], conditioning.rows(row), guidance, size, steps) for row in batches(family)
+    ]
+    return torch.cat(parts)
+
+
 def call_pipeline(
     pipeline: Any, family: Family, model: PipelineModel, guidance: float, output_type: str, steps: int = STEPS
 ) -> Tensor:
-    """The output of the family's diffusers pipeline from the same noise."""
+    """The output of the family's diffusers pipeline from the same noise. Edits are made one by one."""
     size = oblong(family)
     model.prepare_pipeline(pipeline, guidance)
+    latents = model.initial_latents(noise_of(model, size), size)
     frames = {"num_frames": size.frames} if family.kind == "video" else {}
-    negatives = model.negative_arguments([""] * len(PROMPTS)) if family.uses_negative_prompts else {}
-    answer: Tensor = pipeline(
-        prompt=list(PROMPTS),  # some pipelines modify it
-        height=size.height,
-        width=size.width,
-        num_inference_steps=steps,
-        latents=model.initial_latents(noise_of(model, size), size),
-        output_type=output_type,
-        return_dict=False,
-        **frames,
-        **negatives,
-        **model.pipeline_arguments(guidance),
-    )[0]
-    return answer
+    sources = pictures_for(model, PROMPTS, size)
+    answers: list[Tensor] = []
+    for row in batches(family):
+        prompts = PROMPTS[row]
+        negatives = model.negative_arguments([""] * len(prompts)) if family.uses_negative_prompts else {}
+        images = model.source_arguments(sources[row][0], size) if family.sources.most else {}
+        answers += pipeline(
+            prompt=list(prompts),  # some pipelines modify it
+            height=size.height,
+            width=size.width,
+            num_inference_steps=steps,
+            latents=latents[row],
+            output_type=output_type,
+            return_dict=False,
+            **frames,
+            **negatives,
+            **images,
+            **model.pipeline_arguments(guidance),
+        )[0]
+    return torch.stack(answers)
 
 
 def shake_adapters(model: DiffusionModel) -> None:
@@ -125,11 +161,11 @@ def shake_adapters(model: DiffusionModel) -> None:
     load_weights(model, state)
 
 
-def mixed_batch(model: DiffusionModel, size: SampleSize) -> tuple[Tensor, Tensor, Conditioning, Schedule]:
+def mixed_batch(model: PipelineModel, size: SampleSize) -> tuple[Tensor, Tensor, Conditioning, Schedule]:
     """Three rows at three different timesteps."""
     schedule = model.schedule(STEPS, size)
     latents = model.initial_latents(noise_of(model, size, rows=3), size)
-    return latents, schedule.timesteps[[2, 0, 1]], model.encode([*PROMPTS, "two dogs"]), schedule
+    return latents, schedule.timesteps[[2, 0, 1]], encoded(model, [*PROMPTS, "two dogs"], size), schedule
 
 
 @pytest.mark.parametrize(("guided", "steps"), [(True, 7), (False, 1), (False, 28)])
@@ -137,9 +173,10 @@ def test_our_euler_loop_equals_the_diffusers_pipeline(
     family: Family, directory: Path, shared_model: PipelineModel, guided: bool, steps: int
 ) -> None:
     """Bitwise where forwards have the pipeline's shapes. The pipeline of Wan runs its branches separately, that of
-    Z-Image together, and those of Qwen-Image and HunyuanVideo keep padding. Some CPUs round products of other
+    Z-Image together, and those of Qwen-Image and HunyuanVideo keep padding. We rotate in real numbers in
+    Qwen-Image. Some CPUs round products of other
     shapes differently. The latents of UNets are scaled, in their pipelines by other factors."""
-    tolerance = 0.0 if family.name in ("sd3", "flux", "flux2_klein", "flux2_dev") else 5e-6
+    tolerance = 0.0 if family.name in ("sd3", "flux", "flux_kontext", "flux2_klein", "flux2_dev") else 5e-6
     if steps == 28 and family.name in SLOW_PIPELINES:
         pytest.skip("as with 7 steps")
     model, size = shared_model, oblong(family)
@@ -149,7 +186,7 @@ def test_our_euler_loop_equals_the_diffusers_pipeline(
         pytest.skip("diffusers divides 0 by 0")
     theirs = call_pipeline(pipeline, family, model, guidance, "latent", steps)
     latents = model.initial_latents(noise_of(model, size), size)
-    ours = model.pipeline_latents(euler_loop(model, latents, model.encode(PROMPTS), guidance, size, steps), size)
+    ours = model.pipeline_latents(our_latents(model, family, guidance, steps), size)
     assert torch.isfinite(ours).all()
     assert ours.shape == theirs.shape
     torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * max(1.0, float(theirs.abs().max())))
@@ -210,7 +247,7 @@ def test_time_prompt_and_guidance_each_change_the_velocity(family: Family, share
 def test_only_guidance_above_one_needs_negative_rows(family: Family, shared_model: DiffusionModel) -> None:
     model, size = shared_model, tiny_size(family.name)
     latents, times, conditioning, _ = mixed_batch(model, size)
-    positive_only = Conditioning(conditioning.positive)
+    positive_only = replace(conditioning, negative=None)
     off = model.velocity(latents, times, positive_only, 1.0, size)
     assert torch.equal(off, model.velocity(latents, times, conditioning, 1.0, size))
     if family.uses_negative_prompts:
@@ -245,8 +282,7 @@ def test_decoding_equals_the_diffusers_pipeline(
     pipeline = open_pipeline(family, directory, model)
     theirs = call_pipeline(pipeline, family, model, guidance, "pt")
     theirs = theirs if family.kind == "video" else theirs.unsqueeze(1)
-    latents = model.initial_latents(noise_of(model, size), size)
-    ours = model.decode(euler_loop(model, latents, model.encode(PROMPTS), guidance, size), size)
+    ours = model.decode(our_latents(model, family, guidance), size)
     assert ours.shape == (2, size.frames, 3, size.height, size.width)
     assert ours.dtype == torch.float32 and 0 <= float(ours.min()) < float(ours.max()) <= 1
     torch.testing.assert_close(ours, theirs.float(), atol=1e-5, rtol=0)
@@ -327,7 +363,8 @@ def test_a_forward_does_not_walk_all_modules_on_the_host(
     family: Family, model: DiffusionModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_lora(model, rank=2, alpha=4, seed=0)
-    size, conditioning = tiny_size(family.name), model.compact(model.encode(PROMPTS[:1]))
+    size = tiny_size(family.name)
+    conditioning = model.compact(encoded(model, PROMPTS[:1], size))
     latents, times = model.initial_latents(noise_of(model, size, rows=1), size), torch.tensor([500.0])
     expected = model.rollout_velocity(latents, times, conditioning, family.default_guidance, size)
     walks: list[str] = []
@@ -348,7 +385,8 @@ def test_a_forward_does_not_walk_all_modules_on_the_host(
 def test_no_forward_after_the_first_reads_values_on_the_host(family: Family, model: DiffusionModel) -> None:
     """CUDA graphs need this. On the meta device, reading a value on the host is an error."""
     add_lora(model, rank=2, alpha=4, seed=0)
-    size, conditioning = tiny_size(family.name), model.compact(model.encode(PROMPTS[:1])).to("meta")
+    size = tiny_size(family.name)
+    conditioning = model.compact(encoded(model, PROMPTS[:1], size)).to("meta")
     latents = model.initial_latents(noise_of(model, size, rows=1), size).to("meta")
     times = torch.tensor([500.0]).to("meta")
     model.transformer.to("meta")

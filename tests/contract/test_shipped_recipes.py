@@ -19,6 +19,7 @@ from digenrl.worker.blueprint import lora_targets, read_blueprint, transformer_w
 
 CARDS_OF_24GB = ("sd3_24gb", "flux_24gb", "qwen_image_24gb", "wan_14b_24gb")
 ONE_GPU = (*(name for name in shipped_recipes() if name.endswith("_one_gpu")), *CARDS_OF_24GB)
+DEMOS = ("demo", "edit_demo")
 SAMPLES = [SampleId(step, group=0, index=index) for step in (0, 7, 700) for index in (0, 5)]
 
 each_recipe = pytest.mark.parametrize("name", shipped_recipes())
@@ -35,7 +36,7 @@ def algorithm_of(recipe: Recipe) -> Algorithm:
 def test_every_family_has_a_recipe_named_after_it() -> None:
     trained = {name: shipped(name).model.family for name in shipped_recipes()}
     assert set(trained.values()) == set(FAMILIES)
-    assert all(name.startswith(family) for name, family in trained.items() if name != "demo")
+    assert all(name.startswith(family) for name, family in trained.items() if name not in DEMOS)
 
 
 @pytest.mark.parametrize("name", ONE_GPU)
@@ -52,7 +53,7 @@ def test_its_family_makes_samples_of_this_size(name: str) -> None:
     assert (family.kind == "video") == (recipe.sample.frames > 1)
     assert recipe.sample.height % 16 == recipe.sample.width % 16 == 0
     assert recipe.sample.frames % 4 == 1
-    assert recipe.model.source == "demo" or recipe.model.source.count("/") == 1
+    assert recipe.model.source in DEMOS or recipe.model.source.count("/") == 1
 
 
 @each_recipe
@@ -74,7 +75,7 @@ def test_its_batch_fits_the_algorithm(name: str) -> None:
     group = recipe.batch.samples_per_prompt
     advantages = algorithm.group_advantages([float(index) for index in range(group)])
     assert 2 <= len(advantages.chosen) <= group
-    assert recipe.batch.slice == (group if name == "demo" else "auto")
+    assert recipe.batch.slice == (group if name in DEMOS else "auto")
 
 
 @each_recipe
@@ -87,10 +88,10 @@ def test_trained_weights_are_never_kept_in_half_precision(name: str) -> None:
 def test_old_log_probs_are_recomputed_if_forwards_are_in_bf16(name: str) -> None:
     """Adapters compute in the dtype of a bf16 base; fully trained weights are fp32 and need autocast."""
     recipe = shipped(name)
-    in_bf16 = "bf16" if name != "demo" else "off"
+    in_bf16 = "bf16" if name not in DEMOS else "off"
     assert recipe.training.autocast == ("off" if recipe.training.lora else in_bf16)
     assert recipe.model.dtype == ("bfloat16" if recipe.training.lora else "float32")
-    replayed = name != "demo" and algorithm_of(recipe).settings.replays == "steps"
+    replayed = name not in DEMOS and algorithm_of(recipe).settings.replays == "steps"
     assert recipe.training.old_log_probs == ("recomputed" if replayed else "rollout")
 
 
@@ -112,18 +113,19 @@ def test_a_recipe_for_24_gb_needs_less_than_that_on_every_card(name: str) -> Non
     assert memory_needs(unquantized, None, 0).train > 1.15 * needs.train
 
 
-def test_the_demo_is_evaluated_on_held_out_prompts() -> None:
-    recipe = shipped("demo")
+@pytest.mark.parametrize("name", DEMOS)
+def test_a_demo_is_evaluated_on_held_out_prompts(name: str) -> None:
+    recipe = shipped(name)
     assert recipe.evaluation is not None
-    train = {prompt.text for prompt in read_prompts(recipe.prompts)}
-    held_out = {prompt.text for prompt in read_prompts(recipe.evaluation.prompts)}
+    train = {(prompt.text, prompt.images) for prompt in read_prompts(recipe.prompts)}
+    held_out = {(prompt.text, prompt.images) for prompt in read_prompts(recipe.evaluation.prompts)}
     assert train and held_out and not train & held_out
     assert recipe.training.lora is None and recipe.training.autocast == "off"
 
 
 @each_recipe
 def test_its_family_and_algorithm_support_its_settings(name: str) -> None:
-    recipe = read_recipe(name, [] if name == "demo" else ["model.source=random"])
+    recipe = read_recipe(name, [] if name in DEMOS else ["model.source=random"])
     assert read_blueprint(recipe).recipe == recipe
 
 

@@ -416,7 +416,7 @@ class CountingToy(ToyModel):
 def test_every_distinct_prompt_is_encoded_once_before_the_encoders_are_dropped() -> None:
     model = CountingToy()
     expected = ToyModel().encode(["a"], ["ugly"])
-    rows = encode_prompts(model, ["a", "b", "a", "c", "b"], negative_prompt="ugly")
+    rows = encode_prompts(model, ["a", "b", "a", "c", "b"], lambda text: model.encode([text], ["ugly"]))
     assert (model.encoded, list(rows)) == (3, ["a", "b", "c"])
     row = rows["a"]
     assert len(row) == 1
@@ -428,7 +428,9 @@ def test_every_distinct_prompt_is_encoded_once_before_the_encoders_are_dropped()
 
 
 def test_all_prompts_share_one_copy_of_the_unconditional_rows() -> None:
-    negatives = [row.negative for row in encode_prompts(ToyModel(), ["a", "b", "c"]).values()]
+    model = ToyModel()
+    rows = encode_prompts(model, ["a", "b", "c"], lambda text: model.encode([text]))
+    negatives = [row.negative for row in rows.values()]
     assert len({side["encoder_hidden_states"].data_ptr() for side in negatives if side is not None}) == 1
 
 
@@ -459,7 +461,8 @@ def test_tiny_pipelines_generate_the_same_samples_alone_and_in_a_batch(
 
 def test_a_rollout_of_a_tiny_pipeline_is_bitwise_on_policy(tiny: tuple[PipelineModel, SampleSize]) -> None:
     model, size = tiny
-    row = encode_prompts(model, ["a red cat", "a blue cup"])["a red cat"]  # drops the text encoders
+    rows = encode_prompts(model, ["a red cat", "a blue cup"], lambda text: model.encode([text]))  # drops encoders
+    row = rows["a red cat"]
     generated = generate(model, Slice(0, 3, 0, 2), AllSteps(), size=size, conditioning=row)
     trajectories = list(generated.trajectories)
     assert trajectories[0].plan.kept_steps == tuple(range(STEPS - 1))

@@ -33,6 +33,8 @@ def moody(pixels: Tensor, prompts: Sequence[str], metadata: Sequence[Any]) -> Re
         torch.ones(10**9)
     if word == "raise":
         raise ValueError("a bad day")
+    if word == "compare":
+        return RewardBatch(tuple(float(sum(image.sum() for image in one["source_images"])) for one in metadata))
     secret = float("DIGENRL_REWARD_TOKEN" in os.environ)
     values = tuple(pixels.flatten(1).mean(dim=1).tolist())
     return RewardBatch(values, {"secret": (secret,) * len(values)})
@@ -80,3 +82,9 @@ def test_whatever_it_does_is_a_missing_score_and_the_next_batch_is_scored(
 def test_a_batch_that_takes_too_long_is_ended(reward: Reward) -> None:
     with pytest.raises(RewardError, match=r"longer than 10 s"):
         score(reward, "hang")
+
+
+def test_it_sees_the_source_images_of_every_sample(reward: Reward) -> None:
+    sources = [(torch.rand(3, 2, 5),), (torch.rand(3, 4, 4), torch.rand(3, 1, 1)), (torch.ones(3, 2, 2),)]
+    batch = reward.score(PIXELS, ["compare"] * 3, [{"source_images": each} for each in sources])
+    assert batch.values == tuple(float(sum(image.sum() for image in each)) for each in sources)

@@ -236,6 +236,8 @@ def test_an_edit_is_judged_beside_its_source_image(server: ChatServer, tmp_path:
     reward = JudgeReward(settings_of(server, template="edit"))
     reward.score(PIXELS[:1, :1], PROMPTS[:1], [{"image": str(source)}])
     assert [image.shape for image in images_of(server.requests[0])] == [(4, 5, 3), (6, 8, 3)]
+    reward.score(PIXELS[:1, :1], PROMPTS[:1], [{"source_images": (torch.zeros(3, 7, 3), torch.ones(3, 2, 2))}])
+    assert [image.shape for image in images_of(server.requests[1])] == [(7, 3, 3), (2, 2, 3), (6, 8, 3)]
     wrong: list[dict[str, Any]] = [{}, {"image": str(tmp_path / "absent.png")}, {"image": __file__}]
     for metadata in wrong:
         with pytest.raises(RewardError, match="source image") as caught:

@@ -177,10 +177,10 @@ def test_an_evaluation_can_have_unquantized_weights_with_the_trained_adapters():
     expected = load_model(blueprint, "cpu", base=BaseWeights())
     load_weights(expected, weights_state(model))
     row = load_text_encoders(blueprint, "cpu").encode(["2024"])
-    shown = held_out_pixels(blueprint, expected, row, first=0)
+    shown = held_out_pixels(blueprint, expected, [row], first=0)
     with parked.with_weights_of(model) as evaluated:
-        assert torch.equal(held_out_pixels(blueprint, evaluated, row, first=0), shown)
-    assert not torch.equal(held_out_pixels(blueprint, model, row, first=0), shown)
+        assert torch.equal(held_out_pixels(blueprint, evaluated, [row], first=0), shown)
+    assert not torch.equal(held_out_pixels(blueprint, model, [row], first=0), shown)
     for other in (["evaluation=off"], []):
         assert load_for_evaluation(read_blueprint(read_recipe("demo", [*overrides[:2], *other])), "cpu") is None
 

@@ -99,7 +99,7 @@ def test_held_out_samples_depend_on_the_seed_of_the_evaluation_alone(tiny: Tiny)
         assert recipe.evaluation is not None
         evaluation = recipe.evaluation.model_copy(update={"seed": own_seed})
         changed = recipe.model_copy(update={"seed": seed, "evaluation": evaluation})
-        return held_out_pixels(replace(tiny.blueprint, recipe=changed), tiny.model, conditioning, 0)
+        return held_out_pixels(replace(tiny.blueprint, recipe=changed), tiny.model, [conditioning], 0)
 
     assert torch.equal(pixels(seed=0, own_seed=5), pixels(seed=9, own_seed=5))
     assert not torch.equal(pixels(seed=0, own_seed=5), pixels(seed=0, own_seed=0))

@@ -74,10 +74,21 @@ def write_in_half_precision(pipeline: Any, directory: Path) -> None:
 
 
 def train_vae(vae: Any, numbers: list[int], steps: int, draws: Draws, progress: Progress) -> None:
-    """Trains the autoencoder, with a KL term that keeps latents close to a normal distribution."""
+    """Trains the autoencoder on pictures of numbers."""
+    train_autoencoder(
+        vae,
+        lambda: draw_numbers(draws.random.choices(numbers, k=VAE_BATCH), draws.random),
+        steps,
+        draws,
+        progress,
+    )
+
+
+def train_autoencoder(vae: Any, draw: Callable[[], Tensor], steps: int, draws: Draws, progress: Progress) -> None:
+    """Trains on batches of pictures, with a KL term that keeps latents close to a normal distribution."""
 
     def loss() -> Tensor:
-        images_BCHW = draw_numbers(draws.random.choices(numbers, k=VAE_BATCH), draws.random)
+        images_BCHW = draw()
         posterior = vae.encode(images_BCHW).latent_dist
         decoded_BCHW = vae.decode(posterior.sample(draws.generator)).sample
         kl = posterior.kl().mean() / posterior.mean[0].numel()

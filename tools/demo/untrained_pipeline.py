@@ -26,19 +26,19 @@ SHIFT = 2.0  # of the noise schedule
 
 
 def untrained_pipeline(seed: int) -> StableDiffusion3Pipeline:
-    """All components with random weights. The text encoders are not trained: see `_text_encoder`."""
+    """All components with random weights. The text encoders are not trained: see `small_text_encoder`."""
     with seeded_weights(seed):
         clip_tokenizer = tiny_clip_tokenizer(WORDS, TEXT_LENGTH)
         t5_tokenizer = tiny_t5_tokenizer((*WORDS, '"'), TEXT_LENGTH)
         return StableDiffusion3Pipeline(
             transformer=_transformer(),
             scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
-            vae=_vae(),
-            text_encoder=_text_encoder(clip_tokenizer),
+            vae=small_vae(),
+            text_encoder=small_text_encoder(clip_tokenizer),
             tokenizer=clip_tokenizer,
-            text_encoder_2=_text_encoder(clip_tokenizer),
+            text_encoder_2=small_text_encoder(clip_tokenizer),
             tokenizer_2=clip_tokenizer,
-            text_encoder_3=_t5(t5_tokenizer),
+            text_encoder_3=small_t5(t5_tokenizer),
             tokenizer_3=t5_tokenizer,
         )
 
@@ -60,7 +60,7 @@ def _transformer() -> SD3Transformer2DModel:
     )
 
 
-def _vae() -> AutoencoderKL:
+def small_vae() -> AutoencoderKL:
     """16 latent channels and 8 pixels per latent, as SD3 has. One residual block per level trains in minutes."""
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
@@ -76,7 +76,7 @@ def _vae() -> AutoencoderKL:
     )
 
 
-def _text_encoder(tokenizer: Any) -> CLIPTextModelWithProjection:
+def small_text_encoder(tokenizer: Any) -> CLIPTextModelWithProjection:
     """A CLIP with one layer, of which the pipeline uses the sum of token and position embeddings.
 
     Both are random and of the same magnitude, so every digit and its position can be told apart without training.
@@ -100,7 +100,8 @@ def _text_encoder(tokenizer: Any) -> CLIPTextModelWithProjection:
     return encoder
 
 
-def _t5(tokenizer: Any) -> T5EncoderModel:
+def small_t5(tokenizer: Any) -> T5EncoderModel:
+    """A T5 with one layer, of random weights."""
     config = T5Config(
         vocab_size=len(tokenizer),
         d_model=TEXT_WIDTH,

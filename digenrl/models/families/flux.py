@@ -14,6 +14,7 @@ from digenrl.models.contract import Conditioning, SampleSize, Schedule
 from digenrl.models.families.comfyui_layers import DIFFUSERS_NAMES
 from digenrl.models.families.helpers import (
     JOINT_ATTENTION,
+    Text,
     at_least_fp32,
     image_vae,
     latent_height_width,
@@ -93,17 +94,24 @@ class FluxModel(PipelineModel):
         A transformer without guidance embeddings (FLUX.1-schnell) gets None.
         """
         latents_BL = latents_BL.to(self.dtype)
-        dtype, device = latents_BL.dtype, latents_BL.device
-        text = text_like(conditioning.positive, latents_BL)
-        text_tokens = next(value.shape[1] for value in text.values() if value is not None and value.ndim == 3)
         _, h, w = self.noise_shape(size)
-        guidance_B = torch.full([len(latents_BL)], guidance, device=device, dtype=torch.float32)
+        image_ids = self._cached_image_ids(h // 2, w // 2, latents_BL.device, latents_BL.dtype)
+        return self._forward(latents_BL, timesteps_B, conditioning.positive, guidance, image_ids)
+
+    def _forward(
+        self, tokens_BL: Tensor, timesteps_B: Tensor, text: Text, guidance: float, image_ids: Tensor
+    ) -> Tensor:
+        """The output for all image tokens, whose positions are `image_ids`."""
+        dtype, device = tokens_BL.dtype, tokens_BL.device
+        text = text_like(text, tokens_BL)
+        text_tokens = next(value.shape[1] for value in text.values() if value is not None and value.ndim == 3)
+        guidance_B = torch.full([len(tokens_BL)], guidance, device=device, dtype=torch.float32)
         output: Tensor = self.transformer(
-            hidden_states=latents_BL,
+            hidden_states=tokens_BL,
             timestep=timesteps_B.to(device=device, dtype=dtype) / 1000,
             guidance=guidance_B if self.pipeline.transformer.config.guidance_embeds else None,
             txt_ids=torch.zeros(text_tokens, 3, device=device, dtype=dtype),
-            img_ids=self._cached_image_ids(h // 2, w // 2, device, dtype),
+            img_ids=image_ids,
             return_dict=False,
             **text,
         )[0]

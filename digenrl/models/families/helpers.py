@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKL
+from PIL import Image
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
@@ -155,6 +156,17 @@ def scaled_video_latents(vae: Any, latents_BCFHW: Tensor) -> Tensor:
     # Dividing by the inverse, not multiplying, makes the result bitwise equal to that of the pipelines.
     inverse_std = 1.0 / torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1).to(latents)
     return latents / inverse_std + mean
+
+
+def source_name(index: int) -> str:
+    """The name of a source image's latents in `Conditioning.images`."""
+    return f"source_{index}"
+
+
+def vae_inputs(processor: Any, image: Image.Image) -> Tensor:
+    """A source image as the pipeline's image processor prepares it for the VAE, at its own size: (1, 3, H, W)."""
+    pixels: Tensor = processor.preprocess(image, image.height, image.width)
+    return pixels
 
 
 def pixels_of_images(decoded_BPHW: Tensor) -> Tensor:

@@ -72,10 +72,12 @@ class QwenImageModel(PipelineModel):
         ]
 
     def own_arguments(self, arguments: Mapping[str, Any], shares: TokenShares) -> dict[str, Any]:
-        """The rotary tables and, if there is one, the mask of the text."""
+        """The rotary tables and, if there are any, the mask of the text and the marks of source images."""
         image_table, text_table = arguments["image_rotary_emb"]
         mask_BT = arguments["encoder_hidden_states_mask"]
+        index_BS = arguments.get("modulate_index")
         return {
+            "modulate_index": None if index_BS is None else shares.own(index_BS, 1, "image"),
             "image_rotary_emb": (shares.own(image_table, 0, "image"), shares.own(text_table, 0, "text")),
             "encoder_hidden_states_mask": None if mask_BT is None else shares.own(mask_BT, 1, "text"),
         }
@@ -117,9 +119,7 @@ class QwenImageModel(PipelineModel):
 
     def initial_latents(self, noise_B: Tensor, size: SampleSize) -> Tensor:
         """The noise, packed: each 2 x 2 patch becomes a token of 64 numbers."""
-        channels, h, w = self.noise_shape(size)
-        packed_BL: Tensor = self.pipeline._pack_latents(noise_B, len(noise_B), channels, h, w)
-        return packed_BL.to(self.device)
+        return self._packed(noise_B).to(self.device)
 
     def velocity(
         self,
@@ -134,29 +134,46 @@ class QwenImageModel(PipelineModel):
         The branches are separate forwards: their texts differ in length, and one batch would need a mask.
         """
         conditioning = self.compact(conditioning)
-        conditional_BL = self._forward(latents_BL, timesteps_B, conditioning.positive, size)
+        conditional_BL = self._forward(latents_BL, timesteps_B, conditioning.positive, conditioning.images, size)
         if guidance <= 1:
             return at_least_fp32(conditional_BL)
-        unconditional_BL = self._forward(latents_BL, timesteps_B, negative_side(conditioning), size)
+        negative = negative_side(conditioning)
+        unconditional_BL = self._forward(latents_BL, timesteps_B, negative, conditioning.images, size)
         combined_BL = unconditional_BL + guidance * (conditional_BL - unconditional_BL)
         norm = torch.norm(conditional_BL, dim=-1, keepdim=True)
         guided_norm = torch.norm(combined_BL, dim=-1, keepdim=True)
         return at_least_fp32(combined_BL * (norm / guided_norm))
 
-    def _forward(self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, size: SampleSize) -> Tensor:
+    def _forward(
+        self,
+        latents_BL: Tensor,
+        timesteps_B: Tensor,
+        text: Text,
+        images: Mapping[str, Tensor],
+        size: SampleSize,
+    ) -> Tensor:
+        """The output for the sample's tokens. Tokens of source images, if there are any, follow them."""
         _, h, w = self.noise_shape(size)
+        sources = list(images.values())
+        tokens_BL = torch.cat([latents_BL, *(self._packed(each).to(latents_BL) for each in sources)], dim=1)
+        sizes = [(h, w), *(source.shape[2:] for source in sources)]
+        shapes = [(1, rows // 2, columns // 2) for rows, columns in sizes]
         text_BTD, mask_BT = text["encoder_hidden_states"], text["encoder_hidden_states_mask"]
         assert text_BTD is not None, "the transformer's text is never optional"
         velocity_BL: Tensor = self.transformer(
-            hidden_states=latents_BL.to(self.dtype),
+            hidden_states=tokens_BL.to(self.dtype),
             timestep=timesteps_B.to(latents_BL.device) / 1000,
             encoder_hidden_states=text_BTD.to(self.dtype),
             encoder_hidden_states_mask=mask_BT,
-            img_shapes=[[(1, h // 2, w // 2)]] * len(latents_BL),
+            img_shapes=[shapes] * len(latents_BL),
             guidance=None,
             return_dict=False,
         )[0]
-        return velocity_BL
+        return velocity_BL[:, : latents_BL.shape[1]]
+
+    def _packed(self, latents_BCHW: Tensor) -> Tensor:
+        packed_BL: Tensor = self.pipeline._pack_latents(latents_BCHW, *latents_BCHW.shape)
+        return packed_BL
 
     @torch.no_grad()
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:

@@ -1,0 +1,116 @@
+"""Source images of prompts: reads, checks and resizes them. Needs Pillow, and no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import BytesIO
+from math import sqrt
+from pathlib import Path
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from digenrl.config.reading import ConfigError, one_line
+from digenrl.config.source_sizes import SourceSize
+from digenrl.prompts.sources import ImageSource, Prompt
+
+MULTIPLE = 32  # of the sides of sources that keep their aspect ratio
+RESAMPLING = Image.Resampling.LANCZOS
+
+
+def check_images(prompts: Sequence[Prompt]) -> None:
+    """Raises ConfigError if a source image is missing or not an image; reads headers only."""
+    for prompt in prompts:
+        for image in prompt.images:
+            with _opened(image, prompt.where):
+                pass
+
+
+def image_bytes(prompt: Prompt) -> tuple[bytes, ...]:
+    """The content of the prompt's image files; raises ConfigError if one cannot be read."""
+    return tuple(_content(image, prompt.where) for image in prompt.images)
+
+
+def read_images(
+    contents: Sequence[bytes], where: str, height: int, width: int, rule: SourceSize
+) -> tuple[Image.Image, ...]:
+    """The source images of a prompt for samples of this size: RGB, upright, resized by the rule.
+
+    Transparent pixels become white. Raises ConfigError if one cannot be decoded.
+    """
+    return tuple(resized(_decoded(content, where), height, width, rule) for content in contents)
+
+
+def resized(image: Image.Image, height: int, width: int, rule: SourceSize) -> Image.Image:
+    """The image at the size of the samples (`crop`), or at about their area (`area`)."""
+    if rule == "crop":
+        return image if image.size == (width, height) else ImageOps.fit(image, (width, height), RESAMPLING)
+    target = size_of_area(image.size, height * width)
+    return image if image.size == target else image.resize(target, RESAMPLING)
+
+
+def shown_source(prompt: Prompt, height: int, width: int, rule: SourceSize) -> Image.Image:
+    """The prompt's first source image as it is shown beside a sample of this size; black if it has none."""
+    if not prompt.images:
+        return Image.new("RGB", (width, height))
+    content = image_bytes(prompt)[:1]
+    return ImageOps.pad(read_images(content, prompt.where, height, width, rule)[0], (width, height))
+
+
+def probe_image(height: int, width: int) -> Image.Image:
+    """A picture with a gradient in every color, in place of a user's."""
+    across = Image.linear_gradient("L").resize((width, height))
+    down = Image.linear_gradient("L").rotate(90).resize((width, height))
+    return Image.merge("RGB", (across, down, ImageOps.invert(across)))
+
+
+def as_png(image: Image.Image) -> bytes:
+    """The image as the content of a PNG file."""
+    file = BytesIO()
+    image.save(file, format="PNG")
+    return file.getvalue()
+
+
+def size_of_area(size: tuple[int, int], area: int) -> tuple[int, int]:
+    """(width, height) of about this area, in the proportions of `size`, as multiples of 32.
+
+    >>> size_of_area((1500, 1000), 1024 * 1024)
+    (1248, 832)
+    """
+    ratio = size[0] / size[1]
+    width = sqrt(area * ratio)
+    return max(1, round(width / MULTIPLE)) * MULTIPLE, max(1, round(width / ratio / MULTIPLE)) * MULTIPLE
+
+
+def _decoded(content: bytes, where: str) -> Image.Image:
+    with _opened(content, where) as image:
+        try:
+            upright = ImageOps.exif_transpose(image)
+        except (OSError, SyntaxError, ValueError) as error:
+            raise ConfigError(f"{where}: its source image cannot be decoded: {one_line(error)}") from None
+        if not upright.has_transparency_data:
+            return upright.convert("RGB")
+        layers = upright.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", layers.size, "white"), layers).convert("RGB")
+
+
+def _opened(image: ImageSource, where: str) -> Image.Image:
+    try:
+        return Image.open(image if isinstance(image, Path) else BytesIO(image))
+    except (OSError, Image.DecompressionBombError) as error:
+        raise _unreadable(image, where, error) from None
+
+
+def _content(image: ImageSource, where: str) -> bytes:
+    try:
+        return image.read_bytes() if isinstance(image, Path) else image
+    except OSError as error:
+        raise _unreadable(image, where, error) from None
+
+
+def _unreadable(image: ImageSource, where: str, error: Exception) -> ConfigError:
+    named = f"the source image {image}" if isinstance(image, Path) else f"a source image of {len(image)} bytes"
+    if isinstance(error, FileNotFoundError):
+        return ConfigError(f"{where}: {named} does not exist; paths are relative to the file of the prompts")
+    if isinstance(error, UnidentifiedImageError):
+        return ConfigError(f"{where}: {named} is not an image that Pillow can read, such as PNG or JPEG")
+    return ConfigError(f"{where}: {named} cannot be read: {one_line(error)}")

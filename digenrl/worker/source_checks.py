@@ -1,0 +1,65 @@
+"""Checks that prompts have the source images that the family takes, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from digenrl.config.prompts import PromptSettings
+from digenrl.config.reading import ConfigError
+from digenrl.models.family import Family
+from digenrl.models.registry import FAMILIES
+from digenrl.prompts.source_images import check_images
+from digenrl.prompts.sources import Prompt, read_prompts
+from digenrl.worker.blueprint import Blueprint, check_sizes, source_of
+
+IN_FILES = "add a column `image` with their paths to a .jsonl or .parquet file"
+
+
+def check_sources(blueprint: Blueprint) -> None:
+    """Raises ConfigError if prompts lack source images, have too many, or have some that cannot be read.
+
+    Of a family that takes source images, the sizes of samples are checked as well.
+    """
+    recipe, family, evaluation = blueprint.recipe, blueprint.family, blueprint.recipe.evaluation
+    if family.sources.most:
+        random = family.full_size(recipe.model.random_size).vae or family.vae if recipe.model.random else None
+        check_sizes(blueprint, family.model_of_shapes(random or family.vae_of(source_of(recipe))))
+    settings: list[PromptSettings] = [recipe.prompts]
+    if evaluation is not None:
+        settings.append(evaluation.prompts)
+    for each in settings:
+        prompts = read_prompts(each)
+        check_source_counts(family, prompts)
+        check_images(prompts)
+
+
+def check_source_counts(family: Family, prompts: Sequence[Prompt], how: str = IN_FILES) -> None:
+    """Raises ConfigError at the first prompt with too few or too many source images for this family.
+
+    `how` says in the error how to give source images.
+    """
+    for prompt in prompts:
+        count, allowed = len(prompt.images), family.sources
+        if count < allowed.least:
+            raise ConfigError(
+                f"{prompt.where}: has {_images(count)}, but {family.name} needs {_images(allowed.least)} "
+                f"({' or '.join(family.tasks)}); {how}, or use another model.family"
+                f"{_known('text_to_' + family.kind)}"
+            )
+        if count > allowed.most:
+            takes = _images(allowed.most) if allowed.most == 0 else f"at most {_images(allowed.most)}"
+            task = "image_to_video" if family.kind == "video" else "image_edit"
+            raise ConfigError(
+                f"{prompt.where}: has {_images(count)}, but {family.name} takes {takes} "
+                f"({' or '.join(family.tasks)}); leave some out, or use another model.family{_known(task)}"
+            )
+
+
+def _images(count: int) -> str:
+    return f"{count or 'no'} source image{'' if count == 1 else 's'}"
+
+
+def _known(task: str) -> str:
+    """The families with this task."""
+    names = [family.name for family in FAMILIES.values() if task in family.tasks]
+    return f": {', '.join(names)}" if names else ""

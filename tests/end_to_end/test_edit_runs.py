@@ -1,0 +1,91 @@
+"""Runs of a tiny model that edits images: training, rewards beside the source, evaluation, resuming, sampling."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from live_runs import TINY, LiveRuns, lines_of, trained
+from PIL import Image
+from source_pictures import picture
+
+from digenrl.commands.sample import SampleRequest, sample_run
+from digenrl.config.reading import ConfigError
+from digenrl.run_folder.folder import RunFolder, Status
+from digenrl.testing.tiny_models import make_tiny_pipeline
+
+# Scores tell which source a reward has seen: the mean of its pixels.
+EDITS = {
+    **TINY,
+    "model": {"family": "flux_kontext", "source": "model", "guidance": 2.5, "text_tokens": 16},
+    "prompts": {"path": "edits.jsonl"},
+    "rewards": "live_rewards:closeness",
+    "sample": {"height": 32, "width": 32, "denoising_steps": 3},
+    "batch": {"prompts": 2, "samples_per_prompt": 2, "slice": 2},
+    "steps": 2,
+    "evaluation": {
+        "prompts": {"path": "edits.jsonl"},
+        "every": 1,
+        "denoising_steps": 2,
+        "count": 3,
+        "height": 32,
+        "width": 48,
+    },
+    "checkpoint": {"every": 1, "keep": 3},
+}
+
+
+class EditRuns(LiveRuns):
+    def __init__(self, root: Path) -> None:
+        self.root, self._finished, self._count = root, {}, 0
+        make_tiny_pipeline("flux_kontext", root / "model")
+        lines = []
+        for index, (height, width) in enumerate([(40, 40), (40, 64), (32, 32)]):
+            picture(index, height, width).save(root / f"source-{index}.png")
+            lines.append(json.dumps({"prompt": f"make it red {index}", "image": f"source-{index}.png"}))
+        (root / "edits.jsonl").write_text("\n".join(lines) + "\n")
+        (root / "tiny.yaml").write_text(yaml.safe_dump(EDITS))
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> EditRuns:
+    return EditRuns(tmp_path_factory.mktemp("edits"))
+
+
+def rewards(folder: RunFolder) -> list[float]:
+    return [line["reward_mean"] for line in lines_of(folder.metrics)]
+
+
+@pytest.mark.parametrize("rule", ["crop", "area"])
+def test_processes_and_one_process_edit_the_same_samples(live: EditRuns, rule: str) -> None:
+    apart = live.finished(f"sample.source_size={rule}")
+    together = live.finished("mode=colocated", f"sample.source_size={rule}")
+    assert rewards(apart) == rewards(together) and len(rewards(apart)) == 2
+    assert trained(apart, 2)["weights.safetensors"] == trained(together, 2)["weights.safetensors"]
+    assert lines_of(apart.evaluations)[-1]["reward_mean"] == lines_of(together.evaluations)[-1]["reward_mean"]
+
+
+def test_a_resumed_run_continues_with_the_same_sources(live: EditRuns) -> None:
+    whole = live.finished("sample.source_size=crop")
+    status, folder = live.run("steps=1")
+    assert status is Status.FINISHED
+    assert live.resume(folder.path, "steps=2") is Status.FINISHED
+    assert trained(folder, 2) == trained(whole, 2)
+
+
+def test_samples_are_made_from_the_sources_of_the_evaluation_or_from_given_ones(
+    live: EditRuns, tmp_path: Path
+) -> None:
+    run = live.finished("sample.source_size=crop").path
+    evaluated = sample_run(run, SampleRequest(), tmp_path / "evaluated", lambda *_: None)
+    assert len(evaluated.pictures) == 3
+    image = live.root / "source-0.png"
+    given = SampleRequest(prompts=("make it red 0",), images=(image,))
+    one = sample_run(run, given, tmp_path / "given", lambda *_: None)
+    assert Image.open(one.folder / "0000.png").tobytes() == Image.open(evaluated.folder / "0000.png").tobytes()
+    for images in ((), (image, image)):
+        with pytest.raises(ConfigError, match="source image"):
+            request = SampleRequest(prompts=("make it red",), images=images)
+            sample_run(run, request, tmp_path / "never", lambda *_: None)

@@ -1,0 +1,123 @@
+"""Source images of prompts: read from files, checked, resized, sent to the encoder."""
+
+from __future__ import annotations
+
+import json
+from io import BytesIO
+from pathlib import Path
+
+import pyarrow
+import pytest
+from PIL import Image
+from pyarrow import parquet
+from source_pictures import picture
+
+from digenrl.config.prompts import PromptSettings
+from digenrl.config.reading import ConfigError
+from digenrl.driver.prompt_store import PromptStore
+from digenrl.models.registry import FAMILIES
+from digenrl.prompts.sampler import PromptSampler
+from digenrl.prompts.source_images import as_png, check_images, image_bytes, read_images, resized
+from digenrl.prompts.sources import Prompt, read_prompts
+from digenrl.records import HELD_OUT_STEP
+from digenrl.worker.source_checks import check_source_counts
+
+PNG = as_png(picture(0, 8, 12))
+
+
+def prompts_in(folder: Path, *records: dict[str, object], **settings: str) -> tuple[Prompt, ...]:
+    path = folder / "edits.jsonl"
+    path.write_text("\n".join(json.dumps(record) for record in records))
+    return read_prompts(PromptSettings(path=path, **settings))
+
+
+def decoded(content: bytes, height: int = 8, width: int = 12) -> Image.Image:
+    (image,) = read_images((content,), "here", height, width, "crop")
+    return image
+
+
+def test_images_are_paths_beside_the_file_and_no_metadata(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    one, two, none = prompts_in(
+        tmp_path,
+        {"prompt": "redder", "image": "a.png", "level": 3},
+        {"prompt": "join them", "images": ["a.png", str(tmp_path / "a.png")]},
+        {"prompt": "a cat", "image": None},
+    )
+    assert image_bytes(one) == (PNG,) and one.metadata == {"level": 3}
+    assert image_bytes(two) == (PNG, PNG) and two.metadata == {}
+    assert none.images == ()
+    (named,) = prompts_in(tmp_path, {"prompt": "redder", "photo": "a.png"}, image_column="photo")
+    assert image_bytes(named) == (PNG,)
+
+
+def test_parquet_may_hold_the_images_themselves(tmp_path: Path) -> None:
+    rows = {"prompt": ["one", "two"], "image": [PNG, PNG], "huggingface": [{"bytes": PNG, "path": "a.png"}] * 2}
+    parquet.write_table(pyarrow.table(rows), tmp_path / "edits.parquet")
+    for column in ("image", "huggingface"):
+        prompts = read_prompts(PromptSettings(path=tmp_path / "edits.parquet", image_column=column))
+        assert [image_bytes(prompt) for prompt in prompts] == [(PNG,), (PNG,)]
+        check_images(prompts)
+
+
+@pytest.mark.parametrize("value", [3, "", ["a.png", 4], {"path": None}])
+def test_what_is_no_path_is_refused_with_its_line(tmp_path: Path, value: object) -> None:
+    with pytest.raises(ConfigError, match=r"edits\.jsonl:1: 'image'"):
+        prompts_in(tmp_path, {"prompt": "redder", "image": value})
+
+
+def test_a_missing_or_unreadable_image_is_found_before_a_run(tmp_path: Path) -> None:
+    (tmp_path / "text.png").write_text("no image")
+    for name, why in (("absent.png", "does not exist"), ("text.png", "PNG or JPEG"), (".", "cannot be read")):
+        (prompt,) = prompts_in(tmp_path, {"prompt": "redder", "image": name})
+        with pytest.raises(ConfigError, match=rf"edits\.jsonl:1: .*{why}"):
+            check_images([prompt])
+    with pytest.raises(ConfigError, match=r"edits\.jsonl:1: .* decoded"):
+        read_images((PNG[:60],), "edits.jsonl:1", 8, 8, "crop")
+
+
+def test_images_are_upright_and_opaque() -> None:
+    red = Image.new("RGBA", (4, 2), (255, 0, 0, 0))
+    red.putpixel((0, 0), (255, 0, 0, 255))
+    image = decoded(as_png(red), 2, 4)
+    assert image.mode == "RGB" and image.getpixel((0, 0)) == (255, 0, 0) and image.getpixel((1, 1)) == (255,) * 3
+    turned, exif = picture(1, 2, 4), Image.Exif()
+    exif[0x0112] = 6  # to be rotated by a quarter when it is shown
+    file = BytesIO()
+    turned.save(file, format="PNG", exif=exif)
+    assert decoded(file.getvalue(), 4, 2).tobytes() == turned.rotate(-90, expand=True).tobytes()
+
+
+def test_cropping_keeps_the_centre_and_the_area_keeps_the_aspect_ratio() -> None:
+    wide = Image.new("RGB", (300, 100), "white")
+    wide.paste("black", (100, 0, 200, 100))
+    cropped = resized(wide, 50, 50, "crop")
+    assert cropped.size == (50, 50) and max(high for _, high in cropped.getextrema()) < 20
+    assert resized(wide, 256, 256, "area").size == (448, 160)
+    assert resized(wide, 32, 32, "area").size == (64, 32)
+    assert resized(Image.new("RGB", (1000, 10)), 64, 64, "area").size == (640, 32)
+
+
+def test_a_family_says_which_tasks_it_has_and_refuses_other_prompts() -> None:
+    image, text = Prompt(0, "redder", images=(PNG,), where="edits.jsonl:1"), Prompt(0, "a cat", where="cats.txt:1")
+    both = Prompt(0, "join", images=(PNG, PNG), where="edits.jsonl:2")
+    assert FAMILIES["flux"].tasks == ("text_to_image",) and FAMILIES["wan"].tasks == ("text_to_video",)
+    assert FAMILIES["flux_kontext"].tasks == ("image_edit",)
+    check_source_counts(FAMILIES["flux"], [text])
+    check_source_counts(FAMILIES["flux_kontext"], [image])
+    for family, prompt, known in (("flux", image, "flux_kontext"), ("flux_kontext", text, "sd3")):
+        with pytest.raises(ConfigError, match=rf"{prompt.where}: .*{family} .*model.family: .*{known}"):
+            check_source_counts(FAMILIES[family], [prompt])
+    with pytest.raises(ConfigError, match="2 source images, but flux_kontext takes at most 1 "):
+        check_source_counts(FAMILIES["flux_kontext"], [both])
+
+
+def test_only_the_encoder_gets_image_files_of_a_prompt(tmp_path: Path) -> None:
+    training = [Prompt(0, "a cat"), Prompt(1, "redder", images=(PNG,))]
+    held_out = [Prompt(0, "bluer", images=(PNG, PNG))]
+    store = PromptStore(PromptSampler(training, 2, seed=0, shuffle=False), lambda row: None, held_out)
+    rows = store.missing(0, (0, 1))
+    assert [(row.sources, row.held_out) for row in rows] == [(0, False), (1, False)]
+    assert store.images(rows) == ((), (PNG,)) and store.images(rows[:1]) == ()
+    (row,) = store.missing(HELD_OUT_STEP, (0,))
+    assert row.held_out and store.images([row]) == ((PNG, PNG),)

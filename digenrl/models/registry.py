@@ -23,6 +23,7 @@ from digenrl.models.families.sd3 import SD3
 from digenrl.models.families.sd15 import SD15
 from digenrl.models.families.sdxl import SDXL
 from digenrl.models.families.wan import WAN
+from digenrl.models.families.wan_i2v import WAN_I2V
 from digenrl.models.families.z_image import Z_IMAGE
 from digenrl.models.family import Family
 from digenrl.models.sources import WrongPipelineError
@@ -41,6 +42,7 @@ FAMILIES: dict[str, Family] = {
         SDXL,
         SD15,
         WAN,
+        WAN_I2V,
         HUNYUAN_VIDEO,
         HUNYUAN_VIDEO_1_5,
     )

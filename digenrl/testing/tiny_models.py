@@ -39,13 +39,20 @@ from diffusers import (
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
+    WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
 from diffusers.guiders import ClassifierFreeGuidance
-from transformers import ByT5Tokenizer, Qwen2VLImageProcessorPil, Qwen3ForCausalLM, Qwen3Model
+from transformers import (
+    ByT5Tokenizer,
+    CLIPImageProcessorPil,
+    Qwen2VLImageProcessorPil,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+)
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import SampleSize
@@ -58,6 +65,7 @@ from digenrl.models.families import (
     sd3,
     sd15,
     wan,
+    wan_i2v,
     z_image,
 )
 from digenrl.models.loading import pipeline_without, without_progress_bars
@@ -68,6 +76,7 @@ from digenrl.testing.tiny_text_encoders import (
     tiny_chat_tokenizer,
     tiny_clip,
     tiny_clip_tokenizer,
+    tiny_clip_vision,
     tiny_clip_with_projection,
     tiny_llama,
     tiny_llama_tokenizer,
@@ -293,6 +302,36 @@ def _wan(tokenizer: Any = None) -> WanPipeline:
     )
 
 
+def _wan_i2v(tokenizer: Any = None) -> WanImageToVideoPipeline:
+    """Wan2.1 from the first and the last frame."""
+    parts = {**_wan(tokenizer).components, "transformer_2": None}
+    encoder = tiny_clip_vision(width=8, image_size=16, patch_size=8)
+    parts["transformer"] = WanTransformer3DModel(
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        in_channels=36,
+        text_dim=16,
+        freq_dim=32,
+        ffn_dim=64,
+        rope_max_seq_len=64,
+        image_dim=8,
+        added_kv_proj_dim=32,
+        pos_embed_seq_len=2 * 5,  # a token for each of 4 patches, and one more, of both images
+    )
+    torch.nn.init.normal_(parts["transformer"].condition_embedder.image_embedder.pos_embed)
+    processor = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    return WanImageToVideoPipeline(**parts, image_encoder=encoder, image_processor=processor)
+
+
+def tiny_wan_i2v_a14b() -> WanImageToVideoPipeline:
+    """Wan2.2 A14B from images: two transformers and no image encoder."""
+    parts = _wan().components
+    config = {**parts["transformer"].config, "in_channels": 36}
+    transformers = {name: WanTransformer3DModel.from_config(config) for name in ("transformer", "transformer_2")}
+    return WanImageToVideoPipeline(**{**parts, **transformers}, **wan_i2v.SETTINGS_A14B)
+
+
 def _sd15(tokenizer: Any = None) -> StableDiffusionPipeline:
     tokenizer = tokenizer or tiny_clip_tokenizer()
     return StableDiffusionPipeline(
@@ -457,6 +496,7 @@ TINY_MODELS: dict[str, TinyModel] = {
     "sdxl": TinyModel(_sdxl, LARGER_IMAGE),
     "sd15": TinyModel(_sd15, LARGER_IMAGE),
     "wan": TinyModel(_wan, VIDEO),
+    "wan_i2v": TinyModel(_wan_i2v, VIDEO),
     "hunyuan_video": TinyModel(_hunyuan_video, VIDEO),
     "hunyuan_video_1_5": TinyModel(_hunyuan_video_1_5, VIDEO),
 }

@@ -1,0 +1,81 @@
+"""Wan from images: one or two transformers, the first frame or the first and the last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from source_pictures import picture
+
+from digenrl.commands.model_probe import plain_pipeline
+from digenrl.config.reading import ConfigError
+from digenrl.models.contract import Conditioning, SampleSize
+from digenrl.models.families.wan_i2v import WanImageToVideoModel
+from digenrl.models.pipeline_model import PipelineModel
+from digenrl.models.registry import find_family
+from digenrl.testing.tiny_models import make_tiny_pipeline, seeded_weights, tiny_wan_i2v_a14b
+
+FAMILY = find_family("wan_i2v")
+SIZE = SampleSize(32, 48, frames=5)
+FIRST, LAST = picture(1, 32, 48), picture(2, 32, 48)
+
+
+@pytest.fixture(scope="module")
+def a14b(tmp_path_factory: pytest.TempPathFactory) -> PipelineModel:
+    path = tmp_path_factory.mktemp("tiny") / "a14b"
+    with seeded_weights(0):
+        tiny_wan_i2v_a14b().save_pretrained(path)
+    return FAMILY.load(path)
+
+
+def noise_of(model: PipelineModel, rows: int) -> torch.Tensor:
+    return torch.randn(rows, *model.noise_shape(SIZE), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize(("images", "guidance"), [([FIRST], 3.5), ([FIRST, LAST], 1.0)])
+@torch.no_grad()
+def test_two_transformers_equal_the_pipeline_with_the_first_frame_and_with_both(
+    a14b: PipelineModel, images: list[Any], guidance: float
+) -> None:
+    noise, schedule = noise_of(a14b, 1), a14b.schedule(7, SIZE)
+    conditioning, latents = a14b.encode_with_images(["a red cat"], [images], SIZE), noise
+    high = (schedule.timesteps >= 900).tolist()
+    assert high[0] and not high[-1]
+    for index, time in enumerate(schedule.timesteps):
+        velocity = a14b.velocity(latents, time.expand(1), conditioning, guidance, SIZE)
+        latents = latents + (schedule.sigmas[index + 1] - schedule.sigmas[index]) * velocity
+    arguments = {"height": SIZE.height, "width": SIZE.width, "num_frames": SIZE.frames, "latents": noise}
+    arguments |= {"num_inference_steps": 7, "negative_prompt": [""], **a14b.source_arguments(images, SIZE)}
+    pipeline = plain_pipeline(a14b)
+    theirs = pipeline(
+        prompt=["a red cat"], output_type="latent", **arguments, **a14b.pipeline_arguments(guidance)
+    ).frames
+    torch.testing.assert_close(latents, theirs, atol=5e-6, rtol=0)
+
+
+@torch.no_grad()
+def test_prompts_with_one_and_with_two_frames_share_a_batch(a14b: PipelineModel) -> None:
+    rows = [a14b.encode_with_images(["a red cat"], [images], SIZE) for images in ([FIRST], [FIRST, LAST])]
+    noise, times = noise_of(a14b, 2), torch.tensor([950.0, 300.0])
+    together = a14b.velocity(noise, times, Conditioning.joined(rows), 3.5, SIZE)
+    for row, conditioning in enumerate(rows):
+        alone = a14b.velocity(noise[row : row + 1], times[row : row + 1], conditioning, 3.5, SIZE)
+        torch.testing.assert_close(alone[0], together[row], atol=1e-5, rtol=1e-5)
+    other = a14b.encode_with_images(["a red cat"], [[LAST]], SIZE)
+    changed = a14b.velocity(noise[:1], times[:1], other, 3.5, SIZE)
+    assert not torch.equal(changed[0], together[0])
+
+
+def test_a_model_for_first_and_last_frames_needs_both(tmp_path: Path) -> None:
+    make_tiny_pipeline("wan_i2v", tmp_path / "flf2v")
+    model = FAMILY.load(tmp_path / "flf2v")
+    conditioning = model.encode_with_images(["a red cat"], [[FIRST]], SIZE)
+    with pytest.raises(ConfigError, match="the first and the last frame"):
+        model.velocity(noise_of(model, 1), torch.tensor([500.0]), conditioning, 1.0, SIZE)
+
+
+def test_wan_2_2_5b_is_for_text_only() -> None:
+    with pytest.raises(ConfigError, match=r"model\.source.*TI2V-5B"):
+        WanImageToVideoModel.check_index({"expand_timesteps": True})

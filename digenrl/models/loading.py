@@ -52,8 +52,7 @@ def load_pipeline(
             f"{pipeline_class.__name__} needs; use a complete pipeline"
         )
     parts: dict[str, Any] = dict.fromkeys((*absent, *without))
-    for name in set(processors) - set(without):
-        parts[name] = PreTrainedTokenizerFast.from_pretrained(folder / name, local_files_only=True)
+    parts |= dict.fromkeys(processors)
     with without_progress_bars():
         if from_file:
             dtype = dtypes.get(COMPONENT, dtypes["default"])
@@ -67,6 +66,9 @@ def load_pipeline(
             trust_remote_code=False,
             **parts,
         )
+    for name in set(processors) - set(without):
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / name, local_files_only=True)
+        pipeline.register_modules(**{name: tokenizer})
     use_tokenizer_files(pipeline)
     return pipeline
 

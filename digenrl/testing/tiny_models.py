@@ -327,8 +327,8 @@ def _wan_i2v(tokenizer: Any = None) -> WanImageToVideoPipeline:
 def tiny_wan_i2v_a14b() -> WanImageToVideoPipeline:
     """Wan2.2 A14B from images: two transformers and no image encoder."""
     parts = _wan().components
-    config = {**parts["transformer"].config, "in_channels": 36}
-    transformers = {name: WanTransformer3DModel.from_config(config) for name in ("transformer", "transformer_2")}
+    config, names = parts["transformer"].config, ("transformer", "transformer_2")
+    transformers = {name: WanTransformer3DModel.from_config(config, in_channels=36) for name in names}
     return WanImageToVideoPipeline(**{**parts, **transformers}, **wan_i2v.SETTINGS_A14B)
 
 

@@ -266,7 +266,7 @@ def apply_in_comfyui(lora: dict[str, Tensor], family: str, transformer: torch.nn
 
 def comfyui_model(family: str, linears: list[str]) -> dict[str, list[str]]:
     """The names that ComfyUI's loader knows, each with the diffusers layers whose rows it has, in order."""
-    if family in ("sd3", "flux", "flux2_klein", "qwen_image", "z_image"):
+    if family in ("sd3", "flux", "flux2_klein", "flux2_dev", "qwen_image", "z_image"):
         return {f"transformer.{path}": [path] for path in linears}
     rename = _wan_name if family == "wan" else _hunyuan_name
     known: dict[str, list[str]] = {}

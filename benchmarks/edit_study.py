@@ -3,8 +3,8 @@
     python benchmarks/edit_study.py runs/edit_study            # three seeds, one after the other
     python benchmarks/edit_study.py runs/edit_study --at-once  # all at the same time
 
-Runs that the folder already contains are not repeated. The same 128 held-out edits are scored before and after, from
-the same noise; the standard error is that of the mean difference.
+Runs that the folder already contains are not repeated. The same 128 held-out edits are scored before and after,
+from the same noise; the standard error is that of the mean difference.
 """
 
 from __future__ import annotations

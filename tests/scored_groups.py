@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from source_pictures import encoded
 from toy_model import TOY_SIZE, ToyModel
 
 from digenrl.algorithms.contract import Algorithm
@@ -128,7 +129,7 @@ def trajectories_of(
         )
         made = generate_slice(
             model,
-            model.encode([f"prompt {group}"]),
+            encoded(model, [f"prompt {group}"], rollout.size),
             plans,
             slice_,
             RolloutSettings(RUN_SEED, algorithm.needs, algorithm.settings.same_initial_noise),
@@ -153,7 +154,7 @@ def scored_groups(
     ]
     return [
         ScoredGroup(
-            conditioning=model.encode([f"prompt {group}"]),
+            conditioning=encoded(model, [f"prompt {group}"], rollout.size),
             trajectories=trajectories_of(model, algorithm, rollout, group, window),
             rewards=tuple((rewards or drawn)[group]),
         )

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy
 from PIL import Image
 
-from digenrl.models.contract import Conditioning, SampleSize
-from digenrl.models.pipeline_model import PipelineModel
+from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize
 from digenrl.models.registry import FAMILIES
 
 
@@ -18,18 +17,15 @@ def picture(seed: int, height: int, width: int) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def pictures_for(model: PipelineModel, prompts: Sequence[str], size: SampleSize) -> list[list[Image.Image]]:
-    """At most two source images for every prompt, in a size that the diffusers pipeline leaves as it is."""
-    count, source = min(2, FAMILIES[model.family].sources.most), model.pipeline_source_size(size)
-    return [
-        [picture(100 * row + index, source.height, source.width) for index in range(count)]
-        for row in range(len(prompts))
-    ]
+def pictures_for(model: DiffusionModel, prompts: Sequence[str]) -> list[list[Image.Image]]:
+    """At most two source images for every prompt, of another size than its sample."""
+    count = min(2, FAMILIES[model.family].sources.most) if model.family in FAMILIES else 0
+    return [[picture(100 * row + index, 32, 64) for index in range(count)] for row in range(len(prompts))]
 
 
-def encoded(model: PipelineModel, prompts: Sequence[str], size: SampleSize) -> Conditioning:
+def encoded(model: DiffusionModel, prompts: Sequence[str], size: SampleSize) -> Conditioning:
     """Prompts with source images, if the family takes any; those are encoded one by one, as in a run."""
-    images = pictures_for(model, prompts, size)
+    images = pictures_for(model, prompts)
     if not images[0]:
         return model.encode(prompts)
     rows = [model.encode_with_images([prompt], [own], size) for prompt, own in zip(prompts, images, strict=True)]

@@ -42,7 +42,7 @@ LARGE_IN_MB = {"hunyuan_video_1_5": 24}  # one of its layers has a fixed width o
 
 @pytest.fixture(scope="module", autouse=True)
 def small_sources() -> Iterator[None]:
-    """The pipeline of Qwen-Image-Edit resizes source images to a fixed area."""
+    """The pipeline of Qwen-Image-Edit resizes source images to a fixed area; here it keeps 32 x 64 pixels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(edit_plus, "VAE_IMAGE_SIZE", 32 * 48)
         patch.setattr(edit_plus, "CONDITION_IMAGE_SIZE", 64 * 64)
@@ -133,7 +133,7 @@ def call_pipeline(
     model.prepare_pipeline(pipeline, guidance)
     latents = model.initial_latents(noise_of(model, size), size)
     frames = {"num_frames": size.frames} if family.kind == "video" else {}
-    sources = pictures_for(model, PROMPTS, size)
+    sources = pictures_for(model, PROMPTS)
     answers: list[Tensor] = []
     for row in batches(family):
         prompts = PROMPTS[row]

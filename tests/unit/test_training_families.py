@@ -22,7 +22,14 @@ from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [(family, "flow_grpo") for family in FAMILIES] + [("sd3", "diffusion_nft")]
+    ("family", "name"),
+    [
+        *((family, "flow_grpo") for family in FAMILIES),
+        ("sd3", "diffusion_nft"),
+        ("flux_kontext", "dance_grpo"),
+        ("flux_kontext", "diffusion_nft"),
+        ("qwen_image_edit", "diffusion_nft"),
+    ],
 )
 def test_packed_training_equals_training_term_by_term(family, name, tmp_path):
     make_tiny_pipeline(family, tmp_path / family)

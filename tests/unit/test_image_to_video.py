@@ -76,6 +76,13 @@ def test_a_model_for_first_and_last_frames_needs_both(tmp_path: Path) -> None:
         model.velocity(noise_of(model, 1), torch.tensor([500.0]), conditioning, 1.0, SIZE)
 
 
+def test_the_length_of_its_text_is_fixed(a14b: PipelineModel) -> None:
+    text = a14b.encode(["a red cat"]).positive["encoder_hidden_states"]
+    assert text is not None and text.shape[1] == 512
+    with pytest.raises(ConfigError, match="fixed length"):
+        FAMILY.check_text_tokens(128)
+
+
 def test_wan_2_2_5b_is_for_text_only() -> None:
     with pytest.raises(ConfigError, match=r"model\.source.*TI2V-5B"):
         WanImageToVideoModel.check_index({"expand_timesteps": True})

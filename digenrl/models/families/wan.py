@@ -41,7 +41,7 @@ class WanModel(PipelineModel):
     default_guidance = 5.0
     block_state_arguments = ("hidden_states",)
     text_encoders = ("text_encoder",)
-    text_length = TEXT_LENGTH
+    text_length: ClassVar[TextLength | None] = TEXT_LENGTH
     self_attention = ("attn1",)
     may_have_experts = True
 

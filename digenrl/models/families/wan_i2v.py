@@ -19,7 +19,7 @@ from digenrl.config.reading import ConfigError
 from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.experts import parts_of
 from digenrl.models.families.helpers import guided_velocity
-from digenrl.models.families.wan import SCHEDULER_2_2, WAN, WanModel, full_size
+from digenrl.models.families.wan import SCHEDULER_2_2, TEXT_LENGTH, WAN, WanModel, full_size
 from digenrl.models.family import SourceCount
 
 FRAMES, CLIP_TOKENS = "source_frames", "source_tokens"  # in the conditioning
@@ -33,6 +33,11 @@ class WanImageToVideoModel(WanModel):
     comfyui_layers = None
     vision_components = ("image_encoder", "image_processor")
     lora_targets = (*WanModel.lora_targets, "add_k_proj", "add_v_proj")
+    text_length = None  # the transformer takes the last 512 tokens for text, and those before them for an image
+
+    @property
+    def text_tokens(self) -> int:
+        return TEXT_LENGTH.default
 
     @classmethod
     def check_index(cls, index: Mapping[str, Any]) -> None:
@@ -95,18 +100,30 @@ class WanImageToVideoModel(WanModel):
         guidance: float,
         size: SampleSize,
     ) -> Tensor:
-        images = dict(conditioning.images)
-        tokens = self._clip_tokens(images.get(CLIP_TOKENS))
+        """Without source images no frame is given: the further channels and the image's tokens are zero."""
+        images, (channels, *grid) = conditioning.images, self.noise_shape(size)
+        masks = self.pipeline.vae_scale_factor_temporal
+        none = latents_BL.new_zeros(len(latents_BL), channels + masks, *grid)
+        tokens = self._clip_tokens(images.get(CLIP_TOKENS), rows=len(latents_BL))
         return guided_velocity(
-            self, latents_BL, timesteps_B, conditioning, guidance, channels_BL=images[FRAMES], shared=tokens
+            self,
+            latents_BL,
+            timesteps_B,
+            conditioning,
+            guidance,
+            channels_BL=images.get(FRAMES, none),
+            shared=tokens,
         )
 
-    def _clip_tokens(self, tokens_BTD: Tensor | None) -> dict[str, Tensor]:
+    def _clip_tokens(self, tokens_BTD: Tensor | None, rows: int) -> dict[str, Tensor]:
         """As the transformer takes them; one for first and last frames takes a row for each of the two."""
         config: Any = next(iter(parts_of(self.transformer).values())).config
-        if config.image_dim is None or tokens_BTD is None:
+        if config.image_dim is None:
             return {}
-        tokens, of_both = tokens_BTD.shape[1], config.pos_embed_seq_len
+        of_both = config.pos_embed_seq_len
+        if tokens_BTD is None:
+            tokens_BTD = torch.zeros(rows, of_both or CLIP_SHAPE[0], config.image_dim, device=self.device)
+        tokens = tokens_BTD.shape[1]
         if tokens == 2 * CLIP_SHAPE[0] if of_both is None else tokens != of_both:
             takes = "the first frame" if of_both is None else "the first and the last frame"
             raise ConfigError(

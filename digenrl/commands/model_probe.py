@@ -5,7 +5,6 @@ Shape legend: B = 1 sample, L = latents in the layout of the family's transforme
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +102,7 @@ def _probe_images(blueprint: Blueprint, model: PipelineModel) -> list[Image.Imag
 
 def plain_pipeline(model: PipelineModel) -> Any:
     """The diffusers pipeline of a model with an unmodified transformer; the weights are shared."""
-    pipeline = copy(model.pipeline)
+    pipeline = model.whole_pipeline()
     for part, ours in parts_of(model.transformer).items():
         with init_empty_weights(include_buffers=False):
             transformer = type(ours).from_config(ours.config)

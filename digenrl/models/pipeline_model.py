@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -99,6 +100,16 @@ class PipelineModel(DiffusionModel):
         """
         length = {} if self.text_length is None else {"max_sequence_length": self.text_tokens}
         return {self.guidance_argument: guidance, **length}
+
+    def own_components(self) -> dict[str, Any]:
+        """Our components in place of some that are never loaded, by name."""
+        return {}
+
+    def whole_pipeline(self) -> Any:
+        """The pipeline with our own components, to be called and not to be saved."""
+        pipeline = copy(self.pipeline)
+        vars(pipeline).update(self.own_components())
+        return pipeline
 
     def prepare_pipeline(self, pipeline: Any, guidance: float) -> None:
         """Sets what the diffusers pipeline does not take as an argument."""

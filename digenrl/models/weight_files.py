@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -98,6 +99,19 @@ def has_weights(kind: str) -> bool:
     """Whether a component of this class has weights: not a tokenizer, processor, scheduler or guider."""
     weightless = kind.endswith(("Scheduler", "Extractor", "Guidance"))
     return not weightless and "Processor" not in kind and "Tokenizer" not in kind
+
+
+def copy_small_components(source: Path, target: Path, names: Sequence[str]) -> None:
+    """Copies those of these components that have no weights from one pipeline's folder to another's."""
+    if not names or not (source / INDEX_NAME).is_file():
+        return
+    known = json.loads((source / INDEX_NAME).read_text(encoding="utf-8"))
+    index = json.loads((target / INDEX_NAME).read_text(encoding="utf-8"))
+    for name, (_, kind) in components(known).items():
+        if name in names and not has_weights(kind):
+            shutil.copytree(source / name, target / name)
+            index[name] = known[name]
+    (target / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def folder_listing(folder: Path) -> dict[str, int]:

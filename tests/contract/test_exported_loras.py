@@ -266,7 +266,8 @@ def apply_in_comfyui(lora: dict[str, Tensor], family: str, transformer: torch.nn
 
 def comfyui_model(family: str, linears: list[str]) -> dict[str, list[str]]:
     """The names that ComfyUI's loader knows, each with the diffusers layers whose rows it has, in order."""
-    if family in ("sd3", "flux", "flux2_klein", "flux2_dev", "qwen_image", "z_image"):
+    plain = ("sd3", "flux", "flux_kontext", "flux2_klein", "flux2_dev", "qwen_image", "qwen_image_edit", "z_image")
+    if family in plain:
         return {f"transformer.{path}": [path] for path in linears}
     rename = _wan_name if family == "wan" else _hunyuan_name
     known: dict[str, list[str]] = {}

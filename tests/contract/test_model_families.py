@@ -76,8 +76,7 @@ def model(family: Family, directory: Path) -> DiffusionModel:
 def open_pipeline(family: Family, directory: Path, model: PipelineModel) -> Any:
     ours = dict.fromkeys(model.unused_components)
     pipeline = family.pipeline_class.from_pretrained(directory, **ours)
-    for name in ours:
-        setattr(pipeline, name, getattr(model.pipeline, name))
+    vars(pipeline).update(model.own_components())
     pipeline.set_progress_bar_config(disable=True)
     pipeline.scheduler = model.pipeline_scheduler()
     return pipeline

@@ -8,6 +8,7 @@ import pytest
 import torch
 from host_visits import HostVisits, without_autocast
 from scored_groups import LIVELY, Rollout, lively, scored_groups, trainer_of, trajectories_of
+from source_pictures import encoded
 
 from digenrl.config.training import TrainerSettings
 from digenrl.models.contract import DiffusionModel
@@ -53,8 +54,9 @@ def test_a_slice_is_denoised_without_synchronizing(
     without_autocast(monkeypatch)
     model, algorithm = adapted(family, tmp_path), lively("flow_grpo")
     rollout = Rollout(steps=4, size=tiny_size(family), guidance=FAMILIES[family].default_guidance)
-    texts = {f"prompt {group}": model.compact(model.encode([f"prompt {group}"])).to("meta") for group in range(2)}
-    monkeypatch.setattr(model, "encode", lambda prompts: texts[prompts[0]])
+    prompts = [f"prompt {group}" for group in range(2)]
+    rows = {each: model.compact(encoded(model, [each], rollout.size)).to("meta") for each in prompts}
+    monkeypatch.setattr("scored_groups.encoded", lambda model, prompts, size: rows[prompts[0]])
     model.transformer.to("meta")
     trajectories_of(model, algorithm, rollout, group=0)
     with HostVisits() as visits:

@@ -90,7 +90,7 @@ class QwenImageModel(PipelineModel):
         )
 
     def _encode_side(self, prompts: list[str]) -> dict[str, Tensor | None]:
-        text_BTD, mask_BT = self.pipeline.encode_prompt(
+        text_BTD, mask_BT = self.whole_pipeline().encode_prompt(
             prompts, device=self.text_device(), max_sequence_length=self.text_tokens
         )
         if mask_BT is None:  # the pipeline returns None if no row is padded

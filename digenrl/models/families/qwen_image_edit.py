@@ -62,10 +62,9 @@ class QwenImageEditModel(QwenImageModel):
     vision_tokens = 196  # of 384 x 384 pixels
     sources_are_tokens = True
 
-    def __init__(self, pipeline: Any) -> None:
-        super().__init__(pipeline)
-        if pipeline.tokenizer is not None:
-            pipeline.processor = ImagesInText.beside(pipeline.tokenizer)
+    def own_components(self) -> dict[str, Any]:
+        tokenizer = self.pipeline.tokenizer
+        return {} if tokenizer is None else {"processor": ImagesInText.beside(tokenizer)}
 
     def source_arguments(self, images: Sequence[Image.Image], size: SampleSize) -> dict[str, Any]:
         return {"image": list(images)}
@@ -92,7 +91,7 @@ class QwenImageEditModel(QwenImageModel):
     def _text(self, prompt: str, images: Sequence[Image.Image]) -> dict[str, Tensor | None]:
         """The prompt after its sources, padded; raises ConfigError if it is too long."""
         seen = [self._for_text_encoder(image) for image in images]
-        text_1TD, _ = self.pipeline.encode_prompt([prompt], image=seen, device=self.text_device())
+        text_1TD, _ = self.whole_pipeline().encode_prompt([prompt], image=seen, device=self.text_device())
         length = text_1TD.shape[1]
         if length > self.text_tokens:
             raise ConfigError(

@@ -303,33 +303,33 @@ def _wan(tokenizer: Any = None) -> WanPipeline:
 
 
 def _wan_i2v(tokenizer: Any = None) -> WanImageToVideoPipeline:
-    """Wan2.1 from the first and the last frame."""
-    parts = {**_wan(tokenizer).components, "transformer_2": None}
-    encoder = tiny_clip_vision(width=8, image_size=16, patch_size=8)
-    parts["transformer"] = WanTransformer3DModel(
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        in_channels=36,
-        text_dim=16,
-        freq_dim=32,
-        ffn_dim=64,
-        rope_max_seq_len=64,
-        image_dim=8,
-        added_kv_proj_dim=32,
-        pos_embed_seq_len=2 * 5,  # a token for each of 4 patches, and one more, of both images
-    )
-    torch.nn.init.normal_(parts["transformer"].condition_embedder.image_embedder.pos_embed)
-    processor = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
-    return WanImageToVideoPipeline(**parts, image_encoder=encoder, image_processor=processor)
+    """As Wan2.2 A14B from images, without an image encoder, but with one transformer."""
+    parts = _wan(tokenizer).components
+    transformer = WanTransformer3DModel.from_config(parts["transformer"].config, in_channels=36)
+    return WanImageToVideoPipeline(**{**parts, "transformer": transformer})
 
 
 def tiny_wan_i2v_a14b() -> WanImageToVideoPipeline:
-    """Wan2.2 A14B from images: two transformers and no image encoder."""
-    parts = _wan().components
-    config, names = parts["transformer"].config, ("transformer", "transformer_2")
-    transformers = {name: WanTransformer3DModel.from_config(config, in_channels=36) for name in names}
-    return WanImageToVideoPipeline(**{**parts, **transformers}, **wan_i2v.SETTINGS_A14B)
+    """Wan2.2 A14B from images: a second transformer, for low noise levels."""
+    parts = _wan_i2v().components
+    second = WanTransformer3DModel.from_config(parts["transformer"].config)
+    return WanImageToVideoPipeline(**{**parts, "transformer_2": second}, **wan_i2v.SETTINGS_A14B)
+
+
+def tiny_wan_i2v_2_1(*, last_frame: bool) -> WanImageToVideoPipeline:
+    """Wan2.1 from the first frame, or from the first and the last, with an image encoder of 5 tokens per image."""
+    parts = _wan_i2v().components
+    shape = {"image_dim": 8, "added_kv_proj_dim": 32, "pos_embed_seq_len": 2 * 5 if last_frame else None}
+    transformer = WanTransformer3DModel.from_config(parts["transformer"].config, **shape)
+    if last_frame:
+        torch.nn.init.normal_(transformer.condition_embedder.image_embedder.pos_embed)
+    vision = {
+        "image_encoder": tiny_clip_vision(width=8, image_size=16, patch_size=8),
+        "image_processor": CLIPImageProcessorPil(
+            size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
+        ),
+    }
+    return WanImageToVideoPipeline(**{**parts, **vision, "transformer": transformer})
 
 
 def _sd15(tokenizer: Any = None) -> StableDiffusionPipeline:

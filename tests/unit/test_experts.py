@@ -27,6 +27,8 @@ from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_files import read_recipe
 from digenrl.config.training import TrainerSettings
+from digenrl.config.windows import read_window
+from digenrl.generation.windows import choose_steps
 from digenrl.models.blocks import block_positions, checkpoint_blocks, repeated_blocks
 from digenrl.models.contract import SampleSize
 from digenrl.models.experts import EXPERTS, Experts
@@ -37,6 +39,7 @@ from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.quantized.layers import QuantizedLinear
 from digenrl.models.quantized.replacing import BaseWeights
 from digenrl.models.registry import find_family
+from digenrl.records import SampleId
 from digenrl.testing.tiny_models import seeded_weights, tiny_size, tiny_wan_a14b
 from digenrl.training.checkpoint.export import export_merged
 from digenrl.worker.preflight import inspect_here
@@ -228,6 +231,23 @@ def test_what_does_not_suit_two_transformers_is_refused_before_anything_is_loade
 def test_a_window_after_the_boundary_trains_the_expert_for_low_noise(folder: Path) -> None:
     inspect_here(recipe(folder, "model.train_expert=low", "sample.window={kind: sparse, skip: 5, fraction: 0.9}"))
     inspect_here(recipe(folder, "model.train_expert=high"))
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        {"kind": "all", "fraction": 0.6},
+        {"kind": "random_subset"},
+        {"kind": "sliding", "width": 3, "training_steps_per_shift": 1},
+        {"kind": "fast", "width": 2},
+        {"kind": "sparse", "count": 2, "skip": 3, "fraction": 0.8},
+    ],
+)
+def test_a_window_says_which_steps_it_may_train(window: dict[str, Any]) -> None:
+    chosen = read_window(window)
+    samples = [SampleId(step, group, index=0) for step in range(20) for group in range(10)]
+    kept = {index for sample in samples for index in choose_steps(chosen, 10, 7, sample).kept}
+    assert kept == set(chosen.trainable_steps(10))
 
 
 def test_an_expert_cannot_be_chosen_of_one_transformer() -> None:

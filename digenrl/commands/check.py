@@ -32,6 +32,7 @@ from digenrl.worker.blueprint import (
     read_blueprint,
     source_of,
 )
+from digenrl.worker.expert_checks import check_experts
 from digenrl.worker.pictures import as_image
 
 SMALL_VIDEO_FRAMES = 5
@@ -157,7 +158,7 @@ def check_model(where: str, overrides: Sequence[str], request: CheckRequest, rep
     target = _read_target(where, overrides)
     device = this_device(request.device, target.recipe.lanes.memory_gib)
     blueprint = read_blueprint(target.recipe)
-    check_hub_model(blueprint)
+    check_experts(blueprint, check_hub_model(blueprint))
     check = _described(target, blueprint, device)
     if target.recipe.model.random:
         return replace(check, skipped="the weights are random: there are no text encoders and nothing to compare")

@@ -19,6 +19,7 @@ from digenrl.models.lora import Targets, check_targets
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import find_family
 from digenrl.models.sources import ModelSource
+from digenrl.models.weight_files import INDEX_NAME
 from digenrl.models.work_count import TextShapes, added_activations, count_work, lora_linears
 from digenrl.planning.model_facts import Execution, ModelFacts, typical_costs
 from digenrl.planning.recipe_workload import model_name
@@ -97,16 +98,21 @@ def _size_in(name: str, family: Family) -> str | None:
 
 def _local_model(family: Family, source: Path, text_tokens: int | None) -> tuple[PipelineModel, TextShapes]:
     """The model of a local pipeline on the meta device, and its text shapes."""
-    full = family.full_size()
+    full, boundary = family.full_size(), _boundary_ratio(source)
     with building_on(torch.bfloat16, "meta"):
-        transformer = full.transformer.cls.from_config(_config(source / family.denoiser))
+        kind, config = full.transformer.cls, _config(source / family.denoiser)
+        transformers = [kind.from_config(config) for _ in range(1 + (boundary is not None))]
         vae = family.vae.cls.from_config(_config(source / "vae"))
         published = full.transformer.build()
-    keep_fp32_modules(transformer)
-    parts = {family.denoiser: transformer, "vae": vae, "scheduler": family.scheduler.build()}
-    pipeline = pipeline_without(family.pipeline_class, **parts)
+    parts = {"vae": vae, "scheduler": family.scheduler.build()}
+    for name, transformer in zip(family.model_class.denoisers(), transformers, strict=False):
+        keep_fp32_modules(transformer)
+        parts[name] = transformer
+    pipeline = pipeline_without(
+        family.pipeline_class, **parts, **({} if boundary is None else {"boundary_ratio": boundary})
+    )
     shapes = {
-        name: (*shape[:-1], _width(shape[-1], published.config, transformer.config))
+        name: (*shape[:-1], _width(shape[-1], published.config, transformers[0].config))
         for name, shape in family.text_shapes(None, text_tokens).items()
     }
     model = family.model_class(pipeline)
@@ -129,9 +135,20 @@ def _width(published_width: int, published: Mapping[str, Any], config: Mapping[s
     return next((config[key] for key in keys if isinstance(config.get(key), int)), published_width)
 
 
+def _boundary_ratio(source: Path) -> float | None:
+    """Where the noise levels of a pipeline with two transformers are divided."""
+    path = source / INDEX_NAME
+    boundary: float | None = _read(path).get("boundary_ratio") if path.is_file() else None
+    return boundary
+
+
 def _config(folder: Path) -> dict[str, Any]:
+    return _read(folder / "config.json")
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.source: {folder / 'config.json'} cannot be read: {error}") from None
+        raise ConfigError(f"model.source: {path} cannot be read: {error}") from None
     return content

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
+from digenrl.models.experts import EXPERTS, LOW_NOISE
 from digenrl.models.family import Family
+from digenrl.models.lora_files import FILE_NAME, FILE_NAME_2, diffusers_file, lora_loader
 from digenrl.models.sources import ModelSource
 from digenrl.run_folder.folder import RunFolder
 from digenrl.worker.blueprint import source_of
@@ -28,7 +31,7 @@ def diffusers_snippet(folder: RunFolder, family: Family) -> tuple[str, ...]:
             f"from diffusers import {f'{transformer}, ' if single else ''}{pipeline}",
             *([from_file] if single else []),
             f"pipe = {pipeline}.from_pretrained({where}{', transformer=transformer' if single else ''}{dtype})",
-            f'pipe.load_lora_weights("{folder.lora}")',
+            *lora_loading(folder.lora, _parts_in(folder.lora), family),
         )
     if folder.transformer.is_dir():
         return (
@@ -38,6 +41,18 @@ def diffusers_snippet(folder: RunFolder, family: Family) -> tuple[str, ...]:
             f"pipe = {pipeline}.from_pretrained({where}, transformer=transformer{dtype})",
         )
     return ()
+
+
+def lora_loading(folder: Path, parts: Iterable[str], family: Family) -> tuple[str, ...]:
+    """Lines that load the adapters of a folder, of one transformer or of two."""
+    if lora_loader(family.pipeline_class) is not family.pipeline_class:
+        return (f'pipe.{family.denoiser}.load_lora_adapter("{folder}", weight_name="{FILE_NAME}")',)
+    second = f'pipe.load_lora_weights("{folder}", weight_name="{FILE_NAME_2}", load_into_transformer_2=True)'
+    return tuple(second if part == LOW_NOISE else f'pipe.load_lora_weights("{folder}")' for part in parts)
+
+
+def _parts_in(folder: Path) -> list[str]:
+    return [part for part in EXPERTS["both"] if (folder / diffusers_file(part)).is_file()]
 
 
 def _pipeline_arguments(source: ModelSource) -> str:

@@ -10,10 +10,12 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from digenrl.commands.checkpoints import find_checkpoint
+from digenrl.commands.diffusers_snippet import lora_loading
 from digenrl.commands.output import out, print_written
 from digenrl.commands.output_folders import new_folder
 from digenrl.config.reading import ConfigError, nearest, one_line
 from digenrl.models.contract import DiffusionModel
+from digenrl.models.experts import HIGH_NOISE, LOW_NOISE, parts_of
 from digenrl.models.lora_files import Adapters, write_comfyui, write_diffusers, write_peft
 from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.models.quantized.replacing import BaseWeights
@@ -33,6 +35,7 @@ from digenrl.worker.blueprint import (
 )
 
 ExportFormat = Literal["diffusers", "comfyui", "peft", "merged"]
+COMFYUI_ENDINGS = {"": "", HIGH_NOISE: "_high_noise", LOW_NOISE: "_low_noise"}  # of files, by transformer
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +166,9 @@ def _comfyui(request: _Request, folder: Path) -> None:
         transformer = transformer_without_weights(request.blueprint)
     except OSError as error:
         raise ConfigError(f"model.source: its configuration cannot be read: {one_line(error)}") from None
-    write_comfyui(request.adapters(), folder / f"{request.name}.safetensors", layers, transformer)
+    for part, adapters in request.adapters().by_part().items():
+        file = folder / f"{request.name}{COMFYUI_ENDINGS[part]}.safetensors"
+        write_comfyui(adapters, file, layers, parts_of(transformer).get(part, transformer))
 
 
 def _peft(request: _Request, folder: Path) -> None:
@@ -191,16 +196,20 @@ def _loading_diffusers(request: _Request, folder: Path) -> tuple[str, ...]:
             request.blueprint.family.denoiser,
         )
         return (f'{part} = {kind}.from_pretrained("{folder / part}")',)
-    return (f'pipe.load_lora_weights("{folder}")',)
+    return lora_loading(folder, request.adapters().by_part(), request.blueprint.family)
 
 
 def _loading_comfyui(request: _Request, folder: Path) -> tuple[str, ...]:
-    return (f"copy {request.name}.safetensors into ComfyUI's models/loras, and load it with strength 1",)
+    files = [f"{request.name}{COMFYUI_ENDINGS[part]}.safetensors" for part in request.adapters().by_part()]
+    each = "it" if len(files) == 1 else "each on its model"
+    return (f"copy {' and '.join(files)} into ComfyUI's models/loras, and load {each} with strength 1",)
 
 
 def _loading_peft(request: _Request, folder: Path) -> tuple[str, ...]:
-    part = request.blueprint.family.denoiser
-    return (f'{part} = peft.PeftModel.from_pretrained(pipe.{part}, "{folder}")',)
+    named = {part or request.blueprint.family.denoiser: folder / part for part in request.adapters().by_part()}
+    return tuple(
+        f'{part} = peft.PeftModel.from_pretrained(pipe.{part}, "{where}")' for part, where in named.items()
+    )
 
 
 def _loading_merged(request: _Request, folder: Path) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from diffusers.utils import logging as diffusers_logging
 from PIL import Image
 from torch import Tensor
 
+from digenrl.models.experts import parts_of
 from digenrl.models.loading import without_progress_bars
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.prompts.source_images import probe_image
@@ -76,6 +77,7 @@ def _denoised_by_diffusers(
     negative = blueprint.recipe.model.negative_prompt or ""
     with without_progress_bars():
         pipeline = plain_pipeline(model)
+        model.prepare_pipeline(pipeline, blueprint.guidance)
         latents_BL: Tensor = pipeline(
             prompt=[prompt],
             height=size.height,
@@ -100,12 +102,12 @@ def _probe_images(blueprint: Blueprint, model: PipelineModel) -> list[Image.Imag
 
 def plain_pipeline(model: PipelineModel) -> Any:
     """The diffusers pipeline of a model with an unmodified transformer; the weights are shared."""
-    ours: Any = model.transformer
-    with init_empty_weights(include_buffers=False):
-        transformer = type(ours).from_config(ours.config)
-    transformer.load_state_dict(ours.state_dict(), assign=True)
     pipeline = model.whole_pipeline()
-    setattr(pipeline, model.denoiser, transformer.to(model.device).eval())
+    for part, ours in parts_of(model.transformer).items():
+        with init_empty_weights(include_buffers=False):
+            transformer = type(ours).from_config(ours.config)
+        transformer.load_state_dict(ours.state_dict(), assign=True)
+        setattr(pipeline, part or model.denoiser, transformer.to(model.device).eval())
     pipeline.scheduler = model.pipeline_scheduler()
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

@@ -20,6 +20,7 @@ from digenrl.config.algorithms import (
 from digenrl.config.attention import fixed_kernels
 from digenrl.config.base_precision import UNQUANTIZED, BasePrecision, EncoderPrecision
 from digenrl.config.cluster import ClusterSettings
+from digenrl.config.experts import Expert
 from digenrl.config.generator_pools import check_pool_slice, check_slice, slice_sizes
 from digenrl.config.limits import (
     DenoisingSteps,
@@ -87,6 +88,9 @@ class ModelSettings(Frozen):
     )
     guidance: float | None = Field(default=None, ge=0, description="the family's default if absent")
     negative_prompt: str | None = None
+    train_expert: Expert | None = Field(
+        default=None, description="of two transformers, the one for high or low noise levels, or both, the default"
+    )
 
     @field_validator("token")
     @classmethod

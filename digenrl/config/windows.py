@@ -29,6 +29,10 @@ class WindowSettings(Frozen):
     def kept_steps(self, steps: int) -> int:
         """How many of a sample's `steps` are kept for training, at most."""
 
+    def trainable_steps(self, steps: int) -> range:
+        """The steps that may be kept, by some sample."""
+        return range(steps - 1)
+
     def check(self, steps: int) -> None:
         """Raises ConfigError if the window does not fit a schedule of this many steps."""
         if self.kept_steps(steps) < 1:
@@ -57,6 +61,9 @@ class AllSteps(WindowSettings):
 
     def kept_steps(self, steps: int) -> int:
         return min(int(self.fraction * steps), steps - 1)
+
+    def trainable_steps(self, steps: int) -> range:
+        return range(self.kept_steps(steps))
 
 
 class RandomSubset(WindowSettings):
@@ -97,12 +104,15 @@ class FastWindow(WindowSettings):
     def kept_steps(self, steps: int) -> int:
         return self.width
 
+    def trainable_steps(self, steps: int) -> range:
+        return range(min(steps // 2, steps - 1))
+
     def check(self, steps: int) -> None:
-        _check_width(self.width, min(steps // 2, steps - 1), steps)
+        _check_width(self.width, len(self.trainable_steps(steps)), steps)
 
 
 class SparseWindow(WindowSettings):
-    """`count` random steps of the first int(fraction * N) are stochastic and kept.
+    """`count` random steps of the first int(fraction * N), without the first `skip`, are stochastic and kept.
 
     They are drawn for every group (Flash-GRPO), or for all groups of a training step (Flow-DPPO).
     """
@@ -110,17 +120,17 @@ class SparseWindow(WindowSettings):
     kind: Literal["sparse"] = "sparse"
     count: int = Field(default=1, ge=1)
     fraction: float = Field(default=0.5, gt=0, le=1)
+    skip: int = Field(default=0, ge=0)
     drawn_per: Literal["group", "training_step"] = "group"
 
-    def possible_steps(self, steps: int) -> int:
-        """How many steps, from the first on, can be drawn."""
-        return min(int(self.fraction * steps), steps - 1)
+    def trainable_steps(self, steps: int) -> range:
+        return range(self.skip, min(int(self.fraction * steps), steps - 1))
 
     def kept_steps(self, steps: int) -> int:
         return self.count
 
     def check(self, steps: int) -> None:
-        _check_width(self.count, self.possible_steps(steps), steps)
+        _check_width(self.count, len(self.trainable_steps(steps)), steps)
 
 
 Window = EulerOnly | AllSteps | RandomSubset | SlidingWindow | FastWindow | SparseWindow

@@ -51,8 +51,8 @@ def choose_steps(
         case SparseWindow():
             group = sample.group if window.drawn_per == "group" else SHARED
             drawn_for = SampleId(sample.step, group, SHARED)
-            first_steps = possible[: window.possible_steps(steps)]
-            drawn = _subset(first_steps, window.count, run_seed, drawn_for, "sparse window")
+            drawable = tuple(window.trainable_steps(steps))
+            drawn = _subset(drawable, window.count, run_seed, drawn_for, "sparse window")
             return StepChoice(drawn, drawn)
         case SlidingWindow():
             first = (sample.step // window.training_steps_per_shift) % (steps - 2)

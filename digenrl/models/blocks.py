@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from digenrl.models.contract import DiffusionModel
+from digenrl.models.experts import Experts, parts_of
 
 
 def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
@@ -24,7 +25,8 @@ def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
     if isinstance(transformer, UNet2DConditionModel):
         kinds, left_out = (ResnetBlock2D, BasicTransformerBlock), transformer.mid_block.resnets[0]
         return [each for each in transformer.modules() if isinstance(each, kinds) and each is not left_out]
-    blocks = [each[index] for _, each, index in block_places(transformer)]
+    parts = parts_of(transformer).values()
+    blocks = [each[index] for part in parts for _, each, index in block_places(part)]
     return [block for block in blocks if not isinstance(block, BlockElsewhere)]
 
 
@@ -70,20 +72,27 @@ class BlockElsewhere(nn.Module):
         module.register_parameter(name, parameter)
 
 
+def block_positions(transformer: nn.Module) -> list[tuple[nn.Module, ...]]:
+    """The blocks of every position in a forward: one, or one per transformer if each row passes one of several."""
+    if isinstance(transformer, Experts):
+        return list(zip(*(repeated_blocks(part) for part in parts_of(transformer).values()), strict=True))
+    return [(block,) for block in repeated_blocks(transformer)]
+
+
 def block_kind(block: nn.Module) -> tuple[str, int]:
     """Equal for blocks that do the same work: those of one class with the same number of weights."""
     return type(block).__name__, sum(weight.numel() for weight in block.parameters())
 
 
 def checkpoint_blocks(model: DiffusionModel, count: int) -> None:
-    """Checkpoints the first `count` blocks: they keep no activations, and the backward recomputes them.
+    """Checkpoints the first `count` positions: their blocks keep no activations, and the backward recomputes them.
 
     The activations of the first blocks are kept longest. When the backward reaches them, those of the others have
     been freed, and a recomputed block fits in that memory.
     """
-    blocks = repeated_blocks(model.transformer)
-    assert 0 <= count <= len(blocks), f"{count} of {len(blocks)} blocks"
-    checkpoint_chosen(model, blocks[:count])
+    positions = block_positions(model.transformer)
+    assert 0 <= count <= len(positions), f"{count} of {len(positions)} blocks"
+    checkpoint_chosen(model, [block for position in positions[:count] for block in position])
 
 
 def checkpoint_chosen(model: DiffusionModel, blocks: Collection[nn.Module]) -> None:

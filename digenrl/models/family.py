@@ -18,6 +18,7 @@ from torch import nn
 from digenrl.config.base_precision import UNQUANTIZED
 from digenrl.config.reading import ConfigError, nearest
 from digenrl.models.contract import Conditioning, SampleSize
+from digenrl.models.experts import Experts, parts_of
 from digenrl.models.loading import (
     building_on,
     building_without_weights,
@@ -27,7 +28,7 @@ from digenrl.models.loading import (
     load_pipeline,
     pipeline_without,
 )
-from digenrl.models.pipeline_model import PipelineModel
+from digenrl.models.pipeline_model import TRAINED_TIMESTEPS, PipelineModel
 from digenrl.models.quantized.replacing import (
     BaseWeights,
     building_without_linear_weights,
@@ -66,6 +67,11 @@ class FullSize:
     vae: Component | None = None  # if it is not the family's
     scheduler: Component | None = None  # likewise
     pipeline_settings: Mapping[str, Any] = field(default_factory=dict)  # arguments besides its components
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether it has two transformers, one for high and one for low noise levels."""
+        return self.pipeline_settings.get("boundary_ratio") is not None
 
 
 Task = Literal["text_to_image", "image_edit", "text_to_video", "image_to_video"]
@@ -148,7 +154,9 @@ class Family:
         """
         without = () if text_encoders else self._text_components()
         pipeline = self._load_pipeline(source, {"default": dtype, "vae": vae_dtype}, without)
-        quantize_transformer(getattr(pipeline, self.denoiser), base, device)
+        for name in self.model_class.denoisers():
+            if getattr(pipeline, name) is not None:
+                quantize_transformer(getattr(pipeline, name), base, device)
         return self._as_model(pipeline.to(device), text_tokens)
 
     def load_text_encoders(
@@ -166,7 +174,8 @@ class Family:
 
         Quantizing is faster on a card, even if the encoders do not stay there: `quantize_on`.
         """
-        without = (self.denoiser,) if self.sources.most else (self.denoiser, "vae")
+        unused = () if self.sources.most else self.model_class.unused_by_encoders
+        without = (*self.model_class.denoisers(), *unused)
         pipeline = self._load_pipeline(source, {"default": dtype, "vae": vae_dtype}, without)
         for name in self.model_class.text_encoders:
             if getattr(pipeline, name) is not None:
@@ -204,8 +213,9 @@ class Family:
     def _load_pipeline(
         self, source: str | Path | ModelSource, dtypes: Mapping[str, torch.dtype], without: Sequence[str]
     ) -> Any:
-        optional, without = self.model_class.optional_components, (*without, *self.model_class.unused_components)
-        return load_pipeline(self.pipeline_class, self.with_base(source), dtypes, without, optional)
+        own, without = self.model_class, (*without, *self.model_class.unused_components)
+        pipeline, optional, processors = self.with_base(source), own.optional_components, own.processors
+        return load_pipeline(self.pipeline_class, pipeline, dtypes, without, optional, processors)
 
     def _as_model(self, pipeline: Any, text_tokens: int | None) -> PipelineModel:
         model = self.model_class(pipeline)
@@ -248,18 +258,27 @@ class Family:
         Every weight has the dtype that loading the published model in `dtype` gives it. A quantized base is built
         layer by layer: the device never holds all weights in `dtype`.
         """
-        component = self.full_size(size).transformer
-        with building_on(dtype, device), building_without_linear_weights() if base.quantized else nullcontext():
-            transformer: nn.Module = component.build()
-        keep_fp32_modules(transformer)
-        if base.quantized:
-            fill_linears(transformer, base, device)
-        return transformer
+        full = self.full_size(size)
+        built: list[nn.Module] = []
+        for _ in range(1 + full.has_experts):
+            with (
+                building_on(dtype, device),
+                building_without_linear_weights() if base.quantized else nullcontext(),
+            ):
+                transformer: nn.Module = full.transformer.build()
+            keep_fp32_modules(transformer)
+            if base.quantized:
+                fill_linears(transformer, base, device)
+            built.append(transformer)
+        if not full.has_experts:
+            return built[0]
+        return Experts(built[0], built[1], full.pipeline_settings["boundary_ratio"] * TRAINED_TIMESTEPS)
 
     def transformer_without_weights(self, source: str | Path | ModelSource) -> nn.Module:
         """The transformer of a pipeline directory, or of a hub id in the cache, on the meta device.
 
-        Raises OSError if its configuration cannot be read.
+        Of two transformers, which have the same layers, it is the first. Raises OSError if its configuration
+        cannot be read.
         """
         kind, pipeline = self.full_size().transformer.cls, self.with_base(source).pipeline
         config = kind.load_config(
@@ -293,7 +312,8 @@ class Family:
             with building_on(vae_dtype, device):
                 vae = (full.vae or self.vae).build()
             transformer = self.build_transformer(dtype, device, size, base)
-        parts = {self.denoiser: transformer, "vae": vae, "scheduler": (full.scheduler or self.scheduler).build()}
+        parts = {"vae": vae, "scheduler": (full.scheduler or self.scheduler).build()}
+        parts |= {name or self.denoiser: part for name, part in parts_of(transformer).items()}
         pipeline = pipeline_without(self.pipeline_class, **parts, **full.pipeline_settings)
         return self._as_model(pipeline, text_tokens)
 

@@ -12,6 +12,7 @@ import torch
 from accelerate import init_empty_weights
 from diffusers.utils import logging as diffusers_logging
 from torch import nn
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from digenrl.config.reading import ConfigError
@@ -29,11 +30,13 @@ def load_pipeline(
     dtypes: Mapping[str, torch.dtype],
     without: Sequence[str] = (),
     optional: Sequence[str] = (),
+    processors: Sequence[str] = (),
 ) -> Any:
     """Loads a pipeline on the CPU, without the components named in `without`.
 
     `dtypes` are by component, with one for "default". The pipeline may lack the components named in `optional`.
-    Tokenizers split text as their files say. Remote code is never run, and nothing is unpickled.
+    `processors` are components, for texts and images, in whose place their tokenizers are loaded. Tokenizers split
+    text as their files say. Remote code is never run, and nothing is unpickled.
 
     Raises ConfigError if the source is not usable: before any weights are read and, if it holds a pipeline of
     another class, before anything large is downloaded.
@@ -49,6 +52,7 @@ def load_pipeline(
             f"{pipeline_class.__name__} needs; use a complete pipeline"
         )
     parts: dict[str, Any] = dict.fromkeys((*absent, *without))
+    parts |= dict.fromkeys(processors)
     with without_progress_bars():
         if from_file:
             dtype = dtypes.get(COMPONENT, dtypes["default"])
@@ -62,6 +66,9 @@ def load_pipeline(
             trust_remote_code=False,
             **parts,
         )
+    for name in set(processors) - set(without):
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / name, local_files_only=True)
+        pipeline.register_modules(**{name: tokenizer})
     use_tokenizer_files(pipeline)
     return pipeline
 

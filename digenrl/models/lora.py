@@ -18,8 +18,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from digenrl.config.experts import Expert
 from digenrl.config.reading import ConfigError, nearest
 from digenrl.models.contract import DiffusionModel
+from digenrl.models.experts import EXPERTS, parts_of, path_in
 
 ADAPTER = "default"  # peft's name of the adapter set; a model has one
 TARGETS = "training.lora.targets"
@@ -53,26 +55,31 @@ def add_lora(
     targets: Targets | None = None,
     init: Literal["uniform", "gaussian"] = "uniform",
     values_on: torch.device | str | None = None,
+    expert: Expert = "both",
 ) -> None:
     """Adds adapters to the target layers, by default the family's, and freezes everything else.
 
     B is zero, so the velocity does not change. A is uniform with bound 1 / sqrt(inputs), or Gaussian with standard
     deviation 1 / rank. Adapters are in fp32 (fp64 in an fp64 model) whatever the dtype of the base. Their initial
     values depend only on the seed, not on the device. Those of a model without weights have no values either,
-    unless `values_on` is a device for them. Raises ConfigError if a target matches no linear layer.
+    unless `values_on` is a device for them. `expert` selects one of two transformers. Raises ConfigError if a
+    target matches no linear layer.
     """
     if rank < 1:
         raise ConfigError(f"LoRA rank must be at least 1, got {rank}")
     if has_lora(model):
         raise ValueError(f"{model.family} already has LoRA adapters; a model takes one set")
-    transformer: Any = model.transformer
     if targets is not None:
-        check_targets(transformer, targets)
-    config = lora_config(rank, alpha, model.lora_targets if targets is None else targets)
-    config._register_custom_module({nn.Linear: AdaptedLinear})
-    transformer.add_adapter(config, ADAPTER)
+        check_targets(model.transformer, targets)
+    for name, part in parts_of(model.transformer).items():
+        if name in ("", *EXPERTS[expert]):
+            config = lora_config(rank, alpha, model.lora_targets if targets is None else targets)
+            config._register_custom_module({nn.Linear: AdaptedLinear})
+            part.add_adapter(config, ADAPTER)
+        else:
+            part.requires_grad_(False)
     if values_on is not None:
-        _allocate_adapters(transformer, values_on)
+        _allocate_adapters(model.transformer, values_on)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in adapter_parameters(model).items():
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
@@ -106,11 +113,17 @@ def lora_config(rank: int, alpha: float, targets: Targets) -> LoraConfig:
 def target_layers(transformer: nn.Module, targets: Targets) -> list[str]:
     """The paths of the linear layers that the targets match, in the transformer's order."""
     patterns = _patterns(targets).values()
-    return [path for path in _linears(transformer) if any(re.fullmatch(each, path) for each in patterns)]
+    return [
+        path_in(name, path)
+        for name, part in parts_of(transformer).items()
+        for path in _linears(part)
+        if any(re.fullmatch(each, path) for each in patterns)
+    ]
 
 
 def check_targets(transformer: nn.Module, targets: Targets) -> None:
     """Raises ConfigError if a target matches nothing, or something that is not a linear layer."""
+    transformer = next(iter(parts_of(transformer).values()))  # two transformers have the same layers
     linears = _linears(transformer)
     known = sorted({layer_kind(path) for path in linears})
     for target, pattern in _patterns(targets).items():

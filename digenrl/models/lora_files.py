@@ -15,15 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.loaders import CogVideoXLoraLoaderMixin
 from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import ComfyuiLayers, DiffusionModel
+from digenrl.models.experts import EXPERTS, LOW_NOISE, parts_of
 from digenrl.models.lora import ADAPTER, Targets, adapter_parameters, lora_config
 
 FILE_NAME = "pytorch_lora_weights.safetensors"  # the name that diffusers looks for
+FILE_NAME_2 = "pytorch_lora_weights_2.safetensors"  # for a second transformer, loaded with load_into_transformer_2
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"  # endings of published names
@@ -54,41 +57,79 @@ class Adapters:
         downs = {f"{prefix}{layer}{DOWN}": down.contiguous() for layer, (down, _) in self.pairs.items()}
         return downs | {f"{prefix}{layer}{UP}": up.contiguous() for layer, (_, up) in self.pairs.items()}
 
+    def by_part(self) -> dict[str, Adapters]:
+        """The adapters of each of two transformers by its component; of a single one under an empty name."""
+        found = {
+            part: {
+                layer.removeprefix(f"{part}."): pair
+                for layer, pair in self.pairs.items()
+                if layer.startswith(f"{part}.")
+            }
+            for part in EXPERTS["both"]
+        }
+        split = {part: Adapters(pairs, self.rank, self.targets) for part, pairs in found.items() if pairs}
+        return split or {"": self}
+
 
 def save_lora(model: DiffusionModel, directory: Path) -> None:
     """Writes a model's adapters as `write_diffusers` does."""
-    transformer: Any = model.transformer
-    config = transformer.peft_config[ADAPTER]
+    config = adapter_config(model)
     adapters = Adapters.of(adapter_parameters(model), config.r, config.lora_alpha, config.target_modules)
     write_diffusers(adapters, directory, model.pipeline_class)
 
 
-def write_diffusers(adapters: Adapters, directory: Path, pipeline_class: type[Any]) -> Path:
-    """Writes a file for `pipe.load_lora_weights(directory)`; returns it. It is replaced atomically."""
-    config = _written_config(adapters).to_dict()
-    part = adapted_component(pipeline_class)
+def adapter_config(model: DiffusionModel) -> LoraConfig:
+    """peft's configuration of a model's adapters."""
+    adapted = [part for part in parts_of(model.transformer).values() if hasattr(part, "peft_config")]
+    return adapted[0].peft_config[ADAPTER]
+
+
+def write_diffusers(adapters: Adapters, directory: Path, pipeline_class: type[Any]) -> None:
+    """Writes a file for `pipe.load_lora_weights(directory)`. Files are replaced atomically.
+
+    The adapters of a second transformer are in a file of their own, in which diffusers expects the same names:
+    `pipe.load_lora_weights(directory, weight_name=FILE_NAME_2, load_into_transformer_2=True)`.
+    """
+    component = adapted_component(pipeline_class)
     directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".saving-") as partial:
-        layers = {f"{part}_lora_layers": adapters.named(), f"{part}_lora_adapter_metadata": config}
-        pipeline_class.save_lora_weights(partial, **layers)
-        _sort_metadata(Path(partial) / FILE_NAME)
-        (Path(partial) / FILE_NAME).replace(directory / FILE_NAME)
-    return directory / FILE_NAME
+    for part, own in adapters.by_part().items():
+        config = _written_config(own).to_dict()
+        with tempfile.TemporaryDirectory(dir=directory, prefix=".saving-") as partial:
+            layers = {f"{component}_lora_layers": own.named(), f"{component}_lora_adapter_metadata": config}
+            lora_loader(pipeline_class).save_lora_weights(partial, **layers)
+            _sort_metadata(Path(partial) / FILE_NAME)
+            (Path(partial) / FILE_NAME).replace(directory / diffusers_file(part))
+
+
+def diffusers_file(part: str) -> str:
+    """The file of the adapters of one of two transformers, or of the only one, whose name is empty."""
+    return FILE_NAME_2 if part == LOW_NOISE else FILE_NAME
 
 
 def adapted_component(pipeline_class: type[Any]) -> str:
     """The component whose adapters a pipeline loads: its transformer or its UNet."""
-    return "unet" if "unet" in pipeline_class._lora_loadable_modules else "transformer"
+    return "unet" if "unet" in lora_loader(pipeline_class)._lora_loadable_modules else "transformer"
 
 
-def write_peft(adapters: Adapters, directory: Path, source: str) -> Path:
-    """Writes a folder for `peft.PeftModel.from_pretrained(transformer, directory)`; returns the weights' file."""
-    config = _written_config(adapters)
-    config.base_model_name_or_path, config.inference_mode = source, True
-    directory.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(directory)
-    save_file(adapters.named(PEFT_PREFIX), directory / PEFT_FILE, metadata={"format": "pt"})
-    return directory / PEFT_FILE
+def lora_loader(pipeline_class: type[Any]) -> Any:
+    """The class that reads and writes the adapters of a pipeline.
+
+    A pipeline without `load_lora_weights` loads files of the usual format: `pipe.transformer.load_lora_adapter`.
+    """
+    return pipeline_class if hasattr(pipeline_class, "load_lora_weights") else CogVideoXLoraLoaderMixin
+
+
+def write_peft(adapters: Adapters, directory: Path, source: str) -> None:
+    """Writes a folder for `peft.PeftModel.from_pretrained(transformer, directory)`.
+
+    The adapters of two transformers are in two folders inside, named after their components.
+    """
+    for part, own in adapters.by_part().items():
+        config, folder = _written_config(own), directory / part
+        config.base_model_name_or_path, config.inference_mode = source, True
+        folder.mkdir(parents=True, exist_ok=True)
+        config.save_pretrained(folder)
+        save_file(own.named(PEFT_PREFIX), folder / PEFT_FILE, metadata={"format": "pt"})
 
 
 def _sort_metadata(file: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from digenrl.config.reading import ConfigError, one_line
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.lora import ADAPTER, adapter_parameters, layer_kind
+from digenrl.models.lora import adapter_parameters, layer_kind
 from digenrl.models.lora_files import (
     DOWN,
     FILE_NAME,
@@ -24,6 +24,8 @@ from digenrl.models.lora_files import (
     UP,
     LoraPair,
     adapted_component,
+    adapter_config,
+    lora_loader,
 )
 from digenrl.models.model_weights import load_weights
 
@@ -39,8 +41,7 @@ def start_from(model: DiffusionModel, source: Path) -> None:
     Raises ConfigError, and changes nothing, if it cannot be read or does not fit.
     """
     pairs = read_lora(source, model.pipeline_class)
-    transformer: Any = model.transformer
-    config = transformer.peft_config[ADAPTER]
+    config = adapter_config(model)
     adapted = {name.removesuffix(DOWN) for name in adapter_parameters(model) if name.endswith(DOWN)}
     check_start(pairs, adapted, config.r)
     scale = config.lora_alpha / config.r
@@ -80,7 +81,7 @@ def read_lora(source: Path, pipeline_class: type[Any]) -> dict[str, LoraPair]:
     else:
         scale = 1.0 if _apply_alphas(tensors) else _metadata_scale(metadata)
         try:
-            read = pipeline_class.lora_state_dict(tensors)
+            read = lora_loader(pipeline_class).lora_state_dict(tensors)
         except (ValueError, KeyError, RuntimeError, NotImplementedError) as error:
             raise _wrong(source, f"not a LoRA of {pipeline_class.__name__}: {one_line(error)}") from None
         named = read[0] if isinstance(read, tuple) else read  # some add alphas, which have been applied already

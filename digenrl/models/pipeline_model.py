@@ -24,9 +24,11 @@ from digenrl.config.reading import ConfigError
 from digenrl.models.attention import AttentionSwitch, prepare_attention
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
 from digenrl.models.cuda_graphs import GraphedForwards
+from digenrl.models.experts import EXPERTS, Experts
 from digenrl.models.quantized.layers import QuantizedLinear
 
 logger = logging.getLogger(__name__)
+TRAINED_TIMESTEPS = 1000  # num_train_timesteps of all schedulers
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,16 @@ class PipelineModel(DiffusionModel):
     """
 
     denoiser: ClassVar[str] = "transformer"  # the pipeline component that is trained
+    may_have_experts: ClassVar[bool] = False  # True if some pipelines have a second one, for low noise levels
     text_encoders: ClassVar[tuple[str, ...]]  # names of pipeline components
     # Components that encode source images, and their processors, besides the VAE and the text encoders.
     vision_components: ClassVar[tuple[str, ...]] = ()
     vision_tokens: ClassVar[int] = 0  # that a source image typically adds to the text
     sources_are_tokens: ClassVar[bool] = False  # whether source images follow the sample's tokens in the sequence
     unused_components: ClassVar[tuple[str, ...]] = ()  # components that are never loaded
+    unused_by_encoders: ClassVar[tuple[str, ...]] = ("vae",)  # besides the transformer
     optional_components: ClassVar[tuple[str, ...]] = ()  # components that a pipeline may lack
+    processors: ClassVar[tuple[str, ...]] = ()  # components of which only the tokenizer is used and loaded
     text_mask: ClassVar[str | None] = None  # the text argument that marks padding
     text_length: ClassVar[TextLength | None] = None  # None if it cannot be set
     text_multiple: ClassVar[int] = 1  # the transformer pads texts to a multiple of this
@@ -62,7 +67,7 @@ class PipelineModel(DiffusionModel):
     def __init__(self, pipeline: Any) -> None:
         self.pipeline = pipeline
         self.pipeline_class = type(pipeline)
-        self.transformer: nn.Module = getattr(pipeline, self.denoiser)
+        self.transformer: nn.Module = self._transformer_of(pipeline)
         self.vae = pipeline.vae
         self._graphed: GraphedForwards | None = None
         self._text_tokens: int | None = None
@@ -72,6 +77,17 @@ class PipelineModel(DiffusionModel):
         if self.transformer is not None:  # None if only the text encoders are loaded
             self.transformer.eval()
         prepare_attention()
+
+    @classmethod
+    def denoisers(cls) -> tuple[str, ...]:
+        """The pipeline components that predict velocities; a pipeline may lack the second."""
+        return EXPERTS["both"] if cls.may_have_experts else (cls.denoiser,)
+
+    def _transformer_of(self, pipeline: Any) -> Any:
+        first, *second = (getattr(pipeline, name) for name in self.denoisers())
+        if first is None or not second or second[0] is None:
+            return first
+        return Experts(first, second[0], pipeline.config.boundary_ratio * TRAINED_TIMESTEPS)
 
     @classmethod
     def check_index(cls, index: Mapping[str, Any]) -> None:
@@ -94,6 +110,9 @@ class PipelineModel(DiffusionModel):
         pipeline = copy(self.pipeline)
         vars(pipeline).update(self.own_components())
         return pipeline
+
+    def prepare_pipeline(self, pipeline: Any, guidance: float) -> None:
+        """Sets what the diffusers pipeline does not take as an argument."""
 
     def negative_arguments(self, negative_prompts: Sequence[str]) -> dict[str, Any]:
         """Arguments with which the diffusers pipeline uses these negative prompts, one per prompt."""
@@ -213,7 +232,8 @@ class PipelineModel(DiffusionModel):
         masked = self.text_mask is not None and conditioning.positive[self.text_mask] is not None
         if self._graphed is None:  # created late, after adapters have been added
             self._graphed = GraphedForwards(self)
-        captures = not masked and self.exchange is None  # collectives are not captured
+        # Neither collectives nor a choice of experts are captured.
+        captures = not masked and self.exchange is None and not isinstance(self.transformer, Experts)
         velocity = self._graphed.velocity if captures else self.velocity
         with self._attention_switch.rollout(masked=masked):
             return velocity(latents_BL, timesteps_B, conditioning, guidance, size)

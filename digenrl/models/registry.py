@@ -12,15 +12,18 @@ from contextlib import contextmanager
 from digenrl.config.import_paths import import_object
 from digenrl.config.reading import ConfigError, nearest
 from digenrl.models.families.flux import FLUX
+from digenrl.models.families.flux2_dev import FLUX2_DEV
 from digenrl.models.families.flux2_klein import FLUX2_KLEIN
 from digenrl.models.families.flux_kontext import FLUX_KONTEXT
 from digenrl.models.families.hunyuan_video import HUNYUAN_VIDEO
+from digenrl.models.families.hunyuan_video_1_5 import HUNYUAN_VIDEO_1_5
 from digenrl.models.families.qwen_image import QWEN_IMAGE
 from digenrl.models.families.qwen_image_edit import QWEN_IMAGE_EDIT
 from digenrl.models.families.sd3 import SD3
 from digenrl.models.families.sd15 import SD15
 from digenrl.models.families.sdxl import SDXL
 from digenrl.models.families.wan import WAN
+from digenrl.models.families.wan_i2v import WAN_I2V
 from digenrl.models.families.z_image import Z_IMAGE
 from digenrl.models.family import Family
 from digenrl.models.sources import WrongPipelineError
@@ -32,13 +35,16 @@ FAMILIES: dict[str, Family] = {
         FLUX,
         FLUX_KONTEXT,
         FLUX2_KLEIN,
+        FLUX2_DEV,
         QWEN_IMAGE,
         QWEN_IMAGE_EDIT,
         Z_IMAGE,
         SDXL,
         SD15,
         WAN,
+        WAN_I2V,
         HUNYUAN_VIDEO,
+        HUNYUAN_VIDEO_1_5,
     )
 }
 

@@ -96,8 +96,9 @@ def pipeline_files(
 
 
 def has_weights(kind: str) -> bool:
-    """Whether a component of this class has weights: not a tokenizer, processor or scheduler."""
-    return not kind.endswith(("Scheduler", "Extractor")) and "Processor" not in kind and "Tokenizer" not in kind
+    """Whether a component of this class has weights: not a tokenizer, processor, scheduler or guider."""
+    weightless = kind.endswith(("Scheduler", "Extractor", "Guidance"))
+    return not weightless and "Processor" not in kind and "Tokenizer" not in kind
 
 
 def copy_small_components(source: Path, target: Path, names: Sequence[str]) -> None:
@@ -158,7 +159,7 @@ def _variant(path: str) -> str | None:
 
 def _require_small_files(where: object, name: str, kind: str, inside: Sequence[str]) -> None:
     names = {path.rpartition("/")[2] for path in inside}
-    if "Tokenizer" in kind:
+    if "Tokenizer" in kind and not kind.startswith("ByT5"):  # whose vocabulary is the 256 bytes
         if not any(set(vocabulary) <= names for vocabulary in VOCABULARIES):
             known = " or ".join(" and ".join(vocabulary) for vocabulary in VOCABULARIES)
             raise _missing(where, f"{name} has no vocabulary ({known})")

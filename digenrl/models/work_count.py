@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from digenrl.config.reading import ConfigError
-from digenrl.models.blocks import repeated_blocks
+from digenrl.models.blocks import block_positions, repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.lora import Targets, add_lora, target_layers
 from digenrl.models.pipeline_model import PipelineModel
@@ -98,7 +98,7 @@ def count_work(
     images = model.image_shapes([SampleSize(size.height, size.width)] * sources, size)
     forward, shorter = (_forward(model, shapes, images, size) for shapes in (text_shapes, shorter_shapes))
     image, kinds = _attention_kinds(forward, shorter, text)
-    blocks, through_blocks = len(repeated_blocks(model.transformer)), image + (text if "joint" in kinds else 0)
+    blocks, through_blocks = len(block_positions(model.transformer)), image + (text if "joint" in kinds else 0)
     linears = [
         (length, weights, length != less)
         for (length, weights), (less, _) in zip(forward.linears, shorter.linears, strict=True)

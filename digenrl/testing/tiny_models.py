@@ -1,4 +1,4 @@
-"""A tiny diffusers pipeline for every model family: all components of the real one, random weights, under 2 MB.
+"""A tiny diffusers pipeline for every model family: all components of the real one, random weights.
 
 Add a family's `TinyModel` to `TINY_MODELS`; the tests that run for every family then cover it.
 """
@@ -18,13 +18,17 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLFlux2,
     AutoencoderKLHunyuanVideo,
+    AutoencoderKLHunyuanVideo15,
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
     Flux2KleinPipeline,
+    Flux2Pipeline,
     Flux2Transformer2DModel,
     FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
+    HunyuanVideo15Pipeline,
+    HunyuanVideo15Transformer3DModel,
     HunyuanVideoPipeline,
     HunyuanVideoTransformer3DModel,
     QwenImageEditPlusPipeline,
@@ -35,24 +39,49 @@ from diffusers import (
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
+    WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
-from transformers import Qwen2VLImageProcessorPil, Qwen3ForCausalLM, Qwen3Model
+from diffusers.guiders import ClassifierFreeGuidance
+from transformers import (
+    ByT5Tokenizer,
+    CLIPImageProcessorPil,
+    Qwen2VLImageProcessorPil,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+)
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import SampleSize
-from digenrl.models.families import flux, flux2_klein, hunyuan_video, qwen_image, sd3, sd15, wan, z_image
+from digenrl.models.families import (
+    flux,
+    flux2_klein,
+    hunyuan_video,
+    hunyuan_video_1_5,
+    qwen_image,
+    sd3,
+    sd15,
+    wan,
+    wan_i2v,
+    z_image,
+)
 from digenrl.models.loading import pipeline_without, without_progress_bars
 from digenrl.models.registry import find_family
 from digenrl.testing.tiny_text_encoders import (
+    HUNYUAN_VIDEO_1_5_TEMPLATE,
+    tiny_byt5,
+    tiny_chat_tokenizer,
     tiny_clip,
     tiny_clip_tokenizer,
+    tiny_clip_vision,
     tiny_clip_with_projection,
     tiny_llama,
     tiny_llama_tokenizer,
+    tiny_mistral3,
+    tiny_mistral_tokenizer,
     tiny_qwen3_config,
     tiny_qwen3_tokenizer,
     tiny_qwen_text_encoder,
@@ -189,6 +218,24 @@ def _flux2_klein(tokenizer: Any = None) -> Flux2KleinPipeline:
     )
 
 
+def _flux2_dev(tokenizer: Any = None) -> Flux2Pipeline:
+    tokenizer = tokenizer or tiny_mistral_tokenizer()
+    return Flux2Pipeline(
+        transformer=Flux2Transformer2DModel(
+            num_layers=1,
+            num_single_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=2,
+            joint_attention_dim=3 * 8,
+            axes_dims_rope=(2, 2, 2, 2),
+        ),
+        scheduler=flux2_klein.SCHEDULER.build(),
+        vae=AutoencoderKLFlux2(block_out_channels=(4, 4, 4, 8), layers_per_block=1, norm_num_groups=2),
+        text_encoder=tiny_mistral3(tokenizer, width=8, layers=30),  # the pipeline reads 10, 20 and 30
+        tokenizer=tokenizer,
+    )
+
+
 def _qwen_image(tokenizer: Any = None) -> QwenImagePipeline:
     tokenizer = tokenizer or tiny_qwen_tokenizer(pipeline_without(QwenImagePipeline).prompt_template_encode)
     return QwenImagePipeline(
@@ -255,6 +302,36 @@ def _wan(tokenizer: Any = None) -> WanPipeline:
     )
 
 
+def _wan_i2v(tokenizer: Any = None) -> WanImageToVideoPipeline:
+    """As Wan2.2 A14B from images, without an image encoder, but with one transformer."""
+    parts = _wan(tokenizer).components
+    transformer = WanTransformer3DModel.from_config(parts["transformer"].config, in_channels=36)
+    return WanImageToVideoPipeline(**{**parts, "transformer": transformer})
+
+
+def tiny_wan_i2v_a14b() -> WanImageToVideoPipeline:
+    """Wan2.2 A14B from images: a second transformer, for low noise levels."""
+    parts = _wan_i2v().components
+    second = WanTransformer3DModel.from_config(parts["transformer"].config)
+    return WanImageToVideoPipeline(**{**parts, "transformer_2": second}, **wan_i2v.SETTINGS_A14B)
+
+
+def tiny_wan_i2v_2_1(*, last_frame: bool) -> WanImageToVideoPipeline:
+    """Wan2.1 from the first frame, or from the first and the last, with an image encoder of 5 tokens per image."""
+    parts = _wan_i2v().components
+    shape = {"image_dim": 8, "added_kv_proj_dim": 32, "pos_embed_seq_len": 2 * 5 if last_frame else None}
+    transformer = WanTransformer3DModel.from_config(parts["transformer"].config, **shape)
+    if last_frame:
+        torch.nn.init.normal_(transformer.condition_embedder.image_embedder.pos_embed)
+    vision = {
+        "image_encoder": tiny_clip_vision(width=8, image_size=16, patch_size=8),
+        "image_processor": CLIPImageProcessorPil(
+            size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
+        ),
+    }
+    return WanImageToVideoPipeline(**{**parts, **vision, "transformer": transformer})
+
+
 def _sd15(tokenizer: Any = None) -> StableDiffusionPipeline:
     tokenizer = tokenizer or tiny_clip_tokenizer()
     return StableDiffusionPipeline(
@@ -307,6 +384,13 @@ def _tiny_unet_vae(scaling_factor: float) -> AutoencoderKL:
     return AutoencoderKL(**(sd15.VAE_SHAPE | shape), scaling_factor=scaling_factor, force_upcast=False)
 
 
+def tiny_wan_a14b() -> WanPipeline:
+    """Wan2.2 A14B: a second transformer with other weights, for low noise levels."""
+    pipeline = _wan()
+    second = WanTransformer3DModel.from_config(pipeline.transformer.config)
+    return WanPipeline(**{**pipeline.components, "transformer_2": second}, **wan.SETTINGS_A14B)
+
+
 def tiny_wan_2_2() -> WanPipeline:
     """Wan2.2 5B: another VAE, 48 latent channels and 16 pixels per latent, and a timestep per token."""
     tokenizer = tiny_t5_tokenizer()
@@ -355,6 +439,30 @@ def _hunyuan_video(tokenizer: Any = None, clip_tokenizer: Any = None) -> Hunyuan
     )
 
 
+def _hunyuan_video_1_5(tokenizer: Any = None) -> HunyuanVideo15Pipeline:
+    tokenizer = tokenizer or tiny_chat_tokenizer(HUNYUAN_VIDEO_1_5_TEMPLATE)
+    return HunyuanVideo15Pipeline(
+        transformer=HunyuanVideo15Transformer3DModel(
+            num_layers=2,
+            num_refiner_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            text_embed_dim=16,
+            text_embed_2_dim=8,
+            image_embed_dim=8,
+            rope_axes_dim=(4, 6, 6),
+            task_type="t2v",
+        ),
+        scheduler=hunyuan_video_1_5.SCHEDULER.build(),
+        vae=AutoencoderKLHunyuanVideo15(block_out_channels=(4, 4, 8, 32, 32), layers_per_block=1),
+        text_encoder=tiny_qwen_text_encoder(tokenizer, width=16, layers=3).model.language_model,
+        tokenizer=tokenizer,
+        text_encoder_2=tiny_byt5(width=8),
+        tokenizer_2=ByT5Tokenizer(extra_ids=0),
+        guider=ClassifierFreeGuidance(guidance_scale=6.0),
+    )
+
+
 def tiny_image_vae(scaling_factor: float, shift_factor: float) -> AutoencoderKL:
     """16 latent channels and 8 pixels per latent, as SD3 and FLUX have."""
     return AutoencoderKL(
@@ -381,11 +489,14 @@ TINY_MODELS: dict[str, TinyModel] = {
     "flux": TinyModel(_flux, IMAGE),
     "flux_kontext": TinyModel(_flux_kontext, IMAGE),
     "flux2_klein": TinyModel(_flux2_klein, IMAGE),
+    "flux2_dev": TinyModel(_flux2_dev, IMAGE),
     "qwen_image": TinyModel(_qwen_image, IMAGE),
     "qwen_image_edit": TinyModel(_qwen_image_edit, IMAGE),
     "z_image": TinyModel(_z_image, IMAGE),
     "sdxl": TinyModel(_sdxl, LARGER_IMAGE),
     "sd15": TinyModel(_sd15, LARGER_IMAGE),
     "wan": TinyModel(_wan, VIDEO),
+    "wan_i2v": TinyModel(_wan_i2v, VIDEO),
     "hunyuan_video": TinyModel(_hunyuan_video, VIDEO),
+    "hunyuan_video_1_5": TinyModel(_hunyuan_video_1_5, VIDEO),
 }

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
+from diffusers import HunyuanVideo15Pipeline
+from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
@@ -14,8 +17,12 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    CLIPVisionConfig,
+    CLIPVisionModel,
     LlamaConfig,
     LlamaModel,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -43,6 +50,15 @@ VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MISTRAL_TEMPLATE = (
+    "<s>{% for message in messages %}{% set mark = 'SYSTEM_PROMPT' if message['role'] == 'system' else 'INST' %}"
+    "[{{ mark }}]{% for part in message['content'] %}{{ part['text'] }}{% endfor %}[/{{ mark }}]{% endfor %}"
+)
+# What every prompt of HunyuanVideo 1.5 contains, of which the pipeline cuts off the first 108 tokens.
+HUNYUAN_VIDEO_1_5_TEMPLATE = (
+    "system user assistant "
+    + signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters["system_message"].default
 )
 WORDS = sorted({word for sentence in SENTENCES for word in sentence.split() if word.isalpha()})
 CHARACTERS = tuple(string.ascii_letters + string.digits + string.punctuation)
@@ -79,7 +95,12 @@ def tiny_t5_tokenizer(words: Sequence[str] = WORDS, length: int = TEXT_LENGTH) -
 
 def tiny_qwen3_tokenizer() -> Any:
     """Qwen2's tokenizer, as Qwen3 uses it: with a chat template."""
-    tokenizer = tiny_qwen_tokenizer("user assistant")
+    return tiny_chat_tokenizer("user assistant")
+
+
+def tiny_chat_tokenizer(template: str) -> Any:
+    """Qwen2's tokenizer with a chat template, trained on this text, which chats contain."""
+    tokenizer = tiny_qwen_tokenizer(template)
     tokenizer.chat_template, tokenizer.model_max_length = CHAT_TEMPLATE, TEXT_LENGTH
     return tokenizer
 
@@ -140,6 +161,19 @@ def tiny_clip_with_projection(
     return CLIPTextModelWithProjection(config).eval()
 
 
+def tiny_clip_vision(width: int, image_size: int, patch_size: int) -> CLIPVisionModel:
+    """A CLIP image encoder with this hidden size."""
+    config = CLIPVisionConfig(
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=image_size,
+        patch_size=patch_size,
+    )
+    return CLIPVisionModel(config).eval()
+
+
 def tiny_t5(tokenizer: Any, width: int) -> T5EncoderModel:
     """A T5 encoder with this hidden size."""
     return T5EncoderModel(T5Config(**_t5_settings(tokenizer, width))).eval()  # eval: T5 has dropout
@@ -166,14 +200,56 @@ def tiny_llama(tokenizer: Any, width: int) -> LlamaModel:
     return LlamaModel(config).eval()
 
 
-def tiny_qwen_text_encoder(tokenizer: Any, width: int) -> Qwen2_5_VLForConditionalGeneration:
+def tiny_mistral_tokenizer() -> Any:
+    """A byte-level tokenizer with a chat template of Mistral 3, whose messages are lists of parts."""
+    special = ["<s>", "</s>", "<pad>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_byte_level_bpe([SYSTEM_MESSAGE] * 2 + list(SENTENCES), special),
+        bos_token=special[0],
+        eos_token=special[1],
+        pad_token=special[2],
+        additional_special_tokens=special[3:],
+        model_max_length=2 * TEXT_LENGTH,  # of which the system message takes half
+        chat_template=MISTRAL_TEMPLATE,
+    )
+
+
+def tiny_mistral3(tokenizer: Any, width: int, layers: int) -> Mistral3ForConditionalGeneration:
+    """Mistral 3 with this hidden size and a minimal vision tower, which is never used."""
+    text = {
+        "model_type": "mistral",
+        "vocab_size": len(tokenizer),
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": width // 2,
+    }
+    vision = {
+        "model_type": "pixtral",
+        "hidden_size": width,
+        "intermediate_size": width,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    return Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=vision)).eval()
+
+
+def tiny_byt5(width: int) -> T5EncoderModel:
+    """An encoder of bytes with this hidden size."""
+    shape = {"d_model": width, "d_ff": 2 * width, "d_kv": width // 2, "num_heads": 2, "num_layers": 2}
+    return T5EncoderModel(T5Config(vocab_size=259, **shape)).eval()
+
+
+def tiny_qwen_text_encoder(tokenizer: Any, width: int, layers: int = 2) -> Qwen2_5_VLForConditionalGeneration:
     """Qwen2.5-VL with this hidden size and a minimal vision tower."""
     third = width // 4 // 3
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": width,
         "intermediate_size": 2 * width,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
         "rope_parameters": {

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -26,12 +27,13 @@ from digenrl.models.base_weights import base_fingerprint
 from digenrl.models.compiled import compile_blocks
 from digenrl.models.context_parallel import attention_heads, check_ranks, divide_tokens
 from digenrl.models.contract import DiffusionModel, SampleSize, Schedule, TextEncoder
+from digenrl.models.experts import Experts
 from digenrl.models.family import Family
 from digenrl.models.lora import Targets, add_lora, check_targets, target_layers
 from digenrl.models.lora_start import check_start, read_lora, start_from
 from digenrl.models.offloaded_text_encoder import OffloadedTextEncoder
 from digenrl.models.parked import ParkedModel
-from digenrl.models.pipeline_model import PipelineModel
+from digenrl.models.pipeline_model import TRAINED_TIMESTEPS, PipelineModel
 from digenrl.models.quantized.replacing import BaseWeights, check_has_blocks
 from digenrl.models.random_text_encoder import RandomTextEncoder
 from digenrl.models.registry import find_family, naming_families
@@ -47,6 +49,8 @@ from digenrl.training.ranks.sharding import shard_model
 from digenrl.training.trainer import Trainer
 from digenrl.training.update_split import stale_groups
 from digenrl.worker.stage_bounds import stage_bounds
+
+TRAIN_EXPERT = "model.train_expert"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +187,45 @@ def _check_sampler(recipe: Recipe, algorithm: Algorithm) -> None:
         )
 
 
-def check_hub_model(blueprint: Blueprint) -> None:
-    """Raises ConfigError if a hub id is not accessible or has another pipeline class; fetches a few kB at most."""
+def check_trained_expert(blueprint: Blueprint, schedule: Schedule, boundary_ratio: float) -> None:
+    """Raises ConfigError if a step that is trained belongs to the other of two transformers.
+
+    Algorithms that renoise final latents train at all noise levels.
+    """
+    expert = blueprint.recipe.model.train_expert
+    if expert is None or expert == "both":
+        return
+    boundary = boundary_ratio * TRAINED_TIMESTEPS
+    own = [
+        index for index, time in enumerate(schedule.timesteps.tolist()) if (time >= boundary) == (expert == "high")
+    ]
+    renoised = blueprint.algorithm.settings.replays == "renoised"
+    trained = range(schedule.steps) if renoised else blueprint.window.trainable_steps(schedule.steps)
+    others = [index for index in trained if index not in own]
+    if not others:
+        return
+    steps = f"{own[0]} to {own[-1]}" if own else "none"
+    hint = "" if renoised or not own else f", or sample.window to {{kind: sparse, skip: {own[0]}, fraction: "
+    hint += "" if not hint else f"{(own[-1] + 1) / schedule.steps:g}}}"
+    raise ConfigError(
+        f"{TRAIN_EXPERT}: {expert}, which takes the steps {steps} of {schedule.steps}, but step {others[0]} is "
+        f"trained too; set it to both{hint}",
+        TRAIN_EXPERT,
+    )
+
+
+def check_hub_model(blueprint: Blueprint) -> dict[str, Any]:
+    """The content of the model's `model_index.json`, {} if it has random weights; fetches a few kB at most.
+
+    Raises ConfigError if a hub id is not accessible or has another pipeline class.
+    """
     family = blueprint.family
-    if not blueprint.recipe.model.random:
-        with naming_families(family):
-            index = check_class(family.pipeline_class, family.with_base(source_of(blueprint.recipe)))
-        family.model_class.check_index(index)
+    if blueprint.recipe.model.random:
+        return {}
+    with naming_families(family):
+        index = check_class(family.pipeline_class, family.with_base(source_of(blueprint.recipe)))
+    family.model_class.check_index(index)
+    return index
 
 
 def load_model(
@@ -220,6 +256,9 @@ def load_model(
         )
         _add_adapters(recipe, model)
     check_sizes(blueprint, model)
+    if isinstance(model.transformer, Experts):
+        ratio = model.transformer.boundary / TRAINED_TIMESTEPS
+        check_trained_expert(blueprint, blueprint.schedule(model), ratio)
     if for_a_run and recipe.model.kernels is not None:
         model.use_attention(recipe.model.kernels)
     if exchange is not None:
@@ -337,7 +376,8 @@ def _add_adapters(recipe: Recipe, model: DiffusionModel, values_on: torch.device
     lora = recipe.training.lora
     if lora is None:
         return
-    add_lora(model, lora.rank, lora.alpha, recipe.seed, lora.targets, lora.init, values_on)
+    expert = recipe.model.train_expert or "both"
+    add_lora(model, lora.rank, lora.alpha, recipe.seed, lora.targets, lora.init, values_on, expert)
     if lora.start_from is not None:
         start_from(model, Path(lora.start_from))
 

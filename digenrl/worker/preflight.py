@@ -69,6 +69,7 @@ def _checked(recipe: Recipe) -> tuple[list[str], int]:
             read_blueprint,
         )
         from digenrl.worker.distilled import distilled_warnings
+        from digenrl.worker.expert_checks import check_experts
         from digenrl.worker.sharding_checks import check_sharding
         from digenrl.worker.source_checks import check_sources
     except ModuleNotFoundError as error:
@@ -84,7 +85,7 @@ def _checked(recipe: Recipe) -> tuple[list[str], int]:
         if isinstance(settings, ServerSettings) and not recipe.topology.uses_ray:  # which has other environments
             settings.read_token()
     try:
-        check_hub_model(blueprint)
+        check_experts(blueprint, check_hub_model(blueprint))
     except HubUnreachableError:
         if not recipe.topology.uses_ray:  # other machines of a cluster may reach the hub
             raise

@@ -154,7 +154,10 @@ def test_diffusers_loads_it_with_and_without_metadata(
     save_file(load_file(exports["diffusers"] / FILE_NAME), tmp_path / FILE_NAME)
     for folder in (exports["diffusers"], tmp_path):
         model = open_model(trained)
-        model.pipeline.load_lora_weights(folder)
+        if hasattr(model.pipeline, "load_lora_weights"):
+            model.pipeline.load_lora_weights(folder)
+        else:  # as of HunyuanVideo 1.5
+            model.pipeline.transformer.load_lora_adapter(folder, weight_name=FILE_NAME)
         assert_same_velocity(trained, model)
 
 
@@ -263,7 +266,8 @@ def apply_in_comfyui(lora: dict[str, Tensor], family: str, transformer: torch.nn
 
 def comfyui_model(family: str, linears: list[str]) -> dict[str, list[str]]:
     """The names that ComfyUI's loader knows, each with the diffusers layers whose rows it has, in order."""
-    if family in ("sd3", "flux", "flux_kontext", "flux2_klein", "qwen_image", "qwen_image_edit", "z_image"):
+    plain = ("sd3", "flux", "flux_kontext", "flux2_klein", "flux2_dev", "qwen_image", "qwen_image_edit", "z_image")
+    if family in plain:
         return {f"transformer.{path}": [path] for path in linears}
     rename = _wan_name if family == "wan" else _hunyuan_name
     known: dict[str, list[str]] = {}

@@ -28,7 +28,7 @@ from digenrl.models.lora import (
     adapters_disabled,
     add_lora,
 )
-from digenrl.models.lora_files import save_lora
+from digenrl.models.lora_files import FILE_NAME, save_lora
 from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import FAMILIES, find_family
@@ -36,6 +36,8 @@ from digenrl.testing.tiny_models import TINY_MODELS, make_tiny_pipeline, tiny_si
 
 PROMPTS = ["a red cat", "a sign that says hello"]
 STEPS = 3
+SLOW_PIPELINES = ("hunyuan_video_1_5",)  # with 729 tokens of an absent image
+LARGE_IN_MB = {"hunyuan_video_1_5": 24}  # one of its layers has a fixed width of 2048
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -127,6 +129,7 @@ def call_pipeline(
 ) -> Tensor:
     """The output of the family's diffusers pipeline from the same noise. Edits are made one by one."""
     size = oblong(family)
+    model.prepare_pipeline(pipeline, guidance)
     latents = model.initial_latents(noise_of(model, size), size)
     frames = {"num_frames": size.frames} if family.kind == "video" else {}
     sources = pictures_for(model, PROMPTS)
@@ -172,7 +175,9 @@ def test_our_euler_loop_equals_the_diffusers_pipeline(
     Z-Image together, and those of Qwen-Image and HunyuanVideo keep padding. We rotate in real numbers in
     Qwen-Image. Some CPUs round products of other
     shapes differently. The latents of UNets are scaled, in their pipelines by other factors."""
-    tolerance = 0.0 if family.name in ("sd3", "flux", "flux_kontext", "flux2_klein") else 5e-6
+    tolerance = 0.0 if family.name in ("sd3", "flux", "flux_kontext", "flux2_klein", "flux2_dev") else 5e-6
+    if steps == 28 and family.name in SLOW_PIPELINES:
+        pytest.skip("as with 7 steps")
     model, size = shared_model, oblong(family)
     guidance = family.default_guidance if guided else 1.0
     pipeline = open_pipeline(family, directory, model)
@@ -402,7 +407,10 @@ def test_a_saved_lora_loads_into_the_diffusers_pipeline_and_gives_the_same_veloc
     adapted = model.velocity(latents, times, conditioning, guidance, size)
     save_lora(model, tmp_path)
     pipeline = family.pipeline_class.from_pretrained(directory)
-    pipeline.load_lora_weights(tmp_path)
+    if hasattr(pipeline, "load_lora_weights"):
+        pipeline.load_lora_weights(tmp_path)
+    else:  # as of HunyuanVideo 1.5
+        pipeline.transformer.load_lora_adapter(tmp_path, weight_name=FILE_NAME)
     loaded = family.model_class(pipeline).velocity(latents, times, conditioning, guidance, size)
     assert not torch.equal(adapted, base)
     assert torch.equal(loaded, adapted)
@@ -525,7 +533,7 @@ def test_a_tiny_pipeline_is_small_and_the_same_for_the_same_seed(
     family: Family, directory: Path, tmp_path: Path
 ) -> None:
     size_mb = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()) / 1e6
-    assert 0.2 < size_mb < 2
+    assert 0.2 < size_mb < LARGE_IN_MB.get(family.name, 2)
     make_tiny_pipeline(family.name, tmp_path / "again")
     make_tiny_pipeline(family.name, tmp_path / "other", seed=1)
     files = [path.relative_to(directory) for path in directory.rglob("*") if path.is_file()]

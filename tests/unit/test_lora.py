@@ -302,7 +302,8 @@ def test_equal_adapters_are_written_as_equal_bytes_whatever_the_order_of_sets(tm
     weights = {f"{layer}{end}": torch.ones(2, 2) for layer in layers for end in (DOWN, UP)}
     adapters = Adapters.of(weights, rank=2, alpha=2.0, targets=layers)
     pipeline_class = find_family("sd3").pipeline_class
-    content = write_diffusers(adapters, tmp_path, pipeline_class).read_bytes()
+    write_diffusers(adapters, tmp_path, pipeline_class)
+    content = (tmp_path / FILE_NAME).read_bytes()
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     assert list(header["__metadata__"]) == sorted(header["__metadata__"])
     assert json.loads(header["__metadata__"]["lora_adapter_metadata"])["transformer.target_modules"] == sorted(

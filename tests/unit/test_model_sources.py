@@ -231,3 +231,15 @@ def test_a_repository_with_missing_shards_is_refused_before_its_weights_are_fetc
     weights.rename(weights.with_name("diffusion_pytorch_model-00001-of-00002.safetensors"))
     assert "1 of 2 shards" in refusal("me/sd3")
     assert not any(name.endswith(".safetensors") for name in hub.served)
+
+
+def test_only_the_tokenizer_of_a_processor_is_loaded(tmp_path: Path) -> None:
+    """FLUX.2 dev names a PixtralProcessor, which needs torchvision for images; prompts have none."""
+    make_tiny_pipeline("flux2_dev", tmp_path / "flux2_dev")
+    path = tmp_path / "flux2_dev" / "model_index.json"
+    index = {**json.loads(path.read_text()), "tokenizer": ["transformers", "PixtralProcessor"]}
+    plain = find_family("flux2_dev").load_text_encoders(tmp_path / "flux2_dev").encode(["a red cat"])
+    path.write_text(json.dumps(index))
+    text = find_family("flux2_dev").load_text_encoders(tmp_path / "flux2_dev").encode(["a red cat"])
+    expected, got = plain.positive["encoder_hidden_states"], text.positive["encoder_hidden_states"]
+    assert expected is not None and got is not None and torch.equal(got, expected)

@@ -15,13 +15,15 @@ KNOWN = {
     "sd3": (SampleSize(512, 512), [1, 0.857692, 0.602151, 0.008929, 0]),
     "flux": (SampleSize(512, 512), [1, 0.849235, 0.652489, 0.384945, 0]),
     "flux2_klein": (SampleSize(512, 512), [1, 0.958085, 0.883982, 0.717496, 0]),
+    "flux2_dev": (SampleSize(512, 512), [1, 0.958085, 0.883982, 0.717496, 0]),
+    "hunyuan_video_1_5": (SampleSize(480, 480, frames=5), [1, 0.9375, 0.833333, 0.625, 0]),
     "z_image": (SampleSize(512, 512), [1, 0.947368, 0.857143, 0.666667, 0]),
     "qwen_image": (SampleSize(1024, 1024), [1, 0.766709, 0.455614, 0.02, 0]),
     "hunyuan_video": (SampleSize(480, 480, frames=53), [1, 0.954545, 0.875, 0.7, 0]),
     "wan": (SampleSize(480, 832, frames=53), [0.999999, 0.900120, 0.750375, 0.500999, 0]),
 }
 
-SHIFTED_BY_SIZE = {"flux", "flux2_klein", "qwen_image"}
+SHIFTED_BY_SIZE = {"flux", "flux2_klein", "flux2_dev", "qwen_image"}
 
 
 @cache

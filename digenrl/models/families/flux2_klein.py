@@ -97,7 +97,9 @@ class Flux2KleinModel(PipelineModel):
         unconditional_BL = self._forward(latents_BL, timesteps_B, negative_side(conditioning))
         return at_least_fp32(unconditional_BL + guidance * (conditional_BL - unconditional_BL))
 
-    def _forward(self, latents_BL: Tensor, timesteps_B: Tensor, text: Text) -> Tensor:
+    def _forward(
+        self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, guidance: float | None = None
+    ) -> Tensor:
         latents_BL = latents_BL.to(self.dtype)
         device, (h, w) = latents_BL.device, latents_BL.shape[2:]
         arguments = text_like(text, latents_BL)
@@ -106,7 +108,7 @@ class Flux2KleinModel(PipelineModel):
         output_BSC: Tensor = self.transformer(
             hidden_states=latents_BL.flatten(2).transpose(1, 2),
             timestep=timesteps_B.to(device=device, dtype=latents_BL.dtype) / 1000,
-            guidance=None,
+            guidance=None if guidance is None else latents_BL.new_full([len(latents_BL)], guidance),
             txt_ids=self._positions(device, 1, 1, text_BTD.shape[1]),
             img_ids=self._positions(device, h, w, 1),
             return_dict=False,
@@ -123,6 +125,9 @@ class Flux2KleinModel(PipelineModel):
         return self._ids[key]
 
     def pipeline_latents(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
+        return self._unpacked(latents_BL)
+
+    def _unpacked(self, latents_BL: Tensor) -> Tensor:
         """In the VAE's scale, with every 2 x 2 patch of 32 channels in place."""
         norm, latents_BCHW = self.vae.bn, latents_BL.to(self.vae.dtype)
         mean = norm.running_mean.view(1, -1, 1, 1).to(latents_BCHW)
@@ -132,7 +137,7 @@ class Flux2KleinModel(PipelineModel):
 
     @torch.no_grad()
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
-        return pixels_of_images(self.vae.decode(self.pipeline_latents(latents_BL, size), return_dict=False)[0])
+        return pixels_of_images(self.vae.decode(self._unpacked(latents_BL), return_dict=False)[0])
 
 
 SCHEDULER = Component(FlowMatchEulerDiscreteScheduler, {"shift": 3.0, "use_dynamic_shifting": True})

@@ -6,6 +6,7 @@ Shape legend as in `digenrl.models.contract`; P = the channels of a pixel (3).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize
 from digenrl.models.family import Component
 
 Text = Mapping[str, Tensor | None]
+NOTHING: Text = MappingProxyType({})
 
 # The linear layers of attention between an image and a text stream.
 JOINT_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
@@ -48,17 +50,28 @@ def negative_side(conditioning: Conditioning) -> Text:
 
 
 def guided_velocity(
-    model: DiffusionModel, latents_BL: Tensor, timesteps_B: Tensor, conditioning: Conditioning, guidance: float
+    model: DiffusionModel,
+    latents_BL: Tensor,
+    timesteps_B: Tensor,
+    conditioning: Conditioning,
+    guidance: float,
+    *,
+    channels_BL: Tensor | None = None,
+    shared: Text = NOTHING,
 ) -> Tensor:
     """Classifier-free guidance, with both branches in one batch; a guidance of 1 or less takes one branch alone.
 
     For transformers that take latents, timesteps and text as they are; the texts of both branches must have the
-    same length.
+    same length. `channels_BL` follow the latents' channels, and `shared` arguments are those of both branches.
     """
 
     def forward(latents_BL: Tensor, timesteps_B: Tensor, text: Text) -> Tensor:
         arguments = text_like(text, latents_BL)
         timesteps_B = timesteps_B.to(latents_BL.device)
+        if channels_BL is not None:
+            further_BL = channels_BL.to(latents_BL)
+            further_BL = further_BL.repeat(len(latents_BL) // len(further_BL), *[1] * (further_BL.ndim - 1))
+            latents_BL = torch.cat([latents_BL, further_BL], dim=1)
         output: Tensor = model.transformer(
             hidden_states=latents_BL, timestep=timesteps_B, return_dict=False, **arguments
         )[0]
@@ -66,9 +79,9 @@ def guided_velocity(
 
     latents_BL = latents_BL.to(model.dtype)
     if guidance <= 1:
-        return at_least_fp32(forward(latents_BL, timesteps_B, conditioning.positive))
-    negative = negative_side(conditioning)
-    pairs = {name: (value, negative[name]) for name, value in conditioning.positive.items()}
+        return at_least_fp32(forward(latents_BL, timesteps_B, {**conditioning.positive, **shared}))
+    negative = {**negative_side(conditioning), **shared}
+    pairs = {name: (value, negative[name]) for name, value in {**conditioning.positive, **shared}.items()}
     text = {name: None if a is None or b is None else torch.cat([b, a]) for name, (a, b) in pairs.items()}
     both = forward(torch.cat([latents_BL] * 2), torch.cat([timesteps_B] * 2), text)
     unconditional_BL, conditional_BL = both.chunk(2)  # in the order of the diffusers pipelines
@@ -102,7 +115,7 @@ def latent_height_width(size: SampleSize, pixels_per_latent: int, patch: int = 2
 
 
 def latent_frames_height_width(
-    size: SampleSize, frames_per_latent: int, pixels_per_latent: int
+    size: SampleSize, frames_per_latent: int, pixels_per_latent: int, patch: int = 2
 ) -> tuple[int, int, int]:
     """(F, h, w) of a video's latents; raises ConfigError if the size does not divide.
 
@@ -110,7 +123,7 @@ def latent_frames_height_width(
     """
     if size.frames < 1 or size.frames % frames_per_latent != 1:
         raise ConfigError(f"frames must be {frames_per_latent} k + 1, such as 33 or 53, got {size.frames}")
-    return (size.frames - 1) // frames_per_latent + 1, *latent_height_width(size, pixels_per_latent)
+    return (size.frames - 1) // frames_per_latent + 1, *latent_height_width(size, pixels_per_latent, patch)
 
 
 def shift_from_tokens(config: Mapping[str, Any], tokens: int, default_max_shift: float) -> float:

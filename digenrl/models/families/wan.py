@@ -1,19 +1,21 @@
 """Wan text-to-video: latents (C, F, h, w), UMT5 text padded with zeros, classifier-free guidance.
 
-Wan2.1 has 16 latent channels and a token of 16 x 16 pixels, Wan2.2 5B has 48 and 32 x 32.
+Wan2.1 has 16 latent channels and a token of 16 x 16 pixels, Wan2.2 5B has 48 and 32 x 32. Wan2.2 A14B is as
+Wan2.1, with a transformer for high and one for low noise levels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
-from digenrl.models.contract import Conditioning, SampleSize, Schedule
+from digenrl.models.contract import ComfyuiLayers, Conditioning, SampleSize, Schedule
+from digenrl.models.experts import EXPERTS
 from digenrl.models.families.comfyui_layers import WAN_LAYERS
 from digenrl.models.families.helpers import (
     guided_velocity,
@@ -27,30 +29,28 @@ from digenrl.models.pipeline_model import PipelineModel, TextLength, schedule_of
 from digenrl.models.token_exchange import TokenShares
 
 TEXT_LENGTH = TextLength("tokenizer", default=512, most=512)  # the model was trained with 512
+ABSENT = [None, None]  # how model_index.json lists a component that a pipeline lacks
 
 
 class WanModel(PipelineModel):
     """L = (C, F, h, w). The text has a fixed length, with zeros after the end of the prompt, and no mask."""
 
     family = "wan"
-    lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
-    comfyui_layers = WAN_LAYERS
+    lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+    comfyui_layers: ClassVar[ComfyuiLayers | None] = WAN_LAYERS
     default_guidance = 5.0
     block_state_arguments = ("hidden_states",)
     text_encoders = ("text_encoder",)
-    text_length = TEXT_LENGTH
+    text_length: ClassVar[TextLength | None] = TEXT_LENGTH
     self_attention = ("attn1",)
-
-    def __init__(self, pipeline: Any) -> None:
-        self.check_index(pipeline.config)
-        super().__init__(pipeline)
+    may_have_experts = True
 
     @classmethod
     def check_index(cls, index: Mapping[str, Any]) -> None:
-        if index.get("boundary_ratio") is not None:
+        lacking = [name for name in EXPERTS["both"] if index.get(name, ABSENT) == ABSENT]
+        if index.get("boundary_ratio") is not None and lacking:
             raise ConfigError(
-                "model.source: a Wan2.2 A14B pipeline, with two transformers, which is not supported; use "
-                "Wan2.1 text-to-video or Wan2.2-TI2V-5B"
+                f"model.source: a Wan2.2 A14B pipeline without {lacking[0]}; use one with both transformers"
             )
 
     def own_arguments(self, arguments: Mapping[str, Any], shares: TokenShares) -> dict[str, Any]:
@@ -117,6 +117,7 @@ def _scheduler(shift: float) -> Component:
 SCHEDULER = _scheduler(shift=3.0)
 SCHEDULER_2_2 = _scheduler(shift=5.0)
 SETTINGS_2_2 = {"expand_timesteps": True}
+SETTINGS_A14B = {"boundary_ratio": 0.875}  # of the number of trained timesteps
 VAE_2_2 = Component(
     AutoencoderKLWan,
     {
@@ -134,7 +135,8 @@ VAE_2_2 = Component(
 )
 
 
-def _full(hub_id: str, billions: float, layers: int, heads: int, ffn_dim: int, **others: Any) -> FullSize:
+def full_size(hub_id: str, billions: float, layers: int, heads: int, ffn_dim: int, **others: Any) -> FullSize:
+    """A published size; `shape` has further arguments of the transformer."""
     shape = {"num_layers": layers, "num_attention_heads": heads, "ffn_dim": ffn_dim, **others.pop("shape", {})}
     return FullSize(
         billions,
@@ -150,9 +152,9 @@ WAN = Family(
     pipeline_class=WanPipeline,
     model_class=WanModel,
     sizes={
-        "2.1-1.3b": _full("Wan2.1-T2V-1.3B", 1.42, layers=30, heads=12, ffn_dim=8960),
-        "2.1-14b": _full("Wan2.1-T2V-14B", 14.29, layers=40, heads=40, ffn_dim=13824),
-        "2.2-5b": _full(
+        "2.1-1.3b": full_size("Wan2.1-T2V-1.3B", 1.42, layers=30, heads=12, ffn_dim=8960),
+        "2.1-14b": full_size("Wan2.1-T2V-14B", 14.29, layers=40, heads=40, ffn_dim=13824),
+        "2.2-5b": full_size(
             "Wan2.2-TI2V-5B",
             *(5.00, 30, 24, 14336),
             shape={"in_channels": 48, "out_channels": 48},
@@ -160,6 +162,7 @@ WAN = Family(
             scheduler=SCHEDULER_2_2,
             pipeline_settings=SETTINGS_2_2,
         ),
+        "2.2-a14b": full_size("Wan2.2-T2V-A14B", *(28.58, 40, 40, 13824), pipeline_settings=SETTINGS_A14B),
     },
     vae=Component(AutoencoderKLWan, {}),
     scheduler=SCHEDULER,

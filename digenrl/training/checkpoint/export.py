@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from digenrl.models.contract import DiffusionModel
+from digenrl.models.experts import of_part, parts_of
 from digenrl.models.loading import without_progress_bars
 from digenrl.models.lora import has_lora, published_name
 from digenrl.models.lora_files import save_lora
@@ -50,7 +51,7 @@ def export_transformer(model: DiffusionModel, folder: Path, values: Mapping[str,
     `values` replace some of the model's own weights. For a sharded model they must be all weights, gathered.
     """
     whole = values if is_sharded(model.transformer) else weights_state(model, "cpu", instead=values or {})
-    transformer = _transformer_with(model, whole or {})
+    transformer = _transformer_with(model.transformer, whole or {})
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         tidy(folder.parent)
@@ -65,7 +66,12 @@ def export_merged(model: PipelineModel, folder: Path) -> None:
 
     The model's pipeline has the merged transformer from then on. Processors that are not loaded here are copied.
     """
-    model.pipeline.register_modules(**{model.denoiser: _transformer_with(model, merged_weights(model))})
+    weights = merged_weights(model)
+    merged = {
+        part or model.denoiser: _transformer_with(transformer, of_part(part, weights))
+        for part, transformer in parts_of(model.transformer).items()
+    }
+    model.pipeline.register_modules(**merged)
     try:
         with without_progress_bars():
             model.pipeline.save_pretrained(folder)
@@ -85,14 +91,13 @@ def _with_values(model: DiffusionModel, values: Mapping[str, Tensor] | None) -> 
     return weights_replaced(model, weights_state(model, "cpu", instead=values))
 
 
-def _transformer_with(model: DiffusionModel, weights: Mapping[str, Tensor]) -> Any:
+def _transformer_with(own: nn.Module, weights: Mapping[str, Tensor]) -> Any:
     """A transformer of the same configuration with these weights; the model's own is not changed."""
-    parameters = dict(model.transformer.named_parameters())
-    saved = model.transformer.state_dict()
-    buffers = {name: value.cpu() for name, value in saved.items() if name not in parameters}
-    configuration: Any = model.transformer.config
+    parameters = dict(own.named_parameters())
+    buffers = {name: value.cpu() for name, value in own.state_dict().items() if name not in parameters}
+    configuration: Any = own.config
     with torch.device("meta"):
-        transformer = unsharded_class(model.transformer).from_config(configuration)
+        transformer = unsharded_class(own).from_config(configuration)
     weights = {name: _with_own_storage(value) for name, value in weights.items()}
     transformer.load_state_dict(buffers | weights, assign=True)
     return transformer

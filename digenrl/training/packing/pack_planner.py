@@ -9,7 +9,7 @@ import torch
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.training import TrainerSettings
-from digenrl.models.blocks import checkpoint_blocks, repeated_blocks
+from digenrl.models.blocks import block_positions, checkpoint_blocks
 from digenrl.models.contract import DiffusionModel
 from digenrl.training.packing.memory_plan import PackPlan, choose_plan
 from digenrl.training.packing.pack_size import free_bytes, measure_largest_pack
@@ -45,7 +45,7 @@ class PackPlanner:
         self._model, self._settings, self._ranks, self._rank = model, settings, ranks, rank
         self._sharded, self._in_lockstep = sharded, in_lockstep
         self._gradient_bytes, self._bytes_to_come = gradient_bytes, bytes_to_come
-        self._blocks = len(repeated_blocks(model.transformer))
+        self._blocks = len(block_positions(model.transformer))
         self._given_checkpointed = self._checkpointed_by_settings()
         self.pack_size = None if settings.pack_size == "auto" else settings.pack_size
         self._checkpointed = self._given_checkpointed or 0

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from digenrl.models.blocks import block_kind, checkpoint_chosen, repeated_blocks
+from digenrl.models.blocks import block_kind, block_positions, checkpoint_chosen
 from digenrl.models.contract import DiffusionModel
 
 LONG_PASS_S = 2.0  # a pass that takes longer is timed only once
@@ -42,11 +42,11 @@ class CudaPassProfiler:
     def __init__(self, model: DiffusionModel, run_pack: Callable[[int], None]) -> None:
         self._model = model
         self._run_pack = run_pack
-        self._blocks = repeated_blocks(model.transformer)
-        self.kinds: Sequence[Hashable] = [block_kind(block) for block in self._blocks]
+        self._positions = block_positions(model.transformer)
+        self.kinds: Sequence[Hashable] = [block_kind(blocks[0]) for blocks in self._positions]
 
     def checkpoint(self, chosen: Collection[int]) -> None:
-        checkpoint_chosen(self._model, [self._blocks[index] for index in chosen])
+        checkpoint_chosen(self._model, [block for index in chosen for block in self._positions[index]])
 
     def warm_up(self, pack_size: int) -> None:
         self._run_pack(pack_size)
@@ -74,28 +74,27 @@ class CudaPassProfiler:
 
     @contextmanager
     def _recording_growth(self) -> Iterator[list[int]]:
-        """Yields the memory growth of each block's first forward; later ones are recomputations."""
-        growth, at_entry = [0] * len(self._blocks), [-1] * len(self._blocks)
-        seen: set[int] = set()
+        """Yields the memory growth in the first forwards at each position; later ones are recomputations."""
+        growth = [0] * len(self._positions)
+        at_entry: dict[nn.Module, int] = {}
+        seen: set[nn.Module] = set()
 
-        def before(index: int) -> Callable[..., None]:
-            def record(_module: nn.Module, _arguments: Any) -> None:
-                at_entry[index] = torch.cuda.memory_allocated(self._model.device)
-
-            return record
+        def before(block: nn.Module, _arguments: Any) -> None:
+            at_entry[block] = torch.cuda.memory_allocated(self._model.device)
 
         def after(index: int) -> Callable[..., None]:
-            def record(_module: nn.Module, _arguments: Any, _result: Any) -> None:
-                if torch.is_grad_enabled() and index not in seen:
-                    seen.add(index)
-                    growth[index] = torch.cuda.memory_allocated(self._model.device) - at_entry[index]
+            def record(block: nn.Module, _arguments: Any, _result: Any) -> None:
+                if torch.is_grad_enabled() and block not in seen:
+                    seen.add(block)
+                    growth[index] += torch.cuda.memory_allocated(self._model.device) - at_entry[block]
 
             return record
 
         hooks = [
             hook
-            for index, block in enumerate(self._blocks)
-            for hook in (block.register_forward_pre_hook(before(index)), block.register_forward_hook(after(index)))
+            for index, blocks in enumerate(self._positions)
+            for block in blocks
+            for hook in (block.register_forward_pre_hook(before), block.register_forward_hook(after(index)))
         ]
         try:
             yield growth

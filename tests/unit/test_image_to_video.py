@@ -1,0 +1,108 @@
+"""Wan from images: one or two transformers, the first frame or the first and the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from source_pictures import picture
+
+from digenrl.commands.model_probe import plain_pipeline
+from digenrl.config.reading import ConfigError
+from digenrl.models.contract import Conditioning, SampleSize
+from digenrl.models.families.wan_i2v import WanImageToVideoModel
+from digenrl.models.pipeline_model import PipelineModel
+from digenrl.models.registry import find_family
+from digenrl.testing.tiny_models import seeded_weights, tiny_wan_i2v_2_1, tiny_wan_i2v_a14b
+
+FAMILY = find_family("wan_i2v")
+SIZE = SampleSize(32, 48, frames=5)
+FIRST, LAST = picture(1, 32, 48), picture(2, 32, 48)
+
+
+BUILD: dict[str, Callable[[], Any]] = {
+    "a14b": tiny_wan_i2v_a14b,
+    "2.1": lambda: tiny_wan_i2v_2_1(last_frame=False),
+    "flf2v": lambda: tiny_wan_i2v_2_1(last_frame=True),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PipelineModel]:
+    root = tmp_path_factory.mktemp("tiny")
+    for name, build in BUILD.items():
+        with seeded_weights(0):
+            build().save_pretrained(root / name)
+    return {name: FAMILY.load(root / name) for name in BUILD}
+
+
+@pytest.fixture
+def a14b(models: dict[str, PipelineModel]) -> PipelineModel:
+    return models["a14b"]
+
+
+def noise_of(model: PipelineModel, rows: int) -> torch.Tensor:
+    return torch.randn(rows, *model.noise_shape(SIZE), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "images", "guidance"),
+    [
+        ("a14b", [FIRST], 3.5),
+        ("a14b", [FIRST, LAST], 1.0),
+        ("2.1", [FIRST], 3.5),
+        ("flf2v", [FIRST, LAST], 3.5),
+    ],
+)
+@torch.no_grad()
+def test_every_published_kind_equals_its_pipeline(
+    models: dict[str, PipelineModel], name: str, images: list[Any], guidance: float
+) -> None:
+    model = models[name]
+    noise, schedule = noise_of(model, 1), model.schedule(7, SIZE)
+    conditioning, latents = model.encode_with_images(["a red cat"], [images], SIZE), noise
+    high = (schedule.timesteps >= 900).tolist()
+    assert high[0] and not high[-1]  # both transformers are used, if there are two
+    for index, time in enumerate(schedule.timesteps):
+        velocity = model.velocity(latents, time.expand(1), conditioning, guidance, SIZE)
+        latents = latents + (schedule.sigmas[index + 1] - schedule.sigmas[index]) * velocity
+    arguments = {"height": SIZE.height, "width": SIZE.width, "num_frames": SIZE.frames, "latents": noise}
+    arguments |= {"num_inference_steps": 7, "negative_prompt": [""], **model.source_arguments(images, SIZE)}
+    pipeline = plain_pipeline(model)
+    theirs = pipeline(
+        prompt=["a red cat"], output_type="latent", **arguments, **model.pipeline_arguments(guidance)
+    ).frames
+    torch.testing.assert_close(latents, theirs, atol=5e-6, rtol=0)
+
+
+@torch.no_grad()
+def test_prompts_with_one_and_with_two_frames_share_a_batch(a14b: PipelineModel) -> None:
+    rows = [a14b.encode_with_images(["a red cat"], [images], SIZE) for images in ([FIRST], [FIRST, LAST])]
+    noise, times = noise_of(a14b, 2), torch.tensor([950.0, 300.0])
+    together = a14b.velocity(noise, times, Conditioning.joined(rows), 3.5, SIZE)
+    for row, conditioning in enumerate(rows):
+        alone = a14b.velocity(noise[row : row + 1], times[row : row + 1], conditioning, 3.5, SIZE)
+        torch.testing.assert_close(alone[0], together[row], atol=1e-5, rtol=1e-5)
+    other = a14b.encode_with_images(["a red cat"], [[LAST]], SIZE)
+    changed = a14b.velocity(noise[:1], times[:1], other, 3.5, SIZE)
+    assert not torch.equal(changed[0], together[0])
+
+
+def test_a_model_for_first_and_last_frames_needs_both(models: dict[str, PipelineModel]) -> None:
+    conditioning = models["flf2v"].encode_with_images(["a red cat"], [[FIRST]], SIZE)
+    with pytest.raises(ConfigError, match="the first and the last frame"):
+        models["flf2v"].velocity(noise_of(models["flf2v"], 1), torch.tensor([500.0]), conditioning, 1.0, SIZE)
+
+
+def test_the_length_of_its_text_is_fixed(a14b: PipelineModel) -> None:
+    text = a14b.encode(["a red cat"]).positive["encoder_hidden_states"]
+    assert text is not None and text.shape[1] == 512
+    with pytest.raises(ConfigError, match="fixed length"):
+        FAMILY.check_text_tokens(128)
+
+
+def test_wan_2_2_5b_is_for_text_only() -> None:
+    with pytest.raises(ConfigError, match=r"model\.source.*TI2V-5B"):
+        WanImageToVideoModel.check_index({"expand_timesteps": True})

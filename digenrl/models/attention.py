@@ -46,7 +46,8 @@ def with_contiguous_gradient(attention: Callable[..., Tensor]) -> Callable[..., 
 
     @wraps(attention)
     def wrapped(*arguments: Any, **named: Any) -> Tensor:
-        return _ContiguousGradient.apply(attention(*arguments, **named))
+        output: Tensor = _ContiguousGradient.apply(attention(*arguments, **named))  # type: ignore[no-untyped-call]
+        return output
 
     return wrapped
 
@@ -59,7 +60,7 @@ class _ContiguousGradient(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
-    def backward(_context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(_context: Any, gradient: Tensor) -> Tensor:
         return gradient.transpose(1, 2).contiguous().transpose(1, 2)
 
 

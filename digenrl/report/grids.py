@@ -29,7 +29,7 @@ def grids(run: RunRecord) -> dict[str, Any]:
     return {
         "written": len(with_grid),
         "shown": [_entry(*with_grid[number]) for number in chosen],
-        "sources": _data_url(sources) if sources.is_file() else None,
+        "sources": _data_url(sources, "image/png") if sources.is_file() else None,
     }
 
 

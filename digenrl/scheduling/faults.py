@@ -236,7 +236,7 @@ def _take_back_train(state: SchedulerState, job: Train, at_ns: int) -> tuple[Sch
 
 
 def _forget_slice(state: SchedulerState, piece: Slice) -> SchedulerState:
-    """A generated slice is lost: it is generated and scored again. It was not trained, since a job needs it."""
+    """A generated slice is lost: it is generated and scored again, unless another job has reported the loss."""
     terms, step = state.terms, open_step(state, piece.step)
     assert terms.stream != "sample", "single samples are streamed in simulations only, where nothing is lost"
     if step is None or step.groups[piece.group].retired:
@@ -254,8 +254,18 @@ def _forget_slice(state: SchedulerState, piece: Slice) -> SchedulerState:
     )
     void = {job.id for job in state.scorers if job is not None and _share_samples(job.piece, piece)}
     waiting = tuple(each for each in state.unscored if not _share_samples(each, piece))
+    awaited = _awaited(state, step)
     state = replace(put_step(state, step), unscored=waiting, void_scores=state.void_scores | void)
-    return reissue(state, piece)
+    for each in slices_in(terms, piece):
+        if not any(_share_samples(other, each) for other in awaited):
+            state = reissue(state, each)
+    return state
+
+
+def _awaited(state: SchedulerState, step: StepProgress) -> list[Slice]:
+    """What lanes are generating, and what waits to be generated again."""
+    jobs = [lane.job for lane in state.lanes if isinstance(lane.job, Generate)]
+    return [*step.reissue, *(job.slice for job in jobs if job.id not in state.void_jobs)]
 
 
 def _share_samples(piece: Slice | HeldOutChunk, other: Slice) -> bool:

@@ -30,7 +30,7 @@ from transformers import CLIPTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from digenrl.models.loading import pipeline_without
 from digenrl.models.tokenizers import PROBE
-from digenrl.testing.tiny_text_encoders import SENTENCES, tiny_clip_tokenizer
+from digenrl.testing.tiny_text_encoders import SENTENCES, VISION_TOKENS, tiny_clip_tokenizer
 
 CORPUS = (*SENTENCES, PROBE, "It's SO good: 3 cats, 2 dogs; naïve “quotes” — 東京!", "Привет, мир 🙂")
 TEXT_LENGTH = 77  # of CLIP
@@ -51,7 +51,7 @@ LLAMA_SPECIAL = (
     "<image>",
     "<pad>",
 )
-QWEN_SPECIAL = (END, "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+QWEN_SPECIAL = (END, "<|im_start|>", "<|im_end|>", *VISION_TOKENS)
 
 
 def write_clip_tokenizer(folder: Path, pad_token: str = END) -> Any:

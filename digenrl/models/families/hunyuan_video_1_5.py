@@ -45,6 +45,7 @@ class HunyuanVideo15Model(PipelineModel):
     """
 
     family = "hunyuan_video_1_5"
+    block_state_arguments = ("hidden_states", "encoder_hidden_states")
     lora_targets = JOINT_ATTENTION
     default_guidance = 6.0
     text_encoders = ("text_encoder", "text_encoder_2")

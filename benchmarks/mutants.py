@@ -105,8 +105,8 @@ MUTANTS = [
     Mutant(
         "lost slice not made again",
         FAULTS,
-        "    return reissue(state, piece)\n\n\ndef _share_samples",
-        "    return state\n\n\ndef _share_samples",
+        "            state = reissue(state, each)\n    return state\n\n\ndef _awaited",
+        "            pass\n    return state\n\n\ndef _awaited",
     ),
     Mutant(
         "void score accepted", FAULTS, "void_scores=state.void_scores | void)", "void_scores=state.void_scores)"

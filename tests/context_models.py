@@ -20,7 +20,9 @@ from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.training.ranks.sharding import shard_model
 
 HEADS = 4
-DIVISIBLE = [name for name, family in FAMILIES.items() if family.model_class.self_attention]
+DIVISIBLE = [  # families that edit images have the transformers of others
+    name for name, family in FAMILIES.items() if family.model_class.self_attention and not family.sources.most
+]
 PROMPTS = ["a red cat", "a sign that says hello to everybody"]
 
 

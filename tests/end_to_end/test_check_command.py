@@ -115,12 +115,12 @@ def test_a_hub_id_is_described_and_downloaded_only_if_asked(hub: HubStandIn) -> 
 
 
 def test_a_class_that_no_family_takes_stops_after_its_index(hub: HubStandIn) -> None:
-    kontext = hub.root / "me" / "kontext"
-    (kontext / "transformer").mkdir(parents=True)
-    (kontext / "model_index.json").write_text(json.dumps({"_class_name": "FluxKontextPipeline"}))
-    (kontext / "transformer" / "diffusion_pytorch_model.safetensors").write_bytes(bytes(1_000_000))
-    assert "no family takes" in refusal("me/kontext")
-    assert "takes a FluxPipeline" in refusal("flux_flow_grpo", "model.source=me/kontext")
+    fill = hub.root / "me" / "fill"
+    (fill / "transformer").mkdir(parents=True)
+    (fill / "model_index.json").write_text(json.dumps({"_class_name": "FluxFillPipeline"}))
+    (fill / "transformer" / "diffusion_pytorch_model.safetensors").write_bytes(bytes(1_000_000))
+    assert "no family takes" in refusal("me/fill")
+    assert "takes a FluxPipeline" in refusal("flux_flow_grpo", "model.source=me/fill")
     assert list(hub.served) == ["model_index.json"]
     (hub.root / "me" / "gguf").mkdir()
     (hub.root / "me" / "gguf" / "flux.gguf").write_bytes(bytes(1000))

@@ -112,9 +112,9 @@ def test_missing_damaged_and_pickled_weights_are_refused_before_anything_is_read
 def test_the_error_about_another_class_names_the_family_that_takes_it(folders: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.family=sd3"), naming_families(find_family("flux")):
         find_family("flux").load(folders / "sd3")
-    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxKontextPipeline"}))
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxFillPipeline"}))
     with (
-        pytest.raises(ConfigError, match=r"FluxKontextPipeline.*takes a FluxPipeline; no family"),
+        pytest.raises(ConfigError, match=r"FluxFillPipeline.*takes a FluxPipeline; no family"),
         naming_families(find_family("flux")),
     ):
         find_family("flux").load(tmp_path)

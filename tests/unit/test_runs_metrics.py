@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from digenrl.metrics.busy import BusyMeter
 from digenrl.metrics.step_metrics import StepMetrics
 from digenrl.records import (
     NO_LANE,
+    Calibrate,
     Committed,
     Generate,
     Generated,
@@ -100,9 +102,21 @@ class Account:
 
 
 def _check_against_the_full_trace(opening: SchedulerState, faults: Faults) -> list[dict[str, float]]:
-    kept, account, recorder = KeptNumbers(), Account(opening), Recorder(opening)
-    watch(opening, [kept], faults=faults, after=(account, recorder))
+    kept, account, recorder, states = (
+        KeptNumbers(),
+        Account(opening),
+        Recorder(opening),
+        deque([opening], maxlen=1),
+    )
+    last = AfterEach(lambda _event, _actions, state: states.append(state))
+    watch(opening, [kept], faults=faults, after=(account, recorder, last))
     trace, began_ns = recorder.trace(), 0
+    unfinished = [  # calibrations that the end of the run has cut off
+        Span(lane.name, Work.CALIBRATE, lane.job.issued_ns, trace.end_ns, 0)
+        for lane in states[0].lanes
+        if isinstance(lane.job, Calibrate)
+    ]
+    trace = replace(trace, spans=(*trace.spans, *unfinished))
     assert [numbers["step"] for numbers in kept.steps] == list(range(opening.terms.steps))
     for numbers, ended_ns in zip(kept.steps, recorder.commit_ends_ns, strict=True):
         assert numbers["at_s"] == ended_ns / SECOND

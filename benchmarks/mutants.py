@@ -276,7 +276,7 @@ MUTANTS = [
     Mutant(
         "outdated export taken",
         OUTPUTS,
-        "if completed.job.version >= self._stores.versions.newest_version:",
+        "if completed.job.version >= versions.newest_version:",
         "if True:",
     ),
     Mutant(

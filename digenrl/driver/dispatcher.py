@@ -328,6 +328,7 @@ class Dispatcher:
         if not self._begun or job.id in self._callbacks:
             self._recover_and_resend(completed.worker, job, lost_rows)
             return
+        self._outputs.discard(job)
         lost = [each for each in slices_of(job) if {each.name, pixels_name(each.name)} & names]
         for artifact in lost:
             stores.drop_slice(artifact.name)

@@ -28,6 +28,7 @@ from digenrl.records import (
     HeldOutChunk,
     Job,
     JobFailed,
+    Publish,
     Published,
     Result,
     RoleSwitched,
@@ -80,6 +81,8 @@ class JobOutputs:
                 self._stores.artifacts.drop(name)
         elif isinstance(job, Score) and isinstance(job.piece, HeldOutChunk):
             self._stores.artifacts.drop(held_out_name(job.piece))
+        elif isinstance(job, Publish):
+            self._stores.versions.drop_old(self._pending())
 
     def discard_late(self, report: object) -> None:
         """Frees what a job has left whose result came too late. A doubled result's slice may be in use."""
@@ -157,8 +160,12 @@ class JobOutputs:
 
     def _exported(self, completed: CompletedJob, result: Exported) -> None:
         assert isinstance(completed.job, Export)
-        if completed.job.version >= self._stores.versions.newest_version:  # else a commit came before it
+        versions = self._stores.versions
+        if completed.job.version >= versions.newest_version:
             self._take_weights(completed.job.version, result.weights)
+        else:  # a commit came before it
+            versions.take_outdated(result.weights)
+            versions.drop_old(self._pending())
 
     def _take_weights(self, version: int, weights: WeightsReference) -> None:
         self._stores.versions.take(version, weights)

@@ -33,6 +33,11 @@ class WeightVersions:
                     self._artifacts.drop(state_name(self.kept_state or 0, rank))
             self.kept_state = version
 
+    def take_outdated(self, weights: WeightsReference) -> None:
+        """An older version was exported again, after a newer one."""
+        if weights.name and weights.name not in self._exported:
+            self._exported.insert(0, weights.name)
+
     def take_update(self, weights: WeightsReference) -> None:
         """The weights for the next update of the open step; none if a step begins, or begins again."""
         self.of_update = weights

@@ -6,6 +6,7 @@ process, in which a part of the source is replaced when its module is imported.
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -370,8 +371,14 @@ def seeds_until_caught(name: str, seeds: int = SEEDS) -> int | None:
     return found
 
 
-def main(names: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Prints the table; exits with 1 if a break survives."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="breaks to try, all by default")
+    names: list[str] = parser.parse_args(arguments).names
+    unknown = [name for name in names if name not in BY_NAME]
+    if unknown:
+        parser.error(f"unknown break '{unknown[0]}'; known: {', '.join(BY_NAME)}")
     chosen = [BY_NAME[name] for name in names] or MUTANTS
     survivors = 0
     with ThreadPoolExecutor(PROCESSES) as pool:

@@ -32,7 +32,7 @@ class CrashPoint:
     """A run that was killed at a journal record and resumed."""
 
     record: int
-    killed: bool  # False if the run had finished before it wrote so many records
+    killed: bool  # False if the run finished before it wrote this record
     finished: bool
     restarted: bool  # no checkpoint was complete yet: the run was resumed with --restart
     equal: bool  # to the weights of the quiet run

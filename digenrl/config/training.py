@@ -60,8 +60,8 @@ class EmaSettings(Frozen):
 class StageLinkSettings(Frozen):
     """How the stages of a model send each other activations and gradients: as they are, or coded in fewer bytes.
 
-    `ratio` is for `top_k`, which sends one of so many values. The trained policy is then not exactly the one that
-    generates: while `log_prob_mismatch` exceeds a tenth of the clip range, milder codecs are used.
+    `ratio` is for `top_k`: 10 sends the largest tenth of the values. With a codec, the trained policy is not exactly
+    the one that generates: while `log_prob_mismatch` exceeds a tenth of the clip range, milder codecs are used.
     """
 
     activations: CodecName = "none"

@@ -120,7 +120,7 @@ class PipelineModel(DiffusionModel):
 
     def source_arguments(self, images: Sequence[Image.Image], size: SampleSize) -> dict[str, Any]:
         """Arguments with which the diffusers pipeline edits these source images of one prompt, as they are."""
-        raise NotImplementedError(f"{self.family} takes no source images")
+        raise ConfigError(f"{self.family} takes no source images; use a family that edits images")
 
     def pipeline_source_size(self, size: SampleSize) -> SampleSize:
         """A size of source images that the diffusers pipeline does not resize."""

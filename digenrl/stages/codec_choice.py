@@ -42,7 +42,7 @@ class Codec:
         return min(values, max(1, int(values / self.ratio)))
 
     def payload_bytes(self, values: int, item_bytes: int) -> int:
-        """The size of so many coded values, each of `item_bytes` before."""
+        """The bytes of `values` coded values, each of `item_bytes` before."""
         blocks = -(-values // BLOCK_VALUES)
         sizes: dict[CodecName, int] = {
             "none": item_bytes * values,

@@ -60,7 +60,7 @@ class EmaSettings(Frozen):
 class StageLinkSettings(Frozen):
     """How the stages of a model send each other activations and gradients: as they are, or coded in fewer bytes.
 
-    `ratio` is for `top_k`: 10 sends the largest tenth of the values. With a codec, the trained policy is not exactly
+    `ratio` is for `top_k`: 10 sends the largest tenth of the values. With a codec, the trained policy is not quite
     the one that generates: while `log_prob_mismatch` exceeds a tenth of the clip range, milder codecs are used.
     """
 

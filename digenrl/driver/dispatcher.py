@@ -130,7 +130,7 @@ class Dispatcher:
         self._ticked, self._begun = True, False
         self._own_ids = count(-1, -1)  # of jobs that the scheduler does not issue
         self._callbacks: dict[int, Callable[[Any], None]] = {}  # for results of those jobs
-        self._parked: list[Job] = []  # until their prompts are encoded
+        self._parked: list[tuple[Job, tuple[tuple[int, int], ...]]] = []  # with the prompts that they wait for
         self._stalled: list[ArtifactLost] = []  # until the scheduler hears that the trainer is lost
         self._starting: set[str] = set()
         self._wake_ns: int | None = None  # when the scheduler wants a tick
@@ -254,11 +254,12 @@ class Dispatcher:
         for worker, filled in requests:
             if worker in self._unheard_losses:
                 continue  # the scheduler issues it again when it hears of the loss
-            if all(self.stores.prompts.is_encoded(prompt) for prompt in prompts_of(filled)):
+            missing = [prompt for prompt in prompts_of(filled) if not self.stores.prompts.is_encoded(prompt)]
+            if not missing:
                 self._jobs.send(worker, filled)
             else:
                 logger.info("%s waits for its prompts", describe(job))
-                self._parked.append(job)
+                self._parked.append((job, self._inputs.prompt_ids(filled, missing)))
 
     def _send_own(self, worker: str, job: Job, callback: Callable[[Any], None]) -> None:
         self._callbacks[job.id] = callback
@@ -304,7 +305,7 @@ class Dispatcher:
         self._outputs.keep(completed, result)
         if isinstance(result, Encoded):
             parked, self._parked = self._parked, []
-            for each in parked:
+            for each, _ in parked:
                 self._submit_job(each)
         if callback is not None:
             callback(result)
@@ -313,8 +314,18 @@ class Dispatcher:
             assert isinstance(job, Calibrate)
             result = replace(result, offer=self._calibrated_offer(job, result))
         self._events.append(replace(result, at_ns=self._now_ns, job=job))
+        if isinstance(job, Encode):
+            self._report_not_encoded(job)
         if isinstance(result, Committed) and self.stores.costs is not None:
             self._events.append(self.stores.costs.measured(self._now_ns))
+
+    def _report_not_encoded(self, job: Encode) -> None:
+        """Jobs that still wait for its prompts: these were encoded when it was sent, and have been lost since."""
+        groups = {(job.step, group) for group in job.groups}
+        for each, prompts in self._parked:
+            if groups & set(prompts):
+                self._events.append(ArtifactLost(self._now_ns, each, prompts=prompts))
+        self._parked = [each for each in self._parked if not groups & set(each[1])]
 
     def _inputs_lost(self, completed: CompletedJob, names: set[str]) -> None:
         """Reports what was lost. Before the run begins, it is made again and the job is sent again."""
@@ -403,7 +414,7 @@ class Dispatcher:
             losses = [WorkerLost(now_ns, 0, "trainer")]
             self._outputs.forget_updates()
             names = self._names_of(losses[0])
-            self._parked = [job for job in self._parked if self._worker_of(job) not in names]
+            self._parked = [each for each in self._parked if self._worker_of(each[0]) not in names]
         elif worker == ENCODER:
             losses = [WorkerLost(now_ns, 0, "encoder")]
         elif worker in rewards:

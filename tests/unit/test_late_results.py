@@ -17,6 +17,8 @@ from digenrl.prompts.sources import Prompt
 from digenrl.records import (
     NO_WEIGHTS,
     ArtifactLost,
+    Encode,
+    Encoded,
     Event,
     Export,
     Exported,
@@ -174,6 +176,20 @@ def test_a_version_that_only_a_lost_worker_was_loading_is_freed(tmp_path: Path) 
     run.transport.kill("generator-0")
     run.driver.receive()
     assert "weights-0" not in run.exchange.names()
+
+
+def test_a_prompt_lost_while_its_step_is_encoded_without_it_is_reported(tmp_path: Path) -> None:
+    """Prompts repeat: one that is encoded already is left out of the job, and may be lost before that ends."""
+    run = begun(tmp_path)
+    run.driver.submit(Encode(0, 0, 0, (0, 3)))
+    run.driver.stores.prompts.forget(run.driver.stores.prompts.row(0, 0).row)
+    waiting = Generate(1, 0, PIECE, 0, 0)
+    run.driver.submit(waiting)
+    assert run.transport.kinds_of_jobs("generator-0") == []
+    run.transport.answer("encoder")
+    encoded, lost = events_of(run)
+    assert isinstance(encoded, Encoded) and isinstance(lost, ArtifactLost)
+    assert (lost.job, lost.prompts) == (waiting, ((0, 0),))
 
 
 def test_rows_that_pending_jobs_read_are_not_dropped_with_their_step() -> None:

@@ -524,6 +524,8 @@ class Recipe(Frozen):
         if self.training.lora is None:
             raise _conflict(where, f"{_shown(stages)}, which trains adapters; add training.lora={{rank: 32}}")
         count, ranks = len(stages) if stages != "auto" else None, self.lanes.ranks
+        if count == 1:
+            raise _conflict(where, f"{_shown(stages)}, a single stage; give at least two, or leave it out")
         if ranks == 1 or count not in (None, ranks):
             wanted = "the number of stages" if count is None else str(count)
             raise _conflict(where, f"{_shown(stages)}, but lanes.ranks is {ranks}; set that to {wanted}")

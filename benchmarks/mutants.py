@@ -250,7 +250,7 @@ MUTANTS = [
         "pass",
     ),
     Mutant("lost prompt counts as encoded", DISPATCHER, "stores.prompts.forget(row.row)", "pass"),
-    Mutant("parked jobs forgotten", DISPATCHER, "for each in parked:", "for each in ():"),
+    Mutant("parked jobs forgotten", DISPATCHER, "for each, _ in parked:", "for each, _ in ():"),
     Mutant("NaN rewards accepted", DISPATCHER, "with_valid_scores(completed.job, result)", "result"),
     Mutant("lost slice stays in the store", DISPATCHER, "if stores.samples.remove_slice(artifact))", "if True)"),
     Mutant("lost lane keeps its worker", "driver.lanes", 'self._workers[lane] = ""', "pass"),

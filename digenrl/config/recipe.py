@@ -521,8 +521,6 @@ class Recipe(Frozen):
         stages, where = self.training.stages, "training.stages"
         if stages is None:
             return
-        if self.training.lora is None:
-            raise _conflict(where, f"{_shown(stages)}, which trains adapters; add training.lora={{rank: 32}}")
         count, ranks = len(stages) if stages != "auto" else None, self.lanes.ranks
         if count == 1:
             raise _conflict(where, f"{_shown(stages)}, a single stage; give at least two, or leave it out")
@@ -671,7 +669,7 @@ class Recipe(Frozen):
 
     @property
     def sharded(self) -> bool:
-        """Whether the trained weights are sharded over the trainer's ranks: full fine-tuning on several ranks."""
+        """Whether each of the trainer's ranks trains a part of the weights: full fine-tuning on several ranks."""
         return self.training.lora is None and self.lanes.ranks > 1
 
     @property

@@ -23,7 +23,7 @@ from digenrl.config.reading import ConfigError
 from digenrl.exchange.tensors import Exchange
 from digenrl.generation.rollout import GeneratedSlice
 from digenrl.models.contract import Conditioning, DiffusionModel, TextEncoder
-from digenrl.models.model_weights import gathered_weights, load_weights, weights_replaced
+from digenrl.models.model_weights import load_weights, weights_replaced
 from digenrl.models.parked import ParkedModel
 from digenrl.models.trajectory import ScoredGroup, ScoredSamples, Trajectory
 from digenrl.models.transfers import synchronize, to_device
@@ -288,7 +288,7 @@ class Stages:
         path = save_checkpoint(run / "checkpoints", job.step, state, facts, ranks=ranks)
         values = weights_to_export(state)
         if trainer.shard is not None:
-            values = gathered_weights(self.model, values)
+            values = trainer.policies.published(values)
         try:
             with all_or_none(ranks):
                 if ranks is None or ranks.rank.is_first:

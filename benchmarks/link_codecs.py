@@ -34,8 +34,8 @@ from digenrl.stages.cut import even_bounds
 
 STAGES = 3
 LAST_STEPS = 50  # whose losses are averaged
-CLASSES, WRONG_LABELS, NOISE = 10, 0.1, 1.5
-BATCH, CONTEXT = 16, 64  # samples, characters
+CLASSES, WRONG_LABELS, NOISE = 10, 0.1, 0.5
+BATCH, CONTEXT = 16, 32  # samples, characters
 
 CODECS = {
     "none": LinkCodecs(),
@@ -118,7 +118,8 @@ def gpt2() -> list[nn.Module]:
 
 def pictures(seed: int) -> Iterator[Batch]:
     """A pattern for each class, with noise."""
-    patterns = torch.randn(CLASSES, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    coarse = torch.randn(CLASSES, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    patterns = functional.interpolate(coarse, size=(32, 32), mode="bilinear")
     generator = torch.Generator().manual_seed(seed)
     while True:
         labels = torch.randint(CLASSES, (BATCH,), generator=generator)
@@ -139,7 +140,7 @@ def characters(seed: int) -> Iterator[Batch]:
         yield pieces[:, :-1], pieces[:, 1:]
 
 
-MODELS = {"resnet101": (resnet101, pictures, 1e-3), "gpt2": (gpt2, characters, 1e-3)}
+MODELS = {"resnet101": (resnet101, pictures, 3e-3), "gpt2": (gpt2, characters, 3e-3)}
 
 
 def train(model: str, codecs: str, steps: int, seed: int) -> Row:
@@ -149,7 +150,7 @@ def train(model: str, codecs: str, steps: int, seed: int) -> Row:
     chain = make_chain()
     cuts = even_bounds(len(chain), STAGES)[1:-1]
     parameters = list(dict.fromkeys(p for module in chain for p in module.parameters()))
-    optimizer = torch.optim.AdamW(parameters, lr=learning_rate)
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, fused=True)
     losses = []
     began = perf_counter()
     for _, (value, target) in zip(range(steps), batches(seed), strict=False):

@@ -167,9 +167,7 @@ class StageLinks:
             )
         else:
             self._senders["backward"] = Sender(backward, settings.codecs.gradients, settings.pace(), report)
-            self._receivers["forward"] = Receiver(
-                forward, self.device, partial(self._deliver, "forward"), report
-            )
+            self._receivers["forward"] = Receiver(forward, self.device, partial(self._deliver, "forward"), report)
 
     def _deliver(self, direction: Direction, index: int, states: States) -> None:
         self._arrived.put(Arrival(direction, index, states))

@@ -49,7 +49,7 @@ class Pipeline:
 
     @property
     def computing_s(self) -> float:
-        """The forward and backward of a micro-batch, by the medians of the last ones; 0 before any was measured."""
+        """The forward and backward of a micro-batch, as medians of the last ones; 0 before any was measured."""
         return sum(median(each) for each in self._seconds.values() if each)
 
     def train(

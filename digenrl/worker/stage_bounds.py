@@ -56,7 +56,9 @@ def stage_bounds(
     cards = ranks.cards()
     bounds = cut_for_cards(chain_costs(transformer, blocks_before_chain), cards, bytes_per_parameter(recipe))
     if ranks.rank.is_first:
-        shown = ", ".join(f"{end - first} on {card.name}" for (first, end), card in zip(pairwise(bounds), cards, strict=True))
+        shown = ", ".join(
+            f"{end - first} on {card.name}" for (first, end), card in zip(pairwise(bounds), cards, strict=True)
+        )
         logger.info("%s: auto cuts the blocks into %s", KEY, shown)
     return bounds
 
@@ -76,10 +78,12 @@ def cut_for_cards(costs: ChainCosts, cards: Sequence[CardFacts], weight_bytes: f
         cut = best_cut(costs.work, speeds, 0.0, [1.0] * links, 2 * len(cards), fits)
     except ValueError:
         need = weight_bytes * (costs.others * len(cards) + sum(costs.parameters)) / GIB
-        free = " + ".join("no limit" if card.free_bytes is None else f"{card.free_bytes / GIB:.1f}" for card in cards)
+        free = " + ".join(
+            "no limit" if card.free_bytes is None else f"{card.free_bytes / GIB:.1f}" for card in cards
+        )
         raise ConfigError(
             f"{KEY}: auto finds no cut of {len(costs.work)} blocks that fits on {len(cards)} cards: weights and "
-            f"what trains them take {need:.1f} GiB, and {free} GiB are free; use more or larger cards (lanes.ranks)",
+            f"what trains them take {need:.1f} GiB, and {free} GiB are free; use more or larger cards",
             KEY,
         ) from None
     return cut.bounds

@@ -86,7 +86,7 @@ def test_a_codec_is_used_while_log_probs_differ_by_less_than_a_tenth_of_the_clip
 
 
 def decided(ranks: RankGroup) -> list[list[tuple[str, str]]]:
-    """The codecs before and after the first batch, after the second, and of a trainer with the first one's state."""
+    """The codecs before and after the first batch, after the second, and of a trainer with that state."""
     case = StagedCase("diffusion_nft", settings={"links": "auto"}, batches=2, rates=(None, 3e4))
     trainer, batches = trainer_and_batches(ranks, case, (0, 1, 2, 3))
     links = ranks.pipeline().links

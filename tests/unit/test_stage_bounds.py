@@ -62,7 +62,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_what_it_takes_and_what_is_fre
     with pytest.raises(ConfigError) as caught:
         cut_for_cards(EQUAL_BLOCKS, [card(100, free_gib=4), card(100, free_gib=5)], 4)
     assert "14.0 GiB" in str(caught.value) and "4.0 + 5.0 GiB" in str(caught.value)
-    assert "lanes.ranks" in str(caught.value) and "\n" not in str(caught.value)
+    assert "training.stages" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_cards_of_one_name_are_equally_fast_whatever_was_measured() -> None:
@@ -73,7 +73,9 @@ def test_cards_of_one_name_are_equally_fast_whatever_was_measured() -> None:
 
 def test_blocks_with_two_streams_have_the_work_of_blocks_with_one() -> None:
     transformer = FAMILIES["flux"].build_transformer(torch.bfloat16, "meta", None)
-    double, single = (getattr(transformer, each)[0] for each in ("transformer_blocks", "single_transformer_blocks"))
+    double, single = (
+        getattr(transformer, each)[0] for each in ("transformer_blocks", "single_transformer_blocks")
+    )
     assert block_work(double) == pytest.approx(block_work(single), rel=0.01)
     count = sum(weight.numel() for weight in double.parameters())
     assert count > 2 * sum(weight.numel() for weight in single.parameters()), "by weights they differ"

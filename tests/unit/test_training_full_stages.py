@@ -53,7 +53,9 @@ def test_block_gradients_are_those_of_one_process_bit_for_bit_and_shared_ones_up
     for stage in stages:
         for name, value in stage.gradient.items():
             if name in shared:
-                torch.testing.assert_close(value, one.gradient[name], rtol=1e-6, atol=1e-6 * float(value.abs().max()))
+                torch.testing.assert_close(
+                    value, one.gradient[name], rtol=1e-6, atol=1e-6 * float(value.abs().max())
+                )
             else:
                 assert torch.equal(value, one.gradient[name]), name
 
@@ -68,7 +70,9 @@ def test_all_weights_and_metrics_are_those_of_one_process(one: FullTraining, sta
     assert stages[0].metrics == stages[1].metrics
 
 
-def test_a_rank_has_optimizer_state_of_its_own_weights_alone(one: FullTraining, stages: list[FullTraining]) -> None:
+def test_a_rank_has_optimizer_state_of_its_own_weights_alone(
+    one: FullTraining, stages: list[FullTraining]
+) -> None:
     shared = outside_blocks(deep_model("sd3"))
     assert stages[0].optimizer_names & stages[1].optimizer_names <= shared
     assert stages[0].optimizer_names | stages[1].optimizer_names == one.optimizer_names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from digenrl.config.training import CodecChoice, CodecName, StageLinkSettings
@@ -62,7 +63,7 @@ def choose_codecs(settings: StageLinkSettings, reports: Sequence[StageReport]) -
             chosen(settings.activations, ACTIVATION_CODECS, before.forward, after.forward),
             chosen(settings.gradients, GRADIENT_CODECS, after.backward, before.backward),
         )
-        for before, after in zip(reports, reports[1:], strict=False)
+        for before, after in pairwise(reports)
     )
 
 
@@ -92,7 +93,7 @@ class LinkControl:
         self._set_decided(not settings.measures)
 
     def note_mismatch(self, mismatch: float | None) -> None:
-        """The mean difference of log-probs from those of the rollout, if an update has it; the same on all stages."""
+        """The mean difference of log-probs from those of the rollout, if an update has it; equal on all stages."""
         self._mismatch = self._mismatch if mismatch is None else mismatch
 
     def finish_batch(self, clip_range: float | None) -> None:
@@ -125,7 +126,9 @@ class LinkControl:
         """Takes a decision that was made for the same settings and as many links; else starts over."""
         known = state if state is not None and state["wanted"] == self._wanted() else None
         if known is not None and len(known["codecs"]) == len(self._given):
-            codecs = [LinkCodecs(Codec(**each["activations"]), Codec(**each["gradients"])) for each in known["codecs"]]
+            codecs = [
+                LinkCodecs(Codec(**each["activations"]), Codec(**each["gradients"])) for each in known["codecs"]
+            ]
             self._pipeline.links.use_codecs(tuple(codecs))
             self._set_decided(True)
             return

@@ -19,7 +19,7 @@ from digenrl.models.blocks import repeated_blocks
 from digenrl.models.lora import add_lora
 from digenrl.models.registry import FAMILIES
 from digenrl.testing.tiny_models import TINY_MODELS
-from digenrl.training.ranks.cards import CardFacts, relative_speeds
+from digenrl.training.ranks.cards import CardFacts, relative_speeds, with_recorded_rates
 from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.worker.blueprint import read_blueprint, transformer_without_weights
 from digenrl.worker.stage_bounds import bytes_per_parameter, cut_for_cards, stage_bounds
@@ -69,6 +69,18 @@ def test_cards_of_one_name_are_equally_fast_whatever_was_measured() -> None:
     cards = [card(95, name="A"), card(50, name="B"), card(105, name="A")]
     assert relative_speeds(cards) == (1.0, 0.5, 1.0)
     assert relative_speeds([card(100), card(0.1)])[1] > 0
+
+
+def test_a_run_that_starts_again_has_the_rates_of_its_cards_that_were_measured_first(tmp_path: Path) -> None:
+    file = tmp_path / "cards.json"
+    measured = [card(95, name="A"), card(50, free_gib=4, name="B")]
+    assert with_recorded_rates(measured, file) == measured
+    again = with_recorded_rates([card(90, name="A"), card(60, free_gib=3, name="B")], file)
+    assert again == [card(95, name="A"), card(50, free_gib=3, name="B")], "memory is that of now"
+    others = [card(80, name="A"), card(70, name="C")]
+    assert with_recorded_rates(others, file) == others
+    file.write_text("{")
+    assert with_recorded_rates(measured, file) == measured == with_recorded_rates(measured, file)
 
 
 def test_blocks_with_two_streams_have_the_work_of_blocks_with_one() -> None:

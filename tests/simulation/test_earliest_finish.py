@@ -112,7 +112,8 @@ def test_forecasts_count_reservations_as_the_scheduler_does(
         future = forecast_from_state(state, cluster.now_ns)
         deadline_ns = cluster.now_ns + within_ms * 1_000_000
         expected = reserved_before(future.generators(), length, deadline_ns)
-        assert future.reserved_before(length, deadline_ns) == expected
+        able = [True] * len(future.constants.classes)
+        assert future.reserved_before(length, deadline_ns, able) == expected
         state, actions = decide(state, cluster.next_event())
         for action in actions:
             cluster.submit(action)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_specs import spec_contents
+from random_specs import publish_to_all_at_once, spec_contents
 
 from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
@@ -82,7 +82,8 @@ def assert_the_parts_equal_the_whole(whole: AuditedRun, *parts: AuditedRun) -> N
 @given(spec_contents(helps=HELPS, dispatches=("eager", "earliest_finish"), colocated=False), st.integers(1, 2))
 def test_on_policy_with_instant_publishing_a_stop_changes_nothing(content: dict[str, Any], after: int) -> None:
     """At a commit every lane is idle, and if publishing takes no time, every lane has the version."""
-    content["policy"]["stale_fraction"], content["publish"], content["steps"] = 0, 0, 3
+    content["policy"]["stale_fraction"], content["steps"] = 0, 3
+    publish_to_all_at_once(content, seconds=0)
     opening = initial_scheduler_state(parse_model(Spec, content), search_budget=20_000)
     assert_the_parts_equal_the_whole(AuditedRun(opening), *stopped_and_resumed(opening, after, pause_ns=0))
 
@@ -94,6 +95,7 @@ def test_without_help_a_run_resumed_when_the_version_would_have_arrived_is_the_s
 ) -> None:
     """A trainer that helps uses the time of publishing; without help it is idle then."""
     content["policy"]["stale_fraction"], content["steps"] = 0, 3
+    publish_to_all_at_once(content, content["publish"])
     opening = initial_scheduler_state(parse_model(Spec, content), search_budget=100)
     parts = stopped_and_resumed(opening, after=1, pause_ns=opening.costs.publish_ns)
     assert_the_parts_equal_the_whole(AuditedRun(opening), *parts)

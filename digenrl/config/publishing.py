@@ -10,7 +10,7 @@ from digenrl.config.reading import Frozen
 class PublishSettings(Frozen):
     """The precision of published adapters.
 
-    With `bfloat16`, generators compute with rounded adapters, and a version has half the bytes, or about a fifth as
+    With `bfloat16`, generators compute with rounded adapters, and a version has half the bytes, or a fifth as
     a patch. The trainer keeps float32 and recomputes the old log-probs, so the importance ratio is 1 before the
     first update; samples come from a slightly different policy.
     """

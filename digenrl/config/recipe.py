@@ -468,8 +468,7 @@ class Recipe(Frozen):
             raise _conflict("lanes.ranks", f"{why}; set it to 1, or mode to local")
         self._check_shard_base()
         self._check_stages()
-        if self.publish.dtype != "float32":
-            self._check_rounded_adapters()
+        self._check_rounded_adapters()
         if self.shards_model and techniques.tag not in ("none", "auto"):
             why = f"{techniques.tag}, but with lanes.ranks = {ranks} no rank holds all weights to generate with"
             divided = "leave out training.stages" if self.training.stages else "set lanes.shard_base to false"
@@ -540,6 +539,8 @@ class Recipe(Frozen):
     def _check_rounded_adapters(self) -> None:
         """Raises ConfigError if trainer and generators could not use adapters of different precision."""
         where, dtype = "publish.dtype", self.publish.dtype
+        if dtype == "float32":
+            return
         if self.training.lora is None:
             why = f"{dtype}, which rounds adapters; add training.lora={{rank: 32}}, or leave it out"
             raise _conflict(where, why)

@@ -75,8 +75,8 @@ class PlanResult:
     No plan of the search space with one slice size for all lanes is better than the first by more than
     `proven_gap`; slice sizes per pool are tried for the best splits only. `every_size` is True if all trainer
     sizes were searched, and False if a refined grid of sizes was used (large pools). `colocated` is a comparison,
-    not a plan to run. `comparison` says in words which kind of plan wins, by how much and why. `trainer_places` are
-    the ways to train over several sites, fastest first.
+    not a plan to run. `comparison` says in words which kind of plan wins, by how much and why. `trainer_places`
+    are the ways to train over several sites, fastest first.
     """
 
     workload: Workload

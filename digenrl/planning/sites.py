@@ -45,8 +45,9 @@ def check_sites(site_of_pool: Mapping[str, str], links: Sequence[SiteLink]) -> N
         raise ValueError(f"sites: no pool is in '{unused}'; sites with pools: {', '.join(used) or 'none'}")
     for index, first in enumerate(used):
         for second in used[index + 1 :]:
-            if linked.count(frozenset((first, second))) != 1:
+            given = linked.count(frozenset((first, second)))
+            if given != 1:
                 raise ValueError(
-                    f"sites: expected one link between '{first}' and '{second}', got "
-                    f"{linked.count(frozenset((first, second)))}; give {{between: [{first}, {second}], gbit_s: 1.0}}"
+                    f"sites: expected one link between '{first}' and '{second}', got {given}; "
+                    f"give {{between: [{first}, {second}], gbit_s: 1.0}}"
                 )

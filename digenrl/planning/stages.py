@@ -13,8 +13,14 @@ from math import ceil
 from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.cluster import CardPool, Cluster
 from digenrl.planning.constants import CONSTANTS, Constants
-from digenrl.planning.costs import GB, GBIT, commit_seconds, network_bytes_s, training_pass_seconds
-from digenrl.planning.layout import TrainerLayout
+from digenrl.planning.costs import (
+    GB,
+    GBIT,
+    TrainerLayout,
+    commit_seconds,
+    network_bytes_s,
+    training_pass_seconds,
+)
 from digenrl.planning.memory import GIB, RECOMPUTED_BLOCKS, SHARDED_BYTES_PER_PARAMETER, available_gib
 from digenrl.planning.sites import site_gbit_s
 from digenrl.planning.workload import Workload

@@ -30,15 +30,15 @@ def compare_places(
 
 def places_words(places: tuple[TrainerPlace, ...]) -> str:
     """Which way wins, by how much and why; empty without a comparison."""
-    if not places or places[0].step_s is None:
+    if not places or (best_s := places[0].step_s) is None:
         return ""
     best, *others = places
-    words = f"Training in {_name(best)} is fastest: {best.cards}, {best.step_s:.3g} s a step, {best.why}."
+    words = f"Training in {_name(best)} is fastest: {best.cards}, {best_s:.3g} s a step, {best.why}."
     for other in others:
         if other.step_s is None:
             words += f" {_name(other).capitalize()}: impossible, {other.why}."
         else:
-            slower = other.step_s / best.step_s
+            slower = other.step_s / best_s
             words += (
                 f" {_name(other).capitalize()}: {other.step_s:.3g} s, {slower:.3g} times as long, {other.why}."
             )

@@ -1,10 +1,10 @@
 """Which idle lane takes which slices: `eager` and `earliest_finish`.
 
 `eager` gives every idle lane the next slices at once. `earliest_finish` guarantees: whenever a lane is given a
-piece, no other lane, counted from when it is free, would have finished that piece earlier after everything that
-comes before it in the list. So no group waits for a slow lane while a fast one could have generated the same
-slices earlier. If all lanes take one slice at a time, this holds for all other lanes together: even without idle
-time, they would not have reached and finished that slice earlier.
+piece, no other lane that may start it, counted from when it is free, would have finished that piece earlier after
+everything that comes before it in the list. So no group waits for a slow lane while a fast one could have made
+the same slices earlier. If all lanes take one slice at a time, this holds for all other lanes together: even
+without idle time, they would not have reached and finished that slice earlier.
 
 A lane finds its piece by counting the slices that others finish first. Consider another lane that is free at f and
 needs T for a piece of this length and t for a full job. It has jobs reserved at f, f + t, f + 2t, ... as long as

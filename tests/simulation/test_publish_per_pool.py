@@ -41,7 +41,7 @@ def test_a_slow_pool_delays_no_other() -> None:
 
 
 def test_among_equally_fast_lanes_the_one_with_newer_weights_goes_first() -> None:
-    """One sample may be stale. The near lane takes it at 2 s, and the other sample when it has version 1, at 5 s."""
+    """One sample may be stale: the near lane takes it at 2 s, and the other one with version 1, at 5 s."""
     run = simulate(parse_model(Spec, {**TWO_SITES, "policy": {"stale_fraction": 0.5}}))
     generated = [span for span in run.trace.spans if span.work is Work.GENERATE and span.step == 1]
     assert [(span.lane, span.start_ns / 1e9, span.version) for span in generated] == [

@@ -13,7 +13,7 @@ from random_specs import publish_to_all_at_once, spec_contents
 from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
 from digenrl.loop import drive
-from digenrl.records import Action, Generate, Generated, Job, LaneOffer, Publish, Tick
+from digenrl.records import Action, Generate, Generated, Job, Publish, Tick
 from digenrl.scheduling import SchedulerState, decide, initial_state
 from digenrl.scheduling.invariants import Auditor
 from digenrl.simulation.prediction import ActionLog
@@ -27,10 +27,7 @@ HELPS = ("none", "greedy", "search", "auto")
 
 def resumed(opening: SchedulerState, committed: int, jobs_issued: int) -> SchedulerState:
     """The initial state of a run with the same settings that is resumed after this many commits."""
-    offers = {
-        helper: [LaneOffer(lane.name, lane.slice_ns) for lane in opening.lanes if lane.helper is helper]
-        for helper in (False, True)
-    }
+    offers = {helper: [lane.offer for lane in opening.lanes if lane.helper is helper] for helper in (False, True)}
     return initial_state(
         opening.terms,
         opening.costs,

@@ -546,8 +546,7 @@ class Recipe(Frozen):
             raise _conflict(where, why)
         if not self.topology.publishes:
             raise _conflict(where, f"{dtype} in mode {self.mode}, which publishes nothing; leave it out")
-        helps = self.techniques.tag != "none" and self.techniques.assist != "none" and not self.shards_model
-        if helps:
+        if self.trainer_helps:
             why = f"{dtype}, but the trainer helps to generate, with adapters that are not rounded"
             raise _conflict(where, f"{why}; set techniques.tag=none, or leave it out")
         own = ":" in self.algorithm.name  # its settings are read later

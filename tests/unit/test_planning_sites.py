@@ -95,6 +95,13 @@ def test_over_a_fast_link_whole_versions_are_faster_than_patches() -> None:
     assert seconds == pytest.approx(FLUX.published_bytes / 1e9 + 0.05, rel=0.01)
 
 
+def test_rounded_adapters_arrive_earlier() -> None:
+    rounded = FLUX.model_copy(update={"rounded_adapters": True})
+    here = layout()
+    seconds = [remote_publication_seconds(each, here, here.generators[1]) for each in (FLUX, rounded)]
+    assert seconds[0] is not None and seconds[1] is not None and seconds[0] > 3 * seconds[1]
+
+
 def test_machines_of_another_site_fetch_adapters_one_by_one() -> None:
     one, two = layout(), layout(west=pool("RTX 4090", "west", 2, nodes=2))
     alone, both = (remote_publication_seconds(FLUX, each, each.generators[1]) for each in (one, two))

@@ -86,7 +86,7 @@ class LaneOffer:
     A lane that can train alone needs `train_sample_ns` per sample, and has to switch between the roles: in
     `switch_in_ns` from training to generating, in `switch_out_ns` back.
 
-    A lane gets a new version in `publish_ns`; None means in the time of the run, `Costs.publish_ns`.
+    A lane gets a new version in `publish_ns`; -1 means in the time of the run, `Costs.publish_ns`.
 
     >>> LaneOffer("h100-0", slice_ns=6, slices_at_once=3, take_ns=(3, 4, 5)).expected_ns(1)
     4
@@ -99,7 +99,7 @@ class LaneOffer:
     train_sample_ns: Fraction = Fraction(0)
     switch_in_ns: int = 0
     switch_out_ns: int = 0
-    publish_ns: int | None = None
+    publish_ns: int = -1
 
     def expected_ns(self, slices: int) -> int:
         """The expected time of a job with this many slices, at least 1 ns."""

@@ -56,7 +56,7 @@ class Lane:
     train_sample_ns: Fraction = Fraction(0)
     switch_in_ns: int = 0
     switch_out_ns: int = 0
-    publish_ns: int | None = None  # until it has a new version; None: `Costs.publish_ns`
+    publish_ns: int = -1  # until it has a new version; -1: `Costs.publish_ns`
     role: Role = "generate"
     trained: tuple[Slice, ...] = ()
     ends_ns: int = 0  # when its job is expected to end; kept, as what follows, only if lanes share work

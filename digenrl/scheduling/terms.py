@@ -137,9 +137,9 @@ class Costs:
     send_ns: int = 0  # until a lane that trains on its own has sent its gradient sums
     reduce_ns: int = 0  # adding these up, before a commit; a live run measures it as part of the commit
 
-    def publication_ns(self, own_ns: int | None) -> int:
-        """The time until a lane has a new version, given its own time if it has one."""
-        return self.publish_ns if own_ns is None else own_ns
+    def publication_ns(self, own_ns: int) -> int:
+        """The time until a lane has a new version, given its own time, or -1 if it has none."""
+        return self.publish_ns if own_ns < 0 else own_ns
 
     def train_ns(self, samples: int) -> int:
         """The time of a Train job, rounded half to even."""

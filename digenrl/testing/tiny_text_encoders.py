@@ -17,8 +17,6 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
-    CLIPVisionConfig,
-    CLIPVisionModel,
     LlamaConfig,
     LlamaModel,
     Mistral3Config,
@@ -159,19 +157,6 @@ def tiny_clip_with_projection(
     config = _clip_config(tokenizer, width)
     config.projection_dim = projected or width
     return CLIPTextModelWithProjection(config).eval()
-
-
-def tiny_clip_vision(width: int, image_size: int, patch_size: int) -> CLIPVisionModel:
-    """A CLIP image encoder with this hidden size."""
-    config = CLIPVisionConfig(
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=image_size,
-        patch_size=patch_size,
-    )
-    return CLIPVisionModel(config).eval()
 
 
 def tiny_t5(tokenizer: Any, width: int) -> T5EncoderModel:

@@ -15,7 +15,8 @@ from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.families.wan_i2v import WanImageToVideoModel
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import find_family
-from digenrl.testing.tiny_models import seeded_weights, tiny_wan_i2v_2_1, tiny_wan_i2v_a14b
+from digenrl.testing.tiny_models import seeded_weights
+from digenrl.testing.tiny_video_models import tiny_wan_2_2, tiny_wan_i2v_2_1, tiny_wan_i2v_a14b
 
 FAMILY = find_family("wan_i2v")
 SIZE = SampleSize(32, 48, frames=5)

@@ -14,7 +14,8 @@ from digenrl.config.reading import ConfigError
 from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.pipeline_model import EulerSteps, PipelineModel
 from digenrl.models.registry import find_family
-from digenrl.testing.tiny_models import make_tiny_pipeline, seeded_weights, tiny_size, tiny_wan_2_2
+from digenrl.testing.tiny_models import make_tiny_pipeline, seeded_weights, tiny_size
+from digenrl.testing.tiny_video_models import tiny_wan_2_2
 
 PROMPTS = ["a red cat", "two small dogs running through a field of yellow flowers"]
 STEPS = 3

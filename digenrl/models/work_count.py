@@ -90,10 +90,10 @@ def count_work(
     """
     weights, quantizable = list(model.transformer.parameters()), block_weights(model.transformer)
     adapters = _add_adapters(model, targets)
-    text = next(shape[0] for shape in text_shapes.values() if len(shape) > 1)
-    less = text - model.text_multiple
+    padded = next(shape[0] for shape in text_shapes.values() if len(shape) > 1)
+    text, less = padded + sources * model.tokens_beside_text, padded - model.text_multiple
     shorter_shapes = {
-        name: (less, *shape[1:]) if shape[0] == text else shape for name, shape in text_shapes.items()
+        name: (less, *shape[1:]) if shape[0] == padded else shape for name, shape in text_shapes.items()
     }
     images = model.image_shapes([SampleSize(size.height, size.width)] * sources, size)
     forward, shorter = (_forward(model, shapes, images, size) for shapes in (text_shapes, shorter_shapes))
@@ -174,7 +174,7 @@ def _attention_kinds(forward: _Forward, shorter: _Forward, text: int) -> tuple[i
         image_queries = query - text if query != less_query else query
         image = max(image, image_queries)
         if query != less_query:
-            kinds += ["joint"] if image_queries else []
+            kinds += ["joint"] if image_queries > 0 else []
         elif key == less_key:
             kinds.append("image")
         else:

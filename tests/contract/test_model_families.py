@@ -129,7 +129,7 @@ def call_pipeline(
 ) -> Tensor:
     """The output of the family's diffusers pipeline from the same noise. Edits are made one by one."""
     size = oblong(family)
-    model.prepare_pipeline(pipeline, guidance)
+    model.prepare_pipeline(pipeline, guidance, size)
     latents = model.initial_latents(noise_of(model, size), size)
     frames = {"num_frames": size.frames} if family.kind == "video" else {}
     sources = pictures_for(model, PROMPTS)
@@ -140,15 +140,13 @@ def call_pipeline(
         images = model.source_arguments(sources[row][0], size) if family.sources.most else {}
         answers += pipeline(
             prompt=list(prompts),  # some pipelines modify it
-            height=size.height,
-            width=size.width,
             num_inference_steps=steps,
-            latents=latents[row],
             output_type=output_type,
             return_dict=False,
             **frames,
             **negatives,
             **images,
+            **model.sample_arguments(latents[row], size),
             **model.pipeline_arguments(guidance),
         )[0]
     return torch.stack(answers)

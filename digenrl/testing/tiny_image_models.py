@@ -12,12 +12,14 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
+    AutoencoderKLQwenImage21,
     Flux2KleinPipeline,
     Flux2Pipeline,
     Flux2Transformer2DModel,
     FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
+    QwenImage21Transformer2DModel,
     QwenImageEditPlusPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
@@ -32,6 +34,7 @@ from diffusers import (
 from transformers import Qwen2VLImageProcessorPil, Qwen3ForCausalLM, Qwen3Model
 
 from digenrl.models.families import flux, flux2_klein, qwen_image, sd3, sd15, z_image
+from digenrl.models.families.qwen_stream import QwenImage21Pipeline
 from digenrl.models.loading import pipeline_without
 from digenrl.testing.tiny_text_encoders import (
     tiny_clip,
@@ -41,11 +44,11 @@ from digenrl.testing.tiny_text_encoders import (
     tiny_mistral_tokenizer,
     tiny_qwen3_config,
     tiny_qwen3_tokenizer,
-    tiny_qwen_text_encoder,
     tiny_qwen_tokenizer,
     tiny_t5,
     tiny_t5_tokenizer,
 )
+from digenrl.testing.tiny_vision_encoders import tiny_qwen3_vl, tiny_qwen_text_encoder
 
 
 def tiny_sd3(clip_tokenizer: Any = None, t5_tokenizer: Any = None) -> StableDiffusion3Pipeline:
@@ -169,6 +172,24 @@ def tiny_qwen_image_edit(tokenizer: Any = None) -> QwenImageEditPlusPipeline:
         text_encoder=text.text_encoder,
         tokenizer=tokenizer,
         processor=Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=28 * 28 * 256),
+    )
+
+
+def tiny_qwen_image_2_1(tokenizer: Any = None) -> QwenImage21Pipeline:
+    """Qwen-Image 2.1 with a tokenizer as its processor."""
+    tokenizer = tokenizer or tiny_qwen_tokenizer(pipeline_without(QwenImage21Pipeline).prompt_template_t2i)
+    return QwenImage21Pipeline(
+        transformer=QwenImage21Transformer2DModel(
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            context_in_dim=16,
+            axes_dims_rope=(4, 6, 6),
+        ),
+        scheduler=qwen_image.SCHEDULER.build(),
+        vae=AutoencoderKLQwenImage21(base_dim=4, decoder_base_dim=4, dim_mult=[1, 2, 2, 2, 2], num_res_blocks=1),
+        text_encoder=tiny_qwen3_vl(tokenizer, width=16),
+        processor=tokenizer,
     )
 
 

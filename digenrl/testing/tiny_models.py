@@ -72,7 +72,7 @@ def seeded_weights(seed: int) -> Iterator[None]:
 
 
 IMAGE = SampleSize(height=32, width=32)
-LARGER_IMAGE = SampleSize(height=64, width=64)  # what the UNet of full size takes, too
+LARGER_IMAGE = SampleSize(height=64, width=64)  # of models with larger tokens, and of UNets of full size
 VIDEO = SampleSize(height=32, width=32, frames=5)
 
 TINY_MODELS: dict[str, TinyModel] = {
@@ -83,6 +83,7 @@ TINY_MODELS: dict[str, TinyModel] = {
     "flux2_dev": TinyModel(images.tiny_flux2_dev, IMAGE),
     "qwen_image": TinyModel(images.tiny_qwen_image, IMAGE),
     "qwen_image_edit": TinyModel(images.tiny_qwen_image_edit, IMAGE),
+    "qwen_image_2_1": TinyModel(images.tiny_qwen_image_2_1, LARGER_IMAGE),
     "z_image": TinyModel(images.tiny_z_image, IMAGE),
     "sdxl": TinyModel(images.tiny_sdxl, LARGER_IMAGE),
     "sd15": TinyModel(images.tiny_sd15, LARGER_IMAGE),

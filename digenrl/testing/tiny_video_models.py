@@ -33,11 +33,10 @@ from digenrl.testing.tiny_text_encoders import (
     tiny_clip_tokenizer,
     tiny_llama,
     tiny_llama_tokenizer,
-    tiny_qwen_text_encoder,
     tiny_t5_tokenizer,
     tiny_umt5,
 )
-from digenrl.testing.tiny_vision_encoders import tiny_clip_vision, tiny_siglip_vision
+from digenrl.testing.tiny_vision_encoders import tiny_clip_vision, tiny_qwen_text_encoder, tiny_siglip_vision
 
 
 def tiny_wan(tokenizer: Any = None) -> WanPipeline:

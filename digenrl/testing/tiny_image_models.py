@@ -279,4 +279,3 @@ def tiny_image_vae(scaling_factor: float, shift_factor: float) -> AutoencoderKL:
         use_post_quant_conv=False,
         force_upcast=False,
     )
-

@@ -151,7 +151,7 @@ def tiny_hunyuan_video_1_5(tokenizer: Any = None) -> HunyuanVideo15Pipeline:
             task_type="t2v",
         ),
         scheduler=hunyuan_video_1_5.SCHEDULER.build(),
-        vae=AutoencoderKLHunyuanVideo15(block_out_channels=(4, 4, 8, 32, 32), layers_per_block=1),
+        vae=AutoencoderKLHunyuanVideo15(block_out_channels=(4, 4, 8, 32, 64), layers_per_block=1),
         text_encoder=tiny_qwen_text_encoder(tokenizer, width=16, layers=3).model.language_model,
         tokenizer=tokenizer,
         text_encoder_2=tiny_byt5(width=8),

@@ -1,4 +1,4 @@
-"""Wan from images: one or two transformers, the first frame or the first and the last, or in place of the sample's."""
+"""Wan from images: one or two transformers; the first frame, the first and the last, or instead of the sample's."""
 
 from __future__ import annotations
 
@@ -130,6 +130,5 @@ def test_the_first_frame_of_wan_2_2_5b_ends_at_the_source_whatever_the_noise_and
 
 
 def test_wan_2_2_5b_takes_one_source_image(models: dict[str, PipelineModel]) -> None:
-    with pytest.raises(ConfigError, match="TI2V-5B takes the first frame .* 2 source images"):
+    with pytest.raises(ConfigError, match=r"TI2V-5B takes the first frame .* 2 source images"):
         models["5b"].encode_with_images(["a red cat"], [[FIRST, LAST]], LARGER)
-

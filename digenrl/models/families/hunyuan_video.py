@@ -116,7 +116,6 @@ class HunyuanVideoModel(HunyuanModel):
         return at_least_fp32(velocity_BL)
 
 
-
 SCHEDULER = Component(FlowMatchEulerDiscreteScheduler, {"shift": 7.0})
 
 HUNYUAN_VIDEO = Family(

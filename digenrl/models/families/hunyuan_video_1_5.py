@@ -136,7 +136,6 @@ class HunyuanVideo15Model(HunyuanModel):
         return velocity_BL
 
 
-
 def given_frames(latents_BL: Tensor, first_BC1HW: Tensor | None) -> Tensor:
     """The latents of a video with this first frame only, and a mask of its frames, as channels."""
     rows, channels, *grid = latents_BL.shape

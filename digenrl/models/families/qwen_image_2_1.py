@@ -102,7 +102,10 @@ class QwenImage21Model(PipelineModel):
         text_1TD = text_1TD[:, : self.text_tokens]
         mask_1T = torch.ones(text_1TD.shape[:2], dtype=torch.long, device=text_1TD.device)
         padding = self.text_tokens - text_1TD.shape[1]
-        return {"encoder_hidden_states": pad(text_1TD, (0, 0, 0, padding)), self.text_mask: pad(mask_1T, (0, padding))}
+        return {
+            "encoder_hidden_states": pad(text_1TD, (0, 0, 0, padding)),
+            self.text_mask: pad(mask_1T, (0, padding)),
+        }
 
     def schedule(self, steps: int, size: SampleSize) -> Schedule:
         """As of Qwen-Image, with a token for every latent."""

@@ -60,7 +60,9 @@ class RowPositions(nn.Module):
 
     def __init__(self, tables: Sequence[Tensor]) -> None:
         super().__init__()
-        self.tables = [torch.view_as_real(table) for table in tables]  # of frames, rows and columns: (positions, P, 2)
+        self.tables = [
+            torch.view_as_real(table) for table in tables
+        ]  # of frames, rows and columns: (positions, P, 2)
 
     def forward(self, text: int, length_B: Tensor, height: int, width: int) -> Tensor:
         """(B, J, P, 2): text is at 0, 1, ... on all axes, and the image around 0, after the text of its row."""

@@ -144,7 +144,10 @@ class WanImageToVideoModel(WanModel):
         self, latents_BL: Tensor, timesteps_B: Tensor, conditioning: Conditioning, guidance: float
     ) -> Tensor:
         """Tokens of the given frame are at timestep 0, and its own velocity leads to it from any latents."""
-        frame_BC1HW, levels_B = conditioning.images.get(FRAMES), timesteps_B.to(latents_BL.device) / TRAINED_TIMESTEPS
+        frame_BC1HW, levels_B = (
+            conditioning.images.get(FRAMES),
+            timesteps_B.to(latents_BL.device) / TRAINED_TIMESTEPS,
+        )
         if frame_BC1HW is None:
             return guided_velocity(self, latents_BL, timesteps_B.floor(), conditioning, guidance)
         frame_BC1HW = frame_BC1HW.to(latents_BL)

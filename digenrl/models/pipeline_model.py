@@ -135,6 +135,10 @@ class PipelineModel(DiffusionModel):
         """The latents as the diffusers pipeline returns them instead of pixels."""
         return latents_BL
 
+    def audio_tokens(self, size: SampleSize) -> int:
+        """The tokens of an audio track beside those of the video."""
+        return 0
+
     def encoding_modules(self) -> list[nn.Module]:
         """The loaded text and image encoders, without the VAE."""
         parts = [getattr(self.pipeline, name) for name in (*self.text_encoders, *self.vision_components)]

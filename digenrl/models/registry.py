@@ -18,6 +18,7 @@ from digenrl.models.families.flux_kontext import FLUX_KONTEXT
 from digenrl.models.families.hunyuan_video import HUNYUAN_VIDEO
 from digenrl.models.families.hunyuan_video_1_5 import HUNYUAN_VIDEO_1_5
 from digenrl.models.families.hunyuan_video_1_5_i2v import HUNYUAN_VIDEO_1_5_I2V
+from digenrl.models.families.ltx2 import LTX2
 from digenrl.models.families.qwen_image import QWEN_IMAGE
 from digenrl.models.families.qwen_image_2_1 import QWEN_IMAGE_2_1
 from digenrl.models.families.qwen_image_edit import QWEN_IMAGE_EDIT
@@ -49,6 +50,7 @@ FAMILIES: dict[str, Family] = {
         HUNYUAN_VIDEO,
         HUNYUAN_VIDEO_1_5,
         HUNYUAN_VIDEO_1_5_I2V,
+        LTX2,
     )
 }
 

@@ -74,6 +74,7 @@ def seeded_weights(seed: int) -> Iterator[None]:
 IMAGE = SampleSize(height=32, width=32)
 LARGER_IMAGE = SampleSize(height=64, width=64)  # of models with larger tokens, and of UNets of full size
 VIDEO = SampleSize(height=32, width=32, frames=5)
+LARGER_VIDEO = SampleSize(height=64, width=64, frames=9)
 
 TINY_MODELS: dict[str, TinyModel] = {
     "sd3": TinyModel(images.tiny_sd3, IMAGE),
@@ -92,4 +93,5 @@ TINY_MODELS: dict[str, TinyModel] = {
     "hunyuan_video": TinyModel(videos.tiny_hunyuan_video, VIDEO),
     "hunyuan_video_1_5": TinyModel(videos.tiny_hunyuan_video_1_5, VIDEO),
     "hunyuan_video_1_5_i2v": TinyModel(videos.tiny_hunyuan_video_1_5_i2v, VIDEO),
+    "ltx2": TinyModel(videos.tiny_ltx2, LARGER_VIDEO),
 }

@@ -11,20 +11,25 @@ import torch
 from diffusers import (
     AutoencoderKLHunyuanVideo,
     AutoencoderKLHunyuanVideo15,
+    AutoencoderKLLTX2Audio,
+    AutoencoderKLLTX2Video,
     AutoencoderKLWan,
     HunyuanVideo15ImageToVideoPipeline,
     HunyuanVideo15Pipeline,
     HunyuanVideo15Transformer3DModel,
     HunyuanVideoPipeline,
     HunyuanVideoTransformer3DModel,
+    LTX2Pipeline,
+    LTX2VideoTransformer3DModel,
     WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
 )
 from diffusers.guiders import ClassifierFreeGuidance
+from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 from transformers import ByT5Tokenizer, CLIPImageProcessorPil, SiglipImageProcessorPil
 
-from digenrl.models.families import hunyuan_video, hunyuan_video_1_5, wan, wan_i2v
+from digenrl.models.families import hunyuan_video, hunyuan_video_1_5, ltx2, wan, wan_i2v
 from digenrl.testing.tiny_text_encoders import (
     HUNYUAN_VIDEO_1_5_TEMPLATE,
     tiny_byt5,
@@ -36,7 +41,12 @@ from digenrl.testing.tiny_text_encoders import (
     tiny_t5_tokenizer,
     tiny_umt5,
 )
-from digenrl.testing.tiny_vision_encoders import tiny_clip_vision, tiny_qwen_text_encoder, tiny_siglip_vision
+from digenrl.testing.tiny_vision_encoders import (
+    tiny_clip_vision,
+    tiny_gemma3,
+    tiny_qwen_text_encoder,
+    tiny_siglip_vision,
+)
 
 
 def tiny_wan(tokenizer: Any = None) -> WanPipeline:
@@ -169,3 +179,46 @@ def tiny_hunyuan_video_1_5_i2v(tokenizer: Any = None) -> HunyuanVideo15ImageToVi
         "feature_extractor": SiglipImageProcessorPil(size={"height": 16, "width": 16}),
     }
     return HunyuanVideo15ImageToVideoPipeline(**{**parts, **vision, "transformer": transformer})
+
+
+def tiny_ltx2(tokenizer: Any = None) -> LTX2Pipeline:
+    """LTX-2, with an audio VAE and a vocoder that are never used."""
+    tokenizer = tokenizer or tiny_t5_tokenizer()
+    registers = {f"{track}_connector_num_learnable_registers": 16 for track in ("video", "audio")}
+    heads = {f"{track}_connector_num_attention_heads": 2 for track in ("video", "audio")}
+    widths = {f"{track}_connector_attention_head_dim": 8 for track in ("video", "audio")}
+    return LTX2Pipeline(
+        transformer=LTX2VideoTransformer3DModel(
+            num_layers=2,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            cross_attention_dim=32,
+            audio_num_attention_heads=2,
+            audio_attention_head_dim=8,
+            audio_cross_attention_dim=16,
+            caption_channels=16,
+            rope_type="split",
+        ),
+        scheduler=ltx2.SCHEDULER.build(),
+        vae=AutoencoderKLLTX2Video(
+            **ltx2.VAE.arguments,
+            block_out_channels=(8, 8, 8, 8),
+            decoder_block_out_channels=(8, 16, 32),
+            layers_per_block=(1, 1, 1, 1, 1),
+            decoder_layers_per_block=(1, 1, 1, 1),
+        ),
+        audio_vae=AutoencoderKLLTX2Audio(base_channels=4, ch_mult=(1, 1, 1), num_res_blocks=1),
+        text_encoder=tiny_gemma3(tokenizer, width=16),
+        tokenizer=tokenizer,
+        connectors=LTX2TextConnectors(
+            caption_channels=16, text_proj_in_factor=3, rope_type="split", **registers, **heads, **widths
+        ),
+        vocoder=LTX2Vocoder(
+            in_channels=4,
+            hidden_channels=4,
+            upsample_kernel_sizes=[4],
+            upsample_factors=[2],
+            resnet_kernel_sizes=[3],
+            resnet_dilations=[[1]],
+        ),
+    )

@@ -7,6 +7,8 @@ from typing import Any
 from transformers import (
     CLIPVisionConfig,
     CLIPVisionModel,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3VLConfig,
@@ -44,6 +46,23 @@ def tiny_qwen3_vl(tokenizer: Any, width: int) -> Qwen3VLForConditionalGeneration
     vision = _qwen_vision(width) | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
     config = Qwen3VLConfig(text_config=text, vision_config=vision, **_vision_token_ids(tokenizer))
     return Qwen3VLForConditionalGeneration(config).eval()
+
+
+def tiny_gemma3(tokenizer: Any, width: int) -> Gemma3ForConditionalGeneration:
+    """Gemma 3 with this hidden size, two layers and a minimal vision tower, which is never used."""
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": width // 2,
+        "query_pre_attn_scalar": width // 2,
+    }
+    vision = {"model_type": "siglip_vision_model", **_shape(width, image_size=16, patch_size=8)}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    return Gemma3ForConditionalGeneration(config).eval()
 
 
 def _shape(width: int, image_size: int, patch_size: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Wan from images: one or two transformers; the first frame, the first and the last, or instead of the sample's."""
+"""Wan from images: one or two transformers; the first frame, the first and the last, or one as the sample's."""
 
 from __future__ import annotations
 

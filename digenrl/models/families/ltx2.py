@@ -213,7 +213,10 @@ SCHEDULER = Component(
         "shift_terminal": 0.1,
     },
 )
-VAE = Component(AutoencoderKLLTX2Video, {"decoder_causal": False})
+VAE = Component(
+    AutoencoderKLLTX2Video,
+    {"decoder_causal": False, "spatial_compression_ratio": 32, "temporal_compression_ratio": 8},
+)
 
 LTX2 = Family(
     kind="video",

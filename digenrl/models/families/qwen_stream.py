@@ -123,7 +123,7 @@ def stream_forward(
     encoder_hidden_states_mask: Tensor | None,
     grid: tuple[int, int],
 ) -> tuple[Tensor]:
-    """The velocity of the image's tokens; text is modulated as at time 0. Replaces the transformer's own forward."""
+    """The velocity of the image; text is modulated as at time 0. Replaces the transformer's own forward."""
     image_BSD, text_BTD = transformer.img_in(hidden_states), transformer.txt_in(encoder_hidden_states)
     rows, text, tokens, mask_BT = len(text_BTD), text_BTD.shape[1], image_BSD.shape[1], encoder_hidden_states_mask
     length_B = torch.full((rows,), text, device=text_BTD.device) if mask_BT is None else mask_BT.sum(dim=1).long()

@@ -21,8 +21,7 @@ from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.families.helpers import (
     Text,
-    at_least_fp32,
-    negative_side,
+    guided_separately,
     paired_negatives,
     text_like,
 )
@@ -115,14 +114,12 @@ class HunyuanVideo15Model(HunyuanModel):
         guidance: float,
         size: SampleSize,
     ) -> Tensor:
-        """The branches are separate forwards, as in the diffusers pipeline; their texts differ in length."""
         conditioning = self.compact(conditioning)
-        images = conditioning.images
-        conditional_BL = self._forward(latents_BL, timesteps_B, conditioning.positive, images)
-        if guidance <= 1:
-            return at_least_fp32(conditional_BL)
-        unconditional_BL = self._forward(latents_BL, timesteps_B, negative_side(conditioning), images)
-        return at_least_fp32(unconditional_BL + guidance * (conditional_BL - unconditional_BL))
+
+        def forward(text: Text) -> Tensor:
+            return self._forward(latents_BL, timesteps_B, text, conditioning.images)
+
+        return guided_separately(forward, conditioning, guidance)
 
     def _forward(
         self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, images: Mapping[str, Tensor]

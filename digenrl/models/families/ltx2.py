@@ -23,9 +23,8 @@ from torch import Tensor
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
 from digenrl.models.families.helpers import (
     Text,
-    at_least_fp32,
+    guided_separately,
     latent_frames_height_width,
-    negative_side,
     paired_negatives,
     pixels_of_videos,
     shift_from_tokens,
@@ -147,11 +146,11 @@ class LTX2Model(PipelineModel):
         size: SampleSize,
     ) -> Tensor:
         """Of both tracks, with the same guidance."""
-        conditional_BL = self._forward(latents_BL, timesteps_B, conditioning.positive, size)
-        if guidance <= 1:
-            return conditional_BL
-        unconditional_BL = self._forward(latents_BL, timesteps_B, negative_side(conditioning), size)
-        return conditional_BL + (guidance - 1) * (conditional_BL - unconditional_BL)
+
+        def forward(text: Text) -> Tensor:
+            return self._forward(latents_BL, timesteps_B, text, size)
+
+        return guided_separately(forward, conditioning, guidance)
 
     def _forward(self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, size: SampleSize) -> Tensor:
         rows, latents_BL, tokens = len(latents_BL), latents_BL.to(self.dtype), self._video_tokens(size)
@@ -168,7 +167,7 @@ class LTX2Model(PipelineModel):
             return_dict=False,
             **text_like(text, latents_BL),
         )
-        return at_least_fp32(torch.cat([video_BSC, audio_BAC], dim=1))
+        return torch.cat([video_BSC, audio_BAC], dim=1)
 
     def _positions_of(self, size: SampleSize, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where and when the tokens of both tracks are; kept, since they are made on the host."""

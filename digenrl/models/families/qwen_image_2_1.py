@@ -19,9 +19,8 @@ from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
 from digenrl.models.families.helpers import (
     Text,
-    at_least_fp32,
+    guided_separately,
     latent_height_width,
-    negative_side,
     paired_negatives,
     pixels_of_videos,
     require_one_frame,
@@ -131,13 +130,10 @@ class QwenImage21Model(PipelineModel):
         guidance: float,
         size: SampleSize,
     ) -> Tensor:
-        """The branches are separate forwards: their texts differ in length, and one batch would need a mask."""
-        conditioning = self.compact(conditioning)
-        conditional_BL = self._forward(latents_BL, timesteps_B, conditioning.positive, size)
-        if guidance <= 1:
-            return at_least_fp32(conditional_BL)
-        unconditional_BL = self._forward(latents_BL, timesteps_B, negative_side(conditioning), size)
-        return at_least_fp32(unconditional_BL + guidance * (conditional_BL - unconditional_BL))
+        def forward(text: Text) -> Tensor:
+            return self._forward(latents_BL, timesteps_B, text, size)
+
+        return guided_separately(forward, self.compact(conditioning), guidance)
 
     def _forward(self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, size: SampleSize) -> Tensor:
         _, h, w = self.noise_shape(size)

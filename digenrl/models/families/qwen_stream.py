@@ -49,7 +49,7 @@ class NoProcessor:
 class QwenImage21Pipeline(diffusers.QwenImage21Pipeline):  # type: ignore[misc]
     """diffusers' pipeline, with a tokenizer as its processor, or none: that of videos would need torchvision."""
 
-    @wraps(diffusers.QwenImage21Pipeline.__init__)
+    @wraps(diffusers.QwenImage21Pipeline.__init__)  # type: ignore[misc]
     def __init__(self, **parts: Any) -> None:
         super().__init__(**{**parts, "processor": NoProcessor()})
         self.register_modules(processor=parts["processor"])

@@ -178,7 +178,7 @@ def tiny_qwen_image_edit(tokenizer: Any = None) -> QwenImageEditPlusPipeline:
 def tiny_qwen_image_2_1(tokenizer: Any = None) -> QwenImage21Pipeline:
     """Qwen-Image 2.1 with a tokenizer as its processor."""
     tokenizer = tokenizer or tiny_qwen_tokenizer(pipeline_without(QwenImage21Pipeline).prompt_template_t2i)
-    return QwenImage21Pipeline(
+    pipeline: QwenImage21Pipeline = QwenImage21Pipeline(
         transformer=QwenImage21Transformer2DModel(
             num_layers=2,
             attention_head_dim=16,
@@ -191,6 +191,7 @@ def tiny_qwen_image_2_1(tokenizer: Any = None) -> QwenImage21Pipeline:
         text_encoder=tiny_qwen3_vl(tokenizer, width=16),
         processor=tokenizer,
     )
+    return pipeline
 
 
 def tiny_z_image(tokenizer: Any = None) -> ZImagePipeline:

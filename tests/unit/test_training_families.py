@@ -49,7 +49,7 @@ def test_packed_training_equals_training_term_by_term(family, name, pipelines):
         group_size=size,
         steps=3,
         slice_size=2,
-        guidance=entry.default_guidance,
+        guidance=entry.default_guidance if name == "flow_grpo" else 1.0,  # two branches cost twice as much
         size=tiny_size(entry.name),
     )
     rewards = [(0.0, 1.0, 3.0, 2.0)[:size], (5.0, 2.0, 1.0, 4.0)[:size]]

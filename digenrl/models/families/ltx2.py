@@ -87,7 +87,7 @@ class LTX2Model(PipelineModel):
         bins = MEL_BINS // MEL_BINS_PER_LATENT
         return {
             "latents": self._scaled_video(latents_BL, size),
-            "audio_latents": audio_BAC.unflatten(2, (AUDIO_CHANNELS, bins)).transpose(1, 2),
+            "audio_latents": audio_BAC.reshape(*audio_BAC.shape[:2], AUDIO_CHANNELS, bins).transpose(1, 2),
             "height": size.height,
             "width": size.width,
         }
@@ -133,9 +133,8 @@ class LTX2Model(PipelineModel):
     def audio_tokens(self, size: SampleSize) -> int:
         pipeline = self.pipeline
         per_second = pipeline.audio_sampling_rate / pipeline.audio_hop_length
-        return round(
-            size.frames / FRAME_RATE * (per_second / float(pipeline.audio_vae_temporal_compression_ratio))
-        )
+        latents_per_second = per_second / float(pipeline.audio_vae_temporal_compression_ratio)
+        return int(round(size.frames / FRAME_RATE * latents_per_second))
 
     def velocity(
         self,

@@ -151,14 +151,14 @@ class QwenImage21Model(PipelineModel):
     @torch.no_grad()
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
         _, h, w = self.noise_shape(size)
-        latents_BCFHW = latents_BL.transpose(1, 2).unflatten(2, (1, h, w))
+        latents_BCFHW = latents_BL.transpose(1, 2).reshape(len(latents_BL), -1, 1, h, w)
         scaled_BCFHW = scaled_video_latents(self.vae, latents_BCFHW)
         return on_white(pixels_of_videos(self.vae.decode(scaled_BCFHW, return_dict=False)[0]))
 
 
 def on_white(pixels_BFPHW: Tensor) -> Tensor:
     """Pixels with an opacity as their fourth channel, on white."""
-    colors, opacity = pixels_BFPHW.split([3, 1], dim=2)
+    colors, opacity = pixels_BFPHW[:, :, :3], pixels_BFPHW[:, :, 3:]
     return colors * opacity + (1 - opacity)
 
 

@@ -133,8 +133,8 @@ class LTX2Model(PipelineModel):
     def audio_tokens(self, size: SampleSize) -> int:
         pipeline = self.pipeline
         per_second = pipeline.audio_sampling_rate / pipeline.audio_hop_length
-        latents_per_second = per_second / float(pipeline.audio_vae_temporal_compression_ratio)
-        return int(round(size.frames / FRAME_RATE * latents_per_second))
+        latents_per_second: float = per_second / float(pipeline.audio_vae_temporal_compression_ratio)
+        return round(size.frames / FRAME_RATE * latents_per_second)
 
     def velocity(
         self,

@@ -91,23 +91,23 @@ def count_work(
     """
     weights, quantizable = list(model.transformer.parameters()), block_weights(model.transformer)
     adapters = _add_adapters(model, targets)
-    text = next(shape[0] for shape in text_shapes.values() if len(shape) > 1)
-    less = text - model.text_multiple
+    padded = next(shape[0] for shape in text_shapes.values() if len(shape) > 1)
+    text, less = padded + sources * model.tokens_beside_text, padded - model.text_multiple
     shorter_shapes = {
-        name: (less, *shape[1:]) if shape[0] == text else shape for name, shape in text_shapes.items()
+        name: (less, *shape[1:]) if shape[0] == padded else shape for name, shape in text_shapes.items()
     }
     images = model.image_shapes([SampleSize(size.height, size.width)] * sources, size)
     forward, shorter = (_forward(model, shapes, images, size) for shapes in (text_shapes, shorter_shapes))
-    image, kinds = _attention_kinds(forward, shorter, text)
+    audio = model.audio_tokens(size)
+    image, kinds = _attention_kinds(forward, shorter, text, audio)
     blocks, through_blocks = len(block_positions(model.transformer)), image + (text if "joint" in kinds else 0)
     linears = [
         (length, weights, length != less)
         for (length, weights), (less, _) in zip(forward.linears, shorter.linears, strict=True)
     ]
-    latent_shape = model.noise_shape(size)
-    is_video = len(latent_shape) == 4
+    frames = model.latent_frames(size)
     in_sequence = sources if model.sources_are_tokens else 0
-    pixels = size.height * size.width * ((latent_shape[1] if is_video else 1) + in_sequence)
+    pixels = size.height * size.width * ((frames or 1) + in_sequence)
     return WorkCount(
         parameters=sum(weight.numel() for weight in weights),
         float32_parameters=sum(weight.numel() for weight in weights if weight.dtype != model.dtype),
@@ -129,7 +129,7 @@ def count_work(
         cuts_padding=model.text_mask is not None,
         pixels_per_token=isqrt(pixels // image) if model.text_multiple == 1 else _smallest_side(model),
         source_images=in_sequence,
-        frames_per_latent=_frames_per_latent(model, size) if is_video else None,
+        frames_per_latent=_frames_per_latent(model, size) if frames is not None else None,
         lora_linears=adapters / ADAPTER_RANK / (2 * forward.hidden),
         activations=forward.saved_bytes / (blocks * through_blocks * forward.hidden * model.dtype.itemsize),
     )
@@ -168,14 +168,19 @@ def _add_adapters(model: PipelineModel, targets: Targets | None) -> int:
     return parameters
 
 
-def _attention_kinds(forward: _Forward, shorter: _Forward, text: int) -> tuple[int, list[str]]:
-    """The number of image tokens, and the kind of every attention call except those over text tokens alone."""
+def _attention_kinds(forward: _Forward, shorter: _Forward, text: int, audio: int) -> tuple[int, list[str]]:
+    """The number of image tokens, and the kind of every attention call.
+
+    Calls over text tokens alone, and those from or to the few tokens of an audio track, are left out.
+    """
     image, kinds = 0, []
     for (query, key), (less_query, less_key) in zip(forward.attention, shorter.attention, strict=True):
+        if audio and audio in (query, key):
+            continue
         image_queries = query - text if query != less_query else query
         image = max(image, image_queries)
         if query != less_query:
-            kinds += ["joint"] if image_queries else []
+            kinds += ["joint"] if image_queries > 0 else []
         elif key == less_key:
             kinds.append("image")
         else:
@@ -195,7 +200,7 @@ def _smallest_side(model: PipelineModel) -> int:
 def _frames_per_latent(model: PipelineModel, size: SampleSize) -> int:
     for frames in range(2, MOST_FRAMES_PER_LATENT + 2):
         with suppress(ConfigError):  # not a number of frames that the model can generate
-            if model.noise_shape(SampleSize(size.height, size.width, frames))[1] == 2:
+            if model.latent_frames(SampleSize(size.height, size.width, frames)) == 2:
                 return frames - 1
     raise AssertionError(f"{model.family}: a latent frame has more than {MOST_FRAMES_PER_LATENT} frames")
 

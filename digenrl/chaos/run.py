@@ -20,7 +20,18 @@ from digenrl.driver.supervisor import TrainerLostError
 from digenrl.loop import RunGaveUpError, drive
 from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import Prompt
-from digenrl.records import HELD_OUT_STEP, NO_JOB, Action, Committed, Event, Generate, Quarantine
+from digenrl.records import (
+    HELD_OUT_STEP,
+    NO_JOB,
+    Action,
+    ArtifactLost,
+    Committed,
+    Event,
+    Generate,
+    JobFailed,
+    Quarantine,
+    WorkerLost,
+)
 from digenrl.scheduling import RecordedStep, SchedulerState
 from digenrl.scheduling.invariants import Auditor
 from digenrl.scheduling.recorded_versions import VersionRecord
@@ -67,6 +78,7 @@ class _WorldRun:
         self._transport: VirtualTransport | None = None
         self._versions = VersionRecord()
         self._interrupted: list[RecordedStep] = []  # what was known about steps that had to be done again
+        self._disturbed = False  # by a fault after which a resumed run may not be able to repeat all versions
         targets = targets_of(world, most=0)
         deadline_ns = round((UNTIMED_FACTOR + 3) * PATIENCE_S * NS)  # of a job that nobody has timed yet
         self._bound_ns = SLOWEST * targets.nominal_ns + (1 + len(faults)) * deadline_ns
@@ -174,6 +186,7 @@ class _WorldRun:
         """Follows the run, and kills its driver."""
         self._decisions += 1
         self._versions.observe(event, actions)
+        self._disturbed |= isinstance(event, WorkerLost | ArtifactLost | JobFailed)
         promise(self._decisions < MOST_DECISIONS, "the run decides without end")
         if isinstance(event, Committed):
             self._jobs_issued = state.jobs_issued
@@ -193,7 +206,7 @@ class _WorldRun:
         struck = self._injector.struck
         if isinstance(error, TrainerLostError):
             return self._world.recipe.mode == "colocated"
-        lost = struck["artifact_loss"] + struck["node_loss"]
+        lost = struck["artifact_loss"] + struck["node_loss"] + struck["slice_loss"]
         return self._world.recipe.shares_work and lost > 0 and "partly trained" in str(error)
 
     def _check_end(self, transport: VirtualTransport, final: SchedulerState) -> None:
@@ -203,7 +216,7 @@ class _WorldRun:
         retired = {(step.step, each.group) for step in self._facts.saved.history for each in step.sum}
         mixed = retired & self._facts.quarantined
         promise(not mixed, f"quarantined groups are in the weights: {sorted(mixed)}")
-        if set(self._injector.struck) <= {"driver_kill", "stop"}:
+        if not self._disturbed and not self._hedged:
             check_repeated(self._interrupted, self._facts.saved.history)
         ranks = [name for name in rank_names(self._world.workers.trainer) if name in transport.seats]
         histories = {transport.seats[name].worker.history for name in ranks}

@@ -26,7 +26,7 @@ DECISIONS = (
 
 
 def interrupted(tmp_path: Path, share: float = 0.5) -> tuple[RunFolder, RunPosition]:
-    """A run whose newest checkpoint is that of step 4; its journal has more decisions than the checkpoint knows."""
+    """A run whose newest checkpoint is that of step 4; its journal goes further than the checkpoint knows."""
     recipe = fake_recipe(techniques={"tcss": share})
     folder = RunFolder.create(tmp_path / "run", recipe, STARTED)
     lines = RunLines(folder)

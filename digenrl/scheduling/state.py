@@ -472,7 +472,7 @@ def fresh_step(terms: Terms, index: int, recorded: Sequence[RecordedStep] = ()) 
 
 
 def _within_budget(terms: Terms, record: RecordedStep) -> RecordedStep:
-    """The record without the groups that would exceed the stale budget: a run may be resumed with less."""
+    """The record without groups that would exceed the stale budget."""
     kept, left = [], terms.stale_budget
     for group, samples in record.stale:
         if samples.bit_count() <= left:

@@ -24,8 +24,8 @@ from digenrl.records import (
 from digenrl.scheduling import Costs, RecordedStep, SchedulerState, Terms, decide, initial_state
 from digenrl.scheduling.recorded_versions import VersionRecord
 
-SEEDS = range(90)
-KILLS_PER_WORLD = 5
+SEEDS = range(40)
+KILLS_PER_WORLD = 6
 
 
 def worlds_with_stale_samples() -> list[World]:
@@ -41,11 +41,11 @@ def test_a_killed_driver_changes_no_version_that_is_in_the_journal() -> None:
         for nth in range(1, KILLS_PER_WORLD):
             kill = Fault(0, "driver_kill", amount=nth * decisions // KILLS_PER_WORLD)
             repeated += run_world(world, (kill,)).repeated
-    assert repeated > 500
+    assert repeated > 300
 
 
 def test_two_kills_in_a_row_change_no_version_either() -> None:
-    for world in worlds_with_stale_samples()[::3]:
+    for world in worlds_with_stale_samples()[::2]:
         decisions = run_world(world, ()).decisions
         kills = [Fault(0, "driver_kill", amount=part * decisions // 10) for part in (6, 9)]
         assert run_world(world, kills).drivers == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 
@@ -89,7 +90,7 @@ def resumed(stale: tuple[tuple[int, int], ...], lanes: int = 2) -> SchedulerStat
     terms = Terms(steps=3, prompts=2, samples_per_prompt=2, slice_size=1, stale_budget=2)
     offers = [LaneOffer(f"lane-{index}", 5) for index in range(lanes)]
     record = RecordedStep(1, stale, closed=True)
-    return initial_state(terms, Costs(1), offers, committed=1, served=0, recorded=(record,))  # type: ignore[arg-type]
+    return initial_state(terms, Costs(Fraction(1)), offers, committed=1, served=0, recorded=(record,))
 
 
 def test_recorded_slices_come_first_and_the_new_version_waits_for_them() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
+from fractions import Fraction
 from pathlib import Path
 
 from fake_workers import fake_recipe
 
-from digenrl.records import Commit, Committed, Generate, Generated, Slice, Tick
+from digenrl.records import Commit, Committed, Generate, Generated, LaneOffer, Slice, Tick
 from digenrl.run_folder.folder import RunFolder, RunLines
 from digenrl.run_folder.journal import Decision, decision_line
 from digenrl.runs.checkpointer import RunPosition
+from digenrl.runs.replaying import initial_facts, initial_state_of
 from digenrl.runs.resuming import steps_to_repeat
-from digenrl.scheduling import RecordedStep
+from digenrl.scheduling import Costs, RecordedStep, Terms, initial_state
 
 STARTED = datetime(2026, 1, 1, tzinfo=UTC)
 STALE = Generate(7, 10, Slice(4, 1, 0, 2), lane=0, version=3)
@@ -64,3 +67,12 @@ def test_a_run_that_is_interrupted_again_keeps_the_older_record(tmp_path: Path) 
 
 def test_a_run_without_stale_samples_has_nothing_to_repeat(tmp_path: Path) -> None:
     assert steps_to_repeat(*interrupted(tmp_path, share=0.0)) == ()
+
+
+def test_the_initial_state_of_a_run_that_repeats_is_read_back_from_run_json() -> None:
+    terms = Terms(steps=3, prompts=2, samples_per_prompt=2, slice_size=1, stale_budget=2)
+    record = RecordedStep(1, ((0, 0b10),), closed=True)
+    offers = [LaneOffer("lane", 5)]
+    state = initial_state(terms, Costs(Fraction(1)), offers, committed=1, served=0, recorded=(record,))
+    assert state.lanes[0].version == 0 and state.current.reissue == (Slice(1, 0, 1, 1),)
+    assert initial_state_of(json.loads(json.dumps(initial_facts(state)))) == state

@@ -1,7 +1,7 @@
 """Counts the parameters and the work of a model on torch's meta device: shapes only, no weights and no arithmetic.
 
 Two forwards, the second with a shorter text, tell text tokens from image tokens without knowledge of the
-family: only sequences with text tokens become shorter.
+family: only sequences with text tokens become shorter. Of equal blocks, only the first two are run.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from digenrl.config.reading import ConfigError
-from digenrl.models.blocks import block_positions, repeated_blocks
+from digenrl.models.blocks import block_kind, block_positions, repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.lora import Targets, add_lora, target_layers
 from digenrl.models.pipeline_model import PipelineModel
@@ -216,10 +217,56 @@ def _forward(
         _recording_linears(model.transformer, forward),
         _AttentionRecorder(forward),
         _counting_saved(model, forward),
+        _repeating_counts(model.transformer, forward),
     ):
         conditioning = Conditioning(text, images=images)
         model.velocity(latents_BL, torch.zeros(1, device="meta"), conditioning, guidance=1.0, size=size)
     return forward
+
+
+@dataclass(slots=True)
+class _BlockRecord:
+    """What one block returned and added to the counts."""
+
+    output: Any
+    linears: list[tuple[int, int]]
+    attention: list[tuple[int, int]]
+    saved_bytes: int
+
+
+@contextmanager
+def _repeating_counts(transformer: nn.Module, forward: _Forward) -> Iterator[None]:
+    """Counts the second of equal blocks again for all that follow it, since operations on "meta" are slow.
+
+    The first one also saves what it shares with the others, which is counted once.
+    """
+    records: dict[Any, list[_BlockRecord]] = {}
+
+    def repeating(block: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            shapes = [each.shape for each in tree_leaves((arguments, named)) if isinstance(each, Tensor)]
+            known = records.setdefault((block_kind(block), *shapes), [])
+            if len(known) == 2:
+                forward.linears += known[1].linears
+                forward.attention += known[1].attention
+                forward.saved_bytes += known[1].saved_bytes
+                return known[1].output
+            linears, attention, saved = len(forward.linears), len(forward.attention), forward.saved_bytes
+            output = run(*arguments, **named)
+            added = forward.linears[linears:], forward.attention[attention:], forward.saved_bytes - saved
+            known.append(_BlockRecord(output, *added))
+            return output
+
+        return call
+
+    blocks = repeated_blocks(transformer)
+    for block in blocks:
+        block.forward = repeating(block, block.forward)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
 
 
 @contextmanager

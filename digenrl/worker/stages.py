@@ -474,6 +474,8 @@ class Stages:
             published |= {AVERAGE + name: value for name, value in trainer.published_average().items()}
         if self._blueprint.recipe.shares_work and trainer.version_lags:
             published |= {TRAINED + name: value for name, value in trainer.trained_at_version().items()}
+        if self._blueprint.recipe.publish.dtype == "bfloat16":
+            published = {name: value.to(torch.bfloat16) for name, value in published.items()}
         weights = NO_WEIGHTS
         if job.rank == 0:
             weights = self._exchange.put_weights(weights_name(job.new_version), published)

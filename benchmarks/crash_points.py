@@ -61,8 +61,10 @@ class Crashes:
     def crash(self, record: int) -> CrashPoint:
         """Kills a run at a record and resumes it."""
         name = f"killed-{record}"
-        killed = self._runs.drive(name, records=record) == -signal.SIGKILL
-        code = self._runs.drive(name, resumes=True) if killed else FINISHED
+        code = self._runs.drive(name, records=record)
+        killed = code == -signal.SIGKILL
+        if killed:
+            code = self._runs.drive(name, resumes=True)
         left = self._runs.left_workers(name, LEFT_AFTER_S)
         if code == FAILED:
             print((self._runs.root / f"{name}.error").read_text(), file=sys.stderr)

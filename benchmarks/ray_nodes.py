@@ -56,6 +56,7 @@ def ray_cluster(**head: Any) -> Iterator[RayCluster]:
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # loopback only
             "RAY_BACKEND_LOG_LEVEL": "error",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",  # 15 by default, with which workers hardly run on a busy machine
         }
         cluster = RayCluster(**head)
         try:

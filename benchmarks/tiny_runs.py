@@ -55,6 +55,7 @@ RECIPE: dict[str, Any] = {
 }
 ON_RAY: dict[str, Any] = {
     "cluster": {
+        "start_timeout_s": 300,  # a busy machine starts workers slowly
         "trainer": {"cpus": 0, "resources": {"home": 1}},
         "rewards": {"cpus": 0, "resources": {"home": 1}},
         "encoder": {"cpus": 0, "resources": {"home": 1}},

@@ -11,7 +11,7 @@ from zlib import crc32
 
 from digenrl.driver.step_summary import StepSummary
 from digenrl.records import GroupArtifact, Slice
-from digenrl.scheduling import Terms
+from digenrl.scheduling import RecordedStep, Terms
 
 
 class ViolationError(AssertionError):
@@ -108,3 +108,19 @@ def check_history(terms: Terms, history: History) -> None:
     wanted = [(step, update) for step in range(terms.steps) for update in range(max(1, terms.updates))]
     found = [(each.step, each.update) for each in history]
     promise(found == wanted, f"the final weights hold the updates {found} instead of {wanted}")
+
+
+def check_repeated(recorded: Sequence[RecordedStep], history: History) -> None:
+    """A resumed run has generated with the version before what the interrupted run had, and nothing else."""
+    stale: Counter[tuple[int, int]] = Counter()  # samples as bits, by step and group
+    for each in {(update.step, each) for update in history for each in update.sum if each.version < update.step}:
+        step, sample = each
+        stale[step, sample.group] |= 1 << sample.index
+    for record in recorded:
+        found = tuple((group, stale[step, group]) for step, group in sorted(stale) if step == record.index)
+        missing = [group for group, samples in record.stale if samples & ~dict(found).get(group, 0)]
+        promise(not missing, f"step {record.index}: stale samples of {missing} were generated anew: {found}")
+        promise(
+            not record.closed or found == record.stale,
+            f"step {record.index} has the stale samples {found} instead of {record.stale}",
+        )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from digenrl.chaos.faults import NS, Fault
 from digenrl.chaos.injection import Injector
-from digenrl.chaos.ledger import check_history, check_metrics, promise
+from digenrl.chaos.ledger import check_history, check_metrics, check_repeated, promise
 from digenrl.chaos.transport import VirtualClock, VirtualTransport
 from digenrl.chaos.workers import WorldFacts
 from digenrl.chaos.worlds import PATIENCE_S, World, targets_of
@@ -20,9 +20,21 @@ from digenrl.driver.supervisor import TrainerLostError
 from digenrl.loop import RunGaveUpError, drive
 from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import Prompt
-from digenrl.records import HELD_OUT_STEP, NO_JOB, Action, Committed, Event, Generate, Quarantine
-from digenrl.scheduling import SchedulerState
+from digenrl.records import (
+    HELD_OUT_STEP,
+    NO_JOB,
+    Action,
+    ArtifactLost,
+    Committed,
+    Event,
+    Generate,
+    JobFailed,
+    Quarantine,
+    WorkerLost,
+)
+from digenrl.scheduling import RecordedStep, SchedulerState
 from digenrl.scheduling.invariants import Auditor
+from digenrl.scheduling.recorded_versions import VersionRecord
 from digenrl.transports.contract import RunResources
 from digenrl.transports.rank_groups import RankGroupTransport
 from digenrl.worker.assignment import TRAINER, rank_names
@@ -46,6 +58,7 @@ class Outcome:
     decisions: int
     quarantined: int
     hedged: int
+    repeated: int  # stale samples that a resumed run had to generate again
     virtual_s: float
 
 
@@ -63,6 +76,9 @@ class _WorldRun:
         self._decisions = 0
         self._jobs_issued = self._hedged = self._ended_ns = 0
         self._transport: VirtualTransport | None = None
+        self._versions = VersionRecord()
+        self._interrupted: list[RecordedStep] = []  # what was known about steps that had to be done again
+        self._disturbed = False  # by a fault after which a resumed run may not be able to repeat all versions
         targets = targets_of(world, most=0)
         deadline_ns = round((UNTIMED_FACTOR + 3) * PATIENCE_S * NS)  # of a job that nobody has timed yet
         self._bound_ns = SLOWEST * targets.nominal_ns + (1 + len(faults)) * deadline_ns
@@ -79,12 +95,15 @@ class _WorldRun:
                 self._injector.struck["driver_kill"] += 1
             except (TrainerLostError, RunGaveUpError) as error:
                 promise(self._may_end(error), f"the run ended: {error}")
+            if not finished:
+                self._interrupted += self._versions.steps(self._facts.saved.step)
         return Outcome(
             self._injector.struck,
             drivers,
             self._decisions,
             len(self._facts.quarantined),
             self._hedged,
+            sum(samples.bit_count() for step in self._interrupted for _, samples in step.stale),
             self._ended_ns / NS,
         )
 
@@ -99,7 +118,10 @@ class _WorldRun:
         for step in range(saved.step, min(saved.step + 2, world.recipe.steps)):
             driver.encode_now(step)
         driver.encode_now(HELD_OUT_STEP)
-        publish_initial_weights(driver, saved.step)
+        recorded = self._versions.steps(saved.step) if world.recipe.techniques.tcss else ()
+        self._versions = VersionRecord(saved.step, recorded)
+        repeats = any(step.index == saved.step and step.stale for step in recorded)
+        weights = publish_initial_weights(driver, saved.step, repeats=repeats)
         evaluates = world.recipe.evaluation is not None
         state = initial_scheduler_state(
             driver,
@@ -108,6 +130,8 @@ class _WorldRun:
             committed=saved.step,
             jobs_issued=saved.jobs_issued,
             evaluates=evaluates,
+            served=weights.version,
+            recorded=recorded,
         )
         state = replace(state, terms=replace(state.terms, search_budget=world.search_budget))
         self._facts.terms = state.terms
@@ -161,6 +185,8 @@ class _WorldRun:
     def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
         """Follows the run, and kills its driver."""
         self._decisions += 1
+        self._versions.observe(event, actions)
+        self._disturbed |= isinstance(event, WorkerLost | ArtifactLost | JobFailed)
         promise(self._decisions < MOST_DECISIONS, "the run decides without end")
         if isinstance(event, Committed):
             self._jobs_issued = state.jobs_issued
@@ -180,7 +206,7 @@ class _WorldRun:
         struck = self._injector.struck
         if isinstance(error, TrainerLostError):
             return self._world.recipe.mode == "colocated"
-        lost = struck["artifact_loss"] + struck["node_loss"]
+        lost = struck["artifact_loss"] + struck["node_loss"] + struck["slice_loss"]
         return self._world.recipe.shares_work and lost > 0 and "partly trained" in str(error)
 
     def _check_end(self, transport: VirtualTransport, final: SchedulerState) -> None:
@@ -190,6 +216,8 @@ class _WorldRun:
         retired = {(step.step, each.group) for step in self._facts.saved.history for each in step.sum}
         mixed = retired & self._facts.quarantined
         promise(not mixed, f"quarantined groups are in the weights: {sorted(mixed)}")
+        if not self._disturbed and not self._hedged:
+            check_repeated(self._interrupted, self._facts.saved.history)
         ranks = [name for name in rank_names(self._world.workers.trainer) if name in transport.seats]
         histories = {transport.seats[name].worker.history for name in ranks}
         promise(len(histories) <= 1, f"the ranks of {TRAINER} disagree")

@@ -77,11 +77,15 @@ UPDATE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """What a checkpoint holds: the step, what led to its weights, and the number of jobs issued by then."""
+    """What a checkpoint holds: the step, what led to its weights, and the number of jobs issued by then.
+
+    It has the weights of the version before if the trainer that saved it has made the step.
+    """
 
     step: int = 0
     history: History = ()
     jobs_issued: int = 0
+    has_version_before: bool = False
 
 
 @dataclass(slots=True)
@@ -105,6 +109,7 @@ class SimulatedWorker:
         self.node = world.node(assignment.name)
         self.history: History = facts.saved.history if assignment.commits else ()  # of its version
         self._updates: History = ()  # of the open step
+        self._has_version_before = assignment.commits and facts.saved.has_version_before
         self.version = facts.saved.step if assignment.commits else 0
         self._sum: list[Contribution] = []
         self._opened = (0, 0, 0)
@@ -229,6 +234,7 @@ class SimulatedWorker:
         self._add_update(job, max(1, terms.updates) - 1 if terms.shares_work else 0)
         self._facts.committed[job.step] = [each for update in self._updates for each in update.sum]
         self.version, self.history, self._updates = job.new_version, (*self.history, *self._updates), ()
+        self._has_version_before = True
         return Committed(0, job, (UPDATE,), self._export_version(job))
 
     def _add_update(self, job: Commit | TakeUpdate, update: int) -> None:
@@ -249,20 +255,25 @@ class SimulatedWorker:
         return Exported(0, job, self._export_version(job), 0)
 
     def _export_version(self, job: Commit | Export) -> WeightsReference:
-        if job.new_version != self.version or not self._world.recipe.topology.publishes:
+        before = job.new_version == self.version - 1 and self._has_version_before and job.rank == 0
+        if not self._world.recipe.topology.publishes or (job.new_version != self.version and not before):
             return NO_WEIGHTS
+        if before:
+            self._put(job.weights_name, job.new_version)
+            return WeightsReference(job.weights_name, 100, 7)
         for name in job.writes():
             self._put(name, self.history if name.startswith("state-") else self.version)
         return WeightsReference(job.writes()[0], 100, 7) if job.rank == 0 else NO_WEIGHTS
 
     def _restore(self, job: Restore) -> Report:
         self.history, self.version, self._updates = self._inputs[job.reads()[0]], job.version, ()
-        self._sum = []
+        self._sum, self._has_version_before = [], False
         return Restored(0, job)
 
     def _save(self, job: Save) -> Report:
         promise(job.step == self.version, f"{job} while the trainer is at {self.version}")
-        self._facts.saved = SavedRun(job.step, self.history, job.facts["jobs_issued"])
+        jobs_issued = job.facts["jobs_issued"]
+        self._facts.saved = SavedRun(job.step, self.history, jobs_issued, self._has_version_before)
         return Saved(0, job, f"step_{job.step:06d}")
 
     def _switch(self, job: SwitchRole) -> Report:

@@ -5,7 +5,7 @@ Needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -22,8 +22,18 @@ from digenrl.driver.batch_sizes import (
 )
 from digenrl.driver.cost_tracker import NS, CostTracker, expected_ns, timed_offer
 from digenrl.driver.dispatcher import Dispatcher
-from digenrl.records import Calibrate, Calibrated, LaneOffer, PromptRow, Publish, Published, SwitchRole
-from digenrl.scheduling import Costs, SchedulerState, SharedWorkRule, Terms, initial_state
+from digenrl.records import (
+    NO_WEIGHTS,
+    Calibrate,
+    Calibrated,
+    LaneOffer,
+    PromptRow,
+    Publish,
+    Published,
+    SwitchRole,
+    WeightsReference,
+)
+from digenrl.scheduling import Costs, RecordedStep, SchedulerState, SharedWorkRule, Terms, initial_state
 from digenrl.simulation.prediction import predict
 from digenrl.simulation.shared_work import best_rules, greedy_rule
 from digenrl.simulation.spec_costs import with_rules
@@ -66,17 +76,35 @@ class Calibration:
         )
 
 
-def publish_initial_weights(driver: Dispatcher, version: int) -> float:
-    """The trainer's version goes to all generators. Returns the seconds that the slowest needed to load it."""
+@dataclass(frozen=True, slots=True)
+class InitialWeights:
+    """The version that all generators have loaded, and the seconds that the slowest of them needed."""
+
+    version: int
+    publish_s: float
+
+
+def publish_initial_weights(driver: Dispatcher, version: int, *, repeats: bool = False) -> InitialWeights:
+    """The trainer's version goes to all generators.
+
+    If a resumed run `repeats` stale samples, it is the version before, provided that the checkpoint has it.
+    """
+    before = driver.export_now(version - 1).weights if repeats else NO_WEIGHTS
+    if before.name:
+        loaded = _publish(driver, version - 1, before)
     exported = driver.export_now(version)
     parts = driver.stores.recipe.lanes.ranks if driver.stores.recipe.sharded else 1
     check_room(driver.stores.artifacts, exported.weights.bytes, parts * exported.state_bytes)
+    return loaded if before.name else _publish(driver, version, exported.weights)
+
+
+def _publish(driver: Dispatcher, version: int, weights: WeightsReference) -> InitialWeights:
     requests = [
-        (worker, Publish(driver.own_job_id(), 0, version, (lane,), exported.weights))
+        (worker, Publish(driver.own_job_id(), 0, version, (lane,), weights))
         for lane, worker in enumerate(driver.stores.workers.generator_names)
     ]
     loaded: list[Published] = driver.ask(requests)
-    return max(result.seconds for result in loaded)
+    return InitialWeights(version, max(result.seconds for result in loaded))
 
 
 def check_room(artifacts: ArtifactStore, weights_bytes: int, state_bytes: int) -> None:
@@ -330,8 +358,13 @@ def initial_scheduler_state(
     committed: int = 0,
     jobs_issued: int = 0,
     evaluates: bool = False,
+    served: int | None = None,
+    recorded: Sequence[RecordedStep] = (),
 ) -> SchedulerState:
-    """The scheduler's state before the first tick. The driver measures costs from here on."""
+    """The scheduler's state before the first tick. The driver measures costs from here on.
+
+    For `served` and `recorded` see `initial_state`.
+    """
     recipe, held_out = driver.stores.recipe, len(driver.stores.prompts.held_out)
     generators, helpers = offers(driver, calibration, slice_size)
     terms = replace(
@@ -345,5 +378,13 @@ def initial_scheduler_state(
     costs = calibration.costs(shares_work=terms.shares_work)
     driver.use_costs(CostTracker(dict(enumerate((*generators, *helpers))), costs), slice_size)
     return initial_state(
-        terms, costs, generators, helpers, committed=committed, jobs_issued=jobs_issued, evaluates=evaluates
+        terms,
+        costs,
+        generators,
+        helpers,
+        committed=committed,
+        jobs_issued=jobs_issued,
+        evaluates=evaluates,
+        served=served,
+        recorded=recorded,
     )

@@ -50,9 +50,9 @@ def decision_line(event: Event, actions: Sequence[Action]) -> dict[str, Any]:
     return {"at_ns": at_ns, "event": fields_of_event, "actions": [_record_object(action) for action in actions]}
 
 
-def read_journal(path: Path) -> Iterator[Decision]:
+def read_journal(path: Path, first_byte: int = 0) -> Iterator[Decision]:
     """The decisions in order, one at a time; a damaged line raises ConfigError with its number."""
-    for line in located_lines(path):
+    for line in located_lines(path, first_byte):
         content = line.content
         try:
             event = _read_record(_EVENTS, {**content["event"], "at_ns": content["at_ns"]})

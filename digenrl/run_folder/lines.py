@@ -107,16 +107,20 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         yield line.content
 
 
-def located_lines(path: Path) -> Iterator[JsonLine]:
-    """Every complete line, in order; none if the file does not exist yet. A damaged line raises ConfigError."""
+def located_lines(path: Path, first_byte: int = 0) -> Iterator[JsonLine]:
+    """Every complete line, in order; none if the file does not exist yet. A damaged line raises ConfigError.
+
+    Lines that start before `first_byte` are left out.
+    """
     number = 0
     try:
-        for start, file in all_parts(path):
+        for start, file in all_parts(path, first_byte):
             for text in file:
                 if not text.endswith(b"\n"):
                     return
                 number += 1
-                yield JsonLine(path, number, start, start + len(text), _parse(text, path, number))
+                if start >= first_byte:
+                    yield JsonLine(path, number, start, start + len(text), _parse(text, path, number))
                 start += len(text)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error

@@ -95,12 +95,16 @@ def unpack_to(path: Path, position: int) -> None:
         plain.rename(path)  # only now is what followed it gone
 
 
-def all_parts(path: Path) -> Iterator[tuple[int, IO[bytes]]]:
-    """Every part of a file with the byte where it starts, open for reading; the file itself is the last."""
+def all_parts(path: Path, first_byte: int = 0) -> Iterator[tuple[int, IO[bytes]]]:
+    """Every part of a file with the byte where it starts, open for reading; the file itself is the last.
+
+    Parts that end before `first_byte` are left out.
+    """
     end = 0
     for segment in segments_of(path):
-        with segment.open() as file:
-            yield segment.start, file
+        if segment.end > first_byte:
+            with segment.open() as file:
+                yield segment.start, file
         end = segment.end
     if path.exists():
         with path.open("rb") as file:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from digenrl.config.recipe_files import fingerprint
 from digenrl.records import Action, Committed, Event
 from digenrl.run_folder.folder import RunFolder, RunLines
 from digenrl.run_folder.log_files import rotate_logs
-from digenrl.scheduling import SchedulerState
+from digenrl.scheduling import RecordedStep, SchedulerState
+from digenrl.scheduling.recorded_versions import VersionRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,12 @@ class RunPosition:
     at_ns: int
     jobs_issued: int
     positions: Mapping[str, int]  # lengths of the files that grow
+    recorded: tuple[RecordedStep, ...] = ()  # stale samples of the open steps
+
+    @property
+    def repeats_stale_samples(self) -> bool:
+        """Whether samples of the first step were generated with the version before."""
+        return any(step.index == self.step and step.stale for step in self.recorded)
 
     def facts(self, recipe_fingerprint: str) -> dict[str, Any]:
         """What a checkpoint's state.json says about it."""
@@ -28,6 +35,7 @@ class RunPosition:
             "at_ns": self.at_ns,
             "jobs_issued": self.jobs_issued,
             "positions": dict(self.positions),
+            "recorded": [asdict(step) for step in self.recorded],
             "fingerprint": recipe_fingerprint,
         }
 
@@ -38,12 +46,20 @@ class Checkpointer:
     def __init__(self, folder: RunFolder, lines: RunLines, start: RunPosition) -> None:
         self._folder, self._lines = folder, lines
         self.position = start
+        self._versions = VersionRecord(start.step, start.recorded)
 
     def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
         """At a commit, everything about the step is written: the files are as long as a resumed run needs them."""
+        self._versions.observe(event, actions)
         if isinstance(event, Committed):
-            positions = self._lines.positions()
-            self.position = RunPosition(state.committed, event.at_ns, state.jobs_issued, positions)
+            self._versions.forget_before(state.committed)
+            self.position = RunPosition(
+                state.committed,
+                event.at_ns,
+                state.jobs_issued,
+                self._lines.positions(),
+                self._versions.steps(state.committed),
+            )
 
     def facts(self, step: int) -> dict[str, Any]:
         """The facts for the checkpoint of the last version. Brings the run's files to disk first."""

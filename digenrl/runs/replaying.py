@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from fractions import Fraction
 from itertools import groupby
@@ -11,7 +11,9 @@ from typing import Any
 
 from digenrl.records import LaneOffer, Tick
 from digenrl.run_folder.journal import Decision, read_journal
-from digenrl.scheduling import Costs, SchedulerState, SharedWorkRule, Terms, decide, initial_state
+from digenrl.scheduling import Costs, RecordedStep, SchedulerState, SharedWorkRule, Terms, decide, initial_state
+
+RECORDED = "recorded"  # what an interrupted run has to repeat, among the facts of the initial state
 
 
 def initial_facts(state: SchedulerState) -> dict[str, Any]:
@@ -28,6 +30,8 @@ def initial_facts(state: SchedulerState) -> dict[str, Any]:
         "committed": state.committed,
         "jobs_issued": state.jobs_issued,
         "evaluates": bool(state.evaluations),
+        "served": min(lane.version for lane in state.lanes),
+        RECORDED: [asdict(step) for step in state.recorded],
     }
 
 
@@ -43,6 +47,16 @@ def initial_state_of(facts: dict[str, Any]) -> SchedulerState:
         committed=facts["committed"],
         jobs_issued=facts["jobs_issued"],
         evaluates=facts["evaluates"],
+        served=facts.get("served"),
+        recorded=recorded_steps(facts.get(RECORDED, ())),
+    )
+
+
+def recorded_steps(facts: Iterable[dict[str, Any]]) -> tuple[RecordedStep, ...]:
+    """The records that were written as JSON."""
+    return tuple(
+        RecordedStep(step["index"], tuple((group, samples) for group, samples in step["stale"]), step["closed"])
+        for step in facts
     )
 
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe_files import fingerprint
 from digenrl.run_folder.folder import RunFolder
+from digenrl.run_folder.journal import read_journal
 from digenrl.run_folder.mending import mend_lines
 from digenrl.run_folder.metric_lines import end_of_evaluations
 from digenrl.run_folder.segments import live_start
 from digenrl.runs.checkpointer import RunPosition
+from digenrl.runs.replaying import RECORDED, recorded_steps
+from digenrl.scheduling import RecordedStep
+from digenrl.scheduling.recorded_versions import VersionRecord
 from digenrl.training.checkpoint.atomic_folders import restore
 from digenrl.training.checkpoint.format import (
     CheckpointContent,
@@ -63,7 +68,8 @@ def _whole_content(path: Path) -> CheckpointContent:
 def _position(folder: RunFolder, path: Path, content: CheckpointContent) -> RunPosition:
     try:
         facts = content.facts
-        position = RunPosition(content.step, facts["at_ns"], facts["jobs_issued"], facts["positions"])
+        recorded = recorded_steps(facts.get("recorded", ()))
+        position = RunPosition(content.step, facts["at_ns"], facts["jobs_issued"], facts["positions"], recorded)
         owner = facts["fingerprint"]
     except KeyError as error:
         raise ConfigError(
@@ -88,6 +94,22 @@ def mend_logs(folder: RunFolder, resume_point: ResumePoint, notify: Callable[[st
             if remark is not None:
                 notify(remark)
     return replace(resume_point, position=replace(resume_point.position, positions=positions))
+
+
+def steps_to_repeat(folder: RunFolder, position: RunPosition) -> tuple[RecordedStep, ...]:
+    """The versions of stale samples that the run had generated for steps after its checkpoint.
+
+    The newest are in the journal behind the checkpoint. Those that a resumed run has not repeated before it was
+    interrupted again are in run.json.
+    """
+    if folder.recipe.techniques.tcss == 0:
+        return ()
+    earlier = recorded_steps(folder.info.initial_state.get(RECORDED, ()))
+    record = VersionRecord(position.step, (*earlier, *position.recorded))
+    with suppress(ConfigError):  # a damaged line ends what is known
+        for decision in read_journal(folder.journal, position.positions.get("journal", 0)):
+            record.observe(decision.event, decision.actions)
+    return record.steps(position.step)
 
 
 def kept_positions(folder: RunFolder, position: RunPosition) -> dict[str, int]:

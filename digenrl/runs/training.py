@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from digenrl.config.recipe import Recipe
 from digenrl.console.live_view import RunView
@@ -42,8 +42,8 @@ from digenrl.run_folder.metric_lines import EvaluationRecord
 from digenrl.run_folder.spans import SpanWriter
 from digenrl.runs.checkpointer import Checkpointer, RunPosition
 from digenrl.runs.held_out import HeldOut
-from digenrl.runs.replaying import initial_facts
-from digenrl.runs.resuming import ResumePoint, kept_positions
+from digenrl.runs.replaying import RECORDED, initial_facts
+from digenrl.runs.resuming import ResumePoint, kept_positions, steps_to_repeat
 from digenrl.runs.step_time_prediction import StepTimePrediction
 from digenrl.runs.stopping import Stopper, StopRun
 from digenrl.scheduling import SchedulerState
@@ -112,7 +112,9 @@ class TrainingRun:
             self._lines.clear()
             self._start = RunPosition(0, 0, 0, self._lines.positions())
         else:
-            self._start = resume_point.position
+            self._start = replace(resume_point.position, recorded=steps_to_repeat(folder, resume_point.position))
+            recorded = {RECORDED: [asdict(step) for step in self._start.recorded]}
+            folder.update_info(initial_state=folder.info.initial_state | recorded)  # before the journal is cut
             self._lines.truncate(kept_positions(folder, self._start))
         self._clock, self._stopper = RunClock(self._start.at_ns), Stopper()
         sampler = PromptSampler(
@@ -160,11 +162,11 @@ class TrainingRun:
         for step in range(start.step, min(start.step + 2, folder.recipe.steps)):
             driver.encode_now(step)
         driver.encode_now(HELD_OUT_STEP)
-        publish_s = publish_initial_weights(driver, start.step)
+        weights = publish_initial_weights(driver, start.step, repeats=start.repeats_stale_samples)
         forwards = measure_forwards(driver, start.step, self._view.notify)
         self._operations = _operations(driver, forwards)
         self._view.notify("calibrating: timing generation, scoring and training")
-        calibration = calibrate(driver, publish_s, start.step, self._view.notify)
+        calibration = calibrate(driver, weights.publish_s, start.step, self._view.notify)
         slice_size = choose_slice_size(driver, calibration)
         calibration = calibrate_remaining_sizes(driver, calibration, slice_size, start.step)
         logger.info("calibrated: %s; slice size %d", calibration, slice_size)
@@ -177,6 +179,8 @@ class TrainingRun:
             committed=start.step,
             jobs_issued=start.jobs_issued,
             evaluates=evaluates,
+            served=weights.version,
+            recorded=start.recorded,
         )
         lanes = self._lanes()
         if self._resumes:

@@ -72,14 +72,17 @@ def _absorb_stop(state: SchedulerState, event: StopRequested) -> Outcome:
 def _tick(state: SchedulerState, event: Tick) -> Outcome:
     if state.stopping:
         return trainer_turns.save_and_stop(state, event.at_ns)
-    calibrations: tuple[Action, ...] = ()
+    first: tuple[Action, ...] = ()
     if state.uncalibrated:
-        state, calibrations = calibration.hand_out_calibrations(state, event.at_ns)
+        state, first = calibration.hand_out_calibrations(state, event.at_ns)
+    if state.steps and state.current.recorded is not None:  # the newest version may have waited for its slices
+        state, published = lanes.publish_newest(state, event.at_ns)
+        first = (*first, *published)
     if state.terms.shares_work:
         state, chunks = evaluation.hand_out_chunks(state, event.at_ns)
         state, jobs = shared_work.hand_out_work(state, event.at_ns)
         state, copies = _hedge(state, event.at_ns)
-        return state, (*calibrations, *chunks, *jobs, *copies)
+        return state, (*first, *chunks, *jobs, *copies)
     handed_out: tuple[Action, ...] = ()
     if not state.terms.colocated or isinstance(state.trainer, Generating):
         chunks = ()
@@ -89,7 +92,7 @@ def _tick(state: SchedulerState, event: Tick) -> Outcome:
         state, copies = _hedge(state, event.at_ns)
         handed_out = (*chunks, *slices, *copies)
     state, orders = trainer_turns.direct_trainer(state, event.at_ns)
-    return state, (*calibrations, *handed_out, *orders)
+    return state, (*first, *handed_out, *orders)
 
 
 def _hedge(state: SchedulerState, at_ns: int) -> Outcome:

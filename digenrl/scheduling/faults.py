@@ -8,7 +8,7 @@ and a fresh group takes its place in the step.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from digenrl.records import (
@@ -36,6 +36,7 @@ from digenrl.records import (
 from digenrl.scheduling import evaluation, hedging, shared_gradients
 from digenrl.scheduling.lanes import end_round_if_over, release
 from digenrl.scheduling.order import positions, positions_of_group, slices_in, slices_of_group
+from digenrl.scheduling.repeated_steps import recorded_as_stale
 from digenrl.scheduling.scoring import end_score, ready_again, start_scoring
 from digenrl.scheduling.state import (
     Free,
@@ -298,9 +299,15 @@ def reissue(state: SchedulerState, piece: Slice) -> SchedulerState:
         return state
     waiting = list(step.reissue)
     for each in slices_in(state.terms, piece):
-        insort(waiting, each, key=positions(state.terms))
+        insort(waiting, each, key=_order_of_reissue(state.terms, step))
     state = put_step(state, replace(step, reissue=tuple(waiting)))
     return reconsider_help(return_stale_samples(state, piece))
+
+
+def _order_of_reissue(terms: Terms, step: StepProgress) -> Callable[[Slice], tuple[bool, int]]:
+    """By position, but first those that a resumed run repeats with the version one behind."""
+    position = positions(terms)
+    return lambda piece: (not recorded_as_stale(step, piece), position(piece))
 
 
 def return_stale_samples(state: SchedulerState, piece: Slice) -> SchedulerState:
@@ -345,7 +352,12 @@ def quarantine(state: SchedulerState, piece: Slice, reason: str, at_ns: int) -> 
     fresh_slices = slices_of_group(terms, step.index, replaced_by)
     step = replace(
         step,
-        reissue=(*(each for each in step.reissue if each.group != piece.group), *fresh_slices),
+        reissue=tuple(
+            sorted(
+                (*(each for each in step.reissue if each.group != piece.group), *fresh_slices),
+                key=_order_of_reissue(terms, step),
+            )
+        ),
         groups=(
             *put_group(step, piece.group, replace(old, retired=True, stale=0)),
             GroupProgress(place=step.place(piece.group)),

@@ -6,6 +6,7 @@ from bisect import bisect
 from dataclasses import replace
 
 from digenrl.records import Publish, Published, WorkerJoined
+from digenrl.scheduling.repeated_steps import repeats_stale_slices
 from digenrl.scheduling.state import (
     NO_VERSION,
     BetweenRounds,
@@ -49,7 +50,8 @@ def absorb_published(state: SchedulerState, event: Published) -> Outcome:
 def publish_newest(state: SchedulerState, at_ns: int) -> Outcome:
     """Publishes the newest version to every generator lane that has not been sent it.
 
-    It waits while an older version is still being sampled for its evaluation, and for weights that were lost.
+    It waits while an older version is still being sampled for its evaluation or, in a resumed run, for slices that
+    are recorded as stale, and for weights that were lost.
     """
     version = state.committed
     if state.exporting is not None:
@@ -57,6 +59,8 @@ def publish_newest(state: SchedulerState, at_ns: int) -> Outcome:
     if state.all_committed and not any(each.version == version for each in state.evaluations):
         return state, ()  # no lane will use it
     if any(each.version < version and not each.sampled for each in state.evaluations):
+        return state, ()
+    if repeats_stale_slices(state):
         return state, ()
     behind = [lane for lane in state.lanes if lane.present and not lane.helper and lane.sent_version < version]
     if not behind:

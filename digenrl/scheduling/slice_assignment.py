@@ -9,9 +9,9 @@ from dataclasses import replace
 from digenrl.records import Generate, Slice
 from digenrl.scheduling.dispatch import Reservations, assign_by_finish, first_unreserved
 from digenrl.scheduling.order import slice_at
+from digenrl.scheduling.repeated_steps import is_served, recorded_as_stale, stale_budget
 from digenrl.scheduling.staleness import admitted_samples
 from digenrl.scheduling.state import GroupProgress, SchedulerState, StepProgress
-from digenrl.scheduling.terms import Terms
 
 
 class SlicePicker:
@@ -21,7 +21,7 @@ class SlicePicker:
     """
 
     def __init__(self, state: SchedulerState) -> None:
-        self._lists = [_OpenList(state.terms, step) for step in state.steps]
+        self._lists = [_OpenList(state, step) for step in state.steps]
 
     def length_at(self, version: int, place: int, at_most: int) -> int:
         """How many slices can be taken together from `place` on: neighbours of one group that may start.
@@ -65,9 +65,11 @@ class SlicePicker:
 class _OpenList:
     """One step's list while slices are being taken from it: first what is reissued, then the rest."""
 
-    def __init__(self, terms: Terms, step: StepProgress) -> None:
+    def __init__(self, state: SchedulerState, step: StepProgress) -> None:
         self._step = step
-        self._terms = terms
+        self._terms = terms = state.terms
+        self._budget = stale_budget(terms, step)
+        self._repeats = step.recorded is not None and is_served(state, step.index - 1)
         self._waiting: list[Slice] = list(step.reissue)
         self._cursor, self._end = step.cursor, terms.slices_per_step
         self._ahead: list[int] = list(step.ahead)  # positions from the cursor on that are not handed out any more
@@ -80,9 +82,16 @@ class _OpenList:
         return len(self._waiting) + self._end - self._cursor - len(self._ahead)
 
     def admitted_slices(self, version: int) -> int:
-        """How many slices may start on this version, whether or not the list has that many."""
-        step, terms = self._step.index, self._terms
-        return admitted_samples(step, version, self._stale_samples, terms.stale_budget) // terms.slice_size
+        """How many slices may start on this version, whether or not the list has that many.
+
+        Slices that are recorded as stale come first, and wait for a lane that serves the version one behind.
+        """
+        step, size = self._step, self._terms.slice_size
+        if version >= step.index and self._repeats and self._waiting:
+            room = self._stale_samples + size <= self._budget
+            if room and recorded_as_stale(step, self._waiting[0]):
+                return 0
+        return admitted_samples(step.index, version, self._stale_samples, self._budget) // size
 
     def length_at(self, place: int, at_most: int) -> int:
         if at_most <= 1:

@@ -26,6 +26,7 @@ from digenrl.records import (
     TakeUpdate,
     Train,
 )
+from digenrl.scheduling.order import slice_at
 from digenrl.scheduling.terms import Costs, Terms
 
 UNLIMITED = 1 << 30
@@ -137,6 +138,25 @@ class SentGradients:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """The samples of a step that an interrupted run has generated with the version one behind.
+
+    `stale` has them by group, as bits. A step is `closed` if its own version existed when the run was interrupted:
+    then all other samples are generated with that.
+    """
+
+    index: int
+    stale: tuple[tuple[int, int], ...] = ()
+    closed: bool = False
+
+    def has(self, piece: Slice) -> bool:
+        """Whether all samples of a slice are among them."""
+        return any(
+            group == piece.group and samples & piece.mask() == piece.mask() for group, samples in self.stale
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class StepProgress:
     """One open step: what has not been handed out yet, what is ready to train, what remains."""
 
@@ -154,6 +174,7 @@ class StepProgress:
     attempt: int = 0  # how often the trainer was lost after the first update
     untrained_samples: int = 0  # of the open update
     gradients: tuple[SentGradients, ...] = ()
+    recorded: RecordedStep | None = None  # of a resumed run
 
     def place(self, group: int) -> int:
         """The place of a group in the batch."""
@@ -337,6 +358,7 @@ class SchedulerState:
     void_jobs: frozenset[int] = frozenset()  # those whose copy was faster: their results are dropped
     wake_ns: int = -1  # the tick that was asked for last
     uncalibrated: tuple[int, ...] = ()  # lanes that wait for their Calibrate job
+    recorded: tuple[RecordedStep, ...] = ()  # what a resumed run has to repeat
 
     @property
     def all_committed(self) -> bool:
@@ -369,17 +391,22 @@ def initial_state(
     committed: int = 0,
     jobs_issued: int = 0,
     evaluates: bool = False,
+    served: int | None = None,
+    recorded: Sequence[RecordedStep] = (),
 ) -> SchedulerState:
     """The state before the first event: every lane has the newest version, and no job is issued.
 
     A resumed run passes the optimizer steps it has `committed`, which is its newest version, and the number of
     jobs it had issued, so that ids stay unique. Steps and versions keep their numbers, and `terms.steps` counts
-    from the beginning. With `evaluates` the newest version is evaluated first.
+    from the beginning. With `evaluates` the newest version is evaluated first. To repeat the `recorded` steps of
+    the interrupted run, generator lanes may start on an older version that they have `served`.
     """
     assert 0 <= committed <= terms.steps, f"{committed} of {terms.steps} steps are committed"
     offers = [(offer, False) for offer in generators] + [(offer, True) for offer in helpers]
+    of_generators = committed if served is None else served
     lanes = tuple(
-        lane_of(index, offer, is_helper, version=committed) for index, (offer, is_helper) in enumerate(offers)
+        lane_of(index, offer, is_helper, version=committed if is_helper else of_generators)
+        for index, (offer, is_helper) in enumerate(offers)
     )
     generating = [lane for lane in lanes if terms.colocated or terms.shares_work or not lane.helper]
     return SchedulerState(
@@ -388,7 +415,9 @@ def initial_state(
         lanes=lanes,
         idle=tuple(lane.index for lane in sorted(generating, key=lambda lane: idle_rank(costs, lane))),
         helpers=() if terms.colocated or terms.shares_work else tuple(lane.index for lane in lanes if lane.helper),
-        steps=tuple(fresh_step(terms, index) for index in range(committed, min(committed + 2, terms.steps))),
+        steps=tuple(
+            fresh_step(terms, index, recorded) for index in range(committed, min(committed + 2, terms.steps))
+        ),
         scorers=(None,) * terms.scorers,
         unscored=(),
         trainer=Generating() if terms.colocated else Free(),
@@ -396,6 +425,7 @@ def initial_state(
         jobs_issued=jobs_issued,
         saved=committed or None,  # what a resumed run has committed is in the checkpoint that it resumes from
         evaluations=(fresh_evaluation(terms, committed),) if evaluates else (),
+        recorded=tuple(recorded),
     )
 
 
@@ -429,12 +459,17 @@ def fresh_evaluation(terms: Terms, version: int) -> EvaluationProgress:
     return EvaluationProgress(version, tuple(range(terms.evaluation_chunks)))
 
 
-def fresh_step(terms: Terms, index: int) -> StepProgress:
-    """A step of which nothing has been handed out."""
+def fresh_step(terms: Terms, index: int, recorded: Sequence[RecordedStep] = ()) -> StepProgress:
+    """A step of which nothing has been handed out. Slices that are recorded as stale come first."""
+    record = next((_within_budget(terms, each) for each in recorded if each.index == index), None)
+    positions = range(terms.slices_per_step) if record is not None and record.stale else ()
+    first = {at: piece for at in positions if record and record.has(piece := slice_at(terms, index, at))}
     return StepProgress(
         index=index,
         cursor=0,
-        reissue=(),
+        reissue=tuple(first.values()),
+        ahead=tuple(first),
+        recorded=record,
         groups=(GroupProgress(),) * terms.prompts,
         ready=(),
         unscored_groups=terms.prompts,
@@ -442,6 +477,16 @@ def fresh_step(terms: Terms, index: int) -> StepProgress:
         stale_samples=0,
         untrained_samples=terms.samples_of_update(0),
     )
+
+
+def _within_budget(terms: Terms, record: RecordedStep) -> RecordedStep:
+    """The record without groups that would exceed the stale budget."""
+    kept, left = [], terms.stale_budget
+    for group, samples in record.stale:
+        if samples.bit_count() <= left:
+            kept.append((group, samples))
+            left -= samples.bit_count()
+    return replace(record, stale=tuple(kept))
 
 
 def issue(state: SchedulerState, at_ns: int, kind: type[AnyJob], *fields: object) -> tuple[SchedulerState, AnyJob]:

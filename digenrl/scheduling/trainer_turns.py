@@ -91,7 +91,7 @@ def absorb_committed(state: SchedulerState, event: Committed) -> Outcome:
     assert state.trainer == Committing(event.job), f"{event} answers no job that was issued"
     terms, version, at_ns = state.terms, state.committed + 1, event.at_ns
     following = version + 1
-    opened = (fresh_step(terms, following),) if following < terms.steps else ()
+    opened = (fresh_step(terms, following, state.recorded),) if following < terms.steps else ()
     lanes = tuple(
         replace(lane, version=version, sent_version=version, trained=())
         if lane.helper or terms.colocated

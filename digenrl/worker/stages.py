@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -107,6 +107,7 @@ class WorkerParts:
     Without a `held_out_reward`, held-out samples are scored with `reward`; without a `held_out_model`, they are
     generated with `model`. `publishes` is false if no other worker generates. A `slowdown` above 1 imitates a
     slower device. Checkpoints name the weights that training started from by their fingerprint, `base_weights`.
+    `version_before` are the published weights one version before those that the trainer has loaded, if known.
 
     A worker may be one of several `ranks`. Those of a generator compute every sample together: the first one
     leaves and scores them, and the others only follow.
@@ -124,6 +125,7 @@ class WorkerParts:
     publishes: bool = True
     slowdown: float = 1.0
     base_weights: str = ""
+    version_before: Mapping[str, Tensor] = field(default_factory=dict)
     ranks: RankGroup | None = None
     follows: bool = False
 
@@ -141,6 +143,7 @@ class Stages:
         self._opened = (0, 0, 0)  # step, update and attempt that a worker that never commits trains
         self._average: Mapping[str, Tensor] = {}  # published with the loaded version if that is evaluated
         self._trained: Mapping[str, Tensor] = {}  # published with the loaded version if that lags
+        self._version_before = parts.version_before
 
     # --- Generators and reward lanes ----------------------------------------------------------------------------
 
@@ -221,6 +224,7 @@ class Stages:
         updates: list[Mapping[str, Any]] = []
         if job.groups:
             self._complete_batch(job)
+        self._keep_version_before(job)
         while self.trainer.batch == job.step:
             updates.append(asdict(self.trainer.commit()))
         weights, _ = self._export(job)
@@ -285,7 +289,9 @@ class Stages:
         run, state, ranks = Path(job.run), trainer.state_at_last_version(), trainer.ranks
         assert state.batch == job.step, f"to save step {job.step}, but the trainer is at {state.batch}"
         facts = {**job.facts, BASE_WEIGHTS: self.parts.base_weights}
-        path = save_checkpoint(run / "checkpoints", job.step, state, facts, ranks=ranks)
+        path = save_checkpoint(
+            run / "checkpoints", job.step, state, facts, ranks=ranks, version_before=self._version_before
+        )
         values = weights_to_export(state)
         if trainer.shard is not None:
             values = trainer.policies.published(values)
@@ -301,13 +307,20 @@ class Stages:
     # --- Recovery -----------------------------------------------------------------------------------------------
 
     def export(self, job: Export) -> Exported:
-        """Exports the trainer's current version: for the first time, or because the last export was lost."""
+        """Exports the trainer's current version: for the first time, or because the last export was lost.
+
+        A run that repeats stale samples after it was resumed needs the version before, too.
+        """
+        if job.version == self.trainer.batch - 1 and self._version_before and job.rank == 0:
+            name = weights_name(job.version)
+            return Exported(0, job, self._exchange.put_weights(name, dict(self._version_before)), 0)
         weights, state_bytes = self._export(job)
         return Exported(0, job, weights, state_bytes)
 
     def restore(self, job: Restore) -> Restored:
         """Continues from the state that the lost trainer had exported."""
         (name,) = job.reads()
+        self._version_before = {}
         self.trainer.load_state(state_of_tensors(self._exchange.get(name)))
         return Restored(0, job)
 
@@ -439,6 +452,15 @@ class Stages:
             name: to_device(value, self.model.device) for name, value in self._exchange.get(piece.name).items()
         }
         return trajectories_of(tensors, samples, plan(self._blueprint, self.model, samples), piece.version)
+
+    def _keep_version_before(self, job: Commit) -> None:
+        """Keeps what is published, for the next checkpoint: samples of the next step may be made with it."""
+        if self._blueprint.recipe.techniques.tcss == 0 or not self.parts.publishes:
+            return
+        published = self.trainer.published()  # by all ranks together, if weights are sharded
+        if job.rank == 0:
+            copies = {name: value.detach().to("cpu", copy=True) for name, value in published.items()}
+            self._version_before = {name: value.contiguous() for name, value in copies.items()}
 
     def _export(self, job: Commit | Export) -> tuple[WeightsReference, int]:
         """Leaves the weights and, if asked for, the state that a replacement needs. Returns the state's bytes."""

@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
 from digenrl import records
@@ -25,7 +26,7 @@ from digenrl.models.token_exchange import TokenExchange
 from digenrl.records import Job, JobFailed, Result
 from digenrl.rewards.building import build_rewards
 from digenrl.rewards.contract import Reward, RewardError
-from digenrl.training.checkpoint.checkpoints import Checkpoint, read_checkpoint
+from digenrl.training.checkpoint.checkpoints import Checkpoint, read_checkpoint, read_version_before
 from digenrl.training.checkpoint.format import BASE_WEIGHTS
 from digenrl.training.ranks.rank_group import RankGroup, join_ranks
 from digenrl.training.ranks.stage_links import link_settings
@@ -158,6 +159,7 @@ def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str = "
         follows=follows,
         slowdown=assignment.slowdown,
         base_weights=base_weights,
+        version_before=_version_before(assignment),
     )
     return Worker(assignment.name, Stages(parts))
 
@@ -230,6 +232,13 @@ def _build_trainer(
         _check_base_weights(assignment, checkpoint, base_weights)
         trainer.load_state(checkpoint.trainer_state)
     return trainer
+
+
+def _version_before(assignment: Assignment) -> dict[str, Tensor]:
+    """The weights with which stale samples of the first step were made, in the worker that exports weights."""
+    exports = assignment.rank is None or assignment.rank.is_first
+    checkpoint = assignment.checkpoint
+    return read_version_before(checkpoint) if checkpoint is not None and exports else {}
 
 
 def _check_base_weights(assignment: Assignment, checkpoint: Checkpoint, found: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ from live_runs import (
 )
 
 from digenrl.config.reading import ConfigError
+from digenrl.driver.calibration import InitialWeights
+from digenrl.driver.dispatcher import Dispatcher
 from digenrl.records import (
     NO_LANE,
     Committed,
@@ -168,7 +171,11 @@ def test_auto_does_without_shared_training_if_that_is_predicted_to_be_faster(
 ) -> None:
     """Loading weights seems to take minutes, and so does sending gradients."""
     publish = training.publish_initial_weights
-    monkeypatch.setattr(training, "publish_initial_weights", lambda *given: publish(*given) + 100)
+
+    def publish_slowly(driver: Dispatcher, version: int, *, repeats: bool) -> InitialWeights:
+        return replace(publish(driver, version, repeats=repeats), publish_s=100.0)
+
+    monkeypatch.setattr(training, "publish_initial_weights", publish_slowly)
     options = TASKS["two updates of groups"]
     _, run = live.run(*BOTH, *options)
     assert {job.lane for job in train_jobs(run)} == {NO_LANE}

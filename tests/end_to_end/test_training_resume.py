@@ -108,6 +108,22 @@ def test_a_run_that_is_stopped_and_killed_twice_ends_as_if_it_had_not_been(live:
     assert evaluations == [each for each in expected if each not in at_the_stop]
 
 
+def test_stale_samples_are_generated_with_the_same_versions_again(live: LiveRuns, tmp_path: Path) -> None:
+    """The run has lost all checkpoints but the first. Its journal says which version made which samples."""
+    options = ("techniques.tcss=1", "lanes.generators=[cpu,cpu]", "steps=4")
+    whole = live.finished(*options, "checkpoint.every=1", "checkpoint.keep=4")
+    shares = metric(whole, "stale_share")
+    assert shares[1] and any(shares[2:]), "nothing was stale: the run shows nothing"
+    run = Path(shutil.copytree(whole.path, tmp_path / "run"))
+    for step in (2, 3, 4):
+        shutil.rmtree(run / "checkpoints" / f"step_{step:06d}")
+    assert live.resume(run) is Status.FINISHED
+    again = RunFolder.open(run)
+    assert metric(again, "stale_share") == shares
+    assert metric(again, "reward_mean") == metric(whole, "reward_mean")
+    assert trained(again, 4) == trained(whole, 4)
+
+
 @pytest.mark.parametrize("mode", ["local", "colocated"])
 def test_a_run_stopped_before_its_first_step_begins_again(mode: str, live: LiveRuns) -> None:
     run = live.new_path()

@@ -18,7 +18,12 @@ from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
 from digenrl.config.training import EmaSettings, TrainerSettings
 from digenrl.training.checkpoint import atomic_folders
-from digenrl.training.checkpoint.checkpoints import prune_checkpoints, read_checkpoint, save_checkpoint
+from digenrl.training.checkpoint.checkpoints import (
+    prune_checkpoints,
+    read_checkpoint,
+    read_version_before,
+    save_checkpoint,
+)
 from digenrl.training.checkpoint.format import CheckpointError, checkpoints_in, newest_checkpoint
 
 SETTINGS = TrainerSettings(pack_size="auto", largest_pack=5, learning_rate=0.02, ema=EmaSettings(every_updates=1))
@@ -118,6 +123,17 @@ def test_a_checkpoint_has_a_safetensors_file_per_kind_and_a_json_file(state, tmp
     assert content["format"] == 3
     assert content["trainer"]["updates_done"] == 2
     assert content["files"][WEIGHTS]["bytes"] == (path / WEIGHTS).stat().st_size
+
+
+def test_a_checkpoint_may_hold_the_version_before(state, tmp_path):
+    before = {"weight": torch.tensor([1.5, -2.0])}
+    path = save_checkpoint(tmp_path, 3, state, {}, version_before=before)
+    assert torch.equal(read_version_before(path)["weight"], before["weight"])
+    assert not differences(read_checkpoint(path).trainer_state, state)
+    flip_a_byte(path / "version_before.safetensors")
+    with pytest.raises(CheckpointError, match="version_before"):
+        read_checkpoint(path)
+    assert read_version_before(save_checkpoint(tmp_path, 4, state, {})) == {}
 
 
 def test_the_frozen_reference_is_stored_once(tmp_path):

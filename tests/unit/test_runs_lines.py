@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from digenrl.config.reading import ConfigError
-from digenrl.run_folder.lines import JsonLines, read_lines
+from digenrl.run_folder.lines import JsonLines, located_lines, read_lines
 from digenrl.run_folder.mending import mend_lines
 
 
@@ -131,6 +131,13 @@ def test_parts_that_are_set_aside_are_compressed_and_read_as_one_file(path: Path
     assert [content["step"] for content in read_lines(path)] == list(range(10))
     assert JsonLines(path).position() == positions[-1] == 10 * len('{"step":0}\n')
     assert JsonLines(path).rotate() is None, "small files are left alone"
+
+
+@pytest.mark.parametrize("skipped", [0, 2, 4, 6, 8, 10])
+def test_reading_may_begin_in_any_part(skipped: int, path: Path) -> None:
+    ends = [0, *rotated(path, steps=10, every=4)]
+    lines = located_lines(path, ends[skipped])
+    assert [(line.start, line.content["step"]) for line in lines] == [(ends[n], n) for n in range(skipped, 10)]
 
 
 @pytest.mark.parametrize("kept", [0, 2, 4, 6, 8, 10])

@@ -15,6 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from digenrl.checksums import file_checksum, tensors_checksum
 from digenrl.training.checkpoint.atomic_folders import (
@@ -49,6 +50,8 @@ from digenrl.training.ranks.rank_group import RankGroup, RanksError, all_or_none
 from digenrl.training.ranks.sharding import ShardSpec
 from digenrl.training.trainer_state import TrainerState
 
+VERSION_BEFORE = "version_before"  # a kind of tensors that is not part of the trainer's state
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -60,13 +63,19 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    folder: Path, step: int, state: TrainerState, facts: Mapping[str, Any], ranks: RankGroup | None = None
+    folder: Path,
+    step: int,
+    state: TrainerState,
+    facts: Mapping[str, Any],
+    ranks: RankGroup | None = None,
+    version_before: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Writes folder/step_NNNNNN and returns it; a checkpoint of the same step is replaced.
 
     `facts` is any content that JSON can represent. If anything fails, nothing is left behind and older checkpoints
     are unchanged. All ranks must call it, with their own state and a folder that they share. The first rank
-    writes, or each its shards; it succeeds on all ranks or raises on all.
+    writes, or each its shards; it succeeds on all ranks or raises on all. `version_before` are the published
+    weights of the version before, for `read_version_before`.
     """
     target, partial = step_folder(folder, step), partial_folder(step_folder(folder, step))
     is_first = ranks is None or ranks.rank.is_first
@@ -84,6 +93,8 @@ def save_checkpoint(
             with all_or_none(ranks):
                 if is_first:
                     records = records or _write_whole(partial, tensors)
+                    if version_before:
+                        records |= _write_whole(partial, {VERSION_BEFORE: dict(version_before)})
                     number = WHOLE if state.shard is None else SHARDED
                     CheckpointContent(number, step, without_tensors(state), dict(facts), records).write(partial)
                     opened.close()
@@ -114,6 +125,12 @@ def read_checkpoint(path: Path, shard: ShardSpec | None = None, ranks: RankGroup
         elif any(name.startswith(f"{kind}/") for name in content.files):
             tensors[kind] = read_shards(path / kind, shard, ranks)
     return Checkpoint(content.step, state_from(content.trainer, tensors, shard), content.facts)
+
+
+def read_version_before(path: Path) -> dict[str, Tensor]:
+    """The published weights of the version before that of a checkpoint; none if it has none."""
+    file = path / f"{VERSION_BEFORE}.safetensors"
+    return load_file(file) if file.is_file() else {}
 
 
 def prune_checkpoints(folder: Path, keep: int, just_written: Path | None = None) -> None:

@@ -52,7 +52,8 @@ def loaded_tensors(ranks, folders):
     """All parameters, gathered, and all buffers of every kind of transformer."""
     found = {}
     for name in ONE_PER_TRANSFORMER:
-        transformer = load_sharded(FAMILIES[name], ModelSource.of(folders / name), ranks, torch.bfloat16).transformer
+        model = load_sharded(FAMILIES[name], ModelSource.of(folders / name), ranks, torch.bfloat16)
+        transformer = model.transformer
         parameters = dict(transformer.named_parameters())
         shards = {key: local_shard(value.detach()) for key, value in parameters.items()}
         found[name] = gather_to_first_rank(parameters, shards) | dict(transformer.named_buffers())

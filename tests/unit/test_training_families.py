@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from family_cases import ONE_PER_TRANSFORMER
 from scored_groups import (
     Rollout,
     lively,
@@ -36,8 +37,13 @@ def pipelines(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo", "diffusion_nft"])
-@pytest.mark.parametrize("family", FAMILIES)
+CASES = [
+    *((family, "flow_grpo") for family in FAMILIES),
+    *((family, name) for family in ONE_PER_TRANSFORMER for name in ("dance_grpo", "diffusion_nft")),
+]
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
 def test_packed_training_equals_training_term_by_term(family, name, pipelines):
     entry = FAMILIES[family]
     model = entry.load(pipelines(family), dtype=torch.float64)

@@ -91,6 +91,12 @@ class JpegIncompressibilitySettings(FrameRewardSettings):
     quality: int = Field(default=95, ge=1, le=100)
 
 
+class PreferenceSettings(RewardSettings):
+    """1 for the chosen image of a pair, 0 for the rejected one. Needs `prompts.pair_columns`."""
+
+    name: Literal["preference"] = "preference"
+
+
 class FunctionSettings(RewardSettings):
     """A function, or a subclass of `digenrl.rewards.contract.Reward`, outside this package."""
 
@@ -240,6 +246,7 @@ REWARDS: dict[str, type[RewardSettings]] = {
     "judge": JudgeSettings,
     "ocr": OcrSettings,
     "pickscore": PickScoreSettings,
+    "preference": PreferenceSettings,
     "videoalign": VideoAlignSettings,
 }
 

@@ -300,6 +300,24 @@ def any_gradient(output: Tensor | tuple[Tensor | None, ...]) -> bool:
     return any(each.requires_grad for each in parts if each is not None)
 
 
+@torch.no_grad()
+def test_given_images_become_the_latents_that_the_vae_decodes(family: Family, shared_model: PipelineModel) -> None:
+    size = oblong(family)
+    pixels_BFCHW = torch.rand(2, 1, 3, size.height, size.width, generator=torch.Generator().manual_seed(0))
+    if family.kind == "video":
+        with pytest.raises(ConfigError, match=family.name):
+            shared_model.encode_pixels(pixels_BFCHW)
+        return
+    vae, inputs_BCFHW = shared_model.vae, 2 * pixels_BFCHW.transpose(1, 2) - 1
+    inputs = inputs_BCFHW if "z_dim" in vae.config else inputs_BCFHW.squeeze(2)
+    decoded = vae.decode(vae.encode(inputs).latent_dist.mode()).sample.reshape(inputs_BCFHW.shape)
+    latents_BL = shared_model.encode_pixels(pixels_BFCHW)
+    assert latents_BL.shape == shared_model.initial_latents(noise_of(shared_model, size), size).shape
+    expected_BFCHW = (decoded.transpose(1, 2) / 2 + 0.5).clamp(0, 1)
+    torch.testing.assert_close(shared_model.decode(latents_BL, size), expected_BFCHW, rtol=0, atol=1e-4)
+    assert expected_BFCHW.std() > 1e-3
+
+
 @pytest.mark.parametrize("share", ["one", "all"])
 def test_checkpointing_blocks_does_not_change_the_gradient(
     family: Family, model: DiffusionModel, share: str

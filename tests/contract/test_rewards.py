@@ -24,8 +24,9 @@ METADATA = [
     {"text": animal, "include": [{"class": animal, "count": 1, "color": "red"}]} for animal in ("cat", "dog")
 ]
 READS_PROMPTS = {"clip_score", "hpsv2", "image_reward", "pickscore"}
-# Tested on their own: one is run by a package that does not fit into this environment, one scores videos only.
-TESTED_APART = {"hpsv3", "videoalign"}
+# Tested on their own: some are run by packages that do not fit into this environment, one scores videos only, and one
+# looks at no pixels.
+TESTED_APART = {"hpsv3", "preference", "videoalign"}
 ONE_FRAME_AT_A_TIME = set(REWARDS) - {"function", "http", "judge"} - TESTED_APART
 
 

@@ -265,11 +265,11 @@ class Encode(Job):
 
 @dataclass(frozen=True, slots=True)
 class Generate(Job):
-    """Generate and decode a slice, or encode a pair's images. A worker that also scores, scores it. Result: Generated.
+    """Generate and decode a slice, or encode images of a pair. A worker that also scores, scores it.
 
-    `version` is that of the weights when the job was issued. A newer version may arrive before it starts; then the
-    whole slice is made with that one. If it `hedges` another job, both generate the same slice, and the first
-    result counts.
+    Result: Generated. `version` is that of the weights when the job was issued. A newer version may arrive before
+    it starts; then the whole slice is made with that one. If it `hedges` another job, both generate the same
+    slice, and the first result counts.
     """
 
     slice: Slice

@@ -96,7 +96,7 @@ def encode_slice(
     """
     assert not any(plan.kept_steps for plan in plans), "given images have no denoising steps"
     kept = _KeptSteps(plans, Needs(final_latents=True))
-    final_BL = torch.cat([model.encode_pixels(pixels_1FCHW) for pixels_1FCHW in pixels_BFCHW.split(1)])
+    final_BL = torch.cat([model.encode_pixels(pixels_FCHW[None]) for pixels_FCHW in pixels_BFCHW])
     trajectories = tuple(
         kept.trajectory(row, sample, version, final_BL[row]) for row, sample in enumerate(slice_.samples())
     )

@@ -126,9 +126,9 @@ def _from_record(index: int, record: dict[str, Any], settings: PromptSettings, w
 def _paired_image(record: dict[str, Any], column: str, settings: PromptSettings, where: str) -> ImageSource:
     images = tuple(_images(record.get(column), column, settings, where))
     if len(images) != 1:
-        known = ", ".join(record)
         raise ConfigError(
-            f"{where}: {len(images) or 'no'} images in '{column}', one is needed; known: {known}; set `pair_columns`"
+            f"{where}: {len(images) or 'no'} images in '{column}', one is needed; known: {', '.join(record)}; set "
+            "`pair_columns`"
         )
     return images[0]
 

@@ -194,8 +194,8 @@ def _check_pairs(recipe: Recipe, family: Family, algorithm: Algorithm) -> None:
         return
     if algorithm.rows_per_term != 2:
         raise ConfigError(
-            f"{where}: {recipe.algorithm.name} compares no two samples; set algorithm={{name: flow_dpo}}, or leave "
-            "pair_columns out",
+            f"{where}: {recipe.algorithm.name} compares no two samples; set algorithm={{name: flow_dpo}}, or "
+            "leave pair_columns out",
             where,
         )
     if family.kind != "image":

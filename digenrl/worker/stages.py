@@ -42,7 +42,6 @@ from digenrl.records import (
     Generated,
     GradientsSent,
     GroupArtifact,
-    HeldOutChunk,
     PromptRow,
     Publish,
     Published,

@@ -133,7 +133,7 @@ def test_pairs_belong_to_what_a_resumed_run_must_have() -> None:
 def test_the_preference_is_1_for_the_chosen_image_and_0_for_the_other() -> None:
     reward, pixels = build_reward(parse_reward("preference")), torch.zeros(2, 1, 3, 8, 8)
     assert reward.score(pixels, ["a"] * 2, [{PREFERRED: True}, {PREFERRED: False}]).values == (1.0, 0.0)
-    with pytest.raises(RewardError, match="prompts.pair_columns") as error:
+    with pytest.raises(RewardError, match="pair_columns") as error:
         reward.score(pixels, ["a"] * 2, [{PREFERRED: True}, {}])
     assert error.value.samples == (1,)
 

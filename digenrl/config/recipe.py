@@ -603,6 +603,11 @@ class Recipe(Frozen):
         return self.prompts.pair_columns is not None
 
     @property
+    def rewards_are_given(self) -> bool:
+        """Whether the file of the prompts has the rewards, whose mean then says nothing about the policy."""
+        return all(isinstance(reward, PreferenceSettings) for reward in self.rewards)
+
+    @property
     def shares_work(self) -> bool:
         """Whether generators also train, and the trainer also generates."""
         return self.techniques.assist == "both" and self.techniques.tag != "none"

@@ -56,7 +56,7 @@ def test_processes_and_one_process_train_on_the_same_pairs(live: PairRuns) -> No
     apart, together = live.finished(), live.finished("mode=colocated")
     assert trained(apart, 2)["weights.safetensors"] == trained(together, 2)["weights.safetensors"]
     for line in lines_of(apart.metrics):
-        assert line["reward_mean"] == 0.5 and line["zero_spread_groups"] == 0
+        assert line["reward_mean"] == 0.5 and line["zero_spread_groups"] == 0 and 0 <= line["preferred"] <= 1
 
 
 def test_two_ranks_give_the_weights_of_one(live: PairRuns) -> None:

@@ -21,7 +21,7 @@ from digenrl.config.import_paths import add_to_python_path
 from digenrl.config.reading import ConfigError, errors_about, one_line
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_paths import DEMO_MODELS
-from digenrl.config.windows import Window
+from digenrl.config.windows import EulerOnly, Window
 from digenrl.generation.noise import normal_noise
 from digenrl.models.base_weights import base_fingerprint
 from digenrl.models.compiled import compile_blocks
@@ -197,6 +197,11 @@ def _check_pairs(recipe: Recipe, family: Family, algorithm: Algorithm) -> None:
             f"{where}: {recipe.algorithm.name} compares no two samples; set algorithm={{name: flow_dpo}}, or "
             "leave pair_columns out",
             where,
+        )
+    if not isinstance(recipe.window, EulerOnly):
+        raise ConfigError(
+            f"sample.window: {recipe.window.kind}, but images of {where} have no denoising steps; leave it out",
+            "sample.window",
         )
     if family.kind != "image":
         raise ConfigError(

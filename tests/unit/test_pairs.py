@@ -104,6 +104,7 @@ def test_the_driver_sends_pairs_of_training_prompts_after_their_source_images(fo
     [
         (["batch.samples_per_prompt=4"], r"batch\.samples_per_prompt.* 4, .*set it to 2"),
         (["algorithm={name: flow_grpo}"], r"prompts\.pair_columns: flow_grpo .*flow_dpo"),
+        (["sample.window={kind: all}"], r"sample\.window: all, .*no denoising steps"),
         (["prompts.pair_columns=null"], r"rewards.*'preference'.*prompts\.pair_columns"),
         (["evaluation.rewards=null"], r"evaluation\.rewards.*'preference'"),
         (

@@ -40,7 +40,7 @@ from digenrl.models.quantized.layers import QuantizedLinear
 from digenrl.models.quantized.replacing import BaseWeights
 from digenrl.models.registry import find_family
 from digenrl.records import SampleId
-from digenrl.testing.tiny_models import seeded_weights, tiny_size, tiny_wan_a14b
+from digenrl.testing.tiny_models import make_tiny_pipeline, seeded_weights, tiny_size, tiny_wan_a14b
 from digenrl.training.checkpoint.export import export_merged
 from digenrl.worker.preflight import inspect_here
 
@@ -197,18 +197,15 @@ def recipe(source: str | Path, *changes: str) -> Recipe:
     return read_recipe("wan_2_2_a14b_flow_grpo", [f"model.source={source}", *changes])
 
 
-def test_the_plan_counts_the_weights_of_both_and_the_work_of_one() -> None:
-    a14b, single = (derive_facts(recipe(f"random:{size}")) for size in ("2.2-a14b", "2.1-14b"))
-    assert a14b.parameters == 2 * single.parameters and a14b.block_weights == 2 * single.block_weights
-    assert a14b.lora_linears == 2 * single.lora_linears
+def test_the_plan_counts_the_weights_of_both_and_the_work_of_one(folder: Path, tmp_path: Path) -> None:
+    make_tiny_pipeline("wan", tmp_path / "wan")
+    small = "sample.height=32", "sample.width=32"
+    both, single = (derive_facts(recipe(source, *small)) for source in (folder, tmp_path / "wan"))
+    assert both.parameters == 2 * single.parameters and both.block_weights == 2 * single.block_weights
+    assert both.parameters == sum(weight.numel() for weight in WAN.load(folder).transformer.parameters())
+    assert both.lora_linears == 2 * single.lora_linears
     for fact in ("blocks", "image_weights", "text_weights", "hidden", "eager", "compiled"):
-        assert getattr(a14b, fact) == getattr(single, fact), fact
-
-
-def test_the_plan_of_a_local_pipeline_counts_both(folder: Path) -> None:
-    facts = derive_facts(recipe(folder, "sample.height=32", "sample.width=32"))
-    weights = sum(weight.numel() for weight in WAN.load(folder).transformer.parameters())
-    assert facts.parameters == weights and facts.blocks == 2
+        assert getattr(both, fact) == getattr(single, fact), fact
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_a_group_is_trained_without_synchronizing(
     generated = scored_groups(model, algorithm, rollout, rewards=[REWARDS] * 2)
     groups = [ScoredGroup(model.compact(g.conditioning).to("meta"), g.trajectories, g.rewards) for g in generated]
     model.transformer.to("meta")
-    settings = TrainerSettings(pack_size=12, gradient_checkpointing=False, old_log_probs="recomputed")
+    settings = TrainerSettings(pack_size=32, gradient_checkpointing=False, old_log_probs="recomputed")
     trainer = trainer_of(model, algorithm, groups, settings)
     trainer.add_group(groups[0])
     with HostVisits() as visits:
@@ -53,7 +53,7 @@ def test_a_slice_is_denoised_without_synchronizing(
 ) -> None:
     without_autocast(monkeypatch)
     model, algorithm = adapted(family, tmp_path), lively("flow_grpo")
-    rollout = Rollout(steps=4, size=tiny_size(family), guidance=FAMILIES[family].default_guidance)
+    rollout = Rollout(steps=2, size=tiny_size(family), guidance=FAMILIES[family].default_guidance)
     prompts = [f"prompt {group}" for group in range(2)]
     rows = {each: model.compact(encoded(model, [each], rollout.size)).to("meta") for each in prompts}
     monkeypatch.setattr("scored_groups.encoded", lambda model, prompts, size: rows[prompts[0]])

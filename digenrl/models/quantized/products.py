@@ -6,6 +6,8 @@ would find that forward and backward dequantize the same weights, and keep the r
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -16,8 +18,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 from digenrl.models.quantized.formats import dequantize_nf4, dequantize_rows, nf4_levels, quantize_fp8
 
-_fused_nf4 = torch.compile(dequantize_nf4, dynamic=True)
-_fused_rows = torch.compile(dequantize_rows, dynamic=True)
+
+@cache
+def _fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Compiled at its first use: torch.compile imports the compiler, which takes seconds."""
+    return torch.compile(function, dynamic=True)
 
 
 def dequantize(
@@ -25,8 +30,9 @@ def dequantize(
 ) -> Tensor:
     """The weights (N, K); `fused` compiles the arithmetic to one kernel."""
     if precision == "nf4":
-        return (_fused_nf4 if fused else dequantize_nf4)(qweight, scale, nf4_levels(qweight.device), shape, dtype)
-    return (_fused_rows if fused else dequantize_rows)(qweight, scale, dtype)
+        function = _fused(dequantize_nf4) if fused else dequantize_nf4
+        return function(qweight, scale, nf4_levels(qweight.device), shape, dtype)
+    return (_fused(dequantize_rows) if fused else dequantize_rows)(qweight, scale, dtype)
 
 
 @torch.library.custom_op("digenrl::quantized_linear", mutates_args=())

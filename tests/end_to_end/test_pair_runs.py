@@ -11,6 +11,7 @@ import torch
 import yaml
 from live_runs import TINY, LiveRuns, lines_of, metric, trained
 from PIL import Image
+from source_pictures import picture
 from torch import Tensor
 
 from digenrl.run_folder.folder import RunFolder, Status
@@ -19,7 +20,7 @@ from digenrl.training.checkpoint.checkpoints import read_checkpoint
 
 PAIRS = {
     **TINY,
-    "prompts": {"path": "pairs.jsonl", "pair_columns": ["chosen", "rejected"]},
+    "prompts": {"path": "noisy.jsonl", "pair_columns": ["chosen", "rejected"]},
     "rewards": "preference",
     "batch": {"prompts": 2, "samples_per_prompt": 2, "slice": 1},
     "algorithm": {"name": "flow_dpo", "options": {"levels": "random", "trained_fraction": 0.5}},
@@ -28,17 +29,26 @@ PAIRS = {
 }
 
 
+def noisy(index: int, chosen: bool) -> Image.Image:
+    return picture(index, *((16, 16) if chosen else (24, 24)))
+
+
+def plain(index: int, chosen: bool) -> Image.Image:
+    return Image.new("RGB", (16, 16), (240, 240, 240 - index) if chosen else (20, 20, 20 + index))
+
+
 class PairRuns(LiveRuns):
     def __init__(self, root: Path) -> None:
         self.root, self._finished, self._count = root, {}, 0
         make_tiny_pipeline("sd3", root / "model")
-        lines = []
-        for index in range(3):
-            for kind, side, level in (("good", 16, 240), ("bad", 24, 20)):
-                Image.new("RGB", (side, side), (level, level, level - index)).save(root / f"{kind}-{index}.png")
-            images = {"chosen": f"good-{index}.png", "rejected": f"bad-{index}.png"}
-            lines.append(json.dumps({"prompt": f"a cat {index}", **images}))
-        (root / "pairs.jsonl").write_text("\n".join(lines) + "\n")
+        for kind, image_of in (("noisy", noisy), ("plain", plain)):
+            lines = []
+            for index in range(3):
+                images = {column: f"{kind}-{column}-{index}.png" for column in ("chosen", "rejected")}
+                for column, name in images.items():
+                    image_of(index, column == "chosen").save(root / name)
+                lines.append(json.dumps({"prompt": f"a cat {index}", **images}))
+            (root / f"{kind}.jsonl").write_text("\n".join(lines) + "\n")
         (root / "tiny.yaml").write_text(yaml.safe_dump(PAIRS))
 
 
@@ -86,7 +96,8 @@ def test_a_swapped_pair_trains_in_the_opposite_direction(live: PairRuns) -> None
 
 
 def test_the_policy_learns_to_prefer_the_chosen_images(live: PairRuns) -> None:
-    run = live.finished("mode=colocated", "steps=15", "training.learning_rate=3e-3", "checkpoint.every=15")
+    options = (f"prompts.path={live.root / 'plain.jsonl'}", "steps=15", "training.learning_rate=3e-3")
+    run = live.finished("mode=colocated", *options)
     preferred = metric(run, "preferred")
     assert preferred[0] == 0, "at first, the policy is the reference"
     assert sum(preferred[-5:]) / 5 >= 0.9

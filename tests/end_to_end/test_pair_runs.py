@@ -92,7 +92,7 @@ def test_a_swapped_pair_trains_in_the_opposite_direction(live: PairRuns) -> None
         torch.cat([value.flatten() for name, value in moved.items() if "lora_B" in name])
         for moved in (ours, swapped)
     )
-    assert torch.cosine_similarity(one, other, dim=0) < -0.999
+    assert torch.cosine_similarity(one, other, dim=0) < -0.9
 
 
 def test_the_policy_learns_to_prefer_the_chosen_images(live: PairRuns) -> None:

@@ -15,7 +15,7 @@ import yaml
 
 from digenrl import __version__
 from digenrl.commands import options
-from digenrl.commands.output import out, print_written, progress_bar
+from digenrl.commands.output import err, out, print_written, progress_bar
 from digenrl.commands.reward_environment import serve_in_environment
 from digenrl.config.import_paths import add_to_python_path
 from digenrl.config.plan_files import with_plan
@@ -39,6 +39,7 @@ app = typer.Typer(
 reward_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Rewards outside of training.")
 app.add_typer(reward_app, name="reward")
 PROFILE = Path("profile.yaml")
+CLUSTER = Path("cluster.yaml")
 PROBE = 'A cat walks on the grass, next to a sign that says "Café №7"'
 INTERRUPTED = 130  # the exit code of a run that saved and stopped, as of any program ended by Ctrl-C
 
@@ -135,6 +136,28 @@ def plan_command(
         typer.echo(json.dumps(content))
     else:
         plan.show_plans(out, result, words, files)
+
+
+@app.command("probe")
+def probe_command(
+    out_file: options.ProposedClusterFile = CLUSTER,
+    address: options.ClusterAddress = "auto",
+    force: options.Force = False,
+) -> None:
+    """Measure the links of a Ray cluster.
+
+    Sends 4 to 16 MiB between every two machines, and writes a cluster file for plan, with proposed sites.
+    """
+    from digenrl.commands.probe import check_output, probe_cluster, write_proposal
+
+    check_output(out_file, force)
+    probed = probe_cluster(address, lambda message: err.print(message, highlight=False))
+    write_proposal(probed, out_file)
+    out.print(probed.summary(), highlight=False)
+    out.print(
+        f"wrote {out_file}  (correct it, then use it with: digenrl plan RECIPE --cluster {out_file})",
+        soft_wrap=True,
+    )
 
 
 @app.command("profile")

@@ -86,6 +86,8 @@ class LaneOffer:
     A lane that can train alone needs `train_sample_ns` per sample, and has to switch between the roles: in
     `switch_in_ns` from training to generating, in `switch_out_ns` back.
 
+    A lane gets a new version in `publish_ns`; -1 means in the time of the run, `Costs.publish_ns`.
+
     >>> LaneOffer("h100-0", slice_ns=6, slices_at_once=3, take_ns=(3, 4, 5)).expected_ns(1)
     4
     """
@@ -97,6 +99,7 @@ class LaneOffer:
     train_sample_ns: Fraction = Fraction(0)
     switch_in_ns: int = 0
     switch_out_ns: int = 0
+    publish_ns: int = -1
 
     def expected_ns(self, slices: int) -> int:
         """The expected time of a job with this many slices, at least 1 ns."""
@@ -792,6 +795,7 @@ class CostsMeasured(Event):
     lane_slice_ns: tuple[tuple[int, int], ...] = ()  # (lane, time of a full job)
     lane_train_ns: tuple[tuple[int, Fraction], ...] = ()  # (lane, time per sample), of lanes that train alone
     send_ns: int = 0  # until a lane has sent its gradient sums
+    lane_publish_ns: tuple[tuple[int, int], ...] = ()  # (lane, until it has a new version), if lanes differ
 
 
 @dataclass(frozen=True, slots=True)

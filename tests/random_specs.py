@@ -41,6 +41,10 @@ def evaluation_and_checkpoint(draw: st.DrawFn) -> dict[str, Any]:
     return {key: both[key] for key in draw(st.sampled_from([("evaluation",), ("checkpoint",), tuple(both)]))}
 
 
+def _given(key: str, value: float | None) -> dict[str, float]:
+    return {} if value is None else {key: value}
+
+
 @st.composite
 def spec_contents(
     draw: st.DrawFn,
@@ -54,13 +58,14 @@ def spec_contents(
     divisors = [size for size in range(1, group + 1) if group % size == 0]
     maybe = st.one_of(st.just(0.0), seconds(most_ms=1000))
     pools = draw(st.lists(st.tuples(st.integers(1, 3), slice_tables()), min_size=1, max_size=2))
+    own_publish = st.one_of(st.none(), st.just(0.0), seconds(most_ms=6000))
     return {
         "steps": draw(st.integers(1, 3)),
         "prompts": draw(st.integers(1, max(1, most_samples // group))),
         "samples_per_prompt": group,
         "slice": draw(st.sampled_from(divisors)),
         "generators": [
-            {"name": f"pool{index}", "count": count, "seconds": table}
+            {"name": f"pool{index}", "count": count, "seconds": table, **_given("publish", draw(own_publish))}
             for index, (count, table) in enumerate(pools)
         ],
         "reward": {"lanes": draw(st.integers(0, 3)), "seconds": draw(maybe)},
@@ -85,6 +90,13 @@ def spec_contents(
         },
         "colocate": {"switch": draw(maybe)},
     }
+
+
+def publish_to_all_at_once(content: dict[str, Any], seconds: float) -> None:
+    """Gives a SPEC one time of publishing."""
+    content["publish"] = seconds
+    for pool in content["generators"]:
+        pool.pop("publish", None)
 
 
 @st.composite

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from digenrl.stages.chain import ChainStage
 from digenrl.stages.channels import LinkError
 from digenrl.stages.codec_choice import Codec, LinkCodecs
 from digenrl.stages.links import LinkSettings, connect_stages
+from digenrl.stages.pacing import PacedLink
 from digenrl.training.ranks.rank_group import RankGroup
 
 WIDTH = 16
@@ -95,6 +97,45 @@ def fail_in_the_middle(ranks: RankGroup, how: str, deadline_s: float) -> str | N
     except (LinkError, ValueError) as error:
         return str(error)
     return None
+
+
+@dataclass(frozen=True)
+class Worsening(LinkSettings):
+    """Links that become slow, or silent, in the middle of a message."""
+
+    bytes_per_s: float | None = 1e6
+    slower: float = 10.0  # times, after the first bytes
+    silent_s: float = 0.0  # once, after the first bytes
+
+    def pace(self) -> PacedLink:
+        return WorseningLink(self)
+
+
+class WorseningLink(PacedLink):
+    """Worsens after some messages, between the header of one and its values."""
+
+    def __init__(self, settings: Worsening) -> None:
+        assert settings.bytes_per_s is not None
+        super().__init__(settings.bytes_per_s)
+        self._settings, self._pieces = settings, 0
+
+    def pass_through(self, count: int) -> None:
+        self._pieces += 1
+        if self._pieces == 8:  # header, description and values of two messages, and the header of the third
+            self.bytes_per_s /= self._settings.slower
+            time.sleep(self._settings.silent_s)
+        super().pass_through(count)
+
+
+def over_worsening_links(ranks: RankGroup, settings: Worsening) -> list[float] | str:
+    """The losses of the last stage, or the error."""
+    inputs, targets = small_batches(7)
+    modules = small_chain()[3 * ranks.rank.index : 3 * ranks.rank.index + 3]
+    try:
+        with connect_stages(settings) as links:
+            return [float(loss) for loss in ChainStage(modules, links, functional.mse_loss).step(inputs, targets)]
+    except LinkError as error:
+        return str(error)
 
 
 INT8 = LinkSettings(LinkCodecs(Codec("int8"), Codec("top_k", 4)))

@@ -77,18 +77,16 @@ def _denoised_by_diffusers(
     negative = blueprint.recipe.model.negative_prompt or ""
     with without_progress_bars():
         pipeline = plain_pipeline(model)
-        model.prepare_pipeline(pipeline, blueprint.guidance)
+        model.prepare_pipeline(pipeline, blueprint.guidance, size)
         latents_BL: Tensor = pipeline(
             prompt=[prompt],
-            height=size.height,
-            width=size.width,
             num_inference_steps=steps,
-            latents=start_BL,
             output_type="latent",
             return_dict=False,
             **({"num_frames": size.frames} if family.kind == "video" else {}),
             **(model.negative_arguments([negative]) if family.uses_negative_prompts else {}),
             **(model.source_arguments(images, size) if images else {}),
+            **model.sample_arguments(start_BL, size),
             **model.pipeline_arguments(blueprint.guidance),
         )[0]
     return latents_BL

@@ -90,6 +90,15 @@ TrainerRanks = Annotated[
 ObjectiveName = Annotated[str, typer.Option(help="throughput or cost.")]
 KeptPlans = Annotated[int, typer.Option(min=1, help="The number of plans to show.")]
 
+# probe
+ProposedClusterFile = Annotated[
+    Path, typer.Option("--out", metavar="FILE", help="Write the proposed cluster file here.")
+]
+ClusterAddress = Annotated[
+    str, typer.Option(help="The Ray cluster, as 10.0.0.1:6379; auto: that of this machine.")
+]
+
+
 # check
 CheckTarget = Annotated[
     str,

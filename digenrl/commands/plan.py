@@ -29,6 +29,7 @@ from digenrl.planning.recipe_workload import (
     with_shared_training,
     workload_of,
 )
+from digenrl.planning.trainer_places import places_words
 from digenrl.planning.workload import WORKLOAD_KEYS, Workload, workload_for
 from digenrl.telemetry.writing import check_writable, write_atomically
 
@@ -164,6 +165,8 @@ def show_plans(console: Console, result: PlanResult, words: list[str], files: Pl
     for reason in plan_reasons(result.plans):
         console.print(reason, highlight=False)
     console.print(result.comparison, highlight=False)
+    if result.trainer_places:
+        console.print(places_words(result.trainer_places), highlight=False)
     searched = f"{result.considered:,} plans considered, {result.evaluated} simulated"
     others = "no other split" if result.every_size else "of the trainer sizes tried, none"
     gap = f"with slices of one size is better than the first by more than {result.proven_gap:.1%}"

@@ -34,6 +34,7 @@ from digenrl.config.limits import (
     check_samples,
 )
 from digenrl.config.prompts import HeldOutPromptSettings, PromptSettings
+from digenrl.config.publishing import PublishSettings
 from digenrl.config.reading import ConfigError, Frozen, errors_about
 from digenrl.config.recipe_paths import RANDOM
 from digenrl.config.reward_base import RewardSettings
@@ -416,6 +417,7 @@ class Recipe(Frozen):
     techniques: Techniques = Techniques()
     lanes: LaneSettings = LaneSettings()
     cluster: ClusterSettings = ClusterSettings()
+    publish: PublishSettings = PublishSettings()
     evaluation: EvaluationSettings | None = None
     checkpoint: CheckpointSettings = CheckpointSettings()
     logging: LoggingSettings = LoggingSettings()
@@ -466,6 +468,7 @@ class Recipe(Frozen):
             raise _conflict("lanes.ranks", f"{why}; set it to 1, or mode to local")
         self._check_shard_base()
         self._check_stages()
+        self._check_rounded_adapters()
         if self.shards_model and techniques.tag not in ("none", "auto"):
             why = f"{techniques.tag}, but with lanes.ranks = {ranks} no rank holds all weights to generate with"
             divided = "leave out training.stages" if self.training.stages else "set lanes.shard_base to false"
@@ -522,8 +525,6 @@ class Recipe(Frozen):
         stages, where = self.training.stages, "training.stages"
         if stages is None:
             return
-        if self.training.lora is None:
-            raise _conflict(where, f"{_shown(stages)}, which trains adapters; add training.lora={{rank: 32}}")
         count, ranks = len(stages) if stages != "auto" else None, self.lanes.ranks
         if count == 1:
             raise _conflict(where, f"{_shown(stages)}, a single stage; give at least two, or leave it out")
@@ -533,6 +534,25 @@ class Recipe(Frozen):
         if self.lanes.shard_base or self.lanes.cards_per_replica > 1:
             other = "lanes.shard_base" if self.lanes.shard_base else "lanes.cards_per_replica"
             raise _conflict(where, f"{_shown(stages)} together with {other}; leave one of them out")
+
+    def _check_rounded_adapters(self) -> None:
+        """Raises ConfigError if trainer and generators could not use adapters of different precision."""
+        where, dtype = "publish.dtype", self.publish.dtype
+        if dtype == "float32":
+            return
+        if self.training.lora is None:
+            why = f"{dtype}, which rounds adapters; add training.lora={{rank: 32}}, or leave it out"
+            raise _conflict(where, why)
+        if not self.topology.publishes:
+            raise _conflict(where, f"{dtype} in mode {self.mode}, which publishes nothing; leave it out")
+        if self.trainer_helps:
+            why = f"{dtype}, but the trainer helps to generate, with adapters that are not rounded"
+            raise _conflict(where, f"{why}; set techniques.tag=none, or leave it out")
+        own = ":" in self.algorithm.name  # its settings are read later
+        steps = own or self.algorithm.settings().replays == "steps"
+        if steps and self.training.old_log_probs != "recomputed":
+            why = f"{dtype}, but old log-probs of the rollout belong to the rounded adapters"
+            raise _conflict(where, f"{why}; set training.old_log_probs=recomputed, or leave it out")
 
     def _check_context_parallelism(self) -> None:
         """Raises ConfigError if the cards of a replica or of a generator cannot compute samples together."""
@@ -701,7 +721,7 @@ class Recipe(Frozen):
 
     @property
     def sharded(self) -> bool:
-        """Whether the trained weights are sharded over the trainer's ranks: full fine-tuning on several ranks."""
+        """Whether each of the trainer's ranks trains a part of the weights: full fine-tuning on several ranks."""
         return self.training.lora is None and self.lanes.ranks > 1
 
     @property

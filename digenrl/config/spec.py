@@ -46,12 +46,14 @@ class TimedGeneratorPool(GeneratorPool):
     """A pool of generators with costs: `seconds` maps a slice size to the time that one lane needs for it.
 
     A lane with `train_seconds` can train one sample in that time (with `assist: both`), and pays `switch` for each
-    change of its role.
+    change of its role. `publish` is the time from a commit until these lanes can start a slice with the new
+    version; by default it is that of the SPEC.
     """
 
     seconds: SliceTable
     train_seconds: PositiveDuration | None = None
     switch: Duration = Decimal(0)
+    publish: Duration | None = None
 
 
 class TimedRewardPool(Frozen):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, StrictBool, StrictInt, field_validator, model_validator
 
@@ -11,6 +11,7 @@ from digenrl.config.limits import Rank
 from digenrl.config.reading import Frozen
 
 CodecName = Literal["none", "bf16", "int8", "int4", "top_k"]
+CodecChoice = CodecName | Literal["auto"]
 
 
 class LoraSettings(Frozen):
@@ -60,16 +61,29 @@ class EmaSettings(Frozen):
 class StageLinkSettings(Frozen):
     """How the stages of a model send each other activations and gradients: as they are, or coded in fewer bytes.
 
-    `ratio` is for `top_k`: 10 sends the largest tenth of the values. With a codec, the trained policy is not quite
-    the one that generates: while `log_prob_mismatch` exceeds a tenth of the clip range, milder codecs are used.
+    `ratio` is for `top_k`: 10 sends the largest tenth of the values. With `auto`, links are measured in the first
+    batch, and each gets the mildest codec with which it is no slower than the slowest stage; that codec chooses
+    its own ratio. With a codec, the trained policy is not quite the one that generates: while `log_prob_mismatch`
+    exceeds a tenth of the clip range, milder codecs are used. `auto` instead of all these keys stands for `auto`
+    in both directions.
     """
 
-    activations: CodecName = "none"
-    gradients: CodecName = "none"
+    activations: CodecChoice = "none"
+    gradients: CodecChoice = "none"
     ratio: float = Field(default=10.0, ge=1)
     deadline_s: float = Field(
         default=60.0, gt=0, description="a link over which nothing arrives for this long is lost"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto_is_both(cls, content: Any) -> Any:
+        return {"activations": "auto", "gradients": "auto"} if content == "auto" else content
+
+    @property
+    def measures(self) -> bool:
+        """Whether a codec is chosen by measurements."""
+        return "auto" in (self.activations, self.gradients)
 
 
 class TrainerSettings(Frozen):
@@ -89,8 +103,9 @@ class TrainerSettings(Frozen):
       added in a fixed order: a group that arrives early keeps its gradient separate until its turn. Gradients that
       several trainers share are always added as integers.
     - `stages` cuts the model into stages, one on each of the trainer's ranks (`lanes.ranks`), with these numbers
-      of blocks; `auto` gives all nearly the same number. Ranks then hold their own blocks and all adapters, and
-      packs travel from stage to stage. `links` says how.
+      of blocks; `auto` chooses them by the work of each block, and the measured speed and free memory of each
+      rank's device. Ranks then hold their own blocks and all adapters, and packs travel from stage to stage.
+      `links` says how.
     - `offload` is for a process that both generates and trains: tensors that only training needs move to host
       memory during generation. `auto` offloads if all weights are trained on a CUDA card. Adapters and sharded
       weights are never offloaded.

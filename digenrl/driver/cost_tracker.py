@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from statistics import fmean, median
@@ -66,6 +66,8 @@ class CostTracker:
         self._slice = {lane: _Recent(offer.slice_ns) for lane, offer in offers.items()}
         self._training = {lane: _training(offer) for lane, offer in offers.items() if offer.train_sample_ns}
         self._kinds = {kind: _Recent(round(getattr(costs, f"{kind}_ns"))) for kind in KINDS}
+        self._publications: dict[str, _Recent] = {}  # by pool
+        self._pools: dict[int, str] = {}  # of lanes that have got a version
 
     def add_lane(self, lane: int, offer: LaneOffer) -> None:
         """A lane that joined, once its times are known."""
@@ -87,6 +89,12 @@ class CostTracker:
         """Any other cost, one of KINDS."""
         self._kinds[kind].add(ns)
 
+    def add_publication(self, pool: str, lanes: Sequence[int], ns: int) -> None:
+        """The time in which lanes of a pool got a version."""
+        self.add("publish", ns)
+        self._publications.setdefault(pool, _Recent(ns)).add(ns)
+        self._pools |= dict.fromkeys(lanes, pool)
+
     def offer(self, lane: int | None, name: str) -> LaneOffer:
         """The offer of a new lane that is as fast as this one; one without times if this one was never timed."""
         if lane not in self._offers:
@@ -102,7 +110,16 @@ class CostTracker:
         typical["train_sample_ns"] = Fraction(typical["train_sample_ns"])
         lanes = tuple((lane, recent.typical_ns()) for lane, recent in sorted(self._slice.items()))
         trains = tuple((lane, Fraction(recent.typical_ns())) for lane, recent in sorted(self._training.items()))
-        return CostsMeasured(at_ns, **typical, lane_slice_ns=lanes, lane_train_ns=trains)
+        return CostsMeasured(
+            at_ns, **typical, lane_slice_ns=lanes, lane_train_ns=trains, lane_publish_ns=self._lane_publish_ns()
+        )
+
+    def _lane_publish_ns(self) -> tuple[tuple[int, int], ...]:
+        """The typical time of each lane's pool; of no lane if there is only one pool."""
+        if len(self._publications) < 2:
+            return ()
+        typical = {pool: recent.typical_ns() for pool, recent in self._publications.items()}
+        return tuple((lane, typical[pool]) for lane, pool in sorted(self._pools.items()))
 
 
 def _training(offer: LaneOffer) -> _Recent:

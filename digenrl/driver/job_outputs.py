@@ -173,7 +173,8 @@ class JobOutputs:
 
     def _published(self, completed: CompletedJob, result: Published) -> None:
         if self._stores.costs is not None:
-            self._stores.costs.add("publish", round(result.seconds * 1e9))
+            pool = self._stores.workers.by_name()[completed.worker].pool or ""
+            self._stores.costs.add_publication(pool, result.lanes, round(result.seconds * 1e9))
         self._publish_s = max(self._publish_s, result.seconds)
         self._stores.versions.drop_old(self._pending())
 

@@ -229,7 +229,12 @@ class DiffusionModel(ABC):
 
     @abstractmethod
     def noise_shape(self, size: SampleSize) -> tuple[int, ...]:
-        """The shape of one sample's noise before packing: (C, h, w), or (C, F, h, w) for video."""
+        """The shape of one sample's noise before packing: (C, h, w), or (C, F, h, w) for most videos."""
+
+    def latent_frames(self, size: SampleSize) -> int | None:
+        """F, or None for an image."""
+        shape = self.noise_shape(size)
+        return shape[1] if len(shape) == 4 else None
 
     @abstractmethod
     def initial_latents(self, noise_B: Tensor, size: SampleSize) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -42,6 +43,7 @@ from digenrl.models.sources import ModelSource, check_single_file, component_fil
 SIZE_TOLERANCE = 0.15  # of the number of parameters: files also hold tables of positions
 CPU = torch.device("cpu")
 AS_PUBLISHED = BaseWeights()
+NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,13 +329,14 @@ class Family:
     ) -> dict[str, torch.Tensor]:
         """Random `Conditioning.images` of one prompt with sources of these sizes, on the CPU."""
         generator = torch.Generator().manual_seed(seed)
-        shapes = self.model_of_shapes(self.full_size(full).vae or self.vae).image_shapes(sources, size)
+        own = self.full_size(full)
+        shapes = self.model_of_shapes(own.vae or self.vae, own.pipeline_settings).image_shapes(sources, size)
         return {name: torch.randn(1, *shape, generator=generator).to(dtype) for name, shape in shapes.items()}
 
-    def model_of_shapes(self, vae: Component) -> PipelineModel:
+    def model_of_shapes(self, vae: Component, settings: Mapping[str, Any] = NO_SETTINGS) -> PipelineModel:
         """A model without weights, which knows the shapes of latents and of source images."""
         with building_on(torch.float32, "meta"):
-            return self.model_class(pipeline_without(self.pipeline_class, vae=vae.build()))
+            return self.model_class(pipeline_without(self.pipeline_class, vae=vae.build(), **settings))
 
     def vae_of(self, source: str | Path | ModelSource) -> Component:
         """The VAE of a local pipeline, as far as it can be read, or of the published pipeline of this hub id."""

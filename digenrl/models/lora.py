@@ -75,6 +75,7 @@ def add_lora(
         if name in ("", *EXPERTS[expert]):
             config = lora_config(rank, alpha, model.lora_targets if targets is None else targets)
             config._register_custom_module({nn.Linear: AdaptedLinear})
+            config.init_lora_weights = False  # the values are set below
             part.add_adapter(config, ADAPTER)
         else:
             part.requires_grad_(False)

@@ -54,6 +54,7 @@ class PipelineModel(DiffusionModel):
     vision_components: ClassVar[tuple[str, ...]] = ()
     vision_tokens: ClassVar[int] = 0  # that a source image typically adds to the text
     sources_are_tokens: ClassVar[bool] = False  # whether source images follow the sample's tokens in the sequence
+    tokens_beside_text: ClassVar[int] = 0  # of a source image, in one sequence with the text
     unused_components: ClassVar[tuple[str, ...]] = ()  # components that are never loaded
     unused_by_encoders: ClassVar[tuple[str, ...]] = ("vae",)  # besides the transformer
     optional_components: ClassVar[tuple[str, ...]] = ()  # components that a pipeline may lack
@@ -96,7 +97,7 @@ class PipelineModel(DiffusionModel):
     def pipeline_arguments(self, guidance: float) -> dict[str, Any]:
         """Arguments with which the diffusers pipeline samples as this model does with this guidance.
 
-        They do not include prompt, negative_prompt, height, width, num_frames, num_inference_steps and latents.
+        They do not include prompt, negative_prompt, num_frames, num_inference_steps and `sample_arguments`.
         """
         length = {} if self.text_length is None else {"max_sequence_length": self.text_tokens}
         return {self.guidance_argument: guidance, **length}
@@ -111,7 +112,11 @@ class PipelineModel(DiffusionModel):
         vars(pipeline).update(self.own_components())
         return pipeline
 
-    def prepare_pipeline(self, pipeline: Any, guidance: float) -> None:
+    def sample_arguments(self, latents_BL: Tensor, size: SampleSize) -> dict[str, Any]:
+        """Arguments with which the diffusers pipeline starts from these latents, for samples of this size."""
+        return {"latents": latents_BL, "height": size.height, "width": size.width}
+
+    def prepare_pipeline(self, pipeline: Any, guidance: float, size: SampleSize) -> None:
         """Sets what the diffusers pipeline does not take as an argument."""
 
     def negative_arguments(self, negative_prompts: Sequence[str]) -> dict[str, Any]:
@@ -129,6 +134,10 @@ class PipelineModel(DiffusionModel):
     def pipeline_latents(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
         """The latents as the diffusers pipeline returns them instead of pixels."""
         return latents_BL
+
+    def audio_tokens(self, size: SampleSize) -> int:
+        """The tokens of an audio track beside those of the video."""
+        return 0
 
     def encoding_modules(self) -> list[nn.Module]:
         """The loaded text and image encoders, without the VAE."""

@@ -17,7 +17,10 @@ from digenrl.models.families.flux2_klein import FLUX2_KLEIN
 from digenrl.models.families.flux_kontext import FLUX_KONTEXT
 from digenrl.models.families.hunyuan_video import HUNYUAN_VIDEO
 from digenrl.models.families.hunyuan_video_1_5 import HUNYUAN_VIDEO_1_5
+from digenrl.models.families.hunyuan_video_1_5_i2v import HUNYUAN_VIDEO_1_5_I2V
+from digenrl.models.families.ltx2 import LTX2
 from digenrl.models.families.qwen_image import QWEN_IMAGE
+from digenrl.models.families.qwen_image_2_1 import QWEN_IMAGE_2_1
 from digenrl.models.families.qwen_image_edit import QWEN_IMAGE_EDIT
 from digenrl.models.families.sd3 import SD3
 from digenrl.models.families.sd15 import SD15
@@ -38,6 +41,7 @@ FAMILIES: dict[str, Family] = {
         FLUX2_DEV,
         QWEN_IMAGE,
         QWEN_IMAGE_EDIT,
+        QWEN_IMAGE_2_1,
         Z_IMAGE,
         SDXL,
         SD15,
@@ -45,6 +49,8 @@ FAMILIES: dict[str, Family] = {
         WAN_I2V,
         HUNYUAN_VIDEO,
         HUNYUAN_VIDEO_1_5,
+        HUNYUAN_VIDEO_1_5_I2V,
+        LTX2,
     )
 }
 

@@ -31,6 +31,8 @@ SINGLE_FILE = ".safetensors"
 # Before the names of a transformer's tensors, in files that may also hold other components.
 PREFIXES = ("model.diffusion_model.", "model.model.", "diffusion_model.", "net.")
 QUANTIZED = ("quant_state", "absmax", "comfy_quant", "scaled_fp8", "scale_weight", "weight_scale", "qweight")
+# Pipelines that another class loads too, if their index has this setting: Wan2.2 5B is published as text-to-video.
+ALSO_LOADED_BY = {("WanPipeline", "WanImageToVideoPipeline"): "expand_timesteps"}
 
 
 class WrongPipelineError(ConfigError):
@@ -152,9 +154,10 @@ def check_class(pipeline_class: type[Any], source: ModelSource) -> dict[str, Any
     Of a hub id, nothing else is fetched.
     """
     index, _ = fetch_index(source)
-    found = index["_class_name"]
-    if found != pipeline_class.__name__:
-        raise WrongPipelineError(_named(source.pipeline), found, pipeline_class.__name__)
+    found, expected = index["_class_name"], pipeline_class.__name__
+    setting = ALSO_LOADED_BY.get((found, expected))
+    if found != expected and not (setting and index.get(setting)):
+        raise WrongPipelineError(_named(source.pipeline), found, expected)
     return index
 
 

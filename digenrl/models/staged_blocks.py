@@ -41,6 +41,12 @@ def keep_blocks(model: DiffusionModel, first: int, end: int) -> None:
     model.own_blocks = own
 
 
+def outside_blocks(model: DiffusionModel) -> frozenset[str]:
+    """The names of the parameters that all stages have: those of no block."""
+    lists = tuple({f"{name}." for name, _, _ in block_places(model.transformer)})
+    return frozenset(name for name, _ in model.transformer.named_parameters() if not name.startswith(lists))
+
+
 def check_chain(model: DiffusionModel) -> None:
     """Raises ConfigError if a model's blocks are not a chain, or if its forwards are divided already."""
     check_is_chain(model.transformer, model.family)

@@ -101,14 +101,16 @@ def has_weights(kind: str) -> bool:
     return not weightless and "Processor" not in kind and "Tokenizer" not in kind
 
 
-def copy_small_components(source: Path, target: Path, names: Sequence[str]) -> None:
-    """Copies those of these components that have no weights from one pipeline's folder to another's."""
+def copy_components(source: Path, target: Path, names: Sequence[str], optional: Sequence[str]) -> None:
+    """Copies these components from one pipeline's folder to another's, except for optional ones with weights."""
     if not names or not (source / INDEX_NAME).is_file():
         return
     known = json.loads((source / INDEX_NAME).read_text(encoding="utf-8"))
     index = json.loads((target / INDEX_NAME).read_text(encoding="utf-8"))
     for name, (_, kind) in components(known).items():
-        if name in names and not has_weights(kind):
+        needed = name in names and not (name in optional and has_weights(kind))
+        if needed and (source / name).is_dir():
+            shutil.rmtree(target / name, ignore_errors=True)
             shutil.copytree(source / name, target / name)
             index[name] = known[name]
     (target / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

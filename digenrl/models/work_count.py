@@ -1,7 +1,7 @@
 """Counts the parameters and the work of a model on torch's meta device: shapes only, no weights and no arithmetic.
 
 Two forwards, the second with a shorter text, tell text tokens from image tokens without knowledge of the
-family: only sequences with text tokens become shorter.
+family: only sequences with text tokens become shorter. Of equal blocks, only the first two are run.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from digenrl.config.reading import ConfigError
-from digenrl.models.blocks import block_positions, repeated_blocks
+from digenrl.models.blocks import block_kind, block_positions, repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.lora import Targets, add_lora, target_layers
 from digenrl.models.pipeline_model import PipelineModel
@@ -90,23 +91,23 @@ def count_work(
     """
     weights, quantizable = list(model.transformer.parameters()), block_weights(model.transformer)
     adapters = _add_adapters(model, targets)
-    text = next(shape[0] for shape in text_shapes.values() if len(shape) > 1)
-    less = text - model.text_multiple
+    padded = next(shape[0] for shape in text_shapes.values() if len(shape) > 1)
+    text, less = padded + sources * model.tokens_beside_text, padded - model.text_multiple
     shorter_shapes = {
-        name: (less, *shape[1:]) if shape[0] == text else shape for name, shape in text_shapes.items()
+        name: (less, *shape[1:]) if shape[0] == padded else shape for name, shape in text_shapes.items()
     }
     images = model.image_shapes([SampleSize(size.height, size.width)] * sources, size)
     forward, shorter = (_forward(model, shapes, images, size) for shapes in (text_shapes, shorter_shapes))
-    image, kinds = _attention_kinds(forward, shorter, text)
+    audio = model.audio_tokens(size)
+    image, kinds = _attention_kinds(forward, shorter, text, audio)
     blocks, through_blocks = len(block_positions(model.transformer)), image + (text if "joint" in kinds else 0)
     linears = [
         (length, weights, length != less)
         for (length, weights), (less, _) in zip(forward.linears, shorter.linears, strict=True)
     ]
-    latent_shape = model.noise_shape(size)
-    is_video = len(latent_shape) == 4
+    frames = model.latent_frames(size)
     in_sequence = sources if model.sources_are_tokens else 0
-    pixels = size.height * size.width * ((latent_shape[1] if is_video else 1) + in_sequence)
+    pixels = size.height * size.width * ((frames or 1) + in_sequence)
     return WorkCount(
         parameters=sum(weight.numel() for weight in weights),
         float32_parameters=sum(weight.numel() for weight in weights if weight.dtype != model.dtype),
@@ -128,7 +129,7 @@ def count_work(
         cuts_padding=model.text_mask is not None,
         pixels_per_token=isqrt(pixels // image) if model.text_multiple == 1 else _smallest_side(model),
         source_images=in_sequence,
-        frames_per_latent=_frames_per_latent(model, size) if is_video else None,
+        frames_per_latent=_frames_per_latent(model, size) if frames is not None else None,
         lora_linears=adapters / ADAPTER_RANK / (2 * forward.hidden),
         activations=forward.saved_bytes / (blocks * through_blocks * forward.hidden * model.dtype.itemsize),
     )
@@ -167,14 +168,19 @@ def _add_adapters(model: PipelineModel, targets: Targets | None) -> int:
     return parameters
 
 
-def _attention_kinds(forward: _Forward, shorter: _Forward, text: int) -> tuple[int, list[str]]:
-    """The number of image tokens, and the kind of every attention call except those over text tokens alone."""
+def _attention_kinds(forward: _Forward, shorter: _Forward, text: int, audio: int) -> tuple[int, list[str]]:
+    """The number of image tokens, and the kind of every attention call.
+
+    Calls over text tokens alone, and those from or to the few tokens of an audio track, are left out.
+    """
     image, kinds = 0, []
     for (query, key), (less_query, less_key) in zip(forward.attention, shorter.attention, strict=True):
+        if audio and audio in (query, key):
+            continue
         image_queries = query - text if query != less_query else query
         image = max(image, image_queries)
         if query != less_query:
-            kinds += ["joint"] if image_queries else []
+            kinds += ["joint"] if image_queries > 0 else []
         elif key == less_key:
             kinds.append("image")
         else:
@@ -194,7 +200,7 @@ def _smallest_side(model: PipelineModel) -> int:
 def _frames_per_latent(model: PipelineModel, size: SampleSize) -> int:
     for frames in range(2, MOST_FRAMES_PER_LATENT + 2):
         with suppress(ConfigError):  # not a number of frames that the model can generate
-            if model.noise_shape(SampleSize(size.height, size.width, frames))[1] == 2:
+            if model.latent_frames(SampleSize(size.height, size.width, frames)) == 2:
                 return frames - 1
     raise AssertionError(f"{model.family}: a latent frame has more than {MOST_FRAMES_PER_LATENT} frames")
 
@@ -216,10 +222,56 @@ def _forward(
         _recording_linears(model.transformer, forward),
         _AttentionRecorder(forward),
         _counting_saved(model, forward),
+        _repeating_counts(model.transformer, forward),
     ):
         conditioning = Conditioning(text, images=images)
         model.velocity(latents_BL, torch.zeros(1, device="meta"), conditioning, guidance=1.0, size=size)
     return forward
+
+
+@dataclass(slots=True)
+class _BlockRecord:
+    """What one block returned and added to the counts."""
+
+    output: Any
+    linears: list[tuple[int, int]]
+    attention: list[tuple[int, int]]
+    saved_bytes: int
+
+
+@contextmanager
+def _repeating_counts(transformer: nn.Module, forward: _Forward) -> Iterator[None]:
+    """Counts the second of equal blocks again for all that follow it, since operations on "meta" are slow.
+
+    The first one also saves what it shares with the others, which is counted once.
+    """
+    records: dict[Any, list[_BlockRecord]] = {}
+
+    def repeating(block: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            shapes = [each.shape for each in tree_leaves((arguments, named)) if isinstance(each, Tensor)]
+            known = records.setdefault((block_kind(block), *shapes), [])
+            if len(known) == 2:
+                forward.linears += known[1].linears
+                forward.attention += known[1].attention
+                forward.saved_bytes += known[1].saved_bytes
+                return known[1].output
+            linears, attention, saved = len(forward.linears), len(forward.attention), forward.saved_bytes
+            output = run(*arguments, **named)
+            added = forward.linears[linears:], forward.attention[attention:], forward.saved_bytes - saved
+            known.append(_BlockRecord(output, *added))
+            return output
+
+        return call
+
+    blocks = repeated_blocks(transformer)
+    for block in blocks:
+        block.forward = repeating(block, block.forward)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
 
 
 @contextmanager

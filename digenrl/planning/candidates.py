@@ -25,7 +25,8 @@ from digenrl.planning.layout import (
     helper_lane_cards,
     lane_sizes,
 )
-from digenrl.planning.spec_builder import build_spec, publication_seconds, training_unit
+from digenrl.planning.publication import earliest_publication_seconds
+from digenrl.planning.spec_builder import build_spec, training_unit
 from digenrl.planning.workload import Workload
 
 Objective = Literal["throughput", "cost"]
@@ -108,7 +109,7 @@ def splits(
             continue
         helper_cards = helper_lane_cards(workload, trainer, constants, options.capabilities)
         for generators in _generator_choices(workload, cluster, trainer_pool, trainer_cards, options, constants):
-            yield Layout(generators, trainer, helper_cards), stream
+            yield Layout(generators, trainer, helper_cards, site_links=cluster.sites), stream
 
 
 def candidates(
@@ -176,7 +177,7 @@ def rates_of(
         helpers=helpers,
         seconds_per_sample=unit_seconds(workload, layout.trainer, unit, constants) / unit,
         commit_s=commit_seconds(workload, layout.trainer, constants),
-        publish_s=publication_seconds(workload, layout, constants),
+        publish_s=earliest_publication_seconds(workload, layout, constants),
         reward_s=workload.reward_seconds if workload.reward_lanes else 0.0,
         reward_lanes=workload.reward_lanes,
         stale_share=float(rules.stale_fraction),

@@ -13,6 +13,7 @@ from digenrl.config.profiles import Profile, find_profile, read_profile
 from digenrl.config.reading import ConfigError, Frozen, parse_model, read_mapping
 from digenrl.planning.cards import Card, Positive, find_card, known_cards, undescribed_card
 from digenrl.planning.model_facts import Whole
+from digenrl.planning.sites import SiteLink, check_sites
 
 Seconds = Annotated[float, Field(ge=0)]
 
@@ -70,7 +71,8 @@ class CardPool(Frozen):
 
     A pool with `measured` costs needs only a `name` instead of a card. A `profile` supplies measured costs, and
     the card if none is given; it is valid only for the work that was profiled. `accelerator`, `labels` and
-    `resources` select the pool's machines in a Ray cluster; by default the card's accelerator does.
+    `resources` select the pool's machines in a Ray cluster; by default the card's accelerator does. Pools of
+    different `site`s are connected by the links of the cluster's `sites`.
     """
 
     card: Card
@@ -84,6 +86,7 @@ class CardPool(Frozen):
     accelerator: str | None = Field(default=None, min_length=1)
     labels: dict[str, str] = Field(default={})
     resources: dict[str, Positive] = Field(default={})
+    site: str = ""
 
     def __hash__(self) -> int:
         return hash((self.name, self.nodes, self.per_node))
@@ -152,9 +155,10 @@ def _with_profile(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class Cluster(Frozen):
-    """Pools of cards with unique names; the default name of a pool is its card's."""
+    """Pools of cards with unique names, and the links between their sites; a pool's default name is its card's."""
 
     pools: tuple[CardPool, ...]
+    sites: tuple[SiteLink, ...] = ()
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Cluster:
@@ -166,11 +170,17 @@ class Cluster(Frozen):
             raise ValueError(
                 f"pools: '{twice}' is used twice; put its nodes in one pool, or give each pool a unique name"
             )
+        check_sites({pool.name: pool.site for pool in self.pools}, self.sites)
         return self
 
     @property
     def cards(self) -> int:
         return sum(pool.cards for pool in self.pools)
+
+    @property
+    def site_names(self) -> tuple[str, ...]:
+        """The sites of all pools, in the order of the pools."""
+        return tuple(dict.fromkeys(pool.site for pool in self.pools))
 
 
 def read_cluster(path: Path) -> Cluster:

@@ -6,7 +6,8 @@ that rule returns the modelled one: that of all cards at the rate of the slowest
 
 from __future__ import annotations
 
-from math import ceil
+from itertools import combinations
+from math import ceil, inf
 
 from digenrl.config.spec import (
     ColocatedCosts,
@@ -23,6 +24,7 @@ from digenrl.planning.costs import TrainerLayout, commit_seconds, switch_seconds
 from digenrl.planning.layout import GeneratorLayout, Layout, best_trainer, generator_layout, lane_sizes
 from digenrl.planning.plans import Plan
 from digenrl.planning.simulated_plan import simulated_plan
+from digenrl.planning.sites import site_gbit_s
 from digenrl.planning.spec_builder import reward_pool, rounded, slice_table
 from digenrl.planning.workload import Workload
 from digenrl.simulation.makespan import predict_makespan
@@ -37,11 +39,12 @@ def colocated_plan(
         return None
     for pool in cluster.pools:
         layout = generator_layout(workload, pool, pool.cards, constants, options.capabilities)
-        if layout is not None and layout.lane_cards == 1 and _trainer(workload, [pool], pool, options, constants):
+        trains = joint_trainer(workload, cluster, [pool], options, constants) is not None
+        if layout is not None and layout.lane_cards == 1 and trains:
             lanes.append(layout)
     if sum(layout.lanes for layout in lanes) < 2:
         return None
-    trainer = _slowest_trainer(workload, [layout.pool for layout in lanes], options, constants)
+    trainer = joint_trainer(workload, cluster, [layout.pool for layout in lanes], options, constants)
     sizes = [set(lane_sizes(workload, layout, constants)) for layout in lanes]
     common = sorted(set.intersection(*sizes), reverse=True)
     if trainer is None or not common:
@@ -53,26 +56,35 @@ def colocated_plan(
     return simulated_plan(workload, all_cards, rates, spec, (), constants)
 
 
-def _slowest_trainer(
-    workload: Workload, pools: list[CardPool], options: PlanOptions, constants: Constants
+def joint_trainer(
+    workload: Workload, cluster: Cluster, pools: list[CardPool], options: PlanOptions, constants: Constants
 ) -> TrainerLayout | None:
-    """All cards as one trainer: its ranks are synchronous, so the slowest sets the pace."""
-    trainers = [_trainer(workload, pools, pool, options, constants) for pool in pools]
+    """The cards of these pools as one trainer: its ranks are synchronous, so the slowest sets the pace."""
+    trainers = [_trainer(workload, cluster, pools, pool, options, constants) for pool in pools]
     known = [trainer for trainer in trainers if trainer is not None]
     samples = workload.samples_per_step
     return max(known, key=lambda each: unit_seconds(workload, each, samples, constants), default=None)
 
 
 def _trainer(
-    workload: Workload, pools: list[CardPool], like: CardPool, options: PlanOptions, constants: Constants
+    workload: Workload,
+    cluster: Cluster,
+    pools: list[CardPool],
+    like: CardPool,
+    options: PlanOptions,
+    constants: Constants,
 ) -> TrainerLayout | None:
     """The cards of all `pools` as a trainer, as if each was one of `like`."""
     cards = sum(pool.cards for pool in pools)
+    between = [site_gbit_s(cluster.sites, first.site, second.site) for first, second in combinations(pools, 2)]
+    several_sites = any(gbit_s < inf for gbit_s in between)
+    per_node = min(like.per_node, *(pool.cards for pool in pools)) if several_sites else like.per_node
     every = like.model_copy(
         update={
             "name": " + ".join(f"{pool.cards} {pool.name}" for pool in pools),
-            "nodes": ceil(cards / like.per_node),
-            "network_gbit_s": min(pool.network_gbit_s for pool in pools),
+            "nodes": ceil(cards / per_node),
+            "per_node": per_node,
+            "network_gbit_s": min(*between, *(pool.network_gbit_s for pool in pools), inf),
             "usd_per_hour": sum(pool.cards * pool.usd_per_card_hour for pool in pools) / cards,
         }
     )

@@ -46,6 +46,13 @@ class Constants:
     optimizer_bytes_per_parameter: float = 30.0
     # Assumed: memory left for the driver, fragmentation of the caching allocator and communication buffers.
     memory_headroom: float = 0.08
+    # Measured with synthetic updates (docs/benchmarks.md): a patch over a whole version, for adapters at a
+    # learning rate of 3e-4 and weights at 1e-5; and the rate at which a loaded CPU core makes patches.
+    adapter_patch_share: float = 0.68
+    bfloat16_adapter_patch_share: float = 0.37
+    float32_patch_share: float = 0.5
+    bfloat16_patch_share: float = 0.085
+    patch_bytes_s: float = 140e6
 
 
 CONSTANTS = Constants()

@@ -19,6 +19,7 @@ from digenrl.planning.memory import (
     smallest_lane,
     trainer_memory,
 )
+from digenrl.planning.sites import SiteLink
 from digenrl.planning.workload import Workload
 
 # Fewer shards and smaller packs free memory and make helping cheaper, which is worth this share of training time.
@@ -66,13 +67,15 @@ class Layout:
     """The use of the cards. `helper_lane_cards` is None if the trainer's cards cannot generate.
 
     `alone` says how a card of each generator pool trains on its own, None if it cannot; it is empty if generators
-    only generate. Without generators, the trainer's cards generate before they train (colocated).
+    only generate. Without generators, the trainer's cards generate before they train (colocated). `site_links` are
+    those of the cluster.
     """
 
     generators: tuple[GeneratorLayout, ...]
     trainer: TrainerLayout
     helper_lane_cards: int | None
     alone: tuple[TrainerLayout | None, ...] = ()
+    site_links: tuple[SiteLink, ...] = ()
 
     @cached_property
     def usd_per_hour(self) -> float:

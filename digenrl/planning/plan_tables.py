@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
@@ -132,6 +133,7 @@ def result_as_dict(result: PlanResult) -> dict[str, Any]:
         "proven_gap": result.proven_gap,
         "every_size": result.every_size,
         "comparison": result.comparison,
+        "trainer_places": [asdict(place) for place in result.trainer_places],
         "plans": [plan_as_dict(plan) for plan in result.plans],
         "colocated": None if result.colocated is None else plan_as_dict(result.colocated),
     }

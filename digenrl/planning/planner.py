@@ -30,6 +30,7 @@ from digenrl.planning.memory import generator_memory, trainer_memory
 from digenrl.planning.plan_kinds import compared, why_it_lost, why_it_won
 from digenrl.planning.plans import Plan, PlanResult
 from digenrl.planning.simulated_plan import simulated_plan
+from digenrl.planning.trainer_places import compare_places
 from digenrl.planning.workload import Workload
 from digenrl.simulation.makespan import predict_makespan
 
@@ -193,7 +194,8 @@ def plan(
     search.polish()
     every_size = all(pool.cards - 1 <= EVERY_SIZE_UP_TO for pool in cluster.pools)
     shared = best_shared_plan(workload, cluster, options, constants)
-    return _result(search, every_size, shared, colocated_plan(workload, cluster, options, constants))
+    result = _result(search, every_size, shared, colocated_plan(workload, cluster, options, constants))
+    return replace(result, trainer_places=compare_places(workload, cluster, options, constants))
 
 
 def _first_sizes(pool: CardPool, others_generate: bool, ranks: int | None) -> list[int]:

@@ -12,6 +12,7 @@ from digenrl.planning.memory import MemoryReport
 from digenrl.planning.workload import Workload
 
 Kind = Literal["disaggregated", "trainer helps", "both directions", "colocated"]
+Place = Literal["one site", "stages", "data parallel"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,16 @@ class Plan:
         return self.rates.step_training_s
 
 
+@dataclass(frozen=True, slots=True)
+class TrainerPlace:
+    """A way to train: the seconds of a step, all cards training, or None if it is impossible; and why."""
+
+    kind: Place
+    cards: str
+    step_s: float | None
+    why: str
+
+
 @dataclass(frozen=True)
 class PlanResult:
     """Plans, best first.
@@ -64,7 +75,8 @@ class PlanResult:
     No plan of the search space with one slice size for all lanes is better than the first by more than
     `proven_gap`; slice sizes per pool are tried for the best splits only. `every_size` is True if all trainer
     sizes were searched, and False if a refined grid of sizes was used (large pools). `colocated` is a comparison,
-    not a plan to run. `comparison` says in words which kind of plan wins, by how much and why.
+    not a plan to run. `comparison` says in words which kind of plan wins, by how much and why. `trainer_places`
+    are the ways to train over several sites, fastest first.
     """
 
     workload: Workload
@@ -75,6 +87,7 @@ class PlanResult:
     every_size: bool
     colocated: Plan | None
     comparison: str
+    trainer_places: tuple[TrainerPlace, ...] = ()
 
     @property
     def best(self) -> Plan:

@@ -267,6 +267,7 @@ def _training(recipe: Recipe) -> dict[str, Any]:
         "base": recipe.model.base,
         "generating_base": recipe.generating_base,
         "float32_vae": recipe.model.vae_dtype == "float32",
+        "rounded_adapters": recipe.publish.dtype == "bfloat16",
     }
 
 

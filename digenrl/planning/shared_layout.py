@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.cluster import CardPool, Cluster
@@ -31,7 +32,7 @@ def shared_layouts(
     for choice in choices:
         layout = _shared_layout(workload, choice, job_samples, options, constants)
         if layout is not None:
-            yield layout
+            yield replace(layout, site_links=cluster.sites)
 
 
 def lone_trainer(

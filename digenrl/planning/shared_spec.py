@@ -9,7 +9,8 @@ from digenrl.config.spec import ScheduleRules, Spec
 from digenrl.planning.constants import CONSTANTS, Constants
 from digenrl.planning.costs import GB, TrainerLayout, lone_switch_seconds, reduce_seconds, unit_seconds
 from digenrl.planning.layout import Layout
-from digenrl.planning.spec_builder import build_spec, publish_link, rounded
+from digenrl.planning.publication import slowest_link
+from digenrl.planning.spec_builder import build_spec, rounded
 from digenrl.planning.workload import Workload
 
 
@@ -66,7 +67,7 @@ def _exchange_link(layout: Layout, constants: Constants) -> float:
     pool = layout.trainer.pool
     if pool.nodes == 1 and {generator.pool for generator in layout.generators} == {pool}:
         return pool.card.host_gb_s * GB * constants.host_link_share
-    return publish_link(layout, constants)
+    return slowest_link(layout, constants)
 
 
 def _sample_seconds(workload: Workload, alone: TrainerLayout, job_samples: int, constants: Constants) -> Decimal:

@@ -16,15 +16,13 @@ from digenrl.config.spec import (
 from digenrl.planning.cluster import CardPool
 from digenrl.planning.constants import CONSTANTS, Constants
 from digenrl.planning.costs import (
-    GB,
     commit_seconds,
     lane_slice_seconds,
-    network_bytes_s,
-    publish_seconds,
     switch_seconds,
     unit_seconds,
 )
-from digenrl.planning.layout import Layout
+from digenrl.planning.layout import GeneratorLayout, Layout
+from digenrl.planning.publication import publication_seconds, remote_publication_seconds
 from digenrl.planning.workload import Workload
 
 
@@ -55,6 +53,7 @@ def build_spec(
                 count=generator.lanes,
                 seconds=slice_table(workload, generator.pool, generator.lane_cards, constants),
                 slice=own if own != slice_size else None,
+                publish=_own_publication(workload, layout, generator, constants),
             )
             for generator, own in zip(layout.generators, own_slices, strict=True)
         ),
@@ -86,24 +85,6 @@ def slice_table(
     }
 
 
-def publication_seconds(workload: Workload, layout: Layout, constants: Constants = CONSTANTS) -> float:
-    """The time until the last generator has a new version: the slowest pool's, measured or modelled."""
-    measured = [generator.pool.measured.publish_seconds for generator in layout.generators]
-    known = [seconds for seconds in measured if seconds is not None]
-    if len(known) == len(measured) or not workload.has_cost_model:
-        return max(known, default=0.0)
-    return max([*known, publish_seconds(workload, publish_link(layout, constants), constants)])
-
-
-def publish_link(layout: Layout, constants: Constants = CONSTANTS) -> float:
-    """Bandwidth to the generators: the slowest network, or the links of the node if there is only one."""
-    pools = {layout.trainer.pool, *(generator.pool for generator in layout.generators)}
-    trainer_pool = layout.trainer.pool
-    if len(pools) == 1 and trainer_pool.nodes == 1:
-        return trainer_pool.card.card_link_gb_s * GB * constants.collective_share
-    return min(network_bytes_s(pool, constants) for pool in pools)
-
-
 def reward_pool(workload: Workload, slice_size: int) -> TimedRewardPool:
     """The workload's reward lanes, which score whole slices."""
     return TimedRewardPool(lanes=workload.reward_lanes, seconds=rounded(workload.reward_seconds), batch=slice_size)
@@ -112,6 +93,13 @@ def reward_pool(workload: Workload, slice_size: int) -> TimedRewardPool:
 def rounded(seconds: float) -> Decimal:
     """Six significant digits, which is more than the cost model can know."""
     return Decimal(f"{Decimal(repr(seconds)):.6g}")
+
+
+def _own_publication(
+    workload: Workload, layout: Layout, generator: GeneratorLayout, constants: Constants
+) -> Decimal | None:
+    seconds = remote_publication_seconds(workload, layout, generator, constants)
+    return None if seconds is None else rounded(seconds)
 
 
 def _helper(workload: Workload, layout: Layout, constants: Constants) -> HelperCosts | None:

@@ -1,10 +1,10 @@
 """Which idle lane takes which slices: `eager` and `earliest_finish`.
 
 `eager` gives every idle lane the next slices at once. `earliest_finish` guarantees: whenever a lane is given a
-piece, no other lane, counted from when it is free, would have finished that piece earlier after everything that
-comes before it in the list. So no group waits for a slow lane while a fast one could have generated the same
-slices earlier. If all lanes take one slice at a time, this holds for all other lanes together: even without idle
-time, they would not have reached and finished that slice earlier.
+piece, no other lane that may start it, counted from when it is free, would have finished that piece earlier after
+everything that comes before it in the list. So no group waits for a slow lane while a fast one could have made
+the same slices earlier. If all lanes take one slice at a time, this holds for all other lanes together: even
+without idle time, they would not have reached and finished that slice earlier.
 
 A lane finds its piece by counting the slices that others finish first. Consider another lane that is free at f and
 needs T for a piece of this length and t for a full job. It has jobs reserved at f, f + t, f + 2t, ... as long as
@@ -118,13 +118,21 @@ def piece_ns(lane: Lane | LaneOffer, slices: int) -> int:
 class Reservations:
     """What other lanes would finish first, while idle lanes take slices one after the other at one instant."""
 
-    def __init__(self, state: SchedulerState, able: Sequence[int], listed: int, at_ns: int) -> None:
+    def __init__(
+        self,
+        state: SchedulerState,
+        able: Sequence[int],
+        listed: int,
+        at_ns: int,
+        may_start: Callable[[int], bool],
+    ) -> None:
         """`able` are the idle lanes that may start a slice, fastest first; other idle lanes do not count.
 
-        `listed` is the number of unstarted slices.
+        `listed` is the number of unstarted slices. `may_start` says whether one may start on a version: busy lanes
+        on other versions do not count either.
         """
         self._lanes, self._at_ns, self._able, self._listed = state.lanes, at_ns, able, listed
-        self._free_ns = _busy_until(state, at_ns) | dict.fromkeys(able, at_ns)
+        self._free_ns = _busy_until(state, at_ns, may_start) | dict.fromkeys(able, at_ns)
         self._at_first: dict[int, dict[int, int]] = {}  # by length: what is reserved before each idle lane's piece
         # By length, then by slices at once: the times for a piece of lanes that have taken theirs.
         self._done: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -168,12 +176,13 @@ class Reservations:
         self._at_first[length] = dict(zip(idle, counts, strict=True))
 
 
-def _busy_until(state: SchedulerState, at_ns: int) -> dict[int, int]:
+def _busy_until(state: SchedulerState, at_ns: int, may_start: Callable[[int], bool]) -> dict[int, int]:
     """When each busy generator lane is expected to be free. Overdue lanes count as free now."""
+    startable = {version: may_start(version) for version in {lane.version for lane in state.lanes}}
     return {
         lane.index: max(at_ns, expected_end_ns(state, lane))
         for lane in state.lanes
-        if lane.job and lane.calibrated and (state.terms.colocated or not lane.helper)
+        if lane.job and lane.calibrated and (state.terms.colocated or not lane.helper) and startable[lane.version]
     }
 
 

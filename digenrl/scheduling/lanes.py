@@ -13,6 +13,7 @@ from digenrl.scheduling.state import (
     Lane,
     Outcome,
     SchedulerState,
+    idle_rank,
     issue,
     lane_of,
     put_lane,
@@ -34,9 +35,14 @@ def absorb_published(state: SchedulerState, event: Published) -> Outcome:
     for index in event.lanes:
         if lanes[index].version < version:
             lanes[index] = replace(lanes[index], version=version)
-    served = [lane.version for lane in lanes if lane.present and not lane.helper] or [version]
-    # What is older than the newest version on any lane is superseded, even if some lane never got it.
-    publishing = tuple(each for each in state.publishing if each[0] > min(served) and each[0] >= max(served))
+    served: dict[int, list[int]] = {}  # versions on lanes that get them at the same time
+    for lane in lanes:
+        if lane.present and not lane.helper:
+            served.setdefault(state.costs.publication_ns(lane.publish_ns), []).append(lane.version)
+    # What is older than the newest version on any such lane is superseded, even if some of them never got it.
+    publishing = tuple(
+        each for each in state.publishing if any(min(on) < each[0] >= max(on) for on in served.values())
+    )
     return replace(state, lanes=tuple(lanes), publishing=publishing), ()
 
 
@@ -59,8 +65,7 @@ def publish_newest(state: SchedulerState, at_ns: int) -> Outcome:
     for lane in behind:
         lanes[lane.index] = replace(lane, sent_version=version)
     state, publish = issue(state, at_ns, Publish, version, tuple(lane.index for lane in behind))
-    due = (version, at_ns + state.costs.publish_ns)
-    return replace(state, lanes=tuple(lanes), publishing=(*state.publishing, due)), (publish,)
+    return replace(state, lanes=tuple(lanes), publishing=(*state.publishing, (version, at_ns))), (publish,)
 
 
 def release(state: SchedulerState, index: int) -> SchedulerState:
@@ -73,11 +78,11 @@ def release(state: SchedulerState, index: int) -> SchedulerState:
 
 
 def make_idle(state: SchedulerState, lane: Lane) -> SchedulerState:
-    """Adds a lane to the idle list, which is ordered fastest first, or to those that wait for calibration."""
+    """Adds a lane to the idle list, or to those that wait for calibration."""
     if not lane.calibrated:
         return replace(state, uncalibrated=(*state.uncalibrated, lane.index))
-    keys = [(state.lanes[index].slice_ns, index) for index in state.idle]
-    place = bisect(keys, (lane.slice_ns, lane.index))
+    rank = idle_rank(state.costs, lane)
+    place = bisect(state.idle, rank, key=lambda index: idle_rank(state.costs, state.lanes[index]))
     return replace(state, idle=(*state.idle[:place], lane.index, *state.idle[place:]))
 
 

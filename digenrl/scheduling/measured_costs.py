@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
 from digenrl.records import Action, CostsMeasured
 from digenrl.scheduling.help.choose_help import CLOSE_ENOUGH
-from digenrl.scheduling.state import Lane, SchedulerState
+from digenrl.scheduling.state import Lane, SchedulerState, idle_rank
 from digenrl.scheduling.terms import Costs, Terms
 
 
@@ -36,10 +37,12 @@ def absorb_costs(state: SchedulerState, event: CostsMeasured) -> tuple[Scheduler
     for index, train_ns in event.lane_train_ns:
         if lanes[index].train_sample_ns:  # else it was not offered for training
             lanes[index] = replace(lanes[index], train_sample_ns=max(Fraction(1), train_ns))
+    for index, publish_ns in event.lane_publish_ns:
+        lanes[index] = replace(lanes[index], publish_ns=publish_ns)
     plan = state.bubble_plan
     if plan is not None and not _hardly_changed(state, costs, lanes):
         plan = None
-    idle = tuple(sorted(state.idle, key=lambda index: (lanes[index].slice_ns, index)))
+    idle = tuple(sorted(state.idle, key=lambda index: idle_rank(costs, lanes[index])))
     return replace(state, costs=costs, lanes=tuple(lanes), idle=idle, bubble_plan=plan), ()
 
 
@@ -53,20 +56,21 @@ def _hardly_changed(state: SchedulerState, costs: Costs, lanes: list[Lane]) -> b
     if any(abs(new - old) * CLOSE_ENOUGH > old for old, new in slice_times):
         return False
     shortest_ns = min((old for old, _ in slice_times), default=0)
-    old_times, new_times = _times_of_work(state.terms, state.costs), _times_of_work(state.terms, costs)
+    old_times = _times_of_work(state.terms, state.costs, state.lanes)
+    new_times = _times_of_work(state.terms, costs, lanes)
     return all(
         abs(new - old) * CLOSE_ENOUGH <= max(old, shortest_ns)
         for old, new in zip(old_times, new_times, strict=True)
     )
 
 
-def _times_of_work(terms: Terms, costs: Costs) -> tuple[int, ...]:
+def _times_of_work(terms: Terms, costs: Costs, lanes: Sequence[Lane]) -> tuple[int, ...]:
     """The times that a decision is based on, per unit of work."""
     return (
         costs.train_ns(terms.samples_per_prompt),
         costs.score_batch_ns(terms.slice_size),
         costs.commit_ns,
-        costs.publish_ns,
         costs.switch_in_ns,
         costs.switch_out_ns,
+        *(costs.publication_ns(lane.publish_ns) for lane in lanes if not lane.helper),
     )

@@ -201,7 +201,7 @@ def _take_by_finish(state: SchedulerState, picker: SlicePicker, at_ns: int) -> T
     """Every lane takes the first piece that no other lane would finish sooner, or none."""
     able = [index for index in state.idle if picker.may_start(state.lanes[index].version)]
     able.sort(key=lambda index: (state.lanes[index].slice_ns, -state.lanes[index].version))
-    reservations = Reservations(state, able, picker.unstarted(), at_ns)
+    reservations = Reservations(state, able, picker.unstarted(), at_ns, picker.may_start)
     taken: dict[int, Slice] = {}
 
     def take(nth: int, at_most: int) -> bool:

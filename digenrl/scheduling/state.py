@@ -56,6 +56,7 @@ class Lane:
     train_sample_ns: Fraction = Fraction(0)
     switch_in_ns: int = 0
     switch_out_ns: int = 0
+    publish_ns: int = -1  # until it has a new version; -1: `Costs.publish_ns`
     role: Role = "generate"
     trained: tuple[Slice, ...] = ()
     ends_ns: int = 0  # when its job is expected to end; kept, as what follows, only if lanes share work
@@ -83,6 +84,7 @@ class Lane:
             self.train_sample_ns,
             self.switch_in_ns,
             self.switch_out_ns,
+            self.publish_ns,
         )
 
     def expected_ns(self, slices: int) -> int:
@@ -314,14 +316,14 @@ class SchedulerState:
     terms: Terms
     costs: Costs
     lanes: tuple[Lane, ...]
-    idle: tuple[int, ...]  # idle generator lanes, fastest first, then by index; calibrated ones only
+    idle: tuple[int, ...]  # idle generator lanes, in the order of `idle_rank`; calibrated ones only
     helpers: tuple[int, ...]
     steps: tuple[StepProgress, ...]  # the current step and, unless it is the last, the next
     scorers: tuple[Score | None, ...]  # what each reward lane holds
     unscored: tuple[Slice | HeldOutChunk, ...]  # waiting for a reward lane, oldest first
     trainer: TrainerState
     committed: int = 0  # optimizer steps taken, which is the newest version
-    publishing: tuple[tuple[int, int], ...] = ()  # (version, when generators are expected to have it)
+    publishing: tuple[tuple[int, int], ...] = ()  # (version, when it was sent) while lanes have not got it
     jobs_issued: int = 0
     bubble_plan: BubblePlan | None = None
     absent_scorers: frozenset[int] = frozenset()
@@ -384,7 +386,7 @@ def initial_state(
         terms=terms,
         costs=costs,
         lanes=lanes,
-        idle=tuple(lane.index for lane in sorted(generating, key=lambda lane: (lane.slice_ns, lane.index))),
+        idle=tuple(lane.index for lane in sorted(generating, key=lambda lane: idle_rank(costs, lane))),
         helpers=() if terms.colocated or terms.shares_work else tuple(lane.index for lane in lanes if lane.helper),
         steps=tuple(fresh_step(terms, index) for index in range(committed, min(committed + 2, terms.steps))),
         scorers=(None,) * terms.scorers,
@@ -395,6 +397,11 @@ def initial_state(
         saved=committed or None,  # what a resumed run has committed is in the checkpoint that it resumes from
         evaluations=(fresh_evaluation(terms, committed),) if evaluates else (),
     )
+
+
+def idle_rank(costs: Costs, lane: Lane) -> tuple[int, int, int]:
+    """Idle lanes are offered slices in this order: the fastest first, then those that get new versions first."""
+    return lane.slice_ns, costs.publication_ns(lane.publish_ns), lane.index
 
 
 def lane_of(index: int, offer: LaneOffer, helper: bool, version: int) -> Lane:
@@ -412,6 +419,7 @@ def lane_of(index: int, offer: LaneOffer, helper: bool, version: int) -> Lane:
         train_sample_ns=offer.train_sample_ns,
         switch_in_ns=offer.switch_in_ns,
         switch_out_ns=offer.switch_out_ns,
+        publish_ns=offer.publish_ns,
         role="train" if helper else "generate",
     )
 

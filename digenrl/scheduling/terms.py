@@ -127,7 +127,7 @@ class Costs:
 
     train_sample_ns: Fraction
     commit_ns: int = 0
-    publish_ns: int = 0
+    publish_ns: int = 0  # unless a lane has its own
     switch_in_ns: int = 0
     switch_out_ns: int = 0
     score_ns: int = 0  # per sample
@@ -136,6 +136,10 @@ class Costs:
     save_ns: int = 0
     send_ns: int = 0  # until a lane that trains on its own has sent its gradient sums
     reduce_ns: int = 0  # adding these up, before a commit; a live run measures it as part of the commit
+
+    def publication_ns(self, own_ns: int) -> int:
+        """The time until a lane has a new version, given its own time, or -1 if it has none."""
+        return self.publish_ns if own_ns < 0 else own_ns
 
     def train_ns(self, samples: int) -> int:
         """The time of a Train job, rounded half to even."""

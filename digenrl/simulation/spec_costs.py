@@ -65,6 +65,8 @@ def initial_scheduler_state(
         own = range(spec.slice, (pool.slice or at_once * spec.slice) + 1, spec.slice)
         take_ns = tuple(slice_ns(pool.seconds, size, f"generators[{which}].seconds") for size in own)
         lanes = _lanes(pool.name, pool.count, take_ns, next_number)
+        if pool.publish is not None:
+            lanes = [replace(lane, publish_ns=to_ns(pool.publish)) for lane in lanes]
         if terms.shares_work and pool.train_seconds is not None:
             lanes = _able_to_train(lanes, pool.train_seconds, pool.switch, pool.switch)
         generators += lanes

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from digenrl.scheduling import SchedulerState
+from digenrl.scheduling.state import idle_rank
 
 UNLIMITED = 1 << 30
 
@@ -34,10 +35,10 @@ class LaneTimes:
 
 def lane_times(opening: SchedulerState) -> list[LaneTimes]:
     """The times of all lanes, in their order."""
-    terms, publish_ns = opening.terms, opening.costs.publish_ns
+    terms, costs = opening.terms, opening.costs
     return [
         LaneTimes(
-            starts_ns=0 if lane.helper else publish_ns,
+            starts_ns=0 if lane.helper else costs.publication_ns(lane.publish_ns),
             take_ns=tuple(lane.expected_ns(slices) for slices in range(1, lane.slices_at_once + 1)),
             train_ns=lane.train_ns(terms.train_unit) if lane.train_sample_ns else 0,
             switch_in_ns=lane.switch_in_ns,
@@ -56,12 +57,12 @@ class StepForecast:
         self.groups, self.slices_per_group = terms.prompts, terms.slices_per_group
         self.jobs_per_group = terms.samples_per_prompt // terms.train_unit
         self.commit_ns = costs.reduce_ns + costs.commit_ns
-        fastest_first = sorted(range(len(self.lanes)), key=lambda lane: (self.lanes[lane].full_ns, lane))
+        fastest_first = sorted(opening.lanes, key=lambda lane: idle_rank(costs, lane))
         # What all lanes together can do in a time, at most. It answers most questions about other lanes.
         self.jobs_per_ns = sum(1 / lane.train_ns for lane in self.lanes if lane.train_ns)
         self.slices_per_ns = sum(len(lane.take_ns) / lane.full_ns for lane in self.lanes)
         self.slices_at_once = sum(len(lane.take_ns) for lane in self.lanes)
-        self.rank = {lane: place for place, lane in enumerate(fastest_first)}
+        self.rank = {lane.index: place for place, lane in enumerate(fastest_first)}
 
     def step_ns(self, quotas: Sequence[int] = (), *, stop_ns: int = 0) -> int:
         """The time from one commit to the next. It may stop early, at any value of at least `stop_ns` if given."""

@@ -178,7 +178,11 @@ class VirtualCluster:
         self._report(TRAINER, Saved(self.now_ns + self._costs.save_ns, job))
 
     def _publish(self, job: Publish) -> None:
-        self._report(PUBLICATIONS, Published(self.now_ns + self._costs.publish_ns, job, job.lanes))
+        arrives: dict[int, list[int]] = {}
+        for lane in job.lanes:
+            arrives.setdefault(self._costs.publication_ns(self._offers[lane].publish_ns), []).append(lane)
+        for publish_ns, lanes in arrives.items():
+            self._report(PUBLICATIONS, Published(self.now_ns + publish_ns, job, tuple(lanes)))
 
     def _switch(self, job: SwitchRole) -> None:
         takes_ns = self._costs.switch_in_ns if job.role == "generate" else self._costs.switch_out_ns

@@ -10,6 +10,7 @@ import queue
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Thread
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -43,15 +44,16 @@ class Wire:
 
 
 class Sender:
-    """Sends states in the order in which they are given; `sent_bytes` counts their coded values.
+    """Sends states in the order in which they are given, and counts them. Calls `report` if the link is lost.
 
-    Calls `report` if the link is lost.
+    `sent_bytes` are those of coded values, `sent_values` their number.
     """
 
     def __init__(
         self, wire: Wire, codec: Codec, pace: PacedLink | None, report: Callable[[LinkError], None]
     ) -> None:
-        self.codec, self.sent_bytes = codec, 0
+        self.codec = codec
+        self.messages = self.sent_values = self.sent_bytes = 0
         self._wire, self._pace, self._report = wire, pace, report
         self._waiting: queue.SimpleQueue[tuple[int, States] | None] = queue.SimpleQueue()
         self._thread = Thread(target=self._run, name=f"send {wire.name}", daemon=True)
@@ -83,6 +85,8 @@ class Sender:
                     return
                 index, states = item
                 self._send(index, pack(states, self.codec))
+                self.messages += 1
+                self.sent_values += sum(value.numel() for value in states if value is not None)
         except Exception as error:  # a thread has nobody above it
             self._report(self._wire.error(_first_line(error)))
 
@@ -106,7 +110,10 @@ class Sender:
 
 
 class Receiver:
-    """Hands every message that arrives to `deliver`. Calls `report` if the link is lost or closed."""
+    """Hands every message that arrives to `deliver`. Calls `report` if the link is lost or closed.
+
+    `received_bytes` have taken `receiving_s`, counted from the first bytes of each message on.
+    """
 
     def __init__(
         self,
@@ -115,6 +122,7 @@ class Receiver:
         deliver: Callable[[int, States], None],
         report: Callable[[LinkError], None],
     ) -> None:
+        self.received_bytes, self.receiving_s = 0, 0.0
         self._wire, self._device, self._deliver, self._report = wire, device, deliver, report
         self._thread = Thread(target=self._run, name=f"receive {wire.name}", daemon=True)
         self._thread.start()
@@ -131,8 +139,11 @@ class Receiver:
                     self._report(self._wire.error("the other stage has closed it"))
                     return
                 if kind == MESSAGE:
+                    began = perf_counter()
                     description = bytes(self._receive(description_bytes, torch.uint8).tolist())
                     packed = Packed(description, self._receive(payload_bytes, torch.uint8))
+                    self.receiving_s += perf_counter() - began
+                    self.received_bytes += description_bytes + payload_bytes
                     self._deliver(index, unpack(packed, self._device))
         except Exception as error:  # a thread has nobody above it
             self._report(self._wire.error(_first_line(error)))

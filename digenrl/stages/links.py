@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from digenrl.stages.channels import LinkError, Receiver, Sender, Wire
-from digenrl.stages.codec_choice import Codec, LinkCodecs
+from digenrl.stages.codec_choice import LinkCodecs
 from digenrl.stages.messages import States
 from digenrl.stages.pacing import PacedLink
 
@@ -46,13 +46,29 @@ class Arrival:
     states: States
 
 
-class StageLinks:
-    """Stage `index` of `count`, connected to its neighbours. Use it in a `with` block, which closes the links."""
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """One direction of a link so far, as its sender and its receiver have counted it.
 
-    def __init__(self, index: int, count: int, device: torch.device) -> None:
-        self.index, self.count, self.device = index, count, device
+    A stage knows what it has sent in one direction, and the rate at which it has received in the other; rates are
+    0 if nothing was received.
+    """
+
+    values: float = 0.0  # of a message
+    value_bytes: float = 0.0  # of a value, coded
+    bytes_per_s: float = 0.0
+
+
+class StageLinks:
+    """Stage `index` of `count`, connected to its neighbours. Use it in a `with` block, which closes the links.
+
+    `codecs` are those of all links, of which this stage has two at most.
+    """
+
+    def __init__(self, index: int, count: int, device: torch.device, codecs: tuple[LinkCodecs, ...]) -> None:
+        self.index, self.count, self.device, self.codecs = index, count, device, codecs
         self._senders: dict[Direction, Sender] = {}
-        self._receivers: list[Receiver] = []
+        self._receivers: dict[Direction, Receiver] = {}
         self._arrived: queue.SimpleQueue[Arrival | LinkError] = queue.SimpleQueue()
         self._lost: LinkError | None = None
 
@@ -93,14 +109,25 @@ class StageLinks:
         return None
 
     @property
-    def activations(self) -> Codec | None:
-        """How this stage codes what it sends to the stage after; None if it is the last. It can be changed."""
-        return None if self.is_last else self._senders["forward"].codec
+    def traffic(self) -> dict[Direction, Traffic]:
+        """What this stage has sent and received, by direction."""
+        found: dict[Direction, Traffic] = {}
+        for direction, sender in self._senders.items():
+            messages, values = max(1, sender.messages), max(1, sender.sent_values)
+            found[direction] = Traffic(sender.sent_values / messages, sender.sent_bytes / values)
+        for direction, receiver in self._receivers.items():
+            rate = receiver.received_bytes / receiver.receiving_s if receiver.receiving_s else 0.0
+            found[direction] = replace(found.get(direction, Traffic()), bytes_per_s=rate)
+        return found
 
-    @activations.setter
-    def activations(self, codec: Codec) -> None:
+    def use_codecs(self, codecs: tuple[LinkCodecs, ...]) -> None:
+        """Codes what is sent from now on with these, one for each link. Receivers need not know."""
+        assert len(codecs) == self.count - 1, f"{len(codecs)} codecs for {self.count} stages"
+        self.codecs = codecs
         if not self.is_last:
-            self._senders["forward"].codec = codec
+            self._senders["forward"].codec = codecs[self.index].activations
+        if not self.is_first:
+            self._senders["backward"].codec = codecs[self.index - 1].gradients
 
     def abandon(self, reason: object) -> None:
         """Tells the neighbours that this stage cannot continue, without waiting for them."""
@@ -113,7 +140,7 @@ class StageLinks:
         for sender in self._senders.values():
             sender.close()
         if self._lost is None:
-            for receiver in self._receivers:
+            for receiver in self._receivers.values():
                 receiver.join()
 
     def __enter__(self) -> StageLinks:
@@ -135,11 +162,12 @@ class StageLinks:
         report: Callable[[LinkError], None] = self._arrived.put
         if before:
             self._senders["forward"] = Sender(forward, settings.codecs.activations, settings.pace(), report)
-            receiver = Receiver(backward, self.device, partial(self._deliver, "backward"), report)
+            self._receivers["backward"] = Receiver(
+                backward, self.device, partial(self._deliver, "backward"), report
+            )
         else:
             self._senders["backward"] = Sender(backward, settings.codecs.gradients, settings.pace(), report)
-            receiver = Receiver(forward, self.device, partial(self._deliver, "forward"), report)
-        self._receivers.append(receiver)
+            self._receivers["forward"] = Receiver(forward, self.device, partial(self._deliver, "forward"), report)
 
     def _deliver(self, direction: Direction, index: int, states: States) -> None:
         self._arrived.put(Arrival(direction, index, states))
@@ -158,7 +186,7 @@ def connect_stages(
     each = [settings] * (count - 1) if isinstance(settings, LinkSettings) else list(settings)
     if len(each) != count - 1:
         raise ValueError(f"{count} stages have {count - 1} links, got settings of {len(each)}")
-    links = StageLinks(index, count, torch.device(device))
+    links = StageLinks(index, count, torch.device(device), tuple(own.codecs for own in each))
     groups = []
     for link, own in enumerate(each):
         timeout = timedelta(seconds=own.deadline_s)

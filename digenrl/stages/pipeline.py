@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from statistics import median
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from digenrl.stages.links import Direction, StageLinks
 from digenrl.stages.messages import States
+
+MEASURED = 100  # the last micro-batches
 
 # Computes this stage's part of a micro-batch, given what the stage before hands over. The first stage is given
 # nothing. The last one returns a loss.
@@ -26,6 +30,9 @@ class Pipeline:
 
     At most `in_flight` micro-batches are between their forward and their backward; by default twice the number of
     stages, which keeps all stages busy unless links are slower than all of them.
+
+    While `measures` is set, the stage waits for its device after each forward and backward, and `computing_s` is
+    the time of a micro-batch.
     """
 
     def __init__(self, links: StageLinks, in_flight: int | None = None) -> None:
@@ -34,6 +41,16 @@ class Pipeline:
         if self.in_flight < 1:
             raise ValueError(f"at least 1 micro-batch must be in flight, got {self.in_flight}")
         self._waiting: dict[Direction, deque[tuple[int, States]]] = {"forward": deque(), "backward": deque()}
+        self.measures = False
+        self._seconds: dict[Direction, deque[float]] = {
+            "forward": deque(maxlen=MEASURED),
+            "backward": deque(maxlen=MEASURED),
+        }
+
+    @property
+    def computing_s(self) -> float:
+        """The forward and backward of a micro-batch, as medians of the last ones; 0 before any was measured."""
+        return sum(median(each) for each in self._seconds.values() if each)
 
     def train(
         self, micro_batches: int, forward: Forward, after_backward: Callable[[int], None] | None = None
@@ -56,16 +73,19 @@ class Pipeline:
             self._receive(may_start=started < micro_batches and len(begun) < self.in_flight)
             if self._waiting["backward"]:
                 index, gradients = self._next("backward", finished)
-                _backward(begun[index][1], gradients)
+                with self._measuring("backward"):
+                    _backward(begun[index][1], gradients)
             else:
                 index, inputs = self._next_input(started)
-                outputs = forward(index, inputs)
+                with self._measuring("forward"):
+                    outputs = forward(index, inputs)
+                    loss = _loss(outputs) if links.is_last else None
                 begun[index] = inputs, outputs
                 started += 1
-                if not links.is_last:
+                if loss is None:
                     links.send("forward", index, outputs)
                     continue
-                losses.append(_loss(outputs))
+                losses.append(loss)
             if not links.is_first:
                 links.send("backward", index, tuple(_gradient(each) for each in begun[index][0]))
             del begun[index]
@@ -73,6 +93,17 @@ class Pipeline:
             if after_backward is not None:
                 after_backward(index)
         return losses
+
+    @contextmanager
+    def _measuring(self, direction: Direction) -> Iterator[None]:
+        if not self.measures:
+            yield
+            return
+        began = perf_counter()
+        yield
+        if self.links.device.type == "cuda":
+            torch.cuda.synchronize(self.links.device)
+        self._seconds[direction].append(perf_counter() - began)
 
     @contextmanager
     def _telling_the_others(self) -> Iterator[None]:

@@ -17,15 +17,11 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
-    CLIPVisionConfig,
-    CLIPVisionModel,
     LlamaConfig,
     LlamaModel,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
     Qwen3Config,
     T5Config,
@@ -161,19 +157,6 @@ def tiny_clip_with_projection(
     return CLIPTextModelWithProjection(config).eval()
 
 
-def tiny_clip_vision(width: int, image_size: int, patch_size: int) -> CLIPVisionModel:
-    """A CLIP image encoder with this hidden size."""
-    config = CLIPVisionConfig(
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=image_size,
-        patch_size=patch_size,
-    )
-    return CLIPVisionModel(config).eval()
-
-
 def tiny_t5(tokenizer: Any, width: int) -> T5EncoderModel:
     """A T5 encoder with this hidden size."""
     return T5EncoderModel(T5Config(**_t5_settings(tokenizer, width))).eval()  # eval: T5 has dropout
@@ -240,44 +223,6 @@ def tiny_byt5(width: int) -> T5EncoderModel:
     """An encoder of bytes with this hidden size."""
     shape = {"d_model": width, "d_ff": 2 * width, "d_kv": width // 2, "num_heads": 2, "num_layers": 2}
     return T5EncoderModel(T5Config(vocab_size=259, **shape)).eval()
-
-
-def tiny_qwen_text_encoder(tokenizer: Any, width: int, layers: int = 2) -> Qwen2_5_VLForConditionalGeneration:
-    """Qwen2.5-VL with this hidden size and a minimal vision tower."""
-    third = width // 4 // 3
-    text = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e6,
-            # Channels for time, height and width; together half of a head's width.
-            "mrope_section": [width // 4 - 2 * third, third, third],
-        },
-        "bos_token_id": tokenizer.eos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
-    vision = {
-        "depth": 1,
-        "hidden_size": width,
-        "intermediate_size": width,
-        "num_heads": 2,
-        "out_hidden_size": width,
-        "fullatt_block_indexes": [0],
-    }
-    config = Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        **{
-            f"{token.strip('<|>').replace('_pad', '')}_token_id": tokenizer.convert_tokens_to_ids(token)
-            for token in VISION_TOKENS
-        },
-    )
-    return Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
 def tiny_qwen3_config(tokenizer: Any, width: int, layers: int) -> Qwen3Config:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +20,23 @@ class OrderedSums:
 
     A group that arrives before one with a lower place is held back, with its own gradient. Without `in_order`,
     groups are added as they arrive: this saves memory, but the last bits depend on the order of arrival. `ranks`
-    are those over whose sums a gradient is summed: none if the passes have done so already.
+    are those over whose sums a gradient is summed: none if the passes have done so already. They sum the gradients
+    of `shared` parameters, by default all; others belong to this rank alone.
     """
 
     takes_jobs = False
     dtype: torch.dtype | None = None
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], *, in_order: bool, ranks: RankGroup | None = None
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        in_order: bool,
+        ranks: RankGroup | None = None,
+        shared: Collection[str] | None = None,
     ) -> None:
-        self._parameters, self._in_order, self._ranks = parameters, in_order, ranks
+        self._in_order, self._ranks = in_order, ranks
+        self._shared = {name: p for name, p in parameters.items() if shared is None or name in shared}
         self.reset(())
 
     def reset(self, places: Iterable[int]) -> None:
@@ -65,8 +72,9 @@ class OrderedSums:
         if self._ranks is None:
             return total
         # A rank with an empty share has no gradients, but takes part in the sum.
-        first = next(iter(self._parameters.values()))
-        marks = torch.tensor([float(name in total) for name in self._parameters], device=first.device)
-        total = {name: total.get(name, torch.zeros_like(p.data)) for name, p in self._parameters.items()}
-        self._ranks.sum_tensors(total | {"marks": marks})
-        return {name: value for (name, value), count in zip(total.items(), marks.tolist(), strict=True) if count}
+        first = next(iter(self._shared.values()))
+        marks = torch.tensor([float(name in total) for name in self._shared], device=first.device)
+        summed = {name: total.pop(name, torch.zeros_like(p.data)) for name, p in self._shared.items()}
+        self._ranks.sum_tensors(summed | {"marks": marks})
+        counts = zip(summed.items(), marks.tolist(), strict=True)
+        return total | {name: value for (name, value), count in counts if count}

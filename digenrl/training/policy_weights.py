@@ -1,7 +1,8 @@
 """The policies of a trainer: the one it trains, the one before the batch, the reference, and a moving average.
 
 They share one model. A snapshot holds a copy of the trained weights and replaces them inside a `with` block; no
-autograd graph built on the model's own weights may be alive then. For a sharded model, each rank holds its shards.
+autograd graph built on the model's own weights may be alive then. For a sharded model, each rank holds its shards,
+and for a model in stages the weights of its stage.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from digenrl.models.contract import DiffusionModel
 from digenrl.models.lora import adapters_disabled, has_lora, published_name
 from digenrl.models.model_weights import check_fits, gathered_weights, load_weights, weights_state
 from digenrl.models.shards import any_sharded, local_shard
+from digenrl.models.staged_blocks import outside_blocks
 from digenrl.training.offload.host_copies import CopyTensor, copy_all, cpu_copy
+from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.training.trainer_state import Tensors, TrainerState
 
 
@@ -82,11 +85,17 @@ class PolicyWeights:
     a version; the last version's weights are then available only as the old policy, if that is kept.
 
     `model_parameters` receive gradients, `parameters` are what the optimizer changes: the same or, if they are
-    `sharded`, this rank's shards of them. Adapters are whole on every rank, even if their base is sharded.
+    `sharded`, this rank's shards of them. Adapters are whole on every rank, even if their base is sharded. If all
+    weights are `staged`, each of the ranks has those of its own blocks, and the `shared` ones outside of blocks.
     """
 
-    def __init__(self, model: DiffusionModel, *, keep_old: bool, keep_reference: bool) -> None:
+    def __init__(
+        self, model: DiffusionModel, *, keep_old: bool, keep_reference: bool, ranks: RankGroup | None = None
+    ) -> None:
         self.model_parameters = trained_parameters(model)
+        self.staged = model.own_blocks is not None and not has_lora(model)
+        self.shared = outside_blocks(model) if self.staged else frozenset[str]()
+        self._ranks = ranks
         self.sharded = any_sharded(self.model_parameters.values())  # not if only a frozen base is
         self.parameters = self.model_parameters
         if self.sharded:
@@ -117,7 +126,8 @@ class PolicyWeights:
     def published(self, kept: Tensors | None = None) -> dict[str, Tensor]:
         """The last version's weights under their published names, as copies or, if given, from `kept` weights.
 
-        For a sharded model this is a collective: rank 0 gets whole weights on its CPU, the others get none.
+        For a model that is sharded or staged this is a collective: rank 0 gets all weights, whole and on its CPU,
+        and the others get none.
         """
         if self.sharded:
             if kept is None and self.old_snapshot is not None:
@@ -125,16 +135,25 @@ class PolicyWeights:
             return gathered_weights(self._model, kept or {})
         if kept is not None:
             instead = {published_name(name): value for name, value in kept.items()}
-            return weights_state(self._model, instead=instead)
+            return self._of_all_stages(weights_state(self._model, instead=instead))
         with self.generating():
-            return weights_state(self._model)
+            return self._of_all_stages(weights_state(self._model))
 
     def trained(self) -> dict[str, Tensor]:
         """Copies of the weights as they are now, in the middle of a batch too, under their published names.
 
-        For a sharded model this is a collective, as `published` is.
+        For a model that is sharded or staged this is a collective, as `published` is.
         """
-        return weights_state(self._model)
+        return self._of_all_stages(weights_state(self._model))
+
+    def _of_all_stages(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Without stages, the weights as they are."""
+        if not self.staged:
+            return weights
+        assert self._ranks is not None, "stages are ranks"
+        if not self._ranks.rank.is_first:
+            weights = {name: value for name, value in weights.items() if name not in self.shared}
+        return self._ranks.collect(weights)
 
     def old(self) -> AbstractContextManager[None]:
         """Inside, the model has the weights from before the batch, or the ones that follow slowly."""

@@ -54,7 +54,8 @@ def make_sums(
     if shares_gradients or (settings.sum_in_order and has_lora(model)):
         return FixedPointSums(policies.parameters, over_batch=scale.over_batch, ranks=ranks)
     ranks = None if policies.sharded else ranks  # passes of a sharded model sum over ranks
-    return OrderedSums(policies.parameters, in_order=settings.sum_in_order, ranks=ranks)
+    shared = policies.shared if policies.staged else None
+    return OrderedSums(policies.parameters, in_order=settings.sum_in_order, ranks=ranks, shared=shared)
 
 
 def take_share(batch: OpenBatch, sums: FixedPointSums) -> GradientShare:

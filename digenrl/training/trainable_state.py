@@ -6,11 +6,10 @@ from torch import Tensor
 
 from digenrl.config.training import TrainerSettings
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.lora import has_lora
 from digenrl.models.model_weights import check_fits
 from digenrl.models.objective import Objective
 from digenrl.models.shards import is_sharded
-from digenrl.training.gradients import Gradients
+from digenrl.training.gradients import Gradients, total_norm
 from digenrl.training.offload.host_copies import CopyTensor, copy_all, cpu_copy
 from digenrl.training.optimizer import (
     check_moments,
@@ -27,7 +26,7 @@ from digenrl.training.trainer_state import MOMENTS_PER_PARAMETER, TrainerState
 
 
 class TrainableState:
-    """The live tensors behind a `TrainerState`. For a sharded model they are this rank's shards.
+    """The live tensors behind a `TrainerState`: of a sharded model this rank's shards, or those of its stage.
 
     A trainer that never `commits` has no moving average, and its optimizer no moments. It keeps a snapshot of the
     version if a batch has several updates.
@@ -45,17 +44,19 @@ class TrainableState:
         several = objective.updates_per_batch > 1
         recomputes = settings.old_log_probs == "recomputed"
         keep_old = objective.needs.old_policy or (several and (recomputes or helps or not commits))
-        self.policies = PolicyWeights(model, keep_old=keep_old, keep_reference=objective.needs.reference)
+        self.policies = PolicyWeights(
+            model, keep_old=keep_old, keep_reference=objective.needs.reference, ranks=ranks
+        )
         sharded = is_sharded(model.transformer)
         if sharded and ranks is None:
             raise ValueError("a sharded model needs ranks: pass the RankGroup that it is sharded over")
         if sharded and helps:
             raise ValueError("a sharded trainer cannot generate: no rank holds all weights; use helps=False")
-        if model.own_blocks is not None and (helps or not has_lora(model)):
-            raise ValueError("a model in stages trains adapters, and cannot generate; use LoRA and helps=False")
+        if model.own_blocks is not None and (helps or ranks is None):
+            raise ValueError("a model in stages cannot generate, and its stages are ranks; use helps=False, ranks")
         self.shard: ShardSpec | None = None
-        if self.policies.sharded and ranks is not None:
-            self.shard = ShardSpec.of(self.policies.model_parameters, ranks)
+        if (self.policies.sharded or self.policies.staged) and ranks is not None:
+            self.shard = ShardSpec.of(self.policies.model_parameters, ranks, whole=self.policies.staged)
         self.average = self.policies.snapshot() if settings.ema is not None and commits else None
         self.optimizer = make_optimizer(self.policies.parameters, settings)
         self.updates_done = 0
@@ -70,6 +71,12 @@ class TrainableState:
         ema = self._settings.ema
         if ema is not None and self.average is not None and self.updates_done % ema.every_updates == 0:
             self.average.follow(ema.decay_after(self.updates_done))
+
+    def norm_of(self, gradient: Gradients) -> float:
+        """The norm of this rank's part of a gradient: what all stages have is counted on the first."""
+        is_counted = self.shard is None or self.shard.rank.is_first
+        shared = frozenset[str]() if is_counted else self.policies.shared
+        return total_norm({name: value for name, value in gradient.items() if name not in shared})
 
     def copy(
         self, batch: int, pack_size: int | None, *, with_reference: bool = True, copy: CopyTensor = cpu_copy
@@ -124,7 +131,8 @@ class TrainableState:
         if state.shard == self.shard:
             return state
         if state.shard is None and self.shard is not None:
-            check_fits("state of the trained weights", state.weights, self.policies.model_parameters)
+            if not self.shard.whole:
+                check_fits("state of the trained weights", state.weights, self.policies.model_parameters)
             return state.for_shard(self.shard)
         own = "holds whole weights" if self.shard is None else f"is {self.shard.rank}"
         raise ValueError(

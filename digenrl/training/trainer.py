@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from digenrl.training.advantage_scale import AdvantageScale
 from digenrl.training.fixed_point_sums import FixedPointSums
 from digenrl.training.gradient_accumulator import GradientAccumulator
 from digenrl.training.gradient_share import GradientShare
-from digenrl.training.gradients import Gradients, total_norm
+from digenrl.training.gradients import Gradients
 from digenrl.training.last_version import LastVersion
 from digenrl.training.metrics import UpdateMetrics, update_metrics
 from digenrl.training.offload.host_copies import HostCopies
@@ -44,7 +45,8 @@ class Trainer:
     Each rank holds the whole model, and gradients are summed when an update is committed. Or the model is sharded
     (see `digenrl.training.ranks.sharding`): each rank holds its shards of weights, gradients and moments, and none
     can generate on its own. Or the model is in stages (see `digenrl.models.staged_blocks`): ranks hold their own
-    blocks and all adapters, and run all terms together. An update is committed on all ranks or on none.
+    blocks and all adapters or, in full fine-tuning, what trains these blocks, and run all terms together. An
+    update is committed on all ranks or on none.
 
     A trainer that `helps` also generates: it keeps the last version's weights inside a batch and, if the settings
     say so, offloads what only training needs while it generates. `switching` starts such a switch in advance.
@@ -108,7 +110,7 @@ class Trainer:
 
     @property
     def shard(self) -> ShardSpec | None:
-        """What this rank holds of a sharded model; None if it holds all weights."""
+        """What this rank holds of a model that is sharded or in stages; None if it holds all that is trained."""
         return self._trainable.shard
 
     @property
@@ -194,7 +196,7 @@ class Trainer:
                 f"{self._open.missing()} are missing; add them before the commit"
             )
         gradient, problem = self._gradient_or_problem()
-        consensus = self._reach_consensus(math.nan if problem else total_norm(gradient))
+        consensus = self._reach_consensus(math.nan if problem else self._trainable.norm_of(gradient))
         takes_step = math.isfinite(consensus.norm)
         if not takes_step:  # on all ranks
             found = f"gradient norm of update {self.update} of batch {self.batch} is {consensus.norm}"
@@ -208,14 +210,15 @@ class Trainer:
             with self.switching.stepping():
                 self._trainable.step(gradient, consensus.norm)
         metrics = self._metrics(consensus)
-        self._passes.check_links(metrics.log_prob_mismatch)
+        if self._passes.links is not None:
+            self._passes.links.note_mismatch(metrics.log_prob_mismatch)
         self._begin_next_update()
         return metrics
 
     def gradient(self) -> Gradients:
         """The gradient of the complete open update, over all ranks and before clipping.
 
-        For a sharded model, this rank's shards of it.
+        For a sharded model, this rank's shards of it; for a model in stages, that of its own weights.
         """
         return self._gradients.gradient(self._open)
 
@@ -368,7 +371,8 @@ class Trainer:
         the host may be the trainer's own, and the state is valid until its next job.
         """
         self.switching.synchronize()
-        return self._last_version.state(self.batch, self._pack_size, copied=copied)
+        state = self._last_version.state(self.batch, self._pack_size, copied=copied)
+        return state if self._passes.links is None else replace(state, links=self._passes.links.state())
 
     def load_state(self, state: TrainerState) -> None:
         """Continues from a saved state; discards the open batch. A state that does not fit changes nothing.
@@ -380,6 +384,8 @@ class Trainer:
             self._trainable.load(fitted)
         if state.pack_size is not None:
             self._passes.planner.pack_size = state.pack_size  # packs of another size round differently
+        if self._passes.links is not None:
+            self._passes.links.load(state.links)
         self._begin_batch(state.batch)
 
     # --- Internals ----------------------------------------------------------------------------------------------
@@ -431,7 +437,7 @@ class Trainer:
             pack_size=self._pack_size,
             tally=self._sums.tally(),
         )
-        return reach_consensus(facts, self.ranks, sharded=self.policies.sharded)
+        return reach_consensus(facts, self.ranks, sharded=self.shard is not None)
 
     def _metrics(self, consensus: Consensus) -> UpdateMetrics:
         entries, steps = self._open.open_entries(), self._open.steps
@@ -453,6 +459,8 @@ class Trainer:
         self._open.begin_next_update()
         if self.update == self._objective.updates_per_batch:
             self.policies.finish_batch(self._objective.old_policy_decay(self.batch))
+            if self._passes.links is not None:
+                self._passes.links.finish_batch(self._objective.clip_range)
             self._begin_batch(self.batch + 1)
             return
         self._gradients.begin_update(self._open)

@@ -29,7 +29,8 @@ class TrainerState:
     """The state between two batches; all tensors are on the CPU.
 
     `old_policy` is None if it equals the trained weights or is not needed, `reference` if it is the base model or
-    not needed. For a sharded model, the tensors are one rank's shards and `shard` describes them.
+    not needed. For a sharded model, the tensors are one rank's shards and `shard` describes them. `links` are the
+    codecs between stages that the trainer has chosen, as JSON represents them.
     """
 
     batch: int
@@ -41,6 +42,7 @@ class TrainerState:
     reference: Tensors | None = None
     average: Tensors | None = None
     shard: ShardSpec | None = None
+    links: Mapping[str, Any] | None = None
 
     def missing_moment_bytes(self) -> int:
         """By how many bytes the state grows with the first optimizer step."""
@@ -51,15 +53,18 @@ class TrainerState:
         """One rank's part of a whole state."""
 
         def part(tensors: Tensors | None) -> Tensors | None:
-            return None if tensors is None else {name: shard.shard(name, each) for name, each in tensors.items()}
+            if tensors is None:
+                return None
+            return {name: shard.shard(name, each) for name, each in tensors.items() if shard.holds(name)}
 
         moments = {
             name: {kind: shard.shard(name, value) for kind, value in of_parameter.items()}
             for name, of_parameter in self.optimizer.moments.items()
+            if shard.holds(name)
         }
         return replace(
             self,
-            weights={name: shard.shard(name, value) for name, value in self.weights.items()},
+            weights=part(self.weights) or {},
             optimizer=replace(self.optimizer, moments=moments),
             old_policy=part(self.old_policy),
             reference=part(self.reference),

@@ -38,7 +38,7 @@ from digenrl.models.quantized.replacing import BaseWeights, check_has_blocks
 from digenrl.models.random_text_encoder import RandomTextEncoder
 from digenrl.models.registry import find_family, naming_families
 from digenrl.models.sources import ModelSource, check_class, check_source
-from digenrl.models.staged_blocks import chain_length, keep_blocks
+from digenrl.models.staged_blocks import keep_blocks
 from digenrl.models.staged_loading import load_stage
 from digenrl.models.token_exchange import TokenExchange
 from digenrl.models.trajectory import StepNoise
@@ -351,15 +351,15 @@ def _load_sharded(blueprint: Blueprint, ranks: RankGroup) -> DiffusionModel:
 def _load_stage(blueprint: Blueprint, ranks: RankGroup, base: BaseWeights) -> DiffusionModel:
     """A rank's stage, with all adapters. What cannot be read in parts is whole in host memory first."""
     recipe, source, own = blueprint.recipe, source_of(blueprint.recipe), ranks.rank.index
-    kind = blueprint.family.model_class
+    before = blueprint.family.model_class.blocks_before_chain
     if recipe.model.random or source.file is not None or base.quantized:
         whole = _load_whole(blueprint, "cpu", base)
         _add_adapters(recipe, whole)
-        bounds = stage_bounds(recipe, chain_length(whole.transformer, kind.blocks_before_chain))
+        bounds = stage_bounds(recipe, whole.transformer, before, ranks)
         keep_blocks(whole, bounds[own], bounds[own + 1])
         whole.transformer.to(ranks.device)
         return whole
-    bounds = stage_bounds(recipe, chain_length(transformer_without_weights(blueprint), kind.blocks_before_chain))
+    bounds = stage_bounds(recipe, transformer_without_weights(blueprint), before, ranks)
     with _loading_errors_in_one_line(recipe):
         return load_stage(
             blueprint.family,

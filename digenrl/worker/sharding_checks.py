@@ -11,7 +11,7 @@ from digenrl.config.recipe import Recipe
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.staged_blocks import chain_length, check_is_chain
 from digenrl.worker.blueprint import Blueprint, transformer_without_weights
-from digenrl.worker.stage_bounds import stage_bounds
+from digenrl.worker.stage_bounds import check_bounds
 
 KEY = "lanes.ranks"
 
@@ -34,7 +34,7 @@ def check_sharding(blueprint: Blueprint) -> None:
 def check_stages(transformer: nn.Module, blueprint: Blueprint) -> None:
     """Raises ConfigError if a transformer cannot be cut into the recipe's stages."""
     check_is_chain(transformer, blueprint.family.name)
-    stage_bounds(blueprint.recipe, chain_length(transformer, blueprint.family.model_class.blocks_before_chain))
+    check_bounds(blueprint.recipe, chain_length(transformer, blueprint.family.model_class.blocks_before_chain))
 
 
 def _check_pairs(recipe: Recipe) -> None:

@@ -23,7 +23,7 @@ from digenrl.config.reading import ConfigError
 from digenrl.exchange.tensors import Exchange
 from digenrl.generation.rollout import GeneratedSlice
 from digenrl.models.contract import Conditioning, DiffusionModel, TextEncoder
-from digenrl.models.model_weights import gathered_weights, load_weights, weights_replaced
+from digenrl.models.model_weights import load_weights, weights_replaced
 from digenrl.models.parked import ParkedModel
 from digenrl.models.trajectory import ScoredGroup, ScoredSamples, Trajectory
 from digenrl.models.transfers import synchronize, to_device
@@ -295,7 +295,7 @@ class Stages:
         path = save_checkpoint(run / "checkpoints", job.step, state, facts, ranks=ranks)
         values = weights_to_export(state)
         if trainer.shard is not None:
-            values = gathered_weights(self.model, values)
+            values = trainer.policies.published(values)
         try:
             with all_or_none(ranks):
                 if ranks is None or ranks.rank.is_first:
@@ -474,6 +474,8 @@ class Stages:
             published |= {AVERAGE + name: value for name, value in trainer.published_average().items()}
         if self._blueprint.recipe.shares_work and trainer.version_lags:
             published |= {TRAINED + name: value for name, value in trainer.trained_at_version().items()}
+        if self._blueprint.recipe.publish.dtype == "bfloat16":
+            published = {name: value.to(torch.bfloat16) for name, value in published.items()}
         weights = NO_WEIGHTS
         if job.rank == 0:
             weights = self._exchange.put_weights(weights_name(job.new_version), published)

@@ -42,6 +42,7 @@ from digenrl.worker.blueprint import (
     read_blueprint,
 )
 from digenrl.worker.calibration import StageCalibration
+from digenrl.worker.stage_bounds import CARDS_FILE
 from digenrl.worker.stages import Stages, WorkerParts
 
 logger = logging.getLogger(__name__)
@@ -191,6 +192,8 @@ def _join_ranks(assignment: Assignment, rendezvous: str) -> RankGroup | None:
     ranks = join_ranks(rendezvous, assignment.rank, torch.device(assignment.device))
     if assignment.recipe.training.stages is not None and assignment.commits:
         ranks.pipeline(link_settings(assignment.recipe.training.links))
+        if assignment.recipe.training.stages == "auto":
+            ranks.cards(None if assignment.run is None else assignment.run / CARDS_FILE)
     elif assignment.recipe.shards_model and assignment.commits:
         ranks.mesh(ranks.device.type)
     _tokens(assignment, ranks)

@@ -25,7 +25,7 @@ from digenrl.models.random_text_encoder import RandomTextEncoder
 from digenrl.models.registry import FAMILIES
 from digenrl.run_folder.folder import Status
 from digenrl.run_folder.lines import read_lines
-from digenrl.testing.tiny_models import tiny_image_vae
+from digenrl.testing.tiny_image_models import tiny_image_vae
 from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
 
 SIZE = FullSize(

@@ -117,6 +117,24 @@ def test_a_trainer_in_stages_gives_the_weights_of_one_rank_to_the_last_bit_even_
     assert_nothing_is_left(path)
 
 
+def test_stages_that_train_all_weights_give_those_of_one_rank_even_if_a_stage_is_lost_and_others_go_on(
+    live: LiveRuns,
+) -> None:
+    path = live.new_path()
+
+    def kill() -> None:
+        wait_for(lambda: steps_done(path) >= 1, "a step")
+        os.kill(workers_of(path)["trainer-1"], signal.SIGKILL)
+
+    with Meanwhile(path, kill):
+        status, run = live.run(*EVERYTHING, "steps=4", "lanes.ranks=2", "training.stages=auto", out=path)
+    assert status is Status.FINISHED
+    assert live.resume(path, f"steps={STEPS}", "lanes.ranks=1", "training.stages=null") is Status.FINISHED
+    one = of_one_rank(live, "all weights")
+    assert furthest(weights(run, STEPS), weights(one, STEPS)) < 1e-6
+    assert metric(run, "gradient_norm") == pytest.approx(metric(one, "gradient_norm"), rel=1e-3)
+
+
 def test_a_run_of_two_ranks_goes_on_with_one_and_back(live: LiveRuns) -> None:
     path = live.new_path()
     status, run = live.run(*EVERYTHING, "steps=2", "lanes.ranks=2", out=path)

@@ -101,7 +101,10 @@ class Costs:
         self.slices_per_step = self.prompts * self.slices_per_group
         self.stale_budget = floor(exact(policy.get("stale_fraction", 0)) * self.step_size)  # exactly 13
 
-        tables = [lane["seconds"] for lane in spec["generators"] for _ in range(int(lane.get("count", 1)))]
+        pools = [pool for pool in spec["generators"] for _ in range(int(pool.get("count", 1)))]
+        tables = [pool["seconds"] for pool in pools]
+        common = spec.get("publish", 0)
+        self.lane_publish_ns = [nanoseconds(exact(pool.get("publish", common))) for pool in pools]
         self.lane_ns = [nanoseconds(table_seconds(table, slice_size)) for table in tables]
         self.generator_rate = sum(best_rate(table, self.group_size) for table in tables)
         self.read_helper(trainer.get("helper"))
@@ -115,7 +118,6 @@ class Costs:
         self.train_ns = nanoseconds(self.unit_size * self.sample_seconds)
         self.commit_seconds = exact(trainer.get("commit", 0))
         self.commit_ns = nanoseconds(self.commit_seconds)
-        self.publish_ns = nanoseconds(exact(spec.get("publish", 0)))
         self.role_change_ns = nanoseconds(exact((spec.get("colocate") or {}).get("switch", 0)))
         evaluation, checkpoint = spec.get("evaluation") or {}, spec.get("checkpoint") or {}
         self.evaluate_every, self.chunks = int(evaluation.get("every", 0)), int(evaluation.get("chunks", 0))
@@ -280,8 +282,9 @@ class World:
         self.ready = [0] * costs.steps
         self.trained = 0  # units of the lowest uncommitted step
         self.committed = 0  # also the newest version on the trainer's own lanes
-        self.sent, self.published = 0, -1  # to generators and on them
-        self.publications = [(0, 0)]  # (when, version); version 0 arrives at t=0 (rule 1)
+        self.sent, self.published = 0, [-1] * len(costs.lane_ns)  # to generators and on each of them
+        # (when, version, lane); version 0 arrives at t=0 (rule 1)
+        self.publications = [(0, 0, lane) for lane in range(len(costs.lane_ns))]
         self.to_sample: list[int] = []  # chunks that no lane has taken, as their versions, oldest first
         self.sampling: list[tuple[int, int, int]] = []  # (end, version, lane)
         self.unscored_chunks = 0
@@ -396,11 +399,14 @@ class World:
         needed = self.to_sample + [version for _end, version, _lane in self.sampling]
         if self.sent < self.committed and min(needed, default=self.committed) == self.committed:
             self.sent = self.committed
-            self.publications.append((self.clock + self.costs.publish_ns, self.sent))
+            for lane, publish_ns in enumerate(self.costs.lane_publish_ns):
+                self.publications.append((self.clock + publish_ns, self.sent, lane))
 
     def publish(self) -> None:
-        while self.publications and self.publications[0][0] == self.clock:
-            self.published = self.publications.pop(0)[1]
+        for when, version, lane in self.publications:
+            if when == self.clock:
+                self.published[lane] = version
+        self.publications = [entry for entry in self.publications if entry[0] != self.clock]
 
     # Slices -----------------------------------------------------------------------------------------------
 
@@ -420,16 +426,20 @@ class World:
         self.cursor += 1
 
     def start_slices(self) -> None:
-        """Rule 2: each slice goes to the idle lane that would finish it first, then to the lower index."""
+        """Rule 2: each slice goes to the idle lane that would finish it first, then to the one that gets new
+        versions first, then to the lower index."""
         busy = {lane for _end, _slice, lane in self.running + self.sampling}
-        idle = sorted((ns, lane) for lane, ns in enumerate(self.costs.lane_ns) if lane not in busy)
-        for duration, lane in idle:
-            if self.published in self.to_sample:
-                self.to_sample.remove(self.published)
-                self.sampling.append((self.clock + self.costs.chunk_ns, self.published, lane))
+        times = zip(self.costs.lane_ns, self.costs.lane_publish_ns, range(len(self.published)), strict=True)
+        for duration, _publish_ns, lane in sorted(times):
+            version = self.published[lane]
+            if lane in busy:
+                continue
+            if version in self.to_sample:
+                self.to_sample.remove(version)
+                self.sampling.append((self.clock + self.costs.chunk_ns, version, lane))
                 self.tally.generating_ns += self.costs.chunk_ns
-            elif self.may_start(self.published):
-                self.start_slice(lane, duration, self.published)
+            elif self.may_start(version):
+                self.start_slice(lane, duration, version)
                 self.tally.generating_ns += duration
 
     # The trainer ------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from random_specs import spec_contents
 
 from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
-from digenrl.records import Commit, LaneOffer
+from digenrl.records import Commit
 from digenrl.simulation.prediction import PredictedRun, predict
 from digenrl.simulation.simulator import simulate
 from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
@@ -19,8 +19,8 @@ BUDGET = 500
 
 def predicted(content: dict[str, Any], **options: int) -> PredictedRun:
     start = initial_scheduler_state(parse_model(Spec, content), BUDGET)
-    generators = [LaneOffer(lane.name, lane.slice_ns) for lane in start.lanes if not lane.helper]
-    helpers = [LaneOffer(lane.name, lane.slice_ns) for lane in start.lanes if lane.helper]
+    generators = [lane.offer for lane in start.lanes if not lane.helper]
+    helpers = [lane.offer for lane in start.lanes if lane.helper]
     return predict(start.terms, start.costs, generators, helpers, **{"steps": content["steps"], **options})
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_specs import spec_contents
+from random_specs import publish_to_all_at_once, spec_contents
 
 from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
 from digenrl.loop import drive
-from digenrl.records import Action, Generate, Generated, Job, LaneOffer, Publish, Tick
+from digenrl.records import Action, Generate, Generated, Job, Publish, Tick
 from digenrl.scheduling import SchedulerState, decide, initial_state
 from digenrl.scheduling.invariants import Auditor
 from digenrl.simulation.prediction import ActionLog
@@ -27,10 +27,7 @@ HELPS = ("none", "greedy", "search", "auto")
 
 def resumed(opening: SchedulerState, committed: int, jobs_issued: int) -> SchedulerState:
     """The initial state of a run with the same settings that is resumed after this many commits."""
-    offers = {
-        helper: [LaneOffer(lane.name, lane.slice_ns) for lane in opening.lanes if lane.helper is helper]
-        for helper in (False, True)
-    }
+    offers = {helper: [lane.offer for lane in opening.lanes if lane.helper is helper] for helper in (False, True)}
     return initial_state(
         opening.terms,
         opening.costs,
@@ -82,7 +79,8 @@ def assert_the_parts_equal_the_whole(whole: AuditedRun, *parts: AuditedRun) -> N
 @given(spec_contents(helps=HELPS, dispatches=("eager", "earliest_finish"), colocated=False), st.integers(1, 2))
 def test_on_policy_with_instant_publishing_a_stop_changes_nothing(content: dict[str, Any], after: int) -> None:
     """At a commit every lane is idle, and if publishing takes no time, every lane has the version."""
-    content["policy"]["stale_fraction"], content["publish"], content["steps"] = 0, 0, 3
+    content["policy"]["stale_fraction"], content["steps"] = 0, 3
+    publish_to_all_at_once(content, seconds=0)
     opening = initial_scheduler_state(parse_model(Spec, content), search_budget=20_000)
     assert_the_parts_equal_the_whole(AuditedRun(opening), *stopped_and_resumed(opening, after, pause_ns=0))
 
@@ -94,6 +92,7 @@ def test_without_help_a_run_resumed_when_the_version_would_have_arrived_is_the_s
 ) -> None:
     """A trainer that helps uses the time of publishing; without help it is idle then."""
     content["policy"]["stale_fraction"], content["steps"] = 0, 3
+    publish_to_all_at_once(content, content["publish"])
     opening = initial_scheduler_state(parse_model(Spec, content), search_budget=100)
     parts = stopped_and_resumed(opening, after=1, pause_ns=opening.costs.publish_ns)
     assert_the_parts_equal_the_whole(AuditedRun(opening), *parts)

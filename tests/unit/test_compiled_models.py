@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from family_cases import ONE_PER_TRANSFORMER
 from scored_groups import Rollout, nudge, relative_difference, scored_groups, toy, trainer_of, trajectories_of
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
@@ -35,10 +36,6 @@ from digenrl.worker.worker import Worker
 LONG_PROMPT = 1234567  # a group's number is in its prompt
 REWARDS = (0.0, 1.0, 5.0, 2.0)
 DERIVED = ("sd3", "wan")  # an image and a video model
-# The first family of each transformer class, whose blocks are what is compiled.
-COMPILED = {
-    next(iter(family.sizes.values())).transformer.cls: name for name, family in reversed(FAMILIES.items())
-}.values()
 
 
 class Counting:
@@ -81,7 +78,7 @@ def same_trajectories(left: ScoredGroup, right: ScoredGroup) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", ONE_PER_TRANSFORMER)
 def test_after_calibration_nothing_is_compiled_and_gradients_are_those_of_the_eager_model(
     name: str, tmp_path: Path
 ) -> None:

@@ -322,6 +322,15 @@ def test_a_cost_is_never_nothing() -> None:
         tracker.add("coffee", 1)
 
 
+def test_publishing_is_measured_per_pool_if_there_are_several() -> None:
+    tracker = CostTracker({0: LaneOffer("a", 100), 1: LaneOffer("b", 100)}, Costs(train_sample_ns=Fraction(7)))
+    tracker.add_publication("near", (0,), 10)
+    assert tracker.measured(0).lane_publish_ns == ()
+    tracker.add_publication("far", (1, 2), 500)
+    tracker.add_publication("far", (1,), 700)
+    assert tracker.measured(0).lane_publish_ns == ((0, 10), (1, 600), (2, 600))
+
+
 class SmallStore:
     """An exchange with little room."""
 

@@ -40,7 +40,8 @@ from digenrl.models.quantized.layers import QuantizedLinear
 from digenrl.models.quantized.replacing import BaseWeights
 from digenrl.models.registry import find_family
 from digenrl.records import SampleId
-from digenrl.testing.tiny_models import make_tiny_pipeline, seeded_weights, tiny_size, tiny_wan_a14b
+from digenrl.testing.tiny_models import make_tiny_pipeline, seeded_weights, tiny_size
+from digenrl.testing.tiny_video_models import tiny_wan_a14b
 from digenrl.training.checkpoint.export import export_merged
 from digenrl.worker.preflight import inspect_here
 

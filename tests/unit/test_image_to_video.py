@@ -1,4 +1,4 @@
-"""Wan from images: one or two transformers, the first frame or the first and the last."""
+"""Wan from images: one or two transformers; the first frame, the first and the last, or one as the sample's."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from source_pictures import picture
 from digenrl.commands.model_probe import plain_pipeline
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import Conditioning, SampleSize
-from digenrl.models.families.wan_i2v import WanImageToVideoModel
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import find_family
-from digenrl.testing.tiny_models import seeded_weights, tiny_wan_i2v_2_1, tiny_wan_i2v_a14b
+from digenrl.testing.tiny_models import seeded_weights
+from digenrl.testing.tiny_video_models import tiny_wan_2_2, tiny_wan_i2v_2_1, tiny_wan_i2v_a14b
 
 FAMILY = find_family("wan_i2v")
 SIZE = SampleSize(32, 48, frames=5)
+LARGER = SampleSize(64, 96, frames=5)  # of Wan2.2 5B, which has 32 x 32 pixels per token
 FIRST, LAST = picture(1, 32, 48), picture(2, 32, 48)
 
 
@@ -26,6 +27,7 @@ BUILD: dict[str, Callable[[], Any]] = {
     "a14b": tiny_wan_i2v_a14b,
     "2.1": lambda: tiny_wan_i2v_2_1(last_frame=False),
     "flf2v": lambda: tiny_wan_i2v_2_1(last_frame=True),
+    "5b": tiny_wan_2_2,  # published as text-to-video
 }
 
 
@@ -43,8 +45,12 @@ def a14b(models: dict[str, PipelineModel]) -> PipelineModel:
     return models["a14b"]
 
 
-def noise_of(model: PipelineModel, rows: int) -> torch.Tensor:
-    return torch.randn(rows, *model.noise_shape(SIZE), generator=torch.Generator().manual_seed(3))
+def size_of(name: str) -> SampleSize:
+    return LARGER if name == "5b" else SIZE
+
+
+def noise_of(model: PipelineModel, rows: int, size: SampleSize = SIZE) -> torch.Tensor:
+    return torch.randn(rows, *model.noise_shape(size), generator=torch.Generator().manual_seed(3))
 
 
 @pytest.mark.parametrize(
@@ -54,22 +60,24 @@ def noise_of(model: PipelineModel, rows: int) -> torch.Tensor:
         ("a14b", [FIRST, LAST], 1.0),
         ("2.1", [FIRST], 3.5),
         ("flf2v", [FIRST, LAST], 3.5),
+        ("5b", [FIRST], 3.5),
+        ("5b", [FIRST], 1.0),
     ],
 )
 @torch.no_grad()
 def test_every_published_kind_equals_its_pipeline(
     models: dict[str, PipelineModel], name: str, images: list[Any], guidance: float
 ) -> None:
-    model = models[name]
-    noise, schedule = noise_of(model, 1), model.schedule(7, SIZE)
-    conditioning, latents = model.encode_with_images(["a red cat"], [images], SIZE), noise
+    model, size = models[name], size_of(name)
+    noise, schedule = noise_of(model, 1, size), model.schedule(7, size)
+    conditioning, latents = model.encode_with_images(["a red cat"], [images], size), noise
     high = (schedule.timesteps >= 900).tolist()
     assert high[0] and not high[-1]  # both transformers are used, if there are two
     for index, time in enumerate(schedule.timesteps):
-        velocity = model.velocity(latents, time.expand(1), conditioning, guidance, SIZE)
+        velocity = model.velocity(latents, time.expand(1), conditioning, guidance, size)
         latents = latents + (schedule.sigmas[index + 1] - schedule.sigmas[index]) * velocity
-    arguments = {"height": SIZE.height, "width": SIZE.width, "num_frames": SIZE.frames, "latents": noise}
-    arguments |= {"num_inference_steps": 7, "negative_prompt": [""], **model.source_arguments(images, SIZE)}
+    arguments = {"num_frames": size.frames, "num_inference_steps": 7, "negative_prompt": [""]}
+    arguments |= {**model.sample_arguments(noise, size), **model.source_arguments(images, size)}
     pipeline = plain_pipeline(model)
     theirs = pipeline(
         prompt=["a red cat"], output_type="latent", **arguments, **model.pipeline_arguments(guidance)
@@ -103,6 +111,24 @@ def test_the_length_of_its_text_is_fixed(a14b: PipelineModel) -> None:
         FAMILY.check_text_tokens(128)
 
 
-def test_wan_2_2_5b_is_for_text_only() -> None:
-    with pytest.raises(ConfigError, match=r"model\.source.*TI2V-5B"):
-        WanImageToVideoModel.check_index({"expand_timesteps": True})
+@torch.no_grad()
+def test_the_first_frame_of_wan_2_2_5b_ends_at_the_source_whatever_the_noise_and_the_weights(
+    models: dict[str, PipelineModel],
+) -> None:
+    model, time = models["5b"], torch.tensor([731.4, 55.0])
+    rows = model.encode_with_images(["a red cat", "two dogs"], [[FIRST], [LAST]], LARGER)
+    noise = noise_of(model, 2, LARGER)
+    velocity = model.velocity(noise, time, rows, 3.5, LARGER)
+    end = noise - (time / 1000).view(2, 1, 1, 1, 1) * velocity
+    torch.testing.assert_close(end[:, :, :1], rows.images["source_frames"], atol=1e-5, rtol=0)
+    for row in range(2):
+        one = slice(row, row + 1)
+        alone = model.velocity(noise[one], time[one], rows.rows(one), 3.5, LARGER)
+        torch.testing.assert_close(alone[0], velocity[row], atol=1e-5, rtol=1e-5)
+    swapped = model.velocity(noise, time, rows.rows(torch.tensor([1, 0])), 3.5, LARGER)
+    assert not torch.equal(swapped[:, :, 1:], velocity[:, :, 1:])  # later frames see the source
+
+
+def test_wan_2_2_5b_takes_one_source_image(models: dict[str, PipelineModel]) -> None:
+    with pytest.raises(ConfigError, match=r"TI2V-5B takes the first frame .* 2 source images"):
+        models["5b"].encode_with_images(["a red cat"], [[FIRST, LAST]], LARGER)

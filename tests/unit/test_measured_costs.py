@@ -148,3 +148,19 @@ def test_measurements_that_equal_the_expected_costs_change_no_schedule(help_rule
         drive(state, cluster, (Auditor(state),))
         ends.append(cluster.now_ns)
     assert ends[0] == ends[1]
+
+
+def test_lanes_get_their_pools_own_time_of_publishing() -> None:
+    state = absorbed(opening(), measured(opening(), lane_publish_ns=((2, 9 * SECOND),)))
+    assert [state.costs.publication_ns(lane.publish_ns) for lane in state.lanes[:3]] == [
+        SECOND,
+        SECOND,
+        9 * SECOND,
+    ]
+
+
+def test_a_plan_is_kept_only_if_no_lanes_publishing_changes_much() -> None:
+    state = replace(opening(help="search"), bubble_plan=PLAN)
+    kept = absorbed(state, measured(state, lane_publish_ns=((0, SECOND),)))
+    dropped = absorbed(state, measured(state, lane_publish_ns=((0, 9 * SECOND),)))
+    assert (kept.bubble_plan, dropped.bubble_plan) == (PLAN, None)

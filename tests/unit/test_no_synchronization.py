@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from family_cases import ONE_PER_TRANSFORMER
 from host_visits import HostVisits, without_autocast
 from scored_groups import LIVELY, Rollout, lively, scored_groups, trainer_of, trajectories_of
 from source_pictures import encoded
@@ -18,7 +19,7 @@ from digenrl.models.trajectory import ScoredGroup
 from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 
 REWARDS = (0.0, 1.0, 5.0, 2.0)
-OTHERS = [family for family in FAMILIES if family != "sd3"]
+OTHERS = [family for family in ONE_PER_TRANSFORMER if family != "sd3"]
 CASES = [*(("sd3", algorithm) for algorithm in LIVELY), *((family, "flow_grpo") for family in OTHERS)]
 
 

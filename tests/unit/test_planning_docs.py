@@ -59,7 +59,7 @@ def test_the_example_of_cards_that_do_both_is_as_much_faster_as_the_page_says() 
 
 def test_the_cluster_files_of_the_page_read_and_every_measured_key_is_explained() -> None:
     quoted = [yaml.safe_load(block) for block in PLANNING.blocks("yaml") if block.startswith("pools:")]
-    assert len(quoted) == 2
+    assert len(quoted) == 3
     for content in quoted:
         parse_model(Cluster, content)
     assert set(re.findall(r"^\| `(\w+_\w+)` \|", PLANNING.text, re.M)) == set(Measured.model_fields)

@@ -9,8 +9,10 @@ import torch
 from rank_processes import on_ranks
 from stage_processes import (
     INT8,
+    Worsening,
     fail_in_the_middle,
     gradients,
+    over_worsening_links,
     small_batches,
     small_chain,
     train_small_chain,
@@ -85,3 +87,15 @@ def test_a_lost_stage_is_reported_with_the_link_on_both_sides(how: str, tmp_path
         assert "Timed out" in before, "the stage was killed only after the deadline"
     if how == "error":
         assert failed == "this stage is broken"
+
+
+def test_a_link_that_drops_to_a_tenth_within_a_pack_changes_nothing_but_the_time(tmp_path: Path) -> None:
+    _, losses = on_ranks(2, tmp_path, over_worsening_links, Worsening())
+    assert losses == one_process(1)[0]
+
+
+def test_a_link_that_falls_silent_within_a_pack_is_reported_by_its_name(tmp_path: Path) -> None:
+    silent = Worsening(slower=1.0, silent_s=4.0, deadline_s=1.0)
+    before, after = on_ranks(2, tmp_path, over_worsening_links, silent)
+    assert "stage 0 -> stage 1" in after and "Timed out" in after
+    assert "stage 0 -> stage 1" in before or "stage 1 -> stage 0" in before

@@ -14,7 +14,8 @@ from digenrl.config.reading import ConfigError
 from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.pipeline_model import EulerSteps, PipelineModel
 from digenrl.models.registry import find_family
-from digenrl.testing.tiny_models import make_tiny_pipeline, seeded_weights, tiny_size, tiny_wan_2_2
+from digenrl.testing.tiny_models import make_tiny_pipeline, seeded_weights, tiny_size
+from digenrl.testing.tiny_video_models import tiny_wan_2_2
 
 PROMPTS = ["a red cat", "two small dogs running through a field of yellow flowers"]
 STEPS = 3
@@ -236,7 +237,7 @@ def test_texts_in_quotation_marks_reach_hunyuan_video_1_5_as_glyphs(
     assert masks is not None and [bool((mask == 2).any()) for mask in masks] == [True, False, True]
     ours = noise - model.velocity(noise, time.expand(3), conditioning, guidance, size)
     pipeline = plain_pipeline(model)
-    model.prepare_pipeline(pipeline, guidance)
+    model.prepare_pipeline(pipeline, guidance, size)
     arguments = {"height": size.height, "width": size.width, "num_frames": size.frames, "latents": noise}
     theirs = pipeline(prompts, negative_prompt=[""] * 3, num_inference_steps=1, output_type="latent", **arguments)
     torch.testing.assert_close(ours, theirs.frames, atol=2e-5, rtol=0)

@@ -5,7 +5,7 @@ Shape legend as in `digenrl.models.contract`; P = the channels of a pixel (3).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -85,6 +85,15 @@ def guided_velocity(
     text = {name: None if a is None or b is None else torch.cat([b, a]) for name, (a, b) in pairs.items()}
     both = forward(torch.cat([latents_BL] * 2), torch.cat([timesteps_B] * 2), text)
     unconditional_BL, conditional_BL = both.chunk(2)  # in the order of the diffusers pipelines
+    return at_least_fp32(unconditional_BL + guidance * (conditional_BL - unconditional_BL))
+
+
+def guided_separately(forward: Callable[[Text], Tensor], conditioning: Conditioning, guidance: float) -> Tensor:
+    """Classifier-free guidance with one forward per branch, as texts that differ in length would need a mask."""
+    conditional_BL = forward(conditioning.positive)
+    if guidance <= 1:
+        return at_least_fp32(conditional_BL)
+    unconditional_BL = forward(negative_side(conditioning))
     return at_least_fp32(unconditional_BL + guidance * (conditional_BL - unconditional_BL))
 
 

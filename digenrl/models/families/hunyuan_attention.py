@@ -1,7 +1,7 @@
-"""HunyuanVideo 1.5's forward from text alone, without image tokens and with static shapes.
+"""HunyuanVideo 1.5's forward with static shapes, and without tokens of an image that is not there.
 
-diffusers sorts the tokens of every row by their masks on the host, and keeps a token for each of 729 parts of an
-image that is not there. The order of text tokens does not matter: they have no positions.
+diffusers sorts the tokens of every row by their masks on the host, and always has a token for each of 729 parts of
+an image. The order of text tokens does not matter: they have no positions.
 Shape legend: B = rows, S = tokens of one stream, T = text tokens, H = heads, D = width.
 """
 
@@ -18,17 +18,25 @@ from torch.nn.functional import pad
 WORD, GLYPH = 1, 2  # in the mask of a text
 
 
-def text_to_video_forward(
+def video_forward(
     transformer: Any,
     hidden_states: Tensor,
     timestep: Tensor,
     encoder_hidden_states: Tensor,
     encoder_attention_mask: Tensor | None = None,
+    image_embeds: Tensor | None = None,
 ) -> tuple[Tensor]:
-    """The velocity; the mask is None if all tokens are words. Replaces the transformer's own forward."""
+    """The velocity; the mask is None if all texts are words. Replaces the transformer's own forward.
+
+    `image_embeds` are the tokens of a source image, as many in every row.
+    """
     rotary, time_BD = transformer.rope(hidden_states), transformer.time_embed(timestep)
     text_BTD = embedded_text(transformer, timestep, encoder_hidden_states, encoder_attention_mask)
     mask_BT = None if encoder_attention_mask is None else encoder_attention_mask > 0
+    if image_embeds is not None:
+        image_BTD = transformer.image_embedder(image_embeds) + transformer.cond_type_embed.weight[2]
+        text_BTD = torch.cat([image_BTD, text_BTD], dim=1)
+        mask_BT = None if mask_BT is None else pad(mask_BT, (image_BTD.shape[1], 0), value=True)
     frames, height, width = hidden_states.shape[2:]
     states_BSD = transformer.x_embedder(hidden_states)
     checkpointed = torch.is_grad_enabled() and transformer.gradient_checkpointing

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import (
     AutoencoderKLHunyuanVideo,
@@ -17,18 +16,16 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 from torch import Tensor
 
 from digenrl.models.blocks import repeated_blocks
-from digenrl.models.contract import Conditioning, SampleSize, Schedule
+from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.families.comfyui_layers import HUNYUAN_VIDEO_LAYERS
 from digenrl.models.families.helpers import (
-    JOINT_ATTENTION,
     at_least_fp32,
-    latent_frames_height_width,
-    pixels_of_videos,
     refuse_negatives,
     text_like,
 )
+from digenrl.models.families.hunyuan import HunyuanModel
 from digenrl.models.family import Component, Family, FullSize
-from digenrl.models.pipeline_model import PipelineModel, TextLength, schedule_of
+from digenrl.models.pipeline_model import TextLength
 from digenrl.models.token_exchange import TokenShares
 
 TEXT_LENGTH = TextLength("tokenizer", default=256, most=256)  # of Llama, after the template; as trained
@@ -51,16 +48,11 @@ class OptionallyMasked(HunyuanVideoAttnProcessor2_0):  # type: ignore[misc]
         return super().__call__(attn, hidden_states, encoder_hidden_states, mask, image_rotary_emb)
 
 
-class HunyuanVideoModel(PipelineModel):
-    """L = (C, F, h, w). Text is stored at a fixed length with a mask; forwards drop unneeded padding."""
+class HunyuanVideoModel(HunyuanModel):
+    """One forward, in which the guidance is an input; attention may be masked, if texts differ in length."""
 
     family = "hunyuan_video"
-    lora_targets = JOINT_ATTENTION
     comfyui_layers = HUNYUAN_VIDEO_LAYERS
-    default_guidance = 6.0
-    block_state_arguments = ("hidden_states", "encoder_hidden_states")
-    text_encoders = ("text_encoder", "text_encoder_2")
-    text_mask = "encoder_attention_mask"
     text_length = TEXT_LENGTH
     self_attention = ("attn",)
 
@@ -97,21 +89,6 @@ class HunyuanVideoModel(PipelineModel):
             {"encoder_hidden_states": text_BTD, "encoder_attention_mask": mask_BT, "pooled_projections": pooled_BD}
         )
 
-    def schedule(self, steps: int, size: SampleSize) -> Schedule:
-        """Evenly spaced sigmas from 1, shifted by the scheduler's fixed amount.
-
-        The sigmas are passed in: the scheduler's default end point is already shifted and would be shifted twice.
-        """
-        scheduler = self.fresh_scheduler()
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 0.0, steps + 1)[:-1])
-        return schedule_of(scheduler)
-
-    def noise_shape(self, size: SampleSize) -> tuple[int, ...]:
-        frames_per_latent = self.pipeline.vae_scale_factor_temporal
-        pixels_per_latent = self.pipeline.vae_scale_factor_spatial
-        grid = latent_frames_height_width(size, frames_per_latent, pixels_per_latent)
-        return self.vae.config.latent_channels, *grid
-
     def velocity(
         self,
         latents_BL: Tensor,
@@ -137,11 +114,6 @@ class HunyuanVideoModel(PipelineModel):
             **text,
         )[0]
         return at_least_fp32(velocity_BL)
-
-    @torch.no_grad()
-    def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
-        latents_BL = latents_BL.to(self.vae.dtype) / self.vae.config.scaling_factor
-        return pixels_of_videos(self.vae.decode(latents_BL, return_dict=False)[0])
 
 
 SCHEDULER = Component(FlowMatchEulerDiscreteScheduler, {"shift": 7.0})

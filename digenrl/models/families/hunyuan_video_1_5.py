@@ -1,12 +1,12 @@
-"""HunyuanVideo 1.5 from text: latents (32, F, h, w), Qwen2.5-VL text, ByT5 glyphs, classifier-free guidance."""
+"""HunyuanVideo 1.5: latents (32, F, h, w), Qwen2.5-VL text, ByT5 glyphs, classifier-free guidance."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import (
     AutoencoderKLHunyuanVideo15,
@@ -18,26 +18,24 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from digenrl.models.blocks import repeated_blocks
-from digenrl.models.contract import Conditioning, SampleSize, Schedule
+from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.families.helpers import (
-    JOINT_ATTENTION,
     Text,
-    at_least_fp32,
-    latent_frames_height_width,
-    negative_side,
+    guided_separately,
     paired_negatives,
-    pixels_of_videos,
     text_like,
 )
-from digenrl.models.families.hunyuan_attention import VideoThenText, text_to_video_forward
+from digenrl.models.families.hunyuan import HunyuanModel
+from digenrl.models.families.hunyuan_attention import VideoThenText, video_forward
 from digenrl.models.family import Component, Family, FullSize
-from digenrl.models.pipeline_model import PipelineModel, TextLength, schedule_of
+from digenrl.models.pipeline_model import TextLength
 
 TEXT_LENGTH = TextLength("tokenizer", default=1000, most=1000)  # of Qwen2.5-VL, after the template
 GLYPH_TOKENS = 256  # of ByT5, for texts in quotation marks
+FIRST_FRAME, IMAGE_TOKENS = "first_frame", "image_embeds"  # in the conditioning, if there is a source image
 
 
-class HunyuanVideo15Model(PipelineModel):
+class HunyuanVideo15Model(HunyuanModel):
     """L = (C, F, h, w), where one latent is a token of 16 x 16 pixels.
 
     The text of a row is its glyphs and then its words, padded at the end. Its mask has 1 for a word, 2 for a glyph
@@ -45,11 +43,7 @@ class HunyuanVideo15Model(PipelineModel):
     """
 
     family = "hunyuan_video_1_5"
-    block_state_arguments = ("hidden_states", "encoder_hidden_states")
-    lora_targets = JOINT_ATTENTION
-    default_guidance = 6.0
-    text_encoders = ("text_encoder", "text_encoder_2")
-    text_mask = "encoder_attention_mask"
+    patch = 1
     text_length = TEXT_LENGTH
     unused_by_encoders = ()  # the pipeline's constructor reads the configuration of the VAE
 
@@ -58,14 +52,14 @@ class HunyuanVideo15Model(PipelineModel):
         if self.vae is not None:
             self.vae.enable_slicing()  # it decodes one sample at a time only
         if self.transformer is not None:
-            self.transformer.forward = MethodType(text_to_video_forward, self.transformer)
+            self.transformer.forward = MethodType(video_forward, self.transformer)
             for block in repeated_blocks(self.transformer):
                 block.attn.set_processor(VideoThenText())  # type: ignore[union-attr,operator]
 
     def pipeline_arguments(self, guidance: float) -> dict[str, Any]:
         return {}
 
-    def prepare_pipeline(self, pipeline: Any, guidance: float) -> None:
+    def prepare_pipeline(self, pipeline: Any, guidance: float, size: SampleSize) -> None:
         pipeline.guider = pipeline.guider.new(guidance_scale=max(guidance, 1.0))
         pipeline.tokenizer_max_length = self.text_tokens
         pipeline.vae.enable_slicing()
@@ -85,9 +79,10 @@ class HunyuanVideo15Model(PipelineModel):
             return {**cut, self.text_mask: mask_BT[:, : text_BTD.shape[1]]}
 
         negative, cut_negative = conditioning.negative, cut.negative
-        return Conditioning(
-            side(conditioning.positive, cut.positive),
-            None if negative is None or cut_negative is None else side(negative, cut_negative),
+        return replace(
+            cut,
+            positive=side(conditioning.positive, cut.positive),
+            negative=None if negative is None or cut_negative is None else side(negative, cut_negative),
         )
 
     @torch.no_grad()
@@ -111,18 +106,6 @@ class HunyuanVideo15Model(PipelineModel):
             self.text_mask: mask_BT.gather(1, order_BT),
         }
 
-    def schedule(self, steps: int, size: SampleSize) -> Schedule:
-        """Evenly spaced sigmas from 1, shifted by the scheduler's fixed amount."""
-        scheduler = self.fresh_scheduler()
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 0.0, steps + 1)[:-1])
-        return schedule_of(scheduler)
-
-    def noise_shape(self, size: SampleSize) -> tuple[int, ...]:
-        frames_per_latent = self.pipeline.vae_scale_factor_temporal
-        pixels_per_latent = self.pipeline.vae_scale_factor_spatial
-        grid = latent_frames_height_width(size, frames_per_latent, pixels_per_latent, patch=1)
-        return self.vae.config.latent_channels, *grid
-
     def velocity(
         self,
         latents_BL: Tensor,
@@ -131,28 +114,33 @@ class HunyuanVideo15Model(PipelineModel):
         guidance: float,
         size: SampleSize,
     ) -> Tensor:
-        """The branches are separate forwards, as in the diffusers pipeline; their texts differ in length."""
         conditioning = self.compact(conditioning)
-        conditional_BL = self._forward(latents_BL, timesteps_B, conditioning.positive)
-        if guidance <= 1:
-            return at_least_fp32(conditional_BL)
-        unconditional_BL = self._forward(latents_BL, timesteps_B, negative_side(conditioning))
-        return at_least_fp32(unconditional_BL + guidance * (conditional_BL - unconditional_BL))
 
-    def _forward(self, latents_BL: Tensor, timesteps_B: Tensor, text: Text) -> Tensor:
+        def forward(text: Text) -> Tensor:
+            return self._forward(latents_BL, timesteps_B, text, conditioning.images)
+
+        return guided_separately(forward, conditioning, guidance)
+
+    def _forward(
+        self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, images: Mapping[str, Tensor]
+    ) -> Tensor:
         latents_BL = latents_BL.to(self.dtype)
-        without_image = latents_BL.new_zeros(len(latents_BL), latents_BL.shape[1] + 1, *latents_BL.shape[2:])
         velocity_BL: Tensor = self.transformer(
-            hidden_states=torch.cat([latents_BL, without_image], dim=1),
+            hidden_states=torch.cat([latents_BL, given_frames(latents_BL, images.get(FIRST_FRAME))], dim=1),
             timestep=timesteps_B.to(latents_BL),
-            **text_like(text, latents_BL),
+            **text_like({**text, IMAGE_TOKENS: images.get(IMAGE_TOKENS)}, latents_BL),
         )[0]
         return velocity_BL
 
-    @torch.no_grad()
-    def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
-        latents_BL = latents_BL.to(self.vae.dtype) / self.vae.config.scaling_factor
-        return pixels_of_videos(self.vae.decode(latents_BL, return_dict=False)[0])
+
+def given_frames(latents_BL: Tensor, first_BC1HW: Tensor | None) -> Tensor:
+    """The latents of a video with this first frame only, and a mask of its frames, as channels."""
+    rows, channels, *grid = latents_BL.shape
+    given_BL = latents_BL.new_zeros(rows, channels + 1, *grid)
+    if first_BC1HW is not None:
+        given_BL[:, :channels, :1] = first_BC1HW.to(latents_BL)
+        given_BL[:, channels, 0] = 1
+    return given_BL
 
 
 SCHEDULER = Component(FlowMatchEulerDiscreteScheduler, {"shift": 5.0})  # for 480p

@@ -55,7 +55,7 @@ class JointAttention:
             torch.cat([text_q, image_q], dim=1),
             torch.cat([text_k, image_k], dim=1),
             torch.cat([text[2], image[2]], dim=1),
-            attn_mask=_joint_mask(encoder_hidden_states_mask, hidden_states.shape[1]),
+            attn_mask=joint_mask(encoder_hidden_states_mask, hidden_states.shape[1]),
             backend=self._attention_backend,
         )
         text_tokens = encoder_hidden_states.shape[1]
@@ -81,7 +81,7 @@ def _projected(attn: Any, states_BSW: Tensor, layers: tuple[nn.Module, ...]) -> 
     return [layer(states_BSW).unflatten(-1, (-1, width)) for layer in layers]
 
 
-def _joint_mask(text_mask_BT: Tensor | None, image_tokens: int) -> Tensor | None:
+def joint_mask(text_mask_BT: Tensor | None, image_tokens: int) -> Tensor | None:
     """The tokens that may be attended to, or None if no text is padded."""
     if text_mask_BT is None:
         return None

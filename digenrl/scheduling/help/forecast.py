@@ -18,8 +18,9 @@ are scored in batches of one slice. Evaluations under way keep their lanes busy;
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -62,8 +63,8 @@ class Forecast:
     done_next: int
     trained: int  # trained units of the current step
     committed: int  # the current step, and the trainer's version
-    published: int  # the generators' version
-    publications: list[int]  # when versions above `published` arrive
+    published: list[int]  # the generators' version, by link
+    publications: list[tuple[int, int]]  # when the next versions arrive, and over which link; soonest first
     scorer_free: list[int]  # when each reward lane is idle, soonest first
     being_scored: deque[tuple[int, int, Runs]]  # (end, step, samples of each group)
 
@@ -73,7 +74,7 @@ class Forecast:
         return Forecast(
             self.constants, self.counter, self.now, self.running[:], self.idle[:], self.slices, self.position,
             self.holes[:], self.slices_step, self.stale_used, self.stale_next, self.open_groups[:],
-            self.open_groups_next[:], self.done, self.done_next, self.trained, self.committed, self.published,
+            self.open_groups_next[:], self.done, self.done_next, self.trained, self.committed, self.published[:],
             self.publications[:], self.scorer_free, self.being_scored.copy(),
         )  # fmt: skip
 
@@ -84,7 +85,7 @@ class Forecast:
         return (
             self.now, self.slices_step, self.position, tuple(self.holes), self.stale_used, self.stale_next,
             self.done, self.done_next, self.trained,
-            self.committed, self.published, tuple(self.publications), tuple(self.idle), tuple(bundles),
+            self.committed, tuple(self.published), tuple(self.publications), tuple(self.idle), tuple(bundles),
             tuple(self.open_groups), tuple(self.open_groups_next), tuple(self.scorer_free),
             tuple(self.being_scored),
         )  # fmt: skip
@@ -179,7 +180,8 @@ class Forecast:
         self.open_groups, self.done = self.open_groups_next, self.done_next
         self.open_groups_next = constants.fresh_groups[:]
         self.done_next = self.trained = 0
-        self.publications.append(self.now + constants.publish_ns)
+        for link, publish_ns in enumerate(constants.publish_ns):
+            insort(self.publications, (self.now + publish_ns, link))
         self._settle(self.now)
         self._dispatch()
 
@@ -194,8 +196,8 @@ class Forecast:
         at = self.running[0][0] if self.running else NEVER
         if self.being_scored and self.being_scored[0][0] < at:
             at = self.being_scored[0][0]
-        if self.publications and self.publications[0] < at:
-            at = self.publications[0]
+        if self.publications and self.publications[0][0] < at:
+            at = self.publications[0][0]
         return at
 
     def _settle(self, at: int) -> None:
@@ -217,9 +219,8 @@ class Forecast:
             _, step, counts = scored.popleft()
             self.counter.nodes += len(counts) // GROUPS_PER_NODE
             self._mark_scored(step, counts, 1)
-        while self.publications and self.publications[0] <= at:
-            del self.publications[0]
-            self.published += 1
+        while self.publications and self.publications[0][0] <= at:
+            self.published[self.publications.pop(0)[1]] += 1
 
     def _mark_scored(self, step: int, runs: Runs, samples_each: int) -> None:
         """Samples are scored, `samples_each` for each entry that the runs count."""
@@ -268,28 +269,43 @@ class Forecast:
         """Idle generator lanes take slices, the fastest class first."""
         constants = self.constants
         if constants.earliest_finish:
-            if any(self.idle) and self._startable(self.published):
-                assign_by_finish(constants.class_at_once, self.idle.__getitem__, self._take_by_finish)
+            self._dispatch_by_finish()
             return
         for lane_class, idle in enumerate(self.idle):
             while idle:
-                startable = self._startable(self.published)
+                version = self.published[constants.class_link[lane_class]]
+                startable = self._startable(version)
                 if not startable:
-                    return
+                    break
                 offer = constants.classes[lane_class]
                 slices, lanes = self.slices.equal_takes(self.position, offer.slices_at_once, idle, startable)
-                self._start(lanes, slices, self.published, lane_class, offer.expected_ns(slices))
+                self._start(lanes, slices, version, lane_class, offer.expected_ns(slices))
                 idle -= lanes
                 self.idle[lane_class] = idle
 
-    def _take_by_finish(self, lane_class: int, at_most: int) -> bool:
+    def _dispatch_by_finish(self) -> None:
+        """The same with `dispatch: earliest_finish`. Lanes whose version admits no slice do not count."""
+        constants = self.constants
+        if not any(self.idle):
+            return
+        can_start = [self._startable(version) > 0 for version in self.published]
+        able = [can_start[link] for link in constants.class_link]
+        if any(able):
+            assign_by_finish(
+                constants.class_at_once,
+                lambda lane_class: self.idle[lane_class] if able[lane_class] else 0,
+                lambda lane_class, at_most: self._take_by_finish(lane_class, at_most, able),
+            )
+
+    def _take_by_finish(self, lane_class: int, at_most: int, able: Sequence[bool]) -> bool:
         """Lanes of this class take the first piece that no other lane would finish sooner; False if none does."""
         offer, idle = self.constants.classes[lane_class], self.idle[lane_class]
-        here = self._startable(self.published)
-        in_all = here + self._startable_next(here)
+        version = self.published[self.constants.class_link[lane_class]]
+        here = self._startable(version)
+        in_all = here + self._startable_next(version, here)
         if not in_all:
             return False
-        able, lanes = idle if at_most == offer.slices_at_once else 1, 0
+        together, lanes = idle if at_most == offer.slices_at_once else 1, 0
 
         def length_at(behind: int) -> int:
             nonlocal lanes
@@ -298,24 +314,27 @@ class Forecast:
             slices, place, left = self.slices, self._place(behind), here - behind
             if left <= 0:
                 slices, place, left = self._next_list(), place - slices.length, in_all - behind
-            length, lanes = slices.equal_takes(place, at_most, able, left)
+            length, lanes = slices.equal_takes(place, at_most, together, left)
             return length
 
         def reserved(length: int) -> int:
-            return self.reserved_before(length, self.now + offer.expected_ns(length))
+            return self.reserved_before(length, self.now + offer.expected_ns(length), able)
 
         behind, length = first_unreserved(length_at, reserved)
         if not length:
             return False
-        self._start(lanes, length, self.published, lane_class, offer.expected_ns(length), behind)
+        self._start(lanes, length, version, lane_class, offer.expected_ns(length), behind)
         self.idle[lane_class] = idle - lanes
         return True
 
-    def reserved_before(self, length: int, deadline_ns: int) -> int:
-        """`dispatch.reserved_before` of all generators, without a list of them: it is called very often."""
+    def reserved_before(self, length: int, deadline_ns: int, able: Sequence[bool]) -> int:
+        """`dispatch.reserved_before` of able classes, without a list of lanes: it is called very often."""
         constants, total = self.constants, 0
         class_ns, at_once = constants.class_ns, constants.class_at_once
-        left_ns = [deadline_ns - piece_ns(offer, length) - 1 for offer in constants.classes]
+        left_ns = [
+            deadline_ns - piece_ns(offer, length) - 1 if counts else -1
+            for offer, counts in zip(constants.classes, able, strict=True)
+        ]
         for lane_class, idle in enumerate(self.idle):
             left = left_ns[lane_class] - self.now
             if idle and left >= 0:
@@ -352,14 +371,14 @@ class Forecast:
         admitted = admitted_samples(self.slices_step, version, self.stale_used, self.constants.budget)
         return min(left, admitted // self.constants.slice_size)
 
-    def _startable_next(self, startable_here: int) -> int:
-        """How many slices of the next step may start on the generators' version, behind all of this one."""
+    def _startable_next(self, version: int, startable_here: int) -> int:
+        """How many slices of the next step may start on this version, behind all of this one."""
         constants, step = self.constants, self.slices_step + 1
         if startable_here < self._unstarted_here() or step >= constants.steps:
             return 0
         started = len(self.holes) - bisect_left(self.holes, self.slices.length)
         stale = self.stale_next + (constants.next_stale if step == constants.next_step else 0)
-        admitted = admitted_samples(step, self.published, stale, constants.budget)
+        admitted = admitted_samples(step, version, stale, constants.budget)
         return min(self._next_list().length - started, admitted // constants.slice_size)
 
     def _next_list(self) -> SliceList:

@@ -25,10 +25,11 @@ class ForecastConstants:
     """What does not change while a forecast runs; shared by all its forks."""
 
     __slots__ = (
-        "batch", "budget", "by_sample", "class_at_once", "class_ns", "classes", "commit_ns", "copied_entries",
-        "earliest_finish", "fresh_groups", "full_list", "helper", "helper_ns", "helpers", "next_list",
-        "next_stale", "next_step", "publish_ns", "score_ns", "score_round_ns", "score_unit", "slice_size",
-        "slices_per_step", "steps", "switch_in_ns", "switch_out_ns", "unit_ns", "units", "whole_step_ns",
+        "batch", "budget", "by_sample", "class_at_once", "class_link", "class_ns", "classes", "commit_ns",
+        "copied_entries", "earliest_finish", "fresh_groups", "full_list", "helper", "helper_ns", "helpers",
+        "next_list", "next_stale", "next_step", "publish_ns", "score_ns", "score_round_ns", "score_unit",
+        "slice_size", "slices_per_step", "steps", "switch_in_ns", "switch_out_ns", "unit_ns", "units",
+        "whole_step_ns",
     )  # fmt: skip
 
     def __init__(self, state: SchedulerState, classes: tuple[LaneOffer, ...]) -> None:
@@ -36,6 +37,10 @@ class ForecastConstants:
         self.classes = classes  # the offer of each class of equal generator lanes, fastest first
         self.class_ns = class_ns = tuple(offer.slice_ns for offer in classes)
         self.class_at_once = tuple(offer.slices_at_once for offer in classes)
+        # Classes that get new versions at the same time share a link.
+        class_publish_ns = [costs.publication_ns(offer.publish_ns) for offer in classes]
+        self.publish_ns = tuple(sorted(set(class_publish_ns)))  # of each link, the fastest first
+        self.class_link = tuple(self.publish_ns.index(each) for each in class_publish_ns)
         self.helpers = len(state.helpers)
         helpers = [state.lanes[index].offer for index in state.helpers]
         self.helper = max(helpers, key=lambda offer: offer.slice_ns, default=LaneOffer("", NEVER))
@@ -57,7 +62,7 @@ class ForecastConstants:
         self.units = terms.samples_per_step if self.by_sample else terms.prompts
         self.unit_ns = costs.train_ns(1 if self.by_sample else terms.samples_per_prompt)
         self.whole_step_ns = terms.prompts * costs.train_ns(terms.samples_per_prompt)
-        self.commit_ns, self.publish_ns = costs.commit_ns, costs.publish_ns
+        self.commit_ns = costs.commit_ns
         self.switch_in_ns, self.switch_out_ns = costs.switch_in_ns, costs.switch_out_ns
         self.score_unit = terms.score_unit  # samples that are scored together
         self.score_ns = costs.score_batch_ns(self.score_unit) if terms.scorers else 0  # for one unit

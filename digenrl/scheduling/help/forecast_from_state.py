@@ -14,14 +14,14 @@ from digenrl.scheduling.help.forecast_constants import NEVER, ForecastConstants,
 from digenrl.scheduling.help.slice_lists import Runs, started_places, unstarted_slices
 from digenrl.scheduling.order import positions
 from digenrl.scheduling.state import Lane, SchedulerState, StepProgress, is_wanted, open_step
-from digenrl.scheduling.terms import Terms
+from digenrl.scheduling.terms import Costs, Terms
 
 MOST_CLASSES = 8  # up to this many different speeds are exact
 SAME_SPEED = 1.1  # with more, lanes form a class if their times differ by less than this factor
 MOST_BUNDLES = 32  # with more, the ends of jobs are rounded
 END_STEPS_PER_SLICE = 8
 
-Kind = tuple[int, tuple[int, ...]]  # `slice_ns` and `take_ns` of a lane
+Kind = tuple[int, int, tuple[int, ...]]  # of a lane: until it has a new version, `slice_ns` and `take_ns`
 Member = tuple[int, int, int]  # position, group and number of slices of a lane's job
 
 
@@ -31,16 +31,19 @@ def forecast_from_state(state: SchedulerState, at_ns: int) -> Forecast:
     generators = [
         lane for lane in state.lanes if lane.present and lane.calibrated and (terms.colocated or not lane.helper)
     ]
-    classes, class_of = _classes(generators)
-    published, publications = _versions_ahead(state, generators, at_ns)
+    classes, class_of = _classes(state.costs, generators)
+    constants = ForecastConstants(state, classes)
+    published, publications = _versions_ahead(state, constants, generators, at_ns)
     idle, without_weights = [0] * len(classes), [0] * len(classes)
     for lane in (state.lanes[index] for index in state.idle):
-        lanes_of_class = idle if lane.version >= published else without_weights
-        lanes_of_class[class_of[lane.slice_ns, lane.take_ns]] += 1
+        lane_class = class_of[_kind(state.costs, lane)]
+        has_weights = lane.version >= published[constants.class_link[lane_class]]
+        (idle if has_weights else without_weights)[lane_class] += 1
     running = _bundles_under_way(state, at_ns, class_of)
-    loaded_ns = _loaded_ns(state, at_ns, published)
     for lane_class, lanes in enumerate(without_weights):
         if lanes:
+            link = constants.class_link[lane_class]
+            loaded_ns = _loaded_ns(state, at_ns, published[link], constants.publish_ns[link])
             heappush(running, (loaded_ns, NO_STEP, lane_class, NO_STEP, lanes, ()))
     current, following = state.current, open_step(state, state.committed + 1)
     slices, holes = unstarted_slices(terms, current), started_places(current)
@@ -49,7 +52,7 @@ def forecast_from_state(state: SchedulerState, at_ns: int) -> Forecast:
     open_groups, open_groups_next = _open_samples(terms, current), _open_samples(terms, following)
     being_scored, scorer_free = _scores_under_way(state, at_ns)
     future = Forecast(
-        constants=ForecastConstants(state, classes),
+        constants=constants,
         counter=NodeCounter(),
         now=at_ns,
         running=running,
@@ -75,45 +78,59 @@ def forecast_from_state(state: SchedulerState, at_ns: int) -> Forecast:
     return future
 
 
-def _versions_ahead(state: SchedulerState, generators: list[Lane], at_ns: int) -> tuple[int, list[int]]:
-    """The newest version on any generator lane, and when each later one is expected to arrive."""
-    newest = max((lane.version for lane in generators), default=state.committed)
-    expected = [max(at_ns + 1, due) for version, due in state.publishing if version > newest]
-    if newest + len(expected) < state.committed:
-        # Only lanes that have just joined, which are being sent the newest version.
-        return state.committed, []
-    return newest, expected
+def _versions_ahead(
+    state: SchedulerState, constants: ForecastConstants, generators: list[Lane], at_ns: int
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """The newest version on any generator lane of each link, and when each later one is expected to arrive."""
+    published: list[int] = []
+    publications: list[tuple[int, int]] = []
+    for link, publish_ns in enumerate(constants.publish_ns):
+        lanes = [lane for lane in generators if state.costs.publication_ns(lane.publish_ns) == publish_ns]
+        newest = max(lane.version for lane in lanes)
+        ahead = [max(at_ns + 1, sent_ns + publish_ns) for version, sent_ns in state.publishing if version > newest]
+        if newest + len(ahead) < state.committed:
+            # Only lanes that have just joined, which are being sent the newest version.
+            newest, ahead = state.committed, []
+        published.append(newest)
+        publications += [(due_ns, link) for due_ns in ahead]
+    return published, sorted(publications)
 
 
-def _loaded_ns(state: SchedulerState, at_ns: int, version: int) -> int:
+def _loaded_ns(state: SchedulerState, at_ns: int, version: int, publish_ns: int) -> int:
     """When idle lanes without a version that others have are expected to have loaded it."""
-    dues = [due for published, due in state.publishing if published >= version]
-    return max(at_ns + 1, min(dues, default=at_ns + state.costs.publish_ns))
+    sent_ns = min((sent_ns for published, sent_ns in state.publishing if published >= version), default=at_ns)
+    return max(at_ns + 1, sent_ns + publish_ns)
 
 
-def _classes(generators: list[Lane]) -> tuple[tuple[LaneOffer, ...], dict[Kind, int]]:
+def _kind(costs: Costs, lane: Lane) -> Kind:
+    return costs.publication_ns(lane.publish_ns), lane.slice_ns, lane.take_ns
+
+
+def _classes(costs: Costs, generators: list[Lane]) -> tuple[tuple[LaneOffer, ...], dict[Kind, int]]:
     """The offer of each class of lanes, fastest first, and the class of each kind of lane.
 
     If there are many kinds, as with measured times, a class holds lanes of nearly equal speed.
     """
-    kinds = {(lane.slice_ns, lane.take_ns) for lane in generators}
+    kinds = {_kind(costs, lane) for lane in generators}
     classes: list[list[Kind]] = []
-    for slice_ns, take_ns in sorted(kinds, key=lambda kind: (len(kind[1]), kind)):
-        fastest = classes[-1][0] if classes else (0, ())
-        alike = len(take_ns) == len(fastest[1]) and slice_ns <= fastest[0] * SAME_SPEED
+    for publish_ns, slice_ns, take_ns in sorted(kinds, key=lambda kind: (len(kind[2]), kind)):
+        fastest = classes[-1][0] if classes else (-1, 0, ())
+        same_kind = (publish_ns, len(take_ns)) == (fastest[0], len(fastest[2]))
+        alike = same_kind and slice_ns <= fastest[1] * SAME_SPEED
         if not alike or len(kinds) <= MOST_CLASSES:
             classes.append([])
-        classes[-1].append((slice_ns, take_ns))
-    typical = [
-        _offer(sum(slice_ns for slice_ns, _ in members) // len(members), members[0][1]) for members in classes
-    ]
-    fastest_first = sorted(range(len(classes)), key=lambda index: typical[index].slice_ns)
+        classes[-1].append((publish_ns, slice_ns, take_ns))
+    typical = [_offer(members) for members in classes]
+    ranks = [(offer.slice_ns, costs.publication_ns(offer.publish_ns)) for offer in typical]
+    fastest_first = sorted(range(len(classes)), key=lambda index: ranks[index])
     class_of = {kind: place for place, index in enumerate(fastest_first) for kind in classes[index]}
     return tuple(typical[index] for index in fastest_first), class_of
 
 
-def _offer(slice_ns: int, take_ns: tuple[int, ...]) -> LaneOffer:
-    return LaneOffer("", slice_ns, len(take_ns) or 1, take_ns)
+def _offer(members: list[Kind]) -> LaneOffer:
+    publish_ns, _, take_ns = members[0]
+    slice_ns = sum(slice_ns for _, slice_ns, _ in members) // len(members)
+    return LaneOffer("", slice_ns, len(take_ns) or 1, take_ns, publish_ns=publish_ns)
 
 
 def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[Kind, int]) -> list[Bundle]:
@@ -128,7 +145,7 @@ def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[Kind, i
     busy = [(lane, lane.job) for lane in state.lanes if lane.job is not None and lane.calibrated]
     for lane, job in busy:
         end = max(at_ns + 1, expected_end_ns(state, lane))
-        lane_class = HELPER_CLASS if lane.helper else class_of[lane.slice_ns, lane.take_ns]
+        lane_class = HELPER_CLASS if lane.helper else class_of[_kind(state.costs, lane)]
         step, member = NO_STEP, (0, 0, 0)
         if isinstance(job, Generate) and job.id not in twice and is_wanted(state, job.slice):
             piece = job.slice

@@ -19,7 +19,7 @@ from digenrl.models.lora_files import save_lora
 from digenrl.models.model_weights import merged_weights, weights_replaced, weights_state
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.shards import is_sharded
-from digenrl.models.weight_files import copy_small_components
+from digenrl.models.weight_files import copy_components
 from digenrl.training.checkpoint.atomic_folders import tidy, written_atomically
 from digenrl.training.checkpoint.format import CheckpointError, reason_of
 from digenrl.training.ranks.sharding import unsharded_class
@@ -64,7 +64,7 @@ def export_transformer(model: DiffusionModel, folder: Path, values: Mapping[str,
 def export_merged(model: PipelineModel, folder: Path) -> None:
     """Writes the whole pipeline so that its class's `from_pretrained(folder)` reads it, with merged adapters.
 
-    The model's pipeline has the merged transformer from then on. Processors that are not loaded here are copied.
+    The model's pipeline has the merged transformer from then on. Components that are not loaded here are copied.
     """
     weights = merged_weights(model)
     merged = {
@@ -75,7 +75,8 @@ def export_merged(model: PipelineModel, folder: Path) -> None:
     try:
         with without_progress_bars():
             model.pipeline.save_pretrained(folder)
-        copy_small_components(Path(model.pipeline.config._name_or_path), folder, model.unused_components)
+        source, optional = Path(model.pipeline.config._name_or_path), model.pipeline_class._optional_components
+        copy_components(source, folder, (*model.unused_components, *model.processors), optional)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: cannot be written: {reason_of(error)}") from error
 

@@ -1,4 +1,4 @@
-"""Sharded tensors in files: each rank writes its own, and any number of ranks can read them.
+"""Sharded tensors in files: each rank writes its own, and any number of ranks, or other stages, can read them.
 
 Uses torch's distributed checkpointing in its safetensors format: nothing is pickled, and the header of each file
 says which rows of the whole tensors it holds.
@@ -50,9 +50,12 @@ def read_shards(folder: Path, spec: ShardSpec | None = None, ranks: RankGroup | 
     mesh = None if ranks is None or spec is None else ranks.mesh("cpu")
     state: dict[str, Tensor] = {}
     for path, found in reader.read_metadata().state_dict_metadata.items():
+        if spec is not None and not spec.holds(path):
+            continue
         assert isinstance(found, TensorStorageMetadata), f"{folder}: {path} is not a tensor"
-        whole = torch.empty(found.size, dtype=found.properties.dtype, device="cpu" if spec is None else "meta")
-        state[path] = whole if spec is None or mesh is None else _empty_shard(path, whole, spec, mesh)
+        in_rows = spec is not None and not spec.whole
+        whole = torch.empty(found.size, dtype=found.properties.dtype, device="meta" if in_rows else "cpu")
+        state[path] = _empty_shard(path, whole, spec, mesh) if in_rows and spec and mesh else whole
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended
         load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
@@ -63,7 +66,7 @@ def read_rows(file: Path, spec: ShardSpec) -> dict[str, Tensor]:
     """Reads one rank's shards of the whole tensors in a safetensors file."""
     shards: dict[str, Tensor] = {}
     with safe_open(file, framework="pt") as tensors:
-        for path in tensors.keys():  # noqa: SIM118  not a dictionary
+        for path in filter(spec.holds, tensors.keys()):
             whole = tensors.get_slice(path)
             parameter = spec.parameter_of(path, len(whole.get_shape()))
             shards[path] = tensors.get_tensor(path) if parameter is None else whole[spec.rows(parameter)]
@@ -78,9 +81,9 @@ def _empty_shard(path: str, whole: Tensor, spec: ShardSpec, mesh: DeviceMesh) ->
 
 
 def _as_sharded(path: str, shard: Tensor, spec: ShardSpec, mesh: DeviceMesh) -> Tensor:
-    """A DTensor around this rank's shard; a replicated tensor is returned as it is."""
+    """A DTensor around this rank's shard; a tensor that is whole is returned as it is."""
     parameter = spec.parameter_of(path, shard.dim())
-    if parameter is None:
+    if parameter is None or spec.whole:
         return shard
     shape = torch.Size(spec.shapes[parameter])
     stride = torch.empty(shape, device="meta").stride()

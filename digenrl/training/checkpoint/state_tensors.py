@@ -42,6 +42,7 @@ def without_tensors(state: TrainerState) -> dict[str, Any]:
         "updates_done": state.updates_done,
         "pack_size": state.pack_size,
         "optimizer": {"scalars": dict(state.optimizer.scalars)},
+        **({} if state.links is None else {"links": state.links}),
     }
 
 
@@ -61,6 +62,7 @@ def state_from(content: Mapping[str, Any], tensors: TensorsByKind, shard: ShardS
         reference=tensors.get(REFERENCE),
         average=tensors.get(AVERAGE),
         shard=shard,
+        links=content.get("links"),
     )
 
 

@@ -34,6 +34,7 @@ from digenrl.training.ranks.rank import Rank
 from digenrl.training.ranks.rank_consensus import check_same
 from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.training.ranks.sharding import sum_gradients_in_next_backward
+from digenrl.training.ranks.stage_links import LinkControl
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class PackedPasses:
         self._stages = None
         if own_blocks is not None:
             assert ranks is not None, "the stages of a model are ranks"
-            self._stages = StagedPasses(ranks, own_blocks, self._parameters)
+            self._stages = StagedPasses(ranks, own_blocks, self._parameters, settings.links)
         self._rank = Rank() if own_blocks is not None else shared_rank(ranks, exchange)
         self._in_lockstep = self._sharded or exchange is not None or own_blocks is not None
         is_last = own_blocks is None or own_blocks.is_last
@@ -152,10 +153,10 @@ class PackedPasses:
             result.tally.merge(tally)
         return result
 
-    def check_links(self, mismatch: float | None) -> None:
-        """Makes the links between stages more exact if the log-probs of rollouts are not met."""
-        if self._stages is not None:
-            self._stages.check_links(mismatch, self._objective.clip_range)
+    @property
+    def links(self) -> LinkControl | None:
+        """The links between the stages of the model, if it is in stages."""
+        return None if self._stages is None else self._stages.links
 
     def work_share(self, terms: Sequence[int], group_terms: Sequence[int]) -> float:
         """The work of jobs with these numbers of terms, relative to that of a whole group, including padding."""

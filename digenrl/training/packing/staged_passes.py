@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from digenrl.config.training import StageLinkSettings
 from digenrl.models.own_blocks import OwnBlocks
 from digenrl.stages.channels import LinkError
 from digenrl.stages.messages import States
 from digenrl.training.gradients import GradientSums, take_gradients
 from digenrl.training.metrics import Tally
 from digenrl.training.ranks.rank_group import RankGroup, RanksError
-from digenrl.training.ranks.stage_links import fall_back
+from digenrl.training.ranks.stage_links import LinkControl
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +33,20 @@ class StagedPasses:
     Every stage computes everything but the blocks of others, also the loss. Only that of the last stage counts.
     """
 
-    def __init__(self, ranks: RankGroup, own: OwnBlocks, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        ranks: RankGroup,
+        own: OwnBlocks,
+        parameters: Mapping[str, nn.Parameter],
+        settings: StageLinkSettings,
+    ) -> None:
         self._ranks, self._own, self._parameters = ranks, own, parameters
+        self.links = LinkControl(ranks, settings)
 
     @property
     def in_flight(self) -> int:
         """How many packs are computed at the same time, at most."""
         return self._ranks.pipeline().in_flight
-
-    def check_links(self, mismatch: float | None, clip_range: float | None) -> None:
-        """Makes the links more exact if the trained policy differs too much from the one that generated."""
-        fall_back(self._ranks.pipeline().links, mismatch, clip_range)
 
     def run(self, packs: Sequence[Callable[[], PackLoss]], both: bool) -> tuple[list[Tally], GradientSums]:
         """The metrics of the packs, and this stage's part of their gradient.

@@ -7,9 +7,11 @@ rank that does not, or that has died, causes a `RanksError` on the others, immed
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from digenrl.config.reading import one_line
 from digenrl.models.token_exchange import TokenExchange
 from digenrl.stages.links import LinkSettings, connect_stages
 from digenrl.stages.pipeline import Pipeline
+from digenrl.training.ranks.cards import CardFacts, measure_card, with_recorded_rates
 from digenrl.training.ranks.rank import Rank
 
 BUCKET_BYTES = 25 * 2**20  # per all-reduce: large enough for the network, small enough to be copied
@@ -39,6 +42,7 @@ class RankGroup:
         self._meshes: dict[str, DeviceMesh] = {}
         self._exchanges: dict[int, TokenExchange] = {}
         self._pipeline: Pipeline | None = None
+        self._cards: list[CardFacts] | None = None
 
     def sum_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replaces every tensor, in place, by its sum over all ranks; the result has the same bits on all of them.
@@ -67,6 +71,22 @@ class RankGroup:
             json.loads(bytes(text[: int(size)].tolist()).decode()) for text, size in zip(texts, sizes, strict=True)
         ]
 
+    def collect(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of all ranks on the CPU of the first one; the others get none. Names must differ."""
+        held = self.gather([[name, str(value.dtype), list(value.shape)] for name, value in tensors.items()])
+        found: dict[str, Tensor] = {}
+        with self.collective("collecting weights"):
+            if not self.rank.is_first:
+                for value in tensors.values():
+                    dist.send(value.detach().cpu().contiguous(), 0)
+                return {}
+            found |= {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
+            for rank, described in enumerate(held[1:], start=1):
+                for name, dtype, shape in described:
+                    found[name] = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+                    dist.recv(found[name], rank)
+        return found
+
     def mesh(self, device_type: str) -> DeviceMesh:
         """A one-dimensional device mesh of all ranks, for sharded tensors. The first call is a collective."""
         if device_type not in self._meshes:
@@ -85,13 +105,25 @@ class RankGroup:
             self._exchanges[count] = TokenExchange(self.rank.index % count, count, own)
         return self._exchanges[count]
 
-    def pipeline(self, settings: LinkSettings | None = None) -> Pipeline:
+    def pipeline(self, settings: LinkSettings | Sequence[LinkSettings] | None = None) -> Pipeline:
         """Connects the ranks as stages of a pipeline. The first call is a collective, and sets the links up."""
         if self._pipeline is None:
             with self.collective("connecting the stages"):
                 links = connect_stages(LinkSettings() if settings is None else settings, self.device)
             self._pipeline = Pipeline(links)
         return self._pipeline
+
+    def cards(self, record: Path | None = None) -> list[CardFacts]:
+        """The devices of all ranks. The first call is a collective, and measures them.
+
+        With a `record`, a file of the first rank, rates that were measured before are used again.
+        """
+        if self._cards is None:
+            cards = [CardFacts(*each) for each in self.gather(astuple(measure_card(self.device)))]
+            if record is not None and self.rank.is_first:
+                cards = with_recorded_rates(cards, record)
+            self._cards = [CardFacts(*each) for each in self.gather([astuple(card) for card in cards])[0]]
+        return self._cards
 
     def close(self) -> None:
         """Leaves the group; the process may join another one."""

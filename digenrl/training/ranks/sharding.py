@@ -52,29 +52,35 @@ def unsharded_class(transformer: nn.Module) -> type[Any]:
 
 @dataclass(frozen=True, slots=True)
 class ShardSpec:
-    """Which rows of each parameter a rank holds: equally many on all ranks, except for the last ones."""
+    """Which rows of each parameter a rank holds: equally many on all ranks, except for the last ones.
+
+    Or, if they are `whole`, a rank holds all rows of these parameters and nothing of others, as a stage does.
+    """
 
     rank: Rank
     shapes: Mapping[str, tuple[int, ...]] = field(repr=False)  # of the whole parameters, by name
+    whole: bool = False
 
     @classmethod
-    def of(cls, parameters: Mapping[str, nn.Parameter], ranks: RankGroup) -> ShardSpec:
+    def of(cls, parameters: Mapping[str, nn.Parameter], ranks: RankGroup, *, whole: bool = False) -> ShardSpec:
         """The shards of these parameters on this rank."""
-        return cls(ranks.rank, {name: tuple(value.shape) for name, value in parameters.items()})
+        return cls(ranks.rank, {name: tuple(value.shape) for name, value in parameters.items()}, whole)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> ShardSpec:
         """The inverse of `as_json`."""
         shapes = {name: tuple(shape) for name, shape in content["shapes"].items()}
-        return cls(Rank(content["index"], content["count"]), shapes)
+        return cls(Rank(content["index"], content["count"]), shapes, content["whole"])
 
     def as_json(self) -> dict[str, Any]:
         """Content that JSON can represent."""
         shapes = {name: list(shape) for name, shape in self.shapes.items()}
-        return {"index": self.rank.index, "count": self.rank.count, "shapes": shapes}
+        return {"index": self.rank.index, "count": self.rank.count, "shapes": shapes, "whole": self.whole}
 
     def rows(self, parameter: str) -> slice:
         """This rank's rows, as FSDP2 assigns them."""
+        if self.whole:
+            return slice(None)
         total = self.shapes[parameter][0]
         per_rank = -(-total // self.rank.count)
         return slice(min(total, self.rank.index * per_rank), min(total, (self.rank.index + 1) * per_rank))
@@ -82,6 +88,10 @@ class ShardSpec:
     def shard(self, parameter: str, whole: Tensor) -> Tensor:
         """This rank's shard of a whole tensor that belongs to a parameter; step counters are not sharded."""
         return whole[self.rows(parameter)].clone() if whole.dim() else whole
+
+    def holds(self, path: str) -> bool:
+        """Whether this rank holds anything of a stored tensor."""
+        return not self.whole or any(key in self.shapes for key in path.split("/"))
 
     def parameter_of(self, path: str, dimensions: int) -> str | None:
         """The parameter by whose rows a stored tensor is sharded; None for a step counter."""

@@ -1,0 +1,18 @@
+"""How new weight versions are sent to generators."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from digenrl.config.reading import Frozen
+
+
+class PublishSettings(Frozen):
+    """The precision of published adapters.
+
+    With `bfloat16`, generators compute with rounded adapters, and a version has half the bytes, or a fifth as
+    a patch. The trainer keeps float32 and recomputes the old log-probs, so the importance ratio is 1 before the
+    first update; samples come from a slightly different policy.
+    """
+
+    dtype: Literal["float32", "bfloat16"] = "float32"

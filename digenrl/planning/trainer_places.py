@@ -1,0 +1,110 @@
+"""Where to train if a cluster has several sites: in one of them, in stages over all, or data parallel over all."""
+
+from __future__ import annotations
+
+from digenrl.planning.candidates import PlanOptions
+from digenrl.planning.cluster import CardPool, Cluster
+from digenrl.planning.colocated import joint_trainer
+from digenrl.planning.constants import CONSTANTS, Constants
+from digenrl.planning.costs import TrainerLayout, commit_seconds, gather_seconds, unit_seconds
+from digenrl.planning.plans import TrainerPlace
+from digenrl.planning.stages import MOST_STAGES, StagedTrainer, best_stages
+from digenrl.planning.workload import Workload
+
+
+def compare_places(
+    workload: Workload, cluster: Cluster, options: PlanOptions, constants: Constants = CONSTANTS
+) -> tuple[TrainerPlace, ...]:
+    """The three ways, fastest first; none if there is one site, or if the times of a card are not modelled."""
+    pools = cluster.pools
+    modelled = workload.has_cost_model and all(pool.card.described for pool in pools)
+    if len(cluster.site_names) == 1 or not modelled:
+        return ()
+    places = [
+        _one_site(workload, cluster, options, constants),
+        _stages(workload, cluster, options, constants),
+        _data_parallel(workload, cluster, options, constants),
+    ]
+    return tuple(sorted(places, key=lambda place: (place.step_s is None, place.step_s or 0.0)))
+
+
+def places_words(places: tuple[TrainerPlace, ...]) -> str:
+    """Which way wins, by how much and why; empty without a comparison."""
+    if not places or (best_s := places[0].step_s) is None:
+        return ""
+    best, *others = places
+    words = f"Training in {_name(best)} is fastest: {best.cards}, {best_s:.3g} s a step, {best.why}."
+    for other in others:
+        if other.step_s is None:
+            words += f" {_name(other).capitalize()}: impossible, {other.why}."
+        else:
+            slower = other.step_s / best_s
+            words += (
+                f" {_name(other).capitalize()}: {other.step_s:.3g} s, {slower:.3g} times as long, {other.why}."
+            )
+    return words
+
+
+def _name(place: TrainerPlace) -> str:
+    return {"stages": "stages over all sites", "data parallel": "data parallel over all sites"}.get(
+        place.kind, place.kind
+    )
+
+
+def _one_site(workload: Workload, cluster: Cluster, options: PlanOptions, constants: Constants) -> TrainerPlace:
+    """The fastest site; a trainer uses cards of one pool."""
+    found: list[tuple[float, CardPool]] = []
+    for pool in cluster.pools:
+        trainer = joint_trainer(workload, cluster, [pool], options, constants)
+        if trainer is not None:
+            found.append((_step_seconds(workload, trainer, constants), pool))
+    if not found:
+        return TrainerPlace("one site", "", None, "the model does not fit on the cards of any pool")
+    step_s, pool = min(found, key=lambda each: each[0])
+    why = "and no training crosses the link to another site"
+    return TrainerPlace("one site", f"{pool.cards} {pool.name} in {pool.site}", step_s, why)
+
+
+def _stages(workload: Workload, cluster: Cluster, options: PlanOptions, constants: Constants) -> TrainerPlace:
+    staged = best_stages(workload, cluster, options, constants)
+    if staged is None:
+        most = min(MOST_STAGES, workload.facts.blocks)
+        why = f"it has {cluster.cards} cards, and stages are compared up to {most}"
+        if cluster.cards <= most:
+            why = "no cut of the model fits in memory"
+        return TrainerPlace("stages", "", None, why)
+    cards = " + ".join(
+        f"{blocks} blocks on {pool.name}" for blocks, pool in zip(staged.cut.blocks, staged.cards, strict=True)
+    )
+    return TrainerPlace("stages", cards, staged.step_s, _why_stages(staged))
+
+
+def _why_stages(staged: StagedTrainer) -> str:
+    (stage, link_s), stage_s = staged.slowest_link, max(staged.cut.stage_s)
+    first, second = staged.cards[stage], staged.cards[stage + 1]
+    ends = f"{first.site} to {second.site}" if first.site != second.site else f"inside {first.site}"
+    slowest = "the link sets the pace" if link_s > stage_s else "the stages set the pace"
+    return (
+        f"as a pack takes {stage_s:.2g} s on the slowest stage and {link_s:.2g} s on the slowest link ({ends}): "
+        f"{slowest}"
+    )
+
+
+def _data_parallel(
+    workload: Workload, cluster: Cluster, options: PlanOptions, constants: Constants
+) -> TrainerPlace:
+    trainer = joint_trainer(workload, cluster, list(cluster.pools), options, constants)
+    if trainer is None:
+        return TrainerPlace("data parallel", "", None, "the model does not fit on the smallest cards")
+    commit_s = commit_seconds(workload, trainer, constants)
+    why = f"as adding up gradients takes {commit_s:.2g} s"
+    if trainer.shard_cards > 1:
+        why = f"as gathering sharded weights takes {gather_seconds(workload, trainer, constants):.2g} s per pass"
+    return TrainerPlace(
+        "data parallel", f"{trainer.cards} cards", _step_seconds(workload, trainer, constants), why
+    )
+
+
+def _step_seconds(workload: Workload, trainer: TrainerLayout, constants: Constants) -> float:
+    samples = workload.samples_per_step
+    return unit_seconds(workload, trainer, samples, constants) + commit_seconds(workload, trainer, constants)

@@ -116,13 +116,17 @@ class LaneOffer:
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A prompt and the name of its encoded row, which also holds its source images."""
+    """A prompt and the name of its encoded row, which also holds its images.
+
+    If it is `paired`, its group has two samples that are not generated: its chosen and its rejected image.
+    """
 
     row: str
     text: str
     metadata: Mapping[str, Any]
     sources: int = 0  # number of source images
     held_out: bool = False
+    paired: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +254,7 @@ class Job(Action):
 class Encode(Job):
     """Encode the prompts of some groups. Result: Encoded.
 
-    `images` are the source images' files, a tuple for every prompt; empty if no prompt has any.
+    `images` are files, a tuple for every prompt: its source images, then its pair; empty if no prompt has any.
     """
 
     step: int
@@ -264,11 +268,11 @@ class Encode(Job):
 
 @dataclass(frozen=True, slots=True)
 class Generate(Job):
-    """Generate and decode a slice. A worker that also scores, scores it. Result: Generated.
+    """Generate and decode a slice, or encode images of a pair. A worker that also scores, scores it.
 
-    `version` is that of the weights when the job was issued. A newer version may arrive before it starts; then the
-    whole slice is made with that one. If it `hedges` another job, both generate the same slice, and the first
-    result counts.
+    Result: Generated. `version` is that of the weights when the job was issued. A newer version may arrive before
+    it starts; then the whole slice is made with that one. If it `hedges` another job, both generate the same
+    slice, and the first result counts.
     """
 
     slice: Slice

@@ -1,4 +1,7 @@
-"""Online Flow-DPO: in every group the best sample is preferred to the worst, at the same noise and time."""
+"""Flow-DPO: in every group the best sample is preferred to the worst, at the same noise and time.
+
+Groups are generated, or they are pairs of images in a file; with `error: noise` it is then Diffusion-DPO.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,8 @@ class FlowDpo(GroupRelative):
         excess_R = squared_distance_R(pairs.velocity_RL, target_RL) - squared_distance_R(
             pairs.reference_velocity_RL, target_RL
         )
+        if self.settings.error == "noise":
+            excess_R = excess_R * (1 - pairs.sigma_R) ** 2
         margin_M = -self.settings.beta / 2 * (excess_R[0::2] - excess_R[1::2])
         measures = {"preferred": (margin_M.detach() > 0).to(margin_M.dtype)}
         return LossTerms(scaled_M=None, fixed_M=-functional.logsigmoid(margin_M), measures=measures)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from textwrap import shorten
@@ -25,7 +25,7 @@ from digenrl.driver.forwards import chosen_kernels, passes_to_try
 from digenrl.driver.placement import place
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
-from digenrl.models.contract import DiffusionModel
+from digenrl.models.contract import DiffusionModel, SampleSize
 from digenrl.models.quantized.layers import weight_bytes
 from digenrl.models.transfers import synchronize
 from digenrl.planning.recipe_workload import profiled_work
@@ -61,7 +61,7 @@ from digenrl.worker.stages import Stages, WorkerParts
 from digenrl.worker.worker import Worker
 
 # In place of a recipe's prompts: of usual length, with a quoted text, which some rewards look for.
-PROMPT = PromptRow("prompt-profile", 'A wooden sign over the door of a small shop that says "2718"', {})
+TEXT = 'A wooden sign over the door of a small shop that says "2718"'
 TRAINED_SAMPLES = 4  # at most, as in the calibration of a run
 UNREPEATED_S = 15.0  # a training step that takes longer is not warmed up
 OTHER_STAGES = 9  # besides slices
@@ -85,8 +85,10 @@ def profile_recipe(recipe: Recipe, sizes: tuple[int, ...], progress: Progress) -
     alone = recipe.model_copy(update={"mode": "colocated", "lanes": lanes})
     device = torch.device(place(alone, machine, Path()).trainer.device)
     with _threads(threads_per_worker(recipe, machine)), _exchange(recipe) as exchange:
-        bench = _Bench(device, TensorExchange(exchange), progress, stages=len(sizes) + OTHER_STAGES)
-        return _measure(bench, recipe.model_copy(update={"lanes": lanes}), sizes)
+        blueprint = read_blueprint(recipe.model_copy(update={"lanes": lanes}))
+        stages = len(sizes) + OTHER_STAGES
+        bench = _Bench(device, TensorExchange(exchange), prompt_row(blueprint), progress, stages)
+        return _measure(bench, blueprint, sizes)
 
 
 def slice_sizes(recipe: Recipe, largest: int | None) -> tuple[int, ...]:
@@ -97,8 +99,8 @@ def slice_sizes(recipe: Recipe, largest: int | None) -> tuple[int, ...]:
     return tuple(sorted(size for size in wanted if largest is None or size <= largest))
 
 
-def _measure(bench: _Bench, recipe: Recipe, sizes: tuple[int, ...]) -> Profile:
-    work, blueprint = profiled_work(recipe), read_blueprint(recipe)
+def _measure(bench: _Bench, blueprint: Blueprint, sizes: tuple[int, ...]) -> Profile:
+    recipe, work = blueprint.recipe, profiled_work(blueprint.recipe)
     bench.begin("matrix products")
     device = device_facts(bench.device)
     bench.begin("prompt")
@@ -149,6 +151,7 @@ class _Bench:
 
     device: torch.device
     exchange: TensorExchange
+    prompt: PromptRow
     progress: Progress
     stages: int
     remarks: list[str] = field(default_factory=list)
@@ -193,16 +196,23 @@ def _encode(bench: _Bench, blueprint: Blueprint) -> None:
     worker = bench.worker(blueprint, encoder=load_text_encoders(blueprint, str(bench.device)))
     verbosity = diffusers_logging.get_verbosity()
     diffusers_logging.set_verbosity_error()
-    encoded = bench.ask(worker, encoding_job(bench.next_id(), blueprint), Encoded, "prompt")
+    encoded = bench.ask(worker, encoding_job(bench.next_id(), bench.prompt, blueprint.size), Encoded, "prompt")
     diffusers_logging.set_verbosity(verbosity)
     if encoded is None:
         raise RunFailedError(bench.remarks[-1])
 
 
-def encoding_job(job_id: int, blueprint: Blueprint) -> Encode:
-    """Encodes the prompt, with as many source images as the family needs at least."""
-    images = (as_png(probe_image(blueprint.size.height, blueprint.size.width)),) * blueprint.family.sources.least
-    return Encode(job_id, 0, 0, (0,), (PROMPT,), (images,) if images else ())
+def encoding_job(job_id: int, prompt: PromptRow, size: SampleSize) -> Encode:
+    """Encodes the prompt, with its source images and its pair if it has them."""
+    image = as_png(probe_image(size.height, size.width))
+    images = (image,) * (prompt.sources + 2 * prompt.paired)
+    return Encode(job_id, 0, 0, (0,), (prompt,), (images,) if images else ())
+
+
+def prompt_row(blueprint: Blueprint) -> PromptRow:
+    """The prompt in place of a recipe's, with as many source images as the family needs at least."""
+    sources, paired = blueprint.family.sources.least, blueprint.recipe.trains_on_pairs
+    return PromptRow("prompt-profile", TEXT, {}, sources, paired=paired)
 
 
 def _choose_kernels(bench: _Bench, lane: Worker, recipe: Recipe) -> Kernels | None:
@@ -210,7 +220,7 @@ def _choose_kernels(bench: _Bench, lane: Worker, recipe: Recipe) -> Kernels | No
     passes = passes_to_try(recipe, {"generate", "train"}, bench.device.type)
     if not passes:
         return None
-    tried = bench.calibrate(lane, "attention kernels", "forward", PROMPT, passes=passes)
+    tried = bench.calibrate(lane, "attention kernels", "forward", bench.prompt, passes=passes)
     kernels = None if tried is None else chosen_kernels(recipe, [tried.attention or {}])
     if kernels is not None:
         bench.calibrate(lane, "attention kernels", "forward", kernels=kernels)
@@ -222,7 +232,7 @@ def _measure_slices(bench: _Bench, lane: Worker, sizes: tuple[int, ...]) -> dict
     slices: dict[int, SliceCost] = {}
     for size in sizes:
         bench.begin(f"slice of {size}")
-        timed = bench.calibrate(lane, f"slice of {size}", "generate", PROMPT, (size,))
+        timed = bench.calibrate(lane, f"slice of {size}", "generate", bench.prompt, (size,))
         if timed is None:
             break
         slices[size] = SliceCost(seconds=rounded(timed.seconds[size]), peak_bytes=timed.peak_bytes.get(size, 0))
@@ -231,7 +241,7 @@ def _measure_slices(bench: _Bench, lane: Worker, sizes: tuple[int, ...]) -> dict
 
 def _generate_samples(bench: _Bench, lane: Worker, size: int) -> SliceArtifact | None:
     """A few samples, whose pixels stay in the exchange until they are scored."""
-    job = Generate(bench.next_id(), 0, Slice(0, 0, 0, size), lane=0, version=0, prompt=PROMPT)
+    job = Generate(bench.next_id(), 0, Slice(0, 0, 0, size), lane=0, version=0, prompt=bench.prompt)
     generated = bench.ask(lane, job, Generated, "scoring")
     return None if generated is None else SliceArtifact(job.slice, slice_name(job.id), generated.version)
 
@@ -243,7 +253,7 @@ def _measure_training(
     trainer = make_trainer(blueprint, model, helps=_helps(blueprint.recipe))
     worker = bench.worker(blueprint, model=model, trainer=trainer)
     samples = min(work.samples_per_prompt, TRAINED_SAMPLES)
-    timed = bench.calibrate(worker, "training", "train", PROMPT, (samples,), at_once=at_once)
+    timed = bench.calibrate(worker, "training", "train", bench.prompt, (samples,), at_once=at_once)
     if timed is None:
         return None
     return TrainingCost(
@@ -289,7 +299,7 @@ def _measure_step(
 
 
 def _commit(bench: _Bench, worker: Worker, at_once: int) -> tuple[float, float, Exported] | None:
-    timed = bench.calibrate(worker, "commit", "commit", PROMPT, at_once=at_once)
+    timed = bench.calibrate(worker, "commit", "commit", bench.prompt, at_once=at_once)
     if timed is None:
         return None
     began = perf_counter()
@@ -319,8 +329,7 @@ def _measure_scoring(bench: _Bench, blueprint: Blueprint, generated: SliceArtifa
     worker, piece = bench.worker(blueprint, reward=rewards), generated.slice
     for _ in range(2):
         began = perf_counter()
-        prompt = replace(PROMPT, sources=blueprint.family.sources.least)
-        job = Score(bench.next_id(), 0, piece, 0, generated, (prompt,) * piece.size)
+        job = Score(bench.next_id(), 0, piece, 0, generated, (bench.prompt,) * piece.size)
         if bench.ask(worker, job, Scored, "scoring") is None:
             return None
         seconds = perf_counter() - began

@@ -371,11 +371,16 @@ class AwmSettings(LaggingPolicySettings):
 
 
 class FlowDpoSettings(RenoisedSettings):
-    """A term compares the best sample of a group with the worst. Only the order of rewards matters."""
+    """A term compares the best sample of a group with the worst. Only the order of rewards matters.
+
+    The errors that are compared are those of the velocity or, with `error: noise`, of the predicted noise, as in
+    Diffusion-DPO: these are (1 - sigma)^2 times as large.
+    """
 
     rows_per_term: ClassVar[Literal[1, 2]] = 2
 
     beta: float = Field(default=100.0, gt=0)
+    error: Literal["velocity", "noise"] = "velocity"
 
     @field_validator("advantage")
     @classmethod

@@ -80,6 +80,20 @@ class HpsV3Settings(FrameRewardSettings):
         return ("hpsv3==1.0.0", "matplotlib", "tensorboard")
 
 
+class DeqaSettings(ModelRewardSettings):
+    """DeQA-Score's quality of an image: mPLUG-Owl2 with code from the model's repository, which is executed."""
+
+    name: Literal["deqa"] = "deqa"
+    model: str = Field(default="zhiyuanyou/DeQA-Score-Mix3", min_length=1)
+    revision: str | None = Field(default=None, min_length=1, description="branch, tag or commit of a hub id")
+    dtype: Literal["float32", "float16", "bfloat16"] = "float16"
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """The transformers that the model's code was written for, and what both import."""
+        return ("transformers==4.36.1", "numpy<2", "sentencepiece", "protobuf", "accelerate", "icecream")
+
+
 class ImageRewardSettings(ModelRewardSettings):
     """Human preference: BLIP with a head. `model` holds ImageReward.pt and med_config.json, as published."""
 

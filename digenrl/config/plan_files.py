@@ -30,6 +30,7 @@ class PlannedWork(Frozen):
     algorithm: str
     lora_rank: int | None
     lora_targets: tuple[str, ...] | str | None = None
+    pairs: bool = False
 
 
 class PlanPrediction(Frozen):
@@ -73,6 +74,7 @@ def work_of(recipe: Recipe) -> PlannedWork:
         algorithm=recipe.algorithm.name,
         lora_rank=None if lora is None else lora.rank,
         lora_targets=None if lora is None else lora.targets,
+        pairs=recipe.trains_on_pairs,
     )
 
 

@@ -37,7 +37,7 @@ class ProfiledWork(Frozen):
     """The work that was measured. A recipe that differs in more than its batch has other costs.
 
     `trained_steps` counts the denoising steps of a sample that are trained; `trained_share` is the fraction of
-    samples that are trained.
+    samples that are trained. `pairs` of images are encoded, not generated.
     """
 
     recipe: str
@@ -66,6 +66,7 @@ class ProfiledWork(Frozen):
     packed: bool
     lora_rank: PositiveInt | None
     lora_targets: tuple[str, ...] | str | None = None
+    pairs: bool = False
 
 
 class SliceCost(Frozen):

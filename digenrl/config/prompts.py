@@ -12,19 +12,24 @@ from digenrl.prompt_sets.contract import PromptSet, Split
 from digenrl.prompt_sets.registry import PROMPT_SETS
 
 PROMPT_FORMATS = (".txt", ".jsonl", ".parquet")
+IMAGE_COLUMNS = ("image", "images")  # of source images, by default
 
 
 class PromptSettings(Frozen):
     """A file of prompts (`path`) or a prompt set (`name`); the first `count` of them are used.
 
     `seed` and `split` say which prompts of the set. `shuffle` draws them in another order in every epoch, by the
-    run's seed.
+    run's seed. With `pair_columns` every prompt has a chosen and a rejected image, which take the place of
+    generated samples.
     """
 
     path: Path | None = None
     column: str = Field(default="prompt", min_length=1, description="the prompt's key in .jsonl and .parquet")
     image_column: str | None = Field(
         default=None, min_length=1, description="likewise, of its source images; `image` or `images` by default"
+    )
+    pair_columns: tuple[str, str] | None = Field(
+        default=None, description="likewise, of the chosen and of the rejected image; [chosen, rejected]"
     )
     name: str | None = None
     split: Split = "train"
@@ -61,6 +66,26 @@ class PromptSettings(Frozen):
         if self.name is not None and (self.count or 0) > DRAWN_PROMPTS:
             raise ValueError(f"count = {self.count}; at most {DRAWN_PROMPTS} prompts of a prompt set are drawn")
         return self
+
+    @model_validator(mode="after")
+    def _pairs_are_in_columns(self) -> PromptSettings:
+        if self.pair_columns is None:
+            return self
+        if self.path is None or self.path.suffix == ".txt":
+            where = f"path: {self.path}" if self.path else f"name: {self.name}"
+            raise ValueError(f"pair_columns need a .jsonl or .parquet file with these columns, got {where}")
+        taken = {"", self.column, *self.image_columns}
+        if len({*self.pair_columns} - taken) < 2:
+            raise ValueError(
+                f"pair_columns: expected two columns besides those of the prompt and of source images, such as "
+                f"[chosen, rejected], got {list(self.pair_columns)}"
+            )
+        return self
+
+    @property
+    def image_columns(self) -> tuple[str, ...]:
+        """The columns that may hold source images."""
+        return IMAGE_COLUMNS if self.image_column is None else (self.image_column,)
 
     @property
     def prompt_set(self) -> PromptSet | None:

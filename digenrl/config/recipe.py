@@ -38,7 +38,7 @@ from digenrl.config.publishing import PublishSettings
 from digenrl.config.reading import ConfigError, Frozen, errors_about
 from digenrl.config.recipe_paths import RANDOM
 from digenrl.config.reward_base import RewardSettings
-from digenrl.config.rewards import Rewards
+from digenrl.config.rewards import PreferenceSettings, Rewards
 from digenrl.config.source_sizes import SourceSize
 from digenrl.config.spec import AssistName, DispatchRuleName, HelpRuleName, ScheduleRules
 from digenrl.config.token_variables import HUB_TOKENS, check_token_variable
@@ -482,6 +482,7 @@ class Recipe(Frozen):
             why = "ema, but the run keeps no moving average; add training.ema={decay: 0.9}, or set it to trained"
             raise _conflict("evaluation.weights", why)
         self._check_group_rewards()
+        self._check_pairs()
         if self.training.job_samples != "auto":
             with errors_about("training.job_samples"):
                 check_slice(self.training.job_samples, self.batch.samples_per_prompt)
@@ -584,6 +585,25 @@ class Recipe(Frozen):
                 why = f"'{reward.shown_as}' compares the samples of a group, and held-out prompts have one sample"
                 raise _conflict("evaluation.rewards", f"{why} each; give evaluations other rewards")
 
+    def _check_pairs(self) -> None:
+        """Raises ConfigError if samples that are pairs of images do not fit the batch, or a reward needs them."""
+        held_out = self.held_out_rewards if self.evaluation is not None else ()
+        if any(isinstance(reward, PreferenceSettings) for reward in held_out):
+            why = "'preference' is for pairs, and held-out samples are generated; give evaluations other rewards"
+            raise _conflict("evaluation.rewards", why)
+        if not self.trains_on_pairs:
+            if any(isinstance(reward, PreferenceSettings) for reward in self.rewards):
+                why = "'preference' is for pairs in a file; set prompts.pair_columns, or use another reward"
+                raise _conflict("rewards", why)
+            return
+        for key, given, wanted in (
+            ("batch.samples_per_prompt", self.batch.samples_per_prompt, 2),
+            ("sample.frames", self.sample.frames, 1),
+        ):
+            if given != wanted:
+                why = f"{given}, but with prompts.pair_columns a group is a chosen and a rejected image"
+                raise _conflict(key, f"{why}; set it to {wanted}, or leave pair_columns out")
+
     def _check_shared_work(self) -> None:
         """Raises ConfigError if generators cannot train as well."""
         if self.topology.one_process:
@@ -596,6 +616,16 @@ class Recipe(Frozen):
         if self.topology.uses_ray and self.training.lora is None and several_updates:
             why = "both in mode ray, where all weights are too large to be sent after every update of a batch"
             raise _conflict("techniques.assist", f"{why}; train adapters (training.lora), or set it to trainer")
+
+    @property
+    def trains_on_pairs(self) -> bool:
+        """Whether samples are pairs of images in a file, and not generated."""
+        return self.prompts.pair_columns is not None
+
+    @property
+    def rewards_are_given(self) -> bool:
+        """Whether the file of the prompts has the rewards, whose mean then says nothing about the policy."""
+        return all(isinstance(reward, PreferenceSettings) for reward in self.rewards)
 
     @property
     def shares_work(self) -> bool:

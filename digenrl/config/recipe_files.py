@@ -140,6 +140,7 @@ def fingerprint(recipe: Recipe) -> str:
         "column": prompts.column,
         "shuffle": prompts.shuffle,
         **({} if prompts.image_column is None else {"image_column": prompts.image_column}),
+        **({} if prompts.pair_columns is None else {"pair_columns": list(prompts.pair_columns)}),
         **({} if prompts.count is None or prompts.path is None else {"count": prompts.count}),
     }
     return _digest(json.dumps(_canonical(content), sort_keys=True).encode())

@@ -24,6 +24,7 @@ from digenrl.config.judge import AnswerFormat, JudgeTemplate, read_template
 from digenrl.config.model_rewards import (
     AestheticSettings,
     ClipScoreSettings,
+    DeqaSettings,
     GenevalSettings,
     HpsV2Settings,
     HpsV3Settings,
@@ -89,6 +90,27 @@ class JpegIncompressibilitySettings(FrameRewardSettings):
 
     name: Literal["jpeg_incompressibility"] = "jpeg_incompressibility"
     quality: int = Field(default=95, ge=1, le=100)
+
+
+class FaceCountSettings(FrameRewardSettings):
+    """How close the number of frontal faces is to the wanted one, which metadata has as `faces`."""
+
+    name: Literal["face_count"] = "face_count"
+    faces: int | None = Field(default=None, ge=0, description="wanted, if a prompt's metadata does not say")
+    smallest: float = Field(
+        default=0.12, gt=0, le=1, description="smallest face, as a share of the image's shorter side"
+    )
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """The library that contains the detector."""
+        return ("scikit-image>=0.26",)
+
+
+class PreferenceSettings(RewardSettings):
+    """1 for the chosen image of a pair, 0 for the rejected one. Needs `prompts.pair_columns`."""
+
+    name: Literal["preference"] = "preference"
 
 
 class FunctionSettings(RewardSettings):
@@ -229,6 +251,8 @@ def judge_template(settings: JudgeSettings) -> JudgeTemplate:
 REWARDS: dict[str, type[RewardSettings]] = {
     "aesthetic": AestheticSettings,
     "clip_score": ClipScoreSettings,
+    "deqa": DeqaSettings,
+    "face_count": FaceCountSettings,
     "function": FunctionSettings,
     "geneval": GenevalSettings,
     "hpsv2": HpsV2Settings,
@@ -240,6 +264,7 @@ REWARDS: dict[str, type[RewardSettings]] = {
     "judge": JudgeSettings,
     "ocr": OcrSettings,
     "pickscore": PickScoreSettings,
+    "preference": PreferenceSettings,
     "videoalign": VideoAlignSettings,
 }
 

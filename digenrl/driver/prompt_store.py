@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from digenrl.prompts.sampler import PromptSampler
-from digenrl.prompts.source_images import image_bytes
+from digenrl.prompts.source_images import image_bytes, pair_bytes
 from digenrl.prompts.sources import Prompt
 from digenrl.records import HELD_OUT_STEP, PromptRow
 
@@ -30,7 +30,7 @@ class PromptStore:
             _row(prompt, is_held_out).row: prompt
             for prompts, is_held_out in ((sampler.prompts, False), (held_out, True))
             for prompt in prompts
-            if prompt.images
+            if prompt.images or prompt.pair
         }
         self._encoded: OrderedDict[str, None] = OrderedDict()  # least recently used first
         self._open: dict[int, set[str]] = {}  # rows by step
@@ -55,10 +55,14 @@ class PromptStore:
         return tuple(prompt for row, prompt in wanted.items() if row not in self._encoded)
 
     def images(self, prompts: Sequence[PromptRow]) -> tuple[tuple[bytes, ...], ...]:
-        """The source images of these prompts, read from their files; empty if no prompt has any."""
-        if not any(prompt.sources for prompt in prompts):
+        """The source images and pairs of these prompts, read from their files; empty if no prompt has any."""
+        if not any(prompt.sources or prompt.paired for prompt in prompts):
             return ()
-        return tuple(image_bytes(self._with_images[each.row]) if each.sources else () for each in prompts)
+        return tuple(self._image_bytes(prompt) for prompt in prompts)
+
+    def _image_bytes(self, prompt: PromptRow) -> tuple[bytes, ...]:
+        sources = image_bytes(self._with_images[prompt.row]) if prompt.sources else ()
+        return sources + (pair_bytes(self._with_images[prompt.row]) if prompt.paired else ())
 
     def add_encoded(self, prompts: Iterable[PromptRow]) -> None:
         """The prompts' rows are in the exchange."""
@@ -83,6 +87,7 @@ class PromptStore:
 
 
 def _row(prompt: Prompt, held_out: bool) -> PromptRow:
-    """The prompt with the name of its row, by kind and place in its file."""
+    """The prompt with the name of its row, by kind and place in its file. Held-out prompts have no pair."""
     name = f"{'held-out-prompt' if held_out else 'prompt'}-{prompt.id}"
-    return PromptRow(name, prompt.text, prompt.metadata, len(prompt.images), held_out)
+    paired = bool(prompt.pair) and not held_out
+    return PromptRow(name, prompt.text, prompt.metadata, len(prompt.images), held_out, paired)

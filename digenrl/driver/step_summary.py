@@ -12,7 +12,7 @@ from digenrl.records import SampleId
 
 AVERAGED = (
     *("gradient_norm", "ratio_mean", "clip_fraction", "kl", "log_prob_mismatch"),
-    *("stale_weight", "stale_weight_capped"),
+    *("stale_weight", "stale_weight_capped", "preferred"),
 )
 
 

@@ -87,6 +87,23 @@ def generate_slice(
 
 
 @torch.no_grad()
+def encode_slice(
+    model: DiffusionModel, pixels_BFCHW: Tensor, plans: Sequence[RolloutPlan], slice_: Slice, *, version: int
+) -> GeneratedSlice:
+    """Given images as the samples of a slice, whose final latents are kept. No step of theirs can be trained.
+
+    They are encoded one at a time: the last bits of a row depend on its batch, and slices may be cut anywhere.
+    """
+    assert not any(plan.kept_steps for plan in plans), "given images have no denoising steps"
+    kept = _KeptSteps(plans, Needs(final_latents=True))
+    final_BL = torch.cat([model.encode_pixels(pixels_FCHW[None]) for pixels_FCHW in pixels_BFCHW])
+    trajectories = tuple(
+        kept.trajectory(row, sample, version, final_BL[row]) for row, sample in enumerate(slice_.samples())
+    )
+    return GeneratedSlice(slice_, plans[0].size, trajectories, final_BL)
+
+
+@torch.no_grad()
 def generate_pixels(
     model: DiffusionModel,
     conditioning: Conditioning,

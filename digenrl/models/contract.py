@@ -276,6 +276,13 @@ class DiffusionModel(ABC):
         """Decodes large samples in overlapping tiles from now on; False if it does already, or cannot."""
         return False
 
+    def encode_pixels(self, pixels_BFCHW: Tensor) -> Tensor:
+        """The latents (B, *L) of images in [0, 1], in fp32: the inverse of `decode`, as far as the VAE is one.
+
+        Images have the size of a sample. The most likely latents are returned; nothing is drawn.
+        """
+        raise ConfigError(f"{self.family} cannot train on given images; use a family that makes images")
+
     @abstractmethod
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
         """Pixels in [0, 1], fp32: (B, frames, 3, height, width)."""

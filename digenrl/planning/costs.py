@@ -68,11 +68,16 @@ def forward_seconds(
 def slice_seconds(
     workload: Workload, card: Card, size: int, lane_cards: int = 1, constants: Constants = CONSTANTS
 ) -> float:
-    """Denoising and decoding `size` samples on one lane; guidance doubles the rows of every forward."""
-    forward_s = forward_seconds(workload, card, size * workload.branches, lane_cards, constants)
+    """Denoising and decoding `size` samples on one lane; guidance doubles the rows of every forward.
+
+    Pairs are only encoded, in at most the time of decoding.
+    """
     decode_s = size * workload.decode_flop / (card.bf16_tflops * TERA * constants.decode_share)
     if workload.float32_vae:
         decode_s *= constants.float32_decode
+    if workload.pairs:
+        return decode_s
+    forward_s = forward_seconds(workload, card, size * workload.branches, lane_cards, constants)
     return workload.denoise_steps * forward_s + decode_s
 
 

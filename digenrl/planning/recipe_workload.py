@@ -50,6 +50,7 @@ def workload_of(recipe: Recipe, cluster: Cluster, facts: ModelFacts | None) -> W
         "prompts": batch.prompts,
         "samples_per_prompt": batch.samples_per_prompt,
         "guidance": _guided(recipe.model.guidance),
+        "pairs": recipe.trains_on_pairs,
         "reward_lanes": rewards if isinstance(rewards, int) else len(rewards),
         "reward_seconds": max((pool.measured.score_seconds or 0.0 for pool in cluster.pools), default=0.0),
     }

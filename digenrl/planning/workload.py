@@ -29,9 +29,9 @@ class Workload(Frozen):
     `trained_per_prompt` samples of each group are trained, all by default, in `parts_per_group` parts: several if
     every update trains samples of every group. `old_policy_forward` is the share of (sample, time-step) pairs that
     also need a forward of the policy before the update. `renoised` training noises final latents again: it needs
-    no guidance, and no level is excluded. `held_out_size` is the height, width and frames of an evaluation's
-    samples, if they differ. `rounded_adapters` are published in bf16. Without `model_facts` only measured costs
-    are available.
+    no guidance, and no level is excluded. `pairs` of images are encoded and not generated. `held_out_size` is the
+    height, width and frames of an evaluation's samples, if they differ. `rounded_adapters` are published in bf16.
+    Without `model_facts` only measured costs are available.
     """
 
     model: str
@@ -52,6 +52,7 @@ class Workload(Frozen):
     parts_per_group: Whole = 1
     guidance: bool = True
     renoised: bool = False
+    pairs: bool = False
     reference_forward: bool = False
     old_policy_forward: Annotated[float, Field(ge=0, le=1)] = 0.0
     float32_weights: bool = False

@@ -1,4 +1,4 @@
-"""Source images of prompts: reads, checks and resizes them. Needs Pillow, and no torch."""
+"""Images of prompts, sources and pairs: reads, checks and resizes them. Needs Pillow, and no torch."""
 
 from __future__ import annotations
 
@@ -18,22 +18,27 @@ RESAMPLING = Image.Resampling.LANCZOS
 
 
 def check_images(prompts: Sequence[Prompt]) -> None:
-    """Raises ConfigError if a source image is missing or not an image; reads headers only."""
+    """Raises ConfigError if an image is missing or not an image; reads headers only."""
     for prompt in prompts:
-        for image in prompt.images:
+        for image in (*prompt.images, *prompt.pair):
             with _opened(image, prompt.where):
                 pass
 
 
 def image_bytes(prompt: Prompt) -> tuple[bytes, ...]:
-    """The content of the prompt's image files; raises ConfigError if one cannot be read."""
+    """The content of the prompt's source images; raises ConfigError if one cannot be read."""
     return tuple(_content(image, prompt.where) for image in prompt.images)
+
+
+def pair_bytes(prompt: Prompt) -> tuple[bytes, ...]:
+    """Likewise, of its chosen and its rejected image; empty if it has none."""
+    return tuple(_content(image, prompt.where) for image in prompt.pair)
 
 
 def read_images(
     contents: Sequence[bytes], where: str, height: int, width: int, rule: SourceSize
 ) -> tuple[Image.Image, ...]:
-    """The source images of a prompt for samples of this size: RGB, upright, resized by the rule.
+    """The images of a prompt for samples of this size: RGB, upright, resized by the rule.
 
     Transparent pixels become white. Raises ConfigError if one cannot be decoded.
     """
@@ -86,7 +91,7 @@ def _decoded(content: bytes, where: str) -> Image.Image:
         try:
             upright = ImageOps.exif_transpose(image)
         except (OSError, SyntaxError, ValueError) as error:
-            raise ConfigError(f"{where}: its source image cannot be decoded: {one_line(error)}") from None
+            raise ConfigError(f"{where}: an image of it cannot be decoded: {one_line(error)}") from None
         if not upright.has_transparency_data:
             return upright.convert("RGB")
         layers = upright.convert("RGBA")
@@ -108,7 +113,7 @@ def _content(image: ImageSource, where: str) -> bytes:
 
 
 def _unreadable(image: ImageSource, where: str, error: Exception) -> ConfigError:
-    named = f"the source image {image}" if isinstance(image, Path) else f"a source image of {len(image)} bytes"
+    named = f"the image {image}" if isinstance(image, Path) else f"an image of {len(image)} bytes"
     if isinstance(error, FileNotFoundError):
         return ConfigError(f"{where}: {named} does not exist; paths are relative to the file of the prompts")
     if isinstance(error, UnidentifiedImageError):

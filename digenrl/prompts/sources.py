@@ -1,7 +1,7 @@
 """Reads prompts from text files (one per line), JSON lines and parquet, or draws them from a prompt set.
 
-Prompts in JSON lines and parquet may have source images: paths, relative to the file, data URLs, or in parquet
-also bytes.
+Prompts in JSON lines and parquet may have source images, and a pair of a chosen and a rejected image: paths,
+relative to the file, data URLs, or in parquet also bytes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from digenrl.config.prompts import PromptSettings
 from digenrl.config.reading import ConfigError, check_content, errors_in, is_text, one_line
 
 ImageSource = Path | bytes
-IMAGE_COLUMNS = ("image", "images")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt. `id` is its index in the source; two prompts may have the same text. Errors say `where` it is."""
+    """A prompt. `id` is its index in the source; two prompts may have the same text. Errors say `where` it is.
+
+    `pair` has the chosen and the rejected image, if prompts have them.
+    """
 
     id: int
     text: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[ImageSource, ...] = ()
+    pair: tuple[ImageSource, ...] = ()
     where: str = field(default="", compare=False)
 
 
@@ -109,12 +112,25 @@ def _from_record(index: int, record: dict[str, Any], settings: PromptSettings, w
     if not isinstance(text, str) or not text.strip():
         raise ConfigError(f"{where}: '{column}' must be a non-empty string, got {repr(text)[:60]}")
     _check_text(text, where)
-    image_columns = (settings.image_column,) if settings.image_column is not None else IMAGE_COLUMNS
-    images = tuple(image for name in image_columns for image in _images(record.get(name), name, settings, where))
-    metadata = {key: value for key, value in record.items() if key != column and key not in image_columns}
+    images = tuple(
+        image for name in settings.image_columns for image in _images(record.get(name), name, settings, where)
+    )
+    pair = tuple(_paired_image(record, name, settings, where) for name in settings.pair_columns or ())
+    others = (column, *settings.image_columns, *(settings.pair_columns or ()))
+    metadata = {key: value for key, value in record.items() if key not in others}
     with errors_in(where):
         check_content(metadata)
-    return Prompt(index, text, metadata, images, where)
+    return Prompt(index, text, metadata, images, pair, where)
+
+
+def _paired_image(record: dict[str, Any], column: str, settings: PromptSettings, where: str) -> ImageSource:
+    images = tuple(_images(record.get(column), column, settings, where))
+    if len(images) != 1:
+        raise ConfigError(
+            f"{where}: {len(images) or 'no'} images in '{column}', one is needed; known: {', '.join(record)}; set "
+            "`pair_columns`"
+        )
+    return images[0]
 
 
 def _images(value: Any, column: str, settings: PromptSettings, where: str) -> Iterator[ImageSource]:

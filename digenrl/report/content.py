@@ -53,7 +53,7 @@ def about(run: RunRecord) -> list[tuple[str, str]]:
         ("Trained", _trained(recipe)),
         ("Algorithm", recipe.algorithm.name),
         ("Rewards", _rewards(recipe)),
-        ("Samples", _samples(recipe.sample_size, recipe.sample.denoising_steps)),
+        ("Samples", _samples(recipe.sample_size, 0 if recipe.trains_on_pairs else recipe.sample.denoising_steps)),
         *_evaluation(recipe),
         ("Batch", f"{batch.prompts} prompts × {batch.samples_per_prompt} samples, slice {batch.slice}"),
         ("Steps", f"{len(run.steps)} of {recipe.steps} optimizer steps, seed {recipe.seed}"),
@@ -81,7 +81,7 @@ def techniques(recipe: Recipe) -> list[dict[str, Any]]:
 
 def headline_of(run: RunRecord) -> dict[str, Any]:
     """The headline figures; None for what the run did not measure."""
-    reward = headline.reward_change(run.steps)
+    reward = None if run.recipe.rewards_are_given else headline.reward_change(run.steps)
     steady = steady_window(run.trace)
     whole = TimeWindow(0, run.trace.end_ns)
     pools = list(dict.fromkeys(lane.pool for lane in run.trace.lanes))
@@ -166,7 +166,8 @@ def _rewards(recipe: Recipe) -> str:
 def _samples(size: tuple[int, int, int], denoising_steps: int) -> str:
     height, width, frames = size
     of_video = f", {frames} frames" if frames > 1 else ""
-    return f"{width} × {height}{of_video}, {denoising_steps} denoising steps"
+    how = f"{denoising_steps} denoising steps" if denoising_steps else "pairs of images in a file"
+    return f"{width} × {height}{of_video}, {how}"
 
 
 def _evaluation(recipe: Recipe) -> list[tuple[str, str]]:

@@ -45,6 +45,7 @@ _HEALTH = (
     _ChartSpec("Samples per second", {"samples_per_s": "samples/s"}),
     _ChartSpec("Model FLOP utilisation", {"generation_mfu": "generation", "training_mfu": "training"}, "share"),
     _ChartSpec("Gradient norm", {"gradient_norm": "gradient norm"}),
+    _ChartSpec("Better samples preferred", {"preferred": "share of comparisons"}, "share"),
     _ChartSpec("KL to the reference", {"kl": "KL"}),
     _ChartSpec("Policy ratio", {"ratio_mean": "mean", "ratio_max": "largest"}),
     _ChartSpec("Clipped ratios", {"clip_fraction": "clipped"}, "share"),
@@ -65,9 +66,9 @@ def _title(what: str, rewards: str) -> str:
 
 
 def reward_charts(run: RunRecord) -> tuple[Chart, ...]:
-    """The training reward with its standard deviation; none before the first reward."""
+    """The training reward with its standard deviation; none before the first reward, or if it is given."""
     mean = _column(run.steps, "reward_mean")
-    if not _any(mean):
+    if not _any(mean) or run.recipe.rewards_are_given:
         return ()
     spread = _column(run.steps, "reward_std")
     series = Series("mean of the step's samples", mean, spread if _any(spread) else None)
@@ -78,7 +79,7 @@ def reward_charts(run: RunRecord) -> tuple[Chart, ...]:
 def part_charts(run: RunRecord) -> tuple[Chart, ...]:
     """One chart per part of the training reward."""
     x = tuple(step.step for step in run.steps)
-    parts = [name for name in _names(run.steps) if name.startswith(_PART)]
+    parts = [name for name in _names(run.steps) if name.startswith(_PART) and not run.recipe.rewards_are_given]
     return tuple(
         Chart(name.removeprefix(_PART), x, (Series(name.removeprefix(_PART), _column(run.steps, name)),))
         for name in parts

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 Metadata = Mapping[str, Any]
 # The metadata key of a sample's source images, if there are any: a tuple of tensors (3, H, W), fp32 in [0, 1].
 SOURCE_IMAGES = "source_images"
+# The metadata key of a sample that is an image of a pair: True for the chosen image, False for the rejected one.
+PREFERRED = "preferred"
 ROUNDING = 1e-4  # how far the pixels of a decoder may exceed [0, 1]
 
 

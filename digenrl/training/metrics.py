@@ -113,7 +113,8 @@ class UpdateMetrics:
 
     `log_prob_mismatch` is the mean |new - rollout's log-prob| of fresh samples before the batch's first update,
     where both should be equal. `gradient_norm` is before clipping; if it is not finite, the update was `skipped`.
-    Rewards are those of the update's groups; a group of equal rewards is counted in the last update that trains
+    `preferred` is the share of terms in which a better sample is preferred more than by the reference. Rewards are
+    those of the update's groups; a group of equal rewards is counted in the last update that trains
     part of it. `terms` is the denominator Z. `memory_retries` counts the allocator's retries since the previous
     update: if it is not 0, memory is so tight that the GPU waits for it.
     """
@@ -136,6 +137,7 @@ class UpdateMetrics:
     memory_retries: int | None = None
     stale_weight: float | None = None
     stale_weight_capped: float | None = None
+    preferred: float | None = None
 
 
 def update_metrics(
@@ -165,6 +167,7 @@ def update_metrics(
         memory_retries=memory_retries,
         stale_weight=tally.mean("stale_weight"),
         stale_weight_capped=tally.mean("stale_weight_capped"),
+        preferred=tally.mean("preferred"),
         **counts,
     )
 

@@ -21,7 +21,7 @@ from digenrl.config.import_paths import add_to_python_path
 from digenrl.config.reading import ConfigError, errors_about, one_line
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_paths import DEMO_MODELS
-from digenrl.config.windows import Window
+from digenrl.config.windows import EulerOnly, Window
 from digenrl.generation.noise import normal_noise
 from digenrl.models.base_weights import base_fingerprint
 from digenrl.models.compiled import compile_blocks
@@ -123,6 +123,7 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
         window.check(recipe.sample.denoising_steps)
     _check_noise(recipe, window, algorithm)
     _check_sampler(recipe, algorithm)
+    _check_pairs(recipe, family, algorithm)
     check_shape(batch_shape(recipe), algorithm, recipe.training)
     if recipe.training.lora is None and recipe.model.dtype != "float32":
         raise ConfigError(
@@ -184,6 +185,27 @@ def _check_sampler(recipe: Recipe, algorithm: Algorithm) -> None:
             f"sample.precision: {recipe.sample.precision}, but with these options {recipe.algorithm.name} takes "
             "samples as if they were generated in the precision of training; weigh them with "
             "algorithm.options={stale: decoupled, weighted: all}, or leave it out"
+        )
+
+
+def _check_pairs(recipe: Recipe, family: Family, algorithm: Algorithm) -> None:
+    where = "prompts.pair_columns"
+    if not recipe.trains_on_pairs:
+        return
+    if algorithm.rows_per_term != 2:
+        raise ConfigError(
+            f"{where}: {recipe.algorithm.name} compares no two samples; set algorithm={{name: flow_dpo}}, or "
+            "leave pair_columns out",
+            where,
+        )
+    if not isinstance(recipe.window, EulerOnly):
+        raise ConfigError(
+            f"sample.window: {recipe.window.kind}, but images of {where} have no denoising steps; leave it out",
+            "sample.window",
+        )
+    if family.kind != "image":
+        raise ConfigError(
+            f"{where}: pairs are images, but {family.name} makes videos; use another model.family", where
         )
 
 

@@ -20,7 +20,7 @@ from digenrl.records import Calibrate, Calibrated, PromptRow, SampleId, Slice
 from digenrl.rewards.contract import RewardError
 from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.worker.forward_trial import sample_forward, train_flop, try_attention
-from digenrl.worker.rollouts import held_out_pixels, roll_out
+from digenrl.worker.rollouts import held_out_pixels
 from digenrl.worker.stages import Stages
 from digenrl.worker.tensor_files import trajectory_tensors
 from digenrl.worker.timing import peak_bytes, sustained_seconds, watch_peak
@@ -60,11 +60,15 @@ class StageCalibration:
                 0,
                 job,
                 {},
-                generate_flop=self._of_all_cards(self._blueprint.recipe.sample.denoising_steps * forward.flop),
+                generate_flop=self._of_all_cards(self._denoising_steps(job) * forward.flop),
                 train_flop=self._of_all_cards(train_flop(self._blueprint, model, row)),
                 matrix_tflops=matrix_tflops(model.device),
                 attention=try_attention(self._blueprint, model, row, forward, job.passes),
             )
+
+    def _denoising_steps(self, job: Calibrate) -> int:
+        """Of every sample; the images of a pair are not denoised."""
+        return 0 if _prompt(job).paired else self._blueprint.recipe.sample.denoising_steps
 
     def _own_forwards(self) -> AbstractContextManager[None]:
         """Inside, the stages of a model can compute forwards alone, each its own part."""
@@ -154,7 +158,7 @@ class StageCalibration:
         pixels_BFCHW = torch.rand(samples, size.frames, 3, size.height, size.width, generator=noise)
         began = perf_counter()
         with suppress(RewardError):
-            self._stages.score_pixels(pixels_BFCHW, [_prompt(job)] * samples, held_out)
+            self._stages.score_pixels(pixels_BFCHW, [_prompt(job)] * samples, held_out=held_out)
         return perf_counter() - began
 
     def _training(self, job: Calibrate) -> Calibrated:
@@ -185,16 +189,12 @@ class StageCalibration:
 
     def sample_group(self, prompt: PromptRow, samples: int, at_once: int) -> ScoredGroup:
         """Samples with made-up rewards, generated `at_once` at a time."""
-        stages = self._stages
-        row = stages.model.compact(stages.row(prompt))
         trajectories: list[Trajectory] = []
         for first in range(0, samples, at_once):
-            piece = Slice(CALIBRATION_STEP, 0, first, at_once)
-            with stages.served_weights(), self._own_forwards():
-                generated, _ = roll_out(
-                    self._blueprint, stages.model, row, piece, stages.version, stages.row_limits
-                )
+            with self._own_forwards():
+                generated, _ = self._stages.roll_out(prompt, Slice(CALIBRATION_STEP, 0, first, at_once))
             trajectories += generated.trajectories
+        row = self._stages.model.compact(self._stages.row(prompt))
         return ScoredGroup(row, tuple(trajectories[:samples]), tuple(float(index) for index in range(samples)))
 
     def _timed_replay(self, group: ScoredGroup, later: bool) -> float:

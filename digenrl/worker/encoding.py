@@ -1,4 +1,4 @@
-"""Encodes a prompt for a recipe, with its source images if it has any."""
+"""Encodes a prompt for a recipe, with its source images if it has any, and resizes its images."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ def source_images(
     """Source images, decoded and resized for the samples of training or of the evaluation."""
     size = blueprint.held_out_size if held_out else blueprint.size
     return read_images(contents, where, size.height, size.width, blueprint.recipe.sample.source_size)
+
+
+def paired_images(blueprint: Blueprint, contents: Sequence[bytes], where: str) -> tuple[Image.Image, ...]:
+    """The images of a pair, decoded, scaled to cover the size of a sample and cropped to it."""
+    return read_images(contents, where, blueprint.size.height, blueprint.size.width, "crop")
 
 
 def encode_prompt(

@@ -18,6 +18,7 @@ from digenrl.generation.rollout import (
     GeneratedSlice,
     RolloutSettings,
     decode_slice,
+    encode_slice,
     generate_pixels,
     generate_slice,
 )
@@ -80,6 +81,14 @@ def roll_out(
         limit=limits.denoising,
     )
     return generated, decode_slice(model, generated, limits.decoding)
+
+
+def encode_images(
+    blueprint: Blueprint, model: DiffusionModel, pixels_BFCHW: Tensor, piece: Slice, version: int
+) -> GeneratedSlice:
+    """Given images as the samples of a slice."""
+    plans = plan(blueprint, model, tuple(piece.samples()))
+    return encode_slice(model, pixels_BFCHW, plans, piece, version=version)
 
 
 def held_out_pixels(

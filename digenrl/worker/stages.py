@@ -42,7 +42,6 @@ from digenrl.records import (
     Generated,
     GradientsSent,
     GroupArtifact,
-    HeldOutChunk,
     PromptRow,
     Publish,
     Published,
@@ -73,7 +72,7 @@ from digenrl.records import (
     update_name,
     weights_name,
 )
-from digenrl.rewards.contract import SOURCE_IMAGES, Reward, RewardError
+from digenrl.rewards.contract import PREFERRED, SOURCE_IMAGES, Reward, RewardError
 from digenrl.training.checkpoint.checkpoints import prune_checkpoints, save_checkpoint
 from digenrl.training.checkpoint.export import export_weights, weights_to_export
 from digenrl.training.checkpoint.format import BASE_WEIGHTS, CheckpointError
@@ -82,14 +81,16 @@ from digenrl.training.gradient_share import share_as_tensors, share_of_tensors
 from digenrl.training.ranks.rank_group import RankGroup, RanksError, all_or_none
 from digenrl.training.trainer import Trainer
 from digenrl.worker.blueprint import Blueprint
-from digenrl.worker.encoding import encode_prompt, source_images
+from digenrl.worker.encoding import encode_prompt, paired_images, source_images
 from digenrl.worker.pictures import save_pictures
-from digenrl.worker.rollouts import held_out_pixels, plan, roll_out, row_limits, shuffled
+from digenrl.worker.rollouts import encode_images, held_out_pixels, plan, roll_out, row_limits, shuffled
 from digenrl.worker.tensor_files import (
+    PAIR,
+    SOURCE,
     conditioning_of,
     conditioning_tensors,
-    source_tensors,
-    sources_of,
+    image_tensors,
+    images_of,
     trajectories_of,
     trajectory_tensors,
 )
@@ -151,17 +152,23 @@ class Stages:
     def encode(self, job: Encode) -> Encoded:
         """Encodes prompts one at a time: a row's last bits depend on its batch, and a resumed run must match.
 
-        Source images are resized and encoded here. Rewards find them beside the encoded prompt.
+        Source images are resized and encoded here. Rewards find them beside the encoded prompt, and generators the
+        images of a pair.
         """
         assert self.parts.encoder is not None
         for prompt, contents in zip(job.prompts, job.images or [()] * len(job.prompts), strict=True):
-            images = source_images(self._blueprint, contents, prompt.row, prompt.held_out)
+            images = source_images(self._blueprint, contents[: prompt.sources], prompt.row, prompt.held_out)
+            pair = paired_images(self._blueprint, contents[prompt.sources :], prompt.row)
             row = encode_prompt(self._blueprint, self.parts.encoder, prompt.text, images, prompt.held_out)
-            self._exchange.put(prompt.row, conditioning_tensors(row.to("cpu")) | source_tensors(images))
+            tensors = conditioning_tensors(row.to("cpu"))
+            self._exchange.put(prompt.row, tensors | image_tensors(images, SOURCE) | image_tensors(pair, PAIR))
         return Encoded(0, job)
 
     def generate(self, job: Generate) -> Generated:
-        """Rolls out a slice and decodes it. Scores it here if this worker has a reward, else leaves its pixels."""
+        """Rolls out a slice and decodes it. Scores it here if this worker has a reward, else leaves its pixels.
+
+        The samples of a paired prompt are its images.
+        """
         assert self.version >= job.version, f"{job} needs weights that were never loaded"
         generated, pixels_BFCHW = self.roll_out(job.prompt, job.slice)
         if self.parts.follows:
@@ -172,7 +179,7 @@ class Stages:
             self._exchange.put(pixels_name(name), {"pixels": pixels_BFCHW})
             return Generated(0, job, self.version)
         try:
-            scores = self.score_pixels(pixels_BFCHW, [job.prompt] * job.slice.size)
+            scores = self.score_pixels(pixels_BFCHW, [job.prompt] * job.slice.size, job.slice.first)
         except RewardError as error:
             return Generated(0, job, self.version, score_failure=str(error))
         return Generated(0, job, self.version, scores=scores)
@@ -184,8 +191,8 @@ class Stages:
             assert job.artifact is not None
             first = job.piece.first - job.artifact.slice.first
             pixels_BFCHW = pixels_BFCHW[first : first + job.piece.size]
-        held_out = isinstance(job.piece, HeldOutChunk)
-        return Scored(0, job, self.score_pixels(pixels_BFCHW, job.prompts, held_out=held_out))
+            return Scored(0, job, self.score_pixels(pixels_BFCHW, job.prompts, job.piece.first))
+        return Scored(0, job, self.score_pixels(pixels_BFCHW, job.prompts, held_out=True))
 
     # --- The trainer --------------------------------------------------------------------------------------------
 
@@ -351,21 +358,36 @@ class Stages:
     def roll_out(self, prompt: PromptRow, piece: Slice) -> tuple[GeneratedSlice, Tensor]:
         """The trajectories of a slice, and its pixels_BFCHW."""
         began = perf_counter()
-        with self.served_weights():
-            row = self.row(prompt)
-            generated = roll_out(self._blueprint, self.model, row, piece, self.version, self.row_limits)
+        if prompt.paired:
+            pair = images_of(self._exchange.get(prompt.row), PAIR)
+            pixels_BFCHW = torch.stack([pair[sample.index] for sample in piece.samples()]).unsqueeze(1)
+            encoded = encode_images(self._blueprint, self.model, pixels_BFCHW, piece, self.version)
+            generated = encoded, pixels_BFCHW
+        else:
+            with self.served_weights():
+                row = self.row(prompt)
+                generated = roll_out(self._blueprint, self.model, row, piece, self.version, self.row_limits)
         if self.parts.slowdown > 1:
             sleep((perf_counter() - began) * (self.parts.slowdown - 1))
         return generated
 
-    def score_pixels(self, pixels_BFCHW: Tensor, prompts: Sequence[PromptRow], held_out: bool = False) -> Scores:
-        """One finite number per sample, and its parts, by the rewards of training or of the evaluation."""
+    def score_pixels(
+        self, pixels_BFCHW: Tensor, prompts: Sequence[PromptRow], first: int = 0, held_out: bool = False
+    ) -> Scores:
+        """One finite number per sample, and its parts, by the rewards of training or of the evaluation.
+
+        `first` is the index of the first sample in its group. Of a pair, sample 0 is the chosen image.
+        """
         reward = (self.parts.held_out_reward if held_out else None) or self.parts.reward
         assert reward is not None
         sources = {prompt.row: self._sources(prompt) for prompt in edited_prompts(prompts)}
         metadata = [
-            {**prompt.metadata, SOURCE_IMAGES: sources[prompt.row]} if prompt.sources else prompt.metadata
-            for prompt in prompts
+            {
+                **prompt.metadata,
+                **({SOURCE_IMAGES: sources[prompt.row]} if prompt.sources else {}),
+                **({PREFERRED: index == 0} if prompt.paired else {}),
+            }
+            for index, prompt in enumerate(prompts, start=first)
         ]
         batch = reward.score(pixels_BFCHW, [prompt.text for prompt in prompts], metadata)
         return Scores(batch.values, dict(batch.parts))
@@ -405,7 +427,7 @@ class Stages:
 
     def _sources(self, prompt: PromptRow) -> tuple[Tensor, ...]:
         """The prompt's source images as they were encoded, each of shape (3, H, W)."""
-        return sources_of(self._exchange.get(prompt.row))
+        return images_of(self._exchange.get(prompt.row), SOURCE)
 
     def _open_update(self, job: Train) -> None:
         """Gets the weights of the job's update, if another one is open here."""

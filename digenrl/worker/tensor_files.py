@@ -1,7 +1,7 @@
-"""Conditioning, source images and trajectories as named tensors, and back, to the last bit.
+"""Conditioning, images of prompts and trajectories as named tensors, and back, to the last bit.
 
 What can be computed from ids alone (plans, schedules) does not travel. Shape legend: B = samples of a slice, K =
-kept steps, L = one sample's latents; C = 3 colours, H and W = height and width of a source image.
+kept steps, L = one sample's latents; C = 3 colours, H and W = height and width of an image.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from digenrl.records import SampleId
 
 ABSENT = "absent."  # before the name of a text argument that is None
 SOURCE = "source."  # before the number of a source image
+PAIR = "pair."  # before the number of an image of a pair
 
 
 def conditioning_tensors(conditioning: Conditioning) -> dict[str, Tensor]:
@@ -32,30 +33,30 @@ def conditioning_tensors(conditioning: Conditioning) -> dict[str, Tensor]:
 
 
 def conditioning_of(tensors: Mapping[str, Tensor]) -> Conditioning:
-    """The inverse of `conditioning_tensors`. Source images are left out."""
+    """The inverse of `conditioning_tensors`. Images are left out."""
     sides: dict[str, dict[str, Tensor | None]] = {"positive": {}, "negative": {}}
     images: dict[str, Tensor] = {}
     for key, value in tensors.items():
         side, _, name = key.removeprefix(ABSENT).partition(".")
         if side == "images":
             images[name] = value
-        elif not key.startswith(SOURCE):
+        elif not key.startswith((SOURCE, PAIR)):
             sides[side][name] = None if key.startswith(ABSENT) else value
     return Conditioning(sides["positive"], sides["negative"] or None, images)
 
 
-def source_tensors(images: Sequence[Image.Image]) -> dict[str, Tensor]:
-    """The source images of a prompt, (3, H, W) as uint8."""
+def image_tensors(images: Sequence[Image.Image], kind: str) -> dict[str, Tensor]:
+    """The images of a prompt that are of this kind, SOURCE or PAIR: (3, H, W) as uint8."""
     return {
-        f"{SOURCE}{index}": torch.from_numpy(numpy.array(image)).permute(2, 0, 1).contiguous()
+        f"{kind}{index}": torch.from_numpy(numpy.array(image)).permute(2, 0, 1).contiguous()
         for index, image in enumerate(images)
     }
 
 
-def sources_of(tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """The source images in order, each (3, H, W) in [0, 1], fp32."""
-    count = sum(name.startswith(SOURCE) for name in tensors)
-    return tuple(tensors[f"{SOURCE}{index}"].float() / 255 for index in range(count))
+def images_of(tensors: Mapping[str, Tensor], kind: str) -> tuple[Tensor, ...]:
+    """The images of this kind in order, each (3, H, W) in [0, 1], fp32."""
+    count = sum(name.startswith(kind) for name in tensors)
+    return tuple(tensors[f"{kind}{index}"].float() / 255 for index in range(count))
 
 
 def trajectory_tensors(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:

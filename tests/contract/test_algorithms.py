@@ -488,3 +488,27 @@ def test_dpo_prefers_the_sample_with_the_larger_gain_over_the_reference():
     )
     # best: (.1^2 - .5^2) = -.24; worst: (.3^2 - .1^2) = .08; -ln sigmoid(-5 (-.24 - .08)) = ln(1 + e^-1.6)
     assert dpo.loss(couple).total_M().tolist() == [pytest.approx(math.log1p(math.exp(-1.6)), rel=1e-12)]
+
+
+def test_dpo_with_errors_of_the_noise_is_diffusion_dpo():
+    """Against the loss in train.py of https://github.com/SalesforceAIResearch/DiffusionDPO, at these numbers."""
+    data, noise = column(1.0, -0.4)[:, None], column(0.7, 0.7)[:, None]
+    predicted, reference = column(0.65, 0.3)[:, None], column(0.5, 0.45)[:, None]
+    a, b = math.sqrt(0.6), math.sqrt(0.4)  # of a timestep whose alphas_cumprod is 0.6
+    noised = a * data + b * noise
+
+    def velocity(noise_R1):  # of a model that predicts noise
+        return noise_R1 - (noised - b * noise_R1) / a
+
+    couple = RenoisedPairs(
+        advantage_R=column(1.0, -1.0),
+        sigma_R=column(b / (a + b), b / (a + b)),
+        final_RL=data,
+        noise_RL=noise,
+        noised_RL=noised / (a + b),
+        velocity_RL=velocity(predicted),
+        reference_velocity_RL=velocity(reference),
+    )
+    loss = build_algorithm("flow_dpo", {"beta": 20, "error": "noise"}).loss(couple)
+    # chosen: .05^2 - .2^2 = -.0375; rejected: .4^2 - .25^2 = .0975; -10 (-.0375 - .0975) = 1.35
+    assert loss.total_M().tolist() == [pytest.approx(math.log1p(math.exp(-1.35)), rel=1e-12)]

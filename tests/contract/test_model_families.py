@@ -22,6 +22,7 @@ from torch import Tensor
 from digenrl.config.reading import ConfigError
 from digenrl.models.blocks import checkpoint_blocks, repeated_blocks
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
+from digenrl.models.families.qwen_image_2_1 import on_white
 from digenrl.models.family import Component, Family, FullSize
 from digenrl.models.lora import (
     adapter_parameters,
@@ -310,6 +311,28 @@ def gradient_of(model: DiffusionModel, family: Family) -> dict[str, Tensor | Non
 def any_gradient(output: Tensor | tuple[Tensor | None, ...]) -> bool:
     parts = output if isinstance(output, tuple) else (output,)
     return any(each.requires_grad for each in parts if each is not None)
+
+
+@torch.no_grad()
+def test_given_images_become_the_latents_that_the_vae_decodes(family: Family, shared_model: PipelineModel) -> None:
+    size = oblong(family)
+    pixels_BFCHW = torch.rand(2, 1, 3, size.height, size.width, generator=torch.Generator().manual_seed(0))
+    if family.kind == "video":
+        with pytest.raises(ConfigError, match=family.name):
+            shared_model.encode_pixels(pixels_BFCHW)
+        return
+    vae, inputs_BCFHW = shared_model.vae, 2 * pixels_BFCHW.transpose(1, 2) - 1
+    if family.name == "qwen_image_2_1":  # with opacity
+        inputs_BCFHW = torch.cat([inputs_BCFHW, torch.ones_like(inputs_BCFHW[:, :1])], dim=1)
+    inputs = inputs_BCFHW if "z_dim" in vae.config else inputs_BCFHW.squeeze(2)
+    decoded = vae.decode(vae.encode(inputs).latent_dist.mode()).sample.reshape(inputs_BCFHW.shape)
+    latents_BL = shared_model.encode_pixels(pixels_BFCHW)
+    assert latents_BL.shape == shared_model.initial_latents(noise_of(shared_model, size), size).shape
+    expected_BFCHW = (decoded.transpose(1, 2) / 2 + 0.5).clamp(0, 1)
+    if family.name == "qwen_image_2_1":
+        expected_BFCHW = on_white(expected_BFCHW)
+    torch.testing.assert_close(shared_model.decode(latents_BL, size), expected_BFCHW, rtol=0, atol=1e-4)
+    assert expected_BFCHW.std() > 1e-3
 
 
 @pytest.mark.parametrize("share", ["one", "all"])

@@ -46,7 +46,7 @@ def header(name: str) -> str:
 
 
 def test_every_recipe_but_the_demos_is_published_or_derived_from_published_ones() -> None:
-    assert sorted([*RUNS, *DERIVED, "demo", "edit_demo"]) == shipped_recipes()
+    assert sorted([*RUNS, *DERIVED, "demo", "edit_demo", "pairs_demo"]) == shipped_recipes()
 
 
 @each_published

@@ -24,8 +24,8 @@ METADATA = [
     {"text": animal, "include": [{"class": animal, "count": 1, "color": "red"}]} for animal in ("cat", "dog")
 ]
 READS_PROMPTS = {"clip_score", "hpsv2", "image_reward", "pickscore"}
-# Tested on their own: one is run by a package that does not fit into this environment, one scores videos only.
-TESTED_APART = {"hpsv3", "videoalign"}
+# Tested on their own: run by packages that this environment does not have, of pairs only, of videos only.
+TESTED_APART = {"deqa", "face_count", "hpsv3", "preference", "videoalign"}
 ONE_FRAME_AT_A_TIME = set(REWARDS) - {"function", "http", "judge"} - TESTED_APART
 
 

@@ -21,7 +21,7 @@ from digenrl.worker.blueprint import lora_targets, read_blueprint, transformer_w
 
 CARDS_OF_24GB = ("sd3_24gb", "flux_24gb", "qwen_image_24gb", "wan_14b_24gb")
 ONE_GPU = (*(name for name in shipped_recipes() if name.endswith("_one_gpu")), *CARDS_OF_24GB)
-DEMOS = ("demo", "edit_demo")
+DEMOS = ("demo", "edit_demo", "pairs_demo")
 SAMPLES = [SampleId(step, group=0, index=index) for step in (0, 7, 700) for index in (0, 5)]
 
 each_recipe = pytest.mark.parametrize("name", shipped_recipes())

@@ -16,6 +16,7 @@ from digenrl.models.families.helpers import (
     JOINT_ATTENTION,
     Text,
     at_least_fp32,
+    image_latents,
     image_vae,
     latent_height_width,
     pixels_of_images,
@@ -24,6 +25,7 @@ from digenrl.models.families.helpers import (
     scaled_image_latents,
     shift_from_tokens,
     text_like,
+    unscaled_image_latents,
 )
 from digenrl.models.family import Component, Distilled, Family, FullSize
 from digenrl.models.pipeline_model import PipelineModel, TextLength, schedule_of
@@ -123,6 +125,12 @@ class FluxModel(PipelineModel):
         if key not in self._image_ids:
             self._image_ids[key] = self.pipeline._prepare_latent_image_ids(1, rows, columns, device, dtype)
         return self._image_ids[key]
+
+    @torch.no_grad()
+    def encode_pixels(self, pixels_BFCHW: Tensor) -> Tensor:
+        latents_BCHW = unscaled_image_latents(self.vae, image_latents(self.vae, pixels_BFCHW))
+        packed_BL: Tensor = self.pipeline._pack_latents(latents_BCHW, *latents_BCHW.shape)
+        return packed_BL
 
     @torch.no_grad()
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:

@@ -22,6 +22,7 @@ from digenrl.models.families.helpers import (
     JOINT_ATTENTION,
     Text,
     at_least_fp32,
+    image_latents,
     latent_height_width,
     negative_side,
     paired_negatives,
@@ -129,11 +130,24 @@ class Flux2KleinModel(PipelineModel):
 
     def _unpacked(self, latents_BL: Tensor) -> Tensor:
         """In the VAE's scale, with every 2 x 2 patch of 32 channels in place."""
-        norm, latents_BCHW = self.vae.bn, latents_BL.to(self.vae.dtype)
-        mean = norm.running_mean.view(1, -1, 1, 1).to(latents_BCHW)
-        std = torch.sqrt(norm.running_var.view(1, -1, 1, 1) + self.vae.config.batch_norm_eps).to(latents_BCHW)
+        latents_BCHW = latents_BL.to(self.vae.dtype)
+        mean, std = self._mean_and_std(latents_BCHW)
         unpacked: Tensor = self.pipeline._unpatchify_latents(latents_BCHW * std + mean)
         return unpacked
+
+    def _mean_and_std(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Of every channel of a patch, in the VAE's scale."""
+        norm = self.vae.bn
+        mean = norm.running_mean.view(1, -1, 1, 1).to(like)
+        std = torch.sqrt(norm.running_var.view(1, -1, 1, 1) + self.vae.config.batch_norm_eps).to(like)
+        return mean, std
+
+    @torch.no_grad()
+    def encode_pixels(self, pixels_BFCHW: Tensor) -> Tensor:
+        latents_BCHW = self.pipeline._patchify_latents(image_latents(self.vae, pixels_BFCHW)).float()
+        mean, std = self._mean_and_std(latents_BCHW)
+        unscaled: Tensor = (latents_BCHW - mean) / std
+        return unscaled
 
     @torch.no_grad()
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:

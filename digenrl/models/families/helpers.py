@@ -180,6 +180,29 @@ def scaled_video_latents(vae: Any, latents_BCFHW: Tensor) -> Tensor:
     return latents / inverse_std + mean
 
 
+def unscaled_video_latents(vae: Any, latents_BCFHW: Tensor) -> Tensor:
+    """The inverse of `scaled_video_latents`, in fp32."""
+    latents = latents_BCFHW.float()
+    mean, std = (
+        torch.tensor(values).view(1, -1, 1, 1, 1).to(latents)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return (latents - mean) / std
+
+
+def image_latents(vae: Any, pixels_BFCHW: Tensor) -> Tensor:
+    """The most likely latents of images in [0, 1], as the VAE of an image family returns them: (B, C, h, w)."""
+    inputs_BCHW = 2 * pixels_BFCHW.squeeze(1).to(vae.device, vae.dtype) - 1
+    latents_BCHW: Tensor = vae.encode(inputs_BCHW).latent_dist.mode()
+    return latents_BCHW
+
+
+def unscaled_image_latents(vae: Any, latents_BCHW: Tensor) -> Tensor:
+    """The inverse of `scaled_image_latents`, in fp32."""
+    unscaled: Tensor = (latents_BCHW - vae.config.shift_factor) * vae.config.scaling_factor
+    return unscaled.float()
+
+
 def source_name(index: int) -> str:
     """The name of a source image's latents in `Conditioning.images`."""
     return f"source_{index}"

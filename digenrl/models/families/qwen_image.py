@@ -33,6 +33,7 @@ from digenrl.models.families.helpers import (
     require_one_frame,
     scaled_video_latents,
     shift_from_tokens,
+    unscaled_video_latents,
 )
 from digenrl.models.families.qwen_attention import JointAttention, RealRotations
 from digenrl.models.family import Component, Family, FullSize
@@ -174,6 +175,12 @@ class QwenImageModel(PipelineModel):
     def _packed(self, latents_BCHW: Tensor) -> Tensor:
         packed_BL: Tensor = self.pipeline._pack_latents(latents_BCHW, *latents_BCHW.shape)
         return packed_BL
+
+    @torch.no_grad()
+    def encode_pixels(self, pixels_BFCHW: Tensor) -> Tensor:
+        inputs_BCFHW = 2 * pixels_BFCHW.transpose(1, 2).to(self.vae.device, self.vae.dtype) - 1
+        latents_BCFHW = unscaled_video_latents(self.vae, self.vae.encode(inputs_BCFHW).latent_dist.mode())
+        return self._packed(latents_BCFHW.squeeze(2))
 
     @torch.no_grad()
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:

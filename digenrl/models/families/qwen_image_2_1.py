@@ -26,6 +26,7 @@ from digenrl.models.families.helpers import (
     require_one_frame,
     scaled_video_latents,
     shift_from_tokens,
+    unscaled_video_latents,
 )
 from digenrl.models.families.qwen_image import SCHEDULER
 from digenrl.models.families.qwen_stream import (
@@ -147,6 +148,14 @@ class QwenImage21Model(PipelineModel):
             (h, w),
         )[0]
         return velocity_BL
+
+    @torch.no_grad()
+    def encode_pixels(self, pixels_BFCHW: Tensor) -> Tensor:
+        """Given images are opaque."""
+        colors_BCFHW = pixels_BFCHW.transpose(1, 2).to(self.vae.device, self.vae.dtype)
+        inputs_BPFHW = 2 * torch.cat([colors_BCFHW, torch.ones_like(colors_BCFHW[:, :1])], dim=1) - 1
+        latents_BCFHW = unscaled_video_latents(self.vae, self.vae.encode(inputs_BPFHW).latent_dist.mode())
+        return latents_BCFHW.flatten(2).transpose(1, 2)
 
     @torch.no_grad()
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:

@@ -16,6 +16,7 @@ from digenrl.models.families.helpers import (
     JOINT_ATTENTION,
     Text,
     guided_velocity,
+    image_latents,
     image_vae,
     latent_height_width,
     paired_negatives,
@@ -23,6 +24,7 @@ from digenrl.models.families.helpers import (
     require_one_frame,
     scaled_image_latents,
     shift_from_tokens,
+    unscaled_image_latents,
 )
 from digenrl.models.family import Component, Family, FullSize
 from digenrl.models.pipeline_model import PipelineModel, TextLength, schedule_of
@@ -110,6 +112,10 @@ class SD3Model(PipelineModel):
         negative = None if conditioning.negative is None else self._with_t5_part(conditioning.negative)
         text = Conditioning(self._with_t5_part(conditioning.positive), negative)
         return guided_velocity(self, latents_BL, timesteps_B, text, guidance)
+
+    @torch.no_grad()
+    def encode_pixels(self, pixels_BFCHW: Tensor) -> Tensor:
+        return unscaled_image_latents(self.vae, image_latents(self.vae, pixels_BFCHW))
 
     @torch.no_grad()
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:

@@ -19,6 +19,7 @@ from digenrl.models.contract import Conditioning, SampleSize, Schedule
 from digenrl.models.families.helpers import (
     Text,
     at_least_fp32,
+    image_latents,
     latent_height_width,
     negative_side,
     pixels_of_images,
@@ -122,6 +123,10 @@ class UNetModel(PipelineModel):
     def unet_arguments(self, text: dict[str, Tensor | None], size: SampleSize) -> dict[str, Any]:
         """The UNet's arguments besides latents and timesteps."""
         return dict(text)
+
+    @torch.no_grad()
+    def encode_pixels(self, pixels_BFCHW: Tensor) -> Tensor:
+        return image_latents(self.vae, pixels_BFCHW).float() * float(self.vae.config.scaling_factor)
 
     @torch.no_grad()
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:

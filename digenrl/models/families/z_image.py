@@ -20,6 +20,7 @@ from digenrl.models.families.comfyui_layers import DIFFUSERS_NAMES
 from digenrl.models.families.helpers import (
     Text,
     at_least_fp32,
+    image_latents,
     image_vae,
     latent_height_width,
     negative_side,
@@ -28,6 +29,7 @@ from digenrl.models.families.helpers import (
     require_one_frame,
     scaled_image_latents,
     shift_from_tokens,
+    unscaled_image_latents,
 )
 from digenrl.models.families.qwen_attention import rotated
 from digenrl.models.family import Component, Distilled, Family, FullSize
@@ -172,6 +174,10 @@ class ZImageModel(PipelineModel):
             return_dict=False,
         )[0]
         return at_least_fp32(torch.stack(outputs).squeeze(2))
+
+    @torch.no_grad()
+    def encode_pixels(self, pixels_BFCHW: Tensor) -> Tensor:
+        return unscaled_image_latents(self.vae, image_latents(self.vae, pixels_BFCHW))
 
     @torch.no_grad()
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:

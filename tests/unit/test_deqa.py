@@ -1,0 +1,51 @@
+"""The reward deqa around a stand-in for its model, whose code and weights are on the hub."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from PIL import Image
+from torch import Tensor
+
+from digenrl.config.reading import ConfigError
+from digenrl.config.rewards import parse_reward
+from digenrl.rewards.building import build_reward
+
+SETTINGS = {"name": "deqa", "device": "cpu", "batch_size": 2, "revision": "abc"}
+
+
+class Model(torch.nn.Module):
+    """The interface of DeQA-Score-Mix3: a score from 1 to 5 for each of a list of images."""
+
+    loaded: dict[str, Any] | None = None
+
+    @classmethod
+    def from_pretrained(cls, source: str, **arguments: Any) -> Model:
+        cls.loaded = {"source": source, **arguments}
+        return cls()
+
+    def score(self, images: list[Image.Image]) -> Tensor:
+        assert len(images) <= 2
+        return torch.tensor([float(image.getpixel((0, 0))[0]) for image in images]).half()
+
+
+def test_the_score_is_a_share_of_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "AutoModelForCausalLM", Model)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "4.36.1")
+    monkeypatch.delitem(sys.modules, "digenrl.rewards.deqa", raising=False)
+    pixels = torch.zeros(3, 1, 3, 8, 8)
+    pixels[:, :, 0] = torch.tensor([1.0, 2.0, 5.0]).view(3, 1, 1, 1) / 255
+    batch = build_reward(parse_reward(SETTINGS)).score(pixels, ["a"] * 3, [{}] * 3)
+    assert batch.values == pytest.approx((0.2, 0.4, 1.0))
+    assert Model.loaded is not None
+    assert (Model.loaded["source"], Model.loaded["revision"]) == ("zhiyuanyou/DeQA-Score-Mix3", "abc")
+
+
+def test_another_transformers_is_refused_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "digenrl.rewards.deqa", raising=False)
+    with pytest.raises(ConfigError, match=r"'deqa': .*4\.36\.1.*reward serve deqa --env"):
+        build_reward(parse_reward(SETTINGS))

@@ -52,9 +52,9 @@ imports: $(STAMP)
 test-fast: $(STAMP)
 	$(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder -m "not slow" tests/contract tests/unit
 
-# One worker more than cores: many of these tests wait for processes that they start.
+# Two workers per core: many of these tests wait for processes that they start.
 pytest: $(STAMP)
-	$(BIN)/pytest --numprocesses $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest --numprocesses $$(($$(getconf _NPROCESSORS_ONLN) * 2)) --dist loadfile --no-loadscope-reorder
 
 # Draws every picture of docs/ again, with the tool itself, and writes the tables of recipes.
 docs: $(STAMP)

@@ -20,11 +20,10 @@ WAYS = {
     "two generators": ("lanes.generators=[cpu,cpu]", "techniques.tag=none"),
 }
 TASKS = {
-    "flow_grpo, two updates": ("algorithm.options.updates_per_batch=2",),
     "flow_grpo, all weights": ("training.lora=null", "algorithm.options.kl_weight=0.01"),
     "diffusion_nft": ("algorithm={name: diffusion_nft, options: {}}",),
     "flow_grpo, quantized base": ("model.base=nf4",),
-    "dance_grpo": ("algorithm={name: dance_grpo, options: {}}",),
+    "dance_grpo, two updates": ("algorithm={name: dance_grpo, options: {updates_per_batch: 2}}",),
 }
 
 
@@ -55,8 +54,8 @@ def test_different_tasks_give_different_weights(live: LiveRuns) -> None:
     assert len(set(weights)) == len(weights)
 
 
-@pytest.mark.parametrize("share", [0.5, 1.0])
-def test_stale_samples_are_at_most_the_share_and_one_version_old(share: float, live: LiveRuns) -> None:
+def test_stale_samples_are_at_most_the_share_and_one_version_old(live: LiveRuns) -> None:
+    share = 0.5
     run = live.finished(f"techniques.tcss={share}", "steps=5", "lanes.generators=[cpu,cpu]")
     shares = metric(run, "stale_share")
     assert max(shares) <= share

@@ -82,13 +82,13 @@ def check_dispatch(content: dict[str, Any]) -> None:
     drive(opening, VirtualCluster(opening), (DispatchCheck(opening),))
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(spec_contents(helps=("none", "greedy", "auto"), most_samples=32))
 def test_the_others_together_would_not_have_finished_a_slice_earlier(content: dict[str, Any]) -> None:
     check_dispatch(content)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(mixed_contents(helps=("none", "greedy", "auto"), most_samples=32))
 def test_no_other_lane_would_have_finished_a_piece_earlier_whatever_lanes_take_at_once(
     content: dict[str, Any],
@@ -96,7 +96,7 @@ def test_no_other_lane_would_have_finished_a_piece_earlier_whatever_lanes_take_a
     check_dispatch(content)
 
 
-@settings(max_examples=75)
+@settings(max_examples=50)
 @given(
     mixed_contents(helps=("none",), colocated=False), st.integers(1, 40), st.integers(1, 8), st.integers(0, 9000)
 )

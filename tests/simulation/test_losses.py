@@ -114,13 +114,13 @@ def run_with_losses(opening: SchedulerState, cluster: NoisyCluster) -> None:
     evaluations.check(opening)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(openings(), st.integers(0, 10**6))
 def test_every_run_ends_with_random_losses_evaluations_and_checkpoints(opening: SchedulerState, seed: int) -> None:
     run_with_losses(opening, NoisyCluster(opening, seed))
 
 
-@settings(max_examples=75)
+@settings(max_examples=50)
 @given(openings(), st.integers(0, 10**6), st.sets(EVENT_NUMBERS, min_size=1, max_size=3))
 def test_the_trainer_may_be_lost_after_any_event(opening: SchedulerState, seed: int, moments: set[int]) -> None:
     lost = dict.fromkeys(moments, WorkerLost(0, 0, "trainer"))
@@ -146,7 +146,7 @@ class StoppedCluster(VirtualCluster):
         return StopRequested(self.now_ns) if self._left == 0 else super().next_event()
 
 
-@settings(max_examples=75)
+@settings(max_examples=50)
 @given(openings(), EVENT_NUMBERS)
 def test_a_stop_after_any_event_saves_the_newest_version_once(opening: SchedulerState, after: int) -> None:
     saves = EvaluationsAndSaves()

@@ -42,7 +42,7 @@ def with_batch(content: dict[str, Any], batch: int) -> dict[str, Any]:
     return {**content, "reward": {**content["reward"], "batch": batch}}
 
 
-@settings(max_examples=75)
+@settings(max_examples=50)
 @given(spec_contents(), st.integers(2, 5))
 def test_every_answer_with_batches_equals_the_oracle(content: dict[str, Any], batch: int) -> None:
     content = with_batch(content, batch)
@@ -63,7 +63,7 @@ def batched_contents(draw: st.DrawFn, helps: tuple[str, ...]) -> dict[str, Any]:
     return content
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(batched_contents(HELPS))
 def test_the_forecast_of_a_whole_run_with_batches_is_exact(content: dict[str, Any]) -> None:
     spec = parse_model(Spec, content)

@@ -20,7 +20,7 @@ HELPS = ("none", "greedy", "search", "auto")
 LIVE_BUDGET = 500
 
 
-@settings(max_examples=75)
+@settings(max_examples=50)
 @given(spec_contents(helps=("search",), colocated=False))
 def test_search_under_a_live_budget_is_within_one_per_cent_of_exhaustive_search(content: dict[str, Any]) -> None:
     spec = parse_model(Spec, content)
@@ -28,7 +28,7 @@ def test_search_under_a_live_budget_is_within_one_per_cent_of_exhaustive_search(
     assert simulate(spec, search_budget=LIVE_BUDGET).answer.makespan <= 1.01 * exhaustive
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(spec_contents(helps=("auto",), dispatches=("eager", "earliest_finish"), most_samples=32, colocated=False))
 def test_auto_is_no_worse_than_any_other_rule(content: dict[str, Any]) -> None:
     spec = parse_model(Spec, content)
@@ -37,7 +37,7 @@ def test_auto_is_no_worse_than_any_other_rule(content: dict[str, Any]) -> None:
         assert auto <= simulate(spec.with_rules(help=rule)).answer.makespan + 1e-9, rule
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(spec_contents(helps=HELPS, dispatches=("eager", "earliest_finish"), most_samples=32))
 def test_a_forecast_of_the_whole_run_is_exact_to_the_nanosecond(content: dict[str, Any]) -> None:
     spec = parse_model(Spec, content)
@@ -53,7 +53,7 @@ def test_on_policy_even_the_smallest_budget_is_no_worse_than_waiting(content: di
     assert with_little_budget <= simulate(spec.with_rules(help="none")).answer.makespan + 1e-9
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(spec_contents(helps=("search",), colocated=False))
 def test_the_lower_bound_of_the_search_is_never_above_the_best_commit(content: dict[str, Any]) -> None:
     """A bound that is too high would cut off the best plan."""

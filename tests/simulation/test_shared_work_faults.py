@@ -117,7 +117,7 @@ def run_with_losses(opening: SchedulerState, cluster: NoisyCluster | VirtualClus
     committed.check(opening)
 
 
-@settings(max_examples=90)
+@settings(max_examples=60)
 @given(openings(evaluates=True), st.integers(0, 10**6))
 def test_every_gradient_is_committed_once_with_random_losses(opening: SchedulerState, seed: int) -> None:
     run_with_losses(opening, NoisyCluster(opening, seed))

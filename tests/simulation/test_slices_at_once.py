@@ -71,7 +71,7 @@ def with_helpers_that_take(opening: SchedulerState, at_once: int) -> SchedulerSt
     return initial_state(opening.terms, opening.costs, offers, helpers)
 
 
-@settings(max_examples=125)
+@settings(max_examples=70)
 @given(st.data())
 def test_every_promise_holds_after_every_event_whatever_lanes_take_at_once(data: st.DataObject) -> None:
     spec = parse_model(Spec, data.draw(mixed_contents()))
@@ -83,7 +83,7 @@ def test_every_promise_holds_after_every_event_whatever_lanes_take_at_once(data:
     trained.check(opening)
 
 
-@settings(max_examples=75)
+@settings(max_examples=50)
 @given(mixed_contents(most_samples=24), st.integers(1, 4), st.integers(0, 2), st.integers(0, 10**6))
 def test_every_run_ends_with_random_times_and_faults(
     content: dict[str, Any], batch: int, scorers: int, seed: int
@@ -123,7 +123,7 @@ def test_by_its_own_prediction_looking_ahead_is_no_worse_than_waiting_or_greedy_
     assert ends[0] <= min(ends[1:]) < NEVER
 
 
-@settings(max_examples=75)
+@settings(max_examples=50)
 @given(mixed_contents(helps=("none", "greedy"), most_samples=32))
 def test_a_forecast_is_within_a_factor_of_two_of_the_run(content: dict[str, Any]) -> None:
     spec = parse_model(Spec, content)

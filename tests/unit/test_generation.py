@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from family_cases import ONE_PER_TRANSFORMER
 from torch import Tensor
 from toy_model import TOY_SIZE, ToyModel
 
@@ -21,7 +22,7 @@ from digenrl.generation.row_limits import RowLimit
 from digenrl.generation.windows import choose_steps, plan_rollouts
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize
 from digenrl.models.pipeline_model import PipelineModel
-from digenrl.models.registry import FAMILIES, find_family
+from digenrl.models.registry import find_family
 from digenrl.models.stochastic_step import StepTimes, stochastic_step
 from digenrl.models.trajectory import RolloutPlan, StepNoise, Trajectory
 from digenrl.records import SampleId, Slice
@@ -437,7 +438,7 @@ def test_all_prompts_share_one_copy_of_the_unconditional_rows() -> None:
 # --- Tiny pipelines --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=ONE_PER_TRANSFORMER)
 def tiny(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[PipelineModel, SampleSize]:

@@ -129,7 +129,7 @@ def some_candidates() -> list[Candidate]:
 SOME = some_candidates()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(index=st.integers(0, len(SOME) - 1))
 def test_no_schedule_beats_its_bound(index):
     workload, candidate = SOME[index]

@@ -35,7 +35,7 @@ from digenrl.worker.blueprint import (
 from digenrl.worker.expert_checks import check_experts
 from digenrl.worker.pictures import as_image
 
-SMALL_VIDEO_FRAMES = 5
+SMALL_VIDEO_FRAMES = 9  # of two latent frames in every family
 STAGES = 3
 # A model alone is checked as the model of this recipe: adapters of rank 32, small samples.
 MODEL_ALONE: dict[str, Any] = {

@@ -41,8 +41,11 @@ class Comparison:
 
 def tokenize(model: PipelineModel, text: str) -> TokenizedProbe:
     """The text as every tokenizer of the pipeline reads it, without the family's prompt template."""
-    found = {name: part for name, part in model.pipeline.components.items() if name.startswith("tokenizer")}
-    tokenizers = {name: tokenizer for name, tokenizer in found.items() if tokenizer is not None}
+    tokenizers = {
+        name: part
+        for name, part in model.pipeline.components.items()
+        if part is not None and (name.startswith("tokenizer") or name in model.processors)
+    }
     ids = {name: [int(each) for each in tokenizer(text).input_ids] for name, tokenizer in tokenizers.items()}
     tokens = {name: tokenizers[name].convert_ids_to_tokens(each) for name, each in ids.items()}
     return TokenizedProbe(text, ids, tokens)

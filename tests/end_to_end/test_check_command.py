@@ -78,12 +78,13 @@ def refusal(*words: str) -> str:
 
 @pytest.mark.parametrize("family", CHECKED)
 def test_every_family_is_named_tokenized_sampled_and_compared(family: str, folders: Path) -> None:
-    answer = check(str(folders / family), *SMALL)
+    side = 64 if family == "ltx2" else 32  # a latent of one pixel is too small for its VAE
+    answer = check(str(folders / family), f"sample.height={side}", f"sample.width={side}")
     assert answer["family"] == family
     assert answer["tasks"] == list(FAMILIES[family].tasks)
     assert answer["max_difference"] < 1e-4
     assert answer["fits"] and answer["bytes_needed"] > 0 and answer["bytes_to_download"] == 0
-    assert Image.open(answer["picture"]).size == (32, 32)
+    assert Image.open(answer["picture"]).size == (side, side)
     tokenizers = sorted(path.parent.name for path in (folders / family).glob("*/tokenizer_config.json"))
     assert sorted(answer["probe"]["token_ids"]) == tokenizers
     for name, token_ids in answer["probe"]["token_ids"].items():

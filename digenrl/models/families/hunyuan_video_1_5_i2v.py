@@ -23,7 +23,7 @@ from digenrl.models.families.hunyuan_video_1_5 import (
 )
 from digenrl.models.family import Component, SourceCount
 
-SIGLIP_SHAPE = (729, 1152)  # of one image, in the published image encoder
+SIGLIP_TOKENS = 729  # of one image, in the published image encoder
 
 
 class HunyuanVideo15ImageToVideoModel(HunyuanVideo15Model):
@@ -31,7 +31,7 @@ class HunyuanVideo15ImageToVideoModel(HunyuanVideo15Model):
 
     family = "hunyuan_video_1_5_i2v"
     vision_components = ("image_encoder", "feature_extractor")
-    tokens_beside_text = SIGLIP_SHAPE[0]
+    tokens_beside_text = SIGLIP_TOKENS
 
     def source_arguments(self, images: Sequence[Image.Image], size: SampleSize) -> dict[str, Any]:
         (image,) = images
@@ -75,7 +75,7 @@ class HunyuanVideo15ImageToVideoModel(HunyuanVideo15Model):
 
     def image_shapes(self, sources: Sequence[SampleSize], size: SampleSize) -> Mapping[str, tuple[int, ...]]:
         channels, _, *grid = self.noise_shape(size)
-        return {FIRST_FRAME: (channels, 1, *grid), IMAGE_TOKENS: SIGLIP_SHAPE}
+        return {FIRST_FRAME: (channels, 1, *grid), IMAGE_TOKENS: (SIGLIP_TOKENS, self.transformer.config.image_embed_dim)}
 
 
 (TEXT_TO_VIDEO,) = HUNYUAN_VIDEO_1_5.sizes.values()

@@ -78,7 +78,11 @@ class StageLinkSettings(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _auto_is_both(cls, content: Any) -> Any:
-        return {"activations": "auto", "gradients": "auto"} if content == "auto" else content
+        if not isinstance(content, str):
+            return content
+        if content != "auto":
+            raise ValueError(f"got '{content}'; use auto, or name codecs, as in {{activations: int8}}")
+        return {"activations": "auto", "gradients": "auto"}
 
     @property
     def measures(self) -> bool:

@@ -28,7 +28,7 @@ KINDS = ("kill", "stop", "hang")
 PATIENCE_S = 10.0
 MANY_STEPS = 1_000_000
 SLACK_S = 20.0  # of a busy machine
-STUCK_S, START_S = 600.0, 900.0  # of a busy machine, too
+STUCK_S, START_S = 180.0, 900.0  # of a busy machine, too
 DEADLINES_S = {"kill": SLACK_S, "stop": PATIENCE_S + SLACK_S, "hang": 10 * PATIENCE_S + SLACK_S}
 REWARD = '''
 import time

@@ -32,7 +32,7 @@ lock:
 	    --constraint constraints.txt --generate-hashes --no-header --no-annotate --no-emit-index-url \
 	    --no-emit-find-links --quiet --output-file requirements.lock
 
-# About five minutes of training on two cores; ends with the path of the report.
+# Five to ten minutes of training on two cores; ends with the path of the report.
 demo: $(STAMP)
 	$(BIN)/digenrl train demo
 

@@ -130,5 +130,5 @@ def test_a_decision_for_other_settings_is_not_kept(tmp_path: Path) -> None:
 
 def test_auto_stands_for_both_directions_and_another_word_is_refused() -> None:
     assert TrainerSettings(links="auto").links == StageLinkSettings(activations="auto", gradients="auto")
-    with pytest.raises(ConfigError, match="links.*use auto"):
+    with pytest.raises(ConfigError, match=r"links.*use auto"):
         parse_model(TrainerSettings, {"links": "all"})

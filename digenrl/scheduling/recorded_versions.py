@@ -1,7 +1,7 @@
-"""Which samples were generated with the version one behind: what a resumed run repeats.
+"""Records which samples were generated with the previous version, so that a resumed run can repeat them.
 
-An observer keeps this record while a run goes on, or reads it from the journal. The scheduler of a resumed run
-generates the recorded samples with the same versions again, so that the run equals the one that was interrupted.
+The record is updated during a run, or read from the journal when a run is resumed. The scheduler then generates
+the recorded samples with the same versions again, so that the resumed run equals the uninterrupted one.
 """
 
 from __future__ import annotations

@@ -50,6 +50,21 @@ def furthest(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
+def run_losing_a_rank(live: LiveRuns, *overrides: str) -> RunFolder:
+    """A run whose second trainer process is killed after the first step."""
+    path = live.new_path()
+
+    def kill() -> None:
+        wait_for(lambda: steps_done(path) >= 1, "a step")
+        os.kill(workers_of(path)["trainer-1"], signal.SIGKILL)
+
+    with Meanwhile(path, kill):
+        status, run = live.run(*overrides, out=path)
+    assert status is Status.FINISHED
+    assert_nothing_is_left(path)
+    return run
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_give_the_weights_of_one(kind: str, live: LiveRuns) -> None:
     one, two = of_one_rank(live, kind), live.finished(*KINDS[kind], *TWO_RANKS)
@@ -67,33 +82,16 @@ def test_ranks_of_adapters_help_to_generate_each_on_its_own(live: LiveRuns) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_lost_rank_is_replaced_with_all_others_from_the_last_commit(kind: str, live: LiveRuns) -> None:
-    path = live.new_path()
-
-    def kill() -> None:
-        wait_for(lambda: steps_done(path) >= 1, "a step")
-        os.kill(workers_of(path)["trainer-1"], signal.SIGKILL)
-
-    with Meanwhile(path, kill):
-        status, run = live.run(*KINDS[kind], *TWO_RANKS, out=path)
-    assert status is Status.FINISHED
+    run = run_losing_a_rank(live, *KINDS[kind], *TWO_RANKS)
     lost, undisturbed = weights(run, STEPS), weights(live.finished(*KINDS[kind], *TWO_RANKS), STEPS)
     assert all(torch.equal(lost[name], undisturbed[name]) for name in undisturbed)
     assert metric(run, "step") == list(range(STEPS))
-    assert_nothing_is_left(path)
 
 
 def test_ranks_that_share_the_frozen_weights_survive_a_loss_with_the_weights_of_ranks_with_copies(
     live: LiveRuns,
 ) -> None:
-    path = live.new_path()
-
-    def kill() -> None:
-        wait_for(lambda: steps_done(path) >= 1, "a step")
-        os.kill(workers_of(path)["trainer-1"], signal.SIGKILL)
-
-    with Meanwhile(path, kill):
-        status, run = live.run(*ADAPTERS, *TWO_RANKS, "lanes.shard_base=true", out=path)
-    assert status is Status.FINISHED
+    run = run_losing_a_rank(live, *ADAPTERS, *TWO_RANKS, "lanes.shard_base=true")
     shared, copies = weights(run, STEPS), weights(live.finished(*ADAPTERS, *TWO_RANKS), STEPS)
     assert all(torch.equal(shared[name], copies[name]) for name in copies)
 
@@ -101,35 +99,18 @@ def test_ranks_that_share_the_frozen_weights_survive_a_loss_with_the_weights_of_
 def test_a_trainer_in_stages_gives_the_weights_of_one_rank_to_the_last_bit_even_if_a_stage_is_lost(
     live: LiveRuns,
 ) -> None:
-    path = live.new_path()
-
-    def kill() -> None:
-        wait_for(lambda: steps_done(path) >= 1, "a step")
-        os.kill(workers_of(path)["trainer-1"], signal.SIGKILL)
-
-    with Meanwhile(path, kill):
-        status, run = live.run(*ADAPTERS, *TWO_RANKS, "training.stages=auto", out=path)
-    assert status is Status.FINISHED
+    run = run_losing_a_rank(live, *ADAPTERS, *TWO_RANKS, "training.stages=auto")
     one = of_one_rank(live, "adapters")
     expected = weights(one, STEPS)
     assert all(torch.equal(weights(run, STEPS)[name], value) for name, value in expected.items())
     assert metric(run, "reward_mean") == metric(one, "reward_mean")
-    assert_nothing_is_left(path)
 
 
 def test_stages_that_train_all_weights_give_those_of_one_rank_even_if_a_stage_is_lost_and_others_go_on(
     live: LiveRuns,
 ) -> None:
-    path = live.new_path()
-
-    def kill() -> None:
-        wait_for(lambda: steps_done(path) >= 1, "a step")
-        os.kill(workers_of(path)["trainer-1"], signal.SIGKILL)
-
-    with Meanwhile(path, kill):
-        status, run = live.run(*EVERYTHING, "steps=4", "lanes.ranks=2", "training.stages=auto", out=path)
-    assert status is Status.FINISHED
-    assert live.resume(path, f"steps={STEPS}", "lanes.ranks=1", "training.stages=null") is Status.FINISHED
+    run = run_losing_a_rank(live, *EVERYTHING, "steps=4", "lanes.ranks=2", "training.stages=auto")
+    assert live.resume(run.path, f"steps={STEPS}", "lanes.ranks=1", "training.stages=null") is Status.FINISHED
     one = of_one_rank(live, "all weights")
     assert furthest(weights(run, STEPS), weights(one, STEPS)) < 1e-6
     assert metric(run, "gradient_norm") == pytest.approx(metric(one, "gradient_norm"), rel=1e-3)

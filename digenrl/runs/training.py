@@ -196,9 +196,9 @@ class TrainingRun:
         spans = SpanWriter(self._lines.spans, metrics.add_span)
         prediction = StepTimePrediction(lambda step, seconds: metrics.report(step, {"predicted_step_s": seconds}))
         observers = (
+            Journal(self._lines.journal),  # first: whoever reads another file finds its cause here
             Recorder(state, start_ns=start_ns, sink=spans.add),
             metrics,  # after the recorder: a step ends with the span of its commit
-            Journal(self._lines.journal),
             Auditor(state),
             prediction,
             self._view,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,25 +64,25 @@ def train_jobs(run: RunFolder) -> list[Train]:
     return [action for action in actions if isinstance(action, Train)]
 
 
-def held_samples(run: Path, lane: int, update: int) -> int:
-    """The samples of an update whose gradients a lane holds and has not sent."""
+def held_samples(run: Path, lanes: Container[int], update: int) -> int:
+    """The samples of an update whose gradients these lanes hold and have not sent."""
     held = 0
     for decision in read_journal(run / "journal.jsonl"):
         event = decision.event
         if isinstance(event, Committed | UpdateTaken) or (
-            isinstance(event, GradientsSent) and event.job.lane == lane
+            isinstance(event, GradientsSent) and event.job.lane in lanes
         ):
             held = 0
-        elif isinstance(event, Trained) and event.job.lane == lane and event.job.update == update:
+        elif isinstance(event, Trained) and event.job.lane in lanes and event.job.update == update:
             held += event.job.slice.size
-        if any(isinstance(action, SendGradients) and action.lane == lane for action in decision.actions):
+        if any(isinstance(action, SendGradients) and action.lane in lanes for action in decision.actions):
             held = 0
     return held
 
 
-def kill_with_gradients(run: Path, worker: str, lane: int, update: int, gates: Gates) -> None:
-    """Kills the worker when it holds gradients of a step whose last group cannot be scored yet."""
-    wait_for(lambda: steps_done(run) >= 1 and held_samples(run, lane, update), "gradients")
+def kill_with_gradients(run: Path, worker: str, lanes: Container[int], update: int, gates: Gates) -> None:
+    """Kills the worker when gradients are held of a step whose last group cannot be scored yet."""
+    wait_for(lambda: steps_done(run) >= 1 and held_samples(run, lanes, update), "gradients")
     os.kill(workers_of(run)[worker], signal.SIGKILL)
     lost = wait_for(
         lambda: [each.event for each in read_journal(run / "journal.jsonl") if isinstance(each.event, WorkerLost)],
@@ -120,15 +121,16 @@ def test_the_journal_of_shared_training_can_be_replayed(live: LiveRuns) -> None:
 
 
 @pytest.mark.parametrize(
-    ("worker", "lane", "task", "update"),
+    ("worker", "lanes", "task", "update"),
     [
-        ("generator-0", 0, "one update", 0),
-        ("trainer", 1, "one update", 0),
-        ("trainer", 1, "two updates of groups", 1),
+        ("generator-0", [0], "one update", 0),
+        ("trainer", [1], "one update", 0),
+        # Either lane may be the first to train for the second update; the trainer alone has taken the first.
+        ("trainer", [0, 1], "two updates of groups", 1),
     ],
 )
-def test_a_lane_killed_with_gradients_in_hand_changes_no_bit(
-    worker: str, lane: int, task: str, update: int, live: LiveRuns, tmp_path: Path
+def test_a_worker_killed_before_its_gradients_are_used_changes_no_bit(
+    worker: str, lanes: list[int], task: str, update: int, live: LiveRuns, tmp_path: Path
 ) -> None:
     gates, path = Gates(tmp_path / "gates"), live.new_path()
     (live.root / "twelve.txt").write_text("".join(f"{number} cats\n" for number in range(12)))
@@ -136,7 +138,7 @@ def test_a_lane_killed_with_gradients_in_hand_changes_no_bit(
     scoring = ("batch.slice=4", "lanes.rewards=2")
     options = ("batch.prompts=4", f"prompts.path={live.root / 'twelve.txt'}", *scoring, *TASKS[task])
     gates.close(prompts_of_step(live, 1, 4, "twelve.txt")[-1])
-    with Meanwhile(path, lambda: kill_with_gradients(path, worker, lane, update, gates)):
+    with Meanwhile(path, lambda: kill_with_gradients(path, worker, lanes, update, gates)):
         status, run = live.run(*options, *BOTH, *GREEDY, gates.rewards, out=path)
     assert status is Status.FINISHED
     assert trained(run, 3) == trained(live.finished(*options, *ONE_CARD), 3)

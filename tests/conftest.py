@@ -33,8 +33,22 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 # The processes of all tests come from one fork server, which the first test to need one starts: it loads what any
-# of them needs. Otherwise each process imports that by itself, which takes seconds.
-processes.PRELOADED_MODULES += ["test_training_rank_checkpoints", "test_training_several_ranks"]
+# of them needs. Otherwise each process imports that by itself. Python 3.11 does not give it pytest's search path.
+TESTS = Path(__file__).parent
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [*filter(None, [os.environ.get("PYTHONPATH")]), str(TESTS), str(TESTS / "unit")]
+)
+processes.PRELOADED_MODULES += [
+    "fork_server_modules",
+    "test_context_parallel",
+    "test_link_control",
+    "test_sharded_loading",
+    "test_training_full_stages",
+    "test_training_rank_checkpoints",
+    "test_training_several_ranks",
+    "test_training_sharded_base",
+    "test_training_stages",
+]
 
 
 # Unit and contract tests that start processes, compile models or take seconds: `make test-fast` omits them.

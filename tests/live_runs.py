@@ -20,7 +20,9 @@ from rich.console import Console
 from digenrl.commands.train import resume_run, start_run
 from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import Prompt
+from digenrl.records import Committed, Trained
 from digenrl.run_folder.folder import RunFolder, Status
+from digenrl.run_folder.journal import read_journal
 from digenrl.run_folder.lines import read_lines
 from digenrl.testing.tiny_models import make_tiny_pipeline
 
@@ -32,13 +34,14 @@ TINY: dict[str, Any] = {
     "model": {"family": "sd3", "source": "model", "guidance": 1.0},
     "prompts": {"path": "prompts.txt"},
     "rewards": "live_rewards:redness",
-    "sample": {"height": 16, "width": 16, "denoising_steps": 4},
+    "sample": {"height": 16, "width": 16, "denoising_steps": 3},
     "batch": {"prompts": 2, "samples_per_prompt": 4, "slice": 2},
     "algorithm": {"name": "flow_grpo", "options": {"updates_per_batch": 1, "kl_weight": 0}},
     "training": {"learning_rate": 1e-3, "pack_size": 6, "lora": {"rank": 2, "alpha": 4}},
     "lanes": {"generators": ["cpu"], "threads": 1},
     "logging": {"tensorboard": False},
 }
+SPARE_REWARDS = "lanes.rewards=3"  # the two slices of a blocked group block two lanes; the third scores the others
 NAIVE = ("techniques.gap=false", "techniques.tag=none")
 
 
@@ -164,6 +167,17 @@ def is_stalled(run: Path) -> bool:
     return before == journal.stat().st_size
 
 
+def open_gradient(run: Path) -> int:
+    """The number of groups that are trained and not committed, once there is a step."""
+    groups = 0
+    for decision in read_journal(run / "journal.jsonl") if steps_done(run) else ():
+        if isinstance(decision.event, Committed):
+            groups = 0
+        elif isinstance(decision.event, Trained):
+            groups += 1
+    return groups
+
+
 # --- Disturbing --------------------------------------------------------------------------------------------------
 
 
@@ -218,10 +232,17 @@ class Gates:
         for prompt in prompts:
             (self.folder / prompt).touch()
 
-    def open(self) -> None:
-        """Unblocks all prompts."""
-        for gate in self.folder.iterdir():
+    def open(self, *prompts: str) -> None:
+        """Unblocks these prompts, or all."""
+        for gate in [self.folder / prompt for prompt in prompts] or list(self.folder.iterdir()):
             gate.unlink()
+
+
+def kill_with_open_gradient(run: Path, worker: str, gates: Gates) -> None:
+    """Kills the worker when some of the second step is trained. A closed gate keeps the rest from being scored."""
+    wait_for(lambda: open_gradient(run), "an open gradient")
+    os.kill(workers_of(run)[worker], signal.SIGKILL)
+    gates.open()
 
 
 def prompts_of_step(live: LiveRuns, step: int, prompts: int = 2, file: str = "prompts.txt") -> list[str]:

@@ -61,7 +61,7 @@ class StageCalibration:
                 job,
                 {},
                 generate_flop=self._of_all_cards(self._denoising_steps(job) * forward.flop),
-                train_flop=self._of_all_cards(train_flop(self._blueprint, model, row)),
+                train_flop=self._of_all_cards(train_flop(self._blueprint, model, row, forward)),
                 matrix_tflops=matrix_tflops(model.device),
                 attention=try_attention(self._blueprint, model, row, forward, job.passes),
             )

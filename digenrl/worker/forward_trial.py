@@ -21,19 +21,20 @@ def sample_forward(blueprint: Blueprint, model: DiffusionModel, row: Conditionin
     return _recorded(blueprint, model, row, blueprint.size, blueprint.guidance)
 
 
-def train_flop(blueprint: Blueprint, model: DiffusionModel, row: Conditioning) -> float:
+def train_flop(blueprint: Blueprint, model: DiffusionModel, row: Conditioning, sampled: ForwardRecord) -> float:
     """The operations of training one generated sample, without what checkpointing computes again.
 
     A replayed pair has a forward and the gradient of its activations, that of trained weights, and forwards of the
-    reference and the old policy, as far as they are needed.
+    reference and the old policy, as far as they are needed. The forward is the `sampled` one if its guidance is.
     """
     recipe, settings = blueprint.recipe, blueprint.algorithm.settings
     guidance = blueprint.guidance if blueprint.algorithm.replays == "steps" else NO_GUIDANCE
-    forward = _recorded(blueprint, model, row, blueprint.size, guidance).flop
+    if guidance != blueprint.guidance:
+        sampled = _recorded(blueprint, model, row, blueprint.size, guidance)
     passes = 2 + (recipe.training.lora is None) + settings.needs.reference + settings.needs.old_policy
     steps = settings.trained_steps(recipe.sample.denoising_steps, blueprint.window)
     group = recipe.batch.samples_per_prompt
-    return forward * passes * steps * settings.trained_samples(group) / group
+    return sampled.flop * passes * steps * settings.trained_samples(group) / group
 
 
 def try_attention(

@@ -68,8 +68,8 @@ def test_processes_and_one_process_edit_the_same_samples(live: EditRuns, rule: s
 
 
 def test_a_resumed_run_continues_with_the_same_sources(live: EditRuns) -> None:
-    whole = live.finished("sample.source_size=crop")
-    status, folder = live.run("steps=1")
+    whole = live.finished("mode=colocated", "sample.source_size=crop")
+    status, folder = live.run("mode=colocated", "steps=1")
     assert status is Status.FINISHED
     assert live.resume(folder.path, "steps=2") is Status.FINISHED
     assert trained(folder, 2) == trained(whole, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -74,20 +75,18 @@ def test_two_ranks_give_the_weights_of_one(live: PairRuns) -> None:
     assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-6
 
 
-def test_a_resumed_run_continues_with_the_next_pairs(live: PairRuns) -> None:
-    whole = live.finished()
-    status, folder = live.run("steps=1")
-    assert status is Status.FINISHED
+def test_a_resumed_run_continues_with_the_next_pairs(live: PairRuns, tmp_path: Path) -> None:
+    whole, first = live.finished("mode=colocated"), live.finished("mode=colocated", "steps=1")
+    folder = RunFolder.open(Path(shutil.copytree(first.path, tmp_path / "run")))
     assert live.resume(folder.path, "steps=2") is Status.FINISHED
     assert trained(folder, 2) == trained(whole, 2)
 
 
 def test_a_swapped_pair_trains_in_the_opposite_direction(live: PairRuns) -> None:
     """The second matrix of an adapter starts at 0, where the policy is the reference."""
-    ours, swapped = (
-        weights(live.finished("mode=colocated", "steps=1", f"prompts.pair_columns=[{columns}]"), 1)
-        for columns in ("chosen, rejected", "rejected, chosen")
-    )
+    one_step = ("mode=colocated", "steps=1")
+    swapped_columns = "prompts.pair_columns=[rejected, chosen]"
+    ours, swapped = (weights(live.finished(*one_step, *more), 1) for more in ((), (swapped_columns,)))
     one, other = (
         torch.cat([value.flatten() for name, value in moved.items() if "lora_B" in name])
         for moved in (ours, swapped)

@@ -82,24 +82,21 @@ def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
     raise AssertionError("the server does not answer")
 
 
-def test_a_reward_is_served_with_its_own_packages_and_the_environment_is_built_once(tmp_path: Path) -> None:
+def test_one_of_two_builds_the_environment_serves_the_reward_and_other_packages_need_a_rebuild(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "versions.py").write_text(REWARD)
-    folder, pixels = tmp_path / "env", torch.rand(2, 1, 3, 8, 8)
-    with served(tmp_path, "--env", str(folder), "--inherit") as url:
-        batch = HttpReward(HttpSettings(url=url), TOKEN).score(pixels, ["a", "b"], [{}, {}])
-    assert batch.values == (float(VERSION),) * 2
-    built = (folder / "pyvenv.cfg").stat().st_mtime_ns
+    folder, pixels, told = tmp_path / "env", torch.rand(2, 1, 3, 8, 8), list[str]()
     wanted = RewardEnvironment.of(parse_rewards([NEEDS_SIX]), inherit=True)
-    prepare(folder, wanted, rebuild=False)
-    assert (folder / "pyvenv.cfg").stat().st_mtime_ns == built
-
-
-def test_one_of_two_builds_and_another_set_of_packages_needs_a_rebuild(tmp_path: Path) -> None:
-    folder, told = tmp_path / "env", list[str]()
-    wanted, absent = (RewardEnvironment((f"six=={version}",), inherit=True) for version in (VERSION, "98"))
     with ThreadPoolExecutor(2) as threads:
         paths = list(threads.map(lambda _: prepare(folder, wanted, False, told.append), range(2)))
     assert len(set(paths)) == len(told) == 1
+    built = (folder / "pyvenv.cfg").stat().st_mtime_ns
+    with served(tmp_path, "--env", str(folder), "--inherit") as url:
+        batch = HttpReward(HttpSettings(url=url), TOKEN).score(pixels, ["a", "b"], [{}, {}])
+    assert batch.values == (float(VERSION),) * 2
+    assert (folder / "pyvenv.cfg").stat().st_mtime_ns == built, "built once"
+    absent = RewardEnvironment(("six==98",), inherit=True)
     with pytest.raises(ConfigError, match=r"six==98.*--rebuild"):
         prepare(folder, absent, rebuild=False)
     assert paths[0].exists()

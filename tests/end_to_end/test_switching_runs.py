@@ -21,9 +21,9 @@ def test_a_run_that_offloads_trains_the_same_weights_and_knows_what_it_costs(liv
 
 
 def test_a_trainer_of_all_weights_that_helps_and_makes_room_trains_the_same_weights(live: LiveRuns) -> None:
-    full = ("steps=3", "training.lora=null", "batch.prompts=4", "algorithm.options.updates_per_batch=2")
-    alone = live.finished(*full, "techniques.tag=none")
+    full = ("steps=2", "training.lora=null", "batch.prompts=4", "algorithm.options.updates_per_batch=2")
+    alone = live.finished(*full, "mode=colocated")
     helping = live.finished(*full, "techniques.tag=greedy", "training.offload=true")
     assert any(line["helped_share"] > 0 for line in lines_of(helping.metrics))
     assert any(span["work"] == "switch" for span in lines_of(helping.spans))
-    assert trained(helping, 3) == trained(alone, 3)
+    assert trained(helping, 2) == trained(alone, 2)

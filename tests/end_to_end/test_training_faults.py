@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fake_workers import with_reserve
 from live_runs import (
+    SPARE_REWARDS,
     Gates,
     LiveRuns,
     Meanwhile,
@@ -18,8 +19,10 @@ from live_runs import (
     assert_nothing_is_left,
     exchange_of,
     is_stalled,
+    kill_with_open_gradient,
     lines_of,
     metric,
+    open_gradient,
     prompts_of_step,
     steps_done,
     trained,
@@ -38,7 +41,6 @@ from digenrl.records import (
     Generated,
     LaneJob,
     Quarantine,
-    Trained,
     WorkerJoined,
     WorkerLost,
 )
@@ -67,35 +69,24 @@ class WorkerKiller:
     def kill(self, worker: str, steps: int = 1) -> None:
         os.kill(self.after(steps)[worker], signal.SIGKILL)
 
-    def kill_inside_a_slice(self, worker: str) -> None:
-        """Stops the worker until it has an unfinished slice, and then kills it."""
+    def kill_inside_a_slice(self, worker: str, gates: Gates) -> None:
+        """Stops the worker while a closed gate holds up the second step; kills it with a slice of the third."""
         pid = self.after(1)[worker]
-
-        def stopped_inside() -> bool:
-            os.kill(pid, signal.SIGSTOP)
-            wait_for(lambda: is_stalled(self.run), "all workers to wait")
-            if open_slices(self.run, lane=0):
-                return True
-            os.kill(pid, signal.SIGCONT)
-            return False
-
-        wait_for(stopped_inside, "a slice")
+        wait_for(lambda: is_stalled(self.run), "all workers to wait")
+        os.kill(pid, signal.SIGSTOP)
+        gates.open()
+        wait_for(lambda: steps_done(self.run) >= 2 and open_slices(self.run, lane=0), "a slice")
         os.kill(pid, signal.SIGKILL)
 
-    def kill_inside_training(self, worker: str) -> None:
-        """Stops the worker until groups are in the open gradient, and then kills it."""
-        pid = self.after(1)[worker]
-
-        def stopped_inside() -> bool:
-            os.kill(pid, signal.SIGSTOP)
-            wait_for(lambda: is_stalled(self.run), "all workers to wait")
-            if open_gradient(self.run):
-                return True
-            os.kill(pid, signal.SIGCONT)
-            return False
-
-        wait_for(stopped_inside, "an open gradient")
-        os.kill(pid, signal.SIGKILL)
+    def kill_and_see_replaced(self, *workers: str) -> None:
+        """Kills workers during the second step, and waits until there are others of their names."""
+        killed = self.after(1)
+        for worker in workers:
+            os.kill(killed[worker], signal.SIGKILL)
+        wait_for(
+            lambda: all(workers_of(self.run).get(worker, killed[worker]) != killed[worker] for worker in workers),
+            f"others than {killed}",
+        )
 
     def assert_nothing_is_left(self) -> None:
         assert self.exchange is not None
@@ -114,27 +105,22 @@ def open_slices(run: Path, lane: int) -> set[int]:
     return given
 
 
-def open_gradient(run: Path) -> int:
-    """The number of groups that are trained and not committed."""
-    groups = 0
-    for decision in read_journal(run / "journal.jsonl"):
-        if isinstance(decision.event, Committed):
-            groups = 0
-        elif isinstance(decision.event, Trained):
-            groups += 1
-    return groups
+@pytest.fixture
+def gates(tmp_path: Path) -> Gates:
+    return Gates(tmp_path / "gates")
 
 
 def test_a_generator_killed_inside_a_slice_is_replaced_and_the_weights_are_the_same(
-    live: LiveRuns,
+    live: LiveRuns, gates: Gates
 ) -> None:
     path = live.new_path()
     killer = WorkerKiller(path)
-    with Meanwhile(path, lambda: killer.kill_inside_a_slice("generator-0")):
-        status, run = live.run("steps=6", "techniques.tag=none", out=path)
+    gates.close(*prompts_of_step(live, 1))
+    with Meanwhile(path, lambda: killer.kill_inside_a_slice("generator-0", gates)):
+        status, run = live.run("techniques.tag=none", gates.rewards, out=path)
     assert status is Status.FINISHED
-    assert trained(run, 6) == trained(live.finished("steps=6", "mode=colocated"), 6)
-    assert metric(run, "step") == list(range(6))
+    assert trained(run, 3) == trained(live.finished("mode=colocated"), 3)
+    assert metric(run, "step") == [0, 1, 2]
     events = [decision.event for decision in read_journal(run.journal)]
     lost = next(event for event in events if isinstance(event, WorkerLost))
     joined = next(event for event in events if isinstance(event, WorkerJoined))
@@ -147,12 +133,12 @@ def test_a_generator_killed_inside_a_slice_is_replaced_and_the_weights_are_the_s
 
 
 def test_a_lane_that_joins_is_calibrated_by_the_scheduler_and_the_weights_are_the_same(
-    live: LiveRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    live: LiveRuns, gates: Gates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In mode `ray` lanes join when a machine does; here there is room for one as soon as the run has begun."""
-    undisturbed = trained(live.finished("steps=6", "mode=colocated"), 6)
+    undisturbed = trained(live.finished("mode=colocated"), 3)
     monkeypatch.setattr(backends, "place", lambda *placed: with_reserve(place(*placed), 1))
-    gates, path = Gates(tmp_path / "gates"), live.new_path()
+    path = live.new_path()
     gates.close(*prompts_of_step(live, 1))
 
     def wait_for_calibration() -> None:
@@ -162,8 +148,8 @@ def test_a_lane_that_joins_is_calibrated_by_the_scheduler_and_the_weights_are_th
         gates.open()
 
     with Meanwhile(path, wait_for_calibration):
-        status, run = live.run("steps=6", "techniques.tag=none", gates.rewards, out=path)
-    assert status is Status.FINISHED and trained(run, 6) == undisturbed
+        status, run = live.run("techniques.tag=none", gates.rewards, out=path)
+    assert status is Status.FINISHED and trained(run, 3) == undisturbed
     decisions = list(read_journal(run.journal))
     (calibrated,) = [each.event for each in decisions if isinstance(each.event, Calibrated)]
     jobs = [job for each in decisions for job in each.actions if isinstance(job, LaneJob) and job.lane == 1]
@@ -172,45 +158,57 @@ def test_a_lane_that_joins_is_calibrated_by_the_scheduler_and_the_weights_are_th
     assert spans[0] == "calibrate" and set(spans[1:]) <= {"generate"}
 
 
-def test_a_reward_worker_and_an_encoder_that_are_killed_are_replaced(live: LiveRuns) -> None:
+def test_a_reward_worker_and_an_encoder_that_are_killed_are_replaced(live: LiveRuns, gates: Gates) -> None:
     path = live.new_path()
     killer = WorkerKiller(path)
+    gates.close(*prompts_of_step(live, 1))
 
     def kill() -> None:
-        killer.kill("encoder")
-        killer.kill("reward-0")
+        killer.kill_and_see_replaced("encoder", "reward-0")
+        gates.open()
 
     with Meanwhile(path, kill):
-        status, run = live.run("steps=6", out=path)
+        status, run = live.run(gates.rewards, out=path)
     assert status is Status.FINISHED
-    assert trained(run, 6) == trained(live.finished("steps=6", "mode=colocated"), 6)
+    assert trained(run, 3) == trained(live.finished("mode=colocated"), 3)
     killer.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("options", [(), ("algorithm.options.updates_per_batch=2",)])
 def test_a_killed_trainer_is_replaced_by_one_that_goes_on_from_the_last_commit(
-    options: tuple[str, ...], live: LiveRuns
+    options: tuple[str, ...], live: LiveRuns, gates: Gates
+) -> None:
+    path = live.new_path()
+    gates.close(prompts_of_step(live, 1)[1])
+    with Meanwhile(path, lambda: kill_with_open_gradient(path, "trainer", gates)):
+        status, run = live.run(*options, gates.rewards, SPARE_REWARDS, out=path)
+    assert status is Status.FINISHED
+    assert trained(run, 3) == trained(live.finished("mode=colocated", *options), 3)
+    assert metric(run, "step") == [0, 1, 2]
+    assert_nothing_is_left(path)
+
+
+def test_a_killed_trainer_whose_state_is_not_in_memory_goes_on_from_the_last_checkpoint(
+    live: LiveRuns, gates: Gates
 ) -> None:
     path = live.new_path()
     killer = WorkerKiller(path)
-    with Meanwhile(path, lambda: killer.kill_inside_training("trainer")):
-        status, run = live.run("steps=6", *options, out=path)
-    assert status is Status.FINISHED
-    assert trained(run, 6) == trained(live.finished("steps=6", "mode=colocated", *options), 6)
-    assert metric(run, "step") == list(range(6))
-    killer.assert_nothing_is_left()
+    (third, _), (_, fourth) = prompts_of_step(live, 2), prompts_of_step(live, 3)
+    gates.close(third)
 
+    def kill_in_the_fourth_step() -> None:
+        killer.after(2)
+        gates.close(fourth)  # no prompt of the third step, but one of the second
+        gates.open(third)
+        killer.kill("trainer", steps=3)
+        gates.open()
 
-def test_a_killed_trainer_whose_state_is_not_in_memory_goes_on_from_the_last_checkpoint(live: LiveRuns) -> None:
-    path = live.new_path()
-    killer = WorkerKiller(path)
-    with Meanwhile(path, lambda: killer.kill("trainer", steps=3)):
-        status, run = live.run(
-            "steps=6", "checkpoint.in_memory=false", "checkpoint.every=2", "checkpoint.keep=99", out=path
-        )
+    with Meanwhile(path, kill_in_the_fourth_step):
+        options = ("steps=4", "checkpoint.in_memory=false", "checkpoint.every=2", "checkpoint.keep=99")
+        status, run = live.run(*options, gates.rewards, out=path)
     assert status is Status.FINISHED
-    assert trained(run, 6) == trained(live.finished("steps=6", "mode=colocated"), 6)
-    assert metric(run, "step") == list(range(6))
+    assert trained(run, 4) == trained(live.finished("steps=4", "mode=colocated"), 4)
+    assert metric(run, "step") == list(range(4))
     killer.assert_nothing_is_left()
 
 
@@ -218,33 +216,27 @@ def test_a_stopped_worker_is_taken_for_dead_and_replaced(live: LiveRuns) -> None
     path = live.new_path()
     killer = WorkerKiller(path)
     with Meanwhile(path, lambda: os.kill(killer.after(1)["generator-0"], signal.SIGSTOP)):
-        status, run = live.run("steps=6", "lanes.patience_s=3", out=path)
+        status, run = live.run("steps=4", "techniques.tag=none", "lanes.patience_s=3", out=path)
     assert status is Status.FINISHED
-    assert trained(run, 6) == trained(live.finished("steps=6", "mode=colocated"), 6)
+    assert trained(run, 4) == trained(live.finished("steps=4", "mode=colocated"), 4)
     killer.assert_nothing_is_left()
 
 
-def test_a_reward_that_hangs_on_a_prompt_costs_that_group_and_not_the_run(live: LiveRuns, tmp_path: Path) -> None:
-    gates, path = Gates(tmp_path / "gates"), live.new_path()
-    killer = WorkerKiller(path)
-
-    def close_a_gate() -> None:
-        killer.after(1)
-        gates.close("a dog")
-
-    with Meanwhile(path, close_a_gate):
-        status, run = live.run("steps=6", "lanes.patience_s=3", "lanes.restarts=0", gates.rewards, out=path)
-    assert status is Status.FINISHED and metric(run, "step") == list(range(6))
+def test_a_reward_that_hangs_on_a_prompt_costs_that_group_and_not_the_run(live: LiveRuns, gates: Gates) -> None:
+    path = live.new_path()
+    gates.close(prompts_of_step(live, 1)[0])
+    status, run = live.run("steps=2", "lanes.patience_s=3", "lanes.restarts=0", gates.rewards, out=path)
+    assert status is Status.FINISHED and metric(run, "step") == [0, 1]
     actions = [action for decision in read_journal(run.journal) for action in decision.actions]
     reasons = {action.reason for action in actions if isinstance(action, Quarantine)}
     assert reasons and all("reward-0 did not finish Score" in reason for reason in reasons)
-    killer.assert_nothing_is_left()
+    assert_nothing_is_left(path)
 
 
 def test_a_trainer_killed_too_often_ends_the_run_and_the_message_says_how_to_go_on(live: LiveRuns) -> None:
     path = live.new_path()
     killer = WorkerKiller(path)
-    with Meanwhile(path, lambda: killer.kill("trainer", steps=3)), pytest.raises(RunFailedError) as caught:
+    with Meanwhile(path, lambda: killer.kill("trainer", steps=2)), pytest.raises(RunFailedError) as caught:
         live.run("steps=500", "checkpoint.every=1", "checkpoint.keep=1", "lanes.restarts=0", out=path)
     message = str(caught.value).splitlines()
     assert message[0] == "trainer ended by signal 9 (SIGKILL); see its file in the run's logs"
@@ -319,20 +311,16 @@ def test_a_model_that_cannot_be_loaded_is_reported_in_one_line(live: LiveRuns, t
 
 
 def test_a_run_stopped_in_the_middle_of_a_batch_of_two_updates_goes_on_before_it(
-    live: LiveRuns, tmp_path: Path
+    live: LiveRuns, gates: Gates
 ) -> None:
     """A resumed run repeats the committed updates of an unfinished batch."""
-    gates = Gates(tmp_path / "gates")
     path = live.new_path()
-    two_updates = ("algorithm.options.updates_per_batch=2", "steps=6")
-    prompt = prompts_of_step(live, 1)[1]  # it is drawn again in a later step, in case this one is over
+    two_updates = "algorithm.options.updates_per_batch=2"
+    gates.close(prompts_of_step(live, 1)[1])
 
     def stop_in_the_middle() -> None:
-        wait_for(lambda: steps_done(path) >= 1, "a step")
-        gates.close(prompt)
+        wait_for(lambda: open_gradient(path), "an open gradient")
         wait_for(lambda: is_stalled(path), "all workers to wait")
-        kinds = [type(decision.event) for decision in read_journal(path / "journal.jsonl")][::-1]
-        assert Trained in kinds[: kinds.index(Committed)], "some of the batch is trained"
         for worker in workers_of(path).values():  # a terminal interrupts every process of a run
             os.kill(worker, signal.SIGINT)
         ask_to_stop(signal.SIGINT)
@@ -340,15 +328,11 @@ def test_a_run_stopped_in_the_middle_of_a_batch_of_two_updates_goes_on_before_it
         gates.open()
 
     with Meanwhile(path, stop_in_the_middle):
-        # Its two slices block two reward lanes. The third lane scores the other group, which is trained.
-        status, run = live.run(*two_updates, gates.rewards, "lanes.rewards=3", out=path)
+        status, run = live.run(two_updates, gates.rewards, SPARE_REWARDS, out=path)
     assert status is Status.INTERRUPTED
     assert run.info.status is Status.INTERRUPTED
-    before = steps_done(path)
-    assert 1 <= before < 6
-    assert [checkpoint.name for checkpoint in run.checkpoints.iterdir()] == [f"step_{before:06d}"]
+    assert [checkpoint.name for checkpoint in run.checkpoints.iterdir()] == ["step_000001"]
     assert_nothing_is_left(path)
     assert live.resume(path) is Status.FINISHED
-    quiet = live.finished(*two_updates, "mode=colocated")
-    assert trained(run, 6) == trained(quiet, 6)
-    assert metric(run, "step") == list(range(6))
+    assert trained(run, 3) == trained(live.finished("mode=colocated", two_updates), 3)
+    assert metric(run, "step") == [0, 1, 2]

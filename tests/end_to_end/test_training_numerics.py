@@ -16,8 +16,7 @@ COLOCATED = ("mode=colocated",)
 WAYS = {
     "naive": NAIVE,
     "pipelined": PIPELINED,
-    "scored by the generator": ("lanes.rewards=0",),
-    "two generators": ("lanes.generators=[cpu,cpu]", "techniques.tag=none"),
+    "two generators that score": ("lanes.generators=[cpu,cpu]", "techniques.tag=none", "lanes.rewards=0"),
 }
 TASKS = {
     "flow_grpo, all weights": ("training.lora=null", "algorithm.options.kl_weight=0.01"),
@@ -68,7 +67,11 @@ def test_stale_samples_are_at_most_the_share_and_one_version_old(live: LiveRuns)
 
 
 def test_replaying_a_journal_gives_the_same_decisions(live: LiveRuns) -> None:
-    for run in (live.finished(*PIPELINED), live.finished(*COLOCATED), live.finished(*WAYS["two generators"])):
+    for run in (
+        live.finished(*PIPELINED),
+        live.finished(*COLOCATED),
+        live.finished(*WAYS["two generators that score"]),
+    ):
         initial = initial_state_of(json.loads(run.run.read_text())["initial_state"])
         for recorded, decided in replayed(initial, run.journal):
             assert recorded.actions == decided.actions

@@ -90,8 +90,8 @@ def kill_all_in_a_checkpoint(command: subprocess.Popen[str], run: Path) -> None:
 
 
 def test_a_run_that_is_stopped_and_killed_twice_ends_as_if_it_had_not_been(live: LiveRuns) -> None:
-    run = live.new_path()
-    common = ("steps=18", "checkpoint.every=2", evaluation(live, every=2))
+    run, steps = live.new_path(), 12
+    common = (f"steps={steps}", "checkpoint.every=2", evaluation(live, every=2))
     terminate_all(live.command("tiny.yaml", *common, "--out", str(run)), run)
     stop = steps_done(run)
     kill_the_driver_in_an_evaluation(live.command("--resume", str(run)), run)
@@ -99,8 +99,8 @@ def test_a_run_that_is_stopped_and_killed_twice_ends_as_if_it_had_not_been(live:
     assert live.resume(run) is Status.FINISHED
 
     folder, quiet = RunFolder.open(run), live.finished("mode=colocated", *common)
-    assert trained(folder, 18) == trained(quiet, 18)
-    assert metric(folder, "step") == list(range(18))
+    assert trained(folder, steps) == trained(quiet, steps)
+    assert metric(folder, "step") == list(range(steps))
     assert metric(folder, "reward_mean") == metric(quiet, "reward_mean")
     evaluations = [(line["step"], line["reward_mean"]) for line in lines_of(folder.evaluations)]
     expected = [(line["step"], line["reward_mean"]) for line in lines_of(quiet.evaluations)]
@@ -153,7 +153,7 @@ def test_a_colocated_run_saves_itself_when_it_is_asked_to_stop(live: LiveRuns) -
     assert status is Status.INTERRUPTED
     done = steps_done(run)
     assert [path.name for path in folder.checkpoints.iterdir()] == [f"step_{done:06d}"]
-    assert live.resume(run, f"steps={done + 1}", "mode=local") is Status.FINISHED
+    assert live.resume(run, f"steps={done + 1}") is Status.FINISHED
     assert metric(folder, "step") == list(range(done + 1))
 
 
@@ -207,7 +207,7 @@ def test_a_run_resumes_from_its_newest_whole_checkpoint_and_only_on_its_own_base
     assert "checkpoint.other_base_weights=true" in str(caught.value) and "\n" not in str(caught.value)
     base.write_bytes(whole)
     capsys.readouterr()
-    assert live.resume(folder.path, "steps=3", "mode=local") is Status.FINISHED
+    assert live.resume(folder.path, "steps=3") is Status.FINISHED
     told = capsys.readouterr().err.splitlines()
     assert "step_000002: is damaged: weights.safetensors has" in told[0]
     assert told[1] == f"resuming from {folder.checkpoint(1)}"
@@ -247,7 +247,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_last_good_one_
     for left in (run / "checkpoints").glob(".saving-*"):
         left.unlink() if left.is_file() else None
     steps = int(good.name.removeprefix("step_")) + 1
-    assert live.resume(run, f"steps={steps}") is Status.FINISHED
+    assert live.resume(run, f"steps={steps}", "mode=colocated") is Status.FINISHED
 
 
 def test_the_driver_needs_no_torch() -> None:

@@ -22,7 +22,7 @@ from digenrl.training.trainer import Trainer
 from digenrl.training.trainer_state import TrainerState
 from digenrl.training.update_split import updates_of_places
 
-STEPS = 3
+STEPS = 2
 SETTINGS = TrainerSettings(pack_size=3, learning_rate=0.02, job_samples=2, ema=EmaSettings(every_updates=1))
 NARROW = {"mix_grpo": {"kind": "sliding", "width": 2, "training_steps_per_shift": 1}}  # of three steps
 REWARDS = ((0.3, 1.7, -2.1, 0.9), (1.0, 1.0, 1.0, 1.0), (0.1, 0.2, 3.3, 0.4))

@@ -71,7 +71,7 @@ def trained(
     return trainer.published(), metrics
 
 
-def all_trained(ranks: RankGroup, cases: list[StagedCase], bounds: tuple[int, ...]) -> list[Any]:
+def all_trained(ranks: RankGroup | None, cases: list[StagedCase], bounds: tuple[int, ...]) -> list[Any]:
     return [trained(ranks, case, bounds) for case in cases]
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,13 +118,25 @@ def assert_same_bits(left, right):
         assert value.dtype == right[path].dtype, path
 
 
+@pytest.fixture(scope="module")
+def saved_by(tmp_path_factory):
+    """What `saved` returns on some ranks. Every combination is trained once; its run must not be changed."""
+
+    @cache
+    def results(count, lora):
+        folder = tmp_path_factory.mktemp("saved")
+        return on(count, folder, saved, replace(CASE, lora=lora), folder / "run")
+
+    return results
+
+
 @LORA_OR_SHARDED
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2), (3, 2)])
-def test_any_number_of_ranks_resumes_from_a_checkpoint(tmp_path, lora, before, after):
+def test_any_number_of_ranks_resumes_from_a_checkpoint(tmp_path, saved_by, lora, before, after):
     case = replace(CASE, lora=lora)
-    through = on(before, tmp_path, saved, case, tmp_path / "run")
-    path = newest_checkpoint(tmp_path / "run")
-    assert path == through[0][0]
+    through = saved_by(before, lora)
+    path = through[0][0]
+    assert path == newest_checkpoint(path.parent)
     others = on(after, tmp_path, resumed, case, path)
     expected, got = whole([each[1] for each in through]), whole([each[1] for each in others])
     assert_same_bits(got, expected)
@@ -131,10 +146,9 @@ def test_any_number_of_ranks_resumes_from_a_checkpoint(tmp_path, lora, before, a
         assert_same_bits(others[0][2], through[0][2])
 
 
-def test_every_rank_writes_its_shards_and_the_reference_is_stored_once(tmp_path):
-    case = replace(CASE, lora=False)
-    on_ranks(2, tmp_path, saved, case, tmp_path / "run")
-    folders = [tmp_path / "run" / f"step_00000{step}" for step in (1, 2)]
+def test_every_rank_writes_its_shards_and_the_reference_is_stored_once(tmp_path, saved_by):
+    run = saved_by(2, False)[0][0].parent
+    folders = [run / f"step_00000{step}" for step in (1, 2)]
     kinds = ["average", "old_policy", "optimizer", "reference", "state.json", "weights"]
     assert names_in(folders[1]) == kinds
     assert names_in(folders[1] / "weights") == [shard_file_name(0), shard_file_name(1)]
@@ -147,9 +161,10 @@ def test_every_rank_writes_its_shards_and_the_reference_is_stored_once(tmp_path)
     for rank in range(2):
         files = [folder / "reference" / shard_file_name(rank) for folder in folders]
         assert files[0].stat().st_ino == files[1].stat().st_ino
-    (folders[1] / "weights" / shard_file_name(1)).write_bytes(b"other")
+    other = Path(shutil.copytree(folders[1], tmp_path / "other"))
+    (other / "weights" / shard_file_name(1)).write_bytes(b"other")
     with pytest.raises(CheckpointError, match=r"weights/shard-00002.* 5 bytes"):
-        read_checkpoint(folders[1])
+        read_checkpoint(other)
 
 
 # --- Complete or absent ---------------------------------------------------------------------------------------
@@ -221,9 +236,9 @@ def resumed_from_damaged(ranks, case, path):
 
 
 @LORA_OR_SHARDED
-def test_damage_that_one_rank_finds_stops_all(tmp_path, lora):
+def test_damage_that_one_rank_finds_stops_all(tmp_path, saved_by, lora):
     case = replace(CASE, lora=lora)
-    path, *_ = on_ranks(2, tmp_path, saved, case, tmp_path / "run")[0]
+    path = Path(shutil.copytree(saved_by(2, lora)[0][0], tmp_path / "step_000002"))
     names = json.loads((path / "state.json").read_text())["files"]
     flip_a_byte(path / next(name for name in names if name.startswith("optimizer")))
     on_ranks(2, tmp_path, resumed_from_damaged, case, path)

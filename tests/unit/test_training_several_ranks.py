@@ -51,10 +51,13 @@ CASES = {
         "flow_grpo",
         {"clip": 1e-4, "kl_weight": 0.1, "updates_per_batch": 2, "advantage": {"clamp": 1.2}},
         STEADY.model_copy(update={"ema": EmaSettings(decay=0.5, every_updates=2)}),
-        Rollout(groups=4),
+        Rollout(groups=4, group_size=3, steps=3),
     ),
     "an old policy that follows slowly and a reference": Case(
-        "diffusion_nft", {"kl_weight": 0.1, "old_decay_growth": 0.25, "updates_per_batch": 2}, batches=3
+        "diffusion_nft",
+        {"kl_weight": 0.1, "old_decay_growth": 0.25, "updates_per_batch": 2},
+        rollout=Rollout(groups=2, group_size=3, steps=3),
+        batches=3,
     ),
     "recomputed log-probs": Case(
         "mix_grpo",

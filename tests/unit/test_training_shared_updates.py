@@ -8,6 +8,7 @@ from scored_groups import differences, state_of
 from shared_training import (
     MORE_REWARDS,
     SETTINGS,
+    STEPS,
     Assistant,
     SharedCase,
     Team,
@@ -82,7 +83,7 @@ def test_the_weights_do_not_depend_in_any_bit_on_who_trained_what(name, alone):
     expected, reports = alone(name)
     assert differences(state, expected) == []
     assert metrics == reports
-    order = [(batch, update) for batch in range(3) for update in range(CASES[name].updates)]
+    order = [(batch, update) for batch in range(STEPS) for update in range(CASES[name].updates)]
     assert [(each.batch, each.update) for each in metrics] == order
     assert len({each.gradient_norm for each in metrics}) == len(metrics)
 
@@ -108,7 +109,7 @@ def test_a_batch_whose_trainer_is_lost_is_trained_again_from_its_first_update(na
     assert lags == (name == "a version that lags")
     for assistant in team.assistants:
         assistant.trainer.start_update(0, team.committer.trained_at_version() if lags else None)
-    metrics = [team.train_update() for _ in range(2 * case.updates)]
+    metrics = [team.train_update() for _ in range((STEPS - 1) * case.updates)]
     expected, reports = alone(name)
     assert differences(state_of(team.committer), expected) == []
     assert metrics == reports[case.updates :]

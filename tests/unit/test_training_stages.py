@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +31,26 @@ from digenrl.worker.sharding_checks import check_sharding
 RECIPES = Path(digenrl.__file__).parent / "recipes"
 
 CASES = [
-    StagedCase("flow_grpo", batches=2),
+    StagedCase("flow_grpo"),
     StagedCase("grpo_guard", settings={"gradient_checkpointing": 1}),  # two parts of the gradient
     StagedCase("dance_grpo", {"updates_per_batch": 2}, {"old_log_probs": "recomputed", "pack_size": "auto"}),
     StagedCase("diffusion_nft"),  # forwards of three policies
 ]
 
 
-@pytest.mark.parametrize("bounds", [(0, 2, 3), (0, 1, 2, 3)])
-def test_stages_train_to_the_weights_and_metrics_of_one_process(bounds: tuple[int, ...], tmp_path: Path) -> None:
-    cases = CASES if len(bounds) == 3 else CASES[1:2]
+@pytest.fixture(scope="module")
+def in_one_process() -> list[Any]:
+    return all_trained(None, CASES, ())
+
+
+@pytest.mark.parametrize(("bounds", "first", "end"), [((0, 2, 3), 0, len(CASES)), ((0, 1, 2, 3), 1, 2)])
+def test_stages_train_to_the_weights_and_metrics_of_one_process(
+    bounds: tuple[int, ...], first: int, end: int, in_one_process: list[Any], tmp_path: Path
+) -> None:
+    cases = CASES[first:end]
     stages = on_ranks(len(bounds) - 1, tmp_path, all_trained, cases, bounds)
     for index, case in enumerate(cases):
-        expected, metrics = trained(None, case)
+        expected, metrics = in_one_process[first + index]
         for weights, theirs in (stage[index] for stage in stages):
             assert weights.keys() == expected.keys()
             assert theirs == metrics, case.algorithm
@@ -89,10 +97,12 @@ def test_a_stage_that_is_out_of_memory_ends_the_pass_on_all(tmp_path: Path) -> N
     assert "stage 1 -> stage 2" in last
 
 
-def test_a_trainer_sends_activations_with_the_codec_of_its_links(tmp_path: Path) -> None:
-    case = StagedCase("flow_grpo", batches=2, codecs=LinkCodecs(activations=Codec("bf16")))
+def test_a_trainer_sends_activations_with_the_codec_of_its_links(
+    in_one_process: list[Any], tmp_path: Path
+) -> None:
+    case = replace(CASES[0], codecs=LinkCodecs(activations=Codec("bf16")))
     (weights, metrics), _ = on_ranks(2, tmp_path, trained, case, (0, 1, 3))
-    expected, exact = trained(None, case)
+    expected, exact = in_one_process[0]
     assert metrics[0]["log_prob_mismatch"] != exact[0]["log_prob_mismatch"], "rounded"
     assert weights.keys() == expected.keys()
 

@@ -159,14 +159,6 @@ def exchange_of(pid: int) -> Path:
     return found
 
 
-def is_stalled(run: Path) -> bool:
-    """Whether the journal has not grown for a while, since all workers wait."""
-    journal = run / "journal.jsonl"
-    before = journal.stat().st_size
-    time.sleep(0.4)
-    return before == journal.stat().st_size
-
-
 def open_gradient(run: Path) -> int:
     """The number of groups that are trained and not committed, once there is a step."""
     groups = 0

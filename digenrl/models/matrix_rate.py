@@ -8,7 +8,7 @@ import torch
 
 from digenrl.models.transfers import synchronize
 
-SIDE = {"cuda": 8192, "cpu": 512}  # of the matrices, by type of device
+SIDE = {"cuda": 8192, "cpu": 256}  # of the matrices, by type of device
 TYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 WARM_UPS, TIMED = 3, 10  # products
 

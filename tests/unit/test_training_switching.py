@@ -9,7 +9,7 @@ import pytest
 import torch
 from late_copier import LateCopier
 from scored_groups import Rollout, differences, scored_groups, state_of, toy, trainer_of
-from shared_training import MORE_REWARDS, SharedCase
+from shared_training import MORE_REWARDS, STEPS, SharedCase
 from shared_training import SETTINGS as SHARED
 
 from digenrl.algorithms.registry import build_algorithm
@@ -101,7 +101,7 @@ def test_switching_between_jobs_changes_no_bit_of_a_share():
                 for parameter in model.transformer.parameters():
                     parameter += 0.01 * (step + 1)
             trainer.start_version(step + 1)
-    for left, right in zip(shares[:3], shares[3:], strict=True):
+    for left, right in zip(shares[:STEPS], shares[STEPS:], strict=True):
         assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
     # the reference, and two sums of eight bytes; no moments and no average
     assert moved == 5 * sum(parameter.nbytes for parameter in model.transformer.parameters())

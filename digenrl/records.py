@@ -500,8 +500,9 @@ class Calibrate(Job):
     During a run the scheduler issues it for a `lane` that has joined; the prompt is the first of `step`.
     `sizes` are slice sizes for "generate" and the number of samples for other tasks. `held_out` are batch sizes of
     an evaluation. `at_once` is how many samples are generated together before training is timed. A lane that also
-    trains is timed with `trained` samples, in the same job, and uses the trainer's `pack_size`. "forward" counts
-    the operations of a forward and tries the attention kernels of these `passes`, or uses the given `kernels`.
+    trains is timed with `trained` samples, in the same job, and uses the trainer's `pack_size`. "forward" uses
+    the given `kernels`, or measures the device's rate; with a prompt, it also counts the operations of a forward
+    and tries the attention kernels of these `passes`.
     """
 
     task: CalibrationTask

@@ -1,4 +1,4 @@
-"""Before a run is timed: every worker counts a forward's operations, and attention kernels are tried. No torch."""
+"""Before a run is timed: a worker counts a forward's operations, and attention kernels are tried. No torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def measure_forwards(
 ) -> MeasuredForwards:
     """Counts operations, and tries attention kernels if the recipe leaves them open.
 
-    All lanes use the same ones. Lanes that start later get them with their assignment.
+    The first lane counts for all, and others with nothing to try compute no forward. All lanes use the same
+    kernels. Lanes that start later get them with their assignment.
     """
     recipe, workers = driver.stores.recipe, driver.stores.workers
     prompt = driver.stores.prompts.row(first_step, 0)
@@ -41,9 +42,10 @@ def measure_forwards(
     passes = {each.name: passes_to_try(recipe, each.duties, each.device) for each in lanes}
     if any(passes.values()):
         notify("calibrating: trying attention kernels")
+    given = {name: prompt if kinds or name == lanes[0].name else None for name, kinds in passes.items()}
     results: list[Calibrated] = driver.ask(
         [
-            (name, Calibrate(driver.own_job_id(), 0, "forward", prompt, passes=kinds))
+            (name, Calibrate(driver.own_job_id(), 0, "forward", given[name], passes=kinds))
             for name, kinds in passes.items()
         ]
     )

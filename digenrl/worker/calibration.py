@@ -48,12 +48,14 @@ class StageCalibration:
         return self._tasks[job.task](job)
 
     def _forward(self, job: Calibrate) -> Calibrated:
-        """Uses the given attention kernels, or counts a forward's operations and tries kernels."""
+        """Uses the given attention kernels, or measures the device, and with a prompt a forward."""
         model = self._stages.model
         if job.kernels is not None:
             model.use_attention(job.kernels)
             return Calibrated(0, job, {})
-        row = self._stages.row(_prompt(job))
+        if job.prompt is None:
+            return Calibrated(0, job, {}, matrix_tflops=matrix_tflops(model.device))
+        row = self._stages.row(job.prompt)
         with self._own_forwards():
             forward = sample_forward(self._blueprint, model, row)
             return Calibrated(

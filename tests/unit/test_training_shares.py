@@ -280,7 +280,7 @@ def test_a_trainer_that_never_commits_has_no_moments_no_average_and_no_kept_vers
 
 
 def test_starting_a_version_discards_the_open_batch():
-    assistant, (first, second, _) = Assistant(FLOW), FLOW.batches()
+    assistant, (first, second) = Assistant(FLOW), FLOW.batches()
     fresh = Assistant(FLOW)
     assistant.trainer.add_samples(first[0].part(0, 2))
     weights = {name: value + 0.01 for name, value in assistant.trainer.published().items()}

@@ -39,6 +39,7 @@ MORE_STEPS = STEPS + 2
 EVALUATION = "evaluation={prompts: {name: scenes}, count: 3, every: 2, denoising_steps: 2, shown: 2, batch: 3}"
 TWO_BASES = ("model.base=int8", "evaluation.base=unquantized")
 TWO_RANKS = (f"steps={STEPS}", "lanes.ranks=2")
+RANKS = {"adapters": (*ADAPTERS, *TWO_RANKS, "techniques.tag=greedy"), "all weights": (*EVERYTHING, *TWO_RANKS)}
 
 
 def of_one_rank(live: LiveRuns, kind: str) -> RunFolder:
@@ -75,7 +76,7 @@ def gates(tmp_path: Path) -> Gates:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_give_the_weights_of_one(kind: str, live: LiveRuns) -> None:
-    one, two = of_one_rank(live, kind), live.finished(*KINDS[kind], *TWO_RANKS)
+    one, two = of_one_rank(live, kind), live.finished(*RANKS[kind])
     assert furthest(weights(one, STEPS), weights(two, STEPS)) < 1e-6
     assert furthest(weights(one, 1), weights(one, 3)) > 2e-5, "they have moved by more than that"
     assert metric(two, "reward_mean") == pytest.approx(metric(one, "reward_mean")[:STEPS], rel=1e-5)
@@ -83,17 +84,17 @@ def test_two_ranks_give_the_weights_of_one(kind: str, live: LiveRuns) -> None:
 
 
 def test_ranks_of_adapters_help_to_generate_each_on_its_own(live: LiveRuns) -> None:
-    run = live.finished(*ADAPTERS, "lanes.ranks=2", "techniques.tag=greedy")
+    run = live.finished(*RANKS["adapters"])
     assert {"helper-0", "helper-1"} <= {lane.name for lane in run.info.lanes}
-    assert furthest(weights(of_one_rank(live, "adapters"), 3), weights(run, 3)) < 1e-6
+    assert furthest(weights(of_one_rank(live, "adapters"), STEPS), weights(run, STEPS)) < 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_lost_rank_is_replaced_with_all_others_from_the_last_commit(
     kind: str, live: LiveRuns, gates: Gates
 ) -> None:
-    run = run_losing_a_rank(live, gates, *KINDS[kind], *TWO_RANKS)
-    lost, undisturbed = weights(run, STEPS), weights(live.finished(*KINDS[kind], *TWO_RANKS), STEPS)
+    run = run_losing_a_rank(live, gates, *RANKS[kind])
+    lost, undisturbed = weights(run, STEPS), weights(live.finished(*RANKS[kind]), STEPS)
     assert all(torch.equal(lost[name], undisturbed[name]) for name in undisturbed)
     assert metric(run, "step") == list(range(STEPS))
 
@@ -102,7 +103,7 @@ def test_ranks_that_share_the_frozen_weights_survive_a_loss_with_the_weights_of_
     live: LiveRuns, gates: Gates
 ) -> None:
     run = run_losing_a_rank(live, gates, *ADAPTERS, *TWO_RANKS, "lanes.shard_base=true")
-    shared, copies = weights(run, STEPS), weights(live.finished(*ADAPTERS, *TWO_RANKS), STEPS)
+    shared, copies = weights(run, STEPS), weights(live.finished(*RANKS["adapters"]), STEPS)
     assert all(torch.equal(shared[name], copies[name]) for name in copies)
 
 
@@ -127,7 +128,7 @@ def test_stages_that_train_all_weights_give_those_of_one_rank_even_if_a_stage_is
 
 
 def test_a_run_of_two_ranks_goes_on_with_one_and_back(live: LiveRuns, tmp_path: Path) -> None:
-    path = Path(shutil.copytree(live.finished(*EVERYTHING, *TWO_RANKS).path, tmp_path / "run"))
+    path = Path(shutil.copytree(live.finished(*RANKS["all weights"]).path, tmp_path / "run"))
     assert live.resume(path, f"steps={STEPS + 1}", "lanes.ranks=1") is Status.FINISHED
     assert live.resume(path, f"steps={MORE_STEPS}", "lanes.ranks=2") is Status.FINISHED
     expected = weights(of_one_rank(live, "all weights"), MORE_STEPS)

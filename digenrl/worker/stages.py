@@ -82,7 +82,7 @@ from digenrl.training.ranks.rank_group import RankGroup, RanksError, all_or_none
 from digenrl.training.trainer import Trainer
 from digenrl.worker.blueprint import Blueprint
 from digenrl.worker.encoding import encode_prompt, paired_images, source_images
-from digenrl.worker.pictures import save_pictures
+from digenrl.worker.pictures import picture_files
 from digenrl.worker.rollouts import encode_images, held_out_pixels, plan, roll_out, row_limits, shuffled
 from digenrl.worker.tensor_files import (
     PAIR,
@@ -279,11 +279,11 @@ class Stages:
         if self.parts.follows:
             return Evaluated(0, job)
         pixels_BFCHW = torch.cat(pixels)
-        save_pictures(pixels_BFCHW, Path(job.pictures), job.first, job.shown)
+        pictures = tuple(picture_files(pixels_BFCHW, job.first, job.shown).items())
         if self.parts.reward is not None:
-            return Evaluated(0, job, self.score_pixels(pixels_BFCHW, job.prompts, held_out=True))
+            return Evaluated(0, job, self.score_pixels(pixels_BFCHW, job.prompts, held_out=True), pictures)
         self._exchange.put(held_out_name(job.chunk), {"pixels": pixels_BFCHW})
-        return Evaluated(0, job)
+        return Evaluated(0, job, pictures=pictures)
 
     def save(self, job: Save) -> Saved:
         """Writes a checkpoint of the last version and the exported weights, and removes old checkpoints.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -25,6 +26,7 @@ from digenrl.generation.rollout import GeneratedSlice
 from digenrl.models.contract import Conditioning, DiffusionModel, TextEncoder
 from digenrl.models.model_weights import load_weights, weights_replaced
 from digenrl.models.parked import ParkedModel
+from digenrl.models.rounded_weights import rounded_before_use
 from digenrl.models.trajectory import ScoredGroup, ScoredSamples, Trajectory
 from digenrl.models.transfers import synchronize, to_device
 from digenrl.records import (
@@ -496,8 +498,7 @@ class Stages:
             published |= {AVERAGE + name: value for name, value in trainer.published_average().items()}
         if self._blueprint.recipe.shares_work and trainer.version_lags:
             published |= {TRAINED + name: value for name, value in trainer.trained_at_version().items()}
-        if self._blueprint.recipe.publish.dtype == "bfloat16":
-            published = {name: value.to(torch.bfloat16) for name, value in published.items()}
+        published = {name: self._rounded(name, value) for name, value in published.items()}
         weights = NO_WEIGHTS
         if job.rank == 0:
             weights = self._exchange.put_weights(weights_name(job.new_version), published)
@@ -507,6 +508,19 @@ class Stages:
             state_bytes = self._exchange.put(state_name(job.new_version, job.rank), state_as_tensors(state))
             state_bytes += state.missing_moment_bytes()  # room that it will need once there are optimizer moments
         return weights, state_bytes
+
+    def _rounded(self, name: str, value: Tensor) -> Tensor:
+        """A weight in the precision in which it is published."""
+        dtype = self._blueprint.recipe.publish.dtype
+        exact = dtype == "auto" and name.removeprefix(AVERAGE).removeprefix(TRAINED) in self._rounded_before_use
+        return value.to(torch.bfloat16) if exact or dtype == "bfloat16" else value
+
+    @cached_property
+    def _rounded_before_use(self) -> frozenset[str]:
+        recipe = self._blueprint.recipe
+        if recipe.training.lora is None and recipe.generating_base != recipe.model.base:
+            return frozenset()  # generators quantize the weights they get
+        return rounded_before_use(self.model, autocast=recipe.training.autocast == "bf16")
 
     def _evaluates_average_of(self, version: int) -> bool:
         recipe = self._blueprint.recipe

@@ -162,12 +162,12 @@ class Trainer:
         """
         split = self._open.split
         jobs = calibration_terms(group, self._objective, split.job_samples)
-        terms_per_sample = sum(map(len, jobs)) // len(group.trajectories)
+        all_terms = sum(map(len, jobs))
         job_terms = self._open.most_terms_of_a_job(self._open.steps_of(group.trajectories))
         self.reserve_version()
         context = PassContext(
             group.conditioning,
-            denominator=sum(map(len, jobs)),
+            denominator=all_terms,
             before_updates=self.update == 0 and not later,
             job_terms=job_terms,
         )
@@ -175,7 +175,7 @@ class Trainer:
         for first, terms in enumerate(jobs):
             self._sums.of_job(SampleJob(0, first), self._passes.run(terms, context))
         self._retries.since_last()  # not attributed to an update
-        whole_group = [terms_per_sample * split.job_samples] * split.jobs_per_group
+        whole_group = [all_terms * split.job_samples // len(group.trajectories)] * split.jobs_per_group
         return self._passes.work_share([*map(len, jobs)], whole_group)
 
     def can_commit(self) -> bool:

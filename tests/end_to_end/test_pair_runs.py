@@ -23,7 +23,7 @@ PAIRS = {
     **TINY,
     "prompts": {"path": "noisy.jsonl", "pair_columns": ["chosen", "rejected"]},
     "rewards": "preference",
-    "sample": {"height": 16, "width": 16, "denoising_steps": 4},
+    "sample": {"height": 16, "width": 16, "denoising_steps": 3},  # one is trained: a term for two samples
     "batch": {"prompts": 2, "samples_per_prompt": 2, "slice": 1},
     "algorithm": {"name": "flow_dpo", "options": {"levels": "random", "trained_fraction": 0.5}},
     "steps": 2,

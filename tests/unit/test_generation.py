@@ -44,12 +44,11 @@ def plans_of(
     noise: StepNoise = FLOW,
     guidance: float = 3.0,
     last_step_noise: bool = False,
-    steps: int = STEPS,
 ) -> tuple[RolloutPlan, ...]:
     return plan_rollouts(
         window,
         slice_.samples(),
-        schedule=model.schedule(steps, size),
+        schedule=model.schedule(STEPS, size),
         size=size,
         noise=noise,
         guidance=guidance,
@@ -441,16 +440,16 @@ def test_all_prompts_share_one_copy_of_the_unconditional_rows() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ONE_PER_TRANSFORMER)
 def test_a_rollout_of_a_tiny_pipeline_is_bitwise_on_policy_and_that_of_each_sample_alone(family: str) -> None:
-    model, size, steps = tiny_model(family), tiny_size(family), 3
+    model, size = tiny_model(family), tiny_size(family)
     rows = encode_prompts(model, ["a red cat", "a blue cup"], lambda text: model.encode([text]))  # drops encoders
     row = rows["a red cat"]
     together, *alone = (
-        generate(model, slice_, AllSteps(), size=size, conditioning=row, steps=steps)
+        generate(model, slice_, AllSteps(), size=size, conditioning=row)
         for slice_ in (Slice(0, 3, 0, 2), Slice(0, 3, 0, 1), Slice(0, 3, 1, 1))
     )
     torch.testing.assert_close(together.final_BL, torch.cat([one.final_BL for one in alone]), rtol=1e-5, atol=1e-5)
     trajectories = list(together.trajectories)
-    assert trajectories[0].plan.kept_steps == tuple(range(steps - 1))
+    assert trajectories[0].plan.kept_steps == tuple(range(STEPS - 1))
     largest_mismatch = 0.0
     for k, index in enumerate(trajectories[0].plan.kept_steps):
         stored_B = torch.stack([t.log_prob_K[k] for t in trajectories])

@@ -83,14 +83,16 @@ class Crashes:
         )
 
 
-def run_points(crashes: Crashes, points: Sequence[int], hidden: bool) -> list[CrashPoint]:
+def run_points(crashes: Crashes, points: Sequence[int], as_json: bool) -> list[CrashPoint]:
     """Crashes at all points. The progress bar has no thread, since drivers are forked from this process."""
     found = []
-    with Progress(console=Console(stderr=True), auto_refresh=False, disable=hidden) as progress:
+    with Progress(console=Console(stderr=True), auto_refresh=False, disable=as_json) as progress:
         task = progress.add_task("killing drivers", total=len(points))
         for point in points:
             found.append(crashes.crash(point))
             progress.update(task, advance=1, refresh=True)
+            if as_json:
+                print(json.dumps(asdict(found[-1])), flush=True)
     return found
 
 
@@ -100,18 +102,16 @@ def main() -> None:
     parser.add_argument("--transport", choices=TRANSPORTS, default="local")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="kill at every N-th record")
     parser.add_argument("--first", type=int, default=1, metavar="RECORD", help="the first record to kill at")
-    parser.add_argument("--json", action="store_true", help="print every point as JSON")
+    parser.add_argument("--json", action="store_true", help="print every point as a line of JSON")
     options = parser.parse_args()
     if min(options.every, options.first) < 1:
         parser.error(f"--every {options.every} --first {options.first}: both count from 1")
     with opened_runs(options.transport) as runs:
         crashes = Crashes(runs)
         points = range(options.first, crashes.records + 1, options.every)
-        found = run_points(crashes, points, hidden=options.json)
+        found = run_points(crashes, points, as_json=options.json)
     bad = [point for point in found if not point.good]
-    if options.json:
-        print(json.dumps([asdict(point) for point in found]))
-    else:
+    if not options.json:
         killed = sum(point.killed for point in found)
         print(
             f"{options.transport}: {killed} drivers killed at {len(found)} of {crashes.records} records, "

@@ -32,7 +32,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetForIma
 
 from digenrl.stages.codec_choice import Codec, LinkCodecs
 from digenrl.stages.codecs import decode, encode
-from digenrl.stages.cut import even_bounds
+from digenrl.stages.partition import even_bounds
 
 STAGES = 3
 LAST_STEPS = 50  # whose losses are averaged

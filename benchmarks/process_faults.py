@@ -66,6 +66,7 @@ class DisturbedRun:
 
     def __init__(self, runs: TinyRuns, seed: int) -> None:
         self._runs, self._dice = runs, Random(seed)
+        self._disturbed: set[int] = set()  # process ids; one that was stopped may exist for a while
         self.path = runs.root / "disturbed"
         self._pid = runs.begin("disturbed")
         self._wait(lambda: self.steps() >= 1, "the first step", START_S)
@@ -85,9 +86,9 @@ class DisturbedRun:
             self._wait(lambda: not (self._runs.root / "hang").exists(), "a reward to hang")
             began_s = time.monotonic()
         else:
-            workers = self._runs.workers("disturbed")
-            worker = self._dice.choice(sorted(workers))
-            os.kill(workers[worker], signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+            worker, process = self._dice.choice(sorted(self._undisturbed_workers().items()))
+            self._disturbed.add(process)
+            os.kill(process, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
         self._wait(lambda: self._losses() > losses, f"the loss of {worker}")
         noticed_s, steps = time.monotonic() - began_s, self.steps()
         self._wait(lambda: self.steps() > steps, "the next step")
@@ -98,6 +99,10 @@ class DisturbedRun:
         os.kill(self._pid, signal.SIGTERM)
         os.waitpid(self._pid, 0)
         return self.steps()
+
+    def _undisturbed_workers(self) -> dict[str, int]:
+        found = self._runs.workers("disturbed")
+        return {name: process for name, process in found.items() if process not in self._disturbed}
 
     def _losses(self) -> int:
         return (self.path / "journal.jsonl").read_bytes().count(b'"WorkerLost"')

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, schedules
 
 from digenrl.stages.codec_choice import ACTIVATION_CODECS, GRADIENT_CODECS, Codec, LinkCodecs, mildest_codec
-from digenrl.stages.cut import Cut, best_cut, cut_at, even_bounds
 from digenrl.stages.links import LinkSettings, connect_stages
+from digenrl.stages.partition import Partition, best_partition, cut_at, even_bounds
 from digenrl.stages.pipeline import Pipeline
 from digenrl.stages.simulated import simulate_pipeline
 
@@ -100,15 +100,15 @@ class Stage(nn.Module):
         return Block.apply(value * self.weight, self.seconds, self.values)
 
 
-def cut_for(model: Emulated, mbit: float, bounds: tuple[int, ...] | None = None) -> Cut:
+def cut_for(model: Emulated, mbit: float, bounds: tuple[int, ...] | None = None) -> Partition:
     """The best cut, or the given one, without codecs."""
     rates, sizes = [mbit * 1e6 / 8] * (len(SPEEDS) - 1), [4.0 * values for values in model.values]
     if bounds is None:
-        return best_cut(model.block_s, SPEEDS, sizes, rates, MICRO_BATCHES)
+        return best_partition(model.block_s, SPEEDS, sizes, rates, MICRO_BATCHES)
     return cut_at(bounds, model.block_s, SPEEDS, sizes, rates, MICRO_BATCHES)
 
 
-def codecs_for(model: Emulated, mbit: float, cut: Cut) -> list[LinkCodecs]:
+def codecs_for(model: Emulated, mbit: float, cut: Partition) -> list[LinkCodecs]:
     """The mildest codecs with which no link is slower than the slowest stage."""
     slowest = max(cut.stage_s)
     return [
@@ -122,7 +122,7 @@ def codecs_for(model: Emulated, mbit: float, cut: Cut) -> list[LinkCodecs]:
     ]
 
 
-def coded_seconds(model: Emulated, mbit: float, cut: Cut, codecs: list[LinkCodecs]) -> float:
+def coded_seconds(model: Emulated, mbit: float, cut: Partition, codecs: list[LinkCodecs]) -> float:
     """The prediction of a step with codecs: a link is as slow as its slower direction."""
     links = [
         max(codec.payload_bytes(model.values[end - 1], 4) for codec in (each.activations, each.gradients))

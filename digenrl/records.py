@@ -466,14 +466,13 @@ class SwitchRole(Job):
 class Evaluate(Job):
     """Sample held-out prompts with the version that the lane serves. Result: Evaluated.
 
-    A worker that also scores, scores them. Pictures of the first `shown` prompts are written to `pictures`.
+    A worker that also scores, scores them. The result has pictures of the first `shown` prompts.
     """
 
     chunk: HeldOutChunk
     lane: int
     first: int = _data(0)  # index of its first prompt
     prompts: tuple[PromptRow, ...] = _data(())
-    pictures: str = _data("")
     shown: int = _data(0)
 
     def reads(self) -> tuple[str, ...]:
@@ -699,6 +698,7 @@ class Evaluated(Result):
 
     job: Evaluate
     scores: Scores | None = _data()
+    pictures: tuple[tuple[str, bytes], ...] = _data(())  # names and contents of files
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from digenrl.stages.cut import Cut, best_cut, cut_at, even_bounds
+from digenrl.stages.partition import Partition, best_partition, cut_at, even_bounds
 from digenrl.stages.simulated import simulate_pipeline
 
 PICTURE = Path(__file__).parent / "images" / "stages" / "slow_link.svg"
@@ -13,7 +13,7 @@ COLOURS = {"forward": "#4c78a8", "backward": "#f58518"}
 LEFT, PIXELS_PER_S, ROW, BAR = 150, 26, 26, 20
 
 
-def rows(cut: Cut, title: str, top: int) -> list[str]:
+def rows(cut: Partition, title: str, top: int) -> list[str]:
     """A title, and a row for every stage."""
     spans = simulate_pipeline(cut.stage_s, cut.link_s, MICRO_BATCHES)
     parts = [f'<text x="10" y="{top + 14}" font-weight="bold">{title}: {spans[-1].end_s:.1f} s</text>']
@@ -33,7 +33,7 @@ def rows(cut: Cut, title: str, top: int) -> list[str]:
 def draw() -> str:
     """An equal split above the best cut; the link between the second and the third card is slow."""
     equal = cut_at(even_bounds(len(BLOCKS), len(SPEEDS)), BLOCKS, SPEEDS, 1.0, RATES, MICRO_BATCHES)
-    best = best_cut(BLOCKS, SPEEDS, 1.0, RATES, MICRO_BATCHES)
+    best = best_partition(BLOCKS, SPEEDS, 1.0, RATES, MICRO_BATCHES)
     height = 2 * (len(SPEEDS) + 2) * ROW
     legend = " ".join(
         f'<rect x="{LEFT + 110 * i}" y="{height}" width="14" height="14" fill="{colour}"/>'

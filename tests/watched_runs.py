@@ -80,7 +80,7 @@ def initial_state_of(spec: Spec | None = None, **changes: Any) -> SchedulerState
 
 
 def watch(
-    opening: SchedulerState,
+    initial: SchedulerState,
     sinks: Sequence[MetricSink],
     *,
     faults: Faults | None = None,
@@ -90,15 +90,15 @@ def watch(
     on_span: Callable[[Span], None] | None = None,
 ) -> StepMetrics:
     """Drives a run to its end with StepMetrics behind the recorder, as a live run has them."""
-    lanes = ("trainer", *(lane.name for lane in opening.lanes))
-    metrics = StepMetrics(opening, sinks, operations=SampleOperations(1e9, 1e9, dict.fromkeys(lanes, 1.0)))
+    lanes = ("trainer", *(lane.name for lane in initial.lanes))
+    metrics = StepMetrics(initial, sinks, operations=SampleOperations(1e9, 1e9, dict.fromkeys(lanes, 1.0)))
 
     def take(span: Span) -> None:
         metrics.add_span(span)
         if on_span is not None:
             on_span(span)
 
-    recorder = Recorder(opening, sink=take)
+    recorder = Recorder(initial, sink=take)
     observers = (*before, recorder, metrics, *after)
-    drive(opening, cluster or VirtualCluster(opening, faults), observers)
+    drive(initial, cluster or VirtualCluster(initial, faults), observers)
     return metrics

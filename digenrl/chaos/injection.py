@@ -11,7 +11,7 @@ from random import Random
 from typing import Any, ClassVar
 
 from digenrl.chaos.faults import NS, Fault
-from digenrl.chaos.transport import JobFaults, Seat, VirtualClock, VirtualTransport
+from digenrl.chaos.transport import JobFaults, VirtualClock, VirtualTransport, WorkerSlot
 from digenrl.chaos.worlds import PATIENCE_S, World
 from digenrl.records import (
     Commit,
@@ -103,8 +103,8 @@ class Injector(JobFaults):
     # --- Workers ------------------------------------------------------------------------------------------------
 
     def _ranks(self, name: str) -> list[str]:
-        """The seats of a worker, one per rank."""
-        return [seat for seat in self._there.seats if seat.partition("/")[0] == name]
+        """The slots of a worker, one per rank."""
+        return [slot for slot in self._there.slots if slot.partition("/")[0] == name]
 
     def _crash(self, fault: Fault) -> bool:
         ranks = self._ranks(fault.worker)
@@ -116,7 +116,7 @@ class Injector(JobFaults):
 
     def _slow(self, fault: Fault) -> bool:
         for name in self._ranks(fault.worker):
-            self._there.seats[name].slowdown = fault.amount
+            self._there.slots[name].slowdown = fault.amount
         return bool(self._ranks(fault.worker))
 
     def _flap(self, fault: Fault) -> bool:
@@ -139,7 +139,7 @@ class Injector(JobFaults):
     def _node_loss(self, fault: Fault) -> bool:
         there, nodes = self._there, sorted(set(self._world.nodes.values()))
         node = self._dice.choice(nodes)
-        names = [name for name in there.seats if self._world.node(name) == node]
+        names = [name for name in there.slots if self._world.node(name) == node]
         there.exchange.lose_node(node)
         for name in names:
             self._leave(replace(fault, worker=name.partition("/")[0]))
@@ -180,20 +180,20 @@ class Injector(JobFaults):
 
     # --- Jobs and messages --------------------------------------------------------------------------------------
 
-    def seconds(self, seat: Seat, job: Job, seconds: float) -> float:
-        fault = self._find(seat, job, AT_THE_BEGINNING)
+    def seconds(self, slot: WorkerSlot, job: Job, seconds: float) -> float:
+        fault = self._find(slot, job, AT_THE_BEGINNING)
         if fault is not None and fault.kind == "trainer_crash":
             self._armed.remove(fault)
             self.struck["trainer_crash"] += 1
-            self._there.after(fault.amount * seconds, self._death(seat))
+            self._there.after(fault.amount * seconds, self._death(slot))
         elif fault is not None:
             self._lose_slice(fault, job) if isinstance(job, Score) else self._lose_chunks(fault, job)
-        stall = self._find(seat, job, ("stall",))
+        stall = self._find(slot, job, ("stall",))
         if stall is not None:
             self._armed.remove(stall)
             self.struck["stall"] += 1
             return NEVER_S
-        timeout = self._find(seat, job, ("reward_timeout",))
+        timeout = self._find(slot, job, ("reward_timeout",))
         return seconds if timeout is None else seconds + timeout.amount
 
     def _lose_slice(self, loss: Fault, job: Score) -> None:
@@ -212,31 +212,31 @@ class Injector(JobFaults):
             self.struck["chunk_loss"] += 1
             self._there.exchange.lose((*names, *job.reads()))
 
-    def report(self, seat: Seat, job: Job) -> Report:
-        fault = self._find(seat, job, AT_THE_END)
+    def report(self, slot: WorkerSlot, job: Job) -> Report:
+        fault = self._find(slot, job, AT_THE_END)
         if fault is None:
-            return super().report(seat, job)
+            return super().report(slot, job)
         self._armed.remove(fault)
         self.struck[fault.kind] += 1
         if fault.kind == "out_of_memory":
             if fault.amount > 2:
                 self._armed.append(replace(fault, amount=fault.amount - 1))
             return JobFailed(0, job, "OutOfMemoryError: CUDA out of memory")
-        report = super().report(seat, job)
+        report = super().report(slot, job)
         if fault.kind == "weights_loss":
             self._there.exchange.lose(job.writes())
         if fault.kind == "partition":
-            self._there.silence(seat.name, PATIENCE_S)
-            self._there.after(PATIENCE_S + 1, lambda: self._there.post(Message(seat.name, job.id, report)))
+            self._there.silence(slot.name, PATIENCE_S)
+            self._there.after(PATIENCE_S + 1, lambda: self._there.post(Message(slot.name, job.id, report)))
         return _spoilt(report, fault.kind)
 
-    def delays_s(self, seat: Seat, job: Job) -> Sequence[float]:
-        if seat.silent:
+    def delays_s(self, slot: WorkerSlot, job: Job) -> Sequence[float]:
+        if slot.silent:
             return ()
         delay_s = 0.0
         if self._clock.now_ns < self._reordering_until_ns:
             delay_s = self._dice.uniform(0, REORDERING_S)
-        fault = self._find(seat, job, OF_MESSAGES)
+        fault = self._find(slot, job, OF_MESSAGES)
         if fault is None:
             return (delay_s,)
         self._armed.remove(fault)
@@ -244,31 +244,31 @@ class Injector(JobFaults):
         late_s = delay_s + fault.amount
         return {"doubled": (delay_s, late_s), "lost": ()}.get(fault.kind, (late_s,))
 
-    def started(self, seat: Seat) -> None:
-        name = seat.name.partition("/")[0]
+    def started(self, slot: WorkerSlot) -> None:
+        name = slot.name.partition("/")[0]
         if self._flapping[name] > 0:
             self._flapping[name] -= 1
-            self._there.after(self._dice.uniform(0, 2), self._death(seat))
+            self._there.after(self._dice.uniform(0, 2), self._death(slot))
 
-    def _death(self, seat: Seat) -> Callable[[], None]:
+    def _death(self, slot: WorkerSlot) -> Callable[[], None]:
         there = self._there
 
         def die() -> None:
-            there.kill(seat.name, "ended by signal 11 (SIGSEGV)")
+            there.kill(slot.name, "ended by signal 11 (SIGSEGV)")
 
         return die
 
-    def _find(self, seat: Seat, job: Job, kinds: Sequence[str]) -> Fault | None:
+    def _find(self, slot: WorkerSlot, job: Job, kinds: Sequence[str]) -> Fault | None:
         for fault in self._armed:
             if fault.kind not in kinds or not isinstance(job, NEXT_JOB.get(fault.kind, Job)):
                 continue
             if (
                 isinstance(job, Generate)
                 and fault.kind in OF_REWARDS
-                and "score" not in seat.worker.assignment.duties
+                and "score" not in slot.worker.assignment.duties
             ):
                 continue
-            if not fault.worker or fault.worker == seat.name.partition("/")[0]:
+            if not fault.worker or fault.worker == slot.name.partition("/")[0]:
                 return fault
         return None
 

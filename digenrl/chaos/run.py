@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from digenrl.chaos.faults import NS, Fault
 from digenrl.chaos.injection import Injector
-from digenrl.chaos.ledger import check_history, check_metrics, check_repeated, promise
+from digenrl.chaos.promises import check_history, check_metrics, check_repeated, promise
 from digenrl.chaos.transport import VirtualClock, VirtualTransport
 from digenrl.chaos.workers import WorldFacts
 from digenrl.chaos.worlds import PATIENCE_S, World, targets_of
@@ -218,8 +218,8 @@ class _WorldRun:
         promise(not mixed, f"quarantined groups are in the weights: {sorted(mixed)}")
         if not self._disturbed and not self._hedged:
             check_repeated(self._interrupted, self._facts.saved.history)
-        ranks = [name for name in rank_names(self._world.workers.trainer) if name in transport.seats]
-        histories = {transport.seats[name].worker.history for name in ranks}
+        ranks = [name for name in rank_names(self._world.workers.trainer) if name in transport.slots]
+        histories = {transport.slots[name].worker.history for name in ranks}
         promise(len(histories) <= 1, f"the ranks of {TRAINER} disagree")
 
     def _check_exchange(self, driver: Dispatcher, transport: VirtualTransport) -> None:

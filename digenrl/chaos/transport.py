@@ -10,7 +10,7 @@ from zlib import crc32
 
 from digenrl.chaos.exchange import VirtualExchange
 from digenrl.chaos.faults import NS
-from digenrl.chaos.ledger import ViolationError
+from digenrl.chaos.promises import ViolationError
 from digenrl.chaos.workers import SimulatedWorker, WorldFacts, nominal_seconds
 from digenrl.chaos.worlds import World
 from digenrl.records import Job
@@ -43,7 +43,7 @@ class VirtualClock:
 
 
 @dataclass(slots=True)
-class Seat:
+class WorkerSlot:
     """A started worker, with its queue and what faults do to it."""
 
     worker: SimulatedWorker
@@ -58,19 +58,19 @@ class Seat:
 class JobFaults:
     """Faults that wait for a job or a message. The default ones change nothing."""
 
-    def seconds(self, seat: Seat, job: Job, seconds: float) -> float:
+    def seconds(self, slot: WorkerSlot, job: Job, seconds: float) -> float:
         """How long a job takes."""
         return seconds
 
-    def report(self, seat: Seat, job: Job) -> Report:
+    def report(self, slot: WorkerSlot, job: Job) -> Report:
         """What a worker makes of a job that it has begun."""
-        return seat.worker.carry_out(job)
+        return slot.worker.carry_out(job)
 
-    def delays_s(self, seat: Seat, job: Job) -> Sequence[float]:
+    def delays_s(self, slot: WorkerSlot, job: Job) -> Sequence[float]:
         """When the copies of a message arrive; none if it is lost."""
         return (0.0,)
 
-    def started(self, seat: Seat) -> None:
+    def started(self, slot: WorkerSlot) -> None:
         """A worker has started."""
 
 
@@ -80,7 +80,7 @@ class VirtualTransport:
     def __init__(self, world: World, clock: VirtualClock, facts: WorldFacts, faults: JobFaults) -> None:
         self._world, self._clock, self._facts, self._faults = world, clock, facts, faults
         self.exchange = VirtualExchange()
-        self.seats: dict[str, Seat] = {}
+        self.slots: dict[str, WorkerSlot] = {}
         self.full: set[str] = {each.name for each in world.workers.reserve}  # workers without room
         self._due: list[tuple[int, int, Callable[[], None]]] = []
         self._inbox: list[Message] = []
@@ -96,21 +96,21 @@ class VirtualTransport:
 
     def start(self, assignment: Assignment) -> None:
         name = assignment.name
-        if name in self.seats:
+        if name in self.slots:
             raise ViolationError(f"{name} was started twice")
         self._starts += 1
-        seat = Seat(SimulatedWorker(assignment, self._world, self.exchange, self._facts), name)
-        self.seats[name] = seat
-        self.after(self._world.start_s * self._noise(f"start {name} {self._starts}"), lambda: self._started(seat))
+        slot = WorkerSlot(SimulatedWorker(assignment, self._world, self.exchange, self._facts), name)
+        self.slots[name] = slot
+        self.after(self._world.start_s * self._noise(f"start {name} {self._starts}"), lambda: self._started(slot))
 
     def has_room(self, assignment: Assignment) -> bool:
         return assignment.name.partition("/")[0] not in self.full
 
     def send(self, worker: str, job: Job) -> None:
-        seat = self.seats.get(worker)
-        if seat is not None:
-            seat.queue.append(job)
-            self._work(seat)
+        slot = self.slots.get(worker)
+        if slot is not None:
+            slot.queue.append(job)
+            self._work(slot)
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
         """The messages of the next instant that has any, or none after some time. Short timeouts are stretched.
@@ -131,12 +131,12 @@ class VirtualTransport:
 
     def end(self, worker: str) -> None:
         """Kills a worker. Messages that are on their way still arrive, which a driver has to bear."""
-        seat = self.seats.pop(worker, None)
-        if seat is not None:
-            seat.gone = True
+        slot = self.slots.pop(worker, None)
+        if slot is not None:
+            slot.gone = True
 
     def stop(self) -> None:
-        for name in list(self.seats):
+        for name in list(self.slots):
             self.end(name)
 
     # --- Time ---------------------------------------------------------------------------------------------------
@@ -166,38 +166,38 @@ class VirtualTransport:
 
     # --- Workers ------------------------------------------------------------------------------------------------
 
-    def _started(self, seat: Seat) -> None:
-        if seat.gone or seat.silent:
+    def _started(self, slot: WorkerSlot) -> None:
+        if slot.gone or slot.silent:
             return
-        seat.busy = False
-        self.post(Message(seat.name, None, Ready()))
-        self._faults.started(seat)
-        self._work(seat)
+        slot.busy = False
+        self.post(Message(slot.name, None, Ready()))
+        self._faults.started(slot)
+        self._work(slot)
 
-    def _work(self, seat: Seat) -> None:
-        if seat.busy or seat.gone or not seat.queue:
+    def _work(self, slot: WorkerSlot) -> None:
+        if slot.busy or slot.gone or not slot.queue:
             return
-        seat.busy = True
-        job = seat.queue.popleft()
-        refusal = seat.worker.begin(job)
+        slot.busy = True
+        job = slot.queue.popleft()
+        refusal = slot.worker.begin(job)
         if refusal is not None:
-            self.after(REFUSAL_S, lambda: self._done(seat, job, refusal))
+            self.after(REFUSAL_S, lambda: self._done(slot, job, refusal))
             return
-        seconds = nominal_seconds(self._world, seat.name, job) * self._noise(f"{seat.name} {job.id}")
-        seconds = self._faults.seconds(seat, job, seconds * seat.slowdown)
-        self.after(seconds, lambda: self._done(seat, job))
+        seconds = nominal_seconds(self._world, slot.name, job) * self._noise(f"{slot.name} {job.id}")
+        seconds = self._faults.seconds(slot, job, seconds * slot.slowdown)
+        self.after(seconds, lambda: self._done(slot, job))
 
-    def _done(self, seat: Seat, job: Job, refusal: Report | None = None) -> None:
-        if seat.gone or seat.silent:
+    def _done(self, slot: WorkerSlot, job: Job, refusal: Report | None = None) -> None:
+        if slot.gone or slot.silent:
             return
-        message = Message(seat.name, job.id, refusal or self._faults.report(seat, job))
-        for delay_s in self._faults.delays_s(seat, job):
+        message = Message(slot.name, job.id, refusal or self._faults.report(slot, job))
+        for delay_s in self._faults.delays_s(slot, job):
             if delay_s > 0:
                 self.after(delay_s, lambda: self.post(message))
             else:
                 self.post(message)
-        seat.busy = False
-        self._work(seat)
+        slot.busy = False
+        self._work(slot)
 
     def post(self, message: Message) -> None:
         """A message reaches the driver."""
@@ -205,7 +205,7 @@ class VirtualTransport:
 
     def kill(self, name: str, reason: str, fault: bool = True) -> bool:
         """A worker dies with its jobs, of which the driver hears. Returns whether it was there."""
-        if name not in self.seats:
+        if name not in self.slots:
             return False
         self.end(name)
         self.post(Message(name, None, Gone(reason, fault)))
@@ -213,13 +213,13 @@ class VirtualTransport:
 
     def silence(self, name: str, patience_s: float) -> bool:
         """A worker stops. After its patience it is killed. Returns whether it was there."""
-        seat = self.seats.get(name)
-        if seat is None or seat.silent:
+        slot = self.slots.get(name)
+        if slot is None or slot.silent:
             return False
-        seat.silent = True
+        slot.silent = True
 
         def give_up() -> None:
-            if self.seats.get(name) is seat:
+            if self.slots.get(name) is slot:
                 self.kill(name, "gave no sign of life any more and was ended")
 
         self.after(patience_s, give_up)

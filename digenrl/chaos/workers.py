@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from digenrl.chaos.exchange import VirtualExchange
-from digenrl.chaos.ledger import (
+from digenrl.chaos.promises import (
     Contribution,
     History,
     TrainedUpdate,

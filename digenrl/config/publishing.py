@@ -8,11 +8,12 @@ from digenrl.config.reading import Frozen
 
 
 class PublishSettings(Frozen):
-    """The precision of published adapters.
+    """The precision of published weights.
 
-    With `bfloat16`, generators compute with rounded adapters, and a version has half the bytes, or a fifth as
-    a patch. The trainer keeps float32 and recomputes the old log-probs, so the importance ratio is 1 before the
-    first update; samples come from a slightly different policy.
+    With `auto`, weights that the model rounds to bfloat16 before every use are sent in bfloat16, which changes
+    nothing. With `bfloat16`, all adapters are: a version has half the bytes, or a fifth as a patch. The trainer
+    keeps float32 and recomputes the old log-probs, so the importance ratio is 1 before the first update; samples
+    come from a slightly different policy.
     """
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"

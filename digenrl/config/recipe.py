@@ -538,7 +538,7 @@ class Recipe(Frozen):
     def _check_rounded_adapters(self) -> None:
         """Raises ConfigError if trainer and generators could not use adapters of different precision."""
         where, dtype = "publish.dtype", self.publish.dtype
-        if dtype == "float32":
+        if dtype != "bfloat16":
             return
         if self.training.lora is None:
             why = f"{dtype}, which rounds adapters; add training.lora={{rank: 32}}, or leave it out"

@@ -19,7 +19,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from digenrl.config.import_paths import add_to_python_path
 from digenrl.config.prompts import PromptSettings
-from digenrl.config.publishing import PublishSettings
 from digenrl.config.reading import ConfigError, check_content, parse_model, read_mapping
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_overrides import Override, apply_override, blame, omegaconf_message, read_overrides
@@ -132,8 +131,8 @@ def fingerprint(recipe: Recipe) -> str:
     they were in a file; all else counts by value.
     """
     content = recipe.model_dump(mode="json", exclude=NOT_IN_FINGERPRINT)
-    if recipe.publish == PublishSettings():
-        del content["publish"]  # as before there was this key
+    if recipe.publish.dtype != "bfloat16":
+        del content["publish"]  # the others change no bit
     prompts = recipe.prompts
     content["prompts"] = {
         "path": _digest(_prompt_content(prompts)),

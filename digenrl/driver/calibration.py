@@ -272,10 +272,10 @@ def choose_terms(driver: Dispatcher, calibration: Calibration, slice_size: int) 
     generators, helpers = offers(driver, calibration, slice_size)
     costs = calibration.costs(shares_work=terms.shares_work)
 
-    def opening(rule: SharedWorkRule) -> SchedulerState:
+    def state_with(rule: SharedWorkRule) -> SchedulerState:
         return initial_state(replace(terms, shared_work=rule), costs, generators, helpers)
 
-    choices = [replace(terms, shared_work=rule) for rule in best_rules(opening, most_at_once=1)]
+    choices = [replace(terms, shared_work=rule) for rule in best_rules(state_with, most_at_once=1)]
     if recipe.techniques.tag == "auto":
         choices = [*_terms_without_sharing(driver, slice_size), *choices]
     return min(choices, key=lambda each: predicted_ns(driver, calibration, each))

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any, NoReturn
 
 from digenrl.config.attention import Kernels
@@ -85,15 +84,14 @@ class RunHooks:
     """What a run adds to its dispatcher.
 
     `look_around` is called several times a second and may raise. `on_step` gets the metrics of every committed
-    step. `notify` shows a message to the user. For `checkpoint_facts` and `pictures` see JobInputs. `monotonic` is
-    a clock in seconds, for deadlines.
+    step. `notify` shows a message to the user. `checkpoint_facts` describes a step for its checkpoint. `monotonic`
+    is a clock in seconds, for deadlines.
     """
 
     look_around: Callable[[], None] = lambda: None
     on_step: Callable[[StepSummary], None] = lambda summary: None
     notify: Callable[[str], None] = lambda message: None
     checkpoint_facts: Callable[[int], Mapping[str, Any]] = lambda step: NO_FACTS
-    pictures: Callable[[int], Path] = lambda version: Path()
     monotonic: Callable[[], float] = time.monotonic
 
 
@@ -118,7 +116,7 @@ class Dispatcher:
         self._jobs = PendingJobs(
             resources.transport, clock, JobDeadlines(recipe.lanes.patience_s, hooks.monotonic)
         )
-        self._inputs = JobInputs(self.stores, hooks.checkpoint_facts, hooks.pictures)
+        self._inputs = JobInputs(self.stores, hooks.checkpoint_facts)
         self._outputs = JobOutputs(self.stores, self._jobs.jobs, hooks.on_step)
         self._supervisor = Supervisor(
             resources.workers, self._jobs, recipe.lanes.restarts, hooks.monotonic, hooks.notify

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, ClassVar, TypeVar
 
@@ -52,16 +51,11 @@ class MissingInputError(LookupError):
 class JobInputs:
     """Turns a job of the scheduler into requests to workers, with their inputs.
 
-    `checkpoint_facts` describes a step for its checkpoint, and `pictures` is where an evaluation's pictures go.
+    `checkpoint_facts` describes a step for its checkpoint.
     """
 
-    def __init__(
-        self,
-        stores: DriverStores,
-        checkpoint_facts: Callable[[int], Mapping[str, Any]],
-        pictures: Callable[[int], Path],
-    ) -> None:
-        self._stores, self._checkpoint_facts, self._pictures = stores, checkpoint_facts, pictures
+    def __init__(self, stores: DriverStores, checkpoint_facts: Callable[[int], Mapping[str, Any]]) -> None:
+        self._stores, self._checkpoint_facts = stores, checkpoint_facts
 
     def requests(self, job: Job) -> Requests:
         """The requests of a job; none if its lane is lost, or if there is nothing to encode.
@@ -156,7 +150,6 @@ class JobInputs:
             job,
             first=job.chunk.index * settings.chunk,
             prompts=self._chunk_prompts(job.chunk),
-            pictures=str(self._pictures(job.chunk.version)),
             shown=settings.shown,
         )
         return self._to_lane(job.lane, filled)

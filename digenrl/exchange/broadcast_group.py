@@ -1,6 +1,8 @@
 """The process group of one broadcast: the sender and its receivers, for a single attempt.
 
 Members meet in the sender's store, under the epoch of the attempt. The default process group is not touched.
+They form a chain: each receiver forwards what it gets to the next one, so the sender's link carries the weights
+once, however many receivers there are behind it.
 Sockets listen only on the sender's given host and on the addresses through which receivers reach it.
 """
 
@@ -17,19 +19,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor
-from torch.distributed import (  # type: ignore[attr-defined]
-    BroadcastOptions,
-    PrefixStore,
-    ProcessGroupGloo,
-    Store,
-    TCPStore,
-)
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 
 from digenrl.exchange.deliveries import BroadcastLimits
 
 SENDER_RANK = 0
 RECEIVED = "received"
 POLL_INTERVAL_S = 0.005
+TAG = 0  # of all messages: they arrive in the order in which they are sent
 
 
 class BroadcastError(RuntimeError):
@@ -98,7 +95,9 @@ class BroadcastGroup:
         self._root_store, self._prefix = store, f"weights-{epoch}"
         self._store = PrefixStore(self._prefix, store)
         self._group: Any = None
-        self._work: Any = None  # keeps the group's sockets open, so it must not live in a frame of a traceback
+        # Transfers keep the group's sockets open, so they must not live in a frame of a traceback.
+        self._receiving: Any = None
+        self._forwarding: Any = None
 
     def __enter__(self) -> Self:
         return self
@@ -106,7 +105,8 @@ class BroadcastGroup:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        self._group = self._work = None  # closes the sockets, which interrupts members that wait for this one
+        # Closes the sockets, which interrupts members that wait for this one.
+        self._group = self._receiving = self._forwarding = None
         if error is not None:
             with suppress(RuntimeError):  # the sender is gone, and the store with it
                 self.confirm(error_summary(error))
@@ -133,22 +133,37 @@ class BroadcastGroup:
         return all(self._store.get(f"joined/{rank}").decode() == name for rank in range(1, self._size))
 
     def broadcast(self, bucket: Tensor, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Sends the bucket, or fills it with the sender's bytes; calls `meanwhile` during the transfer."""
-        options = BroadcastOptions()
-        options.rootRank = SENDER_RANK
-        options.timeout = timedelta(seconds=self._deadline.next_timeout_s())
-        self._work = self._group.broadcast([bucket], options)
-        meanwhile()
-        self._work.wait()
+        """Sends the bucket, or fills it with the sender's bytes; calls `meanwhile` during the transfer.
+
+        A bucket is forwarded while the next one arrives, so it must not change before the member confirms.
+        """
+        if self._rank > SENDER_RANK:
+            self._receiving = self._group.recv([bucket], self._rank - 1, TAG)
+            meanwhile()
+            self._receiving.wait(self._timeout(hops=self._rank))
+        self._wait_until_forwarded()
+        if self._rank + 1 < self._size:
+            self._forwarding = self._group.send([bucket], self._rank + 1, TAG)
+
+    def _wait_until_forwarded(self) -> None:
+        if self._forwarding is not None:
+            self._forwarding.wait(self._timeout())
+
+    def _timeout(self, hops: int = 1) -> timedelta:
+        """For a bucket that takes this many hops, each of which may be slow."""
+        return timedelta(seconds=min(self._deadline.remaining_s(), hops * self._deadline.next_timeout_s()))
 
     def confirm(self, outcome: str = RECEIVED) -> None:
         """Records this member's outcome. The last thing that a member does."""
+        with suppress(RuntimeError):  # the next member records its own outcome
+            self._wait_until_forwarded()
         self._store.set(f"outcome/{self._rank}", outcome)
 
     def wait_for_receivers(self) -> None:
         """Waits until all receivers have confirmed. Raises BroadcastError if one failed or did not confirm."""
+        self._wait_until_forwarded()
         keys = {rank: f"outcome/{rank}" for rank in range(1, self._size)}
-        self._wait_for_keys(list(keys.values()), self._deadline.next_timeout_s())
+        self._wait_for_keys(list(keys.values()), self._timeout(hops=len(keys)).total_seconds())
         outcomes = {
             rank: self._store.get(key).decode() if self._store.check([key]) else "did not confirm in time"
             for rank, key in keys.items()

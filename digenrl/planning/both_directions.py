@@ -21,7 +21,7 @@ from digenrl.planning.simulated_plan import simulated_plan
 from digenrl.planning.workload import Workload
 from digenrl.scheduling import SharedWorkRule
 from digenrl.simulation.answer import bound_seconds
-from digenrl.simulation.both_directions import shared_opening
+from digenrl.simulation.both_directions import initial_shared_state
 from digenrl.simulation.shared_work import best_rules, makespan_ns
 from digenrl.simulation.spec_costs import NS_PER_SECOND
 from digenrl.simulation.step_forecast import StepForecast
@@ -132,8 +132,8 @@ def _best_on_policy(choices: list[_Choice]) -> tuple[_Choice, _Forecast, int]:
 
 
 def _forecast(spec: Spec) -> _Forecast:
-    rules = best_rules(lambda rule: shared_opening(spec, rule), most_at_once=1, budget=FORECASTS)
-    forecast = StepForecast(shared_opening(spec, rules[0]))
+    rules = best_rules(lambda rule: initial_shared_state(spec, rule), most_at_once=1, budget=FORECASTS)
+    forecast = StepForecast(initial_shared_state(spec, rules[0]))
     step_ns = forecast.step_ns(rules[0].quotas)
     return _Forecast(rules, spec.steps * step_ns / NS_PER_SECOND)
 
@@ -147,7 +147,7 @@ def _with_stale_share(spec: Spec, forecast: _Forecast, shares: tuple[float, ...]
     seconds = []
     for stale in specs:
         few = stale.with_changes(steps=min(stale.steps, STALE_STEPS))
-        seconds.append(min(makespan_ns(shared_opening(few, rule)) for rule in forecast.rules))
+        seconds.append(min(makespan_ns(initial_shared_state(few, rule)) for rule in forecast.rules))
     limit = min(seconds) * (1 + STALE_MIN_GAIN)
     chosen = next(stale for stale, taken in zip(specs, seconds, strict=True) if taken <= limit)
     return chosen, len(specs)

@@ -78,7 +78,7 @@ def _local_link(layout: Layout, generators: list[GeneratorLayout], constants: Co
 
 
 def _patch_share(workload: Workload, constants: Constants) -> float:
+    rounded = workload.published_in_bf16
     if workload.tuning == "lora":
-        rounded = workload.rounded_adapters
         return constants.bfloat16_adapter_patch_share if rounded else constants.adapter_patch_share
-    return constants.float32_patch_share if workload.float32_weights else constants.bfloat16_patch_share
+    return constants.bfloat16_patch_share if rounded else constants.float32_patch_share

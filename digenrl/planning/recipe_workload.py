@@ -267,8 +267,15 @@ def _training(recipe: Recipe) -> dict[str, Any]:
         "base": recipe.model.base,
         "generating_base": recipe.generating_base,
         "float32_vae": recipe.model.vae_dtype == "float32",
-        "rounded_adapters": recipe.publish.dtype == "bfloat16",
+        "published_in_bf16": _publishes_in_bf16(recipe),
     }
+
+
+def _publishes_in_bf16(recipe: Recipe) -> bool:
+    """Whether (nearly) all published weights are rounded to bfloat16."""
+    if recipe.publish.dtype == "auto":
+        return recipe.training.autocast == "bf16" or recipe.model.dtype == "bfloat16"
+    return recipe.publish.dtype == "bfloat16"
 
 
 def _check_precision(recipe: Recipe) -> None:

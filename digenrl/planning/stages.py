@@ -24,7 +24,7 @@ from digenrl.planning.costs import (
 from digenrl.planning.memory import GIB, RECOMPUTED_BLOCKS, SHARDED_BYTES_PER_PARAMETER, available_gib
 from digenrl.planning.sites import site_gbit_s
 from digenrl.planning.workload import Workload
-from digenrl.stages.cut import Cut, best_cut
+from digenrl.stages.partition import Partition, best_partition
 
 MOST_STAGES = 16
 MOST_SITES = 4  # up to this number, every order of sites is tried
@@ -36,7 +36,7 @@ class StagedTrainer:
     """Cards in the order of their stages, and the cut with the shortest step. Packs are the micro-batches."""
 
     cards: tuple[CardPool, ...]  # the pool of each card
-    cut: Cut
+    cut: Partition
     pack: int
     checkpointing: bool
     commit_s: float
@@ -111,7 +111,7 @@ def _staged(
     rates = [link_bytes_s(cluster, cards, stage, constants) for stage in range(count - 1)]
     hidden_bytes = pack * workload.trained_branches * facts.block_hidden_bytes(workload.tokens)
     try:
-        cut = best_cut(
+        cut = best_partition(
             [first_s / facts.blocks] * facts.blocks,
             [first_s / passes[pool] for pool in cards],
             forwards * hidden_bytes,

@@ -30,8 +30,8 @@ class Workload(Frozen):
     every update trains samples of every group. `old_policy_forward` is the share of (sample, time-step) pairs that
     also need a forward of the policy before the update. `renoised` training noises final latents again: it needs
     no guidance, and no level is excluded. `pairs` of images are encoded and not generated. `held_out_size` is the
-    height, width and frames of an evaluation's samples, if they differ. `rounded_adapters` are published in bf16.
-    Without `model_facts` only measured costs are available.
+    height, width and frames of an evaluation's samples, if they differ. Weights are `published_in_bf16` unless
+    generators compute in float32. Without `model_facts` only measured costs are available.
     """
 
     model: str
@@ -59,7 +59,7 @@ class Workload(Frozen):
     base: BasePrecision = UNQUANTIZED
     generating_base: BasePrecision | None = None
     float32_vae: bool = False
-    rounded_adapters: bool = False
+    published_in_bf16: bool = True
     compiled: bool = False
     reward_lanes: WholeOrZero = 0
     reward_seconds: Annotated[float, Field(ge=0)] = 0.0
@@ -170,9 +170,7 @@ class Workload(Frozen):
     @property
     def published_bytes(self) -> float:
         """The size of a new weight version for one generator: all weights, or adapters."""
-        if self.tuning == "full":
-            return self.weight_bytes
-        return float(self.trained_parameters * (BYTES_BF16 if self.rounded_adapters else BYTES_FP32))
+        return float(self.trained_parameters * (BYTES_BF16 if self.published_in_bf16 else BYTES_FP32))
 
     def slice_sizes(self) -> tuple[int, ...]:
         """Every slice size that cuts a group into equal slices, in ascending order."""

@@ -53,14 +53,16 @@ class HeldOut:
         due = settings.is_due(version, self._folder.recipe.steps)
         return due and version not in {each.steps_done for each in read_evaluations(self._folder.evaluations)}
 
-    def pictures(self, version: int) -> Path:
+    def _pictures(self, version: int) -> Path:
         """Where the pictures of a version go until they are combined."""
         return self._folder.samples / f"{PICTURES}{version:06d}"
 
     def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
-        """Collects scores. A failed evaluation is reported; if it is the first of the run, it ends the run."""
-        if isinstance(event, Evaluated) and event.scores is not None:
-            self._add(event.job.chunk, event.scores, state, event.at_ns)
+        """Collects pictures and scores. A failed evaluation is reported; as the first of the run, it ends it."""
+        if isinstance(event, Evaluated):
+            self._keep_pictures(event)
+            if event.scores is not None:
+                self._add(event.job.chunk, event.scores, state, event.at_ns)
         elif isinstance(event, Scored) and isinstance(event.job.piece, HeldOutChunk):
             self._add(event.job.piece, event.scores, state, event.at_ns)
         for action in actions:
@@ -68,8 +70,14 @@ class HeldOut:
                 if isinstance(event, JobFailed) and action.version == self._first_version:
                     raise_failure("the evaluation of the initial policy", event)
                 self._chunks.pop(action.version, None)
-                shutil.rmtree(self.pictures(action.version), ignore_errors=True)
+                shutil.rmtree(self._pictures(action.version), ignore_errors=True)
                 self._notify(f"the evaluation after {action.version} steps failed: {action.reason}")
+
+    def _keep_pictures(self, event: Evaluated) -> None:
+        folder = self._pictures(event.job.chunk.version)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in event.pictures:
+            (folder / name).write_bytes(content)
 
     def _add(self, chunk: HeldOutChunk, scores: Scores, state: SchedulerState, at_ns: int) -> None:
         chunks = self._chunks.setdefault(chunk.version, {})
@@ -79,7 +87,7 @@ class HeldOut:
 
     def _write(self, version: int, chunks: dict[int, Scores], at_ns: int) -> None:
         scores = self._scores(chunks)
-        grid = write_grid(self._folder, version, self.pictures(version), scores)
+        grid = write_grid(self._folder, version, self._pictures(version), scores)
         numbers = {"reward_mean": fmean(score.reward for score in scores)}
         for name in sorted(scores[0].parts):
             numbers[f"reward/{name}"] = fmean(score.parts[name] for score in scores)

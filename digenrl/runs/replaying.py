@@ -73,9 +73,9 @@ def _offer(lane: dict[str, Any]) -> LaneOffer:
     return LaneOffer(**takes | {"take_ns": tuple(takes.get("take_ns", ())), "train_sample_ns": train_sample_ns})
 
 
-def replayed(opening: SchedulerState, journal: Path) -> Iterator[tuple[Decision, Decision]]:
+def replayed(initial: SchedulerState, journal: Path) -> Iterator[tuple[Decision, Decision]]:
     """What the run decided, and what is decided now. Ticks without actions are not in the journal."""
-    state = opening
+    state = initial
     for at_ns, instant in groupby(read_journal(journal), key=lambda decision: decision.event.at_ns):
         ticked = False
         for decision in instant:

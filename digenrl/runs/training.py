@@ -133,7 +133,6 @@ class TrainingRun:
             on_step=self._step_done,
             notify=view.notify,
             checkpoint_facts=self._checkpointer.facts,
-            pictures=self._held_out.pictures,
         )
         self._driver = Dispatcher(recipe, resources, prompts, self._clock, hooks)
         self._begun = False

@@ -113,11 +113,11 @@ class _StepBook:
 class Auditor:
     """Checks every promise after every decision, and counts what a run did."""
 
-    def __init__(self, opening: SchedulerState) -> None:
-        self._terms = opening.terms
-        self._whole_group = (1 << opening.terms.samples_per_prompt) - 1
-        self._lane_version = {lane.index: lane.version for lane in opening.lanes}
-        self._helpers = {lane.index for lane in opening.lanes if lane.helper}
+    def __init__(self, initial: SchedulerState) -> None:
+        self._terms = initial.terms
+        self._whole_group = (1 << initial.terms.samples_per_prompt) - 1
+        self._lane_version = {lane.index: lane.version for lane in initial.lanes}
+        self._helpers = {lane.index for lane in initial.lanes if lane.helper}
         self._lane_jobs: dict[int, LaneJob] = {}
         self._void_jobs: set[int] = set()  # whose copy was faster
         self._uncalibrated: set[int] = set()
@@ -127,13 +127,13 @@ class Auditor:
         self._held_gradients: dict[int, list[Slice]] = defaultdict(list)  # by lane
         self._sent_gradients: dict[int, list[Slice]] = {}  # by job
         self._update = self._attempt = 0
-        self._next_id = opening.jobs_issued
+        self._next_id = initial.jobs_issued
         self._steps: dict[int, _StepBook] = {}
         # Quarantined groups of committed steps of which something is still being generated or scored.
         self._outliving: dict[tuple[int, int], _GroupBook] = {}
         self._sampled: set[HeldOutChunk] = set()
-        self._committed = opening.committed
-        self._role = "generate" if opening.terms.colocated else "train"
+        self._committed = initial.committed
+        self._role = "generate" if initial.terms.colocated else "train"
         self.trained_samples = 0
         self.stale_samples = 0
         self.helped_samples = 0

@@ -23,7 +23,7 @@ from dataclasses import replace
 from digenrl.config.spec import Spec
 from digenrl.scheduling import SchedulerState, SharedWorkRule
 from digenrl.simulation.answer import bound_seconds
-from digenrl.simulation.both_directions import shared_opening
+from digenrl.simulation.both_directions import initial_shared_state
 from digenrl.simulation.quotas import Margins, QuotaPlanner, least_time_ns
 from digenrl.simulation.spec_costs import NS_PER_SECOND
 from digenrl.simulation.step_forecast import LaneTimes, lane_times
@@ -32,19 +32,19 @@ from digenrl.simulation.step_forecast import LaneTimes, lane_times
 def attainable_seconds(spec: Spec) -> float:
     """No schedule in which the lanes of this SPEC do both is faster. It is never below the fluid bound."""
     at_once = SharedWorkRule(slices_at_once=spec.samples_per_prompt if spec.slice == "auto" else 1)
-    opening = shared_opening(spec, at_once)
+    initial = initial_shared_state(spec, at_once)
     lanes = [
         replace(lane, switch_in_ns=0, switch_out_ns=min(lane.switch_in_ns, lane.switch_out_ns))
-        for lane in lane_times(opening)
+        for lane in lane_times(initial)
     ]
-    first = least_step_ns(opening, [replace(lane, starts_ns=0) for lane in lanes], early_samples=0)
-    later = least_step_ns(opening, lanes, early_samples=opening.terms.stale_budget)
+    first = least_step_ns(initial, [replace(lane, starts_ns=0) for lane in lanes], early_samples=0)
+    later = least_step_ns(initial, lanes, early_samples=initial.terms.stale_budget)
     return max(bound_seconds(spec), (first + (spec.steps - 1) * later) / NS_PER_SECOND)
 
 
-def least_step_ns(opening: SchedulerState, lanes: Sequence[LaneTimes], early_samples: int) -> int:
+def least_step_ns(initial: SchedulerState, lanes: Sequence[LaneTimes], early_samples: int) -> int:
     """A lower bound of the time between two commits, if some samples were generated before the first of them."""
-    terms, costs = opening.terms, opening.costs
+    terms, costs = initial.terms, initial.costs
     early = min(early_samples, terms.samples_per_step) // terms.slice_size
     planner = QuotaPlanner(
         lanes,

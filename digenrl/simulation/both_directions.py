@@ -27,14 +27,14 @@ class ChosenSchedule:
     rule: SharedWorkRule | None
     makespan: float  # seconds
 
-    def opening(self, search_budget: int) -> SchedulerState:
+    def initial_state(self, search_budget: int) -> SchedulerState:
         """The scheduler's state at the start."""
         if self.rule is None:
             return initial_scheduler_state(self.spec, search_budget)
-        return shared_opening(self.spec, self.rule)
+        return initial_shared_state(self.spec, self.rule)
 
 
-def shared_opening(spec: Spec, rule: SharedWorkRule) -> SchedulerState:
+def initial_shared_state(spec: Spec, rule: SharedWorkRule) -> SchedulerState:
     """The start of a run whose lanes share work by a rule.
 
     With `slice: auto` a slice is one sample, and the rule says how many a lane takes at once.
@@ -64,7 +64,7 @@ def choose_schedule(spec: Spec, predict: PredictMakespan) -> ChosenSchedule:
 
 def _searched(spec: Spec) -> ChosenSchedule:
     """The best rules by their forecasts, compared on the scheduler itself."""
-    return _best(spec, best_rules(lambda rule: shared_opening(spec, rule), max(_sizes(spec))))
+    return _best(spec, best_rules(lambda rule: initial_shared_state(spec, rule), max(_sizes(spec))))
 
 
 def _best(spec: Spec, rules: Iterable[SharedWorkRule]) -> ChosenSchedule:
@@ -72,8 +72,8 @@ def _best(spec: Spec, rules: Iterable[SharedWorkRule]) -> ChosenSchedule:
     chosen = rules[0]
     if len(rules) > 1:
         few = spec.with_changes(steps=min(spec.steps, COMPARED_STEPS))
-        chosen = min(rules, key=lambda rule: makespan_ns(shared_opening(few, rule)))
-    return ChosenSchedule(spec, chosen, makespan_ns(shared_opening(spec, chosen)) / NS_PER_SECOND)
+        chosen = min(rules, key=lambda rule: makespan_ns(initial_shared_state(few, rule)))
+    return ChosenSchedule(spec, chosen, makespan_ns(initial_shared_state(spec, chosen)) / NS_PER_SECOND)
 
 
 def _sizes(spec: Spec) -> range:

@@ -22,15 +22,15 @@ LONGER = (1.0, 1.01, 1.02, 1.04)  # planned times of a step, relative to the lea
 REFINED = 3  # numbers of slices at once that are refined
 BUDGET = 240  # forecasts
 
-Opening = Callable[[SharedWorkRule], SchedulerState]  # the start of a run whose lanes follow the rule
+InitialState = Callable[[SharedWorkRule], SchedulerState]  # the start of a run whose lanes follow the rule
 
 
-def best_rules(opening: Opening, most_at_once: int, budget: int = BUDGET) -> list[SharedWorkRule]:
+def best_rules(initial: InitialState, most_at_once: int, budget: int = BUDGET) -> list[SharedWorkRule]:
     """The rules with the shortest on-policy steps that the search finds: the best, and the best without quotas.
 
     `most_at_once` is the largest number of slices that a lane may take together.
     """
-    return _Search(opening, range(1, min(most_at_once, MOST_AT_ONCE) + 1), budget).run()
+    return _Search(initial, range(1, min(most_at_once, MOST_AT_ONCE) + 1), budget).run()
 
 
 def greedy_rule(slices_at_once: int = 1) -> SharedWorkRule:
@@ -38,10 +38,10 @@ def greedy_rule(slices_at_once: int = 1) -> SharedWorkRule:
     return SharedWorkRule(slices_at_once=slices_at_once, leaves_to_faster=False)
 
 
-def makespan_ns(opening: SchedulerState) -> int:
+def makespan_ns(initial: SchedulerState) -> int:
     """When the last step is committed, on the scheduler itself."""
-    cluster = VirtualCluster(opening)
-    drive(opening, cluster)
+    cluster = VirtualCluster(initial)
+    drive(initial, cluster)
     return cluster.now_ns
 
 
@@ -57,7 +57,7 @@ class _Planned:
 class _Search:
     """The shortest step so far, and what has been tried."""
 
-    def __init__(self, opening: Opening, sizes: range, budget: int) -> None:
+    def __init__(self, initial: InitialState, sizes: range, budget: int) -> None:
         self._left = budget
         self._tried: set[SharedWorkRule] = set()
         self._best_ns, self._best = 0, SharedWorkRule()
@@ -65,7 +65,7 @@ class _Search:
         self._plans: dict[int, _Planned] = {}
         for at_once in sizes:
             rule = SharedWorkRule(slices_at_once=at_once)
-            forecast = StepForecast(opening(rule))
+            forecast = StepForecast(initial(rule))
             self._plans[at_once] = _Planned(rule, forecast, QuotaPlanner.of_forecast(forecast))
 
     def run(self) -> list[SharedWorkRule]:

@@ -36,16 +36,16 @@ def simulate(spec: Spec, search_budget: int = SIMULATED_SEARCH_BUDGET) -> Simula
     """
     if spec.shares_work:
         schedule = schedule_if_lanes_do_both(spec, search_budget)
-        return _run(schedule.spec, schedule.opening(search_budget), bound_seconds(spec))
+        return _run(schedule.spec, schedule.initial_state(search_budget), bound_seconds(spec))
     if spec.slice == "auto":
         spec = with_best_slice(spec, search_budget)
     return _run(spec, initial_scheduler_state(spec, search_budget))
 
 
-def _run(spec: Spec, opening: SchedulerState, bound: float = inf) -> SimulatedRun:
+def _run(spec: Spec, initial: SchedulerState, bound: float = inf) -> SimulatedRun:
     """Simulates from the start. `bound` is that of the SPEC that was given, if another one is run."""
-    recorder, auditor = Recorder(opening), Auditor(opening)
-    drive(opening, VirtualCluster(opening), (recorder, auditor))
+    recorder, auditor = Recorder(initial), Auditor(initial)
+    drive(initial, VirtualCluster(initial), (recorder, auditor))
     trace = recorder.trace()
     return SimulatedRun(spec, _answer(spec, recorder, auditor, trace, min(bound, bound_seconds(spec))), trace)
 

@@ -33,9 +33,9 @@ class LaneTimes:
         return self.take_ns[-1]
 
 
-def lane_times(opening: SchedulerState) -> list[LaneTimes]:
+def lane_times(initial: SchedulerState) -> list[LaneTimes]:
     """The times of all lanes, in their order."""
-    terms, costs = opening.terms, opening.costs
+    terms, costs = initial.terms, initial.costs
     return [
         LaneTimes(
             starts_ns=0 if lane.helper else costs.publication_ns(lane.publish_ns),
@@ -44,20 +44,20 @@ def lane_times(opening: SchedulerState) -> list[LaneTimes]:
             switch_in_ns=lane.switch_in_ns,
             switch_out_ns=lane.switch_out_ns,
         )
-        for lane in opening.lanes
+        for lane in initial.lanes
     ]
 
 
 class StepForecast:
     """Steps between two commits. Lanes begin in the role of training, as the step before has left them."""
 
-    def __init__(self, opening: SchedulerState) -> None:
-        terms, costs = opening.terms, opening.costs
-        self.lanes = lane_times(opening)
+    def __init__(self, initial: SchedulerState) -> None:
+        terms, costs = initial.terms, initial.costs
+        self.lanes = lane_times(initial)
         self.groups, self.slices_per_group = terms.prompts, terms.slices_per_group
         self.jobs_per_group = terms.samples_per_prompt // terms.train_unit
         self.commit_ns = costs.reduce_ns + costs.commit_ns
-        fastest_first = sorted(opening.lanes, key=lambda lane: idle_rank(costs, lane))
+        fastest_first = sorted(initial.lanes, key=lambda lane: idle_rank(costs, lane))
         # What all lanes together can do in a time, at most. It answers most questions about other lanes.
         self.jobs_per_ns = sum(1 / lane.train_ns for lane in self.lanes if lane.train_ns)
         self.slices_per_ns = sum(len(lane.take_ns) / lane.full_ns for lane in self.lanes)

@@ -80,11 +80,11 @@ class Faults:
 class VirtualCluster:
     """Lanes, reward lanes and a trainer that only take time. The clock starts at `start_ns`."""
 
-    def __init__(self, opening: SchedulerState, faults: Faults | None = None, start_ns: int = 0) -> None:
+    def __init__(self, initial: SchedulerState, faults: Faults | None = None, start_ns: int = 0) -> None:
         self.now_ns = start_ns
-        self._terms, self._costs = opening.terms, opening.costs
-        self._offers = {lane.index: lane.offer for lane in opening.lanes}
-        self._roles: dict[int, Role] = {lane.index: lane.role for lane in opening.lanes}
+        self._terms, self._costs = initial.terms, initial.costs
+        self._offers = {lane.index: lane.offer for lane in initial.lanes}
+        self._roles: dict[int, Role] = {lane.index: lane.role for lane in initial.lanes}
         self._faults = faults or Faults()
         self._due: list[tuple[int, int, tuple[int, int], int, Event]] = []
         self._submitted = 0

@@ -13,7 +13,7 @@ from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
 from digenrl.models.block_costs import ChainCosts, chain_costs
 from digenrl.models.staged_blocks import chain_length
-from digenrl.stages.cut import best_cut
+from digenrl.stages.partition import best_partition
 from digenrl.training.ranks.cards import CardFacts, relative_speeds
 from digenrl.training.ranks.rank_group import RankGroup
 
@@ -75,7 +75,7 @@ def cut_for_cards(costs: ChainCosts, cards: Sequence[CardFacts], weight_bytes: f
 
     speeds, links = relative_speeds(cards), len(cards) - 1
     try:
-        cut = best_cut(costs.work, speeds, 0.0, [1.0] * links, 2 * len(cards), fits)
+        cut = best_partition(costs.work, speeds, 0.0, [1.0] * links, 2 * len(cards), fits)
     except ValueError:
         need = weight_bytes * (costs.others * len(cards) + sum(costs.parameters)) / GIB
         free = " + ".join(

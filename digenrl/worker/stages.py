@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -25,6 +26,7 @@ from digenrl.generation.rollout import GeneratedSlice
 from digenrl.models.contract import Conditioning, DiffusionModel, TextEncoder
 from digenrl.models.model_weights import load_weights, weights_replaced
 from digenrl.models.parked import ParkedModel
+from digenrl.models.rounded_weights import rounded_before_use
 from digenrl.models.trajectory import ScoredGroup, ScoredSamples, Trajectory
 from digenrl.models.transfers import synchronize, to_device
 from digenrl.records import (
@@ -82,7 +84,7 @@ from digenrl.training.ranks.rank_group import RankGroup, RanksError, all_or_none
 from digenrl.training.trainer import Trainer
 from digenrl.worker.blueprint import Blueprint
 from digenrl.worker.encoding import encode_prompt, paired_images, source_images
-from digenrl.worker.pictures import save_pictures
+from digenrl.worker.pictures import picture_files
 from digenrl.worker.rollouts import encode_images, held_out_pixels, plan, roll_out, row_limits, shuffled
 from digenrl.worker.tensor_files import (
     PAIR,
@@ -279,11 +281,11 @@ class Stages:
         if self.parts.follows:
             return Evaluated(0, job)
         pixels_BFCHW = torch.cat(pixels)
-        save_pictures(pixels_BFCHW, Path(job.pictures), job.first, job.shown)
+        pictures = tuple(picture_files(pixels_BFCHW, job.first, job.shown).items())
         if self.parts.reward is not None:
-            return Evaluated(0, job, self.score_pixels(pixels_BFCHW, job.prompts, held_out=True))
+            return Evaluated(0, job, self.score_pixels(pixels_BFCHW, job.prompts, held_out=True), pictures)
         self._exchange.put(held_out_name(job.chunk), {"pixels": pixels_BFCHW})
-        return Evaluated(0, job)
+        return Evaluated(0, job, pictures=pictures)
 
     def save(self, job: Save) -> Saved:
         """Writes a checkpoint of the last version and the exported weights, and removes old checkpoints.
@@ -496,8 +498,7 @@ class Stages:
             published |= {AVERAGE + name: value for name, value in trainer.published_average().items()}
         if self._blueprint.recipe.shares_work and trainer.version_lags:
             published |= {TRAINED + name: value for name, value in trainer.trained_at_version().items()}
-        if self._blueprint.recipe.publish.dtype == "bfloat16":
-            published = {name: value.to(torch.bfloat16) for name, value in published.items()}
+        published = {name: self._rounded(name, value) for name, value in published.items()}
         weights = NO_WEIGHTS
         if job.rank == 0:
             weights = self._exchange.put_weights(weights_name(job.new_version), published)
@@ -507,6 +508,19 @@ class Stages:
             state_bytes = self._exchange.put(state_name(job.new_version, job.rank), state_as_tensors(state))
             state_bytes += state.missing_moment_bytes()  # room that it will need once there are optimizer moments
         return weights, state_bytes
+
+    def _rounded(self, name: str, value: Tensor) -> Tensor:
+        """A weight in the precision in which it is published."""
+        dtype = self._blueprint.recipe.publish.dtype
+        exact = dtype == "auto" and name.removeprefix(AVERAGE).removeprefix(TRAINED) in self._rounded_before_use
+        return value.to(torch.bfloat16) if exact or dtype == "bfloat16" else value
+
+    @cached_property
+    def _rounded_before_use(self) -> frozenset[str]:
+        recipe = self._blueprint.recipe
+        if recipe.training.lora is None and recipe.generating_base != recipe.model.base:
+            return frozenset()  # generators quantize the weights they get
+        return rounded_before_use(self.model, autocast=recipe.training.autocast == "bf16")
 
     def _evaluates_average_of(self, version: int) -> bool:
         recipe = self._blueprint.recipe

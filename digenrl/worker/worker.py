@@ -256,10 +256,11 @@ def _check_base_weights(assignment: Assignment, checkpoint: Checkpoint, found: s
 
 
 def _check_run_is_visible(assignment: Assignment) -> None:
-    """Workers write files where they run, so every machine must see the run's folder."""
+    """Raises ConfigError if a trainer, which reads and writes checkpoints, does not see the run's folder."""
     run = assignment.run
-    if run is not None and not run.is_dir():
+    if "train" in assignment.duties and run is not None and not run.is_dir():
         raise ConfigError(
-            f"{assignment.name} on {gethostname()} does not see the run's folder {run}; give one that all "
-            "machines share with --out, or run on this machine alone"
+            f"{assignment.name} on {gethostname()} does not see the run's folder {run}, to which it writes "
+            "checkpoints; give one that the trainer's machines share with --out, or keep the trainer on this "
+            "machine with cluster.trainer"
         )

@@ -15,5 +15,5 @@ def test_a_driver_killed_at_a_journal_record_is_resumed_with_equal_weights() -> 
     command = [sys.executable, crash_points.__file__, "--first", "20", "--every", "40", "--json"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
-    points = [crash_points.CrashPoint(**point) for point in json.loads(found.stdout)]
+    points = [crash_points.CrashPoint(**json.loads(line)) for line in found.stdout.splitlines()]
     assert len(points) >= 2 and all(point.killed and point.good for point in points)

@@ -64,12 +64,12 @@ MOST_LOST_ARTIFACTS = 6
 TRAINER_JOBS = (Commit, Save, SwitchRole, Restore, Export)
 
 
-def losable_lanes(opening: SchedulerState) -> int:
+def losable_lanes(initial: SchedulerState) -> int:
     """The lanes that can be lost one by one, which are the first ones.
 
     If lanes train on their own, those of the trainer are lost with it and come back with it.
     """
-    return sum(not lane.helper or not opening.terms.shares_work for lane in opening.lanes)
+    return sum(not lane.helper or not initial.terms.shares_work for lane in initial.lanes)
 
 
 class NoisyCluster:
@@ -78,12 +78,12 @@ class NoisyCluster:
     `also` are further events, each reported after this many others.
     """
 
-    def __init__(self, opening: SchedulerState, seed: int, also: Mapping[int, Event] | None = None) -> None:
+    def __init__(self, initial: SchedulerState, seed: int, also: Mapping[int, Event] | None = None) -> None:
         self.now_ns = 0
-        self._terms, self._costs = opening.terms, opening.costs
+        self._terms, self._costs = initial.terms, initial.costs
         self._dice = random.Random(seed)
-        self._offers = {lane.index: lane.offer for lane in opening.lanes}
-        self._helpers = {lane.index for lane in opening.lanes if lane.helper}
+        self._offers = {lane.index: lane.offer for lane in initial.lanes}
+        self._helpers = {lane.index for lane in initial.lanes if lane.helper}
         self._lost: set[int] = set()
         self._held: dict[int, Generate] = {}
         self._generated: dict[tuple[int, int], set[Slice]] = defaultdict(set)  # artifacts, by step and group
@@ -92,7 +92,7 @@ class NoisyCluster:
         self._also, self._reported = also or {}, 0
         self._submitted = self._failed_scores = self._lost_artifacts = 0
         self._needs_tick = True
-        self._plan_losses(losable_lanes(opening))
+        self._plan_losses(losable_lanes(initial))
 
     def _plan_losses(self, lanes: int) -> None:
         """Workers are lost and replaced. In the end a fast lane stays, so that every run can finish."""

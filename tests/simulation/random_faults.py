@@ -25,13 +25,13 @@ SECOND = 1_000_000_000
 
 
 @st.composite
-def faults_for(draw: st.DrawFn, opening: SchedulerState, most_at_once: int = 1) -> Faults:
+def faults_for(draw: st.DrawFn, initial: SchedulerState, most_at_once: int = 1) -> Faults:
     """Lanes are lost and join, jobs and scores fail. Some lanes have to be calibrated.
 
     A fast lane joins last, so that the run can finish.
     """
-    terms, moments = opening.terms, st.integers(0, 20 * SECOND)
-    lost = draw(st.lists(st.tuples(moments, st.integers(0, losable_lanes(opening) - 1)), max_size=6))
+    terms, moments = initial.terms, st.integers(0, 20 * SECOND)
+    lost = draw(st.lists(st.tuples(moments, st.integers(0, losable_lanes(initial) - 1)), max_size=6))
     joined = draw(st.lists(st.tuples(moments, st.integers(1, most_at_once), st.booleans()), max_size=3))
     offers = [
         (at, LaneOffer(f"new-{number}", SECOND, at_once), is_calibrated)
@@ -70,9 +70,9 @@ class TrainedSamples:
             self._open.clear()
         self.quarantined_groups += [(a.step, a.group) for a in actions if isinstance(a, Quarantine)]
 
-    def check(self, opening: SchedulerState) -> None:
+    def check(self, initial: SchedulerState) -> None:
         """Every sample of the run is in the weights exactly once."""
         retired = set(self.quarantined_groups)
         kept = [sample for sample in self.committed if (sample.step, sample.group) not in retired]
-        steps = opening.terms.steps - opening.committed
-        assert len(kept) == len(set(kept)) == steps * opening.terms.samples_per_step
+        steps = initial.terms.steps - initial.committed
+        assert len(kept) == len(set(kept)) == steps * initial.terms.samples_per_step

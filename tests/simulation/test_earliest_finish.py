@@ -25,9 +25,9 @@ from simulation.mixed_slices import mixed_contents
 class DispatchCheck:
     """Derives from jobs alone what is unstarted and when each lane is free, and checks every Generate job."""
 
-    def __init__(self, opening: SchedulerState) -> None:
-        self._terms = opening.terms
-        self._offers = [lane.offer for lane in opening.lanes if opening.terms.colocated or not lane.helper]
+    def __init__(self, initial: SchedulerState) -> None:
+        self._terms = initial.terms
+        self._offers = [lane.offer for lane in initial.lanes if initial.terms.colocated or not lane.helper]
         self._busy_until: dict[int, int] = {}
         self._started: set[tuple[int, int, int]] = set()
 
@@ -78,8 +78,8 @@ class DispatchCheck:
 
 def check_dispatch(content: dict[str, Any]) -> None:
     content["policy"]["dispatch"] = "earliest_finish"
-    opening = initial_scheduler_state(parse_model(Spec, content), search_budget=50)
-    drive(opening, VirtualCluster(opening), (DispatchCheck(opening),))
+    initial = initial_scheduler_state(parse_model(Spec, content), search_budget=50)
+    drive(initial, VirtualCluster(initial), (DispatchCheck(initial),))
 
 
 @settings(max_examples=80)

@@ -28,12 +28,12 @@ HELPS = ("none", "greedy", "search", "auto")
 @given(st.data())
 def test_every_promise_holds_after_every_event_however_lanes_come_and_go(data: st.DataObject) -> None:
     spec = parse_model(Spec, data.draw(spec_contents(helps=HELPS, dispatches=("eager", "earliest_finish"))))
-    opening = initial_scheduler_state(spec, search_budget=200)
-    cluster = VirtualCluster(opening, data.draw(faults_for(opening)))
-    auditor, trained, recorder = Auditor(opening), TrainedSamples(), Recorder(opening)
-    final = drive(opening, cluster, (auditor, trained, recorder))
+    initial = initial_scheduler_state(spec, search_budget=200)
+    cluster = VirtualCluster(initial, data.draw(faults_for(initial)))
+    auditor, trained, recorder = Auditor(initial), TrainedSamples(), Recorder(initial)
+    final = drive(initial, cluster, (auditor, trained, recorder))
     assert final.finished
-    trained.check(opening)
+    trained.check(initial)
     assert auditor.trained_samples == spec.steps * spec.prompts * spec.samples_per_prompt
 
 
@@ -41,12 +41,12 @@ def test_every_promise_holds_after_every_event_however_lanes_come_and_go(data: s
 @given(st.data())
 def test_the_same_faults_give_the_same_trace(data: st.DataObject) -> None:
     spec = parse_model(Spec, data.draw(spec_contents(helps=HELPS)))
-    opening = initial_scheduler_state(spec, search_budget=200)
-    faults = data.draw(faults_for(opening))
+    initial = initial_scheduler_state(spec, search_budget=200)
+    faults = data.draw(faults_for(initial))
     traces = []
     for _ in range(2):
-        recorder = Recorder(opening)
-        drive(opening, VirtualCluster(opening, faults), (recorder,))
+        recorder = Recorder(initial)
+        drive(initial, VirtualCluster(initial, faults), (recorder,))
         traces.append(recorder.trace())
     assert traces[0] == traces[1]
 
@@ -65,16 +65,16 @@ def small_spec(**policy: Any) -> Spec:
 
 
 def test_a_late_result_of_a_lost_lane_is_dropped() -> None:
-    opening = initial_scheduler_state(small_spec(), search_budget=100)
-    state, actions = decide(opening, Tick(0))
+    initial = initial_scheduler_state(small_spec(), search_budget=100)
+    state, actions = decide(initial, Tick(0))
     first = next(action for action in actions if isinstance(action, Generate))
     state, _ = decide(state, WorkerLost(1, first.lane))
     assert decide(state, Generated(2, first, version=0)) == (state, ())
 
 
 def test_a_doubled_result_is_not_mistaken_for_the_lanes_current_job() -> None:
-    opening = initial_scheduler_state(small_spec(), search_budget=100)
-    state, actions = decide(opening, Tick(0))
+    initial = initial_scheduler_state(small_spec(), search_budget=100)
+    state, actions = decide(initial, Tick(0))
     first = next(action for action in actions if isinstance(action, Generate))
     state, _ = decide(state, Generated(4 * SECOND, first, version=0))
     state, _ = decide(state, Tick(4 * SECOND))
@@ -83,9 +83,9 @@ def test_a_doubled_result_is_not_mistaken_for_the_lanes_current_job() -> None:
 
 
 def test_a_lost_stale_slice_returns_its_share_of_the_budget() -> None:
-    opening = initial_scheduler_state(small_spec(stale_fraction=0.25), search_budget=100)
-    cluster = VirtualCluster(opening)
-    state, stale = opening, None
+    initial = initial_scheduler_state(small_spec(stale_fraction=0.25), search_budget=100)
+    cluster = VirtualCluster(initial)
+    state, stale = initial, None
     while stale is None:
         state, actions = decide(state, cluster.next_event())
         for action in actions:
@@ -98,8 +98,8 @@ def test_a_lost_stale_slice_returns_its_share_of_the_budget() -> None:
 
 
 def test_a_stale_slice_that_was_made_with_newer_weights_returns_its_share_of_the_budget() -> None:
-    opening = initial_scheduler_state(small_spec(stale_fraction=0.25), search_budget=100)
-    cluster, state = VirtualCluster(opening), opening
+    initial = initial_scheduler_state(small_spec(stale_fraction=0.25), search_budget=100)
+    cluster, state = VirtualCluster(initial), initial
     while state.steps[1].stale_samples == 0:
         state, actions = decide(state, cluster.next_event())
         for action in actions:
@@ -112,8 +112,8 @@ def test_a_stale_slice_that_was_made_with_newer_weights_returns_its_share_of_the
 
 
 def test_a_lost_slice_is_reissued_first_and_under_a_new_id() -> None:
-    opening = initial_scheduler_state(small_spec(), search_budget=100)
-    state, actions = decide(opening, Tick(0))
+    initial = initial_scheduler_state(small_spec(), search_budget=100)
+    state, actions = decide(initial, Tick(0))
     lost, kept = (action for action in actions if isinstance(action, Generate))
     state, _ = decide(state, WorkerLost(1, lost.lane))
     state, _ = decide(state, Generated(4 * SECOND, kept, version=0))
@@ -124,33 +124,33 @@ def test_a_lost_slice_is_reissued_first_and_under_a_new_id() -> None:
 
 
 def test_a_failed_reward_quarantines_its_whole_group_and_a_fresh_one_replaces_it() -> None:
-    opening = initial_scheduler_state(small_spec(), search_budget=100)
+    initial = initial_scheduler_state(small_spec(), search_budget=100)
     trained = TrainedSamples()
     faults = Faults(failing_samples=frozenset({SampleId(step=0, group=1, index=3)}))
-    drive(opening, VirtualCluster(opening, faults), (Auditor(opening), trained))
+    drive(initial, VirtualCluster(initial, faults), (Auditor(initial), trained))
     assert trained.quarantined_groups == [(0, 1)]
     assert {sample.group for sample in trained.committed if sample.step == 0} == {0, 2}
 
 
 def test_a_run_in_which_every_reward_fails_gives_up_with_the_reason() -> None:
-    opening = initial_scheduler_state(small_spec(), search_budget=100)
+    initial = initial_scheduler_state(small_spec(), search_budget=100)
     every = frozenset(SampleId(0, group, index) for group in range(100) for index in range(4))
     with pytest.raises(RunGaveUpError, match=r"step 0.*simulated failure"):
-        drive(opening, VirtualCluster(opening, Faults(failing_samples=every)))
+        drive(initial, VirtualCluster(initial, Faults(failing_samples=every)))
 
 
 def test_the_trainer_generates_alone_if_all_generators_are_lost() -> None:
-    opening = initial_scheduler_state(small_spec(help="auto"), search_budget=100)
+    initial = initial_scheduler_state(small_spec(help="auto"), search_budget=100)
     lost = tuple(WorkerLost(1 * SECOND, lane) for lane in (0, 1))
-    final = drive(opening, VirtualCluster(opening, Faults(events=lost)), (Auditor(opening),))
+    final = drive(initial, VirtualCluster(initial, Faults(events=lost)), (Auditor(initial),))
     assert final.finished
 
 
 def test_a_simulation_without_any_lane_left_stops_with_an_error() -> None:
-    opening = initial_scheduler_state(small_spec(help="none"), search_budget=100)
+    initial = initial_scheduler_state(small_spec(help="none"), search_budget=100)
     lost = tuple(WorkerLost(1 * SECOND, lane) for lane in (0, 1))
     with pytest.raises(StalledError, match="lane"):
-        drive(opening, VirtualCluster(opening, Faults(events=lost)))
+        drive(initial, VirtualCluster(initial, Faults(events=lost)))
 
 
 def test_decide_is_pure() -> None:

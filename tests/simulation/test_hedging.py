@@ -22,7 +22,7 @@ from simulation.audited_scheduler import AuditedScheduler, generated
 SECOND = 1_000_000_000
 
 
-def opening(hedge_after: float = 3, seconds: Sequence[float] = (2, 2), **changes: Any) -> SchedulerState:
+def initial(hedge_after: float = 3, seconds: Sequence[float] = (2, 2), **changes: Any) -> SchedulerState:
     """One step of two slices on two lanes, each of 2 s."""
     content = {
         "steps": 1,
@@ -47,16 +47,16 @@ def straggling(state: SchedulerState) -> tuple[AuditedScheduler, Generate, Gener
 
 
 def test_an_idle_lane_takes_a_copy_of_an_overdue_slice_and_nothing_without_hedging() -> None:
-    _, slow, copy = straggling(opening())
+    _, slow, copy = straggling(initial())
     assert (copy.slice, copy.hedges, copy.lane) == (slow.slice, slow.id, 0)
-    scheduler = AuditedScheduler(opening(hedge_after=0))
+    scheduler = AuditedScheduler(initial(hedge_after=0))
     fast, _ = scheduler.feed(Tick(0)).issued(Generate)
     assert scheduler.feed(generated(2 * SECOND, fast), Tick(2 * SECOND), Tick(60 * SECOND)).actions[1:] == ()
 
 
 def test_the_first_result_counts_and_the_slower_one_is_dropped() -> None:
     for copy_wins in (True, False):
-        scheduler, slow, copy = straggling(opening())
+        scheduler, slow, copy = straggling(initial())
         first, second = (copy, slow) if copy_wins else (slow, copy)
         scheduler.feed(generated(7 * SECOND, first))
         assert scheduler.state.current.groups[slow.slice.group].scored == 0b11
@@ -68,7 +68,7 @@ def test_the_first_result_counts_and_the_slower_one_is_dropped() -> None:
 
 def test_a_lost_or_failed_copy_leaves_the_slice_to_the_other_one() -> None:
     for loses_copy in (True, False):
-        scheduler, slow, copy = straggling(opening())
+        scheduler, slow, copy = straggling(initial())
         lost, kept = (copy, slow) if loses_copy else (slow, copy)
         scheduler.feed(WorkerLost(7 * SECOND, lost.lane))
         assert scheduler.state.current.reissue == ()
@@ -77,14 +77,14 @@ def test_a_lost_or_failed_copy_leaves_the_slice_to_the_other_one() -> None:
 
 
 def test_a_copy_does_not_outlive_the_quarantine_of_its_group() -> None:
-    scheduler, slow, copy = straggling(opening())
+    scheduler, slow, copy = straggling(initial())
     scheduler.feed(generated(7 * SECOND, copy, "no number"), generated(8 * SECOND, slow), Tick(8 * SECOND))
     assert all(job.slice.group == 2 for job in scheduler.issued(Generate)), "the replacement"
 
 
 def test_a_slow_lane_takes_a_copy_only_when_that_is_predicted_to_pay() -> None:
     """It needs 20 s; the overdue job is expected to take as long as it has taken so far."""
-    scheduler = AuditedScheduler(opening(seconds=(20, 2, 2), prompts=3))
+    scheduler = AuditedScheduler(initial(seconds=(20, 2, 2), prompts=3))
     fast, slow, other = scheduler.feed(Tick(0)).issued(Generate)
     assert other.lane == 0
     scheduler.feed(WorkerLost(1, fast.lane), generated(2 * SECOND, other), Tick(2 * SECOND))
@@ -95,7 +95,7 @@ def test_a_slow_lane_takes_a_copy_only_when_that_is_predicted_to_pay() -> None:
 
 
 def test_a_forecast_counts_a_slice_with_a_copy_once() -> None:
-    scheduler, *_ = straggling(opening())
+    scheduler, *_ = straggling(initial())
     future = forecast_from_state(scheduler.state, 6 * SECOND)
     assert future.wait() and future.done <= 2
 
@@ -126,6 +126,6 @@ def test_hedging_changes_nothing_if_no_slice_is_overdue() -> None:
                 events.setdefault(self.key, []).append(event)
 
     for hedge_after in (0, 3):
-        state = opening(hedge_after, steps=3, policy={"stale_fraction": 0.5})
+        state = initial(hedge_after, steps=3, policy={"stale_fraction": 0.5})
         drive(state, VirtualCluster(state), (Log(hedge_after),))
     assert events[0] == events[3]

@@ -58,15 +58,15 @@ def test_every_promise_holds_and_every_run_ends_with_random_times_and_faults(
     content: dict[str, Any], batch: int, scorers: int, budget: int, seed: int
 ) -> None:
     content["reward"] |= {"batch": batch, "lanes": scorers}
-    opening = initial_scheduler_state(parse_model(Spec, content), budget)
-    auditor, recorder = Auditor(opening), Recorder(opening)
-    final = drive(opening, NoisyCluster(opening, seed), (auditor, recorder))
+    initial = initial_scheduler_state(parse_model(Spec, content), budget)
+    auditor, recorder = Auditor(initial), Recorder(initial)
+    final = drive(initial, NoisyCluster(initial, seed), (auditor, recorder))
     assert final.finished
-    assert auditor.trained_samples == opening.terms.steps * opening.terms.samples_per_step
+    assert auditor.trained_samples == initial.terms.steps * initial.terms.samples_per_step
     assert all(span.start_ns <= span.end_ns for span in recorder.trace().spans)
 
 
-def opening(lanes: tuple[float, ...] = (1, 1), budget: int = 100, **changes: Any) -> SchedulerState:
+def initial(lanes: tuple[float, ...] = (1, 1), budget: int = 100, **changes: Any) -> SchedulerState:
     """Lanes of these slice times, a trainer with one helper lane, groups of two samples in slices of one."""
     content = {
         "steps": 3,
@@ -83,7 +83,7 @@ def opening(lanes: tuple[float, ...] = (1, 1), budget: int = 100, **changes: Any
 def test_a_slice_of_a_quarantined_group_may_outlive_its_steps_commit() -> None:
     """Lane 1 generates a sample of group 0 until after the group's replacement is committed."""
     for end in (Generated, JobFailed, WorkerLost):
-        scheduler = AuditedScheduler(opening(lanes=(1, 100)))
+        scheduler = AuditedScheduler(initial(lanes=(1, 100)))
         fast, slow = scheduler.feed(Tick(0)).issued(Generate)
         scheduler.feed(generated(1, fast, "no number"))
         for at in (2, 3):
@@ -104,7 +104,7 @@ def test_a_slice_of_a_quarantined_group_may_outlive_its_steps_commit() -> None:
 
 def test_a_quarantined_replacement_group_does_not_confuse_the_forecast() -> None:
     """No group of a later step has its number, and its slice ends when a later step is under way."""
-    scheduler = AuditedScheduler(opening(lanes=(1, 5), steps=9))
+    scheduler = AuditedScheduler(initial(lanes=(1, 5), steps=9))
     fast, slow = scheduler.feed(Tick(0)).issued(Generate)
     scheduler.feed(generated(1, fast, "no number"), JobFailed(1, slow, "no luck"), Tick(1))
     fast, slow = scheduler.issued(Generate)
@@ -118,7 +118,7 @@ def test_a_quarantined_replacement_group_does_not_confuse_the_forecast() -> None
 
 @pytest.mark.parametrize("stream", ["group", "sample"])
 def test_the_forecast_ignores_scores_of_a_quarantined_group(stream: str) -> None:
-    scheduler = AuditedScheduler(opening(reward={"lanes": 2, "seconds": 1}, policy={"stream": stream}))
+    scheduler = AuditedScheduler(initial(reward={"lanes": 2, "seconds": 1}, policy={"stream": stream}))
     jobs = scheduler.feed(Tick(0)).issued(Generate)
     score, _ = scheduler.feed(*(generated(SECOND, job) for job in jobs)).issued(Score)
     scheduler.feed(JobFailed(SECOND + 1, score, "no number"), Tick(SECOND + 1))
@@ -129,7 +129,7 @@ def test_the_forecast_ignores_scores_of_a_quarantined_group(stream: str) -> None
 
 def test_a_trainer_that_waits_for_lost_generators_decides_to_help() -> None:
     """Lanes that wait for a publication hold no job, so nothing is reissued when they are lost."""
-    start = opening(lanes=(0.1, 0.1), publish=0.2, policy={"help": "search"})
+    start = initial(lanes=(0.1, 0.1), publish=0.2, policy={"help": "search"})
     scheduler, cluster = AuditedScheduler(start), VirtualCluster(start)
     scheduler.run_to_commit(cluster)
     assert scheduler.feed(Tick(cluster.now_ns)).issued(Wait)
@@ -141,7 +141,7 @@ def test_a_trainer_that_waits_for_lost_generators_decides_to_help() -> None:
 @pytest.mark.parametrize(("help_rule", "stale"), [("search", 0), ("auto", 0), ("auto", 1)])
 def test_a_trainer_alone_continues_however_small_its_search_budget(help_rule: str, stale: float) -> None:
     """Pending scores use up the budget before anything but waiting for ever was simulated."""
-    start = opening(
+    start = initial(
         lanes=(0.1, 0.1),
         budget=1,
         samples_per_prompt=8,
@@ -153,14 +153,14 @@ def test_a_trainer_alone_continues_however_small_its_search_budget(help_rule: st
 
 
 def test_a_trainer_that_loses_its_helper_lanes_while_switching_returns_to_training() -> None:
-    scheduler = AuditedScheduler(opening(lanes=(9, 9), prompts=2, policy={"help": "greedy"}))
+    scheduler = AuditedScheduler(initial(lanes=(9, 9), prompts=2, policy={"help": "greedy"}))
     (switch,) = scheduler.feed(Tick(0)).issued(SwitchRole)
     scheduler.feed(WorkerLost(1, 2), RoleSwitched(2, switch), Tick(2))
     assert [job.role for job in scheduler.issued(SwitchRole)] == ["train"]
 
 
 def test_a_version_is_not_published_without_lanes() -> None:
-    start = opening(policy={"help": "auto"})
+    start = initial(policy={"help": "auto"})
     lost = Faults(events=(WorkerLost(1, 0), WorkerLost(1, 1)))
     recorder = Recorder(start)
 
@@ -173,7 +173,7 @@ def test_a_version_is_not_published_without_lanes() -> None:
 
 
 def test_a_late_or_doubled_score_is_dropped() -> None:
-    scheduler = AuditedScheduler(opening(reward={"lanes": 1, "seconds": 1}))
+    scheduler = AuditedScheduler(initial(reward={"lanes": 1, "seconds": 1}))
     first = scheduler.feed(Tick(0)).issued(Generate)[0]
     (score,) = scheduler.feed(generated(1, first)).issued(Score)
     before = scheduler.feed(Scored(2, score)).state
@@ -182,14 +182,14 @@ def test_a_late_or_doubled_score_is_dropped() -> None:
 
 
 def test_slow_lanes_do_not_leave_slices_to_a_fast_lane_without_weights() -> None:
-    start = opening(lanes=(10,), policy={"dispatch": "earliest_finish"})
+    start = initial(lanes=(10,), policy={"dispatch": "earliest_finish"})
     scheduler = AuditedScheduler(start).feed(WorkerJoined(0, LaneOffer("fast", SECOND)))
     assert [(job.version, job.lanes) for job in scheduler.issued(Publish)] == [(0, (1,))]
     assert [job.lane for job in scheduler.feed(Tick(0)).issued(Generate)] == [0]
 
 
 def test_equal_lanes_do_not_wait_for_the_one_whose_weights_arrive_last() -> None:
-    start = opening(lanes=(1, 1, 1), prompts=4, publish=1, policy={"dispatch": "earliest_finish"})
+    start = initial(lanes=(1, 1, 1), prompts=4, publish=1, policy={"dispatch": "earliest_finish"})
     scheduler, cluster = AuditedScheduler(start), VirtualCluster(start)
     (publish,) = scheduler.run_to_commit(cluster).issued(Publish)
     at_ns = cluster.now_ns + SECOND
@@ -199,14 +199,14 @@ def test_equal_lanes_do_not_wait_for_the_one_whose_weights_arrive_last() -> None
 
 
 def test_a_lane_with_newer_weights_goes_before_its_equals() -> None:
-    state = opening(lanes=(1, 1), policy={"dispatch": "earliest_finish"})
+    state = initial(lanes=(1, 1), policy={"dispatch": "earliest_finish"})
     state = replace(state, lanes=(state.lanes[0], replace(state.lanes[1], version=1)))
     _, actions = decide(state, Tick(0))
     assert [action.lane for action in actions if isinstance(action, Generate)] == [1, 0]
 
 
 def test_a_lane_without_the_newest_weights_is_forecast_to_be_free_when_they_are_due() -> None:
-    start = opening(lanes=(1, 1), prompts=4, publish=5)
+    start = initial(lanes=(1, 1), prompts=4, publish=5)
     scheduler, cluster = AuditedScheduler(start), VirtualCluster(start)
     (publish,) = scheduler.run_to_commit(cluster).issued(Publish)
     committed_ns = cluster.now_ns
@@ -218,7 +218,7 @@ def test_a_lane_without_the_newest_weights_is_forecast_to_be_free_when_they_are_
 
 
 def test_lanes_that_have_just_joined_are_forecast_to_work_with_the_newest_version() -> None:
-    scheduler = AuditedScheduler(opening(lanes=(1,), publish=2))
+    scheduler = AuditedScheduler(initial(lanes=(1,), publish=2))
     scheduler.feed(WorkerLost(0, 0), WorkerJoined(0, LaneOffer("new", SECOND)))
     future = forecast_from_state(scheduler.state, 0)
     assert future.wait(), "they will finish what is left"
@@ -226,7 +226,7 @@ def test_lanes_that_have_just_joined_are_forecast_to_work_with_the_newest_versio
 
 
 def test_a_lane_that_evaluates_is_forecast_to_be_busy_until_its_chunk_ends() -> None:
-    start = opening(lanes=(1, 1), evaluation={"every": 1, "chunks": 1, "chunk": 7})
+    start = initial(lanes=(1, 1), evaluation={"every": 1, "chunks": 1, "chunk": 7})
     scheduler = AuditedScheduler(start).feed(Tick(0))
     future = forecast_from_state(scheduler.state, at_ns=0)
     assert sorted(end for end, *_ in future.running) == [SECOND, 7 * SECOND]
@@ -235,7 +235,7 @@ def test_a_lane_that_evaluates_is_forecast_to_be_busy_until_its_chunk_ends() -> 
 
 def test_superseded_publications_are_forgotten() -> None:
     """One lane never answers. The scheduler keeps no list of what it missed."""
-    start = opening(lanes=(1, 1), publish=0.5, policy={"help": "greedy"}, steps=30)
+    start = initial(lanes=(1, 1), publish=0.5, policy={"help": "greedy"}, steps=30)
     scheduler, cluster = AuditedScheduler(start), VirtualCluster(start)
     while not scheduler.state.finished:
         event = cluster.next_event()

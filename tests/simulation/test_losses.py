@@ -84,9 +84,9 @@ class EvaluationsAndSaves:
             self._done.add(event.job.piece)
         self._abandoned.update(action.version for action in actions if isinstance(action, AbandonEvaluation))
 
-    def check(self, opening: SchedulerState) -> None:
+    def check(self, initial: SchedulerState) -> None:
         """Every evaluation that was due is complete or abandoned, every checkpoint is written."""
-        terms = opening.terms
+        terms = initial.terms
         versions = range(terms.steps + 1)
         assert max(self._abandoned.values(), default=0) <= 1
         for version in versions if terms.evaluate_every else ():
@@ -106,39 +106,39 @@ def openings(draw: st.DrawFn, **options: Any) -> SchedulerState:
     return replace(state, terms=replace(state.terms, encodes=draw(st.booleans())))
 
 
-def run_with_losses(opening: SchedulerState, cluster: NoisyCluster) -> None:
+def run_with_losses(initial: SchedulerState, cluster: NoisyCluster) -> None:
     trained, evaluations = TrainedSamples(), EvaluationsAndSaves()
-    observers = (Auditor(opening), trained, evaluations, Recorder(opening))
-    assert drive(opening, cluster, observers).finished
-    trained.check(opening)
-    evaluations.check(opening)
+    observers = (Auditor(initial), trained, evaluations, Recorder(initial))
+    assert drive(initial, cluster, observers).finished
+    trained.check(initial)
+    evaluations.check(initial)
 
 
 @settings(max_examples=80)
 @given(openings(), st.integers(0, 10**6))
-def test_every_run_ends_with_random_losses_evaluations_and_checkpoints(opening: SchedulerState, seed: int) -> None:
-    run_with_losses(opening, NoisyCluster(opening, seed))
+def test_every_run_ends_with_random_losses_evaluations_and_checkpoints(initial: SchedulerState, seed: int) -> None:
+    run_with_losses(initial, NoisyCluster(initial, seed))
 
 
 @settings(max_examples=50)
 @given(openings(), st.integers(0, 10**6), st.sets(EVENT_NUMBERS, min_size=1, max_size=3))
-def test_the_trainer_may_be_lost_after_any_event(opening: SchedulerState, seed: int, moments: set[int]) -> None:
+def test_the_trainer_may_be_lost_after_any_event(initial: SchedulerState, seed: int, moments: set[int]) -> None:
     lost = dict.fromkeys(moments, WorkerLost(0, 0, "trainer"))
-    run_with_losses(opening, NoisyCluster(opening, seed, lost))
+    run_with_losses(initial, NoisyCluster(initial, seed, lost))
 
 
 @settings(max_examples=50)
 @given(openings(), st.integers(0, 10**6), EVENT_NUMBERS)
-def test_a_reward_lane_may_be_lost_after_any_event(opening: SchedulerState, seed: int, moment: int) -> None:
-    lost = {moment: WorkerLost(0, 0, "reward")} if opening.terms.scorers else {}
-    run_with_losses(opening, NoisyCluster(opening, seed, lost))
+def test_a_reward_lane_may_be_lost_after_any_event(initial: SchedulerState, seed: int, moment: int) -> None:
+    lost = {moment: WorkerLost(0, 0, "reward")} if initial.terms.scorers else {}
+    run_with_losses(initial, NoisyCluster(initial, seed, lost))
 
 
 class StoppedCluster(VirtualCluster):
     """A virtual cluster whose user stops the run after some events."""
 
-    def __init__(self, opening: SchedulerState, after: int) -> None:
-        super().__init__(opening)
+    def __init__(self, initial: SchedulerState, after: int) -> None:
+        super().__init__(initial)
         self._left = after
 
     def next_event(self) -> Event:
@@ -148,12 +148,12 @@ class StoppedCluster(VirtualCluster):
 
 @settings(max_examples=50)
 @given(openings(), EVENT_NUMBERS)
-def test_a_stop_after_any_event_saves_the_newest_version_once(opening: SchedulerState, after: int) -> None:
+def test_a_stop_after_any_event_saves_the_newest_version_once(initial: SchedulerState, after: int) -> None:
     saves = EvaluationsAndSaves()
-    final = drive(opening, StoppedCluster(opening, after), (Auditor(opening), saves))
+    final = drive(initial, StoppedCluster(initial, after), (Auditor(initial), saves))
     assert final.finished
     assert max(saves.saved.values(), default=0) <= 1
-    if opening.terms.save_every:
+    if initial.terms.save_every:
         assert final.saved == final.committed
 
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 
 from digenrl.chaos.faults import Fault
-from digenrl.chaos.ledger import ViolationError, check_repeated
+from digenrl.chaos.promises import ViolationError, check_repeated
 from digenrl.chaos.run import run_world
 from digenrl.chaos.worlds import World, draw_world
 from digenrl.records import (

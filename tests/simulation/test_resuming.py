@@ -25,12 +25,12 @@ from digenrl.telemetry.trace import Span, Work
 HELPS = ("none", "greedy", "search", "auto")
 
 
-def resumed(opening: SchedulerState, committed: int, jobs_issued: int) -> SchedulerState:
+def resumed(initial: SchedulerState, committed: int, jobs_issued: int) -> SchedulerState:
     """The initial state of a run with the same settings that is resumed after this many commits."""
-    offers = {helper: [lane.offer for lane in opening.lanes if lane.helper is helper] for helper in (False, True)}
+    offers = {helper: [lane.offer for lane in initial.lanes if lane.helper is helper] for helper in (False, True)}
     return initial_state(
-        opening.terms,
-        opening.costs,
+        initial.terms,
+        initial.costs,
         offers[False],
         offers[True],
         committed=committed,
@@ -46,10 +46,10 @@ def without_id(action: Action) -> Action:
 class AuditedRun:
     """A finished, audited run: its spans, its help decisions and its actions except publications."""
 
-    def __init__(self, opening: SchedulerState, start_ns: int = 0) -> None:
-        recorder, log = Recorder(opening, start_ns=start_ns), ActionLog()
-        cluster = VirtualCluster(opening, start_ns=start_ns)
-        self.final = drive(opening, cluster, (recorder, log, Auditor(opening)))
+    def __init__(self, initial: SchedulerState, start_ns: int = 0) -> None:
+        recorder, log = Recorder(initial, start_ns=start_ns), ActionLog()
+        cluster = VirtualCluster(initial, start_ns=start_ns)
+        self.final = drive(initial, cluster, (recorder, log, Auditor(initial)))
         self.trace = recorder.trace()
         self.spans = [span for span in self.trace.spans if span.work is not Work.PUBLISH]
         actions = [(at, action) for at, action in log.actions if not isinstance(action, Publish)]
@@ -57,10 +57,10 @@ class AuditedRun:
         self.decisions, self.commits_ns = recorder.help_decisions, recorder.commit_ends_ns
 
 
-def stopped_and_resumed(opening: SchedulerState, after: int, pause_ns: int) -> tuple[AuditedRun, AuditedRun]:
+def stopped_and_resumed(initial: SchedulerState, after: int, pause_ns: int) -> tuple[AuditedRun, AuditedRun]:
     """The run up to a commit, and the rest of it from `pause_ns` after that commit."""
-    first = AuditedRun(replace(opening, terms=replace(opening.terms, steps=after)))
-    rest = resumed(opening, after, first.final.jobs_issued)
+    first = AuditedRun(replace(initial, terms=replace(initial.terms, steps=after)))
+    rest = resumed(initial, after, first.final.jobs_issued)
     return first, AuditedRun(rest, start_ns=first.commits_ns[-1] + pause_ns)
 
 
@@ -81,8 +81,8 @@ def test_on_policy_with_instant_publishing_a_stop_changes_nothing(content: dict[
     """At a commit every lane is idle, and if publishing takes no time, every lane has the version."""
     content["policy"]["stale_fraction"], content["steps"] = 0, 3
     publish_to_all_at_once(content, seconds=0)
-    opening = initial_scheduler_state(parse_model(Spec, content), search_budget=20_000)
-    assert_the_parts_equal_the_whole(AuditedRun(opening), *stopped_and_resumed(opening, after, pause_ns=0))
+    initial = initial_scheduler_state(parse_model(Spec, content), search_budget=20_000)
+    assert_the_parts_equal_the_whole(AuditedRun(initial), *stopped_and_resumed(initial, after, pause_ns=0))
 
 
 @settings(max_examples=50)
@@ -93,24 +93,24 @@ def test_without_help_a_run_resumed_when_the_version_would_have_arrived_is_the_s
     """A trainer that helps uses the time of publishing; without help it is idle then."""
     content["policy"]["stale_fraction"], content["steps"] = 0, 3
     publish_to_all_at_once(content, content["publish"])
-    opening = initial_scheduler_state(parse_model(Spec, content), search_budget=100)
-    parts = stopped_and_resumed(opening, after=1, pause_ns=opening.costs.publish_ns)
-    assert_the_parts_equal_the_whole(AuditedRun(opening), *parts)
+    initial = initial_scheduler_state(parse_model(Spec, content), search_budget=100)
+    parts = stopped_and_resumed(initial, after=1, pause_ns=initial.costs.publish_ns)
+    assert_the_parts_equal_the_whole(AuditedRun(initial), *parts)
 
 
 @settings(max_examples=50)
 @given(spec_contents(helps=HELPS), st.integers(0, 2))
 def test_every_resumed_run_keeps_its_promises(content: dict[str, Any], after: int) -> None:
     content["steps"] = 3
-    opening = initial_scheduler_state(parse_model(Spec, content), search_budget=200)
-    run = AuditedRun(resumed(opening, after, jobs_issued=1000), start_ns=50)
+    initial = initial_scheduler_state(parse_model(Spec, content), search_budget=200)
+    run = AuditedRun(resumed(initial, after, jobs_issued=1000), start_ns=50)
     assert run.final.finished
     assert [span.step for span in run.spans if span.work is Work.GENERATE and span.step < after] == []
     assert len(run.commits_ns) == 3 - after
     assert min(span.start_ns for span in run.spans) >= 50
 
 
-def small_opening(committed: int = 0, jobs_issued: int = 0) -> SchedulerState:
+def small_initial_state(committed: int = 0, jobs_issued: int = 0) -> SchedulerState:
     content = {
         "steps": 4,
         "prompts": 2,
@@ -123,27 +123,27 @@ def small_opening(committed: int = 0, jobs_issued: int = 0) -> SchedulerState:
 
 
 def test_steps_and_versions_keep_their_numbers() -> None:
-    opening = small_opening(committed=2, jobs_issued=7)
-    _, actions = decide(opening, Tick(0))
+    initial = small_initial_state(committed=2, jobs_issued=7)
+    _, actions = decide(initial, Tick(0))
     jobs = [action for action in actions if isinstance(action, Generate)]
     assert [(job.slice.step, job.version, job.id) for job in jobs] == [(2, 2, 7), (2, 2, 8)]
 
 
 def test_no_step_is_open_beyond_the_last() -> None:
-    assert [step.index for step in small_opening(committed=3).steps] == [3]
-    assert small_opening(committed=4).finished
-    assert drive(small_opening(committed=4), VirtualCluster(small_opening())).committed == 4
+    assert [step.index for step in small_initial_state(committed=3).steps] == [3]
+    assert small_initial_state(committed=4).finished
+    assert drive(small_initial_state(committed=4), VirtualCluster(small_initial_state())).committed == 4
 
 
 def test_a_result_from_before_the_stop_is_late() -> None:
-    before, actions = decide(small_opening(), Tick(0))
+    before, actions = decide(small_initial_state(), Tick(0))
     old = next(action for action in actions if isinstance(action, Generate))
-    again, _ = decide(small_opening(jobs_issued=before.jobs_issued), Tick(0))
+    again, _ = decide(small_initial_state(jobs_issued=before.jobs_issued), Tick(0))
     assert decide(again, Generated(1, old, version=0)) == (again, ())
 
 
 def test_a_run_that_resumes_from_its_last_checkpoint_has_nothing_left_to_save() -> None:
-    state = small_opening()
+    state = small_initial_state()
     terms = replace(state.terms, save_every=1)
     assert resumed(replace(state, terms=terms), committed=4, jobs_issued=0).finished
     assert not resumed(replace(state, terms=terms), committed=3, jobs_issued=0).finished
@@ -151,9 +151,9 @@ def test_a_run_that_resumes_from_its_last_checkpoint_has_nothing_left_to_save() 
 
 def test_more_commits_than_steps_are_refused() -> None:
     with pytest.raises(AssertionError, match="5 of 4 steps"):
-        small_opening(committed=5)
+        small_initial_state(committed=5)
 
 
 def test_lanes_of_a_resumed_run_are_present_from_its_start() -> None:
-    trace = AuditedRun(small_opening(committed=2), start_ns=1000).trace
+    trace = AuditedRun(small_initial_state(committed=2), start_ns=1000).trace
     assert {lane.joined_ns for lane in trace.lanes} == {1000}

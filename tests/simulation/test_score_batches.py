@@ -118,15 +118,15 @@ class ScoreJobs:
 def test_a_batch_holds_samples_of_one_slice_only() -> None:
     content = {**with_batch(ONE_SLICE, 4), "slice": 3, "generators": [{"count": 2, "seconds": {3: 10}}]}
     content["reward"]["lanes"] = 1
-    opening, jobs = initial_scheduler_state(parse_model(Spec, content), 100), ScoreJobs()
-    drive(opening, VirtualCluster(opening), (jobs,))
+    initial, jobs = initial_scheduler_state(parse_model(Spec, content), 100), ScoreJobs()
+    drive(initial, VirtualCluster(initial), (jobs,))
     assert (jobs.sizes, jobs.slices) == ([3, 3], {0, 1})
 
 
 def test_without_reward_lanes_generators_score_and_there_are_no_score_jobs() -> None:
     content = {**ONE_SLICE, "reward": {"lanes": 0, "batch": 2}}
-    opening, jobs = initial_scheduler_state(parse_model(Spec, content), 100), ScoreJobs()
-    assert drive(opening, VirtualCluster(opening), (jobs,)).finished
+    initial, jobs = initial_scheduler_state(parse_model(Spec, content), 100), ScoreJobs()
+    assert drive(initial, VirtualCluster(initial), (jobs,)).finished
     assert jobs.sizes == []
 
 

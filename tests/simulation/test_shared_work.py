@@ -74,9 +74,9 @@ def spec_of(content: dict[str, Any], **changes: Any) -> Spec:
 
 def jobs_of(spec: Spec, rule: SharedWorkRule) -> tuple[int, list[tuple[float, Action]]]:
     """The makespan in nanoseconds, and every job with the second in which it was issued."""
-    opening, log = initial_scheduler_state(spec, search_budget=0, shared_work=rule), ActionLog()
-    cluster = VirtualCluster(opening)
-    drive(opening, cluster, (log,))
+    initial, log = initial_scheduler_state(spec, search_budget=0, shared_work=rule), ActionLog()
+    cluster = VirtualCluster(initial)
+    drive(initial, cluster, (log,))
     return cluster.now_ns, [(at_ns / SECOND, action) for at_ns, action in log.actions]
 
 
@@ -170,9 +170,9 @@ def test_a_lane_takes_no_more_slices_at_once_than_its_quota_has_left() -> None:
 
 
 def test_measured_training_times_replace_those_of_the_offer() -> None:
-    opening = initial_scheduler_state(spec_of(TWO_CARDS), search_budget=0)
+    initial = initial_scheduler_state(spec_of(TWO_CARDS), search_budget=0)
     measured = CostsMeasured(1, Fraction(1), 0, 0, 0, 0, 0, lane_train_ns=((0, Fraction(7)),), send_ns=5)
-    state, _ = decide(opening, measured)
+    state, _ = decide(initial, measured)
     assert [lane.train_sample_ns for lane in state.lanes] == [7, 3 * SECOND]
     assert state.costs.send_ns == 5
 
@@ -214,11 +214,11 @@ def test_the_forecast_of_a_step_is_close_to_what_the_scheduler_does(
     content |= {"steps": 2, "reward": {}}
     spec = parse_model(Spec, content).with_rules(stale_fraction=0, order="generation")
     rule = SharedWorkRule(tuple(quotas), at_once)
-    opening, commits = initial_scheduler_state(spec, search_budget=0, shared_work=rule), RolesAtCommits()
-    drive(opening, VirtualCluster(opening), (commits,))
+    initial, commits = initial_scheduler_state(spec, search_budget=0, shared_work=rule), RolesAtCommits()
+    drive(initial, VirtualCluster(initial), (commits,))
     assume(commits.all_train)
     first_ns, second_ns = commits.ends_ns
-    assert StepForecast(opening).step_ns(rule.quotas) == pytest.approx(second_ns - first_ns, rel=0.25)
+    assert StepForecast(initial).step_ns(rule.quotas) == pytest.approx(second_ns - first_ns, rel=0.25)
 
 
 def test_quotas_let_cards_do_what_they_do_best_compared() -> None:

@@ -46,8 +46,8 @@ EVENT_NUMBERS = st.integers(1, 120)
 class CommittedGradients:
     """Which samples are in the committed weights, from jobs and results alone."""
 
-    def __init__(self, opening: SchedulerState) -> None:
-        self._helpers = {lane.index for lane in opening.lanes if lane.helper}
+    def __init__(self, initial: SchedulerState) -> None:
+        self._helpers = {lane.index for lane in initial.lanes if lane.helper}
         self._held_jobs: dict[int, Job] = {}
         self._sums: dict[int, list[SampleId]] = defaultdict(list)  # by lane
         self._sent: dict[int, list[SampleId]] = {}  # by job
@@ -83,10 +83,10 @@ class CommittedGradients:
             self.committed += self._sent.pop(job_id)
         assert not self._sent, "sums were left behind"
 
-    def check(self, opening: SchedulerState) -> None:
+    def check(self, initial: SchedulerState) -> None:
         """As many samples as the run has to train, and none of them twice."""
         assert len(self.committed) == len(set(self.committed))
-        assert len(self.committed) == opening.terms.steps * opening.terms.samples_per_step
+        assert len(self.committed) == initial.terms.steps * initial.terms.samples_per_step
 
 
 @st.composite
@@ -106,53 +106,53 @@ def openings(draw: st.DrawFn, *, evaluates: bool = False) -> SchedulerState:
     return replace(state, terms=replace(state.terms, encodes=draw(st.booleans())))
 
 
-def run_with_losses(opening: SchedulerState, cluster: NoisyCluster | VirtualCluster) -> None:
-    committed = CommittedGradients(opening)
+def run_with_losses(initial: SchedulerState, cluster: NoisyCluster | VirtualCluster) -> None:
+    committed = CommittedGradients(initial)
     try:
-        final = drive(opening, cluster, (Auditor(opening), committed, Recorder(opening)))
+        final = drive(initial, cluster, (Auditor(initial), committed, Recorder(initial)))
     except RunGaveUpError as error:
         assert "partly trained" in str(error)
         return
     assert final.finished
-    committed.check(opening)
+    committed.check(initial)
 
 
 @settings(max_examples=60)
 @given(openings(evaluates=True), st.integers(0, 10**6))
-def test_every_gradient_is_committed_once_with_random_losses(opening: SchedulerState, seed: int) -> None:
-    run_with_losses(opening, NoisyCluster(opening, seed))
+def test_every_gradient_is_committed_once_with_random_losses(initial: SchedulerState, seed: int) -> None:
+    run_with_losses(initial, NoisyCluster(initial, seed))
 
 
 @settings(max_examples=50)
 @given(openings(), st.integers(0, 10**6), st.sets(EVENT_NUMBERS, min_size=1, max_size=3))
-def test_the_trainer_may_be_lost_after_any_event(opening: SchedulerState, seed: int, moments: set[int]) -> None:
-    run_with_losses(opening, NoisyCluster(opening, seed, dict.fromkeys(moments, WorkerLost(0, 0, "trainer"))))
+def test_the_trainer_may_be_lost_after_any_event(initial: SchedulerState, seed: int, moments: set[int]) -> None:
+    run_with_losses(initial, NoisyCluster(initial, seed, dict.fromkeys(moments, WorkerLost(0, 0, "trainer"))))
 
 
 @settings(max_examples=50)
 @given(openings(), st.integers(0, 10**6), st.dictionaries(EVENT_NUMBERS, st.integers(0, 3), max_size=3))
-def test_a_lane_may_be_lost_after_any_event(opening: SchedulerState, seed: int, moments: dict[int, int]) -> None:
-    lost = {at: WorkerLost(0, lane % losable_lanes(opening)) for at, lane in moments.items()}
-    run_with_losses(opening, NoisyCluster(opening, seed, lost))
+def test_a_lane_may_be_lost_after_any_event(initial: SchedulerState, seed: int, moments: dict[int, int]) -> None:
+    lost = {at: WorkerLost(0, lane % losable_lanes(initial)) for at, lane in moments.items()}
+    run_with_losses(initial, NoisyCluster(initial, seed, lost))
 
 
 @settings(max_examples=50)
 @given(st.data())
 def test_lanes_come_and_go_while_jobs_and_samples_fail(data: st.DataObject) -> None:
-    opening = data.draw(openings())
-    run_with_losses(opening, VirtualCluster(opening, data.draw(faults_for(opening))))
+    initial = data.draw(openings())
+    run_with_losses(initial, VirtualCluster(initial, data.draw(faults_for(initial))))
 
 
 @pytest.mark.parametrize("committed", [1, 2])
 def test_samples_that_a_slow_lane_trained_for_a_committed_step_do_not_count_for_the_next(committed: int) -> None:
     """Its trainer was lost, and the step was trained once more without the lane."""
     content = {**TWO_CARDS, "steps": 2}
-    opening = initial_scheduler_state(parse_model(Spec, content), search_budget=1)
+    initial = initial_scheduler_state(parse_model(Spec, content), search_budget=1)
     state = initial_state(
-        opening.terms,
-        opening.costs,
-        [opening.lanes[0].offer],
-        [opening.lanes[1].offer],
+        initial.terms,
+        initial.costs,
+        [initial.lanes[0].offer],
+        [initial.lanes[1].offer],
         committed=committed,
     )
     job = Train(0, 0, Slice(0, 0, 0, 1), lane=0)

@@ -49,9 +49,9 @@ SECOND = 1_000_000_000
 class JobSizes:
     """Checks that every Generate job holds whole slices, and no more than its lane takes at once."""
 
-    def __init__(self, opening: SchedulerState) -> None:
-        self._slice_size = opening.terms.slice_size
-        self._at_once = {lane.index: lane.slices_at_once for lane in opening.lanes}
+    def __init__(self, initial: SchedulerState) -> None:
+        self._slice_size = initial.terms.slice_size
+        self._at_once = {lane.index: lane.slices_at_once for lane in initial.lanes}
 
     def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
         if isinstance(event, WorkerJoined):
@@ -64,23 +64,23 @@ class JobSizes:
                 assert not rest and 1 <= slices <= self._at_once[action.lane]
 
 
-def with_helpers_that_take(opening: SchedulerState, at_once: int) -> SchedulerState:
+def with_helpers_that_take(initial: SchedulerState, at_once: int) -> SchedulerState:
     """The same initial state, with helpers that take several slices at once."""
-    offers = [lane.offer for lane in opening.lanes if not lane.helper]
-    helpers = [LaneOffer(lane.name, lane.slice_ns, at_once) for lane in opening.lanes if lane.helper]
-    return initial_state(opening.terms, opening.costs, offers, helpers)
+    offers = [lane.offer for lane in initial.lanes if not lane.helper]
+    helpers = [LaneOffer(lane.name, lane.slice_ns, at_once) for lane in initial.lanes if lane.helper]
+    return initial_state(initial.terms, initial.costs, offers, helpers)
 
 
 @settings(max_examples=70)
 @given(st.data())
 def test_every_promise_holds_after_every_event_whatever_lanes_take_at_once(data: st.DataObject) -> None:
     spec = parse_model(Spec, data.draw(mixed_contents()))
-    opening = initial_scheduler_state(spec, search_budget=data.draw(st.sampled_from([1, 200])))
+    initial = initial_scheduler_state(spec, search_budget=data.draw(st.sampled_from([1, 200])))
     if data.draw(st.booleans()):
-        opening = with_helpers_that_take(opening, 2)
-    trained, cluster = TrainedSamples(), VirtualCluster(opening, data.draw(faults_for(opening, most_at_once=3)))
-    assert drive(opening, cluster, (Auditor(opening), trained, JobSizes(opening))).finished
-    trained.check(opening)
+        initial = with_helpers_that_take(initial, 2)
+    trained, cluster = TrainedSamples(), VirtualCluster(initial, data.draw(faults_for(initial, most_at_once=3)))
+    assert drive(initial, cluster, (Auditor(initial), trained, JobSizes(initial))).finished
+    trained.check(initial)
 
 
 @settings(max_examples=50)
@@ -89,10 +89,10 @@ def test_every_run_ends_with_random_times_and_faults(
     content: dict[str, Any], batch: int, scorers: int, seed: int
 ) -> None:
     content["reward"] |= {"batch": batch, "lanes": scorers}
-    opening = initial_scheduler_state(parse_model(Spec, content), search_budget=100)
+    initial = initial_scheduler_state(parse_model(Spec, content), search_budget=100)
     trained = TrainedSamples()
-    assert drive(opening, NoisyCluster(opening, seed), (Auditor(opening), trained, JobSizes(opening))).finished
-    trained.check(opening)
+    assert drive(initial, NoisyCluster(initial, seed), (Auditor(initial), trained, JobSizes(initial))).finished
+    trained.check(initial)
 
 
 def test_lanes_do_not_leave_slices_to_each_other_for_ever() -> None:
@@ -112,13 +112,13 @@ def test_lanes_do_not_leave_slices_to_each_other_for_ever() -> None:
 def test_by_its_own_prediction_looking_ahead_is_no_worse_than_waiting_or_greedy_help(
     content: dict[str, Any],
 ) -> None:
-    opening = initial_scheduler_state(parse_model(Spec, content), search_budget=1)
-    bubble = forecast_from_state(opening, at_ns=0)
+    initial = initial_scheduler_state(parse_model(Spec, content), search_budget=1)
+    bubble = forecast_from_state(initial, at_ns=0)
     bubble.start_generators()
     ends = []
     for plan, rule in ((look_ahead(bubble, 10**6), WAIT_ALWAYS), ((), WAIT_ALWAYS), ((), GREEDY)):
         future = bubble.fork()
-        simulate_help(future, opening.terms.steps, plan, rule)
+        simulate_help(future, initial.terms.steps, plan, rule)
         ends.append(future.now)
     assert ends[0] <= min(ends[1:]) < NEVER
 

@@ -156,6 +156,23 @@ def test_weights_that_differ_from_the_reference_are_rejected(
         receiving.result()
 
 
+def test_a_receiver_that_fails_ends_the_attempt_for_those_behind_it_and_the_next_one_succeeds(
+    sender: WeightsSender, threads: ThreadPoolExecutor, small_buckets: None
+) -> None:
+    reference = sender.stage("weights-1", weights())
+    expected = [reference, replace(reference, bytes=reference.bytes + 4), reference]
+    receiving = [
+        threads.submit(receive_weights, sender.address, 1, rank, 4, each, TIMEOUT_S)
+        for rank, each in enumerate(expected, start=1)
+    ]
+    with pytest.raises(BroadcastError):
+        sender.send("weights-1", 1, 3, TIMEOUT_S)
+    for received in receiving[1:]:
+        with pytest.raises(BroadcastError):
+            received.result()
+    assert all(same(found, weights()) for found in broadcast(sender, reference, 2, 3, threads))
+
+
 @pytest.mark.parametrize(
     "header", [b"{", b"[]", b'{"name": "weights-1", "bucket_bytes": 8, "tensors": [["w", "qint8", [4]]]}', b""]
 )

@@ -20,7 +20,7 @@ from digenrl.run_folder.folder import RunFolder
 from digenrl.run_folder.grids import HeldOutScore, clip_of, write_grid
 from digenrl.run_folder.reading import read_run
 from digenrl.worker.clips import ClipError, clip_suffix, mp4_encoder, write_clip
-from digenrl.worker.pictures import save_pictures
+from digenrl.worker.pictures import picture_files
 
 LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)  # one frame each
 
@@ -79,13 +79,14 @@ def test_without_an_encoder_clips_are_gifs_and_evaluations_have_images_only(
     with Image.open(tmp_path / "clip.gif") as clip:
         assert (getattr(clip, "n_frames", 1), clip.size) == (len(LEVELS), (33, 31))
         assert clip.info["duration"] > 0
-    save_pictures(video()[None], tmp_path / "pictures", first=0, shown=1)
-    assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["0000.png"]
+    assert list(picture_files(video()[None], first=0, shown=1)) == ["0000.png"]
 
 
 def test_the_clips_of_an_evaluation_are_beside_its_grid_and_in_the_report(encoder: str, tmp_path: Path) -> None:
     folder, pictures = RunFolder.open(write_run(tmp_path / "run")), tmp_path / "pictures"
-    save_pictures(video()[None].expand(2, -1, -1, -1, -1), pictures, first=0, shown=4)
+    pictures.mkdir()
+    for name, content in picture_files(video()[None].expand(2, -1, -1, -1, -1), first=0, shown=4).items():
+        (pictures / name).write_bytes(content)
     scores = [HeldOutScore(f"prompt {index}", 0.5, {}) for index in range(2)]
     grid = write_grid(folder, 2, pictures, scores)
     assert not pictures.exists()
@@ -97,6 +98,5 @@ def test_the_clips_of_an_evaluation_are_beside_its_grid_and_in_the_report(encode
         assert (kind, base64.b64decode(content)) == ("data:video/mp4", clip_of(grid, number).read_bytes())
 
 
-def test_images_have_no_clips(encoder: str, tmp_path: Path) -> None:
-    save_pictures(video()[None, :1], tmp_path, first=0, shown=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["0000.png"]
+def test_images_have_no_clips(encoder: str) -> None:
+    assert list(picture_files(video()[None, :1], first=3, shown=4)) == ["0003.png"]

@@ -73,8 +73,8 @@ def _shares_within(trace: Trace, window: tuple[int, int]) -> dict[str, float]:
 class Account:
     """Which lane generated and which trained every sample: an independent account."""
 
-    def __init__(self, opening: SchedulerState) -> None:
-        self._before = opening
+    def __init__(self, initial: SchedulerState) -> None:
+        self._before = initial
         self._jobs: dict[SampleId, Generate] = {}
         self._trained: dict[SampleId, int] = {}
         self._retired: set[tuple[int, int]] = set()
@@ -101,15 +101,15 @@ class Account:
         return sum(job.stale for job in jobs) / len(kept), helped / len(kept), assisted / len(kept)
 
 
-def _check_against_the_full_trace(opening: SchedulerState, faults: Faults) -> list[dict[str, float]]:
+def _check_against_the_full_trace(initial: SchedulerState, faults: Faults) -> list[dict[str, float]]:
     kept, account, recorder, states = (
         KeptNumbers(),
-        Account(opening),
-        Recorder(opening),
-        deque([opening], maxlen=1),
+        Account(initial),
+        Recorder(initial),
+        deque([initial], maxlen=1),
     )
     last = AfterEach(lambda _event, _actions, state: states.append(state))
-    watch(opening, [kept], faults=faults, after=(account, recorder, last))
+    watch(initial, [kept], faults=faults, after=(account, recorder, last))
     trace, began_ns = recorder.trace(), 0
     unfinished = [  # calibrations that the end of the run has cut off
         Span(lane.name, Work.CALIBRATE, lane.job.issued_ns, trace.end_ns, 0)
@@ -117,11 +117,11 @@ def _check_against_the_full_trace(opening: SchedulerState, faults: Faults) -> li
         if isinstance(lane.job, Calibrate)
     ]
     trace = replace(trace, spans=(*trace.spans, *unfinished))
-    assert [numbers["step"] for numbers in kept.steps] == list(range(opening.terms.steps))
+    assert [numbers["step"] for numbers in kept.steps] == list(range(initial.terms.steps))
     for numbers, ended_ns in zip(kept.steps, recorder.commit_ends_ns, strict=True):
         assert numbers["at_s"] == ended_ns / SECOND
         assert numbers["step_s"] == (ended_ns - began_ns) / SECOND
-        assert ("assisted_share" in numbers) == opening.terms.shares_work
+        assert ("assisted_share" in numbers) == initial.terms.shares_work
         shares = (numbers["stale_share"], numbers["helped_share"], numbers.get("assisted_share", 0.0))
         assert shares == account.shares(int(numbers["step"]))
         busy = {name.removeprefix("busy/"): share for name, share in numbers.items() if name.startswith("busy/")}
@@ -144,8 +144,8 @@ def test_a_step_has_the_shares_of_the_full_trace() -> None:
 @given(st.data())
 def test_any_run_has_the_shares_of_its_full_trace_however_lanes_join_and_leave(data: st.DataObject) -> None:
     spec = parse_model(Spec, data.draw(spec_contents(helps=("none", "greedy", "auto"))))
-    opening = initial_state_of(spec)
-    _check_against_the_full_trace(opening, data.draw(faults_for(opening)))
+    initial = initial_state_of(spec)
+    _check_against_the_full_trace(initial, data.draw(faults_for(initial)))
 
 
 def test_a_step_of_lanes_that_do_both_has_the_shares_of_the_full_trace() -> None:
@@ -156,18 +156,18 @@ def test_a_step_of_lanes_that_do_both_has_the_shares_of_the_full_trace() -> None
 
 
 def test_samples_count_where_they_are_trained_again_after_a_lane_was_lost_with_their_gradients() -> None:
-    opening, trained = initial_state_of(**BOTH), list[Trained]()
+    initial, trained = initial_state_of(**BOTH), list[Trained]()
 
     def note(event: Any, actions: Any, state: SchedulerState) -> None:
         if isinstance(event, Trained):
             trained.append(event)
 
-    watch(opening, [], after=(AfterEach(note),))
-    first = next(event for event in trained if not opening.lanes[event.job.lane].helper)
+    watch(initial, [], after=(AfterEach(note),))
+    first = next(event for event in trained if not initial.lanes[event.job.lane].helper)
     lost = WorkerLost(first.at_ns + 1, first.job.lane)
-    _check_against_the_full_trace(opening, Faults(events=(lost,)))
+    _check_against_the_full_trace(initial, Faults(events=(lost,)))
     trained.clear()
-    watch(opening, [], faults=Faults(events=(lost,)), after=(AfterEach(note),))
+    watch(initial, [], faults=Faults(events=(lost,)), after=(AfterEach(note),))
     assert [event.job.slice for event in trained].count(first.job.slice) == 2
 
 
@@ -179,9 +179,9 @@ def test_any_run_of_lanes_that_do_both_has_the_shares_of_its_full_trace(losses: 
 
 
 def test_the_shares_of_all_steps_add_up_to_the_share_of_the_run() -> None:
-    opening, kept = initial_state_of(), KeptNumbers()
-    recorder = Recorder(opening)
-    watch(opening, [kept], after=(recorder,))
+    initial, kept = initial_state_of(), KeptNumbers()
+    recorder = Recorder(initial)
+    watch(initial, [kept], after=(recorder,))
     whole = lane_uses(recorder.trace())
     assert len(whole) == 8
     for lane, use in whole.items():
@@ -209,15 +209,15 @@ def test_an_evaluation_keeps_a_lane_busy_and_a_publication_does_not() -> None:
 
 def _run_with_reports(reports: dict[int, list[tuple[int, dict[str, float | None]]]]) -> list[dict[str, float]]:
     """A run in which these metrics are reported just before the commit of a step is observed."""
-    opening, kept = initial_state_of(), KeptNumbers()
-    metrics = StepMetrics(opening, [kept])
+    initial, kept = initial_state_of(), KeptNumbers()
+    metrics = StepMetrics(initial, [kept])
 
     def report(event: Any, actions: Any, state: SchedulerState) -> None:
         for step, numbers in reports.get(event.job.step, ()) if isinstance(event, Committed) else ():
             metrics.report(step, numbers)
 
-    recorder = Recorder(opening, sink=metrics.add_span)
-    drive(opening, VirtualCluster(opening), (AfterEach(report), recorder, metrics))
+    recorder = Recorder(initial, sink=metrics.add_span)
+    drive(initial, VirtualCluster(initial), (AfterEach(report), recorder, metrics))
     return kept.steps
 
 
@@ -242,12 +242,12 @@ def test_computed_metrics_cannot_be_reported() -> None:
 
 
 def test_a_resumed_run_continues_from_its_step() -> None:
-    opening = initial_state_of()
+    initial = initial_state_of()
     kept, whole = KeptNumbers(), KeptNumbers()
-    watch(opening, [whole])
-    offers = [LaneOffer(lane.name, lane.slice_ns) for lane in opening.lanes]
+    watch(initial, [whole])
+    offers = [LaneOffer(lane.name, lane.slice_ns) for lane in initial.lanes]
     generators, helpers = offers[:3], offers[3:]
-    resumed = initial_state(opening.terms, opening.costs, generators, helpers, committed=2)
+    resumed = initial_state(initial.terms, initial.costs, generators, helpers, committed=2)
     metrics = StepMetrics(resumed, [kept], start_ns=100 * SECOND)
     recorder = Recorder(resumed, start_ns=100 * SECOND, sink=metrics.add_span)
     drive(resumed, VirtualCluster(resumed, start_ns=100 * SECOND), (recorder, metrics))
@@ -290,11 +290,11 @@ def _entries(thing: object) -> int:
 
 def test_nothing_grows_over_six_hundred_steps() -> None:
     small = {"prompts": 1, "samples_per_prompt": 4, "slice": 1, "generators": SPEC["generators"][1:]}
-    opening = initial_state_of(**small, steps=600, policy={"help": "greedy", "stale_fraction": 0.5})
+    initial = initial_state_of(**small, steps=600, policy={"help": "greedy", "stale_fraction": 0.5})
     faults = Faults(failing_jobs=frozenset(range(0, 10_000, 7)))
     view = TerminalView(RunTitle("long", Path("runs/long-1"), 600), Console(file=StringIO()), STOPPED_CLOCKS)
-    metrics = StepMetrics(opening, [view])
-    recorder = Recorder(opening, sink=metrics.add_span)
+    metrics = StepMetrics(initial, [view])
+    recorder = Recorder(initial, sink=metrics.add_span)
     largest = [0, 0]
 
     def look(event: Any, actions: Any, state: SchedulerState) -> None:
@@ -306,5 +306,5 @@ def test_nothing_grows_over_six_hundred_steps() -> None:
             half = step // 300
             largest[half] = max(largest[half], _entries(metrics))  # the view is one of its sinks
 
-    drive(opening, VirtualCluster(opening, faults), (recorder, metrics, view, AfterEach(look)))
+    drive(initial, VirtualCluster(initial, faults), (recorder, metrics, view, AfterEach(look)))
     assert 100 < largest[1] <= largest[0] < 1000

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from digenrl.stages.cut import best_cut, cut_at, even_bounds, pipeline_seconds, stage_memory
+from digenrl.stages.partition import best_partition, cut_at, even_bounds, pipeline_seconds, stage_memory
 from digenrl.stages.simulated import simulate_pipeline
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -43,7 +43,7 @@ def test_a_step_takes_the_first_micro_batch_and_the_slowest_part_for_each_other(
 def test_faster_devices_get_more_blocks(
     speeds: tuple[float, ...], rates: tuple[float, ...], bounds: tuple[int, ...], seconds: float
 ) -> None:
-    cut = best_cut(TWELVE, speeds, 1.0, rates, micro_batches=8)
+    cut = best_partition(TWELVE, speeds, 1.0, rates, micro_batches=8)
     assert cut.bounds == bounds
     assert cut.step_s == pytest.approx(seconds)
 
@@ -57,8 +57,8 @@ def test_an_equal_split_over_unequal_devices_takes_longer() -> None:
 
 
 def test_devices_of_one_site_in_a_row_cross_the_slow_link_once() -> None:
-    interleaved = best_cut(TWELVE, (1, 1, 1, 1), 1.0, (0.2, 0.2, 0.2), 8)
-    in_a_row = best_cut(TWELVE, (1, 1, 1, 1), 1.0, (10, 0.2, 10), 8)
+    interleaved = best_partition(TWELVE, (1, 1, 1, 1), 1.0, (0.2, 0.2, 0.2), 8)
+    in_a_row = best_partition(TWELVE, (1, 1, 1, 1), 1.0, (10, 0.2, 10), 8)
     assert interleaved.step_s == pytest.approx(77.0)
     assert in_a_row.step_s == pytest.approx(57.4)
 
@@ -81,13 +81,15 @@ def test_no_cut_is_shorter_than_the_best(seed: int) -> None:
     ]
     if not every:
         with pytest.raises(ValueError, match="fit in memory"):
-            best_cut(blocks, speeds, sizes, rates, 6, fits)
+            best_partition(blocks, speeds, sizes, rates, 6, fits)
         return
-    assert best_cut(blocks, speeds, sizes, rates, 6, fits).step_s == pytest.approx(min(c.step_s for c in every))
+    assert best_partition(blocks, speeds, sizes, rates, 6, fits).step_s == pytest.approx(
+        min(c.step_s for c in every)
+    )
 
 
 def test_sixty_blocks_are_cut_for_eight_devices() -> None:
-    cut = best_cut([1.0] * 60, [4, 3, 2, 1, 1, 2, 3, 4], 1.0, [5.0] * 7, 32)
+    cut = best_partition([1.0] * 60, [4, 3, 2, 1, 1, 2, 3, 4], 1.0, [5.0] * 7, 32)
     assert sum(cut.blocks) == 60
     assert max(cut.stage_s) == pytest.approx(3.0)
 
@@ -98,7 +100,7 @@ def test_a_stage_holds_its_blocks_and_the_activations_in_flight() -> None:
 
 def test_more_stages_than_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match="2 blocks cannot be cut into 3 stages"):
-        best_cut([1.0, 1.0], (1, 1, 1), 1.0, (1, 1), 4)
+        best_partition([1.0, 1.0], (1, 1, 1), 1.0, (1, 1), 4)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from live_runs import TINY
+from PIL import Image
 from scored_groups import lively, scored_groups, toy
 from torch import Tensor
 
@@ -20,13 +22,27 @@ from digenrl.exchange.tensors import TensorExchange
 from digenrl.models.base_weights import files_fingerprint
 from digenrl.models.contract import DiffusionModel, TextEncoder
 from digenrl.models.model_weights import weights_state
-from digenrl.records import Encode, Generate, PromptRow, Publish, Score, Slice, SliceArtifact, pixels_name
+from digenrl.records import (
+    Encode,
+    Evaluate,
+    Evaluated,
+    Generate,
+    HeldOutChunk,
+    PromptRow,
+    Publish,
+    Score,
+    Slice,
+    SliceArtifact,
+    pixels_name,
+)
 from digenrl.rewards.function import FunctionReward
 from digenrl.testing.tiny_models import make_tiny_pipeline
 from digenrl.training.packing.packs import calibration_terms, padded
+from digenrl.worker.assignment import Assignment, Duty, StartFailed
 from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, read_blueprint
 from digenrl.worker.rollouts import held_out_pixels
 from digenrl.worker.stages import Stages, WorkerParts
+from digenrl.worker.worker import start_worker
 
 PROMPT = PromptRow("prompt-0", "a cat", {})
 
@@ -103,6 +119,23 @@ def test_held_out_samples_depend_on_the_seed_of_the_evaluation_alone(tiny: Tiny)
 
     assert torch.equal(pixels(seed=0, own_seed=5), pixels(seed=9, own_seed=5))
     assert not torch.equal(pixels(seed=0, own_seed=5), pixels(seed=0, own_seed=0))
+
+
+def test_only_a_trainer_needs_to_see_the_folder_of_the_run(tiny: Tiny, tmp_path: Path) -> None:
+    recipe, absent = tiny.blueprint.recipe, tmp_path / "absent"
+    generator = Assignment("generator-0", frozenset[Duty](["generate"]), "cpu", recipe, None, run=absent)
+    trainer = replace(generator, name="trainer", duties=frozenset[Duty](["train"]))
+    worker, _ = start_worker(generator, tiny.exchange)
+    assert worker is not None
+    job = Evaluate(0, 0, HeldOutChunk(0, 0), lane=0, first=4, prompts=(PROMPT, PROMPT), shown=5)
+    tiny.stages()  # encodes the prompt
+    result = worker.handle(job)
+    assert isinstance(result, Evaluated)
+    ((name, content),) = result.pictures
+    assert name == "0004.png" and Image.open(BytesIO(content)).size == (16, 16)
+    assert not absent.exists()
+    _, failure = start_worker(trainer, tiny.exchange)
+    assert isinstance(failure, StartFailed) and failure.user_error and str(absent) in failure.reason
 
 
 def test_padding_comes_last_and_has_no_weight() -> None:

@@ -15,7 +15,7 @@ Fits = Callable[[int, int, int], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Partition:
     """A cut into stages, with the times of each stage and each link for a micro-batch, and of a whole step."""
 
     bounds: tuple[int, ...]
@@ -46,14 +46,14 @@ def cut_at(
     boundary_bytes: float | Sequence[float],
     bytes_per_s: Sequence[float],
     micro_batches: int,
-) -> Cut:
-    """The times of a given cut; for the arguments see `best_cut`."""
+) -> Partition:
+    """The times of a given cut; for the arguments see `best_partition`."""
     sizes = _boundary_sizes(boundary_bytes, len(block_s))
     stages = tuple(
         sum(block_s[first:last]) / speed for (first, last), speed in zip(pairwise(bounds), speeds, strict=True)
     )
     links = tuple(sizes[end] / rate for end, rate in zip(bounds[1:-1], bytes_per_s, strict=True))
-    return Cut(tuple(bounds), stages, links, pipeline_seconds(stages, links, micro_batches))
+    return Partition(tuple(bounds), stages, links, pipeline_seconds(stages, links, micro_batches))
 
 
 def even_bounds(blocks: int, stages: int) -> tuple[int, ...]:
@@ -61,14 +61,14 @@ def even_bounds(blocks: int, stages: int) -> tuple[int, ...]:
     return tuple(accumulate((blocks // stages + (i < blocks % stages) for i in range(stages)), initial=0))
 
 
-def best_cut(
+def best_partition(
     block_s: Sequence[float],
     speeds: Sequence[float],
     boundary_bytes: float | Sequence[float],
     bytes_per_s: Sequence[float],
     micro_batches: int,
     fits: Fits | None = None,
-) -> Cut:
+) -> Partition:
     """The cut with the shortest step, for devices in this order. Every device gets at least one block.
 
     `block_s` are the blocks' forward and backward at speed 1. `boundary_bytes` cross each cut in one direction:

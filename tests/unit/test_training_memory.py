@@ -82,7 +82,9 @@ def test_the_plan_accounts_for_the_eight_bytes_of_shared_sums_and_for_several_jo
 def seen_and_planned_bytes(name, options, settings, late=False, **more):
     """The memory of tensors shaped like the largest parameter before each forward, and what is planned for it."""
     algorithm, model = build_algorithm(name, options), toy(torch.float32, lora=False)
-    batches = [scored_groups(model, algorithm, Rollout(groups=4, step=step, version=step)) for step in range(2)]
+    steps = 5 if name == "mix_grpo" else 3  # its window has four
+    rollouts = [Rollout(groups=4, steps=steps, step=number, version=number) for number in range(2)]
+    batches = [scored_groups(model, algorithm, rollout) for rollout in rollouts]
     seen: list[int] = []
     parameters = list(model.transformer.parameters())
     largest = max((each.shape for each in parameters), key=torch.Size.numel)

@@ -4,6 +4,7 @@ One thread per process, as `make` sets it, also where pytest is called by itself
 differently, and tests compare bits. It is read when torch is imported, which is later than this.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -126,6 +127,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.stem in SLOW:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: not item.nodeid.startswith(RAY_FILES))
+
+
+def pytest_collection_finish() -> None:
+    """Collecting imports all modules that tests need; the garbage collector then need not visit them."""
+    gc.collect()
+    gc.freeze()
 
 
 class SchedulingByFile(LoadScopeScheduling):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from scored_groups import nudge
+from tiny_pipelines import with_own_transformer
 from torch import Tensor
 
 from digenrl.models.blocks import checkpoint_blocks, repeated_blocks
@@ -100,7 +100,7 @@ def staged_pass(
     stages = []
     received: tuple[Tensor, ...] = ()
     for first, end in pairwise(bounds):
-        own = copy.deepcopy(model)
+        own = with_own_transformer(model)
         keep_blocks(own, first, end)
         set_checkpointing(own, checkpointed)
         own.transformer.zero_grad()

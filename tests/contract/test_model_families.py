@@ -8,6 +8,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as edit_plus
 from host_visits import HostVisits
 from source_pictures import encoded, pictures_for
+from tiny_pipelines import shared_tiny_model, tiny_folder, tiny_model, with_own_transformer
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
@@ -29,7 +31,7 @@ from digenrl.models.lora import (
     adapters_disabled,
     add_lora,
 )
-from digenrl.models.lora_files import FILE_NAME, save_lora
+from digenrl.models.lora_files import save_lora
 from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import FAMILIES, find_family
@@ -37,7 +39,8 @@ from digenrl.testing.tiny_models import TINY_MODELS, make_tiny_pipeline, tiny_si
 
 PROMPTS = ["a red cat", "a sign that says hello"]
 STEPS = 3
-SLOW_PIPELINES = ("hunyuan_video_1_5", "hunyuan_video_1_5_i2v")  # with a layer of a fixed width of 2048
+# The first family of each method that computes a schedule.
+ONE_PER_SCHEDULE = list({each.model_class.schedule: name for name, each in reversed(FAMILIES.items())}.values())
 PADDING_COUNTS = ("qwen_image_2_1",)  # pipelines in which a prompt depends on longer ones beside it
 LARGE_IN_MB = {"hunyuan_video_1_5": 28, "hunyuan_video_1_5_i2v": 28, "ltx2": 8}  # with layers of a fixed width
 
@@ -51,39 +54,50 @@ def small_sources() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", params=list(FAMILIES))
+@pytest.fixture(scope="module", params=list(FAMILIES))
 def family(request: pytest.FixtureRequest) -> Family:
     return FAMILIES[request.param]
 
 
-@pytest.fixture(scope="session")
-def directory(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny") / family.name
-    make_tiny_pipeline(family.name, path)
-    return path
+@pytest.fixture(scope="module")
+def directory(family: Family) -> Path:
+    return tiny_folder(family.name)
 
 
-@pytest.fixture(scope="session")
-def shared_model(family: Family, directory: Path) -> DiffusionModel:
+@pytest.fixture(scope="module")
+def shared_model(family: Family) -> DiffusionModel:
     """For tests that do not modify it."""
-    return family.load(directory, torch.float32, "cpu")
+    return shared_tiny_model(family.name)
 
 
 @pytest.fixture
-def model(family: Family, directory: Path) -> DiffusionModel:
+def model(family: Family) -> DiffusionModel:
     """For tests that modify it."""
-    return family.load(directory, torch.float32, "cpu")
+    return tiny_model(family.name)
 
 
-def open_pipeline(family: Family, directory: Path, model: PipelineModel) -> Any:
-    ours = dict.fromkeys(model.unused_components)
+@pytest.fixture(scope="module")
+def rounded_model(family: Family, directory: Path) -> DiffusionModel:
+    """In bf16 and without text encoders, for tests that do not modify it."""
+    return family.load(directory, torch.bfloat16, text_encoders=False)
+
+
+@pytest.fixture(scope="module")
+def pipeline(family: Family, directory: Path, shared_model: PipelineModel) -> Any:
+    """As diffusers loads it."""
+    ours = dict.fromkeys(shared_model.unused_components)
     pipeline = family.pipeline_class.from_pretrained(directory, **ours)
-    vars(pipeline).update(model.own_components())
+    vars(pipeline).update(shared_model.own_components())
     pipeline.set_progress_bar_config(disable=True)
-    pipeline.scheduler = model.pipeline_scheduler()
+    pipeline.scheduler = shared_model.pipeline_scheduler()
     if hasattr(pipeline, "tokenizer_2_max_length"):  # of glyphs, of which these prompts have none
         pipeline.tokenizer_2_max_length = 16
     return pipeline
+
+
+@cache
+def conditioning_of(family: str, size: SampleSize, *prompts: str) -> Conditioning:
+    return encoded(shared_tiny_model(family), list(prompts), size)
 
 
 def guidance_of(family: Family) -> float:
@@ -130,7 +144,10 @@ def batches(family: Family) -> list[slice]:
 
 def our_latents(model: PipelineModel, family: Family, guidance: float, steps: int = STEPS) -> Tensor:
     size = oblong(family)
-    latents, conditioning = model.initial_latents(noise_of(model, size), size), encoded(model, PROMPTS, size)
+    latents, conditioning = (
+        model.initial_latents(noise_of(model, size), size),
+        conditioning_of(family.name, size, *PROMPTS),
+    )
     parts = [
         euler_loop(model, latents[row], conditioning.rows(row), guidance, size, steps) for row in batches(family)
     ]
@@ -175,25 +192,21 @@ def mixed_batch(model: PipelineModel, size: SampleSize) -> tuple[Tensor, Tensor,
     """Three rows at three different timesteps."""
     schedule = model.schedule(STEPS, size)
     latents = model.initial_latents(noise_of(model, size, rows=3), size)
-    return latents, schedule.timesteps[[2, 0, 1]], encoded(model, [*PROMPTS, "two dogs"], size), schedule
+    return (
+        latents,
+        schedule.timesteps[[2, 0, 1]],
+        conditioning_of(model.family, size, *PROMPTS, "two dogs"),
+        schedule,
+    )
 
 
-@pytest.mark.parametrize(("guided", "steps"), [(True, 7), (False, 1), (False, 28)])
-def test_our_euler_loop_equals_the_diffusers_pipeline(
-    family: Family, directory: Path, shared_model: PipelineModel, guided: bool, steps: int
-) -> None:
+def assert_latents_equal(family: Family, pipeline: Any, model: PipelineModel, guidance: float, steps: int) -> None:
     """Bitwise where forwards have the pipeline's shapes. The pipeline of Wan runs its branches separately, that of
     Z-Image together, and those of Qwen-Image and HunyuanVideo keep padding. We rotate in real numbers in
     Qwen-Image. Some CPUs round products of other
     shapes differently. The latents of UNets are scaled, in their pipelines by other factors."""
     tolerance = 0.0 if family.name in ("sd3", "flux", "flux_kontext", "flux2_klein", "flux2_dev") else 5e-6
-    if steps == 28 and family.name in SLOW_PIPELINES:
-        pytest.skip("as with 7 steps")
-    model, size = shared_model, oblong(family)
-    guidance = guidance_of(family) if guided else 1.0
-    pipeline = open_pipeline(family, directory, model)
-    if steps == 1 and pipeline.scheduler.config.get("shift_terminal") is not None:
-        pytest.skip("diffusers divides 0 by 0")
+    size = oblong(family)
     theirs = call_pipeline(pipeline, family, model, guidance, "latent", steps)
     latents = model.initial_latents(noise_of(model, size), size)
     ours = model.pipeline_latents(our_latents(model, family, guidance, steps), size)
@@ -205,6 +218,30 @@ def test_our_euler_loop_equals_the_diffusers_pipeline(
     if hasattr(pipeline.scheduler, "sigmas"):
         assert torch.equal(schedule.sigmas, pipeline.scheduler.sigmas)
     assert torch.equal(schedule.timesteps, pipeline.scheduler.timesteps.float())
+
+
+def fewest_steps(pipeline: Any) -> int:
+    """One, or two where diffusers divides 0 by 0 with one."""
+    return 1 if pipeline.scheduler.config.get("shift_terminal") is None else 2
+
+
+def test_seven_guided_steps_equal_the_diffusers_pipeline(
+    family: Family, pipeline: Any, shared_model: PipelineModel
+) -> None:
+    assert_latents_equal(family, pipeline, shared_model, guidance_of(family), steps=7)
+
+
+def test_the_fewest_steps_without_guidance_equal_the_diffusers_pipeline(
+    family: Family, pipeline: Any, shared_model: PipelineModel
+) -> None:
+    assert_latents_equal(family, pipeline, shared_model, 1.0, fewest_steps(pipeline))
+
+
+@pytest.mark.parametrize("family", ONE_PER_SCHEDULE, indirect=True)
+def test_many_steps_equal_the_diffusers_pipeline(
+    family: Family, pipeline: Any, shared_model: PipelineModel
+) -> None:
+    assert_latents_equal(family, pipeline, shared_model, 1.0, steps=28)
 
 
 def test_a_schedule_decreases_to_zero_and_does_not_depend_on_earlier_calls(
@@ -286,15 +323,14 @@ def test_a_prompt_is_encoded_the_same_in_any_batch(family: Family, shared_model:
 
 
 def test_decoding_equals_the_diffusers_pipeline(
-    family: Family, directory: Path, shared_model: DiffusionModel
+    family: Family, pipeline: Any, shared_model: DiffusionModel
 ) -> None:
-    model, size, guidance = shared_model, oblong(family), guidance_of(family)
-    pipeline = open_pipeline(family, directory, model)
-    theirs = call_pipeline(pipeline, family, model, guidance, "pt")
+    model, size, steps = shared_model, oblong(family), fewest_steps(pipeline)
+    theirs = call_pipeline(pipeline, family, model, 1.0, "pt", steps)
     theirs = theirs if family.kind == "video" else theirs.unsqueeze(1)
     if theirs.shape[2] == 4:  # with an opacity
         theirs = theirs[:, :, :3] * theirs[:, :, 3:] + 1 - theirs[:, :, 3:]
-    ours = model.decode(our_latents(model, family, guidance), size)
+    ours = model.decode(our_latents(model, family, 1.0, steps), size)
     assert ours.shape == (2, size.frames, 3, size.height, size.width)
     assert ours.dtype == torch.float32 and 0 <= float(ours.min()) < float(ours.max()) <= 1
     torch.testing.assert_close(ours, theirs.float(), atol=1e-5, rtol=0)
@@ -335,13 +371,9 @@ def test_given_images_become_the_latents_that_the_vae_decodes(family: Family, sh
     assert expected_BFCHW.std() > 1e-3
 
 
-@pytest.mark.parametrize("share", ["one", "all"])
-def test_checkpointing_blocks_does_not_change_the_gradient(
-    family: Family, model: DiffusionModel, share: str
-) -> None:
+def test_checkpointing_blocks_does_not_change_the_gradient(family: Family, model: DiffusionModel) -> None:
     add_lora(model, rank=2, alpha=4, seed=0)
     shake_adapters(model)
-    plain = gradient_of(model, family)
     blocks = repeated_blocks(model.transformer)
     runs, trained = [0] * len(blocks), [False] * len(blocks)
     for index, block in enumerate(blocks):
@@ -349,42 +381,45 @@ def test_checkpointing_blocks_does_not_change_the_gradient(
         block.register_forward_hook(
             lambda *given, index=index: trained.__setitem__(index, any_gradient(given[-1]) or trained[index])
         )
-    count = 1 if share == "one" else len(blocks)
-    checkpoint_blocks(model, count)
-    checkpointed = gradient_of(model, family)
-    forwards = runs[-1] // 2 if share == "all" else runs[-1]
+
+    def runs_and_gradient(checkpointed: int) -> tuple[list[int], dict[str, Tensor | None]]:
+        runs[:] = [0] * len(blocks)
+        checkpoint_blocks(model, checkpointed)
+        gradient = gradient_of(model, family)
+        return list(runs), gradient
+
+    once, plain = runs_and_gradient(0)
+    assert len(set(once)) == 1
     assert trained.count(False) <= 1  # the first convolutions of a UNet precede all adapters
-    again = [needed and index < count for index, needed in enumerate(trained)]
-    assert runs == [2 * forwards if each else forwards for each in again]
-    assert plain.keys() == checkpointed.keys()
-    reached = 0
-    for name, expected in plain.items():
-        got = checkpointed[name]
-        assert (expected is None) == (got is None), name
-        if expected is not None and got is not None:
-            assert torch.equal(got, expected), name
-            reached += bool(expected.abs().max() > 0)
-    assert reached > len(plain) / 2
-    checkpoint_blocks(model, 0)
-    gradient_of(model, family)
-    assert runs[0] == 3 * forwards
+    assert sum(bool(each.abs().max() > 0) for each in plain.values() if each is not None) > len(plain) / 2
+    for count in (1, len(blocks)):
+        repeated, gradient = runs_and_gradient(count)
+        again = [needed and index < count for index, needed in enumerate(trained)]
+        assert repeated == [2 * forwards if each else forwards for each, forwards in zip(again, once, strict=True)]
+        assert plain.keys() == gradient.keys()
+        for name, expected in plain.items():
+            got = gradient[name]
+            assert (expected is None) == (got is None), name
+            assert expected is None or got is None or torch.equal(got, expected), name
+    assert runs_and_gradient(0)[0] == once
 
 
-def test_an_fp64_model_computes_velocity_and_gradient_in_fp64(family: Family, directory: Path) -> None:
-    model = family.load(directory, torch.float64, "cpu")
+def test_an_fp64_model_computes_velocity_and_gradient_in_fp64(
+    family: Family, directory: Path, shared_model: DiffusionModel
+) -> None:
+    model = family.load(directory, torch.float64, "cpu", text_encoders=False)
     add_lora(model, rank=2, alpha=4, seed=0)
     latents, times, conditioning, _ = mixed_batch(model, tiny_size(family.name))
-    velocity = model.velocity(latents, times, conditioning, guidance_of(family), tiny_size(family.name))
-    single = family.load(directory, torch.float32, "cpu").velocity(
-        latents, times, conditioning.to("cpu", torch.float32), guidance_of(family), tiny_size(family.name)
-    )
+    given = (guidance_of(family), tiny_size(family.name))
+    velocity = model.velocity(latents, times, conditioning.to("cpu", torch.float64), *given)
+    single = shared_model.velocity(latents, times, conditioning, *given)
     assert velocity.dtype == torch.float64
     torch.testing.assert_close(velocity.float(), single, atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()
-def test_the_dtype_is_that_of_most_weights_and_follows_them(family: Family, directory: Path) -> None:
-    model = family.load(directory, torch.bfloat16, "cpu")
+def test_the_dtype_is_that_of_most_weights_and_follows_them(rounded_model: PipelineModel) -> None:
+    model = with_own_transformer(rounded_model)
     assert model.dtype == torch.bfloat16
     add_lora(model, rank=2, alpha=4, seed=0)
     assert model.dtype == torch.bfloat16 and weights_state(model).popitem()[1].dtype == torch.float32
@@ -398,7 +433,7 @@ def test_a_forward_does_not_walk_all_modules_on_the_host(
 ) -> None:
     add_lora(model, rank=2, alpha=4, seed=0)
     size = tiny_size(family.name)
-    conditioning = model.compact(encoded(model, PROMPTS[:1], size))
+    conditioning = model.compact(conditioning_of(family.name, size, PROMPTS[0]))
     latents, times = model.initial_latents(noise_of(model, size, rows=1), size), torch.tensor([500.0])
     expected = model.rollout_velocity(latents, times, conditioning, guidance_of(family), size)
     walks: list[str] = []
@@ -417,38 +452,20 @@ def test_a_forward_does_not_walk_all_modules_on_the_host(
 
 @torch.no_grad()
 def test_no_forward_after_the_first_reads_values_on_the_host(family: Family, model: DiffusionModel) -> None:
-    """CUDA graphs need this. On the meta device, reading a value on the host is an error."""
+    """CUDA graphs need this. On the meta device, reading a value on the host is an error.
+
+    With guidance: a forward without it is a part of one with it.
+    """
     add_lora(model, rank=2, alpha=4, seed=0)
     size = tiny_size(family.name)
-    conditioning = model.compact(encoded(model, PROMPTS[:1], size)).to("meta")
+    conditioning = model.compact(conditioning_of(family.name, size, PROMPTS[0])).to("meta")
     latents = model.initial_latents(noise_of(model, size, rows=1), size).to("meta")
     times = torch.tensor([500.0]).to("meta")
     model.transformer.to("meta")
-    for guidance in (1.0, guidance_of(family)):
-        for seen in (HostVisits(), HostVisits()):
-            with seen:
-                model.velocity(latents, times, conditioning, guidance, size)
-        assert not seen.found, seen.found[0]
-
-
-def test_a_saved_lora_loads_into_the_diffusers_pipeline_and_gives_the_same_velocity(
-    family: Family, directory: Path, model: DiffusionModel, tmp_path: Path
-) -> None:
-    size, guidance = tiny_size(family.name), guidance_of(family)
-    latents, times, conditioning, _ = mixed_batch(model, size)
-    base = model.velocity(latents, times, conditioning, guidance, size)
-    add_lora(model, rank=2, alpha=8, seed=0)  # alpha differs from the rank: the scale must survive too
-    shake_adapters(model)
-    adapted = model.velocity(latents, times, conditioning, guidance, size)
-    save_lora(model, tmp_path)
-    pipeline = family.pipeline_class.from_pretrained(directory)
-    if hasattr(pipeline, "load_lora_weights"):
-        pipeline.load_lora_weights(tmp_path)
-    else:  # as of HunyuanVideo 1.5
-        pipeline.transformer.load_lora_adapter(tmp_path, weight_name=FILE_NAME)
-    loaded = family.model_class(pipeline).velocity(latents, times, conditioning, guidance, size)
-    assert not torch.equal(adapted, base)
-    assert torch.equal(loaded, adapted)
+    model.velocity(latents, times, conditioning, guidance_of(family), size)
+    with HostVisits() as seen:
+        model.velocity(latents, times, conditioning, guidance_of(family), size)
+    assert not seen.found, seen.found[0]
 
 
 @torch.no_grad()
@@ -463,50 +480,68 @@ def test_disabling_the_adapters_gives_exactly_the_base(family: Family, model: Di
         assert torch.equal(model.velocity(latents, times, conditioning, guidance, size), base)
 
 
-def test_full_sizes_have_the_published_number_of_parameters(family: Family) -> None:
-    for name, size in family.sizes.items():
-        transformer = family.build_transformer(torch.bfloat16, "meta", name)
-        parameters = list(transformer.parameters())
-        assert round(sum(parameter.numel() for parameter in parameters) / 1e9, 2) == size.billions, name
+def test_full_sizes_have_the_published_number_of_parameters_and_lack_only_text_encoders(
+    family: Family, shared_model: DiffusionModel
+) -> None:
+    model = family.build_full(torch.bfloat16, "meta")
+    default, *others = family.sizes
+    transformers = {name: family.build_transformer(torch.bfloat16, "meta", name) for name in others}
+    for name, transformer in {default: model.transformer, **transformers}.items():
+        count = sum(parameter.numel() for parameter in transformer.parameters())
+        assert round(count / 1e9, 2) == family.sizes[name].billions, name
     assert torch.get_default_dtype() == torch.float32
     with pytest.raises(ConfigError, match="unknown size"):
         family.build_transformer(torch.bfloat16, "meta", "9000B")
+    conditioning = family.random_conditioning(2, torch.bfloat16, "meta", seed=0)
+    real = conditioning_of(family.name, oblong(family), *PROMPTS)
+    assert model.vae.dtype == torch.float32
+    assert model.family == family.name and model.schedule(4, tiny_size(family.name)).steps == 4
+    assert model.noise_shape(tiny_size(family.name)) == shared_model.noise_shape(tiny_size(family.name))
+    assert len(conditioning) == 2 and conditioning.positive.keys() == real.positive.keys()
+    assert (conditioning.negative is None) == (real.negative is None)
+    with pytest.raises(RuntimeError, match="text encoders"):
+        model.encode(PROMPTS)
 
 
-def test_random_weights_have_the_dtypes_of_loaded_ones(family: Family, directory: Path) -> None:
-    tiny = getattr(TINY_MODELS[family.name].build(), family.denoiser)
+def test_random_weights_have_the_dtypes_of_loaded_ones(
+    family: Family, shared_model: PipelineModel, rounded_model: PipelineModel
+) -> None:
+    tiny = shared_model.transformer
     size = FullSize(0.0, Component(type(tiny), dict(tiny.config)), text_shapes={})
-    for dtype in (torch.bfloat16, torch.float32):
-        random = replace(family, sizes={"tiny": size}).build_transformer(dtype, "cpu")
-        loaded = family.load(directory, dtype, text_encoders=False).transformer
-        expected = {name: weight.dtype for name, weight in loaded.named_parameters()}
+    for loaded in (rounded_model, shared_model):
+        random = replace(family, sizes={"tiny": size}).build_transformer(loaded.dtype, "cpu")
+        expected = {name: weight.dtype for name, weight in loaded.transformer.named_parameters()}
         assert {name: weight.dtype for name, weight in random.named_parameters()} == expected
     if family.name == "wan":
-        kept = family.load(directory, torch.bfloat16, text_encoders=False).transformer
-        assert kept.condition_embedder.time_embedder.linear_1.weight.dtype == torch.float32
+        time_embedder = rounded_model.transformer.condition_embedder.time_embedder
+        assert time_embedder.linear_1.weight.dtype == torch.float32
 
 
-def test_the_vae_is_in_fp32_unless_told_otherwise(family: Family, directory: Path) -> None:
-    model = family.load(directory, torch.bfloat16, text_encoders=False)
+def test_the_vae_is_in_fp32_unless_told_otherwise(
+    family: Family, directory: Path, shared_model: PipelineModel, rounded_model: PipelineModel
+) -> None:
+    model, size = rounded_model, tiny_size(family.name)
     assert model.vae.dtype == torch.float32 and model.dtype == torch.bfloat16
-    size = tiny_size(family.name)
     latents = model.initial_latents(noise_of(model, size, rows=1), size)
-    exact = family.load(directory, torch.float32, text_encoders=False).decode(latents, size)
+    exact = shared_model.decode(latents, size)
     assert torch.equal(model.decode(latents, size), exact)
     coarse = family.load(directory, torch.bfloat16, text_encoders=False, vae_dtype=torch.bfloat16)
     assert coarse.vae.dtype == torch.bfloat16 and not torch.equal(coarse.decode(latents, size), exact)
 
 
-def test_texts_are_padded_and_cut_to_the_length_that_is_set(family: Family, directory: Path) -> None:
+def test_texts_are_padded_and_cut_to_the_length_that_is_set(
+    family: Family, directory: Path, shared_model: PipelineModel
+) -> None:
     length = family.model_class.text_length
     if length is None:
         with pytest.raises(ConfigError, match="fixed length"):
             family.check_text_tokens(20)
         return
-    model = family.load_text_encoders(directory)
-    default = model.encode(PROMPTS).positive
+    model = family.load_text_encoders(directory, text_tokens=5)
+    assert model.text_tokens == 5
+    default = shared_model.encode(PROMPTS).positive
     name = next(name for name, value in default.items() if value is not None and value.ndim == 3)
-    fixed = default[name].shape[1] - model.text_tokens
+    fixed = default[name].shape[1] - shared_model.text_tokens
     for tokens in (5, 16):
         model.set_text_tokens(tokens)
         for prompt in ("cat", "a red cat and two dogs " * 20):
@@ -518,7 +553,7 @@ def test_texts_are_padded_and_cut_to_the_length_that_is_set(family: Family, dire
     with pytest.raises(ConfigError, match=rf"model\.text_tokens: {most + 1} .*{most}"):
         family.check_text_tokens(most + 1)
     with pytest.raises(ConfigError, match="tokenizer"):
-        family.load_text_encoders(directory, text_tokens=most + 1)
+        model.set_text_tokens(most + 1)
 
 
 def test_random_texts_have_the_length_that_is_set(family: Family) -> None:
@@ -533,26 +568,12 @@ def test_random_texts_have_the_length_that_is_set(family: Family) -> None:
         assert shorter.positive[name].shape == (1, value.shape[1] - by, *value.shape[2:])
 
 
-def test_a_full_size_model_lacks_only_its_text_encoders(family: Family, shared_model: DiffusionModel) -> None:
-    model = family.build_full(torch.bfloat16, "meta")
-    conditioning = family.random_conditioning(2, torch.bfloat16, "meta", seed=0)
-    real = shared_model.encode(PROMPTS)
-    assert model.vae.dtype == torch.float32
-    assert model.family == family.name and model.schedule(4, tiny_size(family.name)).steps == 4
-    assert model.noise_shape(tiny_size(family.name)) == shared_model.noise_shape(tiny_size(family.name))
-    assert len(conditioning) == 2 and conditioning.positive.keys() == real.positive.keys()
-    assert (conditioning.negative is None) == (real.negative is None)
-    with pytest.raises(RuntimeError, match="text encoders"):
-        model.encode(PROMPTS)
-
-
-def test_encoding_without_text_encoders_raises(family: Family, directory: Path, model: DiffusionModel) -> None:
-    model.encode(PROMPTS)
+def test_encoding_without_text_encoders_raises(model: DiffusionModel, rounded_model: DiffusionModel) -> None:
     model.drop_text_encoders()
     with pytest.raises(RuntimeError, match="text encoders"):
         model.encode(PROMPTS)
     with pytest.raises(RuntimeError, match="text encoders"):
-        family.load(directory, text_encoders=False).encode(PROMPTS)
+        rounded_model.encode(PROMPTS)
 
 
 def test_a_size_that_does_not_divide_into_patches_is_refused(family: Family, shared_model: DiffusionModel) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from family_cases import ONE_PER_TRANSFORMER
+from tiny_pipelines import tiny_model
 from torch import Tensor
 from toy_model import TOY_SIZE, ToyModel
 
@@ -21,12 +22,10 @@ from digenrl.generation.rollout import GeneratedSlice, RolloutSettings, decode_s
 from digenrl.generation.row_limits import RowLimit
 from digenrl.generation.windows import choose_steps, plan_rollouts
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize
-from digenrl.models.pipeline_model import PipelineModel
-from digenrl.models.registry import find_family
 from digenrl.models.stochastic_step import StepTimes, stochastic_step
 from digenrl.models.trajectory import RolloutPlan, StepNoise, Trajectory
 from digenrl.records import SampleId, Slice
-from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
+from digenrl.testing.tiny_models import tiny_size
 
 RUN_SEED = 11
 STEPS = 6
@@ -438,36 +437,18 @@ def test_all_prompts_share_one_copy_of_the_unconditional_rows() -> None:
 # --- Tiny pipelines --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=ONE_PER_TRANSFORMER)
-def tiny(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[PipelineModel, SampleSize]:
-    directory = tmp_path_factory.mktemp("tiny") / request.param
-    make_tiny_pipeline(request.param, directory)
-    family = find_family(request.param)
-    return family.load(directory), tiny_size(family.name)
-
-
 @pytest.mark.slow
-def test_tiny_pipelines_generate_the_same_samples_alone_and_in_a_batch(
-    tiny: tuple[PipelineModel, SampleSize],
-) -> None:
-    model, size = tiny
-    row = model.encode(["a red cat"])
+@pytest.mark.parametrize("family", ONE_PER_TRANSFORMER)
+def test_a_rollout_of_a_tiny_pipeline_is_bitwise_on_policy_and_that_of_each_sample_alone(family: str) -> None:
+    model, size = tiny_model(family), tiny_size(family)
+    rows = encode_prompts(model, ["a red cat", "a blue cup"], lambda text: model.encode([text]))  # drops encoders
+    row = rows["a red cat"]
     together, *alone = (
         generate(model, slice_, AllSteps(), size=size, conditioning=row)
         for slice_ in (Slice(0, 3, 0, 2), Slice(0, 3, 0, 1), Slice(0, 3, 1, 1))
     )
     torch.testing.assert_close(together.final_BL, torch.cat([one.final_BL for one in alone]), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_rollout_of_a_tiny_pipeline_is_bitwise_on_policy(tiny: tuple[PipelineModel, SampleSize]) -> None:
-    model, size = tiny
-    rows = encode_prompts(model, ["a red cat", "a blue cup"], lambda text: model.encode([text]))  # drops encoders
-    row = rows["a red cat"]
-    generated = generate(model, Slice(0, 3, 0, 2), AllSteps(), size=size, conditioning=row)
-    trajectories = list(generated.trajectories)
+    trajectories = list(together.trajectories)
     assert trajectories[0].plan.kept_steps == tuple(range(STEPS - 1))
     largest_mismatch = 0.0
     for k, index in enumerate(trajectories[0].plan.kept_steps):
@@ -478,6 +459,6 @@ def test_a_rollout_of_a_tiny_pipeline_is_bitwise_on_policy(tiny: tuple[PipelineM
         assert (mismatch_B != 0).all()
         largest_mismatch = max(largest_mismatch, float(mismatch_B.detach().abs().max()))
     assert largest_mismatch > CLIP_RANGE
-    pixels = decode_slice(model, generated)
+    pixels = decode_slice(model, together)
     assert pixels.shape == (2, size.frames, 3, size.height, size.width)
     assert not torch.equal(pixels[0], pixels[1])

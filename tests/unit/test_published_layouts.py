@@ -1,4 +1,4 @@
-"""Pipelines in the layout of the published repositories load, encode, generate, train, save and resume."""
+"""Pipelines in the layout of the published repositories load, encode, generate, train and save."""
 
 from __future__ import annotations
 
@@ -122,11 +122,11 @@ def test_only_a_tokenizer_that_disagrees_with_its_file_is_replaced(
     assert folders == [written.directory / name / "tokenizer.json" for name in replaced]
 
 
-def test_training_saves_and_resumes(written: Written, tmp_path: Path) -> None:
-    train_and_resume(written.family, written.directory, tmp_path)
+def test_training_saves(written: Written, tmp_path: Path) -> None:
+    train(written.family, written.directory, tmp_path)
 
 
-def train_and_resume(family: str, directory: Path, tmp_path: Path) -> None:
+def train(family: str, directory: Path, tmp_path: Path) -> None:
     size = layout_size(family)
     (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
     recipe = {
@@ -145,9 +145,8 @@ def train_and_resume(family: str, directory: Path, tmp_path: Path) -> None:
     (tmp_path / "recipe.json").write_text(json.dumps(recipe))
     console, run = Console(file=io.StringIO()), tmp_path / "run"
     assert start_run(str(tmp_path / "recipe.json"), (), run, console, True) is Status.FINISHED
-    assert resume_run(run, ("steps=2",), console, True) is Status.FINISHED
-    steps = list(read_lines(run / "metrics.jsonl"))
-    assert [step["step"] for step in steps] == [0, 1] and all(step["gradient_norm"] > 0 for step in steps)
+    (step,) = read_lines(run / "metrics.jsonl")
+    assert step["gradient_norm"] > 0
     assert (run / "lora" / "pytorch_lora_weights.safetensors").is_file()
 
 
@@ -224,7 +223,7 @@ def test_a_pipeline_without_a_part_that_it_needs_is_refused_in_one_line(tmp_path
 
 
 @torch.no_grad()
-def test_sd3_without_t5_computes_as_diffusers_and_trains(tmp_path: Path) -> None:
+def test_sd3_without_t5_computes_as_diffusers_trains_and_resumes(tmp_path: Path) -> None:
     make_published_layout("sd3", tmp_path / "model")
     drop_t5(tmp_path / "model")
     family, size, prompts = FAMILIES["sd3"], layout_size("sd3"), ["a red cat", "two dogs"]
@@ -253,7 +252,9 @@ def test_sd3_without_t5_computes_as_diffusers_and_trains(tmp_path: Path) -> None
         latents = latents + (schedule.sigmas[step + 1] - schedule.sigmas[step]) * velocity
     assert torch.equal(latents, theirs)
     with torch.enable_grad():
-        train_and_resume("sd3", tmp_path / "model", tmp_path)
+        train("sd3", tmp_path / "model", tmp_path)
+        assert resume_run(tmp_path / "run", ("steps=2",), Console(file=io.StringIO()), True) is Status.FINISHED
+    assert [step["step"] for step in read_lines(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
 
 
 def test_wans_prompts_are_repaired_before_they_are_tokenized(tmp_path: Path) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import load_file
 from scored_groups import Rollout, nudge, scored_groups, trainer_of
+from tiny_pipelines import shared_tiny_model, tiny_folder
 from torch import nn
 
 from digenrl.algorithms.registry import build_algorithm
@@ -24,7 +24,7 @@ from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.quantized.layers import QuantizedLinear
 from digenrl.models.quantized.replacing import BaseWeights, block_weights, check_has_blocks
 from digenrl.models.registry import FAMILIES
-from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
+from digenrl.testing.tiny_models import tiny_size
 from digenrl.worker.blueprint import load_for_evaluation, load_model, load_text_encoders, read_blueprint
 from digenrl.worker.rollouts import held_out_pixels
 
@@ -35,16 +35,8 @@ WEIGHED = ("algorithm.options={stale: decoupled, weighted: all}",)
 REWARDS = [(0.0, 1.0, 3.0, 2.0), (5.0, 2.0, 1.0, 0.0)]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("models")
-    for family in FAMILIES:
-        make_tiny_pipeline(family, root / family)
-    return root
-
-
-def load(folders: Path, family: str, precision: str, dtype: torch.dtype = torch.float32) -> PipelineModel:
-    return FAMILIES[family].load(folders / family, dtype, base=BaseWeights(precision))
+def load(family: str, precision: str, dtype: torch.dtype = torch.float32, **how: bool) -> PipelineModel:
+    return FAMILIES[family].load(tiny_folder(family), dtype, base=BaseWeights(precision), **how)
 
 
 def quantized_paths(module: nn.Module) -> set[str]:
@@ -52,8 +44,9 @@ def quantized_paths(module: nn.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_exactly_the_linear_layers_of_the_blocks_are_quantized(family, folders):
-    plain, model = load(folders, family, "unquantized"), load(folders, family, "nf4", torch.bfloat16)
+def test_exactly_the_linear_layers_of_the_blocks_are_quantized(family):
+    plain = shared_tiny_model(family)
+    model = load(family, "nf4", torch.bfloat16, text_encoders=False)
     blocks = {id(each) for block in repeated_blocks(plain.transformer) for each in block.modules()}
     linears = {path: each for path, each in plain.transformer.named_modules() if isinstance(each, nn.Linear)}
     expected = {path for path, each in linears.items() if id(each) in blocks}
@@ -64,8 +57,8 @@ def test_exactly_the_linear_layers_of_the_blocks_are_quantized(family, folders):
 
 
 @each_precision
-def test_the_first_update_has_a_ratio_of_exactly_one_and_trains_the_adapters(precision, folders):
-    model = load(folders, "flux", precision)
+def test_the_first_update_has_a_ratio_of_exactly_one_and_trains_the_adapters(precision):
+    model = load("flux", precision)
     add_lora(model, rank=2, alpha=4, seed=0)
     algorithm = build_algorithm("flow_grpo", {"updates_per_batch": 1, "kl_weight": 0.01})
     rollout = Rollout(groups=2, group_size=4, steps=3, slice_size=4, size=tiny_size("flux"))
@@ -81,8 +74,8 @@ def test_the_first_update_has_a_ratio_of_exactly_one_and_trains_the_adapters(pre
 
 
 @pytest.mark.parametrize("family", ["sd3", "wan"])
-def test_the_reference_is_the_quantized_base_without_adapters(family, folders):
-    bare, model = load(folders, family, "nf4"), load(folders, family, "nf4")
+def test_the_reference_is_the_quantized_base_without_adapters(family):
+    bare, model = load(family, "nf4"), load(family, "nf4")
     add_lora(model, rank=2, alpha=4, seed=0)
     nudge(model, 0.5, seed=1)
     size, text = tiny_size(family), bare.encode(["a cat"])
@@ -98,22 +91,22 @@ def test_the_reference_is_the_quantized_base_without_adapters(family, folders):
     assert not torch.equal(velocity(model), velocity(bare))
 
 
-def test_the_exported_lora_is_that_of_an_unquantized_model_and_loads_in_diffusers(folders, tmp_path):
+def test_the_exported_lora_is_that_of_an_unquantized_model_and_loads_in_diffusers(tmp_path):
     for precision in ("unquantized", "nf4"):
-        model = load(folders, "sd3", precision)
+        model = load("sd3", precision)
         add_lora(model, rank=2, alpha=4, seed=0)
         save_lora(model, tmp_path / precision)
     plain, quantized = (load_file(tmp_path / each / FILE_NAME) for each in ("unquantized", "nf4"))
     assert plain.keys() == quantized.keys() and all(torch.equal(plain[name], quantized[name]) for name in plain)
-    pipeline = StableDiffusion3Pipeline.from_pretrained(folders / "sd3")
+    pipeline = StableDiffusion3Pipeline.from_pretrained(tiny_folder("sd3"))
     pipeline.load_lora_weights(tmp_path / "nf4")
     assert pipeline.get_active_adapters()
 
 
 @pytest.mark.parametrize("precision", ["int8", "nf4"])
-def test_quantized_text_encoders_encode_nearly_the_same(precision, folders):
-    plain = FAMILIES["sd3"].load_text_encoders(folders / "sd3").encode(["a red fox"])
-    model = FAMILIES["sd3"].load_text_encoders(folders / "sd3", precision=precision)
+def test_quantized_text_encoders_encode_nearly_the_same(precision):
+    plain = FAMILIES["sd3"].load_text_encoders(tiny_folder("sd3")).encode(["a red fox"])
+    model = FAMILIES["sd3"].load_text_encoders(tiny_folder("sd3"), precision=precision)
     assert all(quantized_paths(getattr(model.pipeline, name)) for name in model.text_encoders)
     for name, value in model.encode(["a red fox"]).positive.items():
         expected = plain.positive[name]
@@ -121,13 +114,13 @@ def test_quantized_text_encoders_encode_nearly_the_same(precision, folders):
         assert 0 < error < (0.02 if precision == "int8" else 0.4)
 
 
-def test_random_weights_are_drawn_and_quantized_layer_by_layer(folders):
+def test_random_weights_are_drawn_and_quantized_layer_by_layer():
     full = FAMILIES["sd3"].full_size()
-    arguments = dict(load(folders, "sd3", "unquantized").transformer.config)
+    arguments = dict(load("sd3", "unquantized").transformer.config)
     tiny = replace(full, transformer=replace(full.transformer, arguments=arguments))
     family = replace(FAMILIES["sd3"], sizes={"tiny": tiny})
     built = [family.build_transformer(torch.bfloat16, "cpu", base=BaseWeights("nf4")) for _ in range(2)]
-    assert quantized_paths(built[0]) == quantized_paths(load(folders, "sd3", "nf4").transformer)
+    assert quantized_paths(built[0]) == quantized_paths(load("sd3", "nf4").transformer)
     assert not any(value.is_meta for value in (*built[0].parameters(), *built[0].buffers()))
     weights = [each for each in built[0].modules() if isinstance(each, nn.Linear)]
     assert all(float(each.weight.detach().float().std()) > 0 for each in weights)

@@ -10,8 +10,12 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from digenrl.config.reading import parse_model
 from digenrl.config.recipe import Recipe
@@ -309,15 +313,22 @@ class FakeTransport:
     def _evaluate(self, worker: _FakeWorker, job: Evaluate) -> Report:
         version = self._version(worker)
         assert version == job.chunk.version, f"{job} is sampled with version {version}"
-        Path(job.pictures).mkdir(parents=True, exist_ok=True)
+        pictures = tuple((f"{job.first + row:04d}.png", _picture()) for row in range(len(job.prompts)))
         if "score" in worker.assignment.duties:
-            return Evaluated(0, job, _scores(len(job.prompts), job.first))
+            return Evaluated(0, job, _scores(len(job.prompts), job.first), pictures)
         self._put(held_out_name(job.chunk))
-        return Evaluated(0, job)
+        return Evaluated(0, job, pictures=pictures)
 
     def _save(self, worker: _FakeWorker, job: Save) -> Report:
         assert job.step == self.trainer_version, f"{job} while the trainer is at {self.trainer_version}"
         return Saved(0, job, f"step_{job.step:06d}")
+
+
+@cache
+def _picture() -> bytes:
+    file = BytesIO()
+    Image.new("RGB", (2, 2)).save(file, format="PNG")
+    return file.getvalue()
 
 
 def _scores(count: int, first: int = 0) -> Scores:
@@ -374,7 +385,6 @@ class FakeRun:
         all_hooks = {
             "on_step": self.steps.append,
             "notify": self.messages.append,
-            "pictures": lambda version: root / f"pictures-{version}",
             **(hooks or {}),
         }
         self.driver = Dispatcher(recipe, resources, store, self.clock, RunHooks(**all_hooks))

@@ -17,7 +17,7 @@ from digenrl.config.spec import Spec
 from digenrl.scheduling import SharedWorkRule
 from digenrl.simulation.answer import bound_seconds
 from digenrl.simulation.attainable_bound import attainable_seconds
-from digenrl.simulation.both_directions import shared_opening
+from digenrl.simulation.both_directions import initial_shared_state
 from digenrl.simulation.makespan import predict_makespan
 from digenrl.simulation.spec_costs import NS_PER_SECOND
 from digenrl.simulation.step_forecast import lane_times
@@ -44,14 +44,14 @@ class BestStep:
 
     def __init__(self, spec: Spec) -> None:
         at_once = spec.samples_per_prompt if spec.slice == "auto" else 1
-        self._opening = shared_opening(spec, SharedWorkRule(slices_at_once=at_once))
-        self._times = lane_times(self._opening)
+        self._initial = initial_shared_state(spec, SharedWorkRule(slices_at_once=at_once))
+        self._times = lane_times(self._initial)
         self._rest = cache(self._least_rest)
 
     def seconds(self) -> float:
-        terms, costs = self._opening.terms, self._opening.costs
+        terms, costs = self._initial.terms, self._initial.costs
         lanes: tuple[Lane, ...] = tuple(
-            (0, "train" if lane.helper else "generate", None) for lane in self._opening.lanes
+            (0, "train" if lane.helper else "generate", None) for lane in self._initial.lanes
         )
         slices, jobs = terms.slices_per_group, terms.samples_per_prompt // terms.train_unit
         trained = self._rest(lanes, ((slices, slices, jobs),) * terms.prompts, 0)

@@ -57,7 +57,7 @@ class Run:
 
     def evaluated(self, stages: Stages) -> Tensor:
         chunk = HeldOutChunk(stages.version, 0)
-        stages.evaluate(Evaluate(3, 0, chunk, lane=0, prompts=(PROMPT,), pictures=str(self.folder / "pictures")))
+        stages.evaluate(Evaluate(3, 0, chunk, lane=0, prompts=(PROMPT,)))
         return self.exchange.get(held_out_name(chunk))["pixels"].clone()
 
 

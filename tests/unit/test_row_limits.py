@@ -121,7 +121,7 @@ def test_a_worker_remembers_from_its_calibration_what_fits(tmp_path: Path) -> No
         rows.clear()
     stages.generate(Generate(2, 0, Slice(0, 0, 0, 4), lane=0, version=0, prompt=prompt))
     chunk = HeldOutChunk(version=0, index=0)
-    stages.evaluate(Evaluate(3, 0, chunk, lane=0, prompts=(prompt,) * 3, pictures=str(tmp_path / "held-out")))
+    stages.evaluate(Evaluate(3, 0, chunk, lane=0, prompts=(prompt,) * 3))
     assert {max(rows) for rows in asked.values()} == {2}
 
 

@@ -198,20 +198,12 @@ class RecordedRun:
         root = tmp_path / "exchange"
         root.mkdir()
         self.checkpointer = Checkpointer(self.folder, self.lines, RunPosition(0, 0, 0, self.lines.positions()))
-        hooks = {"checkpoint_facts": self.checkpointer.facts, "pictures": lambda version: self.pictures(version)}
+        hooks = {"checkpoint_facts": self.checkpointer.facts}
         self.run = FakeRun(root, self.folder.recipe, held_out=3, hooks=hooks, fails=fails)
         self.evaluations: list[EvaluationRecord] = []
         self.messages: list[str] = []
         rows = self.run.driver.stores.prompts.held_out
         self.held_out = HeldOut(self.folder, rows, 0, self.evaluations.append, self.messages.append)
-
-    def pictures(self, version: int) -> Path:
-        """Where pictures go; they are there before the jobs that write them."""
-        folder = self.held_out.pictures(version)
-        folder.mkdir(exist_ok=True)
-        for row in range(3):
-            Image.new("RGB", (2, 2)).save(folder / f"{row:04d}.png")
-        return folder
 
     def drive(self) -> Any:
         state = self.run.prepare(evaluates=self.held_out.is_due_now())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import isclose
 from statistics import fmean
@@ -110,17 +110,27 @@ def check_history(terms: Terms, history: History) -> None:
     promise(found == wanted, f"the final weights hold the updates {found} instead of {wanted}")
 
 
-def check_repeated(recorded: Sequence[RecordedStep], history: History) -> None:
-    """A resumed run has generated with the version before what the interrupted run had, and nothing else."""
+def check_repeated(
+    recorded: Sequence[RecordedStep], history: History, quarantined: Collection[tuple[int, int]]
+) -> None:
+    """A resumed run has generated with the version before what the interrupted run had, and nothing else.
+
+    Groups that it has quarantined, as (step, group), are not in the weights; others take their places.
+    """
     stale: Counter[tuple[int, int]] = Counter()  # samples as bits, by step and group
     for each in {(update.step, each) for update in history for each in update.sum if each.version < update.step}:
         step, sample = each
         stale[step, sample.group] |= 1 << sample.index
     for record in recorded:
         found = tuple((group, stale[step, group]) for step, group in sorted(stale) if step == record.index)
-        missing = [group for group, samples in record.stale if samples & ~dict(found).get(group, 0)]
+        replaced = {group for step, group in quarantined if step == record.index}
+        missing = [
+            group
+            for group, samples in record.stale
+            if group not in replaced and samples & ~dict(found).get(group, 0)
+        ]
         promise(not missing, f"step {record.index}: stale samples of {missing} were generated anew: {found}")
         promise(
-            not record.closed or found == record.stale,
+            not record.closed or bool(replaced) or found == record.stale,
             f"step {record.index} has the stale samples {found} instead of {record.stale}",
         )

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from digenrl.chaos.faults import NS, Fault
+from digenrl.chaos.faults import KINDS, NS, Fault
 from digenrl.chaos.injection import Injector
 from digenrl.chaos.promises import check_history, check_metrics, check_repeated, promise
 from digenrl.chaos.transport import VirtualClock, VirtualTransport
@@ -16,6 +16,7 @@ from digenrl.driver.calibration import Calibration, initial_scheduler_state, pub
 from digenrl.driver.dispatcher import Dispatcher, RunHooks
 from digenrl.driver.job_deadlines import UNTIMED_FACTOR
 from digenrl.driver.prompt_store import PromptStore
+from digenrl.driver.repeated_failures import LIMIT as GROUPS_IN_A_ROW
 from digenrl.driver.supervisor import TrainerLostError
 from digenrl.loop import RunGaveUpError, drive
 from digenrl.prompts.sampler import PromptSampler
@@ -111,7 +112,7 @@ class _WorldRun:
         """One driver, from its start to its end. Returns whether the run is finished."""
         world, saved = self._world, self._facts.saved
         self._facts.quarantined = {key for key in self._facts.quarantined if key[0] < saved.step}
-        transport = VirtualTransport(world, self._clock, self._facts, self._injector)
+        transport = VirtualTransport(world, self._clock, self._facts, self._injector, self._bound_ns)
         self._transport = transport
         driver = self._dispatcher(transport)
         driver.start_workers()
@@ -202,10 +203,15 @@ class _WorldRun:
             raise DriverKilledError
 
     def _may_end(self, error: Exception) -> bool:
-        """Whether this world can end a run: a single card has no copy of its trainer's state."""
+        """Whether this world can end a run: a single card has no copy of its trainer's state.
+
+        Faults can also hit the rewards of several groups in a row.
+        """
         struck = self._injector.struck
         if isinstance(error, TrainerLostError):
             return self._world.recipe.mode == "colocated"
+        if "with the same error" in str(error):
+            return sum(struck[kind] for kind in KINDS if kind.startswith("reward_")) >= GROUPS_IN_A_ROW
         lost = struck["artifact_loss"] + struck["node_loss"] + struck["slice_loss"]
         return self._world.recipe.shares_work and lost > 0 and "partly trained" in str(error)
 
@@ -217,7 +223,7 @@ class _WorldRun:
         mixed = retired & self._facts.quarantined
         promise(not mixed, f"quarantined groups are in the weights: {sorted(mixed)}")
         if not self._disturbed and not self._hedged:
-            check_repeated(self._interrupted, self._facts.saved.history)
+            check_repeated(self._interrupted, self._facts.saved.history, self._facts.quarantined)
         ranks = [name for name in rank_names(self._world.workers.trainer) if name in transport.slots]
         histories = {transport.slots[name].worker.history for name in ranks}
         promise(len(histories) <= 1, f"the ranks of {TRAINER} disagree")

@@ -19,7 +19,6 @@ from digenrl.worker.assignment import Assignment, Ready
 
 LEAST_NS = 1_000  # no job is instant
 REFUSAL_S = 0.01  # until a worker reports that inputs are lost
-START_NS = 2_000 * NS  # the longest start of all workers
 LEAST_WAIT_S = 2.0  # a driver that polls more often only makes simulations slower
 
 
@@ -75,9 +74,11 @@ class JobFaults:
 
 
 class VirtualTransport:
-    """Implements Transport, for one driver. A worker runs its jobs in order."""
+    """Implements Transport, for one driver. A worker runs its jobs in order. `start_ns` limits the driver's start."""
 
-    def __init__(self, world: World, clock: VirtualClock, facts: WorldFacts, faults: JobFaults) -> None:
+    def __init__(
+        self, world: World, clock: VirtualClock, facts: WorldFacts, faults: JobFaults, start_ns: int
+    ) -> None:
         self._world, self._clock, self._facts, self._faults = world, clock, facts, faults
         self.exchange = VirtualExchange()
         self.slots: dict[str, WorkerSlot] = {}
@@ -86,7 +87,7 @@ class VirtualTransport:
         self._inbox: list[Message] = []
         self._scheduled = 0
         self._starts = 0
-        self.expect_progress(START_NS)
+        self.expect_progress(start_ns)
 
     def expect_progress(self, within_ns: int) -> None:
         """Raises StuckError if this is not called again within this time."""

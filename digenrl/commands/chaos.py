@@ -73,6 +73,7 @@ def _show(campaign: Campaign, result: CampaignResult) -> None:
         for fault in failure.faults or ("no fault is needed",):
             out.print(f"  {fault}", markup=False, highlight=False)
         out.print(f"replay it with: {failure.command}", markup=False, highlight=False, soft_wrap=True)
-    hidden = len(result.failures) - FAILURES_SHOWN
-    if hidden > 0:
-        out.print(f"\nand {hidden} more")
+    more = result.failures[FAILURES_SHOWN:]
+    if more:
+        seeds = " ".join(str(failure.seed) for failure in more)
+        out.print(f"\nand {len(more)} more, with the seeds {seeds}", highlight=False, soft_wrap=True)

@@ -145,6 +145,8 @@ def calibrate(
     training = Calibrate(driver.own_job_id(), 0, "train", prompt, (samples,), at_once=at_once)
     trained: Calibrated = driver.ask([(TRAINER, training)])[0]
     driver.stores.pack_size = trained.pack_size
+    if trained.planned_bytes:
+        notify(_memory_plan(trained))
     others = [each.name for each in driver.stores.workers.generators] if recipe.shares_work else []
     again = [(worker, replace(training, pack_size=trained.pack_size)) for worker in others]
     again += [(TRAINER, training)] if others else []  # now, all of them are busy
@@ -163,6 +165,15 @@ def calibrate(
         switch_in=switch_in,
         switch_out=switch_out,
         train_samples=tuple(each.seconds[1] for each in shared),
+    )
+
+
+def _memory_plan(trained: Calibrated) -> str:
+    """What was chosen for training to fit the card."""
+    planned, used = (size / 2**30 for size in (trained.planned_bytes, trained.peak_bytes[1]))
+    return (
+        f"training: packs of {trained.pack_size} (sample, time-step) pairs, {trained.checkpointed_blocks} "
+        f"checkpointed blocks: {planned:.1f} GiB planned, {used:.1f} GiB used"
     )
 
 

@@ -79,7 +79,8 @@ def test_a_late_result_of_a_slice_that_was_issued_again_does_not_count() -> None
 
 def test_wrong_versions_are_noticed() -> None:
     with pytest.raises(ViolationError, match="stale samples"):
-        check_repeated([RecordedStep(1, ((0, 0b11),), closed=True)], ())
+        check_repeated([RecordedStep(1, ((0, 0b11),), closed=True)], (), ())
+    check_repeated([RecordedStep(1, ((0, 0b11),), closed=True)], (), {(1, 0)})  # the group was replaced
 
 
 # --- The scheduler ---------------------------------------------------------------------------------------------

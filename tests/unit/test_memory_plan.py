@@ -197,6 +197,24 @@ def test_the_first_estimate_is_reported_along_with_the_corrected_plan() -> None:
     assert packing.planned_bytes == pytest.approx(true_peak(formula, packing), rel=0.01)
 
 
+@pytest.mark.parametrize("factor", [1.15, 1.6, 5.0])
+def test_a_plan_that_was_not_tried_is_run_before_it_is_used(factor: float) -> None:
+    """Checkpointed packs need more memory than the trial, without checkpointing, lets expect."""
+
+    class Surprising(CostFormula):
+        def peak(self, pack_size: int, chosen: Collection[int]) -> float:
+            return super().peak(pack_size, chosen) * (factor if pack_size > 4 else 1)
+
+    formula = Surprising({"a": 100}, {"a": 10}, host_s=20.0, again=0.2)
+    budget = super(Surprising, formula).peak(3, ())
+    profiler = SimulatedProfiler(formula, budget / SHARE)
+    packing = plan(formula, budget, profiler=profiler)
+    assert packing.pack_size > 2, "larger packs are faster here"
+    assert (packing.pack_size, packing.checkpointed) in profiler.runs
+    assert true_peak(formula, packing) <= budget
+    assert packing.planned_bytes == pytest.approx(true_peak(formula, packing), rel=0.01)
+
+
 def test_allocated_bytes_are_added_only_to_measured_plans() -> None:
     assert PackPlan(4, 2, planned_bytes=30, first_estimate_bytes=20).plus(100) == PackPlan(4, 2, 130, 120)
     assert PackPlan(4, 2).plus(100) == PackPlan(4, 2)

@@ -1,7 +1,8 @@
 """Chooses the pack size and the number of checkpointed blocks together, from measured memory and time.
 
 Checkpointing a block saves its activations and costs a second forward of it. Larger packs use a GPU better, up to
-a point, and need more memory. Both are measured on one small and one large pack.
+a point, and need more memory. Both are measured on one small and one large pack. A plan that was not among these is
+run before it is used.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from digenrl.training.packing.pass_profiler import PassProfiler
 LARGEST_TRIAL = 16  # terms: few models gain from larger packs
 REQUIRED_GAIN = 0.98  # relative time at which another pack is preferred to the one that was timed
 NEGLIGIBLE_LOSS = 1.01
+CHECKED_PLANS = 3  # plans that are run; if none of them fits, the first trial's is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,7 @@ class _Trial:
     """The models fitted to a pack that was run; larger packs than `largest` do not fit."""
 
     pack_size: int
+    checkpointed: int
     time: TimeModel
     memory: MemoryModel
     largest: int
@@ -176,7 +179,26 @@ def choose_plan(
     trial = _try_pack(profiler, memory, fitting, terms, len(packs))
     if trial is None:
         return PackPlan(1, default_count)
-    fitting = _fitting(trial.memory, packs[: trial.largest], budget, checkpointed) or {1: default_count}
+    model, largest = trial.memory, trial.largest
+    for _ in range(CHECKED_PLANS):
+        fitting = _fitting(model, packs[:largest], budget, checkpointed) or {1: default_count}
+        best = _fastest(fitting, trial, terms, blocks)
+        if (best, fitting[best]) == (trial.pack_size, trial.checkpointed):
+            return _plan(best, fitting[best], estimate=memory, final=model)
+        peak = _checked_peak(profiler, best, fitting[best])
+        if peak is None:
+            largest = max(1, best - 1)
+            continue
+        model = model.corrected(best, fitting[best], peak, {})
+        if peak <= budget:
+            return _plan(best, fitting[best], estimate=memory, final=model)
+    tried_peak = trial.memory.peak(trial.pack_size, trial.checkpointed)
+    count = trial.checkpointed if tried_peak <= budget else default_count
+    return _plan(trial.pack_size, count, estimate=memory, final=trial.memory)
+
+
+def _fastest(fitting: Mapping[int, int], trial: _Trial, terms: int, blocks: int) -> int:
+    """The pack size with which all terms take least time; the trial's if the gain is small."""
 
     def seconds(pack: int) -> float:
         return ceil(terms / pack) * trial.time.seconds(pack, fitting[pack] / max(1, blocks))
@@ -184,9 +206,17 @@ def choose_plan(
     least = min(seconds(pack) for pack in fitting)
     best = min(pack for pack in fitting if seconds(pack) <= least * NEGLIGIBLE_LOSS)
     tried = trial.pack_size
-    if tried in fitting and seconds(best) > seconds(tried) * REQUIRED_GAIN:
-        best = tried
-    return _plan(best, fitting[best], estimate=memory, final=trial.memory)
+    return tried if tried in fitting and seconds(best) > seconds(tried) * REQUIRED_GAIN else best
+
+
+def _checked_peak(profiler: PassProfiler, pack_size: int, checkpointed: int) -> int | None:
+    """The peak memory of a plan; None if it does not fit on the device."""
+    profiler.checkpoint(range(checkpointed))
+    try:
+        profiler.warm_up(pack_size)
+        return profiler.measure(pack_size)[0]
+    except torch.OutOfMemoryError:
+        return None
 
 
 def _fitting(memory: MemoryModel, packs: Iterable[int], budget: float, checkpointed: int | None) -> dict[int, int]:
@@ -220,7 +250,7 @@ def _try_pack(
         larger = max(pack for pack in fitting if pack <= LARGEST_TRIAL) if tried == 1 else tried
         try:
             time, corrected = _measure_time(profiler, memory, tried, fitting[tried], larger)
-            return _Trial(tried, time, corrected, largest)
+            return _Trial(tried, fitting[tried], time, corrected, largest)
         except torch.OutOfMemoryError:
             largest = larger // 2
     return None

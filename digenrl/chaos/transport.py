@@ -74,7 +74,7 @@ class JobFaults:
 
 
 class VirtualTransport:
-    """Implements Transport, for one driver. A worker runs its jobs in order. `start_ns` limits the driver's start."""
+    """Implements Transport, for one driver, whose start `start_ns` limits. A worker runs its jobs in order."""
 
     def __init__(
         self, world: World, clock: VirtualClock, facts: WorldFacts, faults: JobFaults, start_ns: int

@@ -1,7 +1,7 @@
 """Chooses the pack size and the number of checkpointed blocks together, from measured memory and time.
 
 Checkpointing a block saves its activations and costs a second forward of it. Larger packs use a GPU better, up to
-a point, and need more memory. Both are measured on one small and one large pack. A plan that was not among these is
+a point, and need more memory. Both are measured on one small and one large pack. A plan that was not measured is
 run before it is used.
 """
 

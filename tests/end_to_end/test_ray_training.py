@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from edit_runs import EditRuns
 from live_runs import (
     PATIENCE_S,
     LiveRuns,
@@ -38,7 +39,8 @@ OPTIONS = (
     "training.lora=null",
     "lanes.ranks=2",
     "lanes.rewards=0",  # few workers, since every actor loads torch
-    "rewards=beside_the_recipe:redness",
+    "rewards=beside_the_recipe:closeness",
+    "evaluation=null",
 )
 
 
@@ -48,6 +50,11 @@ def nodes() -> Iterator[SeveralNodes]:
     with nodes_alone(num_cpus=1, resources={"home": 8}) as cluster:  # Ray starts one process per CPU
         cluster.add(num_cpus=1, resources={"away": 2})
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def edits(tmp_path_factory: pytest.TempPathFactory) -> EditRuns:
+    return EditRuns(tmp_path_factory.mktemp("edits"))
 
 
 def on(nodes: SeveralNodes, *pools: str) -> tuple[str, ...]:
@@ -125,15 +132,16 @@ def run_with_faults(live: LiveRuns, path: Path, *overrides: str) -> Iterator[Run
 
 
 def test_a_run_that_loses_a_generator_a_node_and_the_trainer_and_gains_a_node_gives_the_weights_of_one_machine(
-    live: LiveRuns, nodes: SeveralNodes
+    edits: EditRuns, nodes: SeveralNodes
 ) -> None:
-    (live.root / "beside_the_recipe.py").write_text("from live_rewards import redness\n", encoding="utf-8")
-    path = live.new_path()
+    """Prompts have source images, which the reward compares with the samples."""
+    (edits.root / "beside_the_recipe.py").write_text("from live_rewards import closeness\n", encoding="utf-8")
+    path = edits.new_path()
     machine = {"num_cpus": 1, "resources": {"pasture": 1}}
     doomed = nodes.add(**machine)
     home = "{name: home, cpus: 0, resources: {away: 1}}"
     elastic = "{name: far, cpus: 0, resources: {pasture: 1}, count: 1, up_to: 2}"
-    with run_with_faults(live, path, *OPTIONS, "steps=2000", *on(nodes, home, elastic)) as run:
+    with run_with_faults(edits, path, *OPTIONS, "steps=2000", *on(nodes, home, elastic)) as run:
         run.after(steps=1)
         run.kill("generator-0")
         nodes.kill(doomed)  # at once, since a broadcast of weights waits for lost receivers until it times out
@@ -149,7 +157,7 @@ def test_a_run_that_loses_a_generator_a_node_and_the_trainer_and_gains_a_node_gi
     nodes.kill(added)
     folder, steps = RunFolder.open(path), steps_done(path)
     assert metric(folder, "step") == list(range(steps))
-    assert_same_weights(folder, live.finished(*OPTIONS, f"steps={steps}"), steps)
+    assert_same_weights(folder, edits.finished(*OPTIONS, f"steps={steps}"), steps)
     assert_weights_were_transferred(folder)
 
 

@@ -15,6 +15,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding, pad
 
 from digenrl.config.base_precision import NF4_BLOCK
 
@@ -32,9 +33,10 @@ SMALLEST_SCALE = 1e-12  # of a row of zeros
 
 
 @cache
-def nf4_levels(device: torch.device) -> Tensor:
-    """The table of levels, copied to a device once: a copy in every forward would wait for the device."""
-    return torch.tensor(NF4_LEVELS, device=device, dtype=torch.float32)
+def nf4_pairs(device: torch.device) -> Tensor:
+    """The two levels of each byte, (256, 2). Copied to a device once: each copy would wait for the device."""
+    levels = torch.tensor(NF4_LEVELS)
+    return torch.cartesian_prod(levels, levels).to(device)
 
 
 def quantize_nf4(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,9 +45,9 @@ def quantize_nf4(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     The last block is padded with zeros.
     """
     flat = weight_NK.detach().flatten().float()
-    blocks_PB = torch.nn.functional.pad(flat, (0, -len(flat) % NF4_BLOCK)).view(-1, NF4_BLOCK)
+    blocks_PB = pad(flat, (0, -len(flat) % NF4_BLOCK)).view(-1, NF4_BLOCK)
     scale_P = blocks_PB.abs().amax(dim=1).to(torch.bfloat16)
-    levels = nf4_levels(flat.device)
+    levels = torch.tensor(NF4_LEVELS, device=flat.device)
     relative_PB = blocks_PB / scale_P.float().clamp_min(SMALLEST_SCALE)[:, None]
     index_PB = torch.bucketize(relative_PB, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
     high, low = index_PB.view(-1, 2).unbind(1)
@@ -53,11 +55,10 @@ def quantize_nf4(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_nf4(
-    packed: Tensor, scale_P: Tensor, levels: Tensor, shape: tuple[int, int], dtype: torch.dtype
+    packed: Tensor, scale_P: Tensor, pairs: Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
-    """The weights (N, K) of packed levels; `levels` are `nf4_levels`."""
-    index = torch.stack([packed >> 4, packed & 15], dim=1)
-    values_PB = levels[index.int()].view(-1, NF4_BLOCK) * scale_P.float()[:, None]
+    """The weights (N, K) of packed levels; `pairs` are `nf4_pairs`."""
+    values_PB = embedding(packed.int(), pairs).view(-1, NF4_BLOCK) * scale_P.float()[:, None]
     return values_PB.to(dtype).flatten()[: shape[0] * shape[1]].view(shape)
 
 

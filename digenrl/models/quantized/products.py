@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils.flop_counter import register_flop_formula
 
-from digenrl.models.quantized.formats import dequantize_nf4, dequantize_rows, nf4_levels, quantize_fp8
+from digenrl.models.quantized.formats import dequantize_nf4, dequantize_rows, nf4_pairs, quantize_fp8
 
 
 @cache
@@ -31,7 +31,7 @@ def dequantize(
     """The weights (N, K); `fused` compiles the arithmetic to one kernel."""
     if precision == "nf4":
         function = _fused(dequantize_nf4) if fused else dequantize_nf4
-        return function(qweight, scale, nf4_levels(qweight.device), shape, dtype)
+        return function(qweight, scale, nf4_pairs(qweight.device), shape, dtype)
     return (_fused(dequantize_rows) if fused else dequantize_rows)(qweight, scale, dtype)
 
 

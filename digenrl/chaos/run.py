@@ -223,7 +223,7 @@ class _WorldRun:
         mixed = retired & self._facts.quarantined
         promise(not mixed, f"quarantined groups are in the weights: {sorted(mixed)}")
         if not self._disturbed and not self._hedged:
-            check_repeated(self._interrupted, self._facts.saved.history, self._facts.quarantined)
+            check_repeated(self._interrupted, self._facts.saved.history)
         ranks = [name for name in rank_names(self._world.workers.trainer) if name in transport.slots]
         histories = {transport.slots[name].worker.history for name in ranks}
         promise(len(histories) <= 1, f"the ranks of {TRAINER} disagree")

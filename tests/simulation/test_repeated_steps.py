@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 
 from digenrl.chaos.faults import Fault
-from digenrl.chaos.promises import ViolationError, check_repeated
+from digenrl.chaos.promises import Contribution, TrainedUpdate, ViolationError, check_repeated
 from digenrl.chaos.run import run_world
 from digenrl.chaos.worlds import World, draw_world
 from digenrl.records import (
@@ -78,9 +78,17 @@ def test_a_late_result_of_a_slice_that_was_issued_again_does_not_count() -> None
 
 
 def test_wrong_versions_are_noticed() -> None:
-    with pytest.raises(ViolationError, match="stale samples"):
-        check_repeated([RecordedStep(1, ((0, 0b11),), closed=True)], (), ())
-    check_repeated([RecordedStep(1, ((0, 0b11),), closed=True)], (), {(1, 0)})  # the group was replaced
+    record = RecordedStep(1, ((0, 0b11),), closed=True)
+    fresh, old = (
+        tuple(Contribution(place=0, group=0, index=index, version=version, reward=0.5) for index in range(3))
+        for version in (1, 0)
+    )
+    with pytest.raises(ViolationError, match="generated anew"):
+        check_repeated([record], (TrainedUpdate(1, 0, fresh),))
+    with pytest.raises(ViolationError, match="instead of"):
+        check_repeated([record], (TrainedUpdate(1, 0, old),))
+    check_repeated([record], (TrainedUpdate(1, 0, (*old[:2], fresh[2])),))
+    check_repeated([record], ())  # another group took the place of this one
 
 
 # --- The scheduler ---------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ class JobOutputs:
         assert isinstance(job, Generate) and stores.costs is not None
         stores.costs.add_slices(job.lane, job.slice.size // stores.slice_size, completed.took_ns)
         artifact = SliceArtifact(job.slice, slice_name(job.id), result.version)
-        if not stores.samples.add_slice(artifact):
+        if result.score_failure or not stores.samples.add_slice(artifact):  # without scores it would be in the way
             stores.drop_slice(artifact.name)
         elif result.scores is not None:
             stores.samples.add_scores(job.slice, result.scores, artifact)

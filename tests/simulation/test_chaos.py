@@ -38,6 +38,19 @@ def test_a_seed_always_gives_the_same_run() -> None:
         assert run_world(draw_world(seed)) == run_world(draw_world(seed))
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(10290, id="a resumed run quarantines another group"),
+        pytest.param(27843, id="jobs stall while a driver starts"),
+        pytest.param(32634, id="five rewards fail in a row"),
+        pytest.param(78459, id="a slice without scores arrives after its replacement was issued"),
+    ],
+)
+def test_no_promise_is_broken_in_rare_worlds(seed: int) -> None:
+    assert run_seed(Campaign(1), seed).failures == []
+
+
 def test_a_driver_killed_after_any_decision_loses_and_doubles_nothing() -> None:
     world = draw_world(6)
     for number in range(run_world(world, ()).decisions):

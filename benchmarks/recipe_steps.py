@@ -178,6 +178,8 @@ def main() -> None:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args()
     recipes = [each for each in options.given if "=" not in each]
+    if not recipes:
+        parser.error("name at least one recipe")
     options.overrides = [each for each in options.given if "=" in each]
     if options.memory_gib is not None:
         options.overrides.append(f"lanes.memory_gib={options.memory_gib}")

@@ -163,6 +163,7 @@ class Dispatcher:
         elif isinstance(action, AbandonEvaluation):
             logger.warning("the evaluation of version %d is abandoned: %s", action.version, action.reason)
             self._outputs.abandoned.add(action.version)
+            self._drop_parked_evaluation(action.version)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Workers that are started from now on use these attention kernels."""
@@ -316,6 +317,15 @@ class Dispatcher:
             self._report_not_encoded(job)
         if isinstance(result, Committed) and self.stores.costs is not None:
             self._events.append(self.stores.costs.measured(self._now_ns))
+
+    def _drop_parked_evaluation(self, version: int) -> None:
+        """Frees the lanes of an abandoned evaluation that still wait for prompts; they may load other weights."""
+        parked, self._parked = self._parked, []
+        for job, prompts in parked:
+            if isinstance(job, Evaluate) and job.chunk.version == version:
+                self._events.append(ArtifactLost(self._now_ns, job))
+            else:
+                self._parked.append((job, prompts))
 
     def _report_not_encoded(self, job: Encode) -> None:
         """Jobs that still wait for its prompts: these were encoded when it was sent, and have been lost since."""

@@ -471,8 +471,8 @@ class Dispatcher:
         rewards = self.stores.workers.reward_names
         if worker in rewards:
             self._events.append(WorkerRestarted(self._now_ns, rewards.index(worker)))
-        elif worker not in (TRAINER, ENCODER):
-            self._join(worker)
+        elif worker not in (TRAINER, ENCODER) and not self.stores.lanes.lanes_of(worker):
+            self._join(worker)  # one that was replaced before the run began still has its lane
 
     def _join(self, worker: str) -> None:
         """Adds a lane for a worker, as fast as the one that the worker had, if any."""

@@ -45,6 +45,7 @@ def test_a_seed_always_gives_the_same_run() -> None:
         pytest.param(27843, id="jobs stall while a driver starts"),
         pytest.param(32634, id="five rewards fail in a row"),
         pytest.param(44021, id="an evaluation is abandoned that waits for prompts"),
+        pytest.param(70707, id="a generator is still being replaced when the run begins"),
         pytest.param(78459, id="a slice without scores arrives after its replacement was issued"),
     ],
 )

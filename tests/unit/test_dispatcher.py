@@ -202,6 +202,23 @@ def test_a_worker_lost_while_it_starts_is_started_again(tmp_path: Path) -> None:
         assert not runs and name in run.transport.workers
 
 
+def test_a_generator_that_is_still_being_replaced_when_the_run_begins_keeps_its_lane(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, fake_recipe())
+    state = run.prepare()
+    run.transport.kill("generator-0")
+    run.driver.receive()
+    joined: list[Any] = []
+    run.driver.begin()
+    drive(
+        state,
+        run.driver,
+        (Auditor(state), Watch(lambda event, actions, state: joined.append(isinstance(event, WorkerJoined)))),
+    )
+    assert not any(joined)
+    assert run.driver.stores.lanes.lanes_of("generator-0") == [0]
+    assert_every_group_was_trained_once(run)
+
+
 def test_a_generator_lost_before_the_run_begins_is_replaced_with_the_weights_of_the_others(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, fake_recipe())
     run.transport.trainer_version = 3  # as in a resumed run

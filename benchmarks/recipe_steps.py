@@ -88,6 +88,7 @@ def measure(name: str, tiny: bool, overrides: Sequence[str]) -> Measured:
                 f"model.source={Path(scratch) / 'model'}",
                 "model.dtype=float32",
                 "model.text_tokens=null",
+                "model.train_expert=null",
                 f"sample.height={size.height}",
                 f"sample.width={size.width}",
                 f"sample.frames={size.frames}",

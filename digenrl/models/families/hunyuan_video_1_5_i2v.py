@@ -75,7 +75,7 @@ class HunyuanVideo15ImageToVideoModel(HunyuanVideo15Model):
 
     def image_shapes(self, sources: Sequence[SampleSize], size: SampleSize) -> Mapping[str, tuple[int, ...]]:
         channels, _, *grid = self.noise_shape(size)
-        tokens = SIGLIP_TOKENS, self.pipeline.transformer.config.image_embed_dim
+        tokens = SIGLIP_TOKENS, self.pipeline.vision_states_dim
         return {FIRST_FRAME: (channels, 1, *grid), IMAGE_TOKENS: tokens}
 
 

@@ -8,7 +8,7 @@ PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint co
 export OMP_NUM_THREADS ?= 1
 
 comma       := ,
-EXTRAS      := dev,train,ray,ocr,serve,video
+EXTRAS      := dev,train,ray,ocr,serve,video,vision
 EXTRA_NAMES := $(subst $(comma), ,$(EXTRAS))
 
 .PHONY: setup lock demo test test-fast lint types imports pytest docs bench chaos chaos-ci mutants crashes faults fuzz clean

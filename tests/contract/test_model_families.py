@@ -556,6 +556,14 @@ def test_texts_are_padded_and_cut_to_the_length_that_is_set(
         model.set_text_tokens(most + 1)
 
 
+@pytest.mark.parametrize("family", [each for each in map(find_family, FAMILIES) if each.sources.most], ids=str)
+def test_random_source_images_have_the_shapes_of_every_full_size(family: Family) -> None:
+    size = SampleSize(64, 64, frames=5 if family.kind == "video" else 1)
+    for name in family.sizes:
+        images = family.random_images([SampleSize(64, 64)], size, torch.bfloat16, 0, name)
+        assert images and all(each.shape[0] == 1 and each.dtype == torch.bfloat16 for each in images.values())
+
+
 def test_random_texts_have_the_length_that_is_set(family: Family) -> None:
     if family.model_class.text_length is None:
         return

@@ -21,10 +21,11 @@ from digenrl.rewards.function import FunctionReward
 
 PROMPTS = ['a "cat" on a mat', 'the word "dog"']
 METADATA = [
-    {"text": animal, "include": [{"class": animal, "count": 1, "color": "red"}]} for animal in ("cat", "dog")
+    {"text": animal, "include": [{"class": animal, "count": 1, "color": "red"}], "class": breed}
+    for animal, breed in (("cat", "tabby"), ("dog", "beagle"))
 ]
 READS_PROMPTS = {"clip_score", "hpsv2", "image_reward", "pickscore"}
-# Tested on their own: run by packages that this environment does not have, of pairs only, of videos only.
+# Tested on their own: of faces, pairs or videos only, or run by packages that this environment does not have.
 TESTED_APART = {"deqa", "face_count", "hpsv3", "preference", "videoalign"}
 ONE_FRAME_AT_A_TIME = set(REWARDS) - {"function", "http", "judge"} - TESTED_APART
 

@@ -18,8 +18,11 @@ from doc_pages import DOCS, ROOT, DocPage
 from pydantic import BaseModel
 from rich.console import Console
 
+from digenrl.algorithms.registry import ALGORITHMS
 from digenrl.config.reading import parse_model
+from digenrl.config.rewards import REWARDS
 from digenrl.config.spec import Spec, read_spec
+from digenrl.models.registry import FAMILIES, find_family
 from digenrl.simulation.ladder import rungs, simulate_ladder
 from digenrl.simulation.simulator import simulate
 from digenrl.simulation.tables import answer_table, ladder_table, percent, seconds
@@ -183,6 +186,27 @@ def test_the_readme_quotes_figures_of_the_page_about_benchmarks() -> None:
     assert 0 < len(rows) <= 10
     for what, result, _ in rows:
         assert numbers(result) <= numbers(benchmarks.text), what
+
+
+def test_the_readme_lists_every_family_algorithm_and_reward() -> None:
+    """Tests of the contracts run over the same three tables."""
+    named = {
+        what: set(re.findall(r"`(\w+)`", names)) for what, names in DocPage(ROOT / "README.md").table("choice")
+    }
+    tasks: dict[str, set[str]] = {
+        "text to image": set(),
+        "image editing": set(),
+        "text to video": set(),
+        "image to video": set(),
+    }
+    headings = dict(zip(("text_to_image", "image_edit", "text_to_video", "image_to_video"), tasks, strict=True))
+    for family in map(find_family, FAMILIES):
+        for task in family.tasks:
+            tasks[headings[task]].add(family.name)
+    assert {what: named[what] for what in tasks} == tasks
+    assert named["algorithms"] == set(ALGORITHMS)
+    rewards = [named[kind] for kind in ("verifiable rewards", "learnt rewards", "rewards elsewhere")]
+    assert set.union(*rewards) == set(REWARDS) and sum(map(len, rewards)) == len(REWARDS)
 
 
 def test_the_page_about_benchmarks_lists_every_script() -> None:

@@ -1,16 +1,15 @@
-"""The reward face_count on a photograph that scikit-image contains, if it is installed."""
+"""The reward face_count on a photograph that scikit-image contains."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from skimage import data
 from torch import Tensor
 
 from digenrl.config.rewards import parse_reward
 from digenrl.rewards.building import build_reward
 from digenrl.rewards.contract import RewardError
-
-data = pytest.importorskip("skimage.data")
 
 
 @pytest.fixture(scope="module")

@@ -556,7 +556,9 @@ def test_texts_are_padded_and_cut_to_the_length_that_is_set(
         model.set_text_tokens(most + 1)
 
 
-@pytest.mark.parametrize("family", [each for each in map(find_family, FAMILIES) if each.sources.most], ids=str)
+@pytest.mark.parametrize(
+    "family", [each for each in map(find_family, FAMILIES) if each.sources.most], ids=lambda each: each.name
+)
 def test_random_source_images_have_the_shapes_of_every_full_size(family: Family) -> None:
     size = SampleSize(64, 64, frames=5 if family.kind == "video" else 1)
     for name in family.sizes:

@@ -4,10 +4,15 @@
     python benchmarks/base_precision.py runs/base --json         # the curves
     python benchmarks/base_precision.py runs/base --bases nf4 unquantized --seeds 0 --steps 10
     python benchmarks/base_precision.py runs/dark --darkness --at-once 3 --dtype bfloat16   # on a GPU, without OCR
+    python benchmarks/base_precision.py runs/fp8 --darkness --bases unquantized weighted per_element
 
 Runs that the folder already contains are not repeated. On a CPU, fp8 products are computed in fp32 with the same
 values. Accuracy is the share of 200 held-out numbers that the OCR model reads exactly; the reward of training is
 the mean of the last tenth of the steps. With `--darkness` dark images are rewarded, and nothing is held out.
+
+With the "bases" `weighted` and `per_element`, generators sample with an fp8 base and the trainer has an
+unquantized one. Terms are weighted with the importance weight of a whole denoising step, or with that of one element,
+which is close to 1.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ from rich.table import Table
 
 METRIC = "reward/ocr/exact"
 BASES = ("unquantized", "fp8", "int8", "nf4")
+FP8_ROLLOUTS = {"weighted": "step", "per_element": "element"}  # by what the importance weight is of
 
 
 @dataclass(frozen=True)
@@ -55,13 +61,17 @@ def darkness(pixels_BFCHW: Any, prompts: Sequence[str], metadata: Sequence[Any])
 
 def overrides(base: str, seed: int, options: argparse.Namespace) -> list[str]:
     training = f"learning_rate: {options.learning_rate}, lora: {{rank: 32, alpha: 64}}"
-    if options.dtype != "float32":
+    if options.dtype != "float32" or base in FP8_ROLLOUTS:
         training += ", old_log_probs: recomputed"  # it rounds differently in packs of other shapes
     given = [f"seed={seed}", f"steps={options.steps}", f"training={{{training}}}"]
-    given += [f"model.base={base}", f"model.dtype={options.dtype}", "model.compile=false"]
+    given += [f"model.dtype={options.dtype}", "model.compile=false"]
     if options.darkness:
-        given += [f"rewards={Path(__file__).stem}:{darkness.__name__}", "evaluation=null", "mode=colocated"]
-    return given
+        given += [f"rewards={Path(__file__).stem}:{darkness.__name__}", "evaluation=null"]
+    if base in FP8_ROLLOUTS:  # with a lane for each precision
+        weights = ("stale=decoupled", "weighted=all", f"stale_weight_of={FP8_ROLLOUTS[base]}")
+        given += [f"algorithm.options.{each}" for each in weights]
+        return [*given, "sample.precision=fp8", "techniques.tag=none", "lanes.generators=1", "lanes.rewards=0"]
+    return [*given, f"model.base={base}", *["mode=colocated"] * options.darkness]
 
 
 def run(base: str, seed: int, folder: Path, options: argparse.Namespace) -> None:
@@ -125,7 +135,7 @@ def spread(values: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the runs are")
-    parser.add_argument("--bases", nargs="+", choices=BASES, default=BASES)
+    parser.add_argument("--bases", nargs="+", choices=(*BASES, *FP8_ROLLOUTS), default=BASES)
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--learning-rate", type=float, default=5e-4)

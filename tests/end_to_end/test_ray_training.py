@@ -188,6 +188,12 @@ def test_lanes_that_do_both_lose_gradients_with_workers_and_nodes_and_give_the_w
     assert len(trained) > 1, "nothing was shared"
 
 
+def test_a_trainer_in_stages_gives_the_weights_of_one_rank(live: LiveRuns, nodes: SeveralNodes) -> None:
+    options = ("techniques.tag=none", "lanes.rewards=0", "steps=2")
+    staged = live.finished(*options, "lanes.ranks=2", "training.stages=auto", *on(nodes))
+    assert_same_weights(staged, live.finished(*options, "mode=colocated"), 2)
+
+
 @pytest.mark.parametrize(
     ("pool", "named"),
     [

@@ -192,12 +192,9 @@ def _join(address: str, timeout_s: float) -> RayCluster:
     if not _accepts_connections(host, port, timeout_s):
         raise ConfigError(f"cluster.address: nothing answers at {address} within {timeout_s:g} s; {ADVICE}")
     client = _call_with_timeout(lambda: gcs_client(address), address, timeout_s)
-    metadata = _call_with_timeout(
-        lambda: client.internal_kv_get(b"CLUSTER_METADATA", namespace=b"cluster"), address, timeout_s
-    )
-    check_same_ray(json.loads(metadata or b"{}"), address)
-    nodes = _call_with_timeout(client.get_all_node_info, address, timeout_s)
-    check_is_member([node.node_manager_address for node in nodes.values() if node.state == 0], address)
+    metadata, hosts = _call_with_timeout(lambda: _started_cluster(client, timeout_s), address, timeout_s)
+    check_same_ray(metadata, address)
+    check_is_member(hosts, address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
@@ -224,6 +221,18 @@ def _accepts_connections(host: str, port: int, timeout_s: float) -> bool:
             return True
         if left_s <= RETRY_INTERVAL_S:
             return False
+        time.sleep(RETRY_INTERVAL_S)
+
+
+def _started_cluster(client: Any, timeout_s: float) -> tuple[Mapping[str, str], list[str]]:
+    """What a cluster says about itself, and its machines. A head that is still starting says nothing yet."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        metadata = client.internal_kv_get(b"CLUSTER_METADATA", namespace=b"cluster")
+        nodes = client.get_all_node_info().values()
+        hosts = [node.node_manager_address for node in nodes if node.state == 0]
+        if (metadata and hosts) or time.monotonic() > deadline_s:
+            return json.loads(metadata or b"{}"), hosts
         time.sleep(RETRY_INTERVAL_S)
 
 

@@ -11,8 +11,8 @@ values. Accuracy is the share of 200 held-out numbers that the OCR model reads e
 the mean of the last tenth of the steps. With `--darkness` dark images are rewarded, and nothing is held out.
 
 With the "bases" `weighted` and `per_element`, generators sample with an fp8 base and the trainer has an
-unquantized one. Terms are weighted with the importance weight of a whole denoising step, or with that of one element,
-which is close to 1.
+unquantized one. Terms are weighted with the importance weight of a whole denoising step, or with that of one
+element, which is close to 1.
 """
 
 from __future__ import annotations

@@ -70,7 +70,13 @@ def overrides(base: str, seed: int, options: argparse.Namespace) -> list[str]:
     if base in FP8_ROLLOUTS:  # with a lane for each precision
         weights = ("stale=decoupled", "weighted=all", f"stale_weight_of={FP8_ROLLOUTS[base]}")
         given += [f"algorithm.options.{each}" for each in weights]
-        return [*given, "sample.precision=fp8", "techniques.tag=none", "lanes.generators=1", "lanes.rewards=0"]
+        return [
+            *given,
+            "sample.precision=fp8",
+            "techniques.tag=none",
+            f"lanes.generators={options.generators}",
+            "lanes.rewards=0",
+        ]
     return [*given, f"model.base={base}", *["mode=colocated"] * options.darkness]
 
 
@@ -141,6 +147,9 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--darkness", action="store_true", help="reward dark images instead of legible numbers")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument(
+        "--generators", default="1", help="of fp8 rollouts; [cuda:0] shares a GPU with the trainer"
+    )
     parser.add_argument("--at-once", type=int, default=1, help="runs at the same time")
     parser.add_argument("--json", action="store_true", help="print the curves as JSON")
     options = parser.parse_args()

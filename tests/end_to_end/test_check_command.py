@@ -29,7 +29,7 @@ from digenrl.testing.tiny_models import make_tiny_pipeline
 PROBE = "A cat on a red car"
 SMALL = ["sample.height=32", "sample.width=32"]
 # With and without source images, several tokenizers, a processor, components that are not used, and a UNet.
-CHECKED = ("sd3", "flux2_klein", "flux_kontext", "qwen_image_2_1", "sdxl", "wan_i2v", "hunyuan_video_1_5", "ltx2")
+CHECKED = ("sd3", "flux_kontext", "qwen_image_2_1", "sdxl", "wan_i2v")  # of every task
 
 
 @pytest.fixture(scope="module")
@@ -76,20 +76,19 @@ def refusal(*words: str) -> str:
 
 @pytest.mark.parametrize("family", CHECKED)
 def test_a_model_is_named_tokenized_sampled_and_compared(family: str, folders: Path) -> None:
-    side = 64 if family == "ltx2" else 32  # a latent of one pixel is too small for its VAE
-    answer = check(str(folders / family), f"sample.height={side}", f"sample.width={side}")
+    answer = check(str(folders / family), "sample.height=32", "sample.width=32")
     assert answer["family"] == family
     assert answer["tasks"] == list(FAMILIES[family].tasks)
     assert answer["max_difference"] < 1e-4
     assert answer["fits"] and answer["bytes_needed"] > 0 and answer["bytes_to_download"] == 0
-    assert Image.open(answer["picture"]).size == (side, side)
+    assert Image.open(answer["picture"]).size == (32, 32)
     tokenizers = sorted(path.parent.name for path in (folders / family).glob("*/tokenizer_config.json"))
     assert sorted(answer["probe"]["token_ids"]) == tokenizers
     for name, token_ids in answer["probe"]["token_ids"].items():
         file = folders / family / name / "tokenizer.json"
         if file.exists():
             assert token_ids == Tokenizer.from_file(str(file)).encode(PROBE).ids
-    if family in {"sd3", "flux", "flux2_klein"}:  # others batch the branches of guidance in another way
+    if family == "sd3":  # others batch the branches of guidance in another way
         assert answer["max_difference"] == 0
 
 

@@ -23,7 +23,7 @@ def test_every_part_is_measured_and_a_profile_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu = benchmark(monkeypatch)
-    arguments = ["wan", "--tiny", "--only", "forward,eager,replay,profile,run", "--whole-step", "--json"]
+    arguments = ["sd3", "--tiny", "--only", "forward,eager,replay,profile,run", "--whole-step", "--json"]
     arguments += ["--profiles", str(tmp_path), "--device-name", "here"]
     monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
     gpu.main()
@@ -36,7 +36,7 @@ def test_every_part_is_measured_and_a_profile_is_written(
     assert set(measured["forward_s"]) == {"1", "2"} and min(measured["forward_s"].values()) > 0
     assert measured["largest_log_ratio"] == 0 and measured["log_prob_mismatch"] < 1e-5
     assert measured["parts"]["train"] > 0 and measured["predicted_parts"]["training"] > 0
-    assert [path.name for path in tmp_path.iterdir()] == ["here_wan.yaml"]
+    assert [path.name for path in tmp_path.iterdir()] == ["here_sd3.yaml"]
 
 
 def test_the_tables_compare_with_the_best_eager_replay(monkeypatch: pytest.MonkeyPatch) -> None:

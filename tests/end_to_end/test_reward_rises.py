@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 import torch
 from scored_groups import DRAW_NOISE, RUN_SEED
 
@@ -47,21 +46,12 @@ class Recipe:
     learning_rate: float
 
 
-RECIPES = (
-    Recipe(
-        build_algorithm("flow_grpo", {"clip": 1e-2, "kl_weight": 0.0, "updates_per_batch": 1}),
-        StepNoise("flow", 0.7),
-        denoising_steps=4,
-        group_size=6,
-        learning_rate=3e-3,
-    ),
-    Recipe(
-        build_algorithm("dance_grpo", {"clip": 1e-2}),
-        StepNoise("dance", 1.0),
-        denoising_steps=6,
-        group_size=8,
-        learning_rate=5e-3,
-    ),
+RECIPE = Recipe(
+    build_algorithm("flow_grpo", {"clip": 1e-2, "kl_weight": 0.0, "updates_per_batch": 1}),
+    StepNoise("flow", 0.7),
+    denoising_steps=4,
+    group_size=6,
+    learning_rate=3e-3,
 )
 
 
@@ -109,10 +99,8 @@ def held_out_rewards(policy: Policy, recipe: Recipe) -> list[float]:
     return [statistics.mean(group.rewards) for group in groups]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe.algorithm).__name__)
-def test_a_few_steps_raise_the_mean_reward_by_more_than_three_standard_errors(
-    recipe: Recipe, tmp_path: Path
-) -> None:
+def test_a_few_steps_raise_the_mean_reward_by_more_than_three_standard_errors(tmp_path: Path) -> None:
+    recipe = RECIPE
     make_tiny_pipeline("sd3", tmp_path / "sd3")
     model = FAMILY.load(tmp_path / "sd3")
     policy = Policy(model, [model.encode([prompt]) for prompt in PROMPTS])

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from digenrl.config.model_rewards import DeqaSettings
 from digenrl.config.reading import ConfigError
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, as_pil
-from digenrl.rewards.weights import pick_device
+from digenrl.rewards.weights import load_pretrained, pick_device
 
 BEST = 5.0  # scores are from 1 to 5
 
@@ -33,7 +33,8 @@ class DeqaReward(FrameReward):
                 f"reward '{settings.shown_as}': the model's code needs transformers {wanted}, found "
                 f"{version('transformers')}; serve it apart: digenrl reward serve deqa --env DIR"
             )
-        self._model = AutoModelForCausalLM.from_pretrained(
+        self._model = load_pretrained(
+            AutoModelForCausalLM.from_pretrained,
             settings.model,
             revision=settings.revision,
             trust_remote_code=True,

@@ -26,11 +26,14 @@ def is_directory(model: str) -> bool:
 
 
 def load_pretrained(load: Callable[..., Loaded], model: str, **options: Any) -> Loaded:
-    """Calls `load`, a `from_pretrained` method; a directory is loaded without network access."""
+    """Calls `load`, a `from_pretrained` method; a directory is loaded without network access.
+
+    Code that a repository contains is not run, unless `options` allow it.
+    """
     local = is_directory(model)
     where = str(Path(model).expanduser()) if local else model
     try:
-        return load(where, local_files_only=local, trust_remote_code=False, **options)
+        return load(where, **{"local_files_only": local, "trust_remote_code": False, **options})
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"{model}: cannot be loaded: {one_line(error)}") from error
 

@@ -45,6 +45,18 @@ def test_the_score_is_a_share_of_the_best(monkeypatch: pytest.MonkeyPatch) -> No
     assert (Model.loaded["source"], Model.loaded["revision"]) == ("zhiyuanyou/DeQA-Score-Mix3", "abc")
 
 
+def test_a_model_that_cannot_be_loaded_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(source: str, **arguments: Any) -> Model:
+        raise OSError("We couldn't connect to the hub\nto load this file")
+
+    monkeypatch.setattr(transformers, "AutoModelForCausalLM", Model)
+    monkeypatch.setattr(Model, "from_pretrained", unreachable)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "4.36.1")
+    monkeypatch.delitem(sys.modules, "digenrl.rewards.deqa", raising=False)
+    with pytest.raises(ConfigError, match=r"^zhiyuanyou/DeQA-Score-Mix3: cannot be loaded: .*connect.*$"):
+        build_reward(parse_reward(SETTINGS))
+
+
 def test_another_transformers_is_refused_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "digenrl.rewards.deqa", raising=False)
     with pytest.raises(ConfigError, match=r"'deqa': .*4\.36\.1.*reward serve deqa --env"):

@@ -136,7 +136,10 @@ def test_no_thread_is_left_when_a_worker_or_the_run_ends(
     )
     transport.stop()
     transport.stop()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("reward")]
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("reward")]
+    for thread in left:
+        thread.join(TIMEOUT_S)  # that of the worker that was ended may still be on its way out
+    assert not any(thread.is_alive() for thread in left)
 
 
 def test_a_reward_worker_that_exits_is_reported_as_gone(

@@ -2,6 +2,7 @@
 
     python benchmarks/edit_study.py runs/edit_study            # three seeds, one after the other
     python benchmarks/edit_study.py runs/edit_study --at-once  # all at the same time
+    python benchmarks/edit_study.py runs/edit_study --seeds 3 4 5
 
 Runs that the folder already contains are not repeated. The same 128 held-out edits are scored before and after,
 from the same noise; the standard error is that of the mean difference.
@@ -20,7 +21,6 @@ from statistics import fmean, stdev
 from rich.console import Console
 from rich.table import Table
 
-SEEDS = (0, 1, 2)
 HELD_OUT = 128
 COMMAND = (sys.executable, "-c", "from digenrl.cli import main; main()", "train", "edit_demo")
 
@@ -52,9 +52,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--at-once", action="store_true")
+    parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
     given, overrides = parser.parse_known_args()
     running = []
-    for seed in SEEDS:
+    for seed in given.seeds:
         path = given.folder / f"seed-{seed}"
         if not path.exists():
             running.append(start(seed, path, overrides))
@@ -64,7 +65,7 @@ def main() -> None:
         if process.wait() != 0:
             raise SystemExit(f"a run ended with code {process.returncode}")
     table = Table("seed", "before", "after", "gain", "standard error", "gain / standard error")
-    for seed in SEEDS:
+    for seed in given.seeds:
         table.add_row(*row(seed, given.folder / f"seed-{seed}"))
     Console().print(table)
 

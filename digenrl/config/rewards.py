@@ -24,8 +24,6 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     SerializeAsAny,
-    StrictInt,
-    StrictStr,
     field_validator,
 )
 
@@ -121,15 +119,15 @@ class ImagenetSettings(FrameRewardSettings):
     """How likely an image shows the wanted object, which metadata has as `class`: one or several of ImageNet's."""
 
     name: Literal["imagenet"] = "imagenet"
-    classes: tuple[StrictInt | StrictStr, ...] | None = Field(
+    classes: tuple[int, ...] | None = Field(
         default=None, description="names or indices, of which any is right, if a prompt's metadata does not say"
     )
     device: str = Field(default="auto", description="a torch device; auto: cuda if available")
     batch_size: PositiveInt = Field(default=32, description="images in one forward")
 
-    @field_validator("classes")
+    @field_validator("classes", mode="before")
     @classmethod
-    def _are_known(cls, given: tuple[int | str, ...] | None) -> tuple[int, ...] | None:
+    def _are_known(cls, given: Any) -> tuple[int, ...] | None:
         return None if given is None else class_indices(given)
 
     @property

@@ -26,7 +26,7 @@ def photographs() -> list[Tensor]:
 
 @pytest.fixture(scope="module")
 def reward() -> Reward:
-    return build_reward(parse_reward({"name": "imagenet", "classes": ["espresso"], "device": "cpu"}))
+    return build_reward(parse_reward({"name": "imagenet", "classes": "espresso", "device": "cpu"}))
 
 
 def test_the_wanted_object_is_likely_only_where_it_is(reward: Reward, photographs: list[Tensor]) -> None:

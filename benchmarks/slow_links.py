@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, schedules
 
-from digenrl.stages.codec_choice import ACTIVATION_CODECS, GRADIENT_CODECS, Codec, LinkCodecs, mildest_codec
+from digenrl.stages.codec_choice import ACTIVATION_CODECS, GRADIENT_CODECS, LinkCodecs, mildest_codec
 from digenrl.stages.links import LinkSettings, connect_stages
 from digenrl.stages.partition import Partition, best_partition, cut_at, even_bounds
 from digenrl.stages.pipeline import Pipeline
@@ -241,11 +241,7 @@ def rows_of(names: Sequence[str], rates: Sequence[float]) -> list[Row]:
 
 def shown(codecs: list[LinkCodecs]) -> str:
     """The codecs of all links, activations / gradients."""
-
-    def one(codec: Codec) -> str:
-        return f"top 1/{codec.ratio:.0f}" if codec.name == "top_k" else codec.name
-
-    return ", ".join(dict.fromkeys(f"{one(each.activations)} / {one(each.gradients)}" for each in codecs))
+    return ", ".join(dict.fromkeys(f"{each.activations} / {each.gradients}" for each in codecs))
 
 
 def run_rank(folder: str, index: int, names: Sequence[str], rates: Sequence[float]) -> None:

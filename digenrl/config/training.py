@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt, StrictBool, StrictInt, field_validator,
 from digenrl.config.limits import Rank
 from digenrl.config.reading import Frozen
 
-CodecName = Literal["none", "bf16", "int8", "int4", "top_k"]
+CodecName = Literal["none", "bf16", "int8", "int4", "top_k", "sampled"]
 CodecChoice = CodecName | Literal["auto"]
 
 
@@ -61,11 +61,11 @@ class EmaSettings(Frozen):
 class StageLinkSettings(Frozen):
     """How the stages of a model send each other activations and gradients: as they are, or coded in fewer bytes.
 
-    `ratio` is for `top_k`: 10 sends the largest tenth of the values. With `auto`, links are measured in the first
-    batch, and each gets the mildest codec with which it is no slower than the slowest stage; that codec chooses
-    its own ratio. With a codec, the trained policy is not quite the one that generates: while `log_prob_mismatch`
-    exceeds a tenth of the clip range, milder codecs are used. `auto` instead of all these keys stands for `auto`
-    in both directions.
+    `ratio` is for `top_k`, which with 10 sends the largest tenth of the values, and for `sampled`, which takes as
+    many bytes. With `auto`, links are measured in the first batch, and each gets the mildest codec with which it
+    is no slower than the slowest stage; that codec chooses its own ratio. With a codec, the trained policy is not
+    quite the one that generates: while `log_prob_mismatch` exceeds a tenth of the clip range, milder codecs are
+    used. `auto` instead of all these keys stands for `auto` in both directions.
     """
 
     activations: CodecChoice = "none"

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from digenrl.config.training import CodecName
 from digenrl.stages.codec_choice import BLOCK_VALUES, Codec
+from digenrl.stages.sampling_codec import decode_sampled, encode_sampled
 
 LARGEST: dict[CodecName, int] = {"int8": 127, "int4": 7}
 
@@ -20,6 +21,8 @@ def encode(values: Tensor, codec: Codec) -> Tensor:
         return _bytes(values.to(torch.bfloat16))
     if codec.name == "top_k":
         return _encode_top_k(values, codec)
+    if codec.name == "sampled":
+        return encode_sampled(values, codec.sampled(values.numel()))
     return _encode_blocks(values, codec.name)
 
 
@@ -41,6 +44,8 @@ def decode(payload: Tensor, shape: tuple[int, ...], dtype: torch.dtype, codec: C
         return _view(payload, torch.bfloat16).to(dtype).reshape(shape)
     if codec.name == "top_k":
         return _decode_top_k(payload, count, codec).to(dtype).reshape(shape)
+    if codec.name == "sampled":
+        return decode_sampled(payload, count, codec.sampled(count)).to(dtype).reshape(shape)
     return _decode_blocks(payload, count, codec.name).to(dtype).reshape(shape)
 
 

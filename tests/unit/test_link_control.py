@@ -41,7 +41,7 @@ def names(codecs: tuple[LinkCodecs, ...]) -> list[tuple[str, str]]:
 
 def test_each_link_gets_the_mildest_codec_that_makes_it_no_slower_than_the_slowest_stage() -> None:
     codecs = choose_codecs(AUTO, reports(4e6, 3.9e6, 1.9e6, 1e6))
-    assert names(codecs) == [("none", "none"), ("bf16", "bf16"), ("int8", "int8"), ("int4", "top_k")]
+    assert names(codecs) == [("none", "none"), ("bf16", "bf16"), ("int8", "int8"), ("int4", "int4")]
     assert codecs[-1].gradients.payload_bytes(VALUES, 4) <= 1e6
 
 

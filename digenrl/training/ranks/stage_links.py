@@ -16,7 +16,13 @@ from digenrl.training.ranks.rank_group import RankGroup
 logger = logging.getLogger(__name__)
 
 MISMATCH_SHARE = 0.1  # of the clip range
-MILDER: dict[CodecName, CodecName] = {"bf16": "none", "int8": "bf16", "int4": "int8", "top_k": "int4"}
+MILDER: dict[CodecName, CodecName] = {
+    "bf16": "none",
+    "int8": "bf16",
+    "int4": "int8",
+    "top_k": "int4",
+    "sampled": "int4",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +41,11 @@ class StageReport:
 
 def link_settings(settings: StageLinkSettings) -> LinkSettings:
     """The same for all links. With `auto`, nothing is coded before the links were measured."""
-    if settings.activations == "top_k":
+    if settings.activations in ("top_k", "sampled"):
         logger.warning(
-            "training.links.activations: top_k drops most of what blocks compute; a run may not learn at all, "
-            "and int8 or int4 send as few bytes with far smaller errors"
+            "training.links.activations: %s drops most of what blocks compute; a run may not learn at all, "
+            "and int8 or int4 send as few bytes with far smaller errors",
+            settings.activations,
         )
     first = LinkCodecs(_first(settings.activations, settings.ratio), _first(settings.gradients, settings.ratio))
     return LinkSettings(first, settings.deadline_s)
@@ -156,8 +163,4 @@ def _first(wanted: CodecChoice, ratio: float) -> Codec:
 
 def _shown(codecs: Sequence[LinkCodecs]) -> str:
     """For each link, activations and gradients."""
-    return ", ".join(f"{_name(each.activations)} / {_name(each.gradients)}" for each in codecs)
-
-
-def _name(codec: Codec) -> str:
-    return f"top 1/{codec.ratio:g}" if codec.name == "top_k" else codec.name
+    return ", ".join(f"{each.activations} / {each.gradients}" for each in codecs)

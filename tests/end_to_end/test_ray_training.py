@@ -37,7 +37,6 @@ pytest.importorskip("ray")
 OPTIONS = (
     "training.learning_rate=3e-5",
     "training.lora=null",
-    "lanes.ranks=2",
     "lanes.rewards=0",  # few workers, since every actor loads torch
     "rewards=beside_the_recipe:closeness",
     "evaluation=null",
@@ -131,7 +130,7 @@ def run_with_faults(live: LiveRuns, path: Path, *overrides: str) -> Iterator[Run
         command.communicate()
 
 
-def test_a_run_that_loses_a_generator_a_node_and_the_trainer_and_gains_a_node_gives_the_weights_of_one_machine(
+def test_a_run_that_loses_a_node_and_gains_another_gives_the_weights_of_one_machine(
     edits: EditRuns, nodes: SeveralNodes
 ) -> None:
     """Prompts have source images, which the reward compares with the samples."""
@@ -143,41 +142,33 @@ def test_a_run_that_loses_a_generator_a_node_and_the_trainer_and_gains_a_node_gi
     elastic = "{name: far, cpus: 0, resources: {pasture: 1}, count: 1, up_to: 2}"
     with run_with_faults(edits, path, *OPTIONS, "steps=2000", *on(nodes, home, elastic)) as run:
         run.after(steps=1)
-        run.kill("generator-0")
-        nodes.kill(doomed)  # at once, since a broadcast of weights waits for lost receivers until it times out
-        run.wait(lambda: run.count(WorkerLost) == 2, "two lost generators in the journal")
-        run.after(steps=3)
-        run.kill("trainer-0", "trainer-1")
-        run.after(steps=4)
-        run.wait(lambda: run.count(WorkerLost) == 3, "a lost trainer in the journal")
-        assert run.count(WorkerJoined) == 1, "the lane of the lost node has no room"
+        nodes.kill(doomed)
+        run.wait(lambda: run.count(WorkerLost) == 1, "a lost generator in the journal")
+        assert run.count(WorkerJoined) == 0, "the lane of the lost node has no room"
         added = nodes.add(**machine)
         run.wait(lambda: "generator-2" in run.lanes_that_generated(), "a slice from the lane that joined")
         run.interrupt()
     nodes.kill(added)
     folder, steps = RunFolder.open(path), steps_done(path)
     assert metric(folder, "step") == list(range(steps))
-    assert_same_weights(folder, edits.finished(*OPTIONS, f"steps={steps}"), steps)
+    assert_same_weights(folder, edits.finished(*OPTIONS, "mode=colocated", f"steps={steps}"), steps)
     assert_weights_were_transferred(folder)
 
 
-def test_lanes_that_do_both_lose_gradients_with_workers_and_nodes_and_give_the_weights_of_one_card(
+def test_lanes_that_do_both_lose_gradients_with_workers_and_give_the_weights_of_one_card(
     live: LiveRuns, nodes: SeveralNodes
 ) -> None:
     updates = "algorithm.options={updates_per_batch: 2, updates_of: samples, kl_weight: 0}"
     options = ("training.job_samples=2", "lanes.rewards=0", updates)
-    path, machine = live.new_path(), {"num_cpus": 1, "resources": {"meadow": 1}}
-    doomed = nodes.add(**machine)
-    pools = ("{name: home, cpus: 0, resources: {away: 1}}", "{name: far, cpus: 0, resources: {meadow: 1}}")
-    both = ("techniques.assist=both", "techniques.tag=greedy", *options, "steps=2000", *on(nodes, *pools))
+    path, pool = live.new_path(), "{name: home, cpus: 0, resources: {away: 1}}"
+    both = ("techniques.assist=both", "techniques.tag=greedy", *options, "steps=2000", *on(nodes, pool))
     with run_with_faults(live, path, *both) as run:
         run.after(steps=1)
         run.kill("generator-0")
-        nodes.kill(doomed)
-        run.wait(lambda: run.count(WorkerLost) == 2, "two lost generators in the journal")
+        run.wait(lambda: run.count(WorkerLost) == 1, "a lost generator in the journal")
         run.after(steps=3)
         run.kill("trainer")
-        run.wait(lambda: run.count(WorkerLost) == 3, "a lost trainer in the journal")
+        run.wait(lambda: run.count(WorkerLost) == 2, "a lost trainer in the journal")
         run.after(steps=5)
         run.interrupt()
     folder, steps = RunFolder.open(path), steps_done(path)

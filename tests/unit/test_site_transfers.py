@@ -21,6 +21,7 @@ from digenrl.config.reading import ConfigError
 from digenrl.exchange.broadcast import WeightsSender
 from digenrl.exchange.broadcast_exchange import BroadcastExchange
 from digenrl.exchange.broadcast_group import BroadcastError
+from digenrl.exchange.deliveries import Delivery
 from digenrl.records import Export, Exported, Publish, WeightsReference, weights_name
 from digenrl.transports.ray import weight_broadcast
 from digenrl.transports.ray.capacity import ClusterResources, NodeResources, ResourceRequest
@@ -89,38 +90,42 @@ def test_a_machine_without_a_site_beside_others_is_reported() -> None:
 # --- Broadcasts --------------------------------------------------------------------------------------------------
 
 
+class RemoteMethod:
+    """A method of an actor that runs in a thread. Arguments may be results of other calls."""
+
+    def __init__(self, method: Callable[..., Any], threads: ThreadPoolExecutor) -> None:
+        self._method, self._threads = method, threads
+
+    def options(self, concurrency_group: str) -> RemoteMethod:
+        return self
+
+    def remote(self, *arguments: Any) -> Future[Any]:
+        return self._threads.submit(self._call, *arguments)
+
+    def _call(self, *arguments: Any) -> Any:
+        return self._method(*(each.result() if isinstance(each, Future) else each for each in arguments))
+
+
 class ActorInThreads:
-    """An actor whose calls run in threads. Arguments may be results of other calls."""
+    """The actor of a worker. Tests can let it fail or wait before it sends or receives weights."""
 
     def __init__(self, exchange: BroadcastExchange, threads: ThreadPoolExecutor) -> None:
-        self.exchange, self._threads = exchange, threads
-        self.fail: Callable[[], None] = lambda: None  # called before weights are sent
-        self.wait: Callable[[], object] = lambda: None  # called before weights are received
-        self.sent = 0
+        self.exchange, self.sent = exchange, 0
+        self.before_sending: Callable[[], object] = lambda: None
+        self.before_receiving: Callable[[], object] = lambda: None
+        self.broadcast_address = RemoteMethod(lambda: exchange.address, threads)
+        self.send_weights = RemoteMethod(self._send, threads)
+        self.receive_weights = RemoteMethod(self._receive, threads)
 
-    def broadcast_address(self) -> str:
-        return self.exchange.address
-
-    def send_weights(self, *arguments: Any) -> Any:
-        self.fail()
+    def _send(self, *arguments: Any) -> Delivery:
+        self.before_sending()
         delivery = self.exchange.send(*arguments)
         self.sent += 1
         return delivery
 
-    def receive_weights(self, *arguments: Any) -> None:
-        self.wait()
+    def _receive(self, *arguments: Any) -> None:
+        self.before_receiving()
         self.exchange.receive(*arguments)
-
-    def __getattribute__(self, name: str) -> Any:
-        method = object.__getattribute__(self, name)
-        if name not in ("broadcast_address", "send_weights", "receive_weights"):
-            return method
-
-        def call(*arguments: Any) -> Any:
-            return method(*(each.result() if isinstance(each, Future) else each for each in arguments))
-
-        remote = SimpleNamespace(remote=lambda *arguments: self._threads.submit(call, *arguments))
-        return SimpleNamespace(options=lambda **_: remote)
 
 
 class RayInThreads:
@@ -239,7 +244,7 @@ def test_if_a_forwarder_fails_the_rest_of_the_site_receives_from_the_trainer(
     sites = SeveralSites(threads, ["far/fast", "far/slow"])
     sites.publish(1, "far/fast")
     sites.until_idle()
-    sites.actor("far/fast").fail = lost
+    sites.actor("far/fast").before_sending = lost
     with monkeypatch.context() as patch:
         patch.setattr(weight_broadcast, "MIN_TIMEOUT_S", 1.0)
         reference = sites.publish(1, "far/slow")
@@ -258,8 +263,8 @@ def test_a_pool_that_is_lost_in_a_site_and_a_slow_site_delay_no_other(
     monkeypatch.setattr(weight_broadcast, "MIN_TIMEOUT_S", 1.0)
     names = ["far/fast", "far/slow", "third/fast", "home/fast"]
     sites, continued = SeveralSites(threads, names), threading.Event()
-    sites.actor("far/slow").wait = lost
-    sites.actor("third/fast").wait = continued.wait
+    sites.actor("far/slow").before_receiving = lost
+    sites.actor("third/fast").before_receiving = continued.wait
     reference = sites.publish(1, *names)
     sites.broadcaster.advance()
     while not any("far/fast" in each.receivers for each in sites.transfers):
@@ -267,6 +272,6 @@ def test_a_pool_that_is_lost_in_a_site_and_a_slow_site_delay_no_other(
         sites.broadcaster.advance()
     assert sites.has(1, reference, "far/fast", "home/fast") and sites.crossings()[THIRD] == 0
     continued.set()
-    sites.actor("far/slow").wait = lambda: None
+    sites.actor("far/slow").before_receiving = lambda: None
     sites.until_idle()
     assert sites.has(1, reference, *names)

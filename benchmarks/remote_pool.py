@@ -17,11 +17,7 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -31,11 +27,11 @@ from measured_runs import LiveRun, recipe, run
 from rich.console import Console
 from rich.table import Table
 from shaped_links import FAR_HOST, NAMESPACE, NEAR_HOST, bytes_sent, shaped_link
+from shaped_nodes import Node, ray_environment, ray_nodes
 
 UNLIMITED_MBIT = 20_000.0
 SLOWDOWN = 4.0  # of generators, by waiting
 SKIPPED = 2  # steps before the pipeline is full
-PORT = 6399
 NEAR, FAR = "near", "far"  # pools, and resources of Ray's nodes
 
 
@@ -51,46 +47,6 @@ class PoolRun:
     link_bytes: float
     version_bytes: float  # of a whole version
     weights: str  # a checksum
-
-
-@contextmanager
-def two_nodes(environment: Mapping[str, str]) -> Iterator[str]:
-    """Ray's head on this side of the link, and a node on the other. Yields the address."""
-    ray = [sys.executable, "-m", "ray.scripts.scripts", "start"]
-    common = ["--disable-usage-stats", "--num-cpus=1", "--object-store-memory=200000000", "--block"]
-    head = [*ray, "--head", f"--node-ip-address={NEAR_HOST}", f"--port={PORT}", "--include-dashboard=false"]
-    far = [
-        "ip",
-        "netns",
-        "exec",
-        NAMESPACE,
-        *ray,
-        f"--address={NEAR_HOST}:{PORT}",
-        f"--node-ip-address={FAR_HOST}",
-    ]
-    started = []
-    try:
-        for command, resource in ((head, NEAR), (far, FAR)):
-            node = subprocess.Popen(
-                [*command, *common, "--resources", json.dumps({resource: 8})],
-                env={**environment, "RAY_TMPDIR": f"{environment['RAY_TMPDIR']}/{resource}"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            started.append(node)
-            assert node.stdout is not None
-            printed = []
-            while "Ray runtime started" not in (line := node.stdout.readline()):
-                printed.append(line)
-                if not line:
-                    raise SystemExit("".join(printed))
-        yield f"{NEAR_HOST}:{PORT}"
-    finally:
-        for node in reversed(started):
-            node.terminate()
-        for node in started:
-            node.wait(60)
 
 
 def pool_recipe(address: str, steps: int, pools: list[str]) -> Any:
@@ -164,22 +120,13 @@ def main() -> None:
         f"near and far, {options.mbit:g} Mbit/s": (options.mbit, [NEAR, FAR]),
     }
     runs = []
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as scratch:
-        os.environ |= {
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": os.urandom(16).hex(),
-            "RAY_TMPDIR": scratch,
-            "RAY_BACKEND_LOG_LEVEL": "error",
-            "PYTHONUNBUFFERED": "1",
-            "RAY_worker_niceness": "0",
-        }
+    nodes = [Node(NEAR, NEAR_HOST, None, {NEAR: 8}), Node(FAR, FAR_HOST, NAMESPACE, {FAR: 8})]
+    with ray_environment() as scratch:
         for index, (name, (mbit, pools)) in enumerate(cases.items()):
-            with shaped_link(mbit), two_nodes(os.environ) as address:
-                os.environ["RAY_TMPDIR"] = f"{scratch}/{NEAR}"
+            with shaped_link(mbit), ray_nodes(nodes, scratch) as address:
                 before = bytes_sent()
                 finished = run(pool_recipe(address, options.steps, pools), Path(scratch) / str(index))
                 runs.append(measured(name, finished, bytes_sent() - before))
-                os.environ["RAY_TMPDIR"] = scratch
             print(asdict(runs[-1]), file=sys.stderr)
     if options.json:
         print(json.dumps([asdict(each) for each in runs]))

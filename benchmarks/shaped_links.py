@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -69,6 +69,32 @@ def shaped_link(mbit: float) -> Iterator[None]:
         yield
     finally:
         run_commands(f"ip netns del {NAMESPACE}")  # removes its end of the link, and so both
+
+
+@contextmanager
+def shaped_site(mbit: float, machines: int) -> Iterator[dict[str, str]]:
+    """A link of this rate to several machines: namespaces on a bridge. Yields their addresses, by namespace."""
+    hosts = {f"{NAMESPACE}-{index}": f"10.213.77.{10 + index}" for index in range(machines)}
+    inside = f"ip netns exec {NAMESPACE}"
+    with shaped_link(mbit), ExitStack() as added:
+        run_commands(
+            f"{inside} ip address flush dev {FAR}",
+            f"{inside} ip link add site type bridge",
+            f"{inside} ip link set {FAR} master site",
+            f"{inside} ip link set site up",
+        )
+        for index, (namespace, host) in enumerate(hosts.items()):
+            run_commands(f"ip netns add {namespace}")
+            added.callback(run_commands, f"ip netns del {namespace}")
+            run_commands(
+                f"{inside} ip link add port{index} type veth peer name lan netns {namespace}",
+                f"{inside} ip link set port{index} master site",
+                f"{inside} ip link set port{index} up",
+                f"ip netns exec {namespace} ip address add {host}/24 dev lan",
+                f"ip netns exec {namespace} ip link set lan up",
+                f"ip netns exec {namespace} ip link set lo up",
+            )
+        yield hosts
 
 
 def bytes_sent() -> int:

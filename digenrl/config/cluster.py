@@ -11,6 +11,8 @@ from digenrl.config.reading import Frozen
 
 NAME = r"^[a-z0-9][a-z0-9_-]*$"
 
+SITE_LABEL = "site"  # of `ray start --labels`: machines with the same value are close together
+
 WeightPatches = Literal["auto", "always", "never"]
 
 

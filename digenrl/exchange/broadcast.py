@@ -6,6 +6,8 @@ Sender and receiver each run in a thread of their own, beside training and gener
                send("weights-7", epoch=12, receivers=2, limits)
     receiver:  receive_version(address, epoch=12, rank=1, size=3, reference, limits, held) -> weights
 
+A receiver can forward a version that it has received, to workers that are close to it.
+
 An epoch is one attempt. If a member dies, the attempt fails for all others, and the survivors join a new epoch.
 Several attempts may run at the same time, each with its own receivers. Receivers that all hold the version before
 get a patch, if that is faster.
@@ -18,6 +20,7 @@ import time
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -43,7 +46,7 @@ LENGTH_BYTES = 8
 
 
 class WeightsSender:
-    """The trainer's side of a broadcast. Stages one weight version, and hosts the store in which members meet.
+    """The sender's side of a broadcast. Stages one weight version, and hosts the store in which members meet.
 
     `host` is the address of this machine that receivers can reach; nothing listens on any other. The staged
     version takes one copy of the weights; with patches there is a second one, of the version before. Another copy
@@ -95,11 +98,31 @@ class WeightsSender:
         limits are reached at the latest. The weights can then be sent again, in a new epoch.
         """
         started_s = time.monotonic()
-        weights = self._take(name, epoch)
+        weights = self._take(name)
         deadline = Deadline.after(_limits(limits, self._stall_timeout_s))
         patch = self._patches.encoded(name, held, link_bytes_per_s)
+        delivery = self._broadcast(weights, epoch, receivers, deadline, patch, held)
+        return replace(delivery, seconds=time.monotonic() - started_s)
+
+    def forward(self, weights: FlatWeights, epoch: int, receivers: int, limits: BroadcastLimits) -> Delivery:
+        """Sends a version that this worker has received, whole. See `send`."""
+        return self._broadcast(weights, epoch, receivers, Deadline.after(limits))
+
+    def _broadcast(
+        self,
+        weights: FlatWeights,
+        epoch: int,
+        receivers: int,
+        deadline: Deadline,
+        patch: Tensor | None = None,
+        held: str = "",
+    ) -> Delivery:
+        started_s = time.monotonic()
+        with self._lock:
+            assert epoch not in self._epochs, f"epoch {epoch} was used before: an epoch is one attempt"
+            self._epochs.add(epoch)
         with (
-            as_broadcast_error(f"{name} was not sent in epoch {epoch}"),
+            as_broadcast_error(f"{weights.reference.name} was not sent in epoch {epoch}"),
             BroadcastGroup(self._store, epoch, SENDER_RANK, receivers + 1, deadline) as group,
         ):
             group.join(self._host)
@@ -112,14 +135,12 @@ class WeightsSender:
         now_s = time.monotonic()
         return Delivery(sent, now_s - started_s, now_s - joined_s)
 
-    def _take(self, name: str, epoch: int) -> FlatWeights:
+    def _take(self, name: str) -> FlatWeights:
         with self._lock:
-            assert epoch not in self._epochs, f"epoch {epoch} was used before: an epoch is one attempt"
             staged = self._staged
             if staged is None or staged.reference.name != name:
                 found = "nothing" if staged is None else staged.reference.name
                 raise BroadcastError(f"{name} is not staged; staged: {found}")
-            self._epochs.add(epoch)
             return staged
 
 

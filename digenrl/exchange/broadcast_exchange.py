@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from digenrl.exchange.broadcast import WeightsSender, receive_version
-from digenrl.exchange.deliveries import BroadcastLimits
+from digenrl.exchange.broadcast_group import BroadcastError
+from digenrl.exchange.deliveries import BroadcastLimits, Delivery
 from digenrl.exchange.flat_weights import FlatWeights
 from digenrl.exchange.payloads import PayloadExchange
 from digenrl.records import WeightsReference
@@ -18,15 +19,17 @@ ARRIVAL_TIMEOUT_S = 1800.0
 
 
 class BroadcastExchange(PayloadExchange):
-    """Only the trainer's first rank has a sender; a weight version is sent once, to all workers that lack it.
+    """Only the trainer's first rank stages and sends weights. Other workers can forward those that they received.
 
     Weights are received in another thread than the one that runs jobs, possibly before the job that loads them,
     and even before a job that loads the previous version. A version is kept until a later one is loaded.
     """
 
-    def __init__(self, sender: WeightsSender | None) -> None:
+    def __init__(self, sender: WeightsSender | None, host: str = "") -> None:
+        """`host` is the address of this machine on which versions are forwarded."""
         super().__init__()
-        self._sender = sender
+        self._sender, self._host = sender, host
+        self._forwarder: WeightsSender | None = None
         self._changed = threading.Condition()
         self._received: dict[str, FlatWeights] = {}
         self._given_up: set[str] = set()
@@ -65,6 +68,35 @@ class BroadcastExchange(PayloadExchange):
         with self._changed:
             self._given_up.add(name)
             self._changed.notify_all()
+
+    @property
+    def address(self) -> str:
+        """Where receivers find this worker. One that forwards begins to listen at the first call."""
+        return self._sender.address if self._sender is not None else self._open_forwarder().address
+
+    def send(
+        self,
+        name: str,
+        epoch: int,
+        receivers: int,
+        limits: BroadcastLimits,
+        held: str = "",
+        link_bytes_per_s: float | None = None,
+    ) -> Delivery:
+        """Sends the staged weights, or forwards received ones. See `WeightsSender.send`."""
+        if self._sender is not None:
+            return self._sender.send(name, epoch, receivers, limits, held, link_bytes_per_s)
+        with self._changed:
+            weights = self._received.get(name)
+        if weights is None:
+            raise BroadcastError(f"{name} cannot be forwarded: this worker does not have it any more")
+        return self._open_forwarder().forward(weights, epoch, receivers, limits)
+
+    def _open_forwarder(self) -> WeightsSender:
+        with self._changed:
+            if self._forwarder is None:
+                self._forwarder = WeightsSender(self._host)
+            return self._forwarder
 
     @property
     def sender(self) -> WeightsSender:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import ceil
-
 from digenrl.planning.constants import CONSTANTS, Constants
 from digenrl.planning.costs import GB, GBIT, network_bytes_s, publish_seconds
 from digenrl.planning.layout import GeneratorLayout, Layout
@@ -26,7 +24,7 @@ def remote_publication_seconds(
 ) -> float | None:
     """The time until generators of a pool in another site have a version; None if the pool is in the trainer's.
 
-    Versions cross sites as patches if that is faster than whole ones.
+    Versions cross sites once, as patches if that is faster than whole ones.
     """
     if not is_remote(layout, generator):
         return None
@@ -34,9 +32,7 @@ def remote_publication_seconds(
         return generator.pool.measured.publish_seconds
     if not workload.has_cost_model:
         return 0.0
-    # Machines fetch adapters one by one; full weights pass through all of them.
-    machines = ceil(generator.cards / generator.pool.per_node) if workload.tuning == "lora" else 1
-    whole_bytes, link = workload.published_bytes, _site_link(layout, generator) / machines
+    whole_bytes, link = workload.published_bytes, _site_link(layout, generator)
     saved_s = whole_bytes * (1 - _patch_share(workload, constants)) / link
     patching_s = whole_bytes / constants.patch_bytes_s
     return publish_seconds(workload, link, constants) - max(0.0, saved_s - patching_s)

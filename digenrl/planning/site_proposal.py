@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from digenrl.config.cluster import SITE_LABEL
 from digenrl.planning.cards import known_cards
 
 # Two machines are in one site if their link has at least these rates: a share of the best link of each, and a
@@ -84,7 +85,7 @@ def _site_names(sites: Sequence[Sequence[ProbedMachine]]) -> list[str]:
     """The label `site` that all machines of a site have, else site-1, site-2, ..."""
     names = []
     for number, machines in enumerate(sites, start=1):
-        labels = {machine.labels.get("site", "") for machine in machines}
+        labels = {machine.labels.get(SITE_LABEL, "") for machine in machines}
         label = labels.pop() if len(labels) == 1 else ""
         names.append(label if label and label not in names else f"site-{number}")
     return names
@@ -107,8 +108,8 @@ def _pool(machines: Sequence[ProbedMachine], links: Links, site: str) -> dict[st
         pool["network_gbit_s"] = _rounded(max(rates))
     if site:
         pool["site"] = site
-        if all(machine.labels.get("site") == site for machine in machines):
-            pool["labels"] = {"site": site}
+        if all(machine.labels.get(SITE_LABEL) == site for machine in machines):
+            pool["labels"] = {SITE_LABEL: site}
     return pool
 
 

@@ -43,7 +43,7 @@ from digenrl.transports.ray.transport import RayTransport
 from digenrl.transports.ray.weight_broadcast import WeightTransfer
 from digenrl.worker.assignment import Assignment, Ready
 
-FAR_NODE = {"labels": {"zone": "far"}, "num_cpus": 2}
+FAR_NODE = {"labels": {"zone": "far", "site": "far"}, "num_cpus": 2}
 CLUSTER = {
     "generators": [
         {"name": "near", "resources": {"near": 1}},
@@ -59,7 +59,7 @@ SUM = NUMBERS * (NUMBERS - 1) / 2
 
 @pytest.fixture(scope="module")
 def joined() -> Iterator[tuple[SeveralNodes, RayCluster]]:
-    with several_nodes(num_cpus=4, resources={"near": 4}) as (nodes, cluster):
+    with several_nodes(num_cpus=4, resources={"near": 4}, labels={"site": "near"}) as (nodes, cluster):
         yield nodes, cluster
 
 
@@ -309,6 +309,34 @@ def test_a_lost_node_takes_its_workers_and_tensors_with_it(
     lost, kept = setting.run((near, AddUp(("kept", "lost"))), (near, AddUp(("kept",))))
     assert lost == InputsLost(("lost",))
     assert isinstance(kept, Did) and kept.value == SUM
+
+
+def test_adapters_enter_a_site_once_and_are_copied_again_if_the_node_that_has_them_is_lost(
+    shared: Setting, joined: tuple[SeveralNodes, RayCluster]
+) -> None:
+    near, distant, other = shared.near, shared.distant, shared.workers.reserve[0]
+    added = [joined[0].add(**FAR_NODE | {"num_cpus": 1}) for _ in range(2)]
+    nodes = {node.node_id: node for node in added}
+    shared.start_missing(near, distant, other)
+    far = {shared.process(each).node_id for each in (distant, other)}
+    assert len(far) == 2
+
+    weights = shared.export_weights(near, 6)
+    for report in shared.run((distant, publish(6, weights)), (other, publish(6, weights))):
+        assert_loaded(report, 6)
+    (where,) = ray.experimental.get_object_locations([shared.transport.artifacts.get(weights.name)]).values()
+    assert len(far & set(where["node_ids"])) == 1
+
+    weights = shared.export_weights(near, 7)
+    assert_loaded(shared.run((other, publish(7, weights)))[0], 7)
+    joined[0].kill(nodes[shared.process(other).node_id])
+    shared.wait_for_gone(other)
+    assert_loaded(shared.run((distant, publish(7, weights)))[0], 7)
+
+    weights = shared.export_weights(distant, 8)
+    joined[0].kill(nodes[shared.process(distant).node_id])
+    shared.wait_for_gone(distant)
+    assert shared.run((near, publish(8, weights))) == [InputsLost((weights.name,))]
 
 
 def test_full_weights_reach_all_workers_that_lack_them_and_a_stopped_pool_delays_no_other(

@@ -302,6 +302,28 @@ def test_weights_that_are_given_up_are_lost_until_they_arrive_after_all(threads:
     assert same(exchanges.generator.get_weights(reference), weights())
 
 
+def test_received_weights_are_forwarded_bit_for_bit_until_a_later_version_is_loaded(
+    threads: ThreadPoolExecutor, small_buckets: None
+) -> None:
+    exchanges, limits = Exchanges(threads), BroadcastLimits(TIMEOUT_S, TIMEOUT_S)
+    forwarder = exchanges.generator = BroadcastExchange(None, LOOPBACK)
+    first = exchanges.trainer.put_weights("weights-1", weights(1))
+    with pytest.raises(BroadcastError, match="weights-1"):
+        forwarder.send("weights-1", 1, 1, limits)
+    exchanges.broadcast(first)
+    forwarded = threads.submit(forwarder.send, "weights-1", 2, 2, limits)
+    received = [
+        threads.submit(receive_weights, forwarder.address, 2, rank, 3, first, TIMEOUT_S) for rank in (1, 2)
+    ]
+    assert all(same(each.result(), weights(1)) for each in received)
+    assert forwarded.result().bytes == first.bytes
+    second = exchanges.trainer.put_weights("weights-2", weights(2))
+    exchanges.broadcast(second)
+    forwarder.get_weights(second)
+    with pytest.raises(BroadcastError, match="weights-1"):
+        forwarder.send("weights-1", 3, 1, limits)
+
+
 # --- Patches -----------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from digenrl.exchange import flat_weights
 from digenrl.exchange.broadcast import WeightsSender, receive_weights
+from digenrl.exchange.broadcast_exchange import BroadcastExchange
 from digenrl.exchange.broadcast_group import BroadcastError, BroadcastGroup
+from digenrl.exchange.deliveries import BroadcastLimits
 from digenrl.records import WeightsReference
 from digenrl.transports.processes import prepare_fork_server
 
@@ -102,6 +104,16 @@ def sending_process(pipe: Connection, fault: str) -> None:
     sender.send("weights-1", 1, 2, TIMEOUT_S)
 
 
+def forwarding_process(pipe: Connection, address: str, reference: WeightsReference) -> None:
+    """Receives in epoch 1, and is killed in the middle of forwarding in epoch 2."""
+    exchange = BroadcastExchange(None, LOOPBACK)
+    limits = BroadcastLimits(TIMEOUT_S, TIMEOUT_S, STALL_TIMEOUT_S)
+    exchange.receive(address, 1, 1, 2, reference, limits)
+    at_bucket(MIDDLE, lambda: signal_myself(signal.SIGKILL))
+    pipe.send(exchange.address)
+    exchange.send(reference.name, 2, 2, limits)
+
+
 def memory_process(pipe: Connection, address: str, reference: WeightsReference) -> None:
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     receive_weights(address, 1, 1, 2, reference, TIMEOUT_S)
@@ -166,6 +178,24 @@ def test_a_sender_dies_and_its_successor_serves_the_receivers(
     model, successor = weights(0, LARGE), WeightsSender(LOOPBACK)
     assert successor.stage("weights-1", model) == reference
     assert all(same(found, model) for found in broadcast(successor, reference, 2, 2, threads))
+
+
+def test_a_receiver_dies_while_it_forwards_and_the_sender_serves_the_others(
+    threads: ThreadPoolExecutor, large_buckets: None
+) -> None:
+    model, sender = weights(0, LARGE), WeightsSender(LOOPBACK)
+    reference = sender.stage("weights-1", model)
+    with process(forwarding_process, sender.address, reference) as (_, pipe):
+        sender.send("weights-1", 1, 1, TIMEOUT_S)
+        address = pipe.recv()
+        outcomes = [
+            threads.submit(receive_weights, address, 2, rank, 3, reference, TIMEOUT_S, STALL_TIMEOUT_S)
+            for rank in (1, 2)
+        ]
+        for outcome in outcomes:
+            with pytest.raises(BroadcastError, match="weights-1 did not arrive in epoch 2: "):
+                outcome.result()
+    assert all(same(found, model) for found in broadcast(sender, reference, 3, 2, threads))
 
 
 def test_nothing_listens_beyond_loopback(large_buckets: None) -> None:

@@ -59,9 +59,8 @@ def make_exchange(assignment: Assignment, host: str) -> PayloadExchange:
         return PayloadExchange()
     is_first_rank = assignment.rank is None or assignment.rank.is_first
     patches = assignment.recipe.cluster.weight_patches
-    return BroadcastExchange(
-        WeightsSender(host, patches=patches) if assignment.commits and is_first_rank else None
-    )
+    sends = assignment.commits and is_first_rank
+    return BroadcastExchange(WeightsSender(host, patches=patches) if sends else None, host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +137,8 @@ class WorkerActor:
         """Returns as long as the process responds."""
 
     def broadcast_address(self) -> str:
-        """Where receivers of weights find the sender."""
-        address: str = self._broadcasts().sender.address
+        """Where receivers of weights find this worker."""
+        address: str = self._broadcasts().address
         return address
 
     def send_weights(
@@ -151,9 +150,8 @@ class WorkerActor:
         held: str,
         link_bytes_per_s: float | None,
     ) -> Delivery:
-        """Sends staged weights to the receivers of this epoch, which are expected to hold the version `held`."""
-        sender = self._broadcasts().sender
-        delivery: Delivery = sender.send(name, epoch, receivers, limits, held, link_bytes_per_s)
+        """Sends weights to the receivers of this epoch, which are expected to hold the version `held`."""
+        delivery: Delivery = self._broadcasts().send(name, epoch, receivers, limits, held, link_bytes_per_s)
         return delivery
 
     def receive_weights(

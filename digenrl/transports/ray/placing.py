@@ -10,6 +10,7 @@ from digenrl.config.cluster import ClusterGeneratorPool, WorkerResources
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
 from digenrl.transports.ray.capacity import ClusterResources, ResourceRequest, check_capacity
+from digenrl.transports.ray.sites import check_site_labels
 from digenrl.worker.assignment import ENCODER, TRAINER, Assignment, Duty, Workers
 
 
@@ -26,6 +27,7 @@ def place_on_cluster(
         before = requests.get(request.key)
         requests[request.key] = request if before is None else replace(before, count=before.count + request.count)
     check_capacity(requests.values(), cluster)
+    check_site_labels(map(resource_request, (workers.trainer, *workers.generators, *workers.reserve)), cluster)
     return workers
 
 

@@ -34,6 +34,7 @@ from digenrl.transports.ray.artifact_store import RayArtifactStore
 from digenrl.transports.ray.capacity import FreeResources, NodeResources, ResourceRequest
 from digenrl.transports.ray.joining import RayCluster
 from digenrl.transports.ray.placing import resource_request, torch_threads
+from digenrl.transports.ray.sites import Sites
 from digenrl.transports.ray.weight_broadcast import WeightBroadcaster, WeightTransfer
 from digenrl.transports.ray.worker_handles import ACTOR_DIED, PendingCall, WorkerHandle
 from digenrl.worker.assignment import Assignment
@@ -61,9 +62,9 @@ class RayTransport:
         self._start_timeout_s = recipe.cluster.start_timeout_s
         self._workers: dict[str, WorkerHandle] = {}
         self._rendezvous: dict[int, Any] = {}  # by the ranks' epoch
-        broadcasts = recipe.training.lora is None
-        self._broadcaster = WeightBroadcaster(self._workers, on_transfer) if broadcasts else None
-        self.artifacts = RayArtifactStore(holds_weights=not broadcasts)
+        broadcasts, sites = recipe.training.lora is None, Sites(cluster.resources)
+        self._broadcaster = WeightBroadcaster(self._workers, sites, on_transfer) if broadcasts else None
+        self.artifacts = RayArtifactStore(sites, holds_weights=not broadcasts)
         setting = "never" if broadcasts else recipe.cluster.weight_patches
         self._patches = AdapterPatches(setting, self._workers, self.artifacts)
         self.driver_bytes = 0
@@ -125,7 +126,7 @@ class RayTransport:
     def send(self, worker: str, job: Job) -> None:
         if worker not in self._workers:
             return
-        inputs = {name: self.artifacts.get(name) for name in self._inputs(worker, job)}
+        inputs = {name: self._reference(worker, job, name) for name in self._inputs(worker, job)}
         missing = [name for name, reference in inputs.items() if reference is None]
         assert not missing, f"{job} reads {', '.join(missing)}, which were dropped or never left"
         patches = self._patches.wanted(worker, job)
@@ -151,6 +152,12 @@ class RayTransport:
         weights = None if self._broadcaster is None else getattr(job, "weights", None)
         names = self._patches.inputs(worker, job)
         return tuple(name for name in names if weights is None or name != weights.name)
+
+    def _reference(self, worker: str, job: Job, name: str) -> Any | None:
+        """The input of a job; for weights, a copy in the worker's site."""
+        if isinstance(job, Publish):
+            return self.artifacts.get_in_site(name, self._workers[worker].node_id)
+        return self.artifacts.get(name)
 
     def _poll(self, timeout_s: float) -> Iterator[Message]:
         awaited = [each for worker in self._workers.values() for each in worker.awaited()]

@@ -1,4 +1,4 @@
-"""Decides which workers get which full weights, and runs one broadcast per pool at a time."""
+"""Notes which workers lack which full weights, and runs the broadcasts that bring them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from digenrl.exchange.deliveries import BroadcastLimits, Delivery
 from digenrl.records import Committed, Exported, Job, Publish, WeightsReference
 from digenrl.transports.contract import Report
 from digenrl.transports.ray.actors import BROADCAST, BROADCAST_THREADS
+from digenrl.transports.ray.sites import Sites
+from digenrl.transports.ray.weight_routes import Receiver, Route, choose_routes
 from digenrl.transports.ray.worker_handles import WorkerHandle
 
 MIN_TIMEOUT_S = 20.0  # for members to join
@@ -33,7 +35,7 @@ class WeightTransfer:
 
 @dataclass(frozen=True, slots=True)
 class _RunningBroadcast:
-    pool: str
+    route: Route
     reference: WeightsReference
     sent: Any
     received: Mapping[str, Any]  # by worker
@@ -47,18 +49,26 @@ class WeightBroadcaster:
     """Broadcasts the trainer's weights to workers that lack them, and reports each transfer to `on_transfer`.
 
     Workers of one pool receive together, and pools separately, so that a slow link delays its own pool only.
-    Workers that hold no version, or another one, receive separately too: they need whole weights. If a broadcast
-    fails, workers that still lack the weights take part in the next one. Weights that the trainer does not have
-    any more, because it was replaced or because it has staged newer ones, are given up.
+    Workers that hold no version, or another one, receive separately too: they need whole weights. All workers of
+    another site than the trainer's receive together or from each other, so that its link carries a version once.
+    If a broadcast fails, workers that still lack the weights take part in the next one, which is from the trainer,
+    and to each pool separately, even in another site. Weights that the trainer does not have any more, because it
+    was replaced or because it has staged newer ones, are given up.
     """
 
-    def __init__(self, workers: Mapping[str, WorkerHandle], on_transfer: Callable[[WeightTransfer], None]) -> None:
-        self._workers, self._on_transfer = workers, on_transfer
+    def __init__(
+        self,
+        workers: Mapping[str, WorkerHandle],
+        sites: Sites,
+        on_transfer: Callable[[WeightTransfer], None],
+    ) -> None:
+        self._workers, self._sites, self._on_transfer = workers, sites, on_transfer
         self._lacking: dict[str, dict[str, WeightsReference]] = {}  # by name of the weights, then by worker
         self._held: dict[str, list[str]] = {}  # names, by worker, the newest last
         self._staged: tuple[str, str] | None = None  # the sender, and the name of its weights
         self._running: list[_RunningBroadcast] = []
-        self._bytes_per_s: dict[str, float] = {}  # measured in the last broadcast, by pool
+        self._failed: set[tuple[str, str]] = set()  # names of weights and sites in which a broadcast failed
+        self._bytes_per_s: dict[str, float] = {}  # measured in the last broadcast, by link
         self._epoch = 0
 
     def job_sent(self, worker: str, job: Job) -> None:
@@ -95,9 +105,10 @@ class WeightBroadcaster:
             return
         sender, name = self._staged
         self._give_up_others(name)
-        for (pool, held), receivers in self._groups(name).items():
-            if len(self._running) < BROADCAST_THREADS:
-                self._start(sender, pool, held, receivers)
+        self._failed = {failed for failed in self._failed if failed[0] == name}
+        for route in self._routes(sender, name):
+            if sum(running.route.sender == route.sender for running in self._running) < BROADCAST_THREADS:
+                self._start(name, route)
 
     def _receiving(self) -> set[str]:
         return {worker for running in self._running for worker in running.received}
@@ -112,33 +123,48 @@ class WeightBroadcaster:
             if not self._lacking[old]:
                 del self._lacking[old]
 
-    def _groups(self, name: str) -> dict[tuple[str, str], dict[str, WeightsReference]]:
-        """Workers that lack the weights and can receive them, by pool and by the version that they hold."""
-        groups: dict[tuple[str, str], dict[str, WeightsReference]] = {}
+    def _routes(self, sender: str, name: str) -> list[Route]:
+        """Routes for workers that lack the weights and can receive them."""
         receiving = self._receiving()
-        for worker, reference in self._lacking.get(name, {}).items():
-            if self._workers[worker].ready and worker not in receiving:
-                pool, held = self._workers[worker].assignment.pool or "", self._held.get(worker, [""])[-1]
-                groups.setdefault((pool, held), {})[worker] = reference
-        return groups
+        receivers = [
+            Receiver(
+                worker,
+                self._workers[worker].assignment.pool or "",
+                self._site(worker, sender, name),
+                self._held.get(worker, [""])[-1],
+            )
+            for worker in self._lacking.get(name, {})
+            if self._workers[worker].ready and worker not in receiving
+        ]
+        if not receivers:
+            return []
+        holders = [worker for worker, held in self._held.items() if held[-1] == name]
+        forwarders = {self._site(worker, sender, name): worker for worker in reversed(holders)}
+        arriving = {running.route.site for running in self._running if running.reference.name == name}
+        return choose_routes(receivers, sender, forwarders, arriving)
 
-    def _start(self, sender: str, pool: str, held: str, receivers: Mapping[str, WeightsReference]) -> None:
+    def _site(self, worker: str, sender: str, name: str) -> str:
+        """The site in which a worker shares a transfer with others; empty if it receives with its pool."""
+        site = self._sites.beyond_a_link(self._workers[worker].node_id, self._workers[sender].node_id)
+        return "" if (name, site) in self._failed else site
+
+    def _start(self, name: str, route: Route) -> None:
         self._epoch += 1
-        reference = next(iter(receivers.values()))
-        measured = self._bytes_per_s.get(pool)
-        join_s = MIN_TIMEOUT_S + (reference.bytes / MIN_PATCH_BYTES_PER_S if held else 0.0)
+        references = [self._lacking[name][worker] for worker in route.receivers]
+        measured, size, count = self._bytes_per_s.get(route.link), references[0].bytes, len(references)
+        join_s = MIN_TIMEOUT_S + (size / MIN_PATCH_BYTES_PER_S if route.held else 0.0)
         slowest = UNMEASURED_BYTES_PER_S if measured is None else measured / SLOWED_DOWN
-        limits, count = BroadcastLimits(join_s + reference.bytes / slowest, join_s), len(receivers)
-        address = self._method(sender, "broadcast_address").remote()
+        limits = BroadcastLimits(join_s + size / slowest, join_s)
+        address = self._method(route.sender, "broadcast_address").remote()
         received = {
             worker: self._method(worker, "receive_weights").remote(
-                address, self._epoch, rank, count + 1, receivers[worker], limits
+                address, self._epoch, rank, count + 1, references[rank - 1], limits
             )
-            for rank, worker in enumerate(receivers, start=1)
+            for rank, worker in enumerate(route.receivers, start=1)
         }
-        send = self._method(sender, "send_weights")
-        sent = send.remote(reference.name, self._epoch, count, limits, held, measured)
-        self._running.append(_RunningBroadcast(pool, reference, sent, received))
+        send = self._method(route.sender, "send_weights")
+        sent = send.remote(name, self._epoch, count, limits, route.held, measured)
+        self._running.append(_RunningBroadcast(route, references[0], sent, received))
 
     def _finish(self, running: _RunningBroadcast) -> None:
         references = running.awaited()
@@ -153,10 +179,11 @@ class WeightBroadcaster:
                 self._lacking.get(name, {}).pop(worker, None)
         if _succeeded(running.sent):
             sent: Delivery = ray.get(running.sent)
-            self._bytes_per_s[running.pool] = max(1, sent.bytes) / max(1e-6, sent.sending_s)
+            self._bytes_per_s[running.route.link] = max(1, sent.bytes) / max(1e-6, sent.sending_s)
             self._on_transfer(WeightTransfer(name, received, sent.bytes, sent.seconds, running.reference.bytes))
         else:
-            self._bytes_per_s.pop(running.pool, None)  # the link may have become slower
+            self._bytes_per_s.pop(running.route.link, None)  # the link may have become slower
+            self._failed.add((name, running.route.site))
         if not self._lacking.get(name, True):
             del self._lacking[name]
 

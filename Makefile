@@ -36,7 +36,9 @@ lock:
 demo: $(STAMP)
 	$(BIN)/digenrl train demo
 
-test: lint types imports pytest
+# The type checker uses one core, so it runs beside the tests.
+test: $(STAMP)
+	$(MAKE) --no-print-directory --jobs 2 lint imports types pytest
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -46,7 +46,7 @@ def decode_sampled(payload: Tensor, count: int, entries: int) -> Tensor:
     counts, sent, places = (
         part.clone().view(dtype)  # copied, as views must be aligned
         for part, dtype in zip(
-            payload.split([4 * blocks, 2 * entries, 2 * entries]),
+            torch.split(payload, [4 * blocks, 2 * entries, 2 * entries]),
             (torch.int32, torch.bfloat16, torch.int16),
             strict=True,
         )

@@ -23,17 +23,15 @@ def rewards(folder: RunFolder) -> list[float]:
     return [line["reward_mean"] for line in lines_of(folder.metrics)]
 
 
-@pytest.mark.parametrize("rule", ["crop", "area"])
-def test_processes_and_one_process_edit_the_same_samples(live: EditRuns, rule: str) -> None:
-    apart = live.finished(f"sample.source_size={rule}")
-    together = live.finished("mode=colocated", f"sample.source_size={rule}")
+def test_processes_and_one_process_edit_the_same_samples(live: EditRuns) -> None:
+    apart, together = live.finished(), live.finished("mode=colocated")
     assert rewards(apart) == rewards(together) and len(rewards(apart)) == 2
     assert trained(apart, 2)["weights.safetensors"] == trained(together, 2)["weights.safetensors"]
     assert lines_of(apart.evaluations)[-1]["reward_mean"] == lines_of(together.evaluations)[-1]["reward_mean"]
 
 
 def test_a_resumed_run_continues_with_the_same_sources(live: EditRuns) -> None:
-    whole = live.finished("mode=colocated", "sample.source_size=crop")
+    whole = live.finished("mode=colocated")
     status, folder = live.run("mode=colocated", "steps=1")
     assert status is Status.FINISHED
     assert live.resume(folder.path, "steps=2") is Status.FINISHED
@@ -43,7 +41,7 @@ def test_a_resumed_run_continues_with_the_same_sources(live: EditRuns) -> None:
 def test_samples_are_made_from_the_sources_of_the_evaluation_or_from_given_ones(
     live: EditRuns, tmp_path: Path
 ) -> None:
-    run = live.finished("sample.source_size=crop").path
+    run = live.finished().path
     evaluated = sample_run(run, SampleRequest(), tmp_path / "evaluated", lambda *_: None)
     assert len(evaluated.pictures) == 3
     image = live.root / "source-0.png"

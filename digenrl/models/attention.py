@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from digenrl.config.attention import Kernels, fixed_kernels
 from digenrl.records import Kernel, PassKind
@@ -38,22 +40,38 @@ def prepare_attention() -> None:
     functions = _AttentionBackendRegistry._backends
     cudnn = functions[AttentionBackendName._NATIVE_CUDNN]
     if not hasattr(cudnn, "__wrapped__"):
-        functions[AttentionBackendName._NATIVE_CUDNN] = with_contiguous_gradient(cudnn)
+        functions[AttentionBackendName._NATIVE_CUDNN] = without_copies(cudnn)
 
 
-def with_contiguous_gradient(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same attention, whose output B x tokens x heads x width gets gradients of one layout."""
+def without_copies(attention: Callable[..., Any]) -> Callable[..., Any]:
+    """cuDNN's attention on B x tokens x heads x width as they are; diffusers' own copies them to another order."""
 
     @wraps(attention)
-    def wrapped(*arguments: Any, **named: Any) -> Tensor:
-        output: Tensor = _ContiguousGradient.apply(attention(*arguments, **named))  # type: ignore[no-untyped-call]
-        return output
+    def wrapped(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *,
+        return_lse: bool = False,
+        _parallel_config: Any = None,
+        **settings: Any,
+    ) -> Any:
+        if return_lse or _parallel_config is not None:
+            return attention(
+                query, key, value, attn_mask, return_lse=return_lse, _parallel_config=_parallel_config, **settings
+            )
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            output: Tensor = scaled_dot_product_attention(
+                query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask, **settings
+            )
+        return _ContiguousGradient.apply(output.transpose(1, 2))  # type: ignore[no-untyped-call]
 
     return wrapped
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """The identity, with a gradient that is contiguous in the kernel's order: B x heads x tokens x width."""
+    """The identity, with a contiguous gradient."""
 
     @staticmethod
     def forward(_context: Any, output: Tensor) -> Tensor:
@@ -61,7 +79,7 @@ class _ContiguousGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(_context: Any, gradient: Tensor) -> Tensor:
-        return gradient.transpose(1, 2).contiguous().transpose(1, 2)
+        return gradient.contiguous()
 
 
 class AttentionSwitch:

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import DiffusionModel
+from digenrl.models.fused_gelu import fuse_gelus
 from digenrl.models.quantized.layers import QuantizedLinear
+from digenrl.models.row_kernels import keep_rows_in_registers
 
 GRAPHS = 64  # per kind of block: sizes of slices and packs, with and without gradient, adapters on and off
 
@@ -25,10 +27,15 @@ GRAPHS = 64  # per kind of block: sizes of slices and packs, with and without gr
 def compile_blocks(model: DiffusionModel, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compiles all blocks, lazily; add adapters before. `backend` is that of torch.compile."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+    real = backend == "inductor"
+    if real:
+        keep_rows_in_registers()
     for block in repeated_blocks(model.transformer):
         for layer in block.modules():
             if isinstance(layer, QuantizedLinear):
-                layer.fused = backend == "inductor"
+                layer.fused = real
+        if real:
+            fuse_gelus(block)
         names = tuple(inspect.signature(type(block).forward).parameters)[1:]
         block.register_forward_pre_hook(partial(_normalize_inputs, model, names), with_kwargs=True)
         # The forward, not the module: calling a module runs the same code for every kind of block, and graphs are

@@ -12,7 +12,7 @@ from torch import Tensor
 from digenrl.config.attention import CANDIDATES, choose_kernels, described, fixed_kernels
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe_files import read_recipe
-from digenrl.models.attention import with_contiguous_gradient
+from digenrl.models.attention import without_copies
 from digenrl.models.attention_trial import try_kernels
 from digenrl.models.contract import Conditioning, DiffusionModel
 from digenrl.models.forward_record import AttentionCall, record_forward
@@ -98,19 +98,24 @@ def test_a_kernel_that_crashes_the_trial_is_left_out_and_the_others_are_tried(tm
     assert tried == {kind: {"flash": 2.5, "cudnn": 2.5} for kind in ("rollout", "replay")}
 
 
-def test_a_kernel_gets_gradients_of_one_layout() -> None:
+def test_cudnn_gets_its_inputs_without_copies_and_gradients_of_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Tensor] = []
     layouts: list[tuple[int, ...]] = []
 
-    def attention(query_BTHD: Tensor) -> Tensor:
-        output_BHTD = query_BTHD.transpose(1, 2).contiguous()
+    def kernel(query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, mask: None) -> Tensor:
+        given.extend((query_BHTD, key_BHTD, value_BHTD))
+        output_BHTD = query_BHTD * 1
         output_BHTD.register_hook(lambda gradient: layouts.append(gradient.stride()))
-        return output_BHTD.transpose(1, 2)
+        return output_BHTD
 
-    query, wide = torch.randn(2, 5, 3, 4, requires_grad=True), torch.randn(2, 5, 2, 3, 4)
+    monkeypatch.setattr("digenrl.models.attention.scaled_dot_product_attention", kernel)
+    attention = without_copies(lambda *arguments, **named: None)
+    inputs, wide = torch.randn(3, 2, 5, 3, 4, requires_grad=True).unbind(), torch.randn(2, 5, 2, 3, 4)
     for gradient in (wide[:, :, 0], wide[:, :, 0].contiguous()):
-        (found,) = torch.autograd.grad(with_contiguous_gradient(attention)(query), query, gradient)
+        (found,) = torch.autograd.grad(attention(*inputs), inputs[0], gradient)
         assert torch.equal(found, gradient)
-    assert layouts == [torch.empty(2, 3, 5, 4).stride()] * 2
+    assert layouts == [torch.empty(2, 5, 3, 4).transpose(1, 2).stride()] * 2
+    assert [each.data_ptr() for each in given] == [each.data_ptr() for each in inputs] * 2
 
 
 def test_a_trial_that_hangs_leaves_its_kernel_out(tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from torch import Tensor
 
+from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
 from digenrl.models.families.comfyui_layers import DIFFUSERS_NAMES
+from digenrl.models.families.flux_attention import FluxAttention
 from digenrl.models.families.helpers import (
     JOINT_ATTENTION,
     Text,
@@ -47,6 +49,9 @@ class FluxModel(PipelineModel):
 
     def __init__(self, pipeline: Any) -> None:
         super().__init__(pipeline)
+        if self.transformer is not None:
+            for block in repeated_blocks(self.transformer):
+                block.attn.set_processor(FluxAttention())  # type: ignore[union-attr,operator]
         self._image_ids: dict[tuple[int, int, torch.device, torch.dtype], Tensor] = {}
 
     def own_arguments(self, arguments: Mapping[str, Any], shares: TokenShares) -> dict[str, Any]:

@@ -6,11 +6,14 @@ Shape legend: B = rows, S = tokens of one stream, H = heads, D = a head's width,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
+
+from digenrl.models.lora import outputs_of
 
 Tables = tuple[Tensor, Tensor]  # for image and text: (S, D / 2, 2), the cosine and sine of every channel pair
 
@@ -46,8 +49,9 @@ class JointAttention:
         """The image's and the text's tokens, each after its own output layer."""
         assert attention_mask is None and image_rotary_emb is not None, "as this transformer calls it"
         image_table, text_table = image_rotary_emb
-        image = _projected(attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v))
-        text = _projected(attn, encoder_hidden_states, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj))
+        width = attn.inner_dim // attn.heads
+        image = in_heads((attn.to_q, attn.to_k, attn.to_v), hidden_states, width)
+        text = in_heads((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), encoder_hidden_states, width)
         image_q, image_k = rotated(attn.norm_q(image[0]), image_table), rotated(attn.norm_k(image[1]), image_table)
         text_q = rotated(attn.norm_added_q(text[0]), text_table)
         text_k = rotated(attn.norm_added_k(text[1]), text_table)
@@ -65,20 +69,33 @@ class JointAttention:
 
 
 def rotated(value_BSHD: Tensor, table_SP2: Tensor) -> Tensor:
-    """Rotates every pair of neighbouring channels, computed in fp32 (fp64 in an fp64 model).
+    """Rotates every pair of neighbouring channels by a table of cosines and sines.
 
     The table may also have a row for each row of the batch.
     """
+    cosine, sine = table_SP2.unsqueeze(-3).split(1, dim=-1)  # type: ignore[no-untyped-call]
+    return turned(value_BSHD, cosine, sine)
+
+
+def turned(value_BSHD: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotates every pair of neighbouring channels, computed in fp32 (fp64 in an fp64 model).
+
+    Cosine and sine have one value per pair: (S, 1, D / 2, 1). Both ways have the same result. Compiled without
+    gradient, swapping is faster: the norm, the rotation and what follows become one kernel.
+    """
     dtype = torch.promote_types(value_BSHD.dtype, torch.float32)
-    first, second = value_BSHD.to(dtype).reshape(*value_BSHD.shape[:-1], -1, 2).unbind(-1)
-    cosine, sine = table_SP2.unsqueeze(-3).unbind(-1)
-    turned = torch.stack([first * cosine - second * sine, first * sine + second * cosine], dim=-1)
-    return turned.flatten(-2).to(value_BSHD.dtype)
+    pairs = value_BSHD.to(dtype).unflatten(-1, (-1, 2))  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled():
+        first, second = pairs.split(1, dim=-1)
+        result = torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1)
+    else:
+        result = pairs * cosine + pairs.flip(-1) * torch.cat([-sine, sine], dim=-1)
+    return result.flatten(-2).to(value_BSHD.dtype)
 
 
-def _projected(attn: Any, states_BSW: Tensor, layers: tuple[nn.Module, ...]) -> list[Tensor]:
-    width = attn.inner_dim // attn.heads
-    return [layer(states_BSW).unflatten(-1, (-1, width)) for layer in layers]
+def in_heads(layers: Sequence[nn.Module], states_BSW: Tensor, width: int) -> list[Tensor]:
+    """The outputs of layers with the same input, each (B, S, H, width)."""
+    return [output.unflatten(-1, (-1, width)) for output in outputs_of(layers, states_BSW)]  # type: ignore[no-untyped-call]
 
 
 def joint_mask(text_mask_BT: Tensor | None, image_tokens: int) -> Tensor | None:

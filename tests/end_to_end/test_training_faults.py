@@ -243,7 +243,7 @@ def test_a_trainer_killed_too_often_ends_the_run_and_the_message_says_how_to_go_
     killer.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("lanes", ["lanes.rewards=1", "lanes.rewards=0", "mode=colocated"])
+@pytest.mark.parametrize("lanes", ["lanes.rewards=1", "mode=colocated"])
 def test_a_prompt_that_cannot_be_scored_is_replaced_by_the_same_other_one_wherever_it_is_scored(
     lanes: str, live: LiveRuns
 ) -> None:

@@ -22,7 +22,6 @@ TASKS = {
     "flow_grpo, all weights": ("training.lora=null", "algorithm.options.kl_weight=0.01"),
     "diffusion_nft": ("algorithm={name: diffusion_nft, options: {}}",),
     "flow_grpo, quantized base": ("model.base=nf4",),
-    "dance_grpo, two updates": ("algorithm={name: dance_grpo, options: {updates_per_batch: 2}}",),
 }
 
 

@@ -58,7 +58,7 @@ def reset_dynamo() -> Iterator[None]:
 
 
 # One of each way in which blocks are called: joint attention, unpadded text, a UNet, videos.
-COMPILED = ("sd3", "qwen_image", "z_image", "sdxl", "wan")
+COMPILED = ("qwen_image", "sdxl", "wan")
 
 
 def adapted(family: str) -> DiffusionModel:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from family_cases import ONE_PER_TRANSFORMER
 from live_runs import TINY
 from scored_groups import Rollout, nudge, scored_groups
 from source_pictures import encoded
@@ -82,7 +81,7 @@ def velocity_and_gradient(model: DiffusionModel, *, autocast: bool) -> dict[str,
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["adapters of a bf16 base", "all weights under autocast"])
-@pytest.mark.parametrize("family", [each for each in ONE_PER_TRANSFORMER if each != "hunyuan_video_1_5"])  # slow
+@pytest.mark.parametrize("family", ["sd3", "flux", "qwen_image", "wan", "sdxl"])
 def test_weights_that_are_rounded_before_use_can_be_rounded_before_they_are_sent(
     family: str, autocast: bool, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from scored_groups import RUN_SEED, Rollout, lively, toy, trajectories_of
+from tiny_pipelines import tiny_folder
 from torch import Tensor
 
 from digenrl.algorithms.contract import Algorithm
@@ -17,7 +18,6 @@ from digenrl.generation.windows import plan_rollouts
 from digenrl.models.contract import Conditioning
 from digenrl.models.registry import FAMILIES, find_family
 from digenrl.models.trajectory import Trajectory
-from digenrl.testing.tiny_models import make_tiny_pipeline
 from digenrl.worker import tensor_files
 from digenrl.worker.tensor_files import conditioning_of, conditioning_tensors, trajectory_tensors
 
@@ -98,9 +98,8 @@ def test_a_text_argument_that_is_none_stays_none() -> None:
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_rows_of_every_family_survive_a_round_trip(name: str, tmp_path: Path) -> None:
-    make_tiny_pipeline(name, tmp_path / "tiny", seed=0)
     family = find_family(name)
-    encoders = family.load_text_encoders(tmp_path / "tiny")
+    encoders = family.load_text_encoders(tiny_folder(name))
     (tmp_path / "exchange").mkdir()
     exchange = TensorExchange(ExchangeFolder(tmp_path / "exchange"))
     for negative in (None, ["blurred"]) if family.uses_negative_prompts else (None,):

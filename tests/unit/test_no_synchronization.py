@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 from host_visits import HostVisits, without_autocast
-from scored_groups import LIVELY, Rollout, lively, scored_groups, trainer_of, trajectories_of
+from scored_groups import Rollout, lively, scored_groups, trainer_of, trajectories_of
 from source_pictures import encoded
 from tiny_pipelines import tiny_model
 
@@ -20,7 +20,8 @@ from digenrl.testing.tiny_models import tiny_size
 
 REWARDS = (0.0, 1.0, 5.0, 2.0)
 FAMILY_KINDS = ("sd3", "flux", "sdxl", "wan")  # with negative prompts, without, a UNet and videos
-CASES = [*(("sd3", name) for name in LIVELY), *((family, "flow_grpo") for family in FAMILY_KINDS[1:])]
+ALGORITHM_KINDS = ("flow_grpo", "dance_grpo", "diffusion_nft", "flow_dpo")
+CASES = [*(("sd3", name) for name in ALGORITHM_KINDS), *((family, "flow_grpo") for family in FAMILY_KINDS[1:])]
 
 
 def adapted(family: str) -> DiffusionModel:

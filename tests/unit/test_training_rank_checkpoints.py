@@ -130,8 +130,10 @@ def saved_by(tmp_path_factory):
     return results
 
 
-@LORA_OR_SHARDED
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("lora", "before", "after"),
+    [(True, 2, 2), (False, 2, 2), (True, 2, 1), (False, 1, 2), (False, 3, 2)],
+)
 def test_any_number_of_ranks_resumes_from_a_checkpoint(tmp_path, saved_by, lora, before, after):
     case = replace(CASE, lora=lora)
     through = saved_by(before, lora)

@@ -6,8 +6,6 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # One thread per test process: several processes with several threads each are slower than one.
 export OMP_NUM_THREADS ?= 1
-# Tests start many processes; without cached bytecode each of them would compile the package again.
-unexport PYTHONDONTWRITEBYTECODE
 
 comma       := ,
 EXTRAS      := dev,train,ray,ocr,serve,video,vision

@@ -153,6 +153,7 @@ def test_a_full_disk_is_not_a_users_mistake(
 ) -> None:
     command = ["digenrl", "prompts", "ocr_signs", "--count", "200", "--out", str(tmp_path / "prompts.txt")]
     monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # it would be cut off as well
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:

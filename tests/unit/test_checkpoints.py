@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import resource
+import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -53,12 +54,14 @@ def train(trainer, groups):
 @contextmanager
 def files_of_at_most(size):
     """Makes real writes beyond this size fail, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before, wrote_none = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
+    sys.dont_write_bytecode = True  # bytecode would be cut off as well
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        sys.dont_write_bytecode = wrote_none
 
 
 def names_in(folder):

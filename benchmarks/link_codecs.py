@@ -8,7 +8,7 @@ its place, which gives the numbers of real links. All 101 layers of the ResNet h
 classify noisy 32 x 32 pictures, of which a tenth has a wrong label. GPT-2 has 6 layers of width 64 and reads the
 source of Python's argparse, character by character. Every codec starts from the same weights and sees the same
 batches. The learning rate falls linearly to zero. The loss is that of 1,024 other samples, or 512 pieces of text,
-after the last step. A run without codecs whose initial weights have a relative noise of 1e-4 shows how much of a
+after the last step, computed with the codecs. A run without codecs whose initial weights have a relative noise of 1e-4 shows how much of a
 difference is chance.
 """
 
@@ -38,14 +38,14 @@ from digenrl.stages.codecs import decode, encode
 from digenrl.stages.partition import even_bounds
 
 STAGES = 3
-JUDGED_BATCHES, JUDGED_SEED = {"resnet101": 64, "gpt2": 32}, 1_000
+HELD_OUT_BATCHES, HELD_OUT_SEED = {"resnet101": 64, "gpt2": 32}, 1_000
 CLASSES, WRONG_LABELS, NOISE = 10, 0.1, 0.5
 BATCH, CONTEXT = 16, 32  # samples, characters
 
-NUDGED = "none, other rounding of the initial weights"
+NOISY = "none, noise of 1e-4 on the initial weights"
 CODECS = {
     "none": LinkCodecs(),
-    NUDGED: LinkCodecs(),
+    NOISY: LinkCodecs(),
     "int8": LinkCodecs(Codec("int8"), Codec("int8")),
     "gradients int4": LinkCodecs(gradients=Codec("int4")),
     "gradients sampled 1/10": LinkCodecs(gradients=Codec("sampled", 10)),
@@ -158,7 +158,7 @@ def train(model: str, codecs: str, steps: int, seed: int) -> Row:
     chain = make_chain()
     cuts = even_bounds(len(chain), STAGES)[1:-1]
     parameters = list(dict.fromkeys(p for module in chain for p in module.parameters()))
-    if codecs == NUDGED:
+    if codecs == NOISY:
         for parameter in parameters:
             parameter.data.mul_(1 + 1e-4 * torch.randn_like(parameter))
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, fused=True)
@@ -181,7 +181,7 @@ def train(model: str, codecs: str, steps: int, seed: int) -> Row:
     for module in chain:
         module.eval()
     with torch.no_grad():
-        losses = [float(loss_of(batch)) for batch in islice(batches(JUDGED_SEED), JUDGED_BATCHES[model])]
+        losses = [float(loss_of(batch)) for batch in islice(batches(HELD_OUT_SEED), HELD_OUT_BATCHES[model])]
     return Row(model, codecs, seed, fmean(losses), perf_counter() - began)
 
 

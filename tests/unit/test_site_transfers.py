@@ -27,7 +27,7 @@ from digenrl.transports.ray import weight_broadcast
 from digenrl.transports.ray.capacity import ClusterResources, NodeResources, ResourceRequest
 from digenrl.transports.ray.sites import Sites, check_site_labels
 from digenrl.transports.ray.weight_broadcast import WeightBroadcaster, WeightTransfer
-from digenrl.transports.ray.weight_routes import Receiver, Route, choose_routes
+from digenrl.transports.ray.weight_routes import WeightReceiver, Route, choose_routes
 
 TRAINER, HOME, FAR, THIRD = "trainer", "home", "far", "third"
 
@@ -37,11 +37,11 @@ TRAINER, HOME, FAR, THIRD = "trainer", "home", "far", "third"
 
 def test_pools_of_another_site_receive_together_and_pools_of_the_trainers_separately() -> None:
     receivers = [
-        Receiver("a", "fast", "", "w1"),
-        Receiver("b", "slow", "", "w1"),
-        Receiver("c", "fast", FAR, "w1"),
-        Receiver("d", "slow", FAR, "w1"),
-        Receiver("e", "slow", THIRD, "w1"),
+        WeightReceiver("a", "fast", "", "w1"),
+        WeightReceiver("b", "slow", "", "w1"),
+        WeightReceiver("c", "fast", FAR, "w1"),
+        WeightReceiver("d", "slow", FAR, "w1"),
+        WeightReceiver("e", "slow", THIRD, "w1"),
     ]
     assert choose_routes(receivers, TRAINER, {}, ()) == [
         Route(TRAINER, "pool fast", "", "w1", ("a",)),
@@ -52,7 +52,11 @@ def test_pools_of_another_site_receive_together_and_pools_of_the_trainers_separa
 
 
 def test_one_that_joined_waits_for_the_patch_of_the_others_and_gets_the_whole_version_from_them() -> None:
-    receivers = [Receiver("new", "p", FAR, ""), Receiver("newer", "p", FAR, ""), Receiver("old", "p", FAR, "w1")]
+    receivers = [
+        WeightReceiver("new", "p", FAR, ""),
+        WeightReceiver("newer", "p", FAR, ""),
+        WeightReceiver("old", "p", FAR, "w1"),
+    ]
     assert choose_routes(receivers, TRAINER, {}, ()) == [Route(TRAINER, "site far", FAR, "w1", ("old",))]
     assert choose_routes(receivers[:2], TRAINER, {}, {FAR}) == []
     assert choose_routes(receivers[:2], TRAINER, {FAR: "old"}, ()) == [

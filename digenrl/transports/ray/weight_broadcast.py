@@ -13,7 +13,7 @@ from digenrl.records import Committed, Exported, Job, Publish, WeightsReference
 from digenrl.transports.contract import Report
 from digenrl.transports.ray.actors import BROADCAST, BROADCAST_THREADS
 from digenrl.transports.ray.sites import Sites
-from digenrl.transports.ray.weight_routes import Receiver, Route, choose_routes
+from digenrl.transports.ray.weight_routes import WeightReceiver, Route, choose_routes
 from digenrl.transports.ray.worker_handles import WorkerHandle
 
 MIN_TIMEOUT_S = 20.0  # for members to join
@@ -127,7 +127,7 @@ class WeightBroadcaster:
         """Routes for workers that lack the weights and can receive them."""
         receiving = self._receiving()
         receivers = [
-            Receiver(
+            WeightReceiver(
                 worker,
                 self._workers[worker].assignment.pool or "",
                 self._site(worker, sender, name),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Receiver:
+class WeightReceiver:
     """A worker that lacks a version, and the newest one that it holds, if any.
 
     `site` is empty for a worker in the trainer's site or in none.
@@ -23,7 +23,7 @@ class Receiver:
 class Route:
     """A sender, and the receivers to which it sends one version. All of them hold `held`.
 
-    `link` names what is between them: its rate is measured. `site` is that of the receivers, as in Receiver.
+    `link` names what is between them: its rate is measured. `site` is that of the receivers, as in WeightReceiver.
     """
 
     sender: str
@@ -34,7 +34,7 @@ class Route:
 
 
 def choose_routes(
-    receivers: Iterable[Receiver], trainer: str, forwarders: Mapping[str, str], arriving: Collection[str]
+    receivers: Iterable[WeightReceiver], trainer: str, forwarders: Mapping[str, str], arriving: Collection[str]
 ) -> list[Route]:
     """Routes for receivers of one version; those that are left out have to wait.
 

@@ -8,8 +8,8 @@ its place, which gives the numbers of real links. All 101 layers of the ResNet h
 classify noisy 32 x 32 pictures, of which a tenth has a wrong label. GPT-2 has 6 layers of width 64 and reads the
 source of Python's argparse, character by character. Every codec starts from the same weights and sees the same
 batches. The learning rate falls linearly to zero. The loss is that of 1,024 other samples, or 512 pieces of text,
-after the last step, computed with the codecs. A run without codecs whose initial weights have a relative noise of 1e-4 shows how much of a
-difference is chance.
+after the last step, computed with the codecs. A run without codecs whose initial weights have a relative noise of
+1e-4 shows how much of a difference is chance.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from digenrl.transports.ray import weight_broadcast
 from digenrl.transports.ray.capacity import ClusterResources, NodeResources, ResourceRequest
 from digenrl.transports.ray.sites import Sites, check_site_labels
 from digenrl.transports.ray.weight_broadcast import WeightBroadcaster, WeightTransfer
-from digenrl.transports.ray.weight_routes import WeightReceiver, Route, choose_routes
+from digenrl.transports.ray.weight_routes import Route, WeightReceiver, choose_routes
 
 TRAINER, HOME, FAR, THIRD = "trainer", "home", "far", "third"
 

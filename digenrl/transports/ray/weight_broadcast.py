@@ -13,7 +13,7 @@ from digenrl.records import Committed, Exported, Job, Publish, WeightsReference
 from digenrl.transports.contract import Report
 from digenrl.transports.ray.actors import BROADCAST, BROADCAST_THREADS
 from digenrl.transports.ray.sites import Sites
-from digenrl.transports.ray.weight_routes import WeightReceiver, Route, choose_routes
+from digenrl.transports.ray.weight_routes import Route, WeightReceiver, choose_routes
 from digenrl.transports.ray.worker_handles import WorkerHandle
 
 MIN_TIMEOUT_S = 20.0  # for members to join

@@ -82,6 +82,13 @@ class _ContiguousGradient(torch.autograd.Function):
         return gradient.contiguous()
 
 
+class AttentionProcessor:
+    """What diffusers expects of an attention processor: a kernel, which `AttentionSwitch` may set."""
+
+    _attention_backend: Any = None
+    _parallel_config: Any = None
+
+
 class AttentionSwitch:
     """Sets the kernel of all attention processors of a transformer. The one of replays is set between rollouts."""
 

@@ -11,16 +11,14 @@ import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor
 
+from digenrl.models.attention import AttentionProcessor
 from digenrl.models.families.qwen_attention import in_heads, turned
 
 Tables = tuple[Tensor, Tensor]  # cosines and sines, (J, D): both channels of a pair have the same
 
 
-class FluxAttention:
+class FluxAttention(AttentionProcessor):
     """An attention processor for both kinds of blocks: with a stream of text beside the image, and without."""
-
-    _attention_backend = None  # rollouts may set another kernel; see `digenrl.models.attention`
-    _parallel_config = None
 
     def __call__(
         self,

@@ -15,6 +15,8 @@ from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from digenrl.models.attention import AttentionProcessor
+
 WORD, GLYPH = 1, 2  # in the mask of a text
 
 
@@ -60,11 +62,8 @@ def embedded_text(transformer: Any, timestep: Tensor, text_BTD: Tensor, mask_BT:
     return torch.where((mask_BT == GLYPH)[..., None], glyphs_BTD, words_BTD)
 
 
-class VideoThenText:
+class VideoThenText(AttentionProcessor):
     """An attention processor: both streams attend to each other, except for padding of the text."""
-
-    _attention_backend = None  # rollouts may set another kernel; see `digenrl.models.attention`
-    _parallel_config = None
 
     def __call__(
         self,

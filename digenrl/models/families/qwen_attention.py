@@ -13,6 +13,7 @@ import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 
+from digenrl.models.attention import AttentionProcessor
 from digenrl.models.lora import outputs_of
 
 Tables = tuple[Tensor, Tensor]  # for image and text: (S, D / 2, 2), the cosine and sine of every channel pair
@@ -31,11 +32,8 @@ class RealRotations(nn.Module):
         return torch.view_as_real(image), torch.view_as_real(text)
 
 
-class JointAttention:
+class JointAttention(AttentionProcessor):
     """An attention processor: both streams attend to each other, text before image."""
-
-    _attention_backend = None  # rollouts may set another kernel; see `digenrl.models.attention`
-    _parallel_config = None
 
     def __call__(
         self,

@@ -17,6 +17,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 from transformers import BatchEncoding
 
+from digenrl.models.attention import AttentionProcessor
 from digenrl.models.families.qwen_attention import joint_mask, rotated
 
 
@@ -78,11 +79,8 @@ class RowPositions(nn.Module):
         return torch.cat([text_TP2.expand(len(length_B), -1, -1, -1), image_BSP2], dim=1)
 
 
-class TextThenImage:
+class TextThenImage(AttentionProcessor):
     """An attention processor: text attends to the text before it, and the image to everything."""
-
-    _attention_backend = None  # rollouts may set another kernel; see `digenrl.models.attention`
-    _parallel_config = None
 
     def __call__(
         self,

@@ -14,6 +14,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from digenrl.models.attention import AttentionProcessor
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
 from digenrl.models.families.comfyui_layers import DIFFUSERS_NAMES
@@ -49,11 +50,8 @@ class RealTables:
         return torch.view_as_real(self.tables(ids))
 
 
-class SingleStreamAttention:
+class SingleStreamAttention(AttentionProcessor):
     """An attention processor of all tokens, with rotary tables in real numbers."""
-
-    _attention_backend = None  # rollouts may set another kernel; see `digenrl.models.attention`
-    _parallel_config = None
 
     def __call__(
         self,

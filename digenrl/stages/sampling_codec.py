@@ -29,12 +29,12 @@ def encode_sampled(values: Tensor, entries: int) -> Tensor:
     if not bool(largest.isfinite()):
         counts.fill_(-1)  # decodes to NaN: errors stay visible
     elif bool(largest > 0):
-        probabilities = _probabilities(flat.abs() / largest, min(entries, flat.numel()))
+        chances = probabilities(flat.abs() / largest, min(entries, flat.numel()))
         half = 1 << (PROBABILITY_BITS - 1)
-        passed = (probabilities.cumsum(0) + half) >> PROBABILITY_BITS
+        passed = (chances.cumsum(0) + half) >> PROBABILITY_BITS
         taken = torch.diff(passed, prepend=passed.new_zeros(1)).nonzero()[:, 0][:entries]
         counts = torch.bincount(taken // SAMPLED_BLOCK, minlength=blocks).to(torch.int32)
-        shares = probabilities[taken].double() / (1 << PROBABILITY_BITS)
+        shares = chances[taken].double() / (1 << PROBABILITY_BITS)
         sent[: len(taken)] = (flat[taken] / shares).to(torch.bfloat16)
         places[: len(taken)] = (taken % SAMPLED_BLOCK - SAMPLED_BLOCK // 2).to(torch.int16)
     return torch.cat([part.view(torch.uint8) for part in (counts, sent, places)])
@@ -63,7 +63,7 @@ def decode_sampled(payload: Tensor, count: int, entries: int) -> Tensor:
     return whole
 
 
-def _probabilities(relative: Tensor, taken: int) -> Tensor:
+def probabilities(relative: Tensor, taken: int) -> Tensor:
     """Of each value to be taken, as integers: min(1, c * magnitude) with the c for which their sum is `taken`.
 
     `relative` are magnitudes in units of the largest one.
@@ -73,5 +73,5 @@ def _probabilities(relative: Tensor, taken: int) -> Tensor:
     left = taken - torch.arange(taken, device=units.device)
     remaining = units.sum() - largest.cumsum(0) + largest  # each and all smaller ones
     certain = (largest * left >= remaining).long().cumprod(0).sum().clamp(max=taken - 1)
-    per_unit = left[certain].double() / remaining[certain]
+    per_unit = left[certain].double() / remaining[certain].clamp(min=1)  # 0 if all values that are left are 0
     return (units * per_unit).clamp(max=1).mul(1 << PROBABILITY_BITS).round().long()

@@ -16,6 +16,7 @@ from digenrl.stages.codec_choice import (
 from digenrl.stages.codecs import decode, encode
 from digenrl.stages.messages import pack, unpack
 from digenrl.stages.pacing import PacedLink
+from digenrl.stages.sampling_codec import PROBABILITY_BITS, probabilities
 
 VALUES = 32_768
 CPU = torch.device("cpu")
@@ -81,6 +82,12 @@ def test_a_sample_is_right_on_average_and_has_the_largest_values() -> None:
     largest = tensor.abs().flatten().topk(20).indices
     ours = coded(tensor, Codec("sampled", 10)).flatten()
     assert torch.allclose(ours[largest], tensor.flatten()[largest], rtol=2**-8)
+
+
+def test_probabilities_are_numbers_where_fewer_values_than_wanted_are_not_zero() -> None:
+    relative = torch.tensor([0.0, 1.0, 0.0, 0.5, 0.0])
+    assert (probabilities(relative, 4) / 2**PROBABILITY_BITS).tolist() == [0.0, 1.0, 0.0, 1.0, 0.0]
+    assert (probabilities(relative, 1) / 2**PROBABILITY_BITS).tolist() == pytest.approx([0, 2 / 3, 0, 1 / 3, 0])
 
 
 def test_samples_of_many_blocks_keep_their_places() -> None:

@@ -1,14 +1,16 @@
-"""Does the demo learn as well with a quantized base? Adapters on each base, several seeds each.
+"""Does a model learn as well with a quantized base? Adapters on each base, several seeds each.
 
     python benchmarks/base_precision.py runs/base                # 4 bases, 3 seeds: an hour on two cores
     python benchmarks/base_precision.py runs/base --json         # the curves
     python benchmarks/base_precision.py runs/base --bases nf4 unquantized --seeds 0 --steps 10
     python benchmarks/base_precision.py runs/dark --darkness --at-once 3 --dtype bfloat16   # on a GPU, without OCR
     python benchmarks/base_precision.py runs/fp8 --darkness --bases unquantized weighted per_element
+    python benchmarks/base_precision.py runs/large --darkness --dtype bfloat16 --layers 38 batch.prompts=4
 
 Runs that the folder already contains are not repeated. On a CPU, fp8 products are computed in fp32 with the same
 values. Accuracy is the share of 200 held-out numbers that the OCR model reads exactly; the reward of training is
 the mean of the last tenth of the steps. With `--darkness` dark images are rewarded, and nothing is held out.
+`--layers` trains a larger transformer with random weights instead of the demo's. KEY=VALUE overrides the recipe.
 
 With the "bases" `weighted` and `per_element`, generators sample with an fp8 base and the trainer has an
 unquantized one. Terms are weighted with the importance weight of a whole denoising step, or with that of one
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -76,8 +79,26 @@ def overrides(base: str, seed: int, options: argparse.Namespace) -> list[str]:
             "techniques.tag=none",
             f"lanes.generators={options.generators}",
             "lanes.rewards=0",
+            *options.overrides,
         ]
-    return [*given, f"model.base={base}", *["mode=colocated"] * options.darkness]
+    return [*given, f"model.base={base}", *["mode=colocated"] * options.darkness, *options.overrides]
+
+
+def save_larger_model(folder: Path, layers: int, dtype: str) -> None:
+    """The demo's pipeline with a transformer that is as wide as SD3.5 large's, of random weights."""
+    import torch
+    from diffusers import SD3Transformer2DModel
+
+    from digenrl.demo import model_folder
+
+    shutil.copytree(model_folder(), folder)
+    config = SD3Transformer2DModel.load_config(folder, subfolder="transformer")
+    config |= {"num_layers": layers, "num_attention_heads": 38, "attention_head_dim": 64}
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        transformer = SD3Transformer2DModel.from_config({**config, "caption_projection_dim": 38 * 64})
+    shutil.rmtree(folder / "transformer")
+    transformer.to(getattr(torch, dtype)).save_pretrained(folder / "transformer")
 
 
 def run(base: str, seed: int, folder: Path, options: argparse.Namespace) -> None:
@@ -111,7 +132,7 @@ def read(base: str, seed: int, folder: Path) -> Curve:
 
 def table(curves: list[Curve]) -> Table:
     """One row per base: mean and spread over seeds."""
-    result = Table(title="Adapters on the demo's model")
+    result = Table(title="Adapters on a frozen base")
     for heading in ("base", "seeds", "reward at first", "reward at last"):
         result.add_column(heading)
     evaluated = all(curve.accuracy for curve in curves)
@@ -141,6 +162,10 @@ def spread(values: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the runs are")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings for all runs")
+    parser.add_argument(
+        "--layers", type=int, help="of a transformer with random weights, as wide as SD3.5 large's"
+    )
     parser.add_argument("--bases", nargs="+", choices=(*BASES, *FP8_ROLLOUTS), default=BASES)
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
     parser.add_argument("--steps", type=int, default=120)
@@ -152,8 +177,13 @@ def main() -> None:
     )
     parser.add_argument("--at-once", type=int, default=1, help="runs at the same time")
     parser.add_argument("--json", action="store_true", help="print the curves as JSON")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     stderr = Console(stderr=True)
+    if options.layers is not None:
+        model = options.folder / f"layers_{options.layers}"
+        if not model.exists():
+            save_larger_model(model, options.layers, options.dtype)
+        options.overrides.append(f"model.source={model}")
     wanted = {(base, seed): options.folder / f"{base}_{seed}" for seed in options.seeds for base in options.bases}
     missing = {key: folder for key, folder in wanted.items() if not finished(folder)}
     with ThreadPoolExecutor(options.at_once) as pool:

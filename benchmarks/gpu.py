@@ -90,6 +90,7 @@ class Measured:
     pair_s: float = 0.0
     pair_against_s: float = 0.0
     eager_pair_s: dict[str, float | None] = field(default_factory=dict)
+    allocation_retries: int = 0
     pack_size: int = 0
     checkpointed_blocks: int = 0
     peak_gib: float = 0.0
@@ -145,7 +146,8 @@ def measure_passes(result: Measured, recipe: Recipe, options: argparse.Namespace
     if "forward" in options.only:
         result.forward_s = {rows: forward_seconds(model, rows) for rows in case.slices}
     if "replay" in options.only:
-        result.pair_s, result.pack_size, result.checkpointed_blocks = replay_seconds(model, case)
+        result.pair_s, result.pack_size, result.checkpointed_blocks, retries = replay_seconds(model, case)
+        result.allocation_retries = retries
     if options.against is not None:
         model.model.use_attention(options.against)
         if "forward" in options.only:

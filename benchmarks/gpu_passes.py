@@ -7,13 +7,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 from gpu_cases import Case, Loaded, window
+from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor
 
 from digenrl.config.attention import Kernels
 from digenrl.config.recipe import Recipe
 from digenrl.driver.forwards import chosen_kernels, passes_to_try
 from digenrl.models.contract import DiffusionModel
+from digenrl.models.families.flux_attention import FluxAttention
+from digenrl.models.families.qwen_attention import JointAttention, RealRotations
+from digenrl.models.lora import AdaptedLinear
 from digenrl.models.trajectory import ScoredGroup, Trajectory
 from digenrl.models.transfers import synchronize
 from digenrl.records import Slice
@@ -23,6 +29,8 @@ from digenrl.worker.forward_trial import sample_forward, try_attention
 from digenrl.worker.rollouts import roll_out
 
 SAMPLES = 4  # replayed, at most
+
+PROCESSORS = {JointAttention: QwenDoubleStreamAttnProcessor2_0, FluxAttention: FluxAttnProcessor}  # diffusers' own
 
 # How a replay is done without this package: pairs in a forward, and whether all blocks are checkpointed.
 EAGER_REPLAYS = {"1 checkpointed": (1, True), "4 checkpointed": (4, True), "4": (4, False)}
@@ -41,10 +49,35 @@ def seconds_of(work: Callable[[], object], device: torch.device, warm_ups: int, 
 
 @contextmanager
 def eager_mode(model: DiffusionModel) -> Iterator[None]:
-    """Inside, compiled blocks run eagerly, and CUDA graphs are not used."""
+    """Inside, blocks run eagerly, with the layers of diffusers and peft. CUDA graphs are not used."""
     model.release_rollout_memory()
-    with torch.compiler.set_stance("force_eager"):
+    with torch.compiler.set_stance("force_eager"), diffusers_layers(model):
         yield
+
+
+@contextmanager
+def diffusers_layers(model: DiffusionModel) -> Iterator[None]:
+    """Inside, attention and adapters are those of diffusers and peft."""
+    transformer = model.transformer
+    attention = [each for each in transformer.modules() if type(getattr(each, "processor", None)) in PROCESSORS]
+    adapted = [each for each in transformer.modules() if type(each) is AdaptedLinear]
+    own = [each.processor for each in attention]
+    rotations = getattr(transformer, "pos_embed", None)
+    for each in attention:
+        each.processor = PROCESSORS[type(each.processor)]()
+    for each in adapted:
+        each.__class__ = LoraLinear
+    if isinstance(rotations, RealRotations):
+        transformer.pos_embed = rotations.tables
+    try:
+        yield
+    finally:
+        if isinstance(rotations, RealRotations):
+            transformer.pos_embed = rotations
+        for each in adapted:
+            each.__class__ = AdaptedLinear
+        for each, processor in zip(attention, own, strict=True):
+            each.processor = processor
 
 
 def use_tried_kernels(loaded: Loaded) -> tuple[Kernels | None, Mapping[str, Mapping[str, float]]]:
@@ -104,14 +137,23 @@ def replay_of(loaded: Loaded, case: Case) -> tuple[Trainer, Callable[[], float]]
     return trainer, lambda: trainer.calibrate(group)
 
 
-def replay_seconds(loaded: Loaded, case: Case) -> tuple[float, int, int]:
-    """Seconds of one compiled pair in the chosen pack, the pack size, and the number of checkpointed blocks."""
+def replay_seconds(loaded: Loaded, case: Case) -> tuple[float, int, int, int]:
+    """Seconds of one compiled pair in the chosen pack, the pack size, and the number of checkpointed blocks.
+
+    And how often torch's allocator had to return memory to the GPU and try again, which slows replays down.
+    """
     trainer, replay = replay_of(loaded, case)
     share = replay()
+    before = _allocation_retries(loaded.model.device)
     seconds = seconds_of(replay, loaded.model.device, warm_ups=1, times=2)
+    retries = _allocation_retries(loaded.model.device) - before
     assert trainer.plan is not None, "a replay makes a plan"
     pairs = share * case.group * case.trained_steps
-    return seconds / pairs, trainer.plan.pack_size, trainer.plan.checkpointed
+    return seconds / pairs, trainer.plan.pack_size, trainer.plan.checkpointed, retries
+
+
+def _allocation_retries(device: torch.device) -> int:
+    return torch.cuda.memory_stats(device)["num_alloc_retries"] if device.type == "cuda" else 0
 
 
 def eager_replay_seconds(loaded: Loaded) -> dict[str, float | None]:
@@ -125,7 +167,9 @@ def eager_replay_seconds(loaded: Loaded) -> dict[str, float | None]:
 def _eager_pair_seconds(loaded: Loaded, pack: int, checkpointed: bool) -> float | None:
     """Samples with one trained step each, in packs of this size."""
     sample = loaded.recipe.sample.model_copy(update={"denoising_steps": 3, "window": window(1, 3)})
-    recipe = packed(loaded.recipe, pack, checkpointed).model_copy(update={"sample": sample})
+    recipe = packed(loaded.recipe, pack, checkpointed)
+    training = recipe.training.model_copy(update={"autocast": "bf16"})  # the adapters are in fp32
+    recipe = recipe.model_copy(update={"sample": sample, "training": training})
     recipe = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"samples_per_prompt": SAMPLES})})
     blueprint, samples = read_blueprint(recipe), max(2, pack)
     with eager_mode(loaded.model):

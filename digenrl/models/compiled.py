@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.fused_gelu import fuse_gelus
+from digenrl.models.quantized.feed_forward import fuse_feed_forwards
 from digenrl.models.quantized.layers import QuantizedLinear
 from digenrl.models.row_kernels import keep_rows_in_registers
 
@@ -36,6 +37,7 @@ def compile_blocks(model: DiffusionModel, backend: str | Callable[..., Any] = "i
                 layer.fused = real
         if real:
             fuse_gelus(block)
+            fuse_feed_forwards(block)
         names = tuple(inspect.signature(type(block).forward).parameters)[1:]
         block.register_forward_pre_hook(partial(_normalize_inputs, model, names), with_kwargs=True)
         # The forward, not the module: calling a module runs the same code for every kind of block, and graphs are

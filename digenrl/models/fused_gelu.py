@@ -33,7 +33,19 @@ def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def gelu_by_sigmoid(x: Tensor) -> Tensor:
     """GELU (tanh), computed in fp32 (fp64 in an fp64 model)."""
     value = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (value * torch.sigmoid(sqrt(8 / pi) * (value + CUBIC * value * value * value))).to(x.dtype)
+    return (value * _gate(value)).to(x.dtype)
+
+
+def gelu_gradient(x: Tensor) -> Tensor:
+    """The derivative of GELU (tanh), computed in the same way."""
+    value = x.to(torch.promote_types(x.dtype, torch.float32))
+    gate = _gate(value)
+    slope = gate + value * gate * (1 - gate) * sqrt(8 / pi) * (1 + 3 * CUBIC * value * value)
+    return slope.to(x.dtype)
+
+
+def _gate(value: Tensor) -> Tensor:
+    return torch.sigmoid(sqrt(8 / pi) * (value + CUBIC * value * value * value))
 
 
 def in_product(x: Tensor) -> bool:

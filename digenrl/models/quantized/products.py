@@ -112,30 +112,37 @@ class Fp8Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(transposed_KN, transposed_scale_K1)
         ctx.native = native
-        return _fp8_product(x, qweight_NK, scale_N1, native)
+        return fp8_product(x, qweight_NK, scale_N1, native)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         transposed_KN, scale_K1 = ctx.saved_tensors
         assert transposed_KN is not None, "loaded for generating only: there is no transposed copy of the weights"
-        return (_fp8_product(gradient, transposed_KN, scale_K1, ctx.native), *[None] * 5)
+        return (fp8_product(gradient, transposed_KN, scale_K1, ctx.native), *[None] * 5)
 
 
-def _fp8_product(x: Tensor, qweight_NK: Tensor, scale_N1: Tensor, native: bool) -> Tensor:
+def fp8_product(x: Tensor, qweight_NK: Tensor, scale_N1: Tensor, native: bool) -> Tensor:
+    """x W^T in the dtype of x, which is quantized by rows."""
     values_MK, scale_M1 = quantize_fp8(x.reshape(-1, x.shape[-1]))
+    product_MN = multiplied_fp8(values_MK, scale_M1, qweight_NK, scale_N1, native, x.dtype)
+    return product_MN.view(*x.shape[:-1], -1)
+
+
+def multiplied_fp8(
+    values_MK: Tensor, scale_M1: Tensor, qweight_NK: Tensor, scale_N1: Tensor, native: bool, dtype: torch.dtype
+) -> Tensor:
+    """The product of rows in e4m3 with weights in e4m3."""
     if native:
-        product_MN = torch._scaled_mm(
+        return torch._scaled_mm(
             values_MK,
             qweight_NK.t(),  # column-major, as the card's fp8 units need it
             scale_a=scale_M1,
             scale_b=scale_N1.t(),
             out_dtype=torch.bfloat16,
             use_fast_accum=True,
-        ).to(x.dtype)
-    else:
-        sums_MN = linear(values_MK.to(x.dtype), qweight_NK.to(x.dtype)).float()
-        product_MN = (sums_MN * scale_M1 * scale_N1.t()).to(x.dtype)
-    return product_MN.view(*x.shape[:-1], -1)
+        ).to(dtype)
+    sums_MN = linear(values_MK.to(dtype), qweight_NK.to(dtype)).float()
+    return (sums_MN * scale_M1 * scale_N1.t()).to(dtype)
 
 
 def has_fp8_units(device: torch.device) -> bool:

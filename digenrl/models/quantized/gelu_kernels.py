@@ -1,0 +1,123 @@
+"""Triton kernels that compute GELU (tanh), or its gradient, and quantize the rows to e4m3. Imported on GPUs only.
+
+A row stays in registers between the search for its largest value and the division by its scale, so that it is read
+once. The compiler's own kernels for such long rows take twice as long.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import jit
+
+from digenrl.models.quantized.formats import FP8
+
+WARPS = 8  # of a row; measured best of 4, 8, 16 and 32 for 12,288 channels
+
+
+def gelu_rows(product_MN: Tensor, bias_N: Tensor, beside_MW: Tensor | None) -> tuple[Tensor, Tensor]:
+    """[beside, GELU(product + bias)] in e4m3, (M, W + N), and the scale of each row."""
+    beside = product_MN if beside_MW is None else beside_MW
+    width = 0 if beside_MW is None else beside.shape[1]
+    return _launched(product_MN, bias_N, product_MN, beside, width, backward=False)
+
+
+def gelu_gradient_rows(gradient_MN: Tensor, product_MN: Tensor, bias_N: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of the product in e4m3, and the scale of each row."""
+    return _launched(product_MN, bias_N, gradient_MN, product_MN, width=0, backward=True)
+
+
+def _launched(
+    product_MN: Tensor, bias_N: Tensor, gradient_MN: Tensor, beside_MW: Tensor, width: int, *, backward: bool
+) -> tuple[Tensor, Tensor]:
+    rows, columns = product_MN.shape
+    assert {each.stride(1) for each in (product_MN, gradient_MN, beside_MW)} == {1}, "rows are contiguous"
+    values = torch.empty(rows, width + columns, device=product_MN.device, dtype=FP8)
+    scales = torch.empty(rows, 1, device=product_MN.device)
+    pieces = (
+        3 if columns % 3 == 0 else 1
+    )  # the length of a piece is a power of two: hidden widths are often 3 x 2^n
+    _rows[(rows,)](
+        product_MN,
+        bias_N,
+        gradient_MN,
+        beside_MW,
+        values,
+        scales,
+        product_MN.stride(0),
+        gradient_MN.stride(0),
+        beside_MW.stride(0),
+        columns,
+        width,
+        PIECE=triton.next_power_of_2(triton.cdiv(columns, pieces)),
+        PIECES=pieces,
+        BESIDE=triton.next_power_of_2(width) if width else 0,
+        BACKWARD=backward,
+        num_warps=WARPS,
+    )
+    return values, scales
+
+
+@jit
+def _piece(product, bias, gradient, column, columns, BACKWARD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Part of a row of GELU(product + bias), or of the gradient of the product."""
+    inside = column < columns
+    x = tl.load(product + column, mask=inside, other=0.0).to(tl.float32)
+    x += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    if BACKWARD:
+        slope = gate + x * gate * (1 - gate) * 1.5957691216057308 * (1 + 0.134145 * x * x)
+        x, gate = tl.load(gradient + column, mask=inside, other=0.0).to(tl.float32), slope
+    return x * gate
+
+
+@jit
+def _store(values, column, columns, value, inverse):  # type: ignore[no-untyped-def]
+    tl.store(values + column, (value * inverse).to(tl.float8e4nv), mask=column < columns)
+
+
+@jit
+def _rows(  # type: ignore[no-untyped-def]
+    product,
+    bias,
+    gradient,
+    beside,
+    values,
+    scales,
+    product_stride,
+    gradient_stride,
+    beside_stride,
+    columns,
+    width,
+    PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
+    BESIDE: tl.constexpr,
+    BACKWARD: tl.constexpr,
+):
+    """One row per program."""
+    row = tl.program_id(0).to(tl.int64)
+    product += row * product_stride
+    gradient += row * gradient_stride
+    values += row * (width + columns)
+    column = tl.arange(0, PIECE)
+    first = _piece(product, bias, gradient, column, columns, BACKWARD)
+    largest = tl.max(tl.abs(first))
+    if PIECES > 1:
+        second = _piece(product, bias, gradient, column + PIECE, columns, BACKWARD)
+        third = _piece(product, bias, gradient, column + 2 * PIECE, columns, BACKWARD)
+        largest = tl.maximum(largest, tl.maximum(tl.max(tl.abs(second)), tl.max(tl.abs(third))))
+    if BESIDE > 0:
+        place = tl.arange(0, BESIDE)
+        copied = tl.load(beside + row * beside_stride + place, mask=place < width, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(tl.abs(copied)))
+    scale = tl.maximum(largest / 448.0, 1e-12)
+    tl.store(scales + row, scale)
+    inverse = 1.0 / scale
+    if BESIDE > 0:
+        _store(values, place, width, copied, inverse)
+    _store(values + width, column, columns, first, inverse)
+    if PIECES > 1:
+        _store(values + width, column + PIECE, columns, second, inverse)
+        _store(values + width, column + 2 * PIECE, columns, third, inverse)

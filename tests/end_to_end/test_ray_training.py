@@ -43,6 +43,7 @@ OPTIONS = (
     "training.stages=auto",
     "lanes.rewards=0",  # few workers, since every actor loads torch
     "rewards=beside_the_recipe:closeness",
+    "lanes.patience_s=600",  # a gate is closed while a node starts
     "evaluation=null",
 )
 GATED_CLOSENESS = """

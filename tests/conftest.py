@@ -18,6 +18,7 @@ from xdist.scheduler import LoadScopeScheduling
 from digenrl.transports import processes
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+gc.disable()  # while tests are collected: what is imported then is not garbage
 
 # A shell that starts the tests in the background lets them ignore these signals, and so would runs in the tests.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -140,6 +141,7 @@ def pytest_collection_finish() -> None:
     """Collecting imports all modules that tests need; the garbage collector then need not visit them."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 class SchedulingByFile(LoadScopeScheduling):

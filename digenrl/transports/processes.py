@@ -29,6 +29,7 @@ from digenrl.transports.process_setup import TORCH_ENVIRONMENT, log_file, redire
 from digenrl.worker.assignment import Assignment
 
 PRELOADED_MODULES = ["digenrl.worker.worker"]
+LAST_PRELOADED_MODULE = "digenrl.transports.frozen_memory"
 EXIT_TIMEOUT_S = 5.0  # for workers that were asked to exit
 HEARTBEAT_INTERVAL_S = 1.0
 DRIVER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -44,7 +45,7 @@ def set_threads(threads: int) -> None:
 def prepare_fork_server(threads: int) -> None:
     """Sets the environment that workers inherit, and starts the fork server."""
     set_threads(threads)
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED_MODULES)
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOADED_MODULES, LAST_PRELOADED_MODULE])
     with _ignored(DRIVER_SIGNALS):  # child processes inherit ignored signals
         forkserver.ensure_running()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import resource
@@ -120,6 +121,13 @@ def memory_process(pipe: Connection, address: str, reference: WeightsReference) 
     pipe.send((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb) << 10)
 
 
+def collecting_process(pipe: Connection) -> None:
+    """Reports the memory that a garbage collection copies: each page fault copies a page of the fork server."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    gc.collect()
+    pipe.send((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize())
+
+
 @contextmanager
 def process(target: Callable[..., None], *arguments: object) -> Iterator[tuple[BaseProcess, Connection]]:
     prepare_fork_server(threads=1)
@@ -222,3 +230,8 @@ def test_receiving_takes_the_memory_of_one_copy() -> None:
     with process(memory_process, sender.address, reference) as (_, pipe):
         sender.send("weights-1", 1, 1, TIMEOUT_S)
         assert 150 << 20 < pipe.recv() < 240 << 20
+
+
+def test_a_garbage_collection_in_a_worker_copies_little_of_what_the_fork_server_has_loaded() -> None:
+    with process(collecting_process) as (_, pipe):
+        assert pipe.recv() < 10 << 20

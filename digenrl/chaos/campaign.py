@@ -33,7 +33,6 @@ class Campaign:
     only: tuple[int, ...] | None = None  # numbers of a seed's faults
 
     def world(self, seed: int) -> World:
-        """The world of a seed."""
         return draw_world(seed, self.kinds, self.large)
 
     def faults(self, world: World) -> tuple[Fault, ...]:

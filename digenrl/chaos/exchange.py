@@ -43,7 +43,6 @@ class VirtualExchange:
         return self._artifacts[name].content
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Those of the names that are not there."""
         return [name for name in names if name not in self._artifacts]
 
     def names(self) -> list[str]:

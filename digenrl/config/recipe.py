@@ -261,7 +261,6 @@ class Techniques(Frozen):
         return 0.0 if share is False else share
 
     def schedule_rules(self, colocated: bool) -> ScheduleRules:
-        """The scheduling rules of these techniques."""
         return ScheduleRules(
             order="generation" if self.gap else "batch",
             stream="group" if self.gap else "batch",

@@ -73,7 +73,7 @@ def read_recipe(where: str, overrides: Sequence[str] = (), *, without_prompts: b
     accepts a recipe whose prompts are still `???`, for callers that draw none. Modules that the recipe names by
     import path are found in the current folder and in that of the recipe; from here on they can be imported.
     """
-    path = find_recipe(where)
+    path = find_file("recipe", where, SHIPPED)
     given = read_overrides(overrides)
     config = _overridden(_load(path), given)
     if without_prompts:
@@ -109,11 +109,6 @@ def _parsed(config: DictConfig, given: Sequence[Override], path: Path) -> Recipe
         raise blame(error, given, otherwise=str(path)) from None
     add_to_python_path(recipe.python_path)
     return recipe
-
-
-def find_recipe(where: str) -> Path:
-    """The path of a recipe in a file or of a shipped name."""
-    return find_file("recipe", where, SHIPPED)
 
 
 def write_recipe(recipe: Recipe) -> str:

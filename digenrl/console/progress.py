@@ -47,7 +47,6 @@ class Progress:
         self._add_busy(metrics)
 
     def evaluation(self, evaluation: EvaluationRecord) -> None:
-        """Adds one evaluation."""
         self.first_evaluation = self.first_evaluation or evaluation
         self.last_evaluation = evaluation
         if self.best_evaluation is None or _reward(evaluation) > _reward(self.best_evaluation):

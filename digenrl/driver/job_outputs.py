@@ -65,7 +65,6 @@ class JobOutputs:
         self.abandoned: set[int] = set()  # versions whose evaluation was abandoned
 
     def keep(self, completed: CompletedJob, result: Result) -> None:
-        """Stores the outputs of a result."""
         keep = self._KEEP.get(type(result))
         if keep is not None:
             keep(self, completed, result)

@@ -65,9 +65,6 @@ class _CardClass:
     training: float
     lost: float = 0.0
 
-    def card_seconds(self, makespan: float) -> float:
-        return self.count * max(0.0, makespan - self.lost)
-
 
 def _bound_if_lanes_do_both(spec: Spec) -> float:
     """The least time in which all samples can be generated and trained, each card for a share of the time."""
@@ -78,7 +75,7 @@ def _bound_if_lanes_do_both(spec: Spec) -> float:
     def fits(makespan: float) -> bool:
         ungenerated, trained = float(samples), 0.0
         for card in cards:
-            seconds = card.card_seconds(makespan)
+            seconds = card.count * max(0.0, makespan - card.lost)
             generating = min(seconds, ungenerated / card.generating)
             ungenerated -= generating * card.generating
             trained += (seconds - generating) * card.training

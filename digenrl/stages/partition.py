@@ -100,24 +100,6 @@ def best_partition(
     return cut_at(best.bounds, block_s, speeds, boundary_bytes, bytes_per_s, micro_batches)
 
 
-def stage_memory(
-    bounds: Sequence[int],
-    shared_bytes: float,
-    weight_bytes: Sequence[float],
-    activation_bytes: Sequence[float],
-    in_flight: int,
-) -> tuple[float, ...]:
-    """The bytes that each stage holds: what all stages have, its weights, and the activations of packs in flight.
-
-    `weight_bytes` are per block, with gradients and moments where the block is trained; `activation_bytes` are per
-    block and micro-batch.
-    """
-    return tuple(
-        shared_bytes + sum(weight_bytes[first:end]) + in_flight * sum(activation_bytes[first:end])
-        for first, end in pairwise(bounds)
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class _Partial:
     """The first stages of a cut: the seconds of all their parts, and of the slowest."""

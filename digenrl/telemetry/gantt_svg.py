@@ -43,7 +43,6 @@ class _Frame:
     until_ns: int
 
     def x(self, time_ns: int) -> float:
-        """The x coordinate of a time."""
         return self.left + (self.right - self.left) * time_ns / self.until_ns
 
 

@@ -36,7 +36,6 @@ class JobSplit:
         ]
 
     def samples(self, job: SampleJob) -> range:
-        """The samples of a job."""
         return range(job.first, job.first + self.job_samples)
 
     def is_whole(self, first: int, size: int) -> bool:

@@ -66,7 +66,6 @@ class AdapterPatches:
                 self._held[worker] = job.weights.name
 
     def forget(self, worker: str) -> None:
-        """Forgets a worker that is gone."""
         self._held.pop(worker, None)
 
     def _is_receiver(self, worker: WorkerHandle, node_id: str | None) -> bool:

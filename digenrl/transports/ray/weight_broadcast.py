@@ -85,7 +85,6 @@ class WeightBroadcaster:
             self._staged = (worker, report.weights.name)
 
     def forget(self, worker: str) -> None:
-        """Forgets a worker that is gone."""
         self._held.pop(worker, None)
         for lacking in self._lacking.values():
             lacking.pop(worker, None)

@@ -54,7 +54,6 @@ class WorkerHandle:
 
     @property
     def name(self) -> str:
-        """The worker's name."""
         return self.assignment.name
 
     @property

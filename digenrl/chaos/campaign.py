@@ -76,7 +76,6 @@ class CampaignResult:
     failures: list[Failure] = field(default_factory=list)
 
     def add(self, other: CampaignResult) -> None:
-        """Adds what another one has counted."""
         self.seeds += other.seeds
         self.struck += other.struck
         self.at_once += other.at_once

@@ -140,7 +140,6 @@ class Profile(Frozen):
 
 
 def shipped_profiles() -> list[str]:
-    """The names of the profiles in the package."""
     return names_in(SHIPPED)
 
 

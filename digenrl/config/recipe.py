@@ -119,7 +119,6 @@ class ModelSettings(Frozen):
 
     @property
     def random(self) -> bool:
-        """Whether the weights are random."""
         return self.source.partition(":")[0] == RANDOM
 
     @property

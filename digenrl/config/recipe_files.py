@@ -61,7 +61,6 @@ RESOLVER = re.compile(r"(?<!\\)\$\{[^{}]*:")
 
 
 def shipped_recipes() -> list[str]:
-    """The names of the recipes in the package."""
     return names_in(SHIPPED)
 
 

@@ -37,7 +37,6 @@ class Progress:
             self.evaluation(evaluation)
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """Adds one optimizer step."""
         self.newest = metrics
         self.steps_done = int(metrics["version"])
         if "step_s" in metrics:

@@ -55,7 +55,6 @@ class WeightsHeader:
 
     @property
     def total_bytes(self) -> int:
-        """Size of all values."""
         return sum(entry.bytes for entry in self.tensors)
 
 

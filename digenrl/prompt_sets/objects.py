@@ -85,7 +85,6 @@ def draw_position(draw: Draw) -> GeneratedPrompt:
 
 
 def draw_any(draw: Draw) -> GeneratedPrompt:
-    """A prompt of one of the three kinds."""
     return draw.one((draw_count, draw_color, draw_position))(draw)
 
 

@@ -147,7 +147,6 @@ class TrainingRun:
         return Status.FINISHED if state.all_committed else Status.INTERRUPTED
 
     def close(self) -> None:
-        """Closes all files."""
         for sink in self._sinks:
             sink.close()
         self._lines.close()

@@ -143,5 +143,4 @@ class Costs:
         return round(samples * self.train_sample_ns)
 
     def score_batch_ns(self, samples: int) -> int:
-        """The time of a Score job."""
         return samples * self.score_ns

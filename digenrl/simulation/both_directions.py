@@ -28,7 +28,6 @@ class ChosenSchedule:
     makespan: float  # seconds
 
     def initial_state(self, search_budget: int) -> SchedulerState:
-        """The scheduler's state at the start."""
         if self.rule is None:
             return initial_scheduler_state(self.spec, search_budget)
         return initial_shared_state(self.spec, self.rule)

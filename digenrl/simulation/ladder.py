@@ -71,6 +71,5 @@ def rungs(spec: Spec, unpacked_seconds: Decimal | None = None) -> tuple[Rung, ..
 
 
 def simulate_ladder(ladder: tuple[Rung, ...]) -> Iterator[RungResult]:
-    """Simulates the rungs in order."""
     for rung in ladder:
         yield RungResult(rung, None if rung.spec is None else simulate(rung.spec).answer)

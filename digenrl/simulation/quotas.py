@@ -53,7 +53,6 @@ class QuotaPlanner:
 
     @classmethod
     def of_forecast(cls, forecast: StepForecast) -> QuotaPlanner:
-        """A planner for the lanes and the work of a forecast."""
         return cls(
             forecast.lanes,
             slices=forecast.groups * forecast.slices_per_group,

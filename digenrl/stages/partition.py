@@ -25,7 +25,6 @@ class Partition:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """The number of blocks of each stage."""
         return tuple(last - first for first, last in pairwise(self.bounds))
 
 

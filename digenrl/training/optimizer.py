@@ -31,7 +31,6 @@ def make_optimizer(parameters: Parameters, settings: TrainerSettings) -> torch.o
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Sets the learning rate of the next step."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
 

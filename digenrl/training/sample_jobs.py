@@ -43,5 +43,4 @@ class JobSplit:
         return first % self.job_samples == 0 and size % self.job_samples == 0 and first + size <= self.group_size
 
     def has(self, job: SampleJob) -> bool:
-        """Whether a group has this job."""
         return self.is_whole(job.first, self.job_samples) and job.first >= 0

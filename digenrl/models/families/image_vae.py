@@ -27,7 +27,8 @@ class ImageVaeModel(PipelineModel):
     @torch.no_grad()
     def encode_pixels(self, pixels_BFCHW: Tensor) -> Tensor:
         latents_BCHW, config = image_latents(self.vae, pixels_BFCHW), self.vae.config
-        return ((latents_BCHW - config.shift_factor) * config.scaling_factor).float()
+        unscaled: Tensor = (latents_BCHW - config.shift_factor) * config.scaling_factor
+        return unscaled.float()
 
     @torch.no_grad()
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:

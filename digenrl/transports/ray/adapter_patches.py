@@ -19,7 +19,6 @@ def patch_outputs(job: Job) -> tuple[str, ...]:
 
 
 def made_patches(report: Report) -> tuple[str, ...]:
-    """The names of the patches that were made."""
     if not isinstance(report, Committed | Exported) or not report.weights.patch_bytes:
         return ()
     return (patch_name(report.weights.name),)

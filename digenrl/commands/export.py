@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from torch import Tensor
 
@@ -47,10 +47,6 @@ class WrittenExport:
     checkpoint: str
     weights: Literal["trained", "moving average"]
     loading: tuple[str, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """The content as plain JSON values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,17 +41,8 @@ NOT_IN_FINGERPRINT: dict[str, Any] = {
     "rewards": {
         "__all__": {
             *("label", "device", "batch_size", "threads"),
-            *(
-                "token_env",
-                "ca_file",
-                "isolated",
-                "memory_gb",
-                "timeout_s",
-                "retries",
-                "backoff_s",
-                "max_backoff_s",
-            ),
-            *("concurrency", "cache"),
+            *("token_env", "ca_file", "timeout_s", "retries", "backoff_s", "max_backoff_s"),
+            *("isolated", "memory_gb", "concurrency", "cache"),
         }
     },
 }

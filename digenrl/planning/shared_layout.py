@@ -99,11 +99,6 @@ def _lane(workload: Workload, pool: CardPool, cards: int, options: PlanOptions) 
 
 def _sizes(workload: Workload, generator: GeneratorLayout, alone: TrainerLayout | None) -> tuple[int, ...]:
     sizes = lane_sizes(workload, generator)
-    if alone is None or is_measured(alone):
+    if alone is None or alone.pool.measured.train_seconds_per_sample is not None:  # measured, and thus fits
         return sizes
     return tuple(size for size in sizes if memory_of_shared_card(workload, alone, size).fits)
-
-
-def is_measured(trainer: TrainerLayout) -> bool:
-    """Whether training was measured on this trainer's cards, and thus fits."""
-    return trainer.pool.measured.train_seconds_per_sample is not None

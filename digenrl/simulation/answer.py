@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 from digenrl.config.spec import Spec
 from digenrl.simulation.spec_costs import best_rate
@@ -27,9 +26,6 @@ class Answer:
     helped_samples: int
     assisted_samples: int  # trained by generator lanes
     help_decisions: tuple[tuple[float, str], ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def bound_seconds(spec: Spec) -> float:

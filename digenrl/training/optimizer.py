@@ -36,11 +36,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 
 def take_step(
-    parameters: Parameters,
-    optimizer: torch.optim.Optimizer,
-    gradient: Gradients,
-    norm: float,
-    largest_norm: float,
+    parameters: Parameters, optimizer: torch.optim.Optimizer, gradient: Gradients, norm: float, largest_norm: float
 ) -> None:
     """One optimizer step with this gradient, clipped to the largest norm.
 

@@ -130,12 +130,7 @@ class QwenImageModel(PipelineModel):
         return at_least_fp32(combined_BL * (norm / guided_norm))
 
     def _forward(
-        self,
-        latents_BL: Tensor,
-        timesteps_B: Tensor,
-        text: Text,
-        images: Mapping[str, Tensor],
-        size: SampleSize,
+        self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, images: Mapping[str, Tensor], size: SampleSize
     ) -> Tensor:
         """The output for the sample's tokens. Tokens of source images, if there are any, follow them."""
         _, h, w = self.noise_shape(size)

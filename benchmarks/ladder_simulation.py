@@ -22,10 +22,10 @@ from digenrl.config.spec import (
     TimedRewardPool,
     TrainerCosts,
 )
+from digenrl.planning import costs
 from digenrl.planning.bounds import least_makespan
 from digenrl.planning.candidates import Candidate, rates_of
 from digenrl.planning.cluster import CardPool
-from digenrl.planning.constants import CONSTANTS, Constants
 from digenrl.planning.costs import (
     TrainerLayout,
     all_gather_seconds,
@@ -70,22 +70,18 @@ class ColocatedAssumptions:
 
 
 def colocated_spec(
-    workload: Workload,
-    pools: Sequence[CardPool],
-    steps: int,
-    assumptions: ColocatedAssumptions,
-    constants: Constants = CONSTANTS,
+    workload: Workload, pools: Sequence[CardPool], steps: int, assumptions: ColocatedAssumptions
 ) -> Spec:
     """The SPEC of the colocated run on all cards of `pools`; unequal cards train at the rate of the slowest.
 
     Raises ConfigError if the model does not fit.
     """
-    lanes = [_lanes(workload, pool, constants) for pool in pools]
-    trainer = colocated_trainer(workload, pools, assumptions, constants)
-    step_s = unit_seconds(workload, trainer, workload.samples_per_step, constants) / assumptions.scaling
+    lanes = [_lanes(workload, pool) for pool in pools]
+    trainer = colocated_trainer(workload, pools, assumptions)
+    step_s = unit_seconds(workload, trainer, workload.samples_per_step) / assumptions.scaling
     lane_count = sum(layout.lanes for layout in lanes)
-    switch_in, switch_out = switch_seconds(workload, trainer, lanes[-1].lane_cards, constants)
-    tables = [_rollout_table(workload, layout, trainer, assumptions, constants) for layout in lanes]
+    switch_in, switch_out = switch_seconds(workload, trainer, lanes[-1].lane_cards)
+    tables = [_rollout_table(workload, layout, trainer, assumptions) for layout in lanes]
     counts = [layout.lanes for layout in lanes]
     counts[-1] -= 1  # a SPEC needs at least one trainer lane
     return Spec(
@@ -101,7 +97,7 @@ def colocated_spec(
         reward=TimedRewardPool(lanes=workload.reward_lanes, seconds=rounded(workload.reward_seconds)),
         trainer=TrainerCosts(
             seconds_per_sample=rounded(step_s / workload.samples_per_step * lane_count),
-            commit=rounded(commit_seconds(workload, trainer, constants)),
+            commit=rounded(commit_seconds(workload, trainer)),
             helper=HelperCosts(lanes=1, seconds=tables[-1]),
         ),
         policy=ScheduleRules(colocated=True),
@@ -110,13 +106,10 @@ def colocated_spec(
 
 
 def colocated_trainer(
-    workload: Workload,
-    pools: Sequence[CardPool],
-    assumptions: ColocatedAssumptions,
-    constants: Constants = CONSTANTS,
+    workload: Workload, pools: Sequence[CardPool], assumptions: ColocatedAssumptions
 ) -> TrainerLayout:
     """All cards as one trainer, at the rate of the slowest, with the fastest pack size and checkpointing."""
-    slowest = max(pools, key=lambda pool: training_pass_seconds(workload, pool.card, 1, True, constants))
+    slowest = max(pools, key=lambda pool: training_pass_seconds(workload, pool.card, 1, True))
     pool = slowest.model_copy(
         update={
             "nodes": sum(pool.nodes for pool in pools),
@@ -131,19 +124,18 @@ def colocated_trainer(
         for pack in range(1, pairs + 1)
         for checkpointing in (False, True)
     ]
-    headroom = constants.memory_headroom
-    fitting = [layout for layout in layouts if memory_of_trainer(workload, layout, headroom).fits]
+    fitting = [layout for layout in layouts if memory_of_trainer(workload, layout).fits]
     if not fitting:
-        needed = memory_of_trainer(workload, layouts[1], headroom)
+        needed = memory_of_trainer(workload, layouts[1])
         raise ConfigError(
             f"{workload.model} does not fit on {cards} colocated {pool.name}: one pair needs "
             f"{needed.total_gib:.0f} GiB per card, but {needed.available_gib:.0f} are free; add cards, or use LoRA"
         )
-    return min(fitting, key=lambda layout: unit_seconds(workload, layout, workload.samples_per_step, constants))
+    return min(fitting, key=lambda layout: unit_seconds(workload, layout, workload.samples_per_step))
 
 
-def _lanes(workload: Workload, pool: CardPool, constants: Constants) -> GeneratorLayout:
-    layout = generator_layout(workload, pool, pool.cards, constants)
+def _lanes(workload: Workload, pool: CardPool) -> GeneratorLayout:
+    layout = generator_layout(workload, pool, pool.cards)
     if layout is None:
         raise ConfigError(f"{workload.model} does not fit on a node of {pool.per_node} {pool.name}")
     return layout
@@ -156,19 +148,15 @@ def _rollout_slice(workload: Workload, lanes: int) -> int:
 
 
 def _rollout_table(
-    workload: Workload,
-    layout: GeneratorLayout,
-    trainer: TrainerLayout,
-    assumptions: ColocatedAssumptions,
-    constants: Constants,
+    workload: Workload, layout: GeneratorLayout, trainer: TrainerLayout, assumptions: ColocatedAssumptions
 ) -> dict[int, Decimal]:
     """Seconds by slice size; a rollout with sharded weights also gathers them at every denoising step."""
-    gather_s = workload.denoise_steps * all_gather_seconds(workload.facts.weight_bytes, trainer, constants)
+    gather_s = workload.denoise_steps * all_gather_seconds(workload.facts.weight_bytes, trainer)
     table = {}
     for size in workload.slice_sizes():
-        seconds = slice_seconds(workload, layout.pool.card, size, layout.lane_cards, constants)
+        seconds = slice_seconds(workload, layout.pool.card, size, layout.lane_cards)
         if assumptions.sharded_rollout:
-            seconds = max(seconds, gather_s) + (1 - constants.gather_overlap) * min(seconds, gather_s)
+            seconds = max(seconds, gather_s) + (1 - costs.CONSTANTS.gather_overlap) * min(seconds, gather_s)
         table[size] = rounded(seconds)
     return table
 
@@ -212,14 +200,13 @@ def simulate_rungs(
     pools: Sequence[CardPool],
     steps: int,
     assumptions: ColocatedAssumptions,
-    constants: Constants = CONSTANTS,
     rungs: Sequence[TechniqueRung] = RUNGS,
 ) -> list[LadderRow]:
     """Simulates colocated first, then every rung. Raises ConfigError if the model does not fit the cards."""
-    colocated_s = predict_makespan(colocated_spec(workload, pools, steps, assumptions, constants))
+    colocated_s = predict_makespan(colocated_spec(workload, pools, steps, assumptions))
     rows = [LadderRow("colocated", colocated_s, 1.0, "all cards in turn")]
     for rung in rungs:
-        makespan_s, candidate = _best(workload, pools, rung, steps, constants)
+        makespan_s, candidate = _best(workload, pools, rung, steps)
         rows.append(LadderRow(rung.name, makespan_s, colocated_s / makespan_s, candidate.layout.split))
     return rows
 
@@ -227,16 +214,12 @@ def simulate_rungs(
 BEST_COLOCATED = ColocatedAssumptions(node_shards=True, packed=True)  # and no restart of an inference engine
 
 
-def best_colocated(
-    workload: Workload, pools: Sequence[CardPool], steps: int, constants: Constants = CONSTANTS
-) -> float:
+def best_colocated(workload: Workload, pools: Sequence[CardPool], steps: int) -> float:
     """The makespan of a colocated system with the least overheads that we can think of."""
-    return predict_makespan(colocated_spec(workload, pools, steps, BEST_COLOCATED, constants))
+    return predict_makespan(colocated_spec(workload, pools, steps, BEST_COLOCATED))
 
 
-def both_directions(
-    workload: Workload, pools: Sequence[CardPool], steps: int, constants: Constants = CONSTANTS
-) -> ChosenSchedule:
+def both_directions(workload: Workload, pools: Sequence[CardPool], steps: int) -> ChosenSchedule:
     """What `auto` chooses if every node is a lane that can generate and train, with the best size of Train jobs.
 
     It may choose colocated nodes, which take turns. Full fine-tuning does not fit on one card, so the cards of a
@@ -244,17 +227,17 @@ def both_directions(
     commit. Raises ConfigError if a node is too small.
     """
     sizes = [size for size in workload.slice_sizes() if size > 1] or [1]
-    specs = [_node_spec(workload, pools, steps, job, constants) for job in sizes]
+    specs = [_node_spec(workload, pools, steps, job) for job in sizes]
     return min(map(schedule_if_lanes_do_both, specs), key=lambda schedule: schedule.makespan)
 
 
-def _node_spec(workload: Workload, pools: Sequence[CardPool], steps: int, job: int, constants: Constants) -> Spec:
-    trainers = [_node_trainer(workload, pool, job, constants) for pool in pools]
-    lanes = [_lanes(workload, pool.model_copy(update={"nodes": 1}), constants) for pool in pools]
-    tables = [_node_table(workload, layout, constants) for layout in lanes]
-    training = [rounded(unit_seconds(workload, each, job, constants) / job) for each in trainers]
+def _node_spec(workload: Workload, pools: Sequence[CardPool], steps: int, job: int) -> Spec:
+    trainers = [_node_trainer(workload, pool, job) for pool in pools]
+    lanes = [_lanes(workload, pool.model_copy(update={"nodes": 1})) for pool in pools]
+    tables = [_node_table(workload, layout) for layout in lanes]
+    training = [rounded(unit_seconds(workload, each, job) / job) for each in trainers]
     switches = [
-        rounded(sum(switch_seconds(workload, each, layout.lane_cards, constants)) / 2)
+        rounded(sum(switch_seconds(workload, each, layout.lane_cards)) / 2)
         for each, layout in zip(trainers, lanes, strict=True)
     ]
     slowest = min(pools, key=lambda pool: pool.network_gbit_s)
@@ -268,7 +251,7 @@ def _node_spec(workload: Workload, pools: Sequence[CardPool], steps: int, job: i
         ),
         cards=sum(pool.nodes for pool in pools) * trainers[0].shard_cards,
     )
-    link_bytes_s = network_bytes_s(slowest, constants)
+    link_bytes_s = network_bytes_s(slowest)
     return Spec(
         steps=steps,
         prompts=workload.prompts,
@@ -289,16 +272,16 @@ def _node_spec(workload: Workload, pools: Sequence[CardPool], steps: int, job: i
         trainer=TrainerCosts(
             seconds_per_sample=training[0],
             job=job,
-            commit=rounded(commit_seconds(workload, every_node, constants)),  # with the sum over all nodes
+            commit=rounded(commit_seconds(workload, every_node)),  # with the sum over all nodes
             helper=HelperCosts(lanes=1, seconds=tables[0], switch_in=switches[0], switch_out=switches[0]),
         ),
-        publish=rounded(publish_seconds(workload, link_bytes_s, constants)),
+        publish=rounded(publish_seconds(workload, link_bytes_s)),
         policy=ScheduleRules.model_validate({"assist": "both", "help": "auto", "stale_fraction": STALE_SHARE}),
         colocate=ColocatedCosts(switch=max(switches)),
     )
 
 
-def _node_trainer(workload: Workload, pool: CardPool, job: int, constants: Constants) -> TrainerLayout:
+def _node_trainer(workload: Workload, pool: CardPool, job: int) -> TrainerLayout:
     """The cards of one node as a trainer, with the fastest pack size and checkpointing."""
     node = pool.model_copy(update={"nodes": 1})
     pairs = ceil(job * workload.pairs_per_sample / pool.per_node)
@@ -307,28 +290,23 @@ def _node_trainer(workload: Workload, pool: CardPool, job: int, constants: Const
         for pack in range(1, pairs + 1)
         for checkpointing in (False, True)
     ]
-    headroom = constants.memory_headroom
-    fitting = [layout for layout in layouts if memory_of_trainer(workload, layout, headroom).fits]
+    fitting = [layout for layout in layouts if memory_of_trainer(workload, layout).fits]
     if not fitting:
         raise ConfigError(f"{workload.model} ({workload.tuning}) does not train on a node of {pool.name}")
-    return min(fitting, key=lambda layout: unit_seconds(workload, layout, job, constants))
+    return min(fitting, key=lambda layout: unit_seconds(workload, layout, job))
 
 
-def _node_table(workload: Workload, layout: GeneratorLayout, constants: Constants) -> dict[int, Decimal]:
+def _node_table(workload: Workload, layout: GeneratorLayout) -> dict[int, Decimal]:
     """Seconds of a whole node by number of samples, spread over its lanes."""
     table = {}
     for size in range(1, workload.samples_per_prompt + 1):
         each = ceil(size / layout.lanes)
-        table[size] = rounded(slice_seconds(workload, layout.pool.card, each, layout.lane_cards, constants))
+        table[size] = rounded(slice_seconds(workload, layout.pool.card, each, layout.lane_cards))
     return table
 
 
 def rung_candidates(
-    workload: Workload,
-    pools: Sequence[CardPool],
-    rung: TechniqueRung,
-    steps: int,
-    constants: Constants = CONSTANTS,
+    workload: Workload, pools: Sequence[CardPool], rung: TechniqueRung, steps: int
 ) -> Iterator[Candidate]:
     """Every split in quarters of a node, with every slice size, under the rung's rules."""
     unit = training_unit(workload, rung.rules.stream)
@@ -336,34 +314,28 @@ def rung_candidates(
     for trainer_pool in pools:
         quarter = max(1, trainer_pool.per_node // 4)
         for cards in range(quarter, trainer_pool.cards + 1, quarter):
-            trainer = best_trainer(workload, trainer_pool, cards, unit, constants, capabilities)
+            trainer = best_trainer(workload, trainer_pool, cards, unit, capabilities)
             left = {pool.name: pool.cards - (cards if pool is trainer_pool else 0) for pool in pools}
-            lanes = [generator_layout(workload, pool, left[pool.name], constants) for pool in pools]
+            lanes = [generator_layout(workload, pool, left[pool.name]) for pool in pools]
             generators = tuple(layout for layout in lanes if layout is not None)
-            helper = generator_layout(workload, trainer_pool, cards, constants)
+            helper = generator_layout(workload, trainer_pool, cards)
             if trainer is None or not generators:
                 continue
             layout = Layout(generators, trainer, helper.lane_cards if helper else None)
-            yield from _slices(workload, layout, rung, steps, constants)
+            yield from _slices(workload, layout, rung, steps)
 
 
-def _slices(
-    workload: Workload, layout: Layout, rung: TechniqueRung, steps: int, constants: Constants
-) -> Iterator[Candidate]:
-    for size in fitting_slices(workload, layout, constants):
-        rates = rates_of(workload, layout, size, rung.rules, steps, constants)
+def _slices(workload: Workload, layout: Layout, rung: TechniqueRung, steps: int) -> Iterator[Candidate]:
+    for size in fitting_slices(workload, layout):
+        rates = rates_of(workload, layout, size, rung.rules, steps)
         yield Candidate(layout, size, rung.rules, rates, least_makespan(rates))
 
 
 def _best(
-    workload: Workload,
-    pools: Sequence[CardPool],
-    rung: TechniqueRung,
-    steps: int,
-    constants: Constants,
+    workload: Workload, pools: Sequence[CardPool], rung: TechniqueRung, steps: int
 ) -> tuple[float, Candidate]:
     """The best candidate and its makespan; candidates whose bound is no better are not simulated."""
-    found = sorted(rung_candidates(workload, pools, rung, steps, constants), key=lambda c: c.bound_s)
+    found = sorted(rung_candidates(workload, pools, rung, steps), key=lambda c: c.bound_s)
     if not found:
         names = " + ".join(f"{pool.cards} {pool.name}" for pool in pools)
         raise ConfigError(f"{workload.model} ({workload.tuning}) does not fit {names} as '{rung.name}'")
@@ -371,7 +343,7 @@ def _best(
     for candidate in found:
         if candidate.bound_s >= best_s:
             break
-        makespan_s = predict_makespan(candidate.spec(workload, steps, constants))
+        makespan_s = predict_makespan(candidate.spec(workload, steps))
         if makespan_s < best_s:
             best_s, best = makespan_s, candidate
     return best_s, best

@@ -14,6 +14,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 from ladder_simulation import (
     RUNGS,
@@ -28,6 +29,7 @@ from ladder_simulation import (
 from rich.console import Console
 from rich.table import Table
 
+from digenrl.planning import costs
 from digenrl.planning.cluster import CardPool
 from digenrl.planning.constants import CONSTANTS, Constants
 from digenrl.planning.workload import Workload, workload_for
@@ -141,7 +143,8 @@ def ladder_of(
     ]
     workload = workload_of(model, setting, scenario.workload)
     rungs = [replace(rung, node_shards=scenario.node_shards) for rung in rungs]
-    return simulate_rungs(workload, pools, STEPS, scenario.colocated, scenario.constants, rungs)
+    with patch.object(costs, "CONSTANTS", scenario.constants):
+        return simulate_rungs(workload, pools, STEPS, scenario.colocated, rungs)
 
 
 def last_speedup(model: str, testbed: str, setting: tuple[int, float], scenario: Scenario) -> float:

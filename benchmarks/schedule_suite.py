@@ -12,7 +12,7 @@ the specs mix two kinds of lanes; 5 steps. Every rule runs with its own best sli
 With `--assist both` the same specs have generators that can train, as fast compared with generating as the
 trainer's own cards, and `auto` is compared with a trainer that helps alone, with no help, and with all cards
 colocated. The fluid bound counts work as divisible; the attainable bound is a proved one for whole samples and
-groups (digenrl/simulation/attainable_bound.py). What is missing to the fluid bound but not to the attainable one,
+groups (attainable_bound.py). What is missing to the fluid bound but not to the attainable one,
 no schedule could have gained.
 """
 
@@ -26,6 +26,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from attainable_bound import attainable_seconds
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -33,7 +34,6 @@ from rich.table import Table
 from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
 from digenrl.simulation.answer import bound_seconds
-from digenrl.simulation.attainable_bound import attainable_seconds
 from digenrl.simulation.makespan import predict_makespan, with_best_slice
 from digenrl.simulation.simulator import simulate
 

@@ -26,12 +26,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from digenrl.exchange.broadcast import WeightsSender, receive_weights
+from digenrl.exchange.broadcast import WeightsSender, receive_version
+from digenrl.exchange.deliveries import BroadcastLimits
 from digenrl.records import WeightsReference
 
 NAMESPACE, NEAR, FAR = "digenrl-far", "digenrl-near", "digenrl-away"  # a namespace and the ends of the link
 NEAR_HOST, FAR_HOST = "10.213.77.1", "10.213.77.2"
-TIMEOUT_S = 600.0
+LIMITS = BroadcastLimits(timeout_s=600.0, join_timeout_s=600.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ def measure(receivers: int, mib: int, mbit: float) -> ShapedBroadcast:
     program = ["ip", "netns", "exec", NAMESPACE, sys.executable, __file__, "--receive", given, "--rank"]
     started = [subprocess.Popen([*program, str(rank)]) for rank in range(1, receivers + 1)]
     before = bytes_sent()
-    delivery = sender.send(reference.name, 1, receivers, TIMEOUT_S)
+    delivery = sender.send(reference.name, 1, receivers, LIMITS)
     crossed = bytes_sent() - before
     if any(process.wait() for process in started):
         raise SystemExit("a receiver failed")
@@ -122,7 +123,7 @@ def receive(given: str, rank: int) -> None:
     """What a receiver does in the namespace."""
     address, size, reference = pickle.loads(bytes.fromhex(given))
     assert isinstance(reference, WeightsReference)
-    receive_weights(address, 1, rank, size, reference, TIMEOUT_S)
+    receive_version(address, 1, rank, size, reference, LIMITS)
 
 
 def show(found: list[ShapedBroadcast]) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -321,7 +322,7 @@ def export_command(
         from digenrl.commands.export import export_run, print_export
     exported = export_run(run, to, checkpoint, out_folder)
     if as_json:
-        typer.echo(json.dumps(exported.as_dict()))
+        typer.echo(json.dumps(asdict(exported)))
     else:
         print_export(exported)
 

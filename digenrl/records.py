@@ -303,7 +303,6 @@ class Score(Job):
     prompts: tuple[PromptRow, ...] = _data(())  # one per sample
 
     def pixels(self) -> str:
-        """The name of the samples' pixels."""
         if isinstance(self.piece, HeldOutChunk):
             return held_out_name(self.piece)
         assert self.artifact is not None

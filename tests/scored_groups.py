@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from serial_reference import Gradients, SerialReference
 from source_pictures import encoded
 from toy_model import TOY_SIZE, ToyModel
 
@@ -26,7 +27,6 @@ from digenrl.models.contract import DiffusionModel, SampleSize
 from digenrl.models.lora import add_lora
 from digenrl.models.trajectory import ScoredGroup, StepNoise, Trajectory
 from digenrl.records import Slice
-from digenrl.testing.serial_reference import Gradients, SerialReference
 from digenrl.training.checkpoint.state_tensors import state_as_tensors, state_of_tensors
 from digenrl.training.open_batch import BatchShape
 from digenrl.training.optimizer import make_optimizer

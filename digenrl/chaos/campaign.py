@@ -33,7 +33,6 @@ class Campaign:
     only: tuple[int, ...] | None = None  # numbers of a seed's faults
 
     def world(self, seed: int) -> World:
-        """The world of a seed."""
         return draw_world(seed, self.kinds, self.large)
 
     def faults(self, world: World) -> tuple[Fault, ...]:
@@ -77,7 +76,6 @@ class CampaignResult:
     failures: list[Failure] = field(default_factory=list)
 
     def add(self, other: CampaignResult) -> None:
-        """Adds what another one has counted."""
         self.seeds += other.seeds
         self.struck += other.struck
         self.at_once += other.at_once

@@ -34,16 +34,13 @@ class VirtualExchange:
         return "the virtual exchange"
 
     def put(self, name: str, content: Any, node: int) -> None:
-        """Leaves an artifact."""
         self._artifacts[name] = Artifact(content, node)
         self.lost.discard(name)
 
     def get(self, name: str) -> Any:
-        """What an artifact stands for."""
         return self._artifacts[name].content
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Those of the names that are not there."""
         return [name for name in names if name not in self._artifacts]
 
     def names(self) -> list[str]:
@@ -57,5 +54,4 @@ class VirtualExchange:
                 self.lost.add(name)
 
     def lose_node(self, node: int) -> None:
-        """A machine is lost."""
         self.lose([name for name, artifact in self._artifacts.items() if artifact.node == node])

@@ -66,7 +66,6 @@ class Fault:
     amount: float = 0.0
 
     def describe(self) -> str:
-        """The fault in a line."""
         if self.kind == "driver_kill":
             return f"{self.kind} after decision {self.amount:.0f}"
         words = [f"{self.at_ns / NS:.3f} s", self.kind, self.worker, f"{self.amount:g}" if self.amount else ""]

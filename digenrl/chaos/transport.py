@@ -201,7 +201,6 @@ class VirtualTransport:
         self._work(slot)
 
     def post(self, message: Message) -> None:
-        """A message reaches the driver."""
         self._inbox.append(message)
 
     def kill(self, name: str, reason: str, fault: bool = True) -> bool:

@@ -130,7 +130,6 @@ class SimulatedWorker:
         return JobFailed(0, job, f"FileNotFoundError: {missing[0]}")
 
     def carry_out(self, job: Job) -> Report:
-        """The result of a job that has begun."""
         return self._CARRY_OUT[type(job)](self, job)
 
     def _check_lane(self, job: Job) -> None:

@@ -43,7 +43,6 @@ class World:
 
     @property
     def samples(self) -> int:
-        """The samples of the run."""
         batch = self.recipe.batch
         return self.recipe.steps * batch.prompts * batch.samples_per_prompt
 

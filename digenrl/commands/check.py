@@ -166,7 +166,8 @@ def check_model(where: str, overrides: Sequence[str], request: CheckRequest, rep
         return replace(check, skipped="not downloaded; to go on, add --download")
     report(1, STAGES, "loading" if check.files.on_this_machine else "downloading and loading")
     folder = open_pipeline(blueprint.family.pipeline_class, check.source, _left_out(check.source))
-    enough = _with_room_for(_bytes_in_memory(blueprint, check, folder), device)
+    needed = _bytes_in_memory(blueprint, check, folder)
+    enough = next((each for each in (device, this_device("cpu")) if needed <= each.bytes), None)
     if enough is None:
         return replace(check, skipped=f"too large to load in {blueprint.recipe.model.dtype} on {device.name}")
     return replace(check, sampled=_sample(blueprint, enough, request, report))
@@ -277,11 +278,6 @@ def _bytes_in_memory(blueprint: Blueprint, check: ModelCheck, folder: Path) -> i
     weights = [folder / name.removeprefix(within) for name in check.files.sizes if name.endswith(".safetensors")]
     elements = sum(tensor.elements for path in weights for tensor in read_header(path).values())
     return elements * dtype_of(blueprint.recipe).itemsize
-
-
-def _with_room_for(needed: int, device: Device) -> Device | None:
-    """The device, or the CPU if only that has enough memory."""
-    return next((each for each in (device, this_device("cpu")) if needed <= each.bytes), None)
 
 
 def _sample(blueprint: Blueprint, device: Device, request: CheckRequest, report: Report) -> Sampled:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from torch import Tensor
 
@@ -23,7 +23,6 @@ from digenrl.run_folder.folder import RunFolder
 from digenrl.training.checkpoint.atomic_folders import written_atomically
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
 from digenrl.training.checkpoint.export import export_merged, export_transformer, weights_to_export
-from digenrl.training.trainer_state import TrainerState
 from digenrl.worker.blueprint import (
     Blueprint,
     load_for_merging,
@@ -49,10 +48,6 @@ class WrittenExport:
     weights: Literal["trained", "moving average"]
     loading: tuple[str, ...]
 
-    def as_dict(self) -> dict[str, Any]:
-        """The content as plain JSON values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class _Request:
@@ -68,7 +63,6 @@ class _Request:
         return self.folder.path.resolve().name
 
     def adapters(self) -> Adapters:
-        """The weights as adapters."""
         recipe = self.blueprint.recipe
         lora = recipe.training.lora
         assert lora is not None, "checked by `_check`"
@@ -104,7 +98,7 @@ def export_run(run: Path, to: str, checkpoint: str | None, given: Path | None) -
         folder=str(target),
         files=tuple(files),
         checkpoint=path.name,
-        weights=_which(state),
+        weights="trained" if state.average is None else "moving average",
         loading=_LOADING[form](request, target),
     )
 
@@ -138,10 +132,6 @@ def _check(folder: RunFolder, form: ExportFormat) -> None:
             f"--to: merged needs a whole pipeline, but model.source is {recipe.model.source}, which has no text "
             "encoders; use another format"
         )
-
-
-def _which(state: TrainerState) -> Literal["trained", "moving average"]:
-    return "trained" if state.average is None else "moving average"
 
 
 # --- Formats ---------------------------------------------------------------------------------------------------

@@ -105,7 +105,6 @@ def report_run(path: Path) -> WrittenReport:
 
 
 def summarise(run: RunRecord) -> RunSummary:
-    """The figures of a run."""
     reward, steady = reward_change(run.steps), steady_window(run.trace)
     shares = lane_shares(run.trace, steady or TimeWindow(0, run.trace.end_ns))
     lanes = without_helper_rows(run.trace.lanes) if run.trace.spans else []

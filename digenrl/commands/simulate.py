@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def simulate_spec(spec: Spec, search_budget: int, files: TraceFiles, as_json: bo
     tables: tuple[RenderableType, ...] = (answer_table(run.spec, run.answer),)
     if run.trace.shares_work:
         tables += ("", work_table(run.trace))
-    _show(run.answer.as_dict(), Group(*tables), run.trace, title_of(run.spec), files, as_json)
+    _show(asdict(run.answer), Group(*tables), run.trace, title_of(run.spec), files, as_json)
 
 
 def predict_device(profile_name: str, files: TraceFiles, as_json: bool) -> None:
@@ -78,7 +78,7 @@ def compare_techniques(spec: Spec, unpacked: str | None, as_json: bool) -> None:
             report(len(results), len(ladder))
     if as_json:
         rows = [
-            {"rung": each.rung.name, "note": each.rung.note, "answer": each.answer and each.answer.as_dict()}
+            {"rung": each.rung.name, "note": each.rung.note, "answer": each.answer and asdict(each.answer)}
             for each in results
         ]
         typer.echo(json.dumps(rows))

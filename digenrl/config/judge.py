@@ -53,7 +53,6 @@ class JudgeTemplate:
 
     @property
     def placeholders(self) -> tuple[str, ...]:
-        """The names after `$`."""
         return tuple(Template(self.text).get_identifiers())
 
 

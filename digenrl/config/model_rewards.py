@@ -25,7 +25,6 @@ class ModelRewardSettings(FrameRewardSettings):
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """The library that holds the models."""
         return TRANSFORMERS
 
 

@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from digenrl.config.base_precision import UNQUANTIZED
 from digenrl.config.reading import Frozen, read_model
-from digenrl.config.recipe_paths import PACKAGE, find_file, names_in
+from digenrl.config.recipe_paths import PACKAGE, find_file
 from digenrl.records import Kernel, PassKind
 
 SHIPPED = PACKAGE / "profiles"
@@ -137,11 +137,6 @@ class Profile(Frozen):
     def covers(self, size: int) -> bool:
         """Whether this slice size was measured or lies between two that were."""
         return bool(self.slices) and min(self.slices) <= size <= max(self.slices)
-
-
-def shipped_profiles() -> list[str]:
-    """The names of the profiles in the package."""
-    return names_in(SHIPPED)
 
 
 def find_profile(where: str, folder: Path | None = None) -> Path:

@@ -34,7 +34,6 @@ from digenrl.config.limits import (
     check_samples,
 )
 from digenrl.config.prompts import HeldOutPromptSettings, PromptSettings
-from digenrl.config.publishing import PublishSettings
 from digenrl.config.reading import ConfigError, Frozen, errors_about
 from digenrl.config.recipe_paths import RANDOM
 from digenrl.config.reward_base import RewardSettings
@@ -43,7 +42,7 @@ from digenrl.config.source_sizes import SourceSize
 from digenrl.config.spec import AssistName, DispatchRuleName, HelpRuleName, ScheduleRules
 from digenrl.config.token_variables import HUB_TOKENS, check_token_variable
 from digenrl.config.topology import TOPOLOGIES, Mode, Topology
-from digenrl.config.training import TrainerSettings
+from digenrl.config.training import PublishSettings, TrainerSettings
 from digenrl.config.windows import Window, read_window
 from digenrl.records import Kernel, PassKind
 
@@ -119,7 +118,6 @@ class ModelSettings(Frozen):
 
     @property
     def random(self) -> bool:
-        """Whether the weights are random."""
         return self.source.partition(":")[0] == RANDOM
 
     @property
@@ -261,7 +259,6 @@ class Techniques(Frozen):
         return 0.0 if share is False else share
 
     def schedule_rules(self, colocated: bool) -> ScheduleRules:
-        """The scheduling rules of these techniques."""
         return ScheduleRules(
             order="generation" if self.gap else "batch",
             stream="group" if self.gap else "batch",

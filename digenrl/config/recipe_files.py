@@ -41,17 +41,8 @@ NOT_IN_FINGERPRINT: dict[str, Any] = {
     "rewards": {
         "__all__": {
             *("label", "device", "batch_size", "threads"),
-            *(
-                "token_env",
-                "ca_file",
-                "isolated",
-                "memory_gb",
-                "timeout_s",
-                "retries",
-                "backoff_s",
-                "max_backoff_s",
-            ),
-            *("concurrency", "cache"),
+            *("token_env", "ca_file", "timeout_s", "retries", "backoff_s", "max_backoff_s"),
+            *("isolated", "memory_gb", "concurrency", "cache"),
         }
     },
 }
@@ -61,7 +52,6 @@ RESOLVER = re.compile(r"(?<!\\)\$\{[^{}]*:")
 
 
 def shipped_recipes() -> list[str]:
-    """The names of the recipes in the package."""
     return names_in(SHIPPED)
 
 
@@ -73,7 +63,7 @@ def read_recipe(where: str, overrides: Sequence[str] = (), *, without_prompts: b
     accepts a recipe whose prompts are still `???`, for callers that draw none. Modules that the recipe names by
     import path are found in the current folder and in that of the recipe; from here on they can be imported.
     """
-    path = find_recipe(where)
+    path = find_file("recipe", where, SHIPPED)
     given = read_overrides(overrides)
     config = _overridden(_load(path), given)
     if without_prompts:
@@ -109,11 +99,6 @@ def _parsed(config: DictConfig, given: Sequence[Override], path: Path) -> Recipe
         raise blame(error, given, otherwise=str(path)) from None
     add_to_python_path(recipe.python_path)
     return recipe
-
-
-def find_recipe(where: str) -> Path:
-    """The path of a recipe in a file or of a shipped name."""
-    return find_file("recipe", where, SHIPPED)
 
 
 def write_recipe(recipe: Recipe) -> str:

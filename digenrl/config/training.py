@@ -1,4 +1,4 @@
-"""Settings of the trainer."""
+"""Settings of the trainer, and of how its weights are published."""
 
 from __future__ import annotations
 
@@ -171,3 +171,15 @@ class TrainerSettings(Frozen):
         if self.lora is not None:
             return False
         return device.partition(":")[0] == "cuda" if self.offload == "auto" else self.offload
+
+
+class PublishSettings(Frozen):
+    """The precision of weights that are sent to generators.
+
+    With `auto`, weights that the model rounds to bfloat16 before every use are sent in bfloat16, which changes
+    nothing. With `bfloat16`, all adapters are: a version has half the bytes, or a fifth as a patch. The trainer
+    keeps float32 and recomputes the old log-probs, so the importance ratio is 1 before the first update; samples
+    come from a slightly different policy.
+    """
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -37,7 +37,6 @@ class Progress:
             self.evaluation(evaluation)
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """Adds one optimizer step."""
         self.newest = metrics
         self.steps_done = int(metrics["version"])
         if "step_s" in metrics:
@@ -47,7 +46,6 @@ class Progress:
         self._add_busy(metrics)
 
     def evaluation(self, evaluation: EvaluationRecord) -> None:
-        """Adds one evaluation."""
         self.first_evaluation = self.first_evaluation or evaluation
         self.last_evaluation = evaluation
         if self.best_evaluation is None or _reward(evaluation) > _reward(self.best_evaluation):

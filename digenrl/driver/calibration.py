@@ -119,10 +119,7 @@ def check_room(artifacts: ArtifactStore, weights_bytes: int, state_bytes: int) -
 
 
 def calibrate(
-    driver: Dispatcher,
-    publish_s: float,
-    first_step: int = 0,
-    notify: Callable[[str], None] = lambda message: None,
+    driver: Dispatcher, publish_s: float, first_step: int = 0, notify: Callable[[str], None] = lambda message: None
 ) -> Calibration:
     """Times generation, training, scoring and role switches, each with all its workers busy at once.
 

@@ -235,7 +235,6 @@ def prompts_of(job: Job) -> tuple[PromptRow, ...]:
 
 
 def slices_of(job: Job) -> tuple[SliceArtifact, ...]:
-    """The slices that a job reads."""
     if isinstance(job, Score) and job.artifact is not None:
         return (job.artifact,)
     if isinstance(job, Commit | TakeUpdate) and job.replays:

@@ -53,10 +53,7 @@ class JobOutputs:
     """Takes results apart. `pending` are the jobs without a result; `on_step` gets every step's metrics."""
 
     def __init__(
-        self,
-        stores: DriverStores,
-        pending: Callable[[], Iterable[Job]],
-        on_step: Callable[[StepSummary], None],
+        self, stores: DriverStores, pending: Callable[[], Iterable[Job]], on_step: Callable[[StepSummary], None]
     ) -> None:
         self._stores, self._pending, self._on_step = stores, pending, on_step
         self._updates: list[Mapping[str, Any]] = []
@@ -65,7 +62,6 @@ class JobOutputs:
         self.abandoned: set[int] = set()  # versions whose evaluation was abandoned
 
     def keep(self, completed: CompletedJob, result: Result) -> None:
-        """Stores the outputs of a result."""
         keep = self._KEEP.get(type(result))
         if keep is not None:
             keep(self, completed, result)

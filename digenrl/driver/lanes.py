@@ -27,7 +27,6 @@ class LaneTable:
         return self._workers[lane]
 
     def lanes_of(self, worker: str) -> list[int]:
-        """The lanes of a worker."""
         return [lane for lane, name in enumerate(self._workers) if name == worker]
 
     def lose(self, lane: int) -> None:

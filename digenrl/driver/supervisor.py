@@ -56,7 +56,6 @@ class Supervisor:
         self._looked_s = monotonic()
 
     def assignment(self, worker: str) -> Assignment:
-        """A worker's assignment."""
         return self._assignments[worker]
 
     def use_model(self, model: ModelSettings) -> None:

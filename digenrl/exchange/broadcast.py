@@ -36,7 +36,7 @@ from digenrl.exchange.broadcast_group import (
     connect_to_store,
     create_store,
 )
-from digenrl.exchange.deliveries import STALL_TIMEOUT_S, BroadcastLimits, Delivery
+from digenrl.exchange.deliveries import BroadcastLimits, Delivery
 from digenrl.exchange.flat_weights import FlatWeights, WeightsHeader, crc32, decode_header, flatten, make_header
 from digenrl.exchange.patches import Patch, PatchMaker, VersionBytes, apply_patch
 from digenrl.records import WeightsReference
@@ -53,11 +53,8 @@ class WeightsSender:
     exists only while an older version is still being sent.
     """
 
-    def __init__(
-        self, host: str, stall_timeout_s: float = STALL_TIMEOUT_S, patches: WeightPatches = "never"
-    ) -> None:
+    def __init__(self, host: str, patches: WeightPatches = "never") -> None:
         self._host = host
-        self._stall_timeout_s = stall_timeout_s
         self._store = create_store(host)
         self._lock = threading.Lock()
         self._staged: FlatWeights | None = None
@@ -86,20 +83,20 @@ class WeightsSender:
         name: str,
         epoch: int,
         receivers: int,
-        limits: BroadcastLimits | float,
+        limits: BroadcastLimits,
         held: str = "",
         link_bytes_per_s: float | None = None,
     ) -> Delivery:
         """Sends the staged weights; returns when all receivers have confirmed them.
 
-        `limits` may be a number of seconds for everything. `held` is the version that all receivers are expected
-        to have, and `link_bytes_per_s` what was measured on the way to them; a patch is made before they join.
-        Raises BroadcastError if a receiver dies, does not join in time, or finds the weights damaged: when the
-        limits are reached at the latest. The weights can then be sent again, in a new epoch.
+        `held` is the version that all receivers are expected to have, and `link_bytes_per_s` what was measured on
+        the way to them; a patch is made before they join. Raises BroadcastError if a receiver dies, does not join
+        in time, or finds the weights damaged: when the limits are reached at the latest. The weights can then be
+        sent again, in a new epoch.
         """
         started_s = time.monotonic()
         weights = self._take(name)
-        deadline = Deadline.after(_limits(limits, self._stall_timeout_s))
+        deadline = Deadline.after(limits)
         patch = self._patches.encoded(name, held, link_bytes_per_s)
         delivery = self._broadcast(weights, epoch, receivers, deadline, patch, held)
         return replace(delivery, seconds=time.monotonic() - started_s)
@@ -144,20 +141,6 @@ class WeightsSender:
             return staged
 
 
-def receive_weights(
-    address: str,
-    epoch: int,
-    rank: int,
-    size: int,
-    reference: WeightsReference,
-    timeout_s: float,
-    stall_timeout_s: float = STALL_TIMEOUT_S,
-) -> dict[str, Tensor]:
-    """Receives whole weights, as tensors that share one buffer. See `receive_version`."""
-    limits = BroadcastLimits(timeout_s, timeout_s, stall_timeout_s)
-    return receive_version(address, epoch, rank, size, reference, limits).tensors()
-
-
 def receive_version(
     address: str,
     epoch: int,
@@ -182,10 +165,6 @@ def receive_version(
             with suppress(RuntimeError):  # the sender has died since, but the weights are complete
                 group.confirm()
     return weights
-
-
-def _limits(limits: BroadcastLimits | float, stall_timeout_s: float) -> BroadcastLimits:
-    return limits if isinstance(limits, BroadcastLimits) else BroadcastLimits(limits, limits, stall_timeout_s)
 
 
 def _send_content(group: BroadcastGroup, weights: FlatWeights, patch: Tensor | None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +55,6 @@ class WeightsHeader:
 
     @property
     def total_bytes(self) -> int:
-        """Size of all values."""
         return sum(entry.bytes for entry in self.tensors)
 
 
@@ -111,11 +110,6 @@ class FlatWeights:
     header: bytes
     bucket_bytes: int
     flat: Tensor
-
-    def buckets(self) -> Iterator[Tensor]:
-        """Consecutive parts of the flat bytes, in the order in which they are sent."""
-        for offset in range(0, len(self.flat), self.bucket_bytes):
-            yield self.flat[offset : offset + self.bucket_bytes]
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors as views of the flat bytes."""

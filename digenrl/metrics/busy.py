@@ -33,7 +33,6 @@ class BusyMeter:
         self._lanes = {name: LaneInfo(name, pool, start_ns) for name, pool in pools.items()}
 
     def add(self, span: Span) -> None:
-        """Adds a closed span."""
         if span.work is not Work.PUBLISH and span.lane in self._lanes:
             self._spans.append(span)
 

@@ -38,7 +38,6 @@ class FlopMeter:
         self._spans: list[Span] = []
 
     def add(self, span: Span) -> None:
-        """Adds a closed span."""
         if span.size and self._operations.tflops(span.lane):
             self._spans.append(span)
 

@@ -93,7 +93,6 @@ class StepMetrics:
             self._finish_step(event, state)
 
     def close(self) -> None:
-        """Closes the sinks."""
         for sink in self._sinks:
             sink.close()
 

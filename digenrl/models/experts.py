@@ -49,12 +49,10 @@ class Experts(nn.Module):
         return (outputs[rows.argsort()],)
 
     def enable_gradient_checkpointing(self, function: Any = None) -> None:
-        """Of both transformers."""
         for part in parts_of(self).values():
             part.enable_gradient_checkpointing(function)
 
     def disable_gradient_checkpointing(self) -> None:
-        """Of both transformers."""
         for part in parts_of(self).values():
             part.disable_gradient_checkpointing()
 

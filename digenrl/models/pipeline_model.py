@@ -144,6 +144,15 @@ class PipelineModel(DiffusionModel):
         parts = [getattr(self.pipeline, name) for name in (*self.text_encoders, *self.vision_components)]
         return [part for part in parts if isinstance(part, nn.Module)]
 
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
+        negatives = paired_negatives(prompts, negative_prompts)
+        return Conditioning(self.encode_side(list(prompts)), self.encode_side(negatives))
+
+    def encode_side(self, prompts: list[str]) -> Mapping[str, Tensor | None]:
+        """The text arguments of one branch of the guidance, if the family encodes both branches alike."""
+        raise NotImplementedError
+
     def drop_text_encoders(self) -> None:
         for name in (*self.text_encoders, *self.vision_components):
             setattr(self.pipeline, name, None)
@@ -303,6 +312,14 @@ def schedule_of(scheduler: Any) -> Schedule:
         sigmas=scheduler.sigmas.detach().to(device="cpu", dtype=torch.float32).clone(),
         timesteps=scheduler.timesteps.detach().to(device="cpu", dtype=torch.float32).clone(),
     )
+
+
+def paired_negatives(prompts: Sequence[str], negative_prompts: Sequence[str] | None) -> list[str]:
+    """One negative prompt per prompt, empty by default."""
+    negatives = [""] * len(prompts) if negative_prompts is None else list(negative_prompts)
+    if len(negatives) != len(prompts):
+        raise ValueError(f"expected one negative prompt per prompt, got {len(negatives)} for {len(prompts)}")
+    return negatives
 
 
 def without_padding(

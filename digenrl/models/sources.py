@@ -102,7 +102,6 @@ class ModelSource:
 
     @property
     def repository(self) -> HubRepository:
-        """The repository of a hub id."""
         return HubRepository(self.location, self.revision, self.token)
 
     @property

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from digenrl.config.spec import ScheduleRules, Spec
 from digenrl.planning.candidates import STALE_MIN_GAIN, PlanOptions, rates_of
 from digenrl.planning.cluster import Cluster
-from digenrl.planning.constants import CONSTANTS, Constants
 from digenrl.planning.layout import Layout
 from digenrl.planning.plans import Plan
 from digenrl.planning.shared_layout import missing_memory, shared_layouts, shared_slices
@@ -64,9 +63,7 @@ class _Forecast:
     seconds: float
 
 
-def best_shared_plan(
-    workload: Workload, cluster: Cluster, options: PlanOptions, constants: Constants = CONSTANTS
-) -> SharedResult:
+def best_shared_plan(workload: Workload, cluster: Cluster, options: PlanOptions) -> SharedResult:
     """The best plan of cards that do both, or the reason why there is none."""
     job_samples = options.job_samples
     if job_samples is None:
@@ -74,38 +71,36 @@ def best_shared_plan(
     if cluster.cards > MOST_CARDS:
         why = f"the cluster has {cluster.cards} cards, and sharing all work is compared up to {MOST_CARDS}"
         return SharedResult(None, why, {}, 0, 0)
-    missing = missing_memory(workload, cluster, options, constants)
-    choices = _choices(workload, cluster, job_samples, options, constants)
+    missing = missing_memory(workload, cluster, options)
+    choices = _choices(workload, cluster, job_samples, options)
     if not choices:
         return SharedResult(None, _why_none_fits(missing), missing, 0, 0)
     best, forecast, evaluated = _best_on_policy(choices)
     spec, compared = _with_stale_share(best.spec, forecast, options.stale_shares)
     unit, *by_pool = best.slices
     slices = tuple(by_pool) or (unit,) * len(best.layout.generators)
-    rates = rates_of(workload, best.layout, unit, ScheduleRules(), options.steps, constants, slices)
-    plan = simulated_plan(workload, best.layout, rates, spec, slices, constants)
+    rates = rates_of(workload, best.layout, unit, ScheduleRules(), options.steps, slices)
+    plan = simulated_plan(workload, best.layout, rates, spec, slices)
     return SharedResult(plan, "", missing, len(choices) * len(options.stale_shares), evaluated + compared + 1)
 
 
-def _choices(
-    workload: Workload, cluster: Cluster, job_samples: int, options: PlanOptions, constants: Constants
-) -> list[_Choice]:
+def _choices(workload: Workload, cluster: Cluster, job_samples: int, options: PlanOptions) -> list[_Choice]:
     """Layouts and slice sizes on-policy, best bound first."""
     found = []
-    for layout in shared_layouts(workload, cluster, job_samples, options, constants):
+    for layout in shared_layouts(workload, cluster, job_samples, options):
         price = layout.usd_per_hour if options.objective == "cost" else 1.0
-        for slices in _few_slices(workload, layout, constants):
-            spec = build_shared_spec(workload, layout, slices, job_samples, options.steps, constants)
+        for slices in _few_slices(workload, layout):
+            spec = build_shared_spec(workload, layout, slices, job_samples, options.steps)
             found.append(_Choice(layout, slices, spec, price, price * bound_seconds(spec)))
     return sorted(found, key=lambda choice: choice.bound)
 
 
-def _few_slices(workload: Workload, layout: Layout, constants: Constants) -> list[tuple[int, ...]]:
+def _few_slices(workload: Workload, layout: Layout) -> list[tuple[int, ...]]:
     """The largest common sizes that leave every card several slices, or the smallest if none does.
 
     If some pools have room for larger slices, the largest common size is also tried with these.
     """
-    common, by_pool = shared_slices(workload, layout, constants)
+    common, by_pool = shared_slices(workload, layout)
     most = workload.samples_per_step // (SLICES_PER_CARD * layout.cards)
     few = [size for size in common if size <= most][-SLICE_SIZES:] or list(common[:1])
     slices: list[tuple[int, ...]] = [(size,) for size in few]

@@ -11,7 +11,6 @@ from typing import Literal
 from digenrl.config.spec import DispatchRuleName, HelpRuleName, ScheduleRules, Spec, StreamRuleName
 from digenrl.planning.bounds import EqualLanes, Rates, least_makespan
 from digenrl.planning.cluster import CardPool, Cluster
-from digenrl.planning.constants import CONSTANTS, Constants
 from digenrl.planning.costs import commit_seconds, lane_slice_seconds, unit_seconds
 from digenrl.planning.layout import (
     ALL_CAPABILITIES,
@@ -72,8 +71,8 @@ class Candidate:
     bound_s: float
     pool_slices: tuple[int, ...] = ()
 
-    def spec(self, workload: Workload, steps: int, constants: Constants = CONSTANTS) -> Spec:
-        return build_spec(workload, self.layout, self.slice_size, self.rules, steps, constants, self.pool_slices)
+    def spec(self, workload: Workload, steps: int) -> Spec:
+        return build_spec(workload, self.layout, self.slice_size, self.rules, steps, self.pool_slices)
 
     def with_stale_share(self, share: float) -> Candidate:
         """The same plan with another share of stale samples."""
@@ -88,45 +87,37 @@ class Candidate:
 
 
 def splits(
-    workload: Workload,
-    cluster: Cluster,
-    trainer_pool: CardPool,
-    trainer_cards: int,
-    options: PlanOptions,
-    constants: Constants = CONSTANTS,
+    workload: Workload, cluster: Cluster, trainer_pool: CardPool, trainer_cards: int, options: PlanOptions
 ) -> Iterator[tuple[Layout, StreamRuleName]]:
     """The layouts with `trainer_cards` trainer cards of this pool; all or some of the other cards generate."""
     group_s_per_sample: float | None = None
     for stream in options.streams:
         unit = training_unit(workload, stream)
-        trainer = best_trainer(workload, trainer_pool, trainer_cards, unit, constants, options.capabilities)
+        trainer = best_trainer(workload, trainer_pool, trainer_cards, unit, options.capabilities)
         if trainer is None:
             continue
-        s_per_sample = unit_seconds(workload, trainer, unit, constants) / unit
+        s_per_sample = unit_seconds(workload, trainer, unit) / unit
         if stream == "group":
             group_s_per_sample = s_per_sample
         elif group_s_per_sample is not None and s_per_sample > STREAM_GAIN * group_s_per_sample:
             continue
-        helper_cards = helper_lane_cards(workload, trainer, constants, options.capabilities)
-        for generators in _generator_choices(workload, cluster, trainer_pool, trainer_cards, options, constants):
+        helper_cards = helper_lane_cards(workload, trainer, options.capabilities)
+        for generators in _generator_choices(workload, cluster, trainer_pool, trainer_cards, options):
             yield Layout(generators, trainer, helper_cards, site_links=cluster.sites), stream
 
 
 def candidates(
-    workload: Workload,
-    layouts: Iterable[tuple[Layout, StreamRuleName]],
-    options: PlanOptions,
-    constants: Constants = CONSTANTS,
+    workload: Workload, layouts: Iterable[tuple[Layout, StreamRuleName]], options: PlanOptions
 ) -> Iterator[Candidate]:
     """Every slice size, help rule, stale share and dispatch rule on every layout."""
     for layout, stream in layouts:
         dispatches: tuple[DispatchRuleName, ...] = ("eager", "earliest_finish")
         if len(layout.generators) == 1:
             dispatches = ("eager",)  # equal lanes have no faster lane to wait for
-        for slice_size in fitting_slices(workload, layout, constants):
+        for slice_size in fitting_slices(workload, layout):
             helps = options.helps if can_help(layout, slice_size) else ("none",)
             helped = ScheduleRules(stream=stream, help="auto")
-            rates = rates_of(workload, layout, slice_size, helped, options.steps, constants)
+            rates = rates_of(workload, layout, slice_size, helped, options.steps)
             for help_rule, stale, dispatch in product(helps, options.stale_shares, dispatches):
                 rules = ScheduleRules(
                     order="generation" if stream == "group" else "batch",
@@ -146,7 +137,6 @@ def rates_of(
     slice_size: int,
     rules: ScheduleRules,
     steps: int,
-    constants: Constants = CONSTANTS,
     pool_slices: tuple[int, ...] = (),
 ) -> Rates:
     """The unrounded numbers of the plan's SPEC that bound its makespan.
@@ -158,9 +148,7 @@ def rates_of(
     unit = training_unit(workload, rules.stream)
     helpers = None
     if rules.help != "none" and layout.helper_lane_cards is not None and can_help(layout, slice_size):
-        helper_s = lane_slice_seconds(
-            workload, layout.trainer.pool, slice_size, layout.helper_lane_cards, constants
-        )
+        helper_s = lane_slice_seconds(workload, layout.trainer.pool, slice_size, layout.helper_lane_cards)
         helpers = EqualLanes(layout.helper_lanes, helper_s)
     return Rates(
         steps=steps,
@@ -170,14 +158,14 @@ def rates_of(
         generators=tuple(
             EqualLanes(
                 g.lanes,
-                lane_slice_seconds(workload, g.pool, own, g.lane_cards, constants) * slice_size / own,
+                lane_slice_seconds(workload, g.pool, own, g.lane_cards) * slice_size / own,
             )
             for g, own in zip(layout.generators, own_slices, strict=True)
         ),
         helpers=helpers,
-        seconds_per_sample=unit_seconds(workload, layout.trainer, unit, constants) / unit,
-        commit_s=commit_seconds(workload, layout.trainer, constants),
-        publish_s=earliest_publication_seconds(workload, layout, constants),
+        seconds_per_sample=unit_seconds(workload, layout.trainer, unit) / unit,
+        commit_s=commit_seconds(workload, layout.trainer),
+        publish_s=earliest_publication_seconds(workload, layout),
         reward_s=workload.reward_seconds if workload.reward_lanes else 0.0,
         reward_lanes=workload.reward_lanes,
         stale_share=float(rules.stale_fraction),
@@ -185,21 +173,12 @@ def rates_of(
 
 
 def _generator_choices(
-    workload: Workload,
-    cluster: Cluster,
-    trainer_pool: CardPool,
-    trainer_cards: int,
-    options: PlanOptions,
-    constants: Constants,
+    workload: Workload, cluster: Cluster, trainer_pool: CardPool, trainer_cards: int, options: PlanOptions
 ) -> list[tuple[GeneratorLayout, ...]]:
     """All remaining cards; all but one pool, since slow lanes can delay a step; for cost, parts of a pool."""
     remaining = [
         generator_layout(
-            workload,
-            pool,
-            pool.cards - (trainer_cards if pool == trainer_pool else 0),
-            constants,
-            options.capabilities,
+            workload, pool, pool.cards - (trainer_cards if pool == trainer_pool else 0), options.capabilities
         )
         for pool in cluster.pools
     ]
@@ -208,16 +187,14 @@ def _generator_choices(
     if len(everything) > 1:
         choices += [everything[:i] + everything[i + 1 :] for i in range(len(everything))]
     if options.objective == "cost":
-        choices += [part for choice in choices for part in _parts(workload, choice, constants)]
+        choices += [part for choice in choices for part in _parts(workload, choice)]
     return [choice for choice in dict.fromkeys(choices) if choice]
 
 
-def _parts(
-    workload: Workload, choice: tuple[GeneratorLayout, ...], constants: Constants
-) -> Iterator[tuple[GeneratorLayout, ...]]:
+def _parts(workload: Workload, choice: tuple[GeneratorLayout, ...]) -> Iterator[tuple[GeneratorLayout, ...]]:
     """The same pools with one of them reduced to a half or a quarter."""
     for index, share in product(range(len(choice)), (2, 4)):
-        cut = generator_layout(workload, choice[index].pool, choice[index].cards // share, constants)
+        cut = generator_layout(workload, choice[index].pool, choice[index].cards // share)
         if cut is not None:
             yield (*choice[:index], cut, *choice[index + 1 :])
 
@@ -226,7 +203,6 @@ def better_slices(
     candidate: Candidate,
     makespan_s: float,
     workload: Workload,
-    constants: Constants,
     makespan: Callable[[Candidate], float],
     least_gain: float,
     tries: int,
@@ -238,7 +214,7 @@ def better_slices(
     """
     best, best_s = candidate, makespan_s
     seen: set[tuple[int, tuple[int, ...]]] = set()
-    queue = _slice_changes(best, workload, constants)
+    queue = _slice_changes(best, workload)
     while queue and tries:
         change = queue.pop(0)
         key = (change.slice_size, change.own_slices)
@@ -249,14 +225,14 @@ def better_slices(
         seconds = makespan(change)
         if seconds < best_s * (1 - least_gain):
             best, best_s = change, seconds
-            queue = _slice_changes(best, workload, constants)
+            queue = _slice_changes(best, workload)
     return best
 
 
-def _slice_changes(candidate: Candidate, workload: Workload, constants: Constants) -> list[Candidate]:
+def _slice_changes(candidate: Candidate, workload: Workload) -> list[Candidate]:
     """Plans with another slice for one pool, or with a smaller unit and the same slices, best bound first."""
     unit, own = candidate.slice_size, candidate.own_slices
-    sizes = [lane_sizes(workload, generator, constants) for generator in candidate.layout.generators]
+    sizes = [lane_sizes(workload, generator) for generator in candidate.layout.generators]
     changes = [
         (unit, (*own[:index], size, *own[index + 1 :]))
         for index, fitting in enumerate(sizes)
@@ -268,17 +244,15 @@ def _slice_changes(candidate: Candidate, workload: Workload, constants: Constant
         for smaller in workload.slice_sizes()
         if smaller < unit and unit % smaller == 0 and all(smaller in fitting for fitting in sizes)
     ]
-    changed = [_with_slices(candidate, *change, workload, constants) for change in changes]
+    changed = [_with_slices(candidate, *change, workload) for change in changes]
     return sorted(changed, key=lambda change: change.bound_s)
 
 
-def _with_slices(
-    candidate: Candidate, unit: int, own: tuple[int, ...], workload: Workload, constants: Constants
-) -> Candidate:
+def _with_slices(candidate: Candidate, unit: int, own: tuple[int, ...], workload: Workload) -> Candidate:
     rules = candidate.rules
     if rules.help != "none" and not can_help(candidate.layout, unit):
         rules = rules.model_copy(update={"help": "none"})
-    rates = rates_of(workload, candidate.layout, unit, rules, candidate.rates.steps, constants, own)
+    rates = rates_of(workload, candidate.layout, unit, rules, candidate.rates.steps, own)
     return replace(
         candidate, slice_size=unit, rules=rules, rates=rates, bound_s=least_makespan(rates), pool_slices=own
     )

@@ -19,7 +19,6 @@ from digenrl.config.spec import (
 )
 from digenrl.planning.candidates import PlanOptions, rates_of
 from digenrl.planning.cluster import CardPool, Cluster
-from digenrl.planning.constants import CONSTANTS, Constants
 from digenrl.planning.costs import TrainerLayout, commit_seconds, switch_seconds, unit_seconds
 from digenrl.planning.layout import GeneratorLayout, Layout, best_trainer, generator_layout, lane_sizes
 from digenrl.planning.plans import Plan
@@ -30,49 +29,42 @@ from digenrl.planning.workload import Workload
 from digenrl.simulation.makespan import predict_makespan
 
 
-def colocated_plan(
-    workload: Workload, cluster: Cluster, options: PlanOptions, constants: Constants = CONSTANTS
-) -> Plan | None:
+def colocated_plan(workload: Workload, cluster: Cluster, options: PlanOptions) -> Plan | None:
     """All cards that can generate and train, one after the other; None if these are fewer than two."""
     lanes: list[GeneratorLayout] = []
     if options.capabilities.replica_cards > 1:
         return None
     for pool in cluster.pools:
-        layout = generator_layout(workload, pool, pool.cards, constants, options.capabilities)
-        trains = joint_trainer(workload, cluster, [pool], options, constants) is not None
+        layout = generator_layout(workload, pool, pool.cards, options.capabilities)
+        trains = joint_trainer(workload, cluster, [pool], options) is not None
         if layout is not None and layout.lane_cards == 1 and trains:
             lanes.append(layout)
     if sum(layout.lanes for layout in lanes) < 2:
         return None
-    trainer = joint_trainer(workload, cluster, [layout.pool for layout in lanes], options, constants)
-    sizes = [set(lane_sizes(workload, layout, constants)) for layout in lanes]
+    trainer = joint_trainer(workload, cluster, [layout.pool for layout in lanes], options)
+    sizes = [set(lane_sizes(workload, layout)) for layout in lanes]
     common = sorted(set.intersection(*sizes), reverse=True)
     if trainer is None or not common:
         return None
-    specs = [_spec(workload, lanes, trainer, size, options.steps, constants) for size in common]
+    specs = [_spec(workload, lanes, trainer, size, options.steps) for size in common]
     spec = min(specs, key=predict_makespan)
     all_cards = Layout((), trainer, 1)
-    rates = rates_of(workload, all_cards, common[0], ScheduleRules(stream="batch"), options.steps, constants)
-    return simulated_plan(workload, all_cards, rates, spec, (), constants)
+    rates = rates_of(workload, all_cards, common[0], ScheduleRules(stream="batch"), options.steps)
+    return simulated_plan(workload, all_cards, rates, spec, ())
 
 
 def joint_trainer(
-    workload: Workload, cluster: Cluster, pools: list[CardPool], options: PlanOptions, constants: Constants
+    workload: Workload, cluster: Cluster, pools: list[CardPool], options: PlanOptions
 ) -> TrainerLayout | None:
     """The cards of these pools as one trainer: its ranks are synchronous, so the slowest sets the pace."""
-    trainers = [_trainer(workload, cluster, pools, pool, options, constants) for pool in pools]
+    trainers = [_trainer(workload, cluster, pools, pool, options) for pool in pools]
     known = [trainer for trainer in trainers if trainer is not None]
     samples = workload.samples_per_step
-    return max(known, key=lambda each: unit_seconds(workload, each, samples, constants), default=None)
+    return max(known, key=lambda each: unit_seconds(workload, each, samples), default=None)
 
 
 def _trainer(
-    workload: Workload,
-    cluster: Cluster,
-    pools: list[CardPool],
-    like: CardPool,
-    options: PlanOptions,
-    constants: Constants,
+    workload: Workload, cluster: Cluster, pools: list[CardPool], like: CardPool, options: PlanOptions
 ) -> TrainerLayout | None:
     """The cards of all `pools` as a trainer, as if each was one of `like`."""
     cards = sum(pool.cards for pool in pools)
@@ -88,22 +80,17 @@ def _trainer(
             "usd_per_hour": sum(pool.cards * pool.usd_per_card_hour for pool in pools) / cards,
         }
     )
-    return best_trainer(workload, every, cards, workload.samples_per_step, constants, options.capabilities)
+    return best_trainer(workload, every, cards, workload.samples_per_step, options.capabilities)
 
 
 def _spec(
-    workload: Workload,
-    lanes: list[GeneratorLayout],
-    trainer: TrainerLayout,
-    slice_size: int,
-    steps: int,
-    constants: Constants,
+    workload: Workload, lanes: list[GeneratorLayout], trainer: TrainerLayout, slice_size: int, steps: int
 ) -> Spec:
     cards = sum(layout.lanes for layout in lanes)
-    tables = [slice_table(workload, layout.pool, 1, constants) for layout in lanes]
+    tables = [slice_table(workload, layout.pool, 1) for layout in lanes]
     counts = [layout.lanes for layout in lanes]
     counts[-1] -= 1  # one card is the SPEC's trainer
-    step_s = unit_seconds(workload, trainer, workload.samples_per_step, constants)
+    step_s = unit_seconds(workload, trainer, workload.samples_per_step)
     return Spec(
         steps=steps,
         prompts=workload.prompts,
@@ -117,9 +104,9 @@ def _spec(
         reward=reward_pool(workload, slice_size),
         trainer=TrainerCosts(
             seconds_per_sample=rounded(step_s / workload.samples_per_step * cards),
-            commit=rounded(commit_seconds(workload, trainer, constants)),
+            commit=rounded(commit_seconds(workload, trainer)),
             helper=HelperCosts(lanes=1, seconds=tables[-1]),
         ),
         policy=ScheduleRules(colocated=True),
-        colocate=ColocatedCosts(switch=rounded(sum(switch_seconds(workload, trainer, 1, constants)) / 2)),
+        colocate=ColocatedCosts(switch=rounded(sum(switch_seconds(workload, trainer, 1)) / 2)),
     )

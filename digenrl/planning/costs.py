@@ -12,7 +12,7 @@ from math import ceil, hypot
 from digenrl.config.base_precision import STORED_BYTES, UNQUANTIZED, BasePrecision
 from digenrl.planning.cards import Card
 from digenrl.planning.cluster import CardPool
-from digenrl.planning.constants import CONSTANTS, Constants
+from digenrl.planning.constants import CONSTANTS
 from digenrl.planning.memory import (
     SHARDED_BYTES_PER_PARAMETER,
     SUM_BYTES_PER_PARAMETER,
@@ -55,35 +55,29 @@ class TrainerLayout:
         return self.cards // self.replica_cards
 
 
-def forward_seconds(
-    workload: Workload, card: Card, rows: int, lane_cards: int = 1, constants: Constants = CONSTANTS
-) -> float:
+def forward_seconds(workload: Workload, card: Card, rows: int, lane_cards: int = 1) -> float:
     """A transformer forward of `rows` sequences on a lane of `lane_cards` tensor-parallel cards."""
     work, base = workload.forward_work, workload.generating_base or workload.base
-    busy_s = rows * sum(_phases(work, card, constants, base, rollout=True)) / lane_cards
+    busy_s = rows * sum(_phases(work, card, base, rollout=True)) / lane_cards
     busy_s += dequantize_seconds(workload, card, base) / lane_cards
-    return hypot(work.launch_s, busy_s) + _tensor_parallel_seconds(workload, card, rows, lane_cards, constants)
+    return hypot(work.launch_s, busy_s) + _tensor_parallel_seconds(workload, card, rows, lane_cards)
 
 
-def slice_seconds(
-    workload: Workload, card: Card, size: int, lane_cards: int = 1, constants: Constants = CONSTANTS
-) -> float:
+def slice_seconds(workload: Workload, card: Card, size: int, lane_cards: int = 1) -> float:
     """Denoising and decoding `size` samples on one lane; guidance doubles the rows of every forward.
 
     Pairs are only encoded, in at most the time of decoding.
     """
-    decode_s = size * workload.decode_flop / (card.bf16_tflops * TERA * constants.decode_share)
+    decode_s = size * workload.decode_flop / (card.bf16_tflops * TERA * CONSTANTS.decode_share)
     if workload.float32_vae:
-        decode_s *= constants.float32_decode
+        decode_s *= CONSTANTS.float32_decode
     if workload.pairs:
         return decode_s
-    forward_s = forward_seconds(workload, card, size * workload.branches, lane_cards, constants)
+    forward_s = forward_seconds(workload, card, size * workload.branches, lane_cards)
     return workload.denoise_steps * forward_s + decode_s
 
 
-def lane_slice_seconds(
-    workload: Workload, pool: CardPool, size: int, lane_cards: int = 1, constants: Constants = CONSTANTS
-) -> float:
+def lane_slice_seconds(workload: Workload, pool: CardPool, size: int, lane_cards: int = 1) -> float:
     """The time of a slice on a lane of the pool: measured if possible, else modelled.
 
     Includes scoring if there are no reward lanes.
@@ -91,24 +85,22 @@ def lane_slice_seconds(
     scoring_s = 0.0 if workload.reward_lanes else size * workload.reward_seconds
     if pool.measured.slice_seconds is not None:
         return pool.measured.slice_s(size) + scoring_s
-    return slice_seconds(workload, pool.card, size, lane_cards, constants) + scoring_s
+    return slice_seconds(workload, pool.card, size, lane_cards) + scoring_s
 
 
-def training_pass_seconds(
-    workload: Workload, card: Card, pairs: float, checkpointing: bool, constants: Constants = CONSTANTS
-) -> float:
+def training_pass_seconds(workload: Workload, card: Card, pairs: float, checkpointing: bool) -> float:
     """Forward and backward of `pairs` packed (sample, time-step) pairs on one card, without gathers."""
     work = workload.forward_work
-    matmul_s, attention_s, traffic_s = _phases(work, card, constants, workload.base, rollout=False)
+    matmul_s, attention_s, traffic_s = _phases(work, card, workload.base, rollout=False)
     without_gradient = workload.reference_forward + workload.old_policy_forward
     forwards = 1.0 + checkpointing + without_gradient
     weight_gradients = 2.0 if workload.tuning == "full" else 1.0  # frozen weights need no gradient
     per_row_s = (
         matmul_s * (forwards + weight_gradients)
-        + attention_s * (forwards + constants.attention_backward)
-        + traffic_s * (forwards + constants.traffic_backward)
+        + attention_s * (forwards + CONSTANTS.attention_backward)
+        + traffic_s * (forwards + CONSTANTS.traffic_backward)
     )
-    launches = constants.checkpointed_launches if checkpointing else constants.training_launches
+    launches = CONSTANTS.checkpointed_launches if checkpointing else CONSTANTS.training_launches
     launch_s = work.launch_s * (launches + without_gradient)
     dequantize_s = dequantize_seconds(workload, card, workload.base) * (forwards + 1.0)
     return hypot(launch_s, pairs * workload.trained_branches * per_row_s + dequantize_s)
@@ -125,28 +117,24 @@ def dequantize_seconds(workload: Workload, card: Card, base: BasePrecision) -> f
     return workload.facts.block_weights * bytes_per_weight / (card.memory_gb_s * GB)
 
 
-def gather_seconds(workload: Workload, trainer: TrainerLayout, constants: Constants = CONSTANTS) -> float:
+def gather_seconds(workload: Workload, trainer: TrainerLayout) -> float:
     """The communication of one training pass: weights for forward and backward, and full gradients in fp32."""
     gradients = 4.0 * workload.trained_parameters if workload.tuning == "full" else 0.0
     sent = 2 * workload.weight_bytes + gradients
-    return all_gather_seconds(sent, trainer, constants)
+    return all_gather_seconds(sent, trainer)
 
 
-def packed_pass_seconds(
-    workload: Workload, trainer: TrainerLayout, pairs: int, constants: Constants = CONSTANTS
-) -> float:
+def packed_pass_seconds(workload: Workload, trainer: TrainerLayout, pairs: int) -> float:
     """One pass of `pairs` pairs, with gathers that partly overlap with compute."""
     share = pairs / trainer.replica_cards
-    compute_s = training_pass_seconds(workload, trainer.pool.card, share, trainer.checkpointing, constants)
-    compute_s += _token_exchange_seconds(workload, trainer, pairs, constants)
-    gather_s = gather_seconds(workload, trainer, constants)
-    exposed = (1 - constants.gather_overlap) * min(compute_s, gather_s)
+    compute_s = training_pass_seconds(workload, trainer.pool.card, share, trainer.checkpointing)
+    compute_s += _token_exchange_seconds(workload, trainer, pairs)
+    gather_s = gather_seconds(workload, trainer)
+    exposed = (1 - CONSTANTS.gather_overlap) * min(compute_s, gather_s)
     return max(compute_s, gather_s) + exposed
 
 
-def unit_seconds(
-    workload: Workload, trainer: TrainerLayout, samples: int, constants: Constants = CONSTANTS
-) -> float:
+def unit_seconds(workload: Workload, trainer: TrainerLayout, samples: int) -> float:
     """Training the trained share of `samples` samples that arrive together (a group, or a whole step).
 
     The rank with the most pairs sets the time; its pairs are cut into the fewest equal packs, part by part.
@@ -162,13 +150,13 @@ def unit_seconds(
     parts = min(workload.parts_per_group, pairs)
     passes = parts * ceil(pairs / parts / trainer.pack)
     small, larger_passes = divmod(pairs, passes)
-    seconds = (passes - larger_passes) * packed_pass_seconds(workload, trainer, small, constants)
+    seconds = (passes - larger_passes) * packed_pass_seconds(workload, trainer, small)
     if larger_passes:
-        seconds += larger_passes * packed_pass_seconds(workload, trainer, small + 1, constants)
+        seconds += larger_passes * packed_pass_seconds(workload, trainer, small + 1)
     return seconds
 
 
-def commit_seconds(workload: Workload, trainer: TrainerLayout, constants: Constants = CONSTANTS) -> float:
+def commit_seconds(workload: Workload, trainer: TrainerLayout) -> float:
     """All updates of a batch: an all-reduce of gradients over the copies, and an optimizer step per shard."""
     if trainer.pool.measured.commit_seconds is not None:
         return trainer.pool.measured.commit_seconds
@@ -179,23 +167,21 @@ def commit_seconds(workload: Workload, trainer: TrainerLayout, constants: Consta
     gradient_bytes = 4.0 * workload.trained_parameters
     between_copies_s = 0.0
     if copies > 1:
-        link = _link_bytes_s(trainer.pool, trainer.cards, constants)
+        link = _link_bytes_s(trainer.pool, trainer.cards)
         between_copies_s = 2 * gradient_bytes * (copies - 1) / copies / link
     shard = workload.trained_parameters / shards
-    optimizer_s = shard * constants.optimizer_bytes_per_parameter / (trainer.pool.card.memory_gb_s * GB)
-    fixed_s = constants.optimizer_fixed_s + constants.collective_latency_s
+    optimizer_s = shard * CONSTANTS.optimizer_bytes_per_parameter / (trainer.pool.card.memory_gb_s * GB)
+    fixed_s = CONSTANTS.optimizer_fixed_s + CONSTANTS.collective_latency_s
     return workload.updates_per_batch * (between_copies_s + optimizer_s + fixed_s)
 
 
-def publish_seconds(workload: Workload, link_bytes_s: float, constants: Constants = CONSTANTS) -> float:
+def publish_seconds(workload: Workload, link_bytes_s: float) -> float:
     """Sending a weight version to all generators, pipelined over the nodes: the slowest link carries it once."""
-    latency = constants.adapter_swap_s if workload.tuning == "lora" else constants.collective_latency_s
+    latency = CONSTANTS.adapter_swap_s if workload.tuning == "lora" else CONSTANTS.collective_latency_s
     return workload.published_bytes / link_bytes_s + latency
 
 
-def switch_seconds(
-    workload: Workload, trainer: TrainerLayout, lane_cards: int, constants: Constants = CONSTANTS
-) -> tuple[float, float]:
+def switch_seconds(workload: Workload, trainer: TrainerLayout, lane_cards: int) -> tuple[float, float]:
     """Switching the trainer to generation, and back to training.
 
     A lane needs a full copy of the weights, which is gathered unless each card holds one. If the copy does not fit
@@ -206,27 +192,23 @@ def switch_seconds(
     if not workload.has_cost_model:
         return 0.0, 0.0
     gathered_bytes = workload.weight_bytes / lane_cards
-    gather_s = 0.0 if trainer.shard_cards == 1 else all_gather_seconds(gathered_bytes, trainer, constants)
-    swap_s = constants.adapter_swap_s
-    if helper_fits_with_training(
-        workload, trainer.pool.card, trainer.shard_cards, lane_cards, constants.memory_headroom
-    ):
+    gather_s = 0.0 if trainer.shard_cards == 1 else all_gather_seconds(gathered_bytes, trainer)
+    swap_s = CONSTANTS.adapter_swap_s
+    if helper_fits_with_training(workload, trainer.pool.card, trainer.shard_cards, lane_cards):
         return gather_s + swap_s, swap_s
     state_bytes = workload.trained_parameters * SHARDED_BYTES_PER_PARAMETER / trainer.shard_cards
-    offload_s = state_bytes / (trainer.pool.card.host_gb_s * GB * constants.host_link_share)
+    offload_s = state_bytes / (trainer.pool.card.host_gb_s * GB * CONSTANTS.host_link_share)
     return gather_s + swap_s + offload_s, swap_s + offload_s
 
 
-def lone_switch_seconds(
-    workload: Workload, trainer: TrainerLayout, constants: Constants = CONSTANTS
-) -> tuple[float, float]:
+def lone_switch_seconds(workload: Workload, trainer: TrainerLayout) -> tuple[float, float]:
     """Switching one card that acts alone to generation, and back; adapters stay where they are."""
     if trainer.pool.measured.switch_seconds is None and workload.tuning == "lora":
         return 0.0, 0.0
-    return switch_seconds(workload, trainer, 1, constants)
+    return switch_seconds(workload, trainer, 1)
 
 
-def reduce_seconds(workload: Workload, cards: int, link_bytes_s: float, constants: Constants = CONSTANTS) -> float:
+def reduce_seconds(workload: Workload, cards: int, link_bytes_s: float) -> float:
     """Adding up the gradient sums of `cards` other cards, which all reach the trainer's card over one link.
 
     Between two updates of a batch, the new weights go the other way.
@@ -234,27 +216,25 @@ def reduce_seconds(workload: Workload, cards: int, link_bytes_s: float, constant
     if not workload.has_cost_model:
         return 0.0
     sums_bytes = cards * workload.trained_parameters * SUM_BYTES_PER_PARAMETER
-    sums_s = sums_bytes / link_bytes_s + constants.collective_latency_s
-    weights_s = workload.published_bytes / link_bytes_s + constants.collective_latency_s
+    sums_s = sums_bytes / link_bytes_s + CONSTANTS.collective_latency_s
+    weights_s = workload.published_bytes / link_bytes_s + CONSTANTS.collective_latency_s
     return workload.updates_per_batch * sums_s + (workload.updates_per_batch - 1) * weights_s
 
 
-def network_bytes_s(pool: CardPool, constants: Constants = CONSTANTS) -> float:
+def network_bytes_s(pool: CardPool) -> float:
     """The bandwidth of collectives between nodes; the cards of a node share its network."""
-    return pool.network_gbit_s * GBIT * constants.collective_share
+    return pool.network_gbit_s * GBIT * CONSTANTS.collective_share
 
 
-def _phases(
-    work: ForwardWork, card: Card, constants: Constants, base: BasePrecision, *, rollout: bool
-) -> tuple[float, float, float]:
+def _phases(work: ForwardWork, card: Card, base: BasePrecision, *, rollout: bool) -> tuple[float, float, float]:
     """The time of one row's matrix products, attention and element-wise work."""
     rate = card.bf16_tflops * TERA
-    matmul_share = constants.matmul_share * (constants.fp8_matmul_speedup if base == "fp8" else 1.0)
-    attention_share = constants.attention_share
+    matmul_share = CONSTANTS.matmul_share * (CONSTANTS.fp8_matmul_speedup if base == "fp8" else 1.0)
+    attention_share = CONSTANTS.attention_share
     if work.masked_attention:
-        attention_share = constants.masked_attention_share
+        attention_share = CONSTANTS.masked_attention_share
     elif rollout and work.compiled:
-        attention_share = constants.rollout_attention_share
+        attention_share = CONSTANTS.rollout_attention_share
     return (
         work.matmul_flop / (rate * matmul_share),
         work.attention_flop / (rate * attention_share),
@@ -262,19 +242,17 @@ def _phases(
     )
 
 
-def _tensor_parallel_seconds(
-    workload: Workload, card: Card, rows: int, lane_cards: int, constants: Constants
-) -> float:
+def _tensor_parallel_seconds(workload: Workload, card: Card, rows: int, lane_cards: int) -> float:
     """Two all-reduces of the hidden state per block, inside the node."""
     if lane_cards == 1:
         return 0.0
     facts = workload.facts
     sent = 2 * facts.blocks * rows * facts.block_hidden_bytes(workload.tokens)
-    link = card.card_link_gb_s * GB * constants.collective_share
+    link = card.card_link_gb_s * GB * CONSTANTS.collective_share
     return 2 * sent * (lane_cards - 1) / lane_cards / link
 
 
-def _token_exchange_seconds(workload: Workload, trainer: TrainerLayout, pairs: int, constants: Constants) -> float:
+def _token_exchange_seconds(workload: Workload, trainer: TrainerLayout, pairs: int) -> float:
     """The exchanges of a pass between the cards of a replica.
 
     In each block of every forward and backward, a card sends queries, keys, values and outputs of its tokens.
@@ -285,19 +263,19 @@ def _token_exchange_seconds(workload: Workload, trainer: TrainerLayout, pairs: i
     passes = 2 + trainer.checkpointing + workload.reference_forward + workload.old_policy_forward
     own_bytes = facts.block_hidden_bytes(workload.tokens) / cards
     sent = 4 * own_bytes * (cards - 1) / cards * facts.blocks * pairs * workload.trained_branches
-    return passes * sent / _link_bytes_s(trainer.pool, cards, constants)
+    return passes * sent / _link_bytes_s(trainer.pool, cards)
 
 
-def _link_bytes_s(pool: CardPool, cards: int, constants: Constants) -> float:
+def _link_bytes_s(pool: CardPool, cards: int) -> float:
     """The slowest link of a ring over `cards` cards of the pool, node by node."""
-    inside = pool.card.card_link_gb_s * GB * constants.collective_share
-    return inside if cards <= pool.per_node else min(inside, network_bytes_s(pool, constants))
+    inside = pool.card.card_link_gb_s * GB * CONSTANTS.collective_share
+    return inside if cards <= pool.per_node else min(inside, network_bytes_s(pool))
 
 
-def all_gather_seconds(total_bytes: float, trainer: TrainerLayout, constants: Constants) -> float:
+def all_gather_seconds(total_bytes: float, trainer: TrainerLayout) -> float:
     """An all-gather inside each shard group."""
     ranks = trainer.shard_cards
     if ranks == 1:
         return 0.0
     received = total_bytes * (ranks - 1) / ranks
-    return received / _link_bytes_s(trainer.pool, ranks, constants) + constants.collective_latency_s
+    return received / _link_bytes_s(trainer.pool, ranks) + CONSTANTS.collective_latency_s

@@ -10,7 +10,6 @@ from math import ceil
 from typing import Literal
 
 from digenrl.planning.cluster import CardPool
-from digenrl.planning.constants import CONSTANTS, Constants
 from digenrl.planning.costs import TrainerLayout, commit_seconds, unit_seconds
 from digenrl.planning.memory import (
     MemoryReport,
@@ -116,11 +115,7 @@ class Layout:
 
 
 def generator_layout(
-    workload: Workload,
-    pool: CardPool,
-    cards: int,
-    constants: Constants = CONSTANTS,
-    capabilities: Capabilities = ALL_CAPABILITIES,
+    workload: Workload, pool: CardPool, cards: int, capabilities: Capabilities = ALL_CAPABILITIES
 ) -> GeneratorLayout | None:
     """The lanes of `cards` cards of the pool, or None if the model does not fit; a measured lane is one card."""
     lane_cards: int | None = None
@@ -128,19 +123,17 @@ def generator_layout(
         lane_cards = 1 if any(pool.measured.covers(size) for size in workload.slice_sizes()) else None
     elif workload.has_cost_model:
         widest = pool.per_node if capabilities.tensor_parallel else 1
-        lane_cards = smallest_lane(workload, pool.card, widest, constants.memory_headroom)
+        lane_cards = smallest_lane(workload, pool.card, widest)
     if lane_cards is None or cards < lane_cards:
         return None
     return GeneratorLayout(pool, cards - cards % lane_cards, lane_cards)
 
 
-def helper_lane_cards(
-    workload: Workload, trainer: TrainerLayout, constants: Constants, capabilities: Capabilities
-) -> int | None:
+def helper_lane_cards(workload: Workload, trainer: TrainerLayout, capabilities: Capabilities) -> int | None:
     """Cards per lane if the trainer's cards generate, or None if they cannot."""
     if trainer.replica_cards > 1 or (trainer.shard_cards > 1 and not capabilities.sharded_help):
         return None
-    layout = generator_layout(workload, trainer.pool, trainer.cards, constants, capabilities)
+    layout = generator_layout(workload, trainer.pool, trainer.cards, capabilities)
     return None if layout is None else layout.lane_cards
 
 
@@ -155,7 +148,6 @@ def best_trainer(
     pool: CardPool,
     cards: int,
     samples_per_unit: int,
-    constants: Constants = CONSTANTS,
     capabilities: Capabilities = ALL_CAPABILITIES,
     beside_generation: bool = False,
 ) -> TrainerLayout | None:
@@ -174,10 +166,9 @@ def best_trainer(
         return None
     units = ceil(workload.samples_per_step / samples_per_unit)
     seconds = {
-        trainer: units * unit_seconds(workload, trainer, samples_per_unit, constants)
-        + commit_seconds(workload, trainer, constants)
+        trainer: units * unit_seconds(workload, trainer, samples_per_unit) + commit_seconds(workload, trainer)
         for trainer in _trainers(workload, pool, cards, samples_per_unit, capabilities)
-        if _fits(workload, trainer, constants.memory_headroom, beside_generation)
+        if _fits(workload, trainer, beside_generation)
     }
     if not seconds:
         return None
@@ -203,33 +194,29 @@ def _trainers(
         yield TrainerLayout(pool, cards, shard_cards, pack, checkpointing, capabilities.packed, together)
 
 
-def _fits(workload: Workload, trainer: TrainerLayout, headroom: float, beside_generation: bool) -> bool:
+def _fits(workload: Workload, trainer: TrainerLayout, beside_generation: bool) -> bool:
     if not beside_generation:
-        return memory_of_trainer(workload, trainer, headroom).fits
-    return memory_of_shared_card(workload, trainer, 1, headroom).fits
+        return memory_of_trainer(workload, trainer).fits
+    return memory_of_shared_card(workload, trainer, 1).fits
 
 
-def memory_of_trainer(workload: Workload, trainer: TrainerLayout, headroom: float) -> MemoryReport:
-    report = trainer_memory(
-        workload, trainer.pool.card, trainer.shard_cards, trainer.pack, trainer.checkpointing, headroom
-    )
+def memory_of_trainer(workload: Workload, trainer: TrainerLayout) -> MemoryReport:
+    report = trainer_memory(workload, trainer.pool.card, trainer.shard_cards, trainer.pack, trainer.checkpointing)
     return replace(report, activations_gib=report.activations_gib / trainer.replica_cards)
 
 
-def memory_of_shared_card(workload: Workload, trainer: TrainerLayout, size: int, headroom: float) -> MemoryReport:
+def memory_of_shared_card(workload: Workload, trainer: TrainerLayout, size: int) -> MemoryReport:
     """A card that trains alone like this, and generates slices of `size`."""
-    return shared_card_memory(workload, trainer.pool.card, size, trainer.pack, trainer.checkpointing, headroom)
+    return shared_card_memory(workload, trainer.pool.card, size, trainer.pack, trainer.checkpointing)
 
 
-def fitting_slices(workload: Workload, layout: Layout, constants: Constants = CONSTANTS) -> tuple[int, ...]:
+def fitting_slices(workload: Workload, layout: Layout) -> tuple[int, ...]:
     """Slice sizes that every generator lane supports; without measurements, size 1 is always one of them."""
-    by_lane = [lane_sizes(workload, generator, constants) for generator in layout.generators]
+    by_lane = [lane_sizes(workload, generator) for generator in layout.generators]
     return tuple(size for size in workload.slice_sizes() if all(size in sizes for sizes in by_lane))
 
 
-def lane_sizes(
-    workload: Workload, generator: GeneratorLayout, constants: Constants = CONSTANTS
-) -> tuple[int, ...]:
+def lane_sizes(workload: Workload, generator: GeneratorLayout) -> tuple[int, ...]:
     """Slice sizes that fit the memory of the pool's lanes, or that its measurements cover."""
     pool = generator.pool
     if pool.measured.slice_seconds is not None:
@@ -237,7 +224,7 @@ def lane_sizes(
     return tuple(
         size
         for size in workload.slice_sizes()
-        if generator_memory(workload, pool.card, size, generator.lane_cards, constants.memory_headroom).fits
+        if generator_memory(workload, pool.card, size, generator.lane_cards).fits
     )
 
 

@@ -42,9 +42,7 @@ class MemoryReport:
         return self.total_gib <= self.available_gib
 
 
-def generator_memory(
-    workload: Workload, card: Card, size: int, lane_cards: int = 1, headroom: float = CONSTANTS.memory_headroom
-) -> MemoryReport:
+def generator_memory(workload: Workload, card: Card, size: int, lane_cards: int = 1) -> MemoryReport:
     """A card of a lane of `lane_cards` that generates slices of `size` samples; text encoders run elsewhere.
 
     Of an evaluation, a single sample must fit: larger batches are divided where memory runs out.
@@ -62,7 +60,7 @@ def generator_memory(
         weights_gib=(workload.weight_bytes / lane_cards + adapters + vae) / GIB,
         optimizer_gib=0.0,
         activations_gib=working / GIB,
-        available_gib=available_gib(card, headroom),
+        available_gib=available_gib(card),
     )
 
 
@@ -78,12 +76,7 @@ def _denoising_and_decoding(
 
 
 def trainer_memory(
-    workload: Workload,
-    card: Card,
-    shard_cards: int,
-    pairs: int,
-    checkpointing: bool,
-    headroom: float = CONSTANTS.memory_headroom,
+    workload: Workload, card: Card, shard_cards: int, pairs: int, checkpointing: bool
 ) -> MemoryReport:
     """A trainer card that holds one of `shard_cards` shards and trains `pairs` pairs per pass."""
     facts = workload.facts
@@ -98,24 +91,17 @@ def trainer_memory(
         weights_gib=weights / GIB,
         optimizer_gib=state / GIB,
         activations_gib=activation_gib(workload, pairs, checkpointing),
-        available_gib=available_gib(card, headroom),
+        available_gib=available_gib(card),
     )
 
 
-def shared_card_memory(
-    workload: Workload,
-    card: Card,
-    size: int,
-    pairs: int,
-    checkpointing: bool,
-    headroom: float = CONSTANTS.memory_headroom,
-) -> MemoryReport:
+def shared_card_memory(workload: Workload, card: Card, size: int, pairs: int, checkpointing: bool) -> MemoryReport:
     """A card that generates slices of `size` samples and trains `pairs` pairs per pass, one after the other.
 
     Frozen weights serve both. Weights that are trained are there twice: as published, and as a trainer's state.
     """
-    generating = generator_memory(workload, card, size, 1, headroom)
-    training = trainer_memory(workload, card, 1, pairs, checkpointing, headroom)
+    generating = generator_memory(workload, card, size, 1)
+    training = trainer_memory(workload, card, 1, pairs, checkpointing)
     frozen = workload.weight_bytes / GIB if workload.tuning == "lora" else 0.0
     sums = workload.trained_parameters * SUM_BYTES_PER_PARAMETER / GIB
     return MemoryReport(
@@ -138,21 +124,19 @@ def activation_gib(workload: Workload, pairs: int, checkpointing: bool) -> float
     return pairs * workload.trained_branches * per_row / GIB
 
 
-def smallest_lane(workload: Workload, card: Card, per_node: int, headroom: float) -> int | None:
+def smallest_lane(workload: Workload, card: Card, per_node: int) -> int | None:
     """The fewest tensor-parallel cards of a node that can generate one sample, or None."""
     lane_cards = 1
     while lane_cards <= per_node:
-        if generator_memory(workload, card, 1, lane_cards, headroom).fits:
+        if generator_memory(workload, card, 1, lane_cards).fits:
             return lane_cards
         lane_cards *= 2
     return None
 
 
-def helper_fits_with_training(
-    workload: Workload, card: Card, shard_cards: int, lane_cards: int, headroom: float
-) -> bool:
+def helper_fits_with_training(workload: Workload, card: Card, shard_cards: int, lane_cards: int) -> bool:
     """Whether a trainer card can hold a generator's copy of the weights in addition to its training state."""
-    generating = generator_memory(workload, card, 1, lane_cards, headroom)
+    generating = generator_memory(workload, card, 1, lane_cards)
     state = workload.trained_parameters * SHARDED_BYTES_PER_PARAMETER
     training = state / shard_cards if workload.tuning == "full" else state
     if workload.tuning == "lora" and shard_cards > 1:
@@ -160,6 +144,6 @@ def helper_fits_with_training(
     return generating.total_gib + training / GIB <= generating.available_gib
 
 
-def available_gib(card: Card, headroom: float) -> float:
+def available_gib(card: Card) -> float:
     """The memory of a card that plans may use."""
-    return card.memory_gib * (1 - headroom)
+    return card.memory_gib * (1 - CONSTANTS.memory_headroom)

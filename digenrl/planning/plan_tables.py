@@ -124,7 +124,6 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
 
 
 def result_as_dict(result: PlanResult) -> dict[str, Any]:
-    """The result of a search for JSON."""
     return {
         "workload": result.workload.model_dump(mode="json"),
         "costs": cost_source(result.workload),

@@ -25,7 +25,6 @@ from digenrl.planning.candidates import (
 )
 from digenrl.planning.cluster import CardPool, Cluster
 from digenrl.planning.colocated import colocated_plan
-from digenrl.planning.constants import CONSTANTS, Constants
 from digenrl.planning.memory import generator_memory, trainer_memory
 from digenrl.planning.plan_kinds import compared, why_it_lost, why_it_won
 from digenrl.planning.plans import Plan, PlanResult
@@ -58,7 +57,6 @@ class _Search:
 
     workload: Workload
     options: PlanOptions
-    constants: Constants
     progress: Progress
     best_of_split: dict[str, tuple[float, Candidate]] = field(default_factory=dict)
     found: list[Candidate] = field(default_factory=list)
@@ -126,17 +124,11 @@ class _Search:
     def slice_by_pool(self, candidate: Candidate, makespan_s: float) -> Candidate:
         """The candidate with a slice size per pool, if the prediction says that this pays."""
         return better_slices(
-            candidate,
-            makespan_s,
-            self.workload,
-            self.constants,
-            self._refined_makespan,
-            self.options.tolerance,
-            SLICING_TRIES,
+            candidate, makespan_s, self.workload, self._refined_makespan, self.options.tolerance, SLICING_TRIES
         )
 
     def spec(self, candidate: Candidate) -> Spec:
-        return candidate.spec(self.workload, self.options.steps, self.constants)
+        return candidate.spec(self.workload, self.options.steps)
 
     def _refined_makespan(self, candidate: Candidate) -> float:
         self.refined += 1
@@ -154,18 +146,14 @@ class _Search:
 
 
 def plan(
-    workload: Workload,
-    cluster: Cluster,
-    options: PlanOptions,
-    progress: Progress = lambda done, total: None,
-    constants: Constants = CONSTANTS,
+    workload: Workload, cluster: Cluster, options: PlanOptions, progress: Progress = lambda done, total: None
 ) -> PlanResult:
     """The best plans for the workload on the cluster, best first, at most one per split of the cards.
 
     The trainer uses cards of one pool: its ranks are synchronous, so a slower card would delay all others.
     Raises ConfigError if the model does not fit the cluster.
     """
-    search = _Search(workload, options, constants, progress)
+    search = _Search(workload, options, progress)
     several = len(cluster.pools) > 1
     sizes = {pool: _first_sizes(pool, several, options.ranks) for pool in cluster.pools}
     if not any(sizes.values()):
@@ -181,21 +169,19 @@ def plan(
             (
                 candidate
                 for pool, size in fresh
-                for candidate in candidates(
-                    workload, splits(workload, cluster, pool, size, options, constants), options, constants
-                )
+                for candidate in candidates(workload, splits(workload, cluster, pool, size, options), options)
             ),
             budget if len(tried) == len(fresh) else budget // 4,
         )
         if options.ranks is None:
             sizes = _refined_sizes(search, sizes)
     if not search.best_of_split:
-        raise ConfigError(_does_not_fit(workload, cluster, options, constants))
+        raise ConfigError(_does_not_fit(workload, cluster, options))
     search.polish()
     every_size = all(pool.cards - 1 <= EVERY_SIZE_UP_TO for pool in cluster.pools)
-    shared = best_shared_plan(workload, cluster, options, constants)
-    result = _result(search, every_size, shared, colocated_plan(workload, cluster, options, constants))
-    return replace(result, trainer_places=compare_places(workload, cluster, options, constants))
+    shared = best_shared_plan(workload, cluster, options)
+    result = _result(search, every_size, shared, colocated_plan(workload, cluster, options))
+    return replace(result, trainer_places=compare_places(workload, cluster, options))
 
 
 def _first_sizes(pool: CardPool, others_generate: bool, ranks: int | None) -> list[int]:
@@ -285,7 +271,7 @@ def _simulated_order(options: PlanOptions) -> Callable[[Plan], tuple[float, floa
 
 def _simulated(search: _Search, candidate: Candidate) -> Plan:
     spec, slices = search.spec(candidate), candidate.own_slices
-    return simulated_plan(search.workload, candidate.layout, candidate.rates, spec, slices, search.constants)
+    return simulated_plan(search.workload, candidate.layout, candidate.rates, spec, slices)
 
 
 def _too_many_ranks(cluster: Cluster, options: PlanOptions) -> str:
@@ -299,21 +285,21 @@ def _too_many_ranks(cluster: Cluster, options: PlanOptions) -> str:
     )
 
 
-def _does_not_fit(workload: Workload, cluster: Cluster, options: PlanOptions, constants: Constants) -> str:
+def _does_not_fit(workload: Workload, cluster: Cluster, options: PlanOptions) -> str:
     """The memory that is missing on the pool with the most memory, in one line."""
     if cluster.cards == 1:
         return ONE_CARD
     if not workload.has_cost_model:
         return _not_measured(workload, cluster)
-    headroom, capabilities = constants.memory_headroom, options.capabilities
+    capabilities = options.capabilities
     pool = max(cluster.pools, key=lambda pool: pool.card.memory_gib * pool.cards)
     if not pool.card.described:
         return f"no pool has a card of the catalogue, so the plan needs measured costs: {NEEDED_MEASUREMENTS}"
     shards = pool.cards if len(cluster.pools) > 1 else pool.cards - 1
     lane_cards = pool.per_node if capabilities.tensor_parallel else 1
     checkpointing = capabilities.checkpointing[-1]
-    generating = generator_memory(workload, pool.card, 1, lane_cards, headroom)
-    training = trainer_memory(workload, pool.card, shards, 1, checkpointing, headroom)
+    generating = generator_memory(workload, pool.card, 1, lane_cards)
+    training = trainer_memory(workload, pool.card, shards, 1, checkpointing)
     way_out = "add cards or use larger ones" + (", or use LoRA" if workload.tuning == "full" else "")
     if not checkpointing:
         way_out += ", or set training.gradient_checkpointing"

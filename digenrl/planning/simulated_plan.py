@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from digenrl.config.spec import Spec
 from digenrl.planning.bounds import Rates
-from digenrl.planning.constants import CONSTANTS, Constants
 from digenrl.planning.costs import TrainerLayout
 from digenrl.planning.layout import GeneratorLayout, Layout, memory_of_shared_card, memory_of_trainer
 from digenrl.planning.memory import MemoryReport, generator_memory
@@ -14,19 +13,11 @@ from digenrl.simulation.answer import Answer
 from digenrl.simulation.simulator import simulate
 
 
-def simulated_plan(
-    workload: Workload,
-    layout: Layout,
-    rates: Rates,
-    spec: Spec,
-    slices: tuple[int, ...],
-    constants: Constants = CONSTANTS,
-) -> Plan:
+def simulated_plan(workload: Workload, layout: Layout, rates: Rates, spec: Spec, slices: tuple[int, ...]) -> Plan:
     """The plan of a SPEC; `slices` are those of the layout's generator pools."""
     answer = simulate(spec).answer
     assert isinstance(spec.slice, int), "a plan fixes the slice size"
     alone = layout.alone or (None,) * len(layout.generators)
-    headroom = constants.memory_headroom
     return Plan(
         layout=layout,
         rates=rates,
@@ -40,10 +31,10 @@ def simulated_plan(
         usd_per_1000_samples=1000 * layout.usd_per_hour / 3600 / answer.throughput,
         slices=slices,
         generator_memory=tuple(
-            _lane_memory(workload, generator, trains, own, headroom)
+            _lane_memory(workload, generator, trains, own)
             for generator, trains, own in zip(layout.generators, alone, slices, strict=True)
         ),
-        trainer_memory=_trainer_memory(workload, layout, spec.slice, headroom),
+        trainer_memory=_trainer_memory(workload, layout, spec.slice),
     )
 
 
@@ -54,27 +45,23 @@ def _steady_step_s(answer: Answer) -> float:
 
 
 def _lane_memory(
-    workload: Workload,
-    generator: GeneratorLayout,
-    alone: TrainerLayout | None,
-    slice_size: int,
-    headroom: float,
+    workload: Workload, generator: GeneratorLayout, alone: TrainerLayout | None, slice_size: int
 ) -> MemoryReport | None:
     """None if slices of this size, or training as well, were measured, and thus fit."""
     pool = generator.pool
     if pool.measured.slice_seconds is not None:
         return None
     if alone is None:
-        return generator_memory(workload, pool.card, slice_size, generator.lane_cards, headroom)
+        return generator_memory(workload, pool.card, slice_size, generator.lane_cards)
     if pool.measured.train_seconds_per_sample is not None:
         return None
-    return memory_of_shared_card(workload, alone, slice_size, headroom)
+    return memory_of_shared_card(workload, alone, slice_size)
 
 
-def _trainer_memory(workload: Workload, layout: Layout, slice_size: int, headroom: float) -> MemoryReport | None:
+def _trainer_memory(workload: Workload, layout: Layout, slice_size: int) -> MemoryReport | None:
     trainer = layout.trainer
     if trainer.pool.measured.train_seconds_per_sample is not None:
         return None
     if layout.alone:
-        return memory_of_shared_card(workload, trainer, slice_size, headroom)
-    return memory_of_trainer(workload, trainer, headroom)
+        return memory_of_shared_card(workload, trainer, slice_size)
+    return memory_of_trainer(workload, trainer)

@@ -14,7 +14,6 @@ from digenrl.config.spec import (
     TrainerCosts,
 )
 from digenrl.planning.cluster import CardPool
-from digenrl.planning.constants import CONSTANTS, Constants
 from digenrl.planning.costs import (
     commit_seconds,
     lane_slice_seconds,
@@ -32,7 +31,6 @@ def build_spec(
     slice_size: int,
     rules: ScheduleRules,
     steps: int,
-    constants: Constants = CONSTANTS,
     pool_slices: tuple[int, ...] = (),
 ) -> Spec:
     """The SPEC of `steps` steps of the workload on this layout.
@@ -41,7 +39,7 @@ def build_spec(
     """
     own_slices = pool_slices or (slice_size,) * len(layout.generators)
     samples_per_unit = training_unit(workload, rules.stream)
-    unit_s = unit_seconds(workload, layout.trainer, samples_per_unit, constants)
+    unit_s = unit_seconds(workload, layout.trainer, samples_per_unit)
     return Spec(
         steps=steps,
         prompts=workload.prompts,
@@ -51,19 +49,19 @@ def build_spec(
             TimedGeneratorPool(
                 name=generator.pool.name,
                 count=generator.lanes,
-                seconds=slice_table(workload, generator.pool, generator.lane_cards, constants),
+                seconds=slice_table(workload, generator.pool, generator.lane_cards),
                 slice=own if own != slice_size else None,
-                publish=_own_publication(workload, layout, generator, constants),
+                publish=_own_publication(workload, layout, generator),
             )
             for generator, own in zip(layout.generators, own_slices, strict=True)
         ),
         reward=reward_pool(workload, slice_size),
         trainer=TrainerCosts(
             seconds_per_sample=rounded(unit_s / samples_per_unit),
-            commit=rounded(commit_seconds(workload, layout.trainer, constants)),
-            helper=_helper(workload, layout, constants),
+            commit=rounded(commit_seconds(workload, layout.trainer)),
+            helper=_helper(workload, layout),
         ),
-        publish=rounded(publication_seconds(workload, layout, constants)),
+        publish=rounded(publication_seconds(workload, layout)),
         policy=rules,
     )
 
@@ -73,13 +71,11 @@ def training_unit(workload: Workload, stream: StreamRuleName) -> int:
     return {"group": workload.samples_per_prompt, "batch": workload.samples_per_step, "sample": 1}[stream]
 
 
-def slice_table(
-    workload: Workload, pool: CardPool, lane_cards: int, constants: Constants = CONSTANTS
-) -> dict[int, Decimal]:
+def slice_table(workload: Workload, pool: CardPool, lane_cards: int) -> dict[int, Decimal]:
     """Seconds by slice size, for every size that cuts a group evenly and is covered by measurements, if any."""
     modelled = pool.measured.slice_seconds is None
     return {
-        size: rounded(lane_slice_seconds(workload, pool, size, lane_cards, constants))
+        size: rounded(lane_slice_seconds(workload, pool, size, lane_cards))
         for size in workload.slice_sizes()
         if modelled or pool.measured.covers(size)
     }
@@ -95,20 +91,18 @@ def rounded(seconds: float) -> Decimal:
     return Decimal(f"{Decimal(repr(seconds)):.6g}")
 
 
-def _own_publication(
-    workload: Workload, layout: Layout, generator: GeneratorLayout, constants: Constants
-) -> Decimal | None:
-    seconds = remote_publication_seconds(workload, layout, generator, constants)
+def _own_publication(workload: Workload, layout: Layout, generator: GeneratorLayout) -> Decimal | None:
+    seconds = remote_publication_seconds(workload, layout, generator)
     return None if seconds is None else rounded(seconds)
 
 
-def _helper(workload: Workload, layout: Layout, constants: Constants) -> HelperCosts | None:
+def _helper(workload: Workload, layout: Layout) -> HelperCosts | None:
     if layout.helper_lane_cards is None or layout.helper_lanes == 0:
         return None
-    switch_in, switch_out = switch_seconds(workload, layout.trainer, layout.helper_lane_cards, constants)
+    switch_in, switch_out = switch_seconds(workload, layout.trainer, layout.helper_lane_cards)
     return HelperCosts(
         lanes=layout.helper_lanes,
-        seconds=slice_table(workload, layout.trainer.pool, layout.helper_lane_cards, constants),
+        seconds=slice_table(workload, layout.trainer.pool, layout.helper_lane_cards),
         switch_in=rounded(switch_in),
         switch_out=rounded(switch_out),
     )

@@ -12,7 +12,6 @@ from math import ceil
 
 from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.cluster import CardPool, Cluster
-from digenrl.planning.constants import CONSTANTS, Constants
 from digenrl.planning.costs import (
     GB,
     GBIT,
@@ -53,9 +52,7 @@ class StagedTrainer:
         return max(enumerate(seconds), key=lambda entry: entry[1])
 
 
-def best_stages(
-    workload: Workload, cluster: Cluster, options: PlanOptions, constants: Constants = CONSTANTS
-) -> StagedTrainer | None:
+def best_stages(workload: Workload, cluster: Cluster, options: PlanOptions) -> StagedTrainer | None:
     """The fastest trainer in stages over all cards; None if no cut fits or there are too many cards."""
     if cluster.cards > min(MOST_STAGES, workload.facts.blocks):
         return None
@@ -65,22 +62,19 @@ def best_stages(
         for cards in _chains(cluster)
         for checkpointing in options.capabilities.checkpointing
         for pack in PACKS
-        if pack <= pairs
-        and (staged := _staged(workload, cluster, cards, pack, checkpointing, constants)) is not None
+        if pack <= pairs and (staged := _staged(workload, cluster, cards, pack, checkpointing)) is not None
     ]
     return min(found, key=lambda staged: staged.step_s, default=None)
 
 
-def link_bytes_s(
-    cluster: Cluster, cards: Sequence[CardPool], stage: int, constants: Constants = CONSTANTS
-) -> float:
+def link_bytes_s(cluster: Cluster, cards: Sequence[CardPool], stage: int) -> float:
     """The bandwidth between a stage's card and the next; cards of a pool fill one node after the other."""
     first, second = cards[stage], cards[stage + 1]
     if first == second:
         place = cards[: stage + 1].count(first)
         if place % first.per_node:
             return first.card.card_link_gb_s * GB
-        return network_bytes_s(first, constants)
+        return network_bytes_s(first)
     between = site_gbit_s(cluster.sites, first.site, second.site)
     return GBIT * min(between, first.network_gbit_s, second.network_gbit_s)
 
@@ -94,21 +88,14 @@ def _chains(cluster: Cluster) -> Iterator[tuple[CardPool, ...]]:
 
 
 def _staged(
-    workload: Workload,
-    cluster: Cluster,
-    cards: tuple[CardPool, ...],
-    pack: int,
-    checkpointing: bool,
-    constants: Constants,
+    workload: Workload, cluster: Cluster, cards: tuple[CardPool, ...], pack: int, checkpointing: bool
 ) -> StagedTrainer | None:
     facts, count = workload.facts, len(cards)
     pairs = workload.trained_samples(workload.samples_per_step) * workload.pairs_per_sample
-    passes = {
-        pool: training_pass_seconds(workload, pool.card, pack, checkpointing, constants) for pool in set(cards)
-    }
+    passes = {pool: training_pass_seconds(workload, pool.card, pack, checkpointing) for pool in set(cards)}
     first_s = passes[cards[0]]
     forwards = 1 + workload.reference_forward + workload.old_policy_forward  # each sends activations
-    rates = [link_bytes_s(cluster, cards, stage, constants) for stage in range(count - 1)]
+    rates = [link_bytes_s(cluster, cards, stage) for stage in range(count - 1)]
     hidden_bytes = pack * workload.trained_branches * facts.block_hidden_bytes(workload.tokens)
     try:
         cut = best_partition(
@@ -119,12 +106,12 @@ def _staged(
             micro_batches=ceil(pairs / pack),
             fits=lambda stage, first, end: (
                 _stage_bytes(workload, end - first, count, pack, checkpointing)
-                <= GIB * available_gib(cards[stage].card, constants.memory_headroom)
+                <= GIB * available_gib(cards[stage].card)
             ),
         )
     except ValueError:  # no cut fits
         return None
-    return StagedTrainer(cards, cut, pack, checkpointing, _commit_seconds(workload, cards, rates, constants))
+    return StagedTrainer(cards, cut, pack, checkpointing, _commit_seconds(workload, cards, rates))
 
 
 def _stage_bytes(workload: Workload, blocks: int, stages: int, pack: int, checkpointing: bool) -> float:
@@ -141,12 +128,10 @@ def _stage_bytes(workload: Workload, blocks: int, stages: int, pack: int, checkp
     return share * workload.training_weight_bytes + state + 2 * stages * rows * per_row + recomputed
 
 
-def _commit_seconds(
-    workload: Workload, cards: Sequence[CardPool], rates: Sequence[float], constants: Constants
-) -> float:
+def _commit_seconds(workload: Workload, cards: Sequence[CardPool], rates: Sequence[float]) -> float:
     """The optimizer step of the slowest card and, for adapters, the sum of their gradients over all stages."""
     alone = [TrainerLayout(pool, 1, 1, 1, False) for pool in set(cards)]
-    optimizer_s = max(commit_seconds(workload, each, constants) for each in alone)
+    optimizer_s = max(commit_seconds(workload, each) for each in alone)
     if workload.tuning == "full":
         return optimizer_s / len(cards)
     gradient_bytes = 4.0 * workload.trained_parameters * 2 * (len(cards) - 1) / len(cards)

@@ -5,25 +5,22 @@ from __future__ import annotations
 from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.cluster import CardPool, Cluster
 from digenrl.planning.colocated import joint_trainer
-from digenrl.planning.constants import CONSTANTS, Constants
 from digenrl.planning.costs import TrainerLayout, commit_seconds, gather_seconds, unit_seconds
 from digenrl.planning.plans import TrainerPlace
 from digenrl.planning.stages import MOST_STAGES, StagedTrainer, best_stages
 from digenrl.planning.workload import Workload
 
 
-def compare_places(
-    workload: Workload, cluster: Cluster, options: PlanOptions, constants: Constants = CONSTANTS
-) -> tuple[TrainerPlace, ...]:
+def compare_places(workload: Workload, cluster: Cluster, options: PlanOptions) -> tuple[TrainerPlace, ...]:
     """The three ways, fastest first; none if there is one site, or if the times of a card are not modelled."""
     pools = cluster.pools
     modelled = workload.has_cost_model and all(pool.card.described for pool in pools)
     if len(cluster.site_names) == 1 or not modelled:
         return ()
     places = [
-        _one_site(workload, cluster, options, constants),
-        _stages(workload, cluster, options, constants),
-        _data_parallel(workload, cluster, options, constants),
+        _one_site(workload, cluster, options),
+        _stages(workload, cluster, options),
+        _data_parallel(workload, cluster, options),
     ]
     return tuple(sorted(places, key=lambda place: (place.step_s is None, place.step_s or 0.0)))
 
@@ -51,13 +48,13 @@ def _name(place: TrainerPlace) -> str:
     )
 
 
-def _one_site(workload: Workload, cluster: Cluster, options: PlanOptions, constants: Constants) -> TrainerPlace:
+def _one_site(workload: Workload, cluster: Cluster, options: PlanOptions) -> TrainerPlace:
     """The fastest site; a trainer uses cards of one pool."""
     found: list[tuple[float, CardPool]] = []
     for pool in cluster.pools:
-        trainer = joint_trainer(workload, cluster, [pool], options, constants)
+        trainer = joint_trainer(workload, cluster, [pool], options)
         if trainer is not None:
-            found.append((_step_seconds(workload, trainer, constants), pool))
+            found.append((_step_seconds(workload, trainer), pool))
     if not found:
         return TrainerPlace("one site", "", None, "the model does not fit on the cards of any pool")
     step_s, pool = min(found, key=lambda each: each[0])
@@ -65,8 +62,8 @@ def _one_site(workload: Workload, cluster: Cluster, options: PlanOptions, consta
     return TrainerPlace("one site", f"{pool.cards} {pool.name} in {pool.site}", step_s, why)
 
 
-def _stages(workload: Workload, cluster: Cluster, options: PlanOptions, constants: Constants) -> TrainerPlace:
-    staged = best_stages(workload, cluster, options, constants)
+def _stages(workload: Workload, cluster: Cluster, options: PlanOptions) -> TrainerPlace:
+    staged = best_stages(workload, cluster, options)
     if staged is None:
         most = min(MOST_STAGES, workload.facts.blocks)
         why = f"it has {cluster.cards} cards, and stages are compared up to {most}"
@@ -90,21 +87,17 @@ def _why_stages(staged: StagedTrainer) -> str:
     )
 
 
-def _data_parallel(
-    workload: Workload, cluster: Cluster, options: PlanOptions, constants: Constants
-) -> TrainerPlace:
-    trainer = joint_trainer(workload, cluster, list(cluster.pools), options, constants)
+def _data_parallel(workload: Workload, cluster: Cluster, options: PlanOptions) -> TrainerPlace:
+    trainer = joint_trainer(workload, cluster, list(cluster.pools), options)
     if trainer is None:
         return TrainerPlace("data parallel", "", None, "the model does not fit on the smallest cards")
-    commit_s = commit_seconds(workload, trainer, constants)
+    commit_s = commit_seconds(workload, trainer)
     why = f"as adding up gradients takes {commit_s:.2g} s"
     if trainer.shard_cards > 1:
-        why = f"as gathering sharded weights takes {gather_seconds(workload, trainer, constants):.2g} s per pass"
-    return TrainerPlace(
-        "data parallel", f"{trainer.cards} cards", _step_seconds(workload, trainer, constants), why
-    )
+        why = f"as gathering sharded weights takes {gather_seconds(workload, trainer):.2g} s per pass"
+    return TrainerPlace("data parallel", f"{trainer.cards} cards", _step_seconds(workload, trainer), why)
 
 
-def _step_seconds(workload: Workload, trainer: TrainerLayout, constants: Constants) -> float:
+def _step_seconds(workload: Workload, trainer: TrainerLayout) -> float:
     samples = workload.samples_per_step
-    return unit_seconds(workload, trainer, samples, constants) + commit_seconds(workload, trainer, constants)
+    return unit_seconds(workload, trainer, samples) + commit_seconds(workload, trainer)

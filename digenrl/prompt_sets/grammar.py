@@ -25,7 +25,6 @@ class Draw:
         return next(self._numbers) % count
 
     def one(self, items: Sequence[Item]) -> Item:
-        """One of the items."""
         return items[self.below(len(items))]
 
     def different(self, items: Sequence[Item], count: int) -> list[Item]:

@@ -39,20 +39,7 @@ WORDS = {
         Oak; Red; River; Rose; Silver; Stone; Sun; West; White; Wind; Winter; Wood
         """
     ),
-    "town_end": (
-        "bridge",
-        "brook",
-        "dale",
-        "field",
-        "ford",
-        "gate",
-        "haven",
-        "mouth",
-        "port",
-        "ton",
-        "view",
-        "well",
-    ),
+    "town_end": listed("bridge; brook; dale; field; ford; gate; haven; mouth; port; ton; view; well"),
     "town": ("[town_start][town_end]",),
     "adjective": listed(
         """
@@ -130,18 +117,7 @@ WORDS = {
         rest; shine; slow down; smile; stay curious; try again; wonder
         """
     ),
-    "sport": (
-        "archery",
-        "chess",
-        "climbing",
-        "cycling",
-        "dance",
-        "fencing",
-        "hockey",
-        "judo",
-        "rowing",
-        "running",
-    ),
+    "sport": listed("archery; chess; climbing; cycling; dance; fencing; hockey; judo; rowing; running"),
     "letters": tuple("ABCDEFGHJKLMNPRSTUVWXYZ"),
     "color": ("white", "black", "red", "blue", "green", "yellow", "orange", "silver", "gold", "turquoise", "pink"),
 }

@@ -43,6 +43,4 @@ class AestheticReward(FrameReward):
         return RewardBatch(tuple(scores))
 
 
-def build(settings: AestheticSettings) -> AestheticReward:
-    """Loads the backbone and the head."""
-    return AestheticReward(settings)
+build = AestheticReward

@@ -7,5 +7,4 @@ from digenrl.rewards.clip import ClipPairReward, load_clip, processor_of
 
 
 def build(settings: ClipScoreSettings) -> ClipPairReward:
-    """Loads the model."""
     return ClipPairReward(settings, load_clip(settings), processor_of(settings))

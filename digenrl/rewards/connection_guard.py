@@ -25,19 +25,14 @@ class ConnectionGuard:
     _strangers: dict[Address, asyncio.Transport] = field(default_factory=dict)
 
     def opened(self, address: Address, transport: asyncio.Transport) -> None:
-        """A client has connected."""
         self._strangers[address] = transport
         asyncio.get_running_loop().call_later(self.patience_s, self._expire, address, transport)
         if len(self._strangers) > self.limit:
             ((host, _),) = Counter(each[0] for each in self._strangers).most_common(1)
             self._close(next(each for each in self._strangers if each[0] == host))
 
-    def closed(self, address: Address) -> None:
-        """A client has disconnected."""
-        self._strangers.pop(address, None)
-
-    def trust(self, address: Address) -> None:
-        """The client has shown the token."""
+    def forget(self, address: Address) -> None:
+        """The client has shown the token, or has disconnected."""
         self._strangers.pop(address, None)
 
     def _expire(self, address: Address, transport: asyncio.Transport) -> None:
@@ -60,7 +55,7 @@ def guarded_protocol(guard: ConnectionGuard) -> type[asyncio.Protocol]:
             guard.opened(self._address, transport)
 
         def connection_lost(self, exc: Exception | None) -> None:
-            guard.closed(self._address)
+            guard.forget(self._address)
             super().connection_lost(exc)
 
     return GuardedProtocol

@@ -54,6 +54,4 @@ class DeqaReward(FrameReward):
         return RewardBatch(tuple(values))
 
 
-def build(settings: DeqaSettings) -> DeqaReward:
-    """Loads the model with its own code."""
-    return DeqaReward(settings)
+build = DeqaReward

@@ -54,6 +54,4 @@ class FaceCountReward(FrameReward):
         return len(boxes)
 
 
-def build(settings: FaceCountSettings) -> FaceCountReward:
-    """Reads the cascade from the package."""
-    return FaceCountReward(settings)
+build = FaceCountReward

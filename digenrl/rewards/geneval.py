@@ -117,6 +117,4 @@ class GenevalReward(FrameReward):
         return task
 
 
-def build(settings: GenevalSettings) -> GenevalReward:
-    """Loads the detector, unless it is on a server, and CLIP."""
-    return GenevalReward(settings)
+build = GenevalReward

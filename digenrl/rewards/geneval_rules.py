@@ -81,7 +81,6 @@ ColoursOf = Callable[[str, Sequence[Detection]], Sequence[str]]  # class and obj
 
 
 def judge(task: Task, detections: Sequence[Detection], colours_of: ColoursOf) -> Verdict:
-    """The verdict on one image."""
     objects = _kept(detections, counting=task.tag == "counting")
     strict, score = _exactly(task, objects, colours_of)
     return Verdict(_at_least(task, objects, colours_of), strict, score)

@@ -48,6 +48,4 @@ class HpsV3Reward(FrameReward):
         return RewardBatch(tuple(row[0] for row in rows), {"sigma": tuple(row[1] for row in rows)})
 
 
-def build(settings: HpsV3Settings) -> HpsV3Reward:
-    """Loads the model with the authors' package."""
-    return HpsV3Reward(settings)
+build = HpsV3Reward

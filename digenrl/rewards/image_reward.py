@@ -196,6 +196,4 @@ def _layers(state: Mapping[str, Tensor], prefix: str) -> int:
     return 1 + max(int(name.removeprefix(prefix).partition(".")[0]) for name in state if name.startswith(prefix))
 
 
-def build(settings: ImageRewardSettings) -> ImageRewardScorer:
-    """Loads BLIP and the head."""
-    return ImageRewardScorer(settings)
+build = ImageRewardScorer

@@ -63,6 +63,4 @@ class ImagenetReward(FrameReward):
         return shares_NK
 
 
-def build(settings: ImagenetSettings) -> ImagenetReward:
-    """Reads the weights from the package."""
-    return ImagenetReward(settings)
+build = ImagenetReward

@@ -37,7 +37,6 @@ class IsolatedReward(Reward):
         self._process = self._start()
 
     def close(self) -> None:
-        """Ends the process."""
         self._process.kill()
         self._process.wait()
 

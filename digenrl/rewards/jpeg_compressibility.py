@@ -33,5 +33,4 @@ class JpegReward(FrameReward):
 
 
 def build(settings: JpegCompressibilitySettings) -> JpegReward:
-    """Rewards small files."""
     return JpegReward(settings.shown_as, settings.frame_stride, settings.quality, sign=-1)

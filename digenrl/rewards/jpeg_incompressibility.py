@@ -7,5 +7,4 @@ from digenrl.rewards.jpeg_compressibility import JpegReward
 
 
 def build(settings: JpegIncompressibilitySettings) -> JpegReward:
-    """Rewards large files."""
     return JpegReward(settings.shown_as, settings.frame_stride, settings.quality, sign=1)

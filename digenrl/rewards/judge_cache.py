@@ -19,7 +19,6 @@ class AnswerCache:
         self._folder = folder
 
     def get(self, request: bytes) -> str | None:
-        """The kept answer to this request."""
         try:
             kept = json.loads(self._file(request).read_bytes())
         except (OSError, ValueError):

@@ -21,5 +21,4 @@ class PreferenceReward(Reward):
 
 
 def build(settings: PreferenceSettings) -> PreferenceReward:
-    """Needs nothing."""
     return PreferenceReward(settings.shown_as)

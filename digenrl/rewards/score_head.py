@@ -11,13 +11,7 @@ from digenrl.config.reading import ConfigError
 from digenrl.rewards.weights import load_into
 
 WIDTHS = (1024, 128, 64, 16, 1)
-LINEAR_AT = (
-    0,
-    2,
-    4,
-    6,
-    7,
-)  # the published stack has dropout at 1, 3 and 5; it has no weights and no effect in inference
+LINEAR_AT = (0, 2, 4, 6, 7)  # the published stack has dropout between, without weights or effect in inference
 
 
 class ScoreHead(nn.Module):

@@ -52,7 +52,7 @@ def create_app(
         if not token_fits(request.headers.get("authorization", ""), token):
             return _refusal(401, "wrong or missing token; send `Authorization: Bearer <token>`")
         if guard is not None and request.client is not None:
-            guard.trust((request.client.host, request.client.port))
+            guard.forget((request.client.host, request.client.port))
         if len(waiting) >= accepted.waiting_requests:
             return _refusal(503, f"{len(waiting)} requests are waiting; try again later")
         waiting.add(request)

@@ -167,6 +167,4 @@ def read_config(path: Path) -> dict[str, Any]:
     return dict(content)
 
 
-def build(settings: VideoAlignSettings) -> VideoAlignReward:
-    """Loads Qwen2-VL, the adapters and the head."""
-    return VideoAlignReward(settings)
+build = VideoAlignReward

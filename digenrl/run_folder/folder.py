@@ -173,7 +173,6 @@ class RunFolder:
         return self.checkpoints.rename(aside)
 
     def clear(self) -> None:
-        """Deletes the content of the folder."""
         for entry in self.path.iterdir():
             if entry.is_dir():
                 shutil.rmtree(entry)

@@ -33,7 +33,6 @@ class GridCell(Frozen):
     parts: dict[str, float | None] = Field(default={})
 
     def known_parts(self) -> dict[str, float]:
-        """The parts that are known."""
         return {name: value for name, value in self.parts.items() if value is not None}
 
 

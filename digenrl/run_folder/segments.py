@@ -30,7 +30,6 @@ class Segment:
 
     @property
     def compressed(self) -> bool:
-        """Whether the part is compressed."""
         return self.path.suffix == ".gz"
 
     def open(self) -> IO[bytes]:

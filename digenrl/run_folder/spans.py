@@ -21,7 +21,6 @@ class SpanWriter:
         self._lines, self._forward = lines, forward
 
     def add(self, span: Span) -> None:
-        """Writes a closed span."""
         self._lines.append(asdict(span))
         self._forward(span)
 

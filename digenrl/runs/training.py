@@ -67,7 +67,6 @@ class RunClock:
         return self._start_ns if self._zero_ns is None else self._start_ns + time.monotonic_ns() - self._zero_ns
 
     def start(self) -> None:
-        """Starts the clock."""
         self._zero_ns = time.monotonic_ns()
 
 
@@ -148,7 +147,6 @@ class TrainingRun:
         return Status.FINISHED if state.all_committed else Status.INTERRUPTED
 
     def close(self) -> None:
-        """Closes all files."""
         for sink in self._sinks:
             sink.close()
         self._lines.close()

@@ -119,12 +119,7 @@ class Reservations:
     """What other lanes would finish first, while idle lanes take slices one after the other at one instant."""
 
     def __init__(
-        self,
-        state: SchedulerState,
-        able: Sequence[int],
-        listed: int,
-        at_ns: int,
-        may_start: Callable[[int], bool],
+        self, state: SchedulerState, able: Sequence[int], listed: int, at_ns: int, may_start: Callable[[int], bool]
     ) -> None:
         """`able` are the idle lanes that may start a slice, fastest first; other idle lanes do not count.
 

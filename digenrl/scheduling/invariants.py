@@ -404,10 +404,7 @@ class Auditor:
             self._check_gradients(job)
         _promise(stale <= self._terms.stale_budget, "2: {} stale samples in step {}", stale, job.step)
 
-    def _publish(self, job: Publish) -> None:
-        _promise(job.version == self._committed, "6: version {} is not the newest", job.version)
-
-    def _export(self, job: Export) -> None:
+    def _check_newest(self, job: Publish | Export) -> None:
         _promise(job.version == self._committed, "6: version {} is not the newest", job.version)
 
     def _switch(self, job: SwitchRole) -> None:
@@ -587,8 +584,8 @@ class Auditor:
         Commit: _commit,
         Save: _take_trainer,
         Restore: _take_trainer,
-        Publish: _publish,
-        Export: _export,
+        Publish: _check_newest,
+        Export: _check_newest,
         SwitchRole: _switch,
         Quarantine: _quarantine,
     }

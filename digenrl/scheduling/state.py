@@ -435,7 +435,6 @@ def idle_rank(costs: Costs, lane: Lane) -> tuple[int, int, int]:
 
 
 def lane_of(index: int, offer: LaneOffer, helper: bool, version: int) -> Lane:
-    """An idle lane, as offered."""
     at_once = offer.slices_at_once
     take_ns = tuple(offer.expected_ns(slices) for slices in range(1, at_once + 1)) if at_once > 1 else ()
     return Lane(
@@ -500,13 +499,11 @@ def reconsider_help(state: SchedulerState) -> SchedulerState:
 
 
 def put_step(state: SchedulerState, step: StepProgress) -> SchedulerState:
-    """The state with one of its open steps replaced."""
     steps = tuple(step if step.index == other.index else other for other in state.steps)
     return replace(state, steps=steps)
 
 
 def put_lane(state: SchedulerState, lane: Lane) -> SchedulerState:
-    """The state with one of its lanes replaced."""
     before, after = state.lanes[: lane.index], state.lanes[lane.index + 1 :]
     return replace(state, lanes=(*before, lane, *after))
 

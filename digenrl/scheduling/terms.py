@@ -90,12 +90,10 @@ class Terms:
 
     @property
     def slices_per_group(self) -> int:
-        """The number of slices of a group."""
         return self.samples_per_prompt // self.slice_size
 
     @property
     def slices_per_step(self) -> int:
-        """The number of slices of a step."""
         return self.prompts * self.slices_per_group
 
     def slices_in(self, samples: int) -> int:
@@ -109,7 +107,6 @@ class Terms:
 
     @property
     def samples_per_step(self) -> int:
-        """The number of samples of a step."""
         return self.prompts * self.samples_per_prompt
 
     def evaluates(self, version: int) -> bool:
@@ -146,5 +143,4 @@ class Costs:
         return round(samples * self.train_sample_ns)
 
     def score_batch_ns(self, samples: int) -> int:
-        """The time of a Score job."""
         return samples * self.score_ns

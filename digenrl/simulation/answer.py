@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 from digenrl.config.spec import Spec
 from digenrl.simulation.spec_costs import best_rate
@@ -27,9 +26,6 @@ class Answer:
     helped_samples: int
     assisted_samples: int  # trained by generator lanes
     help_decisions: tuple[tuple[float, str], ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def bound_seconds(spec: Spec) -> float:
@@ -65,9 +61,6 @@ class _CardClass:
     training: float
     lost: float = 0.0
 
-    def card_seconds(self, makespan: float) -> float:
-        return self.count * max(0.0, makespan - self.lost)
-
 
 def _bound_if_lanes_do_both(spec: Spec) -> float:
     """The least time in which all samples can be generated and trained, each card for a share of the time."""
@@ -78,7 +71,7 @@ def _bound_if_lanes_do_both(spec: Spec) -> float:
     def fits(makespan: float) -> bool:
         ungenerated, trained = float(samples), 0.0
         for card in cards:
-            seconds = card.card_seconds(makespan)
+            seconds = card.count * max(0.0, makespan - card.lost)
             generating = min(seconds, ungenerated / card.generating)
             ungenerated -= generating * card.generating
             trained += (seconds - generating) * card.training

@@ -28,7 +28,6 @@ class ChosenSchedule:
     makespan: float  # seconds
 
     def initial_state(self, search_budget: int) -> SchedulerState:
-        """The scheduler's state at the start."""
         if self.rule is None:
             return initial_scheduler_state(self.spec, search_budget)
         return initial_shared_state(self.spec, self.rule)
@@ -47,10 +46,10 @@ def choose_schedule(spec: Spec, predict: PredictMakespan) -> ChosenSchedule:
     """The schedule for a SPEC whose lanes do both, by its help rule."""
     if spec.policy.help == "greedy":
         return _best(spec, [greedy_rule(at_once) for at_once in _sizes(spec)])
-    shared = _searched(spec)
+    # The best rules by their forecasts, compared on the scheduler itself.
+    best = _best(spec, best_rules(lambda rule: initial_shared_state(spec, rule), max(_sizes(spec))))
     if spec.policy.help == "search":
-        return shared
-    best = shared
+        return best
     for simpler in (
         spec.with_rules(assist="trainer", help="auto"),
         spec.with_rules(assist="none", help="none"),
@@ -60,11 +59,6 @@ def choose_schedule(spec: Spec, predict: PredictMakespan) -> ChosenSchedule:
         if makespan <= best.makespan:
             best = ChosenSchedule(resolved, None, makespan)
     return best
-
-
-def _searched(spec: Spec) -> ChosenSchedule:
-    """The best rules by their forecasts, compared on the scheduler itself."""
-    return _best(spec, best_rules(lambda rule: initial_shared_state(spec, rule), max(_sizes(spec))))
 
 
 def _best(spec: Spec, rules: Iterable[SharedWorkRule]) -> ChosenSchedule:

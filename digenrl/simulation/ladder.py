@@ -42,15 +42,20 @@ def rungs(spec: Spec, unpacked_seconds: Decimal | None = None) -> tuple[Rung, ..
     A SPEC's seconds per sample include packing. Rungs below +TSP use `unpacked_seconds`, the time per sample if
     pairs are replayed one at a time.
     """
-    unpacked = spec if unpacked_seconds is None else _with_training_time(spec, unpacked_seconds)
+    unpacked = spec
+    if unpacked_seconds is not None:
+        trainer = {**spec.trainer.model_dump(), "seconds_per_sample": unpacked_seconds}
+        unpacked = spec.with_changes(trainer=trainer)
     base = {"colocated": False, "help": "none", "assist": "trainer", "stale_fraction": 0}
     packing_note = "" if unpacked_seconds else "as +GAP; see --unpacked"
     has_helper = spec.trainer.helper is not None
     stale = spec.policy.stale_fraction or DEFAULT_STALE_FRACTION
-    streamed = dict(base, order="generation", stream=_streaming(spec))
+    stream = "group" if spec.policy.stream == "batch" else spec.policy.stream
+    streamed = dict(base, order="generation", stream=stream)
     everything = {**streamed, "help": "auto", "stale_fraction": stale}
     trains = has_helper and any(pool.train_seconds is not None for pool in spec.generators)
     best = spec.with_changes(colocate={"switch": 0}).with_rules(colocated=True) if trains else None
+    both = spec.with_rules(**{**everything, "assist": "both", "stream": "group"}) if trains else None
     return (
         Rung("colocated", unpacked.with_rules(colocated=True))
         if has_helper
@@ -61,23 +66,10 @@ def rungs(spec: Spec, unpacked_seconds: Decimal | None = None) -> tuple[Rung, ..
         Rung("+TSP", spec.with_rules(**streamed), packing_note),
         Rung("+TAG", spec.with_rules(**{**streamed, "help": "auto"}), "" if has_helper else "no trainer.helper"),
         Rung("+TCSS", spec.with_rules(**everything), f"share {stale}"),
-        *((_both_directions(spec, everything),) if trains else ()),
+        *((Rung("both directions", both),) if trains else ()),
     )
 
 
-def _both_directions(spec: Spec, everything: dict[str, object]) -> Rung:
-    return Rung("both directions", spec.with_rules(**{**everything, "assist": "both", "stream": "group"}))
-
-
 def simulate_ladder(ladder: tuple[Rung, ...]) -> Iterator[RungResult]:
-    """Simulates the rungs in order."""
     for rung in ladder:
         yield RungResult(rung, None if rung.spec is None else simulate(rung.spec).answer)
-
-
-def _streaming(spec: Spec) -> str:
-    return "group" if spec.policy.stream == "batch" else spec.policy.stream
-
-
-def _with_training_time(spec: Spec, seconds_per_sample: Decimal) -> Spec:
-    return spec.with_changes(trainer={**spec.trainer.model_dump(), "seconds_per_sample": seconds_per_sample})

@@ -11,7 +11,6 @@ which nothing is trained, `tail_ns` a time before the end in which nothing is ge
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,7 +53,6 @@ class QuotaPlanner:
 
     @classmethod
     def of_forecast(cls, forecast: StepForecast) -> QuotaPlanner:
-        """A planner for the lanes and the work of a forecast."""
         return cls(
             forecast.lanes,
             slices=forecast.groups * forecast.slices_per_group,
@@ -77,19 +75,6 @@ class QuotaPlanner:
 
         return least_time_ns(fits)
 
-    def generated_ns(self, slices: int) -> int:
-        """The least time in which all lanes together generate this many slices, if they do nothing else."""
-
-        def fits(time_ns: int) -> bool:
-            most = (
-                count * (bisect_right(generating_ns, time_ns - times.starts_ns) - 1)
-                for (times, count), generating_ns in zip(self._classes, self._generating_ns, strict=True)
-                if time_ns >= times.starts_ns
-            )
-            return sum(most) >= slices
-
-        return least_time_ns(fits)
-
     def least_ns(self, margins: Margins) -> int:
         """The least time of a step, without its commit, in which everything fits."""
         high_ns = margins.head_ns + margins.tail_ns + self.first_piece_ns
@@ -108,20 +93,6 @@ class QuotaPlanner:
         """What each lane should generate if the step is to take this time."""
         per_class, _ = self._assigned(time_ns, margins)
         return tuple(per_class[times].pop() for times in self._lanes)
-
-    def could_fit(self, time_ns: int, margins: Margins) -> bool:
-        """Whether everything fits if equal lanes may mix what they do in any proportion: else, nothing can."""
-        least, moves = self._moves(time_ns, margins)
-        counts = [count for _, count in self._classes]
-        missing = self.slices - sum(count * slices for count, (slices, _) in zip(counts, least, strict=True))
-        jobs = float(sum(count * most for count, (_, most) in zip(counts, least, strict=True)))
-        for move in moves:
-            if missing <= 0:
-                break
-            taken = min(missing, counts[move.lane_class] * move.slices)
-            missing -= taken
-            jobs -= taken * move.cost
-        return missing <= 0 and jobs >= self._jobs * (1 - 1e-12)
 
     def _assigned(self, time_ns: int, margins: Margins) -> tuple[dict[LaneTimes, list[int]], bool]:
         """Quotas by class, largest last, and whether all slices and all Train jobs fit."""

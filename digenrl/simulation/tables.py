@@ -165,7 +165,6 @@ def prediction_table(profile: Profile, predicted: SingleDevicePrediction) -> Gro
 
 
 def prediction_title(profile: Profile, predicted: SingleDevicePrediction) -> str:
-    """The predicted run in one line."""
     work = profile.work
     prompts = "1 prompt" if work.prompts == 1 else f"{work.prompts} prompts"
     batch = f"{prompts} x {work.samples_per_prompt} samples, slices of {predicted.slice}"

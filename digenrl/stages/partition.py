@@ -25,7 +25,6 @@ class Partition:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """The number of blocks of each stage."""
         return tuple(last - first for first, last in pairwise(self.bounds))
 
 
@@ -98,24 +97,6 @@ def best_partition(
         )
     best = min(partial[blocks], key=lambda each: (each.total + (micro_batches - 1) * each.slowest, each.bounds))
     return cut_at(best.bounds, block_s, speeds, boundary_bytes, bytes_per_s, micro_batches)
-
-
-def stage_memory(
-    bounds: Sequence[int],
-    shared_bytes: float,
-    weight_bytes: Sequence[float],
-    activation_bytes: Sequence[float],
-    in_flight: int,
-) -> tuple[float, ...]:
-    """The bytes that each stage holds: what all stages have, its weights, and the activations of packs in flight.
-
-    `weight_bytes` are per block, with gradients and moments where the block is trained; `activation_bytes` are per
-    block and micro-batch.
-    """
-    return tuple(
-        shared_bytes + sum(weight_bytes[first:end]) + in_flight * sum(activation_bytes[first:end])
-        for first, end in pairwise(bounds)
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,6 @@ class _Frame:
     until_ns: int
 
     def x(self, time_ns: int) -> float:
-        """The x coordinate of a time."""
         return self.left + (self.right - self.left) * time_ns / self.until_ns
 
 
@@ -118,13 +117,7 @@ def _draw_grid(drawing: _Drawing, top: float, bottom: float) -> None:
         x = frame.x(time_ns)
         svg.line(drawing.back, x, top, x, bottom + 5, svg.GRID, width=1)
         svg.text(
-            drawing.labels,
-            x,
-            bottom + 18,
-            seconds_text(time_ns),
-            size=11,
-            fill=svg.FAINT_INK,
-            anchor="middle",
+            drawing.labels, x, bottom + 18, seconds_text(time_ns), size=11, fill=svg.FAINT_INK, anchor="middle"
         )
     svg.text(drawing.labels, frame.left - 12, bottom + 18, "seconds", size=11, fill=svg.FAINT_INK, anchor="end")
 
@@ -195,14 +188,7 @@ def _draw_span(drawing: _Drawing, span: Span, top: float) -> None:
         halo = style.fill if style.stale else ""
         baseline = top + height / 2 + 3.5
         svg.text(
-            drawing.labels,
-            middle,
-            baseline,
-            label,
-            size=_LABEL_SIZE,
-            fill=style.ink,
-            anchor="middle",
-            halo=halo,
+            drawing.labels, middle, baseline, label, size=_LABEL_SIZE, fill=style.ink, anchor="middle", halo=halo
         )
 
 

@@ -48,7 +48,6 @@ LEGEND_ORDER: tuple[WorkStyle, ...] = (
 
 
 def style_of(span: Span) -> WorkStyle:
-    """The style of a span."""
     return _STALE[span.work] if span.stale else _FRESH[span.work]
 
 

@@ -74,7 +74,6 @@ def rect(parent: Element, x: float, y: float, width: float, height: float, fill:
 def line(
     parent: Element, x1: float, y1: float, x2: float, y2: float, colour: str, width: float, dash: str = ""
 ) -> Element:
-    """A straight line."""
     ends = {"x1": f"{x1:.2f}", "y1": f"{y1:.2f}", "x2": f"{x2:.2f}", "y2": f"{y2:.2f}"}
     drawn = ElementTree.SubElement(parent, "line", {**ends, "stroke": colour, "stroke-width": f"{width:g}"})
     if dash:

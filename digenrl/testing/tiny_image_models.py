@@ -52,7 +52,6 @@ from digenrl.testing.tiny_vision_encoders import tiny_qwen3_vl, tiny_qwen_text_e
 
 
 def tiny_sd3(clip_tokenizer: Any = None, t5_tokenizer: Any = None) -> StableDiffusion3Pipeline:
-    """Stable Diffusion 3.5."""
     clip_tokenizer = clip_tokenizer or tiny_clip_tokenizer()
     t5_tokenizer = t5_tokenizer or tiny_t5_tokenizer()
     return StableDiffusion3Pipeline(
@@ -88,7 +87,6 @@ def tiny_flux_kontext(clip_tokenizer: Any = None, t5_tokenizer: Any = None) -> F
 
 
 def tiny_flux(clip_tokenizer: Any = None, t5_tokenizer: Any = None) -> FluxPipeline:
-    """FLUX.1."""
     clip_tokenizer = clip_tokenizer or tiny_clip_tokenizer()
     t5_tokenizer = t5_tokenizer or tiny_t5_tokenizer()
     return FluxPipeline(
@@ -143,7 +141,6 @@ def _flux2_parts(*, guidance_embeds: bool) -> dict[str, Any]:
 
 
 def tiny_qwen_image(tokenizer: Any = None) -> QwenImagePipeline:
-    """Qwen-Image."""
     tokenizer = tokenizer or tiny_qwen_tokenizer(pipeline_without(QwenImagePipeline).prompt_template_encode)
     return QwenImagePipeline(
         transformer=QwenImageTransformer2DModel(
@@ -195,7 +192,6 @@ def tiny_qwen_image_2_1(tokenizer: Any = None) -> QwenImage21Pipeline:
 
 
 def tiny_z_image(tokenizer: Any = None) -> ZImagePipeline:
-    """Z-Image."""
     tokenizer = tokenizer or tiny_qwen3_tokenizer()
     transformer = ZImageTransformer2DModel(
         dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=16, axes_dims=[4, 6, 6]
@@ -212,7 +208,6 @@ def tiny_z_image(tokenizer: Any = None) -> ZImagePipeline:
 
 
 def tiny_sd15(tokenizer: Any = None) -> StableDiffusionPipeline:
-    """Stable Diffusion 1.5."""
     tokenizer = tokenizer or tiny_clip_tokenizer()
     return StableDiffusionPipeline(
         unet=_unet(cross_attention_dim=16),
@@ -227,7 +222,6 @@ def tiny_sd15(tokenizer: Any = None) -> StableDiffusionPipeline:
 
 
 def tiny_sdxl(tokenizer: Any = None) -> StableDiffusionXLPipeline:
-    """Stable Diffusion XL."""
     tokenizer = tokenizer or tiny_clip_tokenizer()
     return StableDiffusionXLPipeline(
         unet=_unet(

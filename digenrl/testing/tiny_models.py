@@ -59,7 +59,6 @@ def make_tiny_pipeline(family: str, directory: Path, seed: int = 0) -> None:
 
 
 def tiny_size(family: str) -> SampleSize:
-    """The size of a sample of a family's tiny pipeline."""
     return TINY_MODELS[family].size
 
 

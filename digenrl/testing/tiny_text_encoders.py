@@ -158,12 +158,10 @@ def tiny_clip_with_projection(
 
 
 def tiny_t5(tokenizer: Any, width: int) -> T5EncoderModel:
-    """A T5 encoder with this hidden size."""
     return T5EncoderModel(T5Config(**_t5_settings(tokenizer, width))).eval()  # eval: T5 has dropout
 
 
 def tiny_umt5(tokenizer: Any, width: int) -> UMT5EncoderModel:
-    """A UMT5 encoder with this hidden size."""
     return UMT5EncoderModel(UMT5Config(**_t5_settings(tokenizer, width))).eval()  # eval: UMT5 has dropout
 
 

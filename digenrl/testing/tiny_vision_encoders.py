@@ -21,7 +21,6 @@ from digenrl.testing.tiny_text_encoders import VISION_TOKENS
 
 
 def tiny_clip_vision(width: int, image_size: int, patch_size: int) -> CLIPVisionModel:
-    """A CLIP image encoder with this hidden size."""
     return CLIPVisionModel(CLIPVisionConfig(**_shape(width, image_size, patch_size))).eval()
 
 

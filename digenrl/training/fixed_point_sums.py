@@ -50,11 +50,7 @@ class FixedPointSums:
     dtype: torch.dtype | None = torch.int64
 
     def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        *,
-        over_batch: bool,
-        ranks: RankGroup | None = None,
+        self, parameters: Mapping[str, nn.Parameter], *, over_batch: bool, ranks: RankGroup | None = None
     ) -> None:
         self._parameters, self._over_batch, self._ranks = parameters, over_batch, ranks
         self.reset(())

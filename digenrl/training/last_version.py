@@ -54,7 +54,6 @@ class LastVersion:
         self._host.reserve([*self._policies.parameters.values()] * (moments + weights))
 
     def published(self) -> dict[str, Tensor]:
-        """The weights by their published names."""
         if self._kept is None:
             return self._policies.published()
         self._host.copier.finish(self._complete)

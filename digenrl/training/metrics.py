@@ -91,7 +91,6 @@ class Tally:
         return self._largest.get(name)
 
     def means(self) -> dict[str, float]:
-        """All means, by name."""
         self._read()
         return {name: self._sum[name] / self._count[name] for name in sorted(self._count)}
 

@@ -31,17 +31,12 @@ def make_optimizer(parameters: Parameters, settings: TrainerSettings) -> torch.o
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Sets the learning rate of the next step."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
 
 
 def take_step(
-    parameters: Parameters,
-    optimizer: torch.optim.Optimizer,
-    gradient: Gradients,
-    norm: float,
-    largest_norm: float,
+    parameters: Parameters, optimizer: torch.optim.Optimizer, gradient: Gradients, norm: float, largest_norm: float
 ) -> None:
     """One optimizer step with this gradient, clipped to the largest norm.
 

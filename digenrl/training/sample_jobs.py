@@ -36,7 +36,6 @@ class JobSplit:
         ]
 
     def samples(self, job: SampleJob) -> range:
-        """The samples of a job."""
         return range(job.first, job.first + self.job_samples)
 
     def is_whole(self, first: int, size: int) -> bool:
@@ -44,5 +43,4 @@ class JobSplit:
         return first % self.job_samples == 0 and size % self.job_samples == 0 and first + size <= self.group_size
 
     def has(self, job: SampleJob) -> bool:
-        """Whether a group has this job."""
         return self.is_whole(job.first, self.job_samples) and job.first >= 0

@@ -36,7 +36,6 @@ class ThreadWorker:
         self._thread.start()
 
     def send(self, job: Job) -> None:
-        """Queues a job."""
         self.pending += 1
         self._jobs.put(job)
 

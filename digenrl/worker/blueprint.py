@@ -23,7 +23,7 @@ from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_paths import DEMO_MODELS
 from digenrl.config.windows import EulerOnly, Window
 from digenrl.generation.noise import normal_noise
-from digenrl.models.base_weights import base_fingerprint
+from digenrl.models.base_weights import files_fingerprint
 from digenrl.models.compiled import compile_blocks
 from digenrl.models.context_parallel import attention_heads, check_ranks, divide_tokens
 from digenrl.models.contract import DiffusionModel, SampleSize, Schedule, TextEncoder
@@ -37,7 +37,7 @@ from digenrl.models.pipeline_model import TRAINED_TIMESTEPS, PipelineModel
 from digenrl.models.quantized.replacing import BaseWeights, check_has_blocks
 from digenrl.models.random_text_encoder import RandomTextEncoder
 from digenrl.models.registry import find_family, naming_families
-from digenrl.models.sources import ModelSource, check_class, check_source
+from digenrl.models.sources import ModelSource, check_class, check_source, weight_files
 from digenrl.models.staged_blocks import keep_blocks
 from digenrl.models.staged_loading import load_stage
 from digenrl.models.token_exchange import TokenExchange
@@ -537,7 +537,7 @@ def fingerprint_of_base(blueprint: Blueprint) -> str:
     if blueprint.recipe.model.random:
         return ""
     source = blueprint.family.with_base(source_of(blueprint.recipe))
-    return base_fingerprint(blueprint.family.pipeline_class, source)
+    return files_fingerprint(weight_files(blueprint.family.pipeline_class, source))
 
 
 def make_trainer(

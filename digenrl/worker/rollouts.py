@@ -111,11 +111,7 @@ def held_out_pixels(
 
 
 def _held_out_batch(
-    blueprint: Blueprint,
-    model: DiffusionModel,
-    conditioning: Conditioning,
-    first: int,
-    limits: RowLimits | None,
+    blueprint: Blueprint, model: DiffusionModel, conditioning: Conditioning, first: int, limits: RowLimits | None
 ) -> Tensor:
     evaluation = blueprint.recipe.evaluation
     assert evaluation is not None, "a recipe without evaluation has no held-out samples"

@@ -219,11 +219,7 @@ def _tokens(assignment: Assignment, ranks: RankGroup | None) -> TokenExchange | 
 
 
 def _build_trainer(
-    blueprint: Blueprint,
-    model: DiffusionModel,
-    assignment: Assignment,
-    ranks: RankGroup | None,
-    base_weights: str,
+    blueprint: Blueprint, model: DiffusionModel, assignment: Assignment, ranks: RankGroup | None, base_weights: str
 ) -> Trainer:
     helps = assignment.commits and "generate" in assignment.duties
     trainer = make_trainer(blueprint, model, helps=helps, ranks=ranks, commits=assignment.commits)

@@ -16,6 +16,7 @@ from doc_pages import DOCS, DocPage
 from hub_stand_in import HubStandIn, serving
 from original_names import write_original_file
 from PIL import Image
+from published_layouts import LAYOUTS, make_published_layout
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
@@ -23,7 +24,6 @@ from digenrl.cli import app, main
 from digenrl.commands import output
 from digenrl.config.reading import ConfigError
 from digenrl.models.registry import FAMILIES
-from digenrl.testing.published_layouts import LAYOUTS, make_published_layout
 from digenrl.testing.tiny_models import make_tiny_pipeline
 
 PROBE = "A cat on a red car"

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from attainable_bound import attainable_seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_specs import both_contents
@@ -16,7 +17,6 @@ from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
 from digenrl.scheduling import SharedWorkRule
 from digenrl.simulation.answer import bound_seconds
-from digenrl.simulation.attainable_bound import attainable_seconds
 from digenrl.simulation.both_directions import initial_shared_state
 from digenrl.simulation.makespan import predict_makespan
 from digenrl.simulation.spec_costs import NS_PER_SECOND

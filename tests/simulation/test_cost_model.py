@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ SCORED = {
 def answer(content: dict[str, Any], **policy: Any) -> dict[str, Any]:
     """The simulator's answer, as it would be printed."""
     merged = {**content, "policy": {**content.get("policy", {}), **policy}}
-    return simulate(parse_model(Spec, merged)).answer.as_dict()
+    return asdict(simulate(parse_model(Spec, merged)).answer)
 
 
 @pytest.mark.parametrize(("rule", "makespan"), [("none", 18), ("greedy", 14), ("search", 14), ("auto", 14)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ TWO_SITES: dict[str, Any] = {
 
 
 def answer(content: dict[str, Any], **policy: Any) -> dict[str, Any]:
-    return simulate(parse_model(Spec, {**content, "policy": policy})).answer.as_dict()
+    return asdict(simulate(parse_model(Spec, {**content, "policy": policy})).answer)
 
 
 def test_a_slow_pool_delays_no_other() -> None:

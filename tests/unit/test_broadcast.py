@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from broadcasts import LOOPBACK, TIMEOUT_S, attempt, bits, broadcast, same, weights
+from broadcasts import LOOPBACK, TIMEOUT_S, attempt, bits, broadcast, receive_weights, same, weights, within
 from torch import Tensor
 
 from digenrl.config.cluster import WeightPatches
 from digenrl.exchange import flat_weights
-from digenrl.exchange.broadcast import WeightsSender, receive_weights
+from digenrl.exchange.broadcast import WeightsSender
 from digenrl.exchange.broadcast_exchange import BroadcastExchange
 from digenrl.exchange.broadcast_group import BroadcastError
 from digenrl.exchange.deliveries import BroadcastLimits, Delivery
@@ -147,11 +147,11 @@ def test_a_flipped_bit_fails_both_sides_and_the_next_epoch_succeeds(
 def test_weights_that_differ_from_the_reference_are_rejected(
     change: Callable[[WeightsReference], WeightsReference], threads: ThreadPoolExecutor
 ) -> None:
-    sender = WeightsSender(LOOPBACK, stall_timeout_s=1.0)
+    sender = WeightsSender(LOOPBACK)
     expected = change(sender.stage("weights-1", weights()))
     receiving = threads.submit(receive_weights, sender.address, 1, 1, 2, expected, TIMEOUT_S)
     with pytest.raises(BroadcastError):
-        sender.send("weights-1", 1, 1, TIMEOUT_S)
+        sender.send("weights-1", 1, 1, within(TIMEOUT_S, 1.0))
     with pytest.raises(BroadcastError, match="expected WeightsReference"):
         receiving.result()
 
@@ -166,7 +166,7 @@ def test_a_receiver_that_fails_ends_the_attempt_for_those_behind_it_and_the_next
         for rank, each in enumerate(expected, start=1)
     ]
     with pytest.raises(BroadcastError):
-        sender.send("weights-1", 1, 3, TIMEOUT_S)
+        sender.send("weights-1", 1, 3, within(TIMEOUT_S))
     for received in receiving[1:]:
         with pytest.raises(BroadcastError):
             received.result()
@@ -177,13 +177,13 @@ def test_a_receiver_that_fails_ends_the_attempt_for_those_behind_it_and_the_next
     "header", [b"{", b"[]", b'{"name": "weights-1", "bucket_bytes": 8, "tensors": [["w", "qint8", [4]]]}', b""]
 )
 def test_a_malformed_header_is_rejected(header: bytes, threads: ThreadPoolExecutor) -> None:
-    sender = WeightsSender(LOOPBACK, stall_timeout_s=1.0)
+    sender = WeightsSender(LOOPBACK)
     reference = sender.stage("weights-1", weights())
     assert sender._staged is not None
     sender._staged = replace(sender._staged, header=header)
     receiving = threads.submit(receive_weights, sender.address, 1, 1, 2, reference, TIMEOUT_S, 1.0)
     with pytest.raises((BroadcastError, ValueError)):
-        sender.send("weights-1", 1, 1, TIMEOUT_S)
+        sender.send("weights-1", 1, 1, within(TIMEOUT_S, 1.0))
     with pytest.raises(BroadcastError):
         receiving.result()
 
@@ -196,14 +196,14 @@ def test_only_the_version_staged_last_can_be_sent(sender: WeightsSender, threads
         (found,) = broadcast(sender, sender.stage(f"weights-{version}", weights(version)), version, 1, threads)
         assert same(found, weights(version))
     with pytest.raises(BroadcastError, match="weights-2 is not staged; staged: weights-3"):
-        sender.send("weights-2", 4, 1, TIMEOUT_S)
+        sender.send("weights-2", 4, 1, within(TIMEOUT_S))
 
 
 def test_a_version_that_is_being_sent_arrives_although_a_newer_one_is_staged(
     sender: WeightsSender, threads: ThreadPoolExecutor
 ) -> None:
     old = sender.stage("weights-1", weights(1))
-    sending = threads.submit(sender.send, "weights-1", 1, 2, TIMEOUT_S)
+    sending = threads.submit(sender.send, "weights-1", 1, 2, within(TIMEOUT_S))
     receiving = threads.submit(receive_weights, sender.address, 1, 1, 3, old, TIMEOUT_S)
     sender._store.wait(["weights-1/joined/0", "weights-1/joined/1"])
     (found,) = broadcast(sender, sender.stage("weights-2", weights(2)), 2, 1, threads)
@@ -216,9 +216,9 @@ def test_a_version_that_is_being_sent_arrives_although_a_newer_one_is_staged(
 def test_an_epoch_can_be_used_once(sender: WeightsSender) -> None:
     sender.stage("weights-1", weights())
     with pytest.raises(BroadcastError):
-        sender.send("weights-1", 1, 1, 0.01)
+        sender.send("weights-1", 1, 1, within(0.01))
     with pytest.raises(AssertionError, match="epoch 1"):
-        sender.send("weights-1", 1, 1, 0.01)
+        sender.send("weights-1", 1, 1, within(0.01))
 
 
 def test_a_broadcast_leaves_nothing_in_the_store(sender: WeightsSender, threads: ThreadPoolExecutor) -> None:
@@ -230,7 +230,7 @@ def test_a_broadcast_leaves_nothing_in_the_store(sender: WeightsSender, threads:
 def test_missing_receivers_are_named_and_a_late_one_learns_that_the_sender_gave_up(sender: WeightsSender) -> None:
     reference = sender.stage("weights-1", weights())
     with pytest.raises(BroadcastError, match="epoch 1: receiver 1, receiver 2 did not join"):
-        sender.send("weights-1", 1, 2, 0.1)
+        sender.send("weights-1", 1, 2, within(0.1))
     with pytest.raises(BroadcastError, match="epoch 1: the sender gave up: receiver 1, receiver 2"):
         receive_weights(sender.address, 1, 2, 3, reference, TIMEOUT_S)
 
@@ -260,7 +260,7 @@ class Exchanges:
         self._epoch += 1
         sender = self.trainer.sender
         sending = self._threads.submit(
-            sender.send, reference.name, self._epoch, 1, TIMEOUT_S, held, link_bytes_per_s
+            sender.send, reference.name, self._epoch, 1, within(TIMEOUT_S), held, link_bytes_per_s
         )
         self.generator.receive(sender.address, self._epoch, 1, 2, reference, BroadcastLimits(TIMEOUT_S, TIMEOUT_S))
         self.deliveries.append(sending.result())

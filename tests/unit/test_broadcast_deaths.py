@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from broadcasts import LOOPBACK, TIMEOUT_S, bits, broadcast, same, weights
+from broadcasts import LOOPBACK, TIMEOUT_S, bits, broadcast, receive_weights, same, weights, within
 from torch import Tensor
 
 from digenrl.exchange import flat_weights
-from digenrl.exchange.broadcast import WeightsSender, receive_weights
+from digenrl.exchange.broadcast import WeightsSender
 from digenrl.exchange.broadcast_exchange import BroadcastExchange
 from digenrl.exchange.broadcast_group import BroadcastError, BroadcastGroup
 from digenrl.exchange.deliveries import BroadcastLimits
@@ -98,11 +98,11 @@ def receiving_process(
 
 def sending_process(pipe: Connection, fault: str) -> None:
     flat_weights.BUCKET_BYTES = 1 << 20
-    sender = WeightsSender(LOOPBACK, stall_timeout_s=STALL_TIMEOUT_S)
+    sender = WeightsSender(LOOPBACK)
     reference = sender.stage("weights-1", weights(0, LARGE))
     at_bucket(MIDDLE, lambda: signal_myself(signal.SIGKILL if fault == "killed" else signal.SIGSTOP))
     pipe.send((sender.address, reference))
-    sender.send("weights-1", 1, 2, TIMEOUT_S)
+    sender.send("weights-1", 1, 2, within(TIMEOUT_S, STALL_TIMEOUT_S))
 
 
 def forwarding_process(pipe: Connection, address: str, reference: WeightsReference) -> None:
@@ -148,7 +148,7 @@ def process(target: Callable[..., None], *arguments: object) -> Iterator[tuple[B
 def test_a_receiver_dies_and_the_survivors_get_the_weights_in_a_new_epoch(
     faulty: int, fault: str, large_buckets: None
 ) -> None:
-    sender = WeightsSender(LOOPBACK, stall_timeout_s=STALL_TIMEOUT_S)
+    sender = WeightsSender(LOOPBACK)
     model = weights(0, LARGE)
     reference = sender.stage("weights-1", model)
     places = [(sender.address, rank, 4, reference, fault if rank == faulty else "") for rank in (1, 2, 3)]
@@ -158,13 +158,13 @@ def test_a_receiver_dies_and_the_survivors_get_the_weights_in_a_new_epoch(
         process(receiving_process, *places[2]) as third,
     ):
         with pytest.raises(BroadcastError, match="weights-1 was not sent in epoch 1: "):
-            sender.send("weights-1", 1, 3, TIMEOUT_S)
+            sender.send("weights-1", 1, 3, within(TIMEOUT_S, STALL_TIMEOUT_S))
         survivors = [pipe for rank, (_, pipe) in enumerate((first, second, third), start=1) if rank != faulty]
         for rank, pipe in enumerate(survivors, start=1):
             outcome = pipe.recv()
             assert isinstance(outcome, dict) or "weights-1 did not arrive in epoch 1" in outcome
             pipe.send((sender.address, 2, rank, 3))
-        sender.send("weights-1", 2, 2, TIMEOUT_S)
+        sender.send("weights-1", 2, 2, within(TIMEOUT_S, STALL_TIMEOUT_S))
         for pipe in survivors:
             assert pipe.recv() == {name: bits(tensor) for name, tensor in model.items()}
             pipe.send(None)
@@ -194,7 +194,7 @@ def test_a_receiver_dies_while_it_forwards_and_the_sender_serves_the_others(
     model, sender = weights(0, LARGE), WeightsSender(LOOPBACK)
     reference = sender.stage("weights-1", model)
     with process(forwarding_process, sender.address, reference) as (_, pipe):
-        sender.send("weights-1", 1, 1, TIMEOUT_S)
+        sender.send("weights-1", 1, 1, within(TIMEOUT_S))
         address = pipe.recv()
         outcomes = [
             threads.submit(receive_weights, address, 2, rank, 3, reference, TIMEOUT_S, STALL_TIMEOUT_S)
@@ -215,7 +215,7 @@ def test_nothing_listens_beyond_loopback(large_buckets: None) -> None:
         patch.setattr(BroadcastGroup, "broadcast", BroadcastGroup.broadcast)  # restored afterwards
         at_bucket(MIDDLE, lambda: found.append(listening_sockets()))
         with process(receiving_process, sender.address, 1, 2, reference, "sockets") as (_, pipe):
-            sender.send("weights-1", 1, 1, TIMEOUT_S)
+            sender.send("weights-1", 1, 1, within(TIMEOUT_S))
             found.append(pipe.recv())
             pipe.recv()
             pipe.send(None)
@@ -228,7 +228,7 @@ def test_receiving_takes_the_memory_of_one_copy() -> None:
     sender = WeightsSender(LOOPBACK)
     reference = sender.stage("weights-1", {"w": torch.zeros(160 << 20, dtype=torch.uint8)})
     with process(memory_process, sender.address, reference) as (_, pipe):
-        sender.send("weights-1", 1, 1, TIMEOUT_S)
+        sender.send("weights-1", 1, 1, within(TIMEOUT_S))
         assert 150 << 20 < pipe.recv() < 240 << 20
 
 

@@ -19,6 +19,7 @@ from scored_groups import (
     serial_of,
     trainer_of,
 )
+from tiny_wan_models import tiny_wan_a14b
 from torch import Tensor
 
 from digenrl.commands.derived_facts import derive_facts
@@ -41,7 +42,6 @@ from digenrl.models.quantized.replacing import BaseWeights
 from digenrl.models.registry import find_family
 from digenrl.records import SampleId
 from digenrl.testing.tiny_models import make_tiny_pipeline, seeded_weights, tiny_size
-from digenrl.testing.tiny_video_models import tiny_wan_a14b
 from digenrl.training.checkpoint.export import export_merged
 from digenrl.worker.preflight import inspect_here
 

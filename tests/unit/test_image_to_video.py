@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from source_pictures import picture
+from tiny_wan_models import tiny_wan_2_2, tiny_wan_i2v_2_1, tiny_wan_i2v_a14b
 
 from digenrl.commands.model_probe import plain_pipeline
 from digenrl.config.reading import ConfigError
@@ -15,7 +16,6 @@ from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import find_family
 from digenrl.testing.tiny_models import seeded_weights
-from digenrl.testing.tiny_video_models import tiny_wan_2_2, tiny_wan_i2v_2_1, tiny_wan_i2v_a14b
 
 FAMILY = find_family("wan_i2v")
 SIZE = SampleSize(32, 48, frames=5)

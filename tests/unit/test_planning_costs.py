@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from digenrl.planning import costs
 from digenrl.planning.cards import find_card
 from digenrl.planning.cluster import CardPool
 from digenrl.planning.constants import CONSTANTS
@@ -59,7 +60,7 @@ def test_cards_of_a_replica_divide_a_pass_but_for_launches_and_exchanges():
     assert one / 2 < two < 0.7 * one
     on_two_nodes = replace(pair, pool=H100S.model_copy(update={"nodes": 32, "per_node": 1}))
     assert packed_pass_seconds(LORA, on_two_nodes, 8) > two
-    memory, divided = (memory_of_trainer(LORA, each, 0.1) for each in (alone, pair))
+    memory, divided = (memory_of_trainer(LORA, each) for each in (alone, pair))
     assert divided == replace(memory, activations_gib=memory.activations_gib / 2)
 
 
@@ -69,15 +70,19 @@ def test_a_pack_gathers_the_weights_once_for_all_its_pairs():
     assert together < 0.5 * 4 * alone
 
 
-def test_gathers_overlap_with_compute_by_the_assumed_share():
+def test_gathers_overlap_with_compute_by_the_assumed_share(monkeypatch: pytest.MonkeyPatch):
     sharded = trainer()
     compute_s = training_pass_seconds(FULL, H100S.card, 1, False)
     gather_s = gather_seconds(FULL, sharded)
-    never = packed_pass_seconds(FULL, sharded, 1, replace(CONSTANTS, gather_overlap=0.0))
-    fully = packed_pass_seconds(FULL, sharded, 1, replace(CONSTANTS, gather_overlap=1.0))
+
+    def seconds(overlap: float) -> float:
+        monkeypatch.setattr(costs, "CONSTANTS", replace(CONSTANTS, gather_overlap=overlap))
+        return packed_pass_seconds(FULL, sharded, 1)
+
+    never, fully = seconds(0.0), seconds(1.0)
     assert never == pytest.approx(compute_s + gather_s)
     assert fully == pytest.approx(max(compute_s, gather_s))
-    assert fully < packed_pass_seconds(FULL, sharded, 1) < never
+    assert fully < seconds(CONSTANTS.gather_overlap) < never
 
 
 def test_without_time_step_parallelism_a_group_smaller_than_the_trainer_leaves_ranks_idle():

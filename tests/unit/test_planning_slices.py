@@ -9,7 +9,6 @@ from digenrl.config.spec import ScheduleRules
 from digenrl.planning.bounds import least_makespan
 from digenrl.planning.candidates import Candidate, PlanOptions, better_slices, candidates, rates_of, splits
 from digenrl.planning.cluster import CardPool, Cluster
-from digenrl.planning.constants import CONSTANTS
 from digenrl.planning.layout import Layout, best_trainer, generator_layout
 from digenrl.planning.plan_tables import slice_words
 from digenrl.planning.planner import plan
@@ -84,10 +83,10 @@ def test_the_search_for_slices_respects_its_budget():
         return predict_makespan(candidate.spec(WORK, 3))
 
     before_s = predict_makespan(start.spec(WORK, 3))
-    found = better_slices(start, before_s, WORK, CONSTANTS, makespan, 0.005, tries=3)
+    found = better_slices(start, before_s, WORK, makespan, 0.005, tries=3)
     assert len(seen) <= 3
     assert predict_makespan(found.spec(WORK, 3)) <= before_s
-    assert better_slices(start, before_s, WORK, CONSTANTS, makespan, 0.005, tries=0) is start
+    assert better_slices(start, before_s, WORK, makespan, 0.005, tries=0) is start
 
 
 def test_a_lane_with_larger_slices_is_bounded_by_its_rate():

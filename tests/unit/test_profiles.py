@@ -13,17 +13,10 @@ import yaml
 
 from digenrl.commands.plan import search_plans
 from digenrl.config import profiles
-from digenrl.config.profiles import (
-    Profile,
-    SliceCost,
-    find_profile,
-    read_profile,
-    rounded,
-    shipped_profiles,
-    write_profile,
-)
+from digenrl.config.profiles import Profile, SliceCost, find_profile, read_profile, rounded, write_profile
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipe_files import read_recipe
+from digenrl.config.recipe_paths import names_in
 from digenrl.config.spec import Spec, read_spec
 from digenrl.models.registry import FAMILIES
 from digenrl.planning.candidates import PlanOptions
@@ -98,8 +91,8 @@ def test_measured_times_are_rounded_to_significant_digits() -> None:
 
 
 def test_shipped_profiles_are_readable_and_packaged() -> None:
-    assert {read_profile(name).work.family for name in shipped_profiles()} <= set(FAMILIES)
-    for name in shipped_profiles():
+    assert {read_profile(name).work.family for name in names_in(profiles.SHIPPED)} <= set(FAMILIES)
+    for name in names_in(profiles.SHIPPED):
         assert predict_single_device(read_profile(name), name).step_seconds > 0, name
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "profiles/*.yaml" in settings["tool"]["setuptools"]["package-data"]["digenrl"]

@@ -14,6 +14,7 @@ import huggingface_hub
 import pytest
 import sentencepiece
 import torch
+from published_layouts import LAYOUTS, drop_t5, layout_size, make_published_layout
 from rich.console import Console
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
@@ -25,7 +26,6 @@ from digenrl.models.registry import FAMILIES
 from digenrl.models.tokenizers import PROBE, faithful_tokenizer
 from digenrl.run_folder.folder import Status
 from digenrl.run_folder.lines import read_lines
-from digenrl.testing.published_layouts import LAYOUTS, drop_t5, layout_size, make_published_layout
 
 PROMPT = "A cat walks on the grass"
 TEXTS = (PROMPT, PROBE, "", "a sign that says “HELLO  World”\n\n\tand  more", "naïve 東京 🙂")

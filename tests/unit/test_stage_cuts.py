@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from digenrl.stages.partition import best_partition, cut_at, even_bounds, pipeline_seconds, stage_memory
+from digenrl.stages.partition import best_partition, cut_at, even_bounds, pipeline_seconds
 from digenrl.stages.simulated import simulate_pipeline
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -92,10 +92,6 @@ def test_sixty_blocks_are_cut_for_eight_devices() -> None:
     cut = best_partition([1.0] * 60, [4, 3, 2, 1, 1, 2, 3, 4], 1.0, [5.0] * 7, 32)
     assert sum(cut.blocks) == 60
     assert max(cut.stage_s) == pytest.approx(3.0)
-
-
-def test_a_stage_holds_its_blocks_and_the_activations_in_flight() -> None:
-    assert stage_memory((0, 1, 3), 5, [10, 20, 30], [1, 2, 3], in_flight=4) == (19, 75)
 
 
 def test_more_stages_than_blocks_are_refused() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import UniPCMultistepScheduler
+from tiny_wan_models import tiny_wan_2_2
 from torch import Tensor
 
 from digenrl.commands.model_probe import plain_pipeline
@@ -15,7 +16,6 @@ from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.pipeline_model import EulerSteps, PipelineModel
 from digenrl.models.registry import find_family
 from digenrl.testing.tiny_models import make_tiny_pipeline, seeded_weights, tiny_size
-from digenrl.testing.tiny_video_models import tiny_wan_2_2
 
 PROMPTS = ["a red cat", "two small dogs running through a field of yellow flowers"]
 STEPS = 3

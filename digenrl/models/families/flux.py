@@ -18,25 +18,19 @@ from digenrl.models.families.helpers import (
     JOINT_ATTENTION,
     Text,
     at_least_fp32,
-    image_latents,
-    image_vae,
-    latent_height_width,
-    pixels_of_images,
     refuse_negatives,
-    require_one_frame,
-    scaled_image_latents,
     shift_from_tokens,
     text_like,
-    unscaled_image_latents,
 )
+from digenrl.models.families.image_vae import ImageVaeModel, image_vae
 from digenrl.models.family import Component, Distilled, Family, FullSize
-from digenrl.models.pipeline_model import PipelineModel, TextLength, schedule_of
+from digenrl.models.pipeline_model import TextLength, schedule_of
 from digenrl.models.token_exchange import TokenShares
 
 TEXT_LENGTH = TextLength("tokenizer_2", default=512, most=512)  # of T5; the pipeline's default and limit
 
 
-class FluxModel(PipelineModel):
+class FluxModel(ImageVaeModel):
     """L = (tokens, 4C): one token per 2 x 2 patch, row by row. The text has a fixed length and no mask."""
 
     family = "flux"
@@ -78,15 +72,13 @@ class FluxModel(PipelineModel):
             scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
         return schedule_of(scheduler)
 
-    def noise_shape(self, size: SampleSize) -> tuple[int, ...]:
-        require_one_frame(size, self.family)
-        h, w = latent_height_width(size, self.pipeline.vae_scale_factor)
-        return self.vae.config.latent_channels, h, w
-
     def initial_latents(self, noise_B: Tensor, size: SampleSize) -> Tensor:
         """The noise, packed: (B, C, h, w) becomes (B, hw/4, 4C)."""
-        packed: Tensor = self.pipeline._pack_latents(noise_B.to(self.device), *noise_B.shape)
-        return packed
+        return self._packed(noise_B.to(self.device))
+
+    def _packed(self, latents_BCHW: Tensor) -> Tensor:
+        packed_BL: Tensor = self.pipeline._pack_latents(latents_BCHW, *latents_BCHW.shape)
+        return packed_BL
 
     def velocity(
         self,
@@ -133,17 +125,12 @@ class FluxModel(PipelineModel):
 
     @torch.no_grad()
     def encode_pixels(self, pixels_BFCHW: Tensor) -> Tensor:
-        latents_BCHW = unscaled_image_latents(self.vae, image_latents(self.vae, pixels_BFCHW))
-        packed_BL: Tensor = self.pipeline._pack_latents(latents_BCHW, *latents_BCHW.shape)
-        return packed_BL
+        return self._packed(super().encode_pixels(pixels_BFCHW))
 
     @torch.no_grad()
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
-        latents_BCHW = self.pipeline._unpack_latents(
-            latents_BL.to(self.vae.dtype), size.height, size.width, self.pipeline.vae_scale_factor
-        )
-        scaled_BCHW = scaled_image_latents(self.vae, latents_BCHW)
-        return pixels_of_images(self.vae.decode(scaled_BCHW, return_dict=False)[0])
+        scale = self.pipeline.vae_scale_factor
+        return super().decode(self.pipeline._unpack_latents(latents_BL, size.height, size.width, scale), size)
 
 
 SCHEDULER = Component(FlowMatchEulerDiscreteScheduler, {"shift": 3.0, "use_dynamic_shifting": True})

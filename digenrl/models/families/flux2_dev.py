@@ -27,7 +27,7 @@ class Flux2DevModel(Flux2KleinModel):
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
         refuse_negatives(negative_prompts, self.family)
-        return Conditioning({"encoder_hidden_states": self._encode_side(list(prompts))})
+        return Conditioning(self.encode_side(list(prompts)))
 
     def velocity(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,9 @@ from digenrl.models.families.comfyui_layers import DIFFUSERS_NAMES
 from digenrl.models.families.helpers import (
     JOINT_ATTENTION,
     Text,
-    at_least_fp32,
+    guided_separately,
     image_latents,
     latent_height_width,
-    negative_side,
-    paired_negatives,
     pixels_of_images,
     require_one_frame,
     text_like,
@@ -55,20 +54,13 @@ class Flux2KleinModel(PipelineModel):
 
     def negative_arguments(self, negative_prompts: Sequence[str]) -> dict[str, Any]:
         """The pipeline takes encoded negative prompts only."""
-        return {"negative_prompt_embeds": self._encode_side(list(negative_prompts))}
+        return {"negative_prompt_embeds": self.encode_side(list(negative_prompts))["encoder_hidden_states"]}
 
-    @torch.no_grad()
-    def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
-        return Conditioning(
-            {"encoder_hidden_states": self._encode_side(list(prompts))},
-            {"encoder_hidden_states": self._encode_side(paired_negatives(prompts, negative_prompts))},
-        )
-
-    def _encode_side(self, prompts: list[str]) -> Tensor:
-        text_BTD: Tensor = self.pipeline.encode_prompt(
+    def encode_side(self, prompts: list[str]) -> Text:
+        text_BTD, _ = self.pipeline.encode_prompt(
             prompts, device=self.text_device(), max_sequence_length=self.text_tokens
-        )[0]
-        return text_BTD
+        )
+        return {"encoder_hidden_states": text_BTD}
 
     def schedule(self, steps: int, size: SampleSize) -> Schedule:
         """Evenly spaced sigmas, shifted by the number of image tokens and of steps."""
@@ -92,11 +84,8 @@ class Flux2KleinModel(PipelineModel):
         size: SampleSize,
     ) -> Tensor:
         """The branches are separate forwards, as in the diffusers pipeline."""
-        conditional_BL = self._forward(latents_BL, timesteps_B, conditioning.positive)
-        if guidance <= 1 or self.pipeline.config.is_distilled:
-            return at_least_fp32(conditional_BL)
-        unconditional_BL = self._forward(latents_BL, timesteps_B, negative_side(conditioning))
-        return at_least_fp32(unconditional_BL + guidance * (conditional_BL - unconditional_BL))
+        guidance = 1.0 if self.pipeline.config.is_distilled else guidance
+        return guided_separately(partial(self._forward, latents_BL, timesteps_B), conditioning, guidance)
 
     def _forward(
         self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, guidance: float | None = None

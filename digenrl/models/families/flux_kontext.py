@@ -58,7 +58,7 @@ class FluxKontextModel(FluxModel):
         if not conditioning.images:
             return super().velocity(latents_BL, timesteps_B, conditioning, guidance, size)
         source_BCHW = conditioning.images[SOURCE].to(latents_BL.device, self.dtype)
-        source_BL = self.pipeline._pack_latents(source_BCHW, *source_BCHW.shape)
+        source_BL = self._packed(source_BCHW)
         _, h, w = self.noise_shape(size)
         source_h, source_w = source_BCHW.shape[2:]
         positions = [

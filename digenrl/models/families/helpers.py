@@ -9,28 +9,20 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
-from diffusers import AutoencoderKL
 from PIL import Image
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
-from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize
-from digenrl.models.family import Component
+from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
+from digenrl.models.pipeline_model import PipelineModel, schedule_of
 
 Text = Mapping[str, Tensor | None]
 NOTHING: Text = MappingProxyType({})
 
 # The linear layers of attention between an image and a text stream.
 JOINT_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-
-
-def paired_negatives(prompts: Sequence[str], negative_prompts: Sequence[str] | None) -> list[str]:
-    """One negative prompt per prompt, empty by default."""
-    negatives = [""] * len(prompts) if negative_prompts is None else list(negative_prompts)
-    if len(negatives) != len(prompts):
-        raise ValueError(f"expected one negative prompt per prompt, got {len(negatives)} for {len(prompts)}")
-    return negatives
 
 
 def refuse_negatives(negative_prompts: Sequence[str] | None, family: str) -> None:
@@ -49,6 +41,27 @@ def negative_side(conditioning: Conditioning) -> Text:
     return conditioning.negative
 
 
+def guided_together(
+    forward: Callable[[Tensor, Tensor, Text], Tensor],
+    latents_BL: Tensor,
+    timesteps_B: Tensor,
+    conditioning: Conditioning,
+    guidance: float,
+) -> Tensor:
+    """Classifier-free guidance, with both branches in one batch; a guidance of 1 or less takes one branch alone.
+
+    The texts of both branches must have the same length.
+    """
+    if guidance <= 1:
+        return forward(latents_BL, timesteps_B, conditioning.positive)
+    negative = negative_side(conditioning)
+    pairs = {name: (value, negative[name]) for name, value in conditioning.positive.items()}
+    text = {name: None if a is None or b is None else torch.cat([b, a]) for name, (a, b) in pairs.items()}
+    both = forward(torch.cat([latents_BL] * 2), torch.cat([timesteps_B] * 2), text)
+    unconditional_BL, conditional_BL = both.chunk(2)  # in the order of the diffusers pipelines
+    return unconditional_BL + guidance * (conditional_BL - unconditional_BL)
+
+
 def guided_velocity(
     model: DiffusionModel,
     latents_BL: Tensor,
@@ -59,10 +72,9 @@ def guided_velocity(
     channels_BL: Tensor | None = None,
     shared: Text = NOTHING,
 ) -> Tensor:
-    """Classifier-free guidance, with both branches in one batch; a guidance of 1 or less takes one branch alone.
+    """As `guided_together`, for transformers that take latents, timesteps and text as they are.
 
-    For transformers that take latents, timesteps and text as they are; the texts of both branches must have the
-    same length. `channels_BL` follow the latents' channels, and `shared` arguments are those of both branches.
+    `channels_BL` follow the latents' channels, and `shared` arguments are those of both branches.
     """
 
     def forward(latents_BL: Tensor, timesteps_B: Tensor, text: Text) -> Tensor:
@@ -77,15 +89,9 @@ def guided_velocity(
         )[0]
         return output
 
-    latents_BL = latents_BL.to(model.dtype)
-    if guidance <= 1:
-        return at_least_fp32(forward(latents_BL, timesteps_B, {**conditioning.positive, **shared}))
-    negative = {**negative_side(conditioning), **shared}
-    pairs = {name: (value, negative[name]) for name, value in {**conditioning.positive, **shared}.items()}
-    text = {name: None if a is None or b is None else torch.cat([b, a]) for name, (a, b) in pairs.items()}
-    both = forward(torch.cat([latents_BL] * 2), torch.cat([timesteps_B] * 2), text)
-    unconditional_BL, conditional_BL = both.chunk(2)  # in the order of the diffusers pipelines
-    return at_least_fp32(unconditional_BL + guidance * (conditional_BL - unconditional_BL))
+    negative = None if conditioning.negative is None else {**conditioning.negative, **shared}
+    text = Conditioning({**conditioning.positive, **shared}, negative)
+    return at_least_fp32(guided_together(forward, latents_BL.to(model.dtype), timesteps_B, text, guidance))
 
 
 def guided_separately(forward: Callable[[Text], Tensor], conditioning: Conditioning, guidance: float) -> Tensor:
@@ -146,29 +152,15 @@ def shift_from_tokens(config: Mapping[str, Any], tokens: int, default_max_shift:
     return float(tokens * slope + (base_shift - slope * base_tokens))
 
 
-def image_vae(scaling_factor: float, shift_factor: float) -> Component:
-    """The published VAE of SD3 and FLUX: 16 latent channels, 8 pixels per latent."""
-    return Component(
-        AutoencoderKL,
-        {
-            "down_block_types": ("DownEncoderBlock2D",) * 4,
-            "up_block_types": ("UpDecoderBlock2D",) * 4,
-            "block_out_channels": (128, 256, 512, 512),
-            "layers_per_block": 2,
-            "latent_channels": 16,
-            "sample_size": 1024,
-            "scaling_factor": scaling_factor,
-            "shift_factor": shift_factor,
-            "use_quant_conv": False,
-            "use_post_quant_conv": False,
-        },
-    )
+def stretched_schedule(model: PipelineModel, steps: int, tokens: int, default_max_shift: float) -> Schedule:
+    """Evenly spaced sigmas, shifted by the number of tokens, stretched to the scheduler's terminal value.
 
-
-def scaled_image_latents(vae: Any, latents_BCHW: Tensor) -> Tensor:
-    """Latents as the VAE of SD3 or FLUX takes them."""
-    scaled: Tensor = latents_BCHW.to(vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
-    return scaled
+    A single step starts from 1, which cannot be stretched: the scheduler would divide 0 by 0.
+    """
+    scheduler = model.fresh_scheduler(shift_terminal=None) if steps == 1 else model.fresh_scheduler()
+    shift = shift_from_tokens(scheduler.config, tokens, default_max_shift)
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift)
+    return schedule_of(scheduler)
 
 
 def scaled_video_latents(vae: Any, latents_BCFHW: Tensor) -> Tensor:
@@ -195,12 +187,6 @@ def image_latents(vae: Any, pixels_BFCHW: Tensor) -> Tensor:
     inputs_BCHW = 2 * pixels_BFCHW.squeeze(1).to(vae.device, vae.dtype) - 1
     latents_BCHW: Tensor = vae.encode(inputs_BCHW).latent_dist.mode()
     return latents_BCHW
-
-
-def unscaled_image_latents(vae: Any, latents_BCHW: Tensor) -> Tensor:
-    """The inverse of `scaled_image_latents`, in fp32."""
-    unscaled: Tensor = (latents_BCHW - vae.config.shift_factor) * vae.config.scaling_factor
-    return unscaled.float()
 
 
 def source_name(index: int) -> str:

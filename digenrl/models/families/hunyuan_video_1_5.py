@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -19,12 +20,7 @@ from torch.nn.functional import pad
 
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize
-from digenrl.models.families.helpers import (
-    Text,
-    guided_separately,
-    paired_negatives,
-    text_like,
-)
+from digenrl.models.families.helpers import Text, guided_separately, text_like
 from digenrl.models.families.hunyuan import HunyuanModel
 from digenrl.models.families.hunyuan_attention import VideoThenText, video_forward
 from digenrl.models.family import Component, Family, FullSize
@@ -85,13 +81,7 @@ class HunyuanVideo15Model(HunyuanModel):
             negative=None if negative is None or cut_negative is None else side(negative, cut_negative),
         )
 
-    @torch.no_grad()
-    def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
-        return Conditioning(
-            self._encode_side(list(prompts)), self._encode_side(paired_negatives(prompts, negative_prompts))
-        )
-
-    def _encode_side(self, prompts: list[str]) -> Text:
+    def encode_side(self, prompts: list[str]) -> Text:
         device = self.text_device()
         self.pipeline.tokenizer_max_length = self.text_tokens
         words_BTD, word_mask_BT, glyphs_BTD, glyph_mask_BT = self.pipeline.encode_prompt(
@@ -115,10 +105,7 @@ class HunyuanVideo15Model(HunyuanModel):
         size: SampleSize,
     ) -> Tensor:
         conditioning = self.compact(conditioning)
-
-        def forward(text: Text) -> Tensor:
-            return self._forward(latents_BL, timesteps_B, text, conditioning.images)
-
+        forward = partial(self._forward, latents_BL, timesteps_B, images=conditioning.images)
         return guided_separately(forward, conditioning, guidance)
 
     def _forward(

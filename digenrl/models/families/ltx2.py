@@ -6,11 +6,10 @@ vocoder is loaded. Shape legend as in `digenrl.models.contract`; S = video token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import (
     AutoencoderKLLTX2Video,
@@ -25,13 +24,12 @@ from digenrl.models.families.helpers import (
     Text,
     guided_separately,
     latent_frames_height_width,
-    paired_negatives,
     pixels_of_videos,
-    shift_from_tokens,
+    stretched_schedule,
     text_like,
 )
 from digenrl.models.family import Component, Family, FullSize
-from digenrl.models.pipeline_model import PipelineModel, schedule_of
+from digenrl.models.pipeline_model import PipelineModel
 
 TEXT_TOKENS = 1024  # the pipeline's default; learned tokens take the place of padding
 FRAME_RATE = 24.0  # frames per second, the pipeline's default
@@ -96,13 +94,7 @@ class LTX2Model(PipelineModel):
         """Those of the video, as the VAE takes them."""
         return self._scaled_video(latents_BL, size)
 
-    @torch.no_grad()
-    def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
-        return Conditioning(
-            self._encode_side(list(prompts)), self._encode_side(paired_negatives(prompts, negative_prompts))
-        )
-
-    def _encode_side(self, prompts: list[str]) -> Text:
+    def encode_side(self, prompts: list[str]) -> Text:
         text_BTD, mask_BT, *_ = self.pipeline.encode_prompt(
             prompts,
             do_classifier_free_guidance=False,
@@ -115,14 +107,7 @@ class LTX2Model(PipelineModel):
         return {"encoder_hidden_states": video_BTD, "audio_encoder_hidden_states": audio_BTD}
 
     def schedule(self, steps: int, size: SampleSize) -> Schedule:
-        """Evenly spaced sigmas, shifted by the number of video tokens, stretched to the terminal value.
-
-        A single step starts from 1, which cannot be stretched: the scheduler would divide 0 by 0.
-        """
-        scheduler = self.fresh_scheduler(shift_terminal=None) if steps == 1 else self.fresh_scheduler()
-        shift = shift_from_tokens(scheduler.config, self._video_tokens(size), default_max_shift=2.05)
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift)
-        return schedule_of(scheduler)
+        return stretched_schedule(self, steps, self._video_tokens(size), default_max_shift=2.05)
 
     def noise_shape(self, size: SampleSize) -> tuple[int, ...]:
         return self._video_tokens(size) + self.audio_tokens(size), self.vae.config.latent_channels
@@ -145,10 +130,7 @@ class LTX2Model(PipelineModel):
         size: SampleSize,
     ) -> Tensor:
         """Of both tracks, with the same guidance."""
-
-        def forward(text: Text) -> Tensor:
-            return self._forward(latents_BL, timesteps_B, text, size)
-
+        forward = partial(self._forward, latents_BL, timesteps_B, size=size)
         return guided_separately(forward, conditioning, guidance)
 
     def _forward(self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, size: SampleSize) -> Tensor:

@@ -5,10 +5,9 @@ Shape legend as in `digenrl.models.contract`; here L = (S, 64) with S = (h / 2) 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import (
     AutoencoderKLQwenImage,
@@ -28,16 +27,15 @@ from digenrl.models.families.helpers import (
     at_least_fp32,
     latent_height_width,
     negative_side,
-    paired_negatives,
     pixels_of_videos,
     require_one_frame,
     scaled_video_latents,
-    shift_from_tokens,
+    stretched_schedule,
     unscaled_video_latents,
 )
 from digenrl.models.families.qwen_attention import JointAttention, RealRotations
 from digenrl.models.family import Component, Family, FullSize
-from digenrl.models.pipeline_model import PipelineModel, TextLength, schedule_of
+from digenrl.models.pipeline_model import PipelineModel, TextLength
 from digenrl.models.token_exchange import TokenShares
 
 TEXT_LENGTH = TextLength("tokenizer", default=512, most=1024)  # of a prompt; the pipeline's default and limit
@@ -83,14 +81,7 @@ class QwenImageModel(PipelineModel):
             "encoder_hidden_states_mask": None if mask_BT is None else shares.own(mask_BT, 1, "text"),
         }
 
-    @torch.no_grad()
-    def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
-        return Conditioning(
-            self._encode_side(list(prompts)),
-            self._encode_side(paired_negatives(prompts, negative_prompts)),
-        )
-
-    def _encode_side(self, prompts: list[str]) -> dict[str, Tensor | None]:
+    def encode_side(self, prompts: list[str]) -> dict[str, Tensor | None]:
         text_BTD, mask_BT = self.whole_pipeline().encode_prompt(
             prompts, device=self.text_device(), max_sequence_length=self.text_tokens
         )
@@ -103,15 +94,8 @@ class QwenImageModel(PipelineModel):
         }
 
     def schedule(self, steps: int, size: SampleSize) -> Schedule:
-        """Evenly spaced sigmas, shifted by the number of tokens, stretched to the scheduler's terminal value.
-
-        A single step starts from 1, which cannot be stretched: the scheduler would divide 0 by 0.
-        """
         _, h, w = self.noise_shape(size)
-        scheduler = self.fresh_scheduler(shift_terminal=None) if steps == 1 else self.fresh_scheduler()
-        shift = shift_from_tokens(scheduler.config, tokens=(h // 2) * (w // 2), default_max_shift=1.15)
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift)
-        return schedule_of(scheduler)
+        return stretched_schedule(self, steps, tokens=(h // 2) * (w // 2), default_max_shift=1.15)
 
     def noise_shape(self, size: SampleSize) -> tuple[int, ...]:
         require_one_frame(size, self.family)
@@ -146,12 +130,7 @@ class QwenImageModel(PipelineModel):
         return at_least_fp32(combined_BL * (norm / guided_norm))
 
     def _forward(
-        self,
-        latents_BL: Tensor,
-        timesteps_B: Tensor,
-        text: Text,
-        images: Mapping[str, Tensor],
-        size: SampleSize,
+        self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, images: Mapping[str, Tensor], size: SampleSize
     ) -> Tensor:
         """The output for the sample's tokens. Tokens of source images, if there are any, follow them."""
         _, h, w = self.noise_shape(size)

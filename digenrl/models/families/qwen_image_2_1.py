@@ -6,10 +6,10 @@ Shape legend as in `digenrl.models.contract`; S = image tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import AutoencoderKLQwenImage21, QwenImage21Transformer2DModel
 from torch import Tensor
@@ -21,11 +21,10 @@ from digenrl.models.families.helpers import (
     Text,
     guided_separately,
     latent_height_width,
-    paired_negatives,
     pixels_of_videos,
     require_one_frame,
     scaled_video_latents,
-    shift_from_tokens,
+    stretched_schedule,
     unscaled_video_latents,
 )
 from digenrl.models.families.qwen_image import SCHEDULER
@@ -37,7 +36,7 @@ from digenrl.models.families.qwen_stream import (
     stream_forward,
 )
 from digenrl.models.family import Component, Family, FullSize
-from digenrl.models.pipeline_model import PipelineModel, TextLength, schedule_of
+from digenrl.models.pipeline_model import PipelineModel, TextLength, paired_negatives
 
 TEXT_LENGTH = TextLength("processor", default=512, most=1024)  # with the end of the chat template
 
@@ -108,12 +107,9 @@ class QwenImage21Model(PipelineModel):
         }
 
     def schedule(self, steps: int, size: SampleSize) -> Schedule:
-        """As of Qwen-Image, with a token for every latent."""
+        """With a token for every latent."""
         _, h, w = self.noise_shape(size)
-        scheduler = self.fresh_scheduler(shift_terminal=None) if steps == 1 else self.fresh_scheduler()
-        shift = shift_from_tokens(scheduler.config, tokens=h * w, default_max_shift=1.15)
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift)
-        return schedule_of(scheduler)
+        return stretched_schedule(self, steps, tokens=h * w, default_max_shift=1.15)
 
     def noise_shape(self, size: SampleSize) -> tuple[int, ...]:
         require_one_frame(size, self.family)
@@ -131,9 +127,7 @@ class QwenImage21Model(PipelineModel):
         guidance: float,
         size: SampleSize,
     ) -> Tensor:
-        def forward(text: Text) -> Tensor:
-            return self._forward(latents_BL, timesteps_B, text, size)
-
+        forward = partial(self._forward, latents_BL, timesteps_B, size=size)
         return guided_separately(forward, self.compact(conditioning), guidance)
 
     def _forward(self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, size: SampleSize) -> Tensor:

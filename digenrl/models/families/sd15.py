@@ -8,9 +8,9 @@ import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 
 from digenrl.models.contract import Conditioning
-from digenrl.models.families.helpers import paired_negatives
 from digenrl.models.families.unets import UNetModel
 from digenrl.models.family import Component, Family, FullSize
+from digenrl.models.pipeline_model import paired_negatives
 
 TEXT_TOKENS = 77  # of CLIP
 

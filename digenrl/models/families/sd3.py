@@ -16,24 +16,17 @@ from digenrl.models.families.helpers import (
     JOINT_ATTENTION,
     Text,
     guided_velocity,
-    image_latents,
-    image_vae,
-    latent_height_width,
-    paired_negatives,
-    pixels_of_images,
-    require_one_frame,
-    scaled_image_latents,
     shift_from_tokens,
-    unscaled_image_latents,
 )
+from digenrl.models.families.image_vae import ImageVaeModel, image_vae
 from digenrl.models.family import Component, Family, FullSize
-from digenrl.models.pipeline_model import PipelineModel, TextLength, schedule_of
+from digenrl.models.pipeline_model import TextLength, paired_negatives, schedule_of
 
 TEXT_LENGTH = TextLength("tokenizer_3", default=256, most=512)  # of T5's part; the pipeline's default and limit
 CLIP_TEXT = "clip_hidden_states"  # instead of encoder_hidden_states, if there is no T5
 
 
-class SD3Model(PipelineModel):
+class SD3Model(ImageVaeModel):
     """L = (C, h, w). The text is CLIP's 77 tokens followed by T5's, at a fixed length without a mask.
 
     Pipelines are often saved without T5, which is most of their size. Its part of the text is then zeros.
@@ -96,11 +89,6 @@ class SD3Model(PipelineModel):
         scheduler.set_timesteps(steps, **shift)
         return schedule_of(scheduler)
 
-    def noise_shape(self, size: SampleSize) -> tuple[int, ...]:
-        require_one_frame(size, self.family)
-        h, w = latent_height_width(size, self.pipeline.vae_scale_factor)
-        return self.vae.config.latent_channels, h, w
-
     def velocity(
         self,
         latents_BL: Tensor,
@@ -112,15 +100,6 @@ class SD3Model(PipelineModel):
         negative = None if conditioning.negative is None else self._with_t5_part(conditioning.negative)
         text = Conditioning(self._with_t5_part(conditioning.positive), negative)
         return guided_velocity(self, latents_BL, timesteps_B, text, guidance)
-
-    @torch.no_grad()
-    def encode_pixels(self, pixels_BFCHW: Tensor) -> Tensor:
-        return unscaled_image_latents(self.vae, image_latents(self.vae, pixels_BFCHW))
-
-    @torch.no_grad()
-    def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
-        scaled_BCHW = scaled_image_latents(self.vae, latents_BL)
-        return pixels_of_images(self.vae.decode(scaled_BCHW, return_dict=False)[0])
 
 
 SCHEDULER = Component(FlowMatchEulerDiscreteScheduler, {"shift": 3.0})

@@ -8,6 +8,7 @@ Shape legend as in `digenrl.models.contract`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from digenrl.models.contract import Conditioning, SampleSize, Schedule
 from digenrl.models.families.helpers import (
     Text,
     at_least_fp32,
+    guided_together,
     image_latents,
     latent_height_width,
-    negative_side,
     pixels_of_images,
     require_one_frame,
     text_like,
@@ -86,7 +87,8 @@ class UNetModel(PipelineModel):
         latents_BL, timesteps_B = at_least_fp32(latents_BL), timesteps_B.to(latents_BL.device)
         a_B, b_B = self._signal_and_noise(timesteps_B, latents_BL)
         scaled_BL = latents_BL * (a_B + b_B)
-        noise_BL = self._prediction(scaled_BL, timesteps_B, conditioning, guidance, size)
+        forward = partial(self._forward, size=size)
+        noise_BL = guided_together(forward, scaled_BL.to(self.dtype), timesteps_B, conditioning, guidance)
         if self._predicts == "v_prediction":  # v = a noise - b x0
             noise_BL = a_B * noise_BL + b_B * scaled_BL
         data_BL = (scaled_BL - b_B * noise_BL) / a_B
@@ -101,19 +103,6 @@ class UNetModel(PipelineModel):
         rows_B2 = self._levels[device][timesteps_B.long()].to(latents_BL.dtype)
         a_B, b_B = rows_B2.view(-1, 2, *[1] * (latents_BL.ndim - 1)).unbind(1)
         return a_B, b_B
-
-    def _prediction(
-        self, scaled_BL: Tensor, timesteps_B: Tensor, conditioning: Conditioning, guidance: float, size: SampleSize
-    ) -> Tensor:
-        scaled_BL = scaled_BL.to(self.dtype)
-        if guidance <= 1:
-            return self._forward(scaled_BL, timesteps_B, conditioning.positive, size)
-        negative = negative_side(conditioning)
-        pairs = {name: (value, negative[name]) for name, value in conditioning.positive.items()}
-        text = {name: None if a is None or b is None else torch.cat([b, a]) for name, (a, b) in pairs.items()}
-        both = self._forward(torch.cat([scaled_BL] * 2), torch.cat([timesteps_B] * 2), text, size)
-        unconditional_BL, conditional_BL = both.chunk(2)  # in the order of the diffusers pipelines
-        return unconditional_BL + guidance * (conditional_BL - unconditional_BL)
 
     def _forward(self, scaled_BL: Tensor, timesteps_B: Tensor, text: Text, size: SampleSize) -> Tensor:
         arguments = self.unet_arguments(text_like(text, scaled_BL), size)

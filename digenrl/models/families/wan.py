@@ -20,12 +20,11 @@ from digenrl.models.families.comfyui_layers import WAN_LAYERS
 from digenrl.models.families.helpers import (
     guided_velocity,
     latent_frames_height_width,
-    paired_negatives,
     pixels_of_videos,
     scaled_video_latents,
 )
 from digenrl.models.family import Component, Family, FullSize
-from digenrl.models.pipeline_model import PipelineModel, TextLength, schedule_of
+from digenrl.models.pipeline_model import PipelineModel, TextLength, paired_negatives, schedule_of
 from digenrl.models.token_exchange import TokenShares
 
 TEXT_LENGTH = TextLength("tokenizer", default=512, most=512)  # the model was trained with 512

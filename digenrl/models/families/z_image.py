@@ -5,7 +5,7 @@ Shape legend as in `digenrl.models.contract`; T = text tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,20 +21,13 @@ from digenrl.models.families.comfyui_layers import DIFFUSERS_NAMES
 from digenrl.models.families.helpers import (
     Text,
     at_least_fp32,
-    image_latents,
-    image_vae,
-    latent_height_width,
     negative_side,
-    paired_negatives,
-    pixels_of_images,
-    require_one_frame,
-    scaled_image_latents,
     shift_from_tokens,
-    unscaled_image_latents,
 )
+from digenrl.models.families.image_vae import ImageVaeModel, image_vae
 from digenrl.models.families.qwen_attention import rotated
 from digenrl.models.family import Component, Distilled, Family, FullSize
-from digenrl.models.pipeline_model import PipelineModel, TextLength, schedule_of
+from digenrl.models.pipeline_model import TextLength, schedule_of
 
 TEXT_LENGTH = TextLength("tokenizer", default=512, most=512)  # with the chat template; the pipeline's default
 
@@ -77,7 +70,7 @@ class SingleStreamAttention(AttentionProcessor):
         return output
 
 
-class ZImageModel(PipelineModel):
+class ZImageModel(ImageVaeModel):
     """L = (C, h, w). Text is stored at a fixed length with a mask; forwards get each row at its own length.
 
     `guidance` is w in unconditional + w (conditional - unconditional), as in all families. diffusers' pipeline
@@ -112,13 +105,7 @@ class ZImageModel(PipelineModel):
         mask_BS = arguments["attn_mask"]
         return [(arguments["x"], 1), (arguments["freqs_cis"], 1), *([] if mask_BS is None else [(mask_BS, 1)])]
 
-    @torch.no_grad()
-    def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
-        return Conditioning(
-            self._encode_side(list(prompts)), self._encode_side(paired_negatives(prompts, negative_prompts))
-        )
-
-    def _encode_side(self, prompts: list[str]) -> dict[str, Tensor | None]:
+    def encode_side(self, prompts: list[str]) -> dict[str, Tensor | None]:
         texts, _ = self.pipeline.encode_prompt(
             prompts,
             device=self.text_device(),
@@ -140,11 +127,6 @@ class ZImageModel(PipelineModel):
         shift = shift_from_tokens(scheduler.config, tokens=(h // 2) * (w // 2), default_max_shift=1.15)
         scheduler.set_timesteps(sigmas=torch.linspace(1.0, 1 / steps, steps).tolist(), mu=shift)
         return schedule_of(scheduler)
-
-    def noise_shape(self, size: SampleSize) -> tuple[int, ...]:
-        require_one_frame(size, self.family)
-        h, w = latent_height_width(size, self.pipeline.vae_scale_factor)
-        return self.vae.config.latent_channels, h, w
 
     def velocity(
         self,
@@ -172,15 +154,6 @@ class ZImageModel(PipelineModel):
             return_dict=False,
         )[0]
         return at_least_fp32(torch.stack(outputs).squeeze(2))
-
-    @torch.no_grad()
-    def encode_pixels(self, pixels_BFCHW: Tensor) -> Tensor:
-        return unscaled_image_latents(self.vae, image_latents(self.vae, pixels_BFCHW))
-
-    @torch.no_grad()
-    def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
-        scaled_BCHW = scaled_image_latents(self.vae, latents_BL)
-        return pixels_of_images(self.vae.decode(scaled_BCHW, return_dict=False)[0])
 
 
 def _added_guidance(guidance: float) -> float:

@@ -60,7 +60,6 @@ class CheckpointContent:
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """The checkpoint of a step."""
     return folder / f"step_{step:06d}"
 
 

@@ -67,7 +67,6 @@ class PackPlanner:
         return self._given_checkpointed is None and self._checkpointed < self._blocks
 
     def checkpoint_all(self) -> None:
-        """Checkpoints all blocks from now on."""
         self._checkpoint(self._blocks)
 
     def current_pack_size(self, share: Sequence[Term], terms: int, job_terms: int, run: RunPack) -> int:

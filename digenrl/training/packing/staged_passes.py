@@ -34,11 +34,7 @@ class StagedPasses:
     """
 
     def __init__(
-        self,
-        ranks: RankGroup,
-        own: OwnBlocks,
-        parameters: Mapping[str, nn.Parameter],
-        settings: StageLinkSettings,
+        self, ranks: RankGroup, own: OwnBlocks, parameters: Mapping[str, nn.Parameter], settings: StageLinkSettings
     ) -> None:
         self._ranks, self._own, self._parameters = ranks, own, parameters
         self.links = LinkControl(ranks, settings)

@@ -19,7 +19,6 @@ def patch_outputs(job: Job) -> tuple[str, ...]:
 
 
 def made_patches(report: Report) -> tuple[str, ...]:
-    """The names of the patches that were made."""
     if not isinstance(report, Committed | Exported) or not report.weights.patch_bytes:
         return ()
     return (patch_name(report.weights.name),)
@@ -66,7 +65,6 @@ class AdapterPatches:
                 self._held[worker] = job.weights.name
 
     def forget(self, worker: str) -> None:
-        """Forgets a worker that is gone."""
         self._held.pop(worker, None)
 
     def _is_receiver(self, worker: WorkerHandle, node_id: str | None) -> bool:

@@ -81,7 +81,6 @@ class RayArtifactStore:
         )
 
     def clear(self) -> None:
-        """Drops all names."""
         self._references.clear()
         self._copies.clear()
 

@@ -26,7 +26,6 @@ class TransferMetrics:
         self._transfers: list[WeightTransfer] = []
 
     def add(self, transfer: WeightTransfer) -> None:
-        """Adds a transfer that has ended."""
         self._transfers.append(transfer)
 
     def take(self) -> dict[str, float]:

@@ -183,7 +183,6 @@ class RayTransport:
             yield Message(worker.name, None, gone)
 
     def _report_of(self, worker: WorkerHandle, call: PendingCall) -> Report:
-        """The report of a call that has ended."""
         try:
             pickled: bytes = ray.get(call.report)
         except ACTOR_DIED as error:

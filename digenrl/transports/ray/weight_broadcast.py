@@ -57,10 +57,7 @@ class WeightBroadcaster:
     """
 
     def __init__(
-        self,
-        workers: Mapping[str, WorkerHandle],
-        sites: Sites,
-        on_transfer: Callable[[WeightTransfer], None],
+        self, workers: Mapping[str, WorkerHandle], sites: Sites, on_transfer: Callable[[WeightTransfer], None]
     ) -> None:
         self._workers, self._sites, self._on_transfer = workers, sites, on_transfer
         self._lacking: dict[str, dict[str, WeightsReference]] = {}  # by name of the weights, then by worker
@@ -85,7 +82,6 @@ class WeightBroadcaster:
             self._staged = (worker, report.weights.name)
 
     def forget(self, worker: str) -> None:
-        """Forgets a worker that is gone."""
         self._held.pop(worker, None)
         for lacking in self._lacking.values():
             lacking.pop(worker, None)

@@ -54,7 +54,6 @@ class WorkerHandle:
 
     @property
     def name(self) -> str:
-        """The worker's name."""
         return self.assignment.name
 
     @property
@@ -94,7 +93,6 @@ class WorkerHandle:
         return self._process_seen_s is not None
 
     def kill(self) -> None:
-        """Ends the process."""
         with suppress(ray.exceptions.RayError, ValueError):  # it has ended already
             ray.kill(self.actor, no_restart=True)
 

@@ -17,6 +17,7 @@ one begins. Stale samples may be generated before their step, at no cost here.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -27,6 +28,37 @@ from digenrl.simulation.both_directions import initial_shared_state
 from digenrl.simulation.quotas import Margins, QuotaPlanner, least_time_ns
 from digenrl.simulation.spec_costs import NS_PER_SECOND
 from digenrl.simulation.step_forecast import LaneTimes, lane_times
+
+
+class BoundPlanner(QuotaPlanner):
+    """What no division of a step's work among lanes can do."""
+
+    def generated_ns(self, slices: int) -> int:
+        """The least time in which all lanes together generate this many slices, if they do nothing else."""
+
+        def fits(time_ns: int) -> bool:
+            most = (
+                count * (bisect_right(generating_ns, time_ns - times.starts_ns) - 1)
+                for (times, count), generating_ns in zip(self._classes, self._generating_ns, strict=True)
+                if time_ns >= times.starts_ns
+            )
+            return sum(most) >= slices
+
+        return least_time_ns(fits)
+
+    def could_fit(self, time_ns: int, margins: Margins) -> bool:
+        """Whether everything fits if equal lanes may mix what they do in any proportion: else, nothing can."""
+        least, moves = self._moves(time_ns, margins)
+        counts = [count for _, count in self._classes]
+        missing = self.slices - sum(count * slices for count, (slices, _) in zip(counts, least, strict=True))
+        jobs = float(sum(count * most for count, (_, most) in zip(counts, least, strict=True)))
+        for move in moves:
+            if missing <= 0:
+                break
+            taken = min(missing, counts[move.lane_class] * move.slices)
+            missing -= taken
+            jobs -= taken * move.cost
+        return missing <= 0 and jobs >= self._jobs * (1 - 1e-12)
 
 
 def attainable_seconds(spec: Spec) -> float:
@@ -46,7 +78,7 @@ def least_step_ns(initial: SchedulerState, lanes: Sequence[LaneTimes], early_sam
     """A lower bound of the time between two commits, if some samples were generated before the first of them."""
     terms, costs = initial.terms, initial.costs
     early = min(early_samples, terms.samples_per_step) // terms.slice_size
-    planner = QuotaPlanner(
+    planner = BoundPlanner(
         lanes,
         slices=terms.slices_per_step - early,
         jobs=terms.samples_per_step // terms.train_unit,

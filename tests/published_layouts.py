@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-
-from digenrl.models.contract import SampleSize
-from digenrl.models.loading import without_progress_bars
-from digenrl.testing.published_configs import CONFIGS, INDEXES
-from digenrl.testing.published_tokenizers import (
+from published_configs import CONFIGS, INDEXES
+from published_tokenizers import (
     write_clip_tokenizer,
     write_llama_tokenizer,
     write_qwen_tokenizer,
     write_t5_tokenizer,
     write_umt5_tokenizer,
 )
+from safetensors.torch import load_file, save_file
+
+from digenrl.models.contract import SampleSize
+from digenrl.models.loading import without_progress_bars
 from digenrl.testing.tiny_models import TINY_MODELS, seeded_weights
 
 SINGLE_FILE = ("CLIPTextModel", "Autoencoder")  # how the names of small components' classes begin

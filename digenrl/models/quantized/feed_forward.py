@@ -111,7 +111,7 @@ class Fp8FeedForward(FeedForward):  # type: ignore[misc]
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
         if _fuses(hidden_states):
-            return fp8_feed_forward(hidden_states, self.net[0].proj, self.net[2])  # type: ignore[arg-type]
+            return fp8_feed_forward(hidden_states, self.net[0].proj, self.net[2])
         output: Tensor = super().forward(hidden_states, *arguments, **named)
         return output
 
@@ -150,10 +150,13 @@ def _fuses(hidden_states: Tensor) -> bool:
 
 def fuse_feed_forwards(block: nn.Module) -> None:
     """Fuses the feed-forward layers of a block with fp8 weights that will be compiled."""
-    if type(block) is FluxSingleTransformerBlock and can_fuse(block.proj_mlp, block.act_mlp, block.proj_out):
-        block.__class__ = Fp8FluxBlock
+    if type(block) is FluxSingleTransformerBlock:
+        layers: tuple[Any, ...] = (block.proj_mlp, block.act_mlp, block.proj_out)
+        if can_fuse(*layers):
+            block.__class__ = Fp8FluxBlock
     for layer in block.modules():
-        if type(layer) is FeedForward and len(layer.net) == 3 and isinstance(layer.net[0], GELU):
-            expand, dropout, contract = layer.net
-            if can_fuse(expand.proj, expand, contract) and dropout.p == 0:
+        if type(layer) is FeedForward:
+            net: Any = layer.net
+            plain = len(net) == 3 and isinstance(net[0], GELU) and net[1].p == 0
+            if plain and can_fuse(net[0].proj, net[0], net[2]):
                 layer.__class__ = Fp8FeedForward

@@ -60,7 +60,7 @@ def _launched(
     return values, scales
 
 
-@jit
+@jit  # type: ignore[untyped-decorator]
 def _piece(product, bias, gradient, column, columns, BACKWARD: tl.constexpr):  # type: ignore[no-untyped-def]
     """Part of a row of GELU(product + bias), or of the gradient of the product."""
     inside = column < columns
@@ -78,7 +78,7 @@ def _store(values, column, columns, value, inverse):  # type: ignore[no-untyped-
     tl.store(values + column, (value * inverse).to(tl.float8e4nv), mask=column < columns)
 
 
-@jit
+@jit  # type: ignore[untyped-decorator]
 def _rows(  # type: ignore[no-untyped-def]
     product,
     bias,

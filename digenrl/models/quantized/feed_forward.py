@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from digenrl.models.fused_gelu import gelu_by_sigmoid, gelu_gradient
 from digenrl.models.quantized.formats import quantize_fp8
 from digenrl.models.quantized.layers import QuantizedLinear
-from digenrl.models.quantized.products import fp8_product, multiplied_fp8
+from digenrl.models.quantized.products import fp8_product, has_fp8_units, multiplied_fp8
 
 
 @torch.library.custom_op("digenrl::gelu_fp8", mutates_args=())
 def gelu_fp8(product_MN: Tensor, bias_N: Tensor, beside_MW: Tensor | None) -> tuple[Tensor, Tensor]:
     """[beside, GELU(product + bias)] in e4m3, and the scale of each row."""
-    if product_MN.is_cuda:
+    if has_fp8_units(product_MN.device):
         from digenrl.models.quantized.gelu_kernels import gelu_rows
 
         return gelu_rows(product_MN, bias_N, beside_MW)
@@ -42,7 +42,7 @@ def _(product_MN: Tensor, bias_N: Tensor, beside_MW: Tensor | None) -> tuple[Ten
 @torch.library.custom_op("digenrl::gelu_fp8_backward", mutates_args=())
 def gelu_fp8_backward(gradient_MN: Tensor, product_MN: Tensor, bias_N: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of the product in e4m3, and the scale of each row."""
-    if product_MN.is_cuda:
+    if has_fp8_units(product_MN.device):
         from digenrl.models.quantized.gelu_kernels import gelu_gradient_rows
 
         return gelu_gradient_rows(gradient_MN, product_MN, bias_N)

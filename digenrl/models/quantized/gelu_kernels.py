@@ -1,7 +1,7 @@
-"""Triton kernels that compute GELU (tanh), or its gradient, and quantize the rows to e4m3. Imported on GPUs only.
+"""Triton kernels that compute GELU (tanh), or its gradient, and quantize the rows to e4m3.
 
-A row stays in registers between the search for its largest value and the division by its scale, so that it is read
-once. The compiler's own kernels for such long rows take twice as long.
+They are imported only where a GPU has fp8 units. A row stays in registers between the search for its largest value
+and the division by its scale, so that it is read once. The compiler's kernels for such long rows take twice as long.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ def _launched(
     assert {each.stride(1) for each in (product_MN, gradient_MN, beside_MW)} == {1}, "rows are contiguous"
     values = torch.empty(rows, width + columns, device=product_MN.device, dtype=FP8)
     scales = torch.empty(rows, 1, device=product_MN.device)
-    pieces = (
-        3 if columns % 3 == 0 else 1
-    )  # the length of a piece is a power of two: hidden widths are often 3 x 2^n
-    _rows[(rows,)](
-        product_MN,
-        bias_N,
-        gradient_MN,
-        beside_MW,
-        values,
-        scales,
-        product_MN.stride(0),
-        gradient_MN.stride(0),
-        beside_MW.stride(0),
-        columns,
-        width,
-        PIECE=triton.next_power_of_2(triton.cdiv(columns, pieces)),
-        PIECES=pieces,
-        BESIDE=triton.next_power_of_2(width) if width else 0,
-        BACKWARD=backward,
-        num_warps=WARPS,
-    )
+    # Pieces have a length of a power of two; hidden widths are often three times one.
+    pieces = 3 if columns == 3 * triton.next_power_of_2(triton.cdiv(columns, 3)) else 1
+    with torch.cuda.device_of(product_MN):
+        _rows[(rows,)](
+            product_MN,
+            bias_N,
+            gradient_MN,
+            beside_MW,
+            values,
+            scales,
+            product_MN.stride(0),
+            gradient_MN.stride(0),
+            beside_MW.stride(0),
+            columns,
+            width,
+            PIECE=triton.next_power_of_2(triton.cdiv(columns, pieces)),
+            PIECES=pieces,
+            BESIDE=triton.next_power_of_2(width) if width else 0,
+            BACKWARD=backward,
+            num_warps=WARPS,
+        )
     return values, scales
 
 

@@ -145,6 +145,7 @@ def multiplied_fp8(
     return (sums_MN * scale_M1 * scale_N1.t()).to(dtype)
 
 
+@cache
 def has_fp8_units(device: torch.device) -> bool:
     """Whether the card multiplies fp8 numbers (compute capability 8.9 or higher)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

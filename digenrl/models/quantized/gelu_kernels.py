@@ -1,7 +1,7 @@
 """Triton kernels that compute GELU (tanh), or its gradient, and quantize the rows to e4m3.
 
 They are imported only where a GPU has fp8 units. A row stays in registers between the search for its largest value
-and the division by its scale, so that it is read once. The compiler's kernels for such long rows take twice as long.
+and the division by its scale, so it is read once. The compiler's kernels for such long rows take twice as long.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _launched(
     scales = torch.empty(rows, 1, device=product_MN.device)
     # Pieces have a length of a power of two; hidden widths are often three times one.
     pieces = 3 if columns == 3 * triton.next_power_of_2(triton.cdiv(columns, 3)) else 1
-    with torch.cuda.device_of(product_MN):
+    with torch.cuda.device_of(product_MN):  # type: ignore[no-untyped-call]
         _rows[(rows,)](
             product_MN,
             bias_N,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from digenrl.models.contract import SampleSize
 from digenrl.models.family import Family
-from digenrl.models.loading import building_on
+from digenrl.models.loading.pipelines import building_on
 from digenrl.models.registry import FAMILIES
 from digenrl.models.transfers import synchronize
 

@@ -56,7 +56,7 @@ from digenrl.commands.profile import profile_recipe
 from digenrl.config.attention import fixed_kernels
 from digenrl.config.profiles import Profile, write_profile
 from digenrl.config.recipe import Recipe
-from digenrl.models.matrix_rate import matrix_tflops
+from digenrl.models.passes.matrix_rate import matrix_tflops
 from digenrl.models.quantized.layers import weight_count
 from digenrl.models.trajectory import ScoredGroup, Trajectory
 from digenrl.models.transfers import synchronize

@@ -10,8 +10,8 @@ from typing import Any
 
 from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_files import read_recipe
-from digenrl.models.compiled import compile_blocks, is_compiled
 from digenrl.models.contract import Conditioning, DiffusionModel
+from digenrl.models.passes.compiled import compile_blocks, is_compiled
 from digenrl.models.registry import FAMILIES
 from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, read_blueprint

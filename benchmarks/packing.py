@@ -28,9 +28,9 @@ from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
 from digenrl.config.training import TrainerSettings
 from digenrl.generation.noise import normal_noise
+from digenrl.models.adapters.lora import add_lora
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize
 from digenrl.models.family import Family
-from digenrl.models.lora import add_lora
 from digenrl.models.registry import FAMILIES, find_family
 from digenrl.models.trajectory import RolloutPlan, ScoredGroup, StepNoise, Trajectory
 from digenrl.records import SampleId

@@ -9,10 +9,10 @@ from rank_cases import STEADY, train
 from scored_groups import Rollout, lively, nudge, scored_groups, trainer_of
 from torch import Tensor
 
+from digenrl.models.adapters.lora import add_lora
 from digenrl.models.blocks import checkpoint_blocks, repeated_blocks
-from digenrl.models.context_parallel import divide_tokens
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize
-from digenrl.models.lora import add_lora
+from digenrl.models.parallel.context_parallel import divide_tokens
 from digenrl.models.quantized.replacing import BaseWeights, quantize_transformer
 from digenrl.models.registry import FAMILIES
 from digenrl.testing.tiny_models import TINY_MODELS, seeded_weights

@@ -25,7 +25,7 @@ from published_tokenizers import (
 from safetensors.torch import load_file, save_file
 
 from digenrl.models.contract import SampleSize
-from digenrl.models.loading import without_progress_bars
+from digenrl.models.loading.pipelines import without_progress_bars
 from digenrl.testing.tiny_models import TINY_MODELS, seeded_weights
 
 SINGLE_FILE = ("CLIPTextModel", "Autoencoder")  # how the names of small components' classes begin

@@ -28,8 +28,8 @@ from tokenizers import (
 )
 from transformers import CLIPTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
-from digenrl.models.loading import pipeline_without
-from digenrl.models.tokenizers import PROBE
+from digenrl.models.loading.pipelines import pipeline_without
+from digenrl.models.loading.tokenizers import PROBE
 from digenrl.testing.tiny_text_encoders import SENTENCES, VISION_TOKENS, tiny_clip_tokenizer
 
 CORPUS = (*SENTENCES, PROBE, "It's SO good: 3 cats, 2 dogs; naïve “quotes” — 東京!", "Привет, мир 🙂")

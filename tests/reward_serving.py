@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import uvicorn
 
 from digenrl.rewards.contract import Reward
-from digenrl.rewards.http_messages import Limits
-from digenrl.rewards.server import TlsFiles, server_config
+from digenrl.rewards.serving.http_messages import Limits
+from digenrl.rewards.serving.server import TlsFiles, server_config
 
 TOKEN = "a token for tests alone"
 

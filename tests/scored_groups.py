@@ -23,8 +23,8 @@ from digenrl.config.windows import read_window
 from digenrl.generation.noise import normal_noise
 from digenrl.generation.rollout import RolloutSettings, generate_slice
 from digenrl.generation.windows import plan_rollouts
+from digenrl.models.adapters.lora import add_lora
 from digenrl.models.contract import DiffusionModel, SampleSize
-from digenrl.models.lora import add_lora
 from digenrl.models.trajectory import ScoredGroup, StepNoise, Trajectory
 from digenrl.records import Slice
 from digenrl.training.checkpoint.state_tensors import state_as_tensors, state_of_tensors

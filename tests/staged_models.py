@@ -10,11 +10,11 @@ from scored_groups import nudge
 from tiny_pipelines import with_own_transformer
 from torch import Tensor
 
+from digenrl.models.adapters.lora import add_lora
 from digenrl.models.blocks import checkpoint_blocks, repeated_blocks
 from digenrl.models.contract import Conditioning, DiffusionModel
-from digenrl.models.lora import add_lora
+from digenrl.models.parallel.staged_blocks import keep_blocks
 from digenrl.models.registry import FAMILIES
-from digenrl.models.staged_blocks import keep_blocks
 from digenrl.testing.tiny_models import TINY_MODELS, seeded_weights
 
 LAYERS = {"num_layers": 3, "num_single_layers": 2, "n_layers": 4}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import TrainerSettings
-from digenrl.models.staged_blocks import keep_blocks
+from digenrl.models.parallel.staged_blocks import keep_blocks
 from digenrl.models.trajectory import ScoredGroup
 from digenrl.stages.codec_choice import LinkCodecs
 from digenrl.stages.links import LinkSettings

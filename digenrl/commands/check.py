@@ -20,9 +20,9 @@ from digenrl.config.recipe_files import read_recipe, recipe_for_model, shipped_r
 from digenrl.config.recipe_overrides import read_overrides
 from digenrl.config.recipe_paths import FILE_ENDINGS, is_made_here
 from digenrl.models.family import Family
+from digenrl.models.loading.sources import ModelSource, fetch_index, local_files, open_pipeline, remote_files
+from digenrl.models.loading.weight_files import components, folder_listing, pipeline_files, read_header
 from digenrl.models.registry import FAMILIES, find_family
-from digenrl.models.sources import ModelSource, fetch_index, local_files, open_pipeline, remote_files
-from digenrl.models.weight_files import components, folder_listing, pipeline_files, read_header
 from digenrl.telemetry.writing import check_writable
 from digenrl.worker.blueprint import (
     Blueprint,

@@ -12,14 +12,14 @@ import torch
 
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipe import Recipe
+from digenrl.models.adapters.lora import Targets, check_targets
 from digenrl.models.contract import SampleSize
 from digenrl.models.family import Family
-from digenrl.models.loading import building_on, keep_fp32_modules, pipeline_without
-from digenrl.models.lora import Targets, check_targets
+from digenrl.models.loading.pipelines import building_on, keep_fp32_modules, pipeline_without
+from digenrl.models.loading.sources import ModelSource
+from digenrl.models.loading.weight_files import INDEX_NAME
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import find_family
-from digenrl.models.sources import ModelSource
-from digenrl.models.weight_files import INDEX_NAME
 from digenrl.models.work_count import TextShapes, added_activations, count_work, lora_linears
 from digenrl.planning.model_facts import Execution, ModelFacts, typical_costs
 from digenrl.planning.recipe_workload import model_name

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from digenrl.config.profiles import DeviceFacts, rounded
-from digenrl.models.matrix_rate import matrix_tflops
+from digenrl.models.passes.matrix_rate import matrix_tflops
 
 
 def device_facts(device: torch.device) -> DeviceFacts:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from digenrl.models.adapters.lora_files import FILE_NAME, FILE_NAME_2, diffusers_file, lora_loader
 from digenrl.models.experts import EXPERTS, LOW_NOISE
 from digenrl.models.family import Family
-from digenrl.models.lora_files import FILE_NAME, FILE_NAME_2, diffusers_file, lora_loader
-from digenrl.models.sources import ModelSource
+from digenrl.models.loading.sources import ModelSource
 from digenrl.run_folder.folder import RunFolder
 from digenrl.worker.blueprint import source_of
 

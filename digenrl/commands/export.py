@@ -14,9 +14,9 @@ from digenrl.commands.diffusers_snippet import lora_loading
 from digenrl.commands.output import out, print_written
 from digenrl.commands.output_folders import new_folder
 from digenrl.config.reading import ConfigError, nearest, one_line
+from digenrl.models.adapters.lora_files import Adapters, write_comfyui, write_diffusers, write_peft
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.experts import HIGH_NOISE, LOW_NOISE, parts_of
-from digenrl.models.lora_files import Adapters, write_comfyui, write_diffusers, write_peft
 from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.models.quantized.replacing import BaseWeights
 from digenrl.run_folder.folder import RunFolder

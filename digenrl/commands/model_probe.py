@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from digenrl.models.experts import parts_of
-from digenrl.models.loading import without_progress_bars
+from digenrl.models.loading.pipelines import without_progress_bars
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.prompts.source_images import probe_image
 from digenrl.worker.blueprint import Blueprint

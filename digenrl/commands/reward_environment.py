@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from digenrl.commands.output import out
 from digenrl.config.reward_base import RewardSettings
-from digenrl.rewards.environment import RewardEnvironment, prepare, variables
+from digenrl.rewards.serving.environment import RewardEnvironment, prepare, variables
 
 COMMAND = "from digenrl.cli import main; main()"
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from digenrl.config.attention import Kernels
 from digenrl.config.reading import ConfigError
-from digenrl.models.own_blocks import OwnBlocks
-from digenrl.models.token_exchange import TokenExchange, TokenShares
+from digenrl.models.parallel.own_blocks import OwnBlocks
+from digenrl.models.parallel.token_exchange import TokenExchange, TokenShares
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -20,7 +20,7 @@ from digenrl.config.base_precision import UNQUANTIZED
 from digenrl.config.reading import ConfigError, nearest
 from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.experts import Experts, parts_of
-from digenrl.models.loading import (
+from digenrl.models.loading.pipelines import (
     building_on,
     building_without_weights,
     cast_stored_buffers,
@@ -29,6 +29,8 @@ from digenrl.models.loading import (
     load_pipeline,
     pipeline_without,
 )
+from digenrl.models.loading.single_file import COMPONENT
+from digenrl.models.loading.sources import ModelSource, check_single_file, component_files
 from digenrl.models.pipeline_model import TRAINED_TIMESTEPS, PipelineModel
 from digenrl.models.quantized.replacing import (
     BaseWeights,
@@ -37,8 +39,6 @@ from digenrl.models.quantized.replacing import (
     quantize_text_encoder,
     quantize_transformer,
 )
-from digenrl.models.single_file import COMPONENT
-from digenrl.models.sources import ModelSource, check_single_file, component_files
 
 SIZE_TOLERANCE = 0.15  # of the number of parameters: files also hold tables of positions
 CPU = torch.device("cpu")

@@ -12,9 +12,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+from digenrl.models.adapters.lora import ADAPTER, AdaptedLinear, adapter_parameters
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.lora import ADAPTER, AdaptedLinear, adapter_parameters
-from digenrl.models.shards import any_sharded, gather_to_first_rank, local_shard
+from digenrl.models.parallel.shards import any_sharded, gather_to_first_rank, local_shard
 
 
 def weights_state(

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from digenrl.config.attention import Kernels
 from digenrl.config.reading import ConfigError
-from digenrl.models.attention import AttentionSwitch, prepare_attention
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
-from digenrl.models.cuda_graphs import GraphedForwards
 from digenrl.models.experts import EXPERTS, Experts
+from digenrl.models.passes.attention import AttentionSwitch, prepare_attention
+from digenrl.models.passes.cuda_graphs import GraphedForwards
 from digenrl.models.quantized.layers import QuantizedLinear
 
 logger = logging.getLogger(__name__)

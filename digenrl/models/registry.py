@@ -29,7 +29,7 @@ from digenrl.models.families.wan import WAN
 from digenrl.models.families.wan_i2v import WAN_I2V
 from digenrl.models.families.z_image import Z_IMAGE
 from digenrl.models.family import Family
-from digenrl.models.sources import WrongPipelineError
+from digenrl.models.loading.sources import WrongPipelineError
 
 FAMILIES: dict[str, Family] = {
     family.name: family

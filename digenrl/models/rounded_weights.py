@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from digenrl.models.adapters.lora import ADAPTER, AdaptedLinear, has_lora, published_name
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.lora import ADAPTER, AdaptedLinear, has_lora, published_name
 from digenrl.models.quantized.layers import QuantizedLinear
 
 MULTIPLYING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # layers that autocast computes in bfloat16

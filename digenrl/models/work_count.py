@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from digenrl.config.reading import ConfigError
+from digenrl.models.adapters.lora import Targets, add_lora, target_layers
 from digenrl.models.blocks import block_kind, block_positions, repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize
-from digenrl.models.lora import Targets, add_lora, target_layers
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.quantized.replacing import block_weights
 

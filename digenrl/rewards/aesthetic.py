@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from digenrl.config.model_rewards import AestheticSettings
-from digenrl.rewards.clip import ClipImages, load_clip, processor_of
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch
-from digenrl.rewards.score_head import ScoreHead
-from digenrl.rewards.weights import pick_device, read_state_dict
+from digenrl.rewards.parts.clip import ClipImages, load_clip, processor_of
+from digenrl.rewards.parts.score_head import ScoreHead
+from digenrl.rewards.parts.weights import pick_device, read_state_dict
 
 
 class AestheticReward(FrameReward):

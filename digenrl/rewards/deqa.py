@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from digenrl.config.model_rewards import DeqaSettings
 from digenrl.config.reading import ConfigError
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, as_pil
-from digenrl.rewards.weights import load_pretrained, pick_device
+from digenrl.rewards.parts.weights import load_pretrained, pick_device
 
 BEST = 5.0  # scores are from 1 to 5
 

@@ -58,7 +58,7 @@ class FunctionReward(Reward):
 def build(settings: FunctionSettings) -> Reward:
     """The reward of an imported function or class; raises ConfigError if its arguments are wrong."""
     if settings.isolated:
-        from digenrl.rewards.isolated import IsolatedReward
+        from digenrl.rewards.serving.isolated import IsolatedReward
 
         return IsolatedReward(settings)
     target = import_target(settings)

@@ -17,11 +17,11 @@ from torch.nn.functional import normalize
 from transformers import AutoTokenizer
 
 from digenrl.config.model_rewards import GenevalSettings
-from digenrl.rewards.clip import ClipImages, load_clip, processor_of
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, RewardError, as_pil
-from digenrl.rewards.detectors import DetectorError, find_detector
-from digenrl.rewards.geneval_rules import COLOURS, Detection, Task, judge
-from digenrl.rewards.weights import load_pretrained, pick_device
+from digenrl.rewards.parts.clip import ClipImages, load_clip, processor_of
+from digenrl.rewards.parts.detectors import DetectorError, find_detector
+from digenrl.rewards.parts.geneval_rules import COLOURS, Detection, Task, judge
+from digenrl.rewards.parts.weights import load_pretrained, pick_device
 
 BACKGROUND = "#999"  # replaces everything but the object, where the detector has masks
 # {0} is the colour, {1} the class.

@@ -11,8 +11,8 @@ from pathlib import Path
 from torch import Tensor
 
 from digenrl.config.model_rewards import HpsV2Settings
-from digenrl.rewards.clip import ClipPairReward, load_clip, processor_of
-from digenrl.rewards.weights import load_into, read_state_dict
+from digenrl.rewards.parts.clip import ClipPairReward, load_clip, processor_of
+from digenrl.rewards.parts.weights import load_into, read_state_dict
 
 TOWERS = {"visual.": "vision_model.", "": "text_model."}
 RENAMED = {

@@ -16,7 +16,7 @@ from torch import Tensor
 from digenrl.config.model_rewards import HpsV3Settings
 from digenrl.config.reading import ConfigError
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, as_pil
-from digenrl.rewards.weights import pick_device
+from digenrl.rewards.parts.weights import pick_device
 
 
 class HpsV3Reward(FrameReward):

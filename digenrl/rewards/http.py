@@ -11,8 +11,8 @@ from torch import Tensor
 
 from digenrl.config.rewards import HttpSettings
 from digenrl.rewards.contract import Metadata, Reward, RewardBatch, RewardError
-from digenrl.rewards.http_client import NoResponseError, make_client, post_with_retries
-from digenrl.rewards.http_messages import Refusal, ScoreReply, encode_request
+from digenrl.rewards.serving.http_client import NoResponseError, make_client, post_with_retries
+from digenrl.rewards.serving.http_messages import Refusal, ScoreReply, encode_request
 
 
 class HttpReward(Reward):

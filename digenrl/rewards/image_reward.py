@@ -23,8 +23,8 @@ from transformers.models.blip.modeling_blip_text import BlipTextModel
 from digenrl.config.model_rewards import ImageRewardSettings
 from digenrl.config.reading import ConfigError
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, as_pil
-from digenrl.rewards.score_head import ScoreHead
-from digenrl.rewards.weights import (
+from digenrl.rewards.parts.score_head import ScoreHead
+from digenrl.rewards.parts.weights import (
     find_file,
     is_directory,
     load_into,

@@ -13,7 +13,7 @@ from torch.nn.functional import interpolate
 from digenrl.config.imagenet_classes import class_indices
 from digenrl.config.rewards import ImagenetSettings
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, RewardError
-from digenrl.rewards.weights import pick_device
+from digenrl.rewards.parts.weights import pick_device
 
 SIDE = 224  # pixels, in training
 MIDDLE, SCALE = 127, 128  # of pixel values, in training

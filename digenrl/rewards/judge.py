@@ -19,11 +19,11 @@ from torch import Tensor
 from digenrl.config.judge import COST_PARTS, JudgeTemplate
 from digenrl.config.rewards import JudgeSettings, judge_template
 from digenrl.rewards.contract import SOURCE_IMAGES, Metadata, Reward, RewardBatch, RewardError, as_pil, as_uint8
-from digenrl.rewards.http_client import backoff_s, make_client, retry_after_s
-from digenrl.rewards.http_messages import encode_png
-from digenrl.rewards.judge_answers import NoScoreError, answer_schema, read_reply, score_in
-from digenrl.rewards.judge_cache import AnswerCache
-from digenrl.rewards.quoted_text import quoted
+from digenrl.rewards.parts.judge_answers import NoScoreError, answer_schema, read_reply, score_in
+from digenrl.rewards.parts.judge_cache import AnswerCache
+from digenrl.rewards.parts.quoted_text import quoted
+from digenrl.rewards.serving.http_client import backoff_s, make_client, retry_after_s
+from digenrl.rewards.serving.http_messages import encode_png
 
 _log = logging.getLogger(__name__)
 REQUEST_TIMEOUT = 408  # the client error that may pass, besides 429

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from digenrl.config.rewards import OcrSettings, TextMatch
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, RewardError, as_pil
-from digenrl.rewards.quoted_text import quoted
+from digenrl.rewards.parts.quoted_text import quoted
 
 LINE_HEIGHT = 48  # pixels of the recogniser's input
 LINES_PER_BATCH = 16  # larger batches are not faster

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from digenrl.config.model_rewards import LAION_CLIP_H, PickScoreSettings
-from digenrl.rewards.clip import ClipPairReward, load_clip, processor_of
+from digenrl.rewards.parts.clip import ClipPairReward, load_clip, processor_of
 
 
 def build(settings: PickScoreSettings) -> ClipPairReward:

@@ -24,8 +24,8 @@ from transformers import AutoTokenizer, Qwen2VLForConditionalGeneration
 from digenrl.config.model_rewards import VideoAlignSettings
 from digenrl.config.reading import ConfigError
 from digenrl.rewards.contract import Metadata, Reward, RewardBatch, as_uint8
-from digenrl.rewards.videoalign_weights import load_checkpoint
-from digenrl.rewards.weights import load_pretrained, load_whole_model, pick_device
+from digenrl.rewards.parts.videoalign_weights import load_checkpoint
+from digenrl.rewards.parts.weights import load_pretrained, load_whole_model, pick_device
 
 QUALITIES = ("VQ", "MQ", "TA")
 TOKENS = tuple(f"<|{quality}_reward|>" for quality in QUALITIES)

@@ -17,7 +17,7 @@ import torch
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import SampleSize
-from digenrl.models.loading import without_progress_bars
+from digenrl.models.loading.pipelines import without_progress_bars
 from digenrl.models.registry import find_family
 from digenrl.testing import tiny_image_models as images
 from digenrl.testing import tiny_video_models as videos

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from digenrl.models.shards import local_shard
+from digenrl.models.parallel.shards import local_shard
 
 Gradients = dict[str, Tensor]
 """Gradients by parameter; a parameter without a gradient is absent."""

@@ -13,11 +13,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from digenrl.models.adapters.lora import adapters_disabled, has_lora, published_name
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.lora import adapters_disabled, has_lora, published_name
 from digenrl.models.model_weights import check_fits, gathered_weights, load_weights, weights_state
-from digenrl.models.shards import any_sharded, local_shard
-from digenrl.models.staged_blocks import outside_blocks
+from digenrl.models.parallel.shards import any_sharded, local_shard
+from digenrl.models.parallel.staged_blocks import outside_blocks
 from digenrl.training.offload.host_copies import CopyTensor, copy_all, cpu_copy
 from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.training.trainer_state import Tensors, TrainerState

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from digenrl.config.training import TrainerSettings
+from digenrl.models.adapters.lora import has_lora
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.lora import has_lora
-from digenrl.models.shards import any_sharded
+from digenrl.models.parallel.shards import any_sharded
 from digenrl.training.advantage_scale import AdvantageScale
 from digenrl.training.fixed_point_sums import FixedPointSums
 from digenrl.training.gradient_share import GradientShare

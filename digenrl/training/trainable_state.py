@@ -8,7 +8,7 @@ from digenrl.config.training import TrainerSettings
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.model_weights import check_fits
 from digenrl.models.objective import Objective
-from digenrl.models.shards import is_sharded
+from digenrl.models.parallel.shards import is_sharded
 from digenrl.training.gradients import Gradients, total_norm
 from digenrl.training.offload.host_copies import CopyTensor, copy_all, cpu_copy
 from digenrl.training.optimizer import (

@@ -44,9 +44,9 @@ class Trainer:
 
     Each rank holds the whole model, and gradients are summed when an update is committed. Or the model is sharded
     (see `digenrl.training.ranks.sharding`): each rank holds its shards of weights, gradients and moments, and none
-    can generate on its own. Or the model is in stages (see `digenrl.models.staged_blocks`): ranks hold their own
-    blocks and all adapters or, in full fine-tuning, what trains these blocks, and run all terms together. An
-    update is committed on all ranks or on none.
+    can generate on its own. Or the model is in stages (see `digenrl.models.parallel.staged_blocks`): ranks hold
+    their own blocks and all adapters or, in full fine-tuning, what trains these blocks, and run all terms
+    together. An update is committed on all ranks or on none.
 
     A trainer that `helps` also generates: it keeps the last version's weights inside a batch and, if the settings
     say so, offloads what only training needs while it generates. `switching` starts such a switch in advance.

@@ -23,24 +23,24 @@ from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_paths import DEMO_MODELS
 from digenrl.config.windows import EulerOnly, Window
 from digenrl.generation.noise import normal_noise
-from digenrl.models.base_weights import files_fingerprint
-from digenrl.models.compiled import compile_blocks
-from digenrl.models.context_parallel import attention_heads, check_ranks, divide_tokens
+from digenrl.models.adapters.lora import Targets, add_lora, check_targets, target_layers
+from digenrl.models.adapters.lora_start import check_start, read_lora, start_from
 from digenrl.models.contract import DiffusionModel, SampleSize, Schedule, TextEncoder
 from digenrl.models.experts import Experts
 from digenrl.models.family import Family
-from digenrl.models.lora import Targets, add_lora, check_targets, target_layers
-from digenrl.models.lora_start import check_start, read_lora, start_from
-from digenrl.models.offloaded_text_encoder import OffloadedTextEncoder
-from digenrl.models.parked import ParkedModel
+from digenrl.models.loading.base_weights import files_fingerprint
+from digenrl.models.loading.offloaded_text_encoder import OffloadedTextEncoder
+from digenrl.models.loading.parked import ParkedModel
+from digenrl.models.loading.random_text_encoder import RandomTextEncoder
+from digenrl.models.loading.sources import ModelSource, check_class, check_source, weight_files
+from digenrl.models.loading.staged_loading import load_stage
+from digenrl.models.parallel.context_parallel import attention_heads, check_ranks, divide_tokens
+from digenrl.models.parallel.staged_blocks import keep_blocks
+from digenrl.models.parallel.token_exchange import TokenExchange
+from digenrl.models.passes.compiled import compile_blocks
 from digenrl.models.pipeline_model import TRAINED_TIMESTEPS, PipelineModel
 from digenrl.models.quantized.replacing import BaseWeights, check_has_blocks
-from digenrl.models.random_text_encoder import RandomTextEncoder
 from digenrl.models.registry import find_family, naming_families
-from digenrl.models.sources import ModelSource, check_class, check_source, weight_files
-from digenrl.models.staged_blocks import keep_blocks
-from digenrl.models.staged_loading import load_stage
-from digenrl.models.token_exchange import TokenExchange
 from digenrl.models.trajectory import StepNoise
 from digenrl.training.open_batch import BatchShape, check_shape
 from digenrl.training.ranks.rank_group import RankGroup

@@ -10,10 +10,10 @@ from time import perf_counter
 
 import torch
 
-from digenrl.models.compiled import is_compiled
 from digenrl.models.contract import SampleSize
-from digenrl.models.matrix_rate import matrix_tflops
-from digenrl.models.shards import is_sharded
+from digenrl.models.parallel.shards import is_sharded
+from digenrl.models.passes.compiled import is_compiled
+from digenrl.models.passes.matrix_rate import matrix_tflops
 from digenrl.models.trajectory import ScoredGroup, Trajectory
 from digenrl.models.transfers import synchronize
 from digenrl.records import Calibrate, Calibrated, PromptRow, SampleId, Slice

@@ -9,7 +9,7 @@ from typing import Any
 import diffusers
 
 from digenrl.config.reading import ConfigError
-from digenrl.models.loading import pipeline_without
+from digenrl.models.loading.pipelines import pipeline_without
 from digenrl.worker.blueprint import TRAIN_EXPERT, Blueprint, check_trained_expert, source_of
 
 

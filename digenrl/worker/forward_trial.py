@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from digenrl.models.attention_trial import try_kernels
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize
-from digenrl.models.forward_record import AttentionCall, ForwardRecord, record_forward
+from digenrl.models.passes.attention_trial import try_kernels
+from digenrl.models.passes.forward_record import AttentionCall, ForwardRecord, record_forward
 from digenrl.records import Kernel, PassKind
 from digenrl.worker.blueprint import Blueprint
 

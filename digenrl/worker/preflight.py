@@ -59,7 +59,7 @@ def _checked(recipe: Recipe) -> tuple[list[str], int]:
     try:
         import torch
 
-        from digenrl.models.hub import HubUnreachableError
+        from digenrl.models.loading.hub import HubUnreachableError
         from digenrl.rewards.function import import_target
         from digenrl.worker.blueprint import (
             check_adapters,

@@ -9,7 +9,7 @@ from torch import nn
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
 from digenrl.models.blocks import repeated_blocks
-from digenrl.models.staged_blocks import chain_length, check_is_chain
+from digenrl.models.parallel.staged_blocks import chain_length, check_is_chain
 from digenrl.worker.blueprint import Blueprint, transformer_without_weights
 from digenrl.worker.stage_bounds import check_bounds
 

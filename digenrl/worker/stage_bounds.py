@@ -11,8 +11,8 @@ from torch import nn
 from digenrl.config.base_precision import UNQUANTIZED, stored_bytes
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe import Recipe
-from digenrl.models.block_costs import ChainCosts, chain_costs
-from digenrl.models.staged_blocks import chain_length
+from digenrl.models.parallel.block_costs import ChainCosts, chain_costs
+from digenrl.models.parallel.staged_blocks import chain_length
 from digenrl.stages.partition import best_partition
 from digenrl.training.ranks.cards import CardFacts, relative_speeds
 from digenrl.training.ranks.rank_group import RankGroup

@@ -24,8 +24,8 @@ from digenrl.config.reading import ConfigError
 from digenrl.exchange.tensors import Exchange
 from digenrl.generation.rollout import GeneratedSlice
 from digenrl.models.contract import Conditioning, DiffusionModel, TextEncoder
+from digenrl.models.loading.parked import ParkedModel
 from digenrl.models.model_weights import load_weights, weights_replaced
-from digenrl.models.parked import ParkedModel
 from digenrl.models.rounded_weights import rounded_before_use
 from digenrl.models.trajectory import ScoredGroup, ScoredSamples, Trajectory
 from digenrl.models.transfers import synchronize, to_device

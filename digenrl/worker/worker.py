@@ -20,9 +20,9 @@ from digenrl.exchange.tensors import Exchange
 from digenrl.host_memory import loading_in_turn
 from digenrl.logs import logged_job
 from digenrl.models.contract import DiffusionModel
+from digenrl.models.parallel.token_exchange import TokenExchange
 from digenrl.models.quantized.layers import multiplies_fp8_elsewhere
 from digenrl.models.quantized.replacing import BaseWeights
-from digenrl.models.token_exchange import TokenExchange
 from digenrl.records import Job, JobFailed, Result
 from digenrl.rewards.building import build_rewards
 from digenrl.rewards.contract import Reward, RewardError

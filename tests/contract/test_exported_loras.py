@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 from digenrl.cli import app
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipe import Recipe
+from digenrl.models.adapters.lora import adapter_parameters
+from digenrl.models.adapters.lora_files import FILE_NAME
 from digenrl.models.contract import Conditioning, DiffusionModel
 from digenrl.models.family import Family
-from digenrl.models.lora import adapter_parameters
-from digenrl.models.lora_files import FILE_NAME
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import FAMILIES
 from digenrl.run_folder.folder import RunFolder

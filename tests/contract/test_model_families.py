@@ -22,16 +22,16 @@ from tiny_pipelines import shared_tiny_model, tiny_folder, tiny_model, with_own_
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
-from digenrl.models.blocks import checkpoint_blocks, repeated_blocks
-from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
-from digenrl.models.families.qwen_image_2_1 import on_white
-from digenrl.models.family import Component, Family, FullSize
-from digenrl.models.lora import (
+from digenrl.models.adapters.lora import (
     adapter_parameters,
     adapters_disabled,
     add_lora,
 )
-from digenrl.models.lora_files import save_lora
+from digenrl.models.adapters.lora_files import save_lora
+from digenrl.models.blocks import checkpoint_blocks, repeated_blocks
+from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
+from digenrl.models.families.qwen_image_2_1 import on_white
+from digenrl.models.family import Component, Family, FullSize
 from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import FAMILIES, find_family

@@ -13,7 +13,7 @@ from digenrl.commands.model_memory import memory_needs
 from digenrl.config.recipe import LaneSettings, Recipe
 from digenrl.config.recipe_files import read_recipe, shipped_recipes
 from digenrl.generation.windows import choose_steps
-from digenrl.models.lora import target_layers
+from digenrl.models.adapters.lora import target_layers
 from digenrl.models.registry import FAMILIES, find_family
 from digenrl.prompts.sources import read_prompts
 from digenrl.records import SampleId

@@ -19,9 +19,9 @@ from digenrl.commands.train import start_run
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe_files import read_recipe
 from digenrl.driver.calibration import calibrate_remaining_sizes
-from digenrl.models.compiled import compile_blocks
 from digenrl.models.family import Component, FullSize
-from digenrl.models.random_text_encoder import RandomTextEncoder
+from digenrl.models.loading.random_text_encoder import RandomTextEncoder
+from digenrl.models.passes.compiled import compile_blocks
 from digenrl.models.registry import FAMILIES
 from digenrl.run_folder.folder import Status
 from digenrl.run_folder.lines import read_lines

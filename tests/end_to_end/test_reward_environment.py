@@ -21,8 +21,8 @@ from reward_serving import TOKEN
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.rewards import HttpSettings, parse_rewards
-from digenrl.rewards.environment import RewardEnvironment, prepare
 from digenrl.rewards.http import HttpReward
+from digenrl.rewards.serving.environment import RewardEnvironment, prepare
 
 # The trainer's environment has another version of `six`.
 VERSION = "99.5"

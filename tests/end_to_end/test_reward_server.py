@@ -34,8 +34,8 @@ from digenrl.rewards.building import build_reward, build_rewards
 from digenrl.rewards.contract import RewardBatch, RewardError
 from digenrl.rewards.function import FunctionReward
 from digenrl.rewards.http import HttpReward
-from digenrl.rewards.http_messages import Limits
-from digenrl.rewards.server import TlsFiles, create_app, serve, token_for
+from digenrl.rewards.serving.http_messages import Limits
+from digenrl.rewards.serving.server import TlsFiles, create_app, serve, token_for
 
 PIXELS = torch.rand(5, 2, 3, 24, 40, generator=torch.Generator().manual_seed(1))
 PROMPTS = ["one", "two", "three — drei", "four", "five"]
@@ -408,7 +408,7 @@ def test_serve_in_a_separate_process_prints_a_working_token() -> None:
     program = (
         "from digenrl.config.rewards import parse_rewards\n"
         "from digenrl.rewards.building import build_rewards\n"
-        "from digenrl.rewards.server import serve\n"
+        "from digenrl.rewards.serving.server import serve\n"
         f"serve(build_rewards(parse_rewards('jpeg_compressibility')), port={port})\n"
     )
     process = subprocess.Popen(

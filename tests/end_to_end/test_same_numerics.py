@@ -14,7 +14,7 @@ from digenrl.config.training import TrainerSettings
 from digenrl.config.windows import read_window
 from digenrl.generation.rollout import RolloutSettings, generate_slice
 from digenrl.generation.windows import plan_rollouts
-from digenrl.models.lora import add_lora
+from digenrl.models.adapters.lora import add_lora
 from digenrl.models.trajectory import ScoredGroup, StepNoise
 from digenrl.records import Slice
 from digenrl.training.metrics import UpdateMetrics

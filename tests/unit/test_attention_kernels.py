@@ -12,10 +12,10 @@ from torch import Tensor
 from digenrl.config.attention import CANDIDATES, choose_kernels, described, fixed_kernels
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe_files import read_recipe
-from digenrl.models.attention import without_copies
-from digenrl.models.attention_trial import try_kernels
 from digenrl.models.contract import Conditioning, DiffusionModel
-from digenrl.models.forward_record import AttentionCall, record_forward
+from digenrl.models.passes.attention import without_copies
+from digenrl.models.passes.attention_trial import try_kernels
+from digenrl.models.passes.forward_record import AttentionCall, record_forward
 from digenrl.models.registry import FAMILIES
 from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 from digenrl.worker.blueprint import check_attention
@@ -108,7 +108,7 @@ def test_cudnn_gets_its_inputs_without_copies_and_gradients_of_one_layout(monkey
         output_BHTD.register_hook(lambda gradient: layouts.append(gradient.stride()))
         return output_BHTD
 
-    monkeypatch.setattr("digenrl.models.attention.scaled_dot_product_attention", kernel)
+    monkeypatch.setattr("digenrl.models.passes.attention.scaled_dot_product_attention", kernel)
     attention = without_copies(lambda *arguments, **named: None)
     inputs, wide = torch.randn(3, 2, 5, 3, 4, requires_grad=True).unbind(), torch.randn(2, 5, 2, 3, 4)
     for gradient in (wide[:, :, 0], wide[:, :, 0].contiguous()):

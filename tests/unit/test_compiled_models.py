@@ -19,11 +19,11 @@ from torch._dynamo.exc import BackendCompilerFailed
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import TrainerSettings
+from digenrl.models.adapters.lora import add_lora
 from digenrl.models.blocks import block_kind, repeated_blocks
-from digenrl.models.compiled import compile_blocks, is_compiled
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.cuda_graphs import GraphedForwards
-from digenrl.models.lora import add_lora
+from digenrl.models.passes.compiled import compile_blocks, is_compiled
+from digenrl.models.passes.cuda_graphs import GraphedForwards
 from digenrl.models.registry import FAMILIES
 from digenrl.models.trajectory import ScoredGroup
 from digenrl.records import Encode, Encoded, JobFailed

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.blocks import repeated_blocks
-from digenrl.models.context_parallel import divide_tokens
-from digenrl.models.token_exchange import TokenExchange, TokenShares
+from digenrl.models.parallel.context_parallel import divide_tokens
+from digenrl.models.parallel.token_exchange import TokenExchange, TokenShares
 
 
 def error_of(ours: Tensor, expected: Tensor) -> float:

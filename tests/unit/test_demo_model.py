@@ -16,7 +16,7 @@ from readability import EVALUATION_STEPS, SIZE, exact_share, number_reader, samp
 from digenrl.config.prompts import PromptSettings
 from digenrl.demo import held_out_prompts, model_folder, train_prompts
 from digenrl.generation.noise import initial_noise
-from digenrl.models.loading import without_progress_bars
+from digenrl.models.loading.pipelines import without_progress_bars
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import find_family
 from digenrl.prompts.sources import read_prompts

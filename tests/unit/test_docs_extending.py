@@ -19,7 +19,7 @@ from digenrl.algorithms.registry import build_algorithm
 from digenrl.config import rewards as reward_settings
 from digenrl.config.recipe_files import read_recipe
 from digenrl.config.rewards import parse_rewards
-from digenrl.models.lora import adapter_parameters, add_lora
+from digenrl.models.adapters.lora import adapter_parameters, add_lora
 from digenrl.models.objective import StepPairs
 from digenrl.models.registry import find_family
 from digenrl.rewards.building import build_rewards

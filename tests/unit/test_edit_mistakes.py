@@ -10,7 +10,7 @@ from source_pictures import picture
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe_files import read_recipe
-from digenrl.models.hub import HubRepository
+from digenrl.models.loading.hub import HubRepository
 from digenrl.worker.preflight import inspect_here
 
 

@@ -30,11 +30,11 @@ from digenrl.config.recipe_files import read_recipe
 from digenrl.config.training import TrainerSettings
 from digenrl.config.windows import read_window
 from digenrl.generation.windows import choose_steps
+from digenrl.models.adapters.lora import adapter_parameters, add_lora
+from digenrl.models.adapters.lora_files import FILE_NAME, FILE_NAME_2, save_lora
 from digenrl.models.blocks import block_positions, checkpoint_blocks, repeated_blocks
 from digenrl.models.contract import SampleSize
 from digenrl.models.experts import EXPERTS, Experts
-from digenrl.models.lora import adapter_parameters, add_lora
-from digenrl.models.lora_files import FILE_NAME, FILE_NAME_2, save_lora
 from digenrl.models.model_weights import weights_state
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.quantized.layers import QuantizedLinear

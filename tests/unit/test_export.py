@@ -11,8 +11,8 @@ from scored_groups import Rollout, nudge, scored_groups, trainer_of
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import EmaSettings, TrainerSettings
-from digenrl.models.lora import add_lora
-from digenrl.models.lora_files import FILE_NAME
+from digenrl.models.adapters.lora import add_lora
+from digenrl.models.adapters.lora_files import FILE_NAME
 from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.models.registry import find_family
 from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size

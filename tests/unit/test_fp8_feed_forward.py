@@ -8,7 +8,7 @@ from diffusers.models.attention import FeedForward
 from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
 from torch import Tensor, nn
 
-from digenrl.models.fused_gelu import fuse_gelus
+from digenrl.models.passes.fused_gelu import fuse_gelus
 from digenrl.models.quantized.feed_forward import (
     Fp8FeedForward,
     Fp8FluxBlock,

@@ -15,12 +15,12 @@ from tiny_pipelines import tiny_model
 from torch import Tensor, nn
 from torch._inductor.runtime.hints import ReductionHint
 
+from digenrl.models.adapters.lora import ADAPTER, AdaptedLinear, add_lora, outputs_of
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.families.qwen_attention import rotated
-from digenrl.models.fused_gelu import LinearWithGelu, fuse_gelus, gelu_by_sigmoid
-from digenrl.models.lora import ADAPTER, AdaptedLinear, add_lora, outputs_of
-from digenrl.models.row_kernels import LONGEST_ROW, is_row
+from digenrl.models.passes.fused_gelu import LinearWithGelu, fuse_gelus, gelu_by_sigmoid
+from digenrl.models.passes.row_kernels import LONGEST_ROW, is_row
 from digenrl.testing.tiny_models import tiny_size
 
 

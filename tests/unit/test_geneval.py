@@ -22,9 +22,9 @@ from transformers.models.yolos.image_processing_pil_yolos import YolosImageProce
 
 from digenrl.config.model_rewards import GenevalSettings
 from digenrl.rewards.contract import RewardError
-from digenrl.rewards.detectors import LoadedDetector
 from digenrl.rewards.geneval import ColourNamer, GenevalReward, cropped
-from digenrl.rewards.geneval_rules import COLOURS, Detection
+from digenrl.rewards.parts.detectors import LoadedDetector
+from digenrl.rewards.parts.geneval_rules import COLOURS, Detection
 
 SIZE = (40, 30)
 TWO_CATS = {"tag": "two_object", "include": [{"class": "cat", "count": 2}]}

@@ -13,7 +13,7 @@ import pytest
 from doc_pages import ROOT
 from pydantic import ValidationError
 
-from digenrl.rewards.geneval_rules import Box, Detection, Task, judge, relations
+from digenrl.rewards.parts.geneval_rules import Box, Detection, Task, judge, relations
 
 CASES = [json.loads(line) for line in (ROOT / "tests" / "geneval_cases.jsonl").read_text().splitlines()]
 # Values of the authors' `relative_position`.

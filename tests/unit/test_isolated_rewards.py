@@ -16,7 +16,7 @@ from torch import Tensor
 from digenrl.config.rewards import FunctionSettings
 from digenrl.rewards.building import build_reward
 from digenrl.rewards.contract import Reward, RewardBatch, RewardError
-from digenrl.rewards.isolated import IsolatedReward, without_secrets
+from digenrl.rewards.serving.isolated import IsolatedReward, without_secrets
 
 PIXELS = torch.rand(3, 1, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 

@@ -18,7 +18,7 @@ from digenrl.config.rewards import JudgeSettings, judge_template, parse_reward
 from digenrl.rewards.building import build_reward
 from digenrl.rewards.contract import RewardBatch, RewardError
 from digenrl.rewards.judge import JudgeReward
-from digenrl.rewards.judge_answers import score_in
+from digenrl.rewards.parts.judge_answers import score_in
 
 PIXELS = torch.stack([torch.full((2, 3, 6, 8), value) for value in (0.2, 0.4, 1.0)])
 PROMPTS = ['a "cat"', 'a "dog"', 'an "owl"']

@@ -12,9 +12,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from safetensors.torch import load_file
 
 from digenrl.config.reading import ConfigError
-from digenrl.models.contract import DiffusionModel
-from digenrl.models.families.helpers import JOINT_ATTENTION
-from digenrl.models.lora import (
+from digenrl.models.adapters.lora import (
     ADAPTER,
     AdaptedLinear,
     adapter_parameters,
@@ -24,7 +22,7 @@ from digenrl.models.lora import (
     has_lora,
     target_layers,
 )
-from digenrl.models.lora_files import (
+from digenrl.models.adapters.lora_files import (
     DOWN,
     FILE_NAME,
     PEFT_CONFIG,
@@ -34,6 +32,8 @@ from digenrl.models.lora_files import (
     write_diffusers,
     write_peft,
 )
+from digenrl.models.contract import DiffusionModel
+from digenrl.models.families.helpers import JOINT_ATTENTION
 from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.models.registry import find_family
 from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size

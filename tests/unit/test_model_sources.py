@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from digenrl.config.reading import ConfigError
-from digenrl.models.hub import HubUnreachableError
+from digenrl.models.loading.hub import HubUnreachableError
+from digenrl.models.loading.sources import ModelSource, check_source
 from digenrl.models.registry import find_family, naming_families
-from digenrl.models.sources import ModelSource, check_source
 from digenrl.testing.tiny_models import make_tiny_pipeline
 
 SD3 = find_family("sd3")

@@ -12,8 +12,8 @@ from source_pictures import encoded
 from tiny_pipelines import tiny_model
 
 from digenrl.config.training import TrainerSettings
+from digenrl.models.adapters.lora import add_lora
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.lora import add_lora
 from digenrl.models.registry import FAMILIES
 from digenrl.models.trajectory import ScoredGroup
 from digenrl.testing.tiny_models import tiny_size

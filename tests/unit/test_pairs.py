@@ -17,7 +17,7 @@ from digenrl.config.recipe_files import fingerprint, read_recipe
 from digenrl.config.rewards import parse_reward
 from digenrl.driver.prompt_store import PromptStore
 from digenrl.generation.rollout import encode_slice
-from digenrl.models.hub import HubRepository
+from digenrl.models.loading.hub import HubRepository
 from digenrl.planning.cards import find_card
 from digenrl.planning.costs import slice_seconds
 from digenrl.planning.workload import workload_for

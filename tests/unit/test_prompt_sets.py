@@ -19,7 +19,7 @@ from digenrl.prompt_sets.grammar import SLOT, Draw, Grammar
 from digenrl.prompt_sets.registry import PROMPT_SETS
 from digenrl.prompts.sources import read_prompts
 from digenrl.rewards.ocr import normalised
-from digenrl.rewards.quoted_text import quoted
+from digenrl.rewards.parts.quoted_text import quoted
 
 each_set = pytest.mark.parametrize("name", PROMPT_SETS)
 

@@ -21,9 +21,9 @@ from transformers import PreTrainedTokenizerBase
 
 from digenrl.commands.train import resume_run, start_run
 from digenrl.config.reading import ConfigError
+from digenrl.models.loading.tokenizers import PROBE, faithful_tokenizer
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import FAMILIES
-from digenrl.models.tokenizers import PROBE, faithful_tokenizer
 from digenrl.run_folder.folder import Status
 from digenrl.run_folder.lines import read_lines
 
@@ -117,7 +117,7 @@ def test_only_a_tokenizer_that_disagrees_with_its_file_is_replaced(
     """UMT5's class joins line breaks to words, Llama's splits nothing at spaces."""
     with caplog.at_level(logging.WARNING, "digenrl"):
         FAMILIES[written.family].load_text_encoders(written.directory)
-    folders = [record.args[0] for record in caplog.records if record.name == "digenrl.models.tokenizers"]
+    folders = [record.args[0] for record in caplog.records if record.name == "digenrl.models.loading.tokenizers"]
     replaced = {"wan": ["tokenizer"], "hunyuan_video": ["tokenizer"]}.get(written.family, [])
     assert folders == [written.directory / name / "tokenizer.json" for name in replaced]
 

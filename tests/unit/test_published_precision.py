@@ -17,8 +17,8 @@ from digenrl.config.recipe import Recipe
 from digenrl.config.recipe_files import fingerprint
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
+from digenrl.models.adapters.lora import add_lora
 from digenrl.models.contract import DiffusionModel, SampleSize
-from digenrl.models.lora import add_lora
 from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.models.registry import FAMILIES
 from digenrl.models.rounded_weights import rounded_before_use

@@ -16,9 +16,9 @@ from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipe_files import read_recipe
 from digenrl.config.training import TrainerSettings
+from digenrl.models.adapters.lora import adapters_disabled, add_lora
+from digenrl.models.adapters.lora_files import FILE_NAME, save_lora
 from digenrl.models.blocks import repeated_blocks
-from digenrl.models.lora import adapters_disabled, add_lora
-from digenrl.models.lora_files import FILE_NAME, save_lora
 from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.quantized.layers import QuantizedLinear

@@ -17,8 +17,8 @@ from diffusers import QwenImagePipeline
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import CLIPTokenizer, LlamaTokenizerFast, Qwen2Tokenizer, T5TokenizerFast
 
-from digenrl.models.loading import pipeline_without
-from digenrl.models.tokenizers import PROBE, faithful_tokenizer
+from digenrl.models.loading.pipelines import pipeline_without
+from digenrl.models.loading.tokenizers import PROBE, faithful_tokenizer
 
 FOLDER = os.environ.get("REAL_VOCABULARIES")
 pytestmark = pytest.mark.skipif(FOLDER is None, reason="REAL_VOCABULARIES does not name the unpacked sdist")

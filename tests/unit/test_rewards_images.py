@@ -18,7 +18,7 @@ from digenrl.config.rewards import OcrSettings, TextMatch, parse_reward
 from digenrl.rewards.building import build_reward
 from digenrl.rewards.contract import Reward, RewardError
 from digenrl.rewards.ocr import OcrReward, edit_distance, normalised, text_similarity
-from digenrl.rewards.quoted_text import quoted
+from digenrl.rewards.parts.quoted_text import quoted
 
 ANSWERS = TextRecOutput(txts=("1234", "1234", "1235"), scores=(0.9, 0.3, 0.9))
 

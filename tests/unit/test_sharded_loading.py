@@ -14,11 +14,11 @@ from torch import nn
 
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipe import Recipe
-from digenrl.models.lora import adapter_parameters
+from digenrl.models.adapters.lora import adapter_parameters
+from digenrl.models.loading.sources import ModelSource
+from digenrl.models.loading.stored_weights import StoredWeights
+from digenrl.models.parallel.shards import gather_to_first_rank, is_sharded, local_shard
 from digenrl.models.registry import FAMILIES, find_family
-from digenrl.models.shards import gather_to_first_rank, is_sharded, local_shard
-from digenrl.models.sources import ModelSource
-from digenrl.models.stored_weights import StoredWeights
 from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 from digenrl.training.ranks.sharded_loading import load_sharded
 from digenrl.worker.blueprint import load_model, read_blueprint

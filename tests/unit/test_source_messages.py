@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from digenrl.rewards.http_messages import Limits, MessageError, decode_request, encode_request
+from digenrl.rewards.serving.http_messages import Limits, MessageError, decode_request, encode_request
 
 PIXELS = torch.rand(2, 1, 3, 4, 4)
 SOURCES = (torch.randint(0, 256, (3, 5, 7)) / 255, torch.zeros(3, 2, 2))

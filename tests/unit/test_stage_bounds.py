@@ -14,9 +14,9 @@ from rank_processes import on_ranks
 import digenrl
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipe import Recipe
-from digenrl.models.block_costs import ChainCosts, block_work, chain_costs
+from digenrl.models.adapters.lora import add_lora
 from digenrl.models.blocks import repeated_blocks
-from digenrl.models.lora import add_lora
+from digenrl.models.parallel.block_costs import ChainCosts, block_work, chain_costs
 from digenrl.models.registry import FAMILIES
 from digenrl.testing.tiny_models import TINY_MODELS
 from digenrl.training.ranks.cards import CardFacts, relative_speeds, with_recorded_rates

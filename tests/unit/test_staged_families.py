@@ -22,11 +22,11 @@ from staged_models import (
 from digenrl.config.reading import ConfigError
 from digenrl.models.blocks import block_places, repeated_blocks
 from digenrl.models.contract import DiffusionModel
+from digenrl.models.loading.sources import ModelSource
+from digenrl.models.loading.staged_loading import load_stage
+from digenrl.models.loading.stored_weights import StoredWeights
+from digenrl.models.parallel.staged_blocks import chain_length, check_chain, keep_blocks
 from digenrl.models.registry import FAMILIES
-from digenrl.models.sources import ModelSource
-from digenrl.models.staged_blocks import chain_length, check_chain, keep_blocks
-from digenrl.models.staged_loading import load_stage
-from digenrl.models.stored_weights import StoredWeights
 from digenrl.testing.tiny_models import TINY_MODELS, make_tiny_pipeline
 
 SHARED_ERROR = 1e-6  # stages add up the parts of a gradient in another order

@@ -10,7 +10,7 @@ from rank_processes import on_ranks
 from staged_models import deep_model
 from staged_training import FullTraining, StagedCase, resume_fully, train_fully
 
-from digenrl.models.staged_blocks import outside_blocks
+from digenrl.models.parallel.staged_blocks import outside_blocks
 
 # The last policy, the reference and the moving average are kept beside the trained weights.
 CASE = StagedCase(

@@ -29,7 +29,7 @@ from digenrl.config.reading import ConfigError
 from digenrl.config.training import EmaSettings, TrainerSettings
 from digenrl.host_memory import loading_in_turn
 from digenrl.models.model_weights import weights_state
-from digenrl.models.shards import gather_to_first_rank, local_shard
+from digenrl.models.parallel.shards import gather_to_first_rank, local_shard
 from digenrl.training.checkpoint.state_tensors import state_as_tensors, state_of_tensors
 from digenrl.training.ranks.rank import Rank
 from digenrl.training.ranks.rank_group import RanksError, join_ranks

@@ -12,9 +12,9 @@ from scored_groups import Rollout, relative_difference, toy
 from test_training_rank_checkpoints import CASE, assert_same_bits, on, resumed, saved, tensors_of
 from test_training_several_ranks import CASES, assert_close_metrics, trained
 
-from digenrl.models.lora import adapter_parameters
+from digenrl.models.adapters.lora import adapter_parameters
 from digenrl.models.model_weights import weights_state
-from digenrl.models.shards import local_shard
+from digenrl.models.parallel.shards import local_shard
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
 
 SHARDED = {name: replace(case, shard_base=True) for name, case in CASES.items()}

@@ -20,7 +20,7 @@ from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipe import Recipe
 from digenrl.models.blocks import repeated_blocks
-from digenrl.models.staged_blocks import keep_blocks
+from digenrl.models.parallel.staged_blocks import keep_blocks
 from digenrl.stages.codec_choice import Codec, LinkCodecs
 from digenrl.testing.tiny_models import TINY_MODELS
 from digenrl.training.ranks.rank_group import RankGroup, RanksError

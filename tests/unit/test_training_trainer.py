@@ -25,7 +25,7 @@ from toy_model import ToyModel
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.training import EmaSettings, TrainerSettings
-from digenrl.models.lora import add_lora
+from digenrl.models.adapters.lora import add_lora
 from digenrl.training.open_batch import BatchShape
 from digenrl.training.trainer import Trainer
 

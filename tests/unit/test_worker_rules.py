@@ -19,8 +19,8 @@ from digenrl.config.reading import parse_model
 from digenrl.config.recipe import Recipe
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
-from digenrl.models.base_weights import files_fingerprint
 from digenrl.models.contract import DiffusionModel, TextEncoder
+from digenrl.models.loading.base_weights import files_fingerprint
 from digenrl.models.model_weights import weights_state
 from digenrl.records import (
     Encode,

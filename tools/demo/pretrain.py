@@ -26,7 +26,7 @@ from untrained_pipeline import untrained_pipeline
 from digenrl.config.prompts import PromptSettings
 from digenrl.demo import held_out_prompts
 from digenrl.models.families.sd3 import SD3Model
-from digenrl.models.loading import without_progress_bars
+from digenrl.models.loading.pipelines import without_progress_bars
 from digenrl.models.registry import find_family
 from digenrl.prompts.sources import read_prompts
 

@@ -24,8 +24,8 @@ from digenrl.models.families.helpers import (
 )
 from digenrl.models.families.image_vae import ImageVaeModel, image_vae
 from digenrl.models.family import Component, Distilled, Family, FullSize
+from digenrl.models.parallel.token_exchange import TokenShares
 from digenrl.models.pipeline_model import TextLength, schedule_of
-from digenrl.models.token_exchange import TokenShares
 
 TEXT_LENGTH = TextLength("tokenizer_2", default=512, most=512)  # of T5; the pipeline's default and limit
 

@@ -15,7 +15,7 @@ from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from digenrl.models.attention import AttentionProcessor
+from digenrl.models.passes.attention import AttentionProcessor
 
 WORD, GLYPH = 1, 2  # in the mask of a text
 

@@ -25,8 +25,8 @@ from digenrl.models.families.helpers import (
 )
 from digenrl.models.families.hunyuan import HunyuanModel
 from digenrl.models.family import Component, Family, FullSize
+from digenrl.models.parallel.token_exchange import TokenShares
 from digenrl.models.pipeline_model import TextLength
-from digenrl.models.token_exchange import TokenShares
 
 TEXT_LENGTH = TextLength("tokenizer", default=256, most=256)  # of Llama, after the template; as trained
 

@@ -13,8 +13,8 @@ import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 
-from digenrl.models.attention import AttentionProcessor
-from digenrl.models.lora import outputs_of
+from digenrl.models.adapters.lora import outputs_of
+from digenrl.models.passes.attention import AttentionProcessor
 
 Tables = tuple[Tensor, Tensor]  # for image and text: (S, D / 2, 2), the cosine and sine of every channel pair
 

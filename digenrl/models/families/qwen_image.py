@@ -35,8 +35,8 @@ from digenrl.models.families.helpers import (
 )
 from digenrl.models.families.qwen_attention import JointAttention, RealRotations
 from digenrl.models.family import Component, Family, FullSize
+from digenrl.models.parallel.token_exchange import TokenShares
 from digenrl.models.pipeline_model import PipelineModel, TextLength
-from digenrl.models.token_exchange import TokenShares
 
 TEXT_LENGTH = TextLength("tokenizer", default=512, most=1024)  # of a prompt; the pipeline's default and limit
 

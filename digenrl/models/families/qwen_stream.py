@@ -17,8 +17,8 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 from transformers import BatchEncoding
 
-from digenrl.models.attention import AttentionProcessor
 from digenrl.models.families.qwen_attention import joint_mask, rotated
+from digenrl.models.passes.attention import AttentionProcessor
 
 
 class TextProcessor:

@@ -24,8 +24,8 @@ from digenrl.models.families.helpers import (
     scaled_video_latents,
 )
 from digenrl.models.family import Component, Family, FullSize
+from digenrl.models.parallel.token_exchange import TokenShares
 from digenrl.models.pipeline_model import PipelineModel, TextLength, paired_negatives, schedule_of
-from digenrl.models.token_exchange import TokenShares
 
 TEXT_LENGTH = TextLength("tokenizer", default=512, most=512)  # the model was trained with 512
 ABSENT = [None, None]  # how model_index.json lists a component that a pipeline lacks

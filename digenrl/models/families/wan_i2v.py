@@ -22,8 +22,8 @@ from digenrl.models.experts import parts_of
 from digenrl.models.families.helpers import guided_velocity
 from digenrl.models.families.wan import SCHEDULER_2_2, TEXT_LENGTH, WAN, WanModel, full_size
 from digenrl.models.family import SourceCount
+from digenrl.models.parallel.token_exchange import TokenShares
 from digenrl.models.pipeline_model import TRAINED_TIMESTEPS
-from digenrl.models.token_exchange import TokenShares
 
 FRAMES, CLIP_TOKENS = "source_frames", "source_tokens"  # in the conditioning
 CLIP_SHAPE = (257, 1280)  # of one image, in the published image encoder

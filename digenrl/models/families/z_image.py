@@ -14,7 +14,6 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from digenrl.models.attention import AttentionProcessor
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
 from digenrl.models.families.comfyui_layers import DIFFUSERS_NAMES
@@ -27,6 +26,7 @@ from digenrl.models.families.helpers import (
 from digenrl.models.families.image_vae import ImageVaeModel, image_vae
 from digenrl.models.families.qwen_attention import rotated
 from digenrl.models.family import Component, Distilled, Family, FullSize
+from digenrl.models.passes.attention import AttentionProcessor
 from digenrl.models.pipeline_model import TextLength, schedule_of
 
 TEXT_LENGTH = TextLength("tokenizer", default=512, most=512)  # with the chat template; the pipeline's default

@@ -15,7 +15,7 @@ from diffusers.models.attention import FeedForward
 from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
 from torch import Tensor, nn
 
-from digenrl.models.fused_gelu import gelu_by_sigmoid, gelu_gradient
+from digenrl.models.passes.fused_gelu import gelu_by_sigmoid, gelu_gradient
 from digenrl.models.quantized.formats import quantize_fp8
 from digenrl.models.quantized.layers import QuantizedLinear
 from digenrl.models.quantized.products import fp8_product, has_fp8_units, multiplied_fp8

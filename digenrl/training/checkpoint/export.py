@@ -11,15 +11,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from digenrl.models.adapters.lora import has_lora, published_name
+from digenrl.models.adapters.lora_files import save_lora
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.experts import of_part, parts_of
-from digenrl.models.loading import without_progress_bars
-from digenrl.models.lora import has_lora, published_name
-from digenrl.models.lora_files import save_lora
+from digenrl.models.loading.pipelines import without_progress_bars
+from digenrl.models.loading.weight_files import copy_components
 from digenrl.models.model_weights import merged_weights, weights_replaced, weights_state
+from digenrl.models.parallel.shards import is_sharded
 from digenrl.models.pipeline_model import PipelineModel
-from digenrl.models.shards import is_sharded
-from digenrl.models.weight_files import copy_components
 from digenrl.training.checkpoint.atomic_folders import tidy, written_atomically
 from digenrl.training.checkpoint.format import CheckpointError, reason_of
 from digenrl.training.ranks.sharding import unsharded_class

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.training import TrainerSettings
-from digenrl.models.compiled import is_compiled
 from digenrl.models.contract import Conditioning
-from digenrl.models.shards import is_sharded
-from digenrl.models.token_exchange import TokenExchange
+from digenrl.models.parallel.shards import is_sharded
+from digenrl.models.parallel.token_exchange import TokenExchange
+from digenrl.models.passes.compiled import is_compiled
 from digenrl.models.transfers import to_device_like
 from digenrl.training.advantage_scale import AdvantageScale
 from digenrl.training.gradients import Gradients, GradientSums, drop_gradients, take_gradients

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from digenrl.config.training import StageLinkSettings
-from digenrl.models.own_blocks import OwnBlocks
+from digenrl.models.parallel.own_blocks import OwnBlocks
 from digenrl.stages.channels import LinkError
 from digenrl.stages.messages import States
 from digenrl.training.gradients import GradientSums, take_gradients

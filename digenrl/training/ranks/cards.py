@@ -12,7 +12,7 @@ from statistics import fmean
 
 import torch
 
-from digenrl.models.matrix_rate import matrix_tflops
+from digenrl.models.passes.matrix_rate import matrix_tflops
 from digenrl.training.packing.pack_size import free_bytes
 
 SPEED_STEP = 0.05  # of the fastest card; smaller differences are noise

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from digenrl.config.reading import one_line
-from digenrl.models.token_exchange import TokenExchange
+from digenrl.models.parallel.token_exchange import TokenExchange
 from digenrl.stages.links import LinkSettings, connect_stages
 from digenrl.stages.pipeline import Pipeline
 from digenrl.training.ranks.cards import CardFacts, measure_card, with_recorded_rates

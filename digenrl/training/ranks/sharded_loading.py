@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from digenrl.models.family import Family
+from digenrl.models.loading.sources import ModelSource
+from digenrl.models.loading.stored_weights import StoredWeights
+from digenrl.models.parallel.shards import with_local_rows
 from digenrl.models.pipeline_model import PipelineModel
-from digenrl.models.shards import with_local_rows
-from digenrl.models.sources import ModelSource
-from digenrl.models.stored_weights import StoredWeights
 from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.training.ranks.sharding import ShardSpec, shard_model
 

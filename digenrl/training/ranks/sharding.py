@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from digenrl.models.adapters.lora import adapter_parameters
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.lora import adapter_parameters
 from digenrl.training.ranks.rank import Rank
 from digenrl.training.ranks.rank_group import RankGroup
 

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from digenrl.models.contract import Conditioning, SampleSize
-from digenrl.models.parked import ParkedWeights
+from digenrl.models.loading.parked import ParkedWeights
 from digenrl.models.pipeline_model import PipelineModel
 
 

@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from digenrl.config.reading import ConfigError
+from digenrl.models.adapters.lora import ADAPTER, Targets, adapter_parameters, lora_config
 from digenrl.models.contract import ComfyuiLayers, DiffusionModel
 from digenrl.models.experts import EXPERTS, LOW_NOISE, parts_of
-from digenrl.models.lora import ADAPTER, Targets, adapter_parameters, lora_config
 
 FILE_NAME = "pytorch_lora_weights.safetensors"  # the name that diffusers looks for
 FILE_NAME_2 = "pytorch_lora_weights_2.safetensors"  # for a second transformer, loaded with load_into_transformer_2

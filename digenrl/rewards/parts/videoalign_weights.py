@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from digenrl.config.reading import ConfigError
-from digenrl.rewards.weights import read_state_dict
+from digenrl.rewards.parts.weights import read_state_dict
 
 HEAD = "rm_head.weight"
 ADAPTER = re.compile(r"^(.*)\.lora_([AB])(?:\.default)?\.weight$")

@@ -1,6 +1,6 @@
 """Tries attention kernels in a process of its own, which may crash without harm.
 
-    python -m digenrl.models.attention_trial CALLS DEVICE KERNEL...
+    python -m digenrl.models.passes.attention_trial CALLS DEVICE KERNEL...
 
 runs the attention calls in a file, and prints one line of JSON per kind of pass and kernel: the seconds, or why
 the kernel cannot be used. A kernel's output and gradients are compared with those of an fp32 reference.
@@ -25,15 +25,15 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor
 
 from digenrl.config.attention import CANDIDATES
-from digenrl.models.attention import BACKENDS, prepare_attention
-from digenrl.models.forward_record import AttentionCall
+from digenrl.models.passes.attention import BACKENDS, prepare_attention
+from digenrl.models.passes.forward_record import AttentionCall
 from digenrl.models.transfers import synchronize
 from digenrl.records import Kernel, PassKind
 
 logger = logging.getLogger(__name__)
 
 Calls = Mapping[PassKind, Sequence[AttentionCall]]
-COMMAND = (sys.executable, "-m", "digenrl.models.attention_trial")
+COMMAND = (sys.executable, "-m", "digenrl.models.passes.attention_trial")
 TIMEOUT_S = 180.0
 MOST_CRASHES = 3  # in a row, without a result
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-3}  # of the norm of the difference

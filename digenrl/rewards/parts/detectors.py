@@ -18,8 +18,8 @@ from transformers import AutoImageProcessor, AutoModelForObjectDetection
 from digenrl.config.model_rewards import GenevalSettings
 from digenrl.config.reading import Frozen
 from digenrl.config.rewards import ServerSettings
-from digenrl.rewards.geneval_rules import LEAST_CONFIDENCE, Detection
-from digenrl.rewards.weights import load_pretrained, load_whole_model, pick_device
+from digenrl.rewards.parts.geneval_rules import LEAST_CONFIDENCE, Detection
+from digenrl.rewards.parts.weights import load_pretrained, load_whole_model, pick_device
 
 # Names of COCO's classes in other label sets -> in GenEval's.
 ALIASES = {
@@ -100,14 +100,14 @@ class ServedDetector:
     labels: frozenset[str] | None = None
 
     def __init__(self, settings: GenevalSettings) -> None:
-        from digenrl.rewards.http_client import make_client
+        from digenrl.rewards.serving.http_client import make_client
 
         self._server = ServerSettings(name="geneval", url=settings.detector, token_env=settings.token_env)
         self._client = make_client(self._server, self._server.read_token())
 
     def detect(self, images: Sequence[Image.Image]) -> list[list[Detection]]:
-        from digenrl.rewards.http_client import NoResponseError, post_with_retries
-        from digenrl.rewards.http_messages import encode_png
+        from digenrl.rewards.serving.http_client import NoResponseError, post_with_retries
+        from digenrl.rewards.serving.http_messages import encode_png
 
         request = json.dumps({"images": [encode_png(image) for image in images]}).encode()
         try:

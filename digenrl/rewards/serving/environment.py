@@ -102,7 +102,8 @@ def _fill(folder: Path, wanted: RewardEnvironment) -> None:
         pip = [sys.executable, "-m", "pip", "--python", str(_python(folder)), "--disable-pip-version-check"]
         _run([*pip, "install", "--quiet", *wanted.packages], "the packages cannot be installed")
     _run(
-        [str(_python(folder)), "-c", "import digenrl.rewards.server"], "the server cannot run with these packages"
+        [str(_python(folder)), "-c", "import digenrl.rewards.serving.server"],
+        "the server cannot run with these packages",
     )
 
 

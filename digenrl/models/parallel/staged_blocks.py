@@ -14,7 +14,7 @@ from torch import nn
 from digenrl.config.reading import ConfigError
 from digenrl.models.blocks import BlockElsewhere, block_places
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.own_blocks import OwnBlocks
+from digenrl.models.parallel.own_blocks import OwnBlocks
 
 Place = tuple[str, nn.ModuleList, int]
 

@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from digenrl.config.reading import ConfigError
-from digenrl.models.single_file import COMPONENT, load_transformer
-from digenrl.models.sources import ModelSource, open_pipeline
-from digenrl.models.tokenizers import use_tokenizer_files
-from digenrl.models.weight_files import INDEX_NAME
+from digenrl.models.loading.single_file import COMPONENT, load_transformer
+from digenrl.models.loading.sources import ModelSource, open_pipeline
+from digenrl.models.loading.tokenizers import use_tokenizer_files
+from digenrl.models.loading.weight_files import INDEX_NAME
 
 CPU = torch.device("cpu")
 

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from digenrl.config.reading import ConfigError
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.token_exchange import TokenExchange
+from digenrl.models.parallel.token_exchange import TokenExchange
 
 
 def divide_tokens(model: DiffusionModel, exchange: TokenExchange) -> None:

@@ -59,7 +59,7 @@ class IsolatedReward(Reward):
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "digenrl.rewards.isolated_child"],
+            [sys.executable, "-m", "digenrl.rewards.serving.isolated_child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=without_secrets(os.environ),

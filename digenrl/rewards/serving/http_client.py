@@ -8,7 +8,7 @@ from collections.abc import Callable
 import httpx
 
 from digenrl.config.rewards import ServerSettings
-from digenrl.rewards.http_messages import check_token
+from digenrl.rewards.serving.http_messages import check_token
 
 # Worth a retry: the server is overloaded or still starting. Other errors would repeat.
 RETRIED_STATUS = frozenset({429, 502, 503, 504})

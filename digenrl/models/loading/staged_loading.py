@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from digenrl.models.family import Family
+from digenrl.models.loading.sources import ModelSource
+from digenrl.models.loading.stored_weights import StoredWeights
+from digenrl.models.parallel.staged_blocks import keep_blocks
 from digenrl.models.pipeline_model import PipelineModel
-from digenrl.models.sources import ModelSource
-from digenrl.models.staged_blocks import keep_blocks
-from digenrl.models.stored_weights import StoredWeights
 
 
 def load_stage(

@@ -17,7 +17,7 @@ from digenrl.config.reading import ConfigError
 from digenrl.config.rewards import FunctionSettings
 from digenrl.rewards.contract import SOURCE_IMAGES, Reward, RewardError
 from digenrl.rewards.function import build
-from digenrl.rewards.isolated import receive, send
+from digenrl.rewards.serving.isolated import receive, send
 
 BYTES_PER_GB = 10**9
 PR_SET_PDEATHSIG = 1

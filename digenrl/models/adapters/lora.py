@@ -1,6 +1,6 @@
 """LoRA adapters on a model's transformer: adding them, and disabling them for the reference policy.
 
-`digenrl.models.lora_files` writes and reads them.
+`digenrl.models.adapters.lora_files` writes and reads them.
 """
 
 from __future__ import annotations

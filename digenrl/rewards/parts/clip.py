@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, CLIPMode
 from digenrl.config.model_rewards import ClipRewardSettings
 from digenrl.config.reading import ConfigError
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, as_pil
-from digenrl.rewards.weights import is_directory, load_pretrained, load_whole_model, pick_device
+from digenrl.rewards.parts.weights import is_directory, load_pretrained, load_whole_model, pick_device
 
 
 class ClipImages:

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from digenrl.models.weight_files import read_header
+from digenrl.models.loading.weight_files import read_header
 
 
 class StoredWeights:

@@ -13,9 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError, one_line
-from digenrl.models.contract import DiffusionModel
-from digenrl.models.lora import adapter_parameters, layer_kind
-from digenrl.models.lora_files import (
+from digenrl.models.adapters.lora import adapter_parameters, layer_kind
+from digenrl.models.adapters.lora_files import (
     DOWN,
     FILE_NAME,
     PEFT_CONFIG,
@@ -27,6 +26,7 @@ from digenrl.models.lora_files import (
     adapter_config,
     lora_loader,
 )
+from digenrl.models.contract import DiffusionModel
 from digenrl.models.model_weights import load_weights
 
 KEY = "training.lora.start_from"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from digenrl.config.reading import ConfigError
-from digenrl.rewards.weights import load_into
+from digenrl.rewards.parts.weights import load_into
 
 WIDTHS = (1024, 128, 64, 16, 1)
 LINEAR_AT = (0, 2, 4, 6, 7)  # the published stack has dropout between, without weights or effect in inference

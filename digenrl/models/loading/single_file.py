@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from digenrl.config.reading import ConfigError, one_line
-from digenrl.models.sources import check_single_file, transformer_tensors
-from digenrl.models.weight_files import INDEX_NAME, pipeline_index
+from digenrl.models.loading.sources import check_single_file, transformer_tensors
+from digenrl.models.loading.weight_files import INDEX_NAME, pipeline_index
 
 COMPONENT = "transformer"
 

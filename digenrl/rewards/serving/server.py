@@ -18,9 +18,16 @@ from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
 from digenrl.config.reading import ConfigError, one_line
-from digenrl.rewards.connection_guard import ConnectionGuard, guarded_protocol
 from digenrl.rewards.contract import Reward, RewardError
-from digenrl.rewards.http_messages import Limits, MessageError, Refusal, ScoreReply, check_token, decode_request
+from digenrl.rewards.serving.connection_guard import ConnectionGuard, guarded_protocol
+from digenrl.rewards.serving.http_messages import (
+    Limits,
+    MessageError,
+    Refusal,
+    ScoreReply,
+    check_token,
+    decode_request,
+)
 
 DEFAULT_PORT = 8790
 KEEP_ALIVE_S = 30

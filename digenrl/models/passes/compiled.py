@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.fused_gelu import fuse_gelus
+from digenrl.models.passes.fused_gelu import fuse_gelus
+from digenrl.models.passes.row_kernels import keep_rows_in_registers
 from digenrl.models.quantized.feed_forward import fuse_feed_forwards
 from digenrl.models.quantized.layers import QuantizedLinear
-from digenrl.models.row_kernels import keep_rows_in_registers
 
 GRAPHS = 64  # per kind of block: sizes of slices and packs, with and without gradient, adapters on and off
 

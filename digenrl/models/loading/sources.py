@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from digenrl.config.reading import ConfigError
-from digenrl.models.hub import HubRepository
-from digenrl.models.weight_files import (
+from digenrl.models.loading.hub import HubRepository
+from digenrl.models.loading.weight_files import (
     INDEX_NAME,
     PICKLES,
     HeaderEntry,

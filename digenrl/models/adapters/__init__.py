@@ -1,0 +1,1 @@
+"""LoRA adapters: adding them, writing them, and starting from existing ones."""

@@ -1,0 +1,1 @@
+"""Models over several processes: divided tokens, sharded parameters, and blocks in stages."""

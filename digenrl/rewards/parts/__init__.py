@@ -1,0 +1,1 @@
+"""What several rewards share, and the longer parts of some."""

@@ -1,0 +1,1 @@
+"""Rewards in other processes, in other environments and on other machines."""

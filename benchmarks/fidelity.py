@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.runs.replaying import initial_state_of, replayed
 from digenrl.runs.step_time_prediction import predicted_step_s
 

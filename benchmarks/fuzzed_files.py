@@ -20,11 +20,11 @@ from typing import Any
 
 import yaml
 
-from digenrl.config.prompts import PromptSettings
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe import Recipe
-from digenrl.config.recipe_files import read_recipe, write_recipe
-from digenrl.config.recipe_overrides import all_keys
+from digenrl.config.recipes.files import read_recipe, write_recipe
+from digenrl.config.recipes.overrides import all_keys
+from digenrl.config.recipes.prompts import PromptSettings
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.prompts.sources import read_prompts
 
 DEEP = 5_000

@@ -53,9 +53,9 @@ from measured_runs import StepLog
 from rich.console import Console
 
 from digenrl.commands.profile import profile_recipe
-from digenrl.config.attention import fixed_kernels
 from digenrl.config.profiles import Profile, write_profile
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.attention import fixed_kernels
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.models.passes.matrix_rate import matrix_tflops
 from digenrl.models.quantized.layers import weight_count
 from digenrl.models.trajectory import ScoredGroup, Trajectory

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from digenrl.config.recipe import Recipe
-from digenrl.config.recipe_files import read_recipe
+from digenrl.config.recipes.files import read_recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.models.contract import Conditioning, DiffusionModel
 from digenrl.models.passes.compiled import compile_blocks, is_compiled
 from digenrl.models.registry import FAMILIES

@@ -13,8 +13,8 @@ from gpu_cases import Case, Loaded, window
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor
 
-from digenrl.config.attention import Kernels
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.attention import Kernels
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.driver.forwards import chosen_kernels, passes_to_try
 from digenrl.models.adapters.lora import AdaptedLinear
 from digenrl.models.contract import DiffusionModel

@@ -25,7 +25,6 @@ from digenrl.config.spec import (
 from digenrl.planning import costs
 from digenrl.planning.bounds import least_makespan
 from digenrl.planning.candidates import Candidate, rates_of
-from digenrl.planning.cluster import CardPool
 from digenrl.planning.costs import (
     TrainerLayout,
     all_gather_seconds,
@@ -37,6 +36,8 @@ from digenrl.planning.costs import (
     training_pass_seconds,
     unit_seconds,
 )
+from digenrl.planning.facts.cluster import CardPool
+from digenrl.planning.facts.workload import Workload
 from digenrl.planning.layout import (
     Capabilities,
     GeneratorLayout,
@@ -47,7 +48,6 @@ from digenrl.planning.layout import (
     memory_of_trainer,
 )
 from digenrl.planning.spec_builder import rounded, training_unit
-from digenrl.planning.workload import Workload
 from digenrl.simulation.both_directions import ChosenSchedule
 from digenrl.simulation.makespan import predict_makespan, schedule_if_lanes_do_both
 

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from digenrl.config.reading import parse_model
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.demo import train_prompts
 from digenrl.records import Action, Event
 from digenrl.run_folder.folder import RunFolder

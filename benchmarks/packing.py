@@ -26,7 +26,7 @@ from rich.table import Table
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
-from digenrl.config.training import TrainerSettings
+from digenrl.config.recipes.training import TrainerSettings
 from digenrl.generation.noise import normal_noise
 from digenrl.models.adapters.lora import add_lora
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize
@@ -35,7 +35,7 @@ from digenrl.models.registry import FAMILIES, find_family
 from digenrl.models.trajectory import RolloutPlan, ScoredGroup, StepNoise, Trajectory
 from digenrl.records import SampleId
 from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
-from digenrl.training.gradients import Gradients, total_norm
+from digenrl.training.gradients.sums import Gradients, total_norm
 from digenrl.training.open_batch import BatchShape
 from digenrl.training.packing.pack_size import measured_bytes
 from digenrl.training.trainer import Trainer

@@ -30,9 +30,9 @@ from rich.console import Console
 from rich.table import Table
 
 from digenrl.planning import costs
-from digenrl.planning.cluster import CardPool
-from digenrl.planning.constants import CONSTANTS, Constants
-from digenrl.planning.workload import Workload, workload_for
+from digenrl.planning.facts.cluster import CardPool
+from digenrl.planning.facts.constants import CONSTANTS, Constants
+from digenrl.planning.facts.workload import Workload, workload_for
 from digenrl.simulation.makespan import predict_makespan
 
 STEPS = 4  # optimizer steps simulated
@@ -352,7 +352,7 @@ def main() -> None:
     console.print(best_table(best))
     console.print(technique_table(technique_by_technique()))
     console.print(sensitivity_table(scenarios))
-    console.print("Assumptions, in addition to the constants in digenrl/planning/constants.py:")
+    console.print("Assumptions, in addition to the constants in digenrl/planning/facts/constants.py:")
     for number, assumption in enumerate(ASSUMPTIONS, start=1):
         console.print(f"{number}. {assumption}")
 

@@ -28,7 +28,7 @@ from ray_nodes import RayCluster, ray_cluster
 from rich.console import Console
 from rich.table import Table
 
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.records import SampleId, Trained
 from digenrl.run_folder.journal import read_journal
 from digenrl.run_folder.lines import read_lines

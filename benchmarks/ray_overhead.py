@@ -24,7 +24,7 @@ from measured_runs import recipe, run  # first: it sets the number of threads
 from rich.console import Console
 from rich.table import Table
 
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.run_folder.journal import read_journal
 
 WHOLE_GROUPS = 8

@@ -25,8 +25,8 @@ import yaml
 from measured_runs import LiveRun, recipe, run  # first: it sets the number of threads
 from ray_nodes import ray_cluster
 
-from digenrl.config.recipe import Recipe
-from digenrl.config.recipe_files import read_recipe
+from digenrl.config.recipes.files import read_recipe
+from digenrl.config.recipes.recipe import Recipe
 
 SLOWDOWN = 3.0
 SIZES = (2, 8)

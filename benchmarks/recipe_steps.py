@@ -56,7 +56,7 @@ def measure(name: str, tiny: bool, overrides: Sequence[str]) -> Measured:
     import torch  # here, because the parent process needs neither torch nor the package
     from measured_runs import StepLog
 
-    from digenrl.config.recipe_files import read_recipe
+    from digenrl.config.recipes.files import read_recipe
     from digenrl.models.registry import find_family
     from digenrl.run_folder.folder import RunFolder
     from digenrl.runs.training import check_recipe, train

@@ -29,7 +29,7 @@ from rich.table import Table
 from shaped_links import NEAR_HOST, bytes_sent, shaped_site
 from shaped_nodes import Node, ray_environment, ray_nodes
 
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.records import Export, Exported, Job, Publish, Published, WeightsReference, weights_name
 from digenrl.transports.contract import Message
 from digenrl.transports.ray.joining import RayCluster, open_cluster

@@ -28,9 +28,9 @@ from torch import nn
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
 from digenrl.models.transfers import synchronize
-from digenrl.training.fixed_point_sums import FixedPointSums
-from digenrl.training.gradients import GradientSums
-from digenrl.training.job_sums import JobSums
+from digenrl.training.gradients.fixed_point_sums import FixedPointSums
+from digenrl.training.gradients.job_sums import JobSums
+from digenrl.training.gradients.sums import GradientSums
 from digenrl.training.packing.packed_passes import PassResult
 from digenrl.training.sample_jobs import SampleJob
 

@@ -22,8 +22,8 @@ from digenrl.config.import_paths import add_to_python_path
 from digenrl.config.plan_files import with_plan
 from digenrl.config.profiles import write_profile
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe_files import read_recipe
-from digenrl.config.rewards import parse_rewards
+from digenrl.config.recipes.files import read_recipe
+from digenrl.config.rewards.table import parse_rewards
 from digenrl.config.spec import read_spec
 from digenrl.runs.stopping import RunFailedError
 from digenrl.simulation.simulator import SIMULATED_SEARCH_BUDGET

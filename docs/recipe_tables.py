@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from digenrl.config.reading import read_mapping
-from digenrl.config.recipe import EvaluationSettings, Recipe
-from digenrl.config.recipe_files import NOT_IN_FINGERPRINT, read_recipe, shipped_recipes
+from digenrl.config.recipes.files import NOT_IN_FINGERPRINT, read_recipe, shipped_recipes
+from digenrl.config.recipes.recipe import EvaluationSettings, Recipe
 from digenrl.models.registry import find_family
 from digenrl.telemetry.writing import write_atomically
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
-from digenrl.config.rewards import parse_rewards
-from digenrl.config.training import TrainerSettings
+from digenrl.config.recipes.training import TrainerSettings
+from digenrl.config.rewards.table import parse_rewards
 from digenrl.generation.noise import normal_noise
 from digenrl.generation.rollout import RolloutSettings, decode_slice, generate_slice
 from digenrl.generation.windows import plan_rollouts

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from digenrl.config.reading import parse_model
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 
 RECIPE: dict[str, Any] = {
     "steps": 3,

@@ -18,7 +18,7 @@ from typing import Any
 from PIL import Image
 
 from digenrl.config.reading import parse_model
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.driver.calibration import Calibration, initial_scheduler_state, publish_initial_weights
 from digenrl.driver.dispatcher import Dispatcher, RunHooks
 from digenrl.driver.placement import place

@@ -12,7 +12,7 @@ import yaml
 from handmade_traces import on_policy_trace
 from PIL import Image
 
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.run_folder.folder import FORMAT
 from digenrl.telemetry.trace import Span, Trace
 

@@ -11,7 +11,7 @@ import torch
 from scored_groups import Rollout, scored_groups, toy, trainer_of
 
 from digenrl.algorithms.registry import build_algorithm
-from digenrl.config.training import TrainerSettings
+from digenrl.config.recipes.training import TrainerSettings
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
 from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.training.ranks.sharding import shard_model

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from fake_recipes import fake_recipe
 
-from digenrl.config.cluster import ClusterSettings
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.cluster import ClusterSettings
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.records import Export, Exported, Job, JobFailed, Publish, Published, Result, weights_name
 from digenrl.transports.contract import Message, Report, Transport
 from digenrl.transports.ray.internals import LOOPBACK_ONLY

@@ -18,8 +18,8 @@ from toy_model import TOY_SIZE, ToyModel
 
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
-from digenrl.config.training import TrainerSettings
-from digenrl.config.windows import read_window
+from digenrl.config.recipes.training import TrainerSettings
+from digenrl.config.recipes.windows import read_window
 from digenrl.generation.noise import normal_noise
 from digenrl.generation.rollout import RolloutSettings, generate_slice
 from digenrl.generation.windows import plan_rollouts

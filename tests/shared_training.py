@@ -12,10 +12,10 @@ import torch
 from scored_groups import DRAW_NOISE, Rollout, lively, scored_groups, state_of, toy
 from toy_model import ToyModel
 
-from digenrl.config.training import EmaSettings, TrainerSettings
+from digenrl.config.recipes.training import EmaSettings, TrainerSettings
 from digenrl.models.model_weights import load_weights
 from digenrl.models.trajectory import ScoredGroup
-from digenrl.training.gradient_share import share_as_tensors, share_of_tensors
+from digenrl.training.gradients.share import share_as_tensors, share_of_tensors
 from digenrl.training.metrics import UpdateMetrics
 from digenrl.training.open_batch import BatchShape
 from digenrl.training.trainer import Trainer

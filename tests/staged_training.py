@@ -12,7 +12,7 @@ from staged_models import deep_model, train_adapters
 from torch import Tensor
 
 from digenrl.algorithms.registry import build_algorithm
-from digenrl.config.training import TrainerSettings
+from digenrl.config.recipes.training import TrainerSettings
 from digenrl.models.parallel.staged_blocks import keep_blocks
 from digenrl.models.trajectory import ScoredGroup
 from digenrl.stages.codec_choice import LinkCodecs

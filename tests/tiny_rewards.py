@@ -12,8 +12,8 @@ from transformers import BertTokenizer, CLIPConfig, CLIPModel, CLIPTokenizer, Yo
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.yolos.image_processing_pil_yolos import YolosImageProcessorPil
 
-from digenrl.config.reward_base import RewardSettings
-from digenrl.config.rewards import REWARDS, parse_reward
+from digenrl.config.rewards.base import RewardSettings
+from digenrl.config.rewards.table import REWARDS, parse_reward
 
 CLIP_SIDE = 32
 BLIP_SIDE = 32

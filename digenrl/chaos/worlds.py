@@ -13,7 +13,7 @@ from typing import Any
 from digenrl.chaos.faults import KINDS, NS, Fault, Targets, draw_faults
 from digenrl.chaos.themes import PLAIN, Theme, draw_theme
 from digenrl.config.reading import parse_model
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.driver.placement import place
 from digenrl.worker.assignment import Machine, Workers
 

@@ -15,10 +15,10 @@ from rich.text import Text
 from digenrl.commands.model_memory import Device, MemoryNeeds, memory_needs, this_device, weight_bytes
 from digenrl.commands.model_probe import TokenizedProbe, compare_with_diffusers, tokenize
 from digenrl.config.reading import ConfigError, nearest
-from digenrl.config.recipe import Recipe
-from digenrl.config.recipe_files import read_recipe, recipe_for_model, shipped_recipes
-from digenrl.config.recipe_overrides import read_overrides
-from digenrl.config.recipe_paths import FILE_ENDINGS, is_made_here
+from digenrl.config.recipes.files import read_recipe, recipe_for_model, shipped_recipes
+from digenrl.config.recipes.overrides import read_overrides
+from digenrl.config.recipes.paths import FILE_ENDINGS, is_made_here
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.models.family import Family
 from digenrl.models.loading.sources import ModelSource, fetch_index, local_files, open_pipeline, remote_files
 from digenrl.models.loading.weight_files import components, folder_listing, pipeline_files, read_header

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from digenrl.config.reading import ConfigError, parse_model
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.models.adapters.lora import Targets, check_targets
 from digenrl.models.contract import SampleSize
 from digenrl.models.family import Family
@@ -21,8 +21,8 @@ from digenrl.models.loading.weight_files import INDEX_NAME
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import find_family
 from digenrl.models.work_count import TextShapes, added_activations, count_work, lora_linears
-from digenrl.planning.model_facts import Execution, ModelFacts, typical_costs
-from digenrl.planning.recipe_workload import model_name
+from digenrl.planning.facts.model_facts import Execution, ModelFacts, typical_costs
+from digenrl.planning.facts.recipe_workload import model_name
 from digenrl.worker.blueprint import source_of
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from digenrl.commands.derived_facts import derive_facts, with_targets
-from digenrl.config.base_precision import STORED_BYTES, UNQUANTIZED
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.base_precision import STORED_BYTES, UNQUANTIZED
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.host_memory import free_host_bytes
-from digenrl.planning.cards import undescribed_card
-from digenrl.planning.cluster import Cluster
+from digenrl.planning.facts.cards import undescribed_card
+from digenrl.planning.facts.cluster import Cluster
+from digenrl.planning.facts.model_facts import BYTES_BF16
+from digenrl.planning.facts.recipe_workload import catalogue_model, workload_of
 from digenrl.planning.memory import GIB, generator_memory, trainer_memory
-from digenrl.planning.model_facts import BYTES_BF16
-from digenrl.planning.recipe_workload import catalogue_model, workload_of
 
 EMBEDDINGS = 0.2  # of a text encoder's weights, at most
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from digenrl.config.limits import DRAWN_PROMPTS
-from digenrl.planning.workload import WORKLOAD_KEYS
+from digenrl.planning.facts.workload import WORKLOAD_KEYS
 
 Overrides = Annotated[
     list[str] | None,

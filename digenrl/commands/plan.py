@@ -12,16 +12,12 @@ import yaml
 from rich.console import Console
 
 from digenrl.config.reading import ConfigError, nearest
-from digenrl.config.recipe import Recipe
-from digenrl.config.recipe_files import read_recipe
+from digenrl.config.recipes.files import read_recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.planning.candidates import Objective, PlanOptions
-from digenrl.planning.cluster import CardPool, Cluster, read_cluster
-from digenrl.planning.model_facts import ModelFacts
-from digenrl.planning.plan_overlay import overlay, overlay_text
-from digenrl.planning.plan_tables import cost_source, plan_reasons, plans_table, result_as_dict, spec_as_dict
-from digenrl.planning.planner import Progress, plan
-from digenrl.planning.plans import PlanResult
-from digenrl.planning.recipe_workload import (
+from digenrl.planning.facts.cluster import CardPool, Cluster, read_cluster
+from digenrl.planning.facts.model_facts import ModelFacts
+from digenrl.planning.facts.recipe_workload import (
     catalogue_model,
     check_profiles,
     options_for,
@@ -29,8 +25,18 @@ from digenrl.planning.recipe_workload import (
     with_shared_training,
     workload_of,
 )
-from digenrl.planning.trainer_places import places_words
-from digenrl.planning.workload import WORKLOAD_KEYS, Workload, workload_for
+from digenrl.planning.facts.workload import WORKLOAD_KEYS, Workload, workload_for
+from digenrl.planning.planner import Progress, plan
+from digenrl.planning.results.plan_overlay import overlay, overlay_text
+from digenrl.planning.results.plan_tables import (
+    cost_source,
+    plan_reasons,
+    plans_table,
+    result_as_dict,
+    spec_as_dict,
+)
+from digenrl.planning.results.plans import PlanResult
+from digenrl.planning.sites.trainer_places import places_words
 from digenrl.telemetry.writing import check_writable, write_atomically
 
 DEFAULT_FILE = Path("plan.yaml")

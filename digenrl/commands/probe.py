@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from digenrl.config.cluster import ClusterSettings
 from digenrl.config.reading import ConfigError
-from digenrl.planning.site_proposal import ProbedMachine, proposal_text, proposed_cluster
+from digenrl.config.recipes.cluster import ClusterSettings
+from digenrl.planning.sites.proposal import ProbedMachine, proposal_text, proposed_cluster
 from digenrl.telemetry.writing import check_writable, write_atomically
 from digenrl.transports.ray.capacity import NodeResources
 from digenrl.transports.ray.joining import open_cluster

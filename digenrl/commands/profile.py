@@ -16,10 +16,10 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 
 from digenrl.commands.device_facts import device_facts
-from digenrl.config.attention import Kernels
 from digenrl.config.profiles import Profile, ProfiledWork, SliceCost, TrainingCost, rounded
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.attention import Kernels
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.driver.backends import make_exchange
 from digenrl.driver.forwards import chosen_kernels, passes_to_try
 from digenrl.driver.placement import place
@@ -28,7 +28,7 @@ from digenrl.exchange.tensors import TensorExchange
 from digenrl.models.contract import DiffusionModel, SampleSize
 from digenrl.models.quantized.layers import weight_bytes
 from digenrl.models.transfers import synchronize
-from digenrl.planning.recipe_workload import profiled_work
+from digenrl.planning.facts.recipe_workload import profiled_work
 from digenrl.prompts.source_images import as_png, probe_image
 from digenrl.records import (
     Calibrate,

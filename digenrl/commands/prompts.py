@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from digenrl.config.prompts import PromptSettings
 from digenrl.config.reading import ConfigError, nearest, parse_model
+from digenrl.config.recipes.prompts import PromptSettings
 from digenrl.prompt_sets.contract import STANDARD_COUNT, GeneratedPrompt
 from digenrl.prompt_sets.registry import PROMPT_SETS
 from digenrl.telemetry.writing import check_writable, write_atomically

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from digenrl.commands.output import out
-from digenrl.config.reward_base import RewardSettings
+from digenrl.config.rewards.base import RewardSettings
 from digenrl.rewards.serving.environment import RewardEnvironment, prepare, variables
 
 COMMAND = "from digenrl.cli import main; main()"

@@ -22,9 +22,9 @@ from digenrl.commands.checkpoints import UNTRAINED, find_checkpoint
 from digenrl.commands.diffusers_snippet import diffusers_snippet
 from digenrl.commands.output import out, print_written
 from digenrl.commands.output_folders import new_folder
-from digenrl.config.prompts import HeldOutPromptSettings, PromptSettings
 from digenrl.config.reading import ConfigError, parse_model
-from digenrl.config.recipe import EvaluationSettings, Recipe
+from digenrl.config.recipes.prompts import HeldOutPromptSettings, PromptSettings
+from digenrl.config.recipes.recipe import EvaluationSettings, Recipe
 from digenrl.generation.encoding import encode_prompts
 from digenrl.models.contract import Conditioning, DiffusionModel
 from digenrl.models.model_weights import load_weights, weights_state

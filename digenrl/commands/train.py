@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe_files import fingerprint, read_recipe
+from digenrl.config.recipes.files import fingerprint, read_recipe
 from digenrl.console.live_view import Clocks, RunTitle, RunView, choose_view
 from digenrl.driver.supervisor import TrainerLostError, WorkerFailedError
 from digenrl.loop import RunGaveUpError

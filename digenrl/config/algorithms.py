@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from digenrl.config.import_paths import import_object
 from digenrl.config.reading import ConfigError, Frozen, errors_about, nearest, parse_model
-from digenrl.config.windows import (
+from digenrl.config.recipes.windows import (
     AllSteps,
     EulerOnly,
     FastWindow,

@@ -10,8 +10,8 @@ import yaml
 from pydantic import Field
 
 from digenrl.config.reading import ConfigError, Frozen, read_mapping, read_model
-from digenrl.config.recipe import Recipe
-from digenrl.config.recipe_files import read_recipe
+from digenrl.config.recipes.files import read_recipe
+from digenrl.config.recipes.recipe import Recipe
 
 SECTIONS = ("lanes", "cluster", "batch", "techniques")  # the sections of a recipe that a plan sets
 

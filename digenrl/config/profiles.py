@@ -11,9 +11,9 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from digenrl.config.base_precision import UNQUANTIZED
 from digenrl.config.reading import Frozen, read_model
-from digenrl.config.recipe_paths import PACKAGE, find_file
+from digenrl.config.recipes.base_precision import UNQUANTIZED
+from digenrl.config.recipes.paths import PACKAGE, find_file
 from digenrl.records import Kernel, PassKind
 
 SHIPPED = PACKAGE / "profiles"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.driver.placement import place
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.transports.contract import Backend, RunResources, Transport

@@ -6,7 +6,7 @@ which has a graph per size, compiles then. On a CPU a line through two small siz
 
 from __future__ import annotations
 
-from digenrl.config.recipe import BatchSettings, Recipe
+from digenrl.config.recipes.recipe import BatchSettings, Recipe
 from digenrl.worker.assignment import Assignment, Workers, own_slice
 
 LARGEST_PART = 8  # of a group, when parts are compared with the whole

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.config.spec import AssistName
 from digenrl.driver.batch_sizes import (
     calibrates_all_sizes,

@@ -14,9 +14,9 @@ from functools import partial
 from itertools import count
 from typing import Any, NoReturn
 
-from digenrl.config.attention import Kernels
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.attention import Kernels
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.driver.cost_tracker import CostTracker, timed_offer
 from digenrl.driver.job_deadlines import JobDeadlines, OverdueJob
 from digenrl.driver.job_inputs import JobInputs, MissingInputError, prompts_of, slices_of

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from digenrl.config.attention import KINDS, Kernels, Trials, choose_kernels, described
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.attention import KINDS, Kernels, Trials, choose_kernels, described
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.driver.dispatcher import Dispatcher
 from digenrl.records import Calibrate, Calibrated, PassKind
 from digenrl.worker.assignment import Duty, cards_per_sample

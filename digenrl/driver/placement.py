@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.worker.assignment import (
     ENCODER,
     TRAINER,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from digenrl.algorithms.advantages import normalised_sum
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)

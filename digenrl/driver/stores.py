@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.driver.cost_tracker import CostTracker
 from digenrl.driver.lanes import LaneTable
 from digenrl.driver.prompt_store import PromptStore

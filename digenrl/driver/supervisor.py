@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from digenrl.config.recipe import ModelSettings
+from digenrl.config.recipes.recipe import ModelSettings
 from digenrl.driver.pending_jobs import PendingJobs
 from digenrl.transports.contract import Gone
 from digenrl.worker.assignment import Assignment, Workers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.records import NO_WEIGHTS, Job, Publish, Train, WeightsReference, state_name
 from digenrl.transports.contract import ArtifactStore
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from digenrl.config.cluster import WeightPatches
+from digenrl.config.recipes.cluster import WeightPatches
 from digenrl.exchange.broadcast_group import (
     SENDER_RANK,
     BroadcastError,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from digenrl.byte_codecs import THREADS, Bytes, decode_change, encode_change
-from digenrl.config.cluster import WeightPatches
+from digenrl.config.recipes.cluster import WeightPatches
 
 WHOLE_EVERY = 100
 LENGTH_BYTES = 8

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.windows import (
+from digenrl.config.recipes.windows import (
     AllSteps,
     EulerOnly,
     FastWindow,

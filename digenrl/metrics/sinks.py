@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe import LoggingSettings
+from digenrl.config.recipes.recipe import LoggingSettings
 from digenrl.metrics.step_metrics import MetricSink
 from digenrl.run_folder.folder import RunFolder, RunLines
 from digenrl.run_folder.lines import JsonLines

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from digenrl.config.attention import Kernels
 from digenrl.config.reading import ConfigError
+from digenrl.config.recipes.attention import Kernels
 from digenrl.models.parallel.own_blocks import OwnBlocks
 from digenrl.models.parallel.token_exchange import TokenExchange, TokenShares
 

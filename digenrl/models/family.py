@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from digenrl.config.base_precision import UNQUANTIZED
 from digenrl.config.reading import ConfigError, nearest
+from digenrl.config.recipes.base_precision import UNQUANTIZED
 from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.experts import Experts, parts_of
 from digenrl.models.loading.pipelines import (

@@ -19,8 +19,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 from torch import Tensor, nn
 
-from digenrl.config.attention import Kernels
 from digenrl.config.reading import ConfigError
+from digenrl.config.recipes.attention import Kernels
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
 from digenrl.models.experts import EXPERTS, Experts
 from digenrl.models.passes.attention import AttentionSwitch, prepare_attention

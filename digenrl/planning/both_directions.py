@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from digenrl.config.spec import ScheduleRules, Spec
 from digenrl.planning.candidates import STALE_MIN_GAIN, PlanOptions, rates_of
-from digenrl.planning.cluster import Cluster
+from digenrl.planning.facts.cluster import Cluster
+from digenrl.planning.facts.workload import Workload
 from digenrl.planning.layout import Layout
-from digenrl.planning.plans import Plan
+from digenrl.planning.results.plans import Plan
+from digenrl.planning.results.simulated_plan import simulated_plan
 from digenrl.planning.shared_layout import missing_memory, shared_layouts, shared_slices
 from digenrl.planning.shared_spec import build_shared_spec
-from digenrl.planning.simulated_plan import simulated_plan
-from digenrl.planning.workload import Workload
 from digenrl.scheduling import SharedWorkRule
 from digenrl.simulation.answer import bound_seconds
 from digenrl.simulation.both_directions import initial_shared_state

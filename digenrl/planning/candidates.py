@@ -10,8 +10,9 @@ from typing import Literal
 
 from digenrl.config.spec import DispatchRuleName, HelpRuleName, ScheduleRules, Spec, StreamRuleName
 from digenrl.planning.bounds import EqualLanes, Rates, least_makespan
-from digenrl.planning.cluster import CardPool, Cluster
 from digenrl.planning.costs import commit_seconds, lane_slice_seconds, unit_seconds
+from digenrl.planning.facts.cluster import CardPool, Cluster
+from digenrl.planning.facts.workload import Workload
 from digenrl.planning.layout import (
     ALL_CAPABILITIES,
     Capabilities,
@@ -26,7 +27,6 @@ from digenrl.planning.layout import (
 )
 from digenrl.planning.publication import earliest_publication_seconds
 from digenrl.planning.spec_builder import build_spec, training_unit
-from digenrl.planning.workload import Workload
 
 Objective = Literal["throughput", "cost"]
 

@@ -18,14 +18,14 @@ from digenrl.config.spec import (
     TrainerCosts,
 )
 from digenrl.planning.candidates import PlanOptions, rates_of
-from digenrl.planning.cluster import CardPool, Cluster
 from digenrl.planning.costs import TrainerLayout, commit_seconds, switch_seconds, unit_seconds
+from digenrl.planning.facts.cluster import CardPool, Cluster
+from digenrl.planning.facts.workload import Workload
 from digenrl.planning.layout import GeneratorLayout, Layout, best_trainer, generator_layout, lane_sizes
-from digenrl.planning.plans import Plan
-from digenrl.planning.simulated_plan import simulated_plan
-from digenrl.planning.sites import site_gbit_s
+from digenrl.planning.results.plans import Plan
+from digenrl.planning.results.simulated_plan import simulated_plan
+from digenrl.planning.sites.groups import site_gbit_s
 from digenrl.planning.spec_builder import reward_pool, rounded, slice_table
-from digenrl.planning.workload import Workload
 from digenrl.simulation.makespan import predict_makespan
 
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, hypot
 
-from digenrl.config.base_precision import STORED_BYTES, UNQUANTIZED, BasePrecision
-from digenrl.planning.cards import Card
-from digenrl.planning.cluster import CardPool
-from digenrl.planning.constants import CONSTANTS
+from digenrl.config.recipes.base_precision import STORED_BYTES, UNQUANTIZED, BasePrecision
+from digenrl.planning.facts.cards import Card
+from digenrl.planning.facts.cluster import CardPool
+from digenrl.planning.facts.constants import CONSTANTS
+from digenrl.planning.facts.model_facts import BYTES_BF16, ForwardWork
+from digenrl.planning.facts.workload import Workload
 from digenrl.planning.memory import (
     SHARDED_BYTES_PER_PARAMETER,
     SUM_BYTES_PER_PARAMETER,
     helper_fits_with_training,
 )
-from digenrl.planning.model_facts import BYTES_BF16, ForwardWork
-from digenrl.planning.workload import Workload
 
 GB = 1e9
 GBIT = 1e9 / 8

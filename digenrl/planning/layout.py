@@ -9,8 +9,9 @@ from itertools import product
 from math import ceil
 from typing import Literal
 
-from digenrl.planning.cluster import CardPool
 from digenrl.planning.costs import TrainerLayout, commit_seconds, unit_seconds
+from digenrl.planning.facts.cluster import CardPool
+from digenrl.planning.facts.workload import Workload
 from digenrl.planning.memory import (
     MemoryReport,
     generator_memory,
@@ -18,8 +19,7 @@ from digenrl.planning.memory import (
     smallest_lane,
     trainer_memory,
 )
-from digenrl.planning.sites import SiteLink
-from digenrl.planning.workload import Workload
+from digenrl.planning.sites.groups import SiteLink
 
 # Fewer shards and smaller packs free memory and make helping cheaper, which is worth this share of training time.
 SIMPLER_MAY_COST = 0.01

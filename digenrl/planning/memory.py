@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from digenrl.planning.cards import Card
-from digenrl.planning.constants import CONSTANTS
-from digenrl.planning.model_facts import Tokens
-from digenrl.planning.workload import Workload
+from digenrl.planning.facts.cards import Card
+from digenrl.planning.facts.constants import CONSTANTS
+from digenrl.planning.facts.model_facts import Tokens
+from digenrl.planning.facts.workload import Workload
 
 GIB = float(2**30)
 

@@ -23,14 +23,14 @@ from digenrl.planning.candidates import (
     candidates,
     splits,
 )
-from digenrl.planning.cluster import CardPool, Cluster
 from digenrl.planning.colocated import colocated_plan
+from digenrl.planning.facts.cluster import CardPool, Cluster
+from digenrl.planning.facts.workload import Workload
 from digenrl.planning.memory import generator_memory, trainer_memory
-from digenrl.planning.plan_kinds import compared, why_it_lost, why_it_won
-from digenrl.planning.plans import Plan, PlanResult
-from digenrl.planning.simulated_plan import simulated_plan
-from digenrl.planning.trainer_places import compare_places
-from digenrl.planning.workload import Workload
+from digenrl.planning.results.plan_kinds import compared, why_it_lost, why_it_won
+from digenrl.planning.results.plans import Plan, PlanResult
+from digenrl.planning.results.simulated_plan import simulated_plan
+from digenrl.planning.sites.trainer_places import compare_places
 from digenrl.simulation.makespan import predict_makespan
 
 Progress = Callable[[int, int], None]

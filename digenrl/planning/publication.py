@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from digenrl.planning.constants import CONSTANTS
 from digenrl.planning.costs import GB, GBIT, network_bytes_s, publish_seconds
+from digenrl.planning.facts.constants import CONSTANTS
+from digenrl.planning.facts.workload import Workload
 from digenrl.planning.layout import GeneratorLayout, Layout
-from digenrl.planning.sites import site_gbit_s
-from digenrl.planning.workload import Workload
+from digenrl.planning.sites.groups import site_gbit_s
 
 
 def publication_seconds(workload: Workload, layout: Layout) -> float:

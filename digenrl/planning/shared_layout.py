@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from digenrl.planning.candidates import PlanOptions
-from digenrl.planning.cluster import CardPool, Cluster
 from digenrl.planning.costs import TrainerLayout, unit_seconds
+from digenrl.planning.facts.cluster import CardPool, Cluster
+from digenrl.planning.facts.workload import Workload
 from digenrl.planning.layout import (
     GeneratorLayout,
     Layout,
@@ -17,7 +18,6 @@ from digenrl.planning.layout import (
     memory_of_shared_card,
 )
 from digenrl.planning.memory import shared_card_memory
-from digenrl.planning.workload import Workload
 
 
 def shared_layouts(

@@ -6,12 +6,12 @@ from decimal import Decimal
 from typing import Any
 
 from digenrl.config.spec import ScheduleRules, Spec
-from digenrl.planning.constants import CONSTANTS
 from digenrl.planning.costs import GB, TrainerLayout, lone_switch_seconds, reduce_seconds, unit_seconds
+from digenrl.planning.facts.constants import CONSTANTS
+from digenrl.planning.facts.workload import Workload
 from digenrl.planning.layout import Layout
 from digenrl.planning.publication import slowest_link
 from digenrl.planning.spec_builder import build_spec, rounded
-from digenrl.planning.workload import Workload
 
 
 def build_shared_spec(

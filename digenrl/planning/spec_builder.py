@@ -13,16 +13,16 @@ from digenrl.config.spec import (
     TimedRewardPool,
     TrainerCosts,
 )
-from digenrl.planning.cluster import CardPool
 from digenrl.planning.costs import (
     commit_seconds,
     lane_slice_seconds,
     switch_seconds,
     unit_seconds,
 )
+from digenrl.planning.facts.cluster import CardPool
+from digenrl.planning.facts.workload import Workload
 from digenrl.planning.layout import GeneratorLayout, Layout
 from digenrl.planning.publication import publication_seconds, remote_publication_seconds
-from digenrl.planning.workload import Workload
 
 
 def build_spec(

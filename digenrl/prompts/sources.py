@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from digenrl.config.limits import PROMPT_CHARACTERS
-from digenrl.config.prompts import PromptSettings
 from digenrl.config.reading import ConfigError, check_content, errors_in, is_text, one_line
+from digenrl.config.recipes.prompts import PromptSettings
 
 ImageSource = Path | bytes
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.report import curves, headline
 from digenrl.report.grids import grids
 from digenrl.report.timeline import timeline

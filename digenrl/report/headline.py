@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from statistics import fmean, median
 
-from digenrl.config.judge import COST_PARTS
-from digenrl.config.recipe import Recipe
-from digenrl.config.reward_base import RewardSettings
+from digenrl.config.recipes.recipe import Recipe
+from digenrl.config.rewards.base import RewardSettings
+from digenrl.config.rewards.judge import COST_PARTS
 from digenrl.run_folder.metric_lines import StepRecord
 from digenrl.run_folder.reading import RunRecord
 

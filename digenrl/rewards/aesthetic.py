@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from digenrl.config.model_rewards import AestheticSettings
+from digenrl.config.rewards.models import AestheticSettings
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch
 from digenrl.rewards.parts.clip import ClipImages, load_clip, processor_of
 from digenrl.rewards.parts.score_head import ScoreHead

@@ -9,8 +9,8 @@ from importlib import import_module
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.reward_base import RewardSettings
-from digenrl.config.rewards import REWARDS
+from digenrl.config.rewards.base import RewardSettings
+from digenrl.config.rewards.table import REWARDS
 from digenrl.rewards.contract import Metadata, Reward, RewardBatch
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from digenrl.config.model_rewards import ClipScoreSettings
+from digenrl.config.rewards.models import ClipScoreSettings
 from digenrl.rewards.parts.clip import ClipPairReward, load_clip, processor_of
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from digenrl.config.model_rewards import DeqaSettings
 from digenrl.config.reading import ConfigError
+from digenrl.config.rewards.models import DeqaSettings
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, as_pil
 from digenrl.rewards.parts.weights import load_pretrained, pick_device
 

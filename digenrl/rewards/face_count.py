@@ -8,7 +8,7 @@ from skimage import data
 from skimage.feature import Cascade
 from torch import Tensor
 
-from digenrl.config.rewards import FaceCountSettings
+from digenrl.config.rewards.table import FaceCountSettings
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, RewardError
 
 LARGER_BY = 1.2  # from one window size to the next

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from digenrl.config.import_paths import import_object
 from digenrl.config.reading import ConfigError, one_line
-from digenrl.config.rewards import FunctionSettings
+from digenrl.config.rewards.table import FunctionSettings
 from digenrl.rewards.contract import Metadata, Reward, RewardBatch, RewardError
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import AutoTokenizer
 
-from digenrl.config.model_rewards import GenevalSettings
+from digenrl.config.rewards.models import GenevalSettings
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, RewardError, as_pil
 from digenrl.rewards.parts.clip import ClipImages, load_clip, processor_of
 from digenrl.rewards.parts.detectors import DetectorError, find_detector

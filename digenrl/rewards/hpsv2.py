@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from digenrl.config.model_rewards import HpsV2Settings
+from digenrl.config.rewards.models import HpsV2Settings
 from digenrl.rewards.parts.clip import ClipPairReward, load_clip, processor_of
 from digenrl.rewards.parts.weights import load_into, read_state_dict
 

@@ -13,8 +13,8 @@ import torch
 from hpsv3 import HPSv3RewardInferencer
 from torch import Tensor
 
-from digenrl.config.model_rewards import HpsV3Settings
 from digenrl.config.reading import ConfigError
+from digenrl.config.rewards.models import HpsV3Settings
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, as_pil
 from digenrl.rewards.parts.weights import pick_device
 

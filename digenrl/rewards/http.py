@@ -9,7 +9,7 @@ import httpx
 from pydantic import ValidationError
 from torch import Tensor
 
-from digenrl.config.rewards import HttpSettings
+from digenrl.config.rewards.table import HttpSettings
 from digenrl.rewards.contract import Metadata, Reward, RewardBatch, RewardError
 from digenrl.rewards.serving.http_client import NoResponseError, make_client, post_with_retries
 from digenrl.rewards.serving.http_messages import Refusal, ScoreReply, encode_request

@@ -20,8 +20,8 @@ from transformers.models.blip.configuration_blip import BlipTextConfig, BlipVisi
 from transformers.models.blip.modeling_blip import BlipVisionModel
 from transformers.models.blip.modeling_blip_text import BlipTextModel
 
-from digenrl.config.model_rewards import ImageRewardSettings
 from digenrl.config.reading import ConfigError
+from digenrl.config.rewards.models import ImageRewardSettings
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, as_pil
 from digenrl.rewards.parts.score_head import ScoreHead
 from digenrl.rewards.parts.weights import (

@@ -10,8 +10,8 @@ from efficientnet_lite_pytorch import EfficientNet
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from digenrl.config.imagenet_classes import class_indices
-from digenrl.config.rewards import ImagenetSettings
+from digenrl.config.rewards.imagenet_classes import class_indices
+from digenrl.config.rewards.table import ImagenetSettings
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, RewardError
 from digenrl.rewards.parts.weights import pick_device
 

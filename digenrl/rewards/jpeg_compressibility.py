@@ -8,7 +8,7 @@ from io import BytesIO
 from PIL import Image
 from torch import Tensor
 
-from digenrl.config.rewards import JpegCompressibilitySettings
+from digenrl.config.rewards.table import JpegCompressibilitySettings
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, as_pil
 
 

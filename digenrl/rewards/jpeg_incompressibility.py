@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from digenrl.config.rewards import JpegIncompressibilitySettings
+from digenrl.config.rewards.table import JpegIncompressibilitySettings
 from digenrl.rewards.jpeg_compressibility import JpegReward
 
 

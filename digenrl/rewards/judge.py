@@ -16,8 +16,8 @@ import httpx
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from digenrl.config.judge import COST_PARTS, JudgeTemplate
-from digenrl.config.rewards import JudgeSettings, judge_template
+from digenrl.config.rewards.judge import COST_PARTS, JudgeTemplate
+from digenrl.config.rewards.table import JudgeSettings, judge_template
 from digenrl.rewards.contract import SOURCE_IMAGES, Metadata, Reward, RewardBatch, RewardError, as_pil, as_uint8
 from digenrl.rewards.parts.judge_answers import NoScoreError, answer_schema, read_reply, score_in
 from digenrl.rewards.parts.judge_cache import AnswerCache

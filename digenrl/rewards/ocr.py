@@ -10,7 +10,7 @@ from PIL import Image
 from rapidocr import RapidOCR
 from torch import Tensor
 
-from digenrl.config.rewards import OcrSettings, TextMatch
+from digenrl.config.rewards.table import OcrSettings, TextMatch
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, RewardError, as_pil
 from digenrl.rewards.parts.quoted_text import quoted
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from digenrl.config.model_rewards import LAION_CLIP_H, PickScoreSettings
+from digenrl.config.rewards.models import LAION_CLIP_H, PickScoreSettings
 from digenrl.rewards.parts.clip import ClipPairReward, load_clip, processor_of
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from digenrl.config.rewards import PreferenceSettings
+from digenrl.config.rewards.table import PreferenceSettings
 from digenrl.rewards.contract import PREFERRED, Metadata, Reward, RewardBatch, RewardError
 
 

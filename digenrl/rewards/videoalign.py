@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 from transformers import AutoTokenizer, Qwen2VLForConditionalGeneration
 
-from digenrl.config.model_rewards import VideoAlignSettings
 from digenrl.config.reading import ConfigError
+from digenrl.config.rewards.models import VideoAlignSettings
 from digenrl.rewards.contract import Metadata, Reward, RewardBatch, as_uint8
 from digenrl.rewards.parts.videoalign_weights import load_checkpoint
 from digenrl.rewards.parts.weights import load_pretrained, load_whole_model, pick_device

@@ -17,8 +17,8 @@ from pydantic import Field
 
 from digenrl import __version__
 from digenrl.config.reading import ConfigError, Frozen, parse_model, read_mapping, read_model
-from digenrl.config.recipe import Recipe
-from digenrl.config.recipe_files import read_recipe, write_recipe
+from digenrl.config.recipes.files import read_recipe, write_recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.run_folder.lines import JsonLines
 from digenrl.telemetry.writing import write_atomically
 from digenrl.training.checkpoint.format import step_folder

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.run_folder.folder import RunFolder, RunInfo
 from digenrl.run_folder.grids import SampleGrid, read_grid
 from digenrl.run_folder.metric_lines import EvaluationRecord, StepRecord, read_evaluations, read_steps

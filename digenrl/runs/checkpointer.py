@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from digenrl.config.recipe_files import fingerprint
+from digenrl.config.recipes.files import fingerprint
 from digenrl.records import Action, Committed, Event
 from digenrl.run_folder.folder import RunFolder, RunLines
 from digenrl.run_folder.log_files import rotate_logs

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe_files import fingerprint
+from digenrl.config.recipes.files import fingerprint
 from digenrl.run_folder.folder import RunFolder
 from digenrl.run_folder.journal import read_journal
 from digenrl.run_folder.mending import mend_lines

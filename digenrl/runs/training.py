@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.console.live_view import RunView
 from digenrl.driver.backends import find_backend
 from digenrl.driver.calibration import (

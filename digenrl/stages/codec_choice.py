@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from digenrl.config.training import CodecName
+from digenrl.config.recipes.training import CodecName
 
 CODEC_NAMES: tuple[CodecName, ...] = get_args(CodecName)
 

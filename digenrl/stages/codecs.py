@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from digenrl.config.training import CodecName
+from digenrl.config.recipes.training import CodecName
 from digenrl.stages.codec_choice import BLOCK_VALUES, Codec
 from digenrl.stages.sampling_codec import decode_sampled, encode_sampled
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from digenrl.config.generator_pools import check_slice
 from digenrl.config.reading import ConfigError, errors_about
-from digenrl.config.training import TrainerSettings
+from digenrl.config.recipes.training import TrainerSettings
 from digenrl.models.objective import Advantages, Objective
 from digenrl.models.trajectory import ScoredSamples, Trajectory
 from digenrl.training.advantage_scale import AdvantageScale

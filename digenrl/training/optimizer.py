@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from digenrl.config.training import TrainerSettings
-from digenrl.training.gradients import Gradients
+from digenrl.config.recipes.training import TrainerSettings
+from digenrl.training.gradients.sums import Gradients
 from digenrl.training.offload.host_copies import CopyTensor, copy_all, cpu_copy
 from digenrl.training.trainer_state import OptimizerState
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from digenrl.config.training import TrainerSettings
+from digenrl.config.recipes.training import TrainerSettings
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.model_weights import check_fits
 from digenrl.models.objective import Objective
 from digenrl.models.parallel.shards import is_sharded
-from digenrl.training.gradients import Gradients, total_norm
+from digenrl.training.gradients.sums import Gradients, total_norm
 from digenrl.training.offload.host_copies import CopyTensor, copy_all, cpu_copy
 from digenrl.training.optimizer import (
     check_moments,

@@ -9,15 +9,16 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from digenrl.config.training import TrainerSettings
+from digenrl.config.recipes.training import TrainerSettings
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.objective import Objective
 from digenrl.models.trajectory import ScoredGroup, ScoredSamples
 from digenrl.training.advantage_scale import AdvantageScale
-from digenrl.training.fixed_point_sums import FixedPointSums
-from digenrl.training.gradient_accumulator import GradientAccumulator
-from digenrl.training.gradient_share import GradientShare
-from digenrl.training.gradients import Gradients
+from digenrl.training.gradients.accumulator import GradientAccumulator
+from digenrl.training.gradients.fixed_point_sums import FixedPointSums
+from digenrl.training.gradients.share import GradientShare
+from digenrl.training.gradients.sharing import add_share, check_share, check_sharing, make_sums, take_share
+from digenrl.training.gradients.sums import Gradients
 from digenrl.training.last_version import LastVersion
 from digenrl.training.metrics import UpdateMetrics, update_metrics
 from digenrl.training.offload.host_copies import HostCopies
@@ -33,7 +34,6 @@ from digenrl.training.ranks.rank_consensus import Consensus, UpdateFacts, reach_
 from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.training.ranks.sharding import ShardSpec
 from digenrl.training.sample_jobs import SampleJob
-from digenrl.training.sharing import add_share, check_share, check_sharing, make_sums, take_share
 from digenrl.training.skipped_steps import SkippedSteps
 from digenrl.training.trainable_state import TrainableState
 from digenrl.training.trainer_state import TrainerState

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.records import Job, Result
 from digenrl.worker.assignment import Assignment, Ready, StartFailed, Workers
 

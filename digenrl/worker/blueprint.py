@@ -16,12 +16,12 @@ from torch import nn
 from digenrl import demo
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
-from digenrl.config.base_precision import UNQUANTIZED
 from digenrl.config.import_paths import add_to_python_path
 from digenrl.config.reading import ConfigError, errors_about, one_line
-from digenrl.config.recipe import Recipe
-from digenrl.config.recipe_paths import DEMO_MODELS
-from digenrl.config.windows import EulerOnly, Window
+from digenrl.config.recipes.base_precision import UNQUANTIZED
+from digenrl.config.recipes.paths import DEMO_MODELS
+from digenrl.config.recipes.recipe import Recipe
+from digenrl.config.recipes.windows import EulerOnly, Window
 from digenrl.generation.noise import normal_noise
 from digenrl.models.adapters.lora import Targets, add_lora, check_targets, target_layers
 from digenrl.models.adapters.lora_start import check_start, read_lora, start_from

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe import Recipe
-from digenrl.config.rewards import FunctionSettings, JudgeSettings, ServerSettings, judge_template
+from digenrl.config.recipes.recipe import Recipe
+from digenrl.config.rewards.table import FunctionSettings, JudgeSettings, ServerSettings, judge_template
 from digenrl.worker.assignment import Machine
 
 logger = logging.getLogger(__name__)

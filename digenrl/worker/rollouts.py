@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from digenrl.config.algorithms import TRAINING_LEVELS
-from digenrl.config.windows import EulerOnly
+from digenrl.config.recipes.windows import EulerOnly
 from digenrl.generation.rollout import (
     GeneratedSlice,
     RolloutSettings,

@@ -7,7 +7,7 @@ from contextlib import suppress
 from torch import nn
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.parallel.staged_blocks import chain_length, check_is_chain
 from digenrl.worker.blueprint import Blueprint, transformer_without_weights

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from digenrl.config.prompts import PromptSettings
 from digenrl.config.reading import ConfigError
+from digenrl.config.recipes.prompts import PromptSettings
 from digenrl.models.family import Family
 from digenrl.models.registry import FAMILIES
 from digenrl.prompts.source_images import check_images

@@ -8,9 +8,9 @@ from itertools import accumulate, pairwise
 
 from torch import nn
 
-from digenrl.config.base_precision import UNQUANTIZED, stored_bytes
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.base_precision import UNQUANTIZED, stored_bytes
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.models.parallel.block_costs import ChainCosts, chain_costs
 from digenrl.models.parallel.staged_blocks import chain_length
 from digenrl.stages.partition import best_partition

@@ -79,7 +79,7 @@ from digenrl.training.checkpoint.checkpoints import prune_checkpoints, save_chec
 from digenrl.training.checkpoint.export import export_weights, weights_to_export
 from digenrl.training.checkpoint.format import BASE_WEIGHTS, CheckpointError
 from digenrl.training.checkpoint.state_tensors import state_as_tensors, state_of_tensors
-from digenrl.training.gradient_share import share_as_tensors, share_of_tensors
+from digenrl.training.gradients.share import share_as_tensors, share_of_tensors
 from digenrl.training.ranks.rank_group import RankGroup, RanksError, all_or_none
 from digenrl.training.trainer import Trainer
 from digenrl.worker.blueprint import Blueprint

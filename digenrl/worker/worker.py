@@ -15,7 +15,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from digenrl import records
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.exchange.tensors import Exchange
 from digenrl.host_memory import loading_in_turn
 from digenrl.logs import logged_job

@@ -16,7 +16,7 @@ from digenrl.algorithms.policy_loss import kl_to_reference_R
 from digenrl.algorithms.registry import ALGORITHMS, build_algorithm
 from digenrl.config.algorithms import ALGORITHM_SETTINGS
 from digenrl.config.reading import ConfigError
-from digenrl.config.windows import WINDOWS, Window, read_window
+from digenrl.config.recipes.windows import WINDOWS, Window, read_window
 from digenrl.generation.windows import choose_steps
 from digenrl.models.contract import SampleSize, Schedule
 from digenrl.models.objective import PairBatch, RenoisedPairs, StepPairs

@@ -10,11 +10,11 @@ import torch
 from digenrl.commands.derived_facts import facts_of
 from digenrl.models.contract import SampleSize
 from digenrl.models.registry import FAMILIES
-from digenrl.planning.cards import Card, find_card, known_cards
 from digenrl.planning.costs import forward_seconds, slice_seconds, training_pass_seconds
+from digenrl.planning.facts.cards import Card, find_card, known_cards
+from digenrl.planning.facts.model_facts import CatalogueModel, ModelFacts, find_model, known_models
+from digenrl.planning.facts.workload import workload_for
 from digenrl.planning.memory import activation_gib, generator_memory
-from digenrl.planning.model_facts import CatalogueModel, ModelFacts, find_model, known_models
-from digenrl.planning.workload import workload_for
 
 PROMISED_CARDS = ("RTX A6000", "A100", "H100", "H200", "H20", "L40S", "RTX PRO 6000 Blackwell")
 PROMISED_MODELS = ("SD3.5-M", "FLUX.1", "Qwen-Image", "Wan2.1-1.3B", "Wan2.1-14B", "HunyuanVideo")

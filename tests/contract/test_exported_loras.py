@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from digenrl.cli import app
 from digenrl.config.reading import ConfigError, parse_model
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.models.adapters.lora import adapter_parameters
 from digenrl.models.adapters.lora_files import FILE_NAME
 from digenrl.models.contract import Conditioning, DiffusionModel

@@ -18,7 +18,7 @@ from recipe_tables import (
     without_counterpart,
 )
 
-from digenrl.config.recipe_files import SHIPPED, shipped_recipes
+from digenrl.config.recipes.files import SHIPPED, shipped_recipes
 
 RUNS, DERIVED = published_runs(), derived_recipes()
 NO_COUNTERPART = without_counterpart()

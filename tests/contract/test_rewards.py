@@ -14,7 +14,7 @@ from reward_serving import TOKEN, serving
 from tiny_rewards import brightness, tiny_settings
 from torch import Tensor
 
-from digenrl.config.rewards import REWARDS
+from digenrl.config.rewards.table import REWARDS
 from digenrl.rewards.building import build_reward
 from digenrl.rewards.contract import Reward, RewardError
 from digenrl.rewards.function import FunctionReward

@@ -10,8 +10,8 @@ from torch import nn
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.commands.model_memory import memory_needs
-from digenrl.config.recipe import LaneSettings, Recipe
-from digenrl.config.recipe_files import read_recipe, shipped_recipes
+from digenrl.config.recipes.files import read_recipe, shipped_recipes
+from digenrl.config.recipes.recipe import LaneSettings, Recipe
 from digenrl.generation.windows import choose_steps
 from digenrl.models.adapters.lora import target_layers
 from digenrl.models.registry import FAMILIES, find_family

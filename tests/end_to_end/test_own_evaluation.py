@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from digenrl.cli import app
 from digenrl.config.reading import ConfigError, parse_model
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.models.contract import DiffusionModel, SampleSize
 from digenrl.report.content import content_of
 from digenrl.run_folder.folder import RunFolder

@@ -15,8 +15,8 @@ from digenrl.cli import app
 from digenrl.commands.profile import profile_recipe, slice_sizes
 from digenrl.config.profiles import Profile, read_profile
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe_files import read_recipe
-from digenrl.planning.recipe_workload import profiled_work
+from digenrl.config.recipes.files import read_recipe
+from digenrl.planning.facts.recipe_workload import profiled_work
 from digenrl.records import Calibrate, Calibrated
 from digenrl.worker.calibration import StageCalibration
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from digenrl.commands.train import start_run
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe_files import read_recipe
+from digenrl.config.recipes.files import read_recipe
 from digenrl.driver.calibration import calibrate_remaining_sizes
 from digenrl.models.family import Component, FullSize
 from digenrl.models.loading.random_text_encoder import RandomTextEncoder

@@ -31,7 +31,7 @@ from ray_clusters import (
 )
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.records import Export, Exported, Job, Publish, Published, WeightsReference
 from digenrl.training.ranks.rank import Rank
 from digenrl.transports.contract import Gone, InputsLost, Message, Report

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from ray_clusters import environment, family_of, is_alive, listening, until
 
-from digenrl.config.cluster import ClusterSettings
 from digenrl.config.reading import ConfigError
+from digenrl.config.recipes.cluster import ClusterSettings
 from digenrl.transports.ray.internals import LOOPBACK_ONLY
 from digenrl.transports.ray.joining import (
     check_is_member,
@@ -30,7 +30,7 @@ from digenrl.transports.ray.joining import (
 # A driver with its own cluster and a worker on it. It prints facts about them, and closes at the end of its input.
 DRIVER = """
 import json, os, sys
-from digenrl.config.cluster import ClusterSettings
+from digenrl.config.recipes.cluster import ClusterSettings
 from digenrl.transports.ray.joining import open_cluster
 cluster = open_cluster(ClusterSettings(address="local"), min_cpus=7)
 import ray
@@ -46,7 +46,7 @@ print(json.dumps(sorted(name for name in os.environ if name.startswith("RAY_AUTH
 # A driver that joins it, or is rejected.
 JOINER = """
 import sys
-from digenrl.config.cluster import ClusterSettings
+from digenrl.config.recipes.cluster import ClusterSettings
 from digenrl.config.reading import ConfigError
 from digenrl.transports.ray.joining import open_cluster
 try:

@@ -20,7 +20,7 @@ import torch
 from reward_serving import TOKEN
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.rewards import HttpSettings, parse_rewards
+from digenrl.config.rewards.table import HttpSettings, parse_rewards
 from digenrl.rewards.http import HttpReward
 from digenrl.rewards.serving.environment import RewardEnvironment, prepare
 

@@ -17,7 +17,7 @@ from scored_groups import DRAW_NOISE, RUN_SEED
 
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
-from digenrl.config.training import TrainerSettings
+from digenrl.config.recipes.training import TrainerSettings
 from digenrl.generation.rollout import RolloutSettings, decode_slice, generate_slice
 from digenrl.generation.windows import plan_rollouts
 from digenrl.models.contract import Conditioning, DiffusionModel

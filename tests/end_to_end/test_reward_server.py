@@ -29,7 +29,7 @@ from tiny_rewards import tiny_settings
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.rewards import HttpSettings, parse_rewards
+from digenrl.config.rewards.table import HttpSettings, parse_rewards
 from digenrl.rewards.building import build_reward, build_rewards
 from digenrl.rewards.contract import RewardBatch, RewardError
 from digenrl.rewards.function import FunctionReward
@@ -406,7 +406,7 @@ def test_serve_in_a_separate_process_prints_a_working_token() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     program = (
-        "from digenrl.config.rewards import parse_rewards\n"
+        "from digenrl.config.rewards.table import parse_rewards\n"
         "from digenrl.rewards.building import build_rewards\n"
         "from digenrl.rewards.serving.server import serve\n"
         f"serve(build_rewards(parse_rewards('jpeg_compressibility')), port={port})\n"

@@ -10,8 +10,8 @@ from scored_groups import DRAW_NOISE, RUN_SEED
 from toy_model import TOY_SIZE, ToyModel
 
 from digenrl.algorithms.registry import build_algorithm
-from digenrl.config.training import TrainerSettings
-from digenrl.config.windows import read_window
+from digenrl.config.recipes.training import TrainerSettings
+from digenrl.config.recipes.windows import read_window
 from digenrl.generation.rollout import RolloutSettings, generate_slice
 from digenrl.generation.windows import plan_rollouts
 from digenrl.models.adapters.lora import add_lora

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from digenrl.cli import app
 from digenrl.commands.train import resume_run, start_run
 from digenrl.config.reading import ConfigError, parse_model
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.models.adapters.lora_files import FILE_NAME
 from digenrl.run_folder.folder import RunFolder, Status
 from digenrl.testing.tiny_models import make_tiny_pipeline

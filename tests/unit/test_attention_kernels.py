@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from digenrl.config.attention import CANDIDATES, choose_kernels, described, fixed_kernels
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe_files import read_recipe
+from digenrl.config.recipes.attention import CANDIDATES, choose_kernels, described, fixed_kernels
+from digenrl.config.recipes.files import read_recipe
 from digenrl.models.contract import Conditioning, DiffusionModel
 from digenrl.models.passes.attention import without_copies
 from digenrl.models.passes.attention_trial import try_kernels

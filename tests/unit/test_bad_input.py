@@ -15,9 +15,9 @@ from fuzzed_files import DEEP, Refusal, read_fuzzed_prompts, read_fuzzed_recipe
 
 from digenrl.cli import main
 from digenrl.config.limits import DRAWN_PROMPTS, PROMPT_CHARACTERS
-from digenrl.config.prompts import PromptSettings
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe_files import read_recipe, write_recipe
+from digenrl.config.recipes.files import read_recipe, write_recipe
+from digenrl.config.recipes.prompts import PromptSettings
 from digenrl.config.spec import read_spec
 from digenrl.prompts.sources import read_prompts
 from digenrl.telemetry.writing import write_atomically

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe_files import read_recipe
+from digenrl.config.recipes.files import read_recipe
 from digenrl.records import Slice
 from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
 from digenrl.worker.rollouts import plan, roll_out

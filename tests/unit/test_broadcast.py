@@ -12,7 +12,7 @@ import torch
 from broadcasts import LOOPBACK, TIMEOUT_S, attempt, bits, broadcast, receive_weights, same, weights, within
 from torch import Tensor
 
-from digenrl.config.cluster import WeightPatches
+from digenrl.config.recipes.cluster import WeightPatches
 from digenrl.exchange import flat_weights
 from digenrl.exchange.broadcast import WeightsSender
 from digenrl.exchange.broadcast_exchange import BroadcastExchange

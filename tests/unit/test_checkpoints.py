@@ -17,7 +17,7 @@ from scored_groups import Rollout, differences, scored_groups, state_of, toy, tr
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
-from digenrl.config.training import EmaSettings, TrainerSettings
+from digenrl.config.recipes.training import EmaSettings, TrainerSettings
 from digenrl.training.checkpoint import atomic_folders
 from digenrl.training.checkpoint.checkpoints import (
     prune_checkpoints,

@@ -18,7 +18,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
-from digenrl.config.training import TrainerSettings
+from digenrl.config.recipes.training import TrainerSettings
 from digenrl.models.adapters.lora import add_lora
 from digenrl.models.blocks import block_kind, repeated_blocks
 from digenrl.models.contract import DiffusionModel

@@ -13,7 +13,7 @@ from handmade_runs import metrics_rows, write_lines, write_run
 
 from digenrl.checksums import file_checksum
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe_files import fingerprint
+from digenrl.config.recipes.files import fingerprint
 from digenrl.run_folder.folder import RunFolder, RunLines
 from digenrl.run_folder.reading import read_run
 from digenrl.runs.resuming import find_resume_point, kept_positions, mend_logs

@@ -13,7 +13,7 @@ from diffusers import StableDiffusion3Pipeline
 from number_images import draw_number, draw_numbers, prompt_of
 from readability import EVALUATION_STEPS, SIZE, exact_share, number_reader, sample_images
 
-from digenrl.config.prompts import PromptSettings
+from digenrl.config.recipes.prompts import PromptSettings
 from digenrl.demo import held_out_prompts, model_folder, train_prompts
 from digenrl.generation.noise import initial_noise
 from digenrl.models.loading.pipelines import without_progress_bars

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.rewards import parse_reward
+from digenrl.config.rewards.table import parse_reward
 from digenrl.rewards.building import build_reward
 
 SETTINGS = {"name": "deqa", "device": "cpu", "batch_size": 2, "revision": "abc"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from digenrl.config.recipe_files import read_recipe
+from digenrl.config.recipes.files import read_recipe
 from digenrl.worker.blueprint import read_blueprint
 from digenrl.worker.distilled import distilled_warnings
 

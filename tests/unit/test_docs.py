@@ -20,7 +20,7 @@ from rich.console import Console
 
 from digenrl.algorithms.registry import ALGORITHMS
 from digenrl.config.reading import parse_model
-from digenrl.config.rewards import REWARDS
+from digenrl.config.rewards.table import REWARDS
 from digenrl.config.spec import Spec, read_spec
 from digenrl.models.registry import FAMILIES, find_family
 from digenrl.simulation.ladder import rungs, simulate_ladder

@@ -17,8 +17,8 @@ from doc_pages import DOCS, ROOT
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config import rewards as reward_settings
-from digenrl.config.recipe_files import read_recipe
-from digenrl.config.rewards import parse_rewards
+from digenrl.config.recipes.files import read_recipe
+from digenrl.config.rewards.table import parse_rewards
 from digenrl.models.adapters.lora import adapter_parameters, add_lora
 from digenrl.models.objective import StepPairs
 from digenrl.models.registry import find_family
@@ -66,7 +66,7 @@ def test_the_function_is_a_reward(import_example: Importer) -> None:
 
 
 def test_the_registered_reward_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = _executed("digenrl/config/rewards.py", reward_settings).BrightnessSettings
+    settings = _executed("digenrl/config/rewards/table.py", reward_settings).BrightnessSettings
     monkeypatch.setitem(reward_settings.REWARDS, "brightness", settings)
     monkeypatch.setitem(sys.modules, "digenrl.rewards.brightness", _executed("digenrl/rewards/brightness.py"))
     reward = build_rewards(parse_rewards("brightness"))

@@ -20,9 +20,9 @@ from watched_runs import BOTH, KeptNumbers, initial_state_of, watch
 from digenrl import records
 from digenrl.cli import INTERRUPTED, app
 from digenrl.commands.export import ExportFormat
-from digenrl.config.recipe import Mode, Recipe
-from digenrl.config.recipe_files import read_recipe, shipped_recipes
-from digenrl.config.recipe_overrides import all_keys
+from digenrl.config.recipes.files import read_recipe, shipped_recipes
+from digenrl.config.recipes.overrides import all_keys
+from digenrl.config.recipes.recipe import Mode, Recipe
 from digenrl.driver.step_summary import AVERAGED, step_summary
 from digenrl.models.registry import FAMILIES
 from digenrl.records import SampleId

@@ -12,7 +12,7 @@ from edit_pictures import HELD_OUT, TRAINED, Edit, draw_edit
 from PIL import Image
 from torch import Tensor
 
-from digenrl.config.recipe_files import read_recipe
+from digenrl.config.recipes.files import read_recipe
 from digenrl.demo import model_folder
 from digenrl.demo.recoloring import recolored
 from digenrl.prompts.source_images import image_bytes, read_images

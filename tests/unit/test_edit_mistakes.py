@@ -9,7 +9,7 @@ import pytest
 from source_pictures import picture
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe_files import read_recipe
+from digenrl.config.recipes.files import read_recipe
 from digenrl.models.loading.hub import HubRepository
 from digenrl.worker.preflight import inspect_here
 

@@ -13,7 +13,7 @@ from scored_groups import Rollout, scored_groups
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError, parse_model
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
 from digenrl.models.contract import SampleSize

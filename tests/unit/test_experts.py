@@ -25,10 +25,10 @@ from torch import Tensor
 from digenrl.commands.derived_facts import derive_facts
 from digenrl.commands.model_probe import plain_pipeline
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe import Recipe
-from digenrl.config.recipe_files import read_recipe
-from digenrl.config.training import TrainerSettings
-from digenrl.config.windows import read_window
+from digenrl.config.recipes.files import read_recipe
+from digenrl.config.recipes.recipe import Recipe
+from digenrl.config.recipes.training import TrainerSettings
+from digenrl.config.recipes.windows import read_window
 from digenrl.generation.windows import choose_steps
 from digenrl.models.adapters.lora import adapter_parameters, add_lora
 from digenrl.models.adapters.lora_files import FILE_NAME, FILE_NAME_2, save_lora

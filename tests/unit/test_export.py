@@ -10,7 +10,7 @@ import torch
 from scored_groups import Rollout, nudge, scored_groups, trainer_of
 
 from digenrl.algorithms.registry import build_algorithm
-from digenrl.config.training import EmaSettings, TrainerSettings
+from digenrl.config.recipes.training import EmaSettings, TrainerSettings
 from digenrl.models.adapters.lora import add_lora
 from digenrl.models.adapters.lora_files import FILE_NAME
 from digenrl.models.model_weights import load_weights, weights_state

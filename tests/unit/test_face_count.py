@@ -7,7 +7,7 @@ import torch
 from skimage import data
 from torch import Tensor
 
-from digenrl.config.rewards import parse_reward
+from digenrl.config.rewards.table import parse_reward
 from digenrl.rewards.building import build_reward
 from digenrl.rewards.contract import RewardError
 

@@ -15,7 +15,7 @@ from toy_model import TOY_SIZE, ToyModel
 
 from digenrl.config.algorithms import Needs
 from digenrl.config.reading import ConfigError
-from digenrl.config.windows import WINDOWS, AllSteps, EulerOnly, RandomSubset, Window, read_window
+from digenrl.config.recipes.windows import WINDOWS, AllSteps, EulerOnly, RandomSubset, Window, read_window
 from digenrl.generation.encoding import encode_prompts
 from digenrl.generation.noise import initial_noise, step_noise
 from digenrl.generation.rollout import GeneratedSlice, RolloutSettings, decode_slice, generate_slice

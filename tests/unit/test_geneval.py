@@ -20,7 +20,7 @@ from transformers import CLIPModel, CLIPTokenizer, YolosForObjectDetection
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.yolos.image_processing_pil_yolos import YolosImageProcessorPil
 
-from digenrl.config.model_rewards import GenevalSettings
+from digenrl.config.rewards.models import GenevalSettings
 from digenrl.rewards.contract import RewardError
 from digenrl.rewards.geneval import ColourNamer, GenevalReward, cropped
 from digenrl.rewards.parts.detectors import LoadedDetector

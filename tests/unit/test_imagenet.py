@@ -9,9 +9,9 @@ import torch
 from skimage import data
 from torch import Tensor
 
-from digenrl.config.imagenet_classes import class_indices
 from digenrl.config.reading import ConfigError
-from digenrl.config.rewards import parse_reward
+from digenrl.config.rewards.imagenet_classes import class_indices
+from digenrl.config.rewards.table import parse_reward
 from digenrl.rewards.building import build_reward
 from digenrl.rewards.contract import Reward, RewardError
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from digenrl.config.rewards import FunctionSettings
+from digenrl.config.rewards.table import FunctionSettings
 from digenrl.rewards.building import build_reward
 from digenrl.rewards.contract import Reward, RewardBatch, RewardError
 from digenrl.rewards.serving.isolated import IsolatedReward, without_secrets

@@ -12,9 +12,9 @@ import torch
 from judge_serving import ChatServer, Said, completion, images_of, judging, text_of
 from PIL import Image
 
-from digenrl.config.judge import TEMPLATES
 from digenrl.config.reading import ConfigError
-from digenrl.config.rewards import JudgeSettings, judge_template, parse_reward
+from digenrl.config.rewards.judge import TEMPLATES
+from digenrl.config.rewards.table import JudgeSettings, judge_template, parse_reward
 from digenrl.rewards.building import build_reward
 from digenrl.rewards.contract import RewardBatch, RewardError
 from digenrl.rewards.judge import JudgeReward

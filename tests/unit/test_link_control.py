@@ -11,7 +11,7 @@ from rank_processes import on_ranks
 from staged_training import StagedCase, trainer_and_batches
 
 from digenrl.config.reading import ConfigError, parse_model
-from digenrl.config.training import StageLinkSettings, TrainerSettings
+from digenrl.config.recipes.training import StageLinkSettings, TrainerSettings
 from digenrl.stages.codec_choice import Codec, LinkCodecs
 from digenrl.stages.links import LinkSettings, Traffic
 from digenrl.training.checkpoint.state_tensors import state_as_tensors, state_of_tensors

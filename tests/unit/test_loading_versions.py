@@ -8,7 +8,7 @@ import pytest
 from live_runs import TINY
 
 from digenrl.config.reading import parse_model
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
 from digenrl.models.model_weights import load_weights, weights_state

@@ -11,7 +11,7 @@ from scored_groups import Rollout, lively, scored_groups, trainer_of, trajectori
 from source_pictures import encoded
 from tiny_pipelines import tiny_model
 
-from digenrl.config.training import TrainerSettings
+from digenrl.config.recipes.training import TrainerSettings
 from digenrl.models.adapters.lora import add_lora
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.registry import FAMILIES

@@ -10,8 +10,8 @@ from scored_groups import Rollout, scored_groups, toy, trainer_of
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe_files import read_recipe
-from digenrl.planning.recipe_workload import profiled_work
+from digenrl.config.recipes.files import read_recipe
+from digenrl.planning.facts.recipe_workload import profiled_work
 from digenrl.worker.blueprint import read_blueprint
 
 MODULE = """
@@ -21,7 +21,7 @@ from pydantic import Field
 
 from digenrl.algorithms.contract import GroupRelative
 from digenrl.config.algorithms import AlgorithmSettings
-from digenrl.config.windows import FastWindow, Window
+from digenrl.config.recipes.windows import FastWindow, Window
 from digenrl.models.objective import LossTerms
 
 

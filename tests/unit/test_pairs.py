@@ -11,16 +11,16 @@ import torch
 from pyarrow import parquet
 from source_pictures import picture
 
-from digenrl.config.prompts import PromptSettings
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe_files import fingerprint, read_recipe
-from digenrl.config.rewards import parse_reward
+from digenrl.config.recipes.files import fingerprint, read_recipe
+from digenrl.config.recipes.prompts import PromptSettings
+from digenrl.config.rewards.table import parse_reward
 from digenrl.driver.prompt_store import PromptStore
 from digenrl.generation.rollout import encode_slice
 from digenrl.models.loading.hub import HubRepository
-from digenrl.planning.cards import find_card
 from digenrl.planning.costs import slice_seconds
-from digenrl.planning.workload import workload_for
+from digenrl.planning.facts.cards import find_card
+from digenrl.planning.facts.workload import workload_for
 from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.source_images import as_png, check_images, pair_bytes, read_images
 from digenrl.prompts.sources import Prompt, read_prompts

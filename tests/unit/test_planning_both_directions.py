@@ -13,22 +13,22 @@ from rich.console import Console
 from digenrl.commands.plan import PlanFiles, search_plans, show_plans
 from digenrl.config.plan_files import PlanFile, overrides_of
 from digenrl.config.reading import parse_model
-from digenrl.config.recipe_files import read_recipe
+from digenrl.config.recipes.files import read_recipe
 from digenrl.config.spec import Spec
 from digenrl.planning.both_directions import MOST_CARDS, SLICE_SIZES, best_shared_plan
 from digenrl.planning.candidates import PlanOptions
-from digenrl.planning.cluster import CardPool, Cluster
 from digenrl.planning.colocated import colocated_plan
 from digenrl.planning.costs import commit_seconds, reduce_seconds, switch_seconds, unit_seconds
+from digenrl.planning.facts.cluster import CardPool, Cluster
+from digenrl.planning.facts.recipe_workload import options_for
+from digenrl.planning.facts.workload import Workload, workload_for
 from digenrl.planning.memory import GIB, generator_memory, shared_card_memory, trainer_memory
-from digenrl.planning.plan_overlay import overlay, overlay_text
-from digenrl.planning.plan_tables import result_as_dict, spec_as_dict
 from digenrl.planning.planner import plan
-from digenrl.planning.plans import PlanResult
-from digenrl.planning.recipe_workload import options_for
+from digenrl.planning.results.plan_overlay import overlay, overlay_text
+from digenrl.planning.results.plan_tables import result_as_dict, spec_as_dict
+from digenrl.planning.results.plans import PlanResult
 from digenrl.planning.shared_layout import shared_layouts, shared_slices
 from digenrl.planning.shared_spec import build_shared_spec
-from digenrl.planning.workload import Workload, workload_for
 from digenrl.simulation.simulator import simulate
 
 TINY = Workload(

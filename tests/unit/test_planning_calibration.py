@@ -15,11 +15,11 @@ from h200_rows import (
 )
 
 from digenrl.config.profiles import read_profile
-from digenrl.planning.cards import find_card
-from digenrl.planning.constants import CONSTANTS
 from digenrl.planning.costs import GB, forward_seconds, slice_seconds, training_pass_seconds
+from digenrl.planning.facts.cards import find_card
+from digenrl.planning.facts.constants import CONSTANTS
+from digenrl.planning.facts.workload import Workload, workload_for
 from digenrl.planning.memory import GIB, trainer_memory
-from digenrl.planning.workload import Workload, workload_for
 
 H200 = find_card("H200")
 TIMED_ROWS = [row for row in TRAINING_ROWS if row != WARM_UP_ROW]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from digenrl.config.reading import ConfigError, parse_model
-from digenrl.planning.cluster import Cluster, read_cluster
-from digenrl.planning.workload import workload_for
+from digenrl.planning.facts.cluster import Cluster, read_cluster
+from digenrl.planning.facts.workload import workload_for
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -7,9 +7,6 @@ from dataclasses import replace
 import pytest
 
 from digenrl.planning import costs
-from digenrl.planning.cards import find_card
-from digenrl.planning.cluster import CardPool
-from digenrl.planning.constants import CONSTANTS
 from digenrl.planning.costs import (
     TrainerLayout,
     commit_seconds,
@@ -22,9 +19,12 @@ from digenrl.planning.costs import (
     training_pass_seconds,
     unit_seconds,
 )
+from digenrl.planning.facts.cards import find_card
+from digenrl.planning.facts.cluster import CardPool
+from digenrl.planning.facts.constants import CONSTANTS
+from digenrl.planning.facts.workload import workload_for
 from digenrl.planning.layout import memory_of_trainer
 from digenrl.planning.memory import GIB, generator_memory
-from digenrl.planning.workload import workload_for
 
 H100S = CardPool.model_validate({"card": "H100", "nodes": 4, "per_node": 8, "network_gbit_s": 400})
 A6000S = CardPool.model_validate({"card": "RTX A6000", "nodes": 4, "per_node": 8, "network_gbit_s": 200})

@@ -13,12 +13,12 @@ from rich.console import Console
 from digenrl.commands.plan import search_plans
 from digenrl.config.plan_files import PlanFile
 from digenrl.config.reading import parse_model
-from digenrl.config.recipe_files import read_recipe
+from digenrl.config.recipes.files import read_recipe
 from digenrl.planning.candidates import PlanOptions
-from digenrl.planning.cluster import Cluster, Measured, read_cluster
-from digenrl.planning.plan_overlay import overlay
-from digenrl.planning.plan_tables import plan_reasons, plans_table
-from digenrl.planning.plans import PlanResult
+from digenrl.planning.facts.cluster import Cluster, Measured, read_cluster
+from digenrl.planning.results.plan_overlay import overlay
+from digenrl.planning.results.plan_tables import plan_reasons, plans_table
+from digenrl.planning.results.plans import PlanResult
 
 PLANNING = DocPage(DOCS / "planning.md")
 RECIPE = read_recipe("sd3_flow_grpo_fast", without_prompts=True)

@@ -8,9 +8,9 @@ import pytest
 from ladder_simulation import RUNGS, ColocatedAssumptions, colocated_spec, colocated_trainer, simulate_rungs
 
 from digenrl.config.reading import ConfigError
-from digenrl.planning.cluster import CardPool
 from digenrl.planning.costs import slice_seconds, switch_seconds, unit_seconds
-from digenrl.planning.workload import workload_for
+from digenrl.planning.facts.cluster import CardPool
+from digenrl.planning.facts.workload import workload_for
 from digenrl.simulation.makespan import predict_makespan
 
 A = CardPool.model_validate({"card": "RTX A6000", "nodes": 4, "network_gbit_s": 200})

@@ -9,13 +9,13 @@ import pytest
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.spec import ScheduleRules
 from digenrl.planning.candidates import PlanOptions
-from digenrl.planning.cluster import CardPool, Cluster, Measured
 from digenrl.planning.costs import commit_seconds, lane_slice_seconds, slice_seconds, unit_seconds
+from digenrl.planning.facts.cluster import CardPool, Cluster, Measured
+from digenrl.planning.facts.workload import Workload, workload_for
 from digenrl.planning.layout import Layout, best_trainer, fitting_slices, generator_layout
 from digenrl.planning.planner import plan
-from digenrl.planning.plans import PlanResult
+from digenrl.planning.results.plans import PlanResult
 from digenrl.planning.spec_builder import build_spec
-from digenrl.planning.workload import Workload, workload_for
 
 FLUX = workload_for("flux", prompts=4, samples_per_prompt=8)
 TINY = Workload(

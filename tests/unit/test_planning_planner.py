@@ -12,10 +12,16 @@ from rich.console import Console
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.spec import Spec
 from digenrl.planning.candidates import PlanOptions, candidates, splits
-from digenrl.planning.cluster import CardPool, Cluster, read_cluster
-from digenrl.planning.plan_tables import plan_reasons, plans_table, rate_words, result_as_dict, spec_as_dict
+from digenrl.planning.facts.cluster import CardPool, Cluster, read_cluster
+from digenrl.planning.facts.workload import workload_for
 from digenrl.planning.planner import plan
-from digenrl.planning.workload import workload_for
+from digenrl.planning.results.plan_tables import (
+    plan_reasons,
+    plans_table,
+    rate_words,
+    result_as_dict,
+    spec_as_dict,
+)
 from digenrl.simulation.makespan import predict_makespan
 from digenrl.simulation.simulator import simulate
 

@@ -16,19 +16,19 @@ from rich.console import Console
 from digenrl.commands.plan import PlanFiles, facts_for, search_plans, show_plans
 from digenrl.config.plan_files import PlanFile, check_planned_for, overrides_of, read_plan
 from digenrl.config.reading import ConfigError, parse_model
-from digenrl.config.recipe import AlgorithmChoice, Recipe
-from digenrl.config.recipe_files import read_recipe
+from digenrl.config.recipes.files import read_recipe
+from digenrl.config.recipes.recipe import AlgorithmChoice, Recipe
 from digenrl.models.families.sd3 import SD3, SD3Model
 from digenrl.models.registry import FAMILIES
 from digenrl.planning.candidates import PlanOptions
-from digenrl.planning.cluster import CardPool, Cluster, read_cluster
+from digenrl.planning.facts.cluster import CardPool, Cluster, read_cluster
+from digenrl.planning.facts.recipe_workload import catalogue_model, options_for, workload_of
+from digenrl.planning.facts.workload import Workload, workload_for
 from digenrl.planning.layout import best_trainer
 from digenrl.planning.memory import generator_memory
-from digenrl.planning.plan_overlay import overlay, overlay_text
-from digenrl.planning.plan_tables import result_as_dict, trainer_words
-from digenrl.planning.plans import Plan
-from digenrl.planning.recipe_workload import catalogue_model, options_for, workload_of
-from digenrl.planning.workload import Workload, workload_for
+from digenrl.planning.results.plan_overlay import overlay, overlay_text
+from digenrl.planning.results.plan_tables import result_as_dict, trainer_words
+from digenrl.planning.results.plans import Plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MIXED = read_cluster(EXAMPLES / "cluster_mixed.yaml")

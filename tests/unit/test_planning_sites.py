@@ -11,7 +11,8 @@ import pytest
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.spec import ScheduleRules
 from digenrl.planning.candidates import PlanOptions, candidates, splits
-from digenrl.planning.cluster import CardPool, Cluster
+from digenrl.planning.facts.cluster import CardPool, Cluster
+from digenrl.planning.facts.workload import Workload, workload_for
 from digenrl.planning.layout import Layout, best_trainer, generator_layout
 from digenrl.planning.planner import plan
 from digenrl.planning.publication import (
@@ -20,11 +21,10 @@ from digenrl.planning.publication import (
     remote_publication_seconds,
     slowest_link,
 )
-from digenrl.planning.sites import SiteLink, site_gbit_s
+from digenrl.planning.sites.groups import SiteLink, site_gbit_s
+from digenrl.planning.sites.stages import best_stages, link_bytes_s
+from digenrl.planning.sites.trainer_places import compare_places, places_words
 from digenrl.planning.spec_builder import build_spec
-from digenrl.planning.stages import best_stages, link_bytes_s
-from digenrl.planning.trainer_places import compare_places, places_words
-from digenrl.planning.workload import Workload, workload_for
 from digenrl.simulation.makespan import predict_makespan
 
 SLOW = SiteLink(between=("east", "west"), gbit_s=0.1)

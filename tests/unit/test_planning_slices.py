@@ -8,11 +8,11 @@ from digenrl.config.reading import parse_model
 from digenrl.config.spec import ScheduleRules
 from digenrl.planning.bounds import least_makespan
 from digenrl.planning.candidates import Candidate, PlanOptions, better_slices, candidates, rates_of, splits
-from digenrl.planning.cluster import CardPool, Cluster
+from digenrl.planning.facts.cluster import CardPool, Cluster
+from digenrl.planning.facts.workload import Workload
 from digenrl.planning.layout import Layout, best_trainer, generator_layout
-from digenrl.planning.plan_tables import slice_words
 from digenrl.planning.planner import plan
-from digenrl.planning.workload import Workload
+from digenrl.planning.results.plan_tables import slice_words
 from digenrl.simulation.makespan import predict_makespan
 from digenrl.simulation.simulator import simulate
 

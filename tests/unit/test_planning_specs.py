@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from digenrl.config.spec import ScheduleRules
 from digenrl.planning.bounds import EqualLanes, finish_s
 from digenrl.planning.candidates import Candidate, PlanOptions, candidates, splits
-from digenrl.planning.cluster import CardPool, Cluster
 from digenrl.planning.costs import slice_seconds, unit_seconds
+from digenrl.planning.facts.cluster import CardPool, Cluster
+from digenrl.planning.facts.workload import workload_for
 from digenrl.planning.layout import Layout, best_trainer, fitting_slices, generator_layout
 from digenrl.planning.memory import trainer_memory
 from digenrl.planning.spec_builder import build_spec, rounded
-from digenrl.planning.workload import workload_for
 from digenrl.simulation.makespan import predict_makespan
 
 

@@ -15,13 +15,13 @@ from digenrl.commands.plan import search_plans
 from digenrl.config import profiles
 from digenrl.config.profiles import Profile, SliceCost, find_profile, read_profile, rounded, write_profile
 from digenrl.config.reading import ConfigError, parse_model
-from digenrl.config.recipe_files import read_recipe
-from digenrl.config.recipe_paths import names_in
+from digenrl.config.recipes.files import read_recipe
+from digenrl.config.recipes.paths import names_in
 from digenrl.config.spec import Spec, read_spec
 from digenrl.models.registry import FAMILIES
 from digenrl.planning.candidates import PlanOptions
-from digenrl.planning.cluster import read_cluster
-from digenrl.planning.recipe_workload import check_profiles, profiled_work, same_costs
+from digenrl.planning.facts.cluster import read_cluster
+from digenrl.planning.facts.recipe_workload import check_profiles, profiled_work, same_costs
 from digenrl.simulation.single_device import predict_single_device
 
 ROOT = Path(__file__).parents[2]

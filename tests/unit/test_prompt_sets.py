@@ -12,8 +12,8 @@ from doc_pages import DOCS, DocPage
 from typer.testing import CliRunner, Result
 
 from digenrl.cli import app
-from digenrl.config.prompts import PromptSettings
 from digenrl.config.reading import ConfigError
+from digenrl.config.recipes.prompts import PromptSettings
 from digenrl.prompt_sets.contract import FRUITLESS_DRAWS, STANDARD_COUNT, GeneratedPrompt, PromptSet
 from digenrl.prompt_sets.grammar import SLOT, Draw, Grammar
 from digenrl.prompt_sets.registry import PROMPT_SETS

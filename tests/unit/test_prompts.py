@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from digenrl.config.prompts import PromptSettings
 from digenrl.config.reading import ConfigError, parse_model
+from digenrl.config.recipes.prompts import PromptSettings
 from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import Prompt, read_prompts
 

@@ -13,8 +13,8 @@ from source_pictures import encoded
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError, parse_model
-from digenrl.config.recipe import Recipe
-from digenrl.config.recipe_files import fingerprint
+from digenrl.config.recipes.files import fingerprint
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
 from digenrl.models.adapters.lora import add_lora

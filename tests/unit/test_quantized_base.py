@@ -14,8 +14,8 @@ from torch import nn
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe_files import read_recipe
-from digenrl.config.training import TrainerSettings
+from digenrl.config.recipes.files import read_recipe
+from digenrl.config.recipes.training import TrainerSettings
 from digenrl.models.adapters.lora import adapters_disabled, add_lora
 from digenrl.models.adapters.lora_files import FILE_NAME, save_lora
 from digenrl.models.blocks import repeated_blocks

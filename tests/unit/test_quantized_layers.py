@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from digenrl.config.base_precision import STORED_BYTES, TRAINING_COPIES
+from digenrl.config.recipes.base_precision import STORED_BYTES, TRAINING_COPIES
 from digenrl.models.quantized.formats import FP8_LARGEST, INT8_LARGEST, NF4_LEVELS, quantize_nf4
 from digenrl.models.quantized.layers import QuantizedLinear, weight_bytes, weight_count
 

@@ -9,7 +9,7 @@ import pytest
 from pydantic import Field
 
 from digenrl.config.reading import ConfigError, Frozen, parse_model
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 
 SMALLEST: dict[str, Any] = {
     "steps": 2,

@@ -11,9 +11,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from digenrl.config.reading import model_inside, parse_model
-from digenrl.config.recipe import Recipe
-from digenrl.config.recipe_files import NOT_IN_FINGERPRINT
-from digenrl.config.recipe_overrides import OPEN_KEYS, all_keys
+from digenrl.config.recipes.files import NOT_IN_FINGERPRINT
+from digenrl.config.recipes.overrides import OPEN_KEYS, all_keys
+from digenrl.config.recipes.recipe import Recipe
 
 RECIPES = DocPage(DOCS / "recipes.md")
 

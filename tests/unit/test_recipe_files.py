@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from digenrl.config.reading import ConfigError, parse_model
-from digenrl.config.recipe import Recipe
-from digenrl.config.recipe_files import fingerprint, read_recipe, shipped_recipes, write_recipe
-from digenrl.config.recipe_paths import DEMO_PROMPTS
+from digenrl.config.recipes.files import fingerprint, read_recipe, shipped_recipes, write_recipe
+from digenrl.config.recipes.paths import DEMO_PROMPTS
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.prompt_sets.registry import PROMPT_SETS
 
 TEXT = """
@@ -397,7 +397,7 @@ def test_equal_integers_and_floats_have_the_same_fingerprint(recipe_file: Path) 
 
 @pytest.mark.slow
 def test_recipes_are_read_without_torch() -> None:
-    program = "import sys; from digenrl.config.recipe_files import read_recipe; read_recipe('demo'); "
+    program = "import sys; from digenrl.config.recipes.files import read_recipe; read_recipe('demo'); "
     program += "assert not {'torch', 'diffusers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
 

@@ -9,7 +9,7 @@ import pytest
 from handmade_runs import both_recipe, evaluation_rows, metrics_rows, recipe, write_run
 from handmade_traces import SECOND, both_trace, helped_trace, large_trace, on_policy_trace, span
 
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.report import curves, headline
 from digenrl.report.content import about, headline_of, techniques, utilisation
 from digenrl.report.grids import choose_evenly, grids

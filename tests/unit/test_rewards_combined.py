@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.rewards import parse_reward, parse_rewards
+from digenrl.config.rewards.table import parse_reward, parse_rewards
 from digenrl.rewards.building import WeightedReward, build_reward, build_rewards
 from digenrl.rewards.contract import FrameReward, RewardBatch, RewardError
 from digenrl.rewards.function import FunctionReward

@@ -14,7 +14,7 @@ from rapidocr.ch_ppocr_rec import TextRecognizer, TextRecOutput
 from rapidocr.utils.output import RapidOCROutput
 from torch import Tensor
 
-from digenrl.config.rewards import OcrSettings, TextMatch, parse_reward
+from digenrl.config.rewards.table import OcrSettings, TextMatch, parse_reward
 from digenrl.rewards.building import build_reward
 from digenrl.rewards.contract import Reward, RewardError
 from digenrl.rewards.ocr import OcrReward, edit_distance, normalised, text_similarity

@@ -14,7 +14,7 @@ from torch.nn.functional import conv2d, gelu, layer_norm, linear, softmax
 from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel, CLIPTextConfig, CLIPTextModel
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.rewards import parse_reward
+from digenrl.config.rewards.table import parse_reward
 from digenrl.rewards.building import build_reward
 from digenrl.rewards.contract import as_pil, as_uint8
 from digenrl.rewards.image_reward import preprocessed

@@ -8,7 +8,14 @@ import sys
 import pytest
 
 from digenrl.config.reading import ConfigError, Frozen, parse_model
-from digenrl.config.rewards import REWARDS, FunctionSettings, OcrSettings, Rewards, parse_reward, parse_rewards
+from digenrl.config.rewards.table import (
+    REWARDS,
+    FunctionSettings,
+    OcrSettings,
+    Rewards,
+    parse_reward,
+    parse_rewards,
+)
 
 
 class WithRewards(Frozen):
@@ -84,7 +91,8 @@ def modules_after(statement: str) -> set[str]:
 
 
 def test_settings_load_without_torch() -> None:
-    statement = "import digenrl.config.rewards, digenrl.config.prompts, digenrl.rewards, digenrl.prompts.sampler"
+    settings = "digenrl.config.rewards.table, digenrl.config.recipes.prompts"
+    statement = f"import {settings}, digenrl.rewards, digenrl.prompts.sampler"
     assert not {"torch", "transformers", "onnxruntime", "PIL", "pyarrow", "fastapi"} & modules_after(statement)
 
 
@@ -93,7 +101,7 @@ def test_libraries_load_only_when_a_reward_is_built() -> None:
     heavy = {"transformers", "onnxruntime", "rapidocr", "cv2", "PIL", "httpx", "fastapi", "uvicorn"}
     built = modules_after(
         "import sys, digenrl.rewards.contract\n"
-        "from digenrl.config.rewards import parse_reward\n"
+        "from digenrl.config.rewards.table import parse_reward\n"
         "from digenrl.rewards.building import build_reward\n"
         f"assert not {heavy} & sys.modules.keys()\n"
         "build_reward(parse_reward('jpeg_compressibility'))"

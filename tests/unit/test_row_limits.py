@@ -14,8 +14,8 @@ from toy_model import TOY_SIZE, ToyModel
 
 from digenrl.config.algorithms import Needs
 from digenrl.config.reading import ConfigError, parse_model
-from digenrl.config.recipe import Recipe
-from digenrl.config.windows import AllSteps
+from digenrl.config.recipes.recipe import Recipe
+from digenrl.config.recipes.windows import AllSteps
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
 from digenrl.generation.rollout import GeneratedSlice, RolloutSettings, decode_slice, generate_slice

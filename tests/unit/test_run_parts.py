@@ -299,7 +299,7 @@ def test_a_resumed_run_knows_its_earlier_lanes() -> None:
 
 
 def write_checkpoint(folder: RunFolder, step: int, **facts: Any) -> None:
-    from digenrl.config.recipe_files import fingerprint
+    from digenrl.config.recipes.files import fingerprint
 
     known = {"at_ns": 5, "jobs_issued": 6, "positions": {}, "fingerprint": fingerprint(folder.recipe)}
     path = folder.checkpoint(step)

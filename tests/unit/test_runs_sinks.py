@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from watched_runs import initial_state_of, watch
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe import LoggingSettings
+from digenrl.config.recipes.recipe import LoggingSettings
 from digenrl.metrics import sinks
 from digenrl.metrics.sinks import FileSink, check_logging, open_sinks
 from digenrl.metrics.tensorboard_sink import TensorBoardSink

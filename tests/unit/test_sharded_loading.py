@@ -13,7 +13,7 @@ from test_model_sources import WEIGHTS
 from torch import nn
 
 from digenrl.config.reading import ConfigError, parse_model
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.models.adapters.lora import adapter_parameters
 from digenrl.models.loading.sources import ModelSource
 from digenrl.models.loading.stored_weights import StoredWeights

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from digenrl.config.reading import parse_model
-from digenrl.planning.cluster import Cluster
-from digenrl.planning.site_proposal import Links, ProbedMachine, proposal_text, propose_sites, proposed_cluster
+from digenrl.planning.facts.cluster import Cluster
+from digenrl.planning.sites.proposal import Links, ProbedMachine, proposal_text, propose_sites, proposed_cluster
 
 
 def links(groups: list[list[str]], inside: list[float], between: float) -> Links:

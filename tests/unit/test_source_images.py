@@ -12,8 +12,8 @@ from PIL import Image
 from pyarrow import parquet
 from source_pictures import picture
 
-from digenrl.config.prompts import PromptSettings
 from digenrl.config.reading import ConfigError
+from digenrl.config.recipes.prompts import PromptSettings
 from digenrl.driver.prompt_store import PromptStore
 from digenrl.models.registry import FAMILIES
 from digenrl.prompts.sampler import PromptSampler

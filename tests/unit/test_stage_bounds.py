@@ -13,7 +13,7 @@ from rank_processes import on_ranks
 
 import digenrl
 from digenrl.config.reading import ConfigError, parse_model
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.models.adapters.lora import add_lora
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.parallel.block_costs import ChainCosts, block_work, chain_costs

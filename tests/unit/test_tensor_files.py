@@ -11,7 +11,7 @@ from tiny_pipelines import tiny_folder
 from torch import Tensor
 
 from digenrl.algorithms.contract import Algorithm
-from digenrl.config.windows import read_window
+from digenrl.config.recipes.windows import read_window
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
 from digenrl.generation.windows import plan_rollouts

@@ -17,7 +17,7 @@ from scored_groups import (
 )
 from tiny_pipelines import tiny_model
 
-from digenrl.config.training import TrainerSettings
+from digenrl.config.recipes.training import TrainerSettings
 from digenrl.models.adapters.lora import add_lora
 from digenrl.models.registry import FAMILIES
 from digenrl.testing.tiny_models import tiny_size

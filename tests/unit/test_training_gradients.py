@@ -25,7 +25,7 @@ from scored_groups import (
 )
 
 from digenrl.algorithms.registry import ALGORITHMS, build_algorithm
-from digenrl.config.training import TrainerSettings
+from digenrl.config.recipes.training import TrainerSettings
 from digenrl.models.trajectory import StepNoise
 
 EVERY = pytest.mark.parametrize("name", list(ALGORITHMS))

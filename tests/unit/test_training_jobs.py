@@ -21,11 +21,11 @@ from scored_groups import (
 
 from digenrl.algorithms.registry import ALGORITHMS, build_algorithm
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe_files import read_recipe
-from digenrl.config.training import TrainerSettings
-from digenrl.training.fixed_point_sums import FixedPointSums
-from digenrl.training.gradients import GradientSums
-from digenrl.training.job_sums import JobSums
+from digenrl.config.recipes.files import read_recipe
+from digenrl.config.recipes.training import TrainerSettings
+from digenrl.training.gradients.fixed_point_sums import FixedPointSums
+from digenrl.training.gradients.job_sums import JobSums
+from digenrl.training.gradients.sums import GradientSums
 from digenrl.training.metrics import Tally
 from digenrl.training.open_batch import BatchShape
 from digenrl.training.packing.packed_passes import PassResult

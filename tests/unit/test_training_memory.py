@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from digenrl.algorithms.registry import build_algorithm
-from digenrl.config.training import EmaSettings, TrainerSettings
+from digenrl.config.recipes.training import EmaSettings, TrainerSettings
 
 PACK_SIZE = "digenrl.training.packing.pack_size"
 KINDS = {
@@ -71,7 +71,9 @@ def test_a_pass_shares_memory_with_exactly_what_the_plan_accounts_for(number, ki
 def test_the_plan_accounts_for_the_eight_bytes_of_shared_sums_and_for_several_jobs_of_a_group(
     kind, job_samples, monkeypatch
 ):
-    monkeypatch.setattr("digenrl.training.fixed_point_sums.JOINED_VALUES", 1)  # the census goes by shapes
+    monkeypatch.setattr(
+        "digenrl.training.gradients.fixed_point_sums.JOINED_VALUES", 1
+    )  # the census goes by shapes
     name, options = KINDS[kind]
     settings = TrainerSettings(pack_size=2, ema=EmaSettings(), job_samples=job_samples)
     options = options | {"updates_per_batch": 1}

@@ -10,10 +10,10 @@ import torch
 from scored_groups import Rollout, differences, relative_difference, scored_groups, state_of, toy, trainer_of
 
 from digenrl.algorithms.registry import build_algorithm
-from digenrl.config.training import EmaSettings, TrainerSettings
-from digenrl.training.gradients import GradientSums
-from digenrl.training.job_sums import JobSums
-from digenrl.training.ordered_sums import OrderedSums
+from digenrl.config.recipes.training import EmaSettings, TrainerSettings
+from digenrl.training.gradients.job_sums import JobSums
+from digenrl.training.gradients.ordered_sums import OrderedSums
+from digenrl.training.gradients.sums import GradientSums
 
 GROUPS = 4
 IN_ORDER = (0, 1, 2, 3)

@@ -20,7 +20,7 @@ from test_checkpoints import files_of_at_most, flip_a_byte, names_in
 from test_export import SIZE, loaded_in_diffusers, model_of, velocity_of
 
 from digenrl.algorithms.registry import build_algorithm
-from digenrl.config.training import EmaSettings
+from digenrl.config.recipes.training import EmaSettings
 from digenrl.records import Save
 from digenrl.testing.tiny_models import make_tiny_pipeline
 from digenrl.training.checkpoint.checkpoints import read_checkpoint, save_checkpoint

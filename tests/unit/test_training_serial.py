@@ -7,7 +7,7 @@ import torch
 from scored_groups import Rollout, relative_difference, scored_groups, serial_gradient, serial_of, toy
 
 from digenrl.algorithms.registry import build_algorithm
-from digenrl.config.training import TrainerSettings
+from digenrl.config.recipes.training import TrainerSettings
 from digenrl.models.stochastic_step import StepTimes, stochastic_step
 
 

@@ -26,7 +26,7 @@ from shared_training import Assistant, SharedCase
 
 from digenrl.algorithms.registry import ALGORITHMS, build_algorithm
 from digenrl.config.reading import ConfigError
-from digenrl.config.training import EmaSettings, TrainerSettings
+from digenrl.config.recipes.training import EmaSettings, TrainerSettings
 from digenrl.host_memory import loading_in_turn
 from digenrl.models.model_weights import weights_state
 from digenrl.models.parallel.shards import gather_to_first_rank, local_shard

@@ -17,7 +17,7 @@ from shared_training import (
     whole_groups,
 )
 
-from digenrl.training.gradient_share import share_as_tensors
+from digenrl.training.gradients.share import share_as_tensors
 
 RECOMPUTED = SETTINGS.model_copy(update={"old_log_probs": "recomputed"})
 

@@ -19,7 +19,7 @@ from shared_training import (
     without_first_sample,
 )
 
-from digenrl.training.gradient_share import share_as_tensors, share_of_tensors, without_tensors
+from digenrl.training.gradients.share import share_as_tensors, share_of_tensors, without_tensors
 
 CASES = [
     SharedCase("flow_grpo"),  # the batch's scale with samples beyond the clamp, and a reference

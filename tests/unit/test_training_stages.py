@@ -18,7 +18,7 @@ from staged_training import StagedCase, all_trained, trained
 import digenrl
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError, parse_model
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.parallel.staged_blocks import keep_blocks
 from digenrl.stages.codec_choice import Codec, LinkCodecs

@@ -14,12 +14,12 @@ from shared_training import SETTINGS as SHARED
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe_files import read_recipe
-from digenrl.config.training import EmaSettings, TrainerSettings
+from digenrl.config.recipes.files import read_recipe
+from digenrl.config.recipes.training import EmaSettings, TrainerSettings
 from digenrl.driver.calibration import Calibration, terms_of
 from digenrl.records import LaneOffer
 from digenrl.simulation.prediction import predict
-from digenrl.training.gradient_share import share_as_tensors
+from digenrl.training.gradients.share import share_as_tensors
 from digenrl.training.offload.host_copies import HostCopies, HostMemory
 from digenrl.training.offload.offloader import Offloader
 

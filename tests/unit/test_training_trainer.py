@@ -24,7 +24,7 @@ from scored_groups import (
 from toy_model import ToyModel
 
 from digenrl.algorithms.registry import build_algorithm
-from digenrl.config.training import EmaSettings, TrainerSettings
+from digenrl.config.recipes.training import EmaSettings, TrainerSettings
 from digenrl.models.adapters.lora import add_lora
 from digenrl.training.open_batch import BatchShape
 from digenrl.training.trainer import Trainer

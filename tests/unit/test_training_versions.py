@@ -12,7 +12,7 @@ from scored_groups import Rollout, differences, nudge, scored_groups, state_of, 
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
-from digenrl.config.training import EmaSettings, TrainerSettings
+from digenrl.config.recipes.training import EmaSettings, TrainerSettings
 from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.records import Save
 from digenrl.training.checkpoint.checkpoints import read_checkpoint

@@ -12,7 +12,7 @@ from diffusers import DDIMScheduler, PNDMScheduler
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe_files import read_recipe
+from digenrl.config.recipes.files import read_recipe
 from digenrl.models.contract import Schedule
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import find_family

@@ -11,9 +11,9 @@ from tiny_videoalign import NORMAL, TinyVideoAlign, save_videoalign
 from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from digenrl.config.model_rewards import VideoAlignSettings
 from digenrl.config.reading import ConfigError
-from digenrl.config.rewards import parse_reward
+from digenrl.config.rewards.models import VideoAlignSettings
+from digenrl.config.rewards.table import parse_reward
 from digenrl.rewards.building import build_reward
 from digenrl.rewards.contract import RewardError
 from digenrl.rewards.videoalign import VideoAlignReward, frame_indices, patched, resized

@@ -16,7 +16,7 @@ from scored_groups import lively, scored_groups, toy
 from torch import Tensor
 
 from digenrl.config.reading import parse_model
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
 from digenrl.models.contract import DiffusionModel, TextEncoder

@@ -23,7 +23,7 @@ from rich.progress import Progress, TextColumn
 from torch import Tensor, nn
 from untrained_pipeline import untrained_pipeline
 
-from digenrl.config.prompts import PromptSettings
+from digenrl.config.recipes.prompts import PromptSettings
 from digenrl.demo import held_out_prompts
 from digenrl.models.families.sd3 import SD3Model
 from digenrl.models.loading.pipelines import without_progress_bars

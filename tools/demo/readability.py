@@ -8,8 +8,8 @@ import torch
 from number_images import HEIGHT, WIDTH
 from torch import Tensor
 
-from digenrl.config.rewards import OcrSettings
-from digenrl.config.windows import EulerOnly
+from digenrl.config.recipes.windows import EulerOnly
+from digenrl.config.rewards.table import OcrSettings
 from digenrl.generation.rollout import RolloutSettings, generate_pixels
 from digenrl.generation.windows import plan_rollouts
 from digenrl.models.contract import DiffusionModel, SampleSize

@@ -18,8 +18,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from digenrl.config.experts import Expert
 from digenrl.config.reading import ConfigError, nearest
+from digenrl.config.recipes.experts import Expert
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.experts import EXPERTS, parts_of, path_in
 

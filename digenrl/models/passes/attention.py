@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from digenrl.config.attention import Kernels, fixed_kernels
+from digenrl.config.recipes.attention import Kernels, fixed_kernels
 from digenrl.records import Kernel, PassKind
 
 HOPPER = (9, 0)  # compute capability

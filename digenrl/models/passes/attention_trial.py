@@ -24,7 +24,7 @@ import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor
 
-from digenrl.config.attention import CANDIDATES
+from digenrl.config.recipes.attention import CANDIDATES
 from digenrl.models.passes.attention import BACKENDS, prepare_attention
 from digenrl.models.passes.forward_record import AttentionCall
 from digenrl.models.transfers import synchronize

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, pad
 
-from digenrl.config.base_precision import NF4_BLOCK
+from digenrl.config.recipes.base_precision import NF4_BLOCK
 
 # Quantiles of a normal distribution, scaled to [-1, 1], with an exact zero (arXiv 2305.14314, appendix E).
 NF4_LEVELS = (

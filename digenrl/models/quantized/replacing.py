@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from digenrl.config.base_precision import UNQUANTIZED
 from digenrl.config.reading import ConfigError
+from digenrl.config.recipes.base_precision import UNQUANTIZED
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.quantized.layers import QuantizedLinear
 

@@ -10,8 +10,8 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, CLIPModel
 
-from digenrl.config.model_rewards import ClipRewardSettings
 from digenrl.config.reading import ConfigError
+from digenrl.config.rewards.models import ClipRewardSettings
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, as_pil
 from digenrl.rewards.parts.weights import is_directory, load_pretrained, load_whole_model, pick_device
 

@@ -15,9 +15,9 @@ from PIL import Image
 from pydantic import Field, ValidationError
 from transformers import AutoImageProcessor, AutoModelForObjectDetection
 
-from digenrl.config.model_rewards import GenevalSettings
 from digenrl.config.reading import Frozen
-from digenrl.config.rewards import ServerSettings
+from digenrl.config.rewards.models import GenevalSettings
+from digenrl.config.rewards.table import ServerSettings
 from digenrl.rewards.parts.geneval_rules import LEAST_CONFIDENCE, Detection
 from digenrl.rewards.parts.weights import load_pretrained, load_whole_model, pick_device
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from digenrl.config.judge import AnswerFormat
+from digenrl.config.rewards.judge import AnswerFormat
 
 SHOWN = 120  # characters of an answer that an error shows
 

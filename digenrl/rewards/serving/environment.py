@@ -22,7 +22,7 @@ from platform import python_version
 
 import digenrl
 from digenrl.config.reading import ConfigError
-from digenrl.config.reward_base import RewardSettings
+from digenrl.config.rewards.base import RewardSettings
 
 DESCRIPTION = "digenrl.json"
 SERVER_PACKAGES = ("torch", "numpy", "pillow")  # without ranges: a reward may need old versions

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import httpx
 
-from digenrl.config.rewards import ServerSettings
+from digenrl.config.rewards.table import ServerSettings
 from digenrl.rewards.serving.http_messages import check_token
 
 # Worth a retry: the server is overloaded or still starting. Other errors would repeat.

@@ -20,7 +20,7 @@ from typing import IO, Any
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.rewards import FunctionSettings
+from digenrl.config.rewards.table import FunctionSettings
 from digenrl.rewards.contract import SOURCE_IMAGES, Metadata, Reward, RewardBatch, RewardError
 
 START_TIMEOUT_S = 600.0  # imports and loads models

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.rewards import FunctionSettings
+from digenrl.config.rewards.table import FunctionSettings
 from digenrl.rewards.contract import SOURCE_IMAGES, Reward, RewardError
 from digenrl.rewards.function import build
 from digenrl.rewards.serving.isolated import receive, send

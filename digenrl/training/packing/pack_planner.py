@@ -8,7 +8,7 @@ from dataclasses import astuple, replace
 import torch
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.training import TrainerSettings
+from digenrl.config.recipes.training import TrainerSettings
 from digenrl.models.blocks import block_positions, checkpoint_blocks
 from digenrl.models.contract import DiffusionModel
 from digenrl.training.packing.memory_plan import PackPlan, choose_plan

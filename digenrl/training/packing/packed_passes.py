@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.training import TrainerSettings
+from digenrl.config.recipes.training import TrainerSettings
 from digenrl.models.contract import Conditioning
 from digenrl.models.parallel.shards import is_sharded
 from digenrl.models.parallel.token_exchange import TokenExchange
 from digenrl.models.passes.compiled import is_compiled
 from digenrl.models.transfers import to_device_like
 from digenrl.training.advantage_scale import AdvantageScale
-from digenrl.training.gradients import Gradients, GradientSums, drop_gradients, take_gradients
+from digenrl.training.gradients.sums import Gradients, GradientSums, drop_gradients, take_gradients
 from digenrl.training.metrics import Tally, log_prob_mismatch
 from digenrl.training.offload.switching import Switching
 from digenrl.training.packing.pack_planner import PackPlanner

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from digenrl.config.training import TrainerSettings
+from digenrl.config.recipes.training import TrainerSettings
 from digenrl.models.contract import Conditioning, DiffusionModel, Schedule
 from digenrl.models.objective import Objective, PairBatch, RenoisedPairs, StepPairs
 from digenrl.models.stochastic_step import StepResult, StepTimes, stochastic_step

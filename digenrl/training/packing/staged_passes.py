@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from digenrl.config.training import StageLinkSettings
+from digenrl.config.recipes.training import StageLinkSettings
 from digenrl.models.parallel.own_blocks import OwnBlocks
 from digenrl.stages.channels import LinkError
 from digenrl.stages.messages import States
-from digenrl.training.gradients import GradientSums, take_gradients
+from digenrl.training.gradients.sums import GradientSums, take_gradients
 from digenrl.training.metrics import Tally
 from digenrl.training.ranks.rank_group import RankGroup, RanksError
 from digenrl.training.ranks.stage_links import LinkControl

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from digenrl.config.training import CodecChoice, CodecName, StageLinkSettings
+from digenrl.config.recipes.training import CodecChoice, CodecName, StageLinkSettings
 from digenrl.stages.codec_choice import ACTIVATION_CODECS, GRADIENT_CODECS, Codec, LinkCodecs, mildest_codec
 from digenrl.stages.links import LinkSettings, Traffic
 from digenrl.training.ranks.rank_group import RankGroup

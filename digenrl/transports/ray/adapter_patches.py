@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from digenrl.config.cluster import WeightPatches
+from digenrl.config.recipes.cluster import WeightPatches
 from digenrl.records import Commit, Committed, Export, Exported, Job, Publish, Published, patch_name
 from digenrl.transports.contract import Report
 from digenrl.transports.ray.artifact_store import RayArtifactStore

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.transports.contract import RunResources
 from digenrl.transports.processes import prepare_fork_server
 from digenrl.transports.rank_groups import RankGroupTransport

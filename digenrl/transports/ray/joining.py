@@ -20,8 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from digenrl.config.cluster import ClusterSettings
 from digenrl.config.reading import ConfigError, one_line
+from digenrl.config.recipes.cluster import ClusterSettings
 from digenrl.transports.ray import cleanup
 from digenrl.transports.ray.capacity import ClusterResources, NodeResources
 from digenrl.transports.ray.internals import (

@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from digenrl.config.cluster import ClusterGeneratorPool, WorkerResources
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.cluster import ClusterGeneratorPool, WorkerResources
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.transports.ray.capacity import ClusterResources, ResourceRequest, check_capacity
 from digenrl.transports.ray.sites import check_site_labels
 from digenrl.worker.assignment import ENCODER, TRAINER, Assignment, Duty, Workers

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from digenrl.config.cluster import SITE_LABEL
 from digenrl.config.reading import ConfigError
+from digenrl.config.recipes.cluster import SITE_LABEL
 from digenrl.transports.ray.capacity import ClusterResources, ResourceRequest
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.records import Job, JobFailed, Publish, Published, patch_name
 from digenrl.transports.contract import Gone, InputsLost, Message, Report
 from digenrl.transports.process_setup import TORCH_ENVIRONMENT, log_file

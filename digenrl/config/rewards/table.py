@@ -7,7 +7,7 @@ A recipe names rewards in any of these ways; the last two are equivalent:
     rewards: ["my_package.rewards:smile"]
     rewards: [{name: function, target: "my_package.rewards:smile"}]
 
-To add a reward, write its settings here or, if it has weights, in model_rewards.py, list them in `REWARDS`, and
+To add a reward, write its settings here or, if it has weights, in models.py, list them in `REWARDS`, and
 write digenrl/rewards/NAME.py.
 """
 
@@ -27,9 +27,11 @@ from pydantic import (
     field_validator,
 )
 
-from digenrl.config.imagenet_classes import class_indices
-from digenrl.config.judge import AnswerFormat, JudgeTemplate, read_template
-from digenrl.config.model_rewards import (
+from digenrl.config.reading import ConfigError, nearest, parse_model
+from digenrl.config.rewards.base import FrameRewardSettings, RewardSettings
+from digenrl.config.rewards.imagenet_classes import class_indices
+from digenrl.config.rewards.judge import AnswerFormat, JudgeTemplate, read_template
+from digenrl.config.rewards.models import (
     AestheticSettings,
     ClipScoreSettings,
     DeqaSettings,
@@ -40,8 +42,6 @@ from digenrl.config.model_rewards import (
     PickScoreSettings,
     VideoAlignSettings,
 )
-from digenrl.config.reading import ConfigError, nearest, parse_model
-from digenrl.config.reward_base import FrameRewardSettings, RewardSettings
 from digenrl.config.token_variables import check_token_variable
 
 TextMatch = Literal["contained", "target", "whole"]

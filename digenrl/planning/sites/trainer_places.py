@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from digenrl.planning.candidates import PlanOptions
-from digenrl.planning.cluster import CardPool, Cluster
 from digenrl.planning.colocated import joint_trainer
 from digenrl.planning.costs import TrainerLayout, commit_seconds, gather_seconds, unit_seconds
-from digenrl.planning.plans import TrainerPlace
-from digenrl.planning.stages import MOST_STAGES, StagedTrainer, best_stages
-from digenrl.planning.workload import Workload
+from digenrl.planning.facts.cluster import CardPool, Cluster
+from digenrl.planning.facts.workload import Workload
+from digenrl.planning.results.plans import TrainerPlace
+from digenrl.planning.sites.stages import MOST_STAGES, StagedTrainer, best_stages
 
 
 def compare_places(workload: Workload, cluster: Cluster, options: PlanOptions) -> tuple[TrainerPlace, ...]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from digenrl.training.advantage_scale import AdvantageScale
-from digenrl.training.gradients import Gradients, scaled
-from digenrl.training.job_sums import JobSums, UpdateSums
+from digenrl.training.gradients.job_sums import JobSums, UpdateSums
+from digenrl.training.gradients.sums import Gradients, scaled
 from digenrl.training.offload.switching import Switching
 from digenrl.training.open_batch import GroupEntry, OpenBatch
 from digenrl.training.packing.packed_passes import PackedPasses, PassContext, PassResult

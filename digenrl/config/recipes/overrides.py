@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
 from digenrl.config.reading import TOO_DEEP, ConfigError, check_content, model_inside, one_line
-from digenrl.config.recipe import Recipe
+from digenrl.config.recipes.recipe import Recipe
 
 # Keys below these are not in the schema.
 OPEN_KEYS = ("rewards", "evaluation.rewards", "algorithm.options", "sample.window")

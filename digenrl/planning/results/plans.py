@@ -7,9 +7,9 @@ from typing import Literal
 
 from digenrl.config.spec import Spec
 from digenrl.planning.bounds import Rates
+from digenrl.planning.facts.workload import Workload
 from digenrl.planning.layout import Layout
 from digenrl.planning.memory import MemoryReport
-from digenrl.planning.workload import Workload
 
 Kind = Literal["disaggregated", "trainer helps", "both directions", "colocated"]
 Place = Literal["one site", "stages", "data parallel"]

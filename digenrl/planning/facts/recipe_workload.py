@@ -10,13 +10,13 @@ from typing import Any
 from digenrl.config.plan_files import work_of
 from digenrl.config.profiles import Profile, ProfiledWork
 from digenrl.config.reading import ConfigError, parse_model
-from digenrl.config.recipe import TERMS_PER_JOB, Recipe
-from digenrl.config.recipe_paths import RANDOM
+from digenrl.config.recipes.paths import RANDOM
+from digenrl.config.recipes.recipe import TERMS_PER_JOB, Recipe
 from digenrl.planning.candidates import PlanOptions
-from digenrl.planning.cluster import Cluster
+from digenrl.planning.facts.cluster import Cluster
+from digenrl.planning.facts.model_facts import CatalogueModel, ModelFacts, known_models
+from digenrl.planning.facts.workload import Workload
 from digenrl.planning.layout import Capabilities
-from digenrl.planning.model_facts import CatalogueModel, ModelFacts, known_models
-from digenrl.planning.workload import Workload
 
 NO_GUIDANCE = 1.0  # up to this scale there is no unconditional forward
 BATCH_KEYS = {"recipe", "prompts", "samples_per_prompt", "slice"}  # of a profile; do not affect its costs

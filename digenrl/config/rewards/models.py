@@ -1,4 +1,4 @@
-"""Settings of the rewards that have weights, one model each. rewards.py has the table of all rewards."""
+"""Settings of the rewards that have weights, one model each. `table.py` has the table of all rewards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from digenrl.config.limits import Weight
-from digenrl.config.reward_base import FrameRewardSettings, RewardSettings
+from digenrl.config.rewards.base import FrameRewardSettings, RewardSettings
 from digenrl.config.token_variables import check_token_variable
 
 LAION_CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"

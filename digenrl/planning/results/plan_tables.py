@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
+from digenrl.planning.facts.workload import Workload
 from digenrl.planning.memory import MemoryReport
-from digenrl.planning.plans import Plan, PlanResult
-from digenrl.planning.workload import Workload
+from digenrl.planning.results.plans import Plan, PlanResult
 
 
 def plans_table(plans: Sequence[Plan], colocated: Plan | None = None) -> Table:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from digenrl.models.transfers import to_host
-from digenrl.training.gradients import Gradients, GradientSums, add_into
-from digenrl.training.job_sums import JobSums
+from digenrl.training.gradients.job_sums import JobSums
+from digenrl.training.gradients.sums import Gradients, GradientSums, add_into
 from digenrl.training.metrics import Tally
 from digenrl.training.packing.packed_passes import PassResult
 from digenrl.training.ranks.rank_group import RankGroup

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from digenrl.config.base_precision import UNQUANTIZED, BasePrecision, stored_bytes
 from digenrl.config.generator_pools import slice_sizes
 from digenrl.config.reading import Frozen, parse_model
-from digenrl.planning.model_facts import (
+from digenrl.config.recipes.base_precision import UNQUANTIZED, BasePrecision, stored_bytes
+from digenrl.planning.facts.model_facts import (
     BYTES_BF16,
     BYTES_FP32,
     ForwardWork,

@@ -11,7 +11,6 @@ from itertools import permutations
 from math import ceil
 
 from digenrl.planning.candidates import PlanOptions
-from digenrl.planning.cluster import CardPool, Cluster
 from digenrl.planning.costs import (
     GB,
     GBIT,
@@ -20,9 +19,10 @@ from digenrl.planning.costs import (
     network_bytes_s,
     training_pass_seconds,
 )
+from digenrl.planning.facts.cluster import CardPool, Cluster
+from digenrl.planning.facts.workload import Workload
 from digenrl.planning.memory import GIB, RECOMPUTED_BLOCKS, SHARDED_BYTES_PER_PARAMETER, available_gib
-from digenrl.planning.sites import site_gbit_s
-from digenrl.planning.workload import Workload
+from digenrl.planning.sites.groups import site_gbit_s
 from digenrl.stages.partition import Partition, best_partition
 
 MOST_STAGES = 16

@@ -6,8 +6,8 @@ from typing import Literal
 
 from digenrl.planning.both_directions import SharedResult
 from digenrl.planning.candidates import Objective
-from digenrl.planning.plans import Plan
-from digenrl.planning.workload import Workload
+from digenrl.planning.facts.workload import Workload
+from digenrl.planning.results.plans import Plan
 
 Cause = Literal["waiting", "gathering", "switching", "training", "slow cards", "fewer cards", "gaps"]
 

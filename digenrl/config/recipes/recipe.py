@@ -17,10 +17,6 @@ from digenrl.config.algorithms import (
     AlgorithmSettings,
     read_algorithm_settings,
 )
-from digenrl.config.attention import fixed_kernels
-from digenrl.config.base_precision import UNQUANTIZED, BasePrecision, EncoderPrecision
-from digenrl.config.cluster import ClusterSettings
-from digenrl.config.experts import Expert
 from digenrl.config.generator_pools import check_pool_slice, check_slice, slice_sizes
 from digenrl.config.limits import (
     DenoisingSteps,
@@ -33,17 +29,21 @@ from digenrl.config.limits import (
     Rows,
     check_samples,
 )
-from digenrl.config.prompts import HeldOutPromptSettings, PromptSettings
 from digenrl.config.reading import ConfigError, Frozen, errors_about
-from digenrl.config.recipe_paths import RANDOM
-from digenrl.config.reward_base import RewardSettings
-from digenrl.config.rewards import PreferenceSettings, Rewards
-from digenrl.config.source_sizes import SourceSize
+from digenrl.config.recipes.attention import fixed_kernels
+from digenrl.config.recipes.base_precision import UNQUANTIZED, BasePrecision, EncoderPrecision
+from digenrl.config.recipes.cluster import ClusterSettings
+from digenrl.config.recipes.experts import Expert
+from digenrl.config.recipes.paths import RANDOM
+from digenrl.config.recipes.prompts import HeldOutPromptSettings, PromptSettings
+from digenrl.config.recipes.source_sizes import SourceSize
+from digenrl.config.recipes.topology import TOPOLOGIES, Mode, Topology
+from digenrl.config.recipes.training import PublishSettings, TrainerSettings
+from digenrl.config.recipes.windows import Window, read_window
+from digenrl.config.rewards.base import RewardSettings
+from digenrl.config.rewards.table import PreferenceSettings, Rewards
 from digenrl.config.spec import AssistName, DispatchRuleName, HelpRuleName, ScheduleRules
 from digenrl.config.token_variables import HUB_TOKENS, check_token_variable
-from digenrl.config.topology import TOPOLOGIES, Mode, Topology
-from digenrl.config.training import PublishSettings, TrainerSettings
-from digenrl.config.windows import Window, read_window
 from digenrl.records import Kernel, PassKind
 
 TERMS_PER_JOB = 8  # loss terms of a Train job, at least, if every card trains alone

@@ -8,7 +8,7 @@ from math import inf
 from pydantic import Field, field_validator
 
 from digenrl.config.reading import Frozen
-from digenrl.planning.cards import Positive
+from digenrl.planning.facts.cards import Positive
 
 
 class SiteLink(Frozen):

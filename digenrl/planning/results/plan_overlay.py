@@ -9,9 +9,9 @@ import yaml
 
 from digenrl.config.plan_files import work_of
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipe import Recipe, technique_keys
-from digenrl.planning.plan_tables import rate_words
-from digenrl.planning.plans import Plan
+from digenrl.config.recipes.recipe import Recipe, technique_keys
+from digenrl.planning.results.plan_tables import rate_words
+from digenrl.planning.results.plans import Plan
 
 
 def overlay(plan: Plan, recipe: Recipe, recipe_name: str) -> dict[str, Any]:

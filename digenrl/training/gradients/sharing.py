@@ -7,18 +7,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from digenrl.config.training import TrainerSettings
+from digenrl.config.recipes.training import TrainerSettings
 from digenrl.models.adapters.lora import has_lora
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.parallel.shards import any_sharded
 from digenrl.training.advantage_scale import AdvantageScale
-from digenrl.training.fixed_point_sums import FixedPointSums
-from digenrl.training.gradient_share import GradientShare
-from digenrl.training.gradients import GradientSums
-from digenrl.training.job_sums import JobSums, UpdateSums
+from digenrl.training.gradients.fixed_point_sums import FixedPointSums
+from digenrl.training.gradients.job_sums import JobSums, UpdateSums
+from digenrl.training.gradients.ordered_sums import OrderedSums
+from digenrl.training.gradients.share import GradientShare
+from digenrl.training.gradients.sums import GradientSums
 from digenrl.training.metrics import Tally
 from digenrl.training.open_batch import OpenBatch
-from digenrl.training.ordered_sums import OrderedSums
 from digenrl.training.policy_weights import PolicyWeights, trained_parameters
 from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.training.trainer_state import Tensors

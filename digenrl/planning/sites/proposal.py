@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from digenrl.config.cluster import SITE_LABEL
-from digenrl.planning.cards import known_cards
+from digenrl.config.recipes.cluster import SITE_LABEL
+from digenrl.planning.facts.cards import known_cards
 
 # Two machines are in one site if their link has at least these rates: a share of the best link of each, and a
 # rate below which the planner should know about the link in any case.

@@ -11,9 +11,9 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from digenrl.config.profiles import Profile, find_profile, read_profile
 from digenrl.config.reading import ConfigError, Frozen, parse_model, read_mapping
-from digenrl.planning.cards import Card, Positive, find_card, known_cards, undescribed_card
-from digenrl.planning.model_facts import Whole
-from digenrl.planning.sites import SiteLink, check_sites
+from digenrl.planning.facts.cards import Card, Positive, find_card, known_cards, undescribed_card
+from digenrl.planning.facts.model_facts import Whole
+from digenrl.planning.sites.groups import SiteLink, check_sites
 
 Seconds = Annotated[float, Field(ge=0)]
 

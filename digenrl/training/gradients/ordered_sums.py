@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from digenrl.training.gradients import Gradients, add_into, scaled
-from digenrl.training.job_sums import JobSums
+from digenrl.training.gradients.job_sums import JobSums
+from digenrl.training.gradients.sums import Gradients, add_into, scaled
 from digenrl.training.metrics import Tally
 from digenrl.training.packing.packed_passes import PassResult
 from digenrl.training.ranks.rank_group import RankGroup

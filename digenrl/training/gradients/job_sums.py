@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from digenrl.training.gradients import Gradients, GradientSums
+from digenrl.training.gradients.sums import Gradients, GradientSums
 from digenrl.training.metrics import Tally
 from digenrl.training.packing.packed_passes import PassResult
 from digenrl.training.sample_jobs import SampleJob

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from digenrl.config.reading import ConfigError, Frozen, parse_model
-from digenrl.planning.cards import Positive, find_entry, read_catalogue
+from digenrl.planning.facts.cards import Positive, find_entry, read_catalogue
 
 Whole = Annotated[int, Field(ge=1)]
 WholeOrZero = Annotated[int, Field(ge=0)]

@@ -18,11 +18,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from digenrl.config.import_paths import add_to_python_path
-from digenrl.config.prompts import PromptSettings
 from digenrl.config.reading import ConfigError, check_content, parse_model, read_mapping
-from digenrl.config.recipe import Recipe
-from digenrl.config.recipe_overrides import Override, apply_override, blame, omegaconf_message, read_overrides
-from digenrl.config.recipe_paths import PACKAGE, find_file, names_in, place_paths
+from digenrl.config.recipes.overrides import Override, apply_override, blame, omegaconf_message, read_overrides
+from digenrl.config.recipes.paths import PACKAGE, find_file, names_in, place_paths
+from digenrl.config.recipes.prompts import PromptSettings
+from digenrl.config.recipes.recipe import Recipe
 
 SHIPPED = PACKAGE / "recipes"
 EXAMPLES = {"prompts.path": "prompts.txt", "evaluation.prompts.path": "held_out.txt"}

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from digenrl.config.import_paths import has_module
-from digenrl.config.judge import TEMPLATES
 from digenrl.config.reading import ConfigError, nearest
+from digenrl.config.rewards.judge import TEMPLATES
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[2]
 DEMO = "demo"  # the folder of prompts in the package
 DEMO_MODELS = {DEMO: "model", "edit_demo": "edit_model"}  # in the package, by source: their folders
 RANDOM = "random"  # a model with random weights

@@ -5,10 +5,10 @@ from __future__ import annotations
 from digenrl.config.spec import Spec
 from digenrl.planning.bounds import Rates
 from digenrl.planning.costs import TrainerLayout
+from digenrl.planning.facts.workload import Workload
 from digenrl.planning.layout import GeneratorLayout, Layout, memory_of_shared_card, memory_of_trainer
 from digenrl.planning.memory import MemoryReport, generator_memory
-from digenrl.planning.plans import Plan
-from digenrl.planning.workload import Workload
+from digenrl.planning.results.plans import Plan
 from digenrl.simulation.answer import Answer
 from digenrl.simulation.simulator import simulate
 

@@ -1,0 +1,1 @@
+"""Settings of one training run, and the files that contain them."""

@@ -1,0 +1,1 @@
+"""What the planner knows: cards, clusters, models and workloads."""

@@ -1,0 +1,1 @@
+"""Plans, why they won, and how they are shown and applied."""

@@ -1,0 +1,1 @@
+"""Clusters of several sites with slow links in between."""

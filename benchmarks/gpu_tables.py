@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
+from gpu_measured import Measured
 from rich.table import Table
-
-if TYPE_CHECKING:
-    from gpu import Measured
 
 
 def passes_table(results: Sequence[Measured]) -> Table:

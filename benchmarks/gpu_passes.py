@@ -18,8 +18,8 @@ from digenrl.config.recipes.recipe import Recipe
 from digenrl.driver.forwards import chosen_kernels, passes_to_try
 from digenrl.models.adapters.lora import AdaptedLinear
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.families.flux_attention import FluxAttention
-from digenrl.models.families.qwen_attention import JointAttention, RealRotations
+from digenrl.models.families.parts.flux_attention import FluxAttention
+from digenrl.models.families.parts.qwen_attention import JointAttention, RealRotations
 from digenrl.models.trajectory import ScoredGroup, Trajectory
 from digenrl.models.transfers import synchronize
 from digenrl.records import Slice

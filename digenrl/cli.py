@@ -15,9 +15,9 @@ import typer
 import yaml
 
 from digenrl import __version__
-from digenrl.commands import options
-from digenrl.commands.output import err, out, print_written, progress_bar
-from digenrl.commands.reward_environment import serve_in_environment
+from digenrl.commands.support import options
+from digenrl.commands.support.output import err, out, print_written, progress_bar
+from digenrl.commands.support.reward_environment import serve_in_environment
 from digenrl.config.import_paths import add_to_python_path
 from digenrl.config.plan_files import with_plan
 from digenrl.config.profiles import write_profile

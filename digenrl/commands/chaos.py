@@ -12,7 +12,7 @@ from rich.table import Table
 from digenrl.chaos.campaign import Campaign, CampaignResult, run_campaign
 from digenrl.chaos.faults import KINDS
 from digenrl.chaos.worlds import EVERY_KIND
-from digenrl.commands.output import out, progress_bar
+from digenrl.commands.support.output import out, progress_bar
 from digenrl.config.reading import ConfigError, nearest
 
 FAILURES_SHOWN = 5

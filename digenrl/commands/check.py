@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from digenrl.commands.model_memory import Device, MemoryNeeds, memory_needs, this_device, weight_bytes
-from digenrl.commands.model_probe import TokenizedProbe, compare_with_diffusers, tokenize
+from digenrl.commands.support.model_memory import Device, MemoryNeeds, memory_needs, this_device, weight_bytes
+from digenrl.commands.support.model_probe import TokenizedProbe, compare_with_diffusers, tokenize
 from digenrl.config.reading import ConfigError, nearest
 from digenrl.config.recipes.files import read_recipe, recipe_for_model, shipped_recipes
 from digenrl.config.recipes.overrides import read_overrides
@@ -32,7 +32,7 @@ from digenrl.worker.blueprint import (
     read_blueprint,
     source_of,
 )
-from digenrl.worker.expert_checks import check_experts
+from digenrl.worker.checks.experts import check_experts
 from digenrl.worker.pictures import as_image
 
 SMALL_VIDEO_FRAMES = 9  # of two latent frames in every family

@@ -9,10 +9,10 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from digenrl.commands.checkpoints import find_checkpoint
-from digenrl.commands.diffusers_snippet import lora_loading
-from digenrl.commands.output import out, print_written
-from digenrl.commands.output_folders import new_folder
+from digenrl.commands.support.checkpoints import find_checkpoint
+from digenrl.commands.support.diffusers_snippet import lora_loading
+from digenrl.commands.support.output import out, print_written
+from digenrl.commands.support.output_folders import new_folder
 from digenrl.config.reading import ConfigError, nearest, one_line
 from digenrl.models.adapters.lora_files import Adapters, write_comfyui, write_diffusers, write_peft
 from digenrl.models.contract import DiffusionModel

@@ -134,7 +134,7 @@ def facts_for(recipe: Recipe, cluster: Cluster) -> ModelFacts | None:
         return entry
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # no remarks about optional packages
     try:
-        from digenrl.commands.derived_facts import derive_facts, with_targets
+        from digenrl.commands.support.derived_facts import derive_facts, with_targets
     except ModuleNotFoundError as error:
         if any(pool.measured.slice_seconds for pool in cluster.pools):
             return entry

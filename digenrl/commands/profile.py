@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from diffusers.utils import logging as diffusers_logging
 
-from digenrl.commands.device_facts import device_facts
+from digenrl.commands.support.device_facts import device_facts
 from digenrl.config.profiles import Profile, ProfiledWork, SliceCost, TrainingCost, rounded
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.attention import Kernels
@@ -56,7 +56,7 @@ from digenrl.rewards.contract import RewardError
 from digenrl.runs.stopping import RunFailedError
 from digenrl.worker.assignment import threads_per_worker
 from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, make_trainer, read_blueprint
-from digenrl.worker.preflight import inspect_here
+from digenrl.worker.checks.preflight import inspect_here
 from digenrl.worker.stages import Stages, WorkerParts
 from digenrl.worker.worker import Worker
 

@@ -18,10 +18,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from digenrl.commands.checkpoints import UNTRAINED, find_checkpoint
-from digenrl.commands.diffusers_snippet import diffusers_snippet
-from digenrl.commands.output import out, print_written
-from digenrl.commands.output_folders import new_folder
+from digenrl.commands.support.checkpoints import UNTRAINED, find_checkpoint
+from digenrl.commands.support.diffusers_snippet import diffusers_snippet
+from digenrl.commands.support.output import out, print_written
+from digenrl.commands.support.output_folders import new_folder
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipes.prompts import HeldOutPromptSettings, PromptSettings
 from digenrl.config.recipes.recipe import EvaluationSettings, Recipe
@@ -37,11 +37,11 @@ from digenrl.training.checkpoint.atomic_folders import written_atomically
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
 from digenrl.training.checkpoint.export import weights_to_export
 from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, read_blueprint
+from digenrl.worker.checks.sources import IN_FILES, check_source_counts
 from digenrl.worker.clips import clip_suffix, write_clip
 from digenrl.worker.encoding import encode_prompt, source_images
 from digenrl.worker.pictures import as_image
 from digenrl.worker.rollouts import held_out_pixels
-from digenrl.worker.source_checks import IN_FILES, check_source_counts
 
 DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 

@@ -11,7 +11,7 @@ from typing import Any
 import typer
 from rich.console import Group, RenderableType
 
-from digenrl.commands.output import out, print_written, progress_bar
+from digenrl.commands.support.output import out, print_written, progress_bar
 from digenrl.config.profiles import read_profile
 from digenrl.config.reading import ConfigError
 from digenrl.config.spec import Spec

@@ -12,7 +12,7 @@ from digenrl.transports.contract import Backend, RunResources, Transport
 from digenrl.transports.processes import ProcessTransport, prepare_fork_server, set_threads
 from digenrl.transports.rank_groups import RankGroupTransport
 from digenrl.worker.assignment import Machine, threads_per_worker
-from digenrl.worker.preflight import cores_here, inspect, inspect_here
+from digenrl.worker.checks.preflight import cores_here, inspect, inspect_here
 
 
 def find_backend(recipe: Recipe) -> Backend:

@@ -34,7 +34,7 @@ from diffusers import (
 from transformers import Qwen2VLImageProcessorPil, Qwen3ForCausalLM, Qwen3Model
 
 from digenrl.models.families import flux, flux2_klein, qwen_image, sd3, sd15, z_image
-from digenrl.models.families.qwen_stream import QwenImage21Pipeline
+from digenrl.models.families.parts.qwen_stream import QwenImage21Pipeline
 from digenrl.models.loading.pipelines import pipeline_without
 from digenrl.testing.tiny_text_encoders import (
     tiny_clip,

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from digenrl.commands.derived_facts import facts_of
+from digenrl.commands.support.derived_facts import facts_of
 from digenrl.models.contract import SampleSize
 from digenrl.models.registry import FAMILIES
 from digenrl.planning.costs import forward_seconds, slice_seconds, training_pass_seconds

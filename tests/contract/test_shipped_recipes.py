@@ -9,7 +9,7 @@ from torch import nn
 
 from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
-from digenrl.commands.model_memory import memory_needs
+from digenrl.commands.support.model_memory import memory_needs
 from digenrl.config.recipes.files import read_recipe, shipped_recipes
 from digenrl.config.recipes.recipe import LaneSettings, Recipe
 from digenrl.generation.windows import choose_steps

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from digenrl.cli import app, main
-from digenrl.commands import output
+from digenrl.commands.support import output
 from digenrl.config.reading import ConfigError
 from digenrl.models.registry import FAMILIES
 from digenrl.testing.tiny_models import make_tiny_pipeline

@@ -6,7 +6,7 @@ import pytest
 
 from digenrl.config.recipes.files import read_recipe
 from digenrl.worker.blueprint import read_blueprint
-from digenrl.worker.distilled import distilled_warnings
+from digenrl.worker.checks.distilled import distilled_warnings
 
 
 def warned_keys(recipe: str, *overrides: str) -> set[str]:

@@ -16,8 +16,8 @@ import torch
 from doc_pages import DOCS, ROOT
 
 from digenrl.algorithms.registry import build_algorithm
-from digenrl.config import rewards as reward_settings
 from digenrl.config.recipes.files import read_recipe
+from digenrl.config.rewards import table as reward_settings
 from digenrl.config.rewards.table import parse_rewards
 from digenrl.models.adapters.lora import adapter_parameters, add_lora
 from digenrl.models.objective import StepPairs

@@ -11,7 +11,7 @@ from source_pictures import picture
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.files import read_recipe
 from digenrl.models.loading.hub import HubRepository
-from digenrl.worker.preflight import inspect_here
+from digenrl.worker.checks.preflight import inspect_here
 
 
 @pytest.fixture(autouse=True)

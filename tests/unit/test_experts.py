@@ -22,8 +22,8 @@ from scored_groups import (
 from tiny_wan_models import tiny_wan_a14b
 from torch import Tensor
 
-from digenrl.commands.derived_facts import derive_facts
-from digenrl.commands.model_probe import plain_pipeline
+from digenrl.commands.support.derived_facts import derive_facts
+from digenrl.commands.support.model_probe import plain_pipeline
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.files import read_recipe
 from digenrl.config.recipes.recipe import Recipe
@@ -43,7 +43,7 @@ from digenrl.models.registry import find_family
 from digenrl.records import SampleId
 from digenrl.testing.tiny_models import make_tiny_pipeline, seeded_weights, tiny_size
 from digenrl.training.checkpoint.export import export_merged
-from digenrl.worker.preflight import inspect_here
+from digenrl.worker.checks.preflight import inspect_here
 
 WAN = find_family("wan")
 PROMPTS = ["a red cat", "two small dogs running through a field of yellow flowers"]

@@ -18,7 +18,7 @@ from torch._inductor.runtime.hints import ReductionHint
 from digenrl.models.adapters.lora import ADAPTER, AdaptedLinear, add_lora, outputs_of
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.families.qwen_attention import rotated
+from digenrl.models.families.parts.qwen_attention import rotated
 from digenrl.models.passes.fused_gelu import LinearWithGelu, fuse_gelus, gelu_by_sigmoid
 from digenrl.models.passes.row_kernels import LONGEST_ROW, is_row
 from digenrl.testing.tiny_models import tiny_size
@@ -66,7 +66,8 @@ def test_adapters_with_one_input_have_the_outputs_and_gradients_of_single_ones(
         used = {n: g for n, g in zip(adapters, gradients, strict=True) if g is not None}
         found.append((velocity.detach(), used))
         monkeypatch.setattr(
-            "digenrl.models.families.qwen_attention.outputs_of", lambda layers, x: [layer(x) for layer in layers]
+            "digenrl.models.families.parts.qwen_attention.outputs_of",
+            lambda layers, x: [layer(x) for layer in layers],
         )
     (together, gradients_together), (single, gradients_single) = found
     torch.testing.assert_close(together, single, rtol=1e-6, atol=1e-9)

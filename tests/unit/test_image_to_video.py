@@ -10,7 +10,7 @@ import torch
 from source_pictures import picture
 from tiny_wan_models import tiny_wan_2_2, tiny_wan_i2v_2_1, tiny_wan_i2v_a14b
 
-from digenrl.commands.model_probe import plain_pipeline
+from digenrl.commands.support.model_probe import plain_pipeline
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.pipeline_model import PipelineModel

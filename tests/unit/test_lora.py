@@ -33,7 +33,7 @@ from digenrl.models.adapters.lora_files import (
     write_peft,
 )
 from digenrl.models.contract import DiffusionModel
-from digenrl.models.families.helpers import JOINT_ATTENTION
+from digenrl.models.families.parts.helpers import JOINT_ATTENTION
 from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.models.registry import find_family
 from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size

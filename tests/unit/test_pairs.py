@@ -29,7 +29,7 @@ from digenrl.rewards.building import build_reward
 from digenrl.rewards.contract import PREFERRED, RewardError
 from digenrl.testing.tiny_models import make_tiny_pipeline
 from digenrl.worker.blueprint import load_model, read_blueprint
-from digenrl.worker.preflight import inspect_here
+from digenrl.worker.checks.preflight import inspect_here
 from digenrl.worker.rollouts import plan
 from digenrl.worker.tensor_files import PAIR, image_tensors, images_of
 

@@ -358,7 +358,7 @@ def test_facts_are_derived_for_the_size_that_the_recipe_names():
 
 
 def test_measured_pools_need_no_derived_facts(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delitem(sys.modules, "digenrl.commands.derived_facts", raising=False)
+    monkeypatch.delitem(sys.modules, "digenrl.commands.support.derived_facts", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     assert facts_for(recipe_of("demo"), MEASURED) is None
     with pytest.raises(ConfigError, match=r"'demo'.*'torch'.*digenrl\[train\]"):

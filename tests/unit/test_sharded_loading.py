@@ -22,7 +22,7 @@ from digenrl.models.registry import FAMILIES, find_family
 from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 from digenrl.training.ranks.sharded_loading import load_sharded
 from digenrl.worker.blueprint import load_model, read_blueprint
-from digenrl.worker.sharding_checks import check_blocks, check_sharding
+from digenrl.worker.checks.sharding import check_blocks, check_sharding
 
 SD3 = find_family("sd3")
 STATUS = Path("/proc/self/status")

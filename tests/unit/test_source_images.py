@@ -20,7 +20,7 @@ from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.source_images import as_png, check_images, image_bytes, read_images, resized
 from digenrl.prompts.sources import Prompt, read_prompts
 from digenrl.records import HELD_OUT_STEP
-from digenrl.worker.source_checks import check_source_counts
+from digenrl.worker.checks.sources import check_source_counts
 
 PNG = as_png(picture(0, 8, 12))
 

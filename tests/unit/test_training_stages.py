@@ -26,7 +26,7 @@ from digenrl.testing.tiny_models import TINY_MODELS
 from digenrl.training.ranks.rank_group import RankGroup, RanksError
 from digenrl.training.trainable_state import TrainableState
 from digenrl.worker.blueprint import read_blueprint
-from digenrl.worker.sharding_checks import check_sharding
+from digenrl.worker.checks.sharding import check_sharding
 
 RECIPES = Path(digenrl.__file__).parent / "recipes"
 

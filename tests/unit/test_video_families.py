@@ -10,7 +10,7 @@ from diffusers import UniPCMultistepScheduler
 from tiny_wan_models import tiny_wan_2_2
 from torch import Tensor
 
-from digenrl.commands.model_probe import plain_pipeline
+from digenrl.commands.support.model_probe import plain_pipeline
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.pipeline_model import EulerSteps, PipelineModel

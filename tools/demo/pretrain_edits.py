@@ -23,7 +23,7 @@ from untrained_pipeline import SHIFT, small_t5, small_vae
 
 from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.families.flux_kontext import FluxKontextModel
-from digenrl.models.families.helpers import source_name
+from digenrl.models.families.parts.helpers import source_name
 from digenrl.testing.tiny_models import seeded_weights
 from digenrl.testing.tiny_text_encoders import tiny_clip, tiny_clip_tokenizer, tiny_t5_tokenizer
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
-from digenrl.models.families.comfyui_layers import DIFFUSERS_NAMES
-from digenrl.models.families.flux_attention import FluxAttention
-from digenrl.models.families.helpers import (
+from digenrl.models.families.parts.comfyui_layers import DIFFUSERS_NAMES
+from digenrl.models.families.parts.flux_attention import FluxAttention
+from digenrl.models.families.parts.helpers import (
     JOINT_ATTENTION,
     Text,
     at_least_fp32,
@@ -22,7 +22,7 @@ from digenrl.models.families.helpers import (
     shift_from_tokens,
     text_like,
 )
-from digenrl.models.families.image_vae import ImageVaeModel, image_vae
+from digenrl.models.families.parts.image_vae import ImageVaeModel, image_vae
 from digenrl.models.family import Component, Distilled, Family, FullSize
 from digenrl.models.parallel.token_exchange import TokenShares
 from digenrl.models.pipeline_model import TextLength, schedule_of

@@ -18,8 +18,8 @@ from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from torch import Tensor
 
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
-from digenrl.models.families.comfyui_layers import DIFFUSERS_NAMES
-from digenrl.models.families.helpers import (
+from digenrl.models.families.parts.comfyui_layers import DIFFUSERS_NAMES
+from digenrl.models.families.parts.helpers import (
     JOINT_ATTENTION,
     Text,
     guided_separately,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.families.flux import FLUX, TEXT_LENGTH, FluxModel
-from digenrl.models.families.helpers import source_name, vae_inputs
+from digenrl.models.families.parts.helpers import source_name, vae_inputs
 from digenrl.models.family import Component, FullSize, SourceCount
 
 SOURCE = source_name(0)

@@ -20,9 +20,9 @@ from torch.nn.functional import pad
 
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize
-from digenrl.models.families.helpers import Text, guided_separately, text_like
-from digenrl.models.families.hunyuan import HunyuanModel
-from digenrl.models.families.hunyuan_attention import VideoThenText, video_forward
+from digenrl.models.families.parts.helpers import Text, guided_separately, text_like
+from digenrl.models.families.parts.hunyuan import HunyuanModel
+from digenrl.models.families.parts.hunyuan_attention import VideoThenText, video_forward
 from digenrl.models.family import Component, Family, FullSize
 from digenrl.models.pipeline_model import TextLength
 

@@ -20,7 +20,7 @@ from diffusers import (
 from torch import Tensor
 
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
-from digenrl.models.families.helpers import (
+from digenrl.models.families.parts.helpers import (
     Text,
     guided_separately,
     latent_frames_height_width,

@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
-from digenrl.models.families.comfyui_layers import DIFFUSERS_NAMES
-from digenrl.models.families.helpers import (
+from digenrl.models.families.parts.comfyui_layers import DIFFUSERS_NAMES
+from digenrl.models.families.parts.helpers import (
     JOINT_ATTENTION,
     Text,
     at_least_fp32,
@@ -33,7 +33,7 @@ from digenrl.models.families.helpers import (
     stretched_schedule,
     unscaled_video_latents,
 )
-from digenrl.models.families.qwen_attention import JointAttention, RealRotations
+from digenrl.models.families.parts.qwen_attention import JointAttention, RealRotations
 from digenrl.models.family import Component, Family, FullSize
 from digenrl.models.parallel.token_exchange import TokenShares
 from digenrl.models.pipeline_model import PipelineModel, TextLength

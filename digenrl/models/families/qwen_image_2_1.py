@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
-from digenrl.models.families.helpers import (
+from digenrl.models.families.parts.helpers import (
     Text,
     guided_separately,
     latent_height_width,
@@ -27,14 +27,14 @@ from digenrl.models.families.helpers import (
     stretched_schedule,
     unscaled_video_latents,
 )
-from digenrl.models.families.qwen_image import SCHEDULER
-from digenrl.models.families.qwen_stream import (
+from digenrl.models.families.parts.qwen_stream import (
     QwenImage21Pipeline,
     RowPositions,
     TextProcessor,
     TextThenImage,
     stream_forward,
 )
+from digenrl.models.families.qwen_image import SCHEDULER
 from digenrl.models.family import Component, Family, FullSize
 from digenrl.models.pipeline_model import PipelineModel, TextLength, paired_negatives
 

@@ -21,7 +21,7 @@ from transformers import BatchFeature, Qwen2VLImageProcessorPil
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import Conditioning, SampleSize
-from digenrl.models.families.helpers import source_name, vae_inputs
+from digenrl.models.families.parts.helpers import source_name, vae_inputs
 from digenrl.models.families.qwen_image import QWEN_IMAGE, QwenImageModel
 from digenrl.models.family import Component, FullSize, SourceCount
 from digenrl.models.pipeline_model import TextLength, paired_negatives

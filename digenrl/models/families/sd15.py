@@ -8,7 +8,7 @@ import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 
 from digenrl.models.contract import Conditioning
-from digenrl.models.families.unets import UNetModel
+from digenrl.models.families.parts.unets import UNetModel
 from digenrl.models.family import Component, Family, FullSize
 from digenrl.models.pipeline_model import paired_negatives
 

@@ -10,8 +10,8 @@ from diffusers import AutoencoderKL, StableDiffusionXLPipeline, UNet2DConditionM
 from torch import Tensor
 
 from digenrl.models.contract import Conditioning, SampleSize
+from digenrl.models.families.parts.unets import UNetModel
 from digenrl.models.families.sd15 import SCHEDULER, TEXT_TOKENS, VAE_SHAPE
-from digenrl.models.families.unets import UNetModel
 from digenrl.models.family import Component, Distilled, Family, FullSize
 from digenrl.models.pipeline_model import paired_negatives
 

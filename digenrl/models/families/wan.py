@@ -16,8 +16,8 @@ from torch import Tensor
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import ComfyuiLayers, Conditioning, SampleSize, Schedule
 from digenrl.models.experts import EXPERTS
-from digenrl.models.families.comfyui_layers import WAN_LAYERS
-from digenrl.models.families.helpers import (
+from digenrl.models.families.parts.comfyui_layers import WAN_LAYERS
+from digenrl.models.families.parts.helpers import (
     guided_velocity,
     latent_frames_height_width,
     pixels_of_videos,

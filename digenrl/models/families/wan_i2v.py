@@ -19,7 +19,7 @@ from torch import Tensor
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
 from digenrl.models.experts import parts_of
-from digenrl.models.families.helpers import guided_velocity
+from digenrl.models.families.parts.helpers import guided_velocity
 from digenrl.models.families.wan import SCHEDULER_2_2, TEXT_LENGTH, WAN, WanModel, full_size
 from digenrl.models.family import SourceCount
 from digenrl.models.parallel.token_exchange import TokenShares

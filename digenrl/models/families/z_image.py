@@ -16,15 +16,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
-from digenrl.models.families.comfyui_layers import DIFFUSERS_NAMES
-from digenrl.models.families.helpers import (
+from digenrl.models.families.parts.comfyui_layers import DIFFUSERS_NAMES
+from digenrl.models.families.parts.helpers import (
     Text,
     at_least_fp32,
     negative_side,
     shift_from_tokens,
 )
-from digenrl.models.families.image_vae import ImageVaeModel, image_vae
-from digenrl.models.families.qwen_attention import rotated
+from digenrl.models.families.parts.image_vae import ImageVaeModel, image_vae
+from digenrl.models.families.parts.qwen_attention import rotated
 from digenrl.models.family import Component, Distilled, Family, FullSize
 from digenrl.models.passes.attention import AttentionProcessor
 from digenrl.models.pipeline_model import TextLength, schedule_of

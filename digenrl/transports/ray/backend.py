@@ -13,7 +13,7 @@ from digenrl.transports.rank_groups import RankGroupTransport
 from digenrl.transports.ray.joining import RayCluster, open_cluster
 from digenrl.transports.ray.placing import place_on_cluster, total_cpus
 from digenrl.worker.assignment import Machine, threads_per_worker
-from digenrl.worker.preflight import cores_here, inspect
+from digenrl.worker.checks.preflight import cores_here, inspect
 
 if TYPE_CHECKING:
     from digenrl.transports.ray.weight_broadcast import WeightTransfer

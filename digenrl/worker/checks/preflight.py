@@ -68,10 +68,10 @@ def _checked(recipe: Recipe) -> tuple[list[str], int]:
             check_hub_model,
             read_blueprint,
         )
-        from digenrl.worker.distilled import distilled_warnings
-        from digenrl.worker.expert_checks import check_experts
-        from digenrl.worker.sharding_checks import check_sharding
-        from digenrl.worker.source_checks import check_sources
+        from digenrl.worker.checks.distilled import distilled_warnings
+        from digenrl.worker.checks.experts import check_experts
+        from digenrl.worker.checks.sharding import check_sharding
+        from digenrl.worker.checks.sources import check_sources
     except ModuleNotFoundError as error:
         missing = f"training needs the package '{error.name}', which is not installed"
         raise ConfigError(f"{missing}; install digenrl[train]") from None

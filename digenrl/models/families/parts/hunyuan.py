@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from digenrl.models.contract import SampleSize, Schedule
-from digenrl.models.families.helpers import JOINT_ATTENTION, latent_frames_height_width, pixels_of_videos
+from digenrl.models.families.parts.helpers import JOINT_ATTENTION, latent_frames_height_width, pixels_of_videos
 from digenrl.models.pipeline_model import PipelineModel, schedule_of
 
 

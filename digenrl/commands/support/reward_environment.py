@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from digenrl.commands.output import out
+from digenrl.commands.support.output import out
 from digenrl.config.rewards.base import RewardSettings
 from digenrl.rewards.serving.environment import RewardEnvironment, prepare, variables
 

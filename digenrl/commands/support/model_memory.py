@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from digenrl.commands.derived_facts import derive_facts, with_targets
+from digenrl.commands.support.derived_facts import derive_facts, with_targets
 from digenrl.config.recipes.base_precision import STORED_BYTES, UNQUANTIZED
 from digenrl.config.recipes.recipe import Recipe
 from digenrl.host_memory import free_host_bytes

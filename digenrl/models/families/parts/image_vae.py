@@ -7,7 +7,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 
 from digenrl.models.contract import SampleSize
-from digenrl.models.families.helpers import (
+from digenrl.models.families.parts.helpers import (
     image_latents,
     latent_height_width,
     pixels_of_images,

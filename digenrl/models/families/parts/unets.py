@@ -17,7 +17,7 @@ from torch import Tensor
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
-from digenrl.models.families.helpers import (
+from digenrl.models.families.parts.helpers import (
     Text,
     at_least_fp32,
     guided_together,

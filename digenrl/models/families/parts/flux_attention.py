@@ -11,7 +11,7 @@ import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor
 
-from digenrl.models.families.qwen_attention import in_heads, turned
+from digenrl.models.families.parts.qwen_attention import in_heads, turned
 from digenrl.models.passes.attention import AttentionProcessor
 
 Tables = tuple[Tensor, Tensor]  # cosines and sines, (J, D): both channels of a pair have the same

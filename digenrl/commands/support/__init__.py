@@ -1,0 +1,1 @@
+"""What commands share: options, output, folders, and facts about models and devices."""

@@ -1,0 +1,1 @@
+"""What families share, and attention in an order that a compiler can fuse."""

@@ -143,7 +143,7 @@ def calibrate(
     trained: Calibrated = driver.ask([(TRAINER, training)])[0]
     driver.stores.pack_size = trained.pack_size
     if trained.planned_bytes:
-        notify(_memory_plan(trained))
+        notify(memory_plan_message(trained))
     others = [each.name for each in driver.stores.workers.generators] if recipe.shares_work else []
     again = [(worker, replace(training, pack_size=trained.pack_size)) for worker in others]
     again += [(TRAINER, training)] if others else []  # now, all of them are busy
@@ -165,7 +165,7 @@ def calibrate(
     )
 
 
-def _memory_plan(trained: Calibrated) -> str:
+def memory_plan_message(trained: Calibrated) -> str:
     """What was chosen for training to fit the card."""
     planned, used = (size / 2**30 for size in (trained.planned_bytes, trained.peak_bytes[1]))
     return (

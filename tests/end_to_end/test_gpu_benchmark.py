@@ -10,6 +10,9 @@ from types import ModuleType
 
 import pytest
 
+from digenrl.driver.calibration import memory_plan_message
+from digenrl.records import Calibrate, Calibrated
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -72,6 +75,13 @@ def test_an_unknown_family_is_answered_with_the_known_ones(monkeypatch: pytest.M
     monkeypatch.setattr(sys, "argv", ["gpu.py", "fluks", "--tiny"])
     with pytest.raises(SystemExit, match="unknown family 'fluks'; known: flux, qwen_image"):
         gpu.main()
+
+
+def test_the_memory_plan_is_read_from_the_message_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = {"peak_bytes": {1: 3 * 2**30}, "planned_bytes": 2**32}
+    trained = Calibrated(0, Calibrate(1, 0, "train"), pack_size=6, checkpointed_blocks=4, **memory)
+    found = benchmark(monkeypatch, "recipe_steps").PLAN.search(memory_plan_message(trained))
+    assert found is not None and found.groups() == ("6", "4", "4.0", "3.0")
 
 
 def test_offloading_and_loading_state_is_timed_and_leaves_it_unchanged(

@@ -1,6 +1,6 @@
 """Does a model learn as well with a quantized base? Adapters on each base, several seeds each.
 
-    python benchmarks/base_precision.py runs/base                # 4 bases, 3 seeds: an hour on two cores
+    python benchmarks/base_precision.py runs/base                # 4 bases, 3 seeds: over an hour on two cores
     python benchmarks/base_precision.py runs/base --json         # the curves
     python benchmarks/base_precision.py runs/base --bases nf4 unquantized --seeds 0 --steps 10
     python benchmarks/base_precision.py runs/dark --darkness --at-once 3 --dtype bfloat16   # on a GPU, without OCR

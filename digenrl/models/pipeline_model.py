@@ -6,6 +6,7 @@ Shape legend: as in contract.py.
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -143,15 +144,6 @@ class PipelineModel(DiffusionModel):
         """The loaded text and image encoders, without the VAE."""
         parts = [getattr(self.pipeline, name) for name in (*self.text_encoders, *self.vision_components)]
         return [part for part in parts if isinstance(part, nn.Module)]
-
-    @torch.no_grad()
-    def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
-        negatives = paired_negatives(prompts, negative_prompts)
-        return Conditioning(self.encode_side(list(prompts)), self.encode_side(negatives))
-
-    def encode_side(self, prompts: list[str]) -> Mapping[str, Tensor | None]:
-        """The text arguments of one branch of the guidance, if the family encodes both branches alike."""
-        raise NotImplementedError
 
     def drop_text_encoders(self) -> None:
         for name in (*self.text_encoders, *self.vision_components):
@@ -312,6 +304,19 @@ def schedule_of(scheduler: Any) -> Schedule:
         sigmas=scheduler.sigmas.detach().to(device="cpu", dtype=torch.float32).clone(),
         timesteps=scheduler.timesteps.detach().to(device="cpu", dtype=torch.float32).clone(),
     )
+
+
+class TwoBranchModel(PipelineModel):
+    """A model that encodes prompts and negative prompts alike."""
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
+        negatives = paired_negatives(prompts, negative_prompts)
+        return Conditioning(self.encode_side(list(prompts)), self.encode_side(negatives))
+
+    @abstractmethod
+    def encode_side(self, prompts: list[str]) -> Mapping[str, Tensor | None]:
+        """The text arguments of one branch of the guidance."""
 
 
 def paired_negatives(prompts: Sequence[str], negative_prompts: Sequence[str] | None) -> list[str]:

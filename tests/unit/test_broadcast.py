@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from broadcasts import LOOPBACK, TIMEOUT_S, attempt, bits, broadcast, receive_weights, same, weights, within
+from live_runs import wait_for
 from torch import Tensor
 
 from digenrl.config.recipes.cluster import WeightPatches
@@ -206,10 +206,8 @@ def test_a_version_that_is_being_sent_arrives_although_a_newer_one_is_staged(
     old = sender.stage("weights-1", weights(1))
     sending = threads.submit(sender.send, "weights-1", 1, 2, within(TIMEOUT_S))
     receiving = threads.submit(receive_weights, sender.address, 1, 1, 3, old, TIMEOUT_S)
-    ends_s = time.monotonic() + TIMEOUT_S
-    while not sender._store.check(["weights-1/joined/0", "weights-1/joined/1"]):  # waiting would block the sender
-        assert time.monotonic() < ends_s
-        time.sleep(0.01)
+    keys = ["weights-1/joined/0", "weights-1/joined/1"]
+    wait_for(lambda: sender._store.check(keys), "both members")  # the store's own wait would block the sender
     (found,) = broadcast(sender, sender.stage("weights-2", weights(2)), 2, 1, threads)
     assert same(found, weights(2))
     assert same(receive_weights(sender.address, 1, 2, 3, old, TIMEOUT_S), weights(1))

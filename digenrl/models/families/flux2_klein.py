@@ -30,12 +30,12 @@ from digenrl.models.families.parts.helpers import (
     text_like,
 )
 from digenrl.models.family import Component, Distilled, Family, FullSize
-from digenrl.models.pipeline_model import PipelineModel, TextLength, schedule_of
+from digenrl.models.pipeline_model import TextLength, TwoBranchModel, schedule_of
 
 TEXT_LENGTH = TextLength("tokenizer", default=512, most=512)  # with the chat template; the pipeline's default
 
 
-class Flux2KleinModel(PipelineModel):
+class Flux2KleinModel(TwoBranchModel):
     """L = (128, h, w), where one latent is a token of 16 x 16 pixels. The text has a fixed length and no mask.
 
     A distilled model ignores the guidance, as in the diffusers pipeline.

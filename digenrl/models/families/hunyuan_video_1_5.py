@@ -24,14 +24,14 @@ from digenrl.models.families.parts.helpers import Text, guided_separately, text_
 from digenrl.models.families.parts.hunyuan import HunyuanModel
 from digenrl.models.families.parts.hunyuan_attention import VideoThenText, video_forward
 from digenrl.models.family import Component, Family, FullSize
-from digenrl.models.pipeline_model import TextLength
+from digenrl.models.pipeline_model import TextLength, TwoBranchModel
 
 TEXT_LENGTH = TextLength("tokenizer", default=1000, most=1000)  # of Qwen2.5-VL, after the template
 GLYPH_TOKENS = 256  # of ByT5, for texts in quotation marks
 FIRST_FRAME, IMAGE_TOKENS = "first_frame", "image_embeds"  # in the conditioning, if there is a source image
 
 
-class HunyuanVideo15Model(HunyuanModel):
+class HunyuanVideo15Model(TwoBranchModel, HunyuanModel):
     """L = (C, F, h, w), where one latent is a token of 16 x 16 pixels.
 
     The text of a row is its glyphs and then its words, padded at the end. Its mask has 1 for a word, 2 for a glyph

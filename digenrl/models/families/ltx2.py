@@ -29,7 +29,7 @@ from digenrl.models.families.parts.helpers import (
     text_like,
 )
 from digenrl.models.family import Component, Family, FullSize
-from digenrl.models.pipeline_model import PipelineModel
+from digenrl.models.pipeline_model import TwoBranchModel
 
 TEXT_TOKENS = 1024  # the pipeline's default; learned tokens take the place of padding
 FRAME_RATE = 24.0  # frames per second, the pipeline's default
@@ -50,7 +50,7 @@ class Silence:
         return latents
 
 
-class LTX2Model(PipelineModel):
+class LTX2Model(TwoBranchModel):
     """L = (S + A, C): the video's tokens, then the audio's, which have as many channels."""
 
     family = "ltx2"

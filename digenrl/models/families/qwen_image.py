@@ -36,12 +36,12 @@ from digenrl.models.families.parts.helpers import (
 from digenrl.models.families.parts.qwen_attention import JointAttention, RealRotations
 from digenrl.models.family import Component, Family, FullSize
 from digenrl.models.parallel.token_exchange import TokenShares
-from digenrl.models.pipeline_model import PipelineModel, TextLength
+from digenrl.models.pipeline_model import TextLength, TwoBranchModel
 
 TEXT_LENGTH = TextLength("tokenizer", default=512, most=1024)  # of a prompt; the pipeline's default and limit
 
 
-class QwenImageModel(PipelineModel):
+class QwenImageModel(TwoBranchModel):
     """L = (S, 64). Text is stored at a fixed length with a mask; forwards drop unneeded padding."""
 
     family = "qwen_image"

@@ -27,7 +27,7 @@ from digenrl.models.families.parts.image_vae import ImageVaeModel, image_vae
 from digenrl.models.families.parts.qwen_attention import rotated
 from digenrl.models.family import Component, Distilled, Family, FullSize
 from digenrl.models.passes.attention import AttentionProcessor
-from digenrl.models.pipeline_model import TextLength, schedule_of
+from digenrl.models.pipeline_model import TextLength, TwoBranchModel, schedule_of
 
 TEXT_LENGTH = TextLength("tokenizer", default=512, most=512)  # with the chat template; the pipeline's default
 
@@ -70,7 +70,7 @@ class SingleStreamAttention(AttentionProcessor):
         return output
 
 
-class ZImageModel(ImageVaeModel):
+class ZImageModel(TwoBranchModel, ImageVaeModel):
     """L = (C, h, w). Text is stored at a fixed length with a mask; forwards get each row at its own length.
 
     `guidance` is w in unconditional + w (conditional - unconditional), as in all families. diffusers' pipeline

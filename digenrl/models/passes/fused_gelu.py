@@ -13,7 +13,7 @@ from diffusers.models.activations import GELU
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
 
-CUBIC = 0.044715  # of the approximation by a tanh
+SLOPE, CUBIC = sqrt(8 / pi), 0.044715  # of the sigmoid, as in the approximation by a tanh
 
 
 @torch.library.custom_op("digenrl::linear_gelu", mutates_args=())
@@ -40,12 +40,12 @@ def gelu_gradient(x: Tensor) -> Tensor:
     """The derivative of GELU (tanh), computed in the same way."""
     value = x.to(torch.promote_types(x.dtype, torch.float32))
     gate = _gate(value)
-    slope = gate + value * gate * (1 - gate) * sqrt(8 / pi) * (1 + 3 * CUBIC * value * value)
+    slope = gate + value * gate * (1 - gate) * SLOPE * (1 + 3 * CUBIC * value * value)
     return slope.to(x.dtype)
 
 
 def _gate(value: Tensor) -> Tensor:
-    return torch.sigmoid(sqrt(8 / pi) * (value + CUBIC * value * value * value))
+    return torch.sigmoid(SLOPE * (value + CUBIC * value * value * value))
 
 
 def in_product(x: Tensor) -> bool:

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import jit
 
-from digenrl.models.quantized.formats import FP8
+from digenrl.models.passes.fused_gelu import CUBIC, SLOPE
+from digenrl.models.quantized.formats import FP8, FP8_LARGEST, SMALLEST_SCALE
 
 WARPS = 8  # of a row; measured best of 4, 8, 16 and 32 for 12,288 channels
 
@@ -55,20 +56,33 @@ def _launched(
             PIECES=pieces,
             BESIDE=triton.next_power_of_2(width) if width else 0,
             BACKWARD=backward,
+            SLOPE=SLOPE,
+            CUBIC=CUBIC,
+            LARGEST=FP8_LARGEST,
+            SMALLEST=SMALLEST_SCALE,
             num_warps=WARPS,
         )
     return values, scales
 
 
 @jit  # type: ignore[untyped-decorator]
-def _piece(product, bias, gradient, column, columns, BACKWARD: tl.constexpr):  # type: ignore[no-untyped-def]
+def _piece(  # type: ignore[no-untyped-def]
+    product,
+    bias,
+    gradient,
+    column,
+    columns,
+    BACKWARD: tl.constexpr,
+    SLOPE: tl.constexpr,
+    CUBIC: tl.constexpr,
+):
     """Part of a row of GELU(product + bias), or of the gradient of the product."""
     inside = column < columns
     x = tl.load(product + column, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    gate = tl.sigmoid(SLOPE * (x + CUBIC * x * x * x))
     if BACKWARD:
-        slope = gate + x * gate * (1 - gate) * 1.5957691216057308 * (1 + 0.134145 * x * x)
+        slope = gate + x * gate * (1 - gate) * SLOPE * (1 + 3 * CUBIC * x * x)
         x, gate = tl.load(gradient + column, mask=inside, other=0.0).to(tl.float32), slope
     return x * gate
 
@@ -95,6 +109,10 @@ def _rows(  # type: ignore[no-untyped-def]
     PIECES: tl.constexpr,
     BESIDE: tl.constexpr,
     BACKWARD: tl.constexpr,
+    SLOPE: tl.constexpr,
+    CUBIC: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
 ):
     """One row per program."""
     row = tl.program_id(0).to(tl.int64)
@@ -102,17 +120,17 @@ def _rows(  # type: ignore[no-untyped-def]
     gradient += row * gradient_stride
     values += row * (width + columns)
     column = tl.arange(0, PIECE)
-    first = _piece(product, bias, gradient, column, columns, BACKWARD)
+    first = _piece(product, bias, gradient, column, columns, BACKWARD, SLOPE, CUBIC)
     largest = tl.max(tl.abs(first))
     if PIECES > 1:
-        second = _piece(product, bias, gradient, column + PIECE, columns, BACKWARD)
-        third = _piece(product, bias, gradient, column + 2 * PIECE, columns, BACKWARD)
+        second = _piece(product, bias, gradient, column + PIECE, columns, BACKWARD, SLOPE, CUBIC)
+        third = _piece(product, bias, gradient, column + 2 * PIECE, columns, BACKWARD, SLOPE, CUBIC)
         largest = tl.maximum(largest, tl.maximum(tl.max(tl.abs(second)), tl.max(tl.abs(third))))
     if BESIDE > 0:
         place = tl.arange(0, BESIDE)
         copied = tl.load(beside + row * beside_stride + place, mask=place < width, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(copied)))
-    scale = tl.maximum(largest / 448.0, 1e-12)
+    scale = tl.maximum(largest / LARGEST, SMALLEST)
     tl.store(scales + row, scale)
     inverse = 1.0 / scale
     if BESIDE > 0:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import sqrt
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from peft import LoraConfig
@@ -22,6 +22,8 @@ from digenrl.config.reading import ConfigError, nearest
 from digenrl.config.recipes.experts import Expert
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.experts import EXPERTS, parts_of, path_in
+from digenrl.models.quantized.formats import quantize_fp8
+from digenrl.models.quantized.layers import QuantizedLinear
 
 ADAPTER = "default"  # peft's name of the adapter set; a model has one
 TARGETS = "training.lora.targets"
@@ -52,17 +54,49 @@ class AdaptedLinear(LoraLinear):  # type: ignore[misc]
 
 
 def outputs_of(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
-    """The outputs of layers with the same input. If all have adapters, x is multiplied by all A in one product.
-
-    Each A has few rows, so that a product with one of them takes about as long as one with all.
-    """
+    """The outputs of layers with the same input. If all have adapters, x is multiplied by all A in one product."""
     adapted = [layer for layer in layers if isinstance(layer, AdaptedLinear) and not layer.disable_adapters]
     if len(adapted) < len(layers):
         return [layer(x) for layer in layers]
+    lows = _lows(adapted, x)
+    return [layer.with_adapter(layer.base_layer(x), low) for layer, low in zip(adapted, lows, strict=True)]
+
+
+class Product(NamedTuple):
+    """A layer's output in parts: base + low up^T + bias. Shape legend: M = tokens, R = rank, W = outputs."""
+
+    base: Tensor
+    low_MR: Tensor | None
+    up_WR: Tensor | None
+    bias_W: Tensor | None
+
+
+def products_of(layers: Sequence[nn.Module], x: Tensor) -> list[Product]:
+    """As `outputs_of`, but the parts are not added yet. Layers with fp8 weights quantize x once."""
+    adapted = [layer for layer in layers if isinstance(layer, AdaptedLinear) and not layer.disable_adapters]
+    bases: list[Any] = [layer.base_layer if isinstance(layer, AdaptedLinear) else layer for layer in layers]
+    fp8 = all(isinstance(base, QuantizedLinear) and base.precision == "fp8" for base in bases)
+    quantized = quantize_fp8(x.flatten(0, -2)) if fp8 else (None, None)
+    lows, products = iter(_lows(adapted, x)), []
+    for layer, base in zip(layers, bases, strict=True):
+        product = base.product(x, quantized) if isinstance(base, QuantizedLinear) else linear(x, base.weight)
+        bias = None if base.bias is None else base.bias.to(x.dtype)
+        if isinstance(layer, AdaptedLinear) and not layer.disable_adapters:
+            up = (layer.lora_B[ADAPTER].weight * layer.scaling[ADAPTER]).to(x.dtype)
+            products.append(Product(product, next(lows), up, bias))
+        else:
+            products.append(Product(product, None, None, bias))
+    return products
+
+
+def _lows(adapted: Sequence[AdaptedLinear], x: Tensor) -> Sequence[Tensor]:
+    """A x of all layers by one product: each A has few rows, so that one takes about as long as all."""
+    if not adapted:
+        return []
     downs = [layer.lora_A[ADAPTER].weight for layer in adapted]
     low = linear(x.flatten(0, -2), torch.cat(downs).to(x.dtype))
-    lows = low.split([len(down) for down in downs], dim=-1)  # type: ignore[no-untyped-call]
-    return [layer.with_adapter(layer.base_layer(x), low) for layer, low in zip(adapted, lows, strict=True)]
+    lows: Sequence[Tensor] = low.split([len(down) for down in downs], dim=-1)  # type: ignore[no-untyped-call]
+    return lows
 
 
 def add_lora(

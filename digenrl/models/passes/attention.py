@@ -83,8 +83,12 @@ class _ContiguousGradient(torch.autograd.Function):
 
 
 class AttentionProcessor:
-    """What diffusers expects of an attention processor: a kernel, which `AttentionSwitch` may set."""
+    """What diffusers expects of an attention processor: a kernel, which `AttentionSwitch` may set.
 
+    With `fused`, processors that can use fused kernels where they are compiled.
+    """
+
+    fused = False
     _attention_backend: Any = None
     _parallel_config: Any = None
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import DiffusionModel
+from digenrl.models.passes.attention import AttentionProcessor
 from digenrl.models.passes.fused_gelu import fuse_gelus
 from digenrl.models.passes.row_kernels import keep_rows_in_registers
 from digenrl.models.quantized.feed_forward import fuse_feed_forwards
@@ -35,6 +36,9 @@ def compile_blocks(model: DiffusionModel, backend: str | Callable[..., Any] = "i
         for layer in block.modules():
             if isinstance(layer, QuantizedLinear):
                 layer.fused = real
+            processor = getattr(layer, "processor", None)
+            if isinstance(processor, AttentionProcessor):
+                processor.fused = real
         if real:
             fuse_gelus(block)
             fuse_feed_forwards(block)

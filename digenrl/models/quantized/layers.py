@@ -64,14 +64,24 @@ class QuantizedLinear(nn.Linear):
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
         if self.precision != "fp8":
-            product: Tensor = quantized_linear(
-                x, self.qweight, self.scale, self.bias, self.out_features, self.precision, self.fused
-            )
-            return product
-        product = Fp8Linear.apply(  # type: ignore[no-untyped-call]
-            x, self.qweight, self.scale, self.transposed, self.transposed_scale, self.native
-        )
+            return self._dequantized_product(x, self.bias)
+        product = self.product(x)
         return product if self.bias is None else product + self.bias.to(x.dtype)
+
+    def product(self, x: Tensor, quantized: tuple[Tensor | None, Tensor | None] = (None, None)) -> Tensor:
+        """The output without the bias. Layers with fp8 weights can share `quantized`, the rows of x and scales."""
+        if self.precision != "fp8":
+            return self._dequantized_product(x, None)
+        product: Tensor = Fp8Linear.apply(  # type: ignore[no-untyped-call]
+            x, self.qweight, self.scale, self.transposed, self.transposed_scale, self.native, *quantized
+        )
+        return product
+
+    def _dequantized_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        product: Tensor = quantized_linear(
+            x, self.qweight, self.scale, bias, self.out_features, self.precision, self.fused
+        )
+        return product
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, precision={self.precision}"

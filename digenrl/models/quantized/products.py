@@ -96,8 +96,8 @@ def _backward_flop(gradient_shape: tuple[int, ...], *others: Any, **named: Any) 
 class Fp8Linear(torch.autograd.Function):
     """x W^T with x and W in e4m3, and the input gradient from a transposed copy of W with scales of its own.
 
-    Rows of x are quantized independently of each other. `native` multiplies with the card's fp8 units; otherwise
-    the same values are multiplied in the dtype of x.
+    Rows of x are quantized independently of each other, unless `values` and `scale` have them already.
+    `native` multiplies with the card's fp8 units; otherwise the same values are multiplied in the dtype of x.
     """
 
     @staticmethod
@@ -109,16 +109,24 @@ class Fp8Linear(torch.autograd.Function):
         transposed_KN: Tensor | None,
         transposed_scale_K1: Tensor | None,
         native: bool,
+        values_MK: Tensor | None,
+        scale_M1: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(transposed_KN, transposed_scale_K1)
         ctx.native = native
-        return fp8_product(x, qweight_NK, scale_N1, native)
+        if values_MK is None or scale_M1 is None:
+            values_MK, scale_M1 = quantize_fp8(x.flatten(0, -2))
+        product_MN = multiplied_fp8(values_MK, scale_M1, qweight_NK, scale_N1, native, x.dtype)
+        return product_MN.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         transposed_KN, scale_K1 = ctx.saved_tensors
         assert transposed_KN is not None, "loaded for generating only: there is no transposed copy of the weights"
-        return (fp8_product(gradient, transposed_KN, scale_K1, ctx.native), *[None] * 5)
+        return (
+            fp8_product(gradient, transposed_KN, scale_K1, ctx.native),
+            *[None] * (len(ctx.needs_input_grad) - 1),
+        )
 
 
 def fp8_product(x: Tensor, qweight_NK: Tensor, scale_N1: Tensor, native: bool) -> Tensor:

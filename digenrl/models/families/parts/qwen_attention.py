@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from digenrl.models.adapters.lora import outputs_of
 from digenrl.models.passes.attention import AttentionProcessor
+from digenrl.models.passes.joined_heads import Stream, can_fuse, fused_heads
 
 Tables = tuple[Tensor, Tensor]  # for image and text: (S, D / 2, 2), the cosine and sine of every channel pair
 
@@ -48,15 +49,10 @@ class JointAttention(AttentionProcessor):
         assert attention_mask is None and image_rotary_emb is not None, "as this transformer calls it"
         image_table, text_table = image_rotary_emb
         width = attn.inner_dim // attn.heads
-        image = in_heads((attn.to_q, attn.to_k, attn.to_v), hidden_states, width)
-        text = in_heads((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), encoder_hidden_states, width)
-        image_q, image_k = rotated(attn.norm_q(image[0]), image_table), rotated(attn.norm_k(image[1]), image_table)
-        text_q = rotated(attn.norm_added_q(text[0]), text_table)
-        text_k = rotated(attn.norm_added_k(text[1]), text_table)
+        text = Stream.of_text(attn, encoder_hidden_states, text_table)
+        image = Stream.of_image(attn, hidden_states, image_table)
         joint_BJHD = dispatch_attention_fn(
-            torch.cat([text_q, image_q], dim=1),
-            torch.cat([text_k, image_k], dim=1),
-            torch.cat([text[2], image[2]], dim=1),
+            *joint_heads((text, image), width, self.fused),
             attn_mask=joint_mask(encoder_hidden_states_mask, hidden_states.shape[1]),
             backend=self._attention_backend,
         )
@@ -64,6 +60,20 @@ class JointAttention(AttentionProcessor):
         joint = joint_BJHD.flatten(2, 3).to(hidden_states.dtype)
         image_out = attn.to_out[0](joint[:, text_tokens:].contiguous())
         return attn.to_out[1](image_out), attn.to_add_out(joint[:, :text_tokens].contiguous())
+
+
+def joint_heads(streams: Sequence[Stream], width: int, fused: bool) -> list[Tensor]:
+    """Queries, keys and values of the streams one after the other, (B, J, H, D) each."""
+    if fused and can_fuse(streams, width):
+        return fused_heads(streams, width)
+    heads = []
+    for stream in streams:
+        query, key, value = in_heads(stream.layers, stream.states_BSW, width)
+        query, key = (
+            rotated(norm(each), stream.table_SP2) for norm, each in zip(stream.norms, (query, key), strict=True)
+        )
+        heads.append((query, key, value))
+    return [parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in zip(*heads, strict=True)]
 
 
 def rotated(value_BSHD: Tensor, table_SP2: Tensor) -> Tensor:

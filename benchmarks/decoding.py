@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -50,7 +51,7 @@ class Row:
 
 def latents_of(family: Family, vae: torch.nn.Module, size: SampleSize, rows: int) -> Tensor:
     """Random latents for samples of this size, of the VAE's dtype and device."""
-    config = vae.config
+    config: Any = vae.config
     channels = config.get("latent_channels") or config.get("z_dim")
     frames = () if family.name in ("sd3", "flux") else ((size.frames - 1) // 4 + 1,)
     shape = (rows, channels, *frames, size.height // 8, size.width // 8)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from digenrl.config.recipes.attention import Kernels
+from digenrl.records import Kernel, PassKind
+
 
 @dataclass
 class Measured:
@@ -15,8 +18,8 @@ class Measured:
     tokens: int = 0
     forward_flop: float = 0.0  # of one sample, as counted by torch: matrix products and attention
     matrix_tflops: float = 0.0
-    kernels: Mapping[str, str] | None = None
-    attention_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    kernels: Kernels | None = None
+    attention_s: Mapping[PassKind, Mapping[Kernel, float]] = field(default_factory=dict)
     forward_s: dict[int, float] = field(default_factory=dict)
     forward_against_s: dict[int, float] = field(default_factory=dict)
     eager_forward_s: float = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
@@ -22,7 +23,7 @@ from digenrl.models.families.parts.flux_attention import FluxAttention
 from digenrl.models.families.parts.qwen_attention import JointAttention, RealRotations
 from digenrl.models.trajectory import ScoredGroup, Trajectory
 from digenrl.models.transfers import synchronize
-from digenrl.records import Slice
+from digenrl.records import Kernel, PassKind, Slice
 from digenrl.training.trainer import Trainer
 from digenrl.worker.blueprint import make_trainer, read_blueprint
 from digenrl.worker.forward_trial import sample_forward, try_attention
@@ -30,7 +31,10 @@ from digenrl.worker.rollouts import roll_out
 
 SAMPLES = 4  # replayed, at most
 
-PROCESSORS = {JointAttention: QwenDoubleStreamAttnProcessor2_0, FluxAttention: FluxAttnProcessor}  # diffusers' own
+PROCESSORS: dict[type, Any] = {
+    JointAttention: QwenDoubleStreamAttnProcessor2_0,
+    FluxAttention: FluxAttnProcessor,
+}  # diffusers' own
 
 # How a replay is done without this package: pairs in a forward, and whether all blocks are checkpointed.
 EAGER_REPLAYS = {"1 checkpointed": (1, True), "4 checkpointed": (4, True), "4": (4, False)}
@@ -80,7 +84,7 @@ def diffusers_layers(model: DiffusionModel) -> Iterator[None]:
             each.processor = processor
 
 
-def use_tried_kernels(loaded: Loaded) -> tuple[Kernels | None, Mapping[str, Mapping[str, float]]]:
+def use_tried_kernels(loaded: Loaded) -> tuple[Kernels | None, Mapping[PassKind, Mapping[Kernel, float]]]:
     """Tries attention kernels as the calibration of a run does, and uses the chosen ones."""
     blueprint, model, row = loaded.blueprint, loaded.model, loaded.row
     passes = passes_to_try(loaded.recipe, {"generate", "train"}, model.device.type)

@@ -26,7 +26,7 @@ from gpu_cases import CASES, case_of, loaded, prepared_recipe
 from gpu_passes import forward_of, replay_of, seconds_of, use_tried_kernels
 from rich.console import Console
 from rich.table import Table
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 # The first pattern that a kernel's name matches decides. On a CPU the names are those of operators.

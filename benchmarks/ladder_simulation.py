@@ -156,7 +156,8 @@ def _rollout_table(
     for size in workload.slice_sizes():
         seconds = slice_seconds(workload, layout.pool.card, size, layout.lane_cards)
         if assumptions.sharded_rollout:
-            seconds = max(seconds, gather_s) + (1 - costs.CONSTANTS.gather_overlap) * min(seconds, gather_s)
+            overlap = costs.CONSTANTS.gather_overlap  # type: ignore[attr-defined]  # a scenario may patch it
+            seconds = max(seconds, gather_s) + (1 - overlap) * min(seconds, gather_s)
         table[size] = rounded(seconds)
     return table
 

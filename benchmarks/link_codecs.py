@@ -93,7 +93,8 @@ class Embedding(nn.Module):
         self.wte, self.wpe = model.transformer.wte, model.transformer.wpe
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        return self.wte(tokens_BT) + self.wpe(torch.arange(tokens_BT.shape[1])[None])
+        embedded: Tensor = self.wte(tokens_BT) + self.wpe(torch.arange(tokens_BT.shape[1])[None])
+        return embedded
 
 
 def resnet101() -> list[nn.Module]:
@@ -167,13 +168,13 @@ def train(model: str, codecs: str, steps: int, seed: int) -> Row:
     def loss_of(batch: Batch) -> Tensor:
         value, target = batch
         for index, module in enumerate(chain):
-            value = Link.apply(value, CODECS[codecs]) if index in cuts else value
+            value = Link.apply(value, CODECS[codecs]) if index in cuts else value  # type: ignore[no-untyped-call]
             value = module(value)
         return functional.cross_entropy(value.flatten(0, -2), target.flatten())
 
     began = perf_counter()
     for batch in islice(batches(seed), steps):
-        loss_of(batch).backward()
+        loss_of(batch).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -146,9 +146,9 @@ def main() -> None:
         print(json.dumps({name: asdict(each) for name, each in rows.items()}))
         return
     table = Table()
-    headings = ("", "samples/s", "x naive", "of limit", "of idle", "gen idle", "train idle")
-    headings = (*headings, "helped", "assisted", "stale")
-    for heading in headings:
+    ratios_of = ("x naive", "of limit", "of idle")
+    shares_of = ("gen idle", "train idle", "helped", "assisted", "stale")
+    for heading in ("", "samples/s", *ratios_of, *shares_of):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for name, each in rows.items():
         ratios = (each.over_naive, each.of_limit, each.of_idle_limit)

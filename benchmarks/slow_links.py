@@ -97,7 +97,8 @@ class Stage(nn.Module):
         self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, value: Tensor) -> Tensor:
-        return Block.apply(value * self.weight, self.seconds, self.values)
+        result: Tensor = Block.apply(value * self.weight, self.seconds, self.values)  # type: ignore[no-untyped-call]
+        return result
 
 
 def cut_for(model: Emulated, mbit: float, bounds: tuple[int, ...] | None = None) -> Partition:
@@ -197,7 +198,7 @@ def torch_step(model: Emulated, mbit: float, bounds: Sequence[int], schedule_cla
             schedule.step()
 
     step()
-    schedules._batch_p2p = paced
+    schedules._batch_p2p = paced  # type: ignore[assignment]
     try:
         return timed(step)
     finally:

@@ -173,7 +173,7 @@ def drive(task: DriverTask) -> int:
         _keep_fork_server()
     if task.records is not None:
         records = task.records
-        training.Journal = lambda lines: _LastWords(lines, records)  # type: ignore[assignment, misc]
+        training.Journal = lambda lines: _LastWords(lines, records)  # type: ignore[assignment, attr-defined]
     try:
         return _train(task)
     except BaseException:
@@ -220,7 +220,7 @@ def _start_fork_server() -> None:
 
 def _keep_fork_server() -> None:
     """A forked driver uses the fork server of its parent, which it cannot wait for as a child of its own."""
-    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
     forkserver.ensure_running = lambda: None
 
 

@@ -58,10 +58,10 @@ def test_the_kernels_of_a_pass_are_listed_by_group(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kernel_profile = benchmark(monkeypatch, "kernel_profile")
-    monkeypatch.setattr(sys, "argv", ["kernel_profile.py", "wan", "--tiny", "--pass", "replay"])
+    monkeypatch.setattr(sys, "argv", ["kernel_profile.py", "sd3", "--tiny", "--pass", "replay"])
     kernel_profile.main()
     printed = capsys.readouterr().out
-    assert "wan, replay, pack " in printed
+    assert "sd3, replay, pack " in printed
     rows = {row.split("│")[1].strip(): row for row in printed.splitlines() if row.count("│") == 6}
     assert int(rows["matrix products"].split("│")[4]) > 0 and int(rows["attention"].split("│")[4]) > 0
     names = {"nvjet_tst_128": "matrix products", "cudnn_generated_fort_native_sdpa_sm90": "attention"}

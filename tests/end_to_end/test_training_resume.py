@@ -67,7 +67,7 @@ def terminate_all(command: subprocess.Popen[str], run: Path) -> None:
 
 def kill_the_driver_in_an_evaluation(command: subprocess.Popen[str], run: Path) -> None:
     """Kills the driver alone: the workers have to notice."""
-    exchange, later = exchange_of(command.pid), steps_done(run) + 2
+    exchange, later = exchange_of(command.pid), steps_done(run) + 1
     wait_for(lambda: is_open(run, "Evaluate", later) or command.poll() is not None, "an open Evaluate job")
     assert command.poll() is None, command.communicate()
     command.kill()
@@ -80,7 +80,7 @@ def kill_the_driver_in_an_evaluation(command: subprocess.Popen[str], run: Path) 
 
 def kill_all_in_a_checkpoint(command: subprocess.Popen[str], run: Path) -> None:
     """Kills all processes of a run."""
-    exchange, later = exchange_of(command.pid), steps_done(run) + 2
+    exchange, later = exchange_of(command.pid), steps_done(run) + 1
     wait_for(lambda: is_open(run, "Save", later) or command.poll() is not None, "an open Save job")
     assert command.poll() is None, command.communicate()
     os.killpg(command.pid, signal.SIGKILL)
@@ -90,7 +90,7 @@ def kill_all_in_a_checkpoint(command: subprocess.Popen[str], run: Path) -> None:
 
 
 def test_a_run_that_is_stopped_and_killed_twice_ends_as_if_it_had_not_been(live: LiveRuns) -> None:
-    run, steps = live.new_path(), 12
+    run, steps = live.new_path(), 9
     common = (f"steps={steps}", "checkpoint.every=2", evaluation(live, every=2))
     terminate_all(live.command("tiny.yaml", *common, "--out", str(run)), run)
     stop = steps_done(run)

@@ -60,17 +60,19 @@ ALL = ["to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"]
 @pytest.mark.parametrize(
     ("base", "targets"), [("unquantized", ALL), ("fp8", ["to_q", "to_v"]), ("nf4", ["add_k_proj"])]
 )
-@pytest.mark.parametrize("adapters", [True, False])
-def test_results_and_gradients_are_those_of_separate_layers(base, targets, adapters):
+@pytest.mark.parametrize("adapters", ["in the kernel", "beside it", "off"])
+def test_results_and_gradients_are_those_of_separate_layers(base, targets, adapters, monkeypatch):
+    if adapters == "beside it":
+        monkeypatch.setattr(fused, "LARGEST_RANK", 2)
     attn = attention(base, targets)
     for layer in attn.modules():
         if isinstance(layer, AdaptedLinear):
-            layer._disable_adapters = not adapters
+            layer._disable_adapters = adapters == "off"
     found = []
     for join in (lambda each: joint_heads(each, 16, fused=False), lambda each: fused.fused_heads(each, 16)):
         torch.manual_seed(2)
         found.append(results_and_gradients(attn, join))
-    assert len(found[0]) > 5 and any(each.any() for each in found[0][5:]) == adapters
+    assert len(found[0]) > 5 and any(each.any() for each in found[0][5:]) == (adapters != "off")
     for one, other in zip(*found, strict=True):
         # fp8 gradients are quantized: a difference in the last bit may move a value to its neighbour.
         assert (one - other).norm() <= (1e-2 if base == "fp8" else 1e-5) * other.norm()

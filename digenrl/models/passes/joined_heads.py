@@ -14,10 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from digenrl.models.adapters.lora import Product, products_of
 
 PARTS = 6  # of a stream, as an operator takes them
+LARGEST_RANK = 64  # of adapters that the kernel adds: a head's part of them has to fit in shared memory
+SMALLEST_WIDTH = 16  # of a head: the least that a matrix product in a kernel can have
 
 
 class Stream(NamedTuple):
@@ -201,6 +204,10 @@ def fused_heads(streams: Sequence[Stream], width: int) -> list[Tensor]:
 
 
 def _parts(product: Product, stream: Stream, number: int) -> list[Tensor | None]:
+    low_MR, up_WR = product.low_MR, product.up_WR
+    if low_MR is not None and up_WR is not None and low_MR.shape[1] > LARGEST_RANK:
+        adapted = product.base + linear(low_MR, up_WR).view_as(product.base)
+        product = Product(adapted, None, None, product.bias_W)
     if number == 2:  # values are neither normalized nor rotated
         return [*product, None, None]
     norm: Any = stream.norms[number].weight
@@ -214,7 +221,7 @@ def can_fuse(streams: Sequence[Stream], width: int) -> bool:
     norms = [norm for stream in streams for norm in stream.norms]
     if not torch.compiler.is_compiling() or torch.is_autocast_enabled(kind) or dtype == torch.float64:
         return False
-    if width & (width - 1) or len({getattr(norm, "eps", None) for norm in norms}) != 1:
+    if width < SMALLEST_WIDTH or width & (width - 1) or len({getattr(norm, "eps", None) for norm in norms}) != 1:
         return False
     biases = [getattr(layer, "bias", None) for stream in streams for layer in stream.layers]
     weights = [getattr(norm, "weight", None) for norm in norms]

@@ -17,6 +17,8 @@ from triton import jit
 
 TOKENS, HEADS, WARPS = 32, 8, 4  # of a program; measured best on an H200
 SMALLEST_PRODUCT = 16  # the least number of inputs of `tl.dot`
+# These differ between prompts, and Triton would compile another kernel for multiples of 16.
+LENGTHS = ("tokens", "joint_tokens", "offset")
 
 
 def join_stream(
@@ -116,7 +118,7 @@ def _rotated(value, cos, sin, WIDTH: tl.constexpr) -> Any:  # type: ignore[no-un
     return tl.reshape(pairs, (value.shape[0], WIDTH))
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
 def _join(  # type: ignore[no-untyped-def]
     base,
     low,
@@ -179,7 +181,7 @@ def _join(  # type: ignore[no-untyped-def]
         tl.store(joint + place, value.to(joint.dtype.element_ty), mask=inside)
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
 def _split(  # type: ignore[no-untyped-def]
     gradient,
     sums,

@@ -10,6 +10,9 @@ from digenrl.training.ranks.rank import Rank
 from digenrl.transports.contract import Gone, InputsLost, Message, Report, Transport
 from digenrl.worker.assignment import Assignment, StartFailed, rank_device, rank_names
 
+# A rank fails at once if it loses another one, whose end may be noticed only later.
+NOTICE_S, NOTICES = 1.0, 5
+
 
 @dataclass(slots=True)
 class _RankGroup:
@@ -23,7 +26,8 @@ class RankGroupTransport:
     """Wraps another transport, to which a worker of several ranks is `trainer/0`, `trainer/1` and so on.
 
     A job for `trainer` goes to every rank; its report is that of rank 0, or the first failure. A job for
-    `trainer/1` goes to that rank only. If one rank is gone, the others are killed and the worker is gone.
+    `trainer/1` goes to that rank only. If one rank is gone, the others are killed and the worker is gone, also if
+    another rank has just failed: probably because of that.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -60,13 +64,20 @@ class RankGroupTransport:
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
         """Reports of groups are complete; the result is empty if those that arrived completed none."""
+        arrived = list(self._transport.receive(timeout_s))
+        failed = {_group_of(each) for each in arrived if _has_failed(each)} & self._groups.keys()
+        for _ in range(NOTICES):
+            if failed <= _groups_with_losses(arrived):
+                break
+            arrived += self._transport.receive(NOTICE_S)
+        lost = _groups_with_losses(arrived)
         messages: list[Message] = []
-        for message in self._transport.receive(timeout_s):
-            worker, slash, _ = message.worker.partition("/")
-            if not slash:
+        for message in arrived:
+            worker = _group_of(message)
+            if not worker:
                 messages.append(message)
-            elif worker in self._groups:  # otherwise the group was just ended
-                messages += self._add_report(worker, message)
+            elif worker in self._groups and not (_has_failed(message) and worker in lost):
+                messages += self._add_report(worker, message)  # otherwise the group was just ended
         return messages
 
     def end(self, worker: str) -> None:
@@ -102,6 +113,22 @@ class RankGroupTransport:
     def _end_group(self, worker: str, job_id: int | None, report: Report) -> Message:
         self.end(worker)
         return Message(worker, job_id, report)
+
+
+def _group_of(message: Message) -> str:
+    """The worker of several ranks that a message comes from, or nothing."""
+    worker, slash, _ = message.worker.partition("/")
+    return worker if slash else ""
+
+
+def _groups_with_losses(messages: Sequence[Message]) -> set[str]:
+    return {_group_of(each) for each in messages if isinstance(each.report, Gone)}
+
+
+def _has_failed(message: Message) -> bool:
+    """Whether a rank has failed, perhaps because another one was lost."""
+    report = message.report
+    return bool(_group_of(message)) and isinstance(report, JobFailed | StartFailed) and not report.user_error
 
 
 def _rank_cores(cores: tuple[int, ...] | None, rank: Rank) -> tuple[int, ...] | None:

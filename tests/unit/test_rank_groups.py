@@ -27,7 +27,7 @@ class FakeTransport:
         self.started: dict[str, Assignment] = {}
         self.sent: list[tuple[str, Job]] = []
         self.ended: list[str] = []
-        self.arriving: list[Message] = []
+        self.batches: list[list[Message]] = []
 
     def start(self, assignment: Assignment) -> None:
         self.started[assignment.name] = assignment
@@ -39,8 +39,7 @@ class FakeTransport:
         self.sent.append((worker, job))
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
-        arriving, self.arriving = self.arriving, []
-        return arriving
+        return self.batches.pop(0) if self.batches else []
 
     def end(self, worker: str) -> None:
         self.ended.append(worker)
@@ -64,7 +63,7 @@ class TwoRanks:
         assert self.receive(("trainer/0", None, Ready())) == [Message("trainer", None, Ready())]
 
     def receive(self, *arriving: tuple[str, int | None, Report]) -> list[Message]:
-        self.inner.arriving = [Message(*each) for each in arriving]
+        self.inner.batches = [[Message(*each) for each in arriving]]
         return list(self.transport.receive(0.0))
 
 
@@ -135,6 +134,18 @@ def test_a_failure_of_one_rank_is_reported_before_the_others_answer() -> None:
             two.transport.start(two.workers.trainer)
         assert two.receive(("trainer/1", job_id, failed)) == [Message("trainer", job_id, failed)]
         assert two.inner.ended == ["trainer/0", "trainer/1"], "they could wait for the failed rank forever"
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_rank_that_fails_because_another_was_lost_does_not_end_the_run(at_once: bool) -> None:
+    two = TwoRanks()
+    two.transport.send("trainer", TO_TRAIN)
+    failed = Message("trainer/0", 2, JobFailed(0, TO_TRAIN, "connection reset by peer"))
+    gone, other = Message("trainer/1", None, Gone("ended by signal 9")), Message("rewards-0", 7, TRAINING)
+    two.inner.batches = [[failed, gone, other]] if at_once else [[failed], [other], [gone]]
+    lost = Message("trainer", None, Gone("lost its rank 1, which ended by signal 9"))
+    assert sorted(two.transport.receive(0.0), key=lambda each: each.worker) == [other, lost]
+    assert two.inner.ended == ["trainer/0", "trainer/1"]
 
 
 @pytest.mark.parametrize("both", [True, False])

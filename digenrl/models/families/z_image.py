@@ -24,9 +24,9 @@ from digenrl.models.families.parts.helpers import (
     shift_from_tokens,
 )
 from digenrl.models.families.parts.image_vae import ImageVaeModel, image_vae
-from digenrl.models.families.parts.qwen_attention import rotated
 from digenrl.models.family import Component, Distilled, Family, FullSize
 from digenrl.models.passes.attention import AttentionProcessor
+from digenrl.models.passes.rotation import rotated
 from digenrl.models.pipeline_model import TextLength, TwoBranchModel, schedule_of
 
 TEXT_LENGTH = TextLength("tokenizer", default=512, most=512)  # with the chat template; the pipeline's default

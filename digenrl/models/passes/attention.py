@@ -85,7 +85,7 @@ class _ContiguousGradient(torch.autograd.Function):
 class AttentionProcessor:
     """What diffusers expects of an attention processor: a kernel, which `AttentionSwitch` may set.
 
-    With `fused`, processors that can use fused kernels where they are compiled.
+    If `fused` is set, a processor may use kernels of this package where it is compiled.
     """
 
     fused = False

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from digenrl.models.adapters.lora import Product, products_of
+from digenrl.models.passes.rotation import rotated
 
 PARTS = 6  # of a stream, as an operator takes them
 LARGEST_RANK = 64  # of adapters that the kernel adds: a head's part of them has to fit in shared memory
@@ -130,7 +131,7 @@ def _normed_and_rotated(value_BSHD: Tensor, norm_D: Tensor | None, table_SP2: Te
     if norm_D is not None:
         value = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps) * norm_D.float()
     if table_SP2 is not None:
-        value = _rotated(value, *table_SP2.unbind(-1))
+        value = rotated(value, table_SP2)
     return value.to(value_BSHD.dtype)
 
 
@@ -144,21 +145,13 @@ def _output_gradient(
     """The gradient of what `_normed_and_rotated` was given, (B, S, W)."""
     value = gradient_BSHD.float()
     if table_SP2 is not None:
-        cosine_SP, sine_SP = table_SP2.unbind(-1)
-        value = _rotated(value, cosine_SP, -sine_SP)
+        value = rotated(value, table_SP2 * table_SP2.new_tensor([1, -1]))  # back
     if norm_D is not None and output_BSHD is not None:
         output = output_BSHD.float()
         scale = torch.rsqrt(output.square().mean(-1, keepdim=True) + eps)
         value, normed = value * norm_D.float(), output * scale
         value = scale * (value - normed * (value * normed).mean(-1, keepdim=True))
     return value.to(gradient_BSHD.dtype).flatten(2).clone()
-
-
-def _rotated(value_BSHD: Tensor, cosine_SP: Tensor, sine_SP: Tensor) -> Tensor:
-    """Rotates every pair of neighbouring channels."""
-    cosine, sine = cosine_SP[:, None], sine_SP[:, None]
-    first, second = value_BSHD[..., ::2], value_BSHD[..., 1::2]
-    return torch.stack([first * cosine - second * sine, first * sine + second * cosine], dim=-1).flatten(-2)
 
 
 class _JoinedHeads(torch.autograd.Function):

@@ -114,24 +114,26 @@ class Fp8Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(transposed_KN, transposed_scale_K1)
         ctx.native = native
-        if values_MK is None or scale_M1 is None:
-            values_MK, scale_M1 = quantize_fp8(x.flatten(0, -2))
-        product_MN = multiplied_fp8(values_MK, scale_M1, qweight_NK, scale_N1, native, x.dtype)
-        return product_MN.view(*x.shape[:-1], -1)
+        return fp8_product(x, qweight_NK, scale_N1, native, values_MK, scale_M1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         transposed_KN, scale_K1 = ctx.saved_tensors
         assert transposed_KN is not None, "loaded for generating only: there is no transposed copy of the weights"
-        return (
-            fp8_product(gradient, transposed_KN, scale_K1, ctx.native),
-            *[None] * (len(ctx.needs_input_grad) - 1),
-        )
+        return (fp8_product(gradient, transposed_KN, scale_K1, ctx.native), *[None] * 7)
 
 
-def fp8_product(x: Tensor, qweight_NK: Tensor, scale_N1: Tensor, native: bool) -> Tensor:
-    """x W^T in the dtype of x, which is quantized by rows."""
-    values_MK, scale_M1 = quantize_fp8(x.reshape(-1, x.shape[-1]))
+def fp8_product(
+    x: Tensor,
+    qweight_NK: Tensor,
+    scale_N1: Tensor,
+    native: bool,
+    values_MK: Tensor | None = None,
+    scale_M1: Tensor | None = None,
+) -> Tensor:
+    """x W^T in the dtype of x, whose rows are quantized unless `values` and `scale` have them already."""
+    if values_MK is None or scale_M1 is None:
+        values_MK, scale_M1 = quantize_fp8(x.reshape(-1, x.shape[-1]))
     product_MN = multiplied_fp8(values_MK, scale_M1, qweight_NK, scale_N1, native, x.dtype)
     return product_MN.view(*x.shape[:-1], -1)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from digenrl.models.adapters.lora import outputs_of
 from digenrl.models.passes.attention import AttentionProcessor
 from digenrl.models.passes.joined_heads import Stream, can_fuse, fused_heads
+from digenrl.models.passes.rotation import rotated
 
 Tables = tuple[Tensor, Tensor]  # for image and text: (S, D / 2, 2), the cosine and sine of every channel pair
 
@@ -74,31 +75,6 @@ def joint_heads(streams: Sequence[Stream], width: int, fused: bool) -> list[Tens
         )
         heads.append((query, key, value))
     return [parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in zip(*heads, strict=True)]
-
-
-def rotated(value_BSHD: Tensor, table_SP2: Tensor) -> Tensor:
-    """Rotates every pair of neighbouring channels by a table of cosines and sines.
-
-    The table may also have a row for each row of the batch.
-    """
-    cosine, sine = table_SP2.unsqueeze(-3).split(1, dim=-1)  # type: ignore[no-untyped-call]
-    return turned(value_BSHD, cosine, sine)
-
-
-def turned(value_BSHD: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotates every pair of neighbouring channels, computed in fp32 (fp64 in an fp64 model).
-
-    Cosine and sine have one value per pair: (S, 1, D / 2, 1). Both ways have the same result. Compiled without
-    gradient, swapping is faster: the norm, the rotation and what follows become one kernel.
-    """
-    dtype = torch.promote_types(value_BSHD.dtype, torch.float32)
-    pairs = value_BSHD.to(dtype).unflatten(-1, (-1, 2))  # type: ignore[no-untyped-call]
-    if torch.is_grad_enabled():
-        first, second = pairs.split(1, dim=-1)
-        result = torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1)
-    else:
-        result = pairs * cosine + pairs.flip(-1) * torch.cat([-sine, sine], dim=-1)
-    return result.flatten(-2).to(value_BSHD.dtype)
 
 
 def in_heads(layers: Sequence[nn.Module], states_BSW: Tensor, width: int) -> list[Tensor]:

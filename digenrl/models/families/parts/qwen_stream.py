@@ -17,8 +17,9 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 from transformers import BatchEncoding
 
-from digenrl.models.families.parts.qwen_attention import joint_mask, rotated
+from digenrl.models.families.parts.qwen_attention import joint_mask
 from digenrl.models.passes.attention import AttentionProcessor
+from digenrl.models.passes.rotation import rotated
 
 
 class TextProcessor:

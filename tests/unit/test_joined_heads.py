@@ -115,14 +115,20 @@ def stream(tokens: int, rank: int, device: str, *, plain: bool = False) -> list[
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("plain", [False, True])
 def test_kernels_compute_what_the_operators_on_a_cpu_compute(plain):
-    results = {}
-    for device in ("cpu", "cuda"):
+    def results(device: str) -> list[Tensor]:
         streams = [*stream(37, 4, device, plain=plain), *stream(64, 0, device, plain=plain)]
-        joint, sums = fused.joined_heads(streams, WIDTH, 1e-6, True)
         torch.manual_seed(1)
         gradient = torch.randn(2, HEADS, 101, WIDTH).to(device, torch.bfloat16).transpose(1, 2)
-        tables = [*streams[4:6], *streams[10:]]
-        gradients = fused.joined_heads_backward(gradient, sums, tables, [37, 64], 1e-6)
-        results[device] = [each.float().cpu() for each in (joint, sums, *gradients)]
-    for found, expected in zip(results["cuda"], results["cpu"], strict=True):
+
+        def computed(gradient: Tensor) -> list[Tensor]:
+            joint, sums = fused.joined_heads(streams, WIDTH, 1e-6, True)
+            tables = [*streams[4:6], *streams[10:]]
+            return [joint, sums, *fused.joined_heads_backward(gradient, sums, tables, [37, 64], 1e-6)]
+
+        compiled = torch.compile(computed, fullgraph=True)(gradient) if device == "cuda" else computed(gradient)
+        if device == "cuda":
+            assert all(map(torch.equal, compiled, computed(gradient)))
+        return [each.float().cpu() for each in compiled]
+
+    for found, expected in zip(results("cuda"), results("cpu"), strict=True):
         assert (found - expected).norm() < 0.005 * expected.norm()

@@ -17,7 +17,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from digenrl.models.adapters.lora import Product, products_of
+from digenrl.models.passes.kernel_operator import HAS_TRITON, kernel_operator
 from digenrl.models.passes.rotation import rotated
+
+if HAS_TRITON:
+    from digenrl.models.passes.head_kernels import join_streams, split_stream
 
 PARTS = 6  # of a stream, as an operator takes them
 LARGEST_RANK = 64  # of adapters that the kernel adds: a head's part of them has to fit in shared memory
@@ -44,7 +48,7 @@ class Stream(NamedTuple):
         return cls(layers, (attn.norm_added_q, attn.norm_added_k), states_BSW, table_SP2)
 
 
-@torch.library.custom_op("digenrl::joined_heads", mutates_args=())
+@kernel_operator("digenrl::joined_heads")
 def joined_heads(
     streams: Sequence[Tensor | None], width: int, eps: float, keeps_sums: bool
 ) -> tuple[Tensor, Tensor]:
@@ -52,32 +56,20 @@ def joined_heads(
 
     A stream is base (B, S, W), low (M, R), up (W, R), bias, norm and table; all but the base may be None.
     """
-    joint_BJHD, sums_BJHD = _empty(streams, width, keeps_sums)
-    offset = 0
-    for base_BSW, low_MR, up_WR, bias_W, norm_D, table_SP2 in _by_stream(streams):
+    parts = _by_stream(streams)
+    if streams[0] is not None and streams[0].is_cuda:
+        return join_streams(parts, width, eps, keeps_sums)
+    joined, sums = [], []
+    for base_BSW, low_MR, up_WR, bias_W, norm_D, table_SP2 in parts:
         assert base_BSW is not None
-        end = offset + base_BSW.shape[1]
-        if base_BSW.is_cuda:
-            from digenrl.models.passes.head_kernels import join_stream
-
-            sums = sums_BJHD if keeps_sums else None
-            join_stream(joint_BJHD, sums, offset, base_BSW, low_MR, up_WR, bias_W, norm_D, table_SP2, eps)
-        else:
-            output_BSW = _output(base_BSW, low_MR, up_WR, bias_W)
-            output_BSHD = output_BSW.unflatten(-1, (-1, width))  # type: ignore[no-untyped-call]
-            if keeps_sums:
-                sums_BJHD[:, offset:end] = output_BSHD
-            joint_BJHD[:, offset:end] = _normed_and_rotated(output_BSHD, norm_D, table_SP2, eps)
-        offset = end
-    return joint_BJHD, sums_BJHD
+        output_BSW = _output(base_BSW, low_MR, up_WR, bias_W)
+        sums.append(output_BSW.unflatten(-1, (-1, width)))  # type: ignore[no-untyped-call]
+        joined.append(_normed_and_rotated(sums[-1], norm_D, table_SP2, eps))
+    joint_BJHD = torch.cat(joined, dim=1)
+    return joint_BJHD, torch.cat(sums, dim=1) if keeps_sums else joint_BJHD.new_empty(0)
 
 
-@joined_heads.register_fake
-def _(streams: Sequence[Tensor | None], width: int, eps: float, keeps_sums: bool) -> tuple[Tensor, Tensor]:
-    return _empty(streams, width, keeps_sums)
-
-
-@torch.library.custom_op("digenrl::joined_heads_backward", mutates_args=())
+@kernel_operator("digenrl::joined_heads_backward")
 def joined_heads_backward(
     gradient_BJHD: Tensor, sums_BJHD: Tensor, tables: Sequence[Tensor | None], tokens: Sequence[int], eps: float
 ) -> list[Tensor]:
@@ -88,8 +80,6 @@ def joined_heads_backward(
     for number, length in enumerate(tokens):
         norm_D, table_SP2 = tables[2 * number : 2 * number + 2]
         if gradient_BJHD.is_cuda:
-            from digenrl.models.passes.head_kernels import split_stream
-
             part = split_stream(gradient_BJHD, sums_BJHD, offset, length, norm_D, table_SP2, eps)
         else:
             piece = slice(offset, offset + length)
@@ -100,23 +90,8 @@ def joined_heads_backward(
     return gradients
 
 
-@joined_heads_backward.register_fake
-def _(
-    gradient_BJHD: Tensor, sums_BJHD: Tensor, tables: Sequence[Tensor | None], tokens: Sequence[int], eps: float
-) -> list[Tensor]:
-    rows, _, heads, width = gradient_BJHD.shape
-    return [gradient_BJHD.new_empty(rows, length, heads * width) for length in tokens]
-
-
 def _by_stream(streams: Sequence[Tensor | None]) -> list[Sequence[Tensor | None]]:
     return [streams[first : first + PARTS] for first in range(0, len(streams), PARTS)]
-
-
-def _empty(streams: Sequence[Tensor | None], width: int, keeps_sums: bool) -> tuple[Tensor, Tensor]:
-    bases = [base for base in streams[::PARTS] if base is not None]
-    rows, _, channels = bases[0].shape
-    shape = rows, sum(base.shape[1] for base in bases), channels // width, width
-    return bases[0].new_empty(shape), bases[0].new_empty(shape if keeps_sums else 0)
 
 
 def _output(base_BSW: Tensor, low_MR: Tensor | None, up_WR: Tensor | None, bias_W: Tensor | None) -> Tensor:

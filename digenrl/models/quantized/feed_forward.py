@@ -16,46 +16,30 @@ from diffusers.models.transformers.transformer_flux import FluxSingleTransformer
 from torch import Tensor, nn
 
 from digenrl.models.passes.fused_gelu import gelu_by_sigmoid, gelu_gradient
+from digenrl.models.passes.kernel_operator import HAS_TRITON, kernel_operator
 from digenrl.models.quantized.formats import quantize_fp8
 from digenrl.models.quantized.layers import QuantizedLinear
 from digenrl.models.quantized.products import fp8_product, has_fp8_units, multiplied_fp8
 
+if HAS_TRITON:
+    from digenrl.models.quantized.gelu_kernels import gelu_gradient_rows, gelu_rows
 
-@torch.library.custom_op("digenrl::gelu_fp8", mutates_args=())
+
+@kernel_operator("digenrl::gelu_fp8")
 def gelu_fp8(product_MN: Tensor, bias_N: Tensor, beside_MW: Tensor | None) -> tuple[Tensor, Tensor]:
     """[beside, GELU(product + bias)] in e4m3, and the scale of each row."""
-    if has_fp8_units(product_MN.device):
-        from digenrl.models.quantized.gelu_kernels import gelu_rows
-
+    if HAS_TRITON and has_fp8_units(product_MN.device):
         return gelu_rows(product_MN, bias_N, beside_MW)
     hidden_MN = gelu_by_sigmoid(product_MN + bias_N)
     return quantize_fp8(hidden_MN if beside_MW is None else torch.cat([beside_MW, hidden_MN], dim=1))
 
 
-@gelu_fp8.register_fake
-def _(product_MN: Tensor, bias_N: Tensor, beside_MW: Tensor | None) -> tuple[Tensor, Tensor]:
-    rows, columns = product_MN.shape
-    width = 0 if beside_MW is None else beside_MW.shape[1]
-    return product_MN.new_empty(rows, width + columns, dtype=torch.float8_e4m3fn), _scales(product_MN)
-
-
-@torch.library.custom_op("digenrl::gelu_fp8_backward", mutates_args=())
+@kernel_operator("digenrl::gelu_fp8_backward")
 def gelu_fp8_backward(gradient_MN: Tensor, product_MN: Tensor, bias_N: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of the product in e4m3, and the scale of each row."""
-    if has_fp8_units(product_MN.device):
-        from digenrl.models.quantized.gelu_kernels import gelu_gradient_rows
-
+    if HAS_TRITON and has_fp8_units(product_MN.device):
         return gelu_gradient_rows(gradient_MN, product_MN, bias_N)
     return quantize_fp8(gradient_MN * gelu_gradient(product_MN + bias_N))
-
-
-@gelu_fp8_backward.register_fake
-def _(gradient_MN: Tensor, product_MN: Tensor, bias_N: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(product_MN, dtype=torch.float8_e4m3fn), _scales(product_MN)
-
-
-def _scales(product_MN: Tensor) -> Tensor:
-    return product_MN.new_empty(len(product_MN), 1, dtype=torch.float32)
 
 
 class _Fp8FeedForward(torch.autograd.Function):

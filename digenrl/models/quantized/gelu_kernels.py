@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import wrap_triton
 from triton import jit
 
 from digenrl.models.passes.fused_gelu import CUBIC, SLOPE
@@ -39,29 +40,28 @@ def _launched(
     scales = torch.empty(rows, 1, device=product_MN.device)
     # Pieces have a length of a power of two; hidden widths are often three times one.
     pieces = 3 if columns == 3 * triton.next_power_of_2(triton.cdiv(columns, 3)) else 1
-    with torch.cuda.device_of(product_MN):  # type: ignore[no-untyped-call]
-        _rows[(rows,)](
-            product_MN,
-            bias_N,
-            gradient_MN,
-            beside_MW,
-            values,
-            scales,
-            product_MN.stride(0),
-            gradient_MN.stride(0),
-            beside_MW.stride(0),
-            columns,
-            width,
-            PIECE=triton.next_power_of_2(triton.cdiv(columns, pieces)),
-            PIECES=pieces,
-            BESIDE=triton.next_power_of_2(width) if width else 0,
-            BACKWARD=backward,
-            SLOPE=SLOPE,
-            CUBIC=CUBIC,
-            LARGEST=FP8_LARGEST,
-            SMALLEST=SMALLEST_SCALE,
-            num_warps=WARPS,
-        )
+    wrap_triton(_rows)[(rows,)](
+        product_MN,
+        bias_N,
+        gradient_MN,
+        beside_MW,
+        values,
+        scales,
+        product_MN.stride(0),
+        gradient_MN.stride(0),
+        beside_MW.stride(0),
+        columns,
+        width,
+        PIECE=triton.next_power_of_2(triton.cdiv(columns, pieces)),
+        PIECES=pieces,
+        BESIDE=triton.next_power_of_2(width) if width else 0,
+        BACKWARD=backward,
+        SLOPE=SLOPE,
+        CUBIC=CUBIC,
+        LARGEST=FP8_LARGEST,
+        SMALLEST=SMALLEST_SCALE,
+        num_warps=WARPS,
+    )
     return values, scales
 
 

@@ -9,6 +9,7 @@ from digenrl.config.recipes.recipe import Recipe
 from digenrl.driver.placement import place
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.transports.contract import Backend, RunResources, Transport
+from digenrl.transports.process_setup import loading_modules
 from digenrl.transports.processes import ProcessTransport, prepare_fork_server, set_threads
 from digenrl.transports.rank_groups import RankGroupTransport
 from digenrl.worker.assignment import Machine, threads_per_worker
@@ -65,6 +66,7 @@ def make_exchange(recipe: Recipe) -> ExchangeFolder:
 def _transport(recipe: Recipe, run: Path) -> Transport:
     if not recipe.topology.one_process:
         return RankGroupTransport(ProcessTransport(run / "logs"))
-    from digenrl.transports.inline import InlineTransport  # imports torch
+    with loading_modules():
+        from digenrl.transports.inline import InlineTransport  # imports torch
 
     return InlineTransport()

@@ -19,7 +19,7 @@ from digenrl.exchange.deliveries import BroadcastLimits, Delivery
 from digenrl.logs import configure_logging
 from digenrl.records import Job, JobFailed, WeightsReference
 from digenrl.transports.contract import InputsLost, Report
-from digenrl.transports.process_setup import redirect_output
+from digenrl.transports.process_setup import loading_modules, redirect_output
 from digenrl.worker.assignment import Assignment
 
 if TYPE_CHECKING:
@@ -44,16 +44,18 @@ Builder = Callable[[Assignment, "Exchange", str], tuple[JobRunner | None, Report
 
 def build_worker(assignment: Assignment, exchange: Exchange, rendezvous: str) -> tuple[JobRunner | None, Report]:
     """The worker of an assignment, and its first report."""
-    from digenrl.worker.worker import start_worker
+    with loading_modules():
+        from digenrl.worker.worker import start_worker
 
     return start_worker(assignment, exchange, rendezvous)
 
 
 def make_exchange(assignment: Assignment, host: str) -> PayloadExchange:
     """The exchange of a worker on this host. Full weights are too large to travel with jobs, and are broadcast."""
-    from digenrl.exchange.broadcast import WeightsSender
-    from digenrl.exchange.broadcast_exchange import BroadcastExchange
-    from digenrl.exchange.payloads import PayloadExchange
+    with loading_modules():
+        from digenrl.exchange.broadcast import WeightsSender
+        from digenrl.exchange.broadcast_exchange import BroadcastExchange
+        from digenrl.exchange.payloads import PayloadExchange
 
     if assignment.recipe.training.lora is not None:
         return PayloadExchange()

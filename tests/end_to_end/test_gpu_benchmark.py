@@ -27,7 +27,7 @@ def test_every_part_is_measured_and_a_profile_is_written(
 ) -> None:
     gpu = benchmark(monkeypatch)
     arguments = ["sd3", "--tiny", "--only", "forward,eager,replay,profile,run", "--json"]
-    arguments += ["--profiles", str(tmp_path), "--device-name", "here"]
+    arguments += ["--pack", "4", "--profiles", str(tmp_path), "--device-name", "here"]
     monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
     gpu.main()
     (measured,) = json.loads(capsys.readouterr().out)
@@ -58,7 +58,7 @@ def test_the_kernels_of_a_pass_are_listed_by_group(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kernel_profile = benchmark(monkeypatch, "kernel_profile")
-    monkeypatch.setattr(sys, "argv", ["kernel_profile.py", "sd3", "--tiny", "--pass", "replay"])
+    monkeypatch.setattr(sys, "argv", ["kernel_profile.py", "sd3", "--tiny", "--pass", "replay", "--pack", "4"])
     kernel_profile.main()
     printed = capsys.readouterr().out
     assert "sd3, replay, pack " in printed

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from live_runs import (
 from digenrl.config.reading import ConfigError
 from digenrl.run_folder.folder import FORMAT, RunFolder, Status
 from digenrl.runs.stopping import RunFailedError
+from digenrl.transports import processes
 
 SAVES_WITHIN_S = 30
 
@@ -258,3 +260,9 @@ def test_the_driver_needs_no_torch() -> None:
     )
     found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
+
+
+def test_the_fork_server_finds_the_modules_that_it_loads() -> None:
+    modules = processes.FIRST_PRELOADED_MODULE, "digenrl.worker.worker", processes.LAST_PRELOADED_MODULE
+    assert modules[1] in processes.PRELOADED_MODULES
+    assert all(map(find_spec, modules)), "it would go on without them"

@@ -54,11 +54,11 @@ imports: $(STAMP)
 test-fast: $(STAMP)
 	$(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder -m "not slow" tests/contract tests/unit
 
-# Two workers per core: many of these tests wait for processes that they start. All of these import the package, so
-# bytecode is written even where PYTHONDONTWRITEBYTECODE is set.
+# Three workers per two cores: many of these tests wait for processes that they start. All of these import the package,
+# so bytecode is written even where PYTHONDONTWRITEBYTECODE is set.
 pytest: $(STAMP)
 	$(BIN)/python -m compileall -q digenrl tests benchmarks
-	$(BIN)/pytest --numprocesses $$(($$(getconf _NPROCESSORS_ONLN) * 2)) --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses $$(($$(getconf _NPROCESSORS_ONLN) * 3 / 2)) --dist loadfile --no-loadscope-reorder
 
 # Draws every picture of docs/ again, with the tool itself, and writes the tables of recipes.
 docs: $(STAMP)

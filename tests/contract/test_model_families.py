@@ -39,8 +39,9 @@ from digenrl.testing.tiny_models import TINY_MODELS, make_tiny_pipeline, tiny_si
 
 PROMPTS = ["a red cat", "a sign that says hello"]
 STEPS = 3
-# The first family of each method that computes a schedule.
+# The first family of each method that computes a schedule, and of each class of VAEs.
 ONE_PER_SCHEDULE = list({each.model_class.schedule: name for name, each in reversed(FAMILIES.items())}.values())
+ONE_PER_VAE = list({each.vae.cls: name for name, each in reversed(FAMILIES.items())}.values())
 PADDING_COUNTS = ("qwen_image_2_1",)  # pipelines in which a prompt depends on longer ones beside it
 LARGE_IN_MB = {"hunyuan_video_1_5": 28, "hunyuan_video_1_5_i2v": 28, "ltx2": 8}  # with layers of a fixed width
 
@@ -517,6 +518,7 @@ def test_random_weights_have_the_dtypes_of_loaded_ones(
         assert time_embedder.linear_1.weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize("family", ONE_PER_VAE, indirect=True)
 def test_the_vae_is_in_fp32_unless_told_otherwise(
     family: Family, directory: Path, shared_model: PipelineModel, rounded_model: PipelineModel
 ) -> None:

@@ -28,8 +28,7 @@ from digenrl.transports.contract import Gone, Message
 from digenrl.transports.process_setup import TORCH_ENVIRONMENT, log_file, redirect_output
 from digenrl.worker.assignment import Assignment
 
-FIRST_PRELOADED_MODULE = "digenrl.transports.preloading"
-PRELOADED_MODULES = ["digenrl.worker.worker"]
+PRELOADED_MODULES = ["digenrl.transports.preloading", "digenrl.worker.worker"]
 LAST_PRELOADED_MODULE = "digenrl.transports.frozen_memory"
 EXIT_TIMEOUT_S = 5.0  # for workers that were asked to exit
 HEARTBEAT_INTERVAL_S = 1.0
@@ -46,8 +45,7 @@ def set_threads(threads: int) -> None:
 def prepare_fork_server(threads: int) -> None:
     """Sets the environment that workers inherit, and starts the fork server."""
     set_threads(threads)
-    modules = [FIRST_PRELOADED_MODULE, *PRELOADED_MODULES, LAST_PRELOADED_MODULE]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOADED_MODULES, LAST_PRELOADED_MODULE])
     with _ignored(DRIVER_SIGNALS):  # child processes inherit ignored signals
         forkserver.ensure_running()
 

@@ -111,6 +111,7 @@ def split_stream(
 
 
 def _programs(tokens: int) -> int:
+    """`triton.cdiv`, but also of a length that the compiler keeps variable."""
     return (tokens + TOKENS - 1) // TOKENS
 
 

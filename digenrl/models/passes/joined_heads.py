@@ -57,7 +57,7 @@ def joined_heads(
     A stream is base (B, S, W), low (M, R), up (W, R), bias, norm and table; all but the base may be None.
     """
     parts = _by_stream(streams)
-    if streams[0] is not None and streams[0].is_cuda:
+    if HAS_TRITON and streams[0] is not None and streams[0].is_cuda:
         return join_streams(parts, width, eps, keeps_sums)
     joined, sums = [], []
     for base_BSW, low_MR, up_WR, bias_W, norm_D, table_SP2 in parts:
@@ -79,7 +79,7 @@ def joined_heads_backward(
         gradient_BJHD = gradient_BJHD.contiguous()
     for number, length in enumerate(tokens):
         norm_D, table_SP2 = tables[2 * number : 2 * number + 2]
-        if gradient_BJHD.is_cuda:
+        if HAS_TRITON and gradient_BJHD.is_cuda:
             part = split_stream(gradient_BJHD, sums_BJHD, offset, length, norm_D, table_SP2, eps)
         else:
             piece = slice(offset, offset + length)

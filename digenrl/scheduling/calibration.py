@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from digenrl.records import Action, Calibrate, Calibrated
-from digenrl.scheduling.faults import encode
+from digenrl.scheduling.encoding import encode
 from digenrl.scheduling.lanes import release
 from digenrl.scheduling.state import Outcome, SchedulerState, lane_of, put_lane
 

@@ -8,14 +8,13 @@ and a fresh group takes its place in the step.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from digenrl.records import (
     Action,
     ArtifactLost,
     Commit,
-    Encode,
     Evaluate,
     Export,
     Generate,
@@ -34,6 +33,7 @@ from digenrl.records import (
     holding_lane,
 )
 from digenrl.scheduling import evaluation, hedging, shared_gradients
+from digenrl.scheduling.encoding import encode
 from digenrl.scheduling.lanes import end_round_if_over, release
 from digenrl.scheduling.order import positions, positions_of_group, slices_in, slices_of_group
 from digenrl.scheduling.repeated_steps import recorded_as_stale
@@ -320,20 +320,6 @@ def return_stale_samples(state: SchedulerState, piece: Slice) -> SchedulerState:
         return state
     groups = put_group(step, piece.group, replace(group, stale=group.stale & ~returned))
     return put_step(state, replace(step, groups=groups, stale_samples=step.stale_samples - returned.bit_count()))
-
-
-def encode(state: SchedulerState, prompts: Sequence[tuple[int, int]], at_ns: int) -> Outcome:
-    """Encode jobs for the prompts of these (step, group) pairs that are not being encoded, one per step."""
-    if not state.terms.encodes:
-        return state, ()
-    missing = set(prompts) - {(job.step, group) for job in state.encoding for group in job.groups}
-    jobs: list[Action] = []
-    for step in sorted({step for step, _ in missing}):
-        groups = tuple(sorted(group for of_step, group in missing if of_step == step))
-        state, job = issue(state, at_ns, Encode, step, groups)
-        state = replace(state, encoding=(*state.encoding, job))
-        jobs.append(job)
-    return state, tuple(jobs)
 
 
 def quarantine(state: SchedulerState, piece: Slice, reason: str, at_ns: int) -> Outcome:

@@ -23,6 +23,7 @@ from digenrl.records import (
     Trained,
     UpdateTaken,
 )
+from digenrl.scheduling.encoding import encode_ahead
 from digenrl.scheduling.evaluation import awaits_publication
 from digenrl.scheduling.lanes import release
 from digenrl.scheduling.scoring import ready_again
@@ -88,7 +89,8 @@ def commit_if_complete(state: SchedulerState, at_ns: int) -> Outcome:
     if awaits_publication(state):
         return state, ()
     state, commit = issue(state, at_ns, Commit, step.index, sent)
-    return replace(state, trainer=Committing(commit)), (commit,)
+    state, encoding = encode_ahead(state, at_ns)
+    return replace(state, trainer=Committing(commit)), (commit, *encoding)
 
 
 # --- Results ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,33 @@
+"""Which prompts are encoded when: those of a step before it opens, and those of groups that were added or lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from digenrl.records import Action, Encode
+from digenrl.scheduling.state import Outcome, SchedulerState, issue
+
+
+def encode(state: SchedulerState, prompts: Sequence[tuple[int, int]], at_ns: int) -> Outcome:
+    """Encode jobs for the prompts of these (step, group) pairs that are not being encoded, one per step."""
+    if not state.terms.encodes:
+        return state, ()
+    missing = set(prompts) - {(job.step, group) for job in state.encoding for group in job.groups}
+    jobs: list[Action] = []
+    for step in sorted({step for step, _ in missing}):
+        groups = tuple(sorted(group for of_step, group in missing if of_step == step))
+        state, job = issue(state, at_ns, Encode, step, groups)
+        state = replace(state, encoding=(*state.encoding, job))
+        jobs.append(job)
+    return state, tuple(jobs)
+
+
+def encode_ahead(state: SchedulerState, at_ns: int) -> Outcome:
+    """Encodes the prompts of the step that opens with the commit that was just issued.
+
+    Generators may wait for this commit, and so leave their processor to the encoder.
+    """
+    step = state.committed + 2
+    groups = range(state.terms.prompts if step < state.terms.steps else 0)
+    return encode(state, [(step, group) for group in groups], at_ns)

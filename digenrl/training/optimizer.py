@@ -19,14 +19,14 @@ Parameters = Mapping[str, nn.Parameter]
 
 
 def make_optimizer(parameters: Parameters, settings: TrainerSettings) -> torch.optim.AdamW:
-    """AdamW over the trained parameters, fused on a GPU."""
+    """AdamW over the trained parameters, fused: on a CPU, too, the other kernels take several times as long."""
     return torch.optim.AdamW(
         list(parameters.values()),
         lr=settings.learning_rate,
         betas=settings.betas,
         eps=settings.adam_eps,
         weight_decay=settings.weight_decay,
-        fused=all(parameter.is_cuda for parameter in parameters.values()) or None,
+        fused=True,
     )
 
 

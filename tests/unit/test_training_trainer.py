@@ -235,10 +235,10 @@ def test_a_state_does_not_choose_the_kernels_of_an_optimizer_step():
         trainer.add_group(group)
     trainer.commit()
     state = state_of(trainer)
-    scalars = {**state.optimizer.scalars, "fused": True, "foreach": True, "lr": 0.5}
+    scalars = {**state.optimizer.scalars, "fused": None, "foreach": True, "lr": 0.5}
     trainer.load_state(replace(state, optimizer=replace(state.optimizer, scalars=scalars)))
     loaded = state_of(trainer).optimizer.scalars
-    assert (loaded["fused"], loaded["foreach"], loaded["lr"]) == (None, None, 0.5)
+    assert (loaded["fused"], loaded["foreach"], loaded["lr"]) == (True, None, 0.5)
 
 
 # --- On policy ------------------------------------------------------------------------------------------------

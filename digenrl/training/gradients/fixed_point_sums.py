@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from digenrl.models.transfers import to_host
 from digenrl.training.gradients.job_sums import JobSums
+from digenrl.training.gradients.joined import alike, join, split
 from digenrl.training.gradients.sums import Gradients, GradientSums, add_into
 from digenrl.training.metrics import Tally
 from digenrl.training.packing.packed_passes import PassResult
@@ -24,7 +25,6 @@ from digenrl.training.sample_jobs import SampleJob
 UNITS_PER_ONE = 2.0**48
 LARGEST_VALUE = 2.0**14  # of a job's gradient, exclusive
 LARGEST_SUM = 2.0**15 - 1  # of the largest values of all jobs; leaves room for rounding
-JOINED_VALUES = 1 << 20  # of several tensors that are converted together
 UNCHANGED = (
     "the weights are unchanged; check rewards and learning rate or, unless several cards train, "
     "set training.sum_in_order=false to add gradients as floats"
@@ -53,6 +53,7 @@ class FixedPointSums:
         self, parameters: Mapping[str, nn.Parameter], *, over_batch: bool, ranks: RankGroup | None = None
     ) -> None:
         self._parameters, self._over_batch, self._ranks = parameters, over_batch, ranks
+        self._device = next(iter(parameters.values())).device
         self.reset(())
 
     def reset(self, places: Iterable[int]) -> None:
@@ -82,15 +83,15 @@ class FixedPointSums:
             sums, more = self._over_ranks(self._ranks, more, found), {}
         elif found.problem is not None:
             raise FloatingPointError(found.problem)
+        unscaled, more, final = alike([sums.unscaled, more, sums.final], self._parameters)
         gradient: Gradients = {}
-        for name, parameter in self._parameters.items():
-            unscaled = _sum_of([part[name] for part in (sums.unscaled, more) if name in part])
-            parts = [] if unscaled is None else [unscaled.double() * (factor / UNITS_PER_ONE)]
-            parts += [sums.final[name].double() / UNITS_PER_ONE] if name in sums.final else []
-            total = _sum_of(parts)
-            if total is not None:
-                gradient[name] = total.to(parameter.dtype)
-        return gradient
+        for names in unscaled | more | final:
+            integers = [part[names] for part in (unscaled, more) if names in part]
+            floats = [_sum_of(integers).double() * (factor / UNITS_PER_ONE)] if integers else []
+            floats += [final[names].double() / UNITS_PER_ONE] if names in final else []
+            for name, value in split({names: _sum_of(floats)}, self._parameters).items():
+                gradient[name] = value.to(self._parameters[name].dtype)
+        return {name: gradient[name] for name in self._parameters if name in gradient}
 
     def take(self) -> tuple[JobSums, float]:
         """The sums, which start over here, and a bound of absolute values: infinite if one is out of range."""
@@ -101,11 +102,11 @@ class FixedPointSums:
     def add_share(self, shared: JobSums, bound: float) -> None:
         """Adds jobs that another trainer has summed; on several ranks, the first one adds them."""
         if self._ranks is None or self._ranks.rank.is_first:
-            own = self._total.gradient
+            own, device = self._total.gradient, self._device
             for sums, more in ((own.unscaled, shared.gradient.unscaled), (own.final, shared.gradient.final)):
-                for name, value in more.items():
+                for names, value in more.items():
                     # Sums change in place, and a share may be mapped from a file.
-                    more[name] = value.to(self._parameters[name].device, copy=name not in sums)
+                    more[names] = value.to(device, copy=names not in sums)
             self._total.add(shared)
             self._shared_bound += bound
 
@@ -115,16 +116,19 @@ class FixedPointSums:
         A parameter without a gradient on all ranks has none, as on a single one. Raises FloatingPointError on all
         ranks if values of one are out of range.
         """
-        own, summed = self._total.gradient, GradientSums(final=self._zeros())
-        add_into(summed.final, own.final)
+        summed = GradientSums(final=self._zeros())
+        unscaled, final, corrections = (
+            split(part, self._parameters)
+            for part in (self._total.gradient.unscaled, self._total.gradient.final, corrections)
+        )
+        add_into(summed.final, final)
         if self._over_batch:
             summed.unscaled = self._zeros()
-            add_into(summed.unscaled, own.unscaled)
+            add_into(summed.unscaled, unscaled)
             add_into(summed.unscaled, corrections)
-        device = next(iter(self._parameters.values())).device
-        present = own.final.keys() | own.unscaled.keys() | corrections.keys()
+        present = final.keys() | unscaled.keys() | corrections.keys()
         has_gradient = [name in present for name in self._parameters]
-        marks = torch.tensor([found.problem is not None, *has_gradient], device=device, dtype=torch.int64)
+        marks = torch.tensor([found.problem is not None, *has_gradient], device=self._device, dtype=torch.int64)
         ranks.sum_tensors(JobSums(summed).tensors("all ranks") | {"marks": marks})
         problems, *counts = marks.tolist()
         if problems:
@@ -158,38 +162,19 @@ class FixedPointSums:
 
 
 def _as_integers(gradients: Gradients, largest: list[Tensor]) -> Gradients:
-    """The gradients in fixed point, and the largest absolute values of them.
-
-    Tensors are joined, because many small ones are slow. Empties the mapping, so that memory is freed on the way.
-    """
+    """The gradients in fixed point, joined, and the largest absolute values of them. Empties the mapping."""
     integers: Gradients = {}
-    for names in _chunks(gradients):
-        shapes = {name: gradients[name].shape for name in names}
-        joined = torch.cat([gradients.pop(name).reshape(-1) for name in names])
-        largest.append(joined.abs().max().double())
+    for names, joined in join(gradients):
+        largest.append(torch.maximum(joined.max(), -joined.min()).double())
         joined.mul_(UNITS_PER_ONE).round_()  # exact: a power of two
-        if joined.is_cpu:
-            joined = joined.double()  # these are converted much faster than 32-bit floats
-        parts = torch.split_with_sizes(joined.to(torch.int64), [shape.numel() for shape in shapes.values()])
-        integers |= {name: part.view(shapes[name]) for name, part in zip(names, parts, strict=True)}
+        if joined.is_cpu:  # 64-bit floats are converted much faster than 32-bit floats, and in place
+            joined = joined.double()
+            integers[names] = joined.view(torch.int64).copy_(joined)
+        else:
+            integers[names] = joined.to(torch.int64)
     return integers
 
 
-def _chunks(gradients: Gradients) -> list[list[str]]:
-    """The names of tensors that are joined."""
-    chunks: list[list[str]] = []
-    room = 0
-    for name, value in gradients.items():
-        if value.numel() > room:
-            chunks.append([])
-            room = JOINED_VALUES
-        chunks[-1].append(name)
-        room -= value.numel()
-    return chunks
-
-
-def _sum_of(values: list[Tensor]) -> Tensor | None:
-    """The sum of up to two tensors; None if there are none."""
-    if len(values) == 2:
-        return values[0] + values[1]
-    return values[0] if values else None
+def _sum_of(values: list[Tensor]) -> Tensor:
+    """The sum of one or two tensors."""
+    return values[0] if len(values) == 1 else values[0] + values[1]

@@ -24,8 +24,9 @@ TallyContent = Mapping[str, Sequence[float]]
 class GradientShare:
     """The gradient of some jobs of an update, in fixed point, and the metrics of each.
 
-    `unscaled` and `final` are 64-bit integers by parameter, the two parts of `GradientSums`. Their absolute values
-    are at most `bound`, as floats. `steps` are the trained steps of each sample; None if there are no jobs.
+    `unscaled` and `final` are 64-bit integers, the two parts of `GradientSums`; gradients of several parameters
+    are joined. Their absolute values are at most `bound`, as floats. `steps` are the trained steps of each sample;
+    None if there are no jobs.
     """
 
     batch: int
@@ -77,7 +78,7 @@ def share_from(content: Mapping[str, Any], unscaled: Tensors, final: Tensors) ->
 
 
 def share_as_tensors(share: GradientShare) -> dict[str, Tensor]:
-    """The whole share as tensors, named part/parameter, and one tensor with the bytes of everything else."""
+    """The whole share as tensors, named part/parameters, and one tensor with the bytes of everything else."""
     text = json.dumps(without_tensors(share)).encode()
     parts = ((UNSCALED, share.unscaled), (FINAL, share.final))
     tensors = {f"{part}/{name}": value for part, named in parts for name, value in named.items()}

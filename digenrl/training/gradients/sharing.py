@@ -14,6 +14,7 @@ from digenrl.models.parallel.shards import any_sharded
 from digenrl.training.advantage_scale import AdvantageScale
 from digenrl.training.gradients.fixed_point_sums import FixedPointSums
 from digenrl.training.gradients.job_sums import JobSums, UpdateSums
+from digenrl.training.gradients.joined import parameters_of
 from digenrl.training.gradients.ordered_sums import OrderedSums
 from digenrl.training.gradients.share import GradientShare
 from digenrl.training.gradients.sums import GradientSums
@@ -109,11 +110,15 @@ def add_share(share: GradientShare, batch: OpenBatch, sums: FixedPointSums, para
 
 
 def _check_integers(part: Tensors, parameters: Mapping[str, Tensor]) -> None:
-    for name, value in part.items():
-        if name not in parameters:
-            raise ValueError(f"a share has a gradient of {name}, which is not trained here")
-        if value.dtype != torch.int64 or value.shape != parameters[name].shape:
+    for joined_name, value in part.items():
+        names = parameters_of(joined_name)
+        for name in names:
+            if name not in parameters:
+                raise ValueError(f"a share has a gradient of {name}, which is not trained here")
+        expected = sum(parameters[name].numel() for name in names)
+        if value.dtype != torch.int64 or value.shape != (expected,):
+            more = f" and {len(names) - 1} other parameters" if len(names) > 1 else ""
             raise ValueError(
-                f"a share has a gradient of {name} of {value.dtype} {tuple(value.shape)}, expected {torch.int64} "
-                f"{tuple(parameters[name].shape)}; does it come from another model or LoRA rank?"
+                f"a share has a gradient of {names[0]}{more} of {value.dtype} {tuple(value.shape)}, expected "
+                f"{torch.int64} {(expected,)}; does it come from another model or LoRA rank?"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -36,7 +37,11 @@ class GradientSums:
 def add_into(sums: Gradients, more: Gradients) -> None:
     """sums += more; tensors of parameters that are new to the sums are moved, not copied."""
     both = [name for name in more if name in sums]
-    if both:
+    if both and all(sums[name].is_cpu and sums[name].dtype == torch.int64 for name in both):
+        for name in both:
+            total = sums[name].numpy()
+            np.add(total, more[name].numpy(), out=total)  # several times as fast as torch
+    elif both:
         torch._foreach_add_([sums[name] for name in both], [more[name] for name in both])
     sums |= {name: value for name, value in more.items() if name not in sums}
 

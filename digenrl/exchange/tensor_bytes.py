@@ -1,12 +1,13 @@
-"""Named tensors as the bytes of a safetensors file.
+"""Named tensors as the bytes of a safetensors file, and back.
 
-The library's own writer spends about 0.1 ms on each tensor, which a trainer's state with hundreds of them feels.
+The library's own functions spend 0.05 to 0.1 ms on each tensor, which adapters with hundreds of them feel.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def tensor_bytes(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
@@ -46,6 +48,19 @@ def tensor_bytes(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     for name in names:
         if on_host[name].nbytes:
             yield _values(on_host[name])
+
+
+def mapped_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file that consists of `tensor_bytes`, mapped into memory."""
+    content = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    start = LENGTH_BYTES + int.from_bytes(_values(content[:LENGTH_BYTES]), "little")
+    header = json.loads(bytes(_values(content[LENGTH_BYTES:start])))
+    sizes = [end - begin for begin, end in (entry["data_offsets"] for entry in header.values())]
+    parts = torch.split_with_sizes(content[start:], sizes)
+    return {
+        name: part.view(DTYPE_OF[entry["dtype"]]).view(entry["shape"])
+        for (name, entry), part in zip(header.items(), parts, strict=True)
+    }
 
 
 def _contiguous_on_host(value: Tensor) -> Tensor:

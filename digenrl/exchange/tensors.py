@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Protocol
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from digenrl.checksums import quick_file_checksum
 from digenrl.exchange.folder import ExchangeFolder, check_weights
-from digenrl.exchange.tensor_bytes import tensor_bytes
+from digenrl.exchange.tensor_bytes import mapped_tensors, tensor_bytes
 from digenrl.records import WeightsReference
 
 
@@ -53,7 +51,7 @@ class TensorExchange:
         return size
 
     def get(self, name: str) -> dict[str, Tensor]:
-        return _mapped(self._folder.path(name))
+        return mapped_tensors(self._folder.path(name))
 
     def drop(self, name: str) -> None:
         self._folder.drop(name)
@@ -65,9 +63,4 @@ class TensorExchange:
     def get_weights(self, reference: WeightsReference) -> dict[str, Tensor]:
         path = self._folder.path(reference.name)
         check_weights(reference, path.stat().st_size, quick_file_checksum(path))
-        return _mapped(path)
-
-
-def _mapped(path: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = load_file(path)
-    return tensors
+        return mapped_tensors(path)

@@ -23,11 +23,9 @@ def encode(state: SchedulerState, prompts: Sequence[tuple[int, int]], at_ns: int
     return state, tuple(jobs)
 
 
-def encode_ahead(state: SchedulerState, at_ns: int) -> Outcome:
-    """Encodes the prompts of the step that opens with the commit that was just issued.
-
-    Generators may wait for this commit, and so leave their processor to the encoder.
-    """
-    step = state.committed + 2
-    groups = range(state.terms.prompts if step < state.terms.steps else 0)
-    return encode(state, [(step, group) for group in groups], at_ns)
+def encode_step(state: SchedulerState, step: int, at_ns: int) -> Outcome:
+    """Encode jobs for the prompts of a step that opens next, unless there is none or they were issued before."""
+    if not state.encoded_steps <= step < state.terms.steps:
+        return state, ()
+    groups = range(state.terms.prompts)
+    return encode(replace(state, encoded_steps=step + 1), [(step, group) for group in groups], at_ns)

@@ -23,7 +23,7 @@ from digenrl.records import (
     Trained,
     UpdateTaken,
 )
-from digenrl.scheduling.encoding import encode_ahead
+from digenrl.scheduling.encoding import encode_step
 from digenrl.scheduling.evaluation import awaits_publication
 from digenrl.scheduling.lanes import release
 from digenrl.scheduling.scoring import ready_again
@@ -47,11 +47,17 @@ from digenrl.scheduling.state import (
 
 
 def send_gradients(state: SchedulerState, at_ns: int) -> Outcome:
-    """Idle lanes send their sums as soon as no sample of the update is left to be handed out for training."""
+    """Idle lanes send their sums as soon as no sample of the update is left to be handed out for training.
+
+    From then on they wait for the next step: a good time to encode the prompts of the step after it.
+    """
     step = state.current
     if step.untrained_samples > sum(_samples_in_training(state, lane) for lane in state.lanes):
         return state, ()
     jobs: list[Action] = []
+    if state.idle and step.update == state.terms.updates - 1:
+        state, encoding = encode_step(state, step.index + 2, at_ns)
+        jobs.extend(encoding)
     for index in state.idle:
         lane = state.lanes[index]
         if lane.trained and not lane.helper:
@@ -89,8 +95,7 @@ def commit_if_complete(state: SchedulerState, at_ns: int) -> Outcome:
     if awaits_publication(state):
         return state, ()
     state, commit = issue(state, at_ns, Commit, step.index, sent)
-    state, encoding = encode_ahead(state, at_ns)
-    return replace(state, trainer=Committing(commit)), (commit, *encoding)
+    return replace(state, trainer=Committing(commit)), (commit,)
 
 
 # --- Results ---------------------------------------------------------------------------------------------------

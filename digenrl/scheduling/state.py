@@ -350,6 +350,7 @@ class SchedulerState:
     absent_scorers: frozenset[int] = frozenset()
     void_scores: frozenset[int] = frozenset()  # Score jobs whose samples were lost: their results are dropped
     encoding: tuple[Encode, ...] = ()
+    encoded_steps: int = 0  # the steps whose prompts were handed out to be encoded
     exporting: Export | None = None
     evaluations: tuple[EvaluationProgress, ...] = ()  # oldest first
     saved: int | None = None  # the newest version that is in a checkpoint
@@ -422,6 +423,7 @@ def initial_state(
         unscored=(),
         trainer=Generating() if terms.colocated else Free(),
         committed=committed,
+        encoded_steps=committed + 2,  # the steps that are open are encoded before
         jobs_issued=jobs_issued,
         saved=committed or None,  # what a resumed run has committed is in the checkpoint that it resumes from
         evaluations=(fresh_evaluation(terms, committed),) if evaluates else (),

@@ -22,7 +22,7 @@ from digenrl.records import (
     Trained,
     Wait,
 )
-from digenrl.scheduling.encoding import encode_ahead
+from digenrl.scheduling.encoding import encode_step
 from digenrl.scheduling.evaluation import abandon_if_unservable, awaits_publication, begin_evaluation
 from digenrl.scheduling.help.choose_help import choose_help
 from digenrl.scheduling.lanes import publish_newest
@@ -103,12 +103,13 @@ def absorb_committed(state: SchedulerState, event: Committed) -> Outcome:
     state, abandoned = abandon_if_unservable(state, at_ns)
     if terms.evaluates(version):
         state = begin_evaluation(state, version)
+    state, encoding = encode_step(state, following, at_ns)
     state, published = publish_newest(state, at_ns)
     if terms.saves(version):
         state, next_job = _save(state, at_ns)
     else:
         state, next_job = _generate_if_colocated(state, at_ns)
-    return state, (*abandoned, *published, *next_job)
+    return state, (*abandoned, *encoding, *published, *next_job)
 
 
 def absorb_saved(state: SchedulerState, event: Saved) -> Outcome:
@@ -160,8 +161,7 @@ def _direct_free_trainer(state: SchedulerState, at_ns: int) -> Outcome:
         if awaits_publication(state):
             return state, ()
         state, commit = issue(state, at_ns, Commit, step.index)
-        state, encoding = encode_ahead(state, at_ns)
-        return replace(state, trainer=Committing(commit)), (commit, *encoding)
+        return replace(state, trainer=Committing(commit)), (commit,)
     if step.ready:
         unit = step.ready[0]
         state, train = issue(state, at_ns, Train, Slice(step.index, unit.group, unit.first, unit.size))

@@ -155,7 +155,7 @@ def main() -> None:
         cells = (f"{each.samples_per_s:.1f}", *(f"{ratio:.2f}" for ratio in ratios))
         shares = (each.generator_idle, each.trainer_idle, each.helped, each.assisted, each.stale)
         table.add_row(name, *cells, *(f"{share:.0%}" for share in shares))
-    Console(width=100).print(table)
+    Console(width=120).print(table)
     for name in ("+ both", "+ TCSS"):
         print(f"{name}, share of the limit by round:", *(f"{each[name].of_limit:.2f}" for each in rounds))
 

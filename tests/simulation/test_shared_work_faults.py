@@ -19,6 +19,7 @@ from digenrl.records import (
     ArtifactLost,
     Commit,
     Committed,
+    Encode,
     Event,
     GradientsSent,
     Job,
@@ -160,3 +161,20 @@ def test_samples_that_a_slow_lane_trained_for_a_committed_step_do_not_count_for_
     after, _ = decide(busy, Trained(1, job))
     assert (after.lanes[0].job, after.lanes[0].trained) == (None, ())
     assert after.steps == state.steps
+
+
+def test_the_prompts_of_a_step_are_encoded_once_as_soon_as_a_lane_waits_for_the_commit_two_steps_before() -> None:
+    spec = parse_model(Spec, {**TWO_CARDS, "steps": 4})
+    initial = initial_scheduler_state(spec, search_budget=1)
+    initial = replace(initial, terms=replace(initial.terms, encodes=True))
+    encoded: list[tuple[int, int]] = []  # the step, and the version that was committed then
+
+    class Encodings:
+        def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
+            jobs = [action for action in actions if isinstance(action, Encode)]
+            assert not jobs or not isinstance(event, Committed), "not before the commit"
+            assert all(job.groups == (0, 1) for job in jobs)
+            encoded.extend((job.step, state.committed) for job in jobs)
+
+    drive(initial, VirtualCluster(initial), (Encodings(),))
+    assert encoded == [(2, 0), (3, 1)]

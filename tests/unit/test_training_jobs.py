@@ -138,6 +138,31 @@ def test_both_parts_are_summed_and_one_is_scaled():
     assert {value.dtype for value in sums.tensors().values()} == {torch.int64} and len(sums.tensors()) == 2
 
 
+def test_jobs_without_some_gradients_give_the_same_bits_in_any_order_and_split():
+    parameters = {name: torch.nn.Parameter(torch.zeros(3)) for name in "abc"}
+    jobs = [
+        ({"a": 0.1, "b": 0.2}, {"a": 0.3}),
+        ({"b": 0.7}, {}),
+        ({}, {"b": 1e-9, "a": 1e3}),
+        ({"a": -0.1}, {"a": -1e3}),
+    ]
+
+    def add_jobs(sums, numbers):
+        for number in numbers:
+            parts = ({name: torch.full((3,), value) for name, value in part.items()} for part in jobs[number])
+            sums.add(number, sums.of_job(SampleJob(number, 0), PassResult(GradientSums(*parts), Tally())))
+
+    found = []
+    for order in itertools.permutations(range(len(jobs))):
+        sums, others = (FixedPointSums(parameters, over_batch=True) for _ in range(2))
+        add_jobs(sums, order[:2])
+        add_jobs(others, order[2:])
+        sums.add_share(*others.take())
+        found.append({name: value.tolist() for name, value in sums.gradient(0.3, JobSums()).items()})
+    assert all(each == found[0] and list(each) == ["a", "b"] for each in found)
+    assert found[0]["b"][0] == pytest.approx(0.3 * 0.9 + 1e-9, rel=1e-6)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2.0**14, -(2.0**14)])
 def test_a_value_out_of_range_is_refused_when_the_sums_are_used_here_or_elsewhere(bad):
     sums = sums_of(1.0, bad)  # does not wait for a GPU

@@ -648,7 +648,8 @@ class Recipe(Frozen):
         if not self.shares_work or algorithm.rows_per_term > 1:
             return group
         steps = algorithm.trained_steps(self.sample.denoising_steps, self.window)
-        wanted = TERMS_PER_JOB * self.updates_per_group
+        pack = 0 if self.training.pack_size == "auto" else self.training.pack_size
+        wanted = max(pack, TERMS_PER_JOB) * self.updates_per_group
         return next((size for size in slice_sizes(group) if size * steps >= wanted), group)
 
     @property

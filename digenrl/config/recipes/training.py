@@ -99,7 +99,7 @@ class TrainerSettings(Frozen):
       activations in the backward: of all blocks, of none, or of a number of blocks. With `auto`, memory and time
       are measured, and the fastest choice that fits `memory_share` of the free memory is used.
     - `job_samples` is the number of samples of a group that are replayed together: packs never mix samples of two
-      jobs. It must divide the group size; `auto` is the whole group.
+      jobs. It must divide the group size; `auto` is the whole group, or less of it if every card trains alone.
     - `old_log_probs` are those of the rollout, or recomputed by the trainer if forwards of another shape or device
       would not give the same bits.
     - With `sum_in_order`, the weights are bitwise the same for every order in which groups arrive. The gradients

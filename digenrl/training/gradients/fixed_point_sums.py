@@ -53,7 +53,6 @@ class FixedPointSums:
         self, parameters: Mapping[str, nn.Parameter], *, over_batch: bool, ranks: RankGroup | None = None
     ) -> None:
         self._parameters, self._over_batch, self._ranks = parameters, over_batch, ranks
-        self._device = next(iter(parameters.values())).device
         self.reset(())
 
     def reset(self, places: Iterable[int]) -> None:
@@ -138,6 +137,10 @@ class FixedPointSums:
                 summed.final.pop(name)
                 summed.unscaled.pop(name, None)
         return summed
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._parameters.values())).device
 
     def _zeros(self) -> Gradients:
         return {name: torch.zeros_like(p.data, dtype=torch.int64) for name, p in self._parameters.items()}

@@ -1,6 +1,6 @@
 """The gain of each technique with one generator lane and one trainer lane, on two cores of this machine.
 
-    python benchmarks/overlap.py            # about eight minutes on an idle machine with two cores
+    python benchmarks/overlap.py            # about a quarter of an hour on an idle machine with two cores
 
 All runs train the demo's model on the same samples. The first run alternates between generation and training in
 one process (colocated). The others separate them, at first without any technique and then adding one at a time.

@@ -95,6 +95,7 @@ class FixedPointSums:
     def take(self) -> tuple[JobSums, float]:
         """The sums, which start over here, and a bound of absolute values: infinite if one is out of range."""
         found, taken = self._range(self._total), self._total
+        taken.largest = {}  # the bound has them
         self.reset(())
         return taken, found.bound if found.problem is None else inf
 

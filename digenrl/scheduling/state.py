@@ -350,7 +350,7 @@ class SchedulerState:
     absent_scorers: frozenset[int] = frozenset()
     void_scores: frozenset[int] = frozenset()  # Score jobs whose samples were lost: their results are dropped
     encoding: tuple[Encode, ...] = ()
-    encoded_steps: int = 0  # the steps whose prompts were handed out to be encoded
+    encoded_steps: int = 0  # steps, from the first on, whose prompts are encoded or being encoded
     exporting: Export | None = None
     evaluations: tuple[EvaluationProgress, ...] = ()  # oldest first
     saved: int | None = None  # the newest version that is in a checkpoint

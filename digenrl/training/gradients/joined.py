@@ -27,19 +27,15 @@ def split(joined: Gradients, parameters: Mapping[str, Tensor]) -> Gradients:
     gradients: Gradients = {}
     for names, values in joined.items():
         shapes = {name: parameters[name].shape for name in parameters_of(names)}
-        parts = torch.split_with_sizes(values.view(-1), [shape.numel() for shape in shapes.values()])
+        parts = torch.split_with_sizes(values.reshape(-1), [shape.numel() for shape in shapes.values()])
         views = {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
-        repeated = {name: gradients[name].clone() for name in views if name in gradients}
-        gradients |= repeated
+        gradients |= {name: gradients[name].clone() for name in views if name in gradients}
         add_into(gradients, views)
     return gradients
 
 
 def alike(parts: Sequence[Gradients], parameters: Mapping[str, Tensor]) -> list[Gradients]:
-    """The gradients under the same names in all parts that have any, and every parameter under one name.
-
-    They stay joined if they are so already, and are split otherwise.
-    """
+    """The parts with every parameter under one name: as they are, or split if they were joined differently."""
     joined_names = {name for part in parts for name in part}
     names = [name for joined_name in joined_names for name in parameters_of(joined_name)]
     if len(set(names)) == len(names):

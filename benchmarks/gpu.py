@@ -154,6 +154,8 @@ def measure_run(result: Measured, recipe: Recipe, folder: Path) -> None:
     with closing(backend):
         train(RunFolder.create(folder, recipe, datetime.now(UTC)), backend, log)
     steady = log.steps[1:]
+    if not steady:
+        raise SystemExit(f"{result.family}: the run was stopped before its second step")
     result.step_s = sum(step["step_s"] for step in steady) / len(steady)
     result.samples_per_second = recipe.batch.samples_per_prompt / result.step_s
     result.largest_log_ratio = max(abs(math.log(step["ratio_max"])) for step in steady)

@@ -47,32 +47,25 @@ TRAINING_ROWS = (
     ("hunyuan", 33, True, 2, 9.4386, 35.5),
 )
 
-# This runtime, compiled, as printed by benchmarks/gpu.py, for some families from two machines. Prompts have 128
-# tokens unless the family pads them.
+# This runtime, compiled, as printed by benchmarks/gpu.py. Prompts have 128 tokens unless the family pads them.
 COMPILED_FORWARD_ROWS = (
-    ("sd3", 512, 1, 0.0106),
-    ("sd3", 512, 8, 0.0481),
-    ("flux", 512, 1, 0.0465),
-    ("flux", 512, 8, 0.3256),
-    ("qwen", 512, 1, 0.0482),
-    ("qwen", 512, 8, 0.280),
-    ("qwen", 512, 1, 0.0537),
-    ("qwen", 512, 8, 0.3062),
-    ("wan", 33, 1, 0.9147),
-    ("wan", 33, 1, 0.8977),
-    ("hunyuan", 33, 1, 0.4584),
-    ("hunyuan", 33, 1, 0.4464),
+    ("sd3", 512, 1, 0.0105),
+    ("sd3", 512, 8, 0.0459),
+    ("flux", 512, 1, 0.0414),
+    ("flux", 512, 8, 0.2982),
+    ("qwen", 512, 1, 0.0408),
+    ("qwen", 512, 8, 0.2364),
+    ("wan", 33, 1, 0.8788),
+    ("hunyuan", 33, 1, 0.4329),
 )
 
 # The same, packed as the trainer chose: (family, size, pairs, seconds of a pair, peak GiB)
 COMPILED_TRAINING_ROWS = (
-    ("sd3", 512, 48, 0.01488, 83.0),
-    ("flux", 512, 14, 0.0985, 113.9),
-    ("qwen", 512, 16, 0.0750, 127.7),
-    ("wan", 33, 1, 3.088, 119.3),
-    ("wan", 33, 1, 3.069, 119.3),
-    ("hunyuan", 33, 2, 1.567, 122.1),
-    ("hunyuan", 33, 2, 1.554, 122.1),
+    ("sd3", 512, 48, 0.01464, 83.0),
+    ("flux", 512, 14, 0.0842, 113.7),
+    ("qwen", 512, 16, 0.0629, 127.5),
+    ("wan", 33, 1, 2.325, 119.3),
+    ("hunyuan", 33, 2, 1.178, 122.1),
 )
 
 # Slower than the pack of two in the next row, so it includes a warm-up: used for memory only.

@@ -58,7 +58,7 @@ class TrainerLayout:
 def forward_seconds(workload: Workload, card: Card, rows: int, lane_cards: int = 1) -> float:
     """A transformer forward of `rows` sequences on a lane of `lane_cards` tensor-parallel cards."""
     work, base = workload.forward_work, workload.generating_base or workload.base
-    busy_s = rows * sum(_phases(work, card, base, rollout=True)) / lane_cards
+    busy_s = rows * sum(_phases(work, card, base)) / lane_cards
     busy_s += dequantize_seconds(workload, card, base) / lane_cards
     return hypot(work.launch_s, busy_s) + _tensor_parallel_seconds(workload, card, rows, lane_cards)
 
@@ -91,14 +91,20 @@ def lane_slice_seconds(workload: Workload, pool: CardPool, size: int, lane_cards
 def training_pass_seconds(workload: Workload, card: Card, pairs: float, checkpointing: bool) -> float:
     """Forward and backward of `pairs` packed (sample, time-step) pairs on one card, without gathers."""
     work = workload.forward_work
-    matmul_s, attention_s, traffic_s = _phases(work, card, workload.base, rollout=False)
+    matmul_s, attention_s, traffic_s = _phases(work, card, workload.base)
     without_gradient = workload.reference_forward + workload.old_policy_forward
     forwards = 1.0 + checkpointing + without_gradient
     weight_gradients = 2.0 if workload.tuning == "full" else 1.0  # frozen weights need no gradient
+    attention_backward, traffic_backward = CONSTANTS.attention_backward, CONSTANTS.traffic_backward
+    if work.compiled:
+        attention_backward, traffic_backward = (
+            CONSTANTS.compiled_attention_backward,
+            CONSTANTS.compiled_traffic_backward,
+        )
     per_row_s = (
         matmul_s * (forwards + weight_gradients)
-        + attention_s * (forwards + CONSTANTS.attention_backward)
-        + traffic_s * (forwards + CONSTANTS.traffic_backward)
+        + attention_s * (forwards + attention_backward)
+        + traffic_s * (forwards + traffic_backward)
     )
     launches = CONSTANTS.checkpointed_launches if checkpointing else CONSTANTS.training_launches
     launch_s = work.launch_s * (launches + without_gradient)
@@ -226,15 +232,15 @@ def network_bytes_s(pool: CardPool) -> float:
     return pool.network_gbit_s * GBIT * CONSTANTS.collective_share
 
 
-def _phases(work: ForwardWork, card: Card, base: BasePrecision, *, rollout: bool) -> tuple[float, float, float]:
+def _phases(work: ForwardWork, card: Card, base: BasePrecision) -> tuple[float, float, float]:
     """The time of one row's matrix products, attention and element-wise work."""
     rate = card.bf16_tflops * TERA
     matmul_share = CONSTANTS.matmul_share * (CONSTANTS.fp8_matmul_speedup if base == "fp8" else 1.0)
     attention_share = CONSTANTS.attention_share
     if work.masked_attention:
         attention_share = CONSTANTS.masked_attention_share
-    elif rollout and work.compiled:
-        attention_share = CONSTANTS.rollout_attention_share
+    elif work.compiled:
+        attention_share = CONSTANTS.compiled_attention_share
     return (
         work.matmul_flop / (rate * matmul_share),
         work.attention_flop / (rate * attention_share),

@@ -1,7 +1,7 @@
 """The constants of the cost model, each with its source. One set serves all cards and all models.
 
 Fitted to bf16 measurements of forwards and LoRA training on one NVIDIA H200: 34 rows of plain diffusers, eager,
-with and without gradient checkpointing, 1 to 8 samples per pass, and 19 rows of this runtime, compiled, 1 to 48.
+with and without gradient checkpointing, 1 to 8 samples per pass, and 13 rows of this runtime, compiled, 1 to 48.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ class Constants:
 
     # Measured: 766 of 989 TFLOPS in large matrix products.
     matmul_share: float = 0.775
-    # Fitted: matrix products with a base in fp8, over those in bf16: 1.82 to 2.0 in forwards and replays of FLUX.1
-    # and Qwen-Image.
-    fp8_matmul_speedup: float = 1.9
-    # Fitted: the fast attention kernel, the kernel of compiled rollouts, and the kernel that a text mask requires.
+    # Fitted: matrix products with a base in fp8 over those in bf16, in passes of FLUX.1 and Qwen-Image.
+    fp8_matmul_speedup: float = 2.1
+    # Fitted: the fast attention kernel, cuDNN's, which compiled models use, and the one that a text mask requires.
     attention_share: float = 0.335
-    rollout_attention_share: float = 0.47
+    compiled_attention_share: float = 0.547
     masked_attention_share: float = 0.125
-    # Fitted: backward of attention and of element-wise work, in forwards.
+    # Fitted: backward of attention and of element-wise work, in forwards. Compilation fuses more of a forward.
     attention_backward: float = 3.1
     traffic_backward: float = 1.1
+    compiled_attention_backward: float = 2.79
+    compiled_traffic_backward: float = 1.4
     # Fitted: kernel launches of a training pass, in launches of a forward (adapters and checkpointing add some).
     training_launches: float = 4.3
     checkpointed_launches: float = 8.3

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from hashlib import blake2b
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -29,8 +30,10 @@ def file_checksum(path: Path, threads: int = THREADS) -> str:
 
 def quick_file_checksum(path: Path, threads: int = THREADS) -> int:
     """A checksum from CRC-32 of pieces: several times faster, for files in memory that are soon read again."""
-    with _pieces_in(path) as (read, starts):
-        return int(_checksum(read, starts, threads, lambda piece: zlib.crc32(piece).to_bytes(4, "little")), 16)
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        content = memoryview(mmap(file.fileno(), size, access=ACCESS_READ) if size else b"")
+    return int(_checksum(lambda piece: piece, _cut(content), threads, _crc32), 16)
 
 
 def tensors_checksum(tensors: Mapping[str, Tensor], threads: int = THREADS) -> str:
@@ -56,7 +59,15 @@ def _pieces_of(tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
         value = tensors[name].detach().contiguous()
         yield f"{name} {value.dtype} {tuple(value.shape)};".encode()
         content = value.reshape(-1).view(torch.uint8).numpy().data
-        yield from (content[start : start + PIECE_BYTES] for start in range(0, len(content), PIECE_BYTES))
+        yield from _cut(content)
+
+
+def _cut(content: memoryview) -> Iterator[memoryview]:
+    return (content[start : start + PIECE_BYTES] for start in range(0, len(content), PIECE_BYTES))
+
+
+def _crc32(piece: Piece) -> bytes:
+    return zlib.crc32(piece).to_bytes(4, "little")
 
 
 def _blake2b(piece: Piece) -> bytes:

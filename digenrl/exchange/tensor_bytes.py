@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,27 +35,26 @@ def tensor_bytes(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
     Larger types come first, so that all values are aligned.
     """
-    on_host = {name: _contiguous_on_host(value.detach()) for name, value in tensors.items()}
-    names = sorted(on_host, key=lambda name: (-on_host[name].itemsize, name))
+    values = {name: _on_host(value) for name, value in tensors.items()}
+    names = sorted(values, key=lambda name: (-values[name].itemsize, name))
     header, offset = {}, 0
     for name in names:
-        value = on_host[name]
-        end = offset + value.nbytes
-        header[name] = {"dtype": DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [offset, end]}
-        offset = end
+        value, begin = values[name], offset
+        offset += value.nbytes
+        header[name] = {"dtype": DTYPES[tensors[name].dtype], "shape": value.shape, "data_offsets": (begin, offset)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     yield len(text).to_bytes(LENGTH_BYTES, "little") + text
     for name in names:
-        if on_host[name].nbytes:
-            yield _values(on_host[name])
+        if values[name].nbytes:
+            yield values[name].data
 
 
 def mapped_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a file that consists of `tensor_bytes`, mapped into memory."""
     content = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-    start = LENGTH_BYTES + int.from_bytes(_values(content[:LENGTH_BYTES]), "little")
-    header = json.loads(bytes(_values(content[LENGTH_BYTES:start])))
+    start = LENGTH_BYTES + int.from_bytes(content[:LENGTH_BYTES].numpy().data, "little")
+    header = json.loads(content[LENGTH_BYTES:start].numpy().tobytes())
     sizes = [end - begin for begin, end in (entry["data_offsets"] for entry in header.values())]
     parts = torch.split_with_sizes(content[start:], sizes)
     return {
@@ -63,11 +63,11 @@ def mapped_tensors(path: Path) -> dict[str, Tensor]:
     }
 
 
-def _contiguous_on_host(value: Tensor) -> Tensor:
-    return value if value.is_cpu and value.is_contiguous() else value.cpu().contiguous()
-
-
-def _values(value: Tensor) -> memoryview:
-    if value.dtype is torch.bfloat16:  # unknown to numpy
+def _on_host(value: Tensor) -> np.ndarray:
+    """The contiguous values in host memory, without a copy if they are there."""
+    value = value.detach()
+    if not (value.is_cpu and value.is_contiguous()):
+        value = value.cpu().contiguous()
+    if value.dtype is torch.bfloat16:  # unknown to NumPy
         value = value.view(torch.int16)
-    return value.numpy().data
+    return value.numpy()

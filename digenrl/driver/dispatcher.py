@@ -70,7 +70,7 @@ from digenrl.records import (
     pixels_name,
 )
 from digenrl.transports.contract import Gone, InputsLost, Message, RunResources
-from digenrl.worker.assignment import ENCODER, TRAINER, Ready, StartFailed, rank_names
+from digenrl.worker.assignment import ENCODER, TRAINER, PeersLost, Ready, StartFailed, rank_names
 
 logger = logging.getLogger(__name__)
 
@@ -280,6 +280,7 @@ class Dispatcher:
             self._worker_ready(worker)
         else:
             assert message.job_id is not None
+            assert not isinstance(report, PeersLost), "a worker of several ranks is gone if they lost each other"
             completed = self._jobs.complete(worker, message.job_id, self._now_ns)
             if completed is None:
                 logger.warning("%s: a late or doubled result of job %d is dropped", worker, message.job_id)

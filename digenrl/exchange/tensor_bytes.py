@@ -39,9 +39,10 @@ def tensor_bytes(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     names = sorted(values, key=lambda name: (-values[name].itemsize, name))
     header, offset = {}, 0
     for name in names:
-        value, begin = values[name], offset
-        offset += value.nbytes
-        header[name] = {"dtype": DTYPES[tensors[name].dtype], "shape": value.shape, "data_offsets": (begin, offset)}
+        dtype, value = DTYPES[tensors[name].dtype], values[name]
+        end = offset + value.nbytes
+        header[name] = {"dtype": dtype, "shape": value.shape, "data_offsets": (offset, end)}
+        offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     yield len(text).to_bytes(LENGTH_BYTES, "little") + text

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from digenrl.records import Job, JobFailed
 from digenrl.training.ranks.rank import Rank
 from digenrl.transports.contract import Gone, InputsLost, Message, Report, Transport
-from digenrl.worker.assignment import Assignment, StartFailed, rank_device, rank_names
+from digenrl.worker.assignment import Assignment, PeersLost, StartFailed, rank_device, rank_names
 
-# A rank fails at once if it loses another one, whose end may be noticed only later.
+# A rank fails at once if it loses another one, whose end or error may be known only later.
 NOTICE_S, NOTICES = 1.0, 5
 
 
@@ -27,7 +27,8 @@ class RankGroupTransport:
 
     A job for `trainer` goes to every rank; its report is that of rank 0, or the first failure. A job for
     `trainer/1` goes to that rank only. If one rank is gone, the others are killed and the worker is gone, also if
-    another rank has just failed: probably because of that.
+    another rank has just failed: probably because of that. Likewise if a rank says that it lost the others, and
+    none of them reports an error of its own.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -72,7 +73,7 @@ class RankGroupTransport:
             arrived += self._transport.receive(NOTICE_S)
         lost = _groups_with_losses(arrived)
         messages: list[Message] = []
-        for message in arrived:
+        for message in sorted(arrived, key=lambda each: isinstance(each.report, PeersLost)):  # after errors
             worker = _group_of(message)
             if not worker:
                 messages.append(message)
@@ -92,9 +93,10 @@ class RankGroupTransport:
 
     def _add_report(self, worker: str, message: Message) -> list[Message]:
         group, job_id, report = self._groups[worker], message.job_id, message.report
-        if isinstance(report, Gone):
-            reason = f"lost its rank {group.ranks.index(message.worker)}, which {report.reason}"
-            return [self._end_group(worker, None, Gone(reason, report.fault))]
+        if isinstance(report, Gone | PeersLost):
+            lost = f"lost its rank {group.ranks.index(message.worker)}, which {report.reason}"
+            gone = Gone(report.reason) if isinstance(report, PeersLost) else Gone(lost, report.fault)
+            return [self._end_group(worker, None, gone)]
         if job_id not in group.reports:  # sent to this rank only
             return [message]
         if isinstance(report, JobFailed | StartFailed):  # the other ranks may wait for this one forever
@@ -103,9 +105,9 @@ class RankGroupTransport:
         reports[message.worker] = report
         if len(reports) < len(group.ranks):
             return []
-        lost = [each for each in reports.values() if isinstance(each, InputsLost)]
-        if 0 < len(lost) < len(reports):  # some ranks ran the job and some did not
-            gone = Gone(f"lost {', '.join(lost[0].names)} on some ranks", fault=False)
+        lacking = [each for each in reports.values() if isinstance(each, InputsLost)]
+        if 0 < len(lacking) < len(reports):  # some ranks ran the job and some did not
+            gone = Gone(f"lost {', '.join(lacking[0].names)} on some ranks", fault=False)
             return [self._end_group(worker, None, gone)]
         del group.reports[job_id]
         return [Message(worker, job_id, reports[group.ranks[0]])]
@@ -128,7 +130,9 @@ def _groups_with_losses(messages: Sequence[Message]) -> set[str]:
 def _has_failed(message: Message) -> bool:
     """Whether a rank has failed, perhaps because another one was lost."""
     report = message.report
-    return bool(_group_of(message)) and isinstance(report, JobFailed | StartFailed) and not report.user_error
+    if isinstance(report, JobFailed | StartFailed) and report.user_error:
+        return False
+    return bool(_group_of(message)) and isinstance(report, JobFailed | StartFailed | PeersLost)
 
 
 def _rank_cores(cores: tuple[int, ...] | None, rank: Rank) -> tuple[int, ...] | None:

@@ -60,6 +60,13 @@ class StartFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class PeersLost:
+    """A rank could not do its job because others have ended or do not answer."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """The devices of this machine."""
 

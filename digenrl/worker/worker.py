@@ -28,10 +28,10 @@ from digenrl.rewards.building import build_rewards
 from digenrl.rewards.contract import Reward, RewardError
 from digenrl.training.checkpoint.checkpoints import Checkpoint, read_checkpoint, read_version_before
 from digenrl.training.checkpoint.format import BASE_WEIGHTS
-from digenrl.training.ranks.rank_group import RankGroup, join_ranks
+from digenrl.training.ranks.rank_group import PeersLostError, RankGroup, join_ranks
 from digenrl.training.ranks.stage_links import link_settings
 from digenrl.training.trainer import Trainer
-from digenrl.worker.assignment import Assignment, Ready, StartFailed, cards_per_sample
+from digenrl.worker.assignment import Assignment, PeersLost, Ready, StartFailed, cards_per_sample
 from digenrl.worker.blueprint import (
     Blueprint,
     check_attention,
@@ -74,7 +74,7 @@ class Worker:
             records.Calibrate: StageCalibration(stages).calibrate,
         }
 
-    def handle(self, job: Job) -> Result:
+    def handle(self, job: Job) -> Result | PeersLost:
         """The result of a job, or why it failed."""
         with logged_job(job, self._name):
             logger.debug("started; reads %s", job.reads())
@@ -83,15 +83,19 @@ class Worker:
             seconds = perf_counter() - began
             if isinstance(result, JobFailed):
                 logger.warning("failed after %.3f s: %s\n%s", seconds, result.reason, result.details)
+            elif isinstance(result, PeersLost):
+                logger.warning("given up after %.3f s: %s", seconds, result.reason)
             else:
                 logger.info("done in %.3f s", seconds)
             return result
 
-    def _carry_out(self, job: Job) -> Result:
+    def _carry_out(self, job: Job) -> Result | PeersLost:
         try:
             return self._handlers[type(job)](job)
         except (ConfigError, RewardError) as error:
             return JobFailed(0, job, str(error), user_error=True)
+        except PeersLostError as error:
+            return PeersLost(str(error))
         except TorchDynamoException as error:
             return JobFailed(0, job, f"{in_short(error)}; {NO_COMPILER}", user_error=True)
         except Exception as error:  # the worker survives; the scheduler decides what follows

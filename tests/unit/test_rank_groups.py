@@ -14,7 +14,7 @@ from digenrl.records import Commit, Committed, Job, JobFailed, RoleSwitched, Swi
 from digenrl.training.ranks.rank import Rank
 from digenrl.transports.contract import Gone, InputsLost, Message, Report
 from digenrl.transports.rank_groups import RankGroupTransport
-from digenrl.worker.assignment import Assignment, Machine, Ready, StartFailed
+from digenrl.worker.assignment import Assignment, Machine, PeersLost, Ready, StartFailed
 
 TO_GENERATE, TO_TRAIN = SwitchRole(1, 0, "generate"), SwitchRole(2, 0, "train")
 GENERATING, TRAINING = RoleSwitched(0, TO_GENERATE), RoleSwitched(0, TO_TRAIN)
@@ -146,6 +146,20 @@ def test_a_rank_that_fails_because_another_was_lost_does_not_end_the_run(at_once
     lost = Message("trainer", None, Gone("lost its rank 1, which ended by signal 9"))
     assert sorted(two.transport.receive(0.0), key=lambda each: each.worker) == [other, lost]
     assert two.inner.ended == ["trainer/0", "trainer/1"]
+
+
+def test_a_rank_that_lost_the_others_ends_the_worker_unless_another_has_failed_by_itself() -> None:
+    reason = "rank 0 of 2 lost the others while adding gradients: connection reset by peer"
+    lost, failed = Message("trainer/0", 2, PeersLost(reason)), JobFailed(0, TO_TRAIN, "no space left")
+    for batches, expected in (
+        ([[lost]], Message("trainer", None, Gone(reason))),
+        ([[lost], [], [Message("trainer/1", 2, failed)]], Message("trainer", 2, failed)),
+    ):
+        two = TwoRanks()
+        two.transport.send("trainer", TO_TRAIN)
+        two.inner.batches = batches
+        assert list(two.transport.receive(0.0)) == [expected]
+        assert two.inner.ended == ["trainer/0", "trainer/1"]
 
 
 @pytest.mark.parametrize("both", [True, False])

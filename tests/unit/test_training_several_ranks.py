@@ -32,7 +32,7 @@ from digenrl.models.model_weights import weights_state
 from digenrl.models.parallel.shards import gather_to_first_rank, local_shard
 from digenrl.training.checkpoint.state_tensors import state_as_tensors, state_of_tensors
 from digenrl.training.ranks.rank import Rank
-from digenrl.training.ranks.rank_group import RanksError, join_ranks
+from digenrl.training.ranks.rank_group import PeersLostError, RanksError, join_ranks
 from digenrl.training.ranks.sharding import shard_model
 
 NARROW = {"flow_grpo_fast": {"kind": "fast", "width": 2}}  # the default of three steps is too wide for five
@@ -325,7 +325,7 @@ def left_alone(ranks):
         trainer.add_group(group)
     if ranks.rank.index == 1:
         return None
-    with pytest.raises(RanksError, match=r"rank 0 of 2 lost the others .* gradients"):
+    with pytest.raises(PeersLostError, match=r"rank 0 of 2 lost the others .* gradients"):
         trainer.commit()
     return trainer.state_at_last_version().updates_done
 

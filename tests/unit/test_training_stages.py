@@ -23,7 +23,7 @@ from digenrl.models.blocks import repeated_blocks
 from digenrl.models.parallel.staged_blocks import keep_blocks
 from digenrl.stages.codec_choice import Codec, LinkCodecs
 from digenrl.testing.tiny_models import TINY_MODELS
-from digenrl.training.ranks.rank_group import RankGroup, RanksError
+from digenrl.training.ranks.rank_group import PeersLostError, RankGroup
 from digenrl.training.trainable_state import TrainableState
 from digenrl.worker.blueprint import read_blueprint
 from digenrl.worker.checks.sharding import check_sharding
@@ -81,7 +81,7 @@ def fails_in(ranks: RankGroup, failing: int) -> str:
     trainer = trainer_of(model, algorithm, groups, STEADY, ranks=ranks)
     if ranks.rank.index == failing:
         repeated_blocks(model.transformer)[0].register_forward_pre_hook(out_of_memory)
-    with pytest.raises((ConfigError, RanksError)) as caught:
+    with pytest.raises((ConfigError, PeersLostError)) as caught:
         trainer.add_group(groups[0])
     return str(caught.value)
 

@@ -24,6 +24,7 @@ from digenrl.models.loading.base_weights import files_fingerprint
 from digenrl.models.model_weights import weights_state
 from digenrl.records import (
     Encode,
+    Encoded,
     Evaluate,
     Evaluated,
     Generate,
@@ -38,11 +39,12 @@ from digenrl.records import (
 from digenrl.rewards.function import FunctionReward
 from digenrl.testing.tiny_models import make_tiny_pipeline
 from digenrl.training.packing.packs import calibration_terms, padded
-from digenrl.worker.assignment import Assignment, Duty, StartFailed
+from digenrl.training.ranks.rank_group import PeersLostError
+from digenrl.worker.assignment import Assignment, Duty, PeersLost, StartFailed
 from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, read_blueprint
 from digenrl.worker.rollouts import held_out_pixels
 from digenrl.worker.stages import Stages, WorkerParts
-from digenrl.worker.worker import start_worker
+from digenrl.worker.worker import Worker, start_worker
 
 PROMPT = PromptRow("prompt-0", "a cat", {})
 
@@ -106,6 +108,16 @@ def test_a_reward_that_fails_on_a_lane_is_a_failure_and_never_a_number(tiny: Tin
     generated = tiny.stages(FunctionReward("broken", broken, {})).generate(generate(70))
     assert generated.scores is None
     assert "the scorer is away" in generated.score_failure
+
+
+def test_a_rank_that_loses_the_others_has_not_failed_itself(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(_job: Encode) -> Encoded:
+        raise PeersLostError("rank 0 of 2 lost the others")
+
+    stages = tiny.stages()
+    monkeypatch.setattr(stages, "encode", lose)
+    result = Worker("trainer/0", stages).handle(Encode(0, 0, step=0, groups=()))
+    assert result == PeersLost("rank 0 of 2 lost the others")
 
 
 def test_held_out_samples_depend_on_the_seed_of_the_evaluation_alone(tiny: Tiny) -> None:

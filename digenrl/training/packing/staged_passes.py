@@ -14,7 +14,7 @@ from digenrl.stages.channels import LinkError
 from digenrl.stages.messages import States
 from digenrl.training.gradients.sums import GradientSums, take_gradients
 from digenrl.training.metrics import Tally
-from digenrl.training.ranks.rank_group import RankGroup, RanksError
+from digenrl.training.ranks.rank_group import PeersLostError, RankGroup
 from digenrl.training.ranks.stage_links import LinkControl
 
 
@@ -73,5 +73,5 @@ class StagedPasses:
         try:
             self._ranks.pipeline().train(parts * len(packs), forward, take)
         except LinkError as error:
-            raise RanksError(f"{self._ranks.rank} lost another stage: {error}") from error
+            raise PeersLostError(f"{self._ranks.rank} lost another stage: {error}") from error
         return tallies, sums

@@ -1,7 +1,7 @@
 """The collective operations of the processes that train one model together.
 
 Small values are exchanged as JSON, never pickled. All ranks must call the same operations in the same order. A
-rank that does not, or that has died, causes a `RanksError` on the others, immediately or after the timeout.
+rank that does not, or that has died, causes a `PeersLostError` on the others, immediately or after the timeout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ BUCKET_BYTES = 25 * 2**20  # per all-reduce: large enough for the network, small
 
 
 class RanksError(RuntimeError):
-    """Ranks could not connect, lost one of them, or disagree."""
+    """Ranks could not connect, or disagree, or another one failed."""
+
+
+class PeersLostError(RuntimeError):
+    """Another rank has ended or does not answer. It is for the driver to start all of them again."""
 
 
 class RankGroup:
@@ -135,13 +139,15 @@ class RankGroup:
 
     @contextmanager
     def collective(self, activity: str) -> Iterator[None]:
-        """Wraps an operation of all ranks; turns torch's errors into a RanksError that names the activity."""
+        """Wraps an operation of all ranks; turns torch's errors into a PeersLostError that names the activity."""
         if not self._open:
             raise RanksError(f"{self.rank} has left its group; join another one before {activity}")
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:  # torch has no narrower class for a lost peer
-            raise RanksError(f"{self.rank} lost the others while {activity}: {one_line(error)}") from error
+            raise PeersLostError(f"{self.rank} lost the others while {activity}: {one_line(error)}") from error
 
 
 def join_ranks(rendezvous: str, rank: Rank, device: torch.device, timeout_s: float = 300.0) -> RankGroup:

@@ -206,9 +206,10 @@ def better_slices(
     makespan: Callable[[Candidate], float],
     least_gain: float,
     tries: int,
-) -> Candidate:
-    """The same plan with a slice size per pool, or `candidate` itself if none gains at least `least_gain`.
+) -> tuple[Candidate, float]:
+    """The same plan with a slice size per pool, and its makespan.
 
+    It is `candidate` itself, with the given makespan, if no other is shorter than that by at least `least_gain`.
     Changes one pool's slice or the common unit at a time, the most promising change first, as long as that pays.
     Calls `makespan` at most `tries` times.
     """
@@ -226,7 +227,7 @@ def better_slices(
         if seconds < best_s * (1 - least_gain):
             best, best_s = change, seconds
             queue = _slice_changes(best, workload)
-    return best
+    return best, best_s
 
 
 def _slice_changes(candidate: Candidate, workload: Workload) -> list[Candidate]:

@@ -121,8 +121,8 @@ class _Search:
                 return fresher, seconds
         return candidate, makespan_s
 
-    def slice_by_pool(self, candidate: Candidate, makespan_s: float) -> Candidate:
-        """The candidate with a slice size per pool, if the prediction says that this pays."""
+    def slice_by_pool(self, candidate: Candidate, makespan_s: float) -> tuple[Candidate, float]:
+        """The candidate with a slice size per pool, if it is predicted to beat the makespan, and its own."""
         return better_slices(
             candidate, makespan_s, self.workload, self._refined_makespan, self.options.tolerance, SLICING_TRIES
         )
@@ -243,14 +243,18 @@ def _split_plans(search: _Search) -> list[Plan]:
         search.best_of_split.values(), key=lambda entry: (entry[0], entry[1].layout.usd_per_hour)
     )
     keep = search.options.keep
-    plans = []
+    plans: list[Plan] = []
+    scores: list[float] = []  # of the splits so far, with their best slices
     for place, (score, found) in enumerate(by_score_then_price[: search.splits_wanted]):
         candidate, makespan_s = search.less_stale(found, score / search.score(found, 1.0))
-        sliced = search.slice_by_pool(candidate, makespan_s)
         if place < keep:
             plans.append(_simulated(search, candidate))
+        else:  # shown only if its slices beat one of the others
+            makespan_s = min(makespan_s, sorted(scores)[keep - 1] / search.score(candidate, 1.0))
+        sliced, makespan_s = search.slice_by_pool(candidate, makespan_s)
         if sliced is not candidate:
             plans.append(_simulated(search, sliced))
+        scores.append(search.score(candidate, makespan_s))
     # The full simulation overrides the quick prediction.
     return _best_of_each_split(sorted(plans, key=_simulated_order(search.options)))[:keep]
 

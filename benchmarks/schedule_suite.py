@@ -2,6 +2,7 @@
 
     python benchmarks/schedule_suite.py            # all 500 specs, shares 0, 0.25, 0.5 and 1
     python benchmarks/schedule_suite.py --specs 50 # a quick look
+    python benchmarks/schedule_suite.py --shares 0 # on-policy only
     python benchmarks/schedule_suite.py --assist both             # cards that do both, switches as drawn
     python benchmarks/schedule_suite.py --assist both --switch 1  # each change of role takes as long as a sample
 
@@ -22,8 +23,10 @@ import argparse
 import json
 import random
 import statistics
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from attainable_bound import attainable_seconds
@@ -109,12 +112,12 @@ def _table(dice: random.Random, sample: float, image: bool) -> dict[int, float]:
     return {size: round(size * sample * gain ** (size > 1) * gain ** (size > 2), 4) for size in (1, 2, 4, 8)}
 
 
-def run_spec(task: tuple[int, str]) -> list[Outcome]:
+def run_spec(task: tuple[int, str], shares: Sequence[float]) -> list[Outcome]:
     """All rules at all shares, each with its own best slice size; `auto` is run by the scheduler itself."""
     number, kind = task
     spec = random_spec(number, kind)
     outcomes = []
-    for share in SHARES:
+    for share in shares:
         best = {
             rule: with_best_slice(spec.with_rules(help=rule, stale_fraction=share), SEARCH_BUDGET)
             for rule in HELP_RULES
@@ -142,12 +145,11 @@ def both_spec(number: int, kind: str, switch: float | None) -> Spec:
     return parse_model(Spec, content)
 
 
-def run_both(task: tuple[int, str, float | None]) -> list[Outcome]:
+def run_both(task: tuple[int, str], shares: Sequence[float], switch: float | None) -> list[Outcome]:
     """Cards that do both at all shares, and what `auto` must not lose to."""
-    number, kind, switch = task
-    spec = both_spec(number, kind, switch)
+    spec = both_spec(*task, switch)
     outcomes = []
-    for share in SHARES:
+    for share in shares:
         stale = spec.with_rules(stale_fraction=share)
         others = {
             "trainer": stale.with_rules(assist="trainer"),
@@ -159,7 +161,7 @@ def run_both(task: tuple[int, str, float | None]) -> list[Outcome]:
         # `auto` may also run a simpler schedule: a trainer that helps or not, or colocated cards, which are exact.
         attainable = min(attainable_seconds(stale), bound_seconds(others["trainer"]), makespans["colocated"])
         makespans["auto"] = answer.makespan
-        outcomes.append(Outcome(number, kind, share, makespans, answer.efficiency, attainable / answer.makespan))
+        outcomes.append(Outcome(*task, share, makespans, answer.efficiency, attainable / answer.makespan))
     return outcomes
 
 
@@ -171,7 +173,7 @@ def tenth_percentile(values: list[float]) -> float:
 def summary(outcomes: list[Outcome]) -> list[dict[str, Any]]:
     """One row per share."""
     rows = []
-    for share in SHARES:
+    for share in sorted({outcome.share for outcome in outcomes}):
         of_share = [outcome for outcome in outcomes if outcome.share == share]
         efficiency = [outcome.efficiency for outcome in of_share]
         ratios = {
@@ -227,6 +229,7 @@ def main() -> None:
     """Runs the specs on all cores and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--specs", type=int, default=500, help="number of specs, two fifths of them image-like")
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="stale shares, all by default")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--assist", choices=("trainer", "both"), default="trainer", help="who may help")
     parser.add_argument("--switch", type=float, help="with --assist both: a change of role, in times of a sample")
@@ -237,10 +240,10 @@ def main() -> None:
     specs = [(number, "image") for number in range(images)]
     specs += [(number, "video") for number in range(options.specs - images)]
     with ProcessPoolExecutor() as pool:
+        run_one = partial(run_spec, shares=options.shares)
         if options.assist == "both":
-            results = pool.map(run_both, [(*spec, options.switch) for spec in specs])
-        else:
-            results = pool.map(run_spec, specs)
+            run_one = partial(run_both, shares=options.shares, switch=options.switch)
+        results = pool.map(run_one, specs)
         runs = track(results, "simulating", len(specs), console=Console(stderr=True), transient=True)
         outcomes = [outcome for run in runs for outcome in run]
     rows = summary(outcomes)

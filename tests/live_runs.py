@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +30,7 @@ from digenrl.testing.tiny_models import make_tiny_pipeline
 
 TESTS = Path(__file__).parent
 PATIENCE_S = 240.0  # generous, for busy machines
+PIDFD_GETFD = 438  # the system call, on all architectures
 TINY: dict[str, Any] = {
     "name": "tiny",
     "steps": 3,
@@ -230,10 +233,32 @@ class Gates:
             gate.unlink()
 
 
-def kill_with_open_gradient(run: Path, worker: str, gates: Gates) -> None:
-    """Kills the worker when some of the second step is trained. A closed gate keeps the rest from being scored."""
+def kill(pid: int) -> None:
+    """Kills a process."""
+    os.kill(pid, signal.SIGKILL)
+
+
+def cut_connections(pid: int) -> None:
+    """Ends all TCP connections of a process, which stays alive. Raises PermissionError where that is forbidden."""
+    process, libc = Path(f"/proc/{pid}"), ctypes.CDLL(None, use_errno=True)
+    rows = [row.split() for table in ("tcp", "tcp6") for row in (process / "net" / table).read_text().splitlines()]
+    established = {f"socket:[{row[9]}]" for row in rows if row[3] == "01"}
+    sockets = [int(each.name) for each in (process / "fd").iterdir() if str(each.readlink()) in established]
+    assert sockets, "nothing to cut"
+    handle = os.pidfd_open(pid)
+    for descriptor in sockets:
+        own = libc.syscall(PIDFD_GETFD, handle, descriptor, 0)
+        if own < 0:
+            raise OSError(ctypes.get_errno(), "a socket of another process cannot be used")
+        with socket.socket(fileno=own) as shared:
+            shared.shutdown(socket.SHUT_RDWR)
+    os.close(handle)
+
+
+def harm_with_open_gradient(run: Path, worker: str, gates: Gates, harm: Callable[[int], None] = kill) -> None:
+    """Harms the worker when some of the second step is trained. A closed gate keeps the rest from being scored."""
     wait_for(lambda: open_gradient(run), "an open gradient")
-    os.kill(workers_of(run)[worker], signal.SIGKILL)
+    harm(workers_of(run)[worker])
     gates.open()
 
 

@@ -18,7 +18,7 @@ from live_runs import (
     ask_to_stop,
     assert_nothing_is_left,
     exchange_of,
-    kill_with_open_gradient,
+    harm_with_open_gradient,
     lines_of,
     metric,
     open_gradient,
@@ -177,7 +177,7 @@ def test_a_killed_trainer_is_replaced_by_one_that_goes_on_from_the_last_commit(
 ) -> None:
     path = live.new_path()
     gates.close(prompts_of_step(live, 1)[1])
-    with Meanwhile(path, lambda: kill_with_open_gradient(path, "trainer", gates)):
+    with Meanwhile(path, lambda: harm_with_open_gradient(path, "trainer", gates)):
         status, run = live.run(*options, gates.rewards, SPARE_REWARDS, out=path)
     assert status is Status.FINISHED
     assert trained(run, 3) == trained(live.finished("mode=colocated", *options), 3)

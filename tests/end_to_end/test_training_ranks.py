@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,9 @@ from live_runs import (
     LiveRuns,
     Meanwhile,
     assert_nothing_is_left,
-    kill_with_open_gradient,
+    cut_connections,
+    harm_with_open_gradient,
+    kill,
     lines_of,
     metric,
     prompts_of_step,
@@ -58,11 +60,13 @@ def furthest(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def run_losing_a_rank(live: LiveRuns, gates: Gates, *overrides: str) -> RunFolder:
-    """A run whose second trainer process is killed when it has trained some of the second step."""
+def run_losing_a_rank(
+    live: LiveRuns, gates: Gates, *overrides: str, harm: Callable[[int], None] = kill
+) -> RunFolder:
+    """A run whose second trainer process is killed or harmed when it has trained some of the second step."""
     path = live.new_path()
     gates.close(prompts_of_step(live, 1)[1])
-    with Meanwhile(path, lambda: kill_with_open_gradient(path, "trainer-1", gates)):
+    with Meanwhile(path, lambda: harm_with_open_gradient(path, "trainer-1", gates, harm)):
         status, run = live.run(*overrides, gates.rewards, SPARE_REWARDS, out=path)
     assert status is Status.FINISHED
     assert_nothing_is_left(path)
@@ -97,6 +101,23 @@ def test_a_lost_rank_is_replaced_with_all_others_from_the_last_commit(
     lost, undisturbed = weights(run, STEPS), weights(live.finished(*RANKS[kind]), STEPS)
     assert all(torch.equal(lost[name], undisturbed[name]) for name in undisturbed)
     assert metric(run, "step") == list(range(STEPS))
+
+
+def test_ranks_that_are_alive_but_lost_their_connection_are_replaced(live: LiveRuns, gates: Gates) -> None:
+    forbidden: list[PermissionError] = []
+
+    def cut(pid: int) -> None:
+        try:
+            cut_connections(pid)
+        except PermissionError as error:
+            forbidden.append(error)
+
+    run = run_losing_a_rank(live, gates, *RANKS["adapters"], harm=cut)
+    if forbidden:
+        pytest.skip(str(forbidden[0]))
+    assert any(line["event"]["type"] == "WorkerLost" for line in lines_of(run.journal))
+    lost, undisturbed = weights(run, STEPS), weights(live.finished(*RANKS["adapters"]), STEPS)
+    assert all(torch.equal(lost[name], undisturbed[name]) for name in undisturbed)
 
 
 def test_ranks_that_share_the_frozen_weights_survive_a_loss_with_the_weights_of_ranks_with_copies(

@@ -226,10 +226,10 @@ def fewest_steps(pipeline: Any) -> int:
     return 1 if pipeline.scheduler.config.get("shift_terminal") is None else 2
 
 
-def test_seven_guided_steps_equal_the_diffusers_pipeline(
+def test_four_guided_steps_equal_the_diffusers_pipeline(
     family: Family, pipeline: Any, shared_model: PipelineModel
 ) -> None:
-    assert_latents_equal(family, pipeline, shared_model, guidance_of(family), steps=7)
+    assert_latents_equal(family, pipeline, shared_model, guidance_of(family), steps=4)
 
 
 def test_the_fewest_steps_without_guidance_equal_the_diffusers_pipeline(

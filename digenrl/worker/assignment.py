@@ -61,9 +61,10 @@ class StartFailed:
 
 @dataclass(frozen=True, slots=True)
 class PeersLost:
-    """A rank could not do its job because others have ended or do not answer."""
+    """A rank could not do its job because others have ended or do not answer. Its log has the `details`."""
 
     reason: str
+    details: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ class Worker:
             if isinstance(result, JobFailed):
                 logger.warning("failed after %.3f s: %s\n%s", seconds, result.reason, result.details)
             elif isinstance(result, PeersLost):
-                logger.warning("given up after %.3f s: %s", seconds, result.reason)
+                logger.warning("given up after %.3f s: %s\n%s", seconds, result.reason, result.details)
             else:
                 logger.info("done in %.3f s", seconds)
             return result
@@ -95,7 +95,7 @@ class Worker:
         except (ConfigError, RewardError) as error:
             return JobFailed(0, job, str(error), user_error=True)
         except PeersLostError as error:
-            return PeersLost(str(error))
+            return PeersLost(str(error), details=traceback.format_exc())
         except TorchDynamoException as error:
             return JobFailed(0, job, f"{in_short(error)}; {NO_COMPILER}", user_error=True)
         except Exception as error:  # the worker survives; the scheduler decides what follows

@@ -104,17 +104,17 @@ def test_a_lost_rank_is_replaced_with_all_others_from_the_last_commit(
 
 
 def test_ranks_that_are_alive_but_lost_their_connection_are_replaced(live: LiveRuns, gates: Gates) -> None:
-    forbidden: list[PermissionError] = []
+    impossible: list[OSError] = []
 
     def cut(pid: int) -> None:
         try:
             cut_connections(pid)
-        except PermissionError as error:
-            forbidden.append(error)
+        except OSError as error:
+            impossible.append(error)
 
     run = run_losing_a_rank(live, gates, *RANKS["adapters"], harm=cut)
-    if forbidden:
-        pytest.skip(str(forbidden[0]))
+    if impossible:
+        pytest.skip(f"connections cannot be cut here: {impossible[0]}")
     assert any(line["event"]["type"] == "WorkerLost" for line in lines_of(run.journal))
     lost, undisturbed = weights(run, STEPS), weights(live.finished(*RANKS["adapters"]), STEPS)
     assert all(torch.equal(lost[name], undisturbed[name]) for name in undisturbed)

@@ -118,17 +118,17 @@ class WeightsSender:
         with self._lock:
             assert epoch not in self._epochs, f"epoch {epoch} was used before: an epoch is one attempt"
             self._epochs.add(epoch)
-        with (
-            as_broadcast_error(f"{weights.reference.name} was not sent in epoch {epoch}"),
-            BroadcastGroup(self._store, epoch, SENDER_RANK, receivers + 1, deadline) as group,
-        ):
-            group.join(self._host)
-            joined_s = time.monotonic()
-            if patch is not None and not group.all_receivers_hold(held):
-                patch = None
-            _send_with_length(group, weights.header)
-            sent = _send_content(group, weights, patch)
-            group.wait_for_receivers()
+        with as_broadcast_error(f"{weights.reference.name} was not sent in epoch {epoch}"):
+            # A group that waits for its members blocks a connection to the store, so each broadcast has its own.
+            store, _ = connect_to_store(self.address, deadline)
+            with BroadcastGroup(store, epoch, SENDER_RANK, receivers + 1, deadline) as group:
+                group.join(self._host)
+                joined_s = time.monotonic()
+                if patch is not None and not group.all_receivers_hold(held):
+                    patch = None
+                _send_with_length(group, weights.header)
+                sent = _send_content(group, weights, patch)
+                group.wait_for_receivers()
         now_s = time.monotonic()
         return Delivery(sent, now_s - started_s, now_s - joined_s)
 

@@ -174,7 +174,7 @@ class BroadcastGroup:
 
     def _wait_for_keys(self, keys: list[str], timeout_s: float) -> bool:
         """Whether all keys are set in time. Raises BroadcastError if the sender gives up."""
-        # Polls, because a blocking wait would block the store for other threads too.
+        # Polls, because a blocking wait would not notice that the sender gives up.
         ends_s = time.monotonic() + timeout_s
         sender_outcome = f"outcome/{SENDER_RANK}"
         while not self._store.check(keys):

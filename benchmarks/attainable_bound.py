@@ -58,7 +58,7 @@ class BoundPlanner(QuotaPlanner):
             taken = min(missing, counts[move.lane_class] * move.slices)
             missing -= taken
             jobs -= taken * move.cost
-        return missing <= 0 and jobs >= self._jobs * (1 - 1e-12)
+        return missing <= 0 and jobs >= self.jobs * (1 - 1e-12)
 
 
 def attainable_seconds(spec: Spec) -> float:

@@ -35,7 +35,7 @@ from digenrl.records import (
 )
 from digenrl.scheduling import Costs, RecordedStep, SchedulerState, SharedWorkRule, Terms, initial_state
 from digenrl.simulation.prediction import predict
-from digenrl.simulation.shared_work import best_rules, greedy_rule
+from digenrl.simulation.shared_work import CHANGES, best_rules, greedy_rule
 from digenrl.simulation.spec_costs import with_rules
 from digenrl.training.update_split import stale_groups, updates_of_places
 from digenrl.transports.contract import ArtifactStore
@@ -261,12 +261,12 @@ def choose_slice_size(driver: Dispatcher, calibration: Calibration) -> int:
     sizes = [size for size in recipe.batch.slice_sizes() if not any(own % size for own in pools)]
 
     def predicted(size: int) -> int:
-        return predicted_ns(driver, calibration, choose_terms(driver, calibration, size))
+        return predicted_ns(driver, calibration, choose_terms(driver, calibration, size, thorough=False))
 
     return min(reversed(sizes), key=predicted)
 
 
-def choose_terms(driver: Dispatcher, calibration: Calibration, slice_size: int) -> Terms:
+def choose_terms(driver: Dispatcher, calibration: Calibration, slice_size: int, *, thorough: bool = True) -> Terms:
     """The recipe's terms. If lanes generate and train, those with the shortest predicted steps.
 
     With `greedy`, idle lanes take any available work. With `search`, they follow the best rule that is found. With
@@ -283,7 +283,8 @@ def choose_terms(driver: Dispatcher, calibration: Calibration, slice_size: int) 
     def state_with(rule: SharedWorkRule) -> SchedulerState:
         return initial_state(replace(terms, shared_work=rule), costs, generators, helpers)
 
-    choices = [replace(terms, shared_work=rule) for rule in best_rules(state_with, most_at_once=1)]
+    rules = best_rules(state_with, most_at_once=1, changes=CHANGES if thorough else 0)
+    choices = [replace(terms, shared_work=rule) for rule in rules]
     if recipe.techniques.tag == "auto":
         choices = [*_terms_without_sharing(driver, slice_size), *choices]
     return min(choices, key=lambda each: predicted_ns(driver, calibration, each))

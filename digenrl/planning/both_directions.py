@@ -127,9 +127,9 @@ def _best_on_policy(choices: list[_Choice]) -> tuple[_Choice, _Forecast, int]:
 
 
 def _forecast(spec: Spec) -> _Forecast:
-    rules = best_rules(lambda rule: initial_shared_state(spec, rule), most_at_once=1, budget=FORECASTS)
+    rules = best_rules(lambda rule: initial_shared_state(spec, rule), most_at_once=1, budget=FORECASTS, changes=0)
     forecast = StepForecast(initial_shared_state(spec, rules[0]))
-    step_ns = forecast.step_ns(rules[0].quotas)
+    step_ns = forecast.step_ns(rules[0])
     return _Forecast(rules, spec.steps * step_ns / NS_PER_SECOND)
 
 

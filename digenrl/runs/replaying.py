@@ -62,7 +62,7 @@ def recorded_steps(facts: Iterable[dict[str, Any]]) -> tuple[RecordedStep, ...]:
 
 def _terms(facts: dict[str, Any]) -> Terms:
     rule = facts.get("shared_work", {})
-    rule = SharedWorkRule(**rule | {"quotas": tuple(rule.get("quotas", ()))})
+    rule = SharedWorkRule(**rule | {"pieces": tuple(map(tuple, rule.get("pieces", ())))})
     places = tuple(facts.get("update_of_place", ()))
     return Terms(**facts | {"shared_work": rule, "update_of_place": places})
 

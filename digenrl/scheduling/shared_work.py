@@ -26,6 +26,9 @@ from digenrl.scheduling.state import (
     put_step,
 )
 
+UNLIMITED = 1 << 30  # slices
+LATE = 1.25  # times what a job was expected to take
+
 # --- Decisions -------------------------------------------------------------------------------------------------
 
 
@@ -88,26 +91,43 @@ class _Allocation:
         return state, tuple(self._jobs.values())
 
     def _offer_to_idle_lanes(self) -> None:
-        for index in self._state.idle:
-            lane = self._state.lanes[index]
-            if _is_available(self._state, lane):
+        lanes = [self._state.lanes[index] for index in self._state.idle]
+        if self._rule.pieces:  # groups are handed out in order: what is finished first belongs to the first ones
+            lanes.sort(key=self._piece_ns)
+        for lane in lanes:
+            if lane.index not in self._jobs and _is_available(self._state, lane):
                 self._offer_work(lane)
 
     def _offer_work(self, lane: Lane) -> None:
-        if self._generates_first(lane):
+        if self._left_of_quota(lane):
             taken = self._take_slice(lane, of_current_step=True) or self._take_training(lane)
         else:
-            taken = self._take_training(lane) or self._take_slice(lane, of_current_step=True)
+            taken = self._take_training(lane) or (
+                not self._waits_for_pieces(lane) and self._take_slice(lane, of_current_step=True)
+            )
         if not taken and self._may_work_ahead(lane):
             self._take_slice(lane, until_ns=self._may_work_ahead_until(lane))
 
-    def _generates_first(self, lane: Lane) -> bool:
-        """Whether it has not taken its quota of the step's slices yet, or cannot train."""
-        quota = self._quota(lane)
-        return quota is None or lane.taken < quota
+    def _left_of_quota(self, lane: Lane) -> int:
+        """The slices of the step that it should still generate. A lane that cannot train takes all that it can."""
+        quota = self._rule.quota(lane.index) if lane.train_sample_ns else None
+        if quota is None:
+            return UNLIMITED
+        given = self._jobs.get(lane.index)
+        if isinstance(given, Generate) and given.slice.step == self._state.committed:
+            quota -= self._state.terms.slices_in(given.slice.size)
+        return max(0, quota - lane.taken)
 
-    def _quota(self, lane: Lane) -> int | None:
-        return self._rule.quota(lane.index) if lane.train_sample_ns else None
+    def _waits_for_pieces(self, lane: Lane) -> bool:
+        """Whether it should wait because other lanes have pieces left."""
+        return self._rule.waits_for_pieces and any(
+            other is not lane and self._left_of_quota(other) and not self._is_late(other) for other in self._lanes
+        )
+
+    def _is_late(self, lane: Lane) -> bool:
+        """Whether its job takes so long that nobody should wait until it begins the next one."""
+        job = lane.job
+        return job is not None and self._at_ns - job.issued_ns > LATE * (lane.ends_ns - job.issued_ns)
 
     def _take_training(self, lane: Lane) -> bool:
         state = self._state
@@ -157,7 +177,8 @@ class _Allocation:
         picker, version = self._picker, lane.version
         if not picker.may_start(version, current_step_only=of_current_step):
             return False
-        length, start_ns = self._slices_at_once(lane), self._at_ns + lane.switch_ns("generate")
+        length = self._slices_at_once(lane, lane.taken if of_current_step else lane.taken_ahead)
+        start_ns = self._at_ns + lane.switch_ns("generate")
         while until_ns is not None and length and start_ns + lane.expected_ns(length) > until_ns:
             length -= 1
         if not length:
@@ -170,31 +191,40 @@ class _Allocation:
         self._give(lane, Generate(self._next_id(), self._at_ns, piece, lane.index, version), end_ns)
         return True
 
-    def _slices_at_once(self, lane: Lane) -> int:
-        """As many as the lane can take, at most what is left of its quota.
+    def _slices_at_once(self, lane: Lane, taken: int) -> int:
+        """Its next piece after the slices that it has taken of a step, or as many as it can take.
 
-        The rest of a group is cut into pieces of equal size: a small last piece would be slow for its size.
+        The rest of a group is then cut evenly: a small last job would be slow for its size.
         """
-        at_once, quota = lane.slices_at_once, self._quota(lane)
+        at_once = lane.slices_at_once
         if at_once == 1:
             return 1
         rest = self._picker.length_at(lane.version, 0, self._state.terms.slices_per_group)
-        if quota is not None and 0 < quota - lane.taken < at_once:
-            return min(rest, quota - lane.taken)
-        pieces = -(-rest // at_once)
-        return -(-rest // pieces)
+        piece = self._rule.next_piece(lane.index, taken)
+        if piece is not None and piece <= at_once:
+            return min(rest, piece)
+        jobs = -(-rest // at_once)
+        return -(-rest // jobs)
+
+    def _piece_ns(self, lane: Lane) -> int:
+        """The time of its next piece, or of the largest job that it takes."""
+        piece = self._rule.next_piece(lane.index, lane.taken) or lane.slices_at_once
+        return lane.expected_ns(min(piece, lane.slices_at_once))
 
     def _others_generate_all(self, lane: Lane, length: int, end_ns: int) -> bool:
         """Whether the other lanes would finish all unstarted slices before this lane has finished these."""
-        others = (
-            (other, self._free_ns[other.index] + self._next_switch_ns(other, "generate"), 1)
-            for other in self._lanes
-            if other is not lane
-            and other.version >= lane.version
-            and (not self._ready or self._generates_first(other))
-        )
-        left = self._picker.unstarted(current_step_only=True) or self._picker.unstarted()
-        return reserved_before(others, length, end_ns) >= left
+        unstarted = self._picker.unstarted(current_step_only=True) or self._picker.unstarted()
+        for other in self._lanes:
+            if other is lane or other.version < lane.version:
+                continue
+            free_ns = self._free_ns[other.index] + self._next_switch_ns(other, "generate")
+            reserved = reserved_before([(other, free_ns, 1)], length, end_ns)
+            if self._ready or self._rule.waits_for_pieces:
+                reserved = min(reserved, self._left_of_quota(other))
+            unstarted -= reserved
+            if unstarted <= 0:
+                return True
+        return False
 
     def _may_work_ahead(self, lane: Lane) -> bool:
         """Whether all slices of the step are started, and the lane has no sums that it should send soon."""

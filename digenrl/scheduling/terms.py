@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 from math import gcd
 
 from digenrl.config.spec import AssistName, DispatchRuleName, HelpRuleName, OrderRuleName, StreamRuleName
@@ -13,19 +14,37 @@ from digenrl.config.spec import AssistName, DispatchRuleName, HelpRuleName, Orde
 class SharedWorkRule:
     """How lanes that both generate and train choose their work.
 
-    A lane generates before it trains until it has taken its quota of the step's slices. From then on it trains
-    first, and generates only if there is nothing to train. `quotas` are in the order of the lanes; without one, a
-    lane always generates first. A lane takes up to `slices_at_once`, unless its offer says otherwise. With
-    `leaves_to_faster`, a lane leaves work that other lanes would finish earlier.
+    A lane takes up to `slices_at_once`, unless its offer says otherwise. `pieces` are the numbers of slices that
+    it generates together, one after the other, in every step before it trains; by lane, in their order. Pieces
+    that are too large are generated in several jobs. From then on the lane generates only if there is nothing to
+    train and, with `waits_for_pieces`, if no other lane has pieces left. Without pieces, it always generates
+    first. With `leaves_to_faster`, it leaves work that other lanes would finish earlier.
     """
 
-    quotas: tuple[int, ...] = ()
+    pieces: tuple[tuple[int, ...], ...] = ()
     slices_at_once: int = 1
     leaves_to_faster: bool = True
+    waits_for_pieces: bool = True
 
     def quota(self, lane: int) -> int | None:
         """The slices of a step that a lane generates before it trains; None: all that there are."""
-        return self.quotas[lane] if lane < len(self.quotas) else None
+        return sum(self.pieces[lane]) if lane < len(self.pieces) else None
+
+    def next_piece(self, lane: int, taken: int) -> int | None:
+        """What is left of the piece that a lane has begun with the slices it has taken; None if it has no pieces.
+
+        A lane that has generated its pieces goes on with the size of the last one.
+
+        >>> rule = SharedWorkRule(pieces=((2, 4),))
+        >>> [rule.next_piece(0, taken) for taken in (0, 1, 2, 6)]
+        [2, 1, 4, 4]
+        """
+        if lane >= len(self.pieces) or not self.pieces[lane]:
+            return None
+        for end in accumulate(self.pieces[lane]):
+            if taken < end:
+                return end - taken
+        return self.pieces[lane][-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from digenrl.config.spec import Spec
 from digenrl.scheduling import SchedulerState, SharedWorkRule
-from digenrl.simulation.shared_work import MOST_AT_ONCE, best_rules, greedy_rule, makespan_ns
+from digenrl.simulation.shared_work import MOST_AT_ONCE, best_rules, commit_ends_ns, greedy_rule, makespan_ns
 from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
 
-COMPARED_STEPS = 3  # rules are compared by a few steps: later ones resemble them
+COMPARED_STEPS = 4  # rules are compared by a few steps: most of the others resemble the last but one
 
 PredictMakespan = Callable[[Spec], tuple[Spec, float]]  # of a SPEC without `both`, with its best slice size
 
@@ -65,9 +65,17 @@ def _best(spec: Spec, rules: Iterable[SharedWorkRule]) -> ChosenSchedule:
     rules = list(rules)
     chosen = rules[0]
     if len(rules) > 1:
-        few = spec.with_changes(steps=min(spec.steps, COMPARED_STEPS))
-        chosen = min(rules, key=lambda rule: makespan_ns(initial_shared_state(few, rule)))
+        chosen = min(rules, key=lambda rule: _expected_ns(spec, rule))
     return ChosenSchedule(spec, chosen, makespan_ns(initial_shared_state(spec, chosen)) / NS_PER_SECOND)
+
+
+def _expected_ns(spec: Spec, rule: SharedWorkRule) -> int:
+    """The makespan if all steps but the first ones and the last take as long as the last but one of a few."""
+    steps = min(spec.steps, COMPARED_STEPS)
+    ends_ns = commit_ends_ns(initial_shared_state(spec.with_changes(steps=steps), rule))
+    if spec.steps == steps:
+        return ends_ns[-1]
+    return ends_ns[-1] + (spec.steps - steps) * (ends_ns[-2] - ends_ns[-3])
 
 
 def _sizes(spec: Spec) -> range:

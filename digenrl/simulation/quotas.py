@@ -46,7 +46,7 @@ class QuotaPlanner:
     def __init__(self, lanes: Sequence[LaneTimes], *, slices: int, jobs: int, jobs_per_group: int) -> None:
         self._lanes = lanes
         self.slices = slices
-        self._jobs = jobs
+        self.jobs = jobs
         self._jobs_per_group = jobs_per_group
         self._classes = list(Counter(lanes).items())
         self._generating_ns = [_generating_ns(times, slices) for times, _ in self._classes]
@@ -108,7 +108,7 @@ class QuotaPlanner:
                 of_class[lane] += move.slices
                 slices += move.slices
                 jobs -= move.jobs
-        fits = slices >= self.slices and jobs >= self._jobs
+        fits = slices >= self.slices and jobs >= self.jobs
         return {times: sorted(of_class) for (times, _), of_class in zip(self._classes, quotas, strict=True)}, fits
 
     def _moves(self, time_ns: int, margins: Margins) -> tuple[list[tuple[int, int]], list[_Move]]:

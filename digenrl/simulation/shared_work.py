@@ -1,36 +1,55 @@
 """Chooses how lanes that both generate and train share the work of a step.
 
-Candidates are compared by `step_forecast`: without quotas, for every value of `slices_at_once`; then with quotas
-from `quotas`, for steps that take as long as planned or a little longer; then, for the best numbers of slices at
-once, with other margins. The search is deterministic, and bounded by the number of its forecasts.
+Candidates are compared by `step_forecast`: without pieces, for every value of `slices_at_once`; then with pieces
+that are quotas from `quotas`, for steps that take as long as planned or a little longer; then, for the best
+numbers of slices at once, with other margins; then with pieces that are changed at random (`piece_search`). The
+search is deterministic, and bounded by the number of its forecasts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from digenrl.loop import drive
+from digenrl.records import Action, Committed, Event
 from digenrl.scheduling import SchedulerState, SharedWorkRule
+from digenrl.simulation.piece_search import improved
 from digenrl.simulation.quotas import Margins, QuotaPlanner
 from digenrl.simulation.step_forecast import StepForecast
 from digenrl.simulation.virtual_cluster import VirtualCluster
 
 MOST_AT_ONCE = 8  # slices; larger pieces delay their groups
 LONGER = (1.0, 1.01, 1.02, 1.04)  # planned times of a step, relative to the least
+WAYS = (
+    SharedWorkRule(),
+    SharedWorkRule(leaves_to_faster=False),
+    SharedWorkRule(waits_for_pieces=False),
+)
 REFINED = 3  # numbers of slices at once that are refined
-BUDGET = 240  # forecasts
+BUDGET = 400  # forecasts of rules from quotas
+CHANGED = 4  # of these rules, from which random changes start
+CHANGES = 1600  # forecasts of changed rules, at most
+CHANGED_WORK = 300_000  # slices and Train jobs in all of these forecasts together
 
 InitialState = Callable[[SharedWorkRule], SchedulerState]  # the start of a run whose lanes follow the rule
 
 
-def best_rules(initial: InitialState, most_at_once: int, budget: int = BUDGET) -> list[SharedWorkRule]:
-    """The rules with the shortest on-policy steps that the search finds: the best, and the best without quotas.
+def best_rules(
+    initial: InitialState, most_at_once: int, budget: int = BUDGET, changes: int = CHANGES
+) -> list[SharedWorkRule]:
+    """A few rules with short on-policy steps, the best first; among them the best without pieces.
 
-    `most_at_once` is the largest number of slices that a lane may take together.
+    `most_at_once` is the largest number of slices that a lane may take together. The search makes `budget`
+    forecasts, and up to `changes` more. The first step of a run may differ from the others, which are compared.
     """
-    return _Search(initial, range(1, min(most_at_once, MOST_AT_ONCE) + 1), budget).run()
+    search = _Search(initial, range(1, min(most_at_once, MOST_AT_ONCE) + 1), budget)
+    without_pieces = search.best_without_pieces()
+    search.try_quotas()
+    from_quotas = search.best()
+    changed = search.change_pieces(changes)
+    return sorted({from_quotas, without_pieces, *changed}, key=search.step_ns)
 
 
 def greedy_rule(slices_at_once: int = 1) -> SharedWorkRule:
@@ -45,6 +64,24 @@ def makespan_ns(initial: SchedulerState) -> int:
     return cluster.now_ns
 
 
+def commit_ends_ns(initial: SchedulerState) -> list[int]:
+    """When each step is committed, on the scheduler itself."""
+    commits = _CommitEnds()
+    drive(initial, VirtualCluster(initial), (commits,))
+    return commits.ends_ns
+
+
+@dataclass(slots=True)
+class _CommitEnds:
+    """An observer that notes when steps are committed."""
+
+    ends_ns: list[int] = field(default_factory=list)
+
+    def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
+        if isinstance(event, Committed):
+            self.ends_ns.append(event.at_ns)
+
+
 @dataclass(frozen=True, slots=True)
 class _Planned:
     """The forecast and the planner for one value of `slices_at_once`."""
@@ -55,62 +92,96 @@ class _Planned:
 
 
 class _Search:
-    """The shortest step so far, and what has been tried."""
+    """The rules that have been tried, and the times of their steps."""
 
     def __init__(self, initial: InitialState, sizes: range, budget: int) -> None:
         self._left = budget
-        self._tried: set[SharedWorkRule] = set()
-        self._best_ns, self._best = 0, SharedWorkRule()
-        self._best_by_size: dict[int, int] = {}
+        self._steps_ns: dict[SharedWorkRule, int] = {}
         self._plans: dict[int, _Planned] = {}
         for at_once in sizes:
             rule = SharedWorkRule(slices_at_once=at_once)
             forecast = StepForecast(initial(rule))
             self._plans[at_once] = _Planned(rule, forecast, QuotaPlanner.of_forecast(forecast))
 
-    def run(self) -> list[SharedWorkRule]:
+    def best_without_pieces(self) -> SharedWorkRule:
         for plan in self._plans.values():
             self._try(plan, plan.rule)
-        without_quotas = self._best
+        return self.best()
+
+    def try_quotas(self) -> None:
+        """Plans with the usual margins, then with random ones, which change who does what."""
         for plan in self._plans.values():
             margins = Margins(tail_ns=plan.planner.last_group_ns)
             least_ns = plan.planner.least_ns(margins)
             for longer in LONGER:
-                self._try_quotas(plan, round(longer * least_ns), margins)
-        self._refine()
-        return list(dict.fromkeys((self._best, without_quotas)))
-
-    def _refine(self) -> None:
-        """Plans with random margins. They differ little in time, but much in who does what."""
-        sizes = sorted(self._best_by_size, key=lambda size: self._best_by_size[size])[:REFINED]
-        plans = [self._plans[size] for size in sizes]
-        least_ns = self._best_ns - plans[0].forecast.commit_ns
-        for plan, margins, longer in _variants(plans):
+                for way in WAYS:
+                    self._try_pieces(plan, round(longer * least_ns), margins, way)
+        plans = [self._plans[rule.slices_at_once] for rule in self._best_by_size()[:REFINED]]
+        least_ns = self.step_ns(self.best()) - plans[0].forecast.commit_ns
+        for plan, margins, longer, way in _variants(plans):
             if self._left <= 0:
                 return
-            self._try_quotas(plan, round(longer * least_ns), margins)
+            self._try_pieces(plan, round(longer * least_ns), margins, way)
 
-    def _try_quotas(self, plan: _Planned, time_ns: int, margins: Margins) -> None:
-        quotas = plan.planner.quotas(time_ns, margins)
-        self._try(plan, replace(plan.rule, quotas=quotas))
+    def change_pieces(self, changes: int) -> list[SharedWorkRule]:
+        """Changes what lanes generate by the best rules. They may take pieces of all sizes then."""
+        largest = self._plans[max(self._plans)]
+        changes = min(changes, CHANGED_WORK // (largest.planner.slices + largest.planner.jobs))
+        starts = self._best_by_size()[:CHANGED]
+        found = []
+        for start in starts if changes else ():
+            pieces = tuple(map(tuple, self._plans[start.slices_at_once].forecast.run(start).pieces))
+            rule = replace(start, pieces=pieces, slices_at_once=largest.rule.slices_at_once)
+            rule = improved(largest.forecast, rule, changes // len(starts))
+            self._steps_ns[rule] = largest.forecast.step_ns(rule)
+            found.append(rule)
+        return found
+
+    def _best_by_size(self) -> list[SharedWorkRule]:
+        """The best rule for each number of slices at once, the best of all first."""
+        best: dict[int, SharedWorkRule] = {}
+        for rule in sorted(self._steps_ns, key=self.step_ns):
+            best.setdefault(rule.slices_at_once, rule)
+        return list(best.values())
+
+    def best(self) -> SharedWorkRule:
+        return min(self._steps_ns, key=self.step_ns)
+
+    def step_ns(self, rule: SharedWorkRule) -> int:
+        return self._steps_ns[rule]
+
+    def _try_pieces(self, plan: _Planned, time_ns: int, margins: Margins, way: SharedWorkRule) -> None:
+        at_once = plan.rule.slices_at_once
+        for whole in (True, False) if at_once > 1 else (True,):
+            pieces = tuple(
+                (quota,) if whole and quota else _cut(quota, at_once)
+                for quota in plan.planner.quotas(time_ns, margins)
+            )
+            self._try(plan, replace(way, pieces=pieces, slices_at_once=at_once))
 
     def _try(self, plan: _Planned, rule: SharedWorkRule) -> None:
-        if rule in self._tried or self._left <= 0:
-            return
-        self._tried.add(rule)
-        self._left -= 1
-        step_ns = plan.forecast.step_ns(rule.quotas, stop_ns=self._best_ns)
-        size = rule.slices_at_once
-        self._best_by_size[size] = min(step_ns, self._best_by_size.get(size, step_ns))
-        if not self._best_ns or step_ns < self._best_ns:
-            self._best_ns, self._best = step_ns, rule
+        if rule not in self._steps_ns and self._left > 0:
+            self._left -= 1
+            self._steps_ns[rule] = plan.forecast.step_ns(rule)
 
 
-def _variants(plans: list[_Planned], count: int = 600) -> Iterator[tuple[_Planned, Margins, float]]:
+def _cut(slices: int, at_once: int) -> tuple[int, ...]:
+    """Pieces of almost equal size, the larger ones first.
+
+    >>> _cut(7, at_once=3)
+    (3, 2, 2)
+    """
+    pieces = -(-slices // at_once)
+    return tuple((slices + pieces - 1 - place) // pieces for place in range(pieces))
+
+
+def _variants(
+    plans: list[_Planned], count: int = 600
+) -> Iterator[tuple[_Planned, Margins, float, SharedWorkRule]]:
     dice = Random(0)  # the same for every run
     for _ in range(count):
         plan = dice.choice(plans)
         head = dice.choice((0.0, 2 * dice.random()))
         tail = dice.choice((1.0, 2 * dice.random()))
         margins = Margins(round(head * plan.planner.first_piece_ns), round(tail * plan.planner.last_group_ns))
-        yield plan, margins, dice.uniform(0.94, 1.03)
+        yield plan, margins, dice.uniform(0.94, 1.03), dice.choice(WAYS)

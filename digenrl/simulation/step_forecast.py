@@ -7,14 +7,14 @@ chooses runs on the scheduler itself; a property test keeps the two close.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from digenrl.scheduling import SchedulerState
+from digenrl.scheduling import SchedulerState, SharedWorkRule
+from digenrl.scheduling.shared_work import UNLIMITED
 from digenrl.scheduling.state import idle_rank
 
-UNLIMITED = 1 << 30
+NEVER_NS = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,14 @@ def lane_times(initial: SchedulerState) -> list[LaneTimes]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class ForecastedStep:
+    """By lane: when its last Train job ends, after the commit before, and the pieces that it has generated."""
+
+    ends_ns: list[int]
+    pieces: list[list[int]]
+
+
 class StepForecast:
     """Steps between two commits. Lanes begin in the role of training, as the step before has left them."""
 
@@ -64,21 +72,28 @@ class StepForecast:
         self.slices_at_once = sum(len(lane.take_ns) for lane in self.lanes)
         self.rank = {lane.index: place for place, lane in enumerate(fastest_first)}
 
-    def step_ns(self, quotas: Sequence[int] = (), *, stop_ns: int = 0) -> int:
+    def step_ns(self, rule: SharedWorkRule, *, stop_ns: int = 0) -> int:
         """The time from one commit to the next. It may stop early, at any value of at least `stop_ns` if given."""
-        return _Step(self, quotas).run(stop_ns) + self.commit_ns
+        return max(self.run(rule, stop_ns=stop_ns).ends_ns) + self.commit_ns
+
+    def run(self, rule: SharedWorkRule, *, stop_ns: int = 0) -> ForecastedStep:
+        """Forecasts a step. If a Train job ends at `stop_ns` or later, it may stop early."""
+        step = _Step(self, rule)
+        step.run(stop_ns or NEVER_NS)
+        return ForecastedStep(step.ends_ns, step.pieces)
 
 
 class _Step:
     """One step under way."""
 
-    def __init__(self, forecast: StepForecast, quotas: Sequence[int]) -> None:
-        self.forecast, self.lanes, self.rank = forecast, forecast.lanes, forecast.rank
+    def __init__(self, forecast: StepForecast, rule: SharedWorkRule) -> None:
+        self.forecast, self.lanes, self.rule = forecast, forecast.lanes, rule
         count = len(self.lanes)
-        self.quotas = [
-            quotas[lane] if lane < len(quotas) and self.lanes[lane].train_ns else UNLIMITED
-            for lane in range(count)
-        ]
+        self.left = [UNLIMITED] * count  # of the quotas
+        for lane, pieces in enumerate(rule.pieces[:count]):
+            if self.lanes[lane].train_ns:
+                self.left[lane] = sum(pieces)
+        self.order = forecast.rank.__getitem__ if not rule.pieces else self._piece_and_rank
         self.free_ns = [lane.starts_ns for lane in self.lanes]
         self.taken = [0] * count
         self.generates = [not lane.train_ns for lane in self.lanes]  # its role
@@ -89,15 +104,18 @@ class _Step:
         self.ready, self.untrained = 0, forecast.groups * forecast.jobs_per_group
         self.due = [(lane.starts_ns, index) for index, lane in enumerate(self.lanes)]
         heapify(self.due)
-        self.now_ns = self.end_ns = 0
+        self.now_ns, self.ends_ns = 0, [0] * count
+        self.pieces: list[list[int]] = [[] for _ in self.lanes]
 
-    def run(self, stop_ns: int) -> int:
-        """When the last Train job ends. An impossible step never ends."""
+    def run(self, stop_ns: int) -> None:
+        """Until the last Train job ends. An impossible step never ends."""
         idle: list[int] = []
         due, free_ns, piece, missing = self.due, self.free_ns, self.piece, self.missing
         while self.untrained:
-            if not due or (stop_ns and self.end_ns >= stop_ns):
-                return max(self.end_ns, stop_ns) if due else UNLIMITED * UNLIMITED
+            if not due:
+                self.ends_ns[0] = NEVER_NS
+            if max(self.ends_ns) >= stop_ns:
+                return
             now_ns = self.now_ns = due[0][0]
             while due and due[0][0] == now_ns:
                 lane = heappop(due)[1]
@@ -108,30 +126,34 @@ class _Step:
                     missing[ended[0]] -= ended[1]
                     if not missing[ended[0]]:
                         self.ready += self.forecast.jobs_per_group
-            idle.sort(key=self.rank.__getitem__)
+            idle.sort(key=self.order)
             busy = [lane for lane in idle if self._offer(lane)]
             for lane in busy:
                 heappush(due, (free_ns[lane], lane))
             idle = [lane for lane in idle if free_ns[lane] <= now_ns]
-        return self.end_ns
+
+    def _piece_and_rank(self, lane: int) -> tuple[int, int]:
+        take_ns = self.lanes[lane].take_ns
+        piece = self.rule.next_piece(lane, self.taken[lane]) or len(take_ns)
+        return take_ns[min(piece, len(take_ns)) - 1], self.forecast.rank[lane]
 
     def _offer(self, lane: int) -> bool:
-        if self.taken[lane] < self.quotas[lane]:
+        if self.left[lane]:
             return self._generate(lane) or self._train(lane)
-        return self._train(lane) or self._generate(lane)
+        waits = self.rule.waits_for_pieces and any(self.left)
+        return self._train(lane) or (not waits and self._generate(lane))
 
     def _train(self, lane: int) -> bool:
         times = self.lanes[lane]
         if not self.ready or not times.train_ns:
             return False
         end_ns = self.now_ns + times.train_ns + (times.switch_out_ns if self.generates[lane] else 0)
-        if not self.unstarted and self._others_train_all(lane, end_ns):
+        if self.rule.leaves_to_faster and not self.unstarted and self._others_train_all(lane, end_ns):
             return False
         self.ready -= 1
         self.untrained -= 1
         self.generates[lane] = False
-        self.free_ns[lane] = end_ns
-        self.end_ns = max(self.end_ns, end_ns)
+        self.free_ns[lane] = self.ends_ns[lane] = end_ns
         return True
 
     def _others_train_all(self, lane: int, end_ns: int) -> bool:
@@ -155,10 +177,13 @@ class _Step:
             return False
         times, length = self.lanes[lane], self._slices_at_once(lane)
         end_ns = self.now_ns + times.take_ns[length - 1] + (0 if self.generates[lane] else times.switch_in_ns)
-        if self._others_generate_all(lane, length, end_ns):
+        if self.rule.leaves_to_faster and self._others_generate_all(lane, length, end_ns):
             return False
         self.piece[lane] = (self.group, length)
+        self.pieces[lane].append(length)
         self.taken[lane] += length
+        if self.left[lane] < UNLIMITED:
+            self.left[lane] = max(0, self.left[lane] - length)
         self.unstarted -= length
         self.rest -= length
         if not self.rest:
@@ -168,29 +193,32 @@ class _Step:
         return True
 
     def _slices_at_once(self, lane: int) -> int:
-        at_once, left = len(self.lanes[lane].take_ns), self.quotas[lane] - self.taken[lane]
+        at_once = len(self.lanes[lane].take_ns)
         if at_once == 1:
             return 1
-        if 0 < left < at_once:
-            return min(self.rest, left)
-        pieces = -(-self.rest // at_once)
-        return -(-self.rest // pieces)
+        piece = self.rule.next_piece(lane, self.taken[lane])
+        if piece is not None and piece <= at_once:
+            return min(self.rest, piece)
+        jobs = -(-self.rest // at_once)
+        return -(-self.rest // jobs)
 
     def _others_generate_all(self, lane: int, length: int, end_ns: int) -> bool:
         now_ns, left, free_ns = self.now_ns, self.unstarted, self.free_ns
         if left > (end_ns - now_ns) * self.forecast.slices_per_ns + self.forecast.slices_at_once:
             return False
+        limited = self.ready > 0 or self.rule.waits_for_pieces
         for other, times in enumerate(self.lanes):
             if other == lane or times.starts_ns > now_ns:
                 continue
-            if self.ready and self.taken[other] >= self.quotas[other]:
+            quota = self.left[other] if limited else UNLIMITED
+            if not quota:
                 continue
             at_once = len(times.take_ns)
             time_ns = end_ns - 1 - max(now_ns, free_ns[other]) - _piece_ns(times, length)
             if not self.generates[other]:
                 time_ns -= times.switch_in_ns
             if time_ns >= 0:
-                left -= (time_ns // times.full_ns + 1) * at_once
+                left -= min(quota, (time_ns // times.full_ns + 1) * at_once)
                 if left <= 0:
                     return True
         return False

@@ -18,9 +18,12 @@ from digenrl.loop import drive
 from digenrl.records import Action, Committed, CostsMeasured, Event, Generate, SendGradients, Tick, Train
 from digenrl.scheduling import SchedulerState, SharedWorkRule, decide
 from digenrl.simulation.answer import bound_seconds
+from digenrl.simulation.both_directions import initial_shared_state
 from digenrl.simulation.makespan import predict_makespan, with_best_slice
+from digenrl.simulation.piece_search import improved
 from digenrl.simulation.prediction import ActionLog
 from digenrl.simulation.quotas import Margins, QuotaPlanner
+from digenrl.simulation.shared_work import best_rules, commit_ends_ns
 from digenrl.simulation.simulator import simulate
 from digenrl.simulation.spec_costs import initial_scheduler_state
 from digenrl.simulation.step_forecast import StepForecast
@@ -110,8 +113,8 @@ def test_lanes_generate_first_and_pay_for_each_change_of_role() -> None:
     assert makespan_ns == 11 * SECOND
 
 
-def test_a_lane_trains_first_once_it_has_its_quota() -> None:
-    makespan_ns, jobs = jobs_of(spec_of(TWO_CARDS), SharedWorkRule(quotas=(3, 1)))
+def test_a_lane_trains_once_it_has_generated_its_pieces() -> None:
+    makespan_ns, jobs = jobs_of(spec_of(TWO_CARDS), SharedWorkRule(pieces=((1, 1, 1), (1,))))
     assert schedule(jobs, 0) == [
         (0, "generate", 0, 0),
         (2, "generate", 1, 0),
@@ -127,10 +130,24 @@ def test_a_lane_trains_first_once_it_has_its_quota() -> None:
     assert makespan_ns == 12 * SECOND
 
 
-def test_a_lane_beyond_its_quota_generates_if_nothing_can_be_trained() -> None:
-    _, jobs = jobs_of(spec_of(TWO_CARDS), SharedWorkRule(quotas=(0, 0)))
+def test_lanes_generate_beyond_their_pieces_if_no_lane_has_any_left() -> None:
+    _, jobs = jobs_of(spec_of(TWO_CARDS), SharedWorkRule(pieces=((), ())))
     assert schedule(jobs, 0)[0] == (0, "generate", 0, 0)
     assert schedule(jobs, 1)[:2] == [(0, "generate", 0, 1), (2.5, "train", 0, 0)]
+    _, jobs = jobs_of(spec_of(TWO_CARDS), SharedWorkRule(pieces=((1, 1, 1, 1), ())))
+    assert [at for at, role, _, _ in schedule(jobs, 0) if role == "generate"] == [0, 2, 4, 6]
+    assert schedule(jobs, 1)[0] == (4, "train", 0, 0), "it waits until a group is complete"
+
+
+def test_nobody_waits_for_the_pieces_of_a_lane_that_is_late() -> None:
+    spec = spec_of(TWO_CARDS)
+    rule = SharedWorkRule(pieces=((1, 1, 1, 1), ()))
+    state = initial_scheduler_state(spec, search_budget=0, shared_work=rule)
+    state, (job,) = decide(state, Tick(0))
+    assert isinstance(job, Generate) and job.lane == 0  # until 2
+    for second, count in ((2.4, 0), (2.6, 1)):
+        state, actions = decide(state, Tick(round(second * SECOND)))
+        assert [action.lane for action in actions if isinstance(action, Generate)] == [1] * count
 
 
 def test_a_slow_card_leaves_the_last_jobs_to_a_faster_one() -> None:
@@ -145,7 +162,7 @@ def test_a_slow_card_leaves_the_last_jobs_to_a_faster_one() -> None:
 
 def test_a_lane_without_train_seconds_only_generates() -> None:
     spec = spec_of(TWO_CARDS, generators=[{"name": "card", "count": 2, "seconds": {1: 2}}])
-    _, jobs = jobs_of(spec, SharedWorkRule(quotas=(0, 0, 0)))
+    _, jobs = jobs_of(spec, SharedWorkRule(pieces=((), (), ())))
     trains = [job.lane for _, job in jobs if isinstance(job, Train)]
     assert set(trains) == {2}
 
@@ -162,11 +179,11 @@ def test_a_group_is_trained_in_jobs_of_the_given_size() -> None:
     assert makespan_ns == (4.5 + 0.5 + 6 + 0.25 + 0.5) * SECOND
 
 
-def test_a_lane_takes_no_more_slices_at_once_than_its_quota_has_left() -> None:
-    spec = spec_of(TWO_CARDS, prompts=1, samples_per_prompt=8)
-    _, jobs = jobs_of(spec, SharedWorkRule(quotas=(5, 3), slices_at_once=4))
-    sizes = [(job.lane, job.slice.size) for _, job in jobs if isinstance(job, Generate)]
-    assert sizes == [(0, 4), (1, 3), (1, 1)]  # the second card is idle first, with nothing to train
+def test_pieces_that_are_finished_first_belong_to_the_first_groups_and_end_with_them() -> None:
+    spec = spec_of(TWO_CARDS, prompts=2, samples_per_prompt=4)
+    _, jobs = jobs_of(spec, SharedWorkRule(pieces=((4, 1), (3,)), slices_at_once=4))
+    pieces = [(job.lane, job.slice.group, job.slice.size) for _, job in jobs if isinstance(job, Generate)]
+    assert pieces == [(1, 0, 3), (0, 0, 1), (0, 1, 3), (0, 1, 1)]
 
 
 def test_measured_training_times_replace_those_of_the_offer() -> None:
@@ -193,6 +210,9 @@ def test_a_generator_that_works_ahead_does_not_hold_up_the_commit() -> None:
 # --- Quotas and forecasts --------------------------------------------------------------------------------------
 
 
+LISTS_OF_PIECES = st.lists(st.lists(st.integers(1, 6), max_size=4), max_size=8)  # by lane
+
+
 class RolesAtCommits:
     """Whether every lane that can train is in that role at each commit, and when commits are."""
 
@@ -207,18 +227,18 @@ class RolesAtCommits:
 
 
 @settings(max_examples=40)
-@given(both_contents(), st.lists(st.integers(0, 6), max_size=8), st.integers(1, 4))
+@given(both_contents(), LISTS_OF_PIECES, st.integers(1, 4), st.booleans(), st.booleans())
 def test_the_forecast_of_a_step_is_close_to_what_the_scheduler_does(
-    content: dict[str, Any], quotas: list[int], at_once: int
+    content: dict[str, Any], pieces: list[list[int]], at_once: int, leaves: bool, waits: bool
 ) -> None:
     content |= {"steps": 2, "reward": {}}
     spec = parse_model(Spec, content).with_rules(stale_fraction=0, order="generation")
-    rule = SharedWorkRule(tuple(quotas), at_once)
+    rule = SharedWorkRule(tuple(map(tuple, pieces)), at_once, leaves, waits)
     initial, commits = initial_scheduler_state(spec, search_budget=0, shared_work=rule), RolesAtCommits()
     drive(initial, VirtualCluster(initial), (commits,))
     assume(commits.all_train)
     first_ns, second_ns = commits.ends_ns
-    assert StepForecast(initial).step_ns(rule.quotas) == pytest.approx(second_ns - first_ns, rel=0.25)
+    assert StepForecast(initial).step_ns(rule) == pytest.approx(second_ns - first_ns, rel=0.25)
 
 
 def test_quotas_let_cards_do_what_they_do_best_compared() -> None:
@@ -227,6 +247,46 @@ def test_quotas_let_cards_do_what_they_do_best_compared() -> None:
     least_ns = planner.least_ns(Margins())
     assert planner.quotas(least_ns, Margins()) == (16, 0)
     assert least_ns == pytest.approx(24 * SECOND, rel=1e-3)  # 16 s of generating, 32 s of training, two cards
+
+
+@settings(max_examples=30)
+@given(both_contents(), LISTS_OF_PIECES, st.integers(1, 4))
+def test_random_changes_of_pieces_make_no_step_longer_and_leave_out_no_slice(
+    content: dict[str, Any], pieces: list[list[int]], at_once: int
+) -> None:
+    spec = parse_model(Spec, content).with_rules(stale_fraction=0, order="generation")
+    initial = initial_scheduler_state(spec, 0, SharedWorkRule(slices_at_once=at_once))
+    forecast, lanes = StepForecast(initial), len(initial.lanes)
+    planned = tuple(map(tuple, (pieces + [[1]] * lanes)[:lanes]))
+    start = SharedWorkRule(planned, slices_at_once=at_once)
+    found = improved(forecast, start, changes=30)
+    assert forecast.step_ns(found) <= forecast.step_ns(start)
+    assert sum(map(sum, found.pieces)) == initial.terms.slices_per_step
+    assert all(piece <= at_once for of_lane in found.pieces for piece in of_lane)
+    again = forecast.run(found)
+    assert tuple(map(tuple, again.pieces)) == found.pieces, "it generates what it has planned"
+
+
+def test_lanes_of_one_kind_may_generate_pieces_of_different_size() -> None:
+    """Small pieces complete the first groups, for those who train early; large ones are faster."""
+    fast = {1: 40, 2: 77.4, 4: 149.6}
+    helper = {"lanes": 14, "seconds": {1: 50.9, 2: 95.4, 4: 179.2}}
+    content = {
+        "steps": 3,
+        "prompts": 5,
+        "samples_per_prompt": 14,
+        "slice": "auto",
+        "generators": [{"name": "card", "count": 16, "seconds": fast, "train_seconds": 44.5}],
+        "trainer": {"seconds_per_sample": 4, "commit": 2, "helper": helper},
+        "publish": 2,
+        "policy": {"assist": "both", "help": "search"},
+    }
+    spec = parse_model(Spec, content)
+    rule, *_ = best_rules(lambda rule: initial_shared_state(spec, rule), most_at_once=4)
+    from_quotas, *_ = best_rules(lambda rule: initial_shared_state(spec, rule), most_at_once=4, changes=0)
+    assert len(set(rule.pieces[:16])) > 1
+    ends_ns, ends_before_ns = (commit_ends_ns(initial_shared_state(spec, each)) for each in (rule, from_quotas))
+    assert ends_ns[2] - ends_ns[1] < 0.99 * (ends_before_ns[2] - ends_before_ns[1])
 
 
 # --- Schedules -------------------------------------------------------------------------------------------------
@@ -319,7 +379,9 @@ def test_what_does_not_fit_together_is_named(changes: dict[str, Any], where: str
 
 
 def test_a_run_of_lanes_that_do_both_is_pure() -> None:
-    state = initial_scheduler_state(spec_of(SUITE_LIKE, slice=1), 0, SharedWorkRule(quotas=(3, 2, 1)))
+    state = initial_scheduler_state(
+        spec_of(SUITE_LIKE, slice=1), 0, SharedWorkRule(pieces=((1, 1, 1), (1, 1), (1,)))
+    )
     state = replace(state, terms=replace(state.terms, stale_budget=6))
     assert decide(state, Tick(0)) == decide(state, Tick(0))
 

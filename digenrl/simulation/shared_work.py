@@ -29,6 +29,7 @@ WAYS = (
 )
 REFINED = 3  # numbers of slices at once that are refined
 BUDGET = 400  # forecasts of rules from quotas
+CLOSE = 1.01  # times of steps that a first step could outweigh
 CHANGED = 4  # of these rules, from which random changes start
 CHANGES = 1600  # forecasts of changed rules, at most
 CHANGED_WORK = 300_000  # slices and Train jobs in all of these forecasts together
@@ -48,8 +49,9 @@ def best_rules(
     without_pieces = search.best_without_pieces()
     search.try_quotas()
     from_quotas = search.best()
-    changed = search.change_pieces(changes)
-    return sorted({from_quotas, without_pieces, *changed}, key=search.step_ns)
+    limit_ns = CLOSE * search.step_ns(from_quotas)
+    changed = [rule for rule in search.change_pieces(changes) if search.step_ns(rule) <= limit_ns]
+    return sorted(dict.fromkeys((from_quotas, without_pieces, *changed)), key=search.step_ns)
 
 
 def greedy_rule(slices_at_once: int = 1) -> SharedWorkRule:

@@ -92,7 +92,7 @@ class _Allocation:
 
     def _offer_to_idle_lanes(self) -> None:
         lanes = [self._state.lanes[index] for index in self._state.idle]
-        if self._rule.pieces:  # groups are handed out in order: what is finished first belongs to the first ones
+        if self._rule.pieces and self._rule.strict:  # what is finished first belongs to the first groups
             lanes.sort(key=self._piece_ns)
         for lane in lanes:
             if lane.index not in self._jobs and _is_available(self._state, lane):
@@ -103,7 +103,7 @@ class _Allocation:
             taken = self._take_slice(lane, of_current_step=True) or self._take_training(lane)
         else:
             taken = self._take_training(lane) or (
-                not self._waits_for_pieces(lane) and self._take_slice(lane, of_current_step=True)
+                not self._strict(lane) and self._take_slice(lane, of_current_step=True)
             )
         if not taken and self._may_work_ahead(lane):
             self._take_slice(lane, until_ns=self._may_work_ahead_until(lane))
@@ -118,9 +118,9 @@ class _Allocation:
             quota -= self._state.terms.slices_in(given.slice.size)
         return max(0, quota - lane.taken)
 
-    def _waits_for_pieces(self, lane: Lane) -> bool:
+    def _strict(self, lane: Lane) -> bool:
         """Whether it should wait because other lanes have pieces left."""
-        return self._rule.waits_for_pieces and any(
+        return self._rule.strict and any(
             other is not lane and self._left_of_quota(other) and not self._is_late(other) for other in self._lanes
         )
 
@@ -219,8 +219,9 @@ class _Allocation:
                 continue
             free_ns = self._free_ns[other.index] + self._next_switch_ns(other, "generate")
             reserved = reserved_before([(other, free_ns, 1)], length, end_ns)
-            if self._ready or self._rule.waits_for_pieces:
-                reserved = min(reserved, self._left_of_quota(other))
+            left = self._left_of_quota(other)
+            if self._rule.strict or (self._ready and not left):
+                reserved = min(reserved, left)
             unstarted -= reserved
             if unstarted <= 0:
                 return True

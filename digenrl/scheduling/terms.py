@@ -17,34 +17,29 @@ class SharedWorkRule:
     A lane takes up to `slices_at_once`, unless its offer says otherwise. `pieces` are the numbers of slices that
     it generates together, one after the other, in every step before it trains; by lane, in their order. Pieces
     that are too large are generated in several jobs. From then on the lane generates only if there is nothing to
-    train and, with `waits_for_pieces`, if no other lane has pieces left. Without pieces, it always generates
-    first. With `leaves_to_faster`, it leaves work that other lanes would finish earlier.
+    train. Without pieces, it always generates first. With `leaves_to_faster`, it leaves work that other lanes
+    would finish earlier. With `strict`, a lane that has generated its pieces waits while others have some left,
+    and the idle lane that would finish its piece first is served first, instead of the fastest one.
     """
 
     pieces: tuple[tuple[int, ...], ...] = ()
     slices_at_once: int = 1
     leaves_to_faster: bool = True
-    waits_for_pieces: bool = True
+    strict: bool = True
 
     def quota(self, lane: int) -> int | None:
         """The slices of a step that a lane generates before it trains; None: all that there are."""
         return sum(self.pieces[lane]) if lane < len(self.pieces) else None
 
     def next_piece(self, lane: int, taken: int) -> int | None:
-        """What is left of the piece that a lane has begun with the slices it has taken; None if it has no pieces.
-
-        A lane that has generated its pieces goes on with the size of the last one.
+        """What is left of the piece that a lane has begun with the slices it has taken; None if it has no more.
 
         >>> rule = SharedWorkRule(pieces=((2, 4),))
         >>> [rule.next_piece(0, taken) for taken in (0, 1, 2, 6)]
-        [2, 1, 4, 4]
+        [2, 1, 4, None]
         """
-        if lane >= len(self.pieces) or not self.pieces[lane]:
-            return None
-        for end in accumulate(self.pieces[lane]):
-            if taken < end:
-                return end - taken
-        return self.pieces[lane][-1]
+        pieces = self.pieces[lane] if lane < len(self.pieces) else ()
+        return next((end - taken for end in accumulate(pieces) if taken < end), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,8 +64,8 @@ class _PieceSearch:
             for lane, of_lane in zip(kind, in_order, strict=True):
                 pieces[lane] = of_lane
         leaves = self._rule.leaves_to_faster ^ (dice.random() < OTHER_WAY)
-        waits = self._rule.waits_for_pieces ^ (dice.random() < OTHER_WAY)
-        return replace(self._rule, pieces=tuple(pieces), leaves_to_faster=leaves, waits_for_pieces=waits)
+        waits = self._rule.strict ^ (dice.random() < OTHER_WAY)
+        return replace(self._rule, pieces=tuple(pieces), leaves_to_faster=leaves, strict=waits)
 
     def _move_slices(self, pieces: Pieces) -> None:
         """From one lane to another: one slice, or a few."""

@@ -22,14 +22,15 @@ from digenrl.simulation.virtual_cluster import VirtualCluster
 
 MOST_AT_ONCE = 8  # slices; larger pieces delay their groups
 LONGER = (1.0, 1.01, 1.02, 1.04)  # planned times of a step, relative to the least
-WAYS = (
+WAYS = (  # the first one is best if there are many slices
+    SharedWorkRule(strict=False),
     SharedWorkRule(),
     SharedWorkRule(leaves_to_faster=False),
-    SharedWorkRule(waits_for_pieces=False),
 )
 REFINED = 3  # numbers of slices at once that are refined
-BUDGET = 400  # forecasts of rules from quotas
+BUDGET = 480  # forecasts of rules from quotas
 CLOSE = 1.01  # times of steps that a first step could outweigh
+FAR = 1.1  # times of steps that are not worth to be known
 CHANGED = 4  # of these rules, from which random changes start
 CHANGES = 1600  # forecasts of changed rules, at most
 CHANGED_WORK = 300_000  # slices and Train jobs in all of these forecasts together
@@ -117,13 +118,13 @@ class _Search:
             least_ns = plan.planner.least_ns(margins)
             for longer in LONGER:
                 for way in WAYS:
-                    self._try_pieces(plan, round(longer * least_ns), margins, way)
+                    self._try_quotas(plan, round(longer * least_ns), margins, way, cut=False)
         plans = [self._plans[rule.slices_at_once] for rule in self._best_by_size()[:REFINED]]
         least_ns = self.step_ns(self.best()) - plans[0].forecast.commit_ns
-        for plan, margins, longer, way in _variants(plans):
+        for plan, margins, longer, way, cut in _variants(plans):
             if self._left <= 0:
                 return
-            self._try_pieces(plan, round(longer * least_ns), margins, way)
+            self._try_quotas(plan, round(longer * least_ns), margins, way, cut=cut)
 
     def change_pieces(self, changes: int) -> list[SharedWorkRule]:
         """Changes what lanes generate by the best rules. They may take pieces of all sizes then."""
@@ -152,19 +153,22 @@ class _Search:
     def step_ns(self, rule: SharedWorkRule) -> int:
         return self._steps_ns[rule]
 
-    def _try_pieces(self, plan: _Planned, time_ns: int, margins: Margins, way: SharedWorkRule) -> None:
-        at_once = plan.rule.slices_at_once
-        for whole in (True, False) if at_once > 1 else (True,):
-            pieces = tuple(
-                (quota,) if whole and quota else _cut(quota, at_once)
-                for quota in plan.planner.quotas(time_ns, margins)
-            )
-            self._try(plan, replace(way, pieces=pieces, slices_at_once=at_once))
+    def _try_quotas(
+        self, plan: _Planned, time_ns: int, margins: Margins, way: SharedWorkRule, *, cut: bool
+    ) -> None:
+        """A lane's quota is one piece, whose jobs end with their groups, or cut into pieces of any groups."""
+        at_once, quotas = plan.rule.slices_at_once, plan.planner.quotas(time_ns, margins)
+        pieces = tuple(_cut(quota, at_once if cut else max(1, quota)) for quota in quotas)
+        self._try(plan, replace(way, pieces=pieces, slices_at_once=at_once))
 
     def _try(self, plan: _Planned, rule: SharedWorkRule) -> None:
         if rule not in self._steps_ns and self._left > 0:
             self._left -= 1
-            self._steps_ns[rule] = plan.forecast.step_ns(rule)
+            self._steps_ns[rule] = plan.forecast.step_ns(rule, stop_ns=self._stop_ns())
+
+    def _stop_ns(self) -> int:
+        """The time of a step that is too long to be of interest."""
+        return round(FAR * min(self._steps_ns.values(), default=0))
 
 
 def _cut(slices: int, at_once: int) -> tuple[int, ...]:
@@ -179,11 +183,15 @@ def _cut(slices: int, at_once: int) -> tuple[int, ...]:
 
 def _variants(
     plans: list[_Planned], count: int = 600
-) -> Iterator[tuple[_Planned, Margins, float, SharedWorkRule]]:
+) -> Iterator[tuple[_Planned, Margins, float, SharedWorkRule, bool]]:
     dice = Random(0)  # the same for every run
     for _ in range(count):
         plan = dice.choice(plans)
         head = dice.choice((0.0, 2 * dice.random()))
         tail = dice.choice((1.0, 2 * dice.random()))
         margins = Margins(round(head * plan.planner.first_piece_ns), round(tail * plan.planner.last_group_ns))
-        yield plan, margins, dice.uniform(0.94, 1.03), dice.choice(WAYS)
+        longer = dice.uniform(0.94, 1.03)
+        if dice.random() < 0.5:
+            yield plan, margins, longer, WAYS[0], False
+        else:
+            yield plan, margins, longer, dice.choice(WAYS), dice.random() < 0.5

@@ -7,8 +7,10 @@ chooses runs on the scheduler itself; a property test keeps the two close.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from typing import Any
 
 from digenrl.scheduling import SchedulerState, SharedWorkRule
 from digenrl.scheduling.shared_work import UNLIMITED
@@ -93,7 +95,8 @@ class _Step:
         for lane, pieces in enumerate(rule.pieces[:count]):
             if self.lanes[lane].train_ns:
                 self.left[lane] = sum(pieces)
-        self.order = forecast.rank.__getitem__ if not rule.pieces else self._piece_and_rank
+        by_piece = rule.pieces and rule.strict
+        self.order: Callable[[int], Any] = self._piece_and_rank if by_piece else forecast.rank.__getitem__
         self.free_ns = [lane.starts_ns for lane in self.lanes]
         self.taken = [0] * count
         self.generates = [not lane.train_ns for lane in self.lanes]  # its role
@@ -140,7 +143,7 @@ class _Step:
     def _offer(self, lane: int) -> bool:
         if self.left[lane]:
             return self._generate(lane) or self._train(lane)
-        waits = self.rule.waits_for_pieces and any(self.left)
+        waits = self.rule.strict and any(self.left)
         return self._train(lane) or (not waits and self._generate(lane))
 
     def _train(self, lane: int) -> bool:
@@ -206,11 +209,13 @@ class _Step:
         now_ns, left, free_ns = self.now_ns, self.unstarted, self.free_ns
         if left > (end_ns - now_ns) * self.forecast.slices_per_ns + self.forecast.slices_at_once:
             return False
-        limited = self.ready > 0 or self.rule.waits_for_pieces
+        strict = self.rule.strict
         for other, times in enumerate(self.lanes):
             if other == lane or times.starts_ns > now_ns:
                 continue
-            quota = self.left[other] if limited else UNLIMITED
+            quota = self.left[other]
+            if not strict and (quota or not self.ready):
+                quota = UNLIMITED
             if not quota:
                 continue
             at_once = len(times.take_ns)

@@ -102,7 +102,7 @@ def openings(draw: st.DrawFn, *, evaluates: bool = False) -> SchedulerState:
         pieces=tuple(map(tuple, draw(st.lists(st.lists(st.integers(1, 4), max_size=3), max_size=8)))),
         slices_at_once=draw(st.integers(1, 4)),
         leaves_to_faster=draw(st.booleans()),
-        waits_for_pieces=draw(st.booleans()),
+        strict=draw(st.booleans()),
     )
     state = initial_scheduler_state(spec, search_budget=0, shared_work=rule)
     return replace(state, terms=replace(state.terms, encodes=draw(st.booleans())))

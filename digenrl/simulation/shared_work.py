@@ -29,9 +29,9 @@ WAYS = (  # the first one is best if there are many slices
 )
 REFINED = 3  # numbers of slices at once that are refined
 BUDGET = 480  # forecasts of rules from quotas
-CLOSE = 1.01  # times of steps that a first step could outweigh
-FAR = 1.1  # times of steps that are not worth to be known
-CHANGED = 4  # of these rules, from which random changes start
+CLOSE = 1.01  # times the best step of rules from quotas: changed rules with longer steps are dropped
+FAR = 1.1  # times the best step so far: longer ones are not forecast to their end
+CHANGED = 4  # rules from which random changes start
 CHANGES = 1600  # forecasts of changed rules, at most
 CHANGED_WORK = 300_000  # slices and Train jobs in all of these forecasts together
 
@@ -167,7 +167,7 @@ class _Search:
             self._steps_ns[rule] = plan.forecast.step_ns(rule, stop_ns=self._stop_ns())
 
     def _stop_ns(self) -> int:
-        """The time of a step that is too long to be of interest."""
+        """A step that takes this long is too long to be of interest."""
         return round(FAR * min(self._steps_ns.values(), default=0))
 
 

@@ -119,7 +119,7 @@ def test_no_schedule_is_faster_than_the_bound(spec: Spec) -> None:
     assert attainable_seconds(spec) <= BestStep(spec).seconds() * (1 + 1e-9)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(both_contents(helps=("greedy", "search")))
 def test_no_simulated_run_is_faster_than_the_bound(content: dict[str, Any]) -> None:
     spec = parse_model(Spec, content)

@@ -282,8 +282,8 @@ def test_lanes_of_one_kind_may_generate_pieces_of_different_size() -> None:
         "policy": {"assist": "both", "help": "search"},
     }
     spec = parse_model(Spec, content)
-    rule, *_ = best_rules(lambda rule: initial_shared_state(spec, rule), most_at_once=4)
-    from_quotas, *_ = best_rules(lambda rule: initial_shared_state(spec, rule), most_at_once=4, changes=0)
+    rule, *_ = best_rules(lambda rule: initial_shared_state(spec, rule), most_at_once=4, budget=100)
+    from_quotas, *_ = best_rules(lambda rule: initial_shared_state(spec, rule), 4, budget=100, changes=0)
     assert len(set(rule.pieces[:16])) > 1
     ends_ns, ends_before_ns = (commit_ends_ns(initial_shared_state(spec, each)) for each in (rule, from_quotas))
     assert ends_ns[2] - ends_ns[1] < 0.99 * (ends_before_ns[2] - ends_before_ns[1])
@@ -301,7 +301,7 @@ def alternatives(spec: Spec) -> dict[str, Spec]:
     }
 
 
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(both_contents(helps=("auto",)))
 def test_auto_loses_to_nothing_and_stays_above_its_bound(content: dict[str, Any]) -> None:
     spec = parse_model(Spec, content)
@@ -312,7 +312,7 @@ def test_auto_loses_to_nothing_and_stays_above_its_bound(content: dict[str, Any]
     assert predict_makespan(spec, 200_000) == pytest.approx(answer.makespan)
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(both_contents(helps=("greedy", "search")))
 def test_every_schedule_stays_above_its_bound(content: dict[str, Any]) -> None:
     answer = simulate(parse_model(Spec, content)).answer

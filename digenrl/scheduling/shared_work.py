@@ -103,7 +103,7 @@ class _Allocation:
             taken = self._take_slice(lane, of_current_step=True) or self._take_training(lane)
         else:
             taken = self._take_training(lane) or (
-                not self._strict(lane) and self._take_slice(lane, of_current_step=True)
+                not self._waits_for_others(lane) and self._take_slice(lane, of_current_step=True)
             )
         if not taken and self._may_work_ahead(lane):
             self._take_slice(lane, until_ns=self._may_work_ahead_until(lane))
@@ -118,7 +118,7 @@ class _Allocation:
             quota -= self._state.terms.slices_in(given.slice.size)
         return max(0, quota - lane.taken)
 
-    def _strict(self, lane: Lane) -> bool:
+    def _waits_for_others(self, lane: Lane) -> bool:
         """Whether it should wait because other lanes have pieces left."""
         return self._rule.strict and any(
             other is not lane and self._left_of_quota(other) and not self._is_late(other) for other in self._lanes
@@ -217,12 +217,11 @@ class _Allocation:
         for other in self._lanes:
             if other is lane or other.version < lane.version:
                 continue
-            free_ns = self._free_ns[other.index] + self._next_switch_ns(other, "generate")
-            reserved = reserved_before([(other, free_ns, 1)], length, end_ns)
             left = self._left_of_quota(other)
-            if self._rule.strict or (self._ready and not left):
-                reserved = min(reserved, left)
-            unstarted -= reserved
+            if not self._rule.strict and (left or not self._ready):
+                left = UNLIMITED
+            free_ns = self._free_ns[other.index] + self._next_switch_ns(other, "generate")
+            unstarted -= min(left, reserved_before([(other, free_ns, 1)], length, end_ns))
             if unstarted <= 0:
                 return True
         return False

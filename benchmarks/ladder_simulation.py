@@ -8,7 +8,7 @@ and packing that are best for it, found with the planner's search.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import Decimal
 from math import ceil, inf
 
@@ -48,8 +48,7 @@ from digenrl.planning.layout import (
     memory_of_trainer,
 )
 from digenrl.planning.spec_builder import rounded, training_unit
-from digenrl.simulation.both_directions import ChosenSchedule
-from digenrl.simulation.makespan import predict_makespan, schedule_if_lanes_do_both
+from digenrl.simulation.makespan import predict_makespan, schedule_if_lanes_do_both, with_best_slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,19 +219,44 @@ def best_colocated(workload: Workload, pools: Sequence[CardPool], steps: int) ->
     return predict_makespan(colocated_spec(workload, pools, steps, BEST_COLOCATED))
 
 
-def both_directions(workload: Workload, pools: Sequence[CardPool], steps: int) -> ChosenSchedule:
-    """What `auto` chooses if every node is a lane that can generate and train, with the best size of Train jobs.
+@dataclass(frozen=True, slots=True)
+class NodeSchedule:
+    """The makespan of nodes that generate and train; with `in_turns` they all change their role together."""
 
-    It may choose colocated nodes, which take turns. Full fine-tuning does not fit on one card, so the cards of a
-    node act together: the weights are sharded inside the node, and the nodes' gradients are added up before a
-    commit. Raises ConfigError if a node is too small.
+    makespan_s: float
+    in_turns: bool
+
+
+def both_directions(workload: Workload, pools: Sequence[CardPool], steps: int) -> NodeSchedule:
+    """The faster of nodes on their own and of nodes in turns, with the best size of Train jobs.
+
+    Full fine-tuning does not fit on one card, so the cards of a node act together, with the weights sharded inside
+    the node. On their own, nodes send their gradients to one of them, which commits and publishes. In turns, all
+    nodes receive the sum and update their own copy. Raises ConfigError if a node is too small.
     """
     sizes = [size for size in workload.slice_sizes() if size > 1] or [1]
     specs = [_node_spec(workload, pools, steps, job) for job in sizes]
-    return min(map(schedule_if_lanes_do_both, specs), key=lambda schedule: schedule.makespan)
+    alone_s = min(schedule_if_lanes_do_both(spec).makespan for spec in specs)
+    in_turns_s = min(predict_makespan(with_best_slice(_in_turns(spec, workload, pools))) for spec in specs)
+    return NodeSchedule(min(alone_s, in_turns_s), in_turns_s <= alone_s)
+
+
+def _in_turns(spec: Spec, workload: Workload, pools: Sequence[CardPool]) -> Spec:
+    """The same nodes as colocated ones; every node needs the sum of all gradients before its update."""
+    nodes = sum(pool.nodes for pool in pools)
+    all_reduce_s = 2 * _gradient_seconds(workload, pools) * (nodes - 1) / nodes
+    commit = rounded(float(spec.trainer.commit) + all_reduce_s)
+    trainer = spec.trainer.model_copy(update={"commit": commit, "reduce": Decimal(0)})
+    return spec.with_changes(trainer=trainer).with_rules(colocated=True)
+
+
+def _gradient_seconds(workload: Workload, pools: Sequence[CardPool]) -> float:
+    """All gradients in fp32 over the slowest network of a node."""
+    return 4.0 * workload.trained_parameters / min(map(network_bytes_s, pools))
 
 
 def _node_spec(workload: Workload, pools: Sequence[CardPool], steps: int, job: int) -> Spec:
+    """Nodes on their own. Gradients are added up, and weights published, along a chain of nodes."""
     trainers = [_node_trainer(workload, pool, job) for pool in pools]
     lanes = [_lanes(workload, pool.model_copy(update={"nodes": 1})) for pool in pools]
     tables = [_node_table(workload, layout) for layout in lanes]
@@ -241,18 +265,6 @@ def _node_spec(workload: Workload, pools: Sequence[CardPool], steps: int, job: i
         rounded(sum(switch_seconds(workload, each, layout.lane_cards)) / 2)
         for each, layout in zip(trainers, lanes, strict=True)
     ]
-    slowest = min(pools, key=lambda pool: pool.network_gbit_s)
-    every_node = replace(
-        trainers[0],
-        pool=trainers[0].pool.model_copy(
-            update={
-                "nodes": sum(pool.nodes for pool in pools),
-                "network_gbit_s": slowest.network_gbit_s,
-            }
-        ),
-        cards=sum(pool.nodes for pool in pools) * trainers[0].shard_cards,
-    )
-    link_bytes_s = network_bytes_s(slowest)
     return Spec(
         steps=steps,
         prompts=workload.prompts,
@@ -273,11 +285,12 @@ def _node_spec(workload: Workload, pools: Sequence[CardPool], steps: int, job: i
         trainer=TrainerCosts(
             seconds_per_sample=training[0],
             job=job,
-            commit=rounded(commit_seconds(workload, every_node)),  # with the sum over all nodes
+            reduce=rounded(_gradient_seconds(workload, pools)),
+            commit=rounded(commit_seconds(workload, trainers[0])),
             helper=HelperCosts(lanes=1, seconds=tables[0], switch_in=switches[0], switch_out=switches[0]),
         ),
-        publish=rounded(publish_seconds(workload, link_bytes_s)),
-        policy=ScheduleRules.model_validate({"assist": "both", "help": "auto", "stale_fraction": STALE_SHARE}),
+        publish=rounded(publish_seconds(workload, min(map(network_bytes_s, pools)))),
+        policy=ScheduleRules.model_validate({"assist": "both", "help": "search", "stale_fraction": STALE_SHARE}),
         colocate=ColocatedCosts(switch=max(switches)),
     )
 

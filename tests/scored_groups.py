@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from serial_reference import Gradients, SerialReference
+from serial_reference import Gradients, SerialReference, batch_advantages
 from source_pictures import encoded
 from toy_model import TOY_SIZE, ToyModel
 
@@ -187,7 +187,7 @@ def serial_of(
 
 def serial_gradient(serial: SerialReference, groups: Sequence[ScoredGroup]) -> Gradients:
     """The gradient of a batch that is one update; weights do not change."""
-    return serial.gradient(groups, serial.objective.batch_advantages([group.rewards for group in groups]))
+    return serial.gradient(groups, batch_advantages(serial.objective, [group.rewards for group in groups]))
 
 
 def relative_difference(left: Gradients, right: Gradients) -> float:

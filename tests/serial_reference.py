@@ -26,6 +26,13 @@ from digenrl.training.policy_weights import PolicyWeights
 Gradients = dict[str, Tensor]
 
 
+def batch_advantages(objective: Objective, rewards_by_group: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
+    """The final advantages of all samples of a batch: scaled and clamped."""
+    scale, clamp = objective.scale(rewards_by_group), objective.clamp
+    groups = [objective.group_advantages(rewards) for rewards in rewards_by_group]
+    return [tuple(max(-clamp, min(clamp, value * scale)) for value in group.values) for group in groups]
+
+
 class SerialReference:
     """Computes the updates of one batch after the other."""
 
@@ -44,7 +51,7 @@ class SerialReference:
 
     def train_batch(self, groups: Sequence[ScoredGroup]) -> list[Gradients]:
         """Takes all optimizer steps of a batch; returns their gradients before clipping."""
-        advantages = self.objective.batch_advantages([group.rewards for group in groups])
+        advantages = batch_advantages(self.objective, [group.rewards for group in groups])
         gradients = []
         for update in range(self.objective.updates_per_batch):
             units = [self.units(place, update, len(groups), group) for place, group in enumerate(groups)]

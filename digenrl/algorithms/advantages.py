@@ -60,8 +60,3 @@ def normalised_sum(
         factor = weight / (std_of(scores, ddof) + eps) if has_spread(scores) else 0.0
         terms.append([factor * deviation for deviation in centered(scores)])
     return tuple(math.fsum(values) for values in zip(*terms, strict=True))
-
-
-def clamped(value: float, limit: float) -> float:
-    """`value`, clamped to +-limit."""
-    return max(-limit, min(limit, value))

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Literal, Protocol
 
-from digenrl.algorithms.advantages import centered, checked_rewards, clamped, has_spread, std_of
+from digenrl.algorithms.advantages import centered, checked_rewards, has_spread, std_of
 from digenrl.config.algorithms import (
     AlgorithmSettings,
     Levels,
@@ -97,11 +97,6 @@ class GroupRelative(ABC):
             return 1.0
         everything = [reward for rewards in rewards_by_group for reward in checked_rewards(rewards)]
         return 1 / (std_of(everything, self.settings.advantage.ddof) + self.settings.advantage.eps)
-
-    def batch_advantages(self, rewards_by_group: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
-        scale = self.scale(rewards_by_group)
-        groups = [self.group_advantages(rewards) for rewards in rewards_by_group]
-        return [tuple(clamped(value * scale, self.clamp) for value in group.values) for group in groups]
 
     def units_per_group(self, group_size: int) -> int:
         return self.settings.trained_samples(group_size) // self.rows_per_term

@@ -144,9 +144,6 @@ class Objective(Protocol):
     def scale(self, rewards_by_group: Sequence[Sequence[float]]) -> float:
         """The factor that makes group advantages final, from all rewards of the batch in the order of groups."""
 
-    def batch_advantages(self, rewards_by_group: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
-        """The final advantages of all samples of a batch: scaled and clamped."""
-
     def units_per_group(self, group_size: int) -> int:
         """How many samples of a group are trained or, if a term compares two, how many pairs."""
 

@@ -25,7 +25,7 @@ from digenrl.training.checkpoint.checkpoints import (
     read_version_before,
     save_checkpoint,
 )
-from digenrl.training.checkpoint.format import CheckpointError, checkpoints_in, newest_checkpoint
+from digenrl.training.checkpoint.format import CheckpointError, checkpoints_in
 
 SETTINGS = TrainerSettings(pack_size="auto", largest_pack=5, learning_rate=0.02, ema=EmaSettings(every_updates=1))
 FACTS = {"fingerprint": "f00d", "sampler": {"next_step": 3, "seed": 7}, "journal_bytes": 12345, "share": 0.1}
@@ -182,7 +182,7 @@ def test_a_full_disk_leaves_older_checkpoints_unchanged(state, tmp_path, step, s
     assert names_in(tmp_path) == ["step_000001"]
     assert {path.name: path.read_bytes() for path in good.iterdir()} == files
     save_checkpoint(tmp_path, 2, state, FACTS)
-    assert newest_checkpoint(tmp_path) == tmp_path / "step_000002"
+    assert checkpoints_in(tmp_path)[-1] == tmp_path / "step_000002"
 
 
 @pytest.mark.parametrize("failing", ["fsync", "rename", "mkdir"])
@@ -212,7 +212,6 @@ def test_leftovers_of_an_interrupted_process_are_ignored_and_then_removed(state,
     for name in (".saving-step_000002", ".removing-step_000000"):
         (tmp_path / name).mkdir()
         (tmp_path / name / WEIGHTS).write_bytes(b"half")
-    assert newest_checkpoint(tmp_path) == good
     assert checkpoints_in(tmp_path) == [good]
     save_checkpoint(tmp_path, 3, state, FACTS)
     assert names_in(tmp_path) == ["step_000001", "step_000003"]
@@ -224,7 +223,8 @@ def test_an_interrupted_replacement_of_a_checkpoint_is_undone(state, tmp_path):
     assert read_checkpoint(path).facts["journal_bytes"] == 2
     assert names_in(tmp_path) == ["step_000001"]
     path.rename(tmp_path / ".replaced-step_000001")  # the situation between the two renames
-    assert newest_checkpoint(tmp_path) == path
+    atomic_folders.restore(tmp_path)
+    assert checkpoints_in(tmp_path) == [path]
     assert read_checkpoint(path).facts["journal_bytes"] == 2
 
 
@@ -256,11 +256,11 @@ def test_pruning_keeps_the_newest_and_the_one_just_written(state, tmp_path):
 
 
 def test_steps_are_compared_as_numbers(state, tmp_path):
-    assert newest_checkpoint(tmp_path) is None
-    assert newest_checkpoint(tmp_path / "nowhere") is None
+    assert checkpoints_in(tmp_path) == []
+    assert checkpoints_in(tmp_path / "nowhere") == []
     save_checkpoint(tmp_path, 999_999, state, FACTS)
     newest = save_checkpoint(tmp_path, 1_000_000, state, FACTS)
-    assert newest_checkpoint(tmp_path) == newest
+    assert checkpoints_in(tmp_path)[-1] == newest
 
 
 # --- Damage ---------------------------------------------------------------------------------------------------

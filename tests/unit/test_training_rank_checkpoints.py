@@ -24,7 +24,7 @@ from digenrl.config.recipes.training import EmaSettings
 from digenrl.records import Save
 from digenrl.testing.tiny_models import make_tiny_pipeline
 from digenrl.training.checkpoint.checkpoints import read_checkpoint, save_checkpoint
-from digenrl.training.checkpoint.format import CheckpointError, newest_checkpoint
+from digenrl.training.checkpoint.format import CheckpointError, checkpoints_in
 from digenrl.training.checkpoint.shard_files import shard_file_name
 from digenrl.training.checkpoint.state_tensors import JSON_TENSOR, state_as_tensors
 from digenrl.training.policy_weights import Snapshot
@@ -139,7 +139,7 @@ def test_any_number_of_ranks_resumes_from_a_checkpoint(tmp_path, saved_by, lora,
     case = replace(CASE, lora=lora)
     through = saved_by(before, lora)
     path = through[0][0]
-    assert path == newest_checkpoint(path.parent)
+    assert path == checkpoints_in(path.parent)[-1]
     others = on(after, tmp_path, resumed, case, path)
     expected, got = whole([each[1] for each in through]), whole([each[1] for each in others])
     assert_same_bits(got, expected)
@@ -194,7 +194,7 @@ def test_a_rank_that_dies_while_saving_leaves_the_previous_checkpoint_intact(tmp
     case, run = replace(CASE, lora=False), tmp_path / "run"
     on_ranks(2, tmp_path, saved_twice, case, run, dies_while_writing, die=frozenset({1}))
     assert names_in(run) == ["step_000001"]
-    assert read_checkpoint(newest_checkpoint(run)).step == 1
+    assert read_checkpoint(checkpoints_in(run)[-1]).step == 1
 
 
 def disk_full_for_one(ranks, save):

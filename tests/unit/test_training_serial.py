@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from scored_groups import Rollout, relative_difference, scored_groups, serial_gradient, serial_of, toy
+from serial_reference import batch_advantages
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.recipes.training import TrainerSettings
@@ -43,7 +44,7 @@ def test_two_updates_step_over_different_groups():
     model = toy()
     groups = scored_groups(model, algorithm, Rollout(groups=4, steps=4))
     serial = serial_of(model, algorithm)
-    advantages = algorithm.batch_advantages([group.rewards for group in groups])
+    advantages = batch_advantages(algorithm, [group.rewards for group in groups])
     first_half = serial.gradient(groups[:2], advantages[:2])
     second_half_too_early = serial.gradient(groups[2:], advantages[2:])
     gradients = serial.train_batch(groups)

@@ -17,7 +17,6 @@ from typing import Any
 
 from digenrl.checksums import file_checksum
 from digenrl.config.reading import ConfigError, one_line
-from digenrl.training.checkpoint.atomic_folders import restore
 
 WHOLE, SHARDED = 3, 4  # format numbers
 STATE_FILE = "state.json"
@@ -67,13 +66,6 @@ def checkpoints_in(folder: Path) -> list[Path]:
     """All checkpoints in a folder, in the order of their steps."""
     named = [(FOLDER_NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
     return [path for _, path in sorted((int(match[1]), path) for match, path in named if match and path.is_dir())]
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint of the highest step, after undoing an interrupted replacement; None if there is none."""
-    if folder.is_dir():
-        restore(folder)
-    return next(reversed(checkpoints_in(folder)), None)
 
 
 def read_content(path: Path) -> CheckpointContent:

@@ -227,7 +227,9 @@ class NodeSchedule:
     in_turns: bool
 
 
-def both_directions(workload: Workload, pools: Sequence[CardPool], steps: int) -> NodeSchedule:
+def both_directions(
+    workload: Workload, pools: Sequence[CardPool], steps: int, stale_share: str = STALE_SHARE
+) -> NodeSchedule:
     """The faster of nodes on their own and of nodes in turns, with the best size of Train jobs.
 
     Full fine-tuning does not fit on one card, so the cards of a node act together, with the weights sharded inside
@@ -235,7 +237,7 @@ def both_directions(workload: Workload, pools: Sequence[CardPool], steps: int) -
     nodes receive the sum and update their own copy. Raises ConfigError if a node is too small.
     """
     sizes = [size for size in workload.slice_sizes() if size > 1] or [1]
-    specs = [_node_spec(workload, pools, steps, job) for job in sizes]
+    specs = [_node_spec(workload, pools, steps, job).with_rules(stale_fraction=stale_share) for job in sizes]
     alone_s = min(schedule_if_lanes_do_both(spec).makespan for spec in specs)
     in_turns_s = min(predict_makespan(with_best_slice(_in_turns(spec, workload, pools))) for spec in specs)
     return NodeSchedule(min(alone_s, in_turns_s), in_turns_s <= alone_s)
@@ -290,7 +292,7 @@ def _node_spec(workload: Workload, pools: Sequence[CardPool], steps: int, job: i
             helper=HelperCosts(lanes=1, seconds=tables[0], switch_in=switches[0], switch_out=switches[0]),
         ),
         publish=rounded(publish_seconds(workload, min(map(network_bytes_s, pools)))),
-        policy=ScheduleRules.model_validate({"assist": "both", "help": "search", "stale_fraction": STALE_SHARE}),
+        policy=ScheduleRules.model_validate({"assist": "both", "help": "search"}),
         colocate=ColocatedCosts(switch=max(switches)),
     )
 

@@ -36,6 +36,7 @@ from digenrl.planning.facts.workload import Workload, workload_for
 from digenrl.simulation.makespan import predict_makespan
 
 STEPS = 4  # optimizer steps simulated
+STALE_SHARES = ("0.5", "1")  # of nodes that do both; the ladder itself uses the first
 
 A = CardPool.model_validate({"card": "RTX A6000", "nodes": 4, "per_node": 8, "network_gbit_s": 200})
 B = CardPool.model_validate({"card": "H100", "nodes": 4, "per_node": 8, "network_gbit_s": 400})
@@ -71,8 +72,8 @@ ASSUMPTIONS = (
     "Disaggregated rungs may keep a copy of the weights per node if that fits. Without TSP a sample stays on "
     "one rank and a pass holds one pair. Every rung gets the split and slice that suit it best.",
     "Rewards and text encoders cost nothing on either side.",
-    "Both directions: a node generates and trains as one, sharded inside, with half of the samples stale. A "
-    "change of its role costs the gather of the weights. One node receives the sum of the gradients over the "
+    "Both directions: a node generates and trains as one, sharded inside, with half or all of the samples "
+    "stale. A change of its role costs the gather of the weights. One node receives the sum of the gradients over the "
     "network, commits and publishes.",
 )
 
@@ -193,16 +194,19 @@ class BestPair:
     takes_turns: bool
 
 
-def best_pair(model: str, pools: Sequence[CardPool]) -> BestPair:
+def best_pair(model: str, pools: Sequence[CardPool], stale_share: str) -> BestPair:
     workload = workload_of(model, SHOWN_SETTING, {})
-    both = both_directions(workload, pools, STEPS)
+    both = both_directions(workload, pools, STEPS, stale_share)
     colocated_s = best_colocated(workload, pools, STEPS)
     return BestPair(colocated_s / STEPS, both.makespan_s / STEPS, both.in_turns)
 
 
-def best_against_both() -> dict[str, dict[str, BestPair]]:
+def best_against_both(stale_share: str) -> dict[str, dict[str, BestPair]]:
     """By model and testbed."""
-    return {model: {testbed: best_pair(model, pools) for testbed, pools in TESTBEDS.items()} for model in MODELS}
+    return {
+        model: {testbed: best_pair(model, pools, stale_share) for testbed, pools in TESTBEDS.items()}
+        for model in MODELS
+    }
 
 
 def technique_by_technique() -> dict[str, float]:
@@ -266,9 +270,10 @@ def mixed_table(gains: dict[str, dict[str, float]]) -> Table:
     return table
 
 
-def best_table(found: dict[str, dict[str, BestPair]]) -> Table:
+def best_table(found: dict[str, dict[str, BestPair]], stale_share: str) -> Table:
     table = Table(
-        title="Everything on, over the best colocated: node shards, packed, no engine switch",
+        title=f"Everything on, with a stale share of up to {stale_share}, over the best colocated: node shards, "
+        "packed, no engine switch",
         caption="in turns: colocated nodes are faster than nodes on their own",
     )
     table.add_column("model")
@@ -325,7 +330,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of tables")
     as_json = parser.parse_args().json
     ladders, found = all_ladders(), ranges()
-    gains, scenarios, best = mixed_against_a(ladders), list(sensitivity()), best_against_both()
+    gains, scenarios = mixed_against_a(ladders), list(sensitivity())
+    best = {share: best_against_both(share) for share in STALE_SHARES}
     if as_json:
         content = {
             "assumptions": ASSUMPTIONS,
@@ -337,7 +343,8 @@ def main() -> None:
             "ranges": found,
             "mixed": gains,
             "best_colocated_and_both_directions": {
-                m: {t: asdict(pair) for t, pair in by.items()} for m, by in best.items()
+                share: {m: {t: asdict(pair) for t, pair in by.items()} for m, by in by_model.items()}
+                for share, by_model in best.items()
             },
             "technique_by_technique": technique_by_technique(),
             "colocated_step": baseline_costs(),
@@ -350,7 +357,8 @@ def main() -> None:
         console.print(ladder_table(model, by_testbed))
     console.print(range_table(found))
     console.print(mixed_table(gains))
-    console.print(best_table(best))
+    for share, by_model in best.items():
+        console.print(best_table(by_model, share))
     console.print(technique_table(technique_by_technique()))
     console.print(sensitivity_table(scenarios))
     console.print("Assumptions, in addition to the constants in digenrl/planning/facts/constants.py:")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-ZERO_SPREAD = 1e-6  # below this std all rewards of a group count as equal; rounding rarely leaves exactly 0
+ZERO_SPREAD = 1e-6  # of the largest reward: rounding rarely leaves a std of exactly 0
 
 
 def checked_rewards(rewards: Sequence[float]) -> Sequence[float]:
@@ -43,8 +43,8 @@ def centered(rewards: Sequence[float]) -> tuple[float, ...]:
 
 
 def has_spread(rewards: Sequence[float]) -> bool:
-    """False if all samples of a group have the same reward."""
-    return std_of(rewards, ddof=0) >= ZERO_SPREAD
+    """False if all samples of a group have the same reward, up to rounding."""
+    return std_of(rewards, ddof=0) > ZERO_SPREAD * max(map(abs, rewards))
 
 
 def normalised_sum(

@@ -35,7 +35,7 @@ from digenrl.records import (
 )
 from digenrl.scheduling import Costs, RecordedStep, SchedulerState, SharedWorkRule, Terms, initial_state
 from digenrl.simulation.prediction import predict
-from digenrl.simulation.shared_work import CHANGES, best_rules, greedy_rule
+from digenrl.simulation.shared_work import CHANGES, best_rules, greedy_rule, with_stale_limits
 from digenrl.simulation.spec_costs import with_rules
 from digenrl.training.update_split import stale_groups, updates_of_places
 from digenrl.transports.contract import ArtifactStore
@@ -284,7 +284,7 @@ def choose_terms(driver: Dispatcher, calibration: Calibration, slice_size: int, 
         return initial_state(replace(terms, shared_work=rule), costs, generators, helpers)
 
     rules = best_rules(state_with, most_at_once=1, changes=CHANGES if thorough else 0)
-    choices = [replace(terms, shared_work=rule) for rule in rules]
+    choices = [replace(terms, shared_work=rule) for rule in with_stale_limits(rules, terms)]
     if recipe.techniques.tag == "auto":
         choices = [*_terms_without_sharing(driver, slice_size), *choices]
     return min(choices, key=lambda each: predicted_ns(driver, calibration, each))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from skimage import data
 from skimage.feature import Cascade
@@ -26,7 +27,8 @@ class FaceCountReward(FrameReward):
     def score_frames(
         self, frames_NCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> RewardBatch:
-        wanted = [one.get("faces", self._wanted) for one in metadata]
+        given = [one.get("faces") for one in metadata]
+        wanted: list[Any] = [self._wanted if count is None else count for count in given]
         bad = tuple(index for index, count in enumerate(wanted) if type(count) is not int or count < 0)
         if bad:
             why = (

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from digenrl.config.rewards.models import HpsV2Settings
-from digenrl.rewards.parts.clip import ClipPairReward, load_clip, processor_of
+from digenrl.rewards.parts.clip import ClipPairReward, LetterboxedImages, load_clip, processor_of
 from digenrl.rewards.parts.weights import load_into, read_state_dict
 
 TOWERS = {"visual.": "vision_model.", "": "text_model."}
@@ -40,13 +40,19 @@ INSIDE_A_BLOCK = {
 BLOCKS = "transformer.resblocks."
 
 
-def build(settings: HpsV2Settings) -> ClipPairReward:
+class HpsV2Reward(ClipPairReward):
+    """Sees the whole of an image that is not square, as the published scorer does."""
+
+    preprocessing = LetterboxedImages
+
+
+def build(settings: HpsV2Settings) -> HpsV2Reward:
     """Loads the model, and the published file into it if one is given."""
     model = load_clip(settings)
     if settings.checkpoint is not None:
         path = Path(settings.checkpoint).expanduser()
         load_into(model, from_open_clip(read_state_dict(path)), source=path)
-    return ClipPairReward(settings, model, processor_of(settings))
+    return HpsV2Reward(settings, model, processor_of(settings))
 
 
 def from_open_clip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -44,7 +44,8 @@ class ImagenetReward(FrameReward):
         return RewardBatch(values, {"correct": correct})
 
     def _wanted_of(self, row: int, metadata: Metadata) -> tuple[int, ...]:
-        given = metadata.get("class", self._wanted)
+        given = metadata.get("class")
+        given = self._wanted if given is None else given
         if given is None:
             raise RewardError(self.label, "needs metadata `class` or the key `classes`: what to look for", (row,))
         try:

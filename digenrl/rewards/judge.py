@@ -163,7 +163,8 @@ class JudgeReward(Reward):
 
 def question(template: JudgeTemplate, prompt: str, metadata: Metadata) -> list[dict[str, Any]]:
     """The text and the source image for one sample; raises ValueError if its metadata has not what they need."""
-    texts = {key: str(value) for key, value in metadata.items() if key != SOURCE_IMAGES}
+    given = {key: value for key, value in metadata.items() if key != SOURCE_IMAGES and value is not None}
+    texts = {key: str(value) for key, value in given.items()}
     values = {"text": quoted(prompt), **texts, "prompt": prompt}
     missing = [name for name in template.placeholders if not values.get(name)]
     if missing:

@@ -19,7 +19,9 @@ def recorded_as_stale(step: StepProgress, piece: Slice) -> bool:
 
 def stale_budget(terms: Terms, step: StepProgress) -> int:
     """The samples of a step that may come from the version one behind."""
-    record = step.recorded
+    record, most = step.recorded, terms.shared_work.most_stale
+    if record is None and most is not None:
+        return min(most, terms.stale_budget)
     if record is None or not record.closed:
         return terms.stale_budget
     return sum(samples.bit_count() for _, samples in record.stale)

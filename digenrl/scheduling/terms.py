@@ -19,13 +19,15 @@ class SharedWorkRule:
     that are too large are generated in several jobs. From then on the lane generates only if there is nothing to
     train. Without pieces, it always generates first. With `leaves_to_faster`, it leaves work that other lanes
     would finish earlier. With `strict`, a lane that has generated its pieces waits while others have some left,
-    and the idle lane that would finish its piece first is served first, instead of the fastest one.
+    and the idle lane that would finish its piece first is served first, instead of the fastest one. At most
+    `most_stale` samples of a step start on the version one behind; None: as many as the run allows.
     """
 
     pieces: tuple[tuple[int, ...], ...] = ()
     slices_at_once: int = 1
     leaves_to_faster: bool = True
     strict: bool = True
+    most_stale: int | None = None
 
     def quota(self, lane: int) -> int | None:
         """The slices of a step that a lane generates before it trains; None: all that there are."""

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 
 from digenrl.config.spec import Spec
 from digenrl.scheduling import SchedulerState, SharedWorkRule
-from digenrl.simulation.shared_work import MOST_AT_ONCE, best_rules, commit_ends_ns, greedy_rule, makespan_ns
+from digenrl.simulation.shared_work import (
+    MOST_AT_ONCE,
+    best_rules,
+    commit_ends_ns,
+    greedy_rule,
+    makespan_ns,
+    with_stale_limits,
+)
 from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
 
 COMPARED_STEPS = 4  # rules are compared by a few steps: most of the others resemble the last but one
@@ -47,7 +54,8 @@ def choose_schedule(spec: Spec, predict: PredictMakespan) -> ChosenSchedule:
     if spec.policy.help == "greedy":
         return _best(spec, [greedy_rule(at_once) for at_once in _sizes(spec)])
     # The best rules by their forecasts, compared on the scheduler itself.
-    best = _best(spec, best_rules(lambda rule: initial_shared_state(spec, rule), max(_sizes(spec))))
+    rules = best_rules(lambda rule: initial_shared_state(spec, rule), max(_sizes(spec)))
+    best = _best(spec, with_stale_limits(rules, initial_shared_state(spec, rules[0]).terms))
     if spec.policy.help == "search":
         return best
     for simpler in (

@@ -14,7 +14,7 @@ from random import Random
 
 from digenrl.loop import drive
 from digenrl.records import Action, Committed, Event
-from digenrl.scheduling import SchedulerState, SharedWorkRule
+from digenrl.scheduling import SchedulerState, SharedWorkRule, Terms
 from digenrl.simulation.piece_search import improved
 from digenrl.simulation.quotas import Margins, QuotaPlanner
 from digenrl.simulation.step_forecast import StepForecast
@@ -53,6 +53,16 @@ def best_rules(
     limit_ns = CLOSE * search.step_ns(from_quotas)
     changed = [rule for rule in search.change_pieces(changes) if search.step_ns(rule) <= limit_ns]
     return sorted(dict.fromkeys((from_quotas, without_pieces, *changed)), key=search.step_ns)
+
+
+def with_stale_limits(rules: Sequence[SharedWorkRule], terms: Terms) -> list[SharedWorkRule]:
+    """The rules as they are, then with fewer stale samples than the run allows, by quarters of a step.
+
+    A lane that works ahead may be busy when the current step needs it.
+    """
+    limits = [quarters * terms.samples_per_step // 4 for quarters in reversed(range(4))]
+    limited = [replace(rule, most_stale=most) for most in limits if most < terms.stale_budget for rule in rules]
+    return [*rules, *limited]
 
 
 def greedy_rule(slices_at_once: int = 1) -> SharedWorkRule:

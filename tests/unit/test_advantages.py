@@ -47,6 +47,14 @@ def test_a_group_whose_rewards_differ_only_by_rounding_trains_no_sample():
         assert advantages.values == (0.0, 0.0, 0.0)
 
 
+def test_rewards_of_any_scale_have_a_spread():
+    dance, rewards = build_algorithm("dance_grpo"), [0.1, 0.2, 0.3, 0.5]
+    for scale in (1e-7, 1.0, 1e7):
+        scaled = dance.group_advantages([scale * reward for reward in rewards])
+        assert scaled.chosen == dance.group_advantages(rewards).chosen != ()
+    assert dance.group_advantages([1e7, 1e7 + 1e-3]).chosen == (), "the scores of an fp32 model are this coarse"
+
+
 def test_advantages_are_clamped_on_both_sides():
     flow = build_algorithm("flow_grpo", {"advantage": {"clamp": 0.5}})
     (advantages,) = batch_advantages(flow, [[0.0, 1.0, 2.0, -3.0]])

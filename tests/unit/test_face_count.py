@@ -21,7 +21,7 @@ def portrait() -> Tensor:
 def test_faces_are_counted_against_the_wanted_number(portrait: Tensor) -> None:
     nobody, couple = torch.full_like(portrait, 0.5), torch.cat([portrait, portrait], dim=4)
     reward = build_reward(parse_reward({"name": "face_count", "faces": 1}))
-    alone = reward.score(torch.cat([portrait, nobody]), ["a"] * 2, [{}, {}])
+    alone = reward.score(torch.cat([portrait, nobody]), ["a"] * 2, [{}, {"faces": None}])
     assert (alone.values, alone.parts["faces"], alone.parts["exact"]) == ((1.0, 0.0), (1.0, 0.0), (1.0, 0.0))
     two = reward.score(torch.cat([couple] * 3), ["a"] * 3, [{"faces": 2}, {"faces": 4}, {"faces": 0}])
     assert (two.values, two.parts["faces"]) == ((1.0, 0.5, 0.0), (2.0, 2.0, 2.0))

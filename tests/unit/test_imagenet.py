@@ -30,7 +30,7 @@ def reward() -> Reward:
 
 
 def test_the_wanted_object_is_likely_only_where_it_is(reward: Reward, photographs: list[Tensor]) -> None:
-    cat, coffee = (reward.score(each, ["a photo"], [{}]) for each in photographs)
+    cat, coffee = (reward.score(each, ["a photo"], [{"class": None}]) for each in photographs)
     assert cat.values[0] < 0.01 and cat.parts["correct"] == (0.0,)
     assert coffee.values[0] > 0.9 and coffee.parts["correct"] == (1.0,)
 

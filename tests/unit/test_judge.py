@@ -224,9 +224,10 @@ def test_a_template_file_is_filled_with_metadata(server: ChatServer, tmp_path: P
     assert text_of(server.requests[0]) == 'Is a cat worth $5? Answer {"worth": 1}. ${animal}'
     schema = server.requests[0]["response_format"]["json_schema"]["schema"]
     assert schema["properties"]["worth"] == {"type": "number", "minimum": 0.0, "maximum": 10.0}
-    with pytest.raises(RewardError, match=r"\$animal") as caught:
-        reward.score(PIXELS, PROMPTS, [{"animal": "x"}, {}, {}])
-    assert caught.value.samples == (1,)
+    for without in ({}, {"animal": None}):
+        with pytest.raises(RewardError, match=r"\$animal") as caught:
+            reward.score(PIXELS, PROMPTS, [{"animal": "x"}, without, without])
+        assert caught.value.samples == (1,)
     assert len(server.requests) == 1, "nothing is asked if a question is incomplete"
 
 

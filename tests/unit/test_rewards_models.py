@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from tiny_rewards import BLIP_SIDE, head_state, save_clip, save_image_reward, to_open_clip
 from torch import Tensor
@@ -18,6 +19,7 @@ from digenrl.config.rewards.table import parse_reward
 from digenrl.rewards.building import build_reward
 from digenrl.rewards.contract import as_pil, as_uint8
 from digenrl.rewards.image_reward import preprocessed
+from digenrl.rewards.parts.clip import letterboxed
 
 PIXELS = torch.rand(3, 1, 3, 40, 52, generator=torch.Generator().manual_seed(5))
 PROMPTS = ["a cat", "two dogs, one ball", "x" * 60]  # the last is longer than the model reads
@@ -39,12 +41,12 @@ def scores(name: str, pixels: Tensor = PIXELS, **settings: object) -> tuple[floa
     return reward.score(pixels, PROMPTS[: len(pixels)], METADATA[: len(pixels)]).values
 
 
-def logits(directory: Path) -> tuple[Tensor, float]:
+def logits(directory: Path, pixels: Tensor = PIXELS) -> tuple[Tensor, float]:
     """The model's own image-text logits for every image with its prompt, and its scale."""
     model = CLIPModel.from_pretrained(directory).eval()
     processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    images = processor(images=list(as_pil(as_uint8(PIXELS[:, 0]))), return_tensors="pt")
+    images = processor(images=list(as_pil(as_uint8(pixels[:, 0]))), return_tensors="pt")
     tokens = tokenizer(PROMPTS, padding=True, truncation=True, max_length=40, return_tensors="pt")
     with torch.no_grad():
         answer = model(pixel_values=images["pixel_values"], **tokens)
@@ -55,8 +57,21 @@ def test_pickscore_is_the_logit_and_the_others_are_the_cosine(clip: Path) -> Non
     expected, scale = logits(clip)
     assert scale > 5
     assert scores("pickscore", model=str(clip)) == pytest.approx(expected.tolist(), abs=1e-4)
-    for name in ("clip_score", "hpsv2"):
-        assert scores(name, model=str(clip)) == pytest.approx((expected / scale).tolist(), abs=1e-5)
+    square = PIXELS[..., :40]
+    for name, pixels in (("clip_score", PIXELS), ("clip_score", square), ("hpsv2", square)):
+        expected, _ = logits(clip, pixels)
+        assert scores(name, pixels, model=str(clip)) == pytest.approx((expected / scale).tolist(), abs=1e-5)
+
+
+def test_hpsv2_sees_the_whole_of_an_image_that_is_not_square(clip: Path) -> None:
+    wide = torch.rand(1, 1, 3, 16, 48, generator=torch.Generator().manual_seed(3))
+    other_edges = wide.clone()
+    other_edges[..., :8], other_edges[..., -8:] = 0, 1
+    assert scores("hpsv2", wide, model=str(clip)) != scores("hpsv2", other_edges, model=str(clip))
+    assert scores("clip_score", wide, model=str(clip)) == scores("clip_score", other_edges, model=str(clip))
+    square = letterboxed(Image.new("RGB", (64, 31), "white"), 32)
+    rows = [row for row in range(32) if square.getpixel((0, row)) == (255, 255, 255)]
+    assert square.size == (32, 32) and rows == list(range(8, 24)), "a row more is black below than above"
 
 
 def test_scores_do_not_depend_on_the_batch_size(clip: Path, blip: Path) -> None:

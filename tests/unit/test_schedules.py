@@ -6,8 +6,9 @@ from functools import cache
 
 import pytest
 import torch
-from diffusers import UniPCMultistepScheduler
+from diffusers import EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
+from digenrl.config.reading import ConfigError
 from digenrl.models.contract import DiffusionModel, SampleSize
 from digenrl.models.registry import find_family
 
@@ -91,6 +92,16 @@ def test_another_shift_in_the_scheduler_of_wan_is_followed() -> None:
     middle = model.schedule(2, SampleSize(720, 1280, frames=81)).sigmas[1]
     unshifted = (1 + 1 / 1000) / 2
     assert float(middle) == pytest.approx(5 * unshifted / (1 + 4 * unshifted), abs=1e-6)
+
+
+def test_a_given_shift_is_followed_by_other_schedulers_of_wan_or_refused() -> None:
+    model = find_family("wan").build_full(torch.bfloat16, "meta")
+    model.pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    even = torch.tensor([1, 0.75, 0.5, 0.25, 0])
+    torch.testing.assert_close(model.shifted_schedule(4, 8.0).sigmas, 8 * even / (1 + 7 * even))
+    model.pipeline.scheduler = EulerDiscreteScheduler()
+    with pytest.raises(ConfigError, match=r"sample\.shift: .*EulerDiscreteScheduler has no `flow_shift`"):
+        model.shifted_schedule(4, 8.0)
 
 
 @pytest.mark.parametrize("family", KNOWN)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, PNDMScheduler
+from diffusers import DDIMScheduler, EDMDPMSolverMultistepScheduler, PNDMScheduler
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
@@ -31,10 +31,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def load(directory: Path, prediction: str) -> PipelineModel:
+ZERO_SNR = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}  # starts at pure noise
+
+
+def load(directory: Path, prediction: str, **changes: object) -> PipelineModel:
     model = find_family("sd15").load(directory)
-    scheduler = DDIMScheduler.from_config(model.pipeline.scheduler.config, prediction_type=prediction)
-    model.pipeline.scheduler = scheduler
+    settings = {**model.pipeline.scheduler.config, "prediction_type": prediction, **changes}
+    model.pipeline.scheduler = DDIMScheduler.from_config(settings)
     return find_family("sd15").model_class(model.pipeline)
 
 
@@ -44,12 +47,16 @@ def latent_scale(schedule: Schedule, index: int) -> Tensor:
     return ((1 - sigma).square() + sigma.square()).sqrt()
 
 
-@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+@pytest.mark.parametrize(
+    ("prediction", "changes"), [("epsilon", {}), ("v_prediction", {}), ("v_prediction", ZERO_SNR)]
+)
 @pytest.mark.parametrize("eta", [0.0, 0.6, 1.0])
 @torch.no_grad()
-def test_a_step_with_noise_is_the_step_of_diffusers_ddim(directory: Path, prediction: str, eta: float) -> None:
+def test_a_step_with_noise_is_the_step_of_diffusers_ddim(
+    directory: Path, prediction: str, changes: dict[str, object], eta: float
+) -> None:
     """With the UNet's own output, the same noise, and latents in its own scale."""
-    model = load(directory, prediction)
+    model = load(directory, prediction, **changes)
     scheduler, schedule, conditioning = (
         model.pipeline_scheduler(),
         model.schedule(STEPS, SIZE),
@@ -68,6 +75,21 @@ def test_a_step_with_noise_is_the_step_of_diffusers_ddim(directory: Path, predic
         step = stochastic_step(latents, velocity, times, StepNoise("ddim", eta), z_BL=z if eta else None)
         ours = step.next_latents_BL / latent_scale(schedule, index + 1)
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+@torch.no_grad()
+def test_latents_have_the_mean_and_spread_that_the_vae_declares(directory: Path) -> None:
+    """As in diffusers' pipelines of Stable Diffusion XL."""
+    model = load(directory, "epsilon")
+    model.vae.register_to_config(latents_mean=[1.0, -2.0, 3.0, 0.5], latents_std=[2.0, 1.0, 4.0, 0.5])
+    mean, std = (torch.tensor(model.vae.config[name]).view(-1, 1, 1) for name in ("latents_mean", "latents_std"))
+    latents = torch.randn(2, *model.noise_shape(SIZE), generator=torch.Generator().manual_seed(1))
+    images = model.vae.decode(latents * std / model.vae.config.scaling_factor + mean).sample
+    pixels = model.decode(latents, SIZE)
+    torch.testing.assert_close(pixels[:, 0], (images / 2 + 0.5).clamp(0, 1))
+    encoded = model.vae.encode(2 * pixels[:, 0] - 1).latent_dist.mode()
+    expected = (encoded - mean) * model.vae.config.scaling_factor / std
+    torch.testing.assert_close(model.encode_pixels(pixels), expected)
 
 
 def test_a_published_repository_loads_without_its_safety_checker(directory: Path, tmp_path: Path) -> None:
@@ -90,6 +112,12 @@ def test_a_published_repository_loads_without_its_safety_checker(directory: Path
 def test_what_a_unet_cannot_do_is_refused_before_a_run(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="predicts 'sample'"):
         load(directory, "sample")
+    with pytest.raises(ConfigError, match=r"rescale_betas_zero_snr.*timestep_spacing"):
+        load(directory, "epsilon", **ZERO_SNR).schedule(STEPS, SIZE)
+    pipeline = find_family("sd15").load(directory).pipeline
+    pipeline.scheduler = EDMDPMSolverMultistepScheduler()
+    with pytest.raises(ConfigError, match=r"EDMDPMSolverMultistepScheduler has no `beta_schedule`"):
+        find_family("sd15").model_class(pipeline)
     with pytest.raises(ConfigError, match=r"sample\.shift.*fixed noise levels"):
         read_blueprint(read_recipe("sd15_ddpo", [f"model.source={directory}", "sample.shift=3"]))
     with pytest.raises(ConfigError, match=r"model\.text_tokens.*fixed length"):

@@ -247,6 +247,13 @@ def test_texts_in_quotation_marks_reach_hunyuan_video_1_5_as_glyphs(
         torch.testing.assert_close(noise[row] - velocity[0], ours[row], atol=1e-5, rtol=0)
 
 
+def test_a_distilled_hunyuan_video_1_5_that_takes_two_timesteps_is_refused() -> None:
+    pipeline = find_family("hunyuan_video_1_5").build_full(torch.bfloat16, "meta").pipeline
+    pipeline.transformer.register_to_config(use_meanflow=True)
+    with pytest.raises(ConfigError, match=r"`use_meanflow`.*not step-distilled"):
+        find_family("hunyuan_video_1_5").model_class(pipeline)
+
+
 # --- Videos -----------------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from diffusers import (
 from torch import Tensor
 from torch.nn.functional import pad
 
+from digenrl.config.reading import ConfigError
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.families.parts.helpers import Text, guided_separately, text_like
@@ -48,6 +49,11 @@ class HunyuanVideo15Model(TwoBranchModel, HunyuanModel):
         if self.vae is not None:
             self.vae.enable_slicing()  # it decodes one sample at a time only
         if self.transformer is not None:
+            if self.pipeline.transformer.config.get("use_meanflow"):
+                raise ConfigError(
+                    f"{self.family}: the transformer is distilled for MeanFlow (`use_meanflow`), whose velocity "
+                    "depends on two timesteps; use a model that is not step-distilled"
+                )
             self.transformer.forward = MethodType(video_forward, self.transformer)
             for block in repeated_blocks(self.transformer):
                 block.attn.set_processor(VideoThenText())  # type: ignore[union-attr,operator]

@@ -10,7 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from diffusers import (
+    AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
+    UniPCMultistepScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
+)
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
@@ -79,6 +85,13 @@ class WanModel(PipelineModel):
 
     def shifted_schedule(self, steps: int, shift: float) -> Schedule:
         """UniPC's sigmas with this shift; its spacing is even to within .001."""
+        scheduler = self.pipeline.scheduler
+        if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+            return super().shifted_schedule(steps, shift)
+        if "flow_shift" not in scheduler.config:
+            raise ConfigError(
+                f"sample.shift: the pipeline's {type(scheduler).__name__} has no `flow_shift`; leave it out"
+            )
         scheduler = self.fresh_scheduler(flow_shift=shift)
         scheduler.set_timesteps(steps)
         return schedule_of(scheduler)

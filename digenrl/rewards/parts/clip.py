@@ -32,8 +32,29 @@ class ClipImages:
         return pixel_values
 
 
+class LetterboxedImages(ClipImages):
+    """Scales images to fit the model's square and fills the rest with black, instead of cropping them."""
+
+    def of_images(self, images: Sequence[Image.Image]) -> Tensor:
+        side = self._processor.crop_size["height"]
+        return super().of_images([letterboxed(image, side) for image in images])
+
+
+def letterboxed(image: Image.Image, side: int) -> Image.Image:
+    """The whole image in the middle of a black square, as open_clip's `ResizeMaxSize` places it."""
+    scale = side / max(image.size)
+    width, height = (round(length * scale) for length in image.size)
+    square = Image.new("RGB", (side, side))
+    square.paste(
+        image.resize((width, height), Image.Resampling.BICUBIC), ((side - width) // 2, (side - height) // 2)
+    )
+    return square
+
+
 class ClipPairReward(FrameReward):
     """The cosine similarity of each image with its prompt, times `scale`. Rows are independent."""
+
+    preprocessing: type[ClipImages] = ClipImages
 
     def __init__(self, settings: ClipRewardSettings, model: Any, processor: str, scale: float = 1.0) -> None:
         super().__init__(settings.shown_as, settings.frame_stride)
@@ -41,7 +62,7 @@ class ClipPairReward(FrameReward):
         self.batch_size = settings.batch_size
         self.device = pick_device(settings.device)
         self.model = model.to(self.device).eval().requires_grad_(False)
-        self._images = ClipImages(processor)
+        self._images = self.preprocessing(processor)
         self._tokenizer = load_pretrained(AutoTokenizer.from_pretrained, processor)
 
     @torch.inference_mode()

@@ -48,6 +48,11 @@ class UNetModel(PipelineModel):
             raise ConfigError(
                 f"{self.family}: the model predicts '{self._predicts}'; known: {', '.join(PREDICTIONS)}"
             )
+        if "beta_schedule" not in pipeline.scheduler.config:
+            raise ConfigError(
+                f"{self.family}: the pipeline's {type(pipeline.scheduler).__name__} has no `beta_schedule`; "
+                "models with other noise levels, such as those of EDM, are not supported"
+            )
 
     def pipeline_scheduler(self) -> Any:
         """DDIM whose last step ends at the data."""
@@ -59,6 +64,11 @@ class UNetModel(PipelineModel):
         scheduler.set_timesteps(steps)
         signal_N = scheduler.alphas_cumprod[scheduler.timesteps].double()
         a_N, b_N = signal_N.sqrt(), (1 - signal_N).sqrt()
+        if self._predicts == "epsilon" and a_N[0] == 0:
+            raise ConfigError(
+                f"{self.family}: the scheduler starts at pure noise (`rescale_betas_zero_snr`), where a model "
+                "that predicts noise says nothing about the image; set `timestep_spacing: leading` in its config"
+            )
         sigmas = torch.cat([b_N / (a_N + b_N), torch.zeros(1)])
         return Schedule(
             sigmas=sigmas.float(),
@@ -88,10 +98,11 @@ class UNetModel(PipelineModel):
         a_B, b_B = self._signal_and_noise(timesteps_B, latents_BL)
         scaled_BL = latents_BL * (a_B + b_B)
         forward = partial(self._forward, size=size)
-        noise_BL = guided_together(forward, scaled_BL.to(self.dtype), timesteps_B, conditioning, guidance)
-        if self._predicts == "v_prediction":  # v = a noise - b x0
-            noise_BL = a_B * noise_BL + b_B * scaled_BL
-        data_BL = (scaled_BL - b_B * noise_BL) / a_B
+        output_BL = guided_together(forward, scaled_BL.to(self.dtype), timesteps_B, conditioning, guidance)
+        if self._predicts == "v_prediction":  # v = a noise - b x0; a may be 0
+            noise_BL, data_BL = a_B * output_BL + b_B * scaled_BL, a_B * scaled_BL - b_B * output_BL
+        else:
+            noise_BL, data_BL = output_BL, (scaled_BL - b_B * output_BL) / a_B
         return noise_BL - data_BL
 
     def _signal_and_noise(self, timesteps_B: Tensor, latents_BL: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,9 +126,20 @@ class UNetModel(PipelineModel):
 
     @torch.no_grad()
     def encode_pixels(self, pixels_BFCHW: Tensor) -> Tensor:
-        return image_latents(self.vae, pixels_BFCHW).float() * float(self.vae.config.scaling_factor)
+        scale_C11, mean_C11 = self._latent_scale_and_mean()
+        return (image_latents(self.vae, pixels_BFCHW).float() - mean_C11) / scale_C11
 
     @torch.no_grad()
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
-        latents_BCHW = latents_BL.to(self.vae.dtype) / self.vae.config.scaling_factor
-        return pixels_of_images(self.vae.decode(latents_BCHW, return_dict=False)[0])
+        scale_C11, mean_C11 = self._latent_scale_and_mean()
+        latents_BCHW = latents_BL.to(self.vae.device) * scale_C11 + mean_C11
+        return pixels_of_images(self.vae.decode(latents_BCHW.to(self.vae.dtype), return_dict=False)[0])
+
+    def _latent_scale_and_mean(self) -> tuple[Tensor, Tensor]:
+        """The VAE's latents are these times the UNet's, plus the mean; some VAEs have them by channel."""
+        config = self.vae.config
+        mean, std = config.get("latents_mean"), config.get("latents_std")
+        if mean is None or std is None:
+            mean, std = [0.0], [1.0]
+        mean_C11, std_C11 = torch.tensor([mean, std], device=self.vae.device).view(2, -1, 1, 1)
+        return std_C11 / config.scaling_factor, mean_C11
